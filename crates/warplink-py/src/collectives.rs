@@ -7,7 +7,10 @@ use crate::owner::Detached;
 use crate::parts::{Cut, unit};
 use crate::place::Place;
 use crate::stream::Stream;
+use crate::watch::{self, Calls, Watch};
 use pyo3::prelude::*;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 use warplink::collective::{
     Call, CollectiveKind, CollectiveOptions, CollectivePath, ExpertOptions, Message,
 };
@@ -38,6 +41,8 @@ pub(crate) struct Collectives {
     world: usize,
     /// The memory of arrays without elements.
     nothing: DeviceSlice,
+    /// Who is told of calls.
+    watched: Mutex<Option<Arc<Calls>>>,
 }
 
 /// The operator `op`; of a sum, what values are multiplied by beforehand may be given.
@@ -63,11 +68,38 @@ impl Collectives {
             place: place.clone(),
             world,
             nothing: nothing.slice(0..0)?,
+            watched: Mutex::new(None),
         })
     }
 
     fn inner(&self) -> PyResult<warplink::Collectives> {
         self.inner.get("collectives")
+    }
+
+    /// Has a thread wait for the calls from now on, instead of one that did so far.
+    pub(crate) fn watch(
+        &self,
+        py: Python<'_>,
+        communicator: warplink::Communicator,
+        timeout: Duration,
+    ) -> PyResult<Watch> {
+        let inner = self.inner()?;
+        let (watch, calls) = py
+            .detach(|| watch::start(communicator, inner, &self.place, timeout))
+            .map_err(raise)?;
+        *self.watched() = Some(calls);
+        Ok(watch)
+    }
+
+    fn watched(&self) -> std::sync::MutexGuard<'_, Option<Arc<Calls>>> {
+        self.watched.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Tells who watches that a call was made.
+    fn made(&self) {
+        if let Some(calls) = &*self.watched() {
+            calls.made();
+        }
     }
 
     /// Reads the arrays of a call on `stream`.
@@ -114,7 +146,9 @@ impl Collectives {
             root,
         };
         py.detach(|| inner.enqueue(&call, &target.slice, &source.slice, live))
-            .map_err(raise)
+            .map_err(raise)?;
+        self.made();
+        Ok(())
     }
 }
 
@@ -267,10 +301,58 @@ impl Collectives {
         self.enqueue(py, stream, kind, [target, source], None, Some(root))
     }
 
+    /// The collective named `kind`, such as "all_reduce", between memory of the device at two addresses, as the methods
+    /// of these names do between arrays. `count` is the elements that one rank passes to one other or to all: of the
+    /// shorter of the two, where one is longer. The caller keeps the memory until the stream is past it.
+    #[pyo3(signature = (kind, stream, target, source, count, dtype, op=None, root=None))]
+    #[allow(clippy::too_many_arguments, reason = "they are Python's keywords")]
+    fn call_at(
+        &self,
+        py: Python<'_>,
+        kind: &str,
+        stream: &Stream,
+        target: u64,
+        source: u64,
+        count: usize,
+        dtype: &str,
+        op: Option<&str>,
+        root: Option<Rank>,
+    ) -> PyResult<()> {
+        let (inner, live) = (self.inner()?, stream.live()?);
+        let call = Call {
+            kind: kind.parse().map_err(raise)?,
+            op: op.map(|op| operator(op, None)).transpose()?,
+            dtype: dtype.parse().map_err(raise)?,
+            count,
+            root,
+        };
+        let (input_rows, output_rows) = call.kind.rows(self.world);
+        let memory = |address: u64, rows: usize| {
+            let bytes = rows.checked_mul(call.dtype.size());
+            let bytes = bytes.and_then(|bytes| bytes.checked_mul(count));
+            let overflows = || invalid(format!("{count} elements overflow the address space"));
+            self.place
+                .borrow_unowned(address, bytes.ok_or_else(overflows)?)
+        };
+        let source = memory(source, input_rows)?;
+        let target = memory(target, output_rows)?;
+        py.detach(|| inner.enqueue(&call, &target, &source, live))
+            .map_err(raise)?;
+        self.made();
+        Ok(())
+    }
+
     /// What follows in the stream waits until every rank's stream has come to it.
     fn barrier(&self, py: Python<'_>, stream: &Stream) -> PyResult<()> {
         let (inner, live) = (self.inner()?, stream.live()?);
-        py.detach(|| inner.barrier(live)).map_err(raise)
+        py.detach(|| inner.barrier(live)).map_err(raise)?;
+        self.made();
+        Ok(())
+    }
+
+    /// Has `stream` wait for all calls that were made so far, but for those that were recorded into graphs.
+    fn precede(&self, stream: &Stream) -> PyResult<()> {
+        self.inner()?.precede(stream.live()?).map_err(raise)
     }
 
     /// Sends and receives, `(peer, array)` each, all at the same time: none waits for another of the call.
@@ -301,7 +383,9 @@ impl Collectives {
             .map(|(peer, data)| Message::receive(*peer, data));
         let messages: Vec<Message<'_>> = sends.chain(receives).collect();
         py.detach(|| inner.send_receive(&messages, live))
-            .map_err(raise)
+            .map_err(raise)?;
+        self.made();
+        Ok(())
     }
 
     /// Part p of `target` becomes this rank's part of rank p's `source`, for each rank, of a length of its own.
@@ -347,7 +431,9 @@ impl Collectives {
             let output = (&target.slice, received.parts());
             inner.all_to_all_v(output, (&source.slice, sent.parts()), dtype, live)
         })
-        .map_err(raise)
+        .map_err(raise)?;
+        self.made();
+        Ok(())
     }
 
     /// A layer of experts on these ranks, with memory for its calls.

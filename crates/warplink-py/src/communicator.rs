@@ -13,6 +13,7 @@ use crate::place::Place;
 use crate::region::{Region, RemoteRegion, seconds};
 use crate::stream::{Event, Stream};
 use crate::transfer::{self, StreamBarrier, Transfer};
+use crate::watch::Watch;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
 use std::sync::Arc;
@@ -376,6 +377,13 @@ impl Communicator {
             Collectives::new(joined, &self.place, inner.world())
         });
         joined.map_err(raise)
+    }
+
+    /// Has a thread wait for the calls of `collectives`, which are this communicator's, where no host waits for their
+    /// streams. One that takes longer than `timeout` seconds ends the communicator, so that what waits on the device is
+    /// let go. Asks no other rank.
+    fn watch(&self, py: Python<'_>, collectives: &Collectives, timeout: f64) -> PyResult<Watch> {
+        collectives.watch(py, self.inner()?, seconds(timeout)?)
     }
 
     /// The vendor's library: NCCL on GPUs, a substitute on the host device. Every rank makes the first at the same

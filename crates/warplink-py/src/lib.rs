@@ -30,6 +30,7 @@ mod program;
 mod region;
 mod stream;
 mod transfer;
+mod watch;
 
 use pyo3::exceptions::PyImportError;
 use pyo3::prelude::*;
@@ -68,6 +69,9 @@ mod _warplink {
     use super::stream::{Event, Graph, Stream};
     #[pymodule_export]
     use super::transfer::{Receive, Send, StreamBarrier, Transfer, post_all, wait_all};
+
+    #[pymodule_export]
+    use super::watch::Watch;
 
     #[pymodule_export]
     use super::version;

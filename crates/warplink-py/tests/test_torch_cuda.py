@@ -249,10 +249,10 @@ def direct_messages(rank, world, _, place):
     dist = start_on_gpu(rank, world, place, pg_options=warplink.torch.Options(direct_messages=True))
     group, device, peer = dist.group.WORLD, torch.device("cuda", rank), 1 - rank
     # The first collective of the group joins them, whatever it is.
-    assert group.messages_path == "backend"
+    assert group._on_gpu is None
     total = torch.ones(4, device=device)
     dist.all_reduce(total)
-    assert (total == world).all() and group.messages_path == "direct"
+    assert (total == world).all() and group._on_gpu is not None and group.messages_path == "direct"
     generator = torch.Generator(device=device).manual_seed(rank)
     for turn, dtype in enumerate((torch.bfloat16, torch.float32, torch.int64, torch.float8_e4m3fn)):
         # Uneven, some of them empty, on the current stream and beside it; NCCL's collectives between them.
@@ -298,10 +298,10 @@ def direct_messages(rank, world, _, place):
         graph.replay()
         assert output.view(2, -1)[:, 0].tolist() == [float(10 * p + rank + 100 * turn) for p in range(2)]
     # Several groups, one of which has other options.
-    both = dist.new_group([1, 0], pg_options=warplink.torch.Options(direct_messages=False))
+    both = dist.new_group([0, 1], pg_options=warplink.torch.Options(direct_messages=False))
     gathered = torch.empty(2, device=device)
     dist.all_to_all_single(gathered, torch.full((2,), float(rank), device=device), group=both)
-    assert gathered.tolist() == [1.0, 0.0] and both.messages_path == "backend"
+    assert gathered.tolist() == [0.0, 1.0] and both.messages_path == "backend"
     dist.barrier(device_ids=[rank])
     dist.destroy_process_group()
 

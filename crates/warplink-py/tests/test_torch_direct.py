@@ -244,26 +244,30 @@ def failure(watch, kind):
 def watched(rank, world, meeting):
     import warplink
     from warplink.errors import MismatchError
-    from warplink.torch.watch import Watch
 
     with warplink.Job.join(rank, world, meeting, timeout=60.0) as job:
         comm, peer = job.world(), 1 - rank
         collectives, streams = comm.collectives(), [comm.create_stream() for _ in range(2)]
-        watch, regions = Watch(comm, 60.0), [comm.alloc(64) for _ in range(2)]
+        watch, regions = comm.watch(collectives, 60.0), [comm.alloc(64) for _ in range(2)]
         for turn in range(60):
             # On several streams, which no host waits for.
             stream = streams[turn % 2]
             collectives.send_receive(stream, [(peer, regions[0])], [(peer, regions[1])])
-            watch.follow(stream)
         end = time.monotonic() + 60
-        while watch._last is not None and time.monotonic() < end:
+        while watch.waits and time.monotonic() < end:
             time.sleep(0.01)
         watch.check()
-        assert watch._last is None and all(stream.is_idle() for stream in streams)
+        assert not watch.waits and all(stream.is_idle() for stream in streams)
+        # Another stream waits for what was called last.
+        other = comm.create_stream()
+        regions[0].upload(bytes([rank + 1] * 64))
+        collectives.send_receive(streams[0], [(peer, regions[0])], [(peer, regions[1])])
+        collectives.precede(other)
+        other.synchronize(60)
+        assert regions[1].download() == bytes([peer + 1] * 64)
         # Ends of other lengths.
         end = [(peer, regions[0].slice(0, 32 + 16 * rank))]
         collectives.send_receive(streams[0], *((end, []) if rank else ([], end)))
-        watch.follow(streams[0])
         error = failure(watch, MismatchError)
         assert error.peer == peer and "32" in str(error) and "48" in str(error)
         # It stays.
@@ -281,16 +285,16 @@ def test_what_no_host_waits_for_is_watched():
 def ended(rank, world, meeting):
     import warplink
     from warplink.errors import PeerLostError, TimeoutError
-    from warplink.torch.watch import Watch
 
     job = warplink.Job.join(rank, world, meeting, timeout=60.0)
     comm = job.world()
     collectives, stream, region = comm.collectives(), comm.create_stream(), comm.alloc(64)
     if rank == 0:
         # Rank 1 never sends.
-        watch = Watch(comm, 0.5)
+        watch = comm.watch(collectives, 60.0)
+        assert watch.timeout == 60.0
+        watch.timeout = 0.5
         collectives.send_receive(stream, [], [(1, region)])
-        watch.follow(stream)
         assert failure(watch, TimeoutError).kind == "timeout"
         # What waits is let go.
         with pytest.raises(warplink.WarplinkError):

@@ -9,6 +9,7 @@ from conftest import run_ranks  # noqa: E402
 
 def calls_on_host(comm):
     """The calls of a group, on the host device's memory and without a GPU's streams."""
+    import warplink
     from warplink.torch.arithmetic import readable, settle, writable
     from warplink.torch.direct_collectives import GpuCollectives
 
@@ -23,8 +24,9 @@ def calls_on_host(comm):
             self._collectives = collectives
 
         def __getattr__(self, name):
-            def call(stream, *arguments):
-                getattr(self._collectives, name)(stream, *arguments)
+            def call(*arguments):
+                getattr(self._collectives, name)(*arguments)
+                stream = next(one for one in arguments if isinstance(one, warplink.Stream))
                 stream.synchronize(30.0)
 
             return call
@@ -34,19 +36,12 @@ def calls_on_host(comm):
             self._collectives = Awaited(comm.collectives(path="direct"))
             self._stream = comm.create_stream()
 
-        def _enqueue(self, name, outputs, inputs, call, asynchronous, element="u8", further=()):
+        def _enqueue(self, name, outputs, inputs, call, asynchronous, further=()):
             sources, targets = [readable(t) for t in inputs], [writable(t) for t in outputs]
-            call(self._stream, self._memory(sources, element), self._memory(targets, element))
+            call(self._stream, sources, targets)
             for tensor, target in zip(outputs, targets):
                 settle(tensor, target)
             return Done([*outputs, *further])
-
-        def _memory(self, tensors, element="u8"):
-            def array(tensor):
-                flat = tensor.detach().reshape(-1)
-                return flat.view(torch.uint8) if element == "u8" else flat
-
-            return [array(tensor) for tensor in tensors]
 
     return HostCalls()
 

@@ -414,3 +414,26 @@ def memory(rank, world, _, place):
 def test_steps_of_random_sizes_take_constant_memory():
     for early, late in on_ranks(memory, 2):
         assert late < early + (24 << 20), (early, late)
+
+
+def one_after_another(rank, world, _, place):
+    import torch.distributed as dist
+
+    import warplink.torch
+
+    # A launcher's store is there before the first group and after the last.
+    store = dist.FileStore(place, world)
+    for turn in range(4):
+        options = warplink.torch.Options(buffer_size=(turn + 1) << 16, direct_messages=turn % 2 == 1)
+        dist.init_process_group("warplink", store=store, rank=rank, world_size=world, pg_options=options)
+        group = dist.group.WORLD
+        assert group.messages_path == ("direct" if turn % 2 else "backend")
+        total = torch.tensor([float(rank + turn)])
+        dist.all_reduce(total)
+        assert total.item() == sum(peer + turn for peer in range(world))
+        assert group.get_p2p_buffer((rank + 1) % world, [4], torch.float32).shape == (4,)
+        dist.destroy_process_group()
+
+
+def test_a_store_serves_one_group_after_another():
+    on_ranks(one_after_another, 3)

@@ -2,8 +2,9 @@
 
 use crate::device::ReduceOp;
 use crate::dtype::DType;
-use crate::error::{Error, Rank, Result};
+use crate::error::{Error, ErrorKind, Rank, Result};
 use std::fmt;
+use std::str::FromStr;
 
 /// Which collective.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -96,6 +97,21 @@ impl CollectiveKind {
             Self::AllToAll => (world, world),
             Self::Barrier => (0, 0),
         }
+    }
+}
+
+impl FromStr for CollectiveKind {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        let found = Self::ALL.into_iter().find(|kind| kind.name() == text);
+        found.ok_or_else(|| {
+            let names = Self::ALL.map(Self::name).join(", ");
+            Error::new(
+                ErrorKind::Parse,
+                format!("unknown collective '{text}'; expected one of {names}"),
+            )
+        })
     }
 }
 

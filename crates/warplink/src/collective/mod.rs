@@ -173,6 +173,14 @@ impl Collectives {
         self.0.lines.is_some() || matches!(self.0.path.engine(), Ok(Some(_)))
     }
 
+    /// Has `stream` wait for all calls that were enqueued so far, but for those that were recorded into graphs.
+    ///
+    /// # Errors
+    /// The fault that ended the device's work.
+    pub fn precede(&self, stream: &Stream) -> Result<()> {
+        self.0.turns.precede(stream)
+    }
+
     /// The library's communicator (`ncclComm_t` on GPUs) that does calls; `None` where the direct path does all. It is
     /// valid for as long as these collectives are and no rank is lost.
     pub fn communicator(&self) -> Option<*mut c_void> {

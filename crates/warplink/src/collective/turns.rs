@@ -21,6 +21,16 @@ struct Last {
     done: Event,
 }
 
+impl Last {
+    /// Has `stream` wait for the launch.
+    fn precede(&self, stream: &Stream) -> Result<()> {
+        if self.stream.raw() == stream.raw() {
+            return Ok(());
+        }
+        stream.wait_event(&self.done)
+    }
+}
+
 impl Turns {
     pub(super) fn new(device: &Arc<dyn Device>) -> Self {
         Self {
@@ -36,10 +46,8 @@ impl Turns {
         if stream.is_capturing()? {
             return enqueue();
         }
-        if let Some(last) = &*last
-            && last.stream.raw() != stream.raw()
-        {
-            stream.wait_event(&last.done)?;
+        if let Some(last) = &*last {
+            last.precede(stream)?;
         }
         enqueue()?;
         // Now, and on this thread: later the stream may have to wait for what comes after this launch elsewhere, may
@@ -54,5 +62,13 @@ impl Turns {
             done,
         });
         Ok(())
+    }
+
+    /// Has `stream` wait for the last launch outside of graphs.
+    pub(super) fn precede(&self, stream: &Stream) -> Result<()> {
+        match &*lock(&self.last) {
+            Some(last) => last.precede(stream),
+            None => Ok(()),
+        }
     }
 }

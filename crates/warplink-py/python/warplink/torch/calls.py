@@ -58,8 +58,11 @@ class GroupCalls:
 
     def _direct(self, tensors: list[torch.Tensor]) -> Any:
         """What does a collective of ``tensors`` past the backend; None where that does it."""
-        if not tensors or not tensors[0].is_cuda or any(tensor.is_sparse for tensor in tensors):
+        if not tensors or not tensors[0].is_cuda:
             return None
+        for tensor in tensors:
+            if tensor.is_sparse:
+                return None
         return self.direct_collectives(tensors[0].device)
 
     def _reduction(self, tensors: list[torch.Tensor], op: Any) -> tuple[Any, Any]:
@@ -109,8 +112,11 @@ class GroupCalls:
 
     def _all_reduce(self, otherwise: Any, tensors: Any, opts: Any) -> Any:
         direct, how = self._reduction(tensors, opts.reduceOp)
-        if direct is None or any(tensor.dtype != tensors[0].dtype for tensor in tensors):
+        if direct is None:
             return otherwise(tensors, opts)
+        for tensor in tensors[1:]:
+            if tensor.dtype != tensors[0].dtype:
+                return otherwise(tensors, opts)
         return self._done([direct.all_reduce(t, how, _is_async(opts)) for t in tensors])
 
     def reduce(self, tensors: Any, opts: Any = None, *rest: Any) -> Any:

@@ -14,12 +14,17 @@ from typing import Any, Callable, Iterable, Sequence
 import torch
 
 import warplink
-from warplink.errors import ClosedError, InvalidArgumentError, UnsupportedError
+from warplink.errors import ClosedError, InvalidArgumentError, UnsupportedError, WarplinkError
 from warplink.torch.agreement import made_by_all
 from warplink.torch.arithmetic import as_bytes, readable, settle, writable
-from warplink.torch.watch import Watch
 from warplink.torch.works import GpuWork, HostWork, Worker
 from warplink.torch.workspace import Workspace
+
+#: What enqueues something on a stream, given contiguous sources and targets.
+Call = Callable[[warplink.Stream, list[torch.Tensor], list[torch.Tensor]], None]
+
+#: The collectives of the last call on a GPU of this process, by the GPU's number.
+_last: dict[int, warplink.Collectives] = {}
 
 #: Sends and receives of one call, ``(peer, array)`` each.
 Round = tuple[list[tuple[int, Any]], list[tuple[int, Any]]]
@@ -108,15 +113,16 @@ class GpuMessages:
     """All-to-alls and batches of CUDA tensors. Every member makes one at the same time.
 
     They are enqueued on the caller's current stream, or on one of the group's behind it where the caller goes on
-    meanwhile. What goes wrong shows in a later call or wait; what takes longer than ``timeout`` is ended, and nothing
-    goes direct any more.
+    meanwhile. Those of all groups of the process are done one after another, in the order of the calls: kernels of two
+    groups that wait for one another's multiprocessors would never end. What goes wrong shows in a later call or wait;
+    what takes longer than ``timeout`` is ended, and nothing goes direct any more.
     """
 
     def __init__(
         self, space: Workspace, collectives: warplink.Collectives, timeout: float
     ) -> None:
         self._space = space
-        self._watch = Watch(space.communicator, timeout)
+        self._watch = space.communicator.watch(collectives, timeout)
         self._collectives = collectives
         self._device = space.device
         self._side = torch.cuda.Stream(self._device)
@@ -124,8 +130,8 @@ class GpuMessages:
     def exchange(self, messages: Sequence[Message], asynchronous: bool = True) -> GpuWork:
         """Does all ``messages`` at the same time."""
 
-        def call(stream: warplink.Stream, sources: list[Any], targets: list[Any]) -> None:
-            sent, received = iter(sources), iter(targets)
+        def call(stream: warplink.Stream, sources: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
+            sent, received = iter(self._memory(sources)), iter(self._memory(targets))
             batch = [(m.peer, m.sends, next(sent if m.sends else received)) for m in messages]
             collectives = self._collectives
             for sends, receives in rounds(batch, collectives.size, collectives.max_messages):
@@ -140,8 +146,9 @@ class GpuMessages:
     ) -> GpuWork:
         """``outputs[p]`` becomes rank p's ``inputs[this rank]``."""
 
-        def call(stream: warplink.Stream, sources: list[Any], targets: list[Any]) -> None:
-            self._collectives.send_receive(stream, list(enumerate(sources)), list(enumerate(targets)))
+        def call(stream: warplink.Stream, sources: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
+            sent, received = self._memory(sources), self._memory(targets)
+            self._collectives.send_receive(stream, list(enumerate(sent)), list(enumerate(received)))
 
         return self._enqueue("all_to_all", outputs, inputs, call, asynchronous)
 
@@ -157,8 +164,9 @@ class GpuMessages:
         received = [part.nbytes for part in output_parts]
         sent = [part.nbytes for part in input_parts]
 
-        def call(stream: warplink.Stream, sources: list[Any], targets: list[Any]) -> None:
-            self._collectives.all_to_all_v(stream, targets[0], sources[0], received, sent)
+        def call(stream: warplink.Stream, sources: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
+            (source,), (target,) = self._memory(sources), self._memory(targets)
+            self._collectives.all_to_all_v(stream, target, source, received, sent)
 
         return self._enqueue("all_to_all", [output], [input], call, asynchronous)
 
@@ -167,38 +175,60 @@ class GpuMessages:
         name: str,
         outputs: list[torch.Tensor],
         inputs: list[torch.Tensor],
-        call: Callable[[warplink.Stream, list[Any], list[Any]], None],
+        call: Call,
         asynchronous: bool,
-        element: str = "u8",
         further: Sequence[torch.Tensor] = (),
     ) -> GpuWork:
-        """Enqueues ``call``, given the memory of ``inputs`` and ``outputs`` as arrays of ``element``. ``further`` outputs
-        are for the call to write."""
-        self._watch.check()
-        for tensor in (*outputs, *inputs, *further):
+        """Enqueues ``call`` on ``inputs`` and ``outputs``. ``further`` outputs are for the call to write."""
+        every = (*outputs, *inputs, *further)
+        for tensor in every:
             if tensor.device != self._device:
                 raise InvalidArgumentError(
                     f"{name}: a tensor is on {tensor.device}; expected {self._device}, as in the group's first call"
                 )
-        current = torch.cuda.current_stream(self._device)
-        stream = self._side if asynchronous else current
-        if asynchronous:
-            stream.wait_stream(current)
-        with torch.cuda.stream(stream):
-            sources, targets = [readable(t) for t in inputs], [writable(t) for t in outputs]
-            borrowed = self._space.stream
-            call(borrowed, self._memory(sources, element), self._memory(targets, element))
-            # What is recorded is done when its graph is launched, of which nobody tells.
-            if not torch.cuda.is_current_stream_capturing():
-                self._watch.follow(borrowed)
-            for tensor, target in zip(outputs, targets):
-                settle(tensor, target)
+        result, check = [*outputs, *further], self._watch.check
+        if not asynchronous:
+            stream, borrowed = self._run(outputs, inputs, call)
+            return GpuWork(result, stream, None, check, borrowed.synchronize)
+        self._side.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._side):
+            stream, borrowed = self._run(outputs, inputs, call)
             event = stream.record_event()
-        if asynchronous:
-            # What was allocated on the current stream is not used again before this one is past it.
-            for tensor in (*outputs, *inputs, *further):
-                tensor.record_stream(stream)
-        return GpuWork([*outputs, *further], event, stream, self._watch.check, borrowed.synchronize)
+        # What was allocated on the current stream is not used again before this one is past it.
+        for tensor in every:
+            tensor.record_stream(stream)
+        return GpuWork(result, stream, event, check, borrowed.synchronize)
+
+    def _run(
+        self,
+        outputs: list[torch.Tensor],
+        inputs: list[torch.Tensor],
+        call: Call,
+    ) -> tuple[torch.cuda.Stream, warplink.Stream]:
+        """Enqueues ``call`` on the current stream, which it gives, and gives it contiguous tensors."""
+        stream, borrowed = self._space.current_streams()
+        self._follow_other_groups(borrowed)
+        sources = [t if _is_plain(t) else readable(t) for t in inputs]
+        targets = [t if _is_plain(t) else writable(t) for t in outputs]
+        call(borrowed, sources, targets)
+        for tensor, target in zip(outputs, targets):
+            if target is not tensor:
+                settle(tensor, target)
+        return stream, borrowed
+
+    def _follow_other_groups(self, stream: warplink.Stream) -> None:
+        """Has ``stream`` wait for the last call of another group. What is recorded is for the application to order."""
+        index, own = self._device.index, self._collectives
+        last = _last.get(index)
+        if last is own or torch.cuda.is_current_stream_capturing():
+            return
+        _last[index] = own
+        if last is not None:
+            try:
+                last.precede(stream)
+            except WarplinkError:
+                # The other group has failed, which ended its kernels.
+                pass
 
     @property
     def timeout(self) -> float:
@@ -211,14 +241,18 @@ class GpuMessages:
 
     def close(self) -> None:
         """Ends what watches the calls. They are done all the same."""
+        if _last.get(self._device.index) is self._collectives:
+            del _last[self._device.index]
         self._watch.close()
 
-    def _memory(self, tensors: list[torch.Tensor], element: str = "u8") -> list[Any]:
-        """Tensors as arrays of ``element``, or of bytes, which PyTorch keeps until the stream is past them."""
+    def _memory(self, tensors: list[torch.Tensor]) -> list[Any]:
+        """The bytes of contiguous tensors as arrays, which PyTorch keeps until the stream is past them."""
         view_at = self._space.communicator.view_at
         return [
-            view_at(t.data_ptr(), [t.nbytes if element == "u8" else t.numel()], element)
-            if t.nbytes
-            else as_bytes(t)
-            for t in tensors
+            view_at(t.data_ptr(), [t.nbytes], "u8") if t.nbytes else as_bytes(t) for t in tensors
         ]
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether the elements of ``tensor`` are one after another in memory, as they are."""
+    return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())

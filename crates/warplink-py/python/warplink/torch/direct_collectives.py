@@ -37,56 +37,32 @@ class GpuCollectives(GpuMessages):
         self, tensor: torch.Tensor, how: tuple[str, str], asynchronous: bool
     ) -> GpuWork:
         """``tensor`` becomes the reduction of every rank's, ``how`` being what ``reduction`` gives."""
-        operator, element = how
-
-        def call(stream: warplink.Stream, sources: list[Any], targets: list[Any]) -> None:
-            if tensor.numel():
-                self._collectives.all_reduce(stream, targets[0], sources[0], operator)
-
-        return self._enqueue("all_reduce", [tensor], [tensor], call, asynchronous, element)
+        return self._between("all_reduce", tensor, tensor, tensor, asynchronous, how)
 
     def reduce(
         self, tensor: torch.Tensor, how: tuple[str, str], root: int, asynchronous: bool
     ) -> GpuWork:
         """``tensor`` of the root becomes the reduction of every rank's; the others' stay."""
-        operator, element = how
-
-        def call(stream: warplink.Stream, sources: list[Any], targets: list[Any]) -> None:
-            if tensor.numel():
-                self._collectives.reduce(stream, targets[0], sources[0], root, operator)
-
-        return self._enqueue("reduce", [tensor], [tensor], call, asynchronous, element)
+        return self._between("reduce", tensor, tensor, tensor, asynchronous, how, root)
 
     def broadcast(self, tensor: torch.Tensor, root: int, asynchronous: bool) -> GpuWork:
         """``tensor`` becomes the root's."""
-
-        def call(stream: warplink.Stream, sources: list[Any], targets: list[Any]) -> None:
-            if tensor.numel():
-                self._collectives.broadcast(stream, targets[0], sources[0], root)
-
-        return self._enqueue("broadcast", [tensor], [tensor], call, asynchronous)
+        return self._between("broadcast", tensor, tensor, tensor, asynchronous, None, root)
 
     def all_gather_flat(
         self, output: torch.Tensor, input: torch.Tensor, asynchronous: bool
     ) -> GpuWork:
         """``output`` becomes every rank's ``input``, in rank order."""
-
-        def call(stream: warplink.Stream, sources: list[Any], targets: list[Any]) -> None:
-            if input.numel():
-                self._collectives.all_gather(stream, targets[0], sources[0])
-
-        return self._enqueue("all_gather", [output], [input], call, asynchronous)
+        return self._between("all_gather", output, input, input, asynchronous)
 
     def all_gather(
         self, outputs: Sequence[torch.Tensor], input: torch.Tensor, asynchronous: bool
     ) -> GpuWork:
         """``outputs[p]`` becomes rank p's ``input``."""
 
-        def call(stream: warplink.Stream, sources: list[Any], _: list[Any]) -> None:
-            if not input.numel():
-                return
+        def call(stream: warplink.Stream, sources: list[torch.Tensor], _: list[torch.Tensor]) -> None:
             flat = input.new_empty(len(outputs), input.numel())
-            self._collectives.all_gather(stream, self._memory([flat])[0], sources[0])
+            self._call("all_gather", stream, flat, sources[0], input)
             for output, part in zip(outputs, flat):
                 output.detach().copy_(part.view(output.shape))
 
@@ -96,13 +72,7 @@ class GpuCollectives(GpuMessages):
         self, output: torch.Tensor, input: torch.Tensor, how: tuple[str, str], asynchronous: bool
     ) -> GpuWork:
         """``output`` becomes this rank's part of the reduction of every rank's ``input``."""
-        operator, element = how
-
-        def call(stream: warplink.Stream, sources: list[Any], targets: list[Any]) -> None:
-            if output.numel():
-                self._collectives.reduce_scatter(stream, targets[0], sources[0], operator)
-
-        return self._enqueue("reduce_scatter", [output], [input], call, asynchronous, element)
+        return self._between("reduce_scatter", output, input, output, asynchronous, how)
 
     def reduce_scatter(
         self,
@@ -112,14 +82,44 @@ class GpuCollectives(GpuMessages):
         asynchronous: bool,
     ) -> GpuWork:
         """``output`` becomes the reduction of every rank's ``inputs[this rank]``."""
-        operator, element = how
 
-        def call(stream: warplink.Stream, _: list[Any], targets: list[Any]) -> None:
-            if not output.numel():
-                return
+        def call(stream: warplink.Stream, _: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
             flat = torch.cat([one.detach().reshape(-1) for one in inputs])
-            self._collectives.reduce_scatter(
-                stream, targets[0], self._memory([flat], element)[0], operator
-            )
+            self._call("reduce_scatter", stream, targets[0], flat, output, how)
 
-        return self._enqueue("reduce_scatter", [output], list(inputs), call, asynchronous, element)
+        return self._enqueue("reduce_scatter", [output], list(inputs), call, asynchronous)
+
+    def _between(
+        self,
+        kind: str,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        part: torch.Tensor,
+        asynchronous: bool,
+        how: tuple[str, str] | None = None,
+        root: int | None = None,
+    ) -> GpuWork:
+        """Enqueues the collective ``kind`` from ``input`` to ``output``, of which ``part`` is the shorter."""
+
+        def call(stream: warplink.Stream, sources: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
+            self._call(kind, stream, targets[0], sources[0], part, how, root)
+
+        return self._enqueue(kind, [output], [input], call, asynchronous)
+
+    def _call(
+        self,
+        kind: str,
+        stream: warplink.Stream,
+        target: torch.Tensor,
+        source: torch.Tensor,
+        part: torch.Tensor,
+        how: tuple[str, str] | None = None,
+        root: int | None = None,
+    ) -> None:
+        """The same of contiguous tensors, on a stream. What nothing reduces goes as bytes."""
+        operator, element = (None, "u8") if how is None else how
+        count = part.nbytes if how is None else part.numel()
+        # PyTorch keeps their memory until the stream is past it.
+        to, at = target.data_ptr(), source.data_ptr()
+        if count:
+            self._collectives.call_at(kind, stream, to, at, count, element, operator, root)

@@ -57,7 +57,9 @@ class ProcessGroupWarplink(GroupCalls, dist.ProcessGroup):  # type: ignore[misc]
     ) -> None:
         dist.ProcessGroup.__init__(self, rank, size)  # type: ignore[call-arg]
         self._rank, self._size = rank, size
-        self._store, self._timeout = store, timeout
+        # A launcher's store outlives the group.
+        self._store = joining.store_of_this_time(store, rank)
+        self._timeout = timeout
         self._options = options or Options()
         self._devices = devices or {"cpu": "warplink", "cuda": "warplink"}
         self._process = os.getpid()
@@ -80,7 +82,7 @@ class ProcessGroupWarplink(GroupCalls, dist.ProcessGroup):  # type: ignore[misc]
         self._group_name = name
         self._group_desc = "undefined"
 
-        self._one_machine = joining.on_one_machine(store, rank, size, self._options.told)
+        self._one_machine = joining.on_one_machine(self._store, rank, size, self._options.told)
         some_direct = self._options.direct_messages or self._options.direct_collectives
         self._may_go_direct = some_direct and self._one_machine and size > 1
         parent_communicator = parent._communicator if parent is not None else None
@@ -147,12 +149,7 @@ class ProcessGroupWarplink(GroupCalls, dist.ProcessGroup):  # type: ignore[misc]
         """What serves ``tensors``: None for the host device, else NCCL or Gloo. ``by_all`` is whether all members make
         this call, whose first one they join in for messages that go direct."""
         self._check()
-        kinds = {tensor.device.type for tensor in tensors}
-        if len(kinds) != 1:
-            raise InvalidArgumentError(
-                f"the tensors are on {sorted(kinds)}; expected tensors of one device"
-            )
-        kind = kinds.pop()
+        kind = tensors[0].device.type if len(tensors) == 1 else _common_kind(tensors)
         backend = self._backend_for(kind)
         if kind == "cuda" and by_all:
             self._direct_on(tensors[0].device)
@@ -482,3 +479,13 @@ def _is_capturing(device: torch.device) -> bool:
     """Whether the current stream of a GPU records a graph."""
     with torch.cuda.device(device):
         return torch.cuda.is_current_stream_capturing()
+
+
+def _common_kind(tensors: list[torch.Tensor]) -> str:
+    """The kind of device that all ``tensors`` are on."""
+    kinds = {tensor.device.type for tensor in tensors}
+    if len(kinds) != 1:
+        raise InvalidArgumentError(
+            f"the tensors are on {sorted(kinds)}; expected tensors of one device"
+        )
+    return kinds.pop()

@@ -28,6 +28,12 @@ def machine() -> str:
     return f"{boot} {processes}"
 
 
+def store_of_this_time(store: dist.Store, rank: int) -> dist.Store:
+    """A part of ``store`` of its own for each time that the members make the group. What was said the last time is not
+    taken for what is said now."""
+    return dist.PrefixStore(f"warplink/{store.add(f'warplink/times/{rank}', 1)}", store)
+
+
 def on_one_machine(store: dist.Store, rank: int, size: int, options: str) -> bool:
     """Whether all ``size`` members run on this machine. Blocks until all have said where they run.
 

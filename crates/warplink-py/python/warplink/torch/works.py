@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from warplink.errors import TimeoutError, WarplinkError
+from warplink.torch.workspace import current_handle
 
 #: What an operation gives: the tensors that its future holds.
 Result = Any
@@ -95,27 +96,34 @@ class HostWork(dist.Work):
 
 
 class GpuWork(dist.Work):
-    """An operation that was enqueued on a stream.
+    """An operation that was enqueued on ``stream``.
 
-    ``check`` raises what has gone wrong so far, ``synchronize`` blocks until the stream is done, for seconds, and raises
-    what went wrong on it.
+    ``event`` marks its end; None where the caller's own stream did it, which is asked only if need be. ``check`` raises
+    what has gone wrong so far, ``synchronize`` blocks until the stream is done, for seconds, and raises what went wrong
+    on it.
     """
 
     def __init__(
         self,
         result: Result,
-        event: torch.cuda.Event,
         stream: torch.cuda.Stream,
+        event: torch.cuda.Event | None,
         check: Callable[[], None],
         synchronize: Callable[[float], None],
     ) -> None:
         super().__init__()
         self._result = result
-        self._event = event
         self._stream = stream
+        self._event = event
         self._check = check
         self._synchronize = synchronize
         self._future: torch.futures.Future[Any] | None = None
+
+    def _done(self) -> torch.cuda.Event:
+        """What is reached when it is done, if not before."""
+        if self._event is None:
+            self._event = self._stream.record_event()
+        return self._event
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Has the caller's current stream wait for it. With a ``timeout``, blocks until it is done, and raises what
@@ -123,14 +131,16 @@ class GpuWork(dist.Work):
         self._check()
         if timeout:
             self._synchronize(timeout.total_seconds())
-        torch.cuda.current_stream(self._stream.device).wait_event(self._event)
+        device = self._stream.device
+        if current_handle(device) != self._stream.cuda_stream:
+            torch.cuda.current_stream(device).wait_event(self._done())
         return True
 
     def synchronize(self) -> None:
         self.wait()
 
     def is_completed(self) -> bool:
-        return self._event.query()
+        return self._done().query()
 
     def is_success(self) -> bool:
         return self.is_completed() and self.exception() is None

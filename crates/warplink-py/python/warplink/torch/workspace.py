@@ -32,6 +32,12 @@ DTYPES = {
 }
 
 
+def current_handle(device: torch.device) -> int:
+    """The handle of the caller's current stream of a GPU."""
+    # A fraction of what it takes to make PyTorch's object for it.
+    return int(torch._C._cuda_getCurrentRawStream(device.index))
+
+
 class Workspace:
     """A group's communicator on one device, and what is made from it."""
 
@@ -54,8 +60,8 @@ class Workspace:
         self._buffers: list[Any] | None = None
         self._barrier: warplink.StreamBarrier | None = None
         self._own_stream: warplink.Stream | None = None
-        #: Streams of PyTorch's by their handles, which PyTorch never frees.
-        self._borrowed: dict[int, warplink.Stream] = {}
+        #: Streams of PyTorch's by their handles, which PyTorch never frees, as it knows them and as Warplink does.
+        self._borrowed: dict[int, tuple[torch.cuda.Stream, warplink.Stream]] = {}
 
     def plan(self, key: Any, make: Callable[[], Any]) -> Any:
         """The plan for ``key``, made by all ranks at the same time if there is none. Ranks use the same
@@ -71,15 +77,21 @@ class Workspace:
     @property
     def stream(self) -> warplink.Stream:
         """The caller's current stream of a GPU; on the host device, one of the workspace's own."""
-        if self.communicator.device == "cuda":
-            current = torch.cuda.current_stream(self.device)
-            raw = current.cuda_stream
-            if raw not in self._borrowed:
-                self._borrowed[raw] = self.communicator.borrow_stream(raw, current)
-            return self._borrowed[raw]
+        if self.device.type == "cuda":
+            return self.current_streams()[1]
         if self._own_stream is None:
             self._own_stream = self.communicator.create_stream()
         return self._own_stream
+
+    def current_streams(self) -> tuple[torch.cuda.Stream, warplink.Stream]:
+        """The caller's current stream of the GPU, as PyTorch knows it and as Warplink does."""
+        found = self._borrowed.get(current_handle(self.device))
+        if found is None:
+            current = torch.cuda.current_stream(self.device)
+            raw = current.cuda_stream
+            found = current, self.communicator.borrow_stream(raw, current)
+            self._borrowed[raw] = found
+        return found
 
     def settle(self, stream: warplink.Stream) -> None:
         """On the host device, where PyTorch has no streams, blocks until ``stream`` is done."""

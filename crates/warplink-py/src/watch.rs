@@ -1,0 +1,208 @@
+//! Learning what goes wrong with calls on streams for which no host waits.
+
+use crate::errors::raise;
+use crate::owner::OfProcess;
+use crate::place::Place;
+use crate::region::seconds;
+use pyo3::prelude::*;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+use warplink::device::{Priority, Stream};
+use warplink::{Collectives, Communicator, Deadline, Error, ErrorKind, Result};
+
+/// How long calls gather before the thread waits for them, so that not every one of many wakes it.
+const GATHERING: Duration = Duration::from_millis(5);
+
+/// A thread that waits for the calls of collectives, since the application may never do so by Warplink.
+///
+/// `Communicator.watch` makes it. It asks only a stream of its own, and events, which a graph that others record
+/// meanwhile does not mind. It ends with the first error.
+#[pyclass(frozen, module = "warplink")]
+#[derive(Debug)]
+pub(crate) struct Watch {
+    calls: OfProcess<Arc<Calls>>,
+    place: Place,
+}
+
+/// The calls that are watched, and what is known of them.
+#[derive(Debug)]
+pub(crate) struct Calls {
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Debug)]
+struct State {
+    /// Calls that nobody has waited for yet.
+    new: bool,
+    /// Whether the thread waits for new ones.
+    sleeps: bool,
+    /// Whether the thread is to end, and whether it has.
+    closed: bool,
+    ended: bool,
+    timeout: Duration,
+    failure: Option<Error>,
+}
+
+impl Calls {
+    /// Another call was made.
+    pub(crate) fn made(&self) {
+        let mut state = self.state();
+        state.new = true;
+        if state.sleeps {
+            self.changed.notify_all();
+        }
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn wait<'a>(&self, state: MutexGuard<'a, State>) -> MutexGuard<'a, State> {
+        self.changed
+            .wait(state)
+            .unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Waits for calls as they are made, until closed or one fails.
+    fn follow(&self, communicator: &Communicator, collectives: &Collectives, stream: &Stream) {
+        loop {
+            let mut state = self.state();
+            while !state.new && !state.closed {
+                state.sleeps = true;
+                state = self.wait(state);
+                state.sleeps = false;
+            }
+            if !state.new {
+                return;
+            }
+            if !state.closed {
+                drop(state);
+                std::thread::sleep(GATHERING);
+                state = self.state();
+            }
+            state.new = false;
+            let timeout = state.timeout;
+            drop(state);
+            let waited = collectives
+                .precede(stream)
+                .and_then(|()| communicator.synchronize_until(stream, Deadline::after(timeout)));
+            if let Err(error) = waited {
+                let timed_out = error.kind() == ErrorKind::Timeout;
+                let reason = format!(
+                    "a call took longer than {} s: {error}",
+                    timeout.as_secs_f64()
+                );
+                self.state().failure.get_or_insert(error);
+                if timed_out {
+                    // Kernels would wait for ever, and the host for them.
+                    communicator.abort(&reason);
+                }
+                return;
+            }
+        }
+    }
+}
+
+/// Starts watching the calls of `collectives`, which tell of them.
+pub(crate) fn start(
+    communicator: Communicator,
+    collectives: Collectives,
+    place: &Place,
+    timeout: Duration,
+) -> Result<(Watch, Arc<Calls>)> {
+    let state = State {
+        new: false,
+        sleeps: false,
+        closed: false,
+        ended: false,
+        timeout,
+        failure: None,
+    };
+    let calls = Arc::new(Calls {
+        state: Mutex::new(state),
+        changed: Condvar::new(),
+    });
+    let stream = communicator.create_stream(Priority::Normal)?;
+    let watch = Watch {
+        calls: OfProcess::new(calls.clone()),
+        place: place.clone(),
+    };
+    let followed = calls.clone();
+    let body = move || {
+        followed.follow(&communicator, &collectives, &stream);
+        // Nothing of the job is held by who finds this set.
+        drop((communicator, collectives, stream));
+        followed.state().ended = true;
+        followed.changed.notify_all();
+    };
+    let thread = std::thread::Builder::new().name("warplink-watch".to_owned());
+    thread.spawn(body).map_err(|error| {
+        Error::new(
+            ErrorKind::Io,
+            format!("cannot start the thread that watches calls: {error}"),
+        )
+    })?;
+    Ok((watch, calls))
+}
+
+#[pymethods]
+impl Watch {
+    /// Seconds that a call may take, with what its stream was given before it.
+    #[getter]
+    fn timeout(&self) -> PyResult<f64> {
+        Ok(self.calls.get()?.state().timeout.as_secs_f64())
+    }
+
+    #[setter]
+    fn set_timeout(&self, timeout: f64) -> PyResult<()> {
+        self.calls.get()?.state().timeout = seconds(timeout)?;
+        Ok(())
+    }
+
+    /// Whether calls are waited for. Does not block.
+    #[getter]
+    fn waits(&self) -> PyResult<bool> {
+        let state = self.calls.get()?.state();
+        Ok(!state.ended && (state.new || !state.sleeps))
+    }
+
+    /// Raises what went wrong so far, with the calls or with the communicator.
+    fn check(&self) -> PyResult<()> {
+        if let Some(failure) = &self.calls.get()?.state().failure {
+            return Err(raise(failure.clone()));
+        }
+        self.place.device.fault().check().map_err(raise)
+    }
+
+    /// Ends the thread when the calls are done, and waits for that for `limit` seconds at most.
+    #[pyo3(signature = (limit=1.0))]
+    fn close(&self, py: Python<'_>, limit: f64) -> PyResult<()> {
+        let calls = self.calls.get()?.clone();
+        let end = Instant::now() + seconds(limit)?;
+        py.detach(|| {
+            let mut state = calls.state();
+            state.closed = true;
+            calls.changed.notify_all();
+            while !state.ended {
+                let left = end.saturating_duration_since(Instant::now());
+                if left.is_zero() {
+                    return;
+                }
+                let waited = calls.changed.wait_timeout(state, left);
+                (state, _) = waited.unwrap_or_else(PoisonError::into_inner);
+            }
+        });
+        Ok(())
+    }
+}
+
+impl Drop for Watch {
+    fn drop(&mut self) {
+        // In a forked process there is no thread to end.
+        if let Ok(calls) = self.calls.get() {
+            calls.state().closed = true;
+            calls.changed.notify_all();
+        }
+    }
+}
