@@ -75,6 +75,7 @@ static __device__ void run(const Transfer &transfer, u32 from, u32 to, bool only
 }
 
 extern "C" __global__ void __launch_bounds__(MAX_THREADS) warplink_transfer(const __grid_constant__ Transfer transfer) {
+    detail::await_preceding();
     const bool first = blockIdx.x == 0;
     u32 passed = 0;
     if (threadIdx.x == 0) {
@@ -204,6 +205,7 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS) warplink_packets(const
     const PacketPart &part = all.parts[number];
     bool done = true;
     u64 epoch = 0;
+    detail::await_preceding();
     // Of several parts, another may want more threads.
     if (threadIdx.x < part.threads) done = part.receives ? unpack(part, block, epoch) : push(part, block, epoch);
     // Where the waits were ended, nothing is counted.

@@ -13,6 +13,15 @@ constexpr u64 ended_epoch = 1ull << 61;
 // Polls from one look at the abort word to the next.
 constexpr u32 polls_per_look = 256;
 
+// The first call of a kernel that may start before what precedes it in its stream is over: from here on it is, and what it
+// stored is seen. Lets the kernel that follows start in the same way.
+__device__ __forceinline__ void await_preceding() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
 __device__ __forceinline__ u64 load_acquire(u64 word) {
     u64 value;
     asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");

@@ -47,6 +47,7 @@ struct Lane {
 
     // `epochs` are the numbers of launches so far, one for each lane, in this rank's memory.
     __device__ __forceinline__ Lane(u64 abort, u64 epochs) : abort(abort), epochs(epochs), ended(false) {
+        detail::await_preceding();
         launches = detail::load_relaxed(epochs + 8 * blockIdx.x);
     }
 

@@ -16,6 +16,7 @@ pub struct Launch {
     pub(crate) threads: u32,
     pub(crate) shared_bytes: u32,
     pub(crate) together: bool,
+    pub(crate) early: bool,
 }
 
 impl Launch {
@@ -27,6 +28,7 @@ impl Launch {
             threads,
             shared_bytes: 0,
             together: false,
+            early: false,
         }
     }
 
@@ -40,6 +42,13 @@ impl Launch {
     /// launch that does not fit is an error. On the host device they always are.
     pub fn with_all_blocks_together(mut self) -> Self {
         self.together = true;
+        self
+    }
+
+    /// The blocks may start while the kernel before in the stream still runs, once all of its blocks have said that they
+    /// may, or ended. The kernel awaits its end (`await_preceding` in `memory.cuh`) before it touches memory.
+    pub(crate) fn with_early_start(mut self, early: bool) -> Self {
+        self.early = early;
         self
     }
 }

@@ -183,6 +183,13 @@ impl Kernel {
         self.0.check_together(launch, ranks)
     }
 
+    /// The launch, starting early where the device can, and has room for four such launches of each of `ranks` ranks that
+    /// share it: so kernels of other streams find room beside one that waits for its turn. The kernel awaits what precedes
+    /// it.
+    pub(crate) fn early(&self, launch: Launch, ranks: usize) -> Launch {
+        launch.with_early_start(self.0.starts_early(&launch, ranks))
+    }
+
     /// What a launch takes of the device; `None` where it does not tell.
     ///
     /// # Errors
@@ -224,6 +231,11 @@ pub(crate) trait KernelBackend: Send + Sync + fmt::Debug {
     /// See [`Kernel::check_together`]. A launch finds out where this does not tell.
     fn check_together(&self, _launch: &Launch, _ranks: usize) -> Result<()> {
         Ok(())
+    }
+
+    /// See [`Kernel::early`].
+    fn starts_early(&self, _launch: &Launch, _ranks: usize) -> bool {
+        false
     }
 
     /// See [`Kernel::resources`].

@@ -1,7 +1,7 @@
 //! Connections over the network, between ranks of one machine. They are left out, with a notice, where UCX is
 //! missing.
 
-use super::common::{assert_says, kind, processes, world};
+use super::common::{assert_says, kind, processes, waiting_streams, world};
 use super::kernels::{Rig, contents};
 use std::time::{Duration, Instant};
 use warplink::channel::{ConnectionRequest, Transport};
@@ -196,7 +196,7 @@ pub(super) fn many_streams(comm: &Communicator) {
     let rig = Rig::new(comm);
     let (rank, peer) = (comm.rank(), 1 - comm.rank());
     let connection = rig.pair(Transport::Network, 8 * 4096);
-    let streams: Vec<_> = (0..8)
+    let streams: Vec<_> = (0..waiting_streams(8))
         .map(|_| comm.create_stream(Default::default()).unwrap())
         .collect();
     // The first stream's write is held up by a signal that comes after the others are done.

@@ -1,6 +1,6 @@
 //! Connections over the network through staging memory, as those of GPUs go; here whatever the device is.
 
-use super::common::{Ranks, assert_says, threads_that_end, world};
+use super::common::{Ranks, assert_says, threads_that_end, waiting_streams, world};
 use super::kernels::Rig;
 use super::network::{self, has_network};
 use std::time::Duration;
@@ -120,21 +120,25 @@ fn setups_of_staged_connections_leave_nothing_behind() {
 fn gets_of_both_ends_at_once_do_not_hold_each_other_up() {
     staged(tiny, None, |comm| {
         const BYTES: usize = 16 << 10;
+        const GETS: usize = 80;
         let rig = Rig::new(comm);
         let (rank, peer) = (comm.rank(), 1 - comm.rank());
         let connection = rig.pair(Transport::Network, BYTES);
         let region = connection.region(0).unwrap();
         region.upload(&[rank as u8 + 1; BYTES]).unwrap();
         comm.barrier().unwrap();
-        let streams: Vec<_> = (0..80)
-            .map(|_| {
-                let stream = comm.create_stream(Default::default()).unwrap();
+        let streams: Vec<_> = (0..waiting_streams(GETS))
+            .map(|_| comm.create_stream(Default::default()).unwrap())
+            .collect();
+        let gets: Vec<_> = (0..GETS)
+            .map(|number| {
+                let stream = &streams[number % streams.len()];
                 let target = comm.alloc(BYTES / 64).unwrap();
-                connection.read(&stream, &target, 0).unwrap();
+                connection.read(stream, &target, 0).unwrap();
                 (stream, target)
             })
             .collect();
-        for (stream, target) in &streams {
+        for (stream, target) in &gets {
             comm.synchronize(stream).unwrap();
             assert!(target.download().unwrap() == [peer as u8 + 1; BYTES / 64]);
         }

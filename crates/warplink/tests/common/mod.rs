@@ -68,6 +68,17 @@ fn gpus() -> usize {
     device::count(DeviceKind::Cuda).unwrap()
 }
 
+/// How many of `wanted` streams may wait at a time, and what they wait for goes on: streams of a GPU share its queues, of
+/// which the library needs some as well.
+pub fn waiting_streams(wanted: usize) -> usize {
+    if kind() == DeviceKind::Host {
+        return wanted;
+    }
+    let queues = std::env::var("CUDA_DEVICE_MAX_CONNECTIONS");
+    let queues: usize = queues.map_or(8, |queues| queues.parse().unwrap());
+    wanted.min(queues / 2)
+}
+
 /// The number of the device of a rank that is a thread.
 pub fn device_of_thread(rank: usize) -> usize {
     match kind() {

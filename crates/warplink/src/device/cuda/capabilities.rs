@@ -93,6 +93,11 @@ impl Capabilities {
         })
     }
 
+    /// Whether a kernel may start while the one before it in its stream ends.
+    pub(crate) fn starts_kernels_early(&self) -> bool {
+        self.compute_capability.0 >= 9
+    }
+
     /// The architecture's name for compilers, such as `sm_90`.
     pub fn architecture(&self) -> String {
         format!(

@@ -332,6 +332,7 @@ impl BoundKernels {
         // kernels end, so it is enough that they fit.
         let launch = Launch::new(section.lanes as u32, section.threads as u32);
         kernel.check_together(&launch, self.reach.ranks_per_device)?;
+        let launch = kernel.early(launch, self.reach.ranks_per_device);
         let own = self.signals.region().memory();
         let words = addresses.words(section);
         let words = Argument::Words(match times {

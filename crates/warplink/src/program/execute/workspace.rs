@@ -159,6 +159,7 @@ impl SharedWorkspace {
         let kernel = module.kernel(KERNEL)?;
         let launch = Launch::new(section.lanes as u32, section.threads as u32);
         kernel.check_together(&launch, self.kernels.reach.ranks_per_device)?;
+        let launch = kernel.early(launch, self.kernels.reach.ranks_per_device);
         let own = self.kernels.signals.region().memory();
         Ok(SharedKernel {
             kernel,

@@ -133,6 +133,7 @@ function_table! {
         cuDeviceGetUuid(*mut CUuuid, CUdevice) -> Status;
         cuEventElapsedTime_v2(*mut f32, CUevent, CUevent) -> Status;
         cuFuncLoad(CUfunction) -> Status;
+        cuLaunchKernelEx(*const CUlaunchConfig, CUfunction, *mut *mut c_void, *mut *mut c_void) -> Status;
         cuFuncGetParamInfo(CUfunction, usize, *mut usize, *mut usize) -> Status;
         cuCtxCreate_v2(*mut CUcontext, c_uint, CUdevice) -> Status;
         cuCtxDestroy_v2(CUcontext) -> Status;

@@ -6,7 +6,10 @@ use crate::device::cuda::capabilities::Capabilities;
 use crate::device::cuda::driver::context::Context;
 use crate::device::cuda::driver::{Status, status};
 use crate::error::Result;
-use cudarc::driver::sys::{CUfunction, CUfunction_attribute_enum, CUmodule, CUstream};
+use cudarc::driver::sys::{
+    CUfunction, CUfunction_attribute_enum, CUlaunchAttribute, CUlaunchAttributeID,
+    CUlaunchAttributeValue, CUlaunchConfig, CUmodule, CUstream,
+};
 use std::ffi::{CStr, c_int, c_void};
 use std::fmt;
 use std::sync::Arc;
@@ -172,6 +175,30 @@ impl Function {
             return driver.check(code, "launch a kernel with all blocks together");
         }
         let none = std::ptr::null_mut();
+        if let (true, Some(launch_with)) = (launch.early, driver.cuLaunchKernelEx) {
+            let mut attribute = CUlaunchAttribute {
+                id: CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+                pad: [0; 4],
+                value: CUlaunchAttributeValue {
+                    programmaticStreamSerializationAllowed: 1,
+                },
+            };
+            let config = CUlaunchConfig {
+                gridDimX: grid,
+                gridDimY: 1,
+                gridDimZ: 1,
+                blockDimX: block,
+                blockDimY: 1,
+                blockDimZ: 1,
+                sharedMemBytes: shared,
+                hStream: stream,
+                attrs: &raw mut attribute,
+                numAttrs: 1,
+            };
+            // SAFETY: as below; the driver reads the configuration and its attribute before it returns.
+            let code = unsafe { launch_with(&config, self.raw, parameters.as_mut_ptr(), none) };
+            return driver.check(code, "launch a kernel");
+        }
         // SAFETY: the caller vouches for the parameters, which the driver copies; no extra options.
         let code = unsafe {
             (driver.cuLaunchKernel)(

@@ -5,7 +5,7 @@ use super::nvrtc;
 use crate::device::cuda::capabilities::Capabilities;
 use crate::device::cuda::driver::context::Context;
 use crate::device::cuda::stream::memory_ops::address;
-use crate::device::{KernelCopy, MemoryOp, PacketPart, Word};
+use crate::device::{KernelCopy, Launch, MemoryOp, PacketPart, Word};
 use crate::error::Result;
 use cudarc::driver::sys::CUstream;
 use std::ffi::c_void;
@@ -70,6 +70,8 @@ struct Parts {
 pub(crate) struct TransferKernel {
     transfer: Function,
     packets: Function,
+    /// How many threads of a launch leave the GPU room for four such, where kernels start early.
+    early_threads: u32,
 }
 
 impl TransferKernel {
@@ -79,6 +81,7 @@ impl TransferKernel {
             Ok(Self {
                 transfer: module.function(c"warplink_transfer")?,
                 packets: module.function(c"warplink_packets")?,
+                early_threads: early_threads(capabilities),
             })
         });
         loaded
@@ -86,6 +89,10 @@ impl TransferKernel {
                 |error| tracing::info!(%error, "small transfers use the copy engine, which is slower"),
             )
             .ok()
+    }
+
+    fn launch(&self, blocks: u32, threads: u32) -> Launch {
+        Launch::new(blocks, threads).with_early_start(blocks * threads <= self.early_threads)
     }
 
     /// Enqueues operations on words alone: at most [`MAX_OPERATIONS`].
@@ -164,10 +171,9 @@ impl TransferKernel {
         // SAFETY: the kernel takes one parameter, of this layout. The slices are live device memory
         // of as many bytes, the words are aligned and live, and no more than fit are given.
         unsafe {
-            self.transfer.launch(
+            self.transfer.launch_as(
                 stream,
-                blocks,
-                threads.clamp(32, MAX_THREADS),
+                &self.launch(blocks, threads.clamp(32, MAX_THREADS)),
                 &mut [(&raw mut parameters).cast::<c_void>()],
             )
         }
@@ -201,14 +207,23 @@ impl TransferKernel {
         // SAFETY: the kernel takes one parameter, of this layout. The data is live device memory, and so is
         // scratch of the length that the shape asks for; words are aligned and live.
         unsafe {
-            self.packets.launch(
+            self.packets.launch_as(
                 stream,
-                blocks,
-                threads.min(MAX_THREADS),
+                &self.launch(blocks, threads.min(MAX_THREADS)),
                 &mut [(&raw mut parameters).cast::<c_void>()],
             )
         }
     }
+}
+
+/// The threads of launches that may start early: none where ranks share the GPU, whose launches nobody counts.
+fn early_threads(capabilities: &Capabilities) -> u32 {
+    if !capabilities.starts_kernels_early() || capabilities.multi_process_service {
+        return 0;
+    }
+    // What a multiprocessor has room for, of kernels with few registers.
+    const THREADS: u32 = 2048;
+    capabilities.multiprocessors * THREADS / 4
 }
 
 /// Whether one of `operations` waits for `word`.

@@ -205,6 +205,15 @@ impl KernelBackend for UserKernel {
         .with_help("use fewer blocks, or fewer threads"))
     }
 
+    fn starts_early(&self, launch: &Launch, ranks: usize) -> bool {
+        let fit = self
+            .function
+            .blocks_per_multiprocessor(launch.threads, launch.shared_bytes);
+        let fit = u64::from(fit.unwrap_or(0)) * u64::from(self.gpu.capabilities.multiprocessors);
+        let wanted = 4 * u64::from(launch.blocks) * ranks.max(1) as u64;
+        self.gpu.capabilities.starts_kernels_early() && wanted <= fit
+    }
+
     fn resources(&self, launch: &Launch) -> Result<Option<KernelResources>> {
         let [registers, shared_bytes, local_bytes] = self.function.resources()?;
         let blocks_per_multiprocessor = self
