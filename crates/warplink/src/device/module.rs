@@ -183,9 +183,9 @@ impl Kernel {
         self.0.check_together(launch, ranks)
     }
 
-    /// The launch, starting early where the device can, and has room for four such launches of each of `ranks` ranks that
-    /// share it: so kernels of other streams find room beside one that waits for its turn. The kernel awaits what precedes
-    /// it.
+    /// The launch, starting early where the device can, and has room for eight such launches of each of `ranks` ranks that
+    /// share it: one that waits for its turn keeps that room from kernels of other streams, which peers may wait for. So
+    /// four streams find room for two each. The kernel awaits what precedes it.
     pub(crate) fn early(&self, launch: Launch, ranks: usize) -> Launch {
         launch.with_early_start(self.0.starts_early(&launch, ranks))
     }

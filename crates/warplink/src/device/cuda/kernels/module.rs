@@ -114,6 +114,9 @@ impl fmt::Debug for Module {
     }
 }
 
+/// A launch starts early where the GPU has room for so many of its kind; see [`Kernel::early`](crate::device::Kernel).
+pub(super) const EARLY_LAUNCHES: u64 = 8;
+
 /// A kernel that can be launched.
 #[derive(Debug)]
 pub(crate) struct Function {

@@ -1,6 +1,6 @@
 //! The kernels that do a transfer, with its waits and signals, in one launch.
 
-use super::module::{Function, Module};
+use super::module::{EARLY_LAUNCHES, Function, Module};
 use super::nvrtc;
 use crate::device::cuda::capabilities::Capabilities;
 use crate::device::cuda::driver::context::Context;
@@ -70,7 +70,7 @@ struct Parts {
 pub(crate) struct TransferKernel {
     transfer: Function,
     packets: Function,
-    /// How many threads of a launch leave the GPU room for four such, where kernels start early.
+    /// The most threads of a launch that starts early.
     early_threads: u32,
 }
 
@@ -223,7 +223,7 @@ fn early_threads(capabilities: &Capabilities) -> u32 {
     }
     // What a multiprocessor has room for, of kernels with few registers.
     const THREADS: u32 = 2048;
-    capabilities.multiprocessors * THREADS / 4
+    capabilities.multiprocessors * THREADS / EARLY_LAUNCHES as u32
 }
 
 /// Whether one of `operations` waits for `word`.

@@ -1,6 +1,6 @@
 //! Users' kernels: modules of CUDA C++ or machine code, and launches with checked arguments.
 
-use super::module::{Function, Module};
+use super::module::{EARLY_LAUNCHES, Function, Module};
 use super::nvrtc;
 use crate::device::cuda::gpu::Gpu;
 use crate::device::cuda::stream::CudaStream;
@@ -210,7 +210,7 @@ impl KernelBackend for UserKernel {
             .function
             .blocks_per_multiprocessor(launch.threads, launch.shared_bytes);
         let fit = u64::from(fit.unwrap_or(0)) * u64::from(self.gpu.capabilities.multiprocessors);
-        let wanted = 4 * u64::from(launch.blocks) * ranks.max(1) as u64;
+        let wanted = EARLY_LAUNCHES * u64::from(launch.blocks) * ranks.max(1) as u64;
         self.gpu.capabilities.starts_kernels_early() && wanted <= fit
     }
 
