@@ -350,11 +350,6 @@ impl Collectives {
         Ok(())
     }
 
-    /// Has `stream` wait for all calls that were made so far, but for those that were recorded into graphs.
-    fn precede(&self, stream: &Stream) -> PyResult<()> {
-        self.inner()?.precede(stream.live()?).map_err(raise)
-    }
-
     /// Sends and receives, `(peer, array)` each, all at the same time: none waits for another of the call.
     ///
     /// Arrays have any element type and any length, also 0; what is received overlaps no other array of the call. The

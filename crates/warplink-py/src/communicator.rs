@@ -379,9 +379,9 @@ impl Communicator {
         joined.map_err(raise)
     }
 
-    /// Has a thread wait for the calls of `collectives`, which are this communicator's, where no host waits for their
-    /// streams. One that takes longer than `timeout` seconds ends the communicator, so that what waits on the device is
-    /// let go. Asks no other rank.
+    /// Has a thread wait for the calls that are made through this object of `collectives`, but for those of experts, where no
+    /// host waits for their streams. The collectives are this communicator's. A call that takes longer than `timeout`
+    /// seconds aborts this rank, so that what waits on the device is let go. Asks no other rank.
     fn watch(&self, py: Python<'_>, collectives: &Collectives, timeout: f64) -> PyResult<Watch> {
         collectives.watch(py, self.inner()?, seconds(timeout)?)
     }

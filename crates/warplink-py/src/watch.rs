@@ -6,7 +6,7 @@ use crate::place::Place;
 use crate::region::seconds;
 use pyo3::prelude::*;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 use warplink::device::{Priority, Stream};
 use warplink::{Collectives, Communicator, Deadline, Error, ErrorKind, Result};
 
@@ -160,7 +160,7 @@ impl Watch {
         Ok(())
     }
 
-    /// Whether calls are waited for. Does not block.
+    /// Whether calls are, or may be, waited for: also until the thread has started. Does not block.
     #[getter]
     fn waits(&self) -> PyResult<bool> {
         let state = self.calls.get()?.state();
@@ -169,8 +169,10 @@ impl Watch {
 
     /// Raises what went wrong so far, with the calls or with the communicator.
     fn check(&self) -> PyResult<()> {
-        if let Some(failure) = &self.calls.get()?.state().failure {
-            return Err(raise(failure.clone()));
+        // Making an exception may let another thread have the interpreter, which must not find the state locked.
+        let failure = self.calls.get()?.state().failure.clone();
+        if let Some(failure) = failure {
+            return Err(raise(failure));
         }
         self.place.device.fault().check().map_err(raise)
     }
@@ -179,13 +181,13 @@ impl Watch {
     #[pyo3(signature = (limit=1.0))]
     fn close(&self, py: Python<'_>, limit: f64) -> PyResult<()> {
         let calls = self.calls.get()?.clone();
-        let end = Instant::now() + seconds(limit)?;
+        let end = Deadline::after(seconds(limit)?);
         py.detach(|| {
             let mut state = calls.state();
             state.closed = true;
             calls.changed.notify_all();
             while !state.ended {
-                let left = end.saturating_duration_since(Instant::now());
+                let left = end.remaining();
                 if left.is_zero() {
                     return;
                 }

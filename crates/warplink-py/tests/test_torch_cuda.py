@@ -1,5 +1,6 @@
 """The process group and the fused operations on CUDA tensors; needs two GPUs."""
 
+import contextlib
 import os
 from datetime import timedelta
 
@@ -364,6 +365,41 @@ def direct_collectives(rank, world, _, place):
         assert (total == world * turn).all()
     dist.barrier(device_ids=[rank])
     dist.destroy_process_group()
+
+
+def several_groups(rank, world, _, place):
+    import warplink.torch
+    from warplink.errors import InvalidArgumentError
+
+    options = warplink.torch.Options(direct_collectives=True)
+    dist = start_on_gpu(rank, world, place, pg_options=options)
+    groups = [dist.group.WORLD, dist.new_group([0, 1], pg_options=options)]
+    device, beside = torch.device("cuda", rank), torch.cuda.Stream()
+    for turn in range(60):
+        # Large enough that two of them do not fit on the GPU, on streams that nothing else orders.
+        own = torch.full((1 << 23,), float(rank + turn), device=device)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(beside) if turn % 4 == 3 else contextlib.nullcontext():
+            first = dist.all_reduce(own, group=groups[turn % 2], async_op=turn % 3 == 0)
+        nothing = dist.all_reduce(torch.empty(0, device=device), group=groups[1], async_op=True)
+        other = torch.full((1 << 23,), float(rank), device=device)
+        second = dist.all_reduce(other, group=groups[(turn + 1) % 2], async_op=True)
+        for work in (first, nothing, second):
+            if work is not None:
+                work.wait()
+        torch.cuda.synchronize()
+        assert (own == 2 * turn + 1).all() and (other == 1).all(), turn
+    assert all(group.collectives_path == "direct" for group in groups)
+    one = torch.zeros(4, device=device)
+    with pytest.raises(InvalidArgumentError, match="outputs"):
+        dist.all_gather([one], one)
+    with pytest.raises(InvalidArgumentError, match="inputs"):
+        dist.reduce_scatter(one, [one.clone()])
+    dist.destroy_process_group()
+
+
+def test_several_groups_go_direct_side_by_side():
+    on_ranks(several_groups, WORLD)
 
 
 def test_collectives_that_go_direct():

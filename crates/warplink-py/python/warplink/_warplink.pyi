@@ -382,7 +382,6 @@ class Collectives:
         op: str | None = None,
         root: int | None = None,
     ) -> None: ...
-    def precede(self, stream: Stream) -> None: ...
     def send_receive(
         self,
         stream: Stream,

@@ -332,15 +332,11 @@ template <u32 BYTES> __device__ __forceinline__ Unit<BYTES> load_unit(u64 at) {
     return unit;
 }
 
-// The same, which the compiler leaves where it stands in the code.
+// The same where it stands in the code, which of volatile loads alone the assembler leaves there.
 template <u32 BYTES> __device__ __forceinline__ Unit<BYTES> load_unit_here(u64 at) {
+    static_assert(BYTES == 4 || BYTES == 8, "what a packet has of data");
     Unit<BYTES> unit;
-    if constexpr (BYTES == 16)
-        asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(unit.word[0]), "=r"(unit.word[1]), "=r"(unit.word[2]), "=r"(unit.word[3])
-                     : "l"(at)
-                     : "memory");
-    else if constexpr (BYTES == 8)
+    if constexpr (BYTES == 8)
         asm volatile("ld.volatile.global.v2.u32 {%0, %1}, [%2];" : "=r"(unit.word[0]), "=r"(unit.word[1]) : "l"(at) : "memory");
     else
         asm volatile("ld.volatile.global.u32 %0, [%1];" : "=r"(unit.word[0]) : "l"(at) : "memory");

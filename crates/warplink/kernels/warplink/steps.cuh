@@ -270,8 +270,8 @@ __device__ __forceinline__ void load_plain(const Sources &from, u32 unit, u32 el
     }
 }
 
-// Loads the first unit of a thread, or anything where there are not so many: without a branch, and here, so that the load
-// is under way before anything waits for the epoch.
+// Loads the first unit of a thread, or anything where there are not so many: of whole units without a branch, and here, so
+// that the load is under way before anything waits for the epoch.
 template <typename Element, u32 BYTES, bool WHOLE, typename Sources>
 __device__ __forceinline__ void load_first(const Lane &lane, const Sources &from, u32 whole, Unit<BYTES> (&units)[Sources::count]) {
     const u32 unit = lane.rank();
@@ -468,8 +468,8 @@ template <typename P> __device__ __forceinline__ P advanced(P places, u64 bytes)
 }  // namespace detail
 
 // Element i of every target becomes what the operator makes of elements i of all sources, combined in the
-// order of the sources. Packets carry the epoch, and those among the sources are waited for. `ALIGNED` says that all plain places are known to be aligned to 16 bytes (8 with packets). A target
-// may be a source at the same place.
+// order of the sources. Packets carry the epoch, and those among the sources are waited for. `ALIGNED` says that all
+// plain places are known to be aligned to 16 bytes (8 with packets). A target may be a source at the same place.
 template <typename Element, typename Operator, bool ALIGNED = false, typename Sources, typename Targets>
 __device__ __forceinline__ void reduce(Lane &lane, const Sources &from, const Targets &to, u64 count) {
     constexpr u32 data = Sources::packet_data != 0 ? Sources::packet_data : Targets::packet_data;

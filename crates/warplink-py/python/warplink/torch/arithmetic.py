@@ -22,13 +22,11 @@ _NAMES = {
     _KINDS.BXOR: "bxor",
 }
 
+#: The same by what PyTorch's reductions of these kinds hash to: comparing them with one another takes microseconds.
+_BY_HASH = {hash(dist.ReduceOp(kind)): name for kind, name in _NAMES.items()}
 
 #: The name of a sum of what is multiplied by a factor beforehand, which follows in parentheses.
 _SCALED = "premul_sum"
-
-
-#: The same by what PyTorch's reductions of these kinds hash to: comparing them with one another takes microseconds.
-_BY_HASH = {hash(dist.ReduceOp(kind)): name for kind, name in _NAMES.items()}
 
 
 def plain_name(op: Any) -> str | None:

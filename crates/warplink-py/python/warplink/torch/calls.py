@@ -143,6 +143,8 @@ class GroupCalls:
             direct = self._direct(input_tensors) if alike else None
             if direct is None:
                 return backend.allgather(output_tensors, input_tensors, opts)
+            for outputs in output_tensors:
+                count(self._size, outputs, "outputs")
             pairs = list(zip(output_tensors, input_tensors, strict=True))
             return self._done([direct.all_gather(o, i, _is_async(opts)) for o, i in pairs])
         for outputs in output_tensors:
@@ -195,6 +197,8 @@ class GroupCalls:
             )
             if direct is None or not alike:
                 return backend.reduce_scatter(output_tensors, input_tensors, opts)
+            for inputs in input_tensors:
+                count(self._size, inputs, "inputs")
             pairs = list(zip(output_tensors, input_tensors, strict=True))
             return self._done([direct.reduce_scatter(o, i, how, _is_async(opts)) for o, i in pairs])
         for inputs in input_tensors:

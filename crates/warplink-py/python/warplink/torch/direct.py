@@ -23,8 +23,8 @@ from warplink.torch.workspace import Workspace
 #: What enqueues something on a stream, given contiguous sources and targets.
 Call = Callable[[warplink.Stream, list[torch.Tensor], list[torch.Tensor]], None]
 
-#: The collectives of the last call on a GPU of this process, by the GPU's number.
-_last: dict[int, warplink.Collectives] = {}
+#: The groups of this process that go directly on a GPU, by the GPU's number.
+_groups: dict[int, list[GpuMessages]] = {}
 
 #: Sends and receives of one call, ``(peer, array)`` each.
 Round = tuple[list[tuple[int, Any]], list[tuple[int, Any]]]
@@ -126,6 +126,10 @@ class GpuMessages:
         self._collectives = collectives
         self._device = space.device
         self._side = torch.cuda.Stream(self._device)
+        #: The stream of the last call, and what is behind that, once there are several groups.
+        self._stream: torch.cuda.Stream | None = None
+        self._done: torch.cuda.Event | None = None
+        _groups.setdefault(self._device.index, []).append(self)
 
     def exchange(self, messages: Sequence[Message], asynchronous: bool = True) -> GpuWork:
         """Does all ``messages`` at the same time."""
@@ -207,28 +211,42 @@ class GpuMessages:
     ) -> tuple[torch.cuda.Stream, warplink.Stream]:
         """Enqueues ``call`` on the current stream, which it gives, and gives it contiguous tensors."""
         stream, borrowed = self._space.current_streams()
-        self._follow_other_groups(borrowed)
+        # What is recorded is for the application to order.
+        several = len(_groups[self._device.index]) > 1 and not self._is_recording()
+        if several:
+            self._follow_other_groups(stream)
         sources = [t if _is_plain(t) else readable(t) for t in inputs]
         targets = [t if _is_plain(t) else writable(t) for t in outputs]
-        call(borrowed, sources, targets)
+        try:
+            call(borrowed, sources, targets)
+        except WarplinkError:
+            # What went wrong first, if that is why.
+            self._watch.check()
+            raise
+        self._stream = stream
+        if several:
+            self._done = self._done or torch.cuda.Event()
+            self._done.record(stream)
         for tensor, target in zip(outputs, targets):
             if target is not tensor:
                 settle(tensor, target)
         return stream, borrowed
 
-    def _follow_other_groups(self, stream: warplink.Stream) -> None:
-        """Has ``stream`` wait for the last call of another group. What is recorded is for the application to order."""
-        index, own = self._device.index, self._collectives
-        last = _last.get(index)
-        if last is own or torch.cuda.is_current_stream_capturing():
-            return
-        _last[index] = own
-        if last is not None:
-            try:
-                last.precede(stream)
-            except WarplinkError:
-                # The other group has failed, which ended its kernels.
-                pass
+    def _follow_other_groups(self, stream: torch.cuda.Stream) -> None:
+        """Has ``stream`` wait for the last call of each other group, whatever becomes of that."""
+        for group in _groups[self._device.index]:
+            if group is self or group._stream is None:
+                continue
+            if group._done is not None:
+                stream.wait_event(group._done)
+            else:
+                # It was called when there was no other.
+                stream.wait_stream(group._stream)
+
+    def _is_recording(self) -> bool:
+        """Whether the caller's current stream of the group's GPU records a graph."""
+        with torch.cuda.device(self._device):
+            return torch.cuda.is_current_stream_capturing()
 
     @property
     def timeout(self) -> float:
@@ -241,8 +259,9 @@ class GpuMessages:
 
     def close(self) -> None:
         """Ends what watches the calls. They are done all the same."""
-        if _last.get(self._device.index) is self._collectives:
-            del _last[self._device.index]
+        groups = _groups[self._device.index]
+        if self in groups:
+            groups.remove(self)
         self._watch.close()
 
     def _memory(self, tensors: list[torch.Tensor]) -> list[Any]:

@@ -120,6 +120,6 @@ class GpuCollectives(GpuMessages):
         operator, element = (None, "u8") if how is None else how
         count = part.nbytes if how is None else part.numel()
         # PyTorch keeps their memory until the stream is past it.
-        to, at = target.data_ptr(), source.data_ptr()
+        memory = target.data_ptr(), source.data_ptr()
         if count:
-            self._collectives.call_at(kind, stream, to, at, count, element, operator, root)
+            self._collectives.call_at(kind, stream, *memory, count, element, operator, root)

@@ -29,8 +29,8 @@ def machine() -> str:
 
 
 def store_of_this_time(store: dist.Store, rank: int) -> dist.Store:
-    """A part of ``store`` of its own for each time that the members make the group. What was said the last time is not
-    taken for what is said now."""
+    """A part of ``store`` of its own for each time that the members make the group, all of them equally often. What was
+    said the last time is not taken for what is said now."""
     return dist.PrefixStore(f"warplink/{store.add(f'warplink/times/{rank}', 1)}", store)
 
 

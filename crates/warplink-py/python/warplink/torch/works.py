@@ -120,7 +120,7 @@ class GpuWork(dist.Work):
         self._future: torch.futures.Future[Any] | None = None
 
     def _done(self) -> torch.cuda.Event:
-        """What is reached when it is done, if not before."""
+        """What is reached when it is done, or later."""
         if self._event is None:
             self._event = self._stream.record_event()
         return self._event

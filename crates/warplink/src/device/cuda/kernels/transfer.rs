@@ -216,7 +216,7 @@ impl TransferKernel {
     }
 }
 
-/// The threads of launches that may start early: none where ranks share the GPU, whose launches nobody counts.
+/// The threads of launches that may start early: none where processes share the GPU, whose launches nobody counts.
 fn early_threads(capabilities: &Capabilities) -> u32 {
     if !capabilities.starts_kernels_early() || capabilities.multi_process_service {
         return 0;
