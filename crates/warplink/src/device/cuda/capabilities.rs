@@ -93,9 +93,10 @@ impl Capabilities {
         })
     }
 
-    /// Whether a kernel may start while the one before it in its stream ends.
+    /// Whether a kernel may start while the one before it in its stream ends, in graphs too, which drivers before 12.3 do
+    /// not record.
     pub(crate) fn starts_kernels_early(&self) -> bool {
-        self.compute_capability.0 >= 9
+        self.compute_capability.0 >= 9 && self.driver_version >= (12, 3)
     }
 
     /// The architecture's name for compilers, such as `sm_90`.
