@@ -22,7 +22,7 @@ import warplink
 from warplink.errors import ClosedError, InvalidArgumentError, UnsupportedError
 from warplink.torch import agreement, direct, joining
 from warplink.torch.calls import GroupCalls
-from warplink.torch.direct import HostBatches
+from warplink.torch.direct import GpuMessages, HostBatches
 from warplink.torch.direct_collectives import GpuCollectives
 from warplink.torch.host import HostCollectives
 from warplink.torch.messages import Messages
