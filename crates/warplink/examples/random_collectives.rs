@@ -121,7 +121,7 @@ fn run(options: &Options, comm: &Communicator) {
     if options.replays > 0 {
         let replayed = endurance.graph(0, GRAPH, options.replays);
         if tells {
-            let of = format!(", a graph of {GRAPH} with {} inputs,", options.replays);
+            let of = format!(", a graph of {GRAPH} launched {} times,", options.replays);
             say(replayed, &of);
         }
     }

@@ -14,6 +14,10 @@ const MOST: usize = 4096;
 /// The most calls of a batch.
 const MAX_CALLS: usize = 40;
 
+/// The most launches of a graph in a row, and how many of a graph that is launched often have fresh inputs each.
+const MAX_IN_A_ROW: usize = 40;
+const MAX_FRESH: usize = 200;
+
 /// Rows and columns of the matrix products beside calls.
 const PRODUCT: usize = 64;
 
@@ -106,14 +110,14 @@ impl<'a> Endurance<'a> {
         let manner = manners[random.below(manners.len())];
         let calls = 1 + random.below(MAX_CALLS);
         let beside_products = random.below(4) == 0;
-        let mut made = self.place(&mut random, calls);
+        let mut made = self.place(&mut random, calls, true);
         if beside_products {
             self.products.enqueue();
         }
         let done = match manner {
             Manner::Graph => {
-                let launches = 1 + random.below(3);
-                self.replay(&mut random, &mut made, launches)
+                let launches = 1 + random.below(5);
+                self.replay(&mut random, &mut made, launches, 3)
             }
             _ => {
                 self.eager(manner, &made);
@@ -126,11 +130,19 @@ impl<'a> Endurance<'a> {
         done
     }
 
-    /// A graph of `calls` collectives, launched so many times with fresh inputs; tells how many calls that was.
+    /// A graph of `calls` collectives, launched at least so many times; tells how many calls that was. The first launches have
+    /// fresh inputs each. What is left is another graph, of calls that leave their inputs alone, which is launched many
+    /// times without a host that waits.
     pub(crate) fn graph(&mut self, number: u64, calls: usize, launches: usize) -> usize {
         let mut random = Random::new(self.mix.seed ^ number.wrapping_mul(0x9e37_79b9) ^ 0xa5a5);
-        let mut made = self.place(&mut random, calls);
-        self.replay(&mut random, &mut made, launches)
+        let fresh = launches.min(MAX_FRESH);
+        let mut made = self.place(&mut random, calls, true);
+        let mut done = self.replay(&mut random, &mut made, fresh, 3);
+        if launches > fresh {
+            let mut made = self.place(&mut random, calls, false);
+            done += self.replay(&mut random, &mut made, launches - fresh, MAX_IN_A_ROW);
+        }
+        done
     }
 
     /// Closes what is this rank's alone.
@@ -138,10 +150,13 @@ impl<'a> Endurance<'a> {
         self.other.close().unwrap();
     }
 
-    /// So many calls with their memory and inputs.
-    fn place(&mut self, random: &mut Random, calls: usize) -> Vec<Made> {
+    /// So many calls with their memory and inputs, some of them in place if that is allowed.
+    fn place(&mut self, random: &mut Random, calls: usize, in_place: bool) -> Vec<Made> {
         let world = self.comm.world();
-        let cases: Vec<Case> = (0..calls).map(|_| self.mix.case(random, world)).collect();
+        let mut cases: Vec<Case> = (0..calls).map(|_| self.mix.case(random, world)).collect();
+        for case in &mut cases {
+            case.in_place &= in_place;
+        }
         let mut end = 0;
         let ranges: Vec<Range<usize>> = cases
             .iter()
@@ -183,8 +198,15 @@ impl<'a> Endurance<'a> {
         self.check(made);
     }
 
-    /// Records the calls as a graph, and launches and checks it again and again; tells how many calls that was.
-    fn replay(&self, random: &mut Random, made: &mut [Made], launches: usize) -> usize {
+    /// Records the calls as a graph, and launches it at least so many times, up to `in_a_row` times before it is checked and
+    /// its inputs change, if it leaves them alone; tells how many calls that was.
+    fn replay(
+        &self,
+        random: &mut Random,
+        made: &mut [Made],
+        launches: usize,
+        in_a_row: usize,
+    ) -> usize {
         let (collectives, stream) = (&self.collectives[0], &self.streams[0]);
         stream.begin_capture().unwrap();
         for one in &*made {
@@ -192,15 +214,19 @@ impl<'a> Endurance<'a> {
         }
         let graph = stream.end_capture().unwrap();
         let repeats = made.iter().all(|made| !made.is_in_place());
-        let mut done = 0;
-        for launch in 0..launches {
-            if launch > 0 {
+        let mut launched = 0;
+        while launched < launches {
+            if launched > 0 {
                 for one in &mut *made {
                     one.fill_again(self.comm, random.next()).unwrap();
                 }
             }
             // What leaves its inputs alone gives the same again, without a host that waits between.
-            let times = if repeats { 1 + random.below(3) } else { 1 };
+            let times = if repeats {
+                1 + random.below(in_a_row)
+            } else {
+                1
+            };
             for _ in 0..times {
                 graph.launch(stream).unwrap();
                 if random.below(3) == 0 {
@@ -208,9 +234,9 @@ impl<'a> Endurance<'a> {
                 }
             }
             self.check(made);
-            done += times * made.len();
+            launched += times;
         }
-        done
+        launched * made.len()
     }
 
     fn check(&self, made: &[Made]) {
