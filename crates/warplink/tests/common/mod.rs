@@ -76,7 +76,7 @@ pub fn waiting_streams(wanted: usize) -> usize {
     }
     let queues = std::env::var("CUDA_DEVICE_MAX_CONNECTIONS");
     let queues: usize = queues.map_or(8, |queues| queues.parse().unwrap());
-    wanted.min(queues / 2)
+    wanted.min((queues / 2).max(2))
 }
 
 /// The number of the device of a rank that is a thread.

@@ -162,7 +162,7 @@ impl Keeper {
             self.free(number, None);
             return;
         }
-        // Whoever lent it for a call may lend it again, and frees it without asking.
+        // Lent memory may be lent again by a later call, and its owner frees it without asking.
         let published = left.map_or(allocation, DeviceSlice::whole);
         let region = self.memory.register(&published);
         let offered = region.and_then(|region| {
