@@ -173,7 +173,7 @@ def main():
     rows, first = {}, None
     for number in range(arguments.rounds):
         for contender in contenders:
-            made = contender(device)
+            made, began = contender(device), time.perf_counter()
             trace = arguments.traces / f"{made.name}.json" if arguments.traces and number == 0 else None
             with made:
                 losses, seconds = run(arguments, device, sizes, trace)
@@ -184,6 +184,10 @@ def main():
             row = rows.setdefault(made.name, {"ms": [], "losses": losses, "report": report})
             row["ms"] += [1e3 * taken for taken in seconds]
             row["off"] = max(abs(one - other) / abs(other) for one, other in zip(losses, first))
+            if rank == 0:
+                took = time.perf_counter() - began
+                median = 1e3 * statistics.median(seconds)
+                print(f"{made.name}: {median:.2f} ms a step; took {took:.0f} s in all", file=sys.stderr, flush=True)
     if rank == 0:
         for name, row in rows.items():
             row["median_ms"] = statistics.median(row["ms"])

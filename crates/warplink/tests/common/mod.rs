@@ -165,6 +165,9 @@ impl Ranks {
                 change(&mut config);
             }
             body(Communicator::join(&config).unwrap());
+            if std::env::var_os("WARPLINK_TEST_SHORT").is_some() {
+                wait_for_threads();
+            }
             return None;
         }
         let name = std::thread::current()
@@ -271,6 +274,23 @@ pub fn processes_of(comm: &Communicator) -> Vec<i32> {
     let all = comm.all_gather_bytes(&own).unwrap();
     let number = |bytes: Vec<u8>| i32::from_le_bytes(bytes.try_into().unwrap());
     all.into_iter().map(number).collect()
+}
+
+/// Waits until the library's threads have ended. One of them gives the GPU's context back; compute-sanitizer, which
+/// looks at contexts when a process exits, does not stand that at the same time.
+fn wait_for_threads() {
+    let is_ours = |task: std::io::Result<std::fs::DirEntry>| {
+        let name = task.and_then(|task| std::fs::read_to_string(task.path().join("comm")));
+        name.is_ok_and(|name| name.starts_with("warplink-"))
+    };
+    let until = Instant::now() + LIMIT / 4;
+    while Instant::now() < until {
+        let mut tasks = std::fs::read_dir("/proc/self/task").unwrap();
+        if !tasks.any(is_ours) {
+            return;
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    }
 }
 
 /// Waits until a process is stopped, all of it.

@@ -8,7 +8,7 @@ use warplink::program::{Parameters, Program, Value, verify};
 use warplink::{Config, DType, DeviceKind};
 
 /// The examples, with the number of ranks that each is for, if it is for one only.
-const EXAMPLES: [(&str, Option<usize>); 10] = [
+const EXAMPLES: [(&str, Option<usize>); 12] = [
     (
         include_str!("../../../../examples/programs/all_reduce_one_shot.wlp"),
         None,
@@ -39,6 +39,14 @@ const EXAMPLES: [(&str, Option<usize>); 10] = [
     ),
     (
         include_str!("../../../../examples/programs/all_to_all_get.wlp"),
+        None,
+    ),
+    (
+        include_str!("../../../../examples/programs/all_gather_copy_engine.wlp"),
+        None,
+    ),
+    (
+        include_str!("../../../../examples/programs/all_to_all_copy_engine.wlp"),
         None,
     ),
     (
@@ -80,6 +88,8 @@ pub(crate) fn parameters(program: &Program, n: i64, dtype: DType, op: ReduceOp) 
         ("length", n),
         ("upper", 0),
         ("factor", 0),
+        // Lanes put what the copy engine does not.
+        ("early", 16),
     ] {
         if has(name) {
             list = list.with(name, value);

@@ -73,8 +73,8 @@ fn meant(
     };
     let (row, column) = (index / n, index % n);
     match name {
-        "all_gather_put" => input(row, column),
-        "all_to_all_get" => input(row, rank * n + column),
+        "all_gather_put" | "all_gather_copy_engine" => input(row, column),
+        "all_to_all_get" | "all_to_all_copy_engine" => input(row, rank * n + column),
         "reduce_scatter_packets" => combined(rank * n + column),
         "broadcast_chain" => input(0, column),
         _ if name.starts_with("all_reduce_") => combined(column),
