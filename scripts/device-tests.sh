@@ -3,8 +3,9 @@
 # takes all GPUs. Logs go to $OUT/tests.tar; the summary is printed last.
 #
 # With RANKS_PER_GPU=N, up to N ranks share a GPU through CUDA's multi-process service. That shows what is
-# right, also on one GPU; times mean nothing. TESTS names the tests to run (default: all that are there), and
-# LIMIT how many seconds one may take.
+# right, also on one GPU; times mean nothing. TESTS names the tests to run (default: all that are there),
+# TEST_FILTER those of their cases whose name contains it, and LIMIT how many seconds one may take. With EACH=1
+# every case is one, with a service of its own, which a rank that was killed may leave unusable.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 OUT=${OUT:-device-out}
@@ -14,27 +15,62 @@ trap 'rm -rf "$logs"' EXIT
 export WARPLINK_TEST_DEVICE=cuda CUDA_DEVICE_MAX_CONNECTIONS=32 NCCL_NVLS_ENABLE=0 NO_COLOR=1
 if ((${RANKS_PER_GPU:-1} > 1)); then
     export WARPLINK_TEST_RANKS_PER_GPU=$RANKS_PER_GPU CUDA_DEVICE_MAX_CONNECTIONS=$((64 / RANKS_PER_GPU))
+    PATH=$PATH:$(dirname "$(command -v nvidia-smi || echo /usr/local/nvidia/bin/nvidia-smi)")
+    trap 'stop_service; rm -rf "$logs"' EXIT
+fi
+
+start_service() {
+    ((${RANKS_PER_GPU:-1} > 1)) || return 0
     service=$(mktemp -d)
     export CUDA_MPS_PIPE_DIRECTORY=$service CUDA_MPS_LOG_DIRECTORY=$service
-    PATH=$PATH:$(dirname "$(command -v nvidia-smi || echo /usr/local/nvidia/bin/nvidia-smi)")
-    nvidia-cuda-mps-control -d || exit
-    trap 'echo quit | nvidia-cuda-mps-control; rm -rf "$service" "$logs"' EXIT
-fi
-failed=0
-all=(device-bin/test-*)
-names=(${TESTS:-${all[@]#device-bin/test-}})
-for name in "${names[@]}"; do
-    test=device-bin/test-$name
+    nvidia-cuda-mps-control -d
+}
+
+# Ends the service with all of its processes: one that is stuck does not end when it is asked to.
+stop_service() {
+    [[ -n ${service:-} ]] || return 0
+    echo quit | timeout 5 nvidia-cuda-mps-control >/dev/null 2>&1
+    for process in $(pgrep -f nvidia-cuda-mps); do
+        if grep -qzFx "CUDA_MPS_PIPE_DIRECTORY=$service" "/proc/$process/environ" 2>/dev/null; then
+            kill -KILL "$process"
+        fi
+    done
+    rm -rf "$service"
+    service=
+}
+
+# run NAME LOG ARGUMENTS...: runs a test, or some of its cases.
+run() {
+    local name=$1 log=$2 code
+    shift 2
     # What fails says so at once, also where the limit ends the rest.
-    if timeout "${LIMIT:-240}" "$test" --test-threads=1 --nocapture ${TEST_FILTER:-} >"$logs/$name.log" 2>&1; then
-        echo "$name: $(grep '^test result' "$logs/$name.log")"
+    if timeout --kill-after=5 "${LIMIT:-240}" "device-bin/test-$name" --test-threads=1 --nocapture "$@" >"$log" 2>&1; then
+        echo "$(basename "$log" .log): $(grep '^test result' "$log")"
     else
         code=$? failed=1
-        echo "$name FAILED ($code):"
-        grep -E 'FAILED|panicked|^test result' -A3 "$logs/$name.log" | head -n "${LINES_OF_FAILURE:-60}"
-        tail -n 3 "$logs/$name.log"
+        echo "$(basename "$log" .log) FAILED ($code):"
+        grep -E 'FAILED|panicked|^test result' -A3 "$log" | head -n "${LINES_OF_FAILURE:-60}"
+        tail -n 3 "$log"
     fi
     # At once: the machine may end this at any time.
     tar -C "$logs" -cf "$OUT/tests.tar" .
+}
+
+failed=0
+all=(device-bin/test-*)
+names=(${TESTS:-${all[@]#device-bin/test-}})
+if [[ ${EACH:-} == 1 ]]; then
+    for name in "${names[@]}"; do
+        for case in $("device-bin/test-$name" --list ${TEST_FILTER:-} 2>/dev/null | sed -n 's/: test$//p'); do
+            start_service || exit
+            run "$name" "$logs/$name-${case//::/-}.log" --exact "$case"
+            stop_service
+        done
+    done
+    exit $failed
+fi
+start_service || exit
+for name in "${names[@]}"; do
+    run "$name" "$logs/$name.log" ${TEST_FILTER:-}
 done
 exit $failed

@@ -1,6 +1,7 @@
 """The process group and the fused operations on CUDA tensors; needs two GPUs."""
 
 import contextlib
+import gc
 import os
 from datetime import timedelta
 
@@ -404,6 +405,59 @@ def test_several_groups_go_direct_side_by_side():
 
 def test_collectives_that_go_direct():
     on_ranks(direct_collectives, WORLD)
+
+
+def steps(rank, world, _, place, count):
+    import warplink.torch
+
+    options = warplink.torch.Options(direct_collectives=True)
+    dist = start_on_gpu(rank, world, place, pg_options=options)
+    device = torch.device("cuda", rank)
+    group = dist.group.WORLD
+    name, space = group.group_name, group.workspace(device)
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.ones(64, 32, device=device, dtype=torch.bfloat16)
+
+    def used():
+        """Bytes of the GPU that are not PyTorch's own, and of this process."""
+        torch.cuda.synchronize()
+        gc.collect()
+        free, total = torch.cuda.mem_get_info()
+        with open("/proc/self/statm") as file:
+            resident = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        return total - free - torch.cuda.memory_reserved(), resident
+
+    def drawn(most):
+        return int(torch.randint(1, most, (1,), generator=generator))
+
+    marks = []
+    for turn in range(count):
+        own = torch.full((drawn(1 << drawn(22)),), rank + 1.0, device=device)
+        whole = torch.empty(world * own.numel(), device=device)
+        dist.all_gather_into_tensor(whole, own)
+        dist.all_reduce(own)
+        a = torch.ones(drawn(4000), 64, device=device, dtype=torch.bfloat16)
+        gathered, (product,) = torch.ops.warplink.fused_all_gather_matmul(a, [weights], 0, name)
+        sums = torch.ops.warplink.fused_matmul_reduce_scatter(gathered, weights, "sum", 0, name)
+        if turn % 50 == 0:
+            assert (own == 3).all() and (whole.view(2, -1) == torch.tensor([[1], [2]], device=device)).all()
+            assert (product == 64).all() and (sums == 128).all()
+        if turn in (count // 2, count - 1):
+            marks.append((*used(), sum(space.communicator.registrations_and_mappings())))
+    dist.destroy_process_group()
+    return marks
+
+
+#: A long run is WARPLINK_TEST_STEPS=10000.
+STEPS = int(os.environ.get("WARPLINK_TEST_STEPS", "500"))
+
+
+def test_steps_of_random_sizes_take_constant_memory():
+    for early, late in on_ranks(steps, WORLD, STEPS):
+        print("GPU, host, registered:", early, late)
+        assert late[0] <= early[0] + (256 << 20)
+        assert late[1] < early[1] + (64 << 20)
+        assert late[2] <= early[2] + 120
 
 
 def on_another_device(rank, world, _, place):
