@@ -38,9 +38,20 @@ import llama
 import warplink.torch
 
 
+#: The launcher's store, and how many groups have used it.
+_store, _groups = None, 0
+
+
 def start(backend, device):
+    global _store, _groups
+    if _store is None:
+        _store = next(dist.rendezvous("env://"))[0]
     options = {"device_id": device} if device.type == "cuda" else {}
-    dist.init_process_group(backend, **options)
+    # A group must not read what an earlier one left in the store.
+    store = dist.PrefixStore(f"llama {_groups}", _store)
+    _groups += 1
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, **options)
     return dist.group.WORLD.group_name
 
 

@@ -6,7 +6,8 @@ runs its ranks as forked processes. ``test_pytorch_suite.py`` says which must pa
     BACKEND=warplink python -m pytest crates/warplink-py/tests/pytorch_suite.py
 
 Many tests are for backends of certain names only. With WARPLINK_FOR_GLOO=1, the backend ``gloo`` is
-Warplink's process group, so that the tests for Gloo run on it.
+Warplink's process group, so that the tests for Gloo run on it. With WARPLINK_FOR_NCCL=1 it takes the place of
+``nccl`` on two GPUs or more, and with WARPLINK_DIRECT=1 too, what it serves itself goes direct.
 """
 
 import os
@@ -22,6 +23,8 @@ if "TEMP_DIR" not in os.environ:
 os.environ.setdefault("INIT_METHOD", f"file://{os.environ['TEMP_DIR']}/init_dir/shared_init_file")
 # Forked processes compute on one thread each.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# GPUs are counted without CUDA, which a fork of this process could not use then.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 import torch  # noqa: E402
 from torch.testing._internal.common_distributed import DistTestCases  # noqa: E402
@@ -29,7 +32,8 @@ from torch.testing._internal.common_distributed import DistTestCases  # noqa: E4
 import warplink.torch  # noqa: E402, F401
 
 # What the tests ask of a backend by its name.
-for feature in ("ddp", "subgroup"):
+gpus = torch.cuda.device_count()
+for feature in ("ddp", "subgroup", *(("cuda", "gpu") if gpus else ())):
     DistTestCases.backend_feature[feature].add("warplink")
 
 if os.environ.get("WARPLINK_FOR_GLOO") == "1":
@@ -42,6 +46,28 @@ if os.environ.get("WARPLINK_FOR_GLOO") == "1":
             super().__init__(store, rank, size, timeout, devices={"cpu": "warplink"})
 
     c10d.ProcessGroupGloo = ProcessGroupGloo
+
+if os.environ.get("WARPLINK_FOR_NCCL") == "1":
+    from torch.distributed import distributed_c10d as c10d
+
+    Nccl = c10d.ProcessGroupNCCL
+
+    class ProcessGroupNCCL(warplink.torch.ProcessGroupWarplink):
+        """Warplink's process group where PyTorch makes NCCL's."""
+
+        Options = Nccl.Options
+
+        def __init__(self, store, rank, size, options):
+            direct = os.environ.get("WARPLINK_DIRECT") == "1"
+            own = warplink.torch.Options(nccl_options=options, direct_messages=direct, direct_collectives=direct)
+            # It makes one of NCCL's itself.
+            c10d.ProcessGroupNCCL = Nccl
+            try:
+                super().__init__(store, rank, size, options._timeout, options=own, name=options.group_name)
+            finally:
+                c10d.ProcessGroupNCCL = ProcessGroupNCCL
+
+    c10d.ProcessGroupNCCL = ProcessGroupNCCL
 
 from torch.testing._internal.distributed import distributed_test as suite  # noqa: E402
 

@@ -18,6 +18,8 @@ mod kernels;
 mod launches;
 #[path = "channels/malformed.rs"]
 mod malformed;
+#[path = "channels/mistakes.rs"]
+mod mistakes;
 #[path = "channels/network.rs"]
 mod network;
 #[path = "channels/proxied.rs"]

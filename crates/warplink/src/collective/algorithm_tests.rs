@@ -117,6 +117,19 @@ fn every_program_is_verified_for_every_world() {
     }
 }
 
+#[test]
+fn an_all_to_all_in_pieces_is_verified() {
+    let found = PROGRAMS.iter().find(|entry| {
+        (entry.kind, entry.algorithm) == (CollectiveKind::AllToAll, Algorithm::Direct)
+    });
+    let entry = found.unwrap();
+    // Two pieces of a lane.
+    let given = parameters(entry, 2, 3_000_001, (4, 64));
+    if let Err(found) = verify(entry.program().unwrap(), 2, 1, &given) {
+        panic!("{given}: {}", found[0]);
+    }
+}
+
 /// Any algorithm may follow any other, with another length and another number of lanes.
 fn share_a_workspace(world: usize, shapes: &'static [(usize, usize, usize)]) {
     // What goes directly is followed as several, one of which goes by chunks.

@@ -108,6 +108,10 @@ impl Peer {
         // and nothing altered since, and what the handler writes to lives as long as the endpoint.
         let made = unsafe { (ucp.ucp_ep_create)(worker, &params, &mut endpoint) };
         ucp.check(made, "connect")?;
+        // From 1.14 on, none is made and no error told where no network device leads to the peer.
+        if endpoint.0.is_null() {
+            ucp.check(status::UNREACHABLE, "connect")?;
+        }
         Ok(Self {
             ucp,
             rank,
