@@ -99,8 +99,7 @@ __device__ __forceinline__ void agree(Lane &lane, const Places<COUNT> &from, con
 
 // ---- tensors
 
-// Where a tensor lies on every rank: what the lane has told and heard, in shared memory. Ranks tell themselves, too, so that
-// lanes of a rank may hear from one of them.
+// Where a tensor lies on every rank: what the lane has told the others and heard from them, in shared memory.
 //
 // Every rank numbers the allocations that it has published, and has tables of all ranks' in its memory: for each
 // rank `published_entries` addresses, at which this rank reaches these allocations, or 0. The address in a rank's
@@ -113,14 +112,6 @@ template <u32 WORLD> struct Located {
     // Whether any rank told 0.
     u32 missing;
     __device__ __forceinline__ bool reachable() const { return missing == 0; }
-
-    // Whether this tensor, of `bytes` bytes, and another one, of `others`, share memory on no rank. All ranks reach both.
-    __device__ __forceinline__ bool apart(u64 bytes, const Located &other, u64 others) const {
-        bool apart = true;
-#pragma unroll
-        for (u32 rank = 0; rank < WORLD; rank++) apart = apart && (at[rank] + bytes <= other.at[rank] || other.at[rank] + others <= at[rank]);
-        return apart;
-    }
 };
 
 namespace detail {
@@ -144,19 +135,24 @@ __device__ __forceinline__ u64 told(u32 rank, u64 tables, u64 entry, u64 start, 
     return reached ? (entry + 1) << detail::offset_bits | start : 0;
 }
 
-// Notes what this rank tells of its tensor. The lane's threads see it in the announcement.
-template <u32 WORLD> __device__ __forceinline__ void locate(Lane &lane, Located<WORLD> &tensor, u64 own) {
+// Notes where this rank's own tensor is, and what it tells of it. The lane's threads see it after the announcement.
+template <u32 WORLD> __device__ __forceinline__ void locate(Lane &lane, Located<WORLD> &tensor, u32 rank, u64 own, u64 address) {
     // What the launch noted of a tensor before may still be read.
     lane.sync();
-    if (threadIdx.x == 0) tensor.own = own;
+    if (threadIdx.x == 0) {
+        tensor.own = own;
+        tensor.missing = own == 0;
+        tensor.at[rank] = address;
+    }
 }
 
-// Notes where a tensor is as far as the launch knows it: on this rank, or on all. The lane's threads see it in `agree`.
-template <u32 WORLD> __device__ __forceinline__ void expect(Lane &lane, Located<WORLD> &tensor, const u64 (&bases)[WORLD]) {
+// The same for a tensor of which the launch knows where it is on each rank.
+template <u32 WORLD> __device__ __forceinline__ void locate(Lane &lane, Located<WORLD> &tensor, const u64 (&bases)[WORLD]) {
     lane.sync();
     if (threadIdx.x == 0) {
 #pragma unroll
         for (u32 rank = 0; rank < WORLD; rank++) tensor.at[rank] = bases[rank];
+        tensor.own = 1;
         tensor.missing = 0;
     }
 }
@@ -185,18 +181,16 @@ template <u32 INTEGERS, u32 TENSORS, u32 WORLD> struct AnnouncedTensors {
         Located<WORLD> &it = *tensor[packet - first];
         const u32 peer = (rank + 1 + place) % WORLD;
         const u64 told = (u64)came.unit.word[1] << 32 | came.unit.word[0];
-        if (told == 0) *(volatile u32 *)&it.missing = 1;
-        // Where its own is it knows.
-        if (told == 0 || peer == rank) return;
         const u64 entry = (told >> detail::offset_bits) - 1, start = told & ((1ull << detail::offset_bits) - 1);
         u64 base = 0;
-        if (entry < detail::published_entries) base = detail::load_relaxed(tables + 8 * (detail::published_entries * peer + entry));
+        if (told != 0 && entry < detail::published_entries) base = detail::load_relaxed(tables + 8 * (detail::published_entries * peer + entry));
         // A rank tells of what all others have in their tables.
-        if (base == 0) {
+        if (told != 0 && base == 0) {
             *(volatile u64 *)lane.abort = 1;
             lane.ended = true;
         }
         it.at[peer] = base + start;
+        if (told == 0) *(volatile u32 *)&it.missing = 1;
     }
 };
 
@@ -213,15 +207,13 @@ __device__ __forceinline__ void announce(Lane &lane, const Places<COUNT> &to, co
 }
 
 // As the other `agree`, for announcements that also say where tensors lie, as `tables` have it, or, where `tables` is
-// 0, as is known. Places are in the order of ranks, from the next one on, with this rank's own the last. `direct` counts the lanes that found
+// 0, as is known. Places are in the order of ranks, from the next one on. `direct` counts the lanes that found
 // everything reachable. Where one differs, or does not come, the lane has ended and accesses nothing.
 template <u32 COUNT, u32 INTEGERS, u32 TENSORS, u32 WORLD>
 __device__ __forceinline__ void agree(Lane &lane, const Places<COUNT> &from, const AnnouncedTensors<INTEGERS, TENSORS, WORLD> &all, u32 rank, u64 tables, u64 verdict,
                                       u64 direct) {
     typedef AnnouncedTensors<INTEGERS, TENSORS, WORLD> All;
     typedef detail::OnePacket<COUNT, All::packets> One;
-    // What is expected is noted before it is heard.
-    lane.sync();
     if (threadIdx.x < One::count) {
         const One one(threadIdx.x);
         const u64 at = one.at(from);

@@ -237,13 +237,7 @@ impl Machine {
         let bytes = call.bytes();
         let most = self.kernels.store_blocks.iter();
         let most = most.map(|(_, blocks)| *blocks as usize).max();
-        // As many as stores take, and where data is reduced, as many again, which wait for what they load or for signals.
-        let each = if call.kind == CollectiveKind::AllReduce {
-            2
-        } else {
-            1
-        };
-        let most = (each * most.unwrap_or(1)).clamp(1, self.most_lanes);
+        let most = most.unwrap_or(1).clamp(1, self.most_lanes);
         let lanes = bytes.div_ceil(LANE_BYTES).next_power_of_two();
         let lanes = lanes.clamp(1, round_down(most));
         let parts = match call.kind {

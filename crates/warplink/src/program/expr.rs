@@ -80,9 +80,6 @@ pub enum Condition {
     Given(String),
     /// `reachable(X)`: in a kernel, whether all ranks reach the tensor that they have announced, on each of them.
     Reachable(String),
-    /// `apart(X, Y)`: in a kernel, whether on no rank the two tensors, which all ranks have announced and reach, share
-    /// memory.
-    Apart(String, String),
     /// `not a`.
     Not(Box<Condition>),
     /// `a and b`; `b` is not evaluated where `a` fails.
@@ -275,11 +272,6 @@ pub(crate) fn reachable(tensor: &str) -> String {
     format!("reachable({tensor})")
 }
 
-/// The name under which [`Condition::Apart`] is looked up.
-pub(crate) fn apart(one: &str, other: &str) -> String {
-    format!("apart({one}, {other})")
-}
-
 impl Condition {
     /// Whether it holds, with `lookup` giving the values of names.
     ///
@@ -307,10 +299,6 @@ impl Condition {
                 let name = reachable(tensor);
                 lookup(&name).ok_or(EvaluationError::Unknown(name))? != 0
             }
-            Self::Apart(one, other) => {
-                let name = apart(one, other);
-                lookup(&name).ok_or(EvaluationError::Unknown(name))? != 0
-            }
             Self::Not(a) => !a.evaluate_within(lookup, left)?,
             Self::And(a, b) => {
                 a.evaluate_within(lookup, left)? && b.evaluate_within(lookup, left)?
@@ -325,7 +313,7 @@ impl Condition {
     pub fn terms(&self) -> usize {
         match self {
             Self::Compare(_, a, b) => 1 + a.terms() + b.terms(),
-            Self::Given(_) | Self::Reachable(_) | Self::Apart(..) => 1,
+            Self::Given(_) | Self::Reachable(_) => 1,
             Self::Not(a) => 1 + a.terms(),
             Self::And(a, b) | Self::Or(a, b) => 1 + a.terms() + b.terms(),
         }
@@ -334,7 +322,7 @@ impl Condition {
     /// How deep it is nested, without the expressions that it compares.
     pub fn depth(&self) -> usize {
         match self {
-            Self::Compare(..) | Self::Given(_) | Self::Reachable(_) | Self::Apart(..) => 1,
+            Self::Compare(..) | Self::Given(_) | Self::Reachable(_) => 1,
             Self::Not(a) => 1 + a.depth(),
             Self::And(a, b) | Self::Or(a, b) => 1 + a.depth().max(b.depth()),
         }

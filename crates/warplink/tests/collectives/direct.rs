@@ -124,61 +124,6 @@ fn until_let_go(comm: &Communicator, baseline: (usize, usize)) {
     }
 }
 
-/// Sums out of place, in place, in place on one rank alone, and from one part of an allocation to the one beside it:
-/// whether outputs may be written before inputs are read depends on it.
-#[test]
-fn sums_are_right_however_inputs_and_outputs_lie() {
-    const COUNT: usize = 300_000;
-    for ranks in [2, 3].map(world) {
-        threads_with(
-            ranks,
-            |_| {},
-            |comm| {
-                let collectives = direct(comm);
-                let stream = comm.create_stream(Priority::Normal).unwrap();
-                let allocate = |elements: usize| {
-                    let kind = AllocationKind::Plain;
-                    comm.device().allocate(4 * elements, kind).unwrap()
-                };
-                let (one, other, both) = (allocate(COUNT), allocate(COUNT), allocate(2 * COUNT));
-                let part = |from: usize| both.slice(4 * from..4 * (from + COUNT)).unwrap();
-                let alone = if comm.rank() == 0 { &one } else { &other };
-                let ways = [
-                    (one.clone(), other.clone()),
-                    (one.clone(), one.clone()),
-                    (one.clone(), alone.clone()),
-                    (part(0), part(COUNT)),
-                    (part(COUNT), part(0)),
-                ];
-                let mut was_direct = 0;
-                for round in 0..40 {
-                    for (input, output) in &ways {
-                        upload(comm, input, &integers(comm.rank(), round, COUNT));
-                        let before = collectives.direct_lanes().unwrap();
-                        collectives
-                            .all_reduce(output, input, DType::I32, ReduceOp::Sum, &stream)
-                            .unwrap();
-                        comm.synchronize(&stream).unwrap();
-                        let mut expected = vec![0_i32; COUNT];
-                        for rank in 0..comm.world() {
-                            let all = expected.iter_mut().zip(integers(rank, round, COUNT));
-                            all.for_each(|(sum, one)| *sum = sum.wrapping_add(one));
-                        }
-                        assert!(
-                            download(comm, output) == expected,
-                            "round {round}: {input:?} to {output:?}"
-                        );
-                        was_direct += u64::from(collectives.direct_lanes().unwrap() > before);
-                        // Nobody writes to memory that another rank still reads.
-                        comm.barrier().unwrap();
-                    }
-                }
-                assert!(was_direct > 20, "only {was_direct} calls went directly");
-            },
-        );
-    }
-}
-
 /// All collectives with random inputs: the first calls by chunks, and later ones all directly.
 #[test]
 fn every_collective_goes_directly_once_its_memory_is_known() {

@@ -72,7 +72,7 @@ fn columns_are_copied_and_combined() {
 fn columns_side_by_side_are_apart() {
     let text = |second: &str| {
         format!(
-            "program columns() {{
+            "program apart() {{
                 input A: f32[64, 8]
                 output C: f32[64, 8]
                 fork pool(0), pool(1) {{

@@ -325,7 +325,7 @@ fn mentions(expression: &Expr, names: &HashSet<&str>) -> bool {
 fn condition_mentions(condition: &Condition, names: &HashSet<&str>) -> bool {
     match condition {
         Condition::Compare(_, a, b) => mentions(a, names) || mentions(b, names),
-        Condition::Given(_) | Condition::Reachable(_) | Condition::Apart(..) => false,
+        Condition::Given(_) | Condition::Reachable(_) => false,
         Condition::Not(a) => condition_mentions(a, names),
         Condition::And(a, b) | Condition::Or(a, b) => {
             condition_mentions(a, names) || condition_mentions(b, names)

@@ -7,7 +7,7 @@ use crate::device::{Block, BlockSignals, DeviceSlice, ReduceOp, combine};
 use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::program::section::{
-    Fact, LaneStep, LaneStepKind, Packing, Part, SectionInstance, SectionMemory, SectionTensor,
+    LaneStep, LaneStepKind, Packing, Part, SectionInstance, SectionMemory, SectionTensor,
 };
 use std::ops::Range;
 
@@ -82,12 +82,10 @@ pub(super) fn run_lane(block: &Block<'_>, input: LaneInput<'_>) -> Result<()> {
         lane,
         epoch,
         located: announced.map(Located::new).collect(),
-        compared: section.compared(),
     };
     let mut times = input.times.map(|clock| clock.start(lane, epoch));
     let mut steps = section.steps(lane, epoch)?;
-    // What is missing, and what shares memory.
-    let mut known = (0, 0);
+    let mut missing = 0;
     let mut next = 0;
     while let Some(step) = steps.get(next) {
         if let Some(times) = &mut times {
@@ -99,9 +97,9 @@ pub(super) fn run_lane(block: &Block<'_>, input: LaneInput<'_>) -> Result<()> {
         })?;
         next += 1;
         // What was done so far does not depend on it.
-        if run.known() != known {
-            known = run.known();
-            steps = section.steps_where(lane, epoch, &|fact| run.holds(fact))?;
+        if run.missing() != missing {
+            missing = run.missing();
+            steps = section.steps_where(lane, epoch, &|tensor| run.is_reachable(tensor))?;
         }
     }
     if let Some(times) = times {
@@ -124,8 +122,6 @@ struct Lane<'a> {
     lane: usize,
     epoch: u64,
     located: Vec<Located>,
-    /// The pairs of tensors of which the section asks whether they are apart.
-    compared: Vec<[usize; 2]>,
 }
 
 impl Lane<'_> {
@@ -211,8 +207,7 @@ impl Lane<'_> {
                 let told = u64::from(told[1]) << 32 | u64::from(told[0]);
                 self.note(*tensor, peer, told)?;
             }
-            // What this rank tells itself comes last.
-            let last = self.section.rank;
+            let last = (self.section.rank + self.section.world - 1) % self.section.world;
             let all = || tensors.iter().all(|tensor| self.is_reachable(*tensor));
             if self.input.published.is_some() && !tensors.is_empty() && peer == last && all() {
                 let offset = Reach::direct_offset(self.reach.lanes, self.section.world);
@@ -312,7 +307,9 @@ impl Lane<'_> {
         } else {
             0
         };
-        self.located[number].own = Some(own);
+        let located = &mut self.located[number];
+        located.own = Some(own);
+        located.missing |= own == 0;
         Ok(own)
     }
 
@@ -322,8 +319,8 @@ impl Lane<'_> {
         let (Some(located), Some(published)) = (located, self.input.published) else {
             return Ok(());
         };
-        located.missing |= told == 0;
-        if told == 0 || peer == self.section.rank {
+        if told == 0 {
+            located.missing = true;
             return Ok(());
         }
         let (entry, start) = ((told >> OFFSET_BITS) - 1, told & ((1 << OFFSET_BITS) - 1));
@@ -335,46 +332,14 @@ impl Lane<'_> {
         Ok(())
     }
 
-    /// How many announced tensors are known not to be reachable, and how many pairs of tensors that it asks for not to be
-    /// apart.
-    fn known(&self) -> (usize, usize) {
-        let missing = self.located.iter().filter(|it| it.missing).count();
-        let shared = self.compared.iter();
-        let shared = shared.filter(|[one, other]| !self.are_apart(*one, *other));
-        (missing, shared.count())
+    /// How many announced tensors are known not to be reachable.
+    fn missing(&self) -> usize {
+        self.located.iter().filter(|it| it.missing).count()
     }
 
     fn is_reachable(&self, tensor: usize) -> bool {
         let mut located = self.located.iter();
         located.all(|it| it.tensor != tensor || !it.missing)
-    }
-
-    fn holds(&self, fact: Fact) -> bool {
-        match fact {
-            Fact::Reachable(tensor) => self.is_reachable(tensor),
-            Fact::Apart(one, other) => self.are_apart(one, other),
-        }
-    }
-
-    /// Whether two tensors that all ranks reach share memory on no rank.
-    fn are_apart(&self, one: usize, other: usize) -> bool {
-        let range = |tensor: usize, rank: Rank| {
-            let of = &self.section.tensors[tensor];
-            let part = Part {
-                rank,
-                tensor,
-                offset: 0,
-            };
-            let memory = self
-                .operand(&part, &(0..of.shape.iter().product()))
-                .ok()?
-                .memory;
-            Some((memory.address(), memory.address() + memory.bytes() as u64))
-        };
-        (0..self.section.world).all(|rank| match (range(one, rank), range(other, rank)) {
-            (Some((a, a_end)), Some((b, b_end))) => a_end <= b || b_end <= a,
-            _ => false,
-        })
     }
 
     /// A peer's tensor, as it has announced it.

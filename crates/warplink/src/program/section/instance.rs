@@ -113,14 +113,6 @@ impl SectionInstance {
         names.iter().filter_map(|name| self.tensor(name)).collect()
     }
 
-    /// The pairs of tensors of which it asks whether they share memory, by index.
-    pub(crate) fn compared(&self) -> Vec<[usize; 2]> {
-        let names = FreeNames::of(&self.section).compared;
-        let pairs = names.iter();
-        let pairs = pairs.map(|(one, other)| Some([self.tensor(one)?, self.tensor(other)?]));
-        pairs.flatten().collect()
-    }
-
     /// The tensors of the program that it names, on this rank.
     pub fn user_tensors(&self) -> impl Iterator<Item = TensorId> {
         self.tensors

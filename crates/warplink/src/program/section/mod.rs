@@ -36,7 +36,6 @@ pub use lane::{LaneStep, LaneStepKind, Part};
 pub use layout::{Area, ScratchId, ScratchInstance, WorkspaceLayout};
 pub(crate) use names::FreeNames;
 pub(crate) use period::period;
-pub(crate) use resolve::Fact;
 
 /// The most lanes of a section.
 pub const MAX_LANES: usize = 1024;

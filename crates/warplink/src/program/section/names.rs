@@ -21,8 +21,6 @@ pub(crate) struct FreeNames {
     pub(crate) remote: BTreeSet<String>,
     /// Tensors whose places are announced.
     pub(crate) announced: BTreeSet<String>,
-    /// Pairs of tensors of which it asks whether they share memory.
-    pub(crate) compared: BTreeSet<(String, String)>,
     /// What the section itself binds.
     pub(crate) bound: BTreeSet<String>,
     /// Other names for parts of tensors.
@@ -172,10 +170,6 @@ impl FreeNames {
             }
             Condition::Reachable(tensor) => {
                 self.tensors.insert(tensor.clone());
-            }
-            Condition::Apart(one, other) => {
-                self.tensors.extend([one.clone(), other.clone()]);
-                self.compared.insert((one.clone(), other.clone()));
             }
             Condition::Not(a) => self.condition(a),
             Condition::And(a, b) | Condition::Or(a, b) => {

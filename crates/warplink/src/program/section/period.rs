@@ -141,7 +141,7 @@ impl<'s> Walk<'s> {
                 self.steady(a)?;
                 self.steady(b)
             }
-            Condition::Given(_) | Condition::Reachable(_) | Condition::Apart(..) => Ok(()),
+            Condition::Given(_) | Condition::Reachable(_) => Ok(()),
             Condition::Not(a) => self.condition(a),
             Condition::And(a, b) | Condition::Or(a, b) => {
                 self.condition(a)?;

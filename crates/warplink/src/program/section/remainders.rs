@@ -117,7 +117,7 @@ impl<'s> Walk<'s> {
                 self.matters(a);
                 self.matters(b);
             }
-            Condition::Given(_) | Condition::Reachable(_) | Condition::Apart(..) => {}
+            Condition::Given(_) | Condition::Reachable(_) => {}
             Condition::Not(a) => self.condition(a),
             Condition::And(a, b) | Condition::Or(a, b) => {
                 self.condition(a);

@@ -100,7 +100,7 @@ pub const MAX_BLOCK_DEPTH: usize = 32;
 const MAX_SHOWN: usize = 160;
 
 /// Words with a meaning, which no name may be.
-pub const RESERVED: [&str; 70] = [
+pub const RESERVED: [&str; 69] = [
     "program",
     "require",
     "input",
@@ -156,7 +156,6 @@ pub const RESERVED: [&str; 70] = [
     "count",
     "given",
     "reachable",
-    "apart",
     "log2",
     "among",
     "part",

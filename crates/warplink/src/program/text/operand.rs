@@ -300,7 +300,7 @@ impl<'a> Parser<'a> {
             }
             (
                 TokenKind::Word,
-                "min" | "max" | "part" | "log2" | "count" | "given" | "reachable" | "apart",
+                "min" | "max" | "part" | "log2" | "count" | "given" | "reachable",
             ) if self.is("(") => {
                 self.at += 1;
                 let value = self.nested(|parser| parser.call(token))?;
@@ -338,12 +338,6 @@ impl<'a> Parser<'a> {
             "reachable" => {
                 let tensor = self.name("an announced tensor's name")?;
                 return Ok(Value::Truth(Condition::Reachable(tensor)));
-            }
-            "apart" => {
-                let one = self.name("an announced tensor's name")?;
-                self.expect(",")?;
-                let other = self.name("another announced tensor's name")?;
-                return Ok(Value::Truth(Condition::Apart(one, other)));
             }
             "log2" => Expr::Log2(Box::new(self.integer()?)),
             function => {

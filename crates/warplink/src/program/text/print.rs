@@ -519,10 +519,7 @@ fn tightness_of_condition(condition: &Condition) -> u8 {
         Condition::Or(..) => 1,
         Condition::And(..) => 2,
         Condition::Not(_) => 3,
-        Condition::Compare(..)
-        | Condition::Given(_)
-        | Condition::Reachable(_)
-        | Condition::Apart(..) => 4,
+        Condition::Compare(..) | Condition::Given(_) | Condition::Reachable(_) => 4,
     }
 }
 
@@ -540,7 +537,6 @@ impl Display for Condition {
             Self::Compare(comparison, a, b) => write!(f, "{a} {} {b}", comparison.sign()),
             Self::Given(tensor) => write!(f, "given({tensor})"),
             Self::Reachable(tensor) => write!(f, "reachable({tensor})"),
-            Self::Apart(one, other) => write!(f, "apart({one}, {other})"),
             Self::Not(a) => {
                 f.write_str("not ")?;
                 within(f, a, tightness_of_condition(a) < own)

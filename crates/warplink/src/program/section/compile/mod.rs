@@ -310,24 +310,6 @@ fn names(instance: &SectionInstance) -> Scope {
         let range = Range::of(0, 1);
         scope.bind_within(&name, format!("located[{number}].reachable()"), None, range);
     }
-    let announced = instance.announced();
-    let located = |tensor: usize| announced.iter().position(|other| *other == tensor);
-    for pair in instance.compared() {
-        let [one, other] = pair.map(|tensor| {
-            let of = &instance.tensors[tensor];
-            let name = Scope::spell(&of.name);
-            let bytes = format!("{}ull * {name}.elements()", of.dtype.size());
-            (located(tensor), &of.name, bytes)
-        });
-        // What is not announced is not known here, which the check of the names tells.
-        if let (Some(first), Some(second)) = (one.0, other.0) {
-            let text = format!(
-                "located[{first}].apart({}, located[{second}], {})",
-                one.2, other.2
-            );
-            scope.bind_within(&expr::apart(one.1, other.1), text, None, Range::of(0, 1));
-        }
-    }
     scope.bind("rank", "rank", i64::try_from(instance.rank).ok());
     scope.bind("world", "world", i64::try_from(instance.world).ok());
     // It is taken modulo the period, which changes nothing where it may be used.

@@ -2,7 +2,7 @@
 
 use super::code::bare;
 use super::range::Range;
-use crate::program::expr::{Comparison, Condition, Expr, Operator, apart, reachable};
+use crate::program::expr::{Comparison, Condition, Expr, Operator, reachable};
 use std::cell::Cell;
 
 /// Names that the kernel's text, its headers or the language have a meaning for.
@@ -358,7 +358,6 @@ impl Scope {
             }
             Condition::Given(tensor) => return Err(format!("given({tensor})")),
             Condition::Reachable(tensor) => self.integer(&Expr::Name(reachable(tensor)))?,
-            Condition::Apart(one, other) => self.integer(&Expr::Name(apart(one, other)))?,
             Condition::Not(a) => format!("(!{})", self.condition(a)?),
             Condition::And(a, b) => format!("({} && {})", self.condition(a)?, self.condition(b)?),
             Condition::Or(a, b) => format!("({} || {})", self.condition(a)?, self.condition(b)?),

@@ -4,42 +4,8 @@ use super::Resolver;
 use crate::dtype::DType;
 use crate::error::Rank;
 use crate::program::diagnostic::{Diagnostic, DiagnosticKind};
-use crate::program::section::SectionInstance;
 use crate::program::section::ir::{Announcement, Packing};
-use crate::program::section::lane::{LaneStep, LaneStepKind, Part};
-
-impl SectionInstance {
-    /// The lane that announces the tensors which a lane agrees on, so that both find the same of them: itself, where it
-    /// announces, or where none does.
-    ///
-    /// # Errors
-    /// As [`steps`](Self::steps).
-    pub(crate) fn leader(&self, lane: usize, epoch: u64) -> Result<usize, Diagnostic> {
-        let steps = self.steps(lane, epoch)?;
-        let heard = steps.iter().find_map(|step| match &step.kind {
-            LaneStepKind::Agree { peer, source, .. } if *peer == self.rank => Some(source),
-            _ => None,
-        });
-        let Some(row) = heard else {
-            return Ok(lane);
-        };
-        let announces = |steps: &[LaneStep]| {
-            steps.iter().any(|step| match &step.kind {
-                LaneStepKind::Announce { target, .. } => target == row,
-                _ => false,
-            })
-        };
-        if announces(&steps) {
-            return Ok(lane);
-        }
-        for other in (0..lane).rev().chain(lane + 1..self.lanes) {
-            if announces(&self.steps(other, epoch)?) {
-                return Ok(other);
-            }
-        }
-        Ok(lane)
-    }
-}
+use crate::program::section::lane::{LaneStepKind, Part};
 
 impl<'s> Resolver<'s> {
     /// What is announced to other ranks, or awaited from them.
@@ -101,12 +67,11 @@ impl<'s> Resolver<'s> {
         Ok(())
     }
 
-    /// The ranks that are told, or that have to tell. What is told of tensors is for the other lanes of this rank too.
+    /// The other ranks that are told, or that have to tell.
     fn met(&mut self, it: &'s Announcement) -> Result<Vec<Rank>, Diagnostic> {
         let (rank, world) = (self.instance.rank, self.instance.world);
         let Some(list) = &it.peers else {
-            let own = usize::from(!it.tensors.is_empty());
-            return Ok((1..world + own).map(|r| (rank + r) % world).collect());
+            return Ok((1..world).map(|r| (rank + r) % world).collect());
         };
         if !it.tensors.is_empty() {
             let message = "tensors are announced to some ranks; expected all of them".to_owned();
@@ -142,7 +107,14 @@ impl<'s> Resolver<'s> {
                 );
                 return Err(self.wrong(DiagnosticKind::Malformed, message));
             };
-            if !announces {
+            if !announces && !self.told.contains(&tensor) {
+                let message =
+                    format!("the lane agrees on '{name}'; expected that it announces it before");
+                return Err(self.wrong(DiagnosticKind::Malformed, message));
+            }
+            if announces {
+                self.told.push(tensor);
+            } else {
                 self.agreed.push(tensor);
             }
             tensors.push(tensor);

@@ -18,14 +18,8 @@ use crate::program::expr::{self, Condition, Expr};
 use crate::program::site::{Position, Site};
 use std::sync::Arc;
 
-/// What only a device knows of tensors that are announced, by index.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Fact {
-    /// Whether all ranks reach it on each other.
-    Reachable(usize),
-    /// Whether the two, which all ranks reach, share memory on no rank.
-    Apart(usize, usize),
-}
+/// What names of conditions on announced tensors start with, and those of integers do not.
+const REACHABLE: &str = "reachable(";
 
 impl SectionInstance {
     /// The steps of a lane in the launch before which the workspace was used `epoch` times, where all ranks reach
@@ -37,15 +31,15 @@ impl SectionInstance {
         self.steps_where(lane, epoch, &|_| true)
     }
 
-    /// As [`steps`](Self::steps), where `holds` says what is known of the tensors that are announced. What comes before
+    /// As [`steps`](Self::steps), where `reachable` says which announced tensors all ranks reach. What comes before
     /// a condition on one of them does not depend on it.
     pub(crate) fn steps_where(
         &self,
         lane: usize,
         epoch: u64,
-        holds: &dyn Fn(Fact) -> bool,
+        reachable: &dyn Fn(usize) -> bool,
     ) -> Result<Vec<LaneStep>, Diagnostic> {
-        Ok(self.resolved(lane, epoch, holds, u64::MAX)?.steps)
+        Ok(self.resolved(lane, epoch, reachable, u64::MAX)?.steps)
     }
 
     /// As [`steps`](Self::steps), with about `most` iterations of each loop that stand for all of them; with each
@@ -64,7 +58,7 @@ impl SectionInstance {
         &'s self,
         lane: usize,
         epoch: u64,
-        holds: &'s dyn Fn(Fact) -> bool,
+        reachable: &'s dyn Fn(usize) -> bool,
         most: u64,
     ) -> Result<Resolver<'s>, Diagnostic> {
         let index = (Arc::from(self.section.lane.as_str()), lane as i64);
@@ -72,9 +66,10 @@ impl SectionInstance {
             instance: self,
             lane,
             announced: self.announced(),
+            told: Vec::new(),
             agreed: Vec::new(),
             reached: Vec::new(),
-            holds,
+            reachable,
             integers: vec![(&self.section.lane, lane as i64), ("epoch", epoch as i64)],
             aliases: Vec::new(),
             steps: Vec::new(),
@@ -105,12 +100,13 @@ struct Resolver<'s> {
     most: u64,
     taken: usize,
     site: Site,
-    /// Tensors that lanes announce: all, those that this lane has agreed on, and of those the ones that are known to be
-    /// reachable here.
+    /// Tensors that lanes announce: all, those that this lane has announced, those that it has agreed on, and of
+    /// those the ones that are known to be reachable here.
     announced: Vec<usize>,
+    told: Vec<usize>,
     agreed: Vec<usize>,
     reached: Vec<usize>,
-    holds: &'s dyn Fn(Fact) -> bool,
+    reachable: &'s dyn Fn(usize) -> bool,
 }
 
 /// A resolved operand of a move.
@@ -504,29 +500,15 @@ impl<'s> Resolver<'s> {
             (Some((_, value)), _) => Some(*value),
             (None, "rank") => Some(self.instance.rank as i64),
             (None, "world") => Some(self.instance.world as i64),
-            (None, name) => match self.fact(name) {
-                Some(fact) => Some(i64::from((self.holds)(fact))),
-                None => self.instance.integers.get(name).copied(),
-            },
+            (None, name) if name.starts_with(REACHABLE) => {
+                let agreed = self.agreed.iter();
+                let is =
+                    |tensor: &usize| name == expr::reachable(&self.instance.tensors[*tensor].name);
+                let tensor = agreed.copied().find(is)?;
+                Some(i64::from((self.reachable)(tensor)))
+            }
+            (None, _) => self.instance.integers.get(name).copied(),
         }
-    }
-
-    /// What a name says of tensors that the lane has agreed on; of two, those that are reachable.
-    fn fact(&self, name: &str) -> Option<Fact> {
-        // No integer has such a name.
-        if !name.ends_with(')') {
-            return None;
-        }
-        let named = |tensor: usize| &*self.instance.tensors[tensor].name;
-        let agreed = || self.agreed.iter().copied();
-        if let Some(tensor) = agreed().find(|tensor| name == expr::reachable(named(*tensor))) {
-            return Some(Fact::Reachable(tensor));
-        }
-        let reached = || agreed().filter(|tensor| (self.holds)(Fact::Reachable(*tensor)));
-        let pairs = reached().flat_map(|one| reached().map(move |other| (one, other)));
-        let mut pairs =
-            pairs.filter(|(one, other)| name == expr::apart(named(*one), named(*other)));
-        pairs.next().map(|(one, other)| Fact::Apart(one, other))
     }
 
     fn integer(&self, expression: &Expr) -> Result<i64, Diagnostic> {

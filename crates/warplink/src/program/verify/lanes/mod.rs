@@ -24,7 +24,7 @@ use super::memory::Mode as AccessMode;
 use crate::program::diagnostic::DiagnosticKind;
 use crate::program::ir::Program;
 use crate::program::rank_program::{Range, RankProgram};
-use crate::program::section::{Fact, MAX_PERIOD, SectionInstance};
+use crate::program::section::{MAX_PERIOD, SectionInstance};
 use run::Run;
 
 /// The most steps of all lanes in all launches that are followed.
@@ -33,22 +33,19 @@ const MAX_STEPS: usize = 1 << 21;
 /// How many launches more than the period are followed.
 const MORE_RUNS: u64 = 2;
 
-/// In which lanes the announced tensors are reachable, and whether they share memory.
+/// In which lanes the announced tensors are reachable.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Reach {
     All,
-    /// In all, and those share memory that a condition asks for.
-    Shared,
     None,
-    /// In every other lane, from the second on, and in those that hear from one of them.
+    /// In every other lane, from the second on.
     Odd,
 }
 
 impl Reach {
-    pub(super) fn holds(self, lane: usize, fact: Fact) -> bool {
+    pub(super) fn holds(self, lane: usize) -> bool {
         match self {
             Self::All => true,
-            Self::Shared => matches!(fact, Fact::Reachable(_)),
             Self::None => false,
             Self::Odd => lane % 2 == 1,
         }
@@ -56,12 +53,9 @@ impl Reach {
 
     /// Those in which a kernel of these sections is followed.
     pub(super) fn of<'a>(
-        sections: impl Iterator<Item = &'a SectionInstance> + Clone,
+        mut sections: impl Iterator<Item = &'a SectionInstance>,
     ) -> &'static [Self] {
-        let is = |has: fn(&SectionInstance) -> bool| sections.clone().any(has);
-        if is(|section| !section.compared().is_empty()) {
-            &[Self::All, Self::Shared, Self::None, Self::Odd]
-        } else if is(|section| !section.announced().is_empty()) {
+        if sections.any(|section| !section.announced().is_empty()) {
             &[Self::All, Self::None, Self::Odd]
         } else {
             &[Self::All]

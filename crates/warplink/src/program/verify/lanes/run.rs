@@ -2,7 +2,7 @@
 
 use super::agreement::Announcements;
 use super::memory::{Actor, Bytes, Knowledge, Stamp, Wrong};
-use super::{Launch, MAX_STEPS, RankAccesses, Reach};
+use super::{Launch, MAX_STEPS, RankAccesses};
 use crate::error::Rank;
 use crate::program::diagnostic::Diagnostic;
 use crate::program::ir::Program;
@@ -158,12 +158,7 @@ impl<'a> Run<'a> {
     ) -> Result<Vec<LaneStep>, Diagnostic> {
         let reach = self.kernels[self.sequence[number]].reach;
         let section = self.section(number, rank);
-        let leader = match reach {
-            // The same in all lanes.
-            Reach::All | Reach::Shared | Reach::None => lane,
-            Reach::Odd => section.leader(lane, number as u64)?,
-        };
-        section.steps_where(lane, number as u64, &|fact| reach.holds(leader, fact))
+        section.steps_where(lane, number as u64, &|_| reach.holds(lane))
     }
 
     /// The section that a rank launches in launch `number`.

@@ -41,7 +41,7 @@ impl Emitter<'_> {
         let part = self.part(&it.rows)?;
         let name = Scope::spell(&self.instance.tensors[part.tensor].name);
         let peers: Vec<String> = match &it.peers {
-            None => (1..world + usize::from(!it.tensors.is_empty()))
+            None => (1..world)
                 .map(|r| ((rank + r) % world).to_string())
                 .collect(),
             Some(list) => {
@@ -71,16 +71,12 @@ impl Emitter<'_> {
         let values = self.announced(it)?;
         let part = self.part(&it.rows)?;
         let name = Scope::spell(&self.instance.tensors[part.tensor].name);
-        let own = usize::from(!it.tensors.is_empty());
-        let peers = (1..world + own).map(|r| (rank + r) % world);
-        for (number, name) in it.tensors.iter().filter_map(|name| self.located(name)) {
-            code.line(format!("expect(self, located[{number}], at.{name});"));
-        }
+        let peers = (1..world).map(|r| (rank + r) % world);
         let places =
             peers.map(|peer| format!("packets<I32>(at.{name}[rank], {}.index({peer}))", part.text));
         let places = comma(places);
         if !places.is_empty() {
-            let count = world - 1 + own;
+            let count = world - 1;
             let verdict = "at.epochs + 8 * at.lanes";
             let further = if it.tensors.is_empty() {
                 verdict.to_owned()
@@ -117,14 +113,20 @@ impl Emitter<'_> {
             });
             code.open("{");
             code.line(format!("const u64 own[] = {{{}}};", comma(told)));
-            for (place, (number, _)) in tensors.iter().enumerate() {
-                code.line(format!("locate(self, located[{number}], own[{place}]);"));
+            for (place, (number, name)) in tensors.iter().enumerate() {
+                code.line(format!(
+                    "locate(self, located[{number}], rank, own[{place}], at.{name}[rank]);"
+                ));
             }
             code.close("}");
         } else {
-            for (number, _) in tensors {
-                code.line(format!("locate(self, located[{number}], 1);"));
+            for (number, name) in tensors {
+                code.line(format!("locate(self, located[{number}], at.{name});"));
             }
+        }
+        if self.instance.world == 1 {
+            // Otherwise announcing does it.
+            code.line("self.sync();");
         }
     }
 
