@@ -42,7 +42,8 @@ if os.environ.get("WARPLINK_FOR_GLOO") == "1":
     class ProcessGroupGloo(warplink.torch.ProcessGroupWarplink):
         """Warplink's process group where PyTorch makes Gloo's."""
 
-        def __init__(self, store, rank, size, timeout):
+        # Newer releases name further options.
+        def __init__(self, store, rank, size, timeout, **_):
             super().__init__(store, rank, size, timeout, devices={"cpu": "warplink"})
 
     c10d.ProcessGroupGloo = ProcessGroupGloo

@@ -170,6 +170,8 @@ def messages(rank, world, _, place):
         assert sources == set(range(1, world))
     else:
         dist.send(torch.tensor([float(rank)]), 0)
+    # What follows is from one rank to another, and could be taken for one of those.
+    dist.barrier()
     # Batched, both ways at once.
     right, left = (rank + 1) % world, (rank - 1) % world
     own, got = torch.full((50_000,), float(rank)), torch.empty(50_000)

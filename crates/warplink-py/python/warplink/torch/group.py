@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Backend as C10dBackend
 from torch.distributed import distributed_c10d as c10d
 
 import warplink
@@ -32,6 +33,13 @@ from warplink.torch.workspace import Workspace
 
 _CPU = torch.device("cpu")
 _CUDA = torch.device("cuda")
+
+
+class _HostBackend(C10dBackend):  # type: ignore[misc]
+    """What PyTorch's C++ knows of the host device. Calls do not come to it: the group takes them itself."""
+
+    def getBackendName(self) -> str:
+        return "warplink"
 
 
 class ProcessGroupWarplink(GroupCalls, dist.ProcessGroup):  # type: ignore[misc]
@@ -90,7 +98,7 @@ class ProcessGroupWarplink(GroupCalls, dist.ProcessGroup):  # type: ignore[misc]
             self._communicator = parent_communicator.subgroup(ranks_in_parent)
         if self._devices.get("cpu") == "warplink":
             self._start_host()
-        elif self._devices.get("cpu") == "gloo" and self._gloo is None:
+        elif self._devices.get("cpu") == "gloo":
             self._start_gloo()
         if self._devices.get("cuda") == "warplink" and torch.cuda.is_available():
             self._start_nccl()
@@ -106,6 +114,7 @@ class ProcessGroupWarplink(GroupCalls, dist.ProcessGroup):  # type: ignore[misc]
             self._job = joining.join(self._store, self._rank, self._size, "host", None, limit)
             self._communicator = self._job.world()
         self._host = HostCollectives(self._communicator, limit)
+        self._register_host()
         self._messages = Messages(self._communicator, limit)
         if not (self._may_go_direct and self._options.direct_messages):
             return
@@ -115,11 +124,27 @@ class ProcessGroupWarplink(GroupCalls, dist.ProcessGroup):  # type: ignore[misc]
             self._batches = HostBatches(self._communicator, batches, limit)
             self._host.direct = others
 
+    def _register_host(self) -> None:
+        """Tells PyTorch's C++ that something serves CPU tensors: it keeps a group's name with what does, and newer
+        releases ask for the name as soon as there is a group."""
+        try:
+            backend = _HostBackend(self._rank, self._size)
+        except TypeError:
+            # PyTorch 2.11 has no backends in Python, and does not ask.
+            return
+        self._register_default(_CPU, dist.ProcessGroup.BackendType.CUSTOM, backend)
+
+    def _register_default(self, device: torch.device, kind: Any, backend: Any) -> None:
+        """Registers what serves a device, and what PyTorch's C++ asks where it has no tensor to choose by."""
+        self._register_backend(device, kind, backend)
+        self._set_default_backend(kind)
+
     def _start_gloo(self) -> None:
-        store = dist.PrefixStore("gloo", self._store)
-        self._gloo = c10d.ProcessGroupGloo(store, self._rank, self._size, timeout=self._timeout)
-        self._gloo._set_sequence_number_for_group()
-        self._register_backend(_CPU, dist.ProcessGroup.BackendType.GLOO, self._gloo)
+        if self._gloo is None:
+            store = dist.PrefixStore("gloo", self._store)
+            self._gloo = c10d.ProcessGroupGloo(store, self._rank, self._size, timeout=self._timeout)
+            self._gloo._set_sequence_number_for_group()
+        self._register_default(_CPU, dist.ProcessGroup.BackendType.GLOO, self._gloo)
 
     def _start_nccl(self) -> None:
         if not dist.is_nccl_available():
@@ -132,7 +157,9 @@ class ProcessGroupWarplink(GroupCalls, dist.ProcessGroup):  # type: ignore[misc]
         self._nccl = c10d.ProcessGroupNCCL(store, self._rank, self._size, options)
         self._nccl._set_sequence_number_for_group()
         # PyTorch's C++ asks a group for what serves a device.
-        self._register_backend(_CUDA, dist.ProcessGroup.BackendType.NCCL, self._nccl)
+        alone = self._host is None and self._gloo is None
+        register = self._register_default if alone else self._register_backend
+        register(_CUDA, dist.ProcessGroup.BackendType.NCCL, self._nccl)
 
     # What serves a tensor
 
@@ -409,19 +436,26 @@ class ProcessGroupWarplink(GroupCalls, dist.ProcessGroup):  # type: ignore[misc]
         opts: Any = None,
         group_name: Any = None,
         group_desc: str | None = None,
+        device_types: list[torch.device] | None = None,
     ) -> ProcessGroupWarplink | None:
-        """The group of ``new_ranks`` of this one; None on ranks that are not listed."""
+        """The group of ``new_ranks`` of this one, for ``device_types`` alone if they are given; None on ranks that are
+        not listed."""
         self._check()
         if self._rank not in new_ranks:
             return None
         name = group_name or "split:" + ",".join(map(str, new_ranks))
+        wanted = None if device_types is None else {device.type for device in device_types}
         made = ProcessGroupWarplink(
             dist.PrefixStore(f"{name}/", self._store),
             new_ranks.index(self._rank),
             len(new_ranks),
             timeout or self._timeout,
             Options.read(opts) if opts is not None else self._options,
-            devices=self._devices,
+            devices={
+                device: backend
+                for device, backend in self._devices.items()
+                if wanted is None or device in wanted
+            },
             parent=self,
             ranks_in_parent=list(new_ranks),
             global_ranks=[self._global_ranks[r] for r in new_ranks] if self._global_ranks else new_ranks,
