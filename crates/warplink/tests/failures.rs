@@ -208,36 +208,31 @@ fn a_rank_killed_in_an_exchange() {
 #[test]
 fn a_rank_killed_in_a_barrier() {
     for victim in [1, 0] {
-        if !common::is_rank()
-            || std::env::var("VICTIM").is_ok_and(|name| name == victim.to_string())
-        {
-            let mut ranks = Ranks {
-                world: world(3),
-                ..Ranks::default()
-            };
-            ranks.env.insert("VICTIM".to_owned(), victim.to_string());
-            let ended = ranks.start(|comm| {
-                barrier_that_all_have_passed(&comm);
-                if comm.rank() == victim {
-                    kill_self();
-                }
-                let started = Stopwatch::start();
-                let error = comm.barrier().unwrap_err();
-                assert_eq!(
-                    (error.kind(), error.peer()),
-                    (ErrorKind::PeerLost, Some(victim)),
-                    "{error}"
-                );
-                assert!(started.elapsed() < SOON);
-                std::process::exit(0);
-            });
-            for (rank, end) in ended.iter().flatten().enumerate() {
-                assert!(
-                    rank == victim || end.code == Some(0),
-                    "rank {rank}:\n{}",
-                    end.output
-                );
+        let ranks = Ranks {
+            world: world(3),
+            ..Ranks::default()
+        };
+        let ended = ranks.start(|comm| {
+            barrier_that_all_have_passed(&comm);
+            if comm.rank() == victim {
+                kill_self();
             }
+            let started = Stopwatch::start();
+            let error = comm.barrier().unwrap_err();
+            assert_eq!(
+                (error.kind(), error.peer()),
+                (ErrorKind::PeerLost, Some(victim)),
+                "{error}"
+            );
+            assert!(started.elapsed() < SOON);
+            std::process::exit(0);
+        });
+        for (rank, end) in ended.iter().flatten().enumerate() {
+            assert!(
+                rank == victim || end.code == Some(0),
+                "rank {rank}:\n{}",
+                end.output
+            );
         }
     }
 }

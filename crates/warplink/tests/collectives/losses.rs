@@ -2,8 +2,8 @@
 //! for a result that is none, and goes on with those that are left.
 
 use crate::common::{
-    Ranks, TimedBarrier, assert_says, is_rank, kill_self, processes_of, resume, stop_self,
-    threads_that_end, threads_with, world,
+    Ranks, TimedBarrier, assert_says, kill_self, processes_of, resume, stop_self, threads_that_end,
+    threads_with, world,
 };
 use crate::expected::{Case, Random};
 use std::time::{Duration, Instant};
@@ -57,9 +57,6 @@ fn call_until(
 /// Runs ranks of which `victim` ends in the middle of collectives.
 fn lose(victim: usize, end: End) {
     let name = format!("{victim} {end:?}");
-    if is_rank() && std::env::var("CASE").as_ref() != Ok(&name) {
-        return;
-    }
     let mut ranks = Ranks {
         world: world(RANKS),
         ..Ranks::default()
@@ -70,7 +67,6 @@ fn lose(victim: usize, end: End) {
     let variables = [
         ("WARPLINK_HEARTBEAT_LIMIT", HEARTBEAT_LIMIT),
         ("WARPLINK_TIMEOUT", "30"),
-        ("CASE", &name),
     ];
     let variables = variables.map(|(name, value)| (name.to_owned(), value.to_owned()));
     ranks.env.extend(variables);

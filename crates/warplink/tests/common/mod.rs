@@ -20,6 +20,7 @@ use std::net::{IpAddr, Ipv4Addr};
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 pub use stopwatch::{Stopwatch, time_on_processor};
 pub use timed_barrier::TimedBarrier;
@@ -114,6 +115,26 @@ const RANK: &str = "WARPLINK_TEST_RANK";
 /// Where the ranks of a test leave files for each other.
 const MEETING: &str = "WARPLINK_TEST_MEETING";
 
+/// Which of a test's groups of ranks a process belongs to: a test may run several, one after another.
+const GROUP: &str = "WARPLINK_TEST_GROUP";
+
+/// Counts the groups of ranks of the test that calls this; every process of a test counts the same.
+fn next_group() -> usize {
+    static GROUPS: Mutex<BTreeMap<String, usize>> = Mutex::new(BTreeMap::new());
+    let mut groups = GROUPS.lock().unwrap_or_else(PoisonError::into_inner);
+    let next = groups.entry(name_of_test()).or_default();
+    *next += 1;
+    *next - 1
+}
+
+fn name_of_test() -> String {
+    let thread = std::thread::current();
+    thread
+        .name()
+        .expect("tests run in named threads")
+        .to_owned()
+}
+
 /// Whether this process is a rank that a test started.
 pub fn is_rank() -> bool {
     std::env::var_os(RANK).is_some()
@@ -131,27 +152,29 @@ pub fn processes(world: usize, body: impl Fn(&Communicator)) {
 impl Ranks {
     /// Runs `body` as each process, and fails if one does.
     pub fn run(self, body: impl Fn(&Communicator)) {
-        let Some(ended) = self.start(|comm| {
+        let ended = self.start(|comm| {
             body(&comm);
             comm.close().unwrap();
-        }) else {
-            return;
-        };
-        for (rank, end) in ended.iter().enumerate() {
-            assert_eq!(
-                end.code,
-                Some(0),
-                "rank {rank} of {} failed:\n{}",
-                ended.len(),
-                end.output
-            );
-        }
+        });
+        assert_all_ended_well(ended.as_deref());
     }
 
     /// In the test's process, starts the ranks and tells how they ended; in a rank, runs `body` and
     /// gives `None`.
     pub fn start(self, body: impl FnOnce(Communicator)) -> Option<Vec<Ended>> {
+        self.start_with(|_| {}, body)
+    }
+
+    fn start_with(
+        self,
+        change: impl Fn(&mut Config),
+        body: impl FnOnce(Communicator),
+    ) -> Option<Vec<Ended>> {
+        let group = next_group();
         if is_rank() {
+            if std::env::var(GROUP).unwrap() != group.to_string() {
+                return None;
+            }
             let parent = rustix::process::getppid();
             rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL))
                 .unwrap();
@@ -161,19 +184,17 @@ impl Ranks {
                 "the test ended before its rank began"
             );
             let mut config = config_of_rank();
-            if let Some(change) = self.config {
-                change(&mut config);
+            if let Some(own) = self.config {
+                own(&mut config);
             }
+            change(&mut config);
             body(Communicator::join(&config).unwrap());
             if std::env::var_os("WARPLINK_TEST_SHORT").is_some() {
                 wait_for_threads();
             }
             return None;
         }
-        let name = std::thread::current()
-            .name()
-            .expect("tests run in named threads")
-            .to_owned();
+        let name = name_of_test();
         let id = UniqueId::create(IpAddr::V4(Ipv4Addr::LOCALHOST), 0).unwrap();
         // The listener that found the port is this process's; rank 0 is another.
         let _held = id.release();
@@ -185,6 +206,7 @@ impl Ranks {
                 .args([&name, "--exact", "--include-ignored"])
                 .args(["--nocapture", "--test-threads=1"])
                 .env(RANK, rank.to_string())
+                .env(GROUP, group.to_string())
                 .env(MEETING, meeting.path())
                 .env("WARPLINK_RANK", rank.to_string())
                 .env("WARPLINK_LOCAL_RANK", rank.to_string())
@@ -218,6 +240,13 @@ impl Ranks {
         });
         let children: Vec<Child> = children.collect();
         Some(wait_all(children, started, self.limit.unwrap_or(LIMIT)))
+    }
+}
+
+/// Fails where a rank of [`Ranks::start`] did.
+fn assert_all_ended_well(ended: Option<&[Ended]>) {
+    for (rank, end) in ended.into_iter().flatten().enumerate() {
+        assert_eq!(end.code, Some(0), "rank {rank} failed:\n{}", end.output);
     }
 }
 
@@ -351,7 +380,17 @@ fn config_of_rank() -> Config {
     Config::from_env().unwrap()
 }
 
-/// Runs `body` as each of `world` threads of this process.
+/// Whether ranks that could be threads are processes: where they share a GPU, since the driver lets a thread that frees
+/// memory wait for all kernels of its process there, also for those that wait for that thread's rank; and on the host
+/// device if `WARPLINK_TEST_PROCESSES` says so.
+fn are_processes(world: usize) -> bool {
+    match kind() {
+        DeviceKind::Host => std::env::var_os("WARPLINK_TEST_PROCESSES").is_some(),
+        DeviceKind::Cuda => world > gpus(),
+    }
+}
+
+/// Runs `body` as each of `world` threads of this process, or as processes.
 pub fn threads(world: usize, body: impl Fn(&Communicator) + Send + Sync) {
     threads_with(world, |_| {}, body);
 }
@@ -362,32 +401,27 @@ pub fn threads_with(
     change: impl Fn(&mut Config) + Send + Sync,
     body: impl Fn(&Communicator) + Send + Sync,
 ) {
-    run_threads(world, change, |comm| {
+    threads_that_end(world, change, |comm| {
         body(&comm);
         comm.close().unwrap();
     });
 }
 
-/// As [`threads_with`], but `body` ends its communicator itself, in order or not. Left out where ranks would share a GPU:
-/// the driver has a thread that frees memory wait for all kernels of the process there, those of a rank that has not
-/// given up yet as well.
+/// As [`threads_with`], but `body` ends its communicator itself, in order or not.
 pub fn threads_that_end(
     world: usize,
     change: impl Fn(&mut Config) + Send + Sync,
     body: impl Fn(Communicator) + Send + Sync,
 ) {
-    if kind() == DeviceKind::Cuda && world > gpus() {
-        println!("left out: {world} ranks of one process on {} GPUs", gpus());
+    if is_rank() || are_processes(world) {
+        let ranks = Ranks {
+            world,
+            ..Ranks::default()
+        };
+        assert_all_ended_well(ranks.start_with(change, body).as_deref());
         return;
     }
-    run_threads(world, change, body);
-}
-
-fn run_threads(
-    world: usize,
-    change: impl Fn(&mut Config) + Send + Sync,
-    body: impl Fn(Communicator) + Send + Sync,
-) {
+    next_group();
     let id = UniqueId::create(IpAddr::V4(Ipv4Addr::LOCALHOST), 0).unwrap();
     std::thread::scope(|scope| {
         let ranks: Vec<_> = (0..world)
