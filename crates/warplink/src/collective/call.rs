@@ -140,7 +140,8 @@ impl Call {
     /// factor. A factor of 64 bits takes the place of the count's upper half, which is 0 then.
     pub(super) fn words(&self, algorithm: u8) -> [u32; 4] {
         let op = self.op.map_or(0, |op| 1 + number(op));
-        let root = self.root.map_or(0, |root| 1 + root as u32);
+        // Ranks that announce calls to one another are few; a value of a user's may have any root.
+        let root = self.root.map_or(0, |root| 1 + root.min(0xfe) as u32);
         let what = self.kind as u32 | op << 4 | (self.dtype as u32) << 8 | root << 16;
         let count = self.count as u64;
         let (third, fourth) = match self.op.and_then(ReduceOp::factor) {

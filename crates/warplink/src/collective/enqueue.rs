@@ -32,6 +32,10 @@ impl Collectives {
             .with_operation(kind.name())
             .with_help("pass whole elements"));
         }
+        for (what, slice) in [("input", input), ("output", output)] {
+            check_alignment(what, slice, dtype)
+                .map_err(|error| error.with_operation(kind.name()))?;
+        }
         let call = Call {
             kind,
             op: Some(op),
@@ -100,10 +104,12 @@ impl Collectives {
         }
         let scales = call.op.is_some_and(|op| op.factor().is_some());
         if world == 1 && !scales {
-            if output.address() == input.address() {
-                return Ok(());
-            }
-            return stream.copy(output, input);
+            return self.in_turn(call, stream, || {
+                if output.address() == input.address() {
+                    return Ok(());
+                }
+                stream.copy(output, input)
+            });
         }
         let input = if reads { input } else { output };
         let output = if writes { output } else { input };
@@ -123,16 +129,28 @@ impl Collectives {
         if inner.machine.world == 1 && tensors.is_empty() {
             return Ok(());
         }
+        let server = inner.server(call);
+        let server = server.map_err(|error| error.with_operation(call.kind.name()))?;
+        self.in_turn(call, stream, || match server {
+            Server::Direct(direct) => {
+                direct.enqueue(&inner.machine, call, tensors, overlap, stream)
+            }
+            Server::Engine(engine) => engine.enqueue(call, tensors, overlap, stream),
+        })
+    }
+
+    /// Gives `stream` the work of a call, after that of the calls before.
+    fn in_turn(
+        &self,
+        call: &Call,
+        stream: &Stream,
+        work: impl FnOnce() -> Result<()>,
+    ) -> Result<()> {
+        let inner = &self.0;
+        inner.context.fault.check()?;
         inner.note(stream);
         *lock(&inner.last) = Some(*call);
-        let enqueued = inner.server(call).and_then(|server| {
-            inner.turns.take(stream, || match server {
-                Server::Direct(direct) => {
-                    direct.enqueue(&inner.machine, call, tensors, overlap, stream)
-                }
-                Server::Engine(engine) => engine.enqueue(call, tensors, overlap, stream),
-            })
-        });
+        let enqueued = inner.turns.take(stream, work);
         enqueued.map_err(|error| error.with_operation(call.kind.name()))
     }
 
@@ -162,6 +180,19 @@ impl Collectives {
         }
         Ok(())
     }
+}
+
+/// Fails where elements do not begin at multiples of their size, as devices load them.
+pub(super) fn check_alignment(what: &str, slice: &DeviceSlice, dtype: DType) -> Result<()> {
+    if slice.bytes() == 0 || slice.address().is_multiple_of(dtype.size() as u64) {
+        return Ok(());
+    }
+    Err(Error::invalid(format!(
+        "the {what} begins at {:#x}; expected a multiple of the {} bytes of {dtype}",
+        slice.address(),
+        dtype.size()
+    ))
+    .with_help("begin at a whole element"))
 }
 
 fn check_length(

@@ -40,7 +40,8 @@ impl Turns {
     }
 
     /// Calls `enqueue`, which gives `stream` work, after the last such work of another stream. Calls of several
-    /// threads do so one after the other. What is recorded into a graph is for the caller to order.
+    /// threads do so one after the other, also where one fails that has given the stream some work. What is recorded
+    /// into a graph is for the caller to order.
     pub(super) fn take(&self, stream: &Stream, enqueue: impl FnOnce() -> Result<()>) -> Result<()> {
         let mut last = lock(&self.last);
         if stream.is_capturing()? {
@@ -49,7 +50,12 @@ impl Turns {
         if let Some(last) = &*last {
             last.precede(stream)?;
         }
-        enqueue()?;
+        let enqueued = enqueue();
+        enqueued.and(self.record(&mut last, stream))
+    }
+
+    /// Notes that what `stream` was given so far was the last.
+    fn record(&self, last: &mut Option<Last>, stream: &Stream) -> Result<()> {
         // Now, and on this thread: later the stream may have to wait for what comes after this launch elsewhere, may
         // be recording, or may be another thread's.
         let done = match last.take() {

@@ -296,6 +296,31 @@ fn dispatch_to_one_right(comm: &Communicator, options: &ExpertOptions) -> Result
 }
 
 #[test]
+fn only_what_was_dispatched_is_combined() {
+    crate::common::threads(world(2), |comm| {
+        let options = small(None, 64);
+        let collectives = comm.collectives().unwrap();
+        let stream = comm.create_stream(Priority::Normal).unwrap();
+        let layer = collectives.experts(&options).unwrap();
+        let buffers = Buffers::new(comm, &options);
+        let input = Input::new(&options, Choices::Random, comm.rank(), comm.world(), 2);
+        let tokens = input.tokens.len() / options.elements;
+        buffers.fill(comm, &options, &input);
+        let refused = |done: Result<(), Error>, says: &str| {
+            let error = done.unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
+            assert_says(&error, &["combine", says]);
+        };
+        let combine = |tokens| buffers.combine(&layer, &options, tokens, &stream);
+        refused(combine(tokens), "expected a dispatch before it");
+        buffers.dispatch(&layer, &options, tokens, &stream).unwrap();
+        refused(combine(tokens - 1), "as the last dispatch had");
+        combine(tokens).unwrap();
+        comm.synchronize(&stream).unwrap();
+    });
+}
+
+#[test]
 fn layers_that_cannot_be_are_refused() {
     crate::common::threads(world(2), |comm| {
         let collectives = comm.collectives().unwrap();

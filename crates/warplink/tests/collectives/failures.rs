@@ -180,6 +180,13 @@ fn slices_that_do_not_fit_are_refused_before_anything_is_enqueued() {
             &["expected a multiple of the 4 bytes of f32"],
         );
         refused(
+            collectives.all_reduce(&slice(0, 8), &slice(9, 17), DType::F32, sum, &stream),
+            &[
+                "the input begins at",
+                "expected a multiple of the 4 bytes of f32",
+            ],
+        );
+        refused(
             collectives.broadcast(&slice(0, 8), &slice(8, 16), 2, &stream),
             &["rank 2 is out of range"],
         );

@@ -1,11 +1,12 @@
 //! Calls on several streams of one communicator.
 
 use crate::common::{threads_with, world};
-use crate::launches::{download, sum, sums};
-use warplink::collective::{CollectiveOptions, CollectivePath};
-use warplink::device::Priority;
+use crate::launches::{download, memory, sum, sums, upload};
+use std::time::Duration;
+use warplink::collective::{CollectiveOptions, CollectivePath, Parts};
+use warplink::device::{DeviceSlice, Priority, ReduceOp, Stream};
 use warplink::p2p::TransferRequest;
-use warplink::{Collectives, Communicator, ErrorKind};
+use warplink::{Collectives, Communicator, DType, ErrorKind};
 
 /// The collectives of each path that there is.
 fn paths(comm: &Communicator) -> Vec<Collectives> {
@@ -85,6 +86,96 @@ fn a_call_waits_for_the_last_call_and_nothing_after_it() {
                 for (buffer, round, count) in made {
                     assert_eq!(download(comm, &buffer), sum(2, round, count));
                 }
+            }
+        },
+    );
+}
+
+/// The first of two calls stands behind a wait in its stream; the second, in another stream, reads what the first one
+/// writes, also what this rank gives itself, with whom no message is exchanged.
+fn second_reads_what_first_writes(
+    comm: &Communicator,
+    call: impl Fn(&DeviceSlice, &DeviceSlice, &Stream),
+    expected: &[i32],
+    number: u64,
+) {
+    let (rank, ranks) = (comm.rank(), comm.world());
+    let streams = [(); 3].map(|()| comm.create_stream(Priority::Normal).unwrap());
+    let [first, second, third] = [(); 3].map(|()| memory(comm, 8 * ranks));
+    upload(comm, &first, &vec![1 + rank as i32; 8 * ranks]);
+    upload(comm, &second, &vec![-1; 8 * ranks]);
+    let (gives, takes) = (comm.alloc(64).unwrap(), comm.alloc(64).unwrap());
+    let transfers = comm.exchange(&[
+        TransferRequest::receive(&takes, rank, number),
+        TransferRequest::send(&gives, rank, number),
+    ]);
+    let transfers = transfers.unwrap();
+    transfers[0].post(&streams[0]).unwrap();
+    transfers[0].wait(&streams[0]).unwrap();
+    call(&second, &first, &streams[0]);
+    call(&third, &second, &streams[1]);
+    std::thread::sleep(Duration::from_millis(50));
+    assert!(!streams[1].is_idle().unwrap(), "the second call went ahead");
+    transfers[1].post(&streams[2]).unwrap();
+    transfers[1].wait(&streams[2]).unwrap();
+    for stream in &streams {
+        comm.synchronize(stream).unwrap();
+    }
+    assert_eq!(download(comm, &third), expected);
+}
+
+#[test]
+fn what_a_rank_gives_itself_keeps_its_order() {
+    let ranks = world(2);
+    threads_with(
+        ranks,
+        |_| {},
+        |comm| {
+            for (number, collectives) in paths(comm).iter().enumerate() {
+                let (counts, displacements) = (
+                    vec![8; ranks],
+                    Vec::from_iter((0..ranks).map(|rank| 8 * rank)),
+                );
+                let parts = Parts {
+                    counts: &counts,
+                    displacements: &displacements,
+                };
+                // What goes to a rank and comes back is its own again.
+                let twice = vec![1 + comm.rank() as i32; 8 * ranks];
+                second_reads_what_first_writes(
+                    comm,
+                    |output, input, stream| {
+                        let (output, input) = ((output, parts), (input, parts));
+                        collectives
+                            .all_to_all_v(output, input, DType::I32, stream)
+                            .unwrap();
+                    },
+                    &twice,
+                    number as u64,
+                );
+            }
+        },
+    );
+}
+
+#[test]
+fn calls_of_a_rank_alone_keep_their_order() {
+    threads_with(
+        1,
+        |_| {},
+        |comm| {
+            for (number, collectives) in paths(comm).iter().enumerate() {
+                second_reads_what_first_writes(
+                    comm,
+                    |output, input, stream| {
+                        let (dtype, sum) = (DType::I32, ReduceOp::Sum);
+                        collectives
+                            .all_reduce(output, input, dtype, sum, stream)
+                            .unwrap();
+                    },
+                    &[1; 8],
+                    number as u64,
+                );
             }
         },
     );

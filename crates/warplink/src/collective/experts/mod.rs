@@ -16,8 +16,10 @@ use crate::device::{AllocationKind, DeviceSlice, InUse, Stream};
 use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::p2p::Direction;
+use crate::sync::lock;
 use kernels::{ExpertKernels, Routing, Sum};
 use std::fmt;
+use std::sync::Mutex;
 
 /// Bytes of an expert's number, a count or a place.
 const WORD: usize = 4;
@@ -72,6 +74,8 @@ struct Layer {
     places: DeviceSlice,
     /// What comes back: `[world, max_rows, elements]`.
     back: DeviceSlice,
+    /// How many tokens the last dispatch had, which `places` are for.
+    dispatched: Mutex<Option<usize>>,
 }
 
 impl ExpertOptions {
@@ -165,6 +169,7 @@ impl Collectives {
             locals: memory(WORD * world * max_rows)?,
             places: memory(WORD * options.max_tokens * options.top_k)?,
             back: memory(options.row_bytes() * world * max_rows)?,
+            dispatched: Mutex::default(),
         };
         let in_flight = &inner.context.in_flight;
         Ok(Experts(std::sync::Arc::new(InUse::new(layer, in_flight))))
@@ -177,7 +182,8 @@ impl Experts {
     /// `max_tokens`, also none. Does not block; the counts are in device memory alone.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidArgument`] for memory of other lengths. More rows for a rank than `max_rows`, and ranks with
+    /// [`ErrorKind::InvalidArgument`] for memory of other lengths, that is not aligned to its elements, or that overlaps
+    /// where it is written. More rows for a rank than `max_rows`, and ranks with
     /// other options, are errors of the streams on both ranks ([`ErrorKind::Mismatch`]), and no row of that call
     /// arrives there.
     pub fn dispatch(
@@ -197,7 +203,8 @@ impl Experts {
     /// an expert gets zeros. Every rank calls it. Does not block.
     ///
     /// # Errors
-    /// As [`dispatch`](Self::dispatch).
+    /// As [`dispatch`](Self::dispatch); [`ErrorKind::InvalidArgument`] for another number of tokens than the last
+    /// dispatch had, or without one.
     pub fn combine(
         &self,
         output: &DeviceSlice,
@@ -219,8 +226,16 @@ impl Experts {
         let layer = &**self.0;
         let count = layer.tokens_in("the tokens", tokens)?;
         let slots = count * layer.options.top_k;
-        check_bytes("the numbers of experts", experts, WORD * slots)?;
+        check_bytes("the numbers of experts", experts, WORD * slots, WORD)?;
         layer.check(to)?;
+        check_apart(
+            &[
+                ("rows", to.rows),
+                ("experts of rows", to.experts),
+                ("counts", to.counts),
+            ],
+            &[("tokens", tokens), ("numbers of experts", experts)],
+        )?;
         let world = layer.world();
         let parts = |memory: &DeviceSlice, unit| layer.parts(memory, unit);
         let (row, rows) = (layer.options.row_bytes(), layer.max_rows);
@@ -267,6 +282,7 @@ impl Experts {
             places: layer.places.clone(),
         };
         self.enqueue(stream, || {
+            *lock(&layer.dispatched) = Some(count);
             layer.kernels.route(&routing, world, stream)?;
             layer.enqueue(&entries, stream)
         })
@@ -282,8 +298,16 @@ impl Experts {
         let layer = &**self.0;
         let tokens = layer.tokens_in("the output", output)?;
         let slots = layer.options.top_k;
-        check_bytes("the weights", weights, WORD * tokens * slots)?;
+        check_bytes("the weights", weights, WORD * tokens * slots, WORD)?;
         layer.check(from)?;
+        check_apart(
+            &[("output", output)],
+            &[
+                ("rows", from.rows),
+                ("counts", from.counts),
+                ("weights", weights),
+            ],
+        )?;
         let (row, rows) = (layer.options.row_bytes(), layer.max_rows);
         let (results, back) = (
             layer.parts(from.rows, row * rows)?,
@@ -317,6 +341,7 @@ impl Experts {
             elements: layer.options.elements,
         };
         self.enqueue(stream, || {
+            layer.check_dispatched(tokens)?;
             layer.enqueue(&entries, stream)?;
             layer.kernels.sum(&sum, layer.options.dtype, stream)
         })
@@ -347,6 +372,7 @@ impl Layer {
     fn tokens_in(&self, what: &str, memory: &DeviceSlice) -> Result<usize> {
         let (row, most) = (self.options.row_bytes(), self.options.max_tokens);
         if memory.bytes().is_multiple_of(row) && memory.bytes() / row <= most {
+            check_bytes(what, memory, memory.bytes(), self.options.dtype.size())?;
             return Ok(memory.bytes() / row);
         }
         Err(Error::invalid(format!(
@@ -358,13 +384,24 @@ impl Layer {
 
     fn check(&self, all: &Dispatched<'_>) -> Result<()> {
         let rows = self.world() * self.max_rows;
-        check_bytes(
-            "the dispatched rows",
-            all.rows,
-            self.options.row_bytes() * rows,
-        )?;
-        check_bytes("the experts of rows", all.experts, WORD * rows)?;
-        check_bytes("the counts of rows", all.counts, WORD * self.world())
+        let (row, element) = (self.options.row_bytes(), self.options.dtype.size());
+        check_bytes("the dispatched rows", all.rows, row * rows, element)?;
+        check_bytes("the experts of rows", all.experts, WORD * rows, WORD)?;
+        check_bytes("the counts of rows", all.counts, WORD * self.world(), WORD)
+    }
+
+    /// Fails where the last dispatch was of other tokens than `tokens` that are combined: where their rows come back is
+    /// not known.
+    fn check_dispatched(&self, tokens: usize) -> Result<()> {
+        let last = match *lock(&self.dispatched) {
+            Some(last) if last == tokens => return Ok(()),
+            Some(last) => format!("{last}, as the last dispatch had"),
+            None => "a dispatch before it".to_owned(),
+        };
+        Err(
+            Error::invalid(format!("a combine of {tokens} tokens; expected {last}"))
+                .with_help("combine what was dispatched, before more is dispatched"),
+        )
     }
 
     /// The part of each rank, of `bytes` bytes.
@@ -383,7 +420,8 @@ impl Layer {
     }
 }
 
-fn check_bytes(what: &str, memory: &DeviceSlice, expected: usize) -> Result<()> {
+/// Fails for memory of another length, or whose elements of `unit` bytes do not begin at multiples of that.
+fn check_bytes(what: &str, memory: &DeviceSlice, expected: usize, unit: usize) -> Result<()> {
     if memory.bytes() != expected {
         return Err(Error::invalid(format!(
             "{what} have {} bytes; expected {expected}",
@@ -391,12 +429,28 @@ fn check_bytes(what: &str, memory: &DeviceSlice, expected: usize) -> Result<()> 
         ))
         .with_help("see ExpertOptions and Dispatched for the shapes"));
     }
-    if !memory.address().is_multiple_of(WORD as u64) && what != "the dispatched rows" {
+    if memory.bytes() > 0 && !memory.address().is_multiple_of(unit as u64) {
         return Err(Error::invalid(format!(
-            "{what} begin at {:#x}; expected a multiple of {WORD}",
+            "{what} begin at {:#x}; expected a multiple of {unit}",
             memory.address()
         ))
-        .with_help("align integers and weights"));
+        .with_help("begin at a whole element"));
+    }
+    Ok(())
+}
+
+/// Fails where memory that is written overlaps other memory of the call.
+fn check_apart(written: &[(&str, &DeviceSlice)], read: &[(&str, &DeviceSlice)]) -> Result<()> {
+    for (number, (what, memory)) in written.iter().enumerate() {
+        let mut others = written[number + 1..].iter().chain(read);
+        let overlaps = |other: &DeviceSlice| other.bytes() > 0 && memory.overlaps(other);
+        let found = others.find(|(_, other)| memory.bytes() > 0 && overlaps(other));
+        if let Some((other, _)) = found {
+            return Err(Error::invalid(format!(
+                "the {what} overlap the {other}; expected memory apart"
+            ))
+            .with_help("pass memory of its own for what a call writes"));
+        }
     }
     Ok(())
 }

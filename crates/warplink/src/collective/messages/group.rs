@@ -134,36 +134,47 @@ impl Collectives {
         let (rank, world) = (inner.context.rank(), inner.machine.world);
         check(messages, world)?;
         let copies = own(messages, rank)?;
-        self.0.note(stream);
-        for (target, source) in copies {
-            if source.bytes() > 0 {
-                stream.copy(target, source)?;
+        let others: Vec<_> = messages
+            .iter()
+            .filter(|message| message.peer != rank)
+            .collect();
+        let send: Box<dyn FnOnce() -> Result<()> + '_> = match &inner.lines {
+            Some(lines) => {
+                check_count(others.len())?;
+                let entries = others.iter();
+                let entries: Vec<Entry<'_>> = entries
+                    .map(|message| Entry::whole(message.peer, message.direction, message.memory))
+                    .collect();
+                Box::new(move || lines.enqueue(&entries, stream))
             }
-        }
-        let others = messages.iter().filter(|message| message.peer != rank);
-        if let Some(lines) = &inner.lines {
-            let entries: Vec<Entry<'_>> = others
-                .map(|message| Entry::whole(message.peer, message.direction, message.memory))
-                .collect();
-            return inner.turns.take(stream, || lines.enqueue(&entries, stream));
-        }
-        let (mut sends, mut receives) = (Vec::new(), Vec::new());
-        // Both ends leave out what is empty.
-        for message in others.filter(|message| message.memory.bytes() > 0) {
-            let end = (message.peer, message.memory.clone());
-            match message.direction {
-                Direction::Send => sends.push(end),
-                Direction::Receive => receives.push(end),
+            None => {
+                let (mut sends, mut receives) = (Vec::new(), Vec::new());
+                // Both ends leave out what is empty.
+                for message in others.iter().filter(|message| message.memory.bytes() > 0) {
+                    let end = (message.peer, message.memory.clone());
+                    match message.direction {
+                        Direction::Send => sends.push(end),
+                        Direction::Receive => receives.push(end),
+                    }
+                }
+                if sends.is_empty() && receives.is_empty() {
+                    Box::new(|| Ok(()))
+                } else {
+                    let engine = inner.path.engine()?.ok_or_else(not_linked)?;
+                    let request = CollectiveRequest::Exchange { sends, receives };
+                    Box::new(move || engine.request(&request, stream))
+                }
             }
-        }
-        if sends.is_empty() && receives.is_empty() {
-            return Ok(());
-        }
-        let engine = inner.path.engine()?.ok_or_else(not_linked)?;
-        let request = CollectiveRequest::Exchange { sends, receives };
-        inner
-            .turns
-            .take(stream, || engine.request(&request, stream))
+        };
+        inner.note(stream);
+        inner.turns.take(stream, || {
+            for (target, source) in copies {
+                if source.bytes() > 0 {
+                    stream.copy(target, source)?;
+                }
+            }
+            send()
+        })
     }
 }
 
@@ -175,14 +186,18 @@ fn not_linked() -> Error {
     .with_help("leave the path open")
 }
 
-fn check(messages: &[Message<'_>], world: usize) -> Result<()> {
-    if messages.len() > MAX_MESSAGES {
-        return Err(Error::invalid(format!(
-            "{} messages in one group; expected at most {MAX_MESSAGES}",
-            messages.len()
-        ))
-        .with_help("make several groups"));
+/// Fails where there are more messages between ranks than one launch does.
+fn check_count(messages: usize) -> Result<()> {
+    if messages <= MAX_MESSAGES {
+        return Ok(());
     }
+    Err(Error::invalid(format!(
+        "{messages} messages in one group; expected at most {MAX_MESSAGES}"
+    ))
+    .with_help("make several groups"))
+}
+
+fn check(messages: &[Message<'_>], world: usize) -> Result<()> {
     for (number, message) in messages.iter().enumerate() {
         if message.peer >= world {
             return Err(Error::invalid(format!(

@@ -78,6 +78,12 @@ impl Shape {
         }
     }
 
+    /// Words of a rank's own: for signals of what was put and of room for more in each lane, and for what waits in each
+    /// direction of each peer.
+    fn words(&self) -> usize {
+        2 * self.lanes.max(self.world)
+    }
+
     /// Bytes of a workspace: two headers and two chunks for each lane and peer.
     fn workspace_bytes(&self) -> usize {
         self.headers_bytes() + 2 * self.chunk * self.lanes * self.world
@@ -100,8 +106,7 @@ impl Lines {
         let sharing = context.ranks_per_device()?;
         let shape = Shape::new(context.rank(), context.world(), sharing, bytes);
         let layout = WorkspaceLayout::plain(shape.workspace_bytes());
-        // Signals of what was put, and of room for more.
-        let workspace = SharedWorkspace::join(context, layout, 2 * shape.lanes, |_| true)?;
+        let workspace = SharedWorkspace::join(context, layout, shape.words(), |_| true)?;
         let (waiting, verdicts) = workspace.state()?;
         let ranks = 0..shape.world;
         let mapped = |slice: Option<&DeviceSlice>| slice.cloned().ok_or_else(not_mapped);
@@ -221,4 +226,20 @@ fn not_mapped() -> Error {
         ErrorKind::Internal,
         "a workspace for messages is not mapped",
     )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn there_is_a_word_for_what_waits_in_each_direction() {
+        for world in 1..=8 {
+            for sharing in 1..=world {
+                let shape = Shape::new(0, world, sharing, 1 << 20);
+                assert!(shape.words() >= 2 * world, "{shape:?}");
+                assert!(shape.words() >= 2 * shape.lanes, "{shape:?}");
+            }
+        }
+    }
 }
