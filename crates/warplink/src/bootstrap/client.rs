@@ -554,12 +554,10 @@ fn limited(reason: &str) -> String {
 
 /// The error of a group in which `rank`, of the job, can do no more work.
 pub(crate) fn failed_group(rank: Rank, reason: &str) -> Error {
-    let message = format!(
-        "rank {rank} of the job cannot finish its work here, as a stream of it waited for another communicator too: {reason}"
-    );
+    let message = format!("rank {rank} of the job cannot finish its work here: {reason}");
     Error::new(ErrorKind::PeerFailed, message)
         .with_peer(rank)
-        .with_help("go on with survivors(), and give every communicator streams of its own")
+        .with_help("look at what that rank says, and go on with survivors()")
 }
 
 /// The error of a join that not every rank came to; `when` says until when they were waited for.

@@ -59,7 +59,7 @@ impl Known {
                 && let Some(error) = lines.disagreement()?
             {
                 let error = error.with_rank(collectives.context.rank());
-                collectives.context.fault.raise(error.clone());
+                collectives.context.fault.fail(error.clone());
                 return Err(error);
             }
             let (Some(last), Some(direct)) = (*lock(&collectives.last), collectives.path.direct())
@@ -79,7 +79,7 @@ impl Known {
             .with_operation("synchronize")
             .with_peer(peer)
             .with_help("make the same calls in the same order on every rank");
-            collectives.context.fault.raise(error.clone());
+            collectives.context.fault.fail(error.clone());
             return Err(error);
         }
         Ok(())

@@ -12,6 +12,9 @@ use std::time::Duration;
 /// not answer may have stopped.
 const MAX_TELLING: Duration = Duration::from_secs(2);
 
+/// How long after a failure was found the others are told of it: those that find it themselves know more of it.
+const HEAD_START: Duration = Duration::from_millis(100);
+
 /// Between two looks at what is known.
 const POLL_INTERVAL: Duration = Duration::from_millis(1);
 
@@ -67,14 +70,16 @@ impl Losses {
                 if fault.error().is_some() {
                     continue;
                 }
-                let failed = failed_group(bootstrap.rank(), error.message());
+                let reason = format!(
+                    "a stream of it waited for another communicator too: {}",
+                    error.message()
+                );
+                let failed = failed_group(bootstrap.rank(), &reason);
                 fault.announce(group.in_own_ranks(failed));
-                let deadline = Deadline::after(MAX_TELLING);
-                if let Err(error) = bootstrap.fail_group(&group, error.message(), deadline) {
-                    tracing::warn!(%error, "ranks could not be told that a communicator failed");
-                }
                 faults.push(fault.clone());
-                spoiled.push(Spoiled { fault, group });
+                let failed = Spoiled { fault, group };
+                failed.tell(bootstrap, &reason);
+                spoiled.push(failed);
             }
         }
         spoiled
@@ -121,6 +126,14 @@ pub(super) struct Spoiled {
 }
 
 impl Spoiled {
+    /// Tells its ranks why. Blocks for as long as the store takes, for [`MAX_TELLING`] at most.
+    fn tell(&self, bootstrap: &Bootstrap, reason: &str) {
+        let deadline = Deadline::after(MAX_TELLING);
+        if let Err(error) = bootstrap.fail_group(&self.group, reason, deadline) {
+            tracing::warn!(%error, "ranks could not be told that a communicator failed");
+        }
+    }
+
     /// Ends the waits for its signals when all of its ranks know that it failed, or could.
     pub(super) fn release(&self, bootstrap: &Bootstrap) {
         bootstrap.wait_for_confirmations(&self.group, Deadline::after(MAX_TELLING));
@@ -143,14 +156,37 @@ pub(super) fn end_group(
         fault.announce(group.in_own_ranks(error.clone()));
         further = losses.spread(&bootstrap, vec![fault.clone()], error);
     }
-    let finish = move || {
+    release_behind(move || {
         further.iter().for_each(|one| one.release(&bootstrap));
         // Only now: those that wait for this let go of what stands before the work of those.
         if let Err(error) = bootstrap.confirm_failure(name) {
             tracing::debug!(%error, "a failure could not be confirmed");
         }
         failed.iter().for_each(|one| one.release(&bootstrap));
-    };
+    });
+}
+
+/// This rank has found that its communicator cannot go on, because of `error`, which its fault was announced with. Tells
+/// its other ranks, and all communicators whose work lies in streams that fail by it, and ends their waits when all of
+/// their ranks know. Does not block.
+pub(super) fn fail(
+    losses: Arc<Losses>,
+    bootstrap: Arc<Bootstrap>,
+    (fault, group): (Arc<Fault>, Arc<Group>),
+    error: Error,
+) {
+    release_behind(move || {
+        std::thread::sleep(HEAD_START);
+        let failed = Spoiled { fault, group };
+        let further = losses.spread(&bootstrap, vec![failed.fault.clone()], &error);
+        further.iter().for_each(|one| one.release(&bootstrap));
+        failed.tell(&bootstrap, error.message());
+        failed.release(&bootstrap);
+    });
+}
+
+/// Runs what ends waits on a thread of its own, since it waits for other ranks.
+fn release_behind(finish: impl FnOnce() + Send + 'static) {
     let started = std::thread::Builder::new()
         .name("warplink-release".into())
         .spawn(finish);

@@ -95,6 +95,13 @@ impl Communicator {
     fn of(job: &Arc<JobServices>, group: Arc<Group>, is_world: bool) -> Self {
         let fault = Arc::<Fault>::default();
         job.losses.add(&group, &fault, job.bootstrap.health());
+        let own = (Arc::downgrade(&fault), group.clone());
+        let (losses, bootstrap) = (job.losses.clone(), Arc::downgrade(&job.bootstrap));
+        fault.tell_with(move |error| {
+            if let (Some(fault), Some(bootstrap)) = (own.0.upgrade(), bootstrap.upgrade()) {
+                losses::fail(losses.clone(), bootstrap, (fault, own.1.clone()), error);
+            }
+        });
         let connections = ConnectionServices {
             bootstrap: job.bootstrap.clone(),
             memory: job.memory.clone(),
@@ -319,11 +326,7 @@ impl Communicator {
     pub fn synchronize_until(&self, stream: &Stream, deadline: Deadline) -> Result<()> {
         let synchronized = stream.synchronize(deadline);
         let synchronized = synchronized.map_err(|error| match error.kind() {
-            ErrorKind::Timeout => {
-                let explained = self.transfers.explain_timeout(&error);
-                let explained = explained.or_else(|| self.known_collectives.explain_timeout());
-                explained.unwrap_or(error)
-            }
+            ErrorKind::Timeout | ErrorKind::PeerFailed => self.explained(error),
             _ => error,
         });
         let synchronized = self.fault.with_outcome(synchronized);
@@ -335,6 +338,20 @@ impl Communicator {
         self.known_collectives
             .check_agreement()
             .map_err(|error| error.with_rank(self.rank()))
+    }
+
+    /// What this rank knows of the end of a wait that timed out, or that another rank's failure ended.
+    fn explained(&self, error: Error) -> Error {
+        // What it found itself says more than what others tell.
+        if let Err(found) = self.known_collectives.check_agreement() {
+            return found;
+        }
+        if error.kind() != ErrorKind::Timeout {
+            return error;
+        }
+        let explained = self.transfers.explain_timeout(&error);
+        let explained = explained.or_else(|| self.known_collectives.explain_timeout());
+        explained.unwrap_or(error)
     }
 
     /// Blocks until every rank has called it. It orders hosts, not streams.

@@ -7,6 +7,8 @@ use std::sync::{Arc, Weak};
 
 type Hook = Box<dyn FnOnce() + Send>;
 
+type Tell = Box<dyn Fn(Error) + Send + Sync>;
+
 /// A stream, as the faults know it that concern it.
 pub(super) trait Concerned: Send + Sync {
     /// The faults of others whose work is not known to be done, where the stream fails when `fault` is
@@ -24,6 +26,8 @@ pub struct Fault {
     pub(super) error: Arc<OnceLock<Error>>,
     released: AtomicBool,
     hooks: Mutex<Vec<Hook>>,
+    /// Tells the other ranks before waits end.
+    tell: OnceLock<Tell>,
     /// The streams that it concerns.
     streams: Mutex<Vec<Weak<dyn Concerned>>>,
 }
@@ -33,6 +37,22 @@ impl Fault {
     pub fn raise(&self, error: Error) {
         self.announce(error);
         self.release();
+    }
+
+    /// Raises it because of what was found at this rank, which the ranks that wait for it are told before waits end, where
+    /// there are any. Does not block.
+    pub(crate) fn fail(&self, error: Error) {
+        let Some(tell) = self.tell.get() else {
+            return self.raise(error);
+        };
+        self.announce(error.clone());
+        tell(error);
+    }
+
+    /// Has `tell` called by [`fail`](Self::fail): it tells the other ranks, and takes the second step then. It must not
+    /// block. Only the first counts.
+    pub(crate) fn tell_with(&self, tell: impl Fn(Error) + Send + Sync + 'static) {
+        let _ = self.tell.set(Box::new(tell));
     }
 
     /// The first step: host calls and streams fail with `error`. What waits on a GPU goes on waiting.

@@ -105,7 +105,7 @@ impl Publisher {
         set.map_err(|error| {
             let error = self.group.in_own_ranks(error);
             if error.kind() == ErrorKind::Timeout {
-                self.fault.raise(self.not_withdrawn(&error));
+                self.fault.fail(self.not_withdrawn(&error));
             }
             error.with_operation(self.operation)
         })
@@ -173,7 +173,7 @@ impl Publisher {
             match withdrawn {
                 Ok(()) => {}
                 Err(error) if error.kind() == ErrorKind::Timeout && deadline.passed() => {
-                    return self.fault.raise(self.not_withdrawn(&error));
+                    return self.fault.fail(self.not_withdrawn(&error));
                 }
                 Err(error) => tracing::debug!(%error, "an offer could not be withdrawn"),
             }

@@ -59,7 +59,7 @@ impl Ends {
             };
             done.inspect_err(|error| {
                 if error.kind() == ErrorKind::Mismatch {
-                    self.fault.raise(error.clone());
+                    self.fault.fail(error.clone());
                 }
             })?;
         }

@@ -3,7 +3,7 @@
 use super::operation::{Context, Operation};
 use crate::deadline::Deadline;
 use crate::device::{Delays, Fault, FaultSet};
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorKind, Result};
 use crate::sync::lock;
 use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
@@ -67,11 +67,13 @@ impl Worker {
     /// A fault, or the first failure of an operation.
     pub(super) fn check(&self) -> Result<()> {
         self.shared.fault.check()?;
-        self.shared.faults.check()?;
-        self.shared
-            .failure
-            .get()
-            .map_or(Ok(()), |error| Err(error.clone()))
+        let failure = self.shared.failure.get();
+        // What a kernel found says more than what other ranks tell of it.
+        let failure = failure.map_or(Ok(()), |error| Err(error.clone()));
+        match failure {
+            Err(error) if error.kind() == ErrorKind::Mismatch => Err(error),
+            failure => self.shared.faults.check().and(failure),
+        }
     }
 
     /// Waits until what is enqueued now is done.

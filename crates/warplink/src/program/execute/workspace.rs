@@ -149,7 +149,7 @@ impl SharedWorkspace {
                 };
                 run_lane(block, input).inspect_err(|error| {
                     if error.kind() == ErrorKind::Mismatch {
-                        fault.raise(error.clone());
+                        fault.fail(error.clone());
                     }
                 })
             });
