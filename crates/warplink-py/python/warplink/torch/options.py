@@ -18,7 +18,7 @@ class Options:
     the same as passing ``Options(nccl_options=...)``.
 
     With ``direct_messages``, all-to-alls and batches of sends and receives of a group on one machine go by Warplink's
-    own collectives, CUDA tensors past NCCL; the same on every rank. None takes it from the environment:
+    own collectives, CUDA tensors without NCCL; the same on every rank. None takes it from the environment:
     ``WARPLINK_TORCH_DIRECT_MESSAGES=1``. With ``direct_collectives``, all-reduces, all-gathers, reduce-scatters, reductions
     and broadcasts of CUDA tensors do so, too: ``WARPLINK_TORCH_DIRECT_COLLECTIVES=1``.
     """
