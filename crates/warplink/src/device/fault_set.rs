@@ -18,6 +18,18 @@ struct Concerns {
     list: Vec<Concern>,
     /// Counts what was enqueued, as far as it matters here.
     place: u64,
+    /// The places before what was noted and may not be in the stream yet.
+    before_pending: Vec<u64>,
+}
+
+/// What was noted is being enqueued, until this is dropped. Before that, nobody takes it for done where
+/// the stream is idle.
+#[derive(Debug)]
+#[must_use = "what was noted counts as enqueued when this is dropped"]
+pub(crate) struct Noted<'a> {
+    set: &'a FaultSet,
+    /// Its entry in `before_pending`, where anything was noted.
+    before: Option<u64>,
 }
 
 #[derive(Clone, Debug)]
@@ -32,19 +44,36 @@ struct Concern {
 }
 
 impl FaultSet {
-    /// A wait is enqueued that `fault` ends, for what it concerns.
-    pub(crate) fn add(self: &Arc<Self>, fault: &Arc<Fault>) {
-        self.note(fault, true);
+    /// Waits are being enqueued that `faults` end, for what these concern. To be dropped when the call that
+    /// enqueues has returned.
+    #[inline]
+    pub(crate) fn add<'a>(
+        self: &Arc<Self>,
+        faults: impl IntoIterator<Item = &'a Arc<Fault>>,
+    ) -> Noted<'_> {
+        let mut noted = Noted {
+            set: self,
+            before: None,
+        };
+        for fault in faults {
+            self.note(fault, Some(&mut noted));
+        }
+        noted
     }
 
     /// Work is enqueued for what `fault` concerns, without a wait.
     pub(crate) fn add_work(self: &Arc<Self>, fault: &Arc<Fault>) {
-        self.note(fault, false);
+        self.note(fault, None);
     }
 
+    /// Notes work, and a wait where one is being enqueued.
     #[inline]
-    fn note(self: &Arc<Self>, fault: &Arc<Fault>, waits: bool) {
+    fn note(self: &Arc<Self>, fault: &Arc<Fault>, wait: Option<&mut Noted<'_>>) {
+        let waits = wait.is_some();
         let mut concerns = guard(&self.0);
+        if let Some(noted) = wait {
+            concerns.begin(noted);
+        }
         concerns.place += 1;
         let place = concerns.place;
         let known = concerns
@@ -70,27 +99,34 @@ impl FaultSet {
         fault.concerns(stream);
     }
 
-    /// The stream follows what `other` concerns.
-    pub(crate) fn follow(self: &Arc<Self>, other: &Self) {
-        self.take_over(other, false);
+    /// The stream is made to follow what `other` concerns. To be dropped when the call that enqueues has
+    /// returned.
+    pub(crate) fn follow(self: &Arc<Self>, other: &Self) -> Noted<'_> {
+        self.take_over(other, false)
     }
 
-    /// The stream does again what `other` was recorded from.
-    pub(crate) fn repeat(self: &Arc<Self>, other: &Self) {
-        self.take_over(other, true);
+    /// The stream is made to do again what `other` was recorded from. To be dropped as for
+    /// [`follow`](Self::follow).
+    pub(crate) fn repeat(self: &Arc<Self>, other: &Self) -> Noted<'_> {
+        self.take_over(other, true)
     }
 
-    fn take_over(self: &Arc<Self>, other: &Self, with_work: bool) {
+    fn take_over(self: &Arc<Self>, other: &Self, with_work: bool) -> Noted<'_> {
+        let mut noted = Noted {
+            set: self,
+            before: None,
+        };
         if std::ptr::eq(Arc::as_ptr(self), other) {
-            return;
+            return noted;
         }
         // Not under both locks, which two streams may take in either order.
         let added = guard(&other.0).list.clone();
         if added.is_empty() {
-            return;
+            return noted;
         }
         let mut new = Vec::new();
         let mut concerns = guard(&self.0);
+        concerns.begin(&mut noted);
         concerns.place += 1;
         let place = concerns.place;
         concerns.list.retain(Concern::matters);
@@ -126,6 +162,7 @@ impl FaultSet {
             let stream: Weak<Self> = Arc::downgrade(self);
             fault.concerns(stream);
         }
+        noted
     }
 
     /// Forgets what it has, and takes the faults of `other`.
@@ -134,9 +171,11 @@ impl FaultSet {
         guard(&self.0).list = taken;
     }
 
-    /// The place behind everything that was enqueued so far.
+    /// The last place up to which all that was noted has been enqueued.
     pub(crate) fn place(&self) -> u64 {
-        guard(&self.0).place
+        let concerns = guard(&self.0);
+        let pending = concerns.before_pending.iter().copied().min();
+        pending.unwrap_or(concerns.place)
     }
 
     /// Everything up to `place` is done.
@@ -163,6 +202,27 @@ impl FaultSet {
             };
             Err(error.clone().with_help(help))
         })
+    }
+}
+
+impl Concerns {
+    /// What is noted from now on is being enqueued.
+    fn begin(&mut self, noted: &mut Noted<'_>) {
+        if noted.before.is_none() {
+            noted.before = Some(self.place);
+            self.before_pending.push(self.place);
+        }
+    }
+}
+
+impl Drop for Noted<'_> {
+    #[inline]
+    fn drop(&mut self) {
+        let Some(before) = self.before else { return };
+        let pending = &mut guard(&self.set.0).before_pending;
+        if let Some(at) = pending.iter().position(|&other| other == before) {
+            pending.swap_remove(at);
+        }
     }
 }
 
@@ -201,14 +261,14 @@ mod tests {
     fn a_set_keeps_what_was_raised_and_forgets_what_cannot_be() {
         let (set, follower) = (Arc::<FaultSet>::default(), Arc::<FaultSet>::default());
         let faults = faults::<3>();
-        faults.iter().for_each(|fault| set.add(fault));
-        set.add(&faults[0]);
+        drop(set.add(&faults));
+        drop(set.add([&faults[0]]));
         assert_eq!(guard(&set.0).list.len(), 3);
-        follower.follow(&set);
+        drop(follower.follow(&set));
         let [raised, gone, _kept] = faults;
         raised.raise(Error::new(ErrorKind::PeerLost, "lost"));
         drop((raised, gone));
-        set.add(&Arc::new(Fault::default()));
+        drop(set.add([&Arc::new(Fault::default())]));
         assert_eq!(guard(&set.0).list.len(), 3, "raised, kept and new");
         assert!(set.check().is_err() && follower.check().is_err());
         follower.replace(&FaultSet::default());
@@ -227,23 +287,23 @@ mod tests {
         let stream = Arc::<FaultSet>::default();
         stream.add_work(&other);
         assert!(!spoils(&lost, &other), "it does not wait");
-        stream.add(&lost);
+        drop(stream.add([&lost]));
         assert!(spoils(&lost, &other) && !spoils(&other, &lost));
         stream.done(stream.place());
         assert!(!spoils(&lost, &other));
-        stream.add(&lost);
+        drop(stream.add([&lost]));
         assert!(!spoils(&lost, &other), "it is done");
         let before = stream.place();
         stream.add_work(&other);
         stream.done(before);
         assert!(!spoils(&lost, &other), "the wait is over");
-        stream.add(&lost);
+        drop(stream.add([&lost]));
         stream.done(before);
         assert!(spoils(&lost, &other), "neither is known to be over");
         stream.done(stream.place());
         lost.raise(Error::new(ErrorKind::PeerLost, "lost"));
         assert!(stream.check().is_ok(), "all waits were over");
-        stream.add(&lost);
+        drop(stream.add([&lost]));
         assert!(stream.check().is_err(), "it waits for what will not come");
     }
 
@@ -252,8 +312,8 @@ mod tests {
         let [lost, other, third] = faults();
         let sets = [(); 3].map(|()| Arc::<FaultSet>::default());
         let [stream, follower, launching] = &sets;
-        stream.add(&lost);
-        follower.follow(stream);
+        drop(stream.add([&lost]));
+        drop(follower.follow(stream));
         follower.add_work(&other);
         assert!(spoils(&lost, &other));
         // A graph of a wait and work behind it.
@@ -263,9 +323,28 @@ mod tests {
         stream.done(stream.place());
         follower.done(follower.place());
         assert!(lost.spoiled().is_empty());
-        launching.add(&lost);
-        launching.repeat(&graph);
+        drop(launching.add([&lost]));
+        drop(launching.repeat(&graph));
         assert!(spoils(&lost, &third) && !spoils(&lost, &other));
+    }
+
+    #[test]
+    fn what_is_being_enqueued_is_not_taken_for_done() {
+        let [lost, second] = faults();
+        let [stream, follower] = [(); 2].map(|()| Arc::<FaultSet>::default());
+        let enqueuing = stream.add([&lost, &second]);
+        drop(stream.add([&second]));
+        let following = follower.follow(&stream);
+        [&stream, &follower]
+            .iter()
+            .for_each(|set| set.done(set.place()));
+        drop((enqueuing, following));
+        let places = [stream.place(), follower.place()];
+        lost.raise(Error::new(ErrorKind::PeerLost, "lost"));
+        assert!(stream.check().is_err() && follower.check().is_err());
+        stream.done(places[0]);
+        follower.done(places[1]);
+        assert!(stream.check().is_ok() && follower.check().is_ok());
     }
 }
 
@@ -282,7 +361,7 @@ mod loom_tests {
         loom::model(|| {
             let [lost, other] = [(); 2].map(|()| Arc::new(Fault::default()));
             let stream = Arc::<FaultSet>::default();
-            stream.add(&lost);
+            drop(stream.add([&lost]));
             let (raising, enqueuing) = (lost.clone(), stream.clone());
             let raising = thread::spawn(move || {
                 raising.announce(Error::new(ErrorKind::PeerLost, "lost"));
@@ -304,7 +383,7 @@ mod loom_tests {
         loom::model(|| {
             let [lost, other] = [(); 2].map(|()| Arc::new(Fault::default()));
             let [stream, follower] = [(); 2].map(|()| Arc::<FaultSet>::default());
-            stream.add(&lost);
+            drop(stream.add([&lost]));
             let raising = {
                 let lost = lost.clone();
                 thread::spawn(move || {
@@ -312,7 +391,7 @@ mod loom_tests {
                     lost.spoiled().len()
                 })
             };
-            follower.follow(&stream);
+            drop(follower.follow(&stream));
             follower.add_work(&other);
             let taken = follower.check().is_ok();
             let spoiled = raising.join().unwrap();
@@ -345,7 +424,7 @@ mod loom_losses {
         let word = Shared::new(AtomicU64::new(0));
         let ended = word.clone();
         fault.when_raised(move || ended.store(LET_GO, Ordering::Release));
-        set.add(&fault);
+        drop(set.add([&fault]));
         (fault, set, word)
     }
 
@@ -384,7 +463,7 @@ mod loom_losses {
         loom::model(|| {
             let (fault, set, word) = waiting();
             let follower = Arc::<FaultSet>::default();
-            follower.follow(&set);
+            drop(follower.follow(&set));
             let raising = thread::spawn(move || fault.raise(lost()));
             let event = Shared::new(AtomicU64::new(0));
             let reached = event.clone();
@@ -394,6 +473,33 @@ mod loom_losses {
             }
             raising.join().unwrap();
             stream.join().unwrap();
+        });
+    }
+
+    /// A wait that another thread enqueues meanwhile is not taken for done where the stream is idle.
+    #[test]
+    fn loom_a_wait_that_is_being_enqueued_is_not_taken_for_done() {
+        loom::model(|| {
+            let (fault, set) = (Arc::new(Fault::default()), Arc::<FaultSet>::default());
+            let queued = Shared::new(AtomicU64::new(0));
+            let enqueuing = {
+                let (fault, set, queued) = (fault.clone(), set.clone(), queued.clone());
+                thread::spawn(move || {
+                    let noted = set.add([&fault]);
+                    queued.store(1, Ordering::Release);
+                    drop(noted);
+                })
+            };
+            let place = set.place();
+            if queued.load(Ordering::Acquire) == 0 {
+                set.done(place);
+            }
+            fault.raise(lost());
+            if queued.load(Ordering::Acquire) == 1 {
+                assert!(set.check().is_err(), "let go of, and taken for good");
+            }
+            enqueuing.join().unwrap();
+            assert!(set.check().is_err());
         });
     }
 

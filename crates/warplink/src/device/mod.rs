@@ -64,7 +64,7 @@ pub use elementwise::{
     Elementwise, ElementwiseOp, MAX_ELEMENTWISE_AXES, MAX_ELEMENTWISE_SOURCES, Operand,
 };
 pub use fault::Fault;
-pub(crate) use fault_set::FaultSet;
+pub(crate) use fault_set::{FaultSet, Noted};
 pub use host::channel::BlockChannel;
 pub use host::kernel::Block;
 pub(crate) use host::lane::combine;

@@ -148,7 +148,7 @@ impl HostCollectives {
         let inner = self.inner.clone();
         let task = move |context: &Context| task(&inner, context);
         let stream = stream::from_dyn(stream)?;
-        stream.depend_on(&self.fault);
+        let _noted = stream.depend_on([&self.fault]);
         stream.enqueue(Operation::Task(Arc::new(task)))
     }
 

@@ -250,9 +250,7 @@ impl KernelBackend for HostKernelBackend {
             let text = format!("{argument:?} is not of the host device");
             return Err(self.invalid(text, "use memory of the stream's device"));
         }
-        for fault in arguments.iter().flat_map(Argument::faults) {
-            stream.depend_on(fault);
-        }
+        let _noted = stream.depend_on(arguments.iter().flat_map(Argument::faults));
         let (body, launch, arguments) = (self.body.clone(), *launch, arguments.to_vec());
         let name = self.name.clone();
         stream.enqueue(Operation::Task(Arc::new(move |context: &Context| {

@@ -10,7 +10,7 @@ use super::worker::Worker;
 use super::{check_kind, check_lengths};
 use crate::deadline::Deadline;
 use crate::device::{
-    Delays, DeviceSlice, Event, Fault, FaultSet, Graph, GraphBackend, KernelCopy, MemoryOp,
+    Delays, DeviceSlice, Event, Fault, FaultSet, Graph, GraphBackend, KernelCopy, MemoryOp, Noted,
     PacketPart, Stream, StreamBackend, StreamOp, sequence_apart,
 };
 use crate::error::{Error, ErrorKind, Result};
@@ -70,9 +70,12 @@ impl HostStream {
         capture
     }
 
-    /// Has the stream fail when `fault` is raised.
-    pub(super) fn depend_on(&self, fault: &Arc<Fault>) {
-        self.worker.faults().add(fault);
+    /// Has the stream fail when one of `faults` is raised. To be held until what waits is enqueued.
+    pub(super) fn depend_on<'a>(
+        &self,
+        faults: impl IntoIterator<Item = &'a Arc<Fault>>,
+    ) -> Noted<'_> {
+        self.worker.faults().add(faults)
     }
 
     fn check(&self) -> Result<()> {
@@ -105,9 +108,8 @@ impl StreamBackend for HostStream {
             | MemoryOp::Reset { word }
             | MemoryOp::Wait { word, .. }) = op;
             check_kind(word.as_slice())?;
-            if let (MemoryOp::Wait { .. }, Some(fault)) = (op, word.fault()) {
-                self.depend_on(fault);
-            }
+            let waits = matches!(op, MemoryOp::Wait { .. });
+            let _noted = self.depend_on(word.fault().filter(|_| waits));
             self.enqueue(match *op {
                 MemoryOp::Reset { word } => Operation::Write {
                     word: word.clone(),
@@ -176,7 +178,7 @@ impl StreamBackend for HostStream {
 
     fn wait_event(&self, event: &Event) -> Result<()> {
         let event: &HostEvent = event::from_dyn(event)?;
-        self.worker.faults().follow(&event.faults);
+        let _noted = self.worker.faults().follow(&event.faults);
         let recorded = lock(&event.recorded).clone();
         let mut capture = self.capture();
         match (recorded, &*capture) {
@@ -298,7 +300,7 @@ impl GraphBackend for HostGraph {
             )
             .with_help("end the capture first"));
         }
-        stream.worker.faults().repeat(&self.faults);
+        let _noted = stream.worker.faults().repeat(&self.faults);
         let graph = self.graph.clone();
         stream.enqueue(Operation::Task(Arc::new(move |context: &Context| {
             graph.run(context)

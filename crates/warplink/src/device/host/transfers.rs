@@ -49,9 +49,7 @@ impl HostStream {
         check_kind(part.data)?;
         let (line, data) = (part.line.clone(), part.data.clone());
         let (receives, completed) = (part.receives, part.completed.cloned());
-        if let Some(fault) = line.abort().fault() {
-            self.depend_on(fault);
-        }
+        let _noted = self.depend_on(line.abort().fault());
         self.enqueue(Operation::Task(Arc::new(move |context: &Context| {
             in_any_order(context, line.shape().blocks, |block| {
                 let end = LineEnd {

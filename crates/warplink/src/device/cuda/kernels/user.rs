@@ -231,9 +231,8 @@ impl KernelBackend for UserKernel {
     fn launch(&self, stream: &Stream, launch: &Launch, arguments: &[Argument]) -> Result<()> {
         self.check(arguments)?;
         let stream = CudaStream::of(stream, &self.gpu)?;
-        for fault in arguments.iter().flat_map(Argument::faults) {
-            stream.faults().add(fault);
-        }
+        let faults = arguments.iter().flat_map(Argument::faults);
+        let _noted = stream.faults().add(faults);
         if launch.shared_bytes > self.shared.load(Ordering::Relaxed) {
             self.function.allow_shared(launch.shared_bytes)?;
             self.shared.store(launch.shared_bytes, Ordering::Relaxed);

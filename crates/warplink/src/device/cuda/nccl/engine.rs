@@ -213,7 +213,7 @@ impl CollectiveEngine for NcclEngine {
             CudaBacking::of(slice)?;
         }
         let stream = CudaStream::of(stream, &self.gpu)?;
-        stream.faults().add(&self.fault);
+        let _noted = stream.faults().add([&self.fault]);
         let (_, _entered) = stream.enter()?;
         let _relaxed = self.gpu.context.relax_capture();
         let _enqueuing = stream.enqueue(request.slices());

@@ -91,7 +91,7 @@ impl CudaGraph {
 impl GraphBackend for CudaGraph {
     fn launch(&self, stream: &Stream) -> Result<()> {
         let stream = CudaStream::of(stream, &self.gpu)?;
-        stream.faults().repeat(&self.faults);
+        let _noted = stream.faults().repeat(&self.faults);
         let (driver, _entered) = stream.enter()?;
         let _enqueuing = stream.enqueue([]);
         let exec = lock(&self.exec);

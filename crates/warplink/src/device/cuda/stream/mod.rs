@@ -19,8 +19,8 @@ use crate::device::cuda::driver::{Driver, status};
 use crate::device::cuda::gpu::Gpu;
 use crate::device::cuda::memory::CudaBacking;
 use crate::device::{
-    DeviceKind, DeviceSlice, Event, Fault, FaultSet, Graph, KernelCopy, MemoryOp, PacketPart,
-    Stream, StreamBackend, StreamOp,
+    DeviceKind, DeviceSlice, Event, Fault, FaultSet, Graph, KernelCopy, MemoryOp, Noted,
+    PacketPart, Stream, StreamBackend, StreamOp,
 };
 use crate::error::{Error, Result};
 use cudarc::driver::sys::*;
@@ -187,16 +187,13 @@ impl CudaStream {
         &self.faults
     }
 
-    /// Has the stream fail when what ends a wait of `ops` is raised.
+    /// Has the stream fail when what ends a wait of `ops` is raised. To be held until they are enqueued.
     #[inline]
-    fn depend_on<'a>(&self, ops: impl IntoIterator<Item = &'a MemoryOp<'a>>) {
-        for op in ops {
-            if let MemoryOp::Wait { word, .. } = op
-                && let Some(fault) = word.fault()
-            {
-                self.faults.add(fault);
-            }
-        }
+    fn depend_on<'a>(&self, ops: impl IntoIterator<Item = &'a MemoryOp<'a>>) -> Noted<'_> {
+        self.faults.add(ops.into_iter().filter_map(|op| match op {
+            MemoryOp::Wait { word, .. } => word.fault(),
+            MemoryOp::Write { .. } | MemoryOp::Reset { .. } => None,
+        }))
     }
 }
 
@@ -270,7 +267,7 @@ impl StreamBackend for CudaStream {
     }
 
     fn memory_ops(&self, ops: &[MemoryOp<'_>]) -> Result<()> {
-        self.depend_on(ops);
+        let _noted = self.depend_on(ops);
         let (driver, _entered) = self.enter()?;
         let _enqueuing = self.enqueue_ops(ops);
         if !self.gpu.captures_memory_ops() && memory_ops::is_capturing(driver, self.raw)? {
@@ -328,7 +325,7 @@ impl StreamBackend for CudaStream {
 
     fn wait_event(&self, event: &Event) -> Result<()> {
         let event = CudaEvent::of(event)?;
-        self.faults.follow(&event.faults);
+        let _noted = self.faults.follow(&event.faults);
         let (driver, _entered) = self.enter()?;
         let _enqueuing = self.enqueue([]);
         // SAFETY: event and stream are live; an event of another GPU is allowed here.

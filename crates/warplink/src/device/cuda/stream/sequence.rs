@@ -100,7 +100,7 @@ impl CudaStream {
         kernels: &TransferKernel,
         ops: &[MemoryOp<'_>],
     ) -> Result<()> {
-        self.depend_on(ops);
+        let _noted = self.depend_on(ops);
         let (_, _entered) = self.enter()?;
         let _enqueuing = self.enqueue_ops(ops);
         ops.chunks(MAX_OPERATIONS)
@@ -115,7 +115,7 @@ impl CudaStream {
     ) -> Result<()> {
         check_copy(copy.target, copy.source)?;
         let kernels = self.needed_kernels()?;
-        self.depend_on(before.iter().chain(after));
+        let _noted = self.depend_on(before.iter().chain(after));
         let (_, _entered) = self.enter()?;
         let arrivals = copy.arrivals.into_iter().flatten();
         let words = arrivals.chain([copy.counter]).map(Word::as_slice);
@@ -129,14 +129,13 @@ impl CudaStream {
         for part in parts {
             part.check()?;
             check_kind(part.data)?;
-            if let Some(fault) = part.line.abort().fault() {
-                self.faults.add(fault);
-            }
             used.push(part.data);
             used.extend(part.line.scratch());
             used.push(part.line.abort().as_slice());
             used.extend(part.completed.map(Word::as_slice));
         }
+        let faults = parts.iter().filter_map(|part| part.line.abort().fault());
+        let _noted = self.faults.add(faults);
         let kernels = self.needed_kernels()?;
         let (_, _entered) = self.enter()?;
         let _enqueuing = self.enqueue(used);
