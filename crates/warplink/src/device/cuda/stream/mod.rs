@@ -301,7 +301,7 @@ impl StreamBackend for CudaStream {
 
     fn record(&self, event: &Event) -> Result<()> {
         let event = CudaEvent::of(event)?;
-        event.faults.replace(&self.faults);
+        self.live.check_thread()?;
         let (_, _entered) = self.enter_failed()?;
         if event.raw.context.raw != self.gpu.context.raw {
             return Err(Error::invalid(
@@ -311,6 +311,8 @@ impl StreamBackend for CudaStream {
             .with_device(self.gpu.name())
             .with_help("create the event on the stream's device"));
         }
+        // Before the mark is there to be followed.
+        event.faults.replace(&self.faults);
         // SAFETY: the stream is valid, and of the event's context, which is current.
         unsafe { event.raw.record(self.raw)? };
         event.mark();
