@@ -121,9 +121,10 @@ impl Device for CudaDevice {
     fn allocate_signals_for(&self, bytes: usize, fault: &Arc<Fault>) -> Result<DeviceSlice> {
         self.gpu.fault.check()?;
         // Loading waits for what spins, so the kernel is there before the first word to spin on.
+        let (context, reaper) = (&self.gpu.context, &self.gpu.reaper);
         self.gpu
             .transfer_kernel
-            .get_or_init(|| TransferKernel::load(&self.gpu.context, &self.gpu.capabilities));
+            .get_or_init(|| TransferKernel::load(context, reaper, &self.gpu.capabilities));
         Ok(PlainMemory::allocate_signals(&self.gpu, bytes, fault)?.into_slice(bytes))
     }
 

@@ -79,7 +79,8 @@ pub(crate) struct ElementwiseKernels {
 
 impl ElementwiseKernels {
     pub(crate) fn load(gpu: &Gpu) -> Result<Self> {
-        let module = Module::load(&gpu.context, &gpu.capabilities, &nvrtc::ELEMENTWISE)?;
+        let (context, reaper) = (&gpu.context, &gpu.reaper);
+        let module = Module::load(context, reaper, &gpu.capabilities, &nvrtc::ELEMENTWISE)?;
         let combining = COMBINING
             .into_iter()
             .map(|(op, dtype, name)| Ok((op, dtype, module.function(name)?)))

@@ -5,44 +5,70 @@ use crate::device::Launch;
 use crate::device::cuda::capabilities::Capabilities;
 use crate::device::cuda::driver::context::Context;
 use crate::device::cuda::driver::{Status, status};
+use crate::device::cuda::memory::reaper::Reaper;
 use crate::error::Result;
+use crate::sync::lock;
 use cudarc::driver::sys::{
     CUfunction, CUfunction_attribute_enum, CUlaunchAttribute, CUlaunchAttributeID,
     CUlaunchAttributeValue, CUlaunchConfig, CUmodule, CUstream,
 };
 use std::ffi::{CStr, c_int, c_void};
 use std::fmt;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
-/// Machine code that was loaded.
+/// Machine code that was loaded. It is unloaded at a moment when no stream has work: the driver may wait for
+/// what runs, and a kernel of it may.
 pub(crate) struct Module {
     context: Arc<Context>,
-    raw: CUmodule,
+    raw: RawModule,
+    reaper: Reaper,
+    /// Held while the limits of kernels are compared and raised: handles of one kernel share its limit.
+    limits: Mutex<()>,
 }
 
+/// The driver's handle of a module.
+#[derive(Clone, Copy)]
+struct RawModule(CUmodule);
+
 // SAFETY: the pointer is a handle that the driver accepts on every thread.
-unsafe impl Send for Module {}
+unsafe impl Send for RawModule {}
 // SAFETY: as above; the driver synchronizes its own state.
-unsafe impl Sync for Module {}
+unsafe impl Sync for RawModule {}
+
+impl RawModule {
+    /// Unloads it.
+    ///
+    /// # Safety
+    /// Loaded with `context`, which is current, and unloaded once; no kernel of it runs or is launched later.
+    unsafe fn unload(self, context: &Context) {
+        // SAFETY: as the caller says.
+        let code = unsafe { (context.driver.cuModuleUnload)(self.0) };
+        if !status::is_gone(code) {
+            tracing::warn!(code, "a kernel was not unloaded");
+        }
+    }
+}
 
 impl Module {
-    /// Compiles `source` for the GPU, unless that was done before, and loads it.
+    /// Compiles `source` for the GPU, unless that was done before, and loads it. `reaper` unloads it.
     pub(crate) fn load(
         context: &Arc<Context>,
+        reaper: &Reaper,
         capabilities: &Capabilities,
         source: &Source,
     ) -> Result<Arc<Self>> {
         let code = nvrtc::machine_code(source, &capabilities.architecture())?;
         // SAFETY: a whole image, made by NVRTC for this GPU and checked when it came from disk.
-        unsafe { Self::load_image(context, capabilities, source.name, &code) }
+        unsafe { Self::load_image(context, reaper, capabilities, source.name, &code) }
     }
 
-    /// Loads machine code.
+    /// Loads machine code, which `reaper` unloads.
     ///
     /// # Safety
     /// `code` must be a whole image of a format that the driver takes, which need not be for this GPU.
     pub(crate) unsafe fn load_image(
         context: &Arc<Context>,
+        reaper: &Reaper,
         capabilities: &Capabilities,
         name: &str,
         code: &[u8],
@@ -58,7 +84,9 @@ impl Module {
             .map_err(|error| error.with_key(name).with_device(capabilities.device_name()))?;
         Ok(Arc::new(Self {
             context: context.clone(),
-            raw,
+            raw: RawModule(raw),
+            reaper: reaper.clone(),
+            limits: Mutex::default(),
         }))
     }
 
@@ -71,7 +99,7 @@ impl Module {
         let mut raw = std::ptr::null_mut();
         // SAFETY: `raw` is an output parameter for one function; the name ends with a zero.
         let code: Status =
-            unsafe { (driver.cuModuleGetFunction)(&mut raw, self.raw, name.as_ptr()) };
+            unsafe { (driver.cuModuleGetFunction)(&mut raw, self.raw.0, name.as_ptr()) };
         driver
             .check(code, "find a kernel")
             .map_err(|error| error.with_key(name.to_string_lossy()))?;
@@ -98,19 +126,17 @@ impl Module {
 
 impl Drop for Module {
     fn drop(&mut self) {
-        let _entered = self.context.enter();
-        let _relaxed = self.context.relax_capture();
-        // SAFETY: loaded once, unloaded once; every function of it holds it.
-        let code = unsafe { (self.context.driver.cuModuleUnload)(self.raw) };
-        if !status::is_gone(code) {
-            tracing::warn!(code, "a kernel was not unloaded");
-        }
+        let raw = self.raw;
+        // SAFETY: loaded once, unloaded once; the context is current where this is called, no stream has
+        // work there, and every function of it held it, so that none is launched any more.
+        self.reaper
+            .run(move |context| unsafe { raw.unload(context) });
     }
 }
 
 impl fmt::Debug for Module {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Module({:p})", self.raw)
+        write!(f, "Module({:p})", self.raw.0)
     }
 }
 
@@ -221,13 +247,21 @@ impl Function {
         driver.check(code, "launch a kernel")
     }
 
-    /// Allows launches with `bytes` of dynamic shared memory, which the driver wants to be asked for beyond
-    /// 48 KiB.
+    /// Allows launches with up to `bytes` of dynamic shared memory, which the driver wants to be asked for
+    /// beyond 48 KiB, and with what was allowed before.
     pub(crate) fn allow_shared(&self, bytes: u32) -> Result<()> {
         let driver = self.module.context.driver;
         let _entered = self.module.context.enter()?;
         let which = CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
         let bytes = c_int::try_from(bytes).unwrap_or(c_int::MAX);
+        let _one_at_a_time = lock(&self.module.limits);
+        let mut allowed = 0;
+        // SAFETY: `allowed` is an output parameter for one integer; the function lives as long as `self`.
+        let code = unsafe { (driver.cuFuncGetAttribute)(&mut allowed, which, self.raw) };
+        driver.check(code, "ask for the dynamic shared memory of a kernel")?;
+        if allowed >= bytes {
+            return Ok(());
+        }
         // SAFETY: the function lives as long as `self`; the driver refuses what the GPU does not have.
         let code = unsafe { (driver.cuFuncSetAttribute)(self.raw, which, bytes) };
         driver.check(code, "allow dynamic shared memory")

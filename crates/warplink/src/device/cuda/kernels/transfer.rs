@@ -4,6 +4,7 @@ use super::module::{EARLY_LAUNCHES, Function, Module};
 use super::nvrtc;
 use crate::device::cuda::capabilities::Capabilities;
 use crate::device::cuda::driver::context::Context;
+use crate::device::cuda::memory::reaper::Reaper;
 use crate::device::cuda::stream::memory_ops::address;
 use crate::device::{KernelCopy, Launch, MemoryOp, PacketPart, Word};
 use crate::error::Result;
@@ -76,14 +77,19 @@ pub(crate) struct TransferKernel {
 
 impl TransferKernel {
     /// Loads the kernels; `None` where the compiler is missing, and the copy engine does small transfers too.
-    pub(crate) fn load(context: &Arc<Context>, capabilities: &Capabilities) -> Option<Self> {
-        let loaded = Module::load(context, capabilities, &nvrtc::TRANSFER).and_then(|module| {
-            Ok(Self {
-                transfer: module.function(c"warplink_transfer")?,
-                packets: module.function(c"warplink_packets")?,
-                early_threads: early_threads(capabilities),
-            })
-        });
+    pub(crate) fn load(
+        context: &Arc<Context>,
+        reaper: &Reaper,
+        capabilities: &Capabilities,
+    ) -> Option<Self> {
+        let loaded =
+            Module::load(context, reaper, capabilities, &nvrtc::TRANSFER).and_then(|module| {
+                Ok(Self {
+                    transfer: module.function(c"warplink_transfer")?,
+                    packets: module.function(c"warplink_packets")?,
+                    early_threads: early_threads(capabilities),
+                })
+            });
         loaded
             .inspect_err(
                 |error| tracing::info!(%error, "small transfers use the copy engine, which is slower"),

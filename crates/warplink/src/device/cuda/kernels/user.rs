@@ -32,9 +32,7 @@ impl UserModule {
     pub(crate) unsafe fn load(gpu: &Arc<Gpu>, source: &ModuleSource) -> Result<Self> {
         let module = match source.code() {
             // SAFETY: the caller vouches for it.
-            Some(CudaCode::Image(image)) => unsafe {
-                Module::load_image(&gpu.context, &gpu.capabilities, source.name(), image)?
-            },
+            Some(CudaCode::Image(image)) => unsafe { Self::load_image(gpu, source, image)? },
             // SAFETY: as the caller says.
             Some(CudaCode::Text(text)) => unsafe { Self::compile(gpu, source, text)? },
             Some(CudaCode::Written(write)) => {
@@ -69,7 +67,21 @@ impl UserModule {
         let architecture = gpu.capabilities.architecture();
         let code = nvrtc::machine_code_of(source.name(), text, source.options(), &architecture)?;
         // SAFETY: made by the compiler for this GPU; what it does, the caller vouches for.
-        unsafe { Module::load_image(&gpu.context, &gpu.capabilities, source.name(), &code) }
+        unsafe { Self::load_image(gpu, source, &code) }
+    }
+
+    /// Loads machine code.
+    ///
+    /// # Safety
+    /// As for [`load`](Self::load).
+    unsafe fn load_image(
+        gpu: &Arc<Gpu>,
+        source: &ModuleSource,
+        image: &[u8],
+    ) -> Result<Arc<Module>> {
+        let (context, reaper, name) = (&gpu.context, &gpu.reaper, source.name());
+        // SAFETY: as the caller says.
+        unsafe { Module::load_image(context, reaper, &gpu.capabilities, name, image) }
     }
 }
 
@@ -128,7 +140,7 @@ struct UserKernel {
     name: String,
     /// The bytes of each parameter, where the driver tells them.
     parameters: Option<Vec<usize>>,
-    /// Dynamic shared memory that the driver was asked to allow.
+    /// Dynamic shared memory that the driver is known to allow.
     shared: AtomicU32,
     function: Function,
 }
@@ -235,7 +247,8 @@ impl KernelBackend for UserKernel {
         let _noted = stream.faults().add(faults);
         if launch.shared_bytes > self.shared.load(Ordering::Relaxed) {
             self.function.allow_shared(launch.shared_bytes)?;
-            self.shared.store(launch.shared_bytes, Ordering::Relaxed);
+            self.shared
+                .fetch_max(launch.shared_bytes, Ordering::Relaxed);
         }
         let parameters = arguments.iter().filter(|one| one.is_parameter());
         let mut values: Vec<Vec<u64>> = parameters.map(|one| one.words().0).collect();
