@@ -8,6 +8,7 @@ mod options;
 mod report;
 
 use anyhow::Result;
+use clap::error::{ContextKind, ContextValue};
 use clap::{Parser, Subcommand};
 use options::Options;
 use std::process::ExitCode;
@@ -58,7 +59,7 @@ enum Command {
 fn main() -> ExitCode {
     let cli = match Cli::try_parse() {
         Ok(cli) => cli,
-        Err(error) => return refuse(&error),
+        Err(error) => return refuse(error),
     };
     let json = cli.options.json;
     options::start_log(cli.options.verbose);
@@ -92,13 +93,29 @@ fn run(command: Command, options: Options) -> Result<ExitCode> {
 }
 
 /// Explains wrong arguments, or prints the help that was asked for.
-fn refuse(error: &clap::Error) -> ExitCode {
+fn refuse(mut error: clap::Error) -> ExitCode {
+    // The hidden ones are for the command's own use.
+    if let Some(ContextValue::Strings(names)) = error.get(ContextKind::ValidSubcommand) {
+        let shown = names.iter().filter(|name| !name.starts_with("__"));
+        let shown = ContextValue::Strings(shown.cloned().collect());
+        error.insert(ContextKind::ValidSubcommand, shown);
+    }
     let own = std::env::args_os().take_while(|argument| argument != "--");
     if error.use_stderr() && own.skip(1).any(|argument| argument == "--json") {
-        report::print_usage_error(error.to_string().trim());
+        report::JsonError::of_usage(&error).print();
     }
-    // Nothing is to be done when the stream is closed.
-    let _ = error.print();
+    let text = error.render();
+    if text.to_string().starts_with("error: ") {
+        let text = if report::has_colour(&std::io::stderr()) {
+            text.ansi().to_string()
+        } else {
+            text.to_string()
+        };
+        report::print_message(text.trim_end());
+    } else {
+        // Nothing is to be done when the stream is closed.
+        let _ = error.print();
+    }
     ExitCode::from(u8::try_from(error.exit_code()).unwrap_or(2))
 }
 

@@ -398,30 +398,6 @@ fn a_mistake_in_the_text_is_pointed_at() {
 }
 
 #[test]
-fn a_mistake_in_the_text_is_json_where_json_is_asked_for() {
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("wrong.wlp");
-    std::fs::write(&path, "program p() {\n    post = 1\n}\n").unwrap();
-    let path = path.to_str().unwrap();
-    for command in ["show", "verify", "cost", "run"] {
-        let args = ["program", command, path, "--json", "--device", "host"];
-        let output = warplink(&args).output().unwrap();
-        assert!(!output.status.success(), "{command}");
-        let result: Value = serde_json::from_str(&stdout(&output)).unwrap();
-        assert_eq!(result["passed"], false, "{result}");
-        assert_eq!(result["file"], path);
-        let error = &result["error"];
-        assert_eq!(error["kind"], "parse");
-        assert_eq!(
-            (error["line"].as_u64(), error["column"].as_u64()),
-            (Some(2), Some(10))
-        );
-        let message = error["message"].as_str().unwrap();
-        assert!(message.contains("found '='"), "{message}");
-    }
-}
-
-#[test]
 fn what_is_given_twice_is_an_error() {
     let ring = example("ring_pass");
     for (args, part) in [

@@ -165,29 +165,6 @@ fn the_variable_for_the_device_holds_for_every_command() {
     }
 }
 
-/// The error in the only object on standard output.
-fn json_error(args: &[&str]) -> Value {
-    let output = warplink(args).output().unwrap();
-    assert!(!output.status.success());
-    let text = stdout(&output);
-    assert_eq!(text.lines().count(), 1, "{text}\n{}", stderr(&output));
-    let object: Value = serde_json::from_str(&text).unwrap();
-    object["error"].clone()
-}
-
-#[test]
-fn errors_are_json_where_results_are() {
-    let error = json_error(&["demo", "--device", "host", "--json", "--m", "7"]);
-    assert!(error["message"].as_str().unwrap().contains("divisible"));
-    let error = json_error(&["demo", "--json", "--lowering", "circle"]);
-    assert!(error["message"].as_str().unwrap().contains("circle"));
-    assert_eq!(error["kind"], "InvalidArgument");
-    let error = json_error(&["launch", "--json", "-n", "2", "--", "no-such-program"]);
-    assert!(error["message"].as_str().unwrap().contains("was not found"));
-    let error = json_error(&["program", "verify", "--json", "no-such-file.wlp"]);
-    assert!(error["message"].as_str().unwrap().contains("no-such-file"));
-}
-
 #[test]
 fn output_files_are_opened_first() {
     for (option, path) in [

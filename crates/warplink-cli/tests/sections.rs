@@ -81,7 +81,7 @@ fn kernels_are_shown_as_what_the_compiler_gets() {
         &one_shot,
         &[&sizes[..], &["--kernel", "--json"]].concat(),
     ));
-    let kernels = kernels.as_array().unwrap();
+    let kernels = kernels["kernels"].as_array().unwrap();
     assert_eq!(kernels.len(), 1);
     assert_eq!(kernels[0]["text"].as_str().unwrap().trim(), text.trim());
     let source = std::fs::read_to_string(&one_shot).unwrap();

@@ -2,7 +2,7 @@
 
 use crate::launch::{self, LaunchPlan, Outcome, Output, Variable};
 use crate::options::Options;
-use crate::report;
+use crate::report::{self, JsonError};
 use anyhow::Result;
 use clap::Args;
 use serde::Serialize;
@@ -97,13 +97,8 @@ struct Report {
     first_failure: Option<usize>,
     /// Why no rank was started.
     #[serde(skip_serializing_if = "Option::is_none")]
-    error: Option<LaunchError>,
+    error: Option<JsonError>,
     ranks: Vec<RankReport>,
-}
-
-#[derive(Debug, Serialize)]
-struct LaunchError {
-    message: String,
 }
 
 #[derive(Debug, Serialize)]
@@ -129,7 +124,7 @@ impl Report {
         Self {
             exit_code: outcome.code(),
             first_failure: outcome.first_failure,
-            error: outcome.error.clone().map(|message| LaunchError { message }),
+            error: outcome.error.as_ref().map(|_| outcome.failure()),
             ranks: ranks.collect(),
         }
     }

@@ -46,6 +46,8 @@ pub(crate) fn run_checked(
     }
 }
 
+/// With `--json`, prints the first line that rank 0 wrote, which is its result or its error, and an error of
+/// the same form where it ended without one.
 fn start(options: &Options) -> Result<ExitCode> {
     let plan = LaunchPlan {
         ranks: options.ranks()?,
@@ -57,9 +59,21 @@ fn start(options: &Options) -> Result<ExitCode> {
             // NCCL must not use NVLink multicast.
             Variable::new("NCCL_NVLS_ENABLE", "0".to_owned()),
         ],
-        output: Output::Rank0Only,
+        output: if options.json {
+            Output::Rank0Kept
+        } else {
+            Output::Rank0Only
+        },
         grace: Duration::from_secs(5),
         ranks_per_gpu: options.ranks_per_gpu()?,
     };
-    Ok(launch::run(&plan)?.exit_code())
+    let outcome = launch::run(&plan)?;
+    if options.json {
+        let mut lines = outcome.kept.split_inclusive(|byte| *byte == b'\n');
+        match lines.next().filter(|line| line.ends_with(b"\n")) {
+            Some(line) => report::print_bytes(line)?,
+            None => outcome.failure().print(),
+        }
+    }
+    Ok(outcome.exit_code())
 }

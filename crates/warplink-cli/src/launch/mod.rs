@@ -62,6 +62,8 @@ pub(crate) enum Output {
     /// Rank 0 writes to the launcher's streams itself; of the others, only standard error is shown,
     /// prefixed.
     Rank0Only,
+    /// The same, but what rank 0 writes to standard output is kept in the [`Outcome`].
+    Rank0Kept,
     /// Every rank writes to the launcher's streams itself.
     #[expect(dead_code, reason = "for the subcommands that start themselves")]
     Inherit,
@@ -113,8 +115,12 @@ pub(crate) fn run(plan: &LaunchPlan) -> Result<Outcome> {
         let started = ranks
             .start(&mut command)
             .with_context(|| format!("start rank {rank}"))?;
-        if let (Some(stream), Stream::Prefixed(target)) = (started.stdout.take(), out) {
-            supervisor.pump(rank, stream, target, &printer)?;
+        match (started.stdout.take(), out) {
+            (Some(stream), Stream::Prefixed(target)) => {
+                supervisor.pump(rank, stream, target, &printer)?;
+            }
+            (Some(stream), Stream::Kept) => supervisor.keep(stream)?,
+            _ => {}
         }
         if let (Some(stream), Stream::Prefixed(target)) = (started.stderr.take(), err) {
             supervisor.pump(rank, stream, target, &printer)?;
@@ -128,6 +134,7 @@ pub(crate) fn run(plan: &LaunchPlan) -> Result<Outcome> {
 #[derive(Clone, Copy, Debug)]
 enum Stream {
     Prefixed(Target),
+    Kept,
     Inherited,
     Dropped,
 }
@@ -135,7 +142,7 @@ enum Stream {
 impl Stream {
     fn stdio(self) -> Stdio {
         match self {
-            Self::Prefixed(_) => Stdio::piped(),
+            Self::Prefixed(_) | Self::Kept => Stdio::piped(),
             Self::Inherited => Stdio::inherit(),
             Self::Dropped => Stdio::null(),
         }
@@ -144,12 +151,13 @@ impl Stream {
 
 /// What becomes of a rank's standard output and standard error.
 fn targets(output: Output, rank: usize) -> [Stream; 2] {
-    use Stream::{Dropped, Inherited, Prefixed};
+    use Stream::{Dropped, Inherited, Kept, Prefixed};
     match (output, rank) {
         (Output::Prefixed, _) => [Prefixed(Target::Stdout), Prefixed(Target::Stderr)],
         (Output::PrefixedToStderr, _) => [Prefixed(Target::Stderr), Prefixed(Target::Stderr)],
         (Output::Rank0Only, 0) | (Output::Inherit, _) => [Inherited, Inherited],
-        (Output::Rank0Only, _) => [Dropped, Prefixed(Target::Stderr)],
+        (Output::Rank0Kept, 0) => [Kept, Inherited],
+        (Output::Rank0Only | Output::Rank0Kept, _) => [Dropped, Prefixed(Target::Stderr)],
     }
 }
 

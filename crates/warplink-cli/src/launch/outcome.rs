@@ -1,5 +1,6 @@
 //! How the ranks of a launch ended, and what that makes the exit code.
 
+use crate::report::JsonError;
 use std::process::ExitCode;
 use std::time::Duration;
 
@@ -10,6 +11,10 @@ pub(crate) struct Outcome {
     pub(crate) exits: Vec<RankExit>,
     /// The rank that failed before the others.
     pub(crate) first_failure: Option<usize>,
+    /// The first signal that the launcher passed on.
+    pub(super) signalled: Option<i32>,
+    /// What rank 0 wrote, where that was kept.
+    pub(crate) kept: Vec<u8>,
     /// What to exit with where no rank failed: not 0 where the launcher itself gave up.
     pub(super) otherwise: u8,
     /// Why no rank was started.
@@ -22,6 +27,8 @@ impl Outcome {
         Self {
             exits: Vec::new(),
             first_failure: None,
+            signalled: None,
+            kept: Vec::new(),
             otherwise: code,
             error: Some(error),
         }
@@ -37,6 +44,24 @@ impl Outcome {
 
     pub(crate) fn exit_code(&self) -> ExitCode {
         ExitCode::from(self.code())
+    }
+
+    /// Why there is no result, for machines, where no rank said it.
+    pub(crate) fn failure(&self) -> JsonError {
+        if let Some(error) = &self.error {
+            return JsonError::invalid(error);
+        }
+        if let Some(signal) = self.signalled {
+            return JsonError::new("interrupted", &format!("interrupted by {}", name(signal)));
+        }
+        let failed = |rank: usize| Some((rank, self.exits.get(rank)?));
+        match self.first_failure.and_then(failed) {
+            Some((rank, exit)) => {
+                let text = format!("rank {rank} {}", exit.describe());
+                JsonError::new("rank-failed", &text).with_rank(rank)
+            }
+            None => JsonError::new("rank-failed", "rank 0 ended without a result").with_rank(0),
+        }
     }
 }
 
@@ -72,13 +97,15 @@ impl RankExit {
     pub(super) fn describe(&self) -> String {
         match (self.code, self.signal) {
             (Some(code), _) => format!("exited with code {code}"),
-            (None, Some(signal)) => {
-                let name = signal_hook::low_level::signal_name(signal).unwrap_or("a signal");
-                format!("was ended by {name} ({signal})")
-            }
+            (None, Some(signal)) => format!("was ended by {} ({signal})", name(signal)),
             (None, None) => "ended in an unknown way".into(),
         }
     }
+}
+
+/// The name of a signal.
+pub(super) fn name(signal: i32) -> &'static str {
+    signal_hook::low_level::signal_name(signal).unwrap_or("a signal")
 }
 
 #[cfg(test)]
@@ -94,6 +121,8 @@ mod tests {
         Outcome {
             exits: exits.iter().map(exit).collect(),
             first_failure,
+            signalled: None,
+            kept: Vec::new(),
             otherwise: 0,
             error: None,
         }
@@ -111,6 +140,21 @@ mod tests {
             137
         );
         assert_eq!(Outcome::not_started(127, String::new()).code(), 127);
+    }
+
+    #[test]
+    fn a_job_without_a_result_names_its_cause() {
+        let text = |outcome: &Outcome| serde_json::to_string(&outcome.failure()).unwrap();
+        let mut killed = outcome(&[(None, Some(15)), (None, Some(9))], Some(1));
+        assert_eq!(
+            text(&killed),
+            r#"{"kind":"rank-failed","message":"rank 1 was ended by SIGKILL (9)","rank":1}"#
+        );
+        killed.signalled = Some(2);
+        assert_eq!(
+            text(&killed),
+            r#"{"kind":"interrupted","message":"interrupted by SIGINT"}"#
+        );
     }
 
     #[test]

@@ -1,6 +1,6 @@
 //! Watches ranks, their output and the launcher's signals until everything has ended.
 
-use super::outcome::{Outcome, RankExit};
+use super::outcome::{self, Outcome, RankExit};
 use super::output::{self, Printer, Target};
 use super::rank::{self, Ranks};
 use crate::report;
@@ -12,8 +12,8 @@ use signal_hook::iterator::{Handle, Signals};
 use std::collections::BTreeSet;
 use std::io::{self, Read};
 use std::process::Child;
-use std::sync::Arc;
 use std::sync::mpsc::{self, Receiver, Sender};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -41,6 +41,8 @@ pub(super) struct Supervisor {
     /// Closes when the last thread that passes on output has come to its end.
     drained: Receiver<()>,
     pumping: Sender<()>,
+    /// What was read of a stream that is kept.
+    kept: Arc<Mutex<Vec<u8>>>,
     signals: Handle,
     started: Instant,
 }
@@ -69,6 +71,7 @@ impl Supervisor {
             sender,
             drained,
             pumping,
+            kept: Arc::default(),
             signals: handle,
             started: Instant::now(),
         })
@@ -90,6 +93,23 @@ impl Supervisor {
         spawn("output", move || {
             if let Err(error) = output::pump(rank, stream, target, &printer) {
                 let _ = events.send(Event::OutputFailed(error));
+            }
+            drop(open);
+        })
+    }
+
+    /// Keeps a rank's output for the [`Outcome`].
+    pub(super) fn keep(&self, mut stream: impl Read + Send + 'static) -> Result<()> {
+        let (kept, open) = (Arc::clone(&self.kept), self.pumping.clone());
+        spawn("output", move || {
+            let mut chunk = vec![0; 1 << 16];
+            loop {
+                match stream.read(&mut chunk) {
+                    Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                    // A pipe that cannot be read ends as one that is closed.
+                    Ok(0) | Err(_) => break,
+                    Ok(length) => lock(&kept).extend_from_slice(&chunk[..length]),
+                }
             }
             drop(open);
         })
@@ -118,11 +138,12 @@ impl Supervisor {
             outcome: Outcome {
                 exits: vec![RankExit::default(); ranks.len()],
                 first_failure: None,
+                signalled: None,
+                kept: Vec::new(),
                 otherwise: 0,
                 error: None,
             },
             running: ranks.len(),
-            signalled: None,
             ending: false,
             timers: BTreeSet::new(),
             grace,
@@ -147,7 +168,11 @@ impl Supervisor {
             seconds = self.started.elapsed().as_secs_f64(),
             "all ranks have ended"
         );
-        Ok(watch.outcome)
+        let kept = std::mem::take(&mut *lock(&self.kept));
+        Ok(Outcome {
+            kept,
+            ..watch.outcome
+        })
     }
 
     /// The next event, or none when `deadline` has come.
@@ -169,8 +194,6 @@ impl Supervisor {
 struct Watch {
     outcome: Outcome,
     running: usize,
-    /// The first signal of the launcher.
-    signalled: Option<i32>,
     ending: bool,
     /// What is to be done, and when; the next first.
     timers: BTreeSet<(Instant, Timer)>,
@@ -208,7 +231,7 @@ impl Watch {
         match event {
             Event::Exited(rank, exit) => self.exited(rank, exit),
             Event::Signal(number) => {
-                let again = self.signalled.is_some();
+                let again = self.outcome.signalled.is_some();
                 let signal = if again {
                     None
                 } else {
@@ -216,8 +239,8 @@ impl Watch {
                 };
                 ranks.signal(signal.unwrap_or(Signal::KILL));
                 if !again {
-                    self.signalled = Some(number);
-                    let name = signal_hook::low_level::signal_name(number).unwrap_or("a signal");
+                    self.outcome.signalled = Some(number);
+                    let name = outcome::name(number);
                     report::print_message(&format!("interrupted by {name}; ending the ranks"));
                     self.after(self.grace, Timer::KillStopped);
                 }
@@ -253,7 +276,8 @@ impl Watch {
         }
         self.outcome.first_failure = Some(rank);
         // What follows from the launcher's signal is no news.
-        if !self.signalled.is_some_and(|signal| exit.is_by(signal)) {
+        let signalled = self.outcome.signalled;
+        if !signalled.is_some_and(|signal| exit.is_by(signal)) {
             let rest = if self.running > 0 {
                 "; ending the other ranks"
             } else {
@@ -291,6 +315,11 @@ fn wait_for(pid: Pid) -> RankExit {
             Err(_) => return RankExit::default(),
         }
     }
+}
+
+/// The bytes are as good after a panic as before it.
+fn lock(kept: &Mutex<Vec<u8>>) -> MutexGuard<'_, Vec<u8>> {
+    kept.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Whether this process was started with a signal ignored.

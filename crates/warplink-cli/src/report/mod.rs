@@ -5,10 +5,12 @@
 //! error.
 
 pub(crate) mod bytes;
+pub(crate) mod error;
 pub(crate) mod progress;
 pub(crate) mod table;
 
 use anyhow::{Context, Result};
+pub(crate) use error::{JsonError, RefusedProgram, print_error};
 use serde::Serialize;
 use std::fs::File;
 use std::io::{self, IsTerminal, Write};
@@ -26,7 +28,7 @@ pub(crate) fn has_colour(target: &impl IsTerminal) -> bool {
 /// # Errors
 /// Standard output is closed, or its disk is full.
 pub(crate) fn print_text(text: &str) -> Result<()> {
-    print(text.as_bytes())
+    print_bytes(text.as_bytes())
 }
 
 /// Prints a result for machines, as one line.
@@ -36,58 +38,18 @@ pub(crate) fn print_text(text: &str) -> Result<()> {
 pub(crate) fn print_json(result: &impl Serialize) -> Result<()> {
     let mut text = serde_json::to_vec(result).context("write the result as JSON")?;
     text.push(b'\n');
-    print(&text)
+    print_bytes(&text)
 }
 
-fn print(text: &[u8]) -> Result<()> {
+/// Prints a result that was written out before.
+///
+/// # Errors
+/// As [`print_text`].
+pub(crate) fn print_bytes(text: &[u8]) -> Result<()> {
     let mut out = io::stdout().lock();
     out.write_all(text)
         .and_then(|()| out.flush())
         .context("write the result to standard output")
-}
-
-/// An error for machines.
-#[derive(Debug, Serialize)]
-struct JsonError {
-    message: String,
-    /// Of the library's errors: their kind, the peer and the code, if there are any.
-    kind: Option<String>,
-    peer: Option<usize>,
-    code: Option<i64>,
-    help: Option<String>,
-}
-
-/// Prints an error on standard error, and with `json` also as an object `{"error": …}` in place of
-/// the result.
-pub(crate) fn print_error(error: &anyhow::Error, json: bool) {
-    print_message(&format!("error: {error:#}"));
-    if json {
-        let library = error.downcast_ref::<warplink::Error>();
-        print_json_error(&JsonError {
-            message: format!("{error:#}"),
-            kind: library.map(|error| format!("{:?}", error.kind())),
-            peer: library.and_then(warplink::Error::peer),
-            code: library.and_then(warplink::Error::code),
-            help: library.and_then(|error| error.help().map(str::to_owned)),
-        });
-    }
-}
-
-/// Prints an error in the arguments for machines.
-pub(crate) fn print_usage_error(message: &str) {
-    print_json_error(&JsonError {
-        message: message.to_owned(),
-        kind: Some("InvalidArgument".to_owned()),
-        peer: None,
-        code: None,
-        help: None,
-    });
-}
-
-fn print_json_error(error: &JsonError) {
-    if let Err(error) = print_json(&serde_json::json!({ "error": error })) {
-        print_message(&format!("error: {error:#}"));
-    }
 }
 
 /// Checks that a file can be written, so that a wrong path is reported before the work. Leaves no

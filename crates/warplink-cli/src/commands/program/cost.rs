@@ -17,7 +17,7 @@ use warplink::program::cost::{
     Bound, Busy, Cost as Estimate, DeviceDescription, HardwareModel, SimulateOptions, Span,
     Submission, simulate_with,
 };
-use warplink::program::{OperationKind, RankProgram, refused, unroll, verify};
+use warplink::program::{OperationKind, RankProgram, unroll};
 
 /// Estimate how long a program takes, and what bounds it
 ///
@@ -55,9 +55,7 @@ struct Json<'a> {
 
 impl Cost {
     pub(super) fn run(self, options: &Options) -> Result<ExitCode> {
-        let Some(read) = self.source.read(options)? else {
-            return Ok(ExitCode::FAILURE);
-        };
+        let read = self.source.read()?;
         let Text {
             program,
             parameters,
@@ -65,8 +63,7 @@ impl Cost {
         } = &read;
         let world = options.ranks.unwrap_or(2);
         let streams = self.source.streams.into();
-        let report = verify(program, world, streams, parameters)
-            .map_err(|diagnostics| read.explained(refused(&program.name, &diagnostics)))?;
+        let report = read.verify(world, streams)?;
         if let (true, Some(diagnostic)) = (self.captured, &report.eager_only) {
             anyhow::bail!("{diagnostic}; leave out --captured");
         }

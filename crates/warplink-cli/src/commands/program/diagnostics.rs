@@ -1,9 +1,12 @@
 //! What the verifier found, beside the lines where it happens.
 
+use crate::report::RefusedProgram;
 use serde::Serialize;
+use serde_json::json;
 use std::path::Path;
 use warplink::program::text::{ParseError, window};
 use warplink::program::{Diagnostic, Site};
+use warplink::{Error, ErrorKind};
 
 /// Most places that are named beside one line.
 const MAX_PLACES: usize = 4;
@@ -171,36 +174,18 @@ const fn is_first(column: &u32) -> bool {
     *column == 0
 }
 
-/// A text that is no program, for machines.
-#[derive(Debug, Serialize)]
-pub(super) struct JsonParseError<'a> {
-    file: &'a Path,
-    passed: bool,
-    error: JsonError,
-}
-
-#[derive(Debug, Serialize)]
-struct JsonError {
-    kind: &'static str,
-    line: usize,
-    column: usize,
-    message: String,
-    excerpt: String,
-}
-
-impl<'a> JsonParseError<'a> {
-    pub(super) fn new(file: &'a Path, error: &ParseError) -> Self {
-        Self {
-            file,
-            passed: false,
-            error: JsonError {
-                kind: "parse",
-                line: error.line,
-                column: error.column,
-                message: error.message.clone(),
-                excerpt: error.excerpt.clone(),
-            },
-        }
+/// The error of a file whose text is no program.
+pub(super) fn not_a_program(file: &Path, error: &ParseError) -> RefusedProgram {
+    let diagnostic = json!({
+        "kind": "parse",
+        "message": error.message,
+        "line": error.line,
+        "column": error.column,
+        "excerpt": error.excerpt,
+    });
+    RefusedProgram {
+        error: Error::new(ErrorKind::Parse, format!("{}, {error}", file.display())),
+        diagnostics: vec![diagnostic],
     }
 }
 

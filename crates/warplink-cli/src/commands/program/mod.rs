@@ -8,8 +8,8 @@ mod run;
 mod show;
 
 use crate::options::Options;
-use crate::report::{print_json, print_text};
-use anyhow::{Context, Result, bail, ensure};
+use crate::report::{JsonError, RefusedProgram, print_json, print_text};
+use anyhow::{Context, Result, ensure};
 use clap::{Args, Subcommand};
 use serde::Serialize;
 use std::io::Read as _;
@@ -18,7 +18,7 @@ use std::process::ExitCode;
 use warplink::DType;
 use warplink::device::ReduceOp;
 use warplink::program::parameters::ParameterKind;
-use warplink::program::{self, Parameters, Report, Value, verify};
+use warplink::program::{self, Diagnostic, Parameters, Report, Value, verify};
 
 /// Show, verify, cost and run host programs
 ///
@@ -94,34 +94,43 @@ impl Text {
         (!options.is_empty()).then(|| format!("give {what} with {}", options.join(" ")))
     }
 
-    /// The error with that help.
-    fn explained(&self, error: warplink::Error) -> warplink::Error {
-        match self.help() {
-            Some(help) => error.with_help(help),
-            None => error,
+    /// The error of refusing the program for `diagnostics`, with that help.
+    fn refused(&self, diagnostics: &[Diagnostic]) -> RefusedProgram {
+        let error = program::refused(&self.program.name, diagnostics);
+        let json = |diagnostic| serde_json::to_value(diagnostics::Json::from(diagnostic));
+        RefusedProgram {
+            error: match self.help() {
+                Some(help) => error.with_help(help),
+                None => error,
+            },
+            // What is made of texts and numbers can be written.
+            diagnostics: diagnostics
+                .iter()
+                .filter_map(|one| json(one).ok())
+                .collect(),
         }
+    }
+
+    /// Verifies the program for `world` ranks with `streams` streams in the pool.
+    fn verify(&self, world: usize, streams: usize) -> Result<Report, RefusedProgram> {
+        verify(&self.program, world, streams, &self.parameters)
+            .map_err(|diagnostics| self.refused(&diagnostics))
     }
 }
 
 impl Source {
-    /// Reads the program; `None` where it is none and that was said as JSON.
-    pub(crate) fn read(&self, options: &Options) -> Result<Option<Text>> {
+    /// Reads the program.
+    pub(crate) fn read(&self) -> Result<Text> {
         let name = self.file.display();
         let parameters = self.parameters()?;
         let text = read_limited(&self.file).with_context(|| format!("read {name}"))?;
-        let program = match program::Program::parse_text(&text) {
-            Ok(program) => program,
-            Err(error) if options.json => {
-                print_json(&diagnostics::JsonParseError::new(&self.file, &error))?;
-                return Ok(None);
-            }
-            Err(error) => bail!("{name}, {error}"),
-        };
-        Ok(Some(Text {
+        let program = program::Program::parse_text(&text)
+            .map_err(|error| diagnostics::not_a_program(&self.file, &error))?;
+        Ok(Text {
             text,
             program,
             parameters,
-        }))
+        })
     }
 
     /// The values and optional tensors that are given, each once.
@@ -211,6 +220,9 @@ struct Verdict<'a> {
     diagnostics: Vec<diagnostics::Json>,
     #[serde(skip_serializing_if = "Option::is_none")]
     help: Option<String>,
+    /// As of every command that fails.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    error: Option<JsonError>,
 }
 
 #[derive(Serialize)]
@@ -240,17 +252,15 @@ impl From<&Report> for Counts {
 
 impl Verify {
     fn run(self, options: &Options) -> Result<ExitCode> {
-        let Some(read) = self.source.read(options)? else {
-            return Ok(ExitCode::FAILURE);
-        };
+        let read = self.source.read()?;
         let help = read.help();
         let Text {
             text,
             program,
             parameters,
-        } = read;
+        } = &read;
         let ranks = options.ranks.unwrap_or(2);
-        let verdict = verify(&program, ranks, self.source.streams.into(), &parameters);
+        let verdict = verify(program, ranks, self.source.streams.into(), parameters);
         if options.json {
             let diagnostics = verdict.as_ref().err().map_or(&[][..], Vec::as_slice);
             print_json(&Verdict {
@@ -260,18 +270,21 @@ impl Verify {
                 report: verdict.as_ref().ok().map(Counts::from),
                 diagnostics: diagnostics.iter().map(diagnostics::Json::from).collect(),
                 help,
+                error: verdict.as_ref().err().map(|diagnostics| {
+                    JsonError::from(&anyhow::Error::from(read.refused(diagnostics)))
+                }),
             })?;
         } else {
             match &verdict {
                 Ok(report) => {
                     print_text(&format!("{report}\n"))?;
                     if let Some(why) = &report.eager_only {
-                        print_text(&diagnostics::excerpts(why, &self.source.file, &text))?;
+                        print_text(&diagnostics::excerpts(why, &self.source.file, text))?;
                     }
                 }
                 Err(diagnostics) => {
                     for diagnostic in diagnostics {
-                        let found = diagnostics::explain(diagnostic, &self.source.file, &text);
+                        let found = diagnostics::explain(diagnostic, &self.source.file, text);
                         print_text(&format!("{found}\n"))?;
                     }
                     if let Some(help) = help {

@@ -17,7 +17,7 @@ use std::process::ExitCode;
 use warplink::Communicator;
 use warplink::device::{AllocationKind, Priority};
 use warplink::program::ir::Role;
-use warplink::program::{Bindings, Executor, Plan, PrepareOptions, Trace, refused, verify};
+use warplink::program::{Bindings, Executor, Plan, PrepareOptions, Trace};
 
 /// Run a program on random inputs
 ///
@@ -73,20 +73,15 @@ struct Outcome {
 impl Run {
     pub(super) fn run(self, options: &Options) -> Result<ExitCode> {
         // Before any rank starts, so that what is wrong is said once.
-        let Some(text) = self.source.read(options)? else {
-            return Ok(ExitCode::FAILURE);
-        };
+        let text = self.source.read()?;
         if let Some(path) = &self.trace {
             report::check_output(path)?;
         }
         let check = |_, world| {
-            let streams = self.source.streams.into();
-            match verify(&text.program, world, streams, &text.parameters) {
-                Err(diagnostics) if !self.unverified => Err(text
-                    .explained(refused(&text.program.name, &diagnostics))
-                    .into()),
-                _ => Ok(()),
+            if !self.unverified {
+                text.verify(world, self.source.streams.into())?;
             }
+            Ok(())
         };
         ranks::run_checked(options, check, |comm| {
             let (outcome, trace) = self.outcome(comm, &text)?;

@@ -54,9 +54,7 @@ struct Line {
 
 impl Show {
     pub(super) fn run(self, options: &Options) -> Result<ExitCode> {
-        let Some(read) = self.source.read(options)? else {
-            return Ok(ExitCode::FAILURE);
-        };
+        let read = self.source.read()?;
         let Text {
             program,
             parameters,
@@ -81,10 +79,16 @@ impl Show {
             world - 1
         );
         let streams = self.source.streams.into();
-        let rank_program = unroll(program, rank, world, streams, parameters)
-            .map_err(|error| read.explained(error))?;
+        let rank_program = match unroll(program, rank, world, streams, parameters) {
+            Ok(rank_program) => rank_program,
+            // As every command says it: the verifier finds at least this.
+            Err(error) => {
+                read.verify(world, streams)?;
+                return Err(error.into());
+            }
+        };
         if self.kernel {
-            return show_kernels(&rank_program, options);
+            return show_kernels(&program.name, &rank_program, options);
         }
         let lines: Vec<Line> = rank_program
             .operations
@@ -104,7 +108,12 @@ impl Show {
             })
             .collect();
         if options.json {
-            print_json(&lines)?;
+            print_json(&serde_json::json!({
+                "program": program.name,
+                "ranks": world,
+                "rank": rank,
+                "operations": lines,
+            }))?;
             return Ok(ExitCode::SUCCESS);
         }
         let mut text = format!("{}, rank {rank} of {world}\n", program.name);
@@ -120,7 +129,7 @@ impl Show {
 }
 
 /// Prints the source of every kernel section, each once.
-fn show_kernels(rank_program: &RankProgram, options: &Options) -> Result<ExitCode> {
+fn show_kernels(name: &str, rank_program: &RankProgram, options: &Options) -> Result<ExitCode> {
     let mut kernels: Vec<Kernel> = Vec::new();
     for operation in &rank_program.operations {
         if let OperationKind::Kernel(section) = &operation.kind {
@@ -136,7 +145,12 @@ fn show_kernels(rank_program: &RankProgram, options: &Options) -> Result<ExitCod
         "the program has no kernel section; expected at least one"
     );
     if options.json {
-        print_json(&kernels)?;
+        print_json(&serde_json::json!({
+            "program": name,
+            "ranks": rank_program.world,
+            "rank": rank_program.rank,
+            "kernels": kernels,
+        }))?;
     } else {
         let texts: Vec<&str> = kernels.iter().map(|kernel| &*kernel.text).collect();
         print_text(&texts.join("\n"))?;

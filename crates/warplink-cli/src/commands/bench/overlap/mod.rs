@@ -173,7 +173,12 @@ impl Overlap {
                 Some(model) => model,
                 None => HardwareModel::read(Path::new(model))?.into(),
             };
-            print_text(&replay::replay(file, &model)?)?;
+            let replay = replay::replay(file, &model)?;
+            if options.json {
+                print_json(&replay)?;
+            } else {
+                print_text(&replay.text())?;
+            }
             return Ok(ExitCode::SUCCESS);
         }
         for path in [&self.output, &self.plot].into_iter().flatten() {

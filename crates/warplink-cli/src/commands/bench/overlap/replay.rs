@@ -4,8 +4,8 @@
 use super::measure::COLLECTIVE;
 use crate::gemm::{Op, Problem};
 use anyhow::{Context, Result};
-use serde::Deserialize;
-use std::path::Path;
+use serde::{Deserialize, Serialize};
+use std::path::{Path, PathBuf};
 use warplink::DType;
 use warplink::overlap::DEFAULT_STREAMS;
 use warplink::program::cost::HardwareModel;
@@ -53,12 +53,50 @@ impl Row {
     }
 }
 
-/// Chooses anew for every shape in `file`, and tells where the choice is not among the best.
-pub(super) fn replay(file: &Path, model: &HardwareModel) -> Result<String> {
+/// What is chosen today.
+#[derive(Serialize)]
+pub(super) struct Replay {
+    benchmark: &'static str,
+    /// The report whose shapes these are.
+    replay: PathBuf,
+    model: String,
+    ranks: usize,
+    shapes: Vec<Replayed>,
+}
+
+/// A shape whose chosen lowering was measured.
+#[derive(Serialize)]
+struct Replayed {
+    #[serde(flatten)]
+    problem: Problem,
+    choice: String,
+    /// The fastest time over the chosen lowering's.
+    of_best: f64,
+    /// The collective's time over the chosen lowering's.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    over_collective: Option<f64>,
+    /// For people, where the choice is not among the best.
+    #[serde(skip)]
+    text: String,
+}
+
+impl Replay {
+    /// Where the choice is not among the best, and how good all choices are.
+    pub(super) fn text(&self) -> String {
+        let shapes = || self.shapes.iter();
+        let text: String = shapes().map(|shape| shape.text.as_str()).collect();
+        let of_best: Vec<f64> = shapes().map(|shape| shape.of_best).collect();
+        let over: Vec<f64> = shapes().filter_map(|shape| shape.over_collective).collect();
+        text + &super::report::judgement(&of_best, &over)
+    }
+}
+
+/// Chooses anew for every shape in `file`.
+pub(super) fn replay(file: &Path, model: &HardwareModel) -> Result<Replay> {
     let bytes = std::fs::read(file).with_context(|| format!("read {}", file.display()))?;
     let measured: Measured = serde_json::from_slice(&bytes)
         .with_context(|| format!("{} is not a report of bench overlap", file.display()))?;
-    let (mut text, mut of_best, mut over) = (String::new(), Vec::new(), Vec::new());
+    let mut shapes = Vec::new();
     for shape in &measured.shapes {
         let dtype: DType = shape.dtype.parse()?;
         let problem = Problem {
@@ -76,15 +114,14 @@ pub(super) fn replay(file: &Path, model: &HardwareModel) -> Result<String> {
             continue;
         };
         let best = shape.lowerings.iter().map(Row::best);
-        let of_this = best.fold(f64::INFINITY, f64::min) / chosen.best();
-        of_best.push(of_this);
-        let of_collective = row(COLLECTIVE).map(|row| row.best() / chosen.best());
-        over.extend(of_collective);
-        if of_this >= 0.95 && of_collective.is_none_or(|ratio| ratio >= 0.97) {
-            continue;
+        let of_best = best.fold(f64::INFINITY, f64::min) / chosen.best();
+        let over_collective = row(COLLECTIVE).map(|row| row.best() / chosen.best());
+        let is_good = of_best >= 0.95 && over_collective.is_none_or(|ratio| ratio >= 0.97);
+        let mut text = String::new();
+        if !is_good {
+            text += &format!("\n{}: {of_best:.3} of the fastest\n", choice.subject);
         }
-        text += &format!("\n{}: {of_this:.3} of the fastest\n", choice.subject);
-        for row in &shape.lowerings {
+        for row in shape.lowerings.iter().filter(|_| !is_good) {
             let estimate = choice
                 .estimates
                 .iter()
@@ -105,6 +142,19 @@ pub(super) fn replay(file: &Path, model: &HardwareModel) -> Result<String> {
                 estimate.map_or_else(String::new, |estimate| estimate.chosen.to_string())
             );
         }
+        shapes.push(Replayed {
+            problem,
+            choice: choice.name().to_owned(),
+            of_best,
+            over_collective,
+            text,
+        });
     }
-    Ok(text + &super::report::judgement(&of_best, &over))
+    Ok(Replay {
+        benchmark: "overlap",
+        replay: file.to_owned(),
+        model: model.name.clone(),
+        ranks: measured.ranks,
+        shapes,
+    })
 }

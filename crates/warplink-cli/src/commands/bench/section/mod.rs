@@ -79,9 +79,7 @@ struct Memory {
 
 impl Section {
     pub(crate) fn run(self, options: &Options) -> Result<ExitCode> {
-        let Some(text) = self.source.read(options)? else {
-            return Ok(ExitCode::FAILURE);
-        };
+        let text = self.source.read()?;
         ranks::run_checked(
             options,
             |_, _| self.check(&text),

@@ -1,0 +1,194 @@
+//! How errors reach people and machines: one text, and with `--json` one object `{"error": …}` in place
+//! of the result.
+
+use super::{print_json, print_message};
+use serde::Serialize;
+use serde_json::Value;
+use std::fmt;
+use std::io;
+
+/// What stands between a message and what to do about it.
+const HELP: &str = "; help: ";
+
+/// An error for machines. What has no value is absent.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub(crate) struct JsonError {
+    kind: String,
+    /// Without the help.
+    message: String,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    help: Option<String>,
+    /// Where it happened.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    rank: Option<usize>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    peer: Option<usize>,
+    /// Of a driver, a library or the system.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    code: Option<i64>,
+    /// What is wrong with a program.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    diagnostics: Vec<Value>,
+}
+
+/// The object that is printed in place of a result.
+#[derive(Serialize)]
+struct Envelope<'a> {
+    error: &'a JsonError,
+}
+
+/// A program that is not one, or that the verifier refuses.
+#[derive(Debug)]
+pub(crate) struct RefusedProgram {
+    pub(crate) error: warplink::Error,
+    /// For machines; the error has them in words.
+    pub(crate) diagnostics: Vec<Value>,
+}
+
+impl fmt::Display for RefusedProgram {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.error.fmt(f)
+    }
+}
+
+impl std::error::Error for RefusedProgram {}
+
+impl JsonError {
+    /// An error that `text` tells, with help at its end or none.
+    pub(crate) fn new(kind: &str, text: &str) -> Self {
+        let (message, help) = match text.split_once(HELP) {
+            Some((message, help)) => (message, Some(help.trim().to_owned())),
+            None => (text, None),
+        };
+        Self {
+            kind: kind.to_owned(),
+            message: message.trim().to_owned(),
+            help,
+            rank: None,
+            peer: None,
+            code: None,
+            diagnostics: Vec::new(),
+        }
+    }
+
+    /// Arguments that are wrong.
+    pub(crate) fn invalid(text: &str) -> Self {
+        Self::new("invalid-argument", text)
+    }
+
+    /// Names the rank on which it happened.
+    pub(crate) fn with_rank(mut self, rank: usize) -> Self {
+        self.rank = Some(rank);
+        self
+    }
+
+    /// Arguments that do not follow the command's grammar.
+    pub(crate) fn of_usage(error: &clap::Error) -> Self {
+        use clap::error::ErrorKind;
+        if error.kind() == ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand {
+            // Its text is all of the help.
+            return Self::invalid("arguments are missing; help: see --help");
+        }
+        let text = error.to_string();
+        // A message, tips, the usage and a hint at --help, with empty lines between.
+        let mut paragraphs = text.split("\n\n").map(|lines| {
+            let words: Vec<&str> = lines.split_whitespace().collect();
+            words.join(" ")
+        });
+        let message = paragraphs.next().unwrap_or_default();
+        let mut made = Self::invalid(message.strip_prefix("error: ").unwrap_or(&message));
+        let tip = paragraphs.find_map(|text| text.strip_prefix("tip: ").map(str::to_owned));
+        made.help = made.help.or(tip).or(Some("see --help".to_owned()));
+        made
+    }
+
+    /// Prints it in place of the result.
+    pub(crate) fn print(&self) {
+        if let Err(error) = print_json(&Envelope { error: self }) {
+            print_message(&format!("error: {error:#}"));
+        }
+    }
+}
+
+impl From<&anyhow::Error> for JsonError {
+    fn from(error: &anyhow::Error) -> Self {
+        let refused = error.downcast_ref::<RefusedProgram>();
+        let library = refused
+            .map(|refused| &refused.error)
+            .or_else(|| error.downcast_ref::<warplink::Error>());
+        let system = error.downcast_ref::<io::Error>();
+        let kind = match (library, system) {
+            (Some(error), _) => kebab_case(&format!("{:?}", error.kind())),
+            (None, Some(_)) => "io".to_owned(),
+            // What the command itself refuses is an argument.
+            (None, None) => "invalid-argument".to_owned(),
+        };
+        let code = library.and_then(warplink::Error::code);
+        let of_system = || system?.raw_os_error().map(i64::from);
+        Self {
+            rank: library.and_then(warplink::Error::rank),
+            peer: library.and_then(warplink::Error::peer),
+            code: code.or_else(of_system),
+            diagnostics: refused.map_or_else(Vec::new, |refused| refused.diagnostics.clone()),
+            ..Self::new(&kind, &format!("{error:#}"))
+        }
+    }
+}
+
+/// `InvalidArgument` as `invalid-argument`.
+fn kebab_case(name: &str) -> String {
+    let mut text = String::new();
+    for letter in name.chars() {
+        if letter.is_uppercase() && !text.is_empty() {
+            text.push('-');
+        }
+        text.extend(letter.to_lowercase());
+    }
+    text
+}
+
+/// Prints an error on standard error, and with `json` also as an object `{"error": …}` in place of
+/// the result.
+pub(crate) fn print_error(error: &anyhow::Error, json: bool) {
+    print_message(&format!("error: {error:#}"));
+    if json {
+        JsonError::from(error).print();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use anyhow::Context as _;
+    use serde_json::json;
+    use warplink::ErrorKind;
+
+    fn value(error: &anyhow::Error) -> Value {
+        serde_json::to_value(JsonError::from(error)).unwrap()
+    }
+
+    #[test]
+    fn an_error_has_only_the_keys_that_have_values() {
+        let error = anyhow::anyhow!("k is 0; expected 1; help: leave it out").context("read");
+        assert_eq!(
+            value(&error),
+            json!({"kind": "invalid-argument", "message": "read: k is 0; expected 1", "help": "leave it out"})
+        );
+        let lost = warplink::Error::new(ErrorKind::PeerLost, "rank 1 was lost")
+            .with_rank(0)
+            .with_peer(1)
+            .with_code(5)
+            .with_help("look at its output");
+        let error = anyhow::Error::from(lost).context("join the job");
+        assert_eq!(
+            value(&error),
+            json!({
+                "kind": "peer-lost", "message": "join the job: rank 0: rank 1 was lost (peer 1, code 5)",
+                "help": "look at its output", "rank": 0, "peer": 1, "code": 5,
+            })
+        );
+        let missing: Result<(), _> = Err(io::Error::from_raw_os_error(2)).context("read x");
+        let told = value(&missing.unwrap_err());
+        assert_eq!((&told["kind"], &told["code"]), (&json!("io"), &json!(2)));
+    }
+}
