@@ -5,19 +5,24 @@
 //! threads in between, unless a signal or a wait, which is one, comes between them. Packets are ordered by
 //! their flags.
 //!
-//! The section is followed once for all lanes: a loop whose bounds are known is run through, another one twice.
-//! Of an operand, the tensor is known, and, where they are constants of the kernel, the rank and the first
-//! selection.
+//! The section is followed once for all lanes: a loop whose bounds are known is run through, another one not at all
+//! or twice. Of an operand, the memory is known, which several tensors of the section may be parts of, and, where they
+//! are constants of the kernel, the rank and the first selection.
 
 use super::scope::Scope;
 use crate::program::construct::{Each, Selection, TensorRef};
 use crate::program::expr::Expr;
-use crate::program::section::{Packing, Place, SectionInstance, Source, Step, StepKind};
+use crate::program::section::{
+    Packing, Place, SectionInstance, SectionMemory, Source, Step, StepKind,
+};
 use std::collections::{BTreeSet, HashMap};
 
-/// The most iterations of a loop that are run through, and steps of all.
+/// The most iterations of a loop that are run through.
 const MAX_ITERATIONS: i64 = 64;
+
+/// The most steps that are followed, with every iteration counted, and accesses that are looked at for all of them.
 const MAX_STEPS: usize = 1 << 14;
+const MAX_LOOKS: usize = 1 << 26;
 
 /// Steps before which the threads of a lane are to be synchronized, by address.
 pub(super) type Barriers = BTreeSet<usize>;
@@ -27,7 +32,7 @@ pub(super) fn id(step: &Step) -> usize {
     std::ptr::from_ref(step).addr()
 }
 
-/// The steps of `instance` that need a barrier before them.
+/// The steps of `instance` that need a barrier before them: all that move data, where following them takes too long.
 pub(super) fn barriers(instance: &SectionInstance, constants: &Scope) -> Barriers {
     let mut barriers = Barriers::new();
     loop {
@@ -35,11 +40,16 @@ pub(super) fn barriers(instance: &SectionInstance, constants: &Scope) -> Barrier
             instance,
             scope: constants.clone(),
             aliases: HashMap::new(),
-            pending: Vec::new(),
+            pending: BTreeSet::new(),
             barriers: barriers.clone(),
             steps: 0,
+            looks: 0,
         };
         walk.body(&instance.section.body);
+        if walk.is_exhausted() {
+            add_moves(&instance.section.body, &mut barriers);
+            return barriers;
+        }
         if walk.barriers == barriers {
             return barriers;
         }
@@ -47,8 +57,32 @@ pub(super) fn barriers(instance: &SectionInstance, constants: &Scope) -> Barrier
     }
 }
 
+/// Adds all steps that move data.
+fn add_moves(steps: &[Step], barriers: &mut Barriers) {
+    for step in steps {
+        match &step.kind {
+            StepKind::Move(_) => {
+                barriers.insert(id(step));
+            }
+            StepKind::For(it) => add_moves(&it.body, barriers),
+            StepKind::If(branch) => {
+                let arms = branch.arms.iter();
+                arms.for_each(|arm| add_moves(&arm.body, barriers));
+                add_moves(&branch.otherwise, barriers);
+            }
+            StepKind::LetInteger { .. }
+            | StepKind::LetTensor { .. }
+            | StepKind::Signal(_)
+            | StepKind::Wait(_)
+            | StepKind::Barrier
+            | StepKind::Announce(_)
+            | StepKind::Agree(_) => {}
+        }
+    }
+}
+
 /// The first selection of an operand.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Selected {
     Index(i64),
     /// A part, and of how many.
@@ -57,25 +91,47 @@ enum Selected {
 }
 
 /// An operand of a step that was followed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Access {
-    tensor: usize,
+    tensor: Accessed,
     rank: Option<i64>,
     selected: Selected,
     writes: bool,
+}
+
+/// A tensor that is accessed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Accessed {
+    /// A tensor of the section, by its index, and what memory it is a part of.
+    One(usize, SectionMemory),
+    /// Any tensor of the program, where several may be the same memory.
+    Any,
+}
+
+impl Accessed {
+    fn same_memory(self, other: Self) -> bool {
+        match (self, other) {
+            (Self::One(_, a), Self::One(_, b)) => a == b,
+            (Self::Any, Self::Any) => true,
+            // Scratch is apart from the tensors of the program.
+            (Self::One(..), Self::Any) | (Self::Any, Self::One(..)) => false,
+        }
+    }
 }
 
 impl Access {
     fn conflicts(&self, other: &Self) -> bool {
         let apart = match (self.rank, other.rank) {
             (Some(a), Some(b)) if a != b => true,
+            // What one tensor selects says nothing of another that is a part of the same memory.
+            _ if self.tensor != other.tensor => false,
             _ => match (self.selected, other.selected) {
                 (Selected::Index(a), Selected::Index(b)) => a != b,
                 (Selected::Part(a, of), Selected::Part(b, others)) => of == others && a != b,
                 _ => false,
             },
         };
-        self.tensor == other.tensor && (self.writes || other.writes) && !apart
+        self.tensor.same_memory(other.tensor) && (self.writes || other.writes) && !apart
     }
 }
 
@@ -84,12 +140,18 @@ struct Walk<'s> {
     scope: Scope,
     aliases: HashMap<&'s str, (usize, Selected)>,
     /// Since the last barrier.
-    pending: Vec<Access>,
+    pending: BTreeSet<Access>,
     barriers: Barriers,
     steps: usize,
+    looks: usize,
 }
 
 impl<'s> Walk<'s> {
+    /// Whether following the steps takes too long: then it ends, and what it has found is not all.
+    fn is_exhausted(&self) -> bool {
+        self.steps > MAX_STEPS || self.looks > MAX_LOOKS
+    }
+
     fn body(&mut self, steps: &'s [Step]) {
         let visible = self.scope.len();
         steps.iter().for_each(|step| self.step(step));
@@ -97,6 +159,9 @@ impl<'s> Walk<'s> {
     }
 
     fn step(&mut self, step: &'s Step) {
+        if self.is_exhausted() {
+            return;
+        }
         self.steps += 1;
         match &step.kind {
             StepKind::LetInteger { name, value } => {
@@ -116,42 +181,52 @@ impl<'s> Walk<'s> {
                 self.each(&it.sources, |walk, source| {
                     accesses.extend(walk.source(source));
                 });
+                self.looks += self.pending.len() * accesses.len();
                 let conflict = self
                     .pending
                     .iter()
                     .any(|before| accesses.iter().any(|access| access.conflicts(before)));
-                // A walk that would take too long gives every step a barrier.
-                if conflict || self.steps > MAX_STEPS {
+                if conflict {
                     self.barriers.insert(id(step));
                 }
                 if self.barriers.contains(&id(step)) {
                     self.pending.clear();
                 }
-                add(&mut self.pending, accesses);
+                self.pending.extend(accesses);
             }
             StepKind::Signal(_) | StepKind::Wait(_) | StepKind::Barrier => self.pending.clear(),
             // Packets alone.
             StepKind::Announce(_) | StepKind::Agree(_) => {}
             StepKind::For(it) => {
                 let bounds = (self.scope.value(&it.from), self.scope.value(&it.to));
+                // What comes after a loop that may have no iterations comes after what is before it, too.
+                let mut before = BTreeSet::new();
                 let values: Vec<Option<i64>> = match bounds {
-                    (Some(from), Some(to))
-                        if to.saturating_sub(from) <= MAX_ITERATIONS && self.steps <= MAX_STEPS =>
-                    {
+                    (Some(from), Some(to)) if to.saturating_sub(from) <= MAX_ITERATIONS => {
                         (from..to).map(Some).collect()
                     }
-                    _ => vec![None; 2],
+                    (Some(_), Some(_)) => vec![None; 2],
+                    _ => {
+                        self.looks += self.pending.len();
+                        before.clone_from(&self.pending);
+                        vec![None; 2]
+                    }
                 };
                 for value in values {
+                    if self.is_exhausted() {
+                        return;
+                    }
                     let visible = self.scope.len();
                     self.scope.bind(&it.index, "", value);
                     self.body(&it.body);
                     self.scope.truncate(visible);
                 }
+                self.pending.extend(before);
             }
             StepKind::If(branch) => {
+                self.looks += self.pending.len() * branch.arms.len();
                 let before = self.pending.clone();
-                let mut after = Vec::new();
+                let mut after = BTreeSet::new();
                 let mut decided = false;
                 for arm in &branch.arms {
                     let holds = self.scope.holds(&arm.condition);
@@ -160,7 +235,7 @@ impl<'s> Walk<'s> {
                     }
                     self.pending.clone_from(&before);
                     self.body(&arm.body);
-                    add(&mut after, std::mem::take(&mut self.pending));
+                    after.append(&mut self.pending);
                     decided = holds == Some(true);
                     if decided {
                         break;
@@ -169,7 +244,7 @@ impl<'s> Walk<'s> {
                 if !decided {
                     self.pending.clone_from(&before);
                     self.body(&branch.otherwise);
-                    add(&mut after, std::mem::take(&mut self.pending));
+                    after.append(&mut self.pending);
                 }
                 self.pending = after;
             }
@@ -215,15 +290,18 @@ impl<'s> Walk<'s> {
 
     /// What a step does with a place; none where it has packets.
     fn access(&self, place: &'s Place, writes: bool) -> Option<Access> {
-        let (mut tensor, mut selected) = self.operand(&place.tensor)?;
-        let scratch = self.instance.scratch_of(tensor);
-        if self.instance.shared_tensors && scratch.is_none() {
-            // All tensors are one, of which nothing more is known.
-            (tensor, selected) = (usize::MAX, Selected::Unknown);
-        }
+        let (index, mut selected) = self.operand(&place.tensor)?;
+        let scratch = self.instance.scratch_of(index);
         if scratch.is_some_and(|scratch| scratch.packing != Packing::Plain) {
             return None;
         }
+        let tensor = if self.instance.shared_tensors && scratch.is_none() {
+            // All tensors are one, of which nothing more is known.
+            selected = Selected::Unknown;
+            Accessed::Any
+        } else {
+            Accessed::One(index, self.instance.tensors[index].memory)
+        };
         let rank = match &place.on {
             Some(rank) => self.scope.value(rank),
             None => i64::try_from(self.instance.rank).ok(),
@@ -251,13 +329,5 @@ impl<'s> Walk<'s> {
             _ => None,
         };
         Some((tensor, selected.unwrap_or(Selected::Unknown)))
-    }
-}
-
-fn add(all: &mut Vec<Access>, more: Vec<Access>) {
-    for access in more {
-        if !all.contains(&access) {
-            all.push(access);
-        }
     }
 }

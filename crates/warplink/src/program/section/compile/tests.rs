@@ -81,6 +81,64 @@ fn what_an_iteration_leaves_to_the_next_is_waited_for() {
 }
 
 #[test]
+fn a_loop_that_may_have_no_iterations_synchronizes_nothing_that_comes_after_it() {
+    let after = |steps: &str| {
+        let read = "Z[lane of 4] = copy(Y[lane of 4])";
+        barriers(&format!(
+            "Y[lane of 4] = copy(X[lane of 4])\n{steps}\n{read}"
+        ))
+    };
+    for loops in ["0..n", "lane..2"] {
+        assert_eq!(after(&format!("for i in {loops} {{ barrier }}")), 1);
+        assert_eq!(after(&format!("for i in {loops} {{ wait 1 - rank }}")), 1);
+        assert_eq!(after(&format!("for i in {loops} {{ signal 1 - rank }}")), 1);
+        let nested = format!("for i in {loops} {{ for j in 0..n {{ barrier }} }}");
+        assert_eq!(after(&nested), 1);
+        // Its own barrier does not help where it has no iterations.
+        let own = format!("for i in {loops} {{ Y[lane of 4] = copy(X[lane of 4]) }}");
+        assert_eq!(after(&own), 2);
+        assert_eq!(after(&format!("{own}\nbarrier")), 1);
+    }
+    // These run.
+    assert_eq!(after("for i in 0..2 { barrier }"), 0);
+    assert_eq!(after("for i in 0..1000 { barrier }"), 0);
+}
+
+#[test]
+fn tensors_that_are_parts_of_one_are_known_to_be() {
+    let of = |lets: &str, body: &str| {
+        let text = format!(
+            "program test(n) {{\n input X: f32[2, n]\n output Y: f32[2, n]\n output W: f32[2, n]\n{lets}\n \
+             kernel lane in 0..1 threads 64 {{\n{body}\n}}\n}}\n"
+        );
+        let kernel = section(&text, 0, 2, 64).kernel(true).unwrap();
+        kernel.matches("self.sync();").count()
+    };
+    let parts = "let H = Y[1]\nlet L = Y[0]\nlet V = W[0]";
+    assert_eq!(of(parts, "Y = copy(X)\nH = reduce(H, X[0], sum)"), 1);
+    assert_eq!(of(parts, "H = copy(X[0])\nW[0] = copy(Y[1])"), 1);
+    // What they select says nothing of where they lie.
+    assert_eq!(
+        of(
+            parts,
+            "H[0 of 2] = copy(X[0][0 of 2])\nY[1 of 2] = copy(X[1 of 2])"
+        ),
+        1
+    );
+    assert_eq!(of(parts, "L = copy(X[0])\nH = copy(X[1])"), 1);
+    // Other memory, other ranks, and parts of one.
+    assert_eq!(of(parts, "H = copy(X[0])\nV = copy(X[1])"), 0);
+    assert_eq!(of(parts, "put X to Y on 1\nH = copy(X[0])"), 0);
+    assert_eq!(
+        of(
+            parts,
+            "H[0 of 2] = copy(X[0][0 of 2])\nH[1 of 2] = copy(X[0][1 of 2])"
+        ),
+        0
+    );
+}
+
+#[test]
 fn lists_are_written_out_and_begin_with_another_rank_on_each() {
     let body = "barrier\nY[rank of world][lane of 4] on r for r in 0..world = \
                 reduce(X[rank of world][lane of 4] on r for r in 0..world, sum)\nbarrier";
