@@ -2,10 +2,15 @@
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::sync::{AtomicBool, Mutex, OnceLock, Ordering, guard};
+use std::any::Any;
 use std::fmt;
 use std::sync::{Arc, Weak};
 
-type Hook = Box<dyn FnOnce() + Send>;
+/// What is to happen when waits end, as long as there is the one that it is for.
+struct Hook {
+    listener: Weak<dyn Any + Send + Sync>,
+    run: Box<dyn FnOnce() + Send>,
+}
 
 type Tell = Box<dyn Fn(Error) + Send + Sync>;
 
@@ -66,7 +71,7 @@ impl Fault {
         let mut hooks = guard(&self.hooks);
         self.released.store(true, Ordering::Release);
         let hooks = std::mem::take(&mut *hooks);
-        hooks.into_iter().for_each(|hook| hook());
+        hooks.into_iter().for_each(|hook| (hook.run)());
     }
 
     /// The faults of others whose work lies in a stream that fails by this one, and so counts for
@@ -121,15 +126,26 @@ impl Fault {
         }
     }
 
-    /// Runs `hook` once when waits are to end, or at once if they are already.
-    pub(crate) fn when_raised(&self, hook: impl FnOnce() + Send + 'static) {
+    /// Runs `hook` with `listener` once when waits are to end, or at once if they are already. It is
+    /// forgotten some time after `listener` is gone.
+    pub(crate) fn when_raised<T: Send + Sync + 'static>(
+        &self,
+        listener: &Arc<T>,
+        hook: impl FnOnce(Weak<T>) + Send + 'static,
+    ) {
+        let listener = Arc::downgrade(listener);
         let mut hooks = guard(&self.hooks);
         if !self.is_released() {
-            hooks.push(Box::new(hook));
+            hooks.retain(|hook| hook.listener.strong_count() > 0);
+            let own = listener.clone();
+            hooks.push(Hook {
+                listener,
+                run: Box::new(move || hook(own)),
+            });
             return;
         }
         drop(hooks);
-        hook();
+        hook(listener);
     }
 }
 
@@ -148,12 +164,29 @@ mod tests {
     fn waits_end_in_the_second_step_only() {
         let (fault, ended) = (Fault::default(), Arc::new(AtomicBool::new(false)));
         let told = ended.clone();
-        fault.when_raised(move || told.store(true, Ordering::Release));
+        let listener = Arc::new(());
+        fault.when_raised(&listener, move |_| told.store(true, Ordering::Release));
         fault.announce(Error::new(ErrorKind::PeerLost, "first"));
         fault.announce(Error::new(ErrorKind::PeerLost, "second"));
         assert_eq!(fault.check().unwrap_err().message(), "first");
         assert!(!ended.load(Ordering::Acquire) && !fault.is_released());
         fault.release();
         assert!(ended.load(Ordering::Acquire) && fault.is_released());
+    }
+
+    #[test]
+    fn what_is_for_somebody_who_is_gone_is_forgotten() {
+        let (fault, runs) = (Fault::default(), Arc::new(AtomicBool::new(false)));
+        fault.when_raised(&runs, |runs| {
+            if let Some(runs) = runs.upgrade() {
+                runs.store(true, Ordering::Release);
+            }
+        });
+        for _ in 0..100 {
+            fault.when_raised(&Arc::new(()), |gone| assert!(gone.upgrade().is_none()));
+        }
+        assert!(guard(&fault.hooks).len() <= 2, "grows without bound");
+        fault.raise(Error::new(ErrorKind::PeerLost, "lost"));
+        assert!(runs.load(Ordering::Acquire));
     }
 }

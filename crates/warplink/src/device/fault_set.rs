@@ -423,7 +423,8 @@ mod loom_losses {
         let (fault, set) = (Arc::new(Fault::default()), Arc::<FaultSet>::default());
         let word = Shared::new(AtomicU64::new(0));
         let ended = word.clone();
-        fault.when_raised(move || ended.store(LET_GO, Ordering::Release));
+        // The word is there for as long as the stream is.
+        fault.when_raised(&set, move |_| ended.store(LET_GO, Ordering::Release));
         drop(set.add([&fault]));
         (fault, set, word)
     }
@@ -512,7 +513,8 @@ mod loom_losses {
             let raising = [fault.clone(), fault.clone()]
                 .map(|fault| thread::spawn(move || fault.raise(lost())));
             let counted = runs.clone();
-            fault.when_raised(move || {
+            let listener = Arc::new(());
+            fault.when_raised(&listener, move |_| {
                 counted.fetch_add(1, Ordering::Relaxed);
             });
             let seen = fault

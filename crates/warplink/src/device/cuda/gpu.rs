@@ -47,10 +47,8 @@ impl Gpu {
         let staging = Staging::create(&context, &fault)?;
         let reaper = Reaper::start(&context)?;
         let signals = Signals::start(&context, &reaper).inspect_err(|_| reaper.stop())?;
-        // Weakly, since the fault is held by what the thread must not outlive.
-        let waiting = Arc::downgrade(&signals);
-        fault.when_raised(move || {
-            if let Some(signals) = waiting.upgrade() {
+        fault.when_raised(&signals, |signals| {
+            if let Some(signals) = signals.upgrade() {
                 signals.raise();
             }
         });

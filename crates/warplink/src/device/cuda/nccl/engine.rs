@@ -151,8 +151,7 @@ impl NcclEngine {
     fn of(gpu: &Arc<Gpu>, fault: &Arc<Fault>, comm: NcclComm, world: usize, name: String) -> Self {
         let comm = Arc::new(comm);
         for fault in [&gpu.fault, fault] {
-            let weak = Arc::downgrade(&comm);
-            fault.when_raised(move || {
+            fault.when_raised(&comm, |weak| {
                 let end = move || {
                     if let Some(comm) = weak.upgrade() {
                         comm.abort();

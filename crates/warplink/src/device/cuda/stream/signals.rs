@@ -17,7 +17,7 @@ use crate::error::Result;
 use crate::sync::lock;
 use cudarc::driver::sys::{CUcontext, CUstream};
 use std::collections::HashMap;
-use std::sync::{Arc, Condvar, Mutex};
+use std::sync::{Arc, Condvar, Mutex, Weak};
 use std::time::{Duration, Instant};
 
 /// At least every value that is waited for, as long as epochs stay below it; values are compared
@@ -42,6 +42,8 @@ struct State {
     pages: HashMap<u64, Page>,
     /// Pages that are about to be freed, and whose remaining waits must be ended first.
     retiring: HashMap<u64, usize>,
+    /// Those that wake the thread when they are raised.
+    faults: Vec<Weak<Fault>>,
     raised: bool,
     stopped: bool,
 }
@@ -54,6 +56,17 @@ struct Page {
 }
 
 impl State {
+    /// Notes a fault; whether it was not known.
+    fn note(&mut self, fault: &Arc<Fault>) -> bool {
+        self.faults.retain(|known| known.strong_count() > 0);
+        let is_known = |known: &Weak<Fault>| std::ptr::eq(known.as_ptr(), Arc::as_ptr(fault));
+        if self.faults.iter().any(is_known) {
+            return false;
+        }
+        self.faults.push(Arc::downgrade(fault));
+        true
+    }
+
     /// Whether no wait is left to be ended.
     fn is_over(&self) -> bool {
         self.stopped && self.pages.is_empty() && self.retiring.is_empty()
@@ -108,15 +121,26 @@ impl Signals {
             bytes,
             fault: fault.clone(),
         };
-        lock(&self.state).pages.insert(address, page);
-        let waiting = Arc::downgrade(self);
-        fault.when_raised(move || {
-            if let Some(signals) = waiting.upgrade() {
-                // Taken and released, so that the thread is not between looking and waiting.
-                drop(lock(&signals.state));
-                signals.changed.notify_all();
-            }
-        });
+        let mut state = lock(&self.state);
+        state.pages.insert(address, page);
+        let is_new = state.note(fault);
+        drop(state);
+        if is_new {
+            fault.when_raised(self, |signals| {
+                if let Some(signals) = signals.upgrade() {
+                    signals.wake();
+                }
+            });
+        } else if fault.is_released() {
+            self.wake();
+        }
+    }
+
+    /// Has the thread look at what is there.
+    fn wake(&self) {
+        // Taken and released, so that the thread is not between looking and waiting.
+        drop(lock(&self.state));
+        self.changed.notify_all();
     }
 
     /// Takes a page out before it is freed, and ends what waits on it: the driver would hold the
@@ -338,5 +362,21 @@ impl Drop for OtherContext {
                 tracing::warn!(code, "a second context was not destroyed");
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_fault_of_many_pages_is_listened_to_once() {
+        let mut state = State::default();
+        let [first, second] = [(); 2].map(|()| Arc::new(Fault::default()));
+        let noted = [&first, &first, &second, &first].map(|fault| state.note(fault));
+        assert_eq!(noted, [true, false, true, false]);
+        drop(first);
+        assert!(state.note(&Arc::new(Fault::default())) && !state.note(&second));
+        assert_eq!(state.faults.len(), 1);
     }
 }
