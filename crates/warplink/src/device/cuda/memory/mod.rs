@@ -391,12 +391,13 @@ impl Drop for PlainMemory {
             }
         };
         if self.fault.is_some() {
-            // Ends what waits on the page, which takes a moment: streams would never be past it.
+            // Ends what waits on the page first: streams would never be past it. What asks the driver is
+            // left to the reaper's thread.
             let signals = self.gpu.signals.clone();
-            let again = reaper.clone();
+            let (again, last) = (reaper.clone(), reaper.clone());
+            let free = move || last.when_past(uses.pending(), free);
             return reaper.when_past(Vec::new(), move || {
-                signals.retire(block.address);
-                again.when_past(uses.pending(), free);
+                signals.retire(block.address, move || again.when_past(Vec::new(), free));
             });
         }
         let pending: Vec<PendingUse> = uses.pending();

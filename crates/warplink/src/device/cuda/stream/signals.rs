@@ -16,7 +16,7 @@ use crate::error::Error;
 use crate::error::Result;
 use crate::sync::lock;
 use cudarc::driver::sys::{CUcontext, CUstream};
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, Condvar, Mutex, Weak};
 use std::time::{Duration, Instant};
 
@@ -30,18 +30,18 @@ const BUFFER: usize = 64 << 10;
 /// Time from one round of writes to the next.
 const PERIOD: Duration = Duration::from_millis(20);
 
-/// Longest that freeing a page waits for its waits to end.
+/// From then on, a page that is to be freed and still is written to is worth a warning.
 const RETIREMENT: Duration = Duration::from_secs(1);
 
 /// Rounds that the stream may be held up before the writes go another way.
 const HELD_UP_ROUNDS: u32 = 10;
 
-#[derive(Debug, Default)]
+#[derive(Default)]
 struct State {
     /// Each live page, by address.
     pages: HashMap<u64, Page>,
     /// Pages that are about to be freed, and whose remaining waits must be ended first.
-    retiring: HashMap<u64, usize>,
+    retiring: HashMap<u64, Retiring>,
     /// Those that wake the thread when they are raised.
     faults: Vec<Weak<Fault>>,
     raised: bool,
@@ -54,6 +54,25 @@ struct Page {
     /// What ends waits for its words.
     fault: Arc<Fault>,
 }
+
+struct Retiring {
+    bytes: usize,
+    since: Instant,
+    /// Whether a write of it has been enqueued since.
+    written: bool,
+    overdue: bool,
+    then: Then,
+}
+
+/// What is done when nothing is written to a page any more.
+type Then = Box<dyn FnOnce() + Send>;
+
+/// The pages of the last round that went each way, unless it is done.
+type UnderWay = [HashSet<u64>; 2];
+
+/// The ways that rounds go: by the stream, and by the one of another context.
+const OWN: usize = 0;
+const OTHER: usize = 1;
 
 impl State {
     /// Notes a fault; whether it was not known.
@@ -73,17 +92,42 @@ impl State {
     }
 
     /// The pages whose waits are to end, with their bytes.
-    fn released(&self) -> HashMap<u64, usize> {
+    fn wanted(&self) -> HashMap<u64, usize> {
         let released = self.pages.iter();
-        released
+        let released = released
             .filter(|(_, page)| self.raised || page.fault.is_released())
-            .map(|(&address, page)| (address, page.bytes))
+            .map(|(&address, page)| (address, page.bytes));
+        let retiring = self.retiring.iter();
+        released
+            .chain(retiring.map(|(&address, page)| (address, page.bytes)))
             .collect()
+    }
+
+    /// A write of all pages that are about to be freed was enqueued.
+    fn note_round(&mut self) {
+        for page in self.retiring.values_mut() {
+            page.written = true;
+        }
+    }
+
+    /// Takes out the pages that nothing is written to any more. Where the stream is `broken`, nothing waits
+    /// for another write.
+    fn take_finished(&mut self, under_way: &UnderWay, broken: bool) -> Vec<Then> {
+        let finished = self.retiring.extract_if(|address, page| {
+            (page.written || broken) && !under_way.iter().any(|round| round.contains(address))
+        });
+        let finished = finished.map(|(_, page)| page.then).collect();
+        for page in self.retiring.values_mut() {
+            if page.since.elapsed() > RETIREMENT && !std::mem::replace(&mut page.overdue, true) {
+                tracing::warn!("a signal page is kept, as its waits may not have ended");
+            }
+        }
+        finished
     }
 }
 
 /// The live signal pages of a device and the thread that ends waits for them.
-#[derive(Debug, Default)]
+#[derive(Default)]
 pub(crate) struct Signals {
     state: Mutex<State>,
     changed: Condvar,
@@ -106,6 +150,7 @@ impl Signals {
             buffer,
             other: None,
             held_up: 0,
+            under_way: UnderWay::default(),
             reaper: reaper.clone(),
         };
         std::thread::Builder::new()
@@ -144,23 +189,24 @@ impl Signals {
     }
 
     /// Takes a page out before it is freed, and ends what waits on it: the driver would hold the
-    /// freeing up until a stream that waits is done, for ever perhaps. No write to the page is
-    /// under way after this. Blocks until then, or for a second where the GPU is held up.
-    pub(crate) fn retire(&self, address: u64) {
+    /// freeing up until a stream that waits is done, for ever perhaps. `then` is run, on the thread, when that
+    /// is done and no write to the page is under way any more: what is allocated there next must not
+    /// be written to. It must not block.
+    pub(crate) fn retire(&self, address: u64, then: impl FnOnce() + Send + 'static) {
         let mut state = lock(&self.state);
         let Some(Page { bytes, .. }) = state.pages.remove(&address) else {
-            return;
+            drop(state);
+            return then();
         };
-        state.retiring.insert(address, bytes);
-        self.changed.notify_all();
-        let waited = self.changed.wait_timeout_while(state, RETIREMENT, |state| {
-            state.retiring.contains_key(&address)
-        });
-        let mut state = waited.unwrap_or_else(std::sync::PoisonError::into_inner).0;
-        if state.retiring.remove(&address).is_some() {
-            tracing::warn!("a signal page is freed though its waits may not have ended");
-        }
-        // The thread may have waited for the last page.
+        let page = Retiring {
+            bytes,
+            since: Instant::now(),
+            written: false,
+            overdue: false,
+            then: Box::new(then),
+        };
+        state.retiring.insert(address, page);
+        drop(state);
         self.changed.notify_all();
     }
 
@@ -185,6 +231,7 @@ struct Poisoner {
     buffer: Pinned,
     other: Option<OtherContext>,
     held_up: u32,
+    under_way: UnderWay,
     reaper: Reaper,
 }
 
@@ -194,16 +241,22 @@ impl Poisoner {
         let mut state = lock(&signals.state);
         let mut warned = false;
         while !state.is_over() {
+            let mut finished = Vec::new();
             // Held while enqueuing, so that no page is freed under a write.
-            let result = self.serve(&mut state);
+            let result = self.serve(&mut state, &mut finished);
             if let Err(error) = result
                 && !status::is_over(&error)
                 && !std::mem::replace(&mut warned, true)
             {
                 tracing::warn!(%error, "waits in streams may not end");
             }
-            signals.changed.notify_all();
-            state = if !state.released().is_empty() || !state.retiring.is_empty() {
+            if !finished.is_empty() {
+                drop(state);
+                finished.into_iter().for_each(|then| then());
+                state = lock(&signals.state);
+                continue;
+            }
+            state = if !state.wanted().is_empty() {
                 signals
                     .changed
                     .wait_timeout(state, PERIOD)
@@ -222,38 +275,51 @@ impl Poisoner {
         reaper.run(move |_| drop(buffer));
     }
 
-    /// Writes what the state asks for, and lets go of the pages whose last write is done.
-    fn serve(&mut self, state: &mut State) -> Result<()> {
-        let released = state.released();
-        if !released.is_empty() {
-            self.round(&released)?;
-        }
-        if state.retiring.is_empty() {
+    /// Writes what the state asks for, and gives what is to be done for the pages whose last write is done.
+    fn serve(&mut self, state: &mut State, finished: &mut Vec<Then>) -> Result<()> {
+        let looked = self.look();
+        *finished = state.take_finished(&self.under_way, looked.is_err());
+        let is_idle = looked?;
+        let pages = state.wanted();
+        if pages.is_empty() || !self.round(&pages, is_idle)? {
             return Ok(());
         }
-        if !self.round(&state.retiring)? {
-            return Ok(());
-        }
+        state.note_round();
         let until = Instant::now() + PERIOD;
-        while Instant::now() < until {
-            let _entered = self.context.enter()?;
-            let _relaxed = self.context.relax_capture();
-            if self.stream.is_idle()? {
-                state.retiring.clear();
-                return Ok(());
-            }
+        while !state.retiring.is_empty() && Instant::now() < until {
+            let looked = self.look();
+            finished.extend(state.take_finished(&self.under_way, looked.is_err()));
+            looked?;
             std::thread::yield_now();
         }
         Ok(())
     }
 
+    /// Notes which rounds are done; whether that of the stream is. One that cannot be asked does nothing any
+    /// more.
+    fn look(&mut self) -> Result<bool> {
+        let _relaxed = self.context.relax_capture();
+        if let Some(other) = &self.other
+            && other.with(|_| Ok(())).unwrap_or(true)
+        {
+            self.under_way[OTHER].clear();
+        }
+        let is_idle = self.stream.is_idle();
+        if *is_idle.as_ref().unwrap_or(&true) {
+            self.under_way[OWN].clear();
+        }
+        is_idle
+    }
+
     /// Enqueues one write of every word, unless those of an earlier round are still to be done;
-    /// whether it did.
-    fn round(&mut self, pages: &HashMap<u64, usize>) -> Result<bool> {
+    /// whether it did. Whether the stream `is_idle`, [`look`](Self::look) says.
+    fn round(&mut self, pages: &HashMap<u64, usize>, is_idle: bool) -> Result<bool> {
         let entered = self.context.enter()?;
         let _relaxed = self.context.relax_capture();
-        if self.stream.is_idle()? {
+        if is_idle {
             self.held_up = 0;
+            // Also where some of them fail.
+            self.under_way[OWN] = pages.keys().copied().collect();
             return self.write(pages, self.stream.raw).map(|()| true);
         }
         drop(entered);
@@ -269,7 +335,15 @@ impl Poisoner {
         let Some(other) = &self.other else {
             return Ok(false);
         };
-        other.with(|stream| self.write(pages, stream))
+        let mut round = None;
+        let written = other.with(|stream| {
+            round = Some(pages.keys().copied().collect());
+            self.write(pages, stream)
+        });
+        if let Some(round) = round {
+            self.under_way[OTHER] = round;
+        }
+        written
     }
 
     fn write(&self, pages: &HashMap<u64, usize>, stream: CUstream) -> Result<()> {
@@ -277,9 +351,9 @@ impl Poisoner {
             let mut done = 0;
             while done < bytes {
                 let part = BUFFER.min(bytes - done);
-                // SAFETY: the page is live: it is removed, under the lock that is held here, before
-                // it is freed, and freeing waits for what is enqueued. The buffer never changes,
-                // and the stream is of the current context.
+                // SAFETY: the page is live: it is given back only when the rounds that write to it,
+                // which are noted under the lock that is held here, are done. The buffer never
+                // changes, and the stream is of the current context.
                 unsafe {
                     self.buffer
                         .copy_to(0, address + done as u64, part, stream)?
@@ -368,6 +442,9 @@ impl Drop for OtherContext {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::error::ErrorKind;
+    use std::collections::BTreeSet;
+    use std::sync::atomic::{AtomicUsize, Ordering};
 
     #[test]
     fn a_fault_of_many_pages_is_listened_to_once() {
@@ -378,5 +455,34 @@ mod tests {
         drop(first);
         assert!(state.note(&Arc::new(Fault::default())) && !state.note(&second));
         assert_eq!(state.faults.len(), 1);
+    }
+
+    #[test]
+    fn a_page_is_given_back_when_no_round_writes_to_it_though_others_are_released() {
+        let (signals, given) = (Signals::default(), Arc::new(AtomicUsize::new(0)));
+        let signals = Arc::new(signals);
+        let [lost, living] = [(); 2].map(|()| Arc::new(Fault::default()));
+        lost.raise(Error::new(ErrorKind::PeerLost, "lost"));
+        for (page, fault) in [(8, &lost), (16, &living)] {
+            signals.add(page, 64, fault);
+        }
+        let told = given.clone();
+        signals.retire(16, move || {
+            told.fetch_add(1, Ordering::Relaxed);
+        });
+        let run = |finished: Vec<Then>| finished.into_iter().for_each(|then| then());
+        let mut state = lock(&signals.state);
+        let wanted: BTreeSet<u64> = state.wanted().into_keys().collect();
+        assert_eq!(Vec::from_iter(wanted), [8, 16], "not in one round");
+        let [none, both] = [HashSet::new(), HashSet::from([8, 16])];
+        run(state.take_finished(&[none.clone(), none.clone()], false));
+        assert_eq!(given.load(Ordering::Relaxed), 0, "its waits were not ended");
+        state.note_round();
+        // A round by the other stream is done, and one from before that still stands in the first.
+        run(state.take_finished(&[both, none.clone()], false));
+        assert_eq!(given.load(Ordering::Relaxed), 0, "it will be written to");
+        run(state.take_finished(&[HashSet::from([8]), none], false));
+        assert_eq!(given.load(Ordering::Relaxed), 1);
+        assert!(state.retiring.is_empty() && state.wanted().len() == 1);
     }
 }
