@@ -162,6 +162,47 @@ fn events_order_and_measure() {
 }
 
 #[test]
+fn an_event_that_was_never_recorded_holds_up_nobody() {
+    let device = open_device();
+    let stream = device.create_stream(Priority::Normal).unwrap();
+    let event = device.create_event(false).unwrap();
+    assert!(event.is_reached().unwrap());
+    stream.wait_event(&event).unwrap();
+    stream.synchronize(soon()).unwrap();
+}
+
+#[test]
+fn an_event_is_reached_where_it_was_recorded_last_also_after_a_capture() {
+    let device = open_device();
+    let [first, second, third] = [(); 3].map(|()| device.create_stream(Priority::Normal).unwrap());
+    let words = device.allocate_signals(128).unwrap();
+    let [a, b] = [0, 64].map(|at| words.word(at).unwrap());
+    let memory = device.allocate(64, AllocationKind::Plain).unwrap();
+    let event = device.create_event(false).unwrap();
+    let set = |word| third.memory_ops(&[MemoryOp::Write { word, value: 1 }]);
+    for (stream, word) in [(&first, &a), (&second, &b)] {
+        stream
+            .memory_ops(&[MemoryOp::Wait { word, value: 1 }])
+            .unwrap();
+    }
+    first.record(&event).unwrap();
+    third.begin_capture().unwrap();
+    third.fill(&memory, 1).unwrap();
+    third.record(&event).unwrap();
+    third.end_capture().unwrap();
+    second.record(&event).unwrap();
+    set(&a).unwrap();
+    first.synchronize(soon()).unwrap();
+    assert!(
+        !event.is_reached().unwrap(),
+        "the second stream still waits"
+    );
+    set(&b).unwrap();
+    second.synchronize(soon()).unwrap();
+    assert!(event.is_reached().unwrap());
+}
+
+#[test]
 fn a_graph_replays_what_was_captured_on_two_streams() {
     let device = open_device();
     let (first, second) = (

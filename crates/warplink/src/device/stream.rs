@@ -251,7 +251,8 @@ impl Event {
         self.0.elapsed_since(earlier)
     }
 
-    /// Whether the mark has been reached.
+    /// Whether the mark has been reached. An event that was never recorded counts as reached: waiting for it is
+    /// waiting for nothing.
     pub fn is_reached(&self) -> Result<bool> {
         self.0.is_reached()
     }

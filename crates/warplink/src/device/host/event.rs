@@ -5,6 +5,7 @@ use super::mark::EventState;
 use crate::device::{Event, EventBackend, FaultSet};
 use crate::error::{Error, ErrorKind, Result};
 use crate::sync::lock;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
@@ -15,6 +16,8 @@ pub(super) struct HostEvent {
     timing: bool,
     pub(super) state: Arc<EventState>,
     pub(super) recorded: Mutex<Recorded>,
+    /// The number of the last mark in a stream. Those in captures have none.
+    last_mark: AtomicU64,
     /// Those of the stream in which it was recorded last.
     pub(super) faults: FaultSet,
 }
@@ -34,6 +37,7 @@ impl HostEvent {
             timing,
             state: Arc::default(),
             recorded: Mutex::default(),
+            last_mark: AtomicU64::new(0),
             faults: FaultSet::default(),
         }
     }
@@ -41,11 +45,7 @@ impl HostEvent {
     /// Numbers the next mark.
     pub(super) fn next_mark(&self) -> u64 {
         let mut recorded = lock(&self.recorded);
-        let mark = match &*recorded {
-            Recorded::InStream(mark) => mark + 1,
-            // A mark in a graph leaves the numbers of the stream's marks as they are.
-            Recorded::Never | Recorded::InGraph(_) => self.state.reached().mark + 1,
-        };
+        let mark = self.last_mark.fetch_add(1, Ordering::Relaxed) + 1;
         *recorded = Recorded::InStream(mark);
         mark
     }

@@ -5,7 +5,6 @@ use crate::device::cuda::gpu::Gpu;
 use crate::device::{Event, EventBackend, FaultSet};
 use crate::error::{Error, Result};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 
 /// A mark in a stream.
 #[derive(Debug)]
@@ -15,7 +14,6 @@ pub(crate) struct CudaEvent {
     timing: bool,
     /// Whether it can be asked after the fault too.
     after_fault: bool,
-    recorded: AtomicBool,
     /// Those of the stream in which it was recorded last.
     pub(crate) faults: FaultSet,
 }
@@ -28,7 +26,6 @@ impl CudaEvent {
             raw,
             timing,
             after_fault: false,
-            recorded: AtomicBool::new(false),
             faults: FaultSet::default(),
         })
     }
@@ -40,7 +37,6 @@ impl CudaEvent {
             raw,
             timing: false,
             after_fault: true,
-            recorded: AtomicBool::new(true),
             faults: FaultSet::default(),
         }
     }
@@ -51,11 +47,6 @@ impl CudaEvent {
             Error::invalid("the event belongs to another device; expected one of a GPU")
                 .with_help("use an event of the same device")
         })
-    }
-
-    /// Notes that it has been recorded.
-    pub(crate) fn mark(&self) {
-        self.recorded.store(true, Ordering::Release);
     }
 }
 
@@ -77,10 +68,6 @@ impl EventBackend for CudaEvent {
     fn is_reached(&self) -> Result<bool> {
         if !self.after_fault {
             self.gpu.fault.check()?;
-        }
-        // The driver calls an event reached that was never recorded.
-        if !self.recorded.load(Ordering::Acquire) {
-            return Ok(false);
         }
         let _relaxed = self.gpu.context.relax_capture();
         self.raw.is_reached()

@@ -314,9 +314,7 @@ impl StreamBackend for CudaStream {
         // Before the mark is there to be followed.
         event.faults.replace(&self.faults);
         // SAFETY: the stream is valid, and of the event's context, which is current.
-        unsafe { event.raw.record(self.raw)? };
-        event.mark();
-        Ok(())
+        unsafe { event.raw.record(self.raw) }
     }
 
     fn record_end(&self) -> Result<Event> {
