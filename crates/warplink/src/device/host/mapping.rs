@@ -3,7 +3,7 @@
 use crate::device::Piece;
 use crate::error::{Error, Result};
 use crate::sync::lock;
-use rustix::fs::MemfdFlags;
+use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::mm::{MapFlags, ProtFlags};
 use std::collections::BTreeMap;
 use std::ffi::c_void;
@@ -154,7 +154,10 @@ pub(super) fn add_piece(
     Ok(mapping_at(base, pieces, Some(segment.clone())))
 }
 
-/// A new file of `bytes` of zeros.
+/// What a file has to promise, so that no access to its mapping can raise SIGBUS: its length stays.
+pub(super) const FIXED_LENGTH: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW);
+
+/// A new file of `bytes` of zeros, whose length nobody can change any more.
 pub(super) fn new_file(bytes: usize) -> Result<Piece> {
     let fail = |errno: rustix::io::Errno| {
         Error::io(
@@ -162,8 +165,10 @@ pub(super) fn new_file(bytes: usize) -> Result<Piece> {
             &errno.into(),
         )
     };
-    let descriptor = rustix::fs::memfd_create("warplink", MemfdFlags::CLOEXEC).map_err(fail)?;
+    let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+    let descriptor = rustix::fs::memfd_create("warplink", flags).map_err(fail)?;
     rustix::fs::ftruncate(&descriptor, bytes as u64).map_err(fail)?;
+    rustix::fs::fcntl_add_seals(&descriptor, FIXED_LENGTH | SealFlags::SEAL).map_err(fail)?;
     Ok(Piece { descriptor, bytes })
 }
 

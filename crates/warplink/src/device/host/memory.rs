@@ -1,6 +1,6 @@
 //! Slices of shared memory, and every raw access to it.
 
-use super::mapping::{Mapping, map_pieces, mappings_of, new_file, next_identity};
+use super::mapping::{FIXED_LENGTH, Mapping, map_pieces, mappings_of, new_file, next_identity};
 use super::unmapping::LateUnmapping;
 use crate::device::{Backing, DeviceKind, DeviceSlice, Fault, Piece, Word, combined_identity};
 use crate::error::{Error, ErrorKind, Result};
@@ -193,7 +193,7 @@ pub(super) fn allocate_for(bytes: usize, fault: Option<Arc<Fault>>) -> Result<De
     Ok(slice_of(mapping, None, fault))
 }
 
-/// Maps a peer's files one behind the other, which must hold at least `bytes`.
+/// Maps a peer's files one behind the other, which must hold at least `bytes` and keep their lengths.
 pub(super) fn map(
     pieces: Vec<Piece>,
     bytes: usize,
@@ -204,9 +204,16 @@ pub(super) fn map(
     };
     let mut whole = 0_usize;
     for piece in &pieces {
+        // Touching pages past the end of a file raises SIGBUS, so its length is checked, not trusted; and
+        // first that it is the length of a file that the peer cannot truncate afterwards.
+        let seals = rustix::fs::fcntl_get_seals(&piece.descriptor);
+        if !seals.is_ok_and(|seals| seals.contains(FIXED_LENGTH)) {
+            return Err(invalid(
+                "the descriptor's length can change; expected sealed shared memory".to_owned(),
+            ));
+        }
         let status = rustix::fs::fstat(&piece.descriptor)
             .map_err(|errno| Error::io("inspect a received descriptor", &errno.into()))?;
-        // Touching pages past the end of a file raises SIGBUS, so its length is checked, not trusted.
         if piece.bytes == 0 || (status.st_size as u64) < piece.bytes as u64 {
             return Err(invalid(format!(
                 "the descriptor holds {} bytes; expected the {} of the piece",
@@ -466,5 +473,35 @@ mod tests {
         let error = map(longer, 200, None).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::InvalidHandle);
         assert!(allocate(0).is_err());
+    }
+
+    #[test]
+    fn a_file_that_could_be_truncated_is_refused_and_ours_cannot_be() {
+        use rustix::fs::{MemfdFlags, fcntl_add_seals, ftruncate, memfd_create};
+        let own = pieces(&allocate(100).unwrap()).unwrap();
+        assert!(ftruncate(&own[0].descriptor, 0).is_err());
+        assert!(ftruncate(&own[0].descriptor, 200).is_err());
+        let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+        let descriptor = memfd_create("test", flags).unwrap();
+        ftruncate(&descriptor, 100).unwrap();
+        let peers = Piece {
+            descriptor,
+            bytes: 100,
+        };
+        let [early, late] = [(); 2].map(|()| vec![peers.try_clone().unwrap()]);
+        let error = map(early, 100, None).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::InvalidHandle);
+        fcntl_add_seals(&peers.descriptor, FIXED_LENGTH).unwrap();
+        assert!(map(late, 100, None).is_ok());
+        let descriptor = std::fs::File::open("/proc/self/exe").unwrap().into();
+        let error = map(
+            vec![Piece {
+                descriptor,
+                bytes: 1,
+            }],
+            1,
+            None,
+        );
+        assert_eq!(error.unwrap_err().kind(), ErrorKind::InvalidHandle);
     }
 }
