@@ -5,8 +5,8 @@
 //! together, chunk by chunk, and a reduction where there is one.
 
 use super::operation::{Context, Operation};
+use super::outbox::{MARK, OwnOutbox, open_all};
 use super::{elementwise, memory, stream};
-use crate::device::Piece;
 use crate::device::{
     AllGatherBytes, Collective, CollectiveEngine, CollectiveRequest, DeviceSlice, Fault, ReduceOp,
     Stream, VendorCommunicator, Word, check_adopted,
@@ -15,7 +15,6 @@ use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Rank, Result};
 use std::ffi::c_void;
 use std::ops::Range;
-use std::os::fd::AsRawFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -23,7 +22,8 @@ use std::time::Duration;
 const CHUNK: usize = 64 << 10;
 // Posted and taken counts lie on cache lines of their own.
 const HEADER: usize = 128;
-const BOX: usize = HEADER + CHUNK;
+pub(super) const BOX: usize = HEADER + CHUNK;
+const _: () = assert!(MARK.start >= size_of::<u64>() && MARK.end <= 64);
 
 // How often a transfer that waits looks again before it sleeps.
 const SPINS: u32 = 200;
@@ -60,45 +60,28 @@ struct Move {
 
 impl HostCollectives {
     /// Maps every rank's outbox. The files are opened through the owners' descriptors, so nothing
-    /// is left behind by a rank that dies.
+    /// is left behind by a rank that dies. Where one rank fails, all do.
     pub(super) fn join(
         rank: Rank,
         world: usize,
         fault: &Arc<Fault>,
         all_gather: AllGatherBytes<'_>,
     ) -> Result<Self> {
-        let own = memory::allocate(BOX * world)?;
-        let pieces = memory::pieces(&own)?;
-        let descriptor = pieces.first().map(|piece| piece.descriptor.as_raw_fd());
-        let path = format!(
-            "/proc/{}/fd/{}",
-            std::process::id(),
-            descriptor.unwrap_or_default()
-        );
-        let paths = all_gather(path.into_bytes())?;
-        let outboxes = paths.into_iter().enumerate().map(|(peer, path)| {
-            if peer == rank {
-                return Ok(own.clone());
-            }
-            let path = String::from_utf8_lossy(&path).into_owned();
-            let file = std::fs::File::options().read(true).write(true).open(&path);
-            let file =
-                file.map_err(|error| Error::io(format!("open {path}"), &error).with_peer(peer))?;
-            let piece = Piece {
-                descriptor: file.into(),
-                bytes: BOX * world,
-            };
-            memory::map(vec![piece], BOX * world, None).map_err(|error| error.with_peer(peer))
-        });
-        let outboxes = outboxes.collect::<Result<Vec<_>>>()?;
-        if outboxes.len() != world {
-            return Err(Error::new(
-                ErrorKind::Mismatch,
-                format!("{} ranks answered; expected {world}", outboxes.len()),
-            ));
-        }
+        let own = OwnOutbox::new(rank, BOX * world);
+        // Nobody waits for a rank that failed: it says so.
+        let place = own.as_ref().map(OwnOutbox::place);
+        let places = all_gather(place.unwrap_or_default())?;
+        let opened = own.as_ref().map_err(Error::clone);
+        let opened = opened.and_then(|own| open_all(rank, world, own, &places));
+        let failure = opened.as_ref().err().map(Error::to_string);
         // The descriptor must stay open until every peer has opened it.
-        all_gather(Vec::new())?;
+        let failures = all_gather(failure.unwrap_or_default().into_bytes())?;
+        let outboxes = opened?;
+        if let Some(peer) = failures.iter().position(|failure| !failure.is_empty()) {
+            let failure = String::from_utf8_lossy(&failures[peer]);
+            let what = format!("rank {peer} could not join: {failure}");
+            return Err(Error::new(ErrorKind::PeerFailed, what).with_peer(peer));
+        }
         Ok(Self {
             inner: Arc::new(Inner {
                 rank,

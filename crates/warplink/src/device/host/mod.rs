@@ -18,6 +18,7 @@ mod mapping;
 mod mark;
 mod memory;
 mod operation;
+mod outbox;
 mod packets;
 mod segment;
 pub(crate) mod signals;

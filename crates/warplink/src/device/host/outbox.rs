@@ -1,0 +1,180 @@
+//! The outboxes of the host collectives: made, found by peers, and opened by them.
+
+use super::memory;
+use crate::device::{DeviceSlice, Piece};
+use crate::error::{Error, ErrorKind, Rank, Result};
+use rustix::fs::{Mode, OFlags};
+use std::ops::Range;
+use std::os::fd::AsRawFd;
+
+/// Where an outbox says whose it is: bytes of its first header that nothing else uses.
+pub(super) const MARK: Range<usize> = 16..40;
+
+/// Bytes of what tells peers where an outbox is.
+const PLACE: usize = 24;
+
+/// This rank's outbox, and where peers find it.
+pub(super) struct OwnOutbox {
+    pub(super) slice: DeviceSlice,
+    // Open for as long as this, so that peers can open them.
+    pieces: Vec<Piece>,
+    token: [u8; 16],
+}
+
+impl OwnOutbox {
+    /// One of `bytes` zeros but for its mark.
+    pub(super) fn new(rank: Rank, bytes: usize) -> Result<Self> {
+        let slice = memory::allocate(bytes)?;
+        let pieces = memory::pieces(&slice)?;
+        let mut token = [0; 16];
+        getrandom::fill(&mut token).map_err(|error| {
+            Error::new(
+                ErrorKind::Io,
+                format!("the system gave no random bytes: {error}"),
+            )
+        })?;
+        memory::write_bytes(&slice.slice(MARK)?, &mark(&token, rank))?;
+        Ok(Self {
+            slice,
+            pieces,
+            token,
+        })
+    }
+
+    /// What tells peers where it is: its token, and the numbers of the process and of the descriptor there.
+    pub(super) fn place(&self) -> Vec<u8> {
+        let descriptor = self.pieces.first();
+        let descriptor = descriptor.map_or(-1, |piece| piece.descriptor.as_raw_fd());
+        let process = std::process::id().to_le_bytes();
+        [&self.token[..], &process, &descriptor.to_le_bytes()].concat()
+    }
+}
+
+/// What an outbox says of itself.
+fn mark(token: &[u8; 16], rank: Rank) -> [u8; MARK.end - MARK.start] {
+    let mut mark = [0; MARK.end - MARK.start];
+    mark[..16].copy_from_slice(token);
+    mark[16..].copy_from_slice(&(rank as u64).to_le_bytes());
+    mark
+}
+
+/// The outboxes of all ranks, which told their `places`.
+pub(super) fn open_all(
+    rank: Rank,
+    world: usize,
+    own: &OwnOutbox,
+    places: &[Vec<u8>],
+) -> Result<Vec<DeviceSlice>> {
+    if places.len() != world {
+        return Err(Error::new(
+            ErrorKind::Mismatch,
+            format!("{} ranks answered; expected {world}", places.len()),
+        ));
+    }
+    let outboxes = places.iter().enumerate().map(|(peer, place)| {
+        if peer == rank {
+            return Ok(own.slice.clone());
+        }
+        open(peer, own.slice.bytes(), place).map_err(|error| error.with_peer(peer))
+    });
+    outboxes.collect()
+}
+
+/// The outbox of `peer`. Where this process has another view of processes than the peer, its numbers may
+/// lead to anything here.
+fn open(peer: Rank, bytes: usize, place: &[u8]) -> Result<DeviceSlice> {
+    let refused = |what: &'static str| {
+        Error::new(ErrorKind::InvalidHandle, what)
+            .with_operation("open a peer's outbox")
+            .with_help("let the ranks of a machine share a namespace of processes")
+    };
+    let (PLACE, Some(token), Some(process), Some(descriptor)) = (
+        place.len(),
+        place.first_chunk::<16>(),
+        place.get(16..).and_then(<[u8]>::first_chunk::<4>),
+        place.last_chunk::<4>(),
+    ) else {
+        return Err(refused("the rank has no outbox"));
+    };
+    let (process, descriptor) = (
+        u32::from_le_bytes(*process),
+        i32::from_le_bytes(*descriptor),
+    );
+    let path = format!("/proc/{process}/fd/{descriptor}");
+    // Without waiting for the other end of a pipe, and without adopting a terminal.
+    let flags = OFlags::RDWR | OFlags::CLOEXEC | OFlags::NONBLOCK | OFlags::NOCTTY;
+    let descriptor = rustix::fs::open(&path, flags, Mode::empty())
+        .map_err(|errno| Error::io(format!("open {path}"), &errno.into()))?;
+    let outbox = memory::map(vec![Piece { descriptor, bytes }], bytes, None)?;
+    let mut found = [0; MARK.end - MARK.start];
+    memory::read_bytes(&outbox.slice(MARK)?, &mut found)?;
+    if found != mark(token, peer) {
+        return Err(refused(
+            "the descriptor that the rank named is another one here",
+        ));
+    }
+    Ok(outbox)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::device::host::collective::{BOX, HostCollectives};
+    use std::sync::Arc;
+
+    /// What a peer says where its outbox is, from what this rank says.
+    type Place = Box<dyn Fn(&[u8]) -> Vec<u8>>;
+
+    /// Joins as rank 0 of 2, with a peer that says `place`, which may depend on this rank's, and then `failure`.
+    /// What came of it, and what the peer was told.
+    fn join_with(
+        place: impl Fn(&[u8]) -> Vec<u8>,
+        failure: &str,
+    ) -> (Result<HostCollectives>, Vec<u8>) {
+        let mut told = Vec::new();
+        let joined = HostCollectives::join(0, 2, &Arc::default(), &mut |own| {
+            let peers = match told.len() {
+                0 => place(&own),
+                _ => failure.as_bytes().to_vec(),
+            };
+            told.push(own.clone());
+            Ok(vec![own, peers])
+        });
+        assert_eq!(told.len(), 2, "the peer waits for it");
+        (joined, told.remove(1))
+    }
+
+    #[test]
+    fn a_descriptor_that_is_not_the_peers_is_refused_and_the_peer_is_told() {
+        let (reader, _writer) = std::io::pipe().unwrap();
+        let at = |descriptor: i32| {
+            move |own: &[u8]| [&own[..20], &descriptor.to_le_bytes()[..]].concat()
+        };
+        let places: [Place; 5] = [
+            Box::new(|own| own.to_vec()),
+            // The peer's token, where the numbers lead to this rank's own outbox.
+            Box::new(|own| [&[own[0] ^ 1], &own[1..]].concat()),
+            Box::new(at(reader.as_raw_fd())),
+            Box::new(at(-1)),
+            Box::new(|own| own[..PLACE - 1].to_vec()),
+        ];
+        for place in places {
+            let (joined, told) = join_with(place, "");
+            let error = joined.unwrap_err();
+            assert_eq!(error.peer(), Some(1), "{error}");
+            assert!(!told.is_empty(), "the peer goes on");
+        }
+    }
+
+    #[test]
+    fn where_one_rank_cannot_join_none_does() {
+        let peers = OwnOutbox::new(1, 2 * BOX).unwrap();
+        let (joined, told) = join_with(|_| peers.place(), "");
+        assert!(joined.is_ok() && told.is_empty());
+        let (joined, _) = join_with(|_| peers.place(), "out of memory");
+        let error = joined.unwrap_err();
+        let found = (error.kind(), error.peer());
+        assert_eq!(found, (ErrorKind::PeerFailed, Some(1)));
+        assert!(error.message().contains("out of memory"), "{error}");
+    }
+}
