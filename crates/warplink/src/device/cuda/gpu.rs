@@ -2,7 +2,7 @@
 //! that have to be there before anything goes wrong.
 
 use super::capabilities::{self, Capabilities};
-use super::compute::workspace::Workspaces;
+use super::compute::workspace::{Workspace, Workspaces};
 use super::driver::context::Context;
 use super::kernels::transfer::TransferKernel;
 use super::kernels::user::WrittenModules;
@@ -85,6 +85,7 @@ impl Gpu {
     /// Gives freed memory that is kept to the driver, until `until` at most; whether that is done.
     pub(super) fn give_back(&self, until: Instant) -> bool {
         self.free_blocks(self.blocks.take_all());
+        self.free_workspaces(self.workspaces.take_unborrowed());
         self.reaper.flush(until)
     }
 
@@ -92,6 +93,13 @@ impl Gpu {
     pub(super) fn free_blocks(&self, blocks: Vec<Block>) {
         for block in blocks {
             self.reaper.free(block);
+        }
+    }
+
+    /// Gives scratch memory to the driver, which lets what uses it end first. Does not wait.
+    pub(super) fn free_workspaces(&self, workspaces: Vec<Workspace>) {
+        if !workspaces.is_empty() {
+            self.reaper.run(move |_| drop(workspaces));
         }
     }
 

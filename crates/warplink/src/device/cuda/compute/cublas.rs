@@ -316,8 +316,8 @@ impl BatchedGemm {
         let _enqueuing = stream.enqueue(slices.chain([&self.b]));
         let _relaxed = gpu.context.relax_capture();
         let scratch = gpu.workspaces.address(
-            &gpu.context,
-            stream.raw(),
+            &gpu.reaper,
+            stream.live(),
             stream.capture_id()?,
             self.workspace_bytes,
         )?;

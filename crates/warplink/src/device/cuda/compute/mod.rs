@@ -155,8 +155,8 @@ impl Compute for CudaCompute {
                 let capture = stream.capture_id()?;
                 // A stream's piece serves all matmuls to come, a graph's only those in it.
                 let bytes = capture.map_or(self.workspace, |_| least);
-                let (context, key) = (&self.gpu.context, stream.raw());
-                self.gpu.workspaces.address(context, key, capture, bytes)?
+                let (reaper, live) = (&self.gpu.reaper, stream.live());
+                self.gpu.workspaces.address(reaper, live, capture, bytes)?
             }
         };
         // SAFETY: the operands are live device memory of what `spec` says, as was checked, and

@@ -1,13 +1,20 @@
 //! Scratch memory of matmuls: one piece for each stream, since two matmuls that run at the
 //! same time must not share it, and one for each stream that takes part in a capture, which the
 //! graph then owns, since it may run at the same time as the stream that it was recorded on.
+//!
+//! A stream of ours takes its pieces with it. One of others may be borrowed anew at any time, often
+//! for each call, so the pieces of a few of them that nobody has borrowed are kept.
 
 use crate::device::cuda::driver::context::Context;
 use crate::device::cuda::driver::status;
+use crate::device::cuda::memory::reaper::Reaper;
+use crate::device::cuda::stream::live::LiveStream;
 use crate::error::Result;
 use crate::sync::lock;
+use std::cmp::Reverse;
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex};
+use std::fmt;
+use std::sync::{Arc, Mutex, Weak};
 
 /// A piece of scratch memory, freed when dropped. Dropping may block until the GPU is idle, and so
 /// belongs on the thread that frees.
@@ -51,49 +58,131 @@ impl Drop for Workspace {
 /// Which stream, and which capture if it is recording one.
 type Key = (u64, Option<u64>);
 
+/// So many streams that nobody has borrowed keep their pieces.
+const MAX_UNBORROWED: usize = 4;
+
 /// The scratch memory of a device's streams.
-#[derive(Debug, Default)]
-pub(crate) struct Workspaces {
-    /// The last piece of a key is the largest; work enqueued before it was needed uses the others.
-    pieces: Mutex<HashMap<Key, Vec<Workspace>>>,
+#[derive(Default)]
+pub(crate) struct Workspaces(Mutex<State>);
+
+#[derive(Default)]
+struct State {
+    pieces: HashMap<Key, Pieces>,
+    uses: u64,
+}
+
+struct Pieces {
+    /// The last piece is the largest; work enqueued before it was needed uses the others.
+    all: Vec<Workspace>,
+    /// The stream, as it was used last.
+    stream: Weak<LiveStream>,
+    /// Counts up with every use of any.
+    last_use: u64,
 }
 
 impl Workspaces {
     /// The address of a piece of at least `bytes` for `stream`, which is recording `capture` if that
-    /// is something.
+    /// is something. `reaper` frees what is too much.
     pub(crate) fn address(
         &self,
-        context: &Arc<Context>,
-        stream: u64,
+        reaper: &Reaper,
+        stream: &Arc<LiveStream>,
         capture: Option<u64>,
         bytes: usize,
     ) -> Result<u64> {
-        let mut all = lock(&self.pieces);
-        let pieces = all.entry((stream, capture)).or_default();
-        if let Some(piece) = pieces.last()
-            && piece.bytes >= bytes
-        {
-            return Ok(piece.address);
+        let key = (stream.key(), capture);
+        let mut state = lock(&self.0);
+        state.uses += 1;
+        let last_use = state.uses;
+        if let Some(pieces) = state.pieces.get_mut(&key) {
+            pieces.last_use = last_use;
+            if !std::ptr::eq(pieces.stream.as_ptr(), Arc::as_ptr(stream)) {
+                pieces.stream = Arc::downgrade(stream);
+            }
+            if let Some(piece) = pieces.all.last()
+                && piece.bytes >= bytes
+            {
+                return Ok(piece.address);
+            }
+        } else {
+            let unborrowed = state.take_unborrowed(MAX_UNBORROWED);
+            if !unborrowed.is_empty() {
+                reaper.run(move |_| drop(unborrowed));
+            }
         }
-        let piece = Workspace::allocate(context, bytes)?;
+        let piece = Workspace::allocate(stream.context(), bytes)?;
         let address = piece.address;
-        pieces.push(piece);
+        let pieces = state.pieces.entry(key).or_insert_with(|| Pieces {
+            all: Vec::new(),
+            stream: Arc::downgrade(stream),
+            last_use,
+        });
+        pieces.all.push(piece);
         Ok(address)
     }
 
     /// Takes out the pieces that belong to `capture`.
     pub(crate) fn take(&self, capture: u64) -> Vec<Workspace> {
-        lock(&self.pieces)
-            .extract_if(|key, _| key.1 == Some(capture))
-            .flat_map(|(_, pieces)| pieces)
-            .collect()
+        lock(&self.0).take(|key| key.1 == Some(capture))
+    }
+
+    /// Takes out the pieces of the stream whose key is `stream`, but for those of captures, which graphs take.
+    pub(crate) fn take_of_stream(&self, stream: u64) -> Vec<Workspace> {
+        lock(&self.0).take(|key| *key == (stream, None))
+    }
+
+    /// Takes out the pieces of streams that nobody has borrowed.
+    pub(crate) fn take_unborrowed(&self) -> Vec<Workspace> {
+        lock(&self.0).take_unborrowed(0)
     }
 
     /// Takes out all pieces.
     pub(crate) fn take_all(&self) -> Vec<Workspace> {
-        lock(&self.pieces)
-            .drain()
-            .flat_map(|(_, pieces)| pieces)
-            .collect()
+        lock(&self.0).take(|_| true)
+    }
+}
+
+impl State {
+    fn take(&mut self, which: impl Fn(&Key) -> bool) -> Vec<Workspace> {
+        let taken = self.pieces.extract_if(|key, _| which(key));
+        taken.flat_map(|(_, pieces)| pieces.all).collect()
+    }
+
+    /// Takes out the pieces of streams that nobody has borrowed, but for the `kept` used last.
+    fn take_unborrowed(&mut self, kept: usize) -> Vec<Workspace> {
+        let streams = self.pieces.iter().filter(|(key, _)| key.1.is_none());
+        let unborrowed = streams.filter(|(_, pieces)| pieces.stream.strong_count() == 0);
+        let unborrowed = unborrowed.map(|(key, pieces)| (pieces.last_use, *key));
+        let surplus = surplus(unborrowed.collect(), kept);
+        self.take(|key| surplus.contains(key))
+    }
+}
+
+/// The keys of all but the `kept` that were used last.
+fn surplus(mut by_last_use: Vec<(u64, Key)>, kept: usize) -> Vec<Key> {
+    by_last_use.sort_unstable_by_key(|(last_use, _)| Reverse(*last_use));
+    let surplus = by_last_use.into_iter().skip(kept);
+    surplus.map(|(_, key)| key).collect()
+}
+
+impl fmt::Debug for Workspaces {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let streams = lock(&self.0).pieces.len();
+        f.debug_struct("Workspaces")
+            .field("streams", &streams)
+            .finish()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_was_used_first_is_too_much() {
+        let uses = [(3, (30, None)), (9, (90, None)), (5, (50, None))];
+        assert_eq!(surplus(uses.to_vec(), 2), [(30, None)]);
+        assert_eq!(surplus(uses.to_vec(), 3), []);
+        assert_eq!(surplus(uses.to_vec(), 0).len(), 3);
     }
 }

@@ -122,10 +122,8 @@ impl Drop for CudaGraph {
                 tracing::warn!(code, "a graph was not destroyed");
             }
         }
-        let workspaces = std::mem::take(&mut self.workspaces);
-        if !workspaces.is_empty() {
-            self.gpu.reaper.run(move |_| drop(workspaces));
-        }
+        self.gpu
+            .free_workspaces(std::mem::take(&mut self.workspaces));
     }
 }
 

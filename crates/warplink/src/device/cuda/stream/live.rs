@@ -112,6 +112,11 @@ impl LiveStream {
             .map_or(self.raw as usize as u64, |thread| THREAD | thread)
     }
 
+    /// The context that it belongs to.
+    pub(crate) fn context(&self) -> &Arc<Context> {
+        &self.context
+    }
+
     /// Whether it is somebody else's.
     pub(crate) fn is_foreign(&self) -> bool {
         matches!(self.keep, Keep::Foreign { .. })

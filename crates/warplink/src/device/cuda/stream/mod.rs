@@ -118,6 +118,11 @@ impl CudaStream {
         self.raw
     }
 
+    /// The stream, as others may hold it on.
+    pub(super) fn live(&self) -> &Arc<LiveStream> {
+        &self.live
+    }
+
     /// To be held while something that uses `slices` is enqueued.
     #[inline]
     pub(super) fn enqueue<'a>(
@@ -444,6 +449,16 @@ impl StreamBackend for CudaStream {
 
     fn raw(&self) -> u64 {
         self.live.key()
+    }
+}
+
+impl Drop for CudaStream {
+    fn drop(&mut self) {
+        // Before the driver gives the handle to another stream, which must not find them in use.
+        if !self.live.is_foreign() {
+            let workspaces = self.gpu.workspaces.take_of_stream(self.live.key());
+            self.gpu.free_workspaces(workspaces);
+        }
     }
 }
 
