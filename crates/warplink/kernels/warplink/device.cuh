@@ -441,10 +441,18 @@ struct Channel {
         return shared(group, failed);
     }
 
-    // Puts one trigger into the FIFO, once there is room; false when the waits were ended.
+    // Puts one trigger into the FIFO, once there is room; false when the waits were ended. A position is
+    // claimed when there is room for it: who gives up has claimed nothing, and the proxy, which serves other
+    // communicators too, never waits for a trigger that does not come.
     __device__ __forceinline__ bool push(u32 kind, At peers, At own, u64 bytes, u64 &position) const {
-        position = detail::increment(head);
-        for (u32 polls = 1; position >= detail::load_acquire(tail_seen) + slots; polls++) {
+        position = detail::load_relaxed(head);
+        for (u32 polls = 1;; polls++) {
+            if (position < detail::load_acquire(tail_seen) + slots) {
+                const u64 before = atomicCAS((u64 *)head, position, position + 1);
+                if (before == position) break;
+                position = before;
+                continue;
+            }
             // The count of what was read lies in the host's memory. One thread at a time looks there: many
             // would keep the proxy from counting on.
             if (detail::claim(tail_seen + 8)) {
@@ -453,6 +461,7 @@ struct Channel {
                 detail::release(tail_seen + 8);
             }
             if (is_stopped(polls)) return false;
+            position = detail::load_relaxed(head);
         }
         // Each half says in which lap of the ring it was stored, so that the proxy never takes a half
         // that is not there yet.

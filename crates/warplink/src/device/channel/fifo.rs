@@ -3,10 +3,11 @@
 //! # What holds
 //! 1. A trigger is read whole or not at all: each half says in which lap of the ring it was stored, and
 //!    the reader takes a trigger when both halves are of the lap that is due.
-//! 2. No trigger is overwritten before it was read: a producer that claimed a position waits until the
-//!    position one lap earlier has been read.
+//! 2. No trigger is overwritten before it was read: a producer claims a position when the one a lap
+//!    earlier has been read.
 //! 3. Triggers are read in the order in which their positions were claimed.
-//! 4. A producer that waits is let go when the FIFO is stopped.
+//! 4. A producer that waits is let go when the FIFO is stopped. It may give up as well: as it has claimed
+//!    nothing while it waits, the reader never waits for a trigger that does not come.
 //!
 //! The producers' side is written a second time in the kernels' `Channel::push`, for GPUs.
 
@@ -29,8 +30,9 @@ pub(crate) trait FifoMemory: Send + Sync + fmt::Debug {
     /// Sets the word after all that this thread did before.
     fn store(&self, word: usize, value: u64);
 
-    /// The next position for a producer of this process; none where only kernels produce.
-    fn claim(&self) -> Option<u64>;
+    /// Claims `position` for a producer of this process, if it is the next one to be claimed; whether it was.
+    /// Never, where only kernels produce.
+    fn claim(&self, position: u64) -> bool;
 
     /// Whether threads of this process produce.
     fn has_host_producers(&self) -> bool;
@@ -127,18 +129,26 @@ impl Fifo {
         [first, second]: [u64; 2],
         mut pause: impl FnMut() -> Result<()>,
     ) -> Result<u64> {
-        let Some(position) = self.memory.claim() else {
+        if !self.memory.has_host_producers() {
             return Err(Error::new(
                 ErrorKind::Internal,
                 "only kernels put triggers into this FIFO",
             ));
-        };
-        while position - self.read() >= self.slots {
+        }
+        let position = loop {
+            let next = self.memory.claimed()?;
+            // More may have been claimed and read meanwhile: then this one is not claimed.
+            if next.saturating_sub(self.read()) < self.slots {
+                if self.memory.claim(next) {
+                    break next;
+                }
+                continue;
+            }
             if self.is_stopped() {
                 return Err(stopped());
             }
             pause()?;
-        }
+        };
         let (slot, lap) = self.place(position);
         self.memory.store(slot + 1, second | lap);
         self.memory.store(slot, first | lap);
@@ -261,8 +271,12 @@ impl FifoMemory for HostFifoMemory {
         }
     }
 
-    fn claim(&self) -> Option<u64> {
-        Some(self.claimed.fetch_add(1, Ordering::Relaxed))
+    fn claim(&self, position: u64) -> bool {
+        let (relaxed, next) = (Ordering::Relaxed, position + 1);
+        let claimed = &self.claimed;
+        claimed
+            .compare_exchange(position, next, relaxed, relaxed)
+            .is_ok()
     }
 
     fn has_host_producers(&self) -> bool {
@@ -275,5 +289,26 @@ impl FifoMemory for HostFifoMemory {
 
     fn addresses(&self) -> FifoAddresses {
         FifoAddresses::default()
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_producer_that_gives_up_leaves_no_gap() {
+        let memory = |slots| Ok(Box::new(HostFifoMemory::new(slots)) as Box<dyn FifoMemory>);
+        let (fifo, mut reader) = Fifo::new(2, memory).unwrap();
+        let push = |number: u64| fifo.push([number, 0], || Ok(()));
+        assert_eq!((push(1).unwrap(), push(2).unwrap()), (0, 1));
+        let given_up = fifo.push([3, 0], || Err(Error::new(ErrorKind::PeerLost, "gone")));
+        assert_eq!(given_up.unwrap_err().kind(), ErrorKind::PeerLost);
+        assert_eq!(reader.unread().unwrap(), 2);
+        assert_eq!(reader.pop(), Some((0, [1, 0])));
+        assert_eq!(reader.pop(), Some((1, [2, 0])));
+        assert_eq!(push(4).unwrap(), 2);
+        assert_eq!(reader.pop(), Some((2, [4, 0])));
+        assert!(reader.is_empty() && reader.unread().unwrap() == 0);
     }
 }

@@ -68,8 +68,8 @@ impl FifoMemory for CudaFifoMemory {
         }
     }
 
-    fn claim(&self) -> Option<u64> {
-        None
+    fn claim(&self, _: u64) -> bool {
+        false
     }
 
     fn has_host_producers(&self) -> bool {
