@@ -210,8 +210,8 @@ struct Channel {
     // | packets16 | 8 of 16 bytes | 2 × bytes | 8 (target 16) |
     // | packets128 | 120 of 128 bytes | 128 × ⌈bytes ÷ 120⌉ | 8 (target 128) |
     //
-    // `packets128` wants groups of whole warps and a link that keeps lines of 128 bytes whole, as NVLink
-    // does.
+    // `packets128` wants groups of whole warps (of a grid, blocks of whole warps), and is `unsupported` for
+    // others, and a link that keeps lines of 128 bytes whole, as NVLink does.
 
     // Puts `bytes` of a region here as packets of 8 bytes.
     template <typename Group>
@@ -288,7 +288,7 @@ struct Channel {
         u64 to, from;
         const Status status = packet_places(target, 128 * lines, 128, source, bytes, 8, to, from);
         if (status != Status::ok) return status;
-        if (group.size() % 32 != 0) return Status::unsupported;
+        if (!whole_warps(group)) return Status::unsupported;
         const u64 *in = (const u64 *)from;
         const u32 part = group.rank() & 7u, mask = 0xffu << (threadIdx.x & 24u);
         const u64 words = bytes / 8;
@@ -309,7 +309,7 @@ struct Channel {
         u64 to, from;
         const Status status = own_packet_places(source, 128 * lines, 128, target, bytes, 8, from, to);
         if (status != Status::ok) return status;
-        if (group.size() % 32 != 0) return Status::unsupported;
+        if (!whole_warps(group)) return Status::unsupported;
         u64 *out = (u64 *)to;
         const u32 part = group.rank() & 7u, mask = 0xffu << (threadIdx.x & 24u);
         const u64 words = bytes / 8;
@@ -346,6 +346,12 @@ struct Channel {
     template <typename Group>
     __device__ __forceinline__ static Status shared(Group group, bool failed) {
         return group.any(failed) ? Status::aborted : Status::ok;
+    }
+
+    // Whether the group consists of whole warps. The size of a grid does not tell: its blocks have to.
+    template <typename Group>
+    __device__ __forceinline__ static bool whole_warps(Group group) {
+        return group.size() % 32 == 0 && (Group::synchronizes || blockDim.x % 32 == 0);
     }
 
     // Whether the waits were ended, looked at now and then.
