@@ -4,7 +4,7 @@ use super::frame::MAX_BODY;
 use super::members::{MemberState, MemberStates, first_lost, gone};
 use super::message::{Answer, Bytes, GatherId, Purpose, Refusal, RefusalKind, Reply};
 use super::outgoing::{Outgoing, body};
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
 
 /// A member's request to take part in a gather.
@@ -36,11 +36,22 @@ struct Gather {
     bytes: usize,
 }
 
+/// A gather that failed by what one of its members gave.
+#[derive(Debug)]
+struct Failed {
+    refusal: Refusal,
+    /// The members that are there and have not come.
+    missing: BTreeSet<u32>,
+}
+
 /// All gathers under way.
 #[derive(Debug, Default)]
 pub(crate) struct Gathers {
     open: HashMap<GatherId, Gather>,
     by_request: HashMap<(u32, u64), GatherId>,
+    /// Gathers that failed, for the members that come later: alone, they would wait for those that have their
+    /// answer.
+    failed: HashMap<GatherId, Failed>,
     /// Results that some members got from a store that was lost, for those that did not.
     completed: HashMap<GatherId, Reply>,
 }
@@ -72,6 +83,9 @@ impl Gathers {
             let message = format!("rank {rank} is not a member of the group");
             return Err(Refusal::new(RefusalKind::Invalid, message));
         };
+        if let Some(refusal) = self.failed_before(&id, rank) {
+            return Err(refusal);
+        }
         if let Some(refusal) = self.failure(&id, states) {
             self.fail(&id, &refusal, out);
             return Err(refusal);
@@ -88,8 +102,7 @@ impl Gathers {
                 gather.purpose
             );
             let refusal = Refusal::new(RefusalKind::Mismatch, message).with_peer(rank);
-            self.fail(&id, &refusal, out);
-            return Err(refusal);
+            return Err(self.spoil(&id, rank, refusal, out));
         }
         let bytes = gather.bytes + value.0.len() + 10;
         if bytes > MAX_BODY {
@@ -97,8 +110,7 @@ impl Gathers {
                 "the values of an all-gather take {bytes} bytes; expected at most {MAX_BODY}"
             );
             let refusal = Refusal::new(RefusalKind::Invalid, message).with_peer(rank);
-            self.fail(&id, &refusal, out);
-            return Err(refusal);
+            return Err(self.spoil(&id, rank, refusal, out));
         }
         match gather.shares.get_mut(position) {
             Some(share @ None) => {
@@ -131,6 +143,10 @@ impl Gathers {
 
     /// Ends the gathers that a departed rank makes impossible.
     pub(crate) fn depart(&mut self, rank: u32, states: &MemberStates, out: &mut Vec<Outgoing>) {
+        self.failed.retain(|_, failed| {
+            failed.missing.remove(&rank);
+            !failed.missing.is_empty()
+        });
         let affected = self
             .open
             .keys()
@@ -178,7 +194,7 @@ impl Gathers {
     /// Whether nothing at all is left.
     #[cfg(test)]
     pub(crate) fn is_empty(&self) -> bool {
-        self.open.is_empty() && self.by_request.is_empty()
+        self.open.is_empty() && self.by_request.is_empty() && self.failed.is_empty()
     }
 
     fn stop_answering(&mut self, id: &GatherId, rank: u32) {
@@ -226,6 +242,44 @@ impl Gathers {
             ),
         };
         self.answer(id, &gather, unversioned(reply), out);
+    }
+
+    /// Fails a gather by what `rank` gave, also for those that come later.
+    fn spoil(
+        &mut self,
+        id: &GatherId,
+        rank: u32,
+        refusal: Refusal,
+        out: &mut Vec<Outgoing>,
+    ) -> Refusal {
+        let missing: BTreeSet<u32> = match self.open.get(id) {
+            Some(gather) => {
+                let members = id.members.iter().zip(&gather.shares);
+                let missing = members.filter(|(member, share)| share.is_none() && **member != rank);
+                missing.map(|(&member, _)| member).collect()
+            }
+            None => BTreeSet::new(),
+        };
+        self.fail(id, &refusal, out);
+        if !missing.is_empty() {
+            let refusal = refusal.clone();
+            self.failed.insert(id.clone(), Failed { refusal, missing });
+        }
+        refusal
+    }
+
+    /// Why the gather failed before `rank` came, if it did.
+    fn failed_before(&mut self, id: &GatherId, rank: u32) -> Option<Refusal> {
+        let failed = self.failed.get_mut(id)?;
+        if !failed.missing.remove(&rank) {
+            let message = "a rank sent two values for one gather";
+            return Some(Refusal::new(RefusalKind::Protocol, message));
+        }
+        let refusal = failed.refusal.clone();
+        if failed.missing.is_empty() {
+            self.failed.remove(id);
+        }
+        Some(refusal)
     }
 
     fn fail(&mut self, id: &GatherId, refusal: &Refusal, out: &mut Vec<Outgoing>) {

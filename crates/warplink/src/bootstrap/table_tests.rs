@@ -270,6 +270,35 @@ fn a_barrier_does_not_meet_an_all_gather() {
     );
     assert_eq!(refused(&sent, 0, 1).kind, RefusalKind::Mismatch);
     assert_eq!(refused(&sent, 1, 1).kind, RefusalKind::Mismatch);
+    assert!(table.gathers.is_empty());
+}
+
+#[test]
+fn a_gather_that_failed_answers_those_that_come_later() {
+    let mut table = full(4);
+    let call = |sequence, purpose| gather(&[0, 1, 2, 3], sequence, purpose, &[]);
+    ask(&mut table, 0, 1, call(0, Purpose::Barrier));
+    let sent = ask(&mut table, 1, 1, call(0, Purpose::AllGather));
+    let first = refused(&sent, 0, 1);
+    assert_eq!(first.kind, RefusalKind::Mismatch);
+    let late = ask(&mut table, 2, 1, call(0, Purpose::Barrier));
+    assert_eq!(refused(&late, 2, 1), first);
+    // What comes next is not concerned.
+    for rank in [0, 1, 2] {
+        assert!(ask(&mut table, rank, 2, call(1, Purpose::Barrier)).is_empty());
+    }
+    assert!(!table.gathers.is_empty());
+    let late = ask(&mut table, 3, 1, call(0, Purpose::Barrier));
+    assert_eq!(refused(&late, 3, 1), first);
+    let sent = ask(&mut table, 3, 2, call(1, Purpose::Barrier));
+    assert_eq!(sent.len(), 4);
+    assert!(table.gathers.is_empty());
+    // One that is lost does not come.
+    ask(&mut table, 0, 3, call(2, Purpose::Barrier));
+    ask(&mut table, 1, 3, call(2, Purpose::AllGather));
+    ask(&mut table, 2, 3, call(2, Purpose::Barrier));
+    table.lose(3, "gone");
+    assert!(table.gathers.is_empty());
 }
 
 #[test]
@@ -295,7 +324,7 @@ fn arbitrary_frames_never_panic() {
     proptest!(|(bytes: Vec<u8>)| super::super::fuzzing::store_frames(&bytes));
     // Requests that are well formed, in any order, from anybody.
     let request = (
-        0u8..9,
+        0u8..10,
         0u32..4,
         0u64..4,
         proptest::collection::vec(0u32..4, 0..4),
@@ -318,6 +347,7 @@ fn arbitrary_frames_never_panic() {
                 5 => gather(&ranks, small, Purpose::Barrier, &[]),
                 6 => Request::Cancel { id: id.saturating_sub(small) },
                 7 if small == 0 => Request::Leave,
+                8 => gather(&ranks, small, Purpose::AllGather, b"v"),
                 _ => Request::Check { keys: vec![key] },
             });
         }
