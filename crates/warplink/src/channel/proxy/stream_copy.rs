@@ -25,7 +25,49 @@ impl StreamCopy {
     /// # Errors
     /// What the stream failed with: then nobody waits for it.
     pub(super) fn is_due(&self) -> Result<bool> {
-        self.stream.check()?;
-        self.after.is_reached()
+        is_past(&self.stream, &self.after)
+    }
+}
+
+/// Whether a stream has come to a mark in it, by what it was to do.
+fn is_past(stream: &Stream, mark: &Event) -> Result<bool> {
+    let reached = mark.is_reached()?;
+    // Not before the look: a wait that is let go in between is not one that was met, and the stream has
+    // failed by then.
+    stream.check()?;
+    Ok(reached)
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+    use crate::device::{Device, DeviceConfig, DeviceKind, EventBackend, Priority};
+    use crate::error::{Error, ErrorKind};
+
+    /// A mark that is reached because a fault lets go of the wait before it.
+    #[derive(Debug)]
+    struct LetGo(Arc<dyn Device>);
+
+    impl EventBackend for LetGo {
+        fn elapsed_since(&self, _: &Event) -> Result<f32> {
+            Ok(0.0)
+        }
+
+        fn is_reached(&self) -> Result<bool> {
+            let lost = Error::new(ErrorKind::PeerLost, "gone");
+            self.0.fault().raise(lost);
+            Ok(true)
+        }
+    }
+
+    #[test]
+    fn a_wait_that_is_let_go_during_the_look_is_not_past() {
+        let device = crate::device::open(&DeviceConfig::new(DeviceKind::Host, 0)).unwrap();
+        let stream = device.create_stream(Priority::Normal).unwrap();
+        let mark = Event::new(Arc::new(LetGo(device)));
+        assert_eq!(
+            is_past(&stream, &mark).unwrap_err().kind(),
+            ErrorKind::PeerLost
+        );
     }
 }
