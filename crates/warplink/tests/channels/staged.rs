@@ -1,7 +1,10 @@
 //! Connections over the network through staging memory, as those of GPUs go; here whatever the device is.
 
-use super::common::{Ranks, assert_says, threads_that_end, waiting_streams, world};
-use super::kernels::Rig;
+use super::common::{
+    Ranks, Stopwatch, assert_says, processes_of, resume, stop_self, threads_that_end,
+    wait_until_stopped, waiting_streams, world,
+};
+use super::kernels::{Rig, contents};
 use super::network::{self, has_network};
 use std::time::Duration;
 use warplink::channel::{ConnectionRequest, StagingConfig, Transport};
@@ -168,6 +171,62 @@ fn an_end_that_is_gone_takes_what_the_peer_sends() {
         }
         comm.barrier().unwrap();
         comm.stop_proxy(comm.deadline()).unwrap();
+    });
+}
+
+/// A rank puts more to a stopped one than is taken on the way there, and does with another what it likes.
+#[test]
+fn a_stopped_peer_holds_up_no_other_connection() {
+    const BLOCKS: u32 = 4;
+    const EACH: u32 = 150;
+    let mut ranks = Ranks {
+        world: world(3),
+        config: Some(tiny),
+        ..Ranks::default()
+    };
+    if ranks.world < 3 || !has_network() {
+        return;
+    }
+    let limit = "WARPLINK_HEARTBEAT_LIMIT".to_owned();
+    ranks.env.insert(limit, "40".to_owned());
+    ranks.run(|comm| {
+        let processes = processes_of(comm);
+        let rig = Rig::new(comm);
+        let words = BLOCKS * EACH;
+        let bytes = 8 * words as usize;
+        let data = contents(1, bytes);
+        let connections = rig.connect(Transport::Network, 1, bytes);
+        let connection = |peer| connections.find(peer, 0).unwrap();
+        comm.barrier().unwrap();
+        let wait_for = |count: u32| {
+            let arguments = [connection(0).channel(), Argument::U64(count.into())];
+            rig.launch("wait_for", 1, &arguments).unwrap();
+            rig.finish();
+        };
+        match comm.rank() {
+            0 => {
+                connection(2).region(0).unwrap().upload(&data).unwrap();
+                wait_until_stopped(processes[2]);
+                let arguments = [connection(2).channel(), Argument::U32(EACH)];
+                rig.launch("many_puts", BLOCKS, &arguments).unwrap();
+                rig.finish();
+                let begun = Stopwatch::start();
+                let arguments = [connection(1).channel(), Argument::U32(10)];
+                rig.launch("many_signals", 1, &arguments).unwrap();
+                rig.finish();
+                let took = begun.elapsed();
+                assert!(took < Duration::from_secs(5), "a flush took {took:?}");
+                resume(processes[2]);
+            }
+            1 => wait_for(10),
+            _ => {
+                stop_self();
+                wait_for(words);
+                let arrived = connection(0).region(0).unwrap().download().unwrap();
+                assert!(arrived == data, "not all words are there");
+            }
+        }
+        comm.barrier().unwrap();
     });
 }
 

@@ -2,6 +2,8 @@
 //!
 //! # What holds
 //! 1. What one channel asks for happens in the order of the FIFO, that of two channels in no order.
+//!    A connection whose peer takes nothing, as one that was stopped, holds up no other, as long as kernels
+//!    have not asked for very much of it.
 //! 2. A flush is answered when everything that its channel asked for before it is done, and nothing else
 //!    is waited for.
 //! 3. The proxy reads each trigger once, also when it slept: it looks at the ring itself, again and again.

@@ -6,7 +6,7 @@ use crate::device::channel::{Place, Windows};
 use crate::device::{AllocationKind, At, DeviceConfig, DeviceKind, DeviceSlice, Fault, Word};
 use crate::transport::{Carrier, CopyEngine};
 use proptest::prelude::*;
-use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 
 const LATE: Duration = Duration::from_secs(10);
 
@@ -252,4 +252,145 @@ fn what_is_under_way_is_bounded() {
     assert_eq!(read(&seen.completed), last + 1);
     // A put may set words before it.
     assert!(read(&seen.most) <= ROOM + 2, "{} calls", read(&seen.most));
+}
+
+/// What a carrier was asked for, in order.
+#[derive(Clone, Debug, PartialEq)]
+enum Asked {
+    Put(u64),
+    Set(Option<u64>, Option<u64>),
+}
+
+/// A carrier that takes nothing while its peer is stopped.
+#[derive(Clone, Debug, Default)]
+struct Stopped(Arc<(AtomicBool, Mutex<Vec<Asked>>)>);
+
+impl Stopped {
+    fn resume(&self) {
+        self.0.0.store(true, SeqCst);
+    }
+
+    fn asked(&self) -> Vec<Asked> {
+        lock(&self.0.1).clone()
+    }
+
+    fn ask(&self, asked: Asked) {
+        lock(&self.0.1).push(asked);
+    }
+}
+
+impl Carrier for Stopped {
+    fn has_room(&self) -> Result<bool> {
+        Ok(self.0.0.load(SeqCst))
+    }
+
+    fn start(&self, _: Movement, own: &DeviceSlice, _: At) -> Result<()> {
+        self.ask(Asked::Put(own.bytes() as u64));
+        Ok(())
+    }
+
+    fn set(&self, inbound: Option<u64>, completed: Option<u64>) -> Result<()> {
+        self.ask(Asked::Set(inbound, completed));
+        Ok(())
+    }
+
+    fn answer(&self, _: &Word, _: u64) -> Result<()> {
+        Ok(())
+    }
+
+    fn is_idle(&self) -> Result<bool> {
+        Ok(true)
+    }
+
+    fn drain(&self, _: Deadline) -> Result<()> {
+        Ok(())
+    }
+}
+
+/// A proxy with a connection to a stopped peer and one to another, whose words are given, and their numbers.
+fn beside_a_stopped_peer(device: &Arc<dyn Device>) -> (Arc<Proxy>, Stopped, [Word; 2], [u32; 2]) {
+    let fault = Arc::default();
+    let (proxy, _failure) = start(device);
+    let stopped = Stopped::default();
+    let held_up = Route::new(1, &fault, &windows(device), Box::new(stopped.clone()));
+    let (good, words) = route(device, &fault);
+    let connections = [held_up, good].map(|route| proxy.register(route).unwrap().connection);
+    (proxy, stopped, words, connections)
+}
+
+/// Waits until the flush at `position` is answered.
+fn await_flush(device: &Arc<dyn Device>, completed: &Word, position: u64) {
+    let late = Deadline::after(LATE);
+    let mut bytes = [0; 8];
+    while u64::from_ne_bytes(bytes) <= position {
+        assert!(!late.passed(), "the flush was not answered");
+        std::thread::yield_now();
+        device.download(completed.as_slice(), &mut bytes).unwrap();
+    }
+}
+
+#[test]
+fn a_peer_that_takes_nothing_holds_up_no_other_and_gets_all_in_order() {
+    let device = host();
+    let (proxy, stopped, words, [held_up, good]) = beside_a_stopped_peer(&device);
+    let push = |trigger| proxy.fifo.push(trigger, || Ok(())).unwrap();
+    // More than the ring holds. The first signal is for what precedes the puts.
+    let rounds = 2 * ProxyConfig::default().slots as u64;
+    push(Trigger::signal(held_up).encode());
+    let mut last = 0;
+    for bytes in 0..rounds {
+        let mut trigger = Trigger::decode(put(held_up, bytes % 60)).unwrap();
+        (trigger.signal, trigger.flush) = (false, false);
+        push(trigger.encode());
+        last = push(Trigger::signal(held_up).encode());
+    }
+    let flushed = push(put(good, 64));
+    await_flush(&device, &words[1], flushed);
+    assert_eq!(stopped.asked(), []);
+    let retired = Arc::new(());
+    proxy.retire(held_up, Box::new(retired.clone()));
+    await_flush(&device, &words[1], push(put(good, 64)));
+    assert_eq!(Arc::strong_count(&retired), 2, "it is needed yet");
+    stopped.resume();
+    proxy.stop(Deadline::after(LATE)).unwrap();
+    // Each signal comes behind the put before it, and before the next.
+    let expected = (0..rounds).flat_map(|round| {
+        let signals = Asked::Set(Some(round + 1), None);
+        [signals, Asked::Put(round % 60)]
+    });
+    let end = Asked::Set(Some(rounds + 1), None);
+    assert_eq!(stopped.asked(), expected.chain([end]).collect::<Vec<_>>());
+    assert!(last > rounds);
+}
+
+#[test]
+fn what_waits_for_room_is_bounded_and_counted() {
+    let device = host();
+    let (proxy, stopped, _, [held_up, _]) = beside_a_stopped_peer(&device);
+    let slots = ProxyConfig::default().slots as u64;
+    let mut sent = 0;
+    let mut looks = 0;
+    // Until there is no room for a second.
+    let full = loop {
+        let pushed = proxy.fifo.push(put(held_up, 8), || {
+            looks += 1;
+            std::thread::sleep(Duration::from_millis(1));
+            match looks {
+                1000.. => Err(Error::invalid("full")),
+                _ => Ok(()),
+            }
+        });
+        match pushed {
+            Ok(_) => (sent, looks) = (sent + 1, 0),
+            Err(error) => break error,
+        }
+    };
+    assert_eq!(full.kind(), ErrorKind::InvalidArgument);
+    let parked = worker::MAX_PARKED as u64;
+    assert!((parked..=parked + slots + 2).contains(&sent), "{sent}");
+    let error = proxy.stop(Deadline::after(Duration::from_millis(50)));
+    let expected = format!("{sent} triggers were not sent");
+    let error = error.unwrap_err().to_string();
+    assert!(error.contains(&expected), "{error}");
+    assert_eq!(stopped.asked(), []);
 }

@@ -8,6 +8,7 @@ use crate::device::{Fault, Fifo, FifoReader};
 use crate::error::{Error, ErrorKind, Result};
 use crate::sync::lock;
 use rustix::thread::{CpuSet, sched_setaffinity};
+use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -17,6 +18,17 @@ const SPINS: u32 = 1000;
 /// Triggers from one look at whether to stop to the next, and after which words are set at the latest where
 /// there is room.
 const TRIGGERS_PER_LOOK: u64 = 64;
+
+/// Triggers of one connection that wait for room at most. Where there are more, the connection holds up the
+/// others, whose triggers come through the same ring.
+pub(super) const MAX_PARKED: usize = 16 << 10;
+
+/// Triggers of a connection that were read, but not served yet: its carrier has no room for the first.
+struct Parked {
+    route: Arc<Route>,
+    /// With their positions, in the order of the ring.
+    triggers: VecDeque<(u64, Trigger)>,
+}
 
 /// Reads the FIFO and serves what it finds.
 pub(super) struct Worker {
@@ -30,8 +42,12 @@ pub(super) struct Worker {
     skipped: u64,
     /// Routes with words to be set.
     unset: Vec<Arc<Route>>,
-    /// What streams ask for that have not come to it.
+    /// Connections that wait for room, none without a trigger.
+    parked: Vec<Parked>,
+    /// What streams ask for that have not come to it, or for which there is no room yet.
     copies: Vec<Requested>,
+    /// Whether there was no room for one of `copies`.
+    is_full: bool,
 }
 
 impl Worker {
@@ -50,7 +66,9 @@ impl Worker {
             config,
             skipped: 0,
             unset: Vec::new(),
+            parked: Vec::new(),
             copies: Vec::new(),
+            is_full: false,
         }
     }
 
@@ -73,6 +91,7 @@ impl Worker {
     fn serve_all(&mut self) -> Result<Deadline> {
         let (mut idle_since, mut looks) = (None, 0);
         loop {
+            self.serve_parked()?;
             if let Some((position, halves)) = self.reader.pop() {
                 self.serve(position, halves)?;
                 (idle_since, looks) = (None, 0);
@@ -96,7 +115,8 @@ impl Worker {
                 && self.reader.is_empty()
             {
                 // A producer may have claimed a position and not stored yet.
-                let is_done = self.has_no_copies() && self.reader.unread()? == 0;
+                let is_done =
+                    self.parked.is_empty() && self.has_no_copies() && self.reader.unread()? == 0;
                 if deadline.passed() || is_done {
                     return Ok(deadline);
                 }
@@ -104,7 +124,7 @@ impl Worker {
             looks += 1;
             if looks < SPINS {
                 std::hint::spin_loop();
-            } else if !self.unset.is_empty() {
+            } else if self.waits_for_room() {
                 std::thread::yield_now();
             } else if idle_since.get_or_insert_with(Instant::now).elapsed() < self.config.idle {
                 if !self.reader.listen(self.config.nap) {
@@ -134,27 +154,98 @@ impl Worker {
                 .with_operation("serve a trigger")
                 .with_help("use channels only while their connection is there"));
         };
-        let served = match trigger.movement {
-            Some(_) => self.make_room(&route),
-            None => Ok(!self.is_faulted(&route)),
-        };
-        let served = match served {
-            Ok(true) => route.serve(position, &trigger).map(|()| true),
-            other => other,
-        };
-        if !self.judge(&route, served)?.unwrap_or(false) {
-            self.skipped += 1;
-        }
-        if route.has_words() && !self.unset.iter().any(|unset| Arc::ptr_eq(unset, &route)) {
-            self.unset.push(route);
+        self.await_place(&route)?;
+        if let Some(parked) = self.parked_of(&route) {
+            // Behind those that came before it.
+            parked.triggers.push_back((position, trigger));
+        } else if !self.try_serve(&route, position, &trigger)? {
+            let triggers = VecDeque::from([(position, trigger)]);
+            self.parked.push(Parked { route, triggers });
         }
         Ok(())
+    }
+
+    /// Serves a trigger, if its carrier takes more; whether it is dealt with. One whose peer was lost is, too.
+    fn try_serve(&mut self, route: &Arc<Route>, position: u64, trigger: &Trigger) -> Result<bool> {
+        let served = if self.is_faulted(route) {
+            Ok(None)
+        } else if trigger.movement.is_some() && !self.has_room(route)? {
+            return Ok(false);
+        } else {
+            route.serve(position, trigger).map(Some)
+        };
+        if self.judge(route, served)?.flatten().is_none() {
+            self.skipped += 1;
+        }
+        if route.has_words() && !self.unset.iter().any(|unset| Arc::ptr_eq(unset, route)) {
+            self.unset.push(route.clone());
+        }
+        Ok(true)
+    }
+
+    /// Serves what waited for room, as far as there is room now.
+    fn serve_parked(&mut self) -> Result<()> {
+        if self.parked.is_empty() {
+            return Ok(());
+        }
+        for mut parked in std::mem::take(&mut self.parked) {
+            // Not all at once: others wait, too.
+            for _ in 0..TRIGGERS_PER_LOOK {
+                let Some((position, trigger)) = parked.triggers.front() else {
+                    break;
+                };
+                if !self.try_serve(&parked.route, *position, trigger)? {
+                    break;
+                }
+                parked.triggers.pop_front();
+            }
+            if !parked.triggers.is_empty() {
+                self.parked.push(parked);
+            }
+        }
+        Ok(())
+    }
+
+    /// Waits until fewer of a connection's triggers than the most are parked, or it is time to end.
+    fn await_place(&mut self, route: &Arc<Route>) -> Result<()> {
+        let mut looks = 0;
+        while let Some(parked) = self.parked_of(route)
+            && parked.triggers.len() >= MAX_PARKED
+        {
+            self.set_words()?;
+            self.serve_parked()?;
+            if looks < SPINS {
+                looks += 1;
+                std::hint::spin_loop();
+            } else if self.stopping().is_some_and(|deadline| deadline.passed()) {
+                break;
+            } else {
+                std::thread::yield_now();
+            }
+        }
+        Ok(())
+    }
+
+    fn parked_of(&mut self, route: &Arc<Route>) -> Option<&mut Parked> {
+        let mut parked = self.parked.iter_mut();
+        parked.find(|parked| Arc::ptr_eq(&parked.route, route))
+    }
+
+    /// Whether the carrier of a route takes more; so it does where its peer was lost, for what becomes of it.
+    fn has_room(&self, route: &Route) -> Result<bool> {
+        Ok(self.judge(route, route.carrier.has_room())?.unwrap_or(true))
+    }
+
+    /// Whether there is something to be done as soon as a carrier takes more.
+    fn waits_for_room(&self) -> bool {
+        !self.unset.is_empty() || !self.parked.is_empty() || self.is_full
     }
 
     /// Starts the copies that streams have come to; whether there was one.
     fn serve_copies(&mut self) -> Result<bool> {
         self.take_copies();
         let mut started = false;
+        self.is_full = false;
         for requested in std::mem::take(&mut self.copies) {
             let Requested { route, copy } = &requested;
             if self.is_faulted(route) {
@@ -172,14 +263,18 @@ impl Worker {
                     continue;
                 }
             }
-            started = true;
-            let served = match self.make_room(route) {
-                Ok(true) => route.copy(copy).map(|()| true),
-                other => other,
-            };
-            if self.judge(route, served)? == Some(false) && !self.is_faulted(&requested.route) {
+            // Not before what the connection was asked for earlier.
+            let waits = self
+                .parked
+                .iter()
+                .any(|parked| Arc::ptr_eq(&parked.route, route));
+            if waits || !self.has_room(route)? {
+                self.is_full = true;
                 self.copies.push(requested);
+                continue;
             }
+            started = true;
+            self.judge(route, route.copy(copy))?;
         }
         Ok(started)
     }
@@ -204,28 +299,6 @@ impl Worker {
             route.fault.raise(error);
         }
         copies.len()
-    }
-
-    /// Waits until the carrier of a route takes more; false where its peer was lost meanwhile, or where it is
-    /// time to end.
-    fn make_room(&self, route: &Route) -> Result<bool> {
-        let mut looks = 0;
-        loop {
-            if self.is_faulted(route) {
-                return Ok(false);
-            }
-            if route.carrier.has_room()? {
-                return Ok(true);
-            }
-            if looks < SPINS {
-                looks += 1;
-                std::hint::spin_loop();
-            } else if self.stopping().is_some_and(|deadline| deadline.passed()) {
-                return Ok(false);
-            } else {
-                std::thread::yield_now();
-            }
-        }
     }
 
     /// Sets words, of routes whose carriers take more.
@@ -282,8 +355,13 @@ impl Worker {
             routes, retiring, ..
         } = &mut *state;
         for (connection, held) in std::mem::take(retiring) {
-            let done =
-                |route: &Arc<Route>| !route.has_words() && route.carrier.is_idle().unwrap_or(true);
+            let is_parked = |route: &Arc<Route>| {
+                let mut parked = self.parked.iter();
+                parked.any(|parked| Arc::ptr_eq(&parked.route, route))
+            };
+            let done = |route: &Arc<Route>| {
+                !is_parked(route) && !route.has_words() && route.carrier.is_idle().unwrap_or(true)
+            };
             match routes.get_mut(connection as usize) {
                 Some(place) if place.as_ref().is_none_or(done) => gone.push((place.take(), held)),
                 Some(_) => retiring.push((connection, held)),
@@ -301,6 +379,9 @@ impl Worker {
         while self.set_words().is_ok() && !self.unset.is_empty() && !deadline.passed() {
             std::thread::yield_now();
         }
+        let parked = std::mem::take(&mut self.parked);
+        let parked = parked.iter().map(|parked| parked.triggers.len() as u64);
+        self.skipped += parked.sum::<u64>();
         let unset = std::mem::take(&mut self.unset);
         self.skipped += unset.iter().map(|route| route.forget_words()).sum::<u64>();
         let uncopied = self.forget_copies();
