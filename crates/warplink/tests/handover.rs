@@ -6,8 +6,8 @@
 mod common;
 
 use common::{
-    Ended, Ranks, Stopwatch, barrier_that_all_have_passed, kill_self, processes_of, resume, ring,
-    stop_self, world,
+    Ended, Ranks, Stopwatch, barrier_that_all_have_passed, kill, kill_self, processes_of, resume,
+    ring, stop_self, world,
 };
 use std::time::{Duration, Instant};
 use warplink::bootstrap::Wait;
@@ -270,6 +270,39 @@ fn what_the_store_contained_is_there_after_the_loss() {
         assert_eq!(store.get("3/1", &soon()).unwrap(), b"another");
         assert_eq!(store.add("counter", 0).unwrap(), 6);
         let left = comm.survivors().unwrap();
+        drop(comm);
+        left.close().unwrap();
+    });
+}
+
+/// As when a machine is gone: none of its ranks refuses a connection.
+#[test]
+fn ranks_that_do_not_answer_are_found_at_the_same_time() {
+    let victims = [0, 1, 2, 3];
+    run("unanswered", 6, &victims, |comm| {
+        let late = Duration::from_millis(1500 + 1500);
+        let processes = processes_of(&comm);
+        barrier_that_all_have_passed(&comm);
+        let stopped = Stopwatch::start();
+        if comm.rank() < 4 {
+            stop_self();
+            unreachable!("nobody resumes it");
+        }
+        while comm.bootstrap().health().lost() != victims {
+            let took = stopped.elapsed();
+            assert!(
+                took < late,
+                "{:?} after {took:?}",
+                comm.bootstrap().health().lost()
+            );
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        let left = comm.survivors().unwrap();
+        assert_eq!(left.job_ranks(), [4, 5]);
+        assert!(stopped.elapsed() < late, "{:?}", stopped.elapsed());
+        if left.rank() == 0 {
+            processes[..4].iter().copied().for_each(kill);
+        }
         drop(comm);
         left.close().unwrap();
     });

@@ -105,3 +105,11 @@ pub(crate) fn connect(
         serving,
     })
 }
+
+/// Whether the process of a rank answers at `address` until the deadline, as it does at once where it runs.
+pub(crate) fn probe(address: SocketAddr, identity: &Identity, deadline: Deadline) -> Result<()> {
+    let stream = socket::connect(address, deadline.remaining())
+        .map_err(|error| Error::io("connect", &error))?;
+    let mut timed = DeadlineStream::new(&stream, deadline);
+    handshake::probe(&mut timed, &identity.secret, identity.rank, identity.world)
+}

@@ -1,7 +1,8 @@
 //! Finding the rank that serves the store next, when the one that does is lost.
 //!
 //! The living rank with the lowest number serves. Every rank comes to this by itself, from what it
-//! knows of losses, and connects to that rank with the same handshake as in joining. There it says whom
+//! knows of losses, and where the lowest does not answer, it asks those after it at the same time
+//! (`candidates.rs`). It connects to that rank with the same handshake as in joining. There it says whom
 //! it knows to be gone, and what it knows of the store's content (`journal.rs`). When every rank that
 //! is left has done so, or was lost, the store takes requests again (`restore.rs`, `table.rs`), and
 //! those that were not answered are sent again. Should the next rank be lost meanwhile, the one after
@@ -37,8 +38,7 @@ impl Client {
             if lock(&self.state).over.is_some() {
                 return None;
             }
-            let next = (0..self.identity.world)
-                .find(|&rank| rank == self.identity.rank || self.health.is_there(rank))?;
+            let next = self.find_candidate(&standby)?;
             match self.connect_to(next, session, &standby) {
                 Ok(link) => {
                     let mut state = lock(&self.state);
@@ -68,14 +68,7 @@ impl Client {
                     lock(&self.state).over = Some(Error::new(error.kind(), message));
                     return None;
                 }
-                Err(error) => {
-                    let reason = match error.kind() {
-                        ErrorKind::Timeout => "it did not answer as the next to serve the store",
-                        _ => "its process has ended",
-                    };
-                    tracing::debug!(next, %error, "a rank cannot serve the store");
-                    self.health.lose(next, reason);
-                }
+                Err(error) => self.pass_over(next, &error),
             }
         }
     }
@@ -87,8 +80,7 @@ impl Client {
         session: [u8; 32],
         standby: &[Option<SocketAddr>],
     ) -> Result<Link> {
-        let unknown = || Error::new(ErrorKind::Io, "the rank has said no address for this");
-        let address = standby.get(next).copied().flatten().ok_or_else(unknown)?;
+        let address = address_of(standby, next)?;
         if next == self.identity.rank {
             self.server.take_over(session, standby.to_vec());
         }
@@ -120,4 +112,20 @@ impl Client {
         lock(&self.state).connecting = None;
         link
     }
+
+    /// A rank cannot serve the store, and is lost with that.
+    pub(super) fn pass_over(&self, rank: Rank, error: &Error) {
+        let reason = match error.kind() {
+            ErrorKind::Timeout => "it did not answer as the next to serve the store",
+            _ => "its process has ended",
+        };
+        tracing::debug!(rank, %error, "a rank cannot serve the store");
+        self.health.lose(rank, reason);
+    }
+}
+
+/// Where `rank` would serve the store.
+pub(super) fn address_of(standby: &[Option<SocketAddr>], rank: Rank) -> Result<SocketAddr> {
+    let unknown = || Error::new(ErrorKind::Io, "the rank has said no address for this");
+    standby.get(rank).copied().flatten().ok_or_else(unknown)
 }

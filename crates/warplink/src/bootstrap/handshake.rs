@@ -97,6 +97,36 @@ pub(crate) fn join(
     world: usize,
     entry: &Entry,
 ) -> Result<Seals> {
+    let (hello, nonce) = greet(stream, secret, rank, world)?;
+    send(stream, &secret.proof(JOINER, &[hello.as_bytes(), &nonce])?)?;
+    let transcript = [hello.as_bytes(), &nonce[..]];
+    let mut seals = Seals {
+        sealer: Sealer::new(&secret.proof(FROM_JOINER, &transcript)?)?,
+        opener: Opener::new(&secret.proof(FROM_STORE, &transcript)?)?,
+    };
+    stream
+        .write_all(&seals.sealer.seal(0, &message::encode(entry)?)?)
+        .map_err(|error| Error::io("send a handshake", &error))?;
+    Ok(seals)
+}
+
+/// As [`join`], without saying what the joiner comes for: whether a process answers that holds the secret.
+pub(crate) fn probe(
+    stream: &mut (impl Read + Write),
+    secret: &Secret,
+    rank: Rank,
+    world: usize,
+) -> Result<()> {
+    greet(stream, secret, rank, world).map(drop)
+}
+
+/// The joiner's hello and the other side's nonce, once that has proved itself.
+fn greet(
+    stream: &mut (impl Read + Write),
+    secret: &Secret,
+    rank: Rank,
+    world: usize,
+) -> Result<(Hello, [u8; 32])> {
     let hello = Hello {
         magic: MAGIC,
         version: VERSION.into(),
@@ -116,16 +146,7 @@ pub(crate) fn join(
         )
         .with_help("give every rank the same unique id or WARPLINK_SECRET, and check that no other job uses this address"));
     }
-    send(stream, &secret.proof(JOINER, &[hello.as_bytes(), &nonce])?)?;
-    let transcript = [hello.as_bytes(), &nonce[..]];
-    let mut seals = Seals {
-        sealer: Sealer::new(&secret.proof(FROM_JOINER, &transcript)?)?,
-        opener: Opener::new(&secret.proof(FROM_STORE, &transcript)?)?,
-    };
-    stream
-        .write_all(&seals.sealer.seal(0, &message::encode(entry)?)?)
-        .map_err(|error| Error::io("send a handshake", &error))?;
-    Ok(seals)
+    Ok((hello, nonce))
 }
 
 /// The end of the joiner's side, once the store has admitted it: what identifies the session, and the

@@ -49,6 +49,7 @@
 //! | `handshake.rs`, `message.rs`, `seal.rs`, `frame.rs` | the protocol, from the outside in |
 //! | `outbox.rs`, `socket.rs` | sending without blocking, socket options |
 
+mod candidates;
 mod client;
 mod config;
 mod connection;

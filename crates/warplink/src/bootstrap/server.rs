@@ -84,6 +84,8 @@ struct State {
     /// How many threads are in a handshake.
     handshakes: usize,
     next: u64,
+    /// Whether a thread looks which of the missing ranks have ended.
+    looking: bool,
     closing: bool,
 }
 
@@ -130,6 +132,7 @@ impl Server {
                 unauthenticated: BTreeMap::new(),
                 handshakes: 0,
                 next: 0,
+                looking: false,
                 closing: false,
             }),
             max_unauthenticated: accept::max_unauthenticated(),
@@ -206,18 +209,10 @@ impl Server {
         state.table.beat();
         let standby = |&rank: &u32| Some((rank, state.table.standby(rank)?));
         let missing: Vec<(u32, SocketAddr)> = missing.iter().filter_map(standby).collect();
+        shared.look_for(&mut state, missing);
         shared.deliver(state);
         for (_, outbox) in silent {
             outbox.shut_down();
-        }
-        for (rank, address) in missing {
-            if departure::has_ended(address) {
-                let mut state = lock(&shared.state);
-                if state.table.missing().contains(&rank) {
-                    state.table.lose(rank, "its process has ended");
-                }
-                shared.deliver(state);
-            }
         }
     }
 

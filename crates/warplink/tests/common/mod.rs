@@ -347,6 +347,12 @@ pub fn resume(process: i32) {
     rustix::process::kill_process(process, rustix::process::Signal::CONT).unwrap();
 }
 
+/// Kills a process, be it stopped or not.
+pub fn kill(process: i32) {
+    let process = rustix::process::Pid::from_raw(process).unwrap();
+    rustix::process::kill_process(process, rustix::process::Signal::KILL).unwrap();
+}
+
 /// Rounds in a ring of `comm`, each checked; `before` is called with the round's number first.
 pub fn ring(
     comm: &Communicator,
