@@ -466,6 +466,44 @@ fn a_rank_that_was_short_of_descriptors_serves_its_peers_again() {
     });
 }
 
+/// What it lets go of meanwhile is told when the system has descriptors again.
+#[test]
+fn a_rank_that_was_short_of_descriptors_lets_go_of_its_peers_memory() {
+    if kind() != warplink::DeviceKind::Host {
+        return;
+    }
+    common::processes(2, |comm| {
+        let peer = 1 - comm.rank();
+        let region = comm.alloc(4096).unwrap();
+        let request = match comm.rank() {
+            0 => TransferRequest::send(&region, peer, 0),
+            _ => TransferRequest::receive(&region, peer, 0),
+        };
+        // Get: rank 1 maps the region of rank 0.
+        let transfers = comm
+            .exchange(&[request.with_protocol(Protocol::Get)])
+            .unwrap();
+        comm.barrier().unwrap();
+        if comm.rank() == 1 {
+            let before = getrlimit(Resource::Nofile);
+            let none = Rlimit {
+                current: Some(0),
+                ..before
+            };
+            setrlimit(Resource::Nofile, none).unwrap();
+            drop(transfers);
+            std::thread::sleep(Duration::from_millis(300));
+            setrlimit(Resource::Nofile, before).unwrap();
+            comm.release_idle().unwrap();
+        } else {
+            drop(transfers);
+            let soon = Deadline::after(Duration::from_secs(20));
+            region.close(soon).unwrap();
+        }
+        comm.barrier().unwrap();
+    });
+}
+
 #[test]
 fn ranks_on_different_devices_and_worlds_are_refused() {
     let id = UniqueId::create(IpAddr::V4(Ipv4Addr::LOCALHOST), 0).unwrap();

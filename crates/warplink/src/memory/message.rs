@@ -56,6 +56,9 @@ pub(crate) enum Notice {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Request {
     pub(super) from: Rank,
+    /// Which of the notices of `from` to the receiver it is, counted from 1, so that one which is sent
+    /// again is not handled again; 0 for what may be.
+    pub(super) number: u64,
     pub(super) message: Message,
 }
 
@@ -65,6 +68,7 @@ struct Record {
     token: [u8; TOKEN_BYTES],
     kind: U32,
     from: U32,
+    number: U64,
     arguments: [U64; 3],
 }
 
@@ -152,6 +156,7 @@ impl Request {
             token: *token,
             kind: kind.into(),
             from: (self.from as u32).into(),
+            number: self.number.into(),
             arguments: arguments.map(U64::new),
         };
         let mut bytes = record.as_bytes().to_vec();
@@ -204,6 +209,7 @@ impl Request {
         })?;
         Ok(Self {
             from: record.from.get() as Rank,
+            number: record.number.get(),
             message,
         })
     }
@@ -251,7 +257,11 @@ mod tests {
         });
         let messages = messages.into_iter().chain(published);
         for message in messages {
-            let request = Request { from: 3, message };
+            let request = Request {
+                from: 3,
+                number: 1 << 33,
+                message,
+            };
             assert_eq!(
                 Request::decode(&request.encode(&TOKEN), &TOKEN).unwrap(),
                 request
@@ -263,6 +273,7 @@ mod tests {
     fn wrong_lengths_tokens_and_kinds_are_refused() {
         let request = Request {
             from: 0,
+            number: 4,
             message: Message::SlotReleased { slot: 1 },
         };
         let wire = request.encode(&TOKEN);

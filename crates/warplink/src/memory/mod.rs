@@ -21,6 +21,8 @@ mod limits;
 mod mapping;
 mod message;
 mod notifier;
+#[cfg(all(test, not(loom)))]
+mod notifier_tests;
 mod opening;
 mod peers;
 mod publications;
@@ -48,6 +50,7 @@ pub(crate) use publications::Heard;
 use publications::Publications;
 use region::Registration;
 use service::Service;
+use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 
@@ -82,6 +85,8 @@ struct Shared {
     exports: Exports,
     mappings: MappingCache<MappingKey, Mapped>,
     outbox: Outbox,
+    /// The last notice of each peer that was handled.
+    heard: Mutex<BTreeMap<Rank, u64>>,
     slot_released: OnceLock<SlotReleasedHandler>,
     publications: Publications,
     reclaimers: Mutex<Vec<Reclaimer>>,
@@ -112,6 +117,7 @@ impl MemoryRegistry {
                 idle_bytes: idle.max_bytes,
             }),
             outbox: outbox.clone(),
+            heard: Mutex::default(),
             slot_released: OnceLock::new(),
             publications: Publications::default(),
             reclaimers: Mutex::default(),
@@ -477,24 +483,40 @@ impl Shared {
     fn ask(&self, peer: Rank, message: Message) -> Result<Option<Piece>> {
         let request = Request {
             from: self.rank,
+            number: 0,
             message,
         };
         service::ask(self.peers()?.service(peer)?, &self.token, request)
             .map_err(|error| error.with_rank(self.rank).with_peer(peer))
     }
 
-    /// Sends a request to `peer`'s service, and does not wait for the answer.
-    fn begin_asking(&self, peer: Rank, message: Message) -> Result<service::Asked> {
+    /// Sends the notice `number` to `peer`'s service, and does not wait for the answer.
+    fn begin_telling(&self, peer: Rank, number: u64, message: Message) -> Result<service::Asked> {
         let request = Request {
             from: self.rank,
+            number,
             message,
         };
         service::begin(self.peers()?.service(peer)?, &self.token, request)
             .map_err(|error| error.with_rank(self.rank).with_peer(peer))
     }
 
-    /// Does what a peer asks for.
-    fn answer(&self, Request { from, message }: Request) -> Result<Option<Piece>> {
+    /// Does what a peer asks for, unless it is a notice that was handled before: then the peer has not
+    /// had the answer.
+    fn answer(&self, request: Request) -> Result<Option<Piece>> {
+        let Request {
+            from,
+            number,
+            message,
+        } = request;
+        if number != 0 {
+            let mut heard = lock(&self.heard);
+            let last = heard.entry(from).or_default();
+            if number <= *last {
+                return Ok(None);
+            }
+            *last = number;
+        }
         match message {
             Message::Piece {
                 allocation,

@@ -2,10 +2,14 @@
 //!
 //! One thread waits for the answers of all peers at a time. A peer is told one thing after another, so
 //! that the order holds; one that does not answer, as its process is stopped, holds up nobody else.
+//!
+//! What a peer has not confirmed is told again, since a notice that is lost leaks what it lets go of. A
+//! notice carries its number, and the peer does not do again what it has done. Only where nobody
+//! listens any more is the peer gone.
 
 use super::Shared;
 use super::message::Message;
-use super::service::Asked;
+use super::service::{self, Asked};
 use crate::deadline::Deadline;
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::sync::lock;
@@ -21,7 +25,7 @@ use std::time::Duration;
 const MAX_FLUSH: Duration = Duration::from_secs(5);
 /// The longest that the thread goes on to tell peers when it is to end.
 const MAX_STOP: Duration = Duration::from_secs(2);
-/// Between two attempts at what the system refuses for lack of something.
+/// Between two attempts at what the system refuses for lack of something, or the peer drops for it.
 const PAUSE: Duration = Duration::from_millis(10);
 
 /// What the thread has to do.
@@ -133,9 +137,12 @@ impl Notifier {
 /// What one peer is told.
 #[derive(Debug, Default)]
 struct Line {
+    /// What it has not confirmed, the first of which it may have been told.
     queued: VecDeque<Message>,
-    /// What it was told and has not confirmed.
+    /// The answer to the first.
     asked: Option<Asked>,
+    /// When the first is to be told again.
+    again: Option<Deadline>,
     /// How many notices there were, and how many of them are done with.
     noticed: u64,
     done: u64,
@@ -146,44 +153,62 @@ impl Line {
     /// Tells the peer the next thing, if it has confirmed the one before.
     fn advance(&mut self, peer: Rank, shared: &Shared) {
         while self.asked.is_none()
-            && let Some(message) = self.queued.pop_front()
+            && let Some(&message) = self.queued.front()
         {
             if self.is_gone {
-                self.done += 1;
+                self.first_is_done();
                 shared.forget_peer(peer);
                 continue;
             }
-            match shared.begin_asking(peer, message) {
+            if self.again.is_some_and(|again| !again.passed()) {
+                return;
+            }
+            match shared.begin_telling(peer, self.done + 1, message) {
                 Ok(asked) => self.asked = Some(asked),
-                Err(error) => self.failed(peer, shared, &error),
+                Err(error) => self.failed(peer, &error),
             }
         }
     }
 
     /// The answer is there, or will not come.
-    fn answered(&mut self, peer: Rank, shared: &Shared) {
+    fn answered(&mut self, peer: Rank) {
         let Some(asked) = self.asked.take() else {
             return;
         };
         match asked.finish() {
-            Ok(_) => self.done += 1,
-            Err(error) => self.failed(peer, shared, &error),
+            Ok(_) => self.first_is_done(),
+            Err(error) => self.failed(peer, &error),
         }
     }
 
-    fn failed(&mut self, peer: Rank, shared: &Shared, error: &Error) {
-        self.done += 1;
-        if error.kind() == ErrorKind::PeerLost {
+    fn failed(&mut self, peer: Rank, error: &Error) {
+        match error.kind() {
             // A peer that does not listen any more maps nothing any more.
-            self.is_gone = true;
-            shared.forget_peer(peer);
-        } else {
-            tracing::warn!(%error, peer, "a peer could not be told");
+            ErrorKind::PeerLost => self.is_gone = true,
+            kind if service::may_pass(kind) => {
+                if self.again.is_none() {
+                    tracing::warn!(%error, peer, "a peer could not be told; trying again");
+                }
+                self.again = Some(Deadline::after(PAUSE));
+            }
+            _ => {
+                tracing::warn!(%error, peer, "a peer could not be told");
+                self.first_is_done();
+            }
         }
     }
 
-    fn is_idle(&self) -> bool {
-        self.asked.is_none() && self.queued.is_empty()
+    fn first_is_done(&mut self) {
+        self.queued.pop_front();
+        self.again = None;
+        self.done += 1;
+    }
+
+    /// How long the next attempt is to wait for, if there is to be one.
+    fn pause(&self) -> Option<Duration> {
+        self.again
+            .filter(|_| self.asked.is_none())
+            .map(|again| again.remaining())
     }
 }
 
@@ -215,9 +240,7 @@ impl Lines {
             Notice::Forget(peer) => {
                 let line = self.lines.entry(peer).or_default();
                 line.is_gone = true;
-                if line.asked.take().is_some() {
-                    line.done += 1;
-                }
+                line.asked = None;
             }
             Notice::Flush(done) => {
                 let noticed = self.lines.iter().map(|(&peer, line)| (peer, line.noticed));
@@ -247,15 +270,18 @@ impl Lines {
 
     /// Whether the thread is to end.
     fn has_ended(&self) -> bool {
-        let idle = self.lines.values().all(Line::is_idle);
+        let idle = self.lines.values().all(|line| line.queued.is_empty());
         self.stopping.is_some_and(|until| idle || until.passed())
     }
 
-    /// Waits until a peer has answered, there are notices, or for `limit`; the peers that answered.
+    /// Waits until a peer has answered, is to be told again, there are notices, or for `limit`; the
+    /// peers that answered.
     fn wait(&self, wake: &OwnedFd, limit: Duration) -> Vec<Rank> {
         let limit = self
             .stopping
             .map_or(limit, |until| until.remaining().min(limit));
+        let pauses = self.lines.values().filter_map(Line::pause);
+        let limit = pauses.fold(limit, Duration::min);
         let mut peers = Vec::new();
         let mut polled = vec![PollFd::new(wake, PollFlags::IN)];
         for (&peer, line) in &self.lines {
@@ -315,12 +341,9 @@ fn run(queue: &Queue, shared: &Weak<Shared>, aging_interval: Duration) {
             return;
         }
         let answered = lines.wait(&queue.wake, aging.remaining());
-        let Some(shared) = shared.upgrade() else {
-            return;
-        };
         for peer in answered {
             if let Some(line) = lines.lines.get_mut(&peer) {
-                line.answered(peer, &shared);
+                line.answered(peer);
             }
         }
     }

@@ -9,6 +9,7 @@
 //! silent holds up nobody.
 
 use super::message::{MAX_REQUEST_BYTES, Request, TOKEN_BYTES};
+use crate::deadline::Deadline;
 use crate::device::Piece;
 use crate::error::{Error, ErrorKind, Result};
 use crate::sync::lock;
@@ -79,6 +80,13 @@ fn address(name: &[u8]) -> Result<SocketAddrUnix> {
     SocketAddrUnix::new_abstract_name(name).map_err(io("name a Unix socket"))
 }
 
+pub(super) fn listen(name: &[u8]) -> Result<OwnedFd> {
+    let listener = socket()?;
+    rustix::net::bind(&listener, &address(name)?).map_err(io("bind a Unix socket"))?;
+    rustix::net::listen(&listener, 128).map_err(io("listen on a Unix socket"))?;
+    Ok(listener)
+}
+
 fn limit(socket: impl AsFd) -> Result<()> {
     use rustix::net::sockopt::{Timeout, set_socket_timeout};
     set_socket_timeout(&socket, Timeout::Recv, Some(MAX_WAIT))
@@ -101,10 +109,8 @@ impl Service {
                 .collect::<String>()
         );
         let name = name.into_bytes();
-        let listener = socket()?;
+        let listener = listen(&name)?;
         rustix::io::ioctl_fionbio(&listener, true).map_err(io("configure a Unix socket"))?;
-        rustix::net::bind(&listener, &address(&name)?).map_err(io("bind a Unix socket"))?;
-        rustix::net::listen(&listener, 128).map_err(io("listen on a Unix socket"))?;
         let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
         let stop = eventfd(0, flags).map_err(io("make an event descriptor"))?;
         let stop = Arc::new(stop);
@@ -190,8 +196,8 @@ impl<'a> Server<'a> {
                 Ok(_) => {}
                 Err(Errno::INTR) => continue,
                 Err(errno) => {
-                    // The limit of descriptors was lowered, or memory is short: peers will ask again
-                    // when it is over.
+                    // The limit of descriptors was lowered, or memory is short: requests lie in the
+                    // backlog until it is over.
                     tracing::warn!(%errno, "the memory service cannot wait for requests; trying again");
                     if rustix::io::read(stop, &mut [0; 8]).is_ok() {
                         return;
@@ -240,7 +246,7 @@ impl<'a> Server<'a> {
                         "a peer's request could not be accepted; raise the limit of file \
                          descriptors with ulimit -n if they are used up"
                     );
-                    // A connection without a request gives its descriptor back.
+                    // A connection without a request gives its descriptor back; its peer asks again.
                     self.pending.pop_front();
                     std::thread::sleep(PAUSE);
                     return;
@@ -275,11 +281,19 @@ fn is_same_user(connection: &OwnedFd) -> bool {
     }
 }
 
-fn answer(connection: &OwnedFd, token: &[u8; TOKEN_BYTES], handler: &Handler) -> Result<()> {
+pub(super) fn read_request(connection: &OwnedFd, token: &[u8; TOKEN_BYTES]) -> Result<Request> {
     let mut bytes = [0; MAX_REQUEST_BYTES];
     let (got, _) = rustix::net::recv(connection, &mut bytes[..], RecvFlags::empty())
         .map_err(io("read a request"))?;
-    let request = Request::decode(&bytes[..got], token)?;
+    Request::decode(&bytes[..got], token)
+}
+
+pub(super) fn answer(
+    connection: &OwnedFd,
+    token: &[u8; TOKEN_BYTES],
+    handler: &Handler,
+) -> Result<()> {
+    let request = read_request(connection, token)?;
     let (status, piece) = match handler(request) {
         Ok(piece) => (0u32, piece),
         Err(error) => {
@@ -313,7 +327,8 @@ pub(super) struct Asked {
     connection: OwnedFd,
 }
 
-/// Sends `request` to the service called `name` and waits for the answer.
+/// Sends `request`, which may be handled twice, to the service called `name` and waits for the answer.
+/// Asks again where the service drops the connection, as it does when it is short of something.
 ///
 /// # Errors
 /// [`ErrorKind::PeerLost`] where nobody listens, [`ErrorKind::InvalidHandle`] where it is refused,
@@ -323,16 +338,48 @@ pub(super) fn ask(
     token: &[u8; TOKEN_BYTES],
     request: Request,
 ) -> Result<Option<Piece>> {
-    begin(name, token, request)?.finish()
+    let deadline = Deadline::after(MAX_WAIT);
+    loop {
+        let connection = socket()?;
+        limit(&connection)?;
+        let answer = send(connection, name, token, request).and_then(Asked::finish);
+        match answer {
+            Err(error) if error.kind() == ErrorKind::Io && !deadline.passed() => {
+                tracing::debug!(%error, "a peer's service did not answer; asking again");
+                std::thread::sleep(PAUSE);
+            }
+            answer => return answer,
+        }
+    }
 }
 
-/// Sends `request` to the service called `name`.
+/// Sends `request` to the service called `name`, without waiting for anything.
 ///
 /// # Errors
-/// [`ErrorKind::PeerLost`] where nobody listens.
+/// [`ErrorKind::PeerLost`] where nobody listens; where it is another that [may pass](may_pass), the
+/// request was not sent, or it is not known whether.
 pub(super) fn begin(name: &[u8], token: &[u8; TOKEN_BYTES], request: Request) -> Result<Asked> {
     let connection = socket()?;
-    limit(&connection)?;
+    // A full backlog, of a peer that is stopped, must not hold up the caller.
+    rustix::io::ioctl_fionbio(&connection, true).map_err(io("configure a Unix socket"))?;
+    send(connection, name, token, request)
+}
+
+/// Whether an error of `kind` may be over when a request is sent again: something is short, here or at
+/// the peer.
+pub(super) fn may_pass(kind: ErrorKind) -> bool {
+    matches!(
+        kind,
+        ErrorKind::Io | ErrorKind::Timeout | ErrorKind::OutOfMemory
+    )
+}
+
+fn send(
+    connection: OwnedFd,
+    name: &[u8],
+    token: &[u8; TOKEN_BYTES],
+    request: Request,
+) -> Result<Asked> {
     rustix::net::connect(&connection, &address(name)?).map_err(|errno| match errno {
         rustix::io::Errno::CONNREFUSED => Error::new(
             ErrorKind::PeerLost,
@@ -372,10 +419,11 @@ impl Asked {
     }
 }
 
+/// Not proof that the peer is gone: a service drops connections when it is short of something.
 fn closed() -> Error {
     Error::new(
-        ErrorKind::PeerLost,
-        "the peer closed its service before it answered",
+        ErrorKind::Io,
+        "the peer's memory service closed the connection before it answered",
     )
 }
 
@@ -431,6 +479,7 @@ mod tests {
     fn descriptor_of(allocation: u64) -> Request {
         Request {
             from: 2,
+            number: 0,
             message: Message::Piece {
                 allocation,
                 generation: 9,
@@ -465,7 +514,11 @@ mod tests {
     #[test]
     fn without_the_token_nothing_is_answered_and_the_service_goes_on() {
         let service = Service::start([5; 16], Box::new(|_| Ok(None))).unwrap();
-        assert!(ask(service.name(), &[6; 16], descriptor_of(7)).is_err());
+        let connection = socket().unwrap();
+        limit(&connection).unwrap();
+        let asked = send(connection, service.name(), &[6; 16], descriptor_of(7)).unwrap();
+        // The service listens, so its peer is not gone.
+        assert_eq!(asked.finish().unwrap_err().kind(), ErrorKind::Io);
         let stray = socket().unwrap();
         rustix::net::connect(&stray, &address(service.name()).unwrap()).unwrap();
         rustix::net::send(&stray, b"short", SendFlags::NOSIGNAL).unwrap();
@@ -474,6 +527,21 @@ mod tests {
                 .unwrap()
                 .is_none()
         );
+    }
+
+    #[test]
+    fn a_dropped_connection_is_asked_on_again() {
+        let name = b"warplink-test-that-drops-one".to_vec();
+        let listener = listen(&name).unwrap();
+        let serving = std::thread::spawn(move || {
+            drop(rustix::net::accept(&listener).unwrap());
+            let connection = rustix::net::accept(&listener).unwrap();
+            answer(&connection, &[5; 16], &(Box::new(|_| Ok(None)) as Handler)).unwrap();
+        });
+        assert!(ask(&name, &[5; 16], descriptor_of(7)).unwrap().is_none());
+        serving.join().unwrap();
+        let error = ask(&name, &[5; 16], descriptor_of(7)).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::PeerLost);
     }
 
     #[test]

@@ -1,0 +1,116 @@
+//! A peer hears of everything that it is told, once and in order, whatever its service drops.
+
+use super::message::Request;
+use super::peers::PeerInfo;
+use super::service::{Handler, Service};
+use super::*;
+use crate::device::{DeviceConfig, DeviceKind};
+use std::time::Instant;
+
+const SECRET: &[u8] = b"a secret of tests";
+
+fn eventually(what: &str, holds: impl Fn() -> bool) {
+    let begun = Instant::now();
+    while !holds() {
+        assert!(begun.elapsed() < Duration::from_secs(10), "not yet: {what}");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+fn device() -> Arc<dyn Device> {
+    crate::device::open(&DeviceConfig::new(DeviceKind::Host, 0)).unwrap()
+}
+
+/// Rank 0 of two; the other answers with the service `peer`.
+fn registry(device: &Arc<dyn Device>, peer: &[u8], idle: IdleMappings) -> MemoryRegistry {
+    let peer = PeerInfo::of_this_rank(&**device, peer);
+    let peer = postcard::to_stdvec(&peer).unwrap();
+    MemoryRegistry::start(0, device, SECRET, idle, 0, |own| Ok(vec![own, peer])).unwrap()
+}
+
+fn release(region: u64) -> Message {
+    Message::RegionReleased { region, handles: 1 }
+}
+
+fn notice(from: Rank, number: u64, message: Message) -> Request {
+    Request {
+        from,
+        number,
+        message,
+    }
+}
+
+#[test]
+fn a_peer_that_drops_connections_is_told_again_and_not_forgotten() {
+    let device = device();
+    let name = b"warplink-test-that-drops-notices".to_vec();
+    let listener = service::listen(&name).unwrap();
+    let registry = registry(&device, &name, IdleMappings::default());
+    let region = registry.allocate(64, AllocationKind::Plain).unwrap();
+    registry.export_handle(&region, 1).unwrap();
+    drop(region);
+    let told = Arc::new(Mutex::new(Vec::new()));
+    let (heard, token) = (told.clone(), registry.shared.token);
+    let peer = std::thread::spawn(move || {
+        let handler: Handler = Box::new(move |request| {
+            lock(&heard).push(request);
+            Ok(None)
+        });
+        // Not read; read and handled, but not answered; then as it should be.
+        drop(rustix::net::accept(&listener).unwrap());
+        let unanswered = rustix::net::accept(&listener).unwrap();
+        let request = service::read_request(&unanswered, &token).unwrap();
+        assert_eq!(handler(request).unwrap().map(|_| ()), None);
+        drop(unanswered);
+        // The third asks to unmap what is not registered any more.
+        for _ in 0..3 {
+            let connection = rustix::net::accept(&listener).unwrap();
+            service::answer(&connection, &token, &handler).unwrap();
+        }
+    });
+    registry.tell(1, release(5));
+    registry.tell(1, release(6));
+    peer.join().unwrap();
+    let told: Vec<Request> = lock(&told).clone();
+    // That of the dropped region comes first.
+    assert!(matches!(told[0].message, Message::Unmap { .. }), "{told:?}");
+    assert_eq!(told[0], told[1]);
+    assert_eq!(
+        told[2..],
+        [2, 3].map(|number| notice(0, number, release(number + 3)))
+    );
+    assert_eq!(
+        registry.counts().0,
+        1,
+        "freed though its peer may still map it"
+    );
+    // Now nobody listens.
+    registry.tell(1, release(7));
+    eventually("the peer is gone", || registry.counts().0 == 0);
+}
+
+#[test]
+fn a_notice_that_comes_again_is_not_handled_again() {
+    let device = device();
+    let service = Service::start([0; 16], Box::new(|_| Ok(None))).unwrap();
+    let registry = registry(&device, service.name(), IdleMappings::default());
+    let region = registry.allocate(64, AllocationKind::Plain).unwrap();
+    for _ in 0..2 {
+        registry.export_handle(&region, 1).unwrap();
+    }
+    let (generation, number) = (region.generation(), region.registration.numbers.region);
+    drop(region);
+    let released = Message::HandlesReleased {
+        generation,
+        handles: 1,
+    };
+    let hear = |number, message| registry.shared.answer(notice(1, number, message)).unwrap();
+    for again in 1..4 {
+        assert!(hear(1, released).is_none());
+        assert!(hear(2, release(number)).is_none());
+        assert_eq!(registry.counts().0, 1, "freed after attempt {again}");
+    }
+    hear(3, released);
+    hear(4, release(number));
+    assert_eq!(registry.counts().0, 0);
+}
