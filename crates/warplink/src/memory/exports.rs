@@ -12,14 +12,17 @@
 //!    peer uses it, and no rank that was lost has mapped it.
 
 mod pool;
+#[cfg(all(test, not(loom)))]
+mod tests;
 
+pub(super) use self::pool::EnteredPool;
 use self::pool::Pooled;
 use super::handle::Handle;
 use super::releaser::Releaser;
 use crate::device::{AllocationKind, Backing, DeviceSlice, Export, Piece};
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::sync::lock;
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -52,7 +55,7 @@ pub(super) struct EndedRegistration {
     /// What is not registered any more, and what had to leave the pool.
     pub(super) unwanted: Vec<Unwanted>,
     /// What has entered the pool: it is used again when the device's streams are past it.
-    pub(super) pooled: Option<DeviceSlice>,
+    pub(super) pooled: Option<EnteredPool>,
 }
 
 /// How a handle opens an allocation.
@@ -283,28 +286,31 @@ impl Exports {
         piece.try_clone()
     }
 
-    /// Waits until a region that is not registered any more is freed, at most for `limit`; tells
-    /// which peers still hold it.
-    pub(super) fn wait_freed(&self, numbers: RegionNumbers, limit: Duration) -> Vec<Rank> {
+    /// Waits until a region that is not registered any more is freed, at most for `limit`; which peers
+    /// hold it, where it is not.
+    pub(super) fn wait_freed(&self, numbers: RegionNumbers, limit: Duration) -> Option<Vec<Rank>> {
         let table = lock(&self.table);
         let waited = self
             .changed
             .wait_timeout_while(table, limit, |table| table.holds(numbers).is_some());
         let table = waited.unwrap_or_else(PoisonError::into_inner).0;
-        table
-            .holds(numbers)
-            .map_or_else(Vec::new, |entry| entry.holders.peers())
+        table.holds(numbers).map(Entry::peers)
     }
 
-    /// What is allocated only because peers map it.
+    /// What peers are to be asked to unmap, as it is allocated only because of them.
     pub(super) fn unregistered(&self) -> Vec<Unwanted> {
         let table = lock(&self.table);
-        let left = table
-            .entries
-            .iter()
-            .filter(|(_, entry)| !entry.is_registered() && !entry.is_kept());
+        let left = table.unregistered();
         left.flat_map(|(generation, entry)| entry.unwanted(*generation))
             .collect()
+    }
+
+    /// Which peers map or use what is allocated only because of them; `None` where nothing is.
+    pub(super) fn unregistered_at(&self) -> Option<Vec<Rank>> {
+        let table = lock(&self.table);
+        let mut left = table.unregistered().peekable();
+        left.peek()?;
+        Some(left.flat_map(|(_, entry)| entry.peers()).collect())
     }
 
     /// Waits until something was freed, or for `limit`.
@@ -392,6 +398,12 @@ impl Table {
         entry.unwanted(generation)
     }
 
+    /// What is allocated only because of peers.
+    fn unregistered(&self) -> impl Iterator<Item = (&u64, &Entry)> {
+        let entries = self.entries.iter();
+        entries.filter(|(_, entry)| !entry.is_registered() && !entry.is_kept())
+    }
+
     /// The entry that holds a region.
     fn holds(&self, numbers: RegionNumbers) -> Option<&Entry> {
         let entry = self.entries.get(&numbers.generation);
@@ -434,6 +446,14 @@ impl Entry {
     /// Whether it is in the pool, to be used again.
     fn is_kept(&self) -> bool {
         self.pooled.as_ref().is_some_and(Pooled::is_kept)
+    }
+
+    /// The peers that map it, and those that have yet to tell that they do not use a region of it.
+    fn peers(&self) -> Vec<Rank> {
+        let users = self.regions.values().map(|region| &region.users);
+        let holders = users.chain([&self.holders]);
+        let peers: BTreeSet<Rank> = holders.flat_map(Holders::peers).collect();
+        peers.into_iter().collect()
     }
 
     /// What the peers that hold handles of it are to be asked.

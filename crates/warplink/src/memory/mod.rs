@@ -166,12 +166,12 @@ impl MemoryRegistry {
         self.let_go_of_unused();
         let deadline = Deadline::after(MAX_RECLAIM);
         loop {
-            let left = shared.exports.unregistered();
+            let nothing_left = shared.exports.unregistered_at().is_none();
             let again = shared.device.allocate(bytes, kind);
             if enough(&again) {
                 return again;
             }
-            if left.is_empty() || deadline.passed() {
+            if nothing_left || deadline.passed() {
                 return again.map_err(|error| error.with_rank(shared.rank));
             }
             let interval = RECLAIM_INTERVAL.min(deadline.remaining());
@@ -202,14 +202,10 @@ impl MemoryRegistry {
         self.let_go_of_unused();
         shared.outbox.flush();
         let late = |error: Error| error.with_operation("trim memory").with_rank(shared.rank);
-        while let Some(left) = shared.exports.unregistered().first() {
+        while let Some(peers) = shared.exports.unregistered_at() {
             if deadline.passed() {
-                return Err(late(
-                    deadline
-                        .expired("the release of freed memory by a peer that maps it")
-                        .with_peer(left.peer)
-                        .with_help("drop the transfers that use it on the peer first"),
-                ));
+                let what = "the release of freed memory by a peer that uses it";
+                return Err(late(region::held(deadline.expired(what), &peers)));
             }
             let interval = RECLAIM_INTERVAL.min(deadline.remaining());
             shared.exports.wait_for_change(interval);

@@ -1,7 +1,7 @@
 //! Registered memory here, and peers' regions mapped here.
 
 use super::Shared;
-use super::exports::RegionNumbers;
+use super::exports::{EnteredPool, RegionNumbers};
 use crate::deadline::Deadline;
 use crate::device::DeviceSlice;
 use crate::error::{Error, Rank, Result};
@@ -34,14 +34,14 @@ impl Drop for Registration {
     fn drop(&mut self) {
         let ended = self.shared.exports.unregister(self.numbers);
         self.shared.ask_to_unmap(ended.unwanted);
-        if let Some(pooled) = ended.pooled {
-            let (shared, generation) = (Arc::downgrade(&self.shared), self.numbers.generation);
+        if let Some(EnteredPool { slice, numbers }) = ended.pooled {
+            let shared = Arc::downgrade(&self.shared);
             let past = move || {
                 if let Some(shared) = shared.upgrade() {
-                    shared.exports.streams_are_past(generation);
+                    shared.exports.streams_are_past(numbers);
                 }
             };
-            self.shared.device.after_uses(&pooled, Box::new(past));
+            self.shared.device.after_uses(&slice, Box::new(past));
         }
     }
 }
@@ -120,20 +120,24 @@ impl Region {
         }
         shared.exports.keep_out_of_pool(numbers.generation);
         drop(self);
-        match shared
-            .exports
-            .wait_freed(numbers, deadline.remaining())
-            .first()
-        {
-            None => Ok(()),
-            Some(peer) => Err(deadline
-                .expired("the release of the region by a peer that maps it")
-                .with_operation("close a region")
-                .with_rank(shared.rank)
-                .with_peer(*peer)
-                .with_help("drop the transfers that use it on the peer first")),
-        }
+        let Some(peers) = shared.exports.wait_freed(numbers, deadline.remaining()) else {
+            return Ok(());
+        };
+        let late = held(
+            deadline.expired("the release of the region by a peer that uses it"),
+            &peers,
+        );
+        Err(late.with_operation("close a region").with_rank(shared.rank))
     }
+}
+
+/// `late`, with the first of the `peers` that hold what was not freed.
+pub(super) fn held(late: Error, peers: &[Rank]) -> Error {
+    let late = match peers.first() {
+        Some(peer) => late.with_peer(*peer),
+        None => late,
+    };
+    late.with_help("drop the transfers that use it on the peer first")
 }
 
 impl RemoteRegion {

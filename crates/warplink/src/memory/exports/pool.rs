@@ -60,6 +60,20 @@ impl Pooled {
     }
 }
 
+/// What has entered the pool, of which its device's streams may still use every byte of `slice`.
+#[derive(Debug)]
+pub(in crate::memory) struct EnteredPool {
+    pub(in crate::memory) slice: DeviceSlice,
+    pub(in crate::memory) numbers: PoolNumbers,
+}
+
+/// One stay of an allocation in the pool.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::memory) struct PoolNumbers {
+    generation: u64,
+    number: u64,
+}
+
 impl Exports {
     /// A region of `bytes` in an allocation of the pool, if one fits; its content is what its last
     /// user left. Waits briefly, in proportion to `bytes`, for one that is still in use.
@@ -89,11 +103,13 @@ impl Exports {
         }
     }
 
-    /// The device's streams are past what was in use when it entered the pool.
-    pub(in crate::memory) fn streams_are_past(&self, generation: u64) {
+    /// The device's streams are past what was in use when it entered the pool. It may have left it since,
+    /// and entered it again after further use: that is another stay.
+    pub(in crate::memory) fn streams_are_past(&self, numbers: PoolNumbers) {
         let mut table = lock(&self.table);
-        let entry = table.entries.get_mut(&generation);
+        let entry = table.entries.get_mut(&numbers.generation);
         if let Some(pooled) = entry.and_then(|entry| entry.pooled.as_mut())
+            && pooled.number == numbers.number
             && pooled.stage == Stage::InUse
         {
             pooled.stage = Stage::Ready;
@@ -143,20 +159,23 @@ impl Exports {
 impl Table {
     /// Enters an allocation into the pool, where it may be used again and is not too large; it is
     /// one of which `region` was the last to be registered.
-    pub(super) fn enter_pool(&mut self, generation: u64, region: u64) -> Option<DeviceSlice> {
+    pub(super) fn enter_pool(&mut self, generation: u64, region: u64) -> Option<EnteredPool> {
         let max = self.max_pooled_bytes;
         let entry = self.entries.get_mut(&generation)?;
         entry.reusable.filter(|_| entry.bytes <= max)?;
         let backing = entry.regions.get(&region)?.backing.clone();
         self.pooled_so_far += 1;
+        let number = self.pooled_so_far;
         entry.pooled = Some(Pooled {
             backing: backing.clone(),
-            number: self.pooled_so_far,
+            number,
             stage: Stage::InUse,
         });
-        self.pool
-            .insert((entry.bytes, self.pooled_so_far), generation);
-        Some(DeviceSlice::whole(backing))
+        self.pool.insert((entry.bytes, number), generation);
+        Some(EnteredPool {
+            slice: DeviceSlice::whole(backing),
+            numbers: PoolNumbers { generation, number },
+        })
     }
 
     /// Takes an allocation out of the pool, to be used again.
