@@ -18,7 +18,7 @@ use common::{Ranks, delays, processes, threads, threads_with, values, world};
 use std::time::Duration;
 use warplink::device::{AllocationKind, Priority};
 use warplink::memory::Region;
-use warplink::p2p::{Protocol, Transfer, TransferRequest, post_all, post_stores, wait_all};
+use warplink::p2p::{Path, Protocol, Transfer, TransferRequest, post_all, post_stores, wait_all};
 use warplink::{Communicator, ErrorKind};
 
 const PROTOCOLS: [Protocol; 2] = [Protocol::Get, Protocol::Put];
@@ -42,6 +42,51 @@ fn ring(
         TransferRequest::receive(receive, left, tag).with_protocol(protocol),
     ])
     .unwrap()
+}
+
+/// Buffers without bytes lead to signals alone: beside others, and in graphs.
+#[test]
+fn transfers_of_no_bytes_complete() {
+    threads(world(2), |comm| {
+        let stream = comm.create_stream(Priority::Normal).unwrap();
+        let (right, left) = neighbours(comm);
+        for (protocol, path) in PROTOCOLS
+            .into_iter()
+            .flat_map(|protocol| [Path::CopyEngine, Path::Multiprocessors].map(|p| (protocol, p)))
+        {
+            let [send, receive] = [(); 2].map(|()| comm.alloc(4096).unwrap());
+            send.upload(&values(comm.rank(), 0, 4096)).unwrap();
+            let ends = [0..0, 4096..4096, 0..4096].into_iter().enumerate();
+            let requests = ends.flat_map(|(tag, range)| {
+                let [send, receive] =
+                    [&send, &receive].map(|end| end.slice(range.clone()).unwrap());
+                [
+                    TransferRequest::send(&send, right, tag as u64),
+                    TransferRequest::receive(&receive, left, tag as u64),
+                ]
+            });
+            let requests = requests.map(|end| end.with_protocol(protocol).with_path(path));
+            let transfers = comm.exchange(&requests.collect::<Vec<_>>()).unwrap();
+            let group: Vec<&Transfer> = transfers.iter().collect();
+            let empty = &group[..4];
+            for group in [empty, &group, empty] {
+                post_all(group, &stream).unwrap();
+                wait_all(group, &stream).unwrap();
+            }
+            comm.synchronize(&stream).unwrap();
+            assert_eq!(receive.download().unwrap(), values(left, 0, 4096));
+            for group in [empty, &group] {
+                stream.begin_capture().unwrap();
+                post_all(group, &stream).unwrap();
+                wait_all(group, &stream).unwrap();
+                let graph = stream.end_capture().unwrap();
+                (0..3).for_each(|_| graph.launch(&stream).unwrap());
+                comm.synchronize(&stream).unwrap();
+            }
+            assert_eq!(receive.download().unwrap(), values(left, 0, 4096));
+            comm.barrier().unwrap();
+        }
+    });
 }
 
 /// 32 rounds of a ring over one exchange, with data that changes every round.

@@ -188,7 +188,7 @@ impl Handle {
             }
         };
         let end = wire.offset.get().checked_add(wire.bytes.get());
-        if wire.bytes.get() == 0 || end.is_none_or(|end| end > wire.allocation_bytes.get()) {
+        if end.is_none_or(|end| end > wire.allocation_bytes.get()) {
             return Err(invalid(format!(
                 "the range of {} bytes at offset {} is not inside the allocation of {} bytes",
                 wire.bytes, wire.offset, wire.allocation_bytes
@@ -279,18 +279,20 @@ mod tests {
     #[test]
     fn a_range_outside_of_its_allocation_is_refused() {
         let key = HandleKey::new(b"secret").unwrap();
-        for (offset, bytes) in [(4000, 100), (u64::MAX, 2), (0, 0), (4096, 1)] {
+        let decode = |offset, bytes| {
             let handle = Handle {
                 offset,
                 bytes,
                 ..example()
             };
-            assert_eq!(
-                Handle::decode(&handle.encode(&key), &key)
-                    .unwrap_err()
-                    .kind(),
-                ErrorKind::InvalidHandle
-            );
+            Handle::decode(&handle.encode(&key), &key)
+        };
+        for (offset, bytes) in [(4000, 100), (u64::MAX, 2), (4097, 0), (4096, 1)] {
+            let refused = decode(offset, bytes).unwrap_err();
+            assert_eq!(refused.kind(), ErrorKind::InvalidHandle);
+        }
+        for (offset, bytes) in [(0, 0), (4096, 0), (0, 4096)] {
+            assert_eq!(decode(offset, bytes).unwrap().bytes, bytes);
         }
     }
 

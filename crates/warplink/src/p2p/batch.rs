@@ -227,8 +227,14 @@ impl<'a, 's> Queue<'a, 's> {
         }
         let mut untold = Vec::new();
         for (transfer, post, steps, _) in others {
-            let (movement, tells) = transfer.end.movement(post, &steps.after)?;
-            self.operations.push(movement);
+            let tells = match transfer.end.is_empty() {
+                true => false,
+                false => {
+                    let (movement, tells) = transfer.end.movement(post, &steps.after)?;
+                    self.operations.push(movement);
+                    tells
+                }
+            };
             if !tells {
                 untold.push((transfer, post, steps));
             }

@@ -215,6 +215,11 @@ impl TransferEnd {
         }
     }
 
+    /// Whether it has no bytes to move.
+    pub(super) fn is_empty(&self) -> bool {
+        self.buffer.bytes() == 0
+    }
+
     /// What moves the bytes of a post at the initiator, if it is not enqueued by somebody else, and whether
     /// it also tells of them.
     pub(super) fn movement(

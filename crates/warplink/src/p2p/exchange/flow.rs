@@ -51,7 +51,9 @@ impl TransferExchange {
         protocol: Protocol,
         path: Path,
     ) -> Result<Flow> {
-        if path == Path::CopyEngine || request.buffer.region().is_none() {
+        // Of a buffer without bytes there are signals alone.
+        let is_empty = request.buffer.bytes() == 0;
+        if path == Path::CopyEngine || request.buffer.region().is_none() || is_empty {
             return Ok(Flow::Streams);
         }
         if !self.device.properties().kernel_copies {
