@@ -290,12 +290,14 @@ impl Bootstrap {
         let members = wire_ranks(group.members())?;
         let name = group.name();
         self.client.fail_group(name, members, reason, deadline)?;
-        self.confirm_failure(name)
+        self.confirm_failure(name, deadline)
     }
 
-    /// Confirms to the others that this rank knows that the group `name` failed.
-    pub(crate) fn confirm_failure(&self, name: GroupName) -> Result<()> {
-        self.store.set(confirmation(name, self.rank), b"")
+    /// Confirms to the others that this rank knows that the group `name` failed. Blocks until the store has
+    /// it, or the deadline; it is sent in any case.
+    pub(crate) fn confirm_failure(&self, name: GroupName, deadline: Deadline) -> Result<()> {
+        let confirmed = [(confirmation(name, self.rank), Vec::new())];
+        self.store.multi_set_until(&confirmed, deadline)
     }
 
     /// Waits until every member of `group` that is there has confirmed that it failed, or the deadline.

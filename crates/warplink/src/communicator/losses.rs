@@ -8,9 +8,9 @@ use crate::sync::lock;
 use std::sync::{Arc, Mutex, Weak};
 use std::time::Duration;
 
-/// The longest that waits in streams go on after a loss while others are told of it. One that does
-/// not answer may have stopped.
-const MAX_TELLING: Duration = Duration::from_secs(2);
+/// The longest that waits in streams go on after a loss while others are told of it, in all of the
+/// communicators together. One that does not answer may have stopped.
+pub(super) const MAX_TELLING: Duration = Duration::from_secs(2);
 
 /// How long after a failure was found the others are told of it: those that find it themselves know more of it.
 const HEAD_START: Duration = Duration::from_millis(100);
@@ -54,12 +54,14 @@ impl Losses {
     }
 
     /// Tells the communicators whose work lies in streams that fail by `faults`, because of `error`, and
-    /// all their ranks: that work must not pass for done there either. Their streams do not go on yet.
+    /// all their ranks, until `deadline`: that work must not pass for done there either. Their streams do not
+    /// go on yet.
     pub(super) fn spread(
         &self,
         bootstrap: &Bootstrap,
         mut faults: Vec<Arc<Fault>>,
         error: &Error,
+        deadline: Deadline,
     ) -> Vec<Spoiled> {
         let mut spoiled = Vec::new();
         while let Some(fault) = faults.pop() {
@@ -78,7 +80,7 @@ impl Losses {
                 fault.announce(group.in_own_ranks(failed));
                 faults.push(fault.clone());
                 let failed = Spoiled { fault, group };
-                failed.tell(bootstrap, &reason);
+                failed.tell(bootstrap, &reason, deadline);
                 spoiled.push(failed);
             }
         }
@@ -126,17 +128,17 @@ pub(super) struct Spoiled {
 }
 
 impl Spoiled {
-    /// Tells its ranks why. Blocks for as long as the store takes, for [`MAX_TELLING`] at most.
-    fn tell(&self, bootstrap: &Bootstrap, reason: &str) {
-        let deadline = Deadline::after(MAX_TELLING);
+    /// Tells its ranks why. Blocks for as long as the store takes, until `deadline` at most.
+    fn tell(&self, bootstrap: &Bootstrap, reason: &str, deadline: Deadline) {
         if let Err(error) = bootstrap.fail_group(&self.group, reason, deadline) {
             tracing::warn!(%error, "ranks could not be told that a communicator failed");
         }
     }
 
-    /// Ends the waits for its signals when all of its ranks know that it failed, or could.
-    pub(super) fn release(&self, bootstrap: &Bootstrap) {
-        bootstrap.wait_for_confirmations(&self.group, Deadline::after(MAX_TELLING));
+    /// Ends the waits for its signals when all of its ranks know that it failed, or could; at `deadline` at
+    /// the latest.
+    pub(super) fn release(&self, bootstrap: &Bootstrap, deadline: Deadline) {
+        bootstrap.wait_for_confirmations(&self.group, deadline);
         self.fault.release();
     }
 }
@@ -150,19 +152,24 @@ pub(super) fn end_group(
     name: GroupName,
     error: &Error,
 ) {
+    let deadline = Deadline::after(MAX_TELLING);
     let failed = losses.named(name);
     let mut further = Vec::new();
     if let Some(Spoiled { fault, group }) = &failed {
         fault.announce(group.in_own_ranks(error.clone()));
-        further = losses.spread(&bootstrap, vec![fault.clone()], error);
+        further = losses.spread(&bootstrap, vec![fault.clone()], error, deadline);
     }
     release_behind(move || {
-        further.iter().for_each(|one| one.release(&bootstrap));
+        further
+            .iter()
+            .for_each(|one| one.release(&bootstrap, deadline));
         // Only now: those that wait for this let go of what stands before the work of those.
-        if let Err(error) = bootstrap.confirm_failure(name) {
+        if let Err(error) = bootstrap.confirm_failure(name, deadline) {
             tracing::debug!(%error, "a failure could not be confirmed");
         }
-        failed.iter().for_each(|one| one.release(&bootstrap));
+        failed
+            .iter()
+            .for_each(|one| one.release(&bootstrap, deadline));
     });
 }
 
@@ -177,11 +184,14 @@ pub(super) fn fail(
 ) {
     release_behind(move || {
         std::thread::sleep(HEAD_START);
+        let deadline = Deadline::after(MAX_TELLING);
         let failed = Spoiled { fault, group };
-        let further = losses.spread(&bootstrap, vec![failed.fault.clone()], &error);
-        further.iter().for_each(|one| one.release(&bootstrap));
-        failed.tell(&bootstrap, error.message());
-        failed.release(&bootstrap);
+        let further = losses.spread(&bootstrap, vec![failed.fault.clone()], &error, deadline);
+        further
+            .iter()
+            .for_each(|one| one.release(&bootstrap, deadline));
+        failed.tell(&bootstrap, error.message(), deadline);
+        failed.release(&bootstrap, deadline);
     });
 }
 
@@ -195,9 +205,8 @@ fn release_behind(finish: impl FnOnce() + Send + 'static) {
     }
 }
 
-/// Blocks until all ranks that are left have heard of the loss of `lost`, or could have.
-pub(super) fn wait_until_all_know(bootstrap: &Bootstrap, lost: Rank) {
-    let deadline = Deadline::after(MAX_TELLING);
+/// Blocks until all ranks that are left have heard of the loss of `lost`, or `deadline`.
+pub(super) fn wait_until_all_know(bootstrap: &Bootstrap, lost: Rank, deadline: Deadline) {
     let name = GroupName::WORLD.child("loss", &[lost], 0);
     loop {
         let left = remaining(bootstrap);

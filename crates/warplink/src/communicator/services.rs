@@ -57,15 +57,18 @@ impl JobServices {
         let (told, forgetful) = (losses.clone(), Arc::downgrade(&memory));
         let joined = Arc::downgrade(&bootstrap);
         bootstrap.health().when_lost(move |lost, error| {
+            let deadline = Deadline::after(losses::MAX_TELLING);
             let announced = told.announce(lost, error);
             if let Some(memory) = forgetful.upgrade() {
                 memory.forget_peer(lost);
             }
             if let Some(bootstrap) = joined.upgrade() {
-                let spoiled = told.spread(&bootstrap, announced, error);
-                losses::wait_until_all_know(&bootstrap, lost);
+                let spoiled = told.spread(&bootstrap, announced, error, deadline);
+                losses::wait_until_all_know(&bootstrap, lost, deadline);
                 // Before the waits behind which their work stands.
-                spoiled.iter().for_each(|one| one.release(&bootstrap));
+                spoiled
+                    .iter()
+                    .for_each(|one| one.release(&bootstrap, deadline));
             }
             told.release(lost);
         });
