@@ -5,7 +5,7 @@
 
 mod common;
 
-use common::{Stopwatch, TimedBarrier, config_of_thread, world};
+use common::{Stopwatch, TimedBarrier, config_of_thread, threads_that_end, world};
 use std::net::{IpAddr, Ipv4Addr};
 use std::time::Duration;
 use warplink::bootstrap::{UniqueId, Wait};
@@ -184,6 +184,42 @@ fn peers_that_wait_in_a_stream_learn_of_it_at_once() {
 thread_local! {
     /// The transfers of this thread's rank between preparing and waiting.
     static KEPT: std::cell::RefCell<Vec<warplink::p2p::Transfer>> = const { std::cell::RefCell::new(Vec::new()) };
+}
+
+/// A rank that leaves because another was lost is waited for in a communicator that does not contain that.
+#[test]
+fn a_rank_that_closes_after_a_loss_is_not_waited_for_elsewhere() {
+    let done = TimedBarrier::new(2);
+    let change = |config: &mut warplink::Config| config.timeout = Duration::from_secs(20);
+    threads_that_end(3, change, |comm| {
+        if comm.rank() == 2 {
+            comm.barrier().unwrap();
+            return comm.abort("the input is missing");
+        }
+        let pair = comm.subgroup(&[0, 1]).unwrap();
+        comm.barrier().unwrap();
+        let started = Stopwatch::start();
+        if comm.rank() == 0 {
+            // It comes when the loss is known.
+            comm.barrier().unwrap_err();
+            let error = comm.close().unwrap_err();
+            assert_eq!(
+                (error.kind(), error.peer()),
+                (ErrorKind::PeerLost, Some(2)),
+                "{error}"
+            );
+        } else {
+            let error = pair.barrier().unwrap_err();
+            assert_eq!(
+                (error.kind(), error.peer()),
+                (ErrorKind::PeerLost, Some(0)),
+                "{error}"
+            );
+            common::assert_says(&error, &["rank 2", "the input is missing"]);
+        }
+        assert!(started.elapsed() < SOON, "{:?}", started.elapsed());
+        done.wait();
+    });
 }
 
 #[test]

@@ -41,6 +41,8 @@ struct Inner {
 
 struct Loss {
     reason: String,
+    /// How many were lost before it.
+    before: usize,
     error: Error,
 }
 
@@ -175,10 +177,13 @@ impl Health {
         !inner.lost.contains_key(&rank) && !inner.left.contains(&rank)
     }
 
-    /// The lost ranks, each with the reason, and those that left, as they go over the wire.
+    /// The lost ranks, in the order of their losses and each with the reason, and those that left, as they
+    /// go over the wire.
     pub(crate) fn gone(&self) -> (Vec<(u32, String)>, Vec<u32>) {
         let inner = lock(&self.0);
-        let lost = inner.lost.iter();
+        let mut lost: Vec<_> = inner.lost.iter().collect();
+        lost.sort_unstable_by_key(|(_, loss)| loss.before);
+        let lost = lost.into_iter();
         let lost = lost.map(|(&rank, loss)| (rank as u32, loss.reason.clone()));
         let left = inner.left.iter().map(|&rank| rank as u32);
         (lost.collect(), left.collect())
@@ -197,10 +202,12 @@ impl Health {
         )
         .with_peer(rank)
         .with_help(help_after_loss(rank, reason));
+        let before = inner.lost.len();
         inner.lost.insert(
             rank,
             Loss {
                 reason: reason.to_owned(),
+                before,
                 error: error.clone(),
             },
         );

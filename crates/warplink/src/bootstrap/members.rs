@@ -8,21 +8,30 @@ pub(crate) enum MemberState {
     Absent,
     Present,
     Left,
-    Lost { reason: String },
+    Lost {
+        reason: String,
+        /// How many were lost before it.
+        before: usize,
+    },
 }
 
 /// Every rank's state.
 pub(crate) type MemberStates = [MemberState];
 
-/// The first of `ranks` that is lost.
+/// Which of `ranks` was lost first, if any was.
 ///
-/// Where one rank was lost, others often leave because of it; so the lost one is what to name.
+/// Where one rank was lost, others often leave because of it, in order or not; so the first one is what to name.
 pub(crate) fn first_lost(
     ranks: impl IntoIterator<Item = u32>,
     members: &MemberStates,
 ) -> Option<u32> {
-    let lost = |rank: &u32| matches!(members.get(*rank as usize), Some(MemberState::Lost { .. }));
-    ranks.into_iter().find(lost)
+    let lost = ranks
+        .into_iter()
+        .filter_map(|rank| match members.get(rank as usize) {
+            Some(MemberState::Lost { before, .. }) => Some((*before, rank)),
+            _ => None,
+        });
+    lost.min().map(|(_, rank)| rank)
 }
 
 /// Why a wait that depends on `rank` cannot be met, if it cannot.
@@ -32,7 +41,7 @@ pub(crate) fn gone(rank: u32, members: &MemberStates) -> Option<Refusal> {
         MemberState::Left => Some(
             Refusal::new(RefusalKind::PeerLeft, format!("rank {rank} has left")).with_peer(rank),
         ),
-        MemberState::Lost { reason } => Some(
+        MemberState::Lost { reason, .. } => Some(
             Refusal::new(
                 RefusalKind::PeerLost,
                 format!("rank {rank} was lost: {reason}"),

@@ -135,7 +135,7 @@ impl Table {
     ) -> Result<(), Refusal> {
         self.learn(lost, left);
         let gone_as = match self.members.get(rank as usize) {
-            Some(MemberState::Lost { reason }) => reason.clone(),
+            Some(MemberState::Lost { reason, .. }) => reason.clone(),
             Some(MemberState::Absent) => {
                 if let Some(restoring) = &mut self.restoring {
                     restoring.expect(rank);
@@ -189,7 +189,7 @@ impl Table {
         // A rank that joins late learns what happened before; repeating it to the others does no harm.
         for (rank, state) in (0..).zip(self.members.clone()) {
             match state {
-                MemberState::Lost { reason } => self.broadcast(&Event::Lost { rank, reason }),
+                MemberState::Lost { reason, .. } => self.broadcast(&Event::Lost { rank, reason }),
                 MemberState::Left => self.broadcast(&Event::Left { rank }),
                 _ => {}
             }
@@ -213,10 +213,13 @@ impl Table {
 
     /// `rank` aborted, or its connection ended without a goodbye.
     pub(crate) fn lose(&mut self, rank: u32, reason: &str) {
+        let lost = |state: &&MemberState| matches!(state, MemberState::Lost { .. });
+        let before = self.members.iter().filter(lost).count();
         if self.depart(
             rank,
             MemberState::Lost {
                 reason: reason.to_owned(),
+                before,
             },
         ) {
             self.broadcast(&Event::Lost {

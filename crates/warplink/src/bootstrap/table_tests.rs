@@ -239,6 +239,21 @@ fn a_gather_answers_all_once_the_last_has_come() {
 }
 
 #[test]
+fn the_rank_that_was_lost_first_is_named() {
+    let mut table = full(4);
+    table.lose(2, "the cause");
+    table.lose(0, "left for that");
+    let sent = ask(&mut table, 3, 1, wait(&["k"], Read, &[0, 1, 2]));
+    assert_eq!(refused(&sent, 3, 1).peer, Some(2));
+    let sent = ask(&mut table, 3, 2, wait(&["k"], Read, &[]));
+    assert_eq!(refused(&sent, 3, 2).peer, Some(2));
+    let barrier = gather(&[0, 1, 2, 3], 0, Purpose::Barrier, &[]);
+    assert_eq!(refused(&ask(&mut table, 3, 3, barrier), 3, 3).peer, Some(2));
+    let without = gather(&[0, 3], 0, Purpose::Barrier, &[]);
+    assert_eq!(refused(&ask(&mut table, 3, 4, without), 3, 4).peer, Some(0));
+}
+
+#[test]
 fn a_gather_fails_when_a_member_goes() {
     let mut table = full(4);
     let call = |members: &[u32]| gather(members, 0, Purpose::Barrier, &[]);

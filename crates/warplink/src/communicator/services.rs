@@ -141,11 +141,18 @@ impl JobServices {
         let deadline = self.deadline();
         self.networks.leave();
         let together = barrier(deadline);
-        if let Err(error) = &together
-            && error.kind() == ErrorKind::Timeout
-        {
-            // Streams of those that did not close may wait for this rank: they are let go.
-            self.end("it closed its communicator, and not all ranks did in time");
+        if let Err(error) = &together {
+            // Those that did not close may wait for this rank, in streams or in other communicators: they
+            // are let go.
+            self.end(&match error.kind() {
+                ErrorKind::Timeout => {
+                    "it closed its communicator, and not all ranks did in time".to_owned()
+                }
+                _ => format!(
+                    "it closed its communicator, which had failed: {}",
+                    error.message()
+                ),
+            });
         }
         // Nobody sends any more.
         let networks = self.networks.close(deadline);
