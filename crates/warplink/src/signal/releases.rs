@@ -22,7 +22,7 @@ struct Pools {
 }
 
 impl SlotDirectory {
-    /// An empty directory that hears of the slots that peers release.
+    /// An empty directory that hears of the slots that peers release, and of the want of memory.
     pub(crate) fn start(memory: &MemoryRegistry) -> Arc<Self> {
         let directory = Arc::new(Self::default());
         let told = Arc::downgrade(&directory);
@@ -31,7 +31,21 @@ impl SlotDirectory {
                 directory.release(slot);
             }
         });
+        let asked = Arc::downgrade(&directory);
+        memory.when_out_of_memory(move || {
+            if let Some(directory) = asked.upgrade() {
+                directory.release_unused_scratch();
+            }
+        });
         directory
+    }
+
+    fn release_unused_scratch(&self) {
+        // The last owner of one locks the directory when it is dropped.
+        let known: Vec<_> = lock(&self.0).by_number.values().cloned().collect();
+        for pool in known.iter().filter_map(Weak::upgrade) {
+            pool.slots.release_unused_scratch();
+        }
     }
 
     /// One of the two ends let go of a slot of this rank.

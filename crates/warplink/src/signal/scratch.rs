@@ -1,8 +1,10 @@
 //! Scratch memory of the ends of transfers: parts of pages that peers map whole, as they do those of slots.
+//!
+//! Parts are of a few sizes, four to each doubling, so that one which was given back serves transfers of
+//! other lengths. A page without parts is kept until memory is asked for.
 
-use crate::device::{AllocationKind, Device};
 use crate::error::Result;
-use crate::memory::{MemoryRegistry, Region};
+use crate::memory::Region;
 use std::collections::{BTreeMap, HashMap};
 
 /// Bytes of a page, unless a part is longer.
@@ -11,70 +13,163 @@ const PAGE_BYTES: usize = 4 << 20;
 /// Hands out parts of pages; each belongs to a slot, and goes back with it.
 #[derive(Debug, Default)]
 pub(super) struct ScratchPool {
-    pages: Vec<Page>,
-    /// What was given back, by its length. Transfers of a program are alike, so lengths come again.
+    pages: BTreeMap<u64, Page>,
+    pages_so_far: u64,
+    /// What was given back, by its size.
     free: BTreeMap<usize, Vec<Place>>,
+    /// Where the parts of slots are, and of which size.
     held: HashMap<u64, (Place, usize)>,
 }
 
 #[derive(Debug)]
 struct Page {
     region: Region,
+    /// The first byte that was in no part yet.
     used: usize,
+    /// How many parts slots have.
+    held: usize,
 }
 
 /// Where a part is: the page's number, and the first byte in it.
-type Place = (usize, usize);
+type Place = (u64, usize);
 
 impl ScratchPool {
-    /// `bytes` for slot `number`, all zero. Blocks while they are cleared.
-    pub(super) fn allocate(
-        &mut self,
-        (device, memory): (&dyn Device, &MemoryRegistry),
-        number: u64,
-        bytes: usize,
-    ) -> Result<Region> {
-        let (page, start) = self.place(memory, bytes)?;
-        let part = self.pages[page].region.slice(start..start + bytes);
-        let cleared = part.and_then(|part| {
-            // Those that used it before are done with it: both ends of their transfer are gone.
-            device.upload(part.memory(), &vec![0; bytes])?;
-            Ok(part)
-        });
-        match cleared {
-            Ok(part) => {
-                self.held.insert(number, ((page, start), bytes));
-                Ok(part)
-            }
-            Err(error) => {
-                self.free.entry(bytes).or_default().push((page, start));
-                Err(error)
-            }
-        }
+    /// Bytes of a page that has room for a part of `bytes`.
+    pub(super) fn page_bytes(bytes: usize) -> usize {
+        size(bytes).max(PAGE_BYTES)
+    }
+
+    /// `bytes` for slot `number`, as they were left; `None` where no page has room.
+    pub(super) fn take(&mut self, number: u64, bytes: usize) -> Result<Option<Region>> {
+        let size = size(bytes);
+        let free = self.free.get_mut(&size).and_then(Vec::pop);
+        let Some((place, start)) = free.or_else(|| self.cut(size)) else {
+            return Ok(None);
+        };
+        let Some(page) = self.pages.get_mut(&place) else {
+            return Ok(None);
+        };
+        let part = page.region.slice(start..start + bytes)?;
+        page.held += 1;
+        self.held.insert(number, ((place, start), size));
+        Ok(Some(part))
+    }
+
+    /// Adds a page.
+    pub(super) fn add_page(&mut self, region: Region) {
+        let page = Page {
+            region,
+            used: 0,
+            held: 0,
+        };
+        self.pages.insert(self.pages_so_far, page);
+        self.pages_so_far += 1;
     }
 
     /// Takes back what slot `number` had, if it had any. Neither end may write to it any more.
     pub(super) fn give_back(&mut self, number: u64) {
-        if let Some((place, bytes)) = self.held.remove(&number) {
-            self.free.entry(bytes).or_default().push(place);
+        let Some((place, size)) = self.held.remove(&number) else {
+            return;
+        };
+        if let Some(page) = self.pages.get_mut(&place.0) {
+            page.held -= 1;
         }
+        self.free.entry(size).or_default().push(place);
     }
 
-    fn place(&mut self, memory: &MemoryRegistry, bytes: usize) -> Result<Place> {
-        if let Some(place) = self.free.get_mut(&bytes).and_then(Vec::pop) {
-            return Ok(place);
+    /// Takes the pages out in which no slot has a part.
+    pub(super) fn take_unused_pages(&mut self) -> Vec<Region> {
+        let unused = self.pages.extract_if(.., |_, page| page.held == 0);
+        let unused: Vec<Region> = unused.map(|(_, page)| page.region).collect();
+        self.free.retain(|_, places| {
+            places.retain(|(page, _)| self.pages.contains_key(page));
+            !places.is_empty()
+        });
+        unused
+    }
+
+    /// A new part of `size`, where a page has room for it.
+    fn cut(&mut self, size: usize) -> Option<Place> {
+        let fits = |page: &Page| page.used + size <= page.region.bytes();
+        let (&number, page) = self.pages.iter_mut().find(|(_, page)| fits(page))?;
+        let start = page.used;
+        page.used += size;
+        Some((number, start))
+    }
+}
+
+/// The size of a part for `bytes`: a quarter more at most, and aligned as they are.
+fn size(bytes: usize) -> usize {
+    bytes.next_multiple_of((bytes.next_power_of_two() / 8).max(1))
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+    use crate::deadline::Deadline;
+    use crate::device::{Device, DeviceConfig, DeviceKind, Fault};
+    use crate::memory::{IdleMappings, MemoryRegistry};
+    use crate::signal::{SlotDirectory, SlotReleases};
+    use std::sync::Arc;
+    use std::time::Duration;
+
+    fn registry(device: &Arc<dyn Device>) -> Arc<MemoryRegistry> {
+        let idle = IdleMappings::default();
+        let gather = |own| Ok(vec![own]);
+        Arc::new(MemoryRegistry::start(0, device, b"secret", idle, 1 << 30, gather).unwrap())
+    }
+
+    #[test]
+    fn sizes_are_few_and_hardly_longer_than_asked_for() {
+        let mut sizes = std::collections::BTreeSet::new();
+        for bytes in (256..1 << 20).step_by(256) {
+            let size = size(bytes);
+            assert!(
+                (bytes..=bytes + bytes / 4).contains(&size),
+                "{bytes}: {size}"
+            );
+            assert_eq!(size % 256, 0);
+            sizes.insert(size);
         }
-        let fits = |page: &Page| page.used + bytes <= page.region.bytes();
-        let number = match self.pages.iter().position(fits) {
-            Some(number) => number,
-            None => {
-                let region = memory.allocate(bytes.max(PAGE_BYTES), AllocationKind::Plain)?;
-                self.pages.push(Page { region, used: 0 });
-                self.pages.len() - 1
-            }
+        assert!(sizes.len() <= 4 * 12 + 1, "{sizes:?}");
+    }
+
+    #[test]
+    fn parts_of_many_lengths_use_the_same_pages_which_go_back_when_memory_is_trimmed() {
+        let device = crate::device::open(&DeviceConfig::new(DeviceKind::Host, 0)).unwrap();
+        let memory = registry(&device);
+        let directory = SlotDirectory::start(&memory);
+        let fault = Arc::new(Fault::default());
+        let (slots, _releases) = SlotReleases::start(&directory, &device, &fault, &memory);
+        let trim = || {
+            memory
+                .trim(Deadline::after(Duration::from_secs(5)))
+                .unwrap()
         };
-        let start = self.pages[number].used;
-        self.pages[number].used += bytes;
-        Ok((number, start))
+        let first = slots.allocate(&memory).unwrap().number;
+        let kept = slots.allocate_scratch(&memory, first, 4096).unwrap();
+        kept.upload(&[7; 4096]).unwrap();
+        let before = memory.counts().0;
+        for bytes in (256..1 << 20).step_by(1280) {
+            let slot = slots.allocate(&memory).unwrap();
+            let part = slots.allocate_scratch(&memory, slot.number, bytes).unwrap();
+            assert!(part.download().unwrap().iter().all(|byte| *byte == 0));
+            part.upload(&vec![9; bytes]).unwrap();
+            drop(part);
+            slots.recycle(slot.number);
+        }
+        assert!(memory.counts().0 <= before + 4, "{:?}", memory.counts());
+        assert_eq!(kept.download().unwrap(), [7; 4096]);
+        trim();
+        assert_eq!(
+            memory.counts().0,
+            before,
+            "only the page with a part is left"
+        );
+        assert_eq!(kept.download().unwrap(), [7; 4096]);
+        drop(kept);
+        slots.recycle(first);
+        trim();
+        assert_eq!(memory.counts().0, before - 1);
     }
 }

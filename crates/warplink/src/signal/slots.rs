@@ -2,7 +2,7 @@
 
 use super::SignalWord;
 use super::scratch::ScratchPool;
-use crate::device::{Device, DeviceSlice, Fault, Word};
+use crate::device::{AllocationKind, Device, DeviceSlice, Fault, Word};
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::{MemoryRegistry, Region};
 use crate::sync::lock;
@@ -85,8 +85,8 @@ impl SlotPool {
         let number = match state.free.pop() {
             Some(number) => {
                 let slice = state.slice(number)?;
-                // Kept zero between uses by the thread that recycled it would race with the peer's last
-                // signal; now nobody writes.
+                // Not when it is recycled: that could be before the peer's last signal is there. Now
+                // nobody writes.
                 self.device.upload(&slice, &[0; SLOT_BYTES])?;
                 number
             }
@@ -126,8 +126,37 @@ impl SlotPool {
         number: u64,
         bytes: usize,
     ) -> Result<Region> {
-        let place = (&*self.device, memory);
-        lock(&self.state).scratch.allocate(place, number, bytes)
+        let mut state = lock(&self.state);
+        let mut part = state.scratch.take(number, bytes)?;
+        drop(state);
+        if part.is_none() {
+            // Not under the lock: an allocation that finds no memory asks here for what is unused.
+            let page_bytes = ScratchPool::page_bytes(bytes);
+            let page = memory.allocate(page_bytes, AllocationKind::Plain)?;
+            state = lock(&self.state);
+            state.scratch.add_page(page);
+            part = state.scratch.take(number, bytes)?;
+            drop(state);
+        }
+        let part = part.ok_or_else(|| {
+            let what = format!("a new page has no room for {bytes} bytes of scratch memory");
+            Error::new(ErrorKind::Internal, what)
+        })?;
+        // Those that used it before are done with it: both ends of their transfer are gone.
+        match self.device.upload(part.memory(), &vec![0; bytes]) {
+            Ok(()) => Ok(part),
+            Err(error) => {
+                lock(&self.state).scratch.give_back(number);
+                Err(error)
+            }
+        }
+    }
+
+    /// Lets go of the pages of scratch memory that no slot has a part of.
+    pub(super) fn release_unused_scratch(&self) {
+        let unused = lock(&self.state).scratch.take_unused_pages();
+        // Not under the lock: what waits for the end of their use may lead back here.
+        drop(unused);
     }
 
     /// Takes back a slot that neither end will write any more.
