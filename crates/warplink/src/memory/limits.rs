@@ -10,7 +10,7 @@ pub struct IdleMappings {
     pub max_count: usize,
     /// Bytes of them all.
     pub max_bytes: u64,
-    /// How long one is kept after its last use.
+    /// How long one is kept after its last use, which is looked at 20 times a second at most.
     pub max_age: Duration,
 }
 

@@ -27,6 +27,8 @@ const MAX_FLUSH: Duration = Duration::from_secs(5);
 const MAX_STOP: Duration = Duration::from_secs(2);
 /// Between two attempts at what the system refuses for lack of something, or the peer drops for it.
 const PAUSE: Duration = Duration::from_millis(10);
+/// The shortest time between two looks at which mappings are old.
+const MIN_AGING_INTERVAL: Duration = Duration::from_millis(50);
 
 /// What the thread has to do.
 #[derive(Debug)]
@@ -113,7 +115,7 @@ impl Notifier {
     ) -> Result<Self> {
         let thread = std::thread::Builder::new()
             .name("warplink-notifier".to_owned())
-            .spawn(move || run(&queue, &shared, max_idle_age / 2))
+            .spawn(move || run(&queue, &shared, aging_interval(max_idle_age)))
             .map_err(|error| Error::io("start the notifier thread", &error))?;
         Ok(Self {
             outbox,
@@ -312,6 +314,11 @@ impl Lines {
     }
 }
 
+/// A mapping is closed at the second look after its last use.
+fn aging_interval(max_idle_age: Duration) -> Duration {
+    (max_idle_age / 2).max(MIN_AGING_INTERVAL)
+}
+
 fn run(queue: &Queue, shared: &Weak<Shared>, aging_interval: Duration) {
     let mut aging = Deadline::after(aging_interval);
     let mut lines = Lines {
@@ -346,5 +353,17 @@ fn run(queue: &Queue, shared: &Weak<Shared>, aging_interval: Duration) {
                 line.answered(peer);
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn mappings_that_may_not_grow_old_are_looked_at_with_pauses() {
+        assert_eq!(aging_interval(Duration::ZERO), MIN_AGING_INTERVAL);
+        let long = Duration::from_secs(60);
+        assert_eq!(aging_interval(2 * long), long);
     }
 }

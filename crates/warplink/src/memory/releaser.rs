@@ -35,7 +35,7 @@ impl Releaser {
 fn start() -> Option<Sender<Box<dyn Any + Send>>> {
     let (sender, queue) = channel();
     let thread = std::thread::Builder::new()
-        .name("warplink-release".to_owned())
+        .name("warplink-owners".to_owned())
         .spawn(move || queue.into_iter().for_each(drop));
     match thread {
         Ok(_) => Some(sender),

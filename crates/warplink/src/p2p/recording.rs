@@ -1,11 +1,9 @@
 //! What a graph that is being recorded has of a transfer.
 //!
-//! The words of a graph start anew with every launch ([`signal`]), so a wait must not look at one
+//! The words of a graph start anew with every launch (`p2p/protocol.rs`), so a wait must not look at one
 //! before the launch's first post has reset it. On the stream of that post it does not; on any other
 //! the graph orders it behind the post, by an event. The initiator has no word to wait for:
 //! other streams are ordered behind its post.
-//!
-//! [`signal`]: crate::signal
 
 use super::protocol::{PostNumber, Role};
 use crate::device::{Device, Event, Stream};
