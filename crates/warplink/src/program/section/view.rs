@@ -1,7 +1,7 @@
 //! Parts of tensors in a section, whose ends may be cut off.
 
 use super::instance::SectionTensor;
-use crate::program::expr::PART_UNIT;
+use crate::program::expr::Operator;
 use std::fmt;
 
 /// A part of a tensor.
@@ -93,8 +93,8 @@ impl View {
         if parts < 1 || !(0..parts).contains(&index) {
             return Err(Wrong::Part);
         }
-        let units = parts.checked_mul(PART_UNIT).ok_or(Wrong::Part)?;
-        let part = (extent + units - 1) / units * PART_UNIT;
+        let part = Operator::Part.apply(extent, parts);
+        let part = part.map_err(|_| Wrong::Part)?;
         let from = index.saturating_mul(part).min(extent);
         self.offset += (from as usize).min(self.length) * self.strides[0];
         self.length = self.length.saturating_sub(from as usize).min(part as usize);
@@ -165,6 +165,20 @@ mod tests {
                 assert_eq!(next, n as usize);
             }
         }
+    }
+
+    #[test]
+    fn the_largest_number_of_parts_has_parts_too() {
+        for parts in [i64::MAX / 16 - 1, i64::MAX / 16] {
+            let mut first = tensor(&[32], &[1]);
+            first.part(0, parts).unwrap();
+            assert_eq!((first.elements(), first.offset), (Some((16, 16)), 0));
+            let mut last = tensor(&[32], &[1]);
+            last.part(parts - 1, parts).unwrap();
+            assert_eq!((last.elements(), last.offset), (Some((16, 0)), 32));
+        }
+        let mut more = tensor(&[32], &[1]);
+        assert_eq!(more.part(0, i64::MAX / 16 + 1), Err(Wrong::Part));
     }
 
     #[test]
