@@ -25,6 +25,7 @@ pub(crate) fn period(
     let mut walk = Walk {
         value,
         growing: HashSet::from(["epoch"]),
+        hidden: Vec::new(),
         period: 1,
         position: Position::default(),
     };
@@ -36,21 +37,51 @@ struct Walk<'s> {
     value: &'s dyn Fn(&Expr) -> Option<i64>,
     /// Names of integers that grow with the epoch.
     growing: HashSet<&'s str>,
+    /// The names that were bound within the bodies around, and whether they grew before.
+    hidden: Vec<(&'s str, bool)>,
     period: u64,
     position: Position,
 }
 
 impl<'s> Walk<'s> {
+    /// Binds a name until the end of the body.
+    fn bind(&mut self, name: &'s str, grows: bool) {
+        let grew = if grows {
+            !self.growing.insert(name)
+        } else {
+            self.growing.remove(name)
+        };
+        self.hidden.push((name, grew));
+    }
+
+    /// Does `inner`, and forgets the names that it binds.
+    fn scoped(
+        &mut self,
+        inner: impl FnOnce(&mut Self) -> Result<(), Misuse>,
+    ) -> Result<(), Misuse> {
+        let bound = self.hidden.len();
+        let done = inner(self);
+        for (name, grew) in self.hidden.drain(bound..).rev() {
+            if grew {
+                self.growing.insert(name);
+            } else {
+                self.growing.remove(name);
+            }
+        }
+        done
+    }
+
+    fn body(&mut self, steps: &'s [Step]) -> Result<(), Misuse> {
+        self.scoped(|walk| walk.steps(steps))
+    }
+
     fn steps(&mut self, steps: &'s [Step]) -> Result<(), Misuse> {
         for step in steps {
             self.position = step.position;
             match &step.kind {
                 StepKind::LetInteger { name, value } => {
-                    if self.grows(value)? {
-                        self.growing.insert(name);
-                    } else {
-                        self.growing.remove(name.as_str());
-                    }
+                    let grows = self.grows(value)?;
+                    self.bind(name, grows);
                 }
                 StepKind::LetTensor { value, .. } => self.tensor(value)?,
                 StepKind::Move(it) => {
@@ -80,15 +111,18 @@ impl<'s> Walk<'s> {
                 StepKind::For(it) => {
                     self.steady(&it.from)?;
                     self.steady(&it.to)?;
-                    self.steps(&it.body)?;
+                    self.scoped(|walk| {
+                        walk.bind(&it.index, false);
+                        walk.steps(&it.body)
+                    })?;
                 }
                 StepKind::If(branch) => {
                     for arm in &branch.arms {
                         self.position = arm.position;
                         self.condition(&arm.condition)?;
-                        self.steps(&arm.body)?;
+                        self.body(&arm.body)?;
                     }
-                    self.steps(&branch.otherwise)?;
+                    self.body(&branch.otherwise)?;
                 }
             }
         }
@@ -101,11 +135,15 @@ impl<'s> Walk<'s> {
         mut with: impl FnMut(&mut Self, &'s T) -> Result<(), Misuse>,
     ) -> Result<(), Misuse> {
         list.iter().try_for_each(|each| {
-            if let Some(over) = &each.over {
-                self.steady(&over.from)?;
-                self.steady(&over.to)?;
-            }
-            with(self, &each.item)
+            let Some(over) = &each.over else {
+                return with(self, &each.item);
+            };
+            self.steady(&over.from)?;
+            self.steady(&over.to)?;
+            self.scoped(|walk| {
+                walk.bind(&over.index, false);
+                with(walk, &each.item)
+            })
         })
     }
 
@@ -217,5 +255,66 @@ impl<'s> Walk<'s> {
              launch does is repeated"
         );
         (self.position, message)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::program::{OperationKind, Parameters, Program, unroll};
+
+    /// The period of a kernel of this body, where it has one.
+    fn found(body: &str) -> Option<u64> {
+        let text =
+            format!("program test() {{\n kernel lane in 0..4 threads 64 {{\n{body}\n}}\n}}\n");
+        let program = Program::parse(&text).unwrap();
+        let rank = unroll(&program, 0, 4, 1, &Parameters::new()).ok()?;
+        let OperationKind::Kernel(section) = &rank.operations[0].kind else {
+            panic!("{:?} is no kernel", rank.operations[0]);
+        };
+        Some(section.period)
+    }
+
+    #[test]
+    fn the_epoch_may_be_used_in_remainders() {
+        for (body, expected) in [
+            ("barrier", Some(1)),
+            (
+                "let c = epoch * 2\n if (c + lane) % 6 == 0 { barrier }",
+                Some(6),
+            ),
+            (
+                "let c = epoch % 4\n if c == 0 { barrier }\n if epoch % 6 == 0 { barrier }",
+                Some(12),
+            ),
+            ("if epoch == 0 { barrier }", None),
+            ("let c = epoch\n for i in 0..c { barrier }", None),
+            (
+                "let c = epoch\n if lane == 0 { let d = c\n if d == 0 { barrier } }",
+                None,
+            ),
+        ] {
+            assert_eq!(found(body), expected, "{body}");
+        }
+    }
+
+    #[test]
+    fn a_name_means_what_it_was_bound_to_where_it_is_visible() {
+        let bound = "let c = epoch * 2\n if c % 2 == 0 { barrier }";
+        for other in [
+            "for c in 0..1 { if c == 0 { barrier } }",
+            "let c = 1\n if c == 0 { barrier }",
+            "wait c for c in 0..rank",
+        ] {
+            for body in [
+                format!("if rank == 0 {{ {bound} }} else {{ {other} }}"),
+                format!("if rank == 0 {{ {bound} }}\n {other}"),
+                format!("for i in 0..2 {{ {bound} }}\n {other}"),
+            ] {
+                assert_eq!(found(&body), Some(2), "{body}");
+            }
+        }
+        // What a body binds does not hide what is bound around it for longer.
+        let body = "let c = epoch\n for i in 0..2 { let d = c % 2 }\n if c == 0 { barrier }";
+        assert_eq!(found(body), None);
     }
 }
