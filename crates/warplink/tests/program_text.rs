@@ -308,6 +308,50 @@ fn statements_may_share_a_line_and_lines_may_be_broken() {
     assert_eq!(Program::parse(one).unwrap(), Program::parse(many).unwrap());
 }
 
+#[test]
+fn as_many_signs_as_are_parsed_are_printed() {
+    for value in [
+        format!("{}n", "-".repeat(63)),
+        format!("{}(5)", "-".repeat(62)),
+        format!("{}5", "-".repeat(63)),
+        "-min(n, 2) * -part(n, 2) - -log2(n)".to_owned(),
+        "-(n + 1) % -(-n - -1)".to_owned(),
+        "- -n * -(n * -7)".to_owned(),
+    ] {
+        let text = format!("program p(n) {{\nlet x = {value}\n}}\n");
+        let program = Program::parse(&text).unwrap_or_else(|error| panic!("{value}: {error}"));
+        let printed = program.to_string();
+        let parsed = Program::parse(&printed).unwrap_or_else(|error| panic!("{value}: {error}"));
+        assert_eq!(parsed, program, "{printed}");
+    }
+}
+
+#[test]
+fn tensors_may_be_named_as_operators_of_kernels_are() {
+    let step = |sources: &str| {
+        format!(
+            "program p(n, op = sum | max) {{\ninput X: f32[n]\ninput average: f32[n]\n\
+             input scaled_sum: f32[n]\noutput Y: f32[n]\nkernel lane in 0..1 threads 64 {{\n\
+             Y = reduce({sources})\n}}\n}}\n"
+        )
+    };
+    for sources in [
+        "X, average, sum",
+        "average, scaled_sum, op",
+        "X, average, scaled_sum[0..n] if rank == 0 else X, average",
+        "X, scaled_sum on 1 - rank, scaled_sum",
+        "X, average for r in 0..2, max",
+    ] {
+        let program =
+            Program::parse(&step(sources)).unwrap_or_else(|error| panic!("{sources}: {error}"));
+        let printed = program.to_string();
+        assert!(printed.contains(&format!("reduce({sources})")), "{printed}");
+        assert_eq!(Program::parse(&printed).unwrap(), program);
+        let parameters = Parameters::from([("n".to_owned(), 8)]);
+        unroll(&program, 0, 2, 1, &parameters).unwrap_or_else(|error| panic!("{sources}: {error}"));
+    }
+}
+
 proptest! {
     #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
 

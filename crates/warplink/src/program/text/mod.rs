@@ -4,7 +4,7 @@
 //! text      = {program} program                       the last one is run; each may call those before it
 //! program   = "program" NAME "(" [parameter {"," parameter}] ")" block
 //! parameter = NAME ["[" "]"] | NAME "=" value {"|" value}
-//!                                                      value: a number, a DTYPE or an op
+//!                                                      value: a number, a DTYPE or an operator
 //! block     = "{" {statement separator} "}"            separator: the end of a line, or ";"
 //! statement = "require" condition
 //!           | ["optional"] ("input" | "output" | "allocate") NAME ["[" NAME "]"] ":" (DTYPE | NAME)
@@ -48,14 +48,17 @@
 //!           | ("all_reduce" | "reduce_scatter") "(" tensor "," op ")"
 //!           | "broadcast" "(" tensor "from" integer ")" | "reduce" "(" tensor "," op "to" integer ")"
 //! op        = "sum" | "max" | "min"
+//! operator  = op | "product" | "average" | "scaled_sum"
 //! step      = "let" NAME "=" (integer | tensor) | "for" … | "if" …
 //!           | "put" tensor "to" place | "get" place "to" tensor
 //!           | place [each] {"," place [each]} "=" ("copy" "(" source ")"
-//!             | "reduce" "(" source [each] {"," source [each]} "," (op | NAME) ")")
-//!           | ("signal" | "wait") integer [each] {"," integer [each]} | "barrier"
+//!             | "reduce" "(" source [each] {"," source [each]} "," (operator | NAME) ")")
+//!           | "signal" receiver [each] {"," receiver [each]}
+//!           | "wait" integer [each] {"," integer [each]} | "barrier"
 //!           | "announce" integer {"," integer} ["with" NAME {"," NAME}] "in" tensor
 //!             ["to" integer [each] {"," integer [each]}]
 //!           | "agree" integer {"," integer} ["with" NAME {"," NAME}] "in" tensor
+//! receiver  = integer ["at" integer]                   a rank, and one of its lanes
 //! place     = tensor ["on" integer]
 //! source    = place ["if" condition "else" place]
 //! ```

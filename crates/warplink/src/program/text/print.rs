@@ -500,9 +500,10 @@ impl Display for Expr {
                 write!(f, "{}({a}, {b})", operator.sign())
             }
             Self::Negative(a) => {
-                // Without parentheses, a sign before a number is part of the number.
+                // Without parentheses, a sign before digits is part of the number.
+                let digits = matches!(**a, Self::Number(value) if value >= 0);
                 f.write_str("-")?;
-                within(f, a, !matches!(**a, Self::Name(_)))
+                within(f, a, digits || tightness(a) < tightness(self))
             }
             Self::Binary(operator, a, b) => {
                 let own = tightness(self);

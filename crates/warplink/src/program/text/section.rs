@@ -159,17 +159,16 @@ impl Parser<'_> {
         self.expect("(")?;
         let mut sources = Vec::new();
         loop {
-            // The operator comes last: one of three words, or a parameter's name before the parenthesis.
+            // The operator comes last, before the parenthesis: a word for one, which may be a tensor's name elsewhere,
+            // or a parameter's name.
             let token = self.peek();
+            let last = !sources.is_empty() && self.peek_at(1).text == ")";
             let operator = match token.text.parse() {
                 Ok(operator) => Some(Operator::Fixed(operator)),
-                Err(_) if !sources.is_empty() && self.peek_at(1).text == ")" => {
-                    Some(Operator::Parameter(token.text.to_owned()))
-                        .filter(|_| token.kind == TokenKind::Word && is_name(token.text))
-                }
-                Err(_) => None,
+                Err(_) => Some(Operator::Parameter(token.text.to_owned()))
+                    .filter(|_| token.kind == TokenKind::Word && is_name(token.text)),
             };
-            if let Some(operator) = operator.filter(|_| !sources.is_empty()) {
+            if let Some(operator) = operator.filter(|_| last) {
                 self.at += 1;
                 self.expect(")")?;
                 return Ok(Move {
