@@ -144,6 +144,44 @@ fn every_section_compiles_for_every_architecture() {
     assert!(compiled > 0, "no example has a section");
 }
 
+/// What a section calls its integers and tensors means nothing else in the kernel.
+#[test]
+fn sections_compile_whatever_they_name() {
+    let text = "program test(times, room, Announced, Index, int) {
+        input X: f32[64]
+        input self: f32[64]
+        output View: f32[64]
+        output Times: f32[64]
+        scratch located: packets16 i32[2, world, 2]
+        kernel inbound in 0..2 threads 64 {
+            let size_ = times + room
+            let at = View[0..int]
+            announce Announced, int in located[epoch % 2]
+            agree Announced, int in located[epoch % 2]
+            for own in 0..Index { if own == size_ { barrier } }
+            at = copy(self[0..int])
+            Times = reduce(X, self, sum)
+        }
+    }";
+    let program = Program::parse(text).expect("a program");
+    let mut parameters = Parameters::new();
+    for name in ["times", "room", "Announced", "Index", "int"] {
+        parameters.insert(name, 8);
+    }
+    let rank_program = unroll(&program, 0, 2, 1, &parameters).expect("a rank's program");
+    let OperationKind::Kernel(section) = &rank_program.operations[0].kind else {
+        panic!("{:?} is no kernel", rank_program.operations[0]);
+    };
+    for kernel in [section.kernel(true), section.traced_kernel(true)] {
+        let kernel = kernel.expect("a kernel");
+        match cuda::compile("names", &kernel, "sm_90") {
+            Ok(code) => assert!(!code.is_empty()),
+            Err(error) if error.kind() == ErrorKind::LibraryMissing => return,
+            Err(error) => panic!("{error}\n{kernel}"),
+        }
+    }
+}
+
 /// Every type, each with one of the operators, where floats of 8 bits have instructions and where not.
 #[test]
 fn reductions_of_every_type_compile() {

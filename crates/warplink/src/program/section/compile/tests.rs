@@ -152,7 +152,7 @@ fn lists_are_written_out_and_begin_with_another_rank_on_each() {
         };
         assert_eq!(text.matches(&first).count(), 2, "{text}");
         assert!(
-            text.contains("at.X[0]") && text.contains("at.Y[3]"),
+            text.contains("at.v_X[0]") && text.contains("at.v_Y[3]"),
             "{text}"
         );
         let mask = 0xf & !(1 << rank);
@@ -169,8 +169,8 @@ fn lists_are_written_out_and_begin_with_another_rank_on_each() {
 fn a_list_that_depends_on_a_loop_has_it_written_out() {
     let body = "for p in 0..world { Y[p of world] = reduce(X[p of world] if r == p else P[0][r][p of world] for r in 0..world, sum) }";
     let text = kernel(body, 0, 2).unwrap();
-    assert_eq!(text.matches("constexpr Index p = ").count(), 2, "{text}");
-    assert!(!text.contains("for (Index p"), "{text}");
+    assert_eq!(text.matches("constexpr Index v_p = ").count(), 2, "{text}");
+    assert!(!text.contains("for (Index v_p"), "{text}");
     let error = kernel("for c in 0..n { Y = reduce(X for r in 0..c, sum) }", 0, 2).unwrap_err();
     assert!(
         error.contains("no constants of the kernel") && error.contains("line"),
@@ -189,17 +189,27 @@ fn sizes_do_not_change_the_text_unless_they_need_more_bits() {
 }
 
 #[test]
-fn names_that_mean_something_else_in_a_kernel_are_spelled_otherwise() {
+fn names_are_told_apart_from_those_of_the_kernel_and_from_one_another() {
     let body =
         "let int = lane\nlet to0 = X[int of 4]\nlet self = to0[0 of 1]\nY[lane of 4] = copy(self)";
     let text = kernel(body, 0, 2).unwrap();
-    assert!(text.contains("const Index int_ = lane;"), "{text}");
+    assert!(text.contains("const Index v_int = v_lane;"), "{text}");
     assert!(
-        text.contains("const auto to0_ = X.part(int_, 4);"),
+        text.contains("const auto v_to0 = v_X.part(v_int, 4);"),
         "{text}"
     );
     assert!(
-        text.contains("const auto self_ = to0_.part(0, 1);"),
+        text.contains("const auto v_self = v_to0.part(0, 1);"),
         "{text}"
     );
+    let text = "program test(size, n) {\n input X: f32[n]\n output Y: f32[n]\n kernel lane in 0..2 threads 64 {\n \
+                for i in 0..n { let size_ = size + 1\n Y[0..size_] = copy(X[0..size_]) }\n }\n}\n";
+    let program = Program::parse(text).unwrap();
+    let parameters = Parameters::new().with("size", 7).with("n", 100);
+    let rank_program = unroll(&program, 0, 2, 1, &parameters).unwrap();
+    let OperationKind::Kernel(section) = &rank_program.operations[0].kind else {
+        panic!("{:?} is no kernel", rank_program.operations[0]);
+    };
+    let text = section.kernel(true).unwrap();
+    assert!(text.contains("const Index v_size_ = v_size + 1;"), "{text}");
 }
