@@ -2,7 +2,8 @@
 
 use crate::program::expr::Operator;
 
-/// Where ranges end: far beyond what 64 bits hold, so that sums and products of ends do not overflow.
+/// Where ranges end, which stands for all that is beyond: far beyond 32 bits, which are what matters, and such that
+/// sums and products of ends do not overflow.
 const LIMIT: i128 = 1 << 62;
 
 /// The least and the largest value of an integer.
@@ -45,6 +46,11 @@ impl Range {
     /// Whether all values, and small sums of them, have 32 bits.
     pub(super) fn is_narrow(self) -> bool {
         self.least >= -(1 << 30) && self.most <= 1 << 30
+    }
+
+    /// Whether an integer of 32 bits can be shifted by all values.
+    pub(super) fn is_within_word(self) -> bool {
+        self.most <= 30
     }
 
     pub(super) fn negated(self) -> Self {

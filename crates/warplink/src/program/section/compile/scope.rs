@@ -83,7 +83,14 @@ impl Scope {
             Expr::Negative(a) => self.range(a).negated(),
             Expr::Log2(_) => Range::of(0, 63),
             Expr::Element(..) | Expr::Count(_) => Range::ANY,
-            Expr::Binary(operator, a, b) => self.range(a).with(*operator, self.range(b)),
+            Expr::Binary(operator, a, b) => {
+                let by = self.range(b);
+                let shifts = matches!(operator, Operator::ShiftLeft | Operator::ShiftRight);
+                if shifts && !by.is_within_word() {
+                    self.wide.set(true);
+                }
+                self.range(a).with(*operator, by)
+            }
         };
         self.note(range);
         range

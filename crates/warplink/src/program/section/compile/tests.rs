@@ -189,6 +189,26 @@ fn sizes_do_not_change_the_text_unless_they_need_more_bits() {
 }
 
 #[test]
+fn what_a_kernel_computes_needs_as_many_bits_as_it_says() {
+    let is_narrow = |step: &str, n: i64| {
+        let text = format!(
+            "program test(n) {{\n input X: f32[64]\n output Y: f32[64]\n kernel lane in 0..2 threads 64 {{\n \
+             {step}\n }}\n}}\n"
+        );
+        let kernel = section(&text, 0, 2, n).kernel(true).unwrap();
+        kernel.contains("WARPLINK_INDEX int")
+    };
+    // Parts are of 16 elements, by which their number is multiplied.
+    let parts = "Y[n - 1 - lane of n] = copy(X[n - 1 - lane of n])";
+    assert!(is_narrow(parts, 1 << 26) && !is_narrow(parts, (1 << 26) + 1));
+    let by = "if lane >> n == 0 { Y[lane of 2] = copy(X[lane of 2]) }";
+    assert!(is_narrow(by, 30) && !is_narrow(by, 31));
+    assert!(is_narrow("if lane >> 30 == 0 { barrier }", 1));
+    assert!(!is_narrow("if lane >> 40 == 0 { barrier }", 1));
+    assert!(!is_narrow("if (lane - lane) << 40 == 0 { barrier }", 1));
+}
+
+#[test]
 fn names_are_told_apart_from_those_of_the_kernel_and_from_one_another() {
     let body =
         "let int = lane\nlet to0 = X[int of 4]\nlet self = to0[0 of 1]\nY[lane of 4] = copy(self)";

@@ -10,7 +10,7 @@ use super::{element_name, operator_name};
 use crate::device::ReduceOp;
 use crate::error::{Error, ErrorKind};
 use crate::program::construct::{Branch, Each, Loop, Selection, TensorRef};
-use crate::program::expr::Expr;
+use crate::program::expr::{self, Expr, PART_UNIT};
 use crate::program::section::{
     Move, Operator, Packing, Place, SectionInstance, Source, Step, StepKind, Verb,
 };
@@ -492,6 +492,12 @@ impl<'s> Emitter<'s> {
                     format!("range({}, {})", bare(&from), bare(&to))
                 }
                 Selection::Part(index, parts) => {
+                    // The kernel computes this product, and the start of a part, which is less than the product and
+                    // the extent together.
+                    let unit = Box::new(Expr::Number(PART_UNIT));
+                    let units =
+                        Expr::Binary(expr::Operator::Multiply, unit, Box::new(parts.clone()));
+                    self.scope.range(&units);
                     let (index, parts) = (self.integer(index)?, self.integer(parts)?);
                     format!("part({}, {})", bare(&index), bare(&parts))
                 }
