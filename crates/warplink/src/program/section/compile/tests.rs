@@ -209,6 +209,27 @@ fn what_a_kernel_computes_needs_as_many_bits_as_it_says() {
 }
 
 #[test]
+fn what_never_runs_takes_no_time_to_compile() {
+    let nested = |bounds: &str, depth: usize, step: &str| {
+        let open: String = (0..depth)
+            .map(|i| format!("for i{i} in {bounds} {{\n"))
+            .collect();
+        format!("Y = copy(X)\n{open}{step}\n{}", "}\n".repeat(depth))
+    };
+    // All steps that move data, where they are too many to follow.
+    assert_eq!(barriers(&nested("0..n", 28, "Y = copy(X)")), 2);
+    let copies = nested("0..60", 4, "Y = copy(X if i0 + i1 + i2 + i3 == 3 else Z)");
+    let loops = nested("0..1", 28, "Y = copy(X if i0 == 0 else Z)");
+    for body in [copies, loops] {
+        let error = kernel(&format!("if n == 1 {{\n{body}\n}}"), 0, 2).unwrap_err();
+        assert!(
+            error.contains("a kernel of more than 65536 lines") && error.contains("line"),
+            "{error}"
+        );
+    }
+}
+
+#[test]
 fn names_are_told_apart_from_those_of_the_kernel_and_from_one_another() {
     let body =
         "let int = lane\nlet to0 = X[int of 4]\nlet self = to0[0 of 1]\nY[lane of 4] = copy(self)";

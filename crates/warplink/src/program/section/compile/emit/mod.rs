@@ -25,6 +25,9 @@ const UNROLLED: i64 = 8;
 /// The largest number of copies of a loop's body that are written out.
 const MAX_COPIES: i64 = 64;
 
+/// The most lines of a body, with those of loops that were given up.
+const MAX_LINES: usize = 1 << 16;
+
 /// Why there is no text.
 #[derive(Debug)]
 pub(super) enum Refusal {
@@ -80,6 +83,8 @@ pub(super) struct Emitter<'s> {
     scope: Scope,
     aliases: Vec<Alias>,
     position: Position,
+    /// How many lines may still be written.
+    lines: usize,
     /// The tensors that lanes announce.
     announced: Vec<usize>,
     /// Whether the lane waits for signals.
@@ -99,6 +104,7 @@ impl<'s> Emitter<'s> {
             aliases: Vec::new(),
             announced: instance.announced(),
             position: Position::default(),
+            lines: MAX_LINES,
             waits: false,
             signals: false,
             traced: false,
@@ -119,8 +125,21 @@ impl<'s> Emitter<'s> {
         done
     }
 
+    /// Counts lines that are about to be written. What bounds the copies of loops in one another.
+    fn count(&mut self, lines: usize) -> Result<()> {
+        let Some(left) = self.lines.checked_sub(lines) else {
+            let text = format!("a kernel of more than {MAX_LINES} lines");
+            let help =
+                "use fewer steps, and loops whose lists and sources do not depend on their indices";
+            return Err(self.refuse(text, help));
+        };
+        self.lines = left;
+        Ok(())
+    }
+
     fn step(&mut self, code: &mut Code, step: &Step) -> Result<()> {
         self.position = step.position;
+        self.count(1)?;
         if self.traced && step.kind.word().is_some() {
             let Position { line, column } = step.position;
             let place = u64::from(line) << 32 | u64::from(column);
@@ -270,6 +289,7 @@ impl<'s> Emitter<'s> {
         let targets = targets.collect::<Result<Vec<_>>>()?;
         let sources = sources.collect::<Result<Vec<_>>>()?;
         self.check(&targets, &sources)?;
+        self.count(targets.len() + sources.len())?;
         let Some(first) = sources.first() else {
             return Err(self.refuse("a reduction of nothing", "name at least one source"));
         };
