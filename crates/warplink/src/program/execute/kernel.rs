@@ -9,16 +9,16 @@ use super::lane::{LaneInput, run_lane, tell_difference};
 use super::lane_times::LaneTimes;
 use super::memory::{PlanMemory, TensorMemory};
 use super::reach::Reach;
+use super::section_kernel::SectionKernel;
 use crate::device::{
-    AllocationKind, Argument, Device, DeviceSlice, Kernel, KernelResources, Launch, ModuleSource,
-    Priority, Stream,
+    AllocationKind, Argument, Device, DeviceSlice, Kernel, KernelResources, Launch, Priority,
+    Stream,
 };
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::memory::{HANDLE_BYTES, Region, RemoteRegion};
 use crate::program::rank_program::{OperationKind, RankProgram, TensorId};
 use crate::program::section::{
-    FreeNames, KERNEL, SectionInstance, SectionMemory, WorkspaceLayout, kernel_text,
-    traced_kernel_text,
+    FreeNames, SectionInstance, SectionMemory, WorkspaceLayout, kernel_text, traced_kernel_text,
 };
 use crate::signal::Signals;
 use std::collections::{BTreeMap, BTreeSet};
@@ -304,36 +304,29 @@ impl BoundKernels {
         let (traced, clock) = (times.is_some(), times.map(LaneTimes::clock));
         let (lanes, reach) = (section.clone(), self.reach.clone());
         let (written, bound) = (section.clone(), addresses.clone());
-        let source = ModuleSource::new("kernel section")
-            .with_written_cuda(move || {
-                let aligned = bound.aligned(&written);
-                if traced {
-                    traced_kernel_text(&written, &aligned)
-                } else {
-                    kernel_text(&written, &aligned)
-                }
-            })
-            .with_host_kernel(KERNEL, move |block| {
-                let input = LaneInput {
-                    section: &lanes,
-                    reach: &reach,
-                    tensors: &[],
-                    published: None,
-                    tell: &tell_difference,
-                    times: clock.as_ref(),
-                };
-                run_lane(block, input)
-            });
-        // SAFETY: the kernel accesses what the section says of the memory that the plan holds; the verifier
-        // has checked that this stays within it.
-        let module = unsafe { device.load_module(&source)? };
-        let kernel = module.kernel(KERNEL)?;
-        // A launch that asks for all blocks together takes longer. Blocks that find no room get it when other
-        // kernels end, so it is enough that they fit.
-        let launch = Launch::new(section.lanes as u32, section.threads as u32);
-        kernel.check_together(&launch, self.reach.ranks_per_device)?;
-        let launch = kernel.early(launch, self.reach.ranks_per_device);
-        let own = self.signals.region().memory();
+        let text = move || {
+            let aligned = bound.aligned(&written);
+            if traced {
+                traced_kernel_text(&written, &aligned)
+            } else {
+                kernel_text(&written, &aligned)
+            }
+        };
+        let SectionKernel {
+            kernel,
+            launch,
+            signals,
+        } = self.load(device, section, text, move |block| {
+            let input = LaneInput {
+                section: &lanes,
+                reach: &reach,
+                tensors: &[],
+                published: None,
+                tell: &tell_difference,
+                times: clock.as_ref(),
+            };
+            run_lane(block, input)
+        })?;
         let words = addresses.words(section);
         let words = Argument::Words(match times {
             Some(times) => words.iter().copied().chain(times.words()).collect(),
@@ -342,7 +335,7 @@ impl BoundKernels {
         Ok(KernelLaunch {
             kernel,
             launch,
-            arguments: vec![words, Argument::Slice(own.clone())],
+            arguments: vec![words, signals],
         })
     }
 }

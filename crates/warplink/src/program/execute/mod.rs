@@ -27,6 +27,7 @@ mod publication;
 mod reach;
 mod replaced;
 mod resolve;
+mod section_kernel;
 mod timing;
 mod trace;
 mod trace_span;

@@ -11,11 +11,12 @@ use super::kernel::{BoundKernels, KernelMemory};
 use super::lane::{LaneInput, Published, TellDifference, run_lane};
 use super::publication::Publication;
 use super::reach::{DIRECT_BYTES, EPOCH_BYTES, Reach, VERDICT_BYTES, VERDICT_WORDS_BYTES};
-use crate::device::{Argument, Device, DeviceSlice, Fault, Kernel, Launch, ModuleSource, Stream};
+use super::section_kernel::SectionKernel;
+use crate::device::{Argument, Block, Device, DeviceSlice, Fault, Kernel, Launch, Stream};
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::program::rank_program::TensorId;
 use crate::program::section::{
-    KERNEL, ScratchInstance, SectionInstance, SectionMemory, WorkspaceLayout, kernel_text,
+    ScratchInstance, SectionInstance, SectionMemory, WorkspaceLayout, kernel_text,
 };
 use std::collections::BTreeMap;
 use std::fmt;
@@ -133,34 +134,30 @@ impl SharedWorkspace {
         let places = places.collect();
         let fault = self.fault.clone();
         let (lanes, written, bases) = (section.clone(), section.clone(), bound.clone());
-        let source = ModuleSource::new("kernel section")
-            .with_written_cuda(move || kernel_text(&written, &bases.aligned(&written)))
-            .with_host_kernel(KERNEL, move |block| {
-                let input = LaneInput {
-                    section: &lanes,
-                    reach: &reach,
-                    tensors: block.memory(2)?,
-                    published: lanes.published.then_some(Published {
-                        tables: &tables,
-                        places: block.words(0)?.get(first_place..).unwrap_or(&[]),
-                    }),
-                    tell: &*tell,
-                    times: None,
-                };
-                run_lane(block, input).inspect_err(|error| {
-                    if error.kind() == ErrorKind::Mismatch {
-                        fault.fail(error.clone());
-                    }
-                })
-            });
-        // SAFETY: the kernel accesses what the section says of the workspace and of the tensors of a launch; the
-        // verifier has checked that this stays within them, and a launch that they have the section's lengths.
-        let module = unsafe { self.device.load_module(&source)? };
-        let kernel = module.kernel(KERNEL)?;
-        let launch = Launch::new(section.lanes as u32, section.threads as u32);
-        kernel.check_together(&launch, self.kernels.reach.ranks_per_device)?;
-        let launch = kernel.early(launch, self.kernels.reach.ranks_per_device);
-        let own = self.kernels.signals.region().memory();
+        let text = move || kernel_text(&written, &bases.aligned(&written));
+        let lane = move |block: &Block<'_>| {
+            let input = LaneInput {
+                section: &lanes,
+                reach: &reach,
+                tensors: block.memory(2)?,
+                published: lanes.published.then_some(Published {
+                    tables: &tables,
+                    places: block.words(0)?.get(first_place..).unwrap_or(&[]),
+                }),
+                tell: &*tell,
+                times: None,
+            };
+            run_lane(block, input).inspect_err(|error| {
+                if error.kind() == ErrorKind::Mismatch {
+                    fault.fail(error.clone());
+                }
+            })
+        };
+        let SectionKernel {
+            kernel,
+            launch,
+            signals,
+        } = self.kernels.load(&*self.device, &section, text, lane)?;
         Ok(SharedKernel {
             kernel,
             launch,
@@ -168,7 +165,7 @@ impl SharedWorkspace {
             addresses,
             places,
             publication: self.publication.clone(),
-            signals: Argument::Slice(own.clone()),
+            signals,
         })
     }
 
