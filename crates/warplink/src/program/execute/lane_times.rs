@@ -59,10 +59,12 @@ struct Stored {
 impl LaneTimes {
     pub(super) fn allocate(device: &dyn Device, section: &Arc<SectionInstance>) -> Result<Self> {
         let mut most = 0;
-        for lane in 0..section.lanes {
-            most = most.max(section.steps(lane, 0)?.len());
+        for epoch in 0..section.period {
+            for lane in 0..section.lanes {
+                most = most.max(section.steps(lane, epoch)?.len());
+            }
         }
-        // Launches may differ, and a step with nothing to do has an entry as well.
+        // What is announced may not be reachable, and a step with nothing to do has an entry as well.
         let room = (2 * most + 64).min(MAX_STEPS);
         let bytes = section.lanes * lane_bytes(room);
         Ok(Self {
@@ -226,4 +228,26 @@ fn word_at(steps: &[Step], place: (u32, u32)) -> Option<&'static str> {
             kind.word().filter(|_| is)
         }
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::device::{DeviceConfig, DeviceKind};
+    use crate::program::{OperationKind, Parameters, Program, unroll};
+
+    #[test]
+    fn there_is_room_for_every_step_of_a_launch_at_any_epoch() {
+        let text = "program test() {\n kernel lane in 0..2 threads 64 {\n \
+                    if epoch % 3 == 2 and lane == 1 { for i in 0..1000 { barrier } }\n }\n}\n";
+        let program = Program::parse(text).unwrap();
+        let rank = unroll(&program, 0, 2, 1, &Parameters::new()).unwrap();
+        let OperationKind::Kernel(section) = &rank.operations[0].kind else {
+            panic!("{:?} is no kernel", rank.operations[0]);
+        };
+        let device = crate::device::open(&DeviceConfig::new(DeviceKind::Host, 0)).unwrap();
+        let times = LaneTimes::allocate(&*device, section).unwrap();
+        let steps = |epoch| section.steps(1, epoch).unwrap().len();
+        assert!(steps(0) == 0 && times.room >= steps(2), "{}", times.room);
+    }
 }
