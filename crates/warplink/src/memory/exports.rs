@@ -12,7 +12,7 @@
 //!    peer uses it, and no rank that was lost has mapped it.
 
 mod pool;
-#[cfg(all(test, not(loom)))]
+#[cfg(test)]
 mod tests;
 
 pub(super) use self::pool::EnteredPool;

@@ -21,7 +21,7 @@ mod limits;
 mod mapping;
 mod message;
 mod notifier;
-#[cfg(all(test, not(loom)))]
+#[cfg(test)]
 mod notifier_tests;
 mod opening;
 mod peers;

@@ -227,14 +227,12 @@ impl<'a, 's> Queue<'a, 's> {
         }
         let mut untold = Vec::new();
         for (transfer, post, steps, _) in others {
-            let tells = match transfer.end.is_empty() {
-                true => false,
-                false => {
-                    let (movement, tells) = transfer.end.movement(post, &steps.after)?;
-                    self.operations.push(movement);
-                    tells
-                }
-            };
+            if transfer.end.is_empty() {
+                untold.push((transfer, post, steps));
+                continue;
+            }
+            let (movement, tells) = transfer.end.movement(post, &steps.after)?;
+            self.operations.push(movement);
             if !tells {
                 untold.push((transfer, post, steps));
             }

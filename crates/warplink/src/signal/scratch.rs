@@ -79,13 +79,14 @@ impl ScratchPool {
 
     /// Takes the pages out in which no slot has a part.
     pub(super) fn take_unused_pages(&mut self) -> Vec<Region> {
-        let unused = self.pages.extract_if(.., |_, page| page.held == 0);
-        let unused: Vec<Region> = unused.map(|(_, page)| page.region).collect();
+        let pages = std::mem::take(&mut self.pages).into_iter();
+        let (unused, kept): (BTreeMap<u64, Page>, _) = pages.partition(|(_, page)| page.held == 0);
+        self.pages = kept;
         self.free.retain(|_, places| {
             places.retain(|(page, _)| self.pages.contains_key(page));
             !places.is_empty()
         });
-        unused
+        unused.into_values().map(|page| page.region).collect()
     }
 
     /// A new part of `size`, where a page has room for it.
@@ -103,7 +104,7 @@ fn size(bytes: usize) -> usize {
     bytes.next_multiple_of((bytes.next_power_of_two() / 8).max(1))
 }
 
-#[cfg(all(test, not(loom)))]
+#[cfg(test)]
 mod tests {
     use super::*;
     use crate::deadline::Deadline;
