@@ -75,9 +75,8 @@ impl Engines {
             gathered.map_err(|error| whole.in_own_ranks(error))
         };
         let (rank, world) = (group.rank(), group.world());
-        let engine = self
-            .device
-            .collective_engine(rank, world, &self.fault, &mut exchange)?;
+        let (device, fault) = (&self.device, &self.fault);
+        let engine = device.collective_engine(rank, world, fault, deadline, &mut exchange)?;
         Ok(joined.engine.get_or_init(|| engine).clone())
     }
 }

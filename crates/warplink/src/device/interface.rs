@@ -259,15 +259,18 @@ pub trait Device: LinkQuery + Send + Sync + fmt::Debug {
 
     /// Joins the vendor's collectives. Every one of `world` ranks calls this at the same time, with
     /// an `all_gather` of bytes among them. When `fault` is raised, the collectives end, and the
-    /// streams that do them fail.
+    /// streams that do them fail; it is raised when they fail by themselves, too, as soon as somebody
+    /// waits for a stream. Blocks until all have joined.
     ///
     /// # Errors
-    /// [`ErrorKind::LibraryMissing`](crate::ErrorKind::LibraryMissing) without the vendor's library.
+    /// [`ErrorKind::LibraryMissing`](crate::ErrorKind::LibraryMissing) without the vendor's library;
+    /// [`ErrorKind::Timeout`](crate::ErrorKind::Timeout) at the deadline.
     fn collective_engine(
         &self,
         rank: usize,
         world: usize,
         fault: &Arc<Fault>,
+        deadline: Deadline,
         all_gather: AllGatherBytes<'_>,
     ) -> Result<Arc<dyn CollectiveEngine>>;
 

@@ -271,12 +271,12 @@ impl Device for CudaDevice {
         rank: usize,
         world: usize,
         fault: &Arc<Fault>,
+        deadline: Deadline,
         all_gather: AllGatherBytes<'_>,
     ) -> Result<Arc<dyn CollectiveEngine>> {
         self.gpu.fault.check()?;
-        Ok(Arc::new(NcclEngine::join(
-            &self.gpu, rank, world, fault, all_gather,
-        )?))
+        let joined = NcclEngine::join(&self.gpu, (rank, world), fault, deadline, all_gather)?;
+        Ok(Arc::new(joined))
     }
 
     fn adopt_collective_engine(

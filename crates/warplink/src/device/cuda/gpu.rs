@@ -9,6 +9,7 @@ use super::kernels::user::WrittenModules;
 use super::memory::block_pool::{Block, BlockPool};
 use super::memory::reaper::Reaper;
 use super::memory::staging::Staging;
+use super::nccl::watch::Watched;
 use super::stream::memory_ops;
 use super::stream::signals::Signals;
 use crate::device::Fault;
@@ -33,6 +34,8 @@ pub(super) struct Gpu {
     pub(super) signals: Arc<Signals>,
     pub(super) workspaces: Workspaces,
     pub(super) written: WrittenModules,
+    /// The communicators of the vendor's collectives.
+    pub(super) collectives: Watched,
     /// Loaded with the first signals, which come before the first transfer.
     pub(super) transfer_kernel: OnceLock<Option<TransferKernel>>,
     /// Whether the driver records writes and waits into graphs; found out when the GPU is opened.
@@ -63,6 +66,7 @@ impl Gpu {
             signals,
             workspaces: Workspaces::default(),
             written: WrittenModules::default(),
+            collectives: Watched::default(),
             transfer_kernel: OnceLock::new(),
             captures_memory_ops: OnceLock::new(),
         }))

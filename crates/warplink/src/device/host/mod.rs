@@ -33,6 +33,7 @@ use super::{
     LinkEnd, LinkQuery, Module, ModuleSource, Opening, PciAddress, Priority, Segment, Stream,
     VendorCommunicator,
 };
+use crate::deadline::Deadline;
 use crate::device::channel::fifo::HostFifoMemory;
 use crate::device::{DeviceProperties, Fifo, FifoReader, StagingMemory, machine_identity};
 use crate::error::{Error, ErrorKind, Result};
@@ -277,6 +278,7 @@ impl Device for HostDevice {
         rank: usize,
         world: usize,
         fault: &Arc<Fault>,
+        _: Deadline,
         all_gather: AllGatherBytes<'_>,
     ) -> Result<Arc<dyn CollectiveEngine>> {
         Ok(Arc::new(collective::HostCollectives::join(

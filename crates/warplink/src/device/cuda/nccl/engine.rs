@@ -2,6 +2,7 @@
 
 use super::operator::{BYTES, data_type, with_operator};
 use super::{Handle, Nccl, NcclComm, UNIQUE_ID, Window};
+use crate::deadline::Deadline;
 use crate::device::cuda::gpu::Gpu;
 use crate::device::cuda::memory::CudaBacking;
 use crate::device::cuda::stream::CudaStream;
@@ -46,12 +47,12 @@ struct Registered {
 unsafe impl Send for Registered {}
 
 impl NcclEngine {
-    /// Joins the other ranks.
+    /// Joins the other ranks, until the deadline.
     pub(crate) fn join(
         gpu: &Arc<Gpu>,
-        rank: usize,
-        world: usize,
+        (rank, world): (usize, usize),
         fault: &Arc<Fault>,
+        deadline: Deadline,
         all_gather: AllGatherBytes<'_>,
     ) -> Result<Self> {
         let number = |value: usize| {
@@ -116,7 +117,7 @@ impl NcclEngine {
                 .with_operation("join NCCL")
                 .with_peer(0)
             })?;
-        let comm = NcclComm::join(nccl, &gpu.context, id, ranks.0, ranks.1, || {
+        let comm = NcclComm::join(nccl, &gpu.context, id, ranks.0, ranks.1, deadline, || {
             gpu.fault.check()?;
             fault.check()
         })?;
@@ -150,6 +151,7 @@ impl NcclEngine {
 
     fn of(gpu: &Arc<Gpu>, fault: &Arc<Fault>, comm: NcclComm, world: usize, name: String) -> Self {
         let comm = Arc::new(comm);
+        gpu.collectives.add(&comm, fault);
         for fault in [&gpu.fault, fault] {
             fault.when_raised(&comm, |weak| {
                 let end = move || {

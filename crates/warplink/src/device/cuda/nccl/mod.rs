@@ -2,7 +2,9 @@
 
 pub(super) mod engine;
 mod operator;
+pub(super) mod watch;
 
+use crate::deadline::Deadline;
 use crate::device::VendorCommunicator;
 use crate::device::cuda::driver::context::Context;
 use crate::device::library;
@@ -23,8 +25,8 @@ const MULTICAST_VARIABLE: &str = "NCCL_NVLS_ENABLE";
 /// Bytes of NCCL's unique id.
 pub(super) const UNIQUE_ID: usize = 128;
 
-/// How long joining may take.
-const JOINING: Duration = Duration::from_secs(120);
+/// `ncclInProgress`: no error.
+const IN_PROGRESS: c_int = 7;
 
 /// How long ending a communicator waits for calls that are inside NCCL.
 const INSIDE: Duration = Duration::from_secs(1);
@@ -54,6 +56,7 @@ function_table! {
         ncclCommInitRank(*mut Handle, c_int, UniqueId, c_int) -> c_int;
         ncclCommDestroy(Handle) -> c_int;
         ncclCommAbort(Handle) -> c_int;
+        ncclCommGetAsyncError(Handle, *mut c_int) -> c_int;
         ncclCommCount(Handle, *mut c_int) -> c_int;
         ncclCommUserRank(Handle, *mut c_int) -> c_int;
         ncclCommCuDevice(Handle, *mut c_int) -> c_int;
@@ -186,13 +189,14 @@ pub(super) struct Place {
 }
 
 impl NcclComm {
-    /// Joins `world` ranks as `rank`. `go_on` is asked again and again, and ends the wait.
+    /// Joins `world` ranks as `rank`, until the deadline. `go_on` is asked again and again, and ends the wait.
     pub(super) fn join(
         nccl: &'static Nccl,
         context: &Arc<Context>,
         id: [u8; UNIQUE_ID],
         rank: c_int,
         world: c_int,
+        deadline: Deadline,
         go_on: impl Fn() -> Result<()>,
     ) -> Result<Self> {
         // On a thread of its own: NCCL waits without bound for a rank that never comes.
@@ -206,7 +210,6 @@ impl NcclComm {
                 let _ = done.send(joined);
             });
         spawned.map_err(|error| Error::io("start the thread that joins NCCL", &error))?;
-        let start = Instant::now();
         loop {
             match result.recv_timeout(Duration::from_millis(10)) {
                 Ok(joined) => return joined,
@@ -219,9 +222,9 @@ impl NcclComm {
                     .with_operation("join NCCL"));
                 }
             }
-            if start.elapsed() > JOINING {
-                let text = format!("the {world} ranks did not all join within {JOINING:?}");
-                return Err(Error::new(ErrorKind::Timeout, text)
+            if deadline.passed() {
+                return Err(deadline
+                    .expired(&format!("all {world} ranks to join"))
                     .with_operation("join NCCL")
                     .with_help("check that every rank asks for the collective engine"));
             }
@@ -293,6 +296,28 @@ impl NcclComm {
             );
         }
         self.nccl.check(call(self.nccl, raw), operation)
+    }
+
+    /// Fails with what a collective under way has failed with. An adopted communicator is asked by whoever made
+    /// it. Does not block.
+    fn asynchronous_error(&self) -> Result<()> {
+        // A call that is under way gives its error itself, and it might block.
+        let Ok(_alone) = self.calls.try_lock() else {
+            return Ok(());
+        };
+        let raw = self.raw.load(Ordering::Acquire);
+        if raw.is_null() || self.is_adopted {
+            return Ok(());
+        }
+        let mut failed = 0;
+        // SAFETY: the communicator is ended with `calls` held, or after longer than this call takes, and dropped
+        // by the last that has it; `failed` is an output parameter for one code.
+        let asked = unsafe { (self.nccl.ncclCommGetAsyncError)(raw, &mut failed) };
+        self.nccl.check(asked, "ask NCCL for errors")?;
+        match failed {
+            IN_PROGRESS => Ok(()),
+            failed => self.nccl.check(failed, "do a collective of NCCL's"),
+        }
     }
 
     /// Ends it and what is under way; one that was adopted only for what is called here.

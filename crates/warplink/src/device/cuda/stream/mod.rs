@@ -18,6 +18,7 @@ use crate::device::cuda::driver::raw::{RawEvent, RawStream};
 use crate::device::cuda::driver::{Driver, status};
 use crate::device::cuda::gpu::Gpu;
 use crate::device::cuda::memory::CudaBacking;
+use crate::device::cuda::nccl::watch;
 use crate::device::{
     DeviceKind, DeviceSlice, Event, Fault, FaultSet, Graph, KernelCopy, MemoryOp, Noted,
     PacketPart, Stream, StreamBackend, StreamOp,
@@ -27,6 +28,7 @@ use cudarc::driver::sys::*;
 use std::any::Any;
 use std::fmt;
 use std::sync::Arc;
+use std::time::Instant;
 
 /// From this number on, operations on words take the unit that does them longer than a kernel's launch.
 const WORTH_A_KERNEL: usize = 4;
@@ -348,7 +350,12 @@ impl StreamBackend for CudaStream {
             Some(mark) => mark.is_reached(),
             None => self.query(driver, "wait for a stream"),
         };
+        let mut looked = Instant::now();
         poll(ready, || {
+            if looked.elapsed() > watch::INTERVAL {
+                self.gpu.collectives.look();
+                looked = Instant::now();
+            }
             self.gpu.fault.check()?;
             self.faults.check()?;
             if deadline.passed() {

@@ -1,0 +1,38 @@
+//! Watching communicators of NCCL's for what no call tells: errors of collectives that are under way.
+
+use super::NcclComm;
+use crate::device::Fault;
+use crate::sync::lock;
+use std::sync::{Arc, Mutex, Weak};
+use std::time::Duration;
+
+/// Between two looks of somebody who waits for a stream.
+pub(in crate::device::cuda) const INTERVAL: Duration = Duration::from_millis(20);
+
+/// The communicators of a GPU, with what is raised when they fail.
+#[derive(Default)]
+pub(in crate::device::cuda) struct Watched(Mutex<Vec<(Weak<NcclComm>, Weak<Fault>)>>);
+
+impl Watched {
+    /// Watches a communicator that ends when `fault` is raised.
+    pub(super) fn add(&self, comm: &Arc<NcclComm>, fault: &Arc<Fault>) {
+        let mut watched = lock(&self.0);
+        watched.retain(|(comm, _)| comm.strong_count() > 0);
+        watched.push((Arc::downgrade(comm), Arc::downgrade(fault)));
+    }
+
+    /// Raises the faults of the communicators that have failed, which ends them.
+    pub(in crate::device::cuda) fn look(&self) {
+        // Not under the lock: what is let go of here may take long to end.
+        let watched = lock(&self.0).clone();
+        for (comm, fault) in watched {
+            if let (Some(comm), Some(fault)) = (comm.upgrade(), fault.upgrade())
+                && fault.error().is_none()
+                && let Err(error) = comm.asynchronous_error()
+            {
+                tracing::warn!(%error, "collectives of NCCL have failed");
+                fault.raise(error);
+            }
+        }
+    }
+}
