@@ -120,7 +120,8 @@ fn wrong_models_and_programs_are_refused() {
         stderr(&output)
     };
     assert!(refused(&["--param", "n=64", "--model", "no-such-model"]).contains("no-such-model"));
-    assert!(refused(&["--param", "n=64", "--model", &example]).contains("not a hardware model"));
+    let said = format!("error: {example} is not a hardware model: ");
+    assert!(refused(&["--param", "n=64", "--model", &example]).contains(&said));
     assert!(refused(&["--param", "n=-1", "--model", "host"]).contains("is -1"));
 }
 

@@ -103,7 +103,7 @@ fn a_setting_that_keeps_ranks_from_starting_is_reported() {
         failed["detail"]
             .as_str()
             .unwrap()
-            .contains("unknown protocol 'push'; expected get or put (key WARPLINK_PROTOCOL)"),
+            .contains("WARPLINK_PROTOCOL is 'push'; expected get or put"),
         "{failed}"
     );
 }

@@ -100,7 +100,7 @@ fn a_class_is_forced_by_the_environment() {
     assert!(text.contains("class: unknown, forced"), "{text}");
     let refused = run("torus");
     assert_eq!(refused.status.code(), Some(1));
-    assert!(stderr(&refused).contains("unknown topology class 'torus'"));
+    assert!(stderr(&refused).contains("WARPLINK_TOPOLOGY is 'torus'; expected"));
 }
 
 #[test]

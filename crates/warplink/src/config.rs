@@ -7,6 +7,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::memory::IdleMappings;
 use crate::p2p::{Path, Protocol};
 use crate::topology::{CLASS_VARIABLE, TopologyClass};
+use std::str::FromStr;
 use std::time::Duration;
 
 /// Names the protocol of transfers that do not choose one.
@@ -148,17 +149,12 @@ impl Config {
             DeviceKind::Cuda => gpu_ordinal(config.join.local_rank, device::count(kind)?)?,
         };
         if let Some(protocol) = get(PROTOCOL_VARIABLE) {
-            let protocol = protocol.parse::<Protocol>().map_err(|error| {
-                error.with_key(PROTOCOL_VARIABLE).with_help(format!(
-                    "set {PROTOCOL_VARIABLE} to get or put, or unset it"
-                ))
-            });
-            config.protocol = protocol?;
+            config.protocol = variable(PROTOCOL_VARIABLE, &protocol, "get or put")?;
         }
         config.network_devices = get("WARPLINK_NETWORK_DEVICES");
         if let Some(class) = get(CLASS_VARIABLE) {
-            let class = class.parse::<TopologyClass>();
-            config.topology = Some(class.map_err(|error| error.with_key(CLASS_VARIABLE))?);
+            let expected = "fully-connected, hybrid-cube-mesh or unknown";
+            config.topology = Some(variable(CLASS_VARIABLE, &class, expected)?);
         }
         let number = |name: &str, unit: &str| match get(name) {
             None => Ok(None),
@@ -190,12 +186,19 @@ impl Config {
     /// The device that the variables ask for; a GPU where there is one if they do not.
     pub(crate) fn device_kind(get: impl Fn(&str) -> Option<String>) -> Result<DeviceKind> {
         match get("WARPLINK_DEVICE") {
-            Some(name) => name
-                .parse()
-                .map_err(|error: Error| error.with_key("WARPLINK_DEVICE")),
+            Some(name) => variable("WARPLINK_DEVICE", &name, "host or cuda"),
             None => Ok(DeviceKind::detect()),
         }
     }
+}
+
+/// Reads the value of a variable that must be as `expected`.
+fn variable<T: FromStr>(name: &str, value: &str, expected: &str) -> Result<T> {
+    value.parse().map_err(|_| {
+        let message = format!("{name} is '{value}'; expected {expected}");
+        Error::new(ErrorKind::Parse, message)
+            .with_help(format!("set {name} to one of these, or unset it"))
+    })
 }
 
 /// The ordinal among the `visible` GPUs for the rank with `local_rank` on this machine.

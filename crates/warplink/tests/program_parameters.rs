@@ -151,7 +151,7 @@ fn misused_optional_tensors_and_families_are_refused() {
         "expected a condition 'given(bias)' around it",
     );
     refused("K = copy(B)", "'B' is a family of tensors; expected 'B[i]'");
-    refused("K = copy(B[1])", "B[1]: member 1 is 1; expected 0 to 0");
+    refused("K = copy(B[1])", "B[1]: the member is 1; expected 0 to 0");
     refused("if given(A) { }", "'given(A)' is not an integer");
     refused(
         "allocate X[i]: u8[1] for i in 1..2",

@@ -89,6 +89,11 @@ impl Algorithm {
         }
     }
 
+    /// Whether it does a collective of this kind, where links and workspace allow it.
+    pub fn supports(self, kind: CollectiveKind) -> bool {
+        self.program(kind).is_some()
+    }
+
     /// Its program for a collective, if there is one.
     pub(super) fn program(self, kind: CollectiveKind) -> Option<Result<&'static Program>> {
         let entry = PROGRAMS

@@ -175,8 +175,7 @@ impl fmt::Display for Diagnostic {
         write!(f, "{}: {}", self.kind, self.message)?;
         match self.repeated {
             0 => Ok(()),
-            1 => f.write_str(" (and once more in the same statements)"),
-            more => write!(f, " (and {more} times more in the same statements)"),
+            more => write!(f, " ({more} more in the same statements)"),
         }
     }
 }

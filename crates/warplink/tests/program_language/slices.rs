@@ -126,7 +126,7 @@ fn parts_that_are_contiguous_are_copied_as_such() {
 #[test]
 fn parts_along_many_axes_or_of_the_wrong_shape_are_refused() {
     for (line, expected) in [
-        ("v = copy(A[:, 4])", "index 4 is 4; expected 0 to 3"),
+        ("v = copy(A[:, 4])", "the index is 4; expected 0 to 3"),
         ("v = copy(A[:, 1..1])", "selects 1..1"),
         ("v = copy(A[0, :, 1])", "selects from 1 axes"),
         ("v = copy(A[:, :])", "expected the same shape"),

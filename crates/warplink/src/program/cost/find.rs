@@ -95,7 +95,7 @@ impl HardwareModel {
     pub fn read(path: &Path) -> Result<Self> {
         let text = std::fs::read_to_string(path)
             .map_err(|error| Error::io(format!("read {}", path.display()), &error))?;
-        Self::from_json(&text).map_err(|error| error.with_key(path.display().to_string()))
+        Self::from_named(&path.display().to_string(), &text)
     }
 
     /// A guess for a device with `multiprocessors`, from figures for another number of them.
@@ -158,7 +158,7 @@ pub fn all_shipped() -> &'static [Arc<HardwareModel>] {
         let read = |(name, text): &(&str, &str)| match HardwareModel::from_json(text) {
             Ok(model) => Some(Arc::new(model)),
             Err(error) => {
-                tracing::warn!(%error, name, "a shipped hardware model is passed over");
+                tracing::warn!(%error, name, "an included hardware model is passed over");
                 None
             }
         };

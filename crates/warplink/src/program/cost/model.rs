@@ -295,13 +295,19 @@ impl HardwareModel {
     /// # Errors
     /// [`ErrorKind::Parse`] for text that is not a model of this format, and for figures that cannot be.
     pub fn from_json(text: &str) -> Result<Self> {
+        Self::from_named("the text", text)
+    }
+
+    /// The same, where errors call the text by a name.
+    pub(super) fn from_named(name: &str, text: &str) -> Result<Self> {
         let model: Self = serde_json::from_str(text).map_err(|error| {
-            Error::new(ErrorKind::Parse, format!("not a hardware model: {error}"))
-                .with_help("measure one with `warplink tune`")
+            let message = format!("{name} is not a hardware model: {error}");
+            Error::new(ErrorKind::Parse, message).with_help("measure one with `warplink tune`")
         })?;
-        model.check().map_err(|error| {
-            error.with_operation(format!("read the hardware model '{}'", model.name))
-        })?;
+        let operation = || format!("read the hardware model '{}' from {name}", model.name);
+        model
+            .check()
+            .map_err(|error| error.with_operation(operation()))?;
         Ok(model)
     }
 

@@ -85,6 +85,7 @@ mod token;
 
 pub use print::summary;
 
+use super::expr::Expr;
 use super::ir::Program;
 use crate::error::{Error, ErrorKind, Result};
 use std::fmt;
@@ -238,6 +239,19 @@ pub(super) fn shortened(text: String) -> String {
     match text.char_indices().nth(MAX_SHOWN) {
         Some((end, _)) => format!("{}…", &text[..end]),
         None => text,
+    }
+}
+
+/// What an expression gives, for a message about `value`: `peer rank + 1`, or `the peer` where the expression is
+/// the value itself. In `B[1]: member`, the last word is what it gives.
+pub(super) fn named(what: &str, expression: &Expr, value: i64) -> String {
+    let text = expression.to_string();
+    if text != value.to_string() {
+        return format!("{what} {}", shortened(text));
+    }
+    match what.rsplit_once(": ") {
+        Some((before, what)) => format!("{before}: the {what}"),
+        None => format!("the {what}"),
     }
 }
 

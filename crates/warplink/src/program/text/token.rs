@@ -102,7 +102,7 @@ pub(super) fn tokens(text: &str) -> Result<Vec<Token<'_>>, ParseError> {
                         error_at(
                             text,
                             at,
-                            format!("'{}' has no meaning here", character.escape_default()),
+                            format!("unexpected character '{}'", printable(character)),
                         )
                     })?;
                 match sign {
@@ -140,6 +140,14 @@ pub(super) fn mark_bytes(text: &str) -> usize {
     } else {
         0
     }
+}
+
+/// A character as it is, or as its escape where it may not be printed or be taken for another.
+fn printable(character: char) -> String {
+    if character.is_ascii_graphic() {
+        return character.to_string();
+    }
+    character.escape_default().to_string()
 }
 
 fn span(rest: &str, belongs: impl Fn(char) -> bool) -> usize {

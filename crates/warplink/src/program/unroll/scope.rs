@@ -12,7 +12,7 @@ use crate::program::expr::{Condition, Expr};
 use crate::program::ir::{Position, StreamRef, TransferRef};
 use crate::program::rank_program::{Site, StreamKind, TransferId};
 use crate::program::section::ScratchId;
-use crate::program::text::shortened;
+use crate::program::text::{named, shortened};
 use std::cell::RefCell;
 use std::collections::HashMap;
 use std::rc::Rc;
@@ -262,14 +262,12 @@ impl<'p> Unroller<'p> {
         let value = self.integer(expression)?;
         match usize::try_from(value) {
             Ok(number) if number < limit => Ok(number),
-            _ => Err(self.diagnostic(
-                DiagnosticKind::OutOfBounds,
-                format!(
-                    "{what} {} is {value}; expected 0 to {}",
-                    shortened(expression.to_string()),
-                    limit.saturating_sub(1)
-                ),
-            )),
+            _ => {
+                let name = named(what, expression, value);
+                let most = limit.saturating_sub(1);
+                let message = format!("{name} is {value}; expected 0 to {most}");
+                Err(self.diagnostic(DiagnosticKind::OutOfBounds, message))
+            }
         }
     }
 

@@ -220,7 +220,9 @@ impl<'p> Unroller<'p> {
         self.each(list, |unroller, reference| {
             let id = unroller.transfer(reference, DiagnosticKind::UnpostedWait)?;
             if unroller.posts[id] == 0 {
-                let message = format!("{reference} is waited for, but not posted before; expected its post before the wait");
+                let message = format!(
+                    "wait for '{reference}', which has not been posted; expected a post before the wait"
+                );
                 return Err(unroller.diagnostic(DiagnosticKind::UnpostedWait, message));
             }
             group.push(id);

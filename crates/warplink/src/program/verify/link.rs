@@ -131,25 +131,23 @@ fn unmatched(
             Direction::Receive => ("receives from", "send"),
         };
         let mut message = format!(
-            "{} {verb} rank {} with tag {}, which shares no such {missing}",
+            "{} {verb} rank {} with tag {}, but rank {} shares no matching {missing}",
             said.say(&places[0]),
             transfer.peer,
-            transfer.tag
+            transfer.tag,
+            transfer.peer
         );
         if transfer.ordinal > 0 {
             message += &format!(" beyond the first {}", transfer.ordinal);
         }
-        match near.map(|near| &peer.transfers[near]) {
-            Some(other) => {
-                message += &format!(
-                    "; the nearest it shares is {}, with tag {}",
-                    said.say(&places[1]),
-                    other.tag
-                )
-            }
-            None => message += " at all",
+        if let Some(other) = near.map(|near| &peer.transfers[near]) {
+            message += &format!(
+                "; the nearest it shares is {}, with tag {}",
+                said.say(&places[1]),
+                other.tag
+            );
         }
-        message + "; its host would wait for ever"
+        message + "; the host would wait forever"
     });
 }
 

@@ -16,6 +16,7 @@ use crate::program::construct::{Each, Loop, Selection, TensorRef};
 use crate::program::diagnostic::{Diagnostic, DiagnosticKind, Place as DiagnosticPlace};
 use crate::program::expr::{self, Condition, Expr};
 use crate::program::site::{Position, Site};
+use crate::program::text::named;
 use std::sync::Arc;
 
 /// What names of conditions on announced tensors start with, and those of integers do not.
@@ -475,7 +476,8 @@ impl<'s> Resolver<'s> {
         let world = self.instance.world;
         let rank = usize::try_from(value).ok().filter(|rank| *rank < world);
         rank.ok_or_else(|| {
-            let message = format!("rank {expression} is {value}; expected 0 to {}", world - 1);
+            let name = named("rank", expression, value);
+            let message = format!("{name} is {value}; expected 0 to {}", world - 1);
             self.wrong(DiagnosticKind::OutOfBounds, message)
         })
     }
@@ -489,7 +491,8 @@ impl<'s> Resolver<'s> {
         let lanes = self.instance.lanes;
         let lane = usize::try_from(value).ok().filter(|lane| *lane < lanes);
         lane.ok_or_else(|| {
-            let message = format!("lane {expression} is {value}; expected 0 to {}", lanes - 1);
+            let name = named("lane", expression, value);
+            let message = format!("{name} is {value}; expected 0 to {}", lanes - 1);
             self.wrong(DiagnosticKind::OutOfBounds, message)
         })
     }
