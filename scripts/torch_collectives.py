@@ -162,7 +162,7 @@ def main():
                 rate = case.bytes / times["median"] / 1e9
                 ways.append(
                     {
-                        "way": way,
+                        "method": way,
                         "seconds": times,
                         "bandwidth": rate,
                         "bus_bandwidth": rate * case.factor,
@@ -170,10 +170,10 @@ def main():
                     }
                 )
             rows.append(
-                {"bytes": case.bytes, "count": case.count, "place": "out", "submission": submission, "ways": ways}
+                {"bytes": case.bytes, "count": case.count, "place": "out", "submission": submission, "methods": ways}
             )
             if first:
-                figures = "  ".join(f"{way['way']} {way['seconds']['median'] * 1e6:.2f} us" for way in ways)
+                figures = "  ".join(f"{way['method']} {way['seconds']['median'] * 1e6:.2f} us" for way in ways)
                 print(f"{case.bytes:11}  {submission:9} {figures}", flush=True)
         del case
         torch.cuda.empty_cache()
@@ -183,7 +183,7 @@ def main():
             report = {
                 "benchmark": "collective",
                 "collective": arguments.collective,
-                "type": "bf16",
+                "dtype": "bf16",
                 "device": torch.cuda.get_device_name(),
                 "ranks": dist.get_world_size(),
                 "peers": [f"PyTorch {torch.__version__}"],

@@ -50,12 +50,12 @@ fn every_collective_is_right_and_measured_beside_its_peer() {
         let places = if place == "both" { 2 } else { 1 };
         assert_eq!(rows.len(), 2 * 2 * places, "{name}");
         for row in rows {
-            let ways = row["ways"].as_array().unwrap();
-            assert_eq!(ways.len(), 2, "{name}: {row}");
-            for way in ways {
-                assert_eq!(way["wrong"], 0, "{name}: {row}");
-                let number = |key: &str| way[key].as_f64().unwrap();
-                let seconds = way["seconds"]["median"].as_f64().unwrap();
+            let methods = row["methods"].as_array().unwrap();
+            assert_eq!(methods.len(), 2, "{name}: {row}");
+            for method in methods {
+                assert_eq!(method["wrong"], 0, "{name}: {row}");
+                let number = |key: &str| method[key].as_f64().unwrap();
+                let seconds = method["seconds"]["median"].as_f64().unwrap();
                 let rate = row["bytes"].as_f64().unwrap() / seconds / 1e9;
                 assert!((number("bandwidth") / rate - 1.0).abs() < 1e-6, "{row}");
                 let bus = number("bus_bandwidth") / number("bandwidth");
@@ -87,8 +87,8 @@ fn types_operators_and_algorithms_can_be_chosen() {
             "none",
         ]);
         for row in rows {
-            assert_eq!(row["ways"].as_array().unwrap().len(), 1, "{row}");
-            assert_eq!(row["ways"][0]["wrong"], 0, "{dtype} {op}: {row}");
+            assert_eq!(row["methods"].as_array().unwrap().len(), 1, "{row}");
+            assert_eq!(row["methods"][0]["wrong"], 0, "{dtype} {op}: {row}");
         }
     }
     for row in rows(&["all-reduce", "-n", "2", "--algorithm", "chunks"]) {
@@ -124,7 +124,7 @@ fn a_forced_hybrid_cube_mesh_has_an_algorithm_of_its_own() {
             "engine"
         };
         assert_eq!(row["algorithm"], by, "{row}");
-        assert_eq!(row["ways"][0]["wrong"], 0, "{row}");
+        assert_eq!(row["methods"][0]["wrong"], 0, "{row}");
     }
 }
 
@@ -159,10 +159,10 @@ fn figures_of_another_program_are_shown_beside() {
     let folder = tempfile::tempdir().unwrap();
     let [beside, plot] = ["beside.json", "plot.svg"].map(|name| folder.path().join(name));
     let mut report: Value = serde_json::json!({
-        "benchmark": "collective", "collective": "all-reduce", "type": "bf16", "ranks": 2,
+        "benchmark": "collective", "collective": "all-reduce", "dtype": "bf16", "ranks": 2,
         "peers": ["another"], "rows": [{
-            "bytes": 4096, "place": "out", "submission": "eager", "ways": [{
-                "way": "another one-shot", "bandwidth": 0.5, "bus_bandwidth": 0.5, "wrong": 0,
+            "bytes": 4096, "place": "out", "submission": "eager", "methods": [{
+                "method": "another one-shot", "bandwidth": 0.5, "bus_bandwidth": 0.5, "wrong": 0,
                 "seconds": {"median": 8e-9, "least": 8e-9, "most": 8e-9},
             }],
         }],
@@ -236,6 +236,10 @@ fn arguments_that_do_not_go_together_are_refused_once() {
             &["all-reduce", "--algorithm", "magic"],
             "unknown algorithm 'magic'",
         ),
+        (
+            &["all-gather", "--algorithm", "two-shot"],
+            "--algorithm is two-shot, which has no all-gather; expected one-shot, chunks, direct",
+        ),
         (&["everything"], "invalid value 'everything'"),
         (
             &["all-reduce", "--beside", "/nowhere.json"],
@@ -255,7 +259,7 @@ fn arguments_that_do_not_go_together_are_refused_once() {
         ),
         (
             &["all-gather", "--from", "1MiB"],
-            "--from is 1 MiB and --to is 4 KiB",
+            "--from is 1 MiB and --to is 4 KiB; expected --from to be at most --to",
         ),
     ] {
         let quick = if more.contains(&"--from") {

@@ -53,13 +53,13 @@ fn dispatch_and_combine_are_right_and_measured_beside_their_peer() {
         assert_eq!(rows.len(), 4, "{report}");
         for row in rows {
             assert_eq!(row["wrong"], 0, "{row}");
-            let ways = row["ways"].as_array().unwrap();
+            let methods = row["methods"].as_array().unwrap();
             // The peer's host waits, so it is not captured.
             let expected = if row["submission"] == "eager" { 2 } else { 1 };
-            assert_eq!(ways.len(), expected, "{row}");
-            for way in ways {
+            assert_eq!(methods.len(), expected, "{row}");
+            for method in methods {
                 for step in ["dispatch", "combine"] {
-                    assert!(way[step]["median"].as_f64().unwrap() > 0.0, "{row}");
+                    assert!(method[step]["median"].as_f64().unwrap() > 0.0, "{row}");
                 }
             }
             if routing == "one-rank" {

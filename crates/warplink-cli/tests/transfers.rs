@@ -9,7 +9,7 @@ mod common;
 use common::{stderr, stdout, warplink};
 use serde_json::Value;
 
-const WAYS: [&str; 8] = [
+const METHODS: [&str; 8] = [
     "raw",
     "raw-get",
     "put",
@@ -39,24 +39,24 @@ fn bench(more: &[&str]) -> String {
     stdout(&output)
 }
 
-/// Looks for every way, compared with its floor, and for a latency of these ways only.
+/// Looks for every method, compared with its floor, and for a latency of these methods only.
 fn check(more: &[&str], with_latency: &[&str]) {
     let report: Value = serde_json::from_str(&bench(&[more, &["--json"]].concat())).unwrap();
     let rows = report["rows"].as_array().unwrap();
-    let ways: Vec<&str> = rows
+    let methods: Vec<&str> = rows
         .iter()
-        .map(|row| row["way"].as_str().unwrap())
+        .map(|row| row["method"].as_str().unwrap())
         .collect();
-    assert_eq!(ways, WAYS.map(|way| [way; 2]).concat());
+    assert_eq!(methods, METHODS.map(|method| [method; 2]).concat());
     for row in rows {
-        let way = row["way"].as_str().unwrap();
-        let floor = match way {
+        let method = row["method"].as_str().unwrap();
+        let floor = match method {
             "get" | "raw-get" | "get-multiprocessors" => "raw-get",
             _ => "raw",
         };
         let floor = rows
             .iter()
-            .find(|other| other["way"] == floor && other["submission"] == row["submission"])
+            .find(|other| other["method"] == floor && other["submission"] == row["submission"])
             .unwrap();
         let bandwidth = |row: &Value| row["bandwidth"].as_f64().unwrap();
         let ratio = row["of_raw"].as_f64().unwrap();
@@ -66,7 +66,7 @@ fn check(more: &[&str], with_latency: &[&str]) {
         );
         assert_eq!(
             row["latency"].is_object(),
-            with_latency.contains(&way),
+            with_latency.contains(&method),
             "{row}"
         );
     }
@@ -75,7 +75,7 @@ fn check(more: &[&str], with_latency: &[&str]) {
 #[test]
 fn a_pair_has_latency_but_for_raw_gets() {
     // The third rank takes no part.
-    let with_latency = WAYS.map(|way| if way == "raw-get" { "" } else { way });
+    let with_latency = METHODS.map(|method| if method == "raw-get" { "" } else { method });
     check(&["-n", "3"], &with_latency);
 }
 
@@ -117,8 +117,12 @@ fn the_table_names_ways_as_json_does() {
         .skip(3)
         .map(|line| line.split_whitespace().collect())
         .collect();
-    let ways: Vec<&str> = rows.iter().map(|row| row[row.len().min(3) - 1]).collect();
-    assert_eq!(ways, WAYS.map(|way| [way; 2]).concat(), "{text}");
+    let methods: Vec<&str> = rows.iter().map(|row| row[row.len().min(3) - 1]).collect();
+    assert_eq!(
+        methods,
+        METHODS.map(|method| [method; 2]).concat(),
+        "{text}"
+    );
     for row in rows.iter().filter(|row| row[2].starts_with("raw")) {
         assert_eq!(row.last(), Some(&"1.000"), "{text}");
         // Of a raw get the cell of the latency is empty.
@@ -161,15 +165,15 @@ fn bench_channel_measures_every_kind() {
     let report: Value = serde_json::from_str(&stdout(&output)).unwrap();
     let rows = report["rows"].as_array().unwrap();
     for (what, transport) in [
-        ("words", "Direct"),
-        ("signals", "Direct"),
-        ("signals", "Proxied"),
-        ("puts", "Direct"),
-        ("puts", "Proxied"),
-        ("packets", "Direct"),
-        ("put_once", "Direct"),
-        ("put_and_flush", "Proxied"),
-        ("triggers", "Proxied"),
+        ("words", "direct"),
+        ("signals", "direct"),
+        ("signals", "proxied"),
+        ("puts", "direct"),
+        ("puts", "proxied"),
+        ("packets", "direct"),
+        ("put_once", "direct"),
+        ("put_and_flush", "proxied"),
+        ("triggers", "proxied"),
     ] {
         let of_kind = |row: &&Value| row["what"] == what && row["transport"] == transport;
         let row = rows.iter().find(of_kind);
@@ -191,6 +195,14 @@ fn bench_channel_measures_every_kind() {
     assert!(
         rows.len() == 3 && rows.iter().all(|row| row.starts_with("packets")),
         "{text}"
+    );
+    let args = [
+        "bench", "p2p", "--device", "host", "--from", "4KiB", "--to", "1KiB",
+    ];
+    let swapped = stderr(&warplink(&args).output().unwrap());
+    assert!(
+        swapped.contains("expected --from to be at most --to"),
+        "{swapped}"
     );
     let refused = warplink(&["bench", "channel", "--device", "host", "--ranks", "1"])
         .output()

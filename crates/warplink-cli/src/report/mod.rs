@@ -88,6 +88,12 @@ pub(crate) fn print_message(message: &str) {
         .lock()
         .write_all(format!("warplink: {message}\n").as_bytes());
 }
+/// `1 rank`, `2 ranks`.
+pub(crate) fn counted(count: usize, what: &str) -> String {
+    let plural = if count == 1 { "" } else { "s" };
+    format!("{count} {what}{plural}")
+}
+
 /// A number with three significant digits, or all those before the point.
 pub(crate) fn digits(value: f64) -> String {
     let magnitude = value.abs().max(1e-9).log10().floor() as i32;

@@ -4,7 +4,7 @@ use super::super::timing::Times;
 use crate::report;
 use crate::report::bytes::Bytes;
 use anyhow::Result;
-use serde::Serialize;
+use serde::{Serialize, Serializer};
 use warplink::channel::Transport;
 
 /// Columns: heading, width, and whether it is of words.
@@ -22,6 +22,7 @@ const COLUMNS: [(&str, usize, bool); 7] = [
 #[derive(Debug, Serialize)]
 pub(super) struct Row {
     pub(super) what: &'static str,
+    #[serde(serialize_with = "as_text")]
     pub(super) transport: Option<Transport>,
     pub(super) bytes: u64,
     pub(super) blocks: u32,
@@ -31,6 +32,13 @@ pub(super) struct Row {
     pub(super) rate: Option<f64>,
     /// To what it is compared with.
     pub(super) ratio: Option<f64>,
+}
+
+/// As in the table.
+fn as_text<S: Serializer>(transport: &Option<Transport>, to: S) -> Result<S::Ok, S::Error> {
+    transport
+        .map(|transport| transport.to_string())
+        .serialize(to)
 }
 
 /// All figures so far, and where they are printed.

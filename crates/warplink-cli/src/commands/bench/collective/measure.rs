@@ -18,14 +18,14 @@ pub(super) struct Rig<'a> {
     clock: Clock<'a>,
     what: What,
     /// Warplink first.
-    ways: Vec<Way>,
+    methods: Vec<Method>,
     /// What Warplink is compared with, for the report.
     pub(super) peers: Vec<String>,
     seed: Cell<u64>,
 }
 
 /// Who does the collective, and on which memory.
-struct Way {
+struct Method {
     name: &'static str,
     collectives: Collectives,
     memory: [DeviceSlice; 2],
@@ -49,7 +49,7 @@ impl<'a> Rig<'a> {
         let mut rig = Self {
             clock: Clock::new(comm, Priority::Normal)?,
             what,
-            ways: vec![Way {
+            methods: vec![Method {
                 name: "warplink",
                 collectives: comm.collectives_with(options)?,
                 memory: memory.clone(),
@@ -58,16 +58,16 @@ impl<'a> Rig<'a> {
             seed: Cell::new(common_seed(comm, None)?),
         };
         for &peer in peers {
-            let way = match peer {
+            let method = match peer {
                 Peer::Nccl => {
                     vendor(comm).map(|(collectives, name)| (collectives, name, memory.clone()))
                 }
                 Peer::NcclSymmetric => registered(comm, largest),
                 Peer::None => continue,
             };
-            match way {
+            match method {
                 Ok((collectives, name, memory)) => {
-                    rig.ways.push(Way {
+                    rig.methods.push(Method {
                         name: peer.name(),
                         collectives,
                         memory,
@@ -86,7 +86,7 @@ impl<'a> Rig<'a> {
         Ok(rig)
     }
 
-    /// Checks and times every way.
+    /// Checks and times every method.
     pub(super) fn row(
         &self,
         bytes: usize,
@@ -98,18 +98,18 @@ impl<'a> Rig<'a> {
         let world = self.clock.comm.world();
         let call = &self.what.call(bytes, world);
         let slices: Vec<[DeviceSlice; 2]> = self
-            .ways
+            .methods
             .iter()
-            .map(|way| self.slices(&way.memory, call, place))
+            .map(|method| self.slices(&method.memory, call, place))
             .collect::<Result<_>>()?;
         // Enqueues the call that many times.
         let work = |calls: usize| {
-            self.ways
+            self.methods
                 .iter()
                 .zip(&slices)
-                .map(move |(way, [input, output])| {
+                .map(move |(method, [input, output])| {
                     move |stream: &Stream| -> Result<()> {
-                        let once = |_| way.collectives.enqueue(call, output, input, stream);
+                        let once = |_| method.collectives.enqueue(call, output, input, stream);
                         Ok((0..calls).try_for_each(once)?)
                     }
                 })
@@ -123,19 +123,19 @@ impl<'a> Rig<'a> {
         let times = self.clock.measure_in_turn(samples, submission, &works)?;
         let [input, output] = lengths(call, world);
         let size = input.max(output);
-        let figures = self.ways.iter().zip(times).zip(wrong);
-        let figures = figures.map(|((way, times), wrong)| {
+        let figures = self.methods.iter().zip(times).zip(wrong);
+        let figures = figures.map(|((method, times), wrong)| {
             let seconds = times.divided(calls as f64);
             let bandwidth = size as f64 / seconds.median / 1e9;
             Figures {
-                way: way.name.to_owned(),
+                method: method.name.to_owned(),
                 seconds,
                 bandwidth,
                 bus_bandwidth: bandwidth * self.what.bus_factor(world),
                 wrong,
             }
         });
-        let warplink = self.ways.first().context("nothing is measured")?;
+        let warplink = self.methods.first().context("nothing is measured")?;
         let (algorithm, lanes, threads) = match warplink.collectives.path_of(call) {
             CollectivePath::Direct => {
                 let choice = warplink.collectives.choice(call)?;
@@ -152,7 +152,7 @@ impl<'a> Rig<'a> {
             algorithm,
             lanes,
             threads,
-            ways: figures.collect(),
+            methods: figures.collect(),
         })
     }
 

@@ -219,7 +219,7 @@ impl Collective {
         let (from, to) = (self.from, Bytes(self.largest(kind)));
         ensure!(
             from <= to,
-            "--from is {from} and --to is {to}; expected --from to be smaller"
+            "--from is {from} and --to is {to}; expected --from to be at most --to"
         );
         let (least, element) = (self.what().unit(world), self.dtype.size());
         let dtype = self.dtype;
@@ -235,6 +235,19 @@ impl Collective {
             !self.places().contains(&Place::In) || self.collective != CollectiveKind::AllToAll,
             "all-to-all cannot be done in place; help: use --place out"
         );
+        if let Some(algorithm) = self.algorithm {
+            let fitting = Algorithm::ALL.into_iter();
+            let fitting: Vec<&str> = fitting
+                .filter(|other| other.supports(self.collective))
+                .map(Algorithm::name)
+                .collect();
+            ensure!(
+                algorithm.supports(self.collective),
+                "--algorithm is {algorithm}, which has no {}; expected {}",
+                what::name(self.collective),
+                fitting.join(", ")
+            );
+        }
         if let Some(factor) = self.op.factor() {
             // Such products of small integers are exact in every type.
             let size = factor.value().abs();

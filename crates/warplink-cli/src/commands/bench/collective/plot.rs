@@ -1,4 +1,4 @@
-//! Times and bus bandwidths by size as a drawing: a row of two panels for each submission, a line for each way.
+//! Times and bus bandwidths by size as a drawing: a row of two panels for each submission, a line for each method.
 
 use super::Place;
 use super::report::{Figures, Report, Row};
@@ -12,7 +12,7 @@ const WIDTH: u32 = 1100;
 const PANEL: u32 = 340;
 const HEADING: u32 = 40;
 
-/// Of the ways, Warplink first.
+/// Of the methods, Warplink first.
 const COLOURS: [RGBColor; 6] = [
     RGBColor(30, 85, 150),
     RGBColor(214, 140, 60),
@@ -33,7 +33,7 @@ pub(super) fn draw(report: &Report) -> Result<String> {
         })
         .filter(|(_, rows): &(_, Vec<&Row>)| !rows.is_empty())
         .collect();
-    let ways = report.ways();
+    let methods = report.methods();
     let mut text = String::new();
     {
         let height = HEADING + PANEL * submissions.len() as u32;
@@ -57,7 +57,7 @@ pub(super) fn draw(report: &Report) -> Result<String> {
             panel(
                 times,
                 &format!("{how}: time in us"),
-                (rows, &ways),
+                (rows, &methods),
                 true,
                 time,
             )?;
@@ -65,7 +65,7 @@ pub(super) fn draw(report: &Report) -> Result<String> {
             panel(
                 rates,
                 &format!("{how}: bus bandwidth in GB/s"),
-                (rows, &ways),
+                (rows, &methods),
                 false,
                 rate,
             )?;
@@ -75,15 +75,15 @@ pub(super) fn draw(report: &Report) -> Result<String> {
     Ok(text)
 }
 
-/// One panel: a line for each way, over the sizes, of which each is as far from the next.
+/// One panel: a line for each method, over the sizes, of which each is as far from the next.
 fn panel(
     area: &DrawingArea<SVGBackend<'_>, plotters::coord::Shift>,
     title: &str,
-    (rows, ways): (&[&Row], &[&str]),
+    (rows, methods): (&[&Row], &[&str]),
     logarithmic: bool,
     value: impl Fn(&Figures) -> f64,
 ) -> Result<()> {
-    let values = rows.iter().flat_map(|row| row.ways.iter().map(&value));
+    let values = rows.iter().flat_map(|row| row.methods.iter().map(&value));
     let (least, most) = values.fold((f64::MAX, f64::MIN_POSITIVE), |(least, most), value| {
         (least.min(value), most.max(value))
     });
@@ -123,12 +123,12 @@ fn panel(
         .light_line_style(WHITE)
         .draw()
         .map_err(failed)?;
-    for (number, way) in ways.iter().enumerate() {
+    for (number, method) in methods.iter().enumerate() {
         let points: Vec<(f64, f64)> = rows
             .iter()
             .enumerate()
             .filter_map(|(at, row)| {
-                let figures = row.figures(way)?;
+                let figures = row.figures(method)?;
                 Some((at as f64, scale(value(figures))))
             })
             .collect();
@@ -139,7 +139,7 @@ fn panel(
         chart
             .draw_series([line])
             .map_err(failed)?
-            .label(*way)
+            .label(*method)
             .legend(move |(x, y)| PathElement::new([(x, y), (x + 18, y)], colour.stroke_width(2)));
     }
     chart

@@ -4,17 +4,18 @@ use super::Place;
 use super::what::{What, name};
 use crate::commands::bench::timing::{Submission, Times};
 use crate::report::bytes::Bytes;
-use crate::report::digits;
 use crate::report::table::{Align, Table};
+use crate::report::{counted, digits};
 use anyhow::{Result, ensure};
 use serde::{Deserialize, Serialize};
 use warplink::Communicator;
 
-/// The figures of one way.
+/// The figures of one method.
 #[derive(Clone, Debug, Deserialize, Serialize)]
 pub(super) struct Figures {
     /// Who does it.
-    pub(super) way: String,
+    #[serde(alias = "way")]
+    pub(super) method: String,
     /// For one call.
     pub(super) seconds: Times,
     /// The size over the time, in 10^9 bytes a second.
@@ -39,14 +40,13 @@ pub(super) struct Row {
     pub(super) lanes: usize,
     pub(super) threads: usize,
     /// Warplink first.
-    pub(super) ways: Vec<Figures>,
+    pub(super) methods: Vec<Figures>,
 }
 
 #[derive(Debug, Serialize)]
 pub(super) struct Report {
     benchmark: &'static str,
     collective: String,
-    #[serde(rename = "type")]
     dtype: String,
     #[serde(skip_serializing_if = "Option::is_none")]
     op: Option<String>,
@@ -56,11 +56,11 @@ pub(super) struct Report {
     pub(super) rows: Vec<Row>,
 }
 
-/// What another program measured, as far as it is shown beside Warplink.
+/// What another program measured, as far as it is shown beside Warplink. The aliases are names in older reports.
 #[derive(Debug, Deserialize)]
 pub(super) struct Beside {
     collective: String,
-    #[serde(rename = "type")]
+    #[serde(alias = "type")]
     dtype: String,
     ranks: usize,
     #[serde(default)]
@@ -73,18 +73,19 @@ struct BesideRow {
     bytes: usize,
     place: Place,
     submission: Submission,
-    ways: Vec<Figures>,
+    #[serde(alias = "ways")]
+    methods: Vec<Figures>,
 }
 
 impl Row {
-    /// The figures of a way, if this size has them.
-    pub(super) fn figures(&self, way: &str) -> Option<&Figures> {
-        self.ways.iter().find(|figures| figures.way == way)
+    /// The figures of a method, if this size has them.
+    pub(super) fn figures(&self, method: &str) -> Option<&Figures> {
+        self.methods.iter().find(|figures| figures.method == method)
     }
 
     /// The fastest peer's time divided by Warplink's.
     fn speedup(&self) -> Option<f64> {
-        let (own, peers) = self.ways.split_first()?;
+        let (own, peers) = self.methods.split_first()?;
         let peers = peers.iter().map(|peer| peer.seconds.median);
         peers
             .min_by(f64::total_cmp)
@@ -98,10 +99,10 @@ impl Beside {
         let (collective, dtype) = (name(what.kind), what.dtype.to_string());
         ensure!(
             self.collective == collective && self.dtype == dtype && self.ranks == world,
-            "the figures beside are of {} of {} on {} ranks; expected {collective} of {dtype} on {world}",
+            "the figures beside are of {} of {} on {}; expected {collective} of {dtype} on {world}",
             self.collective,
             self.dtype,
-            self.ranks,
+            counted(self.ranks, "rank"),
         );
         Ok(())
     }
@@ -132,27 +133,27 @@ impl Report {
                 .rows
                 .iter()
                 .filter(of)
-                .flat_map(|other| other.ways.iter().cloned());
-            row.ways.extend(more);
+                .flat_map(|other| other.methods.iter().cloned());
+            row.methods.extend(more);
         }
         self.peers.extend(beside.peers.iter().cloned());
     }
 
-    /// The ways, in the order in which they are shown. Not every size has each.
-    pub(super) fn ways(&self) -> Vec<&str> {
-        let mut ways: Vec<&str> = Vec::new();
-        for figures in self.rows.iter().flat_map(|row| &row.ways) {
-            if !ways.contains(&figures.way.as_str()) {
-                ways.push(&figures.way);
+    /// The methods, in the order in which they are shown. Not every size has each.
+    pub(super) fn methods(&self) -> Vec<&str> {
+        let mut methods: Vec<&str> = Vec::new();
+        for figures in self.rows.iter().flat_map(|row| &row.methods) {
+            if !methods.contains(&figures.method.as_str()) {
+                methods.push(&figures.method);
             }
         }
-        ways
+        methods
     }
 
-    /// Whether every element of every way was right.
+    /// Whether every element of every method was right.
     pub(super) fn is_right(&self) -> bool {
-        let mut ways = self.rows.iter().flat_map(|row| &row.ways);
-        ways.all(|figures| figures.wrong == 0)
+        let mut methods = self.rows.iter().flat_map(|row| &row.methods);
+        methods.all(|figures| figures.wrong == 0)
     }
 
     /// What is measured, in words.
@@ -161,12 +162,12 @@ impl Report {
         if let Some(op) = &self.op {
             title += &format!(", {op}");
         }
-        title + &format!(", {} ranks on {}", self.ranks, self.device)
+        title + &format!(", {} on {}", counted(self.ranks, "rank"), self.device)
     }
 
     /// The table.
     pub(super) fn text(&self) -> String {
-        let ways = self.ways();
+        let methods = self.methods();
         let mut columns = vec![
             ("bytes".to_owned(), Align::Right),
             ("place".to_owned(), Align::Left),
@@ -174,12 +175,12 @@ impl Report {
             ("algorithm".to_owned(), Align::Left),
             ("lanes".to_owned(), Align::Right),
         ];
-        for way in &ways {
-            let unit = |unit: &str| (format!("{way} {unit}"), Align::Right);
+        for method in &methods {
+            let unit = |unit: &str| (format!("{method} {unit}"), Align::Right);
             columns.extend([unit("us"), unit("GB/s"), unit("bus GB/s")]);
             columns.push(("wrong".to_owned(), Align::Right));
         }
-        if ways.len() > 1 {
+        if methods.len() > 1 {
             columns.push(("speedup".to_owned(), Align::Right));
         }
         let mut table = Table::new(columns.iter().map(|(name, align)| (name.as_str(), *align)));
@@ -191,8 +192,8 @@ impl Report {
                 row.algorithm.clone(),
                 row.lanes.to_string(),
             ];
-            for way in &ways {
-                let Some(figures) = row.figures(way) else {
+            for method in &methods {
+                let Some(figures) = row.figures(method) else {
                     cells.extend([const { String::new() }; 4]);
                     continue;
                 };

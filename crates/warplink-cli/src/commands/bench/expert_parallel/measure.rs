@@ -149,7 +149,7 @@ impl<'a> Rig<'a> {
         })
     }
 
-    /// Times dispatch and combine of every way. The vendor's cannot be captured, since its host waits.
+    /// Times dispatch and combine of every method. The vendor's cannot be captured, since its host waits.
     pub(super) fn row(
         &self,
         data: &Loaded,
@@ -181,11 +181,11 @@ impl<'a> Rig<'a> {
         }
         let times = self.clock.measure_in_turn(samples, submission, &works)?;
         let names = ["warplink", "nccl"];
-        let ways = times
+        let methods = times
             .chunks_exact(2)
             .zip(names)
-            .map(|(times, way)| Figures {
-                way: way.to_owned(),
+            .map(|(times, method)| Figures {
+                method: method.to_owned(),
                 dispatch: times[0].divided(calls as f64),
                 combine: times[1].divided(calls as f64),
             });
@@ -194,7 +194,7 @@ impl<'a> Rig<'a> {
             rows: data.receives.iter().sum(),
             submission,
             wrong: data.wrong,
-            ways: ways.collect(),
+            methods: methods.collect(),
         })
     }
 

@@ -121,7 +121,7 @@ impl ExpertParallel {
         let (from, to) = (self.from, self.most(kind));
         ensure!(
             from <= to,
-            "--from is {from} and --to is {to}; expected --from to be smaller"
+            "--from is {from} and --to is {to}; expected --from to be at most --to"
         );
         let of_rank = self.experts as usize / world;
         ensure!(

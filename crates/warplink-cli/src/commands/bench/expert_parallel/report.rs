@@ -2,16 +2,17 @@
 
 use super::Routing;
 use crate::commands::bench::timing::{Submission, Times};
+use crate::report::counted;
 use crate::report::table::{Align, Table};
 use serde::Serialize;
 use warplink::Communicator;
 use warplink::collective::ExpertOptions;
 
-/// The figures of one way.
+/// The figures of one method.
 #[derive(Clone, Debug, Serialize)]
 pub(super) struct Figures {
     /// Who does it.
-    pub(super) way: String,
+    pub(super) method: String,
     /// Of one call.
     pub(super) dispatch: Times,
     pub(super) combine: Times,
@@ -28,13 +29,12 @@ pub(super) struct Row {
     /// Elements of Warplink's result that were not right.
     pub(super) wrong: u64,
     /// Warplink first.
-    pub(super) ways: Vec<Figures>,
+    pub(super) methods: Vec<Figures>,
 }
 
 #[derive(Debug, Serialize)]
 pub(super) struct Report {
     benchmark: &'static str,
-    #[serde(rename = "type")]
     dtype: String,
     elements: usize,
     experts: usize,
@@ -50,8 +50,8 @@ pub(super) struct Report {
 impl Row {
     /// The peer's time for both divided by Warplink's.
     fn speedup(&self) -> Option<f64> {
-        let both = |way: &Figures| way.dispatch.median + way.combine.median;
-        match self.ways.as_slice() {
+        let both = |method: &Figures| method.dispatch.median + method.combine.median;
+        match self.methods.as_slice() {
             [own, peer, ..] => Some(both(peer) / both(own)),
             _ => None,
         }
@@ -107,9 +107,9 @@ impl Report {
                 row.rows.to_string(),
                 format!("{:?}", row.submission).to_lowercase(),
             ];
-            for way in &row.ways {
-                cells.push(format!("{:.2}", way.dispatch.median * 1e6));
-                cells.push(format!("{:.2}", way.combine.median * 1e6));
+            for method in &row.methods {
+                cells.push(format!("{:.2}", method.dispatch.median * 1e6));
+                cells.push(format!("{:.2}", method.combine.median * 1e6));
                 if cells.len() == 5 {
                     cells.push(row.wrong.to_string());
                 }
@@ -121,8 +121,13 @@ impl Report {
         let compared = self.peer.as_ref();
         let compared = compared.map_or_else(String::new, |peer| format!(", compared with {peer}"));
         format!(
-            "rows of {} {}, top {} of {} experts, {} ranks on {}{compared}\n\n{table}",
-            self.elements, self.dtype, self.top_k, self.experts, self.ranks, self.device
+            "rows of {} {}, top {} of {} experts, {} on {}{compared}\n\n{table}",
+            self.elements,
+            self.dtype,
+            self.top_k,
+            self.experts,
+            counted(self.ranks, "rank"),
+            self.device
         )
     }
 }

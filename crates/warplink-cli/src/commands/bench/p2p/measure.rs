@@ -1,7 +1,7 @@
-//! The figures of one way at one size.
+//! The figures of one method at one size.
 
 use super::rig::Rig;
-use super::{Row, Way};
+use super::{Method, Row};
 use crate::commands::bench::timing::{Submission, Times};
 use anyhow::Result;
 use warplink::device::{CollectiveRequest, DeviceSlice, Stream};
@@ -22,24 +22,24 @@ impl Rig<'_> {
     pub(super) fn row(
         &self,
         bytes: usize,
-        way: Way,
+        method: Method,
         submission: Submission,
         samples: usize,
     ) -> Result<Row> {
-        let transfers = match way.transfer() {
+        let transfers = match method.transfer() {
             Some((protocol, path)) => self.transfers(bytes, protocol, path)?,
             None => Vec::new(),
         };
         // Raw gets have none: without a protocol, the receiver cannot know when it may get.
-        let latency = (!self.ring && way != Way::RawGet)
-            .then(|| self.latency(bytes, way, &transfers, submission, samples))
+        let latency = (!self.ring && method != Method::RawGet)
+            .then(|| self.latency(bytes, method, &transfers, submission, samples))
             .transpose()?;
-        let transfer = self.many(bytes, way, &transfers, submission, samples)?;
-        self.check(bytes, way)?;
+        let transfer = self.many(bytes, method, &transfers, submission, samples)?;
+        self.check(bytes, method)?;
         let bandwidth = bytes as f64 / transfer.median / 1e9;
         Ok(Row {
             bytes: bytes as u64,
-            way,
+            method,
             submission,
             latency,
             transfer,
@@ -82,7 +82,7 @@ impl Rig<'_> {
     fn latency(
         &self,
         bytes: usize,
-        way: Way,
+        method: Method,
         transfers: &[[Transfer; 2]],
         submission: Submission,
         samples: usize,
@@ -101,14 +101,14 @@ impl Rig<'_> {
             receives: vec![(self.left, into.memory().clone())],
         };
         let send = |stream: &Stream| -> Result<()> {
-            if let (Way::Nccl, Some(engine)) = (way, &self.engine) {
+            if let (Method::Nccl, Some(engine)) = (method, &self.engine) {
                 return Ok(engine.enqueue(stream, &send_by_engine)?);
             }
             stream.copy(&remote, &own)?;
             self.signal(stream, submission)
         };
         let receive = |stream: &Stream| -> Result<()> {
-            if let (Way::Nccl, Some(engine)) = (way, &self.engine) {
+            if let (Method::Nccl, Some(engine)) = (method, &self.engine) {
                 return Ok(engine.enqueue(stream, &receive_by_engine)?);
             }
             self.await_signal(stream, submission)
@@ -156,7 +156,7 @@ impl Rig<'_> {
     fn many(
         &self,
         bytes: usize,
-        way: Way,
+        method: Method,
         transfers: &[[Transfer; 2]],
         submission: Submission,
         samples: usize,
@@ -174,8 +174,8 @@ impl Rig<'_> {
         let rank = self.clock.comm.rank();
         let (sends, receives) = (self.ring || rank == 0, self.ring || rank == 1);
         let times = self.clock.measure(samples, submission, &|stream| {
-            match (way, &self.engine) {
-                (Way::Raw, _) => {
+            match (method, &self.engine) {
+                (Method::Raw, _) => {
                     if sends {
                         self.copies(stream, repeat, remote_into.memory(), own.memory())?;
                         self.signal(stream, submission)?;
@@ -185,11 +185,11 @@ impl Rig<'_> {
                     }
                 }
                 // The receiver's own streams say when the last one is there.
-                (Way::RawGet, _) if receives => {
+                (Method::RawGet, _) if receives => {
                     self.copies(stream, repeat, into.memory(), remote_own.memory())?;
                 }
-                (Way::RawGet, _) => {}
-                (Way::Nccl, Some(engine)) if sends || receives => {
+                (Method::RawGet, _) => {}
+                (Method::Nccl, Some(engine)) if sends || receives => {
                     let to = sends.then(|| (self.right, own.memory().clone()));
                     let from = receives.then(|| (self.left, into.memory().clone()));
                     let request = CollectiveRequest::Exchange {
@@ -200,7 +200,7 @@ impl Rig<'_> {
                         engine.enqueue(stream, &request)?;
                     }
                 }
-                (Way::Nccl, _) => {}
+                (Method::Nccl, _) => {}
                 _ if transfers.is_empty() => {}
                 _ => {
                     self.second.fork(stream)?;

@@ -8,6 +8,7 @@ use crate::commands::ranks;
 use crate::options::{Options, step};
 use crate::report;
 use crate::report::bytes::Bytes;
+use crate::report::counted;
 use crate::report::progress::Progress;
 use crate::report::table::{Align, Table};
 use anyhow::{Context, Result, ensure};
@@ -66,7 +67,7 @@ pub(crate) struct P2p {
 /// What moves the bytes: raw copies, a protocol or the vendor's library.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
-enum Way {
+enum Method {
     /// The sender copies into the receiver's memory.
     Raw,
     /// The receiver copies out of the sender's memory.
@@ -79,7 +80,7 @@ enum Way {
     Nccl,
 }
 
-impl Way {
+impl Method {
     /// As in JSON.
     fn name(self) -> &'static str {
         match self {
@@ -106,7 +107,7 @@ impl Way {
         }
     }
 
-    /// The raw copies that this way is compared with. Gets have their own: copy engines are slower
+    /// The raw copies that this method is compared with. Gets have their own: copy engines are slower
     /// at them than at puts when all ranks get at once.
     fn floor(self) -> Self {
         match self {
@@ -122,7 +123,7 @@ impl Way {
 #[derive(Debug, Serialize)]
 struct Row {
     bytes: u64,
-    way: Way,
+    method: Method,
     submission: Submission,
     /// One way, in seconds; not of `raw-get`, nor around the ring.
     latency: Option<Times>,
@@ -173,10 +174,14 @@ impl P2p {
             DeviceKind::Cuda => self.from.max(Bytes(1 << 30)),
             DeviceKind::Host => self.from.max(Bytes(4 << 20)),
         });
+        let from = self.from;
         ensure!(
-            self.from.0 >= 8 && self.from.0 <= to.0,
-            "--from is {} and --to is {to}; expected 8 bytes <= from <= to",
-            self.from,
+            from.0 >= 8,
+            "--from is {from}; expected at least 8 bytes, a word"
+        );
+        ensure!(
+            from <= to,
+            "--from is {from} and --to is {to}; expected --from to be at most --to"
         );
         Ok(to.0)
     }
@@ -190,28 +195,29 @@ impl P2p {
         let largest =
             usize::try_from(sizes.last().copied().unwrap_or(to)).context("sizes fit the memory")?;
         let rig = Rig::new(comm, largest, self.ring, !self.no_nccl)?;
-        let mut ways = vec![
-            Way::Raw,
-            Way::RawGet,
-            Way::Put,
-            Way::Get,
-            Way::PutOneBlock,
-            Way::PutMultiprocessors,
-            Way::GetMultiprocessors,
+        let mut methods = vec![
+            Method::Raw,
+            Method::RawGet,
+            Method::Put,
+            Method::Get,
+            Method::PutOneBlock,
+            Method::PutMultiprocessors,
+            Method::GetMultiprocessors,
         ];
-        ways.extend(rig.engine.as_ref().map(|_| Way::Nccl));
-        let steps = sizes.len() * ways.len();
+        methods.extend(rig.engine.as_ref().map(|_| Method::Nccl));
+        let steps = sizes.len() * methods.len();
         let progress = (comm.rank() == 0).then(|| Progress::new(steps as u64, "send and receive"));
         let mut rows: Vec<Row> = Vec::new();
         for bytes in sizes {
-            for way in &ways {
+            for method in &methods {
                 for submission in Submission::BOTH {
-                    let mut row = rig.row(bytes as usize, *way, submission, self.samples.into())?;
+                    let mut row =
+                        rig.row(bytes as usize, *method, submission, self.samples.into())?;
                     // The last such row is of this size, because the floors are measured first.
                     let floor = rows
                         .iter()
-                        .rfind(|row| row.way == way.floor() && row.submission == submission);
-                    if let Some(floor) = floor.filter(|floor| floor.way != *way) {
+                        .rfind(|row| row.method == method.floor() && row.submission == submission);
+                    if let Some(floor) = floor.filter(|floor| floor.method != *method) {
                         row.of_raw = row.bandwidth / floor.bandwidth;
                     }
                     rows.push(row);
@@ -235,7 +241,8 @@ impl P2p {
 
 impl Report {
     fn table(&self) -> String {
-        let mut text = format!("{} ranks on {}, {}", self.ranks, self.device, self.pattern);
+        let ranks = counted(self.ranks, "rank");
+        let mut text = format!("{ranks} on {}, {}", self.device, self.pattern);
         if let Some(nccl) = &self.nccl {
             text.push_str(&format!(", compared with {nccl}"));
         }
@@ -253,7 +260,7 @@ impl Report {
             let micros = |times: &Times| format!("{:.2}", times.median * 1e6);
             table.row([
                 Bytes(row.bytes).to_string(),
-                row.way.name().to_owned(),
+                row.method.name().to_owned(),
                 format!("{:?}", row.submission).to_lowercase(),
                 row.latency.as_ref().map(micros).unwrap_or_default(),
                 micros(&row.transfer),

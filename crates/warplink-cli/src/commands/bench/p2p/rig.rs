@@ -1,6 +1,6 @@
 //! What `bench p2p` measures with: buffers and words of both neighbours, and the check of what came.
 
-use super::Way;
+use super::Method;
 use crate::commands::bench::second_stream::SecondStream;
 use crate::commands::bench::timing::{Clock, Submission};
 use crate::memory;
@@ -130,7 +130,7 @@ impl<'a> Rig<'a> {
 
     /// Fails unless what was received is what the rank to the left sent, at both ends of it; and
     /// wipes it for the next.
-    pub(super) fn check(&self, bytes: usize, way: Way) -> Result<()> {
+    pub(super) fn check(&self, bytes: usize, method: Method) -> Result<()> {
         let rank = self.clock.comm.rank();
         if self.ring || rank == 1 {
             let part = bytes.min(64 << 10);
@@ -144,7 +144,7 @@ impl<'a> Rig<'a> {
                     bail!(
                         "rank {rank}: byte {} of {bytes} received by {} is wrong; expected what the peer sent",
                         start + at,
-                        way.name()
+                        method.name()
                     );
                 }
             }
