@@ -74,6 +74,9 @@ fn main() -> ExitCode {
 }
 
 fn run(command: Command, options: Options) -> Result<ExitCode> {
+    if let Command::Program(program) = &command {
+        options.refuse_unused(program.unused())?;
+    }
     let options = &options.with_environment()?;
     match command {
         Command::Bench(command) => command.run(options),

@@ -1,5 +1,6 @@
 //! Whether what a command is asked for fits this machine's memory.
 
+use crate::report::counted;
 use anyhow::{Result, ensure};
 use warplink::DeviceKind;
 
@@ -17,7 +18,9 @@ pub(crate) fn check(kind: DeviceKind, ranks: usize, host: u128, device: u128) ->
     let there = u128::from(info.totalram) * u128::from(info.mem_unit);
     ensure!(
         needed <= there,
-        "{ranks} ranks need {} GiB of memory; expected at most {} GiB; help: choose smaller sizes",
+        "{} need{} {} GiB of memory; expected at most {} GiB; help: choose smaller sizes",
+        counted(ranks, "rank"),
+        if ranks == 1 { "s" } else { "" },
         needed.div_ceil(1 << 30),
         there >> 30,
     );

@@ -2,7 +2,7 @@
 
 use crate::report::{has_colour, print_message};
 use anyhow::{Context, Result, ensure};
-use clap::Args;
+use clap::{Arg, Args};
 use std::io;
 use std::str::FromStr;
 use tracing_subscriber::EnvFilter;
@@ -19,6 +19,7 @@ const LOG_VARIABLE: &str = "WARPLINK_LOG";
 
 /// What every subcommand takes, before or after its name.
 #[derive(Clone, Debug, Args)]
+#[command(next_help_heading = "Global options")]
 pub(crate) struct Options {
     /// Device to use: host or cuda [default: WARPLINK_DEVICE, else cuda if a GPU is usable, else host]
     #[arg(long, global = true, value_name = "DEVICE")]
@@ -80,12 +81,65 @@ impl Options {
     /// How many ranks share a GPU, where any do.
     pub(crate) fn ranks_per_gpu(&self) -> Result<Option<usize>> {
         ensure!(
-            self.ranks_per_gpu.is_none() || self.device != Some(DeviceKind::Host),
-            "--ranks-per-gpu applies to GPUs only; expected --device cuda; help: leave it out, since any \
-             number of ranks can use the host device"
+            self.ranks_per_gpu.is_none() || self.device() == DeviceKind::Cuda,
+            "--ranks-per-gpu needs GPUs, and the device is host; expected --device cuda; help: leave it out, \
+             since any number of ranks can use the host device"
         );
         Ok(self.ranks_per_gpu)
     }
+
+    /// Fails where an option is given that the subcommand would ignore; before
+    /// [`with_environment`](Self::with_environment), since a variable is for every subcommand.
+    pub(crate) fn refuse_unused(&self, unused: &[Unused]) -> Result<()> {
+        for option in unused {
+            let given = match option {
+                Unused::Device => self.device.is_some(),
+                Unused::RanksPerGpu => self.ranks_per_gpu.is_some(),
+            };
+            ensure!(
+                !given,
+                "--{} is given, which this subcommand does not use; expected none",
+                option.argument().get_long().unwrap_or_default()
+            );
+        }
+        Ok(())
+    }
+}
+
+/// An option that a subcommand does not use.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Unused {
+    Device,
+    RanksPerGpu,
+}
+
+impl Unused {
+    /// The option, as the help of a subcommand takes it in place of the one for all: hidden.
+    fn argument(self) -> Arg {
+        match self {
+            Self::Device => Arg::new("device")
+                .long("device")
+                .value_parser(DeviceKind::from_str),
+            Self::RanksPerGpu => Arg::new("ranks_per_gpu")
+                .long("ranks-per-gpu")
+                .value_parser(rank_count),
+        }
+        .hide(true)
+    }
+}
+
+/// The options as the help of a subcommand shows them that starts no ranks: `--ranks` with a help of its
+/// own, and without those that are `unused`.
+pub(crate) fn without_ranks(ranks: &'static str, unused: &[Unused]) -> Vec<Arg> {
+    let ranks = Arg::new("ranks")
+        .short('n')
+        .long("ranks")
+        .value_name("N")
+        .value_parser(rank_count)
+        .help(ranks)
+        .help_heading("Global options");
+    let unused = unused.iter().map(|option| option.argument());
+    unused.chain([ranks]).collect()
 }
 
 /// Reads the factor between sizes.

@@ -137,14 +137,89 @@ fn the_demo_refuses_what_cannot_be_shared() {
             ["--lowering", "circle"],
             "one of collective, in-order, push",
         ),
-        (["--k", "0"], "at least 1"),
+        (["--lowering", "rings"], "one of collective, in-order, push"),
+        (["--k", "0"], "--k is 0; expected at least 1"),
+        (["--m", "1000000000"], "GiB of memory"),
     ] {
         let args = [&["demo", "--device", "host"], &args[..]].concat();
         let output = warplink(&args).output().unwrap();
         assert!(!output.status.success());
         let text = stderr(&output);
-        assert!(text.contains(part), "{part} is not in:\n{text}");
+        assert_eq!(
+            text.matches(part).count(),
+            1,
+            "{part} is not once in:\n{text}"
+        );
     }
+    let output = warplink(&["demo", "--lowering", "circle"])
+        .output()
+        .unwrap();
+    let text = stderr(&output);
+    assert!(text.starts_with("warplink: error: invalid value"), "{text}");
+    assert!(!text.contains("rings"), "{text}");
+}
+
+/// Instead of being passed over, or found by each rank.
+#[test]
+fn lowerings_of_another_operation_are_refused() {
+    let ring = example("ring_pass");
+    let gather = ["--operation", "all-gather-matmul"];
+    for (lowerings, more, part) in [
+        (
+            "rings",
+            &gather[..],
+            "'rings' is not a lowering of all-gather + matmul; expected one of collective",
+        ),
+        (
+            ring.as_str(),
+            &gather,
+            "expected a program whose name starts with all_gather_matmul",
+        ),
+        (
+            ring.as_str(),
+            &[],
+            "starts with all_gather_matmul or matmul_reduce_scatter",
+        ),
+        ("nofile.wlp", &[], "read nofile.wlp"),
+    ] {
+        let all = format!("push,{lowerings}");
+        let args = ["bench", "overlap", "--device", "host", "--lowerings", &all];
+        let output = warplink(&[&args[..], more].concat()).output().unwrap();
+        assert!(!output.status.success());
+        let text = stderr(&output);
+        assert_eq!(
+            text.matches(part).count(),
+            1,
+            "{part} is not once in:\n{text}"
+        );
+    }
+}
+
+#[test]
+fn options_that_a_command_ignores_are_refused() {
+    let ring = example("ring_pass");
+    for (args, option) in [
+        (["show", "--device", "host"], "--device"),
+        (["verify", "--device", "host"], "--device"),
+        (["verify", "--ranks-per-gpu", "2"], "--ranks-per-gpu"),
+        (["cost", "--ranks-per-gpu", "2"], "--ranks-per-gpu"),
+    ] {
+        let args = [&["program"], &args[..], &[&ring]].concat();
+        let output = warplink(&args).output().unwrap();
+        assert!(!output.status.success(), "{args:?}");
+        let said = format!("{option} is given, which this subcommand does not use");
+        assert!(stderr(&output).contains(&said), "{}", stderr(&output));
+        let help = warplink(&["program", args[1], "--help"]).output().unwrap();
+        let help = stdout(&help);
+        assert!(!help.contains(&format!("{option} <")), "{help}");
+        assert!(help.contains("Global options:"), "{help}");
+    }
+    // The variable is for every command.
+    let output = warplink(&["program", "verify", &ring, "-p", "n=8"])
+        .env("WARPLINK_DEVICE", "host")
+        .output()
+        .unwrap();
+    assert!(stdout(&output).contains("verified for 2 ranks"));
 }
 
 #[test]
@@ -326,7 +401,7 @@ fn a_program_is_shown() {
         ),
         (
             &["-n", "2"],
-            "the parameter 'n' of 'ring_pass' has no value; expected an integer; help: give it with --param n=1024",
+            "the parameter 'n' of 'ring_pass' has no value; expected an integer; help: give a value with --param n=N",
         ),
         (&["--rank", "1"], "--ranks"),
     ] {
@@ -342,12 +417,13 @@ fn a_program_is_shown() {
 fn parameters_without_values_are_named_with_their_options() {
     let file = example("all_gather_matmul_coarse");
     let missing = "the parameters 'm' (an integer), 'n' (a list of integers) of 'all_gather_matmul_coarse' have no values";
-    let help = "help: give them with --param m=1024 --param n=1024,512";
+    let help = "help: give values with --param m=N --param n=N,…";
     for command in ["verify", "run", "cost"] {
-        let args = [
-            "program", command, &file, "-p", "k=16", "-n", "2", "--device", "host",
-        ];
-        let output = warplink(&args).output().unwrap();
+        let args = ["program", command, &file, "-p", "k=16", "-n", "2"];
+        let output = warplink(&args)
+            .env("WARPLINK_DEVICE", "host")
+            .output()
+            .unwrap();
         assert_eq!(output.status.code(), Some(1));
         let text = stdout(&output) + &stderr(&output);
         assert_eq!(text.matches(missing).count(), 1, "{text}");
@@ -369,7 +445,13 @@ fn a_program_is_verified() {
     let output = warplink(&args).output().unwrap();
     assert_eq!(output.status.code(), Some(1));
     let text = stdout(&output);
-    for part in ["deadlock: ", "--> ", "^^^", "rank 0", "fails for 3 ranks"] {
+    for part in [
+        "deadlock: ",
+        "--> ",
+        "^^^",
+        "rank 0",
+        "did not pass verification for 3 ranks",
+    ] {
         assert!(text.contains(part), "{part} is not in:\n{text}");
     }
     let output = warplink(&[&args[..], &["--json"]].concat())
@@ -411,8 +493,11 @@ fn what_is_given_twice_is_an_error() {
         ),
     ] {
         for command in ["show", "verify", "cost", "run"] {
-            let args = [&["program", command, &ring, "--device", "host"], &args[..]].concat();
-            let output = warplink(&args).output().unwrap();
+            let args = [&["program", command, &ring], &args[..]].concat();
+            let output = warplink(&args)
+                .env("WARPLINK_DEVICE", "host")
+                .output()
+                .unwrap();
             assert!(!output.status.success(), "{args:?}");
             let text = stderr(&output);
             assert!(text.contains(part), "{part} is not in:\n{text}");

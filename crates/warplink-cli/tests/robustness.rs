@@ -196,6 +196,50 @@ fn output_files_are_opened_first() {
     assert_error(&output, "/no/t.json");
 }
 
+/// By the first process, and not by every rank.
+#[test]
+fn wrong_variables_are_reported_once() {
+    for (name, value, said) in [
+        (
+            "WARPLINK_TIMEOUT",
+            "soon",
+            "WARPLINK_TIMEOUT=soon is not a time limit",
+        ),
+        (
+            "WARPLINK_PROTOCOL",
+            "push",
+            "WARPLINK_PROTOCOL is 'push'; expected get or put",
+        ),
+        (
+            "WARPLINK_TOPOLOGY",
+            "foo",
+            "WARPLINK_TOPOLOGY is 'foo'; expected fully-connected",
+        ),
+    ] {
+        let output = warplink(&[&["demo"][..], &HOST, &SMALL].concat())
+            .env(name, value)
+            .output()
+            .unwrap();
+        assert_error(&output, said);
+        let text = stderr(&output);
+        assert_eq!(text.matches(said).count(), 1, "{text}");
+        assert!(!text.contains("rank 0"), "{text}");
+    }
+}
+
+#[test]
+fn sharing_gpus_needs_gpus() {
+    let args = [&["demo", "--ranks-per-gpu", "2"][..], &SMALL].concat();
+    let output = warplink(&args)
+        .env("WARPLINK_DEVICE", "host")
+        .output()
+        .unwrap();
+    assert_error(
+        &output,
+        "--ranks-per-gpu needs GPUs, and the device is host",
+    );
+}
+
 #[test]
 fn a_wrong_log_filter_is_reported_once() {
     let output = warplink(&[&["demo"][..], &HOST, &SMALL].concat())

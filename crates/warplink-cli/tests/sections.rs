@@ -177,6 +177,15 @@ fn a_bench_of_kernels_compares_values_with_the_collectives() {
             (&4.into(), &128.into())
         );
     }
+    let some = ["--try", "lanes=4,5", "--against", "nothing"];
+    let output = bench(&one_shot, &[&sizes[..], &some].concat());
+    assert!(output.status.success(), "{}", stderr(&output));
+    let text = stderr(&output);
+    assert_eq!(
+        text.matches("warplink: lanes=5 skipped: ").count(),
+        1,
+        "{text}"
+    );
     let tried = [
         "--try",
         "lanes=4,8",
@@ -220,7 +229,10 @@ fn a_bench_refuses_what_it_cannot_time() {
     let output = bench(&one_shot, &[&sizes[..], &["--against", "sum"]].concat());
     assert!(!output.status.success());
     let said = stderr(&output);
-    assert!(said.contains("unknown collective 'sum'"), "{said}");
+    assert!(
+        said.contains("invalid value 'sum' for '--against <COLLECTIVE>'"),
+        "{said}"
+    );
     let output = bench(&one_shot, &[&sizes[..], &["--length", "count"]].concat());
     assert!(!output.status.success(), "{}", stdout(&output));
     let said = "--length is 'count', which is no parameter of 'all_reduce_one_shot'";
@@ -240,6 +252,16 @@ fn a_bench_refuses_what_it_cannot_time() {
             "all_reduce_one_shot.wlp",
             &["--try", "n=5,6"],
             "--try gives 'n' values",
+        ),
+        (
+            "all_reduce_one_shot.wlp",
+            &["--try", "lanes=4,8", "-p", "lanes=16"],
+            "--param and --try both give 'lanes' values",
+        ),
+        (
+            "all_reduce_one_shot.wlp",
+            &["-p", "foo=4"],
+            "unknown parameter 'foo' of 'all_reduce_one_shot'",
         ),
     ] {
         let output = bench(&example(program), &[&sizes[..], more].concat());

@@ -80,6 +80,7 @@ impl Machine {
         let search = std::env::var("PATH").unwrap();
         command
             .env("PATH", format!("{}:{search}", self.path("bin").display()))
+            .env("WARPLINK_DEVICE", "cuda")
             .env("TMPDIR", self.path("tmp"))
             .env_remove("CUDA_VISIBLE_DEVICES");
         command

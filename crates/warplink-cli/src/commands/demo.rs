@@ -3,11 +3,14 @@
 use super::bench::timing::{Clock, Submission, Times};
 use super::ranks;
 use crate::gemm::sequential::Sequential;
-use crate::gemm::{Gemm, Op, Problem, common_seed, gemm_dtype, lowering_name};
+use crate::gemm::{
+    Gemm, Op, Problem, check_lowerings, common_seed, gather_lowering_name, gemm_dtype,
+};
 use crate::options::Options;
 use crate::report;
+use crate::report::counted;
 use crate::report::table::{Align, Table};
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use clap::Args;
 use serde::Serialize;
 use std::process::ExitCode;
@@ -45,7 +48,7 @@ pub(crate) struct Demo {
     transposed_b: bool,
     /// Lowering to run: collective, in-order, push, ring-put, ring-get or FILE.wlp [default: what the
     /// cost model finds fastest]
-    #[arg(long, value_name = "NAME|FILE.wlp", value_parser = lowering_name)]
+    #[arg(long, value_name = "NAME|FILE.wlp", value_parser = gather_lowering_name)]
     lowering: Option<String>,
     /// Seed of the inputs [default: random]
     #[arg(long, value_name = "SEED")]
@@ -86,9 +89,13 @@ struct Outcome {
 impl Demo {
     pub(crate) fn run(self, options: &Options) -> Result<ExitCode> {
         let check = |kind, world| {
+            for (option, size) in [("--m", self.m), ("--k", self.k), ("--n", self.columns)] {
+                ensure!(size != Some(0), "{option} is 0; expected at least 1");
+            }
             let problem = self.problem(kind, world);
             problem.check(world)?;
-            self.lowering(problem.op).map(drop)
+            problem.check_memory(kind, world)?;
+            check_lowerings(self.lowering.as_slice(), &[problem.op])
         };
         ranks::run_checked(options, check, |comm| {
             let outcome = self.outcome(comm)?;
@@ -277,10 +284,15 @@ impl Outcome {
             .tolerance
             .map_or_else(String::new, |most| format!(" (tolerance {most:.0e})"));
         format!(
-            "all-gather + matmul of {m} x {k} by {k} x {n}{order}, {dtype}, {} ranks on {}\n\n{table}\n\
+            "all-gather + matmul of {m} x {k} by {k} x {n}{order}, {dtype}, {} on {}\n\n{table}\n\
              Speedup with overlap: {:.3}. The result is {verdict}{tolerance}; checked {} rows per \
              rank; seed {}.\n\n{}",
-            self.ranks, self.device, self.ratio, self.checked_rows, self.seed, self.reason
+            counted(self.ranks, "rank"),
+            self.device,
+            self.ratio,
+            self.checked_rows,
+            self.seed,
+            self.reason
         )
     }
 }

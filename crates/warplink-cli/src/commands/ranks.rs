@@ -7,6 +7,7 @@ use crate::report;
 use anyhow::{Context, Result};
 use std::process::ExitCode;
 use std::time::Duration;
+use warplink::bootstrap::JoinConfig;
 use warplink::{Communicator, Config, DeviceKind};
 
 /// Runs `body` in every rank. In the process that was called, that means starting the ranks and
@@ -27,8 +28,11 @@ pub(crate) fn run_checked(
     body: impl FnOnce(&Communicator) -> Result<ExitCode>,
 ) -> Result<ExitCode> {
     if std::env::var_os("WARPLINK_RANK").is_none() {
-        check(options.device(), options.ranks()?)?;
-        return start(options);
+        let sharing = options.ranks_per_gpu()?;
+        let (kind, ranks) = (options.device(), options.ranks()?);
+        check_environment(kind, ranks)?;
+        check(kind, ranks)?;
+        return start(options, sharing);
     }
     let config = Config::from_env()?;
     let comm = Communicator::join(&config).context("join the job")?;
@@ -46,9 +50,26 @@ pub(crate) fn run_checked(
     }
 }
 
+/// Reads the variables that every rank will read, with those that the launcher sets, so that a wrong one is
+/// reported once.
+fn check_environment(kind: DeviceKind, ranks: usize) -> Result<()> {
+    let get = |name: &str| match name {
+        "WARPLINK_RANK" | "WARPLINK_LOCAL_RANK" => Some("0".into()),
+        "WARPLINK_WORLD" => Some(ranks.to_string().into()),
+        "WARPLINK_ID" => None,
+        // Instead of the id, which does not exist yet.
+        "WARPLINK_ADDRESS" => Some("127.0.0.1:1".into()),
+        "WARPLINK_DEVICE" => Some(kind.to_string().into()),
+        name => std::env::var_os(name),
+    };
+    let join = JoinConfig::from_variables(get)?;
+    Config::from_variables(join, |name| get(name)?.into_string().ok())?;
+    Ok(())
+}
+
 /// With `--json`, prints the first line that rank 0 wrote, which is its result or its error, and an error of
 /// the same form where it ended without one.
-fn start(options: &Options) -> Result<ExitCode> {
+fn start(options: &Options, ranks_per_gpu: Option<usize>) -> Result<ExitCode> {
     let plan = LaunchPlan {
         ranks: options.ranks()?,
         // The link leads to the running binary also after its file was replaced.
@@ -65,7 +86,7 @@ fn start(options: &Options) -> Result<ExitCode> {
             Output::Rank0Only
         },
         grace: Duration::from_secs(5),
-        ranks_per_gpu: options.ranks_per_gpu()?,
+        ranks_per_gpu,
     };
     let outcome = launch::run(&plan)?;
     if options.json {

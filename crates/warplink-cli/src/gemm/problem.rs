@@ -87,14 +87,16 @@ impl Op {
 
 /// Checks a name on the command line: that of a lowering of either operation, or a program's file.
 pub(crate) fn lowering_name(text: &str) -> Result<String, String> {
-    let mut names: Vec<String> = Vec::new();
-    for op in Op::ALL {
-        for lowering in op.lowerings().map_err(|error| error.to_string())? {
-            if !names.iter().any(|name| name == lowering.name()) {
-                names.push(lowering.name().to_owned());
-            }
-        }
-    }
+    known_lowering(text, &Op::ALL)
+}
+
+/// The same, of an all-gather + matmul.
+pub(crate) fn gather_lowering_name(text: &str) -> Result<String, String> {
+    known_lowering(text, &[Op::AllGatherMatmul])
+}
+
+fn known_lowering(text: &str, ops: &[Op]) -> Result<String, String> {
+    let names = lowering_names(ops).map_err(|error| error.to_string())?;
     if text.ends_with(".wlp") || names.iter().any(|name| name == text) {
         return Ok(text.to_owned());
     }
@@ -102,6 +104,45 @@ pub(crate) fn lowering_name(text: &str) -> Result<String, String> {
         "unknown lowering; expected a file FILE.wlp or one of {}",
         names.join(", ")
     ))
+}
+
+/// The names of the library's lowerings of these operations, each once.
+fn lowering_names(ops: &[Op]) -> warplink::Result<Vec<String>> {
+    let mut names: Vec<String> = Vec::new();
+    for op in ops {
+        for lowering in op.lowerings()? {
+            if !names.iter().any(|name| name == lowering.name()) {
+                names.push(lowering.name().to_owned());
+            }
+        }
+    }
+    Ok(names)
+}
+
+/// Fails where one of `names` is a lowering of none of `ops`, or a file that is not a program.
+pub(crate) fn check_lowerings(names: &[String], ops: &[Op]) -> Result<()> {
+    for name in names {
+        let mut found = false;
+        for op in ops {
+            found |= !op.select(std::slice::from_ref(name))?.is_empty();
+        }
+        let either = |texts: Vec<String>| texts.join(" or ");
+        let what = either(ops.iter().map(Op::to_string).collect());
+        if name.ends_with(".wlp") {
+            let prefixes = ops.iter().map(|op| op.prefix().to_owned()).collect();
+            ensure!(
+                found,
+                "'{name}' is not a lowering of {what}; expected a program whose name starts with {}",
+                either(prefixes)
+            );
+        }
+        ensure!(
+            found,
+            "'{name}' is not a lowering of {what}; expected one of {}",
+            lowering_names(ops)?.join(", ")
+        );
+    }
+    Ok(())
 }
 
 /// A GEMM of an `m × k` by a `k × n` matrix over all ranks.
@@ -171,10 +212,6 @@ impl Problem {
     pub(crate) fn check(&self, world: usize) -> Result<()> {
         let Self { m, k, n, .. } = *self;
         ensure!(
-            m > 0 && k > 0 && n > 0,
-            "m, k and n are {m}, {k} and {n}; expected at least 1"
-        );
-        ensure!(
             m.is_multiple_of(world),
             "m = {m} is not divisible by {world} ranks; expected a multiple of {world}"
         );
@@ -196,7 +233,7 @@ impl Problem {
     }
 
     /// Fails if the matrices do not fit this machine's memory.
-    pub(super) fn check_memory(&self, kind: DeviceKind, world: usize) -> Result<()> {
+    pub(crate) fn check_memory(&self, kind: DeviceKind, world: usize) -> Result<()> {
         let bytes = |rows: usize, columns: usize| {
             rows as u128 * columns as u128 * self.dtype.size() as u128
         };

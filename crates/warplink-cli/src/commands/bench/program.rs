@@ -2,10 +2,10 @@
 
 use super::timing::Clock;
 use crate::commands::ranks;
-use crate::gemm::{Gemm, Op, Problem, common_seed, lowering_name};
+use crate::gemm::{Gemm, Op, Problem, check_lowerings, common_seed, lowering_name};
 use crate::options::Options;
 use crate::report::table::{Align, Table};
-use crate::report::{print_json, print_text};
+use crate::report::{counted, print_json, print_text};
 use anyhow::{Context, Result};
 use clap::Args;
 use serde::Serialize;
@@ -70,7 +70,8 @@ struct Report {
 
 impl Program {
     pub(crate) fn run(self, options: &Options) -> Result<ExitCode> {
-        ranks::run(options, |comm| {
+        let check = |_, _| check_lowerings(&self.lowerings, &Op::ALL);
+        ranks::run_checked(options, check, |comm| {
             let report = self.measure(comm)?;
             if comm.rank() == 0 {
                 if options.json {
@@ -233,8 +234,9 @@ impl Report {
             table.row(cells);
         }
         format!(
-            "{} ranks on {}; per kind: count per run x ns each\n\n{table}",
-            self.ranks, self.device
+            "{} on {}; per kind: count per run x ns each\n\n{table}",
+            counted(self.ranks, "rank"),
+            self.device
         )
     }
 }

@@ -5,6 +5,7 @@
 
 use super::steps::{GEMM, RankReport, Step, VIRTUAL, What};
 use super::{Check, Found};
+use crate::report::counted;
 use anyhow::{Context, Result, ensure};
 use clap::ValueEnum;
 use std::io::Read;
@@ -96,9 +97,9 @@ fn summarize(
                         .first()
                         .and_then(|(.., step)| step.outcome.as_ref().ok());
                     Found::ok(format!(
-                        "{}, {} ranks",
+                        "{}, {}",
                         detail.map_or("done", String::as_str),
-                        reports.len()
+                        counted(reports.len(), "rank")
                     ))
                 }
                 Some((_, _, step, error)) if step.library_missing => {

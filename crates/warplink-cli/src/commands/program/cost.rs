@@ -2,13 +2,13 @@
 
 use super::show::describe;
 use super::{Source, Text};
-use crate::options::Options;
+use crate::options::{Options, Unused, without_ranks};
 use crate::report::table::{Align, Table};
-use crate::report::{print_json, print_text};
+use crate::report::{counted, print_json, print_text};
 use anyhow::{Context, Result, bail};
 use clap::Args;
 use serde::Serialize;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
 use warplink::device::{self, DeviceConfig};
@@ -25,9 +25,12 @@ use warplink::program::{OperationKind, RankProgram, unroll};
 /// machine, else an included one of the same device, else a guess. Prints the time, the resources in use, and when each
 /// operation of the busiest rank starts and ends, with what bounds it.
 #[derive(Debug, Args)]
-#[command(after_help = "Examples:\n  \
+#[command(
+    after_help = "Examples:\n  \
     warplink program cost examples/programs/ring_pass.wlp --ranks 8 --param n=1048576\n  \
-    warplink program cost examples/programs/ring_pass.wlp --param n=1024 --model h200-8 --captured")]
+    warplink program cost examples/programs/ring_pass.wlp --param n=1024 --model h200-8 --captured",
+    args = without_ranks("Number of ranks [default: 2]", &UNUSED)
+)]
 pub(super) struct Cost {
     #[command(flatten)]
     source: Source,
@@ -38,6 +41,9 @@ pub(super) struct Cost {
     #[arg(long)]
     captured: bool,
 }
+
+/// Options that it does not use.
+pub(super) const UNUSED: [Unused; 1] = [Unused::RanksPerGpu];
 
 #[derive(Serialize)]
 struct Json<'a> {
@@ -99,23 +105,15 @@ impl Cost {
         } else {
             let timeline = timeline(&cost, &ranks);
             let name = &program.name;
-            print_text(&format!("{name} on {world} ranks: {cost}\n{timeline}"))?;
+            let ranks = counted(world, "rank");
+            print_text(&format!("{name} on {ranks}: {cost}\n{timeline}"))?;
         }
         Ok(ExitCode::SUCCESS)
     }
 
     fn model(&self, options: &Options, world: usize) -> Result<Arc<HardwareModel>> {
         if let Some(path) = &self.model {
-            let named = shipped(&path.to_string_lossy());
-            return match named {
-                Some(model) => Ok(model),
-                None if path.exists() => Ok(Arc::new(HardwareModel::read(path)?)),
-                None => bail!(
-                    "unknown hardware model '{}'; expected a file, or one of {}",
-                    path.display(),
-                    shipped_names().collect::<Vec<_>>().join(", ")
-                ),
-            };
+            return named_model(path);
         }
         let device = device::open(&DeviceConfig::new(options.device(), 0))
             .context("open the device whose model is wanted; or give --model")?;
@@ -123,6 +121,19 @@ impl Cost {
             &DeviceDescription::of(&*device),
             world,
         )?)
+    }
+}
+
+/// The hardware model in a file, or the included one of that name.
+pub(crate) fn named_model(path: &Path) -> Result<Arc<HardwareModel>> {
+    match shipped(&path.to_string_lossy()) {
+        Some(model) => Ok(model),
+        None if path.exists() => Ok(Arc::new(HardwareModel::read(path)?)),
+        None => bail!(
+            "unknown hardware model '{}'; expected a file, or one of {}",
+            path.display(),
+            shipped_names().collect::<Vec<_>>().join(", ")
+        ),
     }
 }
 

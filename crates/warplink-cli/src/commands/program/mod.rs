@@ -7,8 +7,10 @@ mod inputs;
 mod run;
 mod show;
 
-use crate::options::Options;
-use crate::report::{JsonError, RefusedProgram, print_json, print_text};
+pub(crate) use cost::named_model;
+
+use crate::options::{Options, Unused, without_ranks};
+use crate::report::{JsonError, RefusedProgram, counted, print_json, print_text};
 use anyhow::{Context, Result, ensure};
 use clap::{Args, Subcommand};
 use serde::Serialize;
@@ -40,6 +42,15 @@ enum What {
 }
 
 impl Program {
+    /// Options that it does not use.
+    pub(crate) fn unused(&self) -> &'static [Unused] {
+        match self.what {
+            What::Show(_) | What::Verify(_) => &show::UNUSED,
+            What::Cost(_) => &cost::UNUSED,
+            What::Run(_) => &[],
+        }
+    }
+
     pub(crate) fn run(self, options: &Options) -> Result<ExitCode> {
         match self.what {
             What::Show(command) => command.run(options),
@@ -81,8 +92,8 @@ impl Text {
         missing
             .filter(|parameter| !known.contains(&parameter.name.as_str()))
             .map(|parameter| match parameter.kind {
-                ParameterKind::List => format!("--param {}=1024,512", parameter.name),
-                _ => format!("--param {}=1024", parameter.name),
+                ParameterKind::List => format!("--param {}=N,…", parameter.name),
+                _ => format!("--param {}=N", parameter.name),
             })
             .collect()
     }
@@ -90,7 +101,11 @@ impl Text {
     /// What to do where parameters have no values.
     fn help(&self) -> Option<String> {
         let options = self.missing_options(&[]);
-        let what = if options.len() == 1 { "it" } else { "them" };
+        let what = if options.len() == 1 {
+            "a value"
+        } else {
+            "values"
+        };
         (!options.is_empty()).then(|| format!("give {what} with {}", options.join(" ")))
     }
 
@@ -203,8 +218,11 @@ fn parameter(text: &str) -> Result<(String, Value), String> {
 /// Analyses the program of every rank without running it. Prints each fault with the lines involved;
 /// the exit status is 1 if there are any.
 #[derive(Debug, Args)]
-#[command(after_help = "Example:\n  \
-    warplink program verify examples/programs/ring_pass.wlp --ranks 8 --param n=1024")]
+#[command(
+    after_help = "Example:\n  \
+    warplink program verify examples/programs/ring_pass.wlp --ranks 8 --param n=1024",
+    args = without_ranks("Number of ranks [default: 2]", &show::UNUSED)
+)]
 struct Verify {
     #[command(flatten)]
     source: Source,
@@ -290,7 +308,11 @@ impl Verify {
                     if let Some(help) = help {
                         print_text(&format!("help: {help}\n"))?;
                     }
-                    print_text(&format!("{} fails for {ranks} ranks\n", program.name))?;
+                    print_text(&format!(
+                        "'{}' did not pass verification for {}\n",
+                        program.name,
+                        counted(ranks, "rank")
+                    ))?;
                 }
             }
         }

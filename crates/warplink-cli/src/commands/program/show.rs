@@ -2,7 +2,7 @@
 
 use super::diagnostics::{JsonCall, calls, indices};
 use super::{Source, Text};
-use crate::options::Options;
+use crate::options::{Options, Unused, without_ranks};
 use crate::report::{print_json, print_text};
 use anyhow::{Result, ensure};
 use clap::Args;
@@ -15,10 +15,13 @@ use warplink::program::{Area, OperationKind, Range, RankProgram, TransferId, unr
 /// Prints the program as it was read; with --ranks, the operations that one rank enqueues, with
 /// every loop, branch and expression resolved. That needs a value for each parameter.
 #[derive(Debug, Args)]
-#[command(after_help = "Examples:\n  \
+#[command(
+    after_help = "Examples:\n  \
     warplink program show examples/programs/ring_pass.wlp\n  \
     warplink program show examples/programs/ring_pass.wlp --ranks 4 --rank 2 --param n=1024\n  \
-    warplink program show examples/programs/all_reduce_one_shot.wlp --ranks 2 --param n=1024 --kernel")]
+    warplink program show examples/programs/all_reduce_one_shot.wlp --ranks 2 --param n=1024 --kernel",
+    args = without_ranks("Number of ranks [default: none, which prints the program as it was read]", &UNUSED)
+)]
 pub(super) struct Show {
     #[command(flatten)]
     source: Source,
@@ -29,6 +32,9 @@ pub(super) struct Show {
     #[arg(long, requires = "ranks")]
     kernel: bool,
 }
+
+/// Options that it does not use.
+pub(super) const UNUSED: [Unused; 2] = [Unused::Device, Unused::RanksPerGpu];
 
 /// The source of a kernel section.
 #[derive(Serialize)]

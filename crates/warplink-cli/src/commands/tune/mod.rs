@@ -13,10 +13,11 @@ mod report;
 mod rig;
 
 use crate::commands::ranks;
+use crate::gemm::gemm_dtype;
 use crate::options::Options;
 use crate::report::bytes::Bytes;
 use crate::report::progress::Progress;
-use crate::report::{check_output, print_json, print_text};
+use crate::report::{check_output, counted, print_json, print_text};
 use anyhow::{Context, Result, ensure};
 use clap::Args;
 use rig::Rig;
@@ -57,9 +58,9 @@ pub(crate) struct Tune {
     /// File to write [default: in the cache directory, where warplink looks for it]
     #[arg(long, value_name = "FILE")]
     output: Option<PathBuf>,
-    /// Element types of the matrix multiplications; f16 and bf16 stand for one another [default:
-    /// bf16,f32]
-    #[arg(long, value_name = "T,…", value_delimiter = ',')]
+    /// Element types of the matrix multiplications: bf16, f16 or f32; f16 and bf16 stand for one another
+    /// [default: bf16,f32]
+    #[arg(long, value_name = "T,…", value_delimiter = ',', value_parser = gemm_dtype)]
     dtypes: Vec<DType>,
     /// Largest extent of a matrix [default: 16384 on cuda, 512 on host]
     #[arg(long, value_name = "N")]
@@ -108,7 +109,8 @@ impl Tune {
             let least = Bytes(MIN_TRANSFER.max(MIN_TRANSFER_PER_RANK * world as u64));
             ensure!(
                 transfer >= least,
-                "--largest-transfer is {transfer}; expected at least {least} on {world} ranks"
+                "--largest-transfer is {transfer}; expected at least {least} on {}",
+                counted(world, "rank")
             );
             crate::memory::check(kind, world, 0, 2 * u128::from(transfer.0))?;
         }
@@ -191,7 +193,7 @@ impl Tune {
         // Ranks that share processors disturb one another's trials more than estimates are off.
         model.uncertainty = if properties.shared { 1.0 } else { UNCERTAINTY };
         model.source = Source {
-            machine: format!("{} ranks on {}", comm.world(), properties.model),
+            machine: format!("{} on {}", counted(comm.world(), "rank"), properties.model),
             date: today(),
             command: command(std::env::args().skip(1)),
             notes: match engine {

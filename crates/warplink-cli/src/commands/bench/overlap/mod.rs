@@ -7,8 +7,9 @@ mod replay;
 mod report;
 
 use super::timing::Clock;
+use crate::commands::program::named_model;
 use crate::commands::ranks;
-use crate::gemm::{Op, Problem, common_seed, gemm_dtype, lowering_name};
+use crate::gemm::{Op, Problem, check_lowerings, common_seed, gemm_dtype, lowering_name};
 use crate::options::Options;
 use crate::report::progress::Progress;
 use crate::report::{check_output, print_json, print_text};
@@ -16,11 +17,10 @@ use anyhow::{Context, Result};
 use clap::Args;
 use measure::{Figures, Settings};
 use serde::Serialize;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::ExitCode;
 use std::str::FromStr;
 use warplink::device::Priority;
-use warplink::program::cost::find::shipped;
 use warplink::program::cost::{DeviceDescription, HardwareModel};
 use warplink::{Communicator, DType, DeviceKind, ErrorKind};
 
@@ -56,9 +56,9 @@ pub(crate) struct Overlap {
     /// it is not among the fastest; needs --model
     #[arg(long, value_name = "FILE.json", requires = "model", conflicts_with_all = ["shapes", "ddlb", "random"])]
     replay: Option<PathBuf>,
-    /// With --replay: the hardware model, a file or the name of one that is shipped
-    #[arg(long, value_name = "MODEL", requires = "replay")]
-    model: Option<String>,
+    /// With --replay: the hardware model, a file or the name of one that is included
+    #[arg(long, value_name = "FILE|NAME", requires = "replay")]
+    model: Option<PathBuf>,
     /// Operation to measure; may be repeated [default: both]
     #[arg(long = "operation", value_name = "OPERATION")]
     ops: Vec<Op>,
@@ -169,10 +169,7 @@ struct Report {
 impl Overlap {
     pub(crate) fn run(self, options: &Options) -> Result<ExitCode> {
         if let (Some(file), Some(model)) = (&self.replay, &self.model) {
-            let model = match shipped(model) {
-                Some(model) => model,
-                None => HardwareModel::read(Path::new(model))?.into(),
-            };
+            let model = named_model(model)?;
             let replay = replay::replay(file, &model)?;
             if options.json {
                 print_json(&replay)?;
@@ -189,8 +186,12 @@ impl Overlap {
                 .with_context(|| format!("create {}", folder.display()))?;
         }
         let check = |kind, world| {
+            check_lowerings(&self.lowerings, &self.ops())?;
             let problems = self.problems(kind, world);
-            problems.iter().try_for_each(|problem| problem.check(world))
+            problems.iter().try_for_each(|problem| {
+                problem.check(world)?;
+                problem.check_memory(kind, world)
+            })
         };
         ranks::run_checked(options, check, |comm| {
             let report = self.measure(comm)?;

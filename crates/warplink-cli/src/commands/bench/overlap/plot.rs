@@ -4,7 +4,7 @@
 use super::Report;
 use super::measure::Figures;
 use crate::gemm::Problem;
-use crate::report::digits;
+use crate::report::{counted, digits};
 use anyhow::{Result, anyhow};
 use plotters::prelude::*;
 use plotters::style::text_anchor::{HPos, Pos, VPos};
@@ -41,7 +41,7 @@ pub(super) fn draw(report: &Report) -> Result<String> {
         let area =
             SVGBackend::with_string(&mut text, (WIDTH as u32, height as u32)).into_drawing_area();
         area.fill(&WHITE).map_err(failed)?;
-        let title = format!("{} ranks on {}", report.ranks, report.device);
+        let title = format!("{} on {}", counted(report.ranks, "rank"), report.device);
         area.draw(&Text::new(title, (16, 16), ("sans-serif", 18)))
             .map_err(failed)?;
         let mut top = HEADING;

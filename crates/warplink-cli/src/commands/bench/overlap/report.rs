@@ -3,6 +3,7 @@
 use super::Report;
 use super::measure::{Figures, Submitted};
 use crate::gemm::Problem;
+use crate::report::counted;
 use crate::report::table::{Align, Table};
 
 /// The share of the fastest lowering's speed that a good choice reaches.
@@ -18,13 +19,13 @@ impl Report {
     }
 
     pub(super) fn text(&self) -> String {
-        let mut text = format!("{} ranks on {}", self.ranks, self.device);
+        let mut text = format!("{} on {}", counted(self.ranks, "rank"), self.device);
         if let Some(nccl) = &self.nccl {
             text += &format!(", beside {nccl}");
         }
-        text += &format!("; {} samples, ", self.samples);
+        text += &format!("; {}, ", counted(self.samples, "sample"));
         if let Some(streams) = self.streams {
-            text += &format!("{streams} streams, ");
+            text += &format!("{}, ", counted(streams, "stream"));
         }
         text += &format!("link {:.1} GB/s\n", self.link);
         for shape in &self.shapes {

@@ -10,9 +10,10 @@ use crate::gemm::common_seed;
 use crate::options::Options;
 use crate::report::bytes::Bytes;
 use crate::report::{print_json, print_message, print_text};
-use anyhow::{Context, Result, bail, ensure};
-use clap::Args;
+use anyhow::{Context, Result, ensure};
+use clap::{Args, ValueEnum};
 use report::{Kernel, Report, Row};
+use std::collections::HashSet;
 use std::process::ExitCode;
 use warplink::collective::{Call, CollectiveKind};
 use warplink::device::{AllocationKind, DeviceSlice, Priority, ReduceOp, Stream};
@@ -50,10 +51,14 @@ pub(crate) struct Section {
     /// Values of a parameter to try; may be repeated
     #[arg(long = "try", value_name = "NAME=A,B", value_parser = values)]
     tried: Vec<(String, Vec<i64>)>,
-    /// What it is compared with, as in program text: all_reduce, all_gather, reduce_scatter, all_to_all, or
-    /// nothing
-    #[arg(long, value_name = "COLLECTIVE", default_value = "all_reduce")]
-    against: String,
+    /// What it is compared with, as in program text
+    #[arg(
+        long,
+        value_enum,
+        value_name = "COLLECTIVE",
+        default_value = "all_reduce"
+    )]
+    against: Against,
     /// Samples per time
     #[arg(long, value_name = "N", default_value = "10", value_parser = clap::value_parser!(u16).range(1..))]
     samples: u16,
@@ -66,6 +71,29 @@ pub(crate) struct Section {
     /// Print every combination, not only the fastest for each size
     #[arg(long)]
     all: bool,
+}
+
+/// What a program is compared with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+#[value(rename_all = "snake_case")]
+enum Against {
+    AllReduce,
+    AllGather,
+    ReduceScatter,
+    AllToAll,
+    Nothing,
+}
+
+impl Against {
+    const fn name(self) -> &'static str {
+        match self {
+            Self::AllReduce => "all_reduce",
+            Self::AllGather => "all_gather",
+            Self::ReduceScatter => "reduce_scatter",
+            Self::AllToAll => "all_to_all",
+            Self::Nothing => "nothing",
+        }
+    }
 }
 
 /// The memory of a rank for one size.
@@ -130,6 +158,27 @@ impl Section {
             "program '{name}' has parameters without values; expected one for each; help: give {}",
             missing.join(" ")
         );
+        let given = text.parameters.iter().map(|(name, _)| name);
+        for given in given.chain(self.tried.iter().map(|(name, _)| name.as_str())) {
+            ensure!(
+                parameters.contains(&given),
+                "unknown parameter '{given}' of '{name}'; expected {}",
+                parameters.join(", ")
+            );
+        }
+        for (at, (tried, _)) in self.tried.iter().enumerate() {
+            ensure!(
+                text.parameters.value(tried).is_none(),
+                "--param and --try both give '{tried}' values; expected one of them"
+            );
+            ensure!(
+                self.tried
+                    .iter()
+                    .skip(at + 1)
+                    .all(|(name, _)| name != tried),
+                "--try gives '{tried}' values twice; expected once"
+            );
+        }
         ensure!(
             self.tried.iter().all(|(name, _)| name != length),
             "--try gives '{length}' values; expected none, since it is the number of elements, which --sizes \
@@ -148,10 +197,12 @@ impl Section {
         let executor = comm.executor();
         let seed = common_seed(comm, None)?;
         let mut rows: Vec<Row> = Vec::new();
+        // Each value is said to be skipped once for each reason, and not for each size.
+        let mut said = HashSet::new();
         for size in &self.sizes {
             let bytes = usize::try_from(size.0).context("sizes fit the memory")?;
             let mut best: Option<Row> = None;
-            let (before, mut refused) = (rows.len(), None);
+            let (before, mut refused, mut skipped) = (rows.len(), None, Vec::new());
             for values in combinations(&self.tried) {
                 let mut parameters = parameters.clone();
                 for (name, value) in &values {
@@ -164,9 +215,9 @@ impl Section {
                     }
                     // On all ranks alike: the program does not take these values.
                     Err(error) if is_refusal(&error) => {
-                        if comm.rank() == 0 && self.all {
-                            print_message(&format!("skipped {values:?}: {error:#}"));
-                        }
+                        let values = values.iter().map(|(name, value)| format!("{name}={value}"));
+                        let values = values.collect::<Vec<_>>().join(" ");
+                        skipped.push(format!("{values} skipped: {error:#}"));
                         refused = Some(error);
                         continue;
                     }
@@ -186,13 +237,19 @@ impl Section {
             if let (true, Some(error)) = (rows.len() == before, refused) {
                 return Err(error);
             }
+            if comm.rank() == 0 {
+                for text in skipped.iter().filter(|text| !said.contains(*text)) {
+                    print_message(text);
+                }
+                said.extend(skipped);
+            }
         }
         Ok(Report {
             benchmark: "section",
             program: program.name.clone(),
             device: comm.device().name(),
             ranks: comm.world(),
-            against: self.against.clone(),
+            against: self.against.name(),
             rows,
         })
     }
@@ -278,20 +335,17 @@ impl Section {
         memory: &Memory,
         comm: &Communicator,
     ) -> Result<Option<Plan>> {
-        let arguments = match self.against.as_str() {
-            "nothing" => return Ok(None),
-            "all_reduce" | "reduce_scatter" => ", sum",
-            "all_gather" | "all_to_all" => "",
-            other => bail!(
-                "unknown collective '{other}'; expected all_reduce, all_gather, reduce_scatter, all_to_all or nothing"
-            ),
+        let arguments = match self.against {
+            Against::Nothing => return Ok(None),
+            Against::AllReduce | Against::ReduceScatter => ", sum",
+            Against::AllGather | Against::AllToAll => "",
         };
         let dtype = memory.dtype;
         let [input, output] =
             [&memory.input.1, &memory.expected].map(|slice| slice.bytes() / dtype.size());
         let text = format!(
             "program vendor() {{\n input X: {dtype}[{input}]\n output Y: {dtype}[{output}]\n Y = {}(X{arguments})\n}}\n",
-            self.against
+            self.against.name()
         );
         let program = Program::parse(&text)?;
         let prepared = executor.prepare(&program, &Parameters::new(), PrepareOptions::default())?;
@@ -303,7 +357,7 @@ impl Section {
             // Missing on every rank or on none: they join it together.
             Err(error) if error.kind() == ErrorKind::LibraryMissing => {
                 if comm.rank() == 0 {
-                    print_message(&format!("without {}: {error:#}", self.against));
+                    print_message(&format!("without {}: {error:#}", self.against.name()));
                 }
                 Ok(None)
             }

@@ -1,6 +1,7 @@
 //! What was measured, as a table and as JSON.
 
 use crate::commands::bench::timing::Times;
+use crate::report::counted;
 use crate::report::table::{Align, Table};
 use serde::Serialize;
 use warplink::device::KernelResources;
@@ -40,7 +41,7 @@ pub(super) struct Report {
     pub(super) program: String,
     pub(super) device: String,
     pub(super) ranks: usize,
-    pub(super) against: String,
+    pub(super) against: &'static str,
     pub(super) rows: Vec<Row>,
 }
 
@@ -72,7 +73,7 @@ impl Report {
             ("bytes", Align::Right),
             ("us", Align::Right),
             ("GB/s", Align::Right),
-            (self.against.as_str(), Align::Right),
+            (self.against, Align::Right),
             ("speedup", Align::Right),
             ("differ", Align::Right),
             ("lanes x threads", Align::Right),
@@ -110,8 +111,10 @@ impl Report {
             ]);
         }
         format!(
-            "{} on {} ranks, {}; runs in graphs\n\n{table}",
-            self.program, self.ranks, self.device
+            "{} on {}, {}; runs in graphs\n\n{table}",
+            self.program,
+            counted(self.ranks, "rank"),
+            self.device
         )
     }
 }
