@@ -143,6 +143,60 @@ fn sums_around_a_ring_start_at_zero() {
     }
 }
 
+/// What is lent to a called program for an output that starts at 0 is 0 from the call on, whatever the caller wrote
+/// to it before, and however the parts lie that are accessed.
+#[test]
+fn what_a_call_declares_to_be_zero_is_cleared_there() {
+    let text = |lent: &str, rest: &str| {
+        format!(
+            "program add_columns(n) {{
+                input A: f32[n, n]
+                output C: f32[n, n] = 0
+                C[:, 0..2] += sum(A[:, 0..2])
+            }}
+            program calls(n) {{
+                input A: f32[n, n]
+                output D: f32[n, n]
+                {lent}
+                C = copy(A)
+                {rest}
+                add_columns(n = n, A = A, C = C)
+                D = copy(C)
+            }}"
+        )
+    };
+    let fixed = text("allocate C: f32[n, n] = 0", "").replace("(n)", "(n = 4 | 8)");
+    assert_eq!(
+        operations(&fixed),
+        ["allocate", "copy", "zero 0..64", "sum of 2", "copy"]
+    );
+    let n = 4;
+    let element = |_: usize, _: &str, index: usize| (index + 1) as f64;
+    let rest = "add_columns(n = n, A = A, C = C)\n C[:, 1] = copy(A[:, 0])";
+    for lent in [
+        "allocate C: f32[n, n]",
+        "allocate C: f32[n, n] = 0",
+        "output C: f32[n, n]",
+    ] {
+        for rest in ["", rest] {
+            let text = text(lent, rest);
+            let run = Run {
+                text: &text,
+                parameters: Parameters::from([("n", n as i64)]),
+                streams: 1,
+                input: &element,
+            };
+            run.check(1, |_, outputs| {
+                let expected = (0..n * n).map(|index| match index % n {
+                    0 | 1 => element(0, "A", index),
+                    _ => 0.0,
+                });
+                assert_eq!(outputs["D"], expected.collect::<Vec<f64>>(), "{text}");
+            });
+        }
+    }
+}
+
 #[test]
 fn inputs_and_other_numbers_are_refused() {
     for (line, expected) in [

@@ -250,7 +250,7 @@ impl<'p> Unroller<'p> {
         }
         if declaration.zero {
             let range = self.range(&view, "set to 0")?;
-            self.zeros.restart(&range);
+            self.zeros.start(&range, self.declared_here());
         }
         Ok(Some(view))
     }

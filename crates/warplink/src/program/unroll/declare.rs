@@ -6,7 +6,7 @@ use super::{MAX_AXES, MAX_TENSOR_BYTES, Unroller};
 use crate::dtype::DType;
 use crate::program::diagnostic::{Diagnostic, DiagnosticKind};
 use crate::program::ir::{Declaration, ElementType, Order, Role, Sharding};
-use crate::program::rank_program::{OperationKind, TensorInstance};
+use crate::program::rank_program::{OperationKind, Range, TensorInstance};
 use std::sync::Arc;
 
 impl<'p> Unroller<'p> {
@@ -151,8 +151,12 @@ impl<'p> Unroller<'p> {
             self.enqueue(OperationKind::Allocate(tensor));
         }
         if declaration.zero {
-            let place = (self.made.operations.len(), self.current);
-            self.zeros.start(tensor, bytes, place);
+            let whole = Range {
+                tensor,
+                offset_bytes: 0,
+                bytes,
+            };
+            self.zeros.start(&whole, self.declared_here());
         }
         Ok(view)
     }

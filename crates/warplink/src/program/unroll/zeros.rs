@@ -13,26 +13,25 @@ use std::collections::{BTreeMap, HashMap};
 pub(super) struct Zeros {
     /// By tensor, where parts start and end.
     parts: HashMap<TensorId, BTreeMap<usize, usize>>,
-    /// The operation before which a tensor was declared, and the stream that was current.
-    declared: HashMap<TensorId, (usize, usize)>,
+    /// By tensor, where parts start and end that were declared to be 0, each where that was said last.
+    declared: HashMap<TensorId, BTreeMap<usize, (usize, Declared)>>,
     /// What is done before an operation.
     early: BTreeMap<usize, Vec<Operation>>,
 }
 
-impl Zeros {
-    /// A tensor of `bytes` bytes starts at 0, before an operation and on a stream.
-    pub(super) fn start(
-        &mut self,
-        tensor: TensorId,
-        bytes: usize,
-        (operation, stream): (usize, usize),
-    ) {
-        self.parts.insert(tensor, BTreeMap::from([(0, bytes)]));
-        self.declared.insert(tensor, (operation, stream));
-    }
+/// Where a part of a tensor was declared to be 0.
+#[derive(Clone)]
+pub(super) struct Declared {
+    /// The operation before which that is.
+    pub(super) operation: usize,
+    /// The stream that was current.
+    pub(super) stream: usize,
+    pub(super) site: Site,
+}
 
-    /// `range` starts at 0 again.
-    pub(super) fn restart(&mut self, range: &Range) {
+impl Zeros {
+    /// `range` is 0 from here on: a tensor that is declared, or what is lent for one.
+    pub(super) fn start(&mut self, range: &Range, declared: Declared) {
         self.take(range);
         let parts = self.parts.entry(range.tensor).or_default();
         let (mut start, mut end) = (range.offset_bytes, range.end());
@@ -47,6 +46,60 @@ impl Zeros {
             end = after;
         }
         parts.insert(start, end);
+        self.declare(range, declared);
+    }
+
+    /// Notes where `range` was declared to be 0; what was said of it before counts no more.
+    fn declare(&mut self, range: &Range, declared: Declared) {
+        let (from, to) = (range.offset_bytes, range.end());
+        let parts = self.declared.entry(range.tensor).or_default();
+        let before = parts.range(..from).next_back().map(|(start, _)| *start);
+        let touched: Vec<usize> = parts
+            .range(before.unwrap_or(from)..to)
+            .filter(|(_, (end, _))| *end > from)
+            .map(|(start, _)| *start)
+            .collect();
+        for start in touched {
+            let Some((end, earlier)) = parts.remove(&start) else {
+                continue;
+            };
+            if end > to {
+                parts.insert(to, (end, earlier.clone()));
+            }
+            if start < from {
+                parts.insert(start, (from, earlier));
+            }
+        }
+        parts.insert(from, (to, declared));
+    }
+
+    /// Takes out what of a tensor of `bytes` bytes is still 0: parts, each with where that was declared.
+    fn take_declared(&mut self, tensor: TensorId, bytes: usize) -> Vec<(Range, Declared)> {
+        let whole = Range {
+            tensor,
+            offset_bytes: 0,
+            bytes,
+        };
+        let left = self.take(&whole);
+        self.parts.remove(&tensor);
+        let declared = self.declared.remove(&tensor).unwrap_or_default();
+        let mut taken = Vec::new();
+        for part in left {
+            let first = declared.range(..=part.offset_bytes).next_back();
+            let first = first.map_or(part.offset_bytes, |(start, _)| *start);
+            for (start, (end, declared)) in declared.range(first..part.end()) {
+                let (start, end) = ((*start).max(part.offset_bytes), (*end).min(part.end()));
+                if start < end {
+                    let range = Range {
+                        tensor,
+                        offset_bytes: start,
+                        bytes: end - start,
+                    };
+                    taken.push((range, declared.clone()));
+                }
+            }
+        }
+        taken
     }
 
     /// Takes out the parts of `range` that are still 0.
@@ -144,25 +197,26 @@ impl Unroller<'_> {
         kind
     }
 
-    /// Has what is left of a tensor set where it is declared. This is done for tensors of which parts are
-    /// accessed that are not contiguous.
+    /// Has what is left of a tensor set where it is declared to be 0, by this program or by one that it is lent
+    /// to. This is done for tensors of which parts are accessed that are not contiguous.
     fn zero_at_start(&mut self, tensor: TensorId) {
         let bytes = self.made.tensors[tensor].bytes;
-        let whole = Range {
-            tensor,
-            offset_bytes: 0,
-            bytes,
-        };
-        let parts = self.zeros.take(&whole);
-        self.zeros.parts.remove(&tensor);
-        if let Some((index, stream)) = self.zeros.declared.get(&tensor).copied() {
-            let site = self.made.tensors[tensor].site.clone();
-            let early = parts.into_iter().map(|part| Operation {
+        for (part, declared) in self.zeros.take_declared(tensor, bytes) {
+            let early = self.zeros.early.entry(declared.operation).or_default();
+            early.push(Operation {
                 kind: OperationKind::Zero(part),
-                stream,
-                site: site.clone(),
+                stream: declared.stream,
+                site: declared.site,
             });
-            self.zeros.early.entry(index).or_default().extend(early);
+        }
+    }
+
+    /// What is declared next to be 0 is so from here on.
+    pub(super) fn declared_here(&self) -> Declared {
+        Declared {
+            operation: self.made.operations.len(),
+            stream: self.current,
+            site: self.here(),
         }
     }
 
@@ -276,11 +330,19 @@ mod tests {
         }
     }
 
+    fn declared(operation: usize) -> Declared {
+        Declared {
+            operation,
+            stream: 0,
+            site: Site::default(),
+        }
+    }
+
     #[test]
     fn parts_are_taken_once() {
         let mut zeros = Zeros::default();
         assert_eq!(zeros.take(&range(0, 8)), []);
-        zeros.start(3, 100, (0, 0));
+        zeros.start(&range(0, 100), declared(0));
         assert_eq!(zeros.take(&range(10, 20)), [range(10, 20)]);
         assert_eq!(zeros.take(&range(10, 20)), []);
         assert!(!zeros.take_whole(&range(15, 25)));
@@ -288,10 +350,30 @@ mod tests {
         assert_eq!(zeros.take(&range(5, 30)), [range(5, 10), range(25, 30)]);
         assert!(zeros.is_zero(&range(30, 100)) && !zeros.is_zero(&range(29, 100)));
         assert_eq!(zeros.take(&range(0, 100)), [range(0, 5), range(30, 100)]);
-        zeros.restart(&range(20, 40));
-        zeros.restart(&range(60, 80));
-        zeros.restart(&range(30, 60));
+        zeros.start(&range(20, 40), declared(1));
+        zeros.start(&range(60, 80), declared(2));
+        zeros.start(&range(30, 60), declared(3));
         assert!(zeros.take_whole(&range(20, 80)));
         assert!(!zeros.is_zero(&range(0, 1)));
+    }
+
+    #[test]
+    fn each_part_is_set_where_it_was_declared_last() {
+        let mut zeros = Zeros::default();
+        zeros.start(&range(0, 100), declared(0));
+        zeros.take(&range(0, 30));
+        zeros.start(&range(20, 50), declared(4));
+        zeros.start(&range(40, 60), declared(7));
+        zeros.take(&range(55, 80));
+        let taken = zeros.take_declared(3, 100).into_iter();
+        let taken: Vec<(Range, usize)> = taken.map(|(part, it)| (part, it.operation)).collect();
+        let expected = [(range(20, 40), 4), (range(40, 55), 7), (range(80, 100), 0)];
+        assert_eq!(taken, expected);
+        assert!(zeros.take_declared(3, 100).is_empty());
+        // What was said before does not come back.
+        zeros.start(&range(10, 20), declared(9));
+        let again = zeros.take_declared(3, 100);
+        assert_eq!(again.len(), 1);
+        assert_eq!((again[0].0, again[0].1.operation), (range(10, 20), 9));
     }
 }
