@@ -11,6 +11,8 @@ mod examples;
 mod faulty;
 #[path = "common/faulty.rs"]
 mod faulty_texts;
+#[path = "sections/followed.rs"]
+mod followed;
 #[path = "sections/meaning.rs"]
 mod meaning;
 #[path = "sections/play.rs"]

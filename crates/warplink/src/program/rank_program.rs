@@ -4,7 +4,8 @@
 use super::area::Area;
 use super::grid::Grid;
 use super::ir::{Backend, Collective, Direction, ElementwiseOp, Protocol, Role};
-use super::section::instance::SectionInstance;
+use super::section::FreeNames;
+use super::section::instance::{SectionInstance, SectionMemory};
 use super::section::layout::ScratchInstance;
 pub use super::site::{Call, Site};
 pub use super::tensor::{Range, TensorId, TensorInstance};
@@ -107,6 +108,33 @@ impl RankProgram {
             }
         }
         posted.is_empty()
+    }
+
+    /// The tensors that kernels access at other ranks, in the order in which their kernels name them: what
+    /// [`verify`](super::verify::verify) has seen to fit together is at one place on all ranks.
+    pub(super) fn shared_tensors(&self) -> Vec<TensorId> {
+        let mut known = HashSet::new();
+        let all = self.shared_names().into_iter();
+        all.map(|(_, _, tensor)| tensor)
+            .filter(|tensor| known.insert(*tensor))
+            .collect()
+    }
+
+    /// The names by which kernels access tensors at other ranks: the operation, the name, and the tensor of this rank.
+    pub(super) fn shared_names(&self) -> Vec<(usize, String, TensorId)> {
+        let mut names = Vec::new();
+        for (index, operation) in self.operations.iter().enumerate() {
+            let OperationKind::Kernel(section) = &operation.kind else {
+                continue;
+            };
+            for name in FreeNames::of(&section.section).remote {
+                let tensor = section.tensor(&name).map(|index| &section.tensors[index]);
+                if let Some(SectionMemory::Tensor(id)) = tensor.map(|tensor| tensor.memory) {
+                    names.push((index, name, id));
+                }
+            }
+        }
+        names
     }
 
     /// Whether the collective engine carries any transfer or collective of this rank.

@@ -18,10 +18,10 @@ use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::memory::{HANDLE_BYTES, Region, RemoteRegion};
 use crate::program::rank_program::{OperationKind, RankProgram, TensorId};
 use crate::program::section::{
-    FreeNames, SectionInstance, SectionMemory, WorkspaceLayout, kernel_text, traced_kernel_text,
+    FreeNames, SectionInstance, WorkspaceLayout, kernel_text, traced_kernel_text,
 };
 use crate::signal::Signals;
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 /// This rank's memory for the kernels of a program.
@@ -104,7 +104,7 @@ impl KernelMemory {
             return Ok(None);
         };
         let mut shared = Vec::new();
-        for id in remote_tensors(&sections) {
+        for id in program.shared_tensors() {
             let region = match memory.tensor(id) {
                 TensorMemory::Pooled(region) => region.clone(),
                 TensorMemory::Bound(slice) => context.memory.register(slice)?,
@@ -347,20 +347,6 @@ fn sections(program: &RankProgram) -> impl Iterator<Item = &SectionInstance> {
         OperationKind::Kernel(section) => Some(&**section),
         _ => None,
     })
-}
-
-/// The tensors that lanes access at other ranks, the same on every rank.
-fn remote_tensors(sections: &[&SectionInstance]) -> BTreeSet<TensorId> {
-    let mut all = BTreeSet::new();
-    for section in sections {
-        for name in &FreeNames::of(&section.section).remote {
-            let tensor = section.tensor(name).map(|index| &section.tensors[index]);
-            if let Some(SectionMemory::Tensor(id)) = tensor.map(|tensor| tensor.memory) {
-                all.insert(id);
-            }
-        }
-    }
-    all
 }
 
 /// The position of `rank` among the peers of `peer`.

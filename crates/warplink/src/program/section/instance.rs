@@ -58,6 +58,8 @@ pub struct SectionTensor {
     pub memory: SectionMemory,
     /// Its element type.
     pub dtype: DType,
+    /// Whether it is an input of a program that is called, whatever it is of the caller's.
+    pub read_only: bool,
     /// Where it starts in that memory, in elements.
     pub offset: usize,
     /// Its extents, outermost first.

@@ -129,6 +129,7 @@ mod tests {
             name: "X".to_owned(),
             memory: SectionMemory::Tensor(0),
             dtype: DType::F32,
+            read_only: false,
             offset: 0,
             shape: shape.to_vec(),
             strides: strides.to_vec(),

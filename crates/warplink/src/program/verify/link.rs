@@ -5,6 +5,7 @@ use super::diagnostics::{Diagnostics, place_of, place_of_transfer};
 use super::kernel_accesses::KernelAccesses;
 use super::meetings::{Meetings, meetings};
 use super::numbers::Numbers;
+use super::shared::shared_tensors;
 use crate::error::Rank;
 use crate::program::diagnostic::{DiagnosticKind, Place};
 use crate::program::ir::{Backend, Direction, Role, Sharding};
@@ -56,6 +57,7 @@ pub(super) fn link(ranks: &[RankProgram], diagnostics: &mut Diagnostics<'_>) -> 
     interfaces(ranks, diagnostics);
     links.meetings = meetings(ranks, diagnostics);
     if diagnostics.list.is_empty() {
+        shared_tensors(ranks, diagnostics);
         engine_pairs(ranks, &links, diagnostics);
     }
     links

@@ -5,7 +5,7 @@ use crate::dtype::DType;
 use crate::error::Rank;
 use crate::program::diagnostic::DiagnosticKind;
 use crate::program::rank_program::{OperationKind, Range, RankProgram, place_among};
-use crate::program::section::SectionTensor;
+use crate::program::section::{SectionMemory, SectionTensor};
 use crate::program::unroll::ranks_of;
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -330,6 +330,7 @@ fn kernel_difference(one: &OperationKind, other: &OperationKind) -> Option<&'sta
         own.map(|t| {
             (
                 t.name.clone(),
+                matches!(t.memory, SectionMemory::Scratch(_)).then_some(t.memory),
                 t.dtype,
                 t.offset,
                 t.shape.clone(),

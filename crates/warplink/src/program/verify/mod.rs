@@ -51,6 +51,7 @@ mod memory;
 mod neighbours;
 mod numbers;
 mod room;
+mod shared;
 mod sharing;
 mod simulate;
 mod state;

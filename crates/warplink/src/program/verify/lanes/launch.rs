@@ -85,17 +85,21 @@ impl Run<'_> {
                     continue;
                 };
                 for target in targets {
-                    let SectionMemory::Tensor(id) = section.tensors[target.tensor].memory else {
+                    // A name may stand for one tensor on this rank, and for another where it is written.
+                    let theirs = self.section(number, target.rank);
+                    let tensor = &theirs.tensors[target.tensor];
+                    let SectionMemory::Tensor(id) = tensor.memory else {
                         continue;
                     };
-                    if self.ranks[rank].tensors[id].role == Role::Input {
+                    let role = self.ranks[target.rank].tensors[id].role;
+                    if tensor.read_only || role == Role::Input {
                         let place = crate::program::diagnostic::Place {
                             rank,
                             site: step.site.clone(),
                         };
                         let message = format!(
                             "{place}: the input '{}' is written; expected an output or an allocated tensor",
-                            section.tensors[target.tensor].name
+                            tensor.name
                         );
                         return Err(Diagnostic::new(
                             DiagnosticKind::InputWritten,

@@ -1,0 +1,56 @@
+//! Tensors of kernels that other ranks access: one name may stand for different tensors on two ranks, but names that
+//! are one tensor on one rank are one on all.
+
+use super::diagnostics::{Diagnostics, place_of};
+use crate::program::diagnostic::DiagnosticKind;
+use crate::program::rank_program::{RankProgram, TensorId};
+use std::collections::HashMap;
+
+/// Reports names of tensors that do not fit together: ranks exchange each tensor once, in the order in which kernels
+/// name them. All ranks launch the same kernels.
+pub(super) fn shared_tensors(ranks: &[RankProgram], diagnostics: &mut Diagnostics<'_>) {
+    let Some((first, others)) = ranks.split_first() else {
+        return;
+    };
+    let of_first = first.shared_names();
+    let first_places = places(&of_first);
+    for (own, rank) in others.iter().zip(1..) {
+        let names = own.shared_names();
+        let all = names.iter().zip(places(&names));
+        let differs = |((_, place), other): &((_, usize), &usize)| place != *other;
+        let Some((((operation, name, tensor), _), _)) = all.zip(&first_places).find(differs) else {
+            continue;
+        };
+        let there = of_first
+            .iter()
+            .zip(&names)
+            .find(|(_, it)| it.0 == *operation && it.1 == *name);
+        let Some(((first_operation, _, first_tensor), _)) = there else {
+            continue;
+        };
+        let at = vec![
+            place_of(ranks, rank, *operation),
+            place_of(ranks, 0, *first_operation),
+        ];
+        diagnostics.add(DiagnosticKind::Mismatch, at.clone(), |said| {
+            format!(
+                "{} accesses '{name}' at other ranks, which is '{}' here and '{}' in {}, and another name is the same \
+                 tensor on one of these ranks only; expected names that are one tensor on all ranks or on none",
+                said.say(&at[0]),
+                own.tensors[*tensor].name,
+                first.tensors[*first_tensor].name,
+                at[1],
+            )
+        });
+    }
+}
+
+/// For each name, the place of its tensor among those that are exchanged.
+fn places(names: &[(usize, String, TensorId)]) -> Vec<usize> {
+    let mut known: HashMap<TensorId, usize> = HashMap::new();
+    let place = |(_, _, tensor): &(usize, String, TensorId)| {
+        let next = known.len();
+        *known.entry(*tensor).or_insert(next)
+    };
+    names.iter().map(place).collect()
+}
