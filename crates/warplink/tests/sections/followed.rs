@@ -23,6 +23,37 @@ fn accepted(text: &str) {
     }
 }
 
+/// Packets are put whole, but what nobody put of the last of them is nothing to read.
+#[test]
+fn what_was_not_put_of_a_packet_is_not_read() {
+    let text = |packing: &str, put: usize, read: usize| {
+        format!(
+            "program p(n) {{
+                input X: f32[{put}]
+                output Y: f32[{read}]
+                scratch P: {packing} f32[2, world, n]
+                kernel lane in 0..1 threads 64 {{
+                    put X to P[epoch % 2][rank][0..{put}] on 1 - rank
+                    Y = copy(P[epoch % 2][1 - rank][0..{read}])
+                }}
+            }}"
+        )
+    };
+    for (packing, put, read) in [
+        ("packets16", 3, 4),
+        ("packets128", 9, 10),
+        ("packets128", 3, 16),
+    ] {
+        let text = text(packing, put, read);
+        refused(&text, DiagnosticKind::UnwrittenRead, "'P' of rank");
+    }
+    for packing in ["packets8", "packets16", "packets128"] {
+        for (put, read) in [(3, 3), (4, 4), (4, 3), (9, 2)] {
+            accepted(&text(packing, put, read));
+        }
+    }
+}
+
 /// What a program that is called takes as an input is not for it to write, whatever it is to its caller.
 #[test]
 fn an_input_of_a_called_program_is_not_written() {

@@ -77,6 +77,16 @@ impl ScratchInstance {
         let start = self.offset_bytes + from / data * packet;
         Some(start..start + (elements * size).div_ceil(data) * packet)
     }
+
+    /// Of [`packed`](Self::packed), what holds these elements: it ends with the last of them, as if data came first
+    /// in a packet.
+    pub(crate) fn filled(&self, offset: usize, elements: usize) -> Option<std::ops::Range<usize>> {
+        let whole = self.packed(offset, elements)?;
+        let (data, packet) = self.packing.packet();
+        let rest = elements * self.dtype.size() % data;
+        let cut = if rest == 0 { 0 } else { packet - rest };
+        Some(whole.start..whole.end - cut)
+    }
 }
 
 fn packed_end(packing: Packing, data_bytes: usize) -> Option<usize> {

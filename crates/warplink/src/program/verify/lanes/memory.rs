@@ -40,6 +40,8 @@ pub(super) struct Knowledge {
 struct Sender {
     /// The launch, counted from 1, which the flag says.
     flag: u64,
+    /// Whether it stored an element here, and not only the rest of a packet.
+    filled: bool,
     over: Snapshot,
     /// What the sender sees, where it hands that on as a signal does.
     seen: Option<Snapshot>,
@@ -144,22 +146,28 @@ impl Bytes {
     /// Whether all packets of launch `flag` are there, or were.
     pub(super) fn has_packets(&mut self, range: &Range<usize>, flag: u64) -> bool {
         self.within(range)
-            .all(|cell| cell.packets_of.contains(&flag))
+            .all(|cell| cell.packets_of.iter().rev().any(|of| *of == flag))
     }
 
-    /// Reads packets that are there, or were.
+    /// Reads packets that are there, or were; of the last one, what lies before `filled`.
     pub(super) fn read_packets(
         &mut self,
         range: &Range<usize>,
+        filled: usize,
         flag: u64,
         stamp: Stamp,
         knows: &mut Knowledge,
         mut tell: impl FnMut(Wrong),
     ) {
-        for cell in self.within(range) {
+        for at in [range.start, filled, range.end] {
+            self.split(at);
+        }
+        for (start, cell) in self.cells.range_mut(range.clone()) {
             let Some(sender) = &cell.sender else { continue };
             if let (true, Some(write)) = (sender.flag != flag, cell.write) {
                 tell(Wrong::Overwritten(write.actor));
+            } else if *start < filled && !sender.filled {
+                tell(Wrong::Unwritten);
             }
             knows.over.learn(&sender.over);
             if let Some(seen) = &sender.seen {
@@ -201,6 +209,15 @@ impl Bytes {
         }
     }
 
+    /// Notes that what was stored of `range` is the rest of a packet, and no element.
+    pub(super) fn leave_empty(&mut self, range: &Range<usize>) {
+        for cell in self.within(range) {
+            if let Some(sender) = &mut cell.sender {
+                sender.filled = false;
+            }
+        }
+    }
+
     /// Writes; with `flag`, packets.
     pub(super) fn write(
         &mut self,
@@ -235,6 +252,7 @@ impl Bytes {
             cell.packets_of.extend(flag);
             cell.sender = flag.map(|flag| Sender {
                 flag,
+                filled: true,
                 over: knows.over.snapshot(stamp.stream as usize),
                 seen: None,
             });

@@ -340,6 +340,15 @@ impl<'a> Run<'a> {
         }
     }
 
+    /// Where the elements of an operand that is packets end; the last packet may go on.
+    fn filled_end(&self, number: usize, part: &Part, elements: usize) -> usize {
+        let section = self.section(number, part.rank);
+        let from = section.tensors[part.tensor].offset + part.offset;
+        let scratch = section.scratch_of(part.tensor);
+        let filled = scratch.and_then(|scratch| scratch.filled(from, elements));
+        filled.map_or(0, |filled| filled.end)
+    }
+
     fn movement(
         &mut self,
         index: usize,
@@ -383,13 +392,14 @@ impl<'a> Run<'a> {
         let mut found: Vec<(bool, Part, Wrong)> = Vec::new();
         for source in sources {
             let (place, range) = self.bytes_of(number, source, elements);
+            let filled = self.filled_end(number, source, elements);
             let Some(bytes) = self.memory[source.rank].get_mut(&place) else {
                 continue;
             };
             let tell = |wrong| found.push((false, *source, wrong));
             match place {
                 Place::Area(packing) if packing.is_packets() => {
-                    bytes.read_packets(&range, flag, stamp, &mut knows, tell);
+                    bytes.read_packets(&range, filled, flag, stamp, &mut knows, tell);
                 }
                 _ => bytes.read(&range, stamp, &knows, tell),
             }
@@ -414,6 +424,7 @@ impl<'a> Run<'a> {
                 others,
                 true,
             );
+            let filled = self.filled_end(number, target, elements);
             let Some(bytes) = self.memory[target.rank].get_mut(&place) else {
                 continue;
             };
@@ -423,6 +434,9 @@ impl<'a> Run<'a> {
                 found.push((true, *target, wrong));
             });
             if let (true, Place::Area(packing)) = (packets, place) {
+                if filled < range.end {
+                    bytes.leave_empty(&(filled..range.end));
+                }
                 self.wake_readers(target.rank, packing, &range);
             }
         }
