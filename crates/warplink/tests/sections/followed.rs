@@ -2,9 +2,7 @@
 
 use crate::common::{threads_with, world};
 use crate::play::{Launches, play};
-use warplink::program::{
-    Diagnostic, DiagnosticKind, Parameters, Program, verify,
-};
+use warplink::program::{Diagnostic, DiagnosticKind, Parameters, Program, verify};
 
 fn verdict(text: &str, n: i64) -> Result<(), Vec<Diagnostic>> {
     let program = Program::parse(text).unwrap_or_else(|error| panic!("{error}\n{text}"));
@@ -150,4 +148,3 @@ fn names_stand_for_the_tensors_of_the_rank_that_is_accessed() {
         "'N' at other ranks",
     );
 }
-

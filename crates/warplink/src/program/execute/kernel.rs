@@ -17,9 +17,7 @@ use crate::device::{
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::memory::{HANDLE_BYTES, Region, RemoteRegion};
 use crate::program::rank_program::{OperationKind, RankProgram, TensorId};
-use crate::program::section::{
-    FreeNames, SectionInstance, WorkspaceLayout, kernel_text, traced_kernel_text,
-};
+use crate::program::section::{SectionInstance, WorkspaceLayout, kernel_text, traced_kernel_text};
 use crate::signal::Signals;
 use std::collections::BTreeMap;
 use std::sync::Arc;
