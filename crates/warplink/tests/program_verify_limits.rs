@@ -502,6 +502,25 @@ fn many_collectives_among_some() {
     });
 }
 
+/// Kernels with more lanes, steps or operands than are followed.
+fn large_kernels() {
+    let text = "program large(n, k) {
+        input X: f32[64]
+        output Y: f32[64]
+        kernel lane in 0..n threads 64 {
+            for i in 0..k { barrier }
+            if lane == 0 { Y = copy(X) }
+        }
+    }";
+    within("large kernels", TWO_SECONDS * 2, 1500, || {
+        for (world, k) in [(256, 2), (2048, 0), (2, 10_000)] {
+            let refused = check(text, world, 2, &[("n", 1024), ("k", k)]).unwrap_err();
+            println!("{}", refused[0]);
+            assert!(refused[0].message.contains("too large to verify"));
+        }
+    });
+}
+
 /// One test, so that what is measured is one case at a time.
 #[test]
 fn verification_costs_time_and_memory_in_proportion() {
@@ -518,4 +537,5 @@ fn verification_costs_time_and_memory_in_proportion() {
     many_transfers();
     many_steps();
     repeated_posts();
+    large_kernels();
 }

@@ -2,7 +2,9 @@
 
 use crate::common::{threads_with, world};
 use crate::play::{Launches, play};
-use warplink::program::{Diagnostic, DiagnosticKind, Parameters, Program, verify};
+use warplink::program::{
+    Diagnostic, DiagnosticKind, OperationKind, Parameters, Program, unroll, verify,
+};
 
 fn verdict(text: &str, n: i64) -> Result<(), Vec<Diagnostic>> {
     let program = Program::parse(text).unwrap_or_else(|error| panic!("{error}\n{text}"));
@@ -19,6 +21,134 @@ fn accepted(text: &str) {
     if let Err(found) = verdict(text, 16) {
         panic!("{}\n{text}", found[0]);
     }
+}
+
+/// A kernel with an input X, an output Y, scratch S and Z, and announcements of `announced`.
+fn kernel(lanes: usize, announced: &str, body: &str) -> String {
+    format!(
+        "program p(n) {{
+            input X: f32[n]
+            output Y: f32[n]
+            scratch C: packets16 i32[2, {lanes}, world, {}]
+            scratch S: f32[n]
+            scratch Z: f32[n]
+            kernel lane in 0..{lanes} threads 64 {{
+                let slot = epoch % 2
+                announce n with {announced} in C[slot][lane]
+                agree n with {announced} in C[slot][lane]
+                if lane == 0 {{ Y = copy(X) }}
+                {body}
+            }}
+        }}",
+        2 + 2 * announced.split(',').count()
+    )
+}
+
+/// What a launch does wrong beside the next that does the same shows whatever the remainder is.
+#[test]
+fn launches_of_one_remainder_are_followed_beside_one_another() {
+    for (first, remainder) in [(0, 0), (0, 1), (0, 2), (1, 2), (2, 2)] {
+        let text = format!(
+            "program p(n) {{
+                input X: f32[n]
+                output Y: f32[n]
+                scratch S: f32[n]
+                scratch Z: f32[n]
+                kernel lane in 0..1 threads 64 {{
+                    Y = copy(X)
+                    if (epoch + {first}) % 3 == {remainder} {{
+                        if rank == 1 {{
+                            S = copy(X)
+                            Z = copy(S)
+                            signal 0
+                        }} else {{
+                            wait 1
+                            put X to S on 1
+                        }}
+                    }}
+                }}
+            }}"
+        );
+        refused(&text, DiagnosticKind::Race, "'S' of rank 1");
+    }
+}
+
+/// Two kernels may each repeat after few launches, and both together only after too many to follow.
+#[test]
+fn kernels_repeat_together_after_few_launches() {
+    let text = |one: u32, other: u32| {
+        format!(
+            "program p(n) {{
+                input X: f32[n]
+                output Y: f32[n]
+                output V: f32[n]
+                scratch S: f32[n]
+                scratch Z: f32[n]
+                kernel lane in 0..1 threads 64 {{
+                    barrier
+                    Y = copy(X)
+                    if epoch % {one} == 0 {{ if rank == 0 {{ put X to S on 1 }} }}
+                }}
+                kernel lane in 0..1 threads 64 {{
+                    V = copy(X)
+                    if (epoch + {other} - 2) % {other} == 1 {{ if rank == 1 {{ Z = copy(S) }} }}
+                }}
+            }}"
+        )
+    };
+    refused(&text(63, 64), DiagnosticKind::Malformed, "4032 launches");
+    let found = verdict(&text(3, 4), 16).unwrap_err();
+    assert!(
+        found.iter().any(|it| it.kind == DiagnosticKind::Race),
+        "{}",
+        found[0]
+    );
+}
+
+/// Each two lanes may find a tensor reachable, or not, on their own.
+#[test]
+fn every_two_lanes_are_followed_in_every_two_cases() {
+    for (lanes, one, other) in [
+        (2, 0, 1),
+        (2, 1, 0),
+        (3, 0, 2),
+        (3, 2, 0),
+        (7, 1, 5),
+        (7, 6, 2),
+    ] {
+        let body = format!(
+            "if reachable(Y) {{
+                if lane == {one} {{ S = copy(X) }}
+            }} else {{
+                if lane == {other} {{ S = copy(X) }}
+            }}"
+        );
+        refused(
+            &kernel(lanes, "Y", &body),
+            DiagnosticKind::Race,
+            "'S' of rank",
+        );
+        let own = body.replace(&format!("lane == {other}"), &format!("lane == {one}"));
+        accepted(&kernel(lanes, "Y", &own));
+    }
+}
+
+/// One tensor may be reachable, and another not.
+#[test]
+fn tensors_are_reachable_one_by_one() {
+    let outside = "put X to S[5..n + 5] on 1 - rank";
+    for condition in [
+        "if reachable(X) { if not reachable(Y) { @ } }",
+        "if not reachable(X) and reachable(Y) { @ }",
+        "if not (reachable(X) or reachable(Y)) { @ }",
+        "if reachable(Y) { if n == 16 and not reachable(X) { @ } }",
+    ] {
+        let body = condition.replace('@', outside);
+        let text = kernel(1, "X, Y", &body);
+        refused(&text, DiagnosticKind::OutOfBounds, "5..21");
+    }
+    let never = "if reachable(X) { if not reachable(X) { @ } }".replace('@', outside);
+    accepted(&kernel(1, "X, Y", &never));
 }
 
 /// Packets are put whole, but what nobody put of the last of them is nothing to read.
@@ -147,4 +277,51 @@ fn names_stand_for_the_tensors_of_the_rank_that_is_accessed() {
         DiagnosticKind::Mismatch,
         "'N' at other ranks",
     );
+}
+
+/// Lanes, steps and operands are counted before they are made.
+#[test]
+fn what_is_too_large_is_refused_at_once() {
+    let too_many = |what: &str| {
+        format!(
+            "program p(n) {{
+                input X: f32[64]
+                output Y: f32[64]
+                kernel lane in 0..n * 64 threads 64 {{
+                    {what}
+                    if lane == 0 {{ Y = copy(X) }}
+                }}
+            }}"
+        )
+    };
+    let sources = too_many("Y[0..0] = reduce(X[0..0] for i in 0..60000, sum)");
+    refused(&sources, DiagnosticKind::Malformed, "60000 sources");
+    let targets = too_many("Y[i..i + 1] for i in 0..33 = reduce(X[0..1], sum)");
+    refused(&targets, DiagnosticKind::Malformed, "33 targets");
+    let steps = too_many("for i in 0..10000 { barrier }");
+    refused(&steps, DiagnosticKind::Malformed, "too large to verify");
+}
+
+/// The epoch counts for ever; what is made of it does not grow.
+#[test]
+fn a_slot_is_found_in_every_launch() {
+    let text = "program p(n) {
+        input X: f32[64]
+        output Y: f32[64]
+        kernel lane in 0..1 threads 64 {
+            let slot = (epoch * n) % 2
+            Y = copy(X)
+            if slot == 0 { barrier }
+        }
+    }";
+    let n = 100_000_000_000_000_001;
+    verdict(text, n).unwrap();
+    let parameters = Parameters::new().with("n", n);
+    let rank = unroll(&Program::parse(text).unwrap(), 0, 2, 1, &parameters).unwrap();
+    let OperationKind::Kernel(section) = &rank.operations[0].kind else {
+        panic!("{:?} is no kernel", rank.operations[0]);
+    };
+    for (epoch, steps) in [(0, 3), (1, 1), (1000, 3), (u64::MAX, 1)] {
+        assert_eq!(section.steps(0, epoch).unwrap().len(), steps, "{epoch}");
+    }
 }

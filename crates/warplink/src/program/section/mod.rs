@@ -19,6 +19,7 @@ pub mod lane;
 pub mod layout;
 mod names;
 mod period;
+mod reached;
 mod remainders;
 mod resolve;
 mod view;
@@ -45,6 +46,9 @@ pub const MAX_THREADS: usize = 1024;
 
 /// The most steps of a lane in one launch, with every iteration counted.
 pub const MAX_LANE_STEPS: usize = 1 << 16;
+
+/// The most targets of a step, and the most sources: as many as kernels hold.
+pub const MAX_OPERANDS: usize = 32;
 
 /// The longest period in which a section may use the epoch.
 pub const MAX_PERIOD: u64 = 64;

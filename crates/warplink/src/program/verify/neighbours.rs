@@ -56,15 +56,25 @@ fn of_lanes(
     apart: &impl Fn(&Rank) -> bool,
     diagnostics: &mut Diagnostics<'_>,
 ) {
-    // Either all announced tensors are reachable or none is.
-    let reaches: &[bool] = match section.announced().len() {
-        0 => &[true],
-        _ => &[true, false],
+    let cases = match section.reachable_cases() {
+        Ok(cases) => cases,
+        Err(message) => {
+            let place = Place {
+                rank: section.rank,
+                site: section.site.clone(),
+            };
+            let place = vec![place];
+            diagnostics.add(DiagnosticKind::Malformed, place.clone(), |said| {
+                format!("{}: {message}", said.say(&place[0]))
+            });
+            return;
+        }
     };
-    for &reachable in reaches {
+    for case in &cases {
         for lane in 0..section.lanes {
             for epoch in 0..section.period {
-                let steps = match section.steps_where(lane, epoch, &|_| reachable) {
+                let steps = match section.steps_where(lane, epoch, &|tensor| case.contains(&tensor))
+                {
                     Ok(steps) => steps,
                     Err(diagnostic) => {
                         diagnostics.add_made(diagnostic);

@@ -1,7 +1,7 @@
 //! Programs whose kernels share a workspace, its words and its epoch: whether one may run after the other.
 
 use super::diagnostics::Diagnostics;
-use super::lanes::{self, Launch, Reach};
+use super::lanes::{self, Launch, Reaches};
 use super::{kernel, link};
 use crate::program::diagnostic::Diagnostic;
 use crate::program::ir::Program;
@@ -25,7 +25,8 @@ pub fn verify_sharing(
     // For each program, its kernels; for each kernel, the sections of all ranks. A program that announces tensors
     // counts as several.
     let mut kernels: Vec<Vec<Vec<SectionInstance>>> = Vec::new();
-    let mut followed: Vec<(usize, Reach)> = Vec::new();
+    let mut reaches_of: Vec<Vec<Reaches>> = Vec::new();
+    let mut followed: Vec<(usize, usize)> = Vec::new();
     for (number, (program, parameters)) in programs.iter().enumerate() {
         let mut diagnostics = Diagnostics::new(program);
         let mut ranks = Vec::with_capacity(world);
@@ -43,8 +44,20 @@ pub fn verify_sharing(
         kernels.push(kernel::operations(&ranks, &links, |section| {
             moved(section, first)
         }));
-        let reaches = Reach::of(kernels[number].iter().flatten());
-        followed.extend(reaches.iter().map(|reach| (number, *reach)));
+        let reaches = kernels[number]
+            .iter()
+            .map(|sections| Reaches::of(&sections[0]));
+        match reaches.collect::<Result<Vec<_>, _>>() {
+            Ok(of_kernels) => {
+                let most = of_kernels.iter().map(|it| it.main().len()).max();
+                followed.extend((0..most.unwrap_or(1)).map(|form| (number, form)));
+                reaches_of.push(of_kernels);
+            }
+            Err(diagnostic) => {
+                diagnostics.add_made(diagnostic);
+                diagnostics.end_of_stage()?;
+            }
+        }
         for (rank, own) in ranks.into_iter().enumerate() {
             match merged.get_mut(rank) {
                 Some(all) => all.tensors.extend(own.tensors),
@@ -52,13 +65,19 @@ pub fn verify_sharing(
             }
         }
     }
-    for (position, &(one, reach)) in followed.iter().enumerate() {
-        for &(other, other_reach) in &followed[position + 1..] {
+    for (position, &(one, form)) in followed.iter().enumerate() {
+        for &(other, other_form) in &followed[position + 1..] {
             let (of_one, of_other) = (&kernels[one], &kernels[other]);
-            let mut launches = named(of_one, programs[one].0, reach);
-            launches.extend(named(of_other, programs[other].0, other_reach));
-            let sequence = alternate(of_one, of_other);
             let mut diagnostics = Diagnostics::new(programs[one].0);
+            let period = lanes::period(of_one.iter().chain(of_other).flatten());
+            let period = period.map_err(|diagnostic| vec![diagnostic])?;
+            let mut launches = named(of_one, programs[one].0, (&reaches_of[one], form));
+            launches.extend(named(
+                of_other,
+                programs[other].0,
+                (&reaches_of[other], other_form),
+            ));
+            let sequence = alternate(of_one.len(), of_other.len(), lanes::runs(period));
             lanes::follow(&merged, &launches, &sequence, &mut diagnostics);
             diagnostics.end_of_stage()?;
         }
@@ -66,15 +85,19 @@ pub fn verify_sharing(
     Ok(())
 }
 
-/// The launches of a program's kernels.
+/// The launches of a program's kernels, where their announced tensors are reachable as in one of the forms.
 fn named<'a>(
     kernels: &'a [Vec<SectionInstance>],
     program: &'a Program,
-    reach: Reach,
+    (reaches, form): (&[Reaches], usize),
 ) -> Vec<Launch<'a>> {
-    let launches = kernels.iter();
+    let launches = kernels.iter().zip(reaches);
     launches
-        .map(|sections| Launch::named(sections.iter().collect(), program, reach))
+        .map(|(sections, reaches)| {
+            let all = reaches.main();
+            let reach = all[form % all.len()].clone();
+            Launch::named(sections.iter().collect(), program, reach)
+        })
         .collect()
 }
 
@@ -89,13 +112,11 @@ fn moved(section: &SectionInstance, first: usize) -> SectionInstance {
     section
 }
 
-/// Runs of two programs, one behind the other: each several times, then in turns, and with one or two runs
-/// of the one between those of the other, so that the epoch has every remainder.
-fn alternate(one: &[Vec<SectionInstance>], other: &[Vec<SectionInstance>]) -> Vec<usize> {
-    let first: Vec<usize> = (0..one.len()).collect();
-    let second: Vec<usize> = (one.len()..one.len() + other.len()).collect();
-    let sections = one.iter().chain(other).flatten();
-    let runs = lanes::runs(sections) as usize;
+/// Runs of two programs, of so many kernels each, one behind the other: each several times, then in turns, and with one
+/// or two runs of the one between those of the other, so that the epoch has every remainder.
+fn alternate(one: usize, other: usize, runs: usize) -> Vec<usize> {
+    let first: Vec<usize> = (0..one).collect();
+    let second: Vec<usize> = (one..one + other).collect();
     let mut sequence = Vec::new();
     let mut add = |times: usize, run: &[usize]| {
         (0..times).for_each(|_| sequence.extend(run));

@@ -2,13 +2,13 @@
 
 mod meeting;
 
-use super::MAX_LANE_STEPS;
 use super::instance::SectionInstance;
 use super::ir::{Move, Operator, Place, Source, Step, StepKind, Verb};
 use super::iterations::Iterations;
 use super::lane::{LaneStep, LaneStepKind, Part};
 use super::remainders;
 use super::view::View;
+use super::{MAX_LANE_STEPS, MAX_OPERANDS};
 use crate::device::ReduceOp;
 use crate::dtype::DType;
 use crate::error::Rank;
@@ -63,6 +63,8 @@ impl SectionInstance {
         most: u64,
     ) -> Result<Resolver<'s>, Diagnostic> {
         let index = (Arc::from(self.section.lane.as_str()), lane as i64);
+        // As kernels do: products with a count that grows for ever would overflow.
+        let epoch = epoch % self.period.max(1);
         let mut resolver = Resolver {
             instance: self,
             lane,
@@ -305,6 +307,12 @@ impl<'s> Resolver<'s> {
             sources.push(resolver.source(source)?);
             Ok(())
         })?;
+        for (count, what) in [(targets.len(), "targets"), (sources.len(), "sources")] {
+            if count > MAX_OPERANDS {
+                let message = format!("{count} {what}; expected at most {MAX_OPERANDS}");
+                return Err(self.wrong(DiagnosticKind::Malformed, message));
+            }
+        }
         let Some(first) = sources.first() else {
             return Err(self.wrong(
                 DiagnosticKind::Mismatch,

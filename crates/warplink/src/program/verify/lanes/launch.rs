@@ -55,10 +55,11 @@ impl Run<'_> {
         }
         let section = self.section(number, rank);
         self.streams[rank].left = section.lanes;
+        self.release(rank);
         for lane in 0..section.lanes {
             let index = rank * self.width + lane;
             let steps = self.steps(number, rank, lane)?;
-            self.taken += steps.len();
+            self.count(rank, &steps)?;
             let state = &mut self.lanes[index];
             state.steps = steps;
             state.next = 0;

@@ -1,13 +1,13 @@
 //! The lanes of kernel sections: what they do with one another's memory, over several launches.
 //!
-//! A program's kernels are followed over as many runs as their use of the epoch has a period, and two more,
-//! since a rank may be a launch ahead of another. Each lane keeps two clocks: of what it sees, which
+//! A program's kernels are followed over twice as many runs as their use of the epoch has a period, so that each launch
+//! is seen beside the next that does the same, and two more, since a rank may be a launch ahead of another. Each lane keeps two clocks: of what it sees, which
 //! signals and streams hand on, and of what is over, which packets hand on too. Between two launches a
 //! rank's stream writes all of its tensors: what a peer reads before it was told that it may, or has not told
 //! to be read when the launch ends, is a race with that. Scratch starts without anything in it.
 //!
-//! Only the device knows whether the tensors that a lane announces are reachable, and two lanes may find them so or
-//! not in one launch. So kernels that ask for it are followed as several, one for each [`Reach`], in turns.
+//! Only the device knows which of the tensors that a lane announces are reachable, and two lanes may find other ones so
+//! in one launch. So kernels that ask for it are followed as several, one for each [`Reach`], in turns.
 //!
 //! What is assumed of a launch: all of its lanes are on the device together, so that each gets as far as it
 //! can; it starts when the one before it on its rank has ended.
@@ -15,58 +15,37 @@
 mod agreement;
 mod launch;
 mod memory;
+mod reach;
 mod report;
 mod run;
+
+pub(super) use reach::{Reach, Reaches};
 
 use super::diagnostics::Diagnostics;
 use super::kernel_accesses::OnRank;
 use super::memory::Mode as AccessMode;
-use crate::program::diagnostic::DiagnosticKind;
+use crate::program::diagnostic::{Diagnostic, DiagnosticKind, Place};
 use crate::program::ir::Program;
 use crate::program::rank_program::{Range, RankProgram};
 use crate::program::section::{MAX_PERIOD, SectionInstance};
 use run::Run;
 
-/// The most steps of all lanes in all launches that are followed.
-const MAX_STEPS: usize = 1 << 21;
+/// The most steps of all lanes in all launches that are followed, each counted with its operands.
+const MAX_STEPS: usize = 1 << 24;
 
-/// How many launches more than the period are followed.
-const MORE_RUNS: u64 = 2;
+/// The most of them in the launches that are under way at a time, which are all in memory.
+const MAX_HELD_STEPS: usize = 1 << 22;
 
-/// In which lanes the announced tensors are reachable.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Reach {
-    All,
-    None,
-    /// In every other lane, from the second on.
-    Odd,
-}
+/// The most lanes of all ranks.
+const MAX_ALL_LANES: usize = 1 << 20;
 
-impl Reach {
-    pub(super) fn holds(self, lane: usize) -> bool {
-        match self {
-            Self::All => true,
-            Self::None => false,
-            Self::Odd => lane % 2 == 1,
-        }
-    }
-
-    /// Those in which a kernel of these sections is followed.
-    pub(super) fn of<'a>(
-        mut sections: impl Iterator<Item = &'a SectionInstance>,
-    ) -> &'static [Self] {
-        if sections.any(|section| !section.announced().is_empty()) {
-            &[Self::All, Self::None, Self::Odd]
-        } else {
-            &[Self::All]
-        }
-    }
-}
+/// How many launches more than two periods are followed.
+const MORE_RUNS: usize = 2;
 
 /// A kernel that all ranks launch.
 pub(super) struct Launch<'a> {
-    /// Where what it announces is reachable.
-    pub(super) reach: Reach,
+    /// Where what it announces is reachable; not said of one that is still to be followed as several.
+    reach: Option<Reach>,
     /// The section of each rank.
     sections: Vec<&'a SectionInstance>,
     /// The program that it is of, where several are followed.
@@ -76,16 +55,16 @@ pub(super) struct Launch<'a> {
 impl<'a> Launch<'a> {
     pub(super) fn new(sections: Vec<&'a SectionInstance>) -> Self {
         Self {
-            reach: Reach::All,
+            reach: None,
             sections,
             program: None,
         }
     }
 
-    /// The same kernel, where what it announces is reachable elsewhere.
-    fn where_reachable(&self, reach: Reach) -> Self {
+    /// The same kernel, where what it announces is reachable in some lanes.
+    fn where_reachable(&self, reach: &Reach) -> Self {
         Self {
-            reach,
+            reach: Some(reach.clone()),
             sections: self.sections.clone(),
             program: self.program,
         }
@@ -98,10 +77,16 @@ impl<'a> Launch<'a> {
         reach: Reach,
     ) -> Self {
         Self {
-            reach,
+            reach: Some(reach),
             sections,
             program: Some(program),
         }
+    }
+
+    fn is_reachable(&self, lane: usize, tensor: usize) -> bool {
+        self.reach
+            .as_ref()
+            .is_none_or(|reach| reach.holds(lane, tensor))
     }
 }
 
@@ -118,34 +103,29 @@ pub(super) fn check(
     diagnostics: &mut Diagnostics<'_>,
 ) -> Vec<Does> {
     let sections = kernels.iter().flat_map(|kernel| &kernel.sections);
-    let runs = runs(sections.copied());
-    let mut followed = Vec::with_capacity(kernels.len());
-    // For each kernel, the first of those that it is followed as, and how many they are.
-    let mut forms = Vec::with_capacity(kernels.len());
-    for kernel in kernels {
-        let reaches = Reach::of(kernel.sections.iter().copied());
-        forms.push((followed.len(), reaches.len()));
-        followed.extend(reaches.iter().map(|reach| kernel.where_reachable(*reach)));
-    }
-    let most = forms.iter().map(|(_, count)| *count).max().unwrap_or(1) as u64;
-    let mut sequence = Vec::new();
-    let mut run = |form: u64| {
-        sequence.extend(
-            forms
-                .iter()
-                .map(|(first, count)| first + form as usize % count),
-        );
+    let reaches = kernels.iter().map(|kernel| Reaches::of(kernel.sections[0]));
+    let prepared = period(sections.copied())
+        .and_then(|period| Ok((period, reaches.collect::<Result<Vec<_>, _>>()?)));
+    let (period, reaches) = match prepared {
+        Ok(prepared) => prepared,
+        Err(diagnostic) => {
+            diagnostics.add_made(diagnostic);
+            return Vec::new();
+        }
     };
-    for form in 0..most {
-        (0..runs).for_each(|_| run(form));
+    let mut followed = Vec::with_capacity(kernels.len());
+    for (kernel, reaches) in kernels.iter().zip(&reaches) {
+        let all = reaches.main.iter().chain(&reaches.further);
+        followed.extend(all.map(|reach| kernel.where_reachable(reach)));
     }
-    if most > 1 {
-        (0..most * runs).for_each(&mut run);
-    }
+    let Some(sequence) = reach::sequence(&reaches, (period, runs(period)), MAX_STEPS) else {
+        diagnostics.add_made(too_large());
+        return Vec::new();
+    };
     let mut found = follow(ranks, &followed, &sequence, diagnostics).into_iter();
-    let merged = forms
+    let merged = reaches
         .iter()
-        .map(|(_, count)| found.by_ref().take(*count).reduce(merge));
+        .map(|reaches| found.by_ref().take(reaches.len()).reduce(merge));
     merged.flatten().collect()
 }
 
@@ -162,13 +142,45 @@ fn merge(mut all: Does, other: Does) -> Does {
     all
 }
 
-/// How many runs of programs with these sections are followed.
-pub(super) fn runs<'a>(sections: impl Iterator<Item = &'a SectionInstance>) -> u64 {
-    let period = sections.fold(1, |period, section| {
+/// After how many runs programs with these sections do the same again.
+///
+/// # Errors
+/// Where that is more than may be followed.
+pub(super) fn period<'a>(
+    sections: impl Iterator<Item = &'a SectionInstance>,
+) -> Result<usize, Diagnostic> {
+    let mut period = 1;
+    for section in sections {
         let shared = gcd(period, section.period);
-        (period / shared).saturating_mul(section.period)
-    });
-    period.min(MAX_PERIOD) + MORE_RUNS
+        period = (period / shared).saturating_mul(section.period);
+        if period > MAX_PERIOD {
+            let place = Place {
+                rank: section.rank,
+                site: section.site.clone(),
+            };
+            let message = format!(
+                "{place}: the remainders of the epoch in this kernel and others repeat after {period} launches only; \
+                 expected at most {MAX_PERIOD}"
+            );
+            let kind = DiagnosticKind::Malformed;
+            return Err(Diagnostic::new(kind, message, vec![place]));
+        }
+    }
+    Ok(period as usize)
+}
+
+/// How many runs are followed of what does the same again after `period` of them: each is followed again, and a rank may
+/// be some ahead of another.
+pub(super) const fn runs(period: usize) -> usize {
+    2 * period + MORE_RUNS
+}
+
+fn too_large() -> Diagnostic {
+    let message = format!(
+        "the kernels are too large to verify; expected at most {MAX_ALL_LANES} lanes of all ranks, \
+         {MAX_HELD_STEPS} steps and operands of them in a launch, and {MAX_STEPS} in all launches that are followed"
+    );
+    Diagnostic::new(DiagnosticKind::Malformed, message, Vec::new())
 }
 
 /// Follows launches in the order of `sequence`, which names kernels by number.
@@ -178,32 +190,20 @@ pub(super) fn follow(
     sequence: &[usize],
     diagnostics: &mut Diagnostics<'_>,
 ) -> Vec<Does> {
-    let mut run = match Run::new(ranks, kernels, sequence) {
-        Ok(run) => run,
-        Err(diagnostic) => {
-            diagnostics.add_made(diagnostic);
-            return Vec::new();
-        }
-    };
-    match run.go() {
-        Ok(true) => {}
-        Ok(false) => {
-            diagnostics.add(DiagnosticKind::Malformed, Vec::new(), |_| {
-                format!(
-                    "the kernels are too large to verify; expected at most {MAX_STEPS} steps of all \
-                     lanes in {} launches",
-                    sequence.len()
-                )
-            });
-            return Vec::new();
+    let run = Run::new(ranks, kernels, sequence).and_then(|mut run| {
+        run.go()?;
+        Ok(run)
+    });
+    match run {
+        Ok(run) => {
+            report::report(&run, diagnostics);
+            run.done()
         }
         Err(diagnostic) => {
             diagnostics.add_made(diagnostic);
-            return Vec::new();
+            Vec::new()
         }
     }
-    report::report(&run, diagnostics);
-    run.done()
 }
 
 fn gcd(a: u64, b: u64) -> u64 {

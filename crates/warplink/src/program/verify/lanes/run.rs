@@ -2,7 +2,7 @@
 
 use super::agreement::Announcements;
 use super::memory::{Actor, Bytes, Knowledge, Stamp, Wrong};
-use super::{Launch, MAX_STEPS, RankAccesses};
+use super::{Launch, MAX_ALL_LANES, MAX_HELD_STEPS, MAX_STEPS, RankAccesses, too_large};
 use crate::error::Rank;
 use crate::program::diagnostic::Diagnostic;
 use crate::program::ir::Program;
@@ -60,6 +60,8 @@ pub(super) struct Stream {
     pub(super) launch: usize,
     /// Lanes of it that have not ended.
     pub(super) left: usize,
+    /// Steps and operands of it.
+    held: usize,
 }
 
 pub(super) struct Run<'a> {
@@ -75,7 +77,9 @@ pub(super) struct Run<'a> {
     /// For each rank, lanes that wait for packets there, and which.
     waiting: Vec<Vec<(usize, Packing, std::ops::Range<usize>)>>,
     work: Vec<usize>,
-    pub(super) taken: usize,
+    /// Steps and operands of lanes so far, and of the launches that are under way.
+    taken: usize,
+    held: usize,
     pub(super) findings: Vec<Finding>,
     /// What each kernel accesses on each rank in its first launch.
     pub(super) accesses: Vec<Vec<Option<RankAccesses>>>,
@@ -98,6 +102,9 @@ impl<'a> Run<'a> {
         let world = ranks.len();
         let widths = kernels.iter().flat_map(|kernel| &kernel.sections);
         let width = widths.map(|section| section.lanes).max().unwrap_or(1);
+        if world * width > MAX_ALL_LANES {
+            return Err(too_large());
+        }
         let clocks = Clocks::new(world * (width + 1));
         let knows = || Knowledge {
             seen: clocks.clock(),
@@ -121,6 +128,7 @@ impl<'a> Run<'a> {
                     knows: knows(),
                     launch: 0,
                     left: 0,
+                    held: 0,
                 })
                 .collect(),
             words: BTreeMap::new(),
@@ -128,6 +136,7 @@ impl<'a> Run<'a> {
             waiting: vec![Vec::new(); world],
             work: Vec::new(),
             taken: 0,
+            held: 0,
             findings: Vec::new(),
             accesses: kernels.iter().map(|_| vec![None; world]).collect(),
             waits: vec![vec![false; world]; kernels.len()],
@@ -156,9 +165,11 @@ impl<'a> Run<'a> {
         rank: Rank,
         lane: usize,
     ) -> Result<Vec<LaneStep>, Diagnostic> {
-        let reach = self.kernels[self.sequence[number]].reach;
+        let kernel = &self.kernels[self.sequence[number]];
         let section = self.section(number, rank);
-        section.steps_where(lane, number as u64, &|_| reach.holds(lane))
+        section.steps_where(lane, number as u64, &|tensor| {
+            kernel.is_reachable(lane, tensor)
+        })
     }
 
     /// The section that a rank launches in launch `number`.
@@ -184,14 +195,11 @@ impl<'a> Run<'a> {
         }
     }
 
-    /// Runs as far as it goes; `false` where there is too much to do.
-    pub(super) fn go(&mut self) -> Result<bool, Diagnostic> {
+    /// Runs as far as it goes.
+    pub(super) fn go(&mut self) -> Result<(), Diagnostic> {
         while let Some(lane) = self.work.pop() {
             self.lanes[lane].scheduled = false;
             while self.advance(lane) {}
-            if self.taken > MAX_STEPS {
-                return Ok(false);
-            }
             let rank = lane / self.width;
             let state = &mut self.lanes[lane];
             if state.running && state.next == state.steps.len() {
@@ -205,7 +213,31 @@ impl<'a> Run<'a> {
                 }
             }
         }
-        Ok(true)
+        Ok(())
+    }
+
+    /// What a rank has launched is over.
+    pub(super) fn release(&mut self, rank: Rank) {
+        self.held -= std::mem::take(&mut self.streams[rank].held);
+    }
+
+    /// Counts steps of a lane that a rank launches.
+    pub(super) fn count(&mut self, rank: Rank, steps: &[LaneStep]) -> Result<(), Diagnostic> {
+        let operands = steps.iter().map(|step| match &step.kind {
+            LaneStepKind::Move {
+                targets, sources, ..
+            } => targets.len() + sources.len(),
+            _ => 0,
+        });
+        // A lane without steps costs something, too.
+        let taken = 1 + steps.len() + operands.sum::<usize>();
+        self.taken += taken;
+        self.held += taken;
+        self.streams[rank].held += taken;
+        if self.taken > MAX_STEPS || self.held > MAX_HELD_STEPS {
+            return Err(too_large());
+        }
+        Ok(())
     }
 
     /// Whether all launches have ended.

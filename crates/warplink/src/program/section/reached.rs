@@ -1,0 +1,190 @@
+//! Which announced tensors are reachable: as many cases as the conditions of a section can tell apart.
+
+use super::instance::SectionInstance;
+use super::ir::{Source, Step, StepKind};
+use crate::program::expr::Condition;
+use std::collections::BTreeSet;
+
+/// The most tensors of which a section may ask whether they are reachable.
+const MAX_ASKED: usize = 4;
+
+/// The most comparisons beside such questions for which it is looked at whether the questions matter.
+const MAX_COMPARED: usize = 6;
+
+impl SectionInstance {
+    /// The announced tensors that are reachable, by index, in each case that the conditions of the section tell apart:
+    /// first that all are, then that none is, if that makes a difference.
+    ///
+    /// # Errors
+    /// Where it asks for too many tensors, in words.
+    pub(crate) fn reachable_cases(&self) -> Result<Vec<Vec<usize>>, String> {
+        let mut walk = Walk::default();
+        walk.steps(&self.section.body);
+        let asked: Vec<&str> = walk.asked.iter().copied().collect();
+        if asked.len() > MAX_ASKED {
+            return Err(format!(
+                "the kernel asks of {} tensors whether they are reachable; expected at most {MAX_ASKED}",
+                asked.len()
+            ));
+        }
+        let all = (1_usize << asked.len()) - 1;
+        let (mut cases, mut seen) = (Vec::new(), BTreeSet::new());
+        for mask in [all].into_iter().chain(0..all) {
+            let is = |name: &str| {
+                let position = asked.iter().position(|other| *other == name);
+                position.is_some_and(|position| mask >> position & 1 == 1)
+            };
+            if seen.insert(walk.outcomes(mask, &is)) {
+                let reachable = asked.iter().filter(|name| is(name));
+                cases.push(reachable.filter_map(|name| self.tensor(name)).collect());
+            }
+        }
+        Ok(cases)
+    }
+}
+
+/// The conditions that ask, and what else they depend on.
+#[derive(Default)]
+struct Walk<'s> {
+    conditions: Vec<&'s Condition>,
+    asked: BTreeSet<&'s str>,
+    compared: Vec<&'s Condition>,
+}
+
+impl<'s> Walk<'s> {
+    fn steps(&mut self, steps: &'s [Step]) {
+        for step in steps {
+            match &step.kind {
+                StepKind::Move(it) => it.sources.iter().for_each(|each| self.source(&each.item)),
+                StepKind::For(it) => self.steps(&it.body),
+                StepKind::If(branch) => {
+                    for arm in &branch.arms {
+                        self.condition(&arm.condition);
+                        self.steps(&arm.body);
+                    }
+                    self.steps(&branch.otherwise);
+                }
+                _ => {}
+            }
+        }
+    }
+
+    fn source(&mut self, source: &'s Source) {
+        if let Some((condition, _)) = &source.otherwise {
+            self.condition(condition);
+        }
+    }
+
+    fn condition(&mut self, condition: &'s Condition) {
+        let mut asks = false;
+        let mut compared = Vec::new();
+        leaves(condition, &mut |leaf| match leaf {
+            Condition::Reachable(name) => {
+                asks = true;
+                self.asked.insert(name);
+            }
+            other => compared.push(other),
+        });
+        if asks {
+            self.conditions.push(condition);
+            for other in compared {
+                if !self.compared.contains(&other) {
+                    self.compared.push(other);
+                }
+            }
+        }
+    }
+
+    /// How each condition comes out, whatever the comparisons give; `mask` itself where there are too many of them.
+    fn outcomes(&self, mask: usize, is: &dyn Fn(&str) -> bool) -> Vec<bool> {
+        if self.compared.len() > MAX_COMPARED {
+            return (0..MAX_ASKED).map(|bit| mask >> bit & 1 == 1).collect();
+        }
+        let mut outcomes = Vec::new();
+        for given in 0..1_usize << self.compared.len() {
+            let leaf = |leaf: &Condition| match leaf {
+                Condition::Reachable(name) => is(name),
+                other => {
+                    let position = self.compared.iter().position(|it| *it == other);
+                    position.is_some_and(|position| given >> position & 1 == 1)
+                }
+            };
+            let all = self.conditions.iter();
+            outcomes.extend(all.map(|condition| holds(condition, &leaf)));
+        }
+        outcomes
+    }
+}
+
+/// Calls `with` for what a condition is made of.
+fn leaves<'s>(condition: &'s Condition, with: &mut dyn FnMut(&'s Condition)) {
+    match condition {
+        Condition::Not(a) => leaves(a, with),
+        Condition::And(a, b) | Condition::Or(a, b) => {
+            leaves(a, with);
+            leaves(b, with);
+        }
+        leaf => with(leaf),
+    }
+}
+
+fn holds(condition: &Condition, leaf: &dyn Fn(&Condition) -> bool) -> bool {
+    match condition {
+        Condition::Not(a) => !holds(a, leaf),
+        Condition::And(a, b) => holds(a, leaf) && holds(b, leaf),
+        Condition::Or(a, b) => holds(a, leaf) || holds(b, leaf),
+        other => leaf(other),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::program::{OperationKind, Parameters, Program, unroll};
+
+    /// The cases of a kernel that announces X and Y, by the numbers of these.
+    fn cases(body: &str) -> Result<Vec<Vec<usize>>, String> {
+        let text = format!(
+            "program test(direct = 1 | 0) {{\n input X: u8[64]\n output Y: u8[64]\n \
+             scratch C: packets16 i32[2, world, 6]\n kernel lane in 0..4 threads 64 {{\n \
+             announce direct with X, Y in C[epoch % 2]\n agree direct with X, Y in C[epoch % 2]\n{body}\n}}\n}}\n"
+        );
+        let program = Program::parse_text(&text).unwrap();
+        let rank = unroll(&program, 0, 4, 1, &Parameters::new()).unwrap();
+        let OperationKind::Kernel(section) = &rank.operations[0].kind else {
+            panic!("{:?} is no kernel", rank.operations[0]);
+        };
+        let cases = section.reachable_cases()?;
+        let name = |index: &usize| usize::from(section.tensors[*index].name == "Y") + 1;
+        let named = cases.iter().map(|case| case.iter().map(name).collect());
+        Ok(named.collect())
+    }
+
+    #[test]
+    fn cases_are_those_that_conditions_tell_apart() {
+        for (body, expected) in [
+            ("Y = copy(X)", &[&[][..]][..]),
+            ("if direct == 1 { barrier }", &[&[]]),
+            ("if reachable(Y) { barrier }", &[&[2], &[]]),
+            ("if not reachable(Y) { barrier }", &[&[2], &[]]),
+            (
+                "if reachable(X) and reachable(Y) { barrier }",
+                &[&[1, 2], &[]],
+            ),
+            (
+                "if direct == 1 and reachable(X) and reachable(Y) { barrier }",
+                &[&[1, 2], &[]],
+            ),
+            (
+                "if reachable(X) { if not reachable(Y) { barrier } }",
+                &[&[1, 2], &[], &[1], &[2]],
+            ),
+            (
+                "if reachable(X) or direct == 1 and reachable(Y) { barrier }",
+                &[&[1, 2], &[], &[2]],
+            ),
+            ("Y = copy(X if reachable(Y) else X)", &[&[2], &[]]),
+        ] {
+            assert_eq!(cases(body).unwrap(), expected, "{body}");
+        }
+    }
+}

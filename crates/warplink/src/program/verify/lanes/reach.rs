@@ -1,0 +1,178 @@
+//! In which lanes announced tensors are reachable, and the order of launches in which that is followed.
+
+use crate::program::diagnostic::{Diagnostic, DiagnosticKind, Place};
+use crate::program::section::SectionInstance;
+use std::rc::Rc;
+
+/// Which announced tensors are reachable in which lanes: the one case in lanes whose number has a bit, the other in
+/// those that lack it.
+#[derive(Clone, Debug)]
+pub(in crate::program::verify) struct Reach {
+    bit: u32,
+    with: Rc<[usize]>,
+    without: Rc<[usize]>,
+}
+
+/// What a kernel is followed as.
+#[derive(Debug)]
+pub(in crate::program::verify) struct Reaches {
+    /// The same case in all lanes, for each case, and any two in every other lane: these follow one another in any
+    /// order.
+    pub(super) main: Vec<Reach>,
+    /// Any two cases in lanes whose numbers differ elsewhere than in the last bit, so that each two lanes are
+    /// followed in each two cases.
+    pub(super) further: Vec<Reach>,
+}
+
+impl Reach {
+    pub(super) fn holds(&self, lane: usize, tensor: usize) -> bool {
+        let case = match lane >> self.bit & 1 {
+            0 => &self.without,
+            _ => &self.with,
+        };
+        case.contains(&tensor)
+    }
+}
+
+impl Reaches {
+    /// Those of a kernel, whose section is the same on all ranks.
+    ///
+    /// # Errors
+    /// Where the section asks too much.
+    pub(in crate::program::verify) fn of(section: &SectionInstance) -> Result<Self, Diagnostic> {
+        let cases = section.reachable_cases().map_err(|message| {
+            let place = Place {
+                rank: section.rank,
+                site: section.site.clone(),
+            };
+            let message = format!("{place}: {message}");
+            Diagnostic::new(DiagnosticKind::Malformed, message, vec![place])
+        })?;
+        let cases: Vec<Rc<[usize]>> = cases.into_iter().map(Rc::from).collect();
+        let both = |bit: u32, with: &Rc<[usize]>, without: &Rc<[usize]>| Reach {
+            bit,
+            with: with.clone(),
+            without: without.clone(),
+        };
+        let mut main: Vec<Reach> = cases.iter().map(|case| both(0, case, case)).collect();
+        let mut further = Vec::new();
+        for bit in 0..usize::BITS - (section.lanes - 1).leading_zeros() {
+            let list = if bit == 0 { &mut main } else { &mut further };
+            for (number, with) in cases.iter().enumerate() {
+                let others = cases
+                    .iter()
+                    .enumerate()
+                    .filter(|(other, _)| *other != number);
+                list.extend(others.map(|(_, without)| both(bit, with, without)));
+            }
+        }
+        Ok(Self { main, further })
+    }
+
+    /// The most different of them.
+    pub(in crate::program::verify) fn main(&self) -> &[Reach] {
+        &self.main
+    }
+
+    pub(super) const fn len(&self) -> usize {
+        self.main.len() + self.further.len()
+    }
+}
+
+/// The launches of a program's kernels in the order in which they are followed, as what each is; at most `most`, else
+/// `None`. `runs` is how many runs of the program are followed for each thing that a kernel is followed as, after which
+/// it does the same again twice.
+pub(super) fn sequence(
+    kernels: &[Reaches],
+    (period, runs): (usize, usize),
+    most: usize,
+) -> Option<Vec<usize>> {
+    let mut first = Vec::with_capacity(kernels.len());
+    let mut next = 0;
+    for kernel in kernels {
+        first.push(next);
+        next += kernel.len();
+    }
+    let main = |kernel: usize, form: usize| first[kernel] + form % kernels[kernel].main.len();
+    let further = |kernel: usize, form: usize| match kernels[kernel].further.len() {
+        0 => main(kernel, form),
+        count => first[kernel] + kernels[kernel].main.len() + form % count,
+    };
+    let count = kernels.len();
+    let forms = kernels.iter().map(|it| it.main.len()).max().unwrap_or(1);
+    let more = kernels.iter().map(|it| it.further.len()).max().unwrap_or(0);
+    // In turns, where there is a choice: each after each, at each remainder of the epoch.
+    let turns = if forms > 1 {
+        forms.checked_mul(forms)?.checked_mul(period)?
+    } else {
+        0
+    };
+    let all = [
+        forms.checked_mul(runs)?,
+        turns,
+        more.checked_mul(period + 1)?,
+    ];
+    let runs_in_all = all.into_iter().try_fold(0_usize, usize::checked_add)?;
+    if runs_in_all.checked_mul(count)? > most {
+        return None;
+    }
+    let mut sequence = Vec::with_capacity((runs_in_all + 1) * count);
+    for form in 0..forms {
+        for _ in 0..runs {
+            sequence.extend((0..count).map(|kernel| main(kernel, form)));
+        }
+    }
+    if forms > 1 {
+        let walk = each_after_each(forms, count * period)
+            .into_iter()
+            .enumerate();
+        sequence.extend(walk.map(|(number, form)| main(number % count, form)));
+        while !sequence.len().is_multiple_of(count) {
+            sequence.push(main(sequence.len() % count, 0));
+        }
+    }
+    for form in 0..more {
+        for _ in 0..=period {
+            sequence.extend((0..count).map(|kernel| further(kernel, form)));
+        }
+    }
+    Some(sequence)
+}
+
+/// A list of `forms` in which each follows each at each place, counted modulo `places`: a closed way that takes every
+/// step once.
+fn each_after_each(forms: usize, places: usize) -> Vec<usize> {
+    let mut taken = vec![0; forms * places];
+    let (mut open, mut closed) = (vec![0], Vec::new());
+    while let Some(&at) = open.last() {
+        if taken[at] < forms {
+            let place = (at / forms + 1) % places;
+            open.push(place * forms + taken[at]);
+            taken[at] += 1;
+        } else {
+            open.pop();
+            closed.push(at % forms);
+        }
+    }
+    closed.reverse();
+    closed
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::BTreeSet;
+
+    #[test]
+    fn each_form_follows_each_at_each_place() {
+        for (forms, places) in [(1, 1), (2, 1), (2, 3), (4, 2), (3, 4)] {
+            let walk = each_after_each(forms, places);
+            assert_eq!(walk.len(), forms * forms * places + 1);
+            let steps = walk.windows(2).enumerate();
+            let seen: BTreeSet<_> = steps
+                .map(|(at, two)| (at % places, two[0], two[1]))
+                .collect();
+            assert_eq!(seen.len(), forms * forms * places, "{walk:?}");
+        }
+    }
+}
