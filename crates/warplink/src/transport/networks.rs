@@ -18,7 +18,7 @@ use crate::memory::Region;
 use crate::sync::lock;
 use crate::transport::staging::{self, Incoming, Service, Shape, StagedEnd, StagingConfig};
 use std::any::Any;
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, Weak};
@@ -86,7 +86,7 @@ pub(crate) struct NetworkLink {
     connection: Arc<dyn NetworkConnection>,
     /// The peer's words and regions; the latter by number.
     words: Arc<RemoteMemory>,
-    regions: Mutex<Vec<Arc<RemoteMemory>>>,
+    regions: Mutex<BTreeMap<u32, Arc<RemoteMemory>>>,
     exposed: Mutex<Option<ExposedMemory>>,
     staged: Option<(Arc<Incoming>, Shape)>,
     staged_end: OnceLock<Arc<StagedEnd>>,
@@ -188,7 +188,7 @@ impl Networks {
                 peer,
                 connection,
                 words: Arc::new(words),
-                regions: Mutex::new(vec![Arc::new(region)]),
+                regions: Mutex::new(BTreeMap::from([(0, Arc::new(region))])),
                 exposed: Mutex::new(Some(exposed)),
                 staged,
                 staged_end: OnceLock::new(),
@@ -345,7 +345,7 @@ impl NetworkLink {
 
     /// The peer's region `number`.
     pub(crate) fn region(&self, number: u32) -> Result<Arc<RemoteMemory>> {
-        let found = lock(&self.regions).get(number as usize).cloned();
+        let found = lock(&self.regions).get(&number).cloned();
         found.ok_or_else(|| Error::invalid(format!("unknown region {number} of the peer")))
     }
 
@@ -379,8 +379,8 @@ impl NetworkLink {
         Ok(key.to_vec())
     }
 
-    /// Opens one more region of the peer's; its bytes.
-    pub(crate) fn open(&self, key: &[u8]) -> Result<u64> {
+    /// Opens one more region of the peer's, which gets `number`; its bytes.
+    pub(crate) fn open(&self, key: &[u8], number: u32) -> Result<u64> {
         if self.is_staged() {
             let bytes = key.try_into().map(u64::from_le_bytes);
             return bytes.map_err(|_| {
@@ -393,7 +393,7 @@ impl NetworkLink {
         }
         let region = self.connection.open(key)?;
         let bytes = region.bytes() as u64;
-        lock(&self.regions).push(Arc::new(region));
+        lock(&self.regions).insert(number, Arc::new(region));
         Ok(bytes)
     }
 }

@@ -93,3 +93,44 @@ fn a_malformed_end_over_the_network_is_an_error_that_names_the_peer() {
         refused(Transport::Network);
     }
 }
+
+/// Rank 1 adds a region to one connection, and publishes for another what is no region.
+fn regions_of_rank_1(comm: &Communicator, transport: Transport, first_tag: u64) {
+    let store = comm.bootstrap().store();
+    let (rank, peer) = (comm.rank(), 1 - comm.rank());
+    let region = comm.alloc(64).unwrap();
+    let request = |tag| ConnectionRequest::new(peer, tag, &region).with_transport(transport);
+    let requests = [request(first_tag), request(first_tag + 1)];
+    let connections = comm.connect(&requests).unwrap();
+    let [broken, whole] = [0, 1].map(|more| connections.find(peer, first_tag + more).unwrap());
+    let added = comm.alloc(256).unwrap();
+    let of = |from, number| format!("{}/region {number}", key(from, 1 - from, first_tag));
+    for number in [1, 2] {
+        if rank == 1 {
+            let wait = Wait::on(vec![0], Deadline::after(SOON));
+            let handle = store.get(&of(0, number), &wait).unwrap();
+            store.set(of(1, number), &handle[..3]).unwrap();
+            let numbers = comm.add_regions(&[(whole, &added)]).unwrap();
+            assert_eq!(numbers, [number]);
+        } else {
+            let both = [(broken, &added), (whole, &added)];
+            let error = comm.add_regions(&both).unwrap_err();
+            assert_eq!(error.peer(), Some(1), "{error}");
+            let kinds = [ErrorKind::Protocol, ErrorKind::InvalidHandle];
+            assert!(kinds.contains(&error.kind()), "{error}");
+            assert_eq!(broken.peer_bytes(number), Some(0));
+        }
+        assert_eq!(whole.peer_bytes(number), Some(256));
+    }
+    comm.barrier().unwrap();
+}
+
+#[test]
+fn a_malformed_region_leaves_the_numbers_of_all_as_the_peers_have_them() {
+    threads(world(2), |comm| {
+        regions_of_rank_1(comm, Transport::Direct, 0);
+        if has_network() {
+            regions_of_rank_1(comm, Transport::Network, 2);
+        }
+    });
+}
