@@ -274,7 +274,7 @@ impl Lane<'_> {
     fn flag(&self, packing: Packing) -> u64 {
         match packing {
             Packing::Packets128 => self.epoch + 1,
-            _ => 1 + self.epoch % u64::from(u32::MAX),
+            _ => packet_flag(self.epoch).into(),
         }
     }
 
@@ -397,6 +397,11 @@ impl Lane<'_> {
 /// The difference between two announcements, where nothing more is known of them.
 pub(super) fn tell_difference(own: &[u32], theirs: &[u32]) -> String {
     format!("the peer announces {theirs:?}; expected {own:?}, as this rank does")
+}
+
+/// The flag of packets of 8 and 16 bytes in the launch before which there were `epoch`.
+pub(super) fn packet_flag(epoch: u64) -> u32 {
+    1 + (epoch % u64::from(u32::MAX)) as u32
 }
 
 fn internal(what: &'static str) -> Error {

@@ -8,7 +8,7 @@
 
 use super::context::RankContext;
 use super::kernel::{BoundKernels, KernelMemory};
-use super::lane::{LaneInput, Published, TellDifference, run_lane};
+use super::lane::{LaneInput, Published, TellDifference, packet_flag, run_lane};
 use super::publication::Publication;
 use super::reach::{DIRECT_BYTES, EPOCH_BYTES, Reach, VERDICT_BYTES, VERDICT_WORDS_BYTES};
 use super::section_kernel::SectionKernel;
@@ -188,7 +188,7 @@ impl SharedWorkspace {
         self.device
             .download(&reach.state.slice(0..EPOCH_BYTES)?, &mut epoch)?;
         let epoch = u64::from_le_bytes(epoch);
-        let flag = 1 + (epoch % u64::from(u32::MAX)) as u32;
+        let flag = packet_flag(epoch);
         let slot = (epoch % 2) as usize;
         // Whether rank `of` announced itself at rank `at`.
         let announced = |at: Rank, of: Rank| -> Result<bool> {

@@ -173,9 +173,14 @@ pub struct Announcement {
 impl Announcement {
     /// Words of an announcement: one for each integer, and two for each tensor, behind an even number of integers.
     pub fn words(&self) -> usize {
-        match self.tensors.len() {
-            0 => self.values.len(),
-            tensors => self.values.len().next_multiple_of(2) + 2 * tensors,
+        Self::words_of(self.values.len(), self.tensors.len())
+    }
+
+    /// Words of an announcement of so many integers and tensors.
+    pub(super) const fn words_of(integers: usize, tensors: usize) -> usize {
+        match tensors {
+            0 => integers,
+            _ => integers.next_multiple_of(2) + 2 * tensors,
         }
     }
 }

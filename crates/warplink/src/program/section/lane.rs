@@ -1,5 +1,6 @@
 //! The steps of one lane in one launch, with everything resolved.
 
+use super::ir::Announcement;
 use crate::device::ReduceOp;
 use crate::dtype::DType;
 use crate::error::Rank;
@@ -64,10 +65,7 @@ pub enum LaneStepKind {
 impl LaneStepKind {
     /// The elements that an announcement has in its row.
     pub(crate) fn announced_words(values: &[u32], tensors: &[usize]) -> usize {
-        match tensors.len() {
-            0 => values.len(),
-            tensors => values.len().next_multiple_of(2) + 2 * tensors,
-        }
+        Announcement::words_of(values.len(), tensors.len())
     }
 }
 

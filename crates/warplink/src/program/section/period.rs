@@ -5,6 +5,7 @@
 
 use super::MAX_PERIOD;
 use super::ir::{Place, Section, Step, StepKind};
+use super::remainders::greatest_common_divisor;
 use crate::program::construct::{AxisSelection, Each, Selection, TensorRef};
 use crate::program::expr::{Condition, Expr, Operator};
 use crate::program::site::Position;
@@ -233,11 +234,7 @@ impl<'s> Walk<'s> {
             );
             return Err((self.position, message));
         };
-        let (mut a, mut b) = (self.period, divisor);
-        while b > 0 {
-            (a, b) = (b, a % b);
-        }
-        self.period = self.period / a * divisor;
+        self.period = self.period / greatest_common_divisor(self.period, divisor) * divisor;
         if self.period > MAX_PERIOD {
             let message = format!(
                 "the remainders of the epoch repeat after {} launches only; expected at most \

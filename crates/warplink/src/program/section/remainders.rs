@@ -27,7 +27,7 @@ pub(super) fn period(it: &Loop<Step>, value: &dyn Fn(&Expr) -> Option<i64>, most
         .fold(1, multiple)
 }
 
-fn greatest_common_divisor(a: u64, b: u64) -> u64 {
+pub(super) fn greatest_common_divisor(a: u64, b: u64) -> u64 {
     if b == 0 {
         a
     } else {
