@@ -274,7 +274,7 @@ def mismatched(rank, world, _, place):
     if rank == 1:
         dist.send(torch.ones(2), 0)
     elif rank == 0:
-        with pytest.raises(MismatchError, match="sends 8 bytes; expected 12"):
+        with pytest.raises(MismatchError, match="sends 8 bytes of float32; expected 12 of"):
             dist.recv(received, 1)
     with pytest.raises(MismatchError, match="broadcast"):
         if rank == 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -35,7 +36,8 @@ def plain_name(op: Any) -> str | None:
 
 
 def reduction_name(op: Any, tensors: Iterable[torch.Tensor]) -> str:
-    """The name of PyTorch's reduction ``op`` of ``tensors``. Raises UnsupportedError for one of another kind."""
+    """The name of PyTorch's reduction ``op`` of ``tensors``. Raises UnsupportedError for one of another kind, or that is
+    not defined for their type."""
     if op == _KINDS.PREMUL_SUM:
         for tensor in tensors:
             if not (tensor.is_floating_point() or tensor.is_complex()):
@@ -44,10 +46,23 @@ def reduction_name(op: Any, tensors: Iterable[torch.Tensor]) -> str:
         _, factor = op.__getstate__()
         return f"{_SCALED}({float(factor)!r})"
     if (name := plain_name(op)) is not None:
+        for dtype in {tensor.dtype for tensor in tensors}:
+            if not _is_reduced(name, dtype):
+                raise UnsupportedError(f"{name} of {dtype}; expected a type of which PyTorch has the {name} on CPU")
         return name
     raise UnsupportedError(
         f"{op} is not reduced on CPU tensors; expected one of {', '.join(_NAMES.values())}, {_SCALED}"
     )
+
+
+@functools.lru_cache(maxsize=None)
+def _is_reduced(name: str, dtype: torch.dtype) -> bool:
+    """Whether elements of ``dtype`` can be reduced."""
+    try:
+        reduce_parts([torch.zeros(1, dtype=dtype) for _ in range(2)], name)
+    except (RuntimeError, TypeError):
+        return False
+    return True
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -73,16 +88,20 @@ def settle(tensor: torch.Tensor, written: torch.Tensor) -> None:
 
 
 def reduce_parts(parts: list[torch.Tensor], name: str) -> torch.Tensor:
-    """The reduction of ``parts``, in their order. Half precision is summed in single precision."""
+    """The reduction of ``parts``, in their order. Half precision is summed in single precision, and shorter floats are reduced in it."""
     first = parts[0]
     name, _, factor = name.partition("(")
-    small = first.dtype in (torch.float16, torch.bfloat16)
-    wide = small and name in ("sum", "avg", "product", _SCALED)
+    half = first.dtype in (torch.float16, torch.bfloat16)
+    # Nothing is computed in these.
+    tiny = first.is_floating_point() and first.element_size() == 1
+    wide = tiny or half and name in ("sum", "avg", "product", _SCALED)
     total = first.to(torch.float32) if wide else first.clone()
     if name == _SCALED:
         by = float(factor.rstrip(")"))
         total *= by
     for part in parts[1:]:
+        if tiny:
+            part = part.to(torch.float32)
         if name == _SCALED:
             total += part.to(total.dtype) * by
         elif name in ("sum", "avg"):

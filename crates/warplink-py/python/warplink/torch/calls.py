@@ -12,7 +12,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from warplink.torch.direct_collectives import reduction
 from warplink.torch.shapes import count, limit_of, root_of, share, split
-from warplink.torch.works import WorkGroup
+from warplink.torch.works import Noted, WorkGroup, Works
 
 
 def _is_async(opts: Any) -> bool:
@@ -29,8 +29,10 @@ class GroupCalls:
     _host: Any
     _messages: Any
     _gloo: Any
-    #: The works of direct calls since coalescing began; None otherwise.
-    _coalesced: list[Any] | None = None
+    #: What makes the works of CPU tensors.
+    _host_works: Works
+    #: Where those of direct calls are noted.
+    _direct_works: Noted
 
     def _check(self) -> None:
         """Raises where the group cannot be used any more."""
@@ -73,8 +75,7 @@ class GroupCalls:
 
     def _done(self, works: list[Any]) -> Any:
         """The work of direct calls, noted where calls are coalesced."""
-        if self._coalesced is not None:
-            self._coalesced.extend(works)
+        self._direct_works.extend(works)
         return self._one(works)
 
     # Collectives
@@ -244,7 +245,7 @@ class GroupCalls:
         count(self._size, output_tensors, "outputs")
         count(self._size, input_tensors, "inputs")
         if direct is not None:
-            return direct.all_to_all(output_tensors, input_tensors, getattr(opts, "asyncOp", True))
+            return self._done([direct.all_to_all(output_tensors, input_tensors, _is_async(opts))])
         return self._host.all_to_all(output_tensors, input_tensors, limit_of(opts))
 
     def alltoall_base(
@@ -265,8 +266,8 @@ class GroupCalls:
         outputs = split(self._size, output, output_split_sizes, "output")
         inputs = split(self._size, input, input_split_sizes, "input")
         if direct is not None:
-            asynchronous = getattr(opts, "asyncOp", True)
-            return direct.all_to_all_single(output, input, outputs, inputs, asynchronous)
+            work = direct.all_to_all_single(output, input, outputs, inputs, _is_async(opts))
+            return self._done([work])
         return self._host.all_to_all(outputs, inputs, limit_of(opts))
 
     def gather(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Any:
@@ -344,18 +345,14 @@ class GroupCalls:
         self._check()
         if (backend := self._backend_for(device.type)) is not None:
             backend._start_coalescing()
-            self._coalesced = []
-            return
-        started: list[Any] = []
-        self._host.started = self._messages.started = started
+            self._direct_works.works = []
+        else:
+            self._host_works.noted.works = []
 
     def _end_coalescing(self, device: torch.device) -> Any:
-        if (backend := self._backend_for(device.type)) is not None:
-            work, direct = backend._end_coalescing(), self._coalesced or []
-            self._coalesced = None
-            if not direct:
-                return work
-            return WorkGroup([*direct, work] if work is not None else direct)
-        started = self._host.started or []
-        self._host.started = self._messages.started = None
-        return WorkGroup(started)
+        if (backend := self._backend_for(device.type)) is None:
+            return WorkGroup(self._host_works.noted.take())
+        work, direct = backend._end_coalescing(), self._direct_works.take()
+        if not direct:
+            return work
+        return WorkGroup([*direct, work] if work is not None else direct)

@@ -17,7 +17,8 @@ import warplink
 from warplink.errors import ClosedError, InvalidArgumentError, UnsupportedError, WarplinkError
 from warplink.torch.agreement import made_by_all
 from warplink.torch.arithmetic import as_bytes, readable, settle, writable
-from warplink.torch.works import GpuWork, HostWork, Worker
+from warplink.torch.shapes import check_plain
+from warplink.torch.works import GpuWork, HostWork, Worker, Works
 from warplink.torch.workspace import Workspace
 
 #: What enqueues something on a stream, given contiguous sources and targets.
@@ -73,34 +74,36 @@ class HostBatches:
     """Batches of CPU tensors, done one after another on a thread. Every member makes one at the same time."""
 
     def __init__(
-        self, communicator: warplink.Communicator, collectives: warplink.Collectives, timeout: float
+        self,
+        communicator: warplink.Communicator,
+        collectives: warplink.Collectives,
+        works: Works,
+        timeout: float,
     ) -> None:
         self.timeout = timeout
         self._collectives = collectives
         self._stream = communicator.create_stream()
+        self._works = works
         self._worker = Worker("warplink-batches")
 
     def exchange(self, messages: Sequence[Message]) -> HostWork:
         """Does all ``messages`` at the same time."""
-        work, limit = HostWork("batch_isend_irecv"), self.timeout
+        check_plain((m.tensor for m in messages if m.sends), (m.tensor for m in messages if not m.sends))
+        work, limit = self._works.start("batch_isend_irecv"), self.timeout
 
-        def run() -> None:
-            try:
-                held = [readable(m.tensor) if m.sends else writable(m.tensor) for m in messages]
-                batch = [(m.peer, m.sends, as_bytes(data)) for m, data in zip(messages, held)]
-                collectives = self._collectives
-                for sends, receives in rounds(batch, collectives.size, collectives.max_messages):
-                    collectives.send_receive(self._stream, sends, receives)
-                self._stream.synchronize(limit)
-                received = [(m.tensor, data) for m, data in zip(messages, held) if not m.sends]
-                for tensor, data in received:
-                    settle(tensor, data)
-            except BaseException as error:  # noqa: BLE001 - it is the caller's, on another thread
-                work.finish(error=error)
-            else:
-                work.finish([tensor for tensor, _ in received])
+        def body() -> list[torch.Tensor]:
+            held = [readable(m.tensor) if m.sends else writable(m.tensor) for m in messages]
+            batch = [(m.peer, m.sends, as_bytes(data)) for m, data in zip(messages, held)]
+            collectives = self._collectives
+            for sends, receives in rounds(batch, collectives.size, collectives.max_messages):
+                collectives.send_receive(self._stream, sends, receives)
+            self._stream.synchronize(limit)
+            received = [(m.tensor, data) for m, data in zip(messages, held) if not m.sends]
+            for tensor, data in received:
+                settle(tensor, data)
+            return [tensor for tensor, _ in received]
 
-        if not self._worker.submit(run):
+        if not self._worker.submit(lambda: work.run(body)):
             work.finish(error=ClosedError("the process group was destroyed"))
         return work
 

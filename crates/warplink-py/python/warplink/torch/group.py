@@ -29,6 +29,7 @@ from warplink.torch.host import HostCollectives
 from warplink.torch.messages import Messages
 from warplink.torch.monitored import monitored_barrier
 from warplink.torch.options import Options
+from warplink.torch.works import Noted, Works
 from warplink.torch.workspace import Workspace
 
 _CPU = torch.device("cpu")
@@ -77,6 +78,8 @@ class ProcessGroupWarplink(GroupCalls, dist.ProcessGroup):  # type: ignore[misc]
         self._monitored = 0
         self._job: warplink.Job | None = None
         self._communicator: warplink.Communicator | None = None
+        self._host_works = Works(rank)
+        self._direct_works = Noted()
         self._host: HostCollectives | None = None
         self._messages: Messages | None = None
         self._batches: HostBatches | None = None
@@ -113,15 +116,15 @@ class ProcessGroupWarplink(GroupCalls, dist.ProcessGroup):  # type: ignore[misc]
         if self._communicator is None:
             self._job = joining.join(self._store, self._rank, self._size, "host", None, limit)
             self._communicator = self._job.world()
-        self._host = HostCollectives(self._communicator, limit)
+        self._host = HostCollectives(self._communicator, self._host_works, limit)
         self._register_host()
-        self._messages = Messages(self._communicator, limit)
+        self._messages = Messages(self._communicator, self._host_works, limit)
         if not (self._may_go_direct and self._options.direct_messages):
             return
         # Two, since batches and collectives are done side by side.
         batches = direct.join(self._communicator)
         if batches is not None and (others := direct.join(self._communicator)) is not None:
-            self._batches = HostBatches(self._communicator, batches, limit)
+            self._batches = HostBatches(self._communicator, batches, self._host_works, limit)
             self._host.direct = others
 
     def _register_host(self) -> None:

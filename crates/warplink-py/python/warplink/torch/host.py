@@ -9,12 +9,13 @@ first of the data. Ranks that call something else get an error that says so, ins
 from __future__ import annotations
 
 import struct
-from typing import Any, Callable
+from itertools import chain
+from typing import Any, Callable, Iterable
 
 import torch
 
 import warplink
-from warplink.errors import ClosedError, TimeoutError, WarplinkError, from_kind
+from warplink.errors import ClosedError, TimeoutError, UnsupportedError, WarplinkError, from_kind
 from warplink.torch.arithmetic import (
     as_bytes,
     readable,
@@ -23,7 +24,8 @@ from warplink.torch.arithmetic import (
     settle,
     writable,
 )
-from warplink.torch.works import HostWork, Result, Worker
+from warplink.torch.shapes import check_alike, check_plain
+from warplink.torch.works import HostWork, Result, Worker, Works, bare
 
 #: Number, root, bytes to the peer, bytes from the peer, operation, element type.
 HEADER = struct.Struct("<QqQQ56s24s")
@@ -44,7 +46,7 @@ class HostCollectives:
     group's. A failure ends the group: later operations raise it again.
     """
 
-    def __init__(self, communicator: warplink.Communicator, timeout: float) -> None:
+    def __init__(self, communicator: warplink.Communicator, works: Works, timeout: float) -> None:
         self.communicator = communicator
         self.rank, self.size = communicator.rank, communicator.size
         self.timeout = timeout
@@ -55,8 +57,7 @@ class HostCollectives:
         #: What moves the data of all-to-alls; None where the engine does.
         self.direct: warplink.Collectives | None = None
         self._failure: BaseException | None = None
-        #: Where the works that are started are noted, while they are coalesced.
-        self.started: list[HostWork] | None = None
+        self._works = works
 
     @property
     def sequence_number(self) -> int:
@@ -71,29 +72,30 @@ class HostCollectives:
             self._worker.stop(limit)
 
     def submit(
-        self, name: str, body: Callable[[float], Result], timeout: float | None = None
+        self,
+        name: str,
+        body: Callable[[float], Result],
+        timeout: float | None,
+        inputs: Iterable[torch.Tensor] = (),
+        outputs: Iterable[torch.Tensor] = (),
     ) -> HostWork:
-        """Has ``body`` (given the limit in seconds) done in turn."""
+        """Has ``body`` (given the limit in seconds) done in turn, which reads ``inputs`` and writes ``outputs``."""
+        check_plain(inputs, outputs)
         limit = self.timeout if timeout is None else timeout
-        work = HostWork(name)
-        if self.started is not None:
-            self.started.append(work)
+        work = self._works.start(name)
+
+        def failed(error: BaseException) -> BaseException:
+            if isinstance(error, TimeoutError):
+                error = self._timed_out(name, limit, error)
+            # Peers are in the middle of something that this rank will not go on with.
+            self._failure = bare(error)
+            return error
 
         def run() -> None:
             if self._failure is not None:
                 work.finish(error=self._failure)
-                return
-            try:
-                result = body(limit)
-            except TimeoutError as error:
-                self._failure = self._timed_out(name, limit, error)
-                work.finish(error=self._failure)
-            except BaseException as error:  # noqa: BLE001 - it is the caller's, on another thread
-                # Peers are in the middle of something that this rank will not go on with.
-                self._failure = error
-                work.finish(error=error)
             else:
-                work.finish(result)
+                work.run(lambda: body(limit), failed)
 
         if not self._worker.submit(run):
             work.finish(error=self._failure or ClosedError("the process group was destroyed"))
@@ -105,7 +107,7 @@ class HostCollectives:
             "passed; help: check that every rank calls it"
         )
         error = from_kind("timeout", message, rank=self.rank, operation=name)
-        error.__cause__ = cause
+        error.__cause__ = bare(cause)
         return error
 
     # Moving bytes
@@ -193,21 +195,26 @@ class HostCollectives:
                     settle(tensor, target)
             return tensors
 
-        return self.submit("broadcast", body, timeout)
+        if self.rank == root:
+            return self.submit("broadcast", body, timeout, inputs=tensors)
+        return self.submit("broadcast", body, timeout, outputs=tensors)
 
     def all_reduce(self, tensors: list[torch.Tensor], op: object, timeout: float | None) -> HostWork:
         name = reduction_name(op, tensors)
+        plain = [tensor for tensor in tensors if not tensor.is_sparse]
+        if len(plain) != len(tensors) and name != "sum":
+            raise UnsupportedError(f"sparse tensors are not reduced by {name}; expected sum")
 
         def body(limit: float) -> Result:
             for tensor in tensors:
                 if tensor.is_sparse:
-                    self._all_reduce_sparse(tensor, name, limit)
+                    self._all_reduce_sparse(tensor, limit)
                     continue
                 total = self._all_reduced(readable(tensor).reshape(-1), name, limit)
                 tensor.detach().copy_(total.view(tensor.shape))
             return tensors
 
-        return self.submit("all_reduce", body, timeout)
+        return self.submit("all_reduce", body, timeout, outputs=plain)
 
     def _all_reduced(self, flat: torch.Tensor, name: str, limit: float) -> torch.Tensor:
         """The reduction of a flat tensor over all ranks, the same bits on each."""
@@ -250,11 +257,7 @@ class HostCollectives:
         sends = [(peer, own) for peer in others]
         self._exchange(what, own.dtype, sends, [(p, targets[p]) for p in others], limit)
 
-    def _all_reduce_sparse(self, tensor: torch.Tensor, name: str, limit: float) -> None:
-        if name != "sum":
-            raise warplink.errors.UnsupportedError(
-                f"sparse tensors are not reduced by {name}; expected sum"
-            )
+    def _all_reduce_sparse(self, tensor: torch.Tensor, limit: float) -> None:
         own = tensor.detach().coalesce()
         indices, values = own.indices().contiguous(), readable(own.values())
         counts = [torch.empty(1, dtype=torch.int64) for _ in range(self.size)]
@@ -291,7 +294,9 @@ class HostCollectives:
                 tensor.detach().copy_(reduce_parts(pieces, name))
             return tensors
 
-        return self.submit("reduce", body, timeout)
+        if self.rank != root:
+            return self.submit("reduce", body, timeout, inputs=tensors)
+        return self.submit("reduce", body, timeout, outputs=tensors)
 
     def all_gather(
         self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], timeout: float | None
@@ -310,7 +315,9 @@ class HostCollectives:
                         settle(target, result)
             return outputs
 
-        return self.submit("all_gather", body, timeout)
+        for targets, source in zip(outputs, inputs, strict=True):
+            check_alike(targets[self.rank], source)
+        return self.submit("all_gather", body, timeout, inputs, chain(*outputs))
 
     def all_gather_flat(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], timeout: float | None
@@ -326,7 +333,7 @@ class HostCollectives:
                 settle(target, written)
             return outputs
 
-        return self.submit("all_gather", body, timeout)
+        return self.submit("all_gather", body, timeout, inputs, outputs)
 
     def reduce_scatter(
         self,
@@ -345,7 +352,9 @@ class HostCollectives:
                 target.detach().copy_(total.view(target.shape))
             return outputs
 
-        return self.submit("reduce_scatter", body, timeout)
+        for target, sources in zip(outputs, inputs, strict=True):
+            check_alike(target, sources[self.rank])
+        return self.submit("reduce_scatter", body, timeout, chain(*inputs), outputs)
 
     def all_to_all(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], timeout: float | None
@@ -366,7 +375,8 @@ class HostCollectives:
                 settle(outputs[peer], written[peer])
             return outputs
 
-        return self.submit("all_to_all", body, timeout)
+        check_alike(outputs[self.rank], inputs[self.rank])
+        return self.submit("all_to_all", body, timeout, inputs, outputs)
 
     def gather(
         self, outputs: list[torch.Tensor], source: torch.Tensor, root: int, timeout: float | None
@@ -388,7 +398,10 @@ class HostCollectives:
                     settle(target, written[peer])
             return outputs
 
-        return self.submit("gather", body, timeout)
+        if self.rank == root:
+            check_alike(outputs[root], source)
+            return self.submit("gather", body, timeout, [source], outputs)
+        return self.submit("gather", body, timeout, [source])
 
     def scatter(
         self, target: torch.Tensor, inputs: list[torch.Tensor], root: int, timeout: float | None
@@ -407,7 +420,9 @@ class HostCollectives:
                 settle(target, written)
             return [target]
 
-        return self.submit("scatter", body, timeout)
+        if self.rank == root:
+            check_alike(target, inputs[root])
+        return self.submit("scatter", body, timeout, inputs if self.rank == root else [], [target])
 
     def barrier(self, timeout: float | None) -> HostWork:
         def body(limit: float) -> Result:

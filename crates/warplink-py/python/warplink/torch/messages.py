@@ -1,42 +1,70 @@
 """Sends and receives of CPU tensors between two ranks of a group, matched by tag.
 
 Every ordered pair of ranks has a line of its own, in which messages arrive in the order in which they
-were sent: a header with the tag and the length, then the bytes. A receiver reads a line only while a
-receive is posted that may match what comes; what does not match yet is kept until something does. So
-tags may be received in any order, and a receive from any rank takes the first message with its tag.
+were sent: a header with the tag, the length and the type, then the bytes. A receiver reads a line only while a
+receive is posted that may match what comes (a header that none of them lived to see is taken up by the next);
+what does not match yet is kept until something does. So tags may be received in any order, and a receive from
+any rank takes the first message with its tag. A receive that times out ends alone; a line on which something
+goes wrong in the middle of a message ends all messages of the group.
 """
 
 from __future__ import annotations
 
 import struct
 import threading
+import time
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 import warplink
-from warplink.errors import ClosedError, from_kind
+from warplink.errors import ClosedError, MismatchError, TimeoutError, WarplinkError, from_kind
 from warplink.torch.arithmetic import as_bytes, readable, settle, writable
-from warplink.torch.works import HostWork, Worker
+from warplink.torch.shapes import check_plain
+from warplink.torch.works import HostWork, Result, Worker, Works, bare
 
-#: Tag and length in bytes.
-HEADER = struct.Struct("<qQ")
+#: Tag, length in bytes and element type.
+HEADER = struct.Struct("<qQ24s")
 
 
 @dataclass
 class _Posted:
-    """A receive that waits for its message; ``source`` is None where any rank will do."""
+    """A receive that waits for its message until ``end``; ``source`` is None where any rank will do."""
 
     work: HostWork
     tensor: torch.Tensor
     source: int | None
     tag: int
+    limit: float
+    end: float
+
+
+class _Header(NamedTuple):
+    """What is said of a message."""
+
+    tag: int
+    nbytes: int
+    kind: str
+
+    @staticmethod
+    def of(tensor: torch.Tensor, tag: int) -> _Header:
+        return _Header(tag, tensor.numel() * tensor.element_size(), str(tensor.dtype).removeprefix("torch."))
+
+    @staticmethod
+    def unpack(data: torch.Tensor) -> _Header:
+        tag, nbytes, kind = HEADER.unpack(bytes(data.tolist()))
+        return _Header(tag, nbytes, kind.rstrip(b"\0").decode())
+
+    def pack(self) -> torch.Tensor:
+        packed = HEADER.pack(self.tag, self.nbytes, self.kind.encode())
+        return torch.frombuffer(bytearray(packed), dtype=torch.uint8)
 
 
 class Messages:
     """The sends and receives of one group. Every member makes one at the same time."""
 
-    def __init__(self, communicator: warplink.Communicator, timeout: float) -> None:
+    def __init__(self, communicator: warplink.Communicator, works: Works, timeout: float) -> None:
         self.rank, self.size = communicator.rank, communicator.size
         self.timeout = timeout
         self._communicator = communicator
@@ -45,44 +73,46 @@ class Messages:
         self._engine = own.collective_engine()
         self._lock = threading.Lock()
         self._posted: list[_Posted] = []
-        self._early: dict[int, list[tuple[int, torch.Tensor]]] = {}
+        self._early: dict[int, list[tuple[_Header, torch.Tensor]]] = {}
         self._senders: dict[int, _Line] = {}
         self._readers: dict[int, _Line] = {}
         self._reading: set[int] = set()
         self._failure: BaseException | None = None
-        #: Where the works that are started are noted, while they are coalesced.
-        self.started: list[HostWork] | None = None
+        self._works = works
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> HostWork:
         """Sends ``tensor`` to ``peer``. It is done when the peer has read it."""
-        work = self._start("send")
+        check_plain([tensor], [])
+        work, limit = self._works.start("send"), self.timeout
         with self._lock:
             if self._failure is not None:
                 work.finish(error=self._failure)
                 return work
             line = self._line(self._senders, peer, "send")
 
-        def run() -> None:
-            try:
-                data = as_bytes(readable(tensor))
-                header = HEADER.pack(tag, data.numel())
-                line.send(peer, torch.frombuffer(bytearray(header), dtype=torch.uint8), self.timeout)
-                if data.numel():
-                    line.send(peer, data, self.timeout)
-            except BaseException as error:  # noqa: BLE001 - it is the caller's, on another thread
-                self._fail(error)
-                work.finish(error=error)
-            else:
-                work.finish([tensor])
+        def body() -> Result:
+            data = as_bytes(readable(tensor))
+            line.send(peer, _Header.of(tensor, tag).pack(), limit)
+            if data.numel():
+                line.send(peer, data, limit)
+            return [tensor]
 
-        if not line.worker.submit(run):
+        def failed(error: BaseException) -> BaseException:
+            if isinstance(error, TimeoutError):
+                what = f"rank {peer} did not receive a message with tag {tag}"
+                error = self._late("send", what, peer, limit, error)
+            self._fail(error)
+            return error
+
+        if not line.worker.submit(lambda: work.run(body, failed)):
             work.finish(error=ClosedError("the process group was destroyed"))
         return work
 
     def receive(self, tensor: torch.Tensor, source: int | None, tag: int) -> HostWork:
         """Receives into ``tensor`` from ``source``, or from any rank."""
-        work = self._start("recv")
-        posted = _Posted(work, tensor, source, tag)
+        check_plain([], [tensor])
+        work, limit = self._works.start("recv"), self.timeout
+        posted = _Posted(work, tensor, source, tag, limit, time.monotonic() + limit)
         with self._lock:
             if self._failure is not None:
                 work.finish(error=self._failure)
@@ -93,14 +123,7 @@ class Messages:
                 for peer in self._sources(posted):
                     self._read(peer)
         if found is not None:
-            peer, data = found
-            self._deliver(posted, peer, data)
-        return work
-
-    def _start(self, name: str) -> HostWork:
-        work = HostWork(name)
-        if self.started is not None:
-            self.started.append(work)
+            self._deliver(posted, *found)
         return work
 
     def close(self, limit: float = 1.0) -> None:
@@ -125,19 +148,27 @@ class Messages:
             lines[peer] = _Line(self._engine, stream, Worker(f"warplink-{name}-{peer}"))
         return lines[peer]
 
-    def _early_for(self, posted: _Posted) -> tuple[int, torch.Tensor] | None:
+    def _early_for(self, posted: _Posted) -> tuple[int, _Header, torch.Tensor] | None:
         """A message that came before its receive, taken out; under the lock."""
         for peer in self._sources(posted):
             messages = self._early.get(peer, [])
-            for index, (tag, data) in enumerate(messages):
-                if tag == posted.tag:
+            for index, (header, data) in enumerate(messages):
+                if header.tag == posted.tag:
                     del messages[index]
-                    return peer, data
+                    return peer, header, data
         return None
 
-    def _wanted(self, peer: int) -> bool:
-        """Whether a receive waits for a message of ``peer``; under the lock."""
-        return any(posted.source in (None, peer) for posted in self._posted)
+    def _wanted(self, peer: int) -> float | None:
+        """When the first of the receives ends that wait for a message of ``peer``; None without one. Under the lock."""
+        return min((p.end for p in self._posted if p.source in (None, peer)), default=None)
+
+    def _take(self, peer: int, tag: int) -> _Posted | None:
+        """The receive of a message, which waits no more; under the lock."""
+        for posted in self._posted:
+            if posted.source in (None, peer) and posted.tag == tag:
+                self._posted.remove(posted)
+                return posted
+        return None
 
     def _read(self, peer: int) -> None:
         """Has the line from ``peer`` read as long as somebody waits for it; under the lock."""
@@ -151,65 +182,105 @@ class Messages:
         try:
             while True:
                 with self._lock:
-                    if self._failure is not None or not self._wanted(peer):
+                    end = self._wanted(peer)
+                    if self._failure is not None or end is None:
                         self._reading.discard(peer)
                         return
-                self._read_one(line, peer)
+                header = line.header(peer, max(end - time.monotonic(), 0.0))
+                if header is None:
+                    self._expire()
+                else:
+                    self._read_one(line, peer, header)
         except BaseException as error:  # noqa: BLE001 - it is the callers', on another thread
             self._fail(error)
 
-    def _read_one(self, line: _Line, peer: int) -> None:
-        header = torch.empty(HEADER.size, dtype=torch.uint8)
-        line.receive(peer, header, self.timeout)
-        tag, length = HEADER.unpack(bytes(header.tolist()))
+    def _expire(self) -> None:
+        """Ends the receives whose time is over."""
+        now = time.monotonic()
         with self._lock:
-            posted = next(
-                (p for p in self._posted if p.source in (None, peer) and p.tag == tag), None
-            )
-            if posted is not None:
-                self._posted.remove(posted)
-        if posted is not None and posted.tensor.numel() * posted.tensor.element_size() == length:
-            # In place.
-            written = writable(posted.tensor)
-            if length:
-                line.receive(peer, as_bytes(written), self.timeout)
-            settle(posted.tensor, written)
-            posted.work.finish([posted.tensor], source=peer)
-            return
-        data = torch.empty(length, dtype=torch.uint8)
-        if length:
-            line.receive(peer, data, self.timeout)
+            late = [posted for posted in self._posted if posted.end <= now]
+            self._posted = [posted for posted in self._posted if posted.end > now]
+        for posted in late:
+            who = "any rank" if posted.source is None else f"rank {posted.source}"
+            what = f"no message of {who} with tag {posted.tag} came"
+            posted.work.finish(error=self._late("recv", what, posted.source, posted.limit))
+
+    def _read_one(self, line: _Line, peer: int, header: _Header) -> None:
+        """Reads what follows a header."""
+        with self._lock:
+            posted = self._take(peer, header.tag)
         if posted is None:
+            data = line.receive(peer, header.nbytes, self.timeout)
             with self._lock:
                 # One may have been posted meanwhile.
-                posted = next(
-                    (p for p in self._posted if p.source in (None, peer) and p.tag == tag), None
-                )
+                posted = self._take(peer, header.tag)
                 if posted is None:
-                    self._early.setdefault(peer, []).append((tag, data))
+                    self._early.setdefault(peer, []).append((header, data))
                     return
-                self._posted.remove(posted)
-        self._deliver(posted, peer, data)
-
-    def _deliver(self, posted: _Posted, peer: int, data: torch.Tensor) -> None:
-        expected = posted.tensor.numel() * posted.tensor.element_size()
-        if expected != data.numel():
-            message = (
-                f"rank {self.rank}: recv: the peer sends {data.numel()} bytes; expected {expected} "
-                f"(peer {peer}, tag {posted.tag}); help: give the send and its receive the same size"
-            )
-            error = from_kind("mismatch", message, rank=self.rank, peer=peer, operation="recv")
-            posted.work.finish(error=error)
+            self._deliver(posted, peer, header, data)
             return
-        with torch.no_grad():
+        receive = posted
+
+        def body() -> Result:
+            if (wrong := self._mismatch(receive, peer, header)) is not None:
+                line.receive(peer, header.nbytes, self.timeout)
+                raise wrong
+            # In place.
+            written = writable(receive.tensor)
+            line.receive_into(peer, as_bytes(written), self.timeout)
+            settle(receive.tensor, written)
+            return [receive.tensor]
+
+        def failed(error: BaseException) -> BaseException:
+            # A mismatch leaves the line behind the message.
+            if isinstance(error, MismatchError):
+                return error
+            if isinstance(error, TimeoutError):
+                what = f"rank {peer} did not send the rest of a message with tag {header.tag}"
+                error = self._late("recv", what, peer, self.timeout, error)
+            self._fail(error)
+            return error
+
+        receive.work.run(body, failed, peer)
+
+    def _deliver(self, posted: _Posted, peer: int, header: _Header, data: torch.Tensor) -> None:
+        def body() -> Result:
+            if (wrong := self._mismatch(posted, peer, header)) is not None:
+                raise wrong
             written = writable(posted.tensor)
             as_bytes(written).copy_(data)
             settle(posted.tensor, written)
-        posted.work.finish([posted.tensor], source=peer)
+            return [posted.tensor]
+
+        posted.work.run(body, source=peer)
+
+    def _mismatch(self, posted: _Posted, peer: int, told: _Header) -> WarplinkError | None:
+        """The error of a receive that does not fit the message; None where it fits."""
+        wanted = _Header.of(posted.tensor, posted.tag)
+        if told == wanted:
+            return None
+        message = (
+            f"rank {self.rank}: recv: the peer sends {told.nbytes} bytes of {told.kind}; "
+            f"expected {wanted.nbytes} of {wanted.kind} (peer {peer}, tag {posted.tag}); "
+            "help: give the send and its receive the same type and size"
+        )
+        return from_kind("mismatch", message, rank=self.rank, peer=peer, operation="recv")
+
+    def _late(
+        self, name: str, what: str, peer: int | None, limit: float, cause: BaseException | None = None
+    ) -> WarplinkError:
+        """The error of a message that took too long."""
+        message = (
+            f"rank {self.rank}: {name}: {what} before the timeout of {limit} s passed; "
+            "help: check that each message is sent and received, with the same tag"
+        )
+        error = from_kind("timeout", message, rank=self.rank, peer=peer, operation=name)
+        error.__cause__ = None if cause is None else bare(cause)
+        return error
 
     def _fail(self, error: BaseException) -> None:
         with self._lock:
-            self._failure = self._failure or error
+            self._failure = self._failure or bare(error)
             waiting, self._posted = self._posted, []
         for posted in waiting:
             posted.work.finish(error=self._failure)
@@ -224,11 +295,34 @@ class _Line:
         self.worker = worker
         self._engine = engine
         self._stream = stream
+        #: A header that is being received.
+        self._header: torch.Tensor | None = None
 
     def send(self, peer: int, data: torch.Tensor, limit: float) -> None:
         self._engine.exchange(self._stream, [(peer, data)], [])
         self._stream.synchronize(limit)
 
-    def receive(self, peer: int, data: torch.Tensor, limit: float) -> None:
-        self._engine.exchange(self._stream, [], [(peer, data)])
-        self._stream.synchronize(limit)
+    def header(self, peer: int, limit: float) -> _Header | None:
+        """The next message's; None if it does not come within ``limit`` seconds, until when it is asked for again."""
+        if self._header is None:
+            header = torch.empty(HEADER.size, dtype=torch.uint8)
+            self._engine.exchange(self._stream, [], [(peer, header)])
+            self._header = header
+        try:
+            self._stream.synchronize(limit)
+        except TimeoutError:
+            return None
+        header, self._header = self._header, None
+        return _Header.unpack(header)
+
+    def receive(self, peer: int, nbytes: int, limit: float) -> torch.Tensor:
+        """The next bytes."""
+        data = torch.empty(nbytes, dtype=torch.uint8)
+        self.receive_into(peer, data, limit)
+        return data
+
+    def receive_into(self, peer: int, data: torch.Tensor, limit: float) -> None:
+        """The same, into ``data``."""
+        if data.numel():
+            self._engine.exchange(self._stream, [], [(peer, data)])
+            self._stream.synchronize(limit)

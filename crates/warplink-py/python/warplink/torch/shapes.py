@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Any, Sequence
+from typing import Any, Iterable, Sequence
 
 import torch
 
-from warplink.errors import InvalidArgumentError
+from warplink.errors import InvalidArgumentError, UnsupportedError
 
 
 def limit_of(opts: Any) -> float | None:
@@ -66,3 +66,29 @@ def split(
             f"the parts of the {what} have {sum(sizes)} rows; expected its {rows}"
         )
     return list(tensor.detach().split(list(sizes), 0))
+
+
+def check_plain(inputs: Iterable[torch.Tensor], outputs: Iterable[torch.Tensor]) -> None:
+    """Fails unless the host device can read ``inputs`` and write ``outputs``. What it cannot is found before other ranks
+    wait for it."""
+    written = list(outputs)
+    for tensor in (*inputs, *written):
+        if tensor.layout is not torch.strided:
+            raise UnsupportedError(f"a tensor is {tensor.layout}; expected torch.strided")
+        if tensor.device.type != "cpu":
+            raise InvalidArgumentError(f"a tensor is on {tensor.device}; expected cpu, as the others")
+    for tensor in written:
+        # 1 says that it has, 2 that it is not known.
+        if torch._debug_has_internal_overlap(tensor) == 1:
+            raise InvalidArgumentError(
+                f"elements of an output of strides {tensor.stride()} share memory; "
+                "expected memory of its own for each; help: receive into a copy, such as tensor.clone()"
+            )
+
+
+def check_alike(one: torch.Tensor, other: torch.Tensor) -> None:
+    """Fails unless ``one`` and ``other``, of which one becomes the other, have the same type and as many elements."""
+    if one.dtype != other.dtype or one.numel() != other.numel():
+        raise InvalidArgumentError(
+            f"the output is {one.numel()} elements of {one.dtype}; expected the input's {other.numel()} of {other.dtype}"
+        )

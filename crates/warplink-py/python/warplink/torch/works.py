@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import queue
 import threading
 from datetime import timedelta
@@ -10,54 +12,102 @@ from typing import Any, Callable
 import torch
 import torch.distributed as dist
 
-from warplink.errors import TimeoutError, WarplinkError
+from warplink.errors import WarplinkError, from_kind
 from warplink.torch.workspace import current_handle
 
 #: What an operation gives: the tensors that its future holds.
 Result = Any
 
+#: Seconds for which a thread of a completer waits for more.
+IDLE_SECONDS = 5.0
+
+
+def again(error: BaseException) -> BaseException:
+    """A copy of ``error`` to raise, which lengthens the copy's traceback alone; itself where it has no copies."""
+    try:
+        made = copy.copy(error)
+    except Exception:  # noqa: BLE001 - exceptions of others are made in any way
+        return error
+    if type(made) is not type(error):
+        return error
+    made.__cause__ = error.__cause__
+    return made.with_traceback(error.__traceback__)
+
+
+def bare(error: BaseException) -> BaseException:
+    """A copy of ``error`` to keep: without the traceback, which holds tensors."""
+    made = again(error)
+    return made if made is error else made.with_traceback(None)
+
 
 class HostWork(dist.Work):
-    """An operation on CPU tensors under way."""
+    """An operation on CPU tensors under way; what works on it does so in the mode of the thread that made it."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, rank: int, completer: Completer) -> None:
         super().__init__()
-        self._name = name
+        self._name, self._rank = name, rank
+        self._completer = completer
+        self._is_inference = torch.is_inference_mode_enabled()
         self._lock = threading.Lock()
+        self._has_ended = False
+        #: Set once it has ended and its future, if there is one, has its value.
         self._done = threading.Event()
         self._result: Result = None
         self._error: BaseException | None = None
         self._source = -1
         self._future: torch.futures.Future[Any] | None = None
 
+    def run(
+        self,
+        body: Callable[[], Result],
+        failed: Callable[[BaseException], BaseException] | None = None,
+        source: int = -1,
+    ) -> None:
+        """Ends it with what ``body`` gives, or with its error, or what ``failed`` makes of that."""
+        try:
+            with self._mode():
+                result = body()
+        except BaseException as error:  # noqa: BLE001 - it is the caller's, on another thread
+            self.finish(error=error if failed is None else failed(error))
+        else:
+            self.finish(result, source=source)
+
     def finish(
         self, result: Result = None, error: BaseException | None = None, source: int = -1
     ) -> None:
         """Ends it, with its result or its error; ``source`` is the rank that was received from."""
         with self._lock:
-            if self._done.is_set():
+            if self._has_ended:
                 return
             self._result, self._error, self._source = result, error, source
-            self._done.set()
+            self._has_ended = True
             future = self._future
-        if future is not None:
-            self._tell(future)
+        if future is None:
+            self._done.set()
+        else:
+            # Callbacks may wait for what this thread does next.
+            self._completer.submit(lambda: self._tell(future))
+
+    def _mode(self) -> contextlib.AbstractContextManager[Any]:
+        return torch.inference_mode() if self._is_inference else contextlib.nullcontext()
 
     def _tell(self, future: torch.futures.Future[Any]) -> None:
-        if self._error is None:
-            future.set_result(self._result)
-        else:
-            future.set_exception(self._error)  # type: ignore[arg-type]
+        with self._mode():
+            if self._error is None:
+                future.set_result(self._result)
+            else:
+                future.set_exception(again(self._error))  # type: ignore[arg-type]
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Blocks until it is done. Raises its error, and TimeoutError after ``timeout`` if that is
+        """Blocks until it is done, its future too. Raises its error, and TimeoutError after ``timeout`` if that is
         not 0."""
         limit = timeout.total_seconds() if timeout else 0.0
         # An operation ends by itself at the group's timeout; the rest is for what it waits behind.
         if not self._done.wait(limit if limit > 0 else None):
-            raise TimeoutError(f"{self._name}: timed out after {limit} s waiting for its end")
+            message = f"rank {self._rank}: {self._name}: timed out after {limit} s waiting for its end"
+            raise from_kind("timeout", message, rank=self._rank, operation=self._name)
         if self._error is not None:
-            raise self._error
+            raise again(self._error)
         return True
 
     def synchronize(self) -> None:
@@ -88,9 +138,11 @@ class HostWork(dist.Work):
             if self._future is not None:
                 return self._future
             future: torch.futures.Future[Any] = torch.futures.Future()
+            # The first of its callbacks, which are called in order when it has its value.
+            future.add_done_callback(lambda _: self._done.set())
             self._future = future
-            done = self._done.is_set()
-        if done:
+            has_ended = self._has_ended
+        if has_ended:
             self._tell(future)
         return future
 
@@ -234,6 +286,78 @@ class Worker:
         if thread is not threading.current_thread():
             thread.join(limit)
         return not thread.is_alive()
+
+
+class Completer:
+    """Threads that give futures their values and run the callbacks: as many as there are callbacks that wait for
+    something. They start when they are needed and end when they are not."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        #: Threads that no job was put for.
+        self._idle = 0
+
+    def submit(self, job: Callable[[], None]) -> None:
+        """Has ``job`` done at once."""
+        with self._lock:
+            self._jobs.put(job)
+            if self._idle:
+                self._idle -= 1
+                return
+        threading.Thread(target=self._serve, name="warplink-futures", daemon=True).start()
+
+    def _serve(self) -> None:
+        torch.set_grad_enabled(False)
+        while (job := self._next()) is not None:
+            job()
+            # Tensors of a job that is done are not kept until the next.
+            del job
+            with self._lock:
+                self._idle += 1
+
+    def _next(self) -> Callable[[], None] | None:
+        """The next job; None after a while without one."""
+        try:
+            return self._jobs.get(timeout=IDLE_SECONDS)
+        except queue.Empty:
+            with self._lock:
+                # Threads that are not idle are as many as there are jobs.
+                if not self._idle:
+                    return self._jobs.get()
+                self._idle -= 1
+                return None
+
+
+class Works:
+    """Makes the works of one group's CPU tensors."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.noted = Noted()
+        self._completer = Completer()
+
+    def start(self, name: str) -> HostWork:
+        """A work of an operation that begins, noted where calls are coalesced."""
+        work = HostWork(name, self.rank, self._completer)
+        self.noted.extend([work])
+        return work
+
+
+class Noted(threading.local):
+    """The works that a thread has started since it began to coalesce calls; None where it does not."""
+
+    works: list[Any] | None = None
+
+    def extend(self, works: list[Any]) -> None:
+        """Notes ``works``, if calls are coalesced."""
+        if self.works is not None:
+            self.works.extend(works)
+
+    def take(self) -> list[Any]:
+        """What was noted, and notes no more."""
+        works, self.works = self.works or [], None
+        return works
 
 
 def _serve(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
