@@ -7,6 +7,7 @@ buffers that the other ranks reach, and the fused operations.
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
 import sys
@@ -31,6 +32,9 @@ from warplink.torch.monitored import monitored_barrier
 from warplink.torch.options import Options
 from warplink.torch.works import Noted, Works
 from warplink.torch.workspace import Workspace
+
+#: Seconds for which a process that ends waits for the others to leave too.
+LEAVE_AT_EXIT_SECONDS = 1.0
 
 _CPU = torch.device("cpu")
 _CUDA = torch.device("cuda")
@@ -63,6 +67,7 @@ class ProcessGroupWarplink(GroupCalls, dist.ProcessGroup):  # type: ignore[misc]
         ranks_in_parent: list[int] | None = None,
         global_ranks: list[int] | None = None,
         name: str = "",
+        split_from: Any = None,
     ) -> None:
         dist.ProcessGroup.__init__(self, rank, size)  # type: ignore[call-arg]
         self._rank, self._size = rank, size
@@ -93,7 +98,9 @@ class ProcessGroupWarplink(GroupCalls, dist.ProcessGroup):  # type: ignore[misc]
         self._group_name = name
         self._group_desc = "undefined"
 
-        self._one_machine = joining.on_one_machine(self._store, rank, size, self._options.told)
+        self._one_machine = joining.on_one_machine(
+            self._store, rank, size, self._options.told, timeout.total_seconds()
+        )
         some_direct = self._options.direct_messages or self._options.direct_collectives
         self._may_go_direct = some_direct and self._one_machine and size > 1
         parent_communicator = parent._communicator if parent is not None else None
@@ -104,7 +111,7 @@ class ProcessGroupWarplink(GroupCalls, dist.ProcessGroup):  # type: ignore[misc]
         elif self._devices.get("cpu") == "gloo":
             self._start_gloo()
         if self._devices.get("cuda") == "warplink" and torch.cuda.is_available():
-            self._start_nccl()
+            self._start_nccl(split_from)
 
     # Starting the parts
 
@@ -149,13 +156,21 @@ class ProcessGroupWarplink(GroupCalls, dist.ProcessGroup):  # type: ignore[misc]
             self._gloo._set_sequence_number_for_group()
         self._register_default(_CPU, dist.ProcessGroup.BackendType.GLOO, self._gloo)
 
-    def _start_nccl(self) -> None:
+    def _start_nccl(self, split_from: Any) -> None:
+        """Makes NCCL's group; from ``split_from``, if that is NCCL's of a group whose ranks all split it."""
         if not dist.is_nccl_available():
             return
-        options = self._options.nccl_options or c10d.ProcessGroupNCCL.Options()
+        # The caller may make other groups with the same.
+        options = copy.deepcopy(self._options.nccl_options) or c10d.ProcessGroupNCCL.Options()
         options._timeout = self._timeout
         options.global_ranks_in_group = self._global_ranks
         options.group_name = self._group_name
+        if isinstance(split_from, c10d.ProcessGroupNCCL):
+            options.split_from = split_from
+            options.split_color = c10d._process_group_color(self._global_ranks)
+        elif getattr(options, "split_from", None) is not None:
+            # What another group was split from: its ranks do not take part now.
+            options.split_from = None
         store = dist.PrefixStore("nccl", self._store)
         self._nccl = c10d.ProcessGroupNCCL(store, self._rank, self._size, options)
         self._nccl._set_sequence_number_for_group()
@@ -266,8 +281,8 @@ class ProcessGroupWarplink(GroupCalls, dist.ProcessGroup):  # type: ignore[misc]
         self._check()
         self._monitored += 1
         limit = (self._timeout if timeout is None else timeout).total_seconds()
-        key = f"monitored/{self._monitored}"
-        monitored_barrier(self._store, key, self._rank, self._size, limit, wait_all_ranks)
+        number = self._monitored
+        monitored_barrier(self._store, number, self._rank, self._size, limit, wait_all_ranks)
 
     # What Warplink adds
 
@@ -399,6 +414,9 @@ class ProcessGroupWarplink(GroupCalls, dist.ProcessGroup):  # type: ignore[misc]
     def supports_splitting(self) -> bool:
         return True
 
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        """Nothing: on CPU tensors, where PyTorch asks this of the group itself, its members are connected."""
+
     @property
     def supports_coalescing(self) -> bool:
         return False
@@ -453,7 +471,7 @@ class ProcessGroupWarplink(GroupCalls, dist.ProcessGroup):  # type: ignore[misc]
             new_ranks.index(self._rank),
             len(new_ranks),
             timeout or self._timeout,
-            Options.read(opts) if opts is not None else self._options,
+            self._options.updated(opts),
             devices={
                 device: backend
                 for device, backend in self._devices.items()
@@ -505,8 +523,9 @@ class ProcessGroupWarplink(GroupCalls, dist.ProcessGroup):  # type: ignore[misc]
         failure = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
         if failure is not None:
             self._job.abort(f"its process ended with {failure!r}")
-        elif self._end():
-            joining.leave(self._job, 5.0)
+        elif self._end() and not joining.leave(self._job, LEAVE_AT_EXIT_SECONDS):
+            # They are to know before the process is gone.
+            self._job.abort("its process ended")
 
     def __repr__(self) -> str:
         return f"ProcessGroupWarplink(rank={self._rank}, size={self._size})"

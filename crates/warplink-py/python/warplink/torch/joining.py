@@ -17,6 +17,9 @@ from warplink.errors import from_kind
 #: Seconds that leaving waits for the other ranks.
 LEAVE_SECONDS = 10.0
 
+#: What members do that join.
+_MAKE = "make a process group"
+
 
 def machine() -> str:
     """What tells this machine from others, and containers that share no memory from one another."""
@@ -34,19 +37,19 @@ def store_of_this_time(store: dist.Store, rank: int) -> dist.Store:
     return dist.PrefixStore(f"warplink/{store.add(f'warplink/times/{rank}', 1)}", store)
 
 
-def on_one_machine(store: dist.Store, rank: int, size: int, options: str) -> bool:
+def on_one_machine(store: dist.Store, rank: int, size: int, options: str, limit: float) -> bool:
     """Whether all ``size`` members run on this machine. Blocks until all have said where they run.
 
-    Raises MismatchError, which names the peer, where ``options`` differ."""
-    store.set(f"warplink/machine/{rank}", f"{options}\n{machine()}")
-    told = [store.get(f"warplink/machine/{peer}").decode() for peer in range(size)]
+    Raises MismatchError, which names the peer, where ``options`` differ, and TimeoutError, which names one that has not
+    said it after ``limit`` seconds."""
+    told = all_gather(store, rank, size, "machine", f"{options}\n{machine()}", limit, _MAKE)
     for peer, (other, _, _) in enumerate(one.partition("\n") for one in told):
         if other != options:
             message = (
-                f"rank {rank}: make a process group: the peer has {other!r}; expected {options!r} "
+                f"rank {rank}: {_MAKE}: the peer has {other!r}; expected {options!r} "
                 f"(peer {peer}); help: pass the same options on every rank"
             )
-            raise from_kind("mismatch", message, rank=rank, peer=peer, operation="make a process group")
+            raise from_kind("mismatch", message, rank=rank, peer=peer, operation=_MAKE)
     return len(set(told)) == 1
 
 
@@ -59,36 +62,58 @@ def join(
         made = warplink.UniqueId.create("127.0.0.1")
         store.set(key, str(made))
     # The id is served as long as the object lives, so rank 0 joins with its own.
-    identity = made if rank == 0 else store.get(key).decode()
+    identity = made if rank == 0 else _get(store, key, rank, 0, timeout, _MAKE)
     return warplink.Job.join(
         rank, size, identity, device=device, ordinal=ordinal, timeout=timeout
     )
 
 
 def all_gather(
-    store: dist.Store, rank: int, size: int, key: str, word: str, limit: float
+    store: dist.Store,
+    rank: int,
+    size: int,
+    key: str,
+    word: str,
+    limit: float,
+    operation: str | None = None,
 ) -> list[str]:
-    """What every member says under ``key``, in rank order. Blocks until all have said it.
+    """What every member says under ``key``, in rank order, for ``operation``. Blocks until all have said it.
 
     Raises TimeoutError, which names one that has not after ``limit`` seconds."""
+    operation = operation or f"agree on {key}"
     store.set(f"warplink/{key}/{rank}", word)
     end = time.monotonic() + limit
-    for peer in range(size):
+
+    def word_of(peer: int) -> str:
         left = max(end - time.monotonic(), 0.001)
-        try:
-            store.wait([f"warplink/{key}/{peer}"], timedelta(seconds=left))
-        except RuntimeError as error:  # some stores raise no DistStoreError
-            message = (
-                f"rank {rank}: agree on {key}: the peer did not come in {limit:g} s; "
-                f"expected every member of the group to make the same calls (peer {peer})"
-            )
-            operation = f"agree on {key}"
-            raise from_kind("timeout", message, rank=rank, peer=peer, operation=operation) from error
-    return [store.get(f"warplink/{key}/{peer}").decode() for peer in range(size)]
+        return _get(store, f"warplink/{key}/{peer}", rank, peer, left, operation, limit)
+
+    return [word_of(peer) for peer in range(size)]
 
 
-def leave(job: warplink.Job, limit: float = LEAVE_SECONDS) -> None:
-    """Leaves ``job`` with the others, or without those that do not leave within ``limit`` seconds.
+def _get(
+    store: dist.Store,
+    key: str,
+    rank: int,
+    peer: int,
+    left: float,
+    operation: str,
+    limit: float | None = None,
+) -> str:
+    """What ``peer`` says under ``key``. Raises TimeoutError, which names it, after the ``left`` seconds of ``limit``."""
+    try:
+        store.wait([key], timedelta(seconds=left))
+    except RuntimeError as error:  # some stores raise no DistStoreError
+        message = (
+            f"rank {rank}: {operation}: the peer did not come in {limit or left:g} s; "
+            f"expected every member of the group to make the same calls (peer {peer})"
+        )
+        raise from_kind("timeout", message, rank=rank, peer=peer, operation=operation) from error
+    return store.get(key).decode()
+
+
+def leave(job: warplink.Job, limit: float = LEAVE_SECONDS) -> bool:
+    """Leaves ``job`` with the others; False where they do not leave within ``limit`` seconds.
 
     Never raises: a group that is destroyed owes nobody anything.
     """
@@ -103,3 +128,4 @@ def leave(job: warplink.Job, limit: float = LEAVE_SECONDS) -> None:
     thread = threading.Thread(target=close, name="warplink-leave", daemon=True)
     thread.start()
     thread.join(limit)
+    return not thread.is_alive()

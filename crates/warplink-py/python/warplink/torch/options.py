@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from typing import Any
 
@@ -45,6 +46,18 @@ class Options:
     def told(self) -> str:
         """What has to be the same on every rank."""
         return f"direct_messages={self.direct_messages}, direct_collectives={self.direct_collectives}"
+
+    def updated(self, given: Any) -> Options:
+        """The options of a group that is split from one with these, where ``pg_options`` is ``given``: PyTorch passes on
+        NCCL's alone."""
+        if given is None:
+            return self
+        read = Options.read(given)
+        if read is given:
+            return read
+        made = copy.copy(self)
+        made.nccl_options = read.nccl_options or self.nccl_options
+        return made
 
     @staticmethod
     def read(given: Any) -> Options:

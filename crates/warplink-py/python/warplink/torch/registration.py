@@ -45,7 +45,7 @@ def register() -> None:
 
 def _create(options: Any, backend_options: Any) -> ProcessGroupWarplink:
     """What ``torch.distributed`` makes a group with."""
-    devices, gloo, bound = _configuration()
+    devices, gloo, bound, split_from = _configuration()
     ranks = list(options.global_ranks_in_group)
     parent = c10d._get_default_group() if ranks and dist.is_initialized() else None
     group = ProcessGroupWarplink(
@@ -60,16 +60,18 @@ def _create(options: Any, backend_options: Any) -> ProcessGroupWarplink:
         ranks_in_parent=ranks or None,
         global_ranks=ranks,
         name=options.group_id,
+        split_from=split_from,
     )
-    if bound is not None:
+    # Groups that are bound are split by what serves the device, which on the CPU is the group itself.
+    if bound is not None and bound.type != "cpu":
         group.bound_device_id = bound
     _groups.add(group)
     return group
 
 
-def _configuration() -> tuple[dict[str, str], Any, Any]:
-    """The backend that was asked for on each device, the Gloo that was made already, and the device
-    that the group is bound to.
+def _configuration() -> tuple[dict[str, str], Any, Any, Any]:
+    """The backend that was asked for on each device, the Gloo that was made already, the device
+    that the group is bound to, and the backend whose split the ranks outside the group take part in.
 
     A backend in Python takes the place of the whole group, those of other devices included, and is not
     told of them; the caller knows.
@@ -88,9 +90,9 @@ def _configuration() -> tuple[dict[str, str], Any, Any]:
                 except (KeyError, RuntimeError):
                     # It comes after this one in the list of devices.
                     gloo = None
-            return devices, gloo, frame.f_locals.get("device_id")
+            return devices, gloo, frame.f_locals.get("device_id"), frame.f_locals.get("split_from")
         frame = frame.f_back
-    return {"cpu": "warplink", "cuda": "warplink"}, None, None
+    return {"cpu": "warplink", "cuda": "warplink"}, None, None, None
 
 
 def _batch_together() -> None:
