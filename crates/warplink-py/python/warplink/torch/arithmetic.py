@@ -88,7 +88,8 @@ def settle(tensor: torch.Tensor, written: torch.Tensor) -> None:
 
 
 def reduce_parts(parts: list[torch.Tensor], name: str) -> torch.Tensor:
-    """The reduction of ``parts``, in their order. Half precision is summed in single precision, and shorter floats are reduced in it."""
+    """The reduction of ``parts``, in their order. Half precision is summed in single precision, and shorter floats are
+    reduced in it."""
     first = parts[0]
     name, _, factor = name.partition("(")
     half = first.dtype in (torch.float16, torch.bfloat16)
