@@ -133,6 +133,149 @@ def test_collectives_beside_matmuls_are_replaced():
     on_ranks(compiled, WORLD, limit=COMPILING)
 
 
+def fuse_only(function, **options):
+    """``function`` compiled with the pass and without Inductor, which takes long."""
+    from torch._dynamo.backends.common import aot_autograd
+
+    from warplink.torch.fusion.graph_pass import FusionPass
+
+    def compiler(module, _):
+        FusionPass()(module.graph)
+        for node in module.graph.nodes:
+            assert node.op == "output" or "val" in node.meta, node
+        module.recompile()
+        return module.forward
+
+    return torch.compile(
+        function, fullgraph=True, backend=aot_autograd(fw_compiler=compiler), **options
+    )
+
+
+def forms(rank, world, _, place):
+    dist = start_compiling(rank, world, place)
+    import torch.distributed._functional_collectives as funcol
+    from torch.distributed._functional_collectives import all_gather_tensor, reduce_scatter_tensor
+
+    import warplink.torch
+
+    name = dist.group.WORLD.group_name
+    generator = torch.Generator().manual_seed(3)
+
+    def random(*shape):
+        return torch.randn(*shape, generator=generator)
+
+    def whole(a):
+        return funcol.wait_tensor(
+            torch.ops._c10d_functional.all_gather_into_tensor(a, world, name)
+        )
+
+    def scatter(a):
+        return funcol.wait_tensor(
+            torch.ops._c10d_functional.reduce_scatter_tensor(a, "sum", world, name)
+        )
+
+    def twice_gathered(a, b):
+        return all_gather_tensor(all_gather_tensor(a, 0, name) @ b, 0, name) @ b
+
+    def gathered_and_scattered(a, b):
+        return reduce_scatter_tensor(all_gather_tensor(a, 0, name) @ b, "sum", 1, name)
+
+    def twice_scattered(a, b):
+        return reduce_scatter_tensor(reduce_scatter_tensor(a @ b, "sum", 0, name) @ b, "sum", 0, name)
+
+    def scattered_and_gathered(a, b):
+        return all_gather_tensor(reduce_scatter_tensor(a @ b, "sum", 0, name), 0, name) @ b
+
+    def scattered_along_the_second(a, b):
+        return reduce_scatter_tensor(a @ b, "sum", 1, name)
+
+    def gathered(a, b):
+        return all_gather_tensor(a, 0, name) @ b
+
+    def gathered_and_kept(a, b):
+        a = all_gather_tensor(a, 0, name)
+        return a @ b, a.sum(-1)
+
+    def gathered_along_the_second(a, b):
+        return torch.cat(whole(a).chunk(world), 1) @ b
+
+    def gathered_in_lists(a, b):
+        return torch.cat(whole(a).split([a.shape[0]] * world), 1) @ b
+
+    def gathered_in_slices(a, b):
+        rows, every = a.shape[0], whole(a)
+        return torch.cat([every[rows * r : rows * (r + 1)] for r in range(world)], 1) @ b
+
+    def gathered_in_other_slices(a, b):
+        rows, every = a.shape[0], whole(a)
+        return torch.cat([every[rows * r : rows * (r + 1)] for r in (1, 0)], 1) @ b
+
+    def gathered_and_viewed(a, b):
+        return whole(a).view(1, -1, a.shape[-1]) @ b
+
+    def scattered_in_lists(a, b):
+        a = a @ b
+        return scatter(torch.cat(a.split([a.shape[1] // world] * world, 1)))
+
+    def scattered_in_slices(a, b):
+        a = a @ b
+        rows = a.shape[1] // world
+        return scatter(torch.cat([a[:, rows * r : rows * (r + 1)] for r in range(world)]))
+
+    def scattered_in_other_slices(a, b):
+        a = a @ b
+        rows = a.shape[1] // world
+        return scatter(torch.cat([a[:, rows * r : rows * (r + 1)] for r in (1, 0)]))
+
+    def scattered_and_viewed(a, b):
+        return scatter((a @ b).view(1, -1, b.shape[1]).view(2, -1, b.shape[1]))
+
+    b = random(16, 16) + rank
+    flat, deep = random(8, 16) + rank, random(2, 4, 16) + rank
+    one = random(1, 4, 16) + rank
+    cases = [
+        (twice_gathered, flat, [True, True]),
+        (twice_gathered, deep, [True, True]),
+        (gathered_and_scattered, deep, [True, False]),
+        (twice_scattered, flat, [True, True]),
+        (scattered_and_gathered, flat, [True, True]),
+        (gathered_and_kept, deep, [True]),
+        (gathered_along_the_second, one, [True]),
+        (gathered_in_lists, deep, [True]),
+        (gathered_in_slices, deep, [True]),
+        (gathered_in_other_slices, deep, [False]),
+        (gathered_and_viewed, one, [True]),
+        (scattered_in_lists, deep, [True]),
+        (scattered_in_slices, deep, [True]),
+        (scattered_in_other_slices, deep, [False]),
+        (scattered_and_viewed, deep, [True]),
+    ]
+    dynamic = [
+        (gathered, flat, [True]),
+        (gathered, deep, [True]),
+        (gathered_and_kept, deep, [True]),
+        (gathered_along_the_second, deep, [True]),
+        (scattered_along_the_second, deep, [True]),
+        (twice_scattered, flat, [True, True]),
+    ]
+    for symbols, function, a, expected in [
+        *((False, *case) for case in cases),
+        *((True, *case) for case in dynamic),
+    ]:
+        torch._dynamo.reset()
+        warplink.torch.fusion_report(clear=True)
+        with torch.no_grad():
+            got = fuse_only(function, dynamic=symbols)(a, b)
+        torch.testing.assert_close(got, function(a, b), rtol=1e-4, atol=1e-3)
+        found = warplink.torch.fusion_report()
+        assert [one.replaced for one in found] == expected, (function, symbols, found)
+    dist.destroy_process_group()
+
+
+def test_what_is_replaced_in_many_forms():
+    on_ranks(forms, WORLD, limit=COMPILING)
+
+
 def scaled(rank, world, _, place, device="cpu"):
     dist = start(rank, world, place)
     from torch.distributed._symmetric_memory import (
@@ -270,6 +413,96 @@ def test_scaled_matmuls_are_replaced():
     on_ranks(fp8_model, WORLD, limit=COMPILING)
 
 
+def graphs_of_scaled_matmuls(rank, world, _, place):
+    dist = start(rank, world, place)
+    import warplink.torch
+    from warplink.torch.fusion.graph_pass import FusionPass
+    from warplink.torch.fusion.nodes import FOLDED_SCALE
+
+    name, ops = dist.group.WORLD.group_name, torch.ops
+    fp8, out = torch.float8_e4m3fn, torch.bfloat16
+
+    def like(*sizes, dtype=torch.float32):
+        return torch.empty(sizes, device="meta", dtype=dtype)
+
+    def call(graph, target, *args, val):
+        node = graph.call_function(target, args)
+        node.meta["val"] = val
+        return node
+
+    def placeholder(graph, name, val):
+        node = graph.placeholder(name)
+        node.meta["val"] = val
+        return node
+
+    def matmul(graph, a, scales, folded):
+        b = placeholder(graph, "b", like(32, 16, dtype=fp8))
+        scale_a, scale_b = (
+            placeholder(graph, f"scale_{place}", like(*sizes)) for place, sizes in enumerate(scales)
+        )
+        result = placeholder(graph, "scale_result", like())
+        val = like(a.meta["val"].shape[0], 16, dtype=out)
+        node = call(graph, ops.aten._scaled_mm.default, a, b, scale_a, scale_b, None, result, out, val=val)
+        if folded:
+            node.meta[FOLDED_SCALE] = True
+        return node
+
+    def gather(scales, folded):
+        graph, whole = torch.fx.Graph(), like(16 * world, 32, dtype=fp8)
+        a = placeholder(graph, "a", like(16, 32, dtype=fp8))
+        target = ops._c10d_functional.all_gather_into_tensor.default
+        a = call(graph, target, a, world, name, val=whole)
+        a = call(graph, ops._c10d_functional.wait_tensor.default, a, val=whole)
+        graph.output((matmul(graph, a, scales, folded),))
+        return graph
+
+    def scatter(scales, folded):
+        graph, part = torch.fx.Graph(), like(16, 16, dtype=out)
+        a = placeholder(graph, "a", like(16 * world, 32, dtype=fp8))
+        product = matmul(graph, a, scales, folded)
+        target = ops._c10d_functional.reduce_scatter_tensor.default
+        result = call(graph, target, product, "sum", world, name, val=part)
+        result = call(graph, ops._c10d_functional.wait_tensor.default, result, val=part)
+        graph.output((result,))
+        return graph
+
+    rows = 16 * world
+    for scales, folded, reason in [
+        (((), ()), False, None),
+        (((rows, 1), (1, 16)), False, None),
+        (((rows, 4), ()), False, "expected one scale, or one for each row"),
+        (((), (1, 2)), False, "expected one scale, or one for each column"),
+        (((), ()), True, "moved a multiplication into"),
+    ]:
+        for make in (gather, scatter):
+            warplink.torch.fusion_report(clear=True)
+            FusionPass()(make(scales, folded))
+            (found,) = warplink.torch.fusion_report()
+            assert found.replaced == (reason is None), found
+            assert reason is None or reason in str(found), found
+    # A graph that lacks what the pass reads stays as it is.
+    graph = gather(((), ()), False)
+    for node in graph.nodes:
+        node.meta.clear()
+    warplink.torch.fusion_report(clear=True)
+    FusionPass()(graph)
+    (found,) = warplink.torch.fusion_report()
+    assert not found.replaced and "KeyError" in str(found), found
+    dist.destroy_process_group()
+
+
+def test_scales_that_the_operations_do_not_take_are_left():
+    on_ranks(graphs_of_scaled_matmuls, WORLD)
+
+
+def test_the_mark_of_folded_scales_is_that_of_inductor():
+    from torch._inductor import utils
+
+    from warplink.torch.fusion.nodes import FOLDED_SCALE
+
+    assert getattr(utils, "FOLDED_SCALED_MM_OUTPUT_SCALE", FOLDED_SCALE) == FOLDED_SCALE
+
+
 def tensor_parallel(rank, world, _, place):
     dist = start_compiling(rank, world, place)
     from torch.distributed.device_mesh import init_device_mesh
@@ -344,20 +577,68 @@ class Marker:
         return None
 
 
+def cosine_of_ones():
+    torch._dynamo.reset()
+    torch.compile(lambda x: x.cos().sum())(torch.ones(3))
+
+
 def test_the_pass_runs_behind_one_that_is_there():
-    from torch._inductor import config
+    from torch._inductor import config, custom_graph_pass
 
     import warplink.torch
 
+    several = hasattr(custom_graph_pass, "get_custom_graph_passes")
     marker = Marker()
     config.post_grad_custom_post_pass = marker
     try:
         warplink.torch.enable_fusion()
-        assert config.post_grad_custom_post_pass.uuid() is None
-        torch._dynamo.reset()
-        torch.compile(lambda x: x.cos().sum())(torch.ones(3))
+        if not several:
+            assert config.post_grad_custom_post_pass.uuid() is None
+        cosine_of_ones()
         assert marker.graphs == 1
         warplink.torch.disable_fusion()
         assert config.post_grad_custom_post_pass is marker
+        warplink.torch.disable_fusion()
+        assert config.post_grad_custom_post_pass is marker
+    finally:
+        config.post_grad_custom_post_pass = None
+
+
+def test_the_pass_runs_behind_several_that_are_there():
+    from torch._inductor import config, custom_graph_pass
+
+    import warplink.torch
+    from warplink.torch.fusion.graph_pass import FusionPass
+
+    if not hasattr(custom_graph_pass, "get_custom_graph_passes"):
+        pytest.skip("this release of PyTorch takes one pass")
+
+    class Aware(custom_graph_pass.CustomInferenceAwareGraphPass):
+        graphs = 0
+
+        def __call__(self, graph, is_inference):
+            self.graphs += 1
+
+        def uuid(self):
+            return None
+
+    aware, marker, late = Aware(), Marker(), Marker()
+    try:
+        for present in (None, aware, [marker], (marker, aware)):
+            config.post_grad_custom_post_pass = present
+            warplink.torch.enable_fusion()
+            warplink.torch.enable_fusion()
+            kinds = [type(one) for one in config.post_grad_custom_post_pass]
+            assert kinds.count(FusionPass) == 1 and kinds[-1] is FusionPass
+            aware.graphs = marker.graphs = 0
+            cosine_of_ones()
+            there = custom_graph_pass.get_custom_graph_passes(present)
+            assert (marker.graphs, aware.graphs) == (marker in there, aware in there)
+            warplink.torch.disable_fusion()
+            assert config.post_grad_custom_post_pass is present
+        warplink.torch.enable_fusion()
+        config.post_grad_custom_post_pass = [*config.post_grad_custom_post_pass, late]
+        warplink.torch.disable_fusion()
+        assert config.post_grad_custom_post_pass == [marker, aware, late]
     finally:
         config.post_grad_custom_post_pass = None

@@ -2,7 +2,7 @@
 
 Switched on by :func:`enable_fusion`, or by ``WARPLINK_TORCH_FUSION=1`` in the environment when
 ``warplink.torch`` is imported. It runs in ``torch.compile``'s Inductor after the other passes over a
-graph, and after a ``post_grad_custom_post_pass`` that is there already.
+graph, and after what is in ``post_grad_custom_post_pass`` already.
 
 Replaced are, on groups of Warplink whose members are on one machine:
 
@@ -27,22 +27,34 @@ def enable_fusion() -> None:
     # Inductor takes long to import, and is not needed before.
     from torch._inductor import config
 
-    from warplink.torch.fusion.graph_pass import FusionPass
+    from warplink.torch.fusion.graph_pass import FusionPass, passes_of
 
     present = config.post_grad_custom_post_pass
-    if not isinstance(present, FusionPass):
-        config.post_grad_custom_post_pass = FusionPass(present)
+    passes = passes_of(present)
+    if passes is None:
+        if not isinstance(present, FusionPass):
+            config.post_grad_custom_post_pass = FusionPass(present, present)
+    elif not any(isinstance(one, FusionPass) for one in passes):
+        config.post_grad_custom_post_pass = [*passes, FusionPass(restored=present)]
 
 
 def disable_fusion() -> None:
-    """Switches the pass off for what is compiled from now on, and restores the pass that was there."""
+    """Switches the pass off for what is compiled from now on, and restores the passes that were there."""
     from torch._inductor import config
 
-    from warplink.torch.fusion.graph_pass import FusionPass
+    from warplink.torch.fusion.graph_pass import FusionPass, passes_of
 
     present = config.post_grad_custom_post_pass
-    if isinstance(present, FusionPass):
-        config.post_grad_custom_post_pass = present.before
+    passes = passes_of(present)
+    own = [one for one in passes or (present,) if isinstance(one, FusionPass)]
+    if not own:
+        return
+    others = tuple(one for one in passes or () if one not in own)
+    restored = own[0].restored
+    if passes is not None and others != passes_of(restored):
+        # Somebody has added or removed passes since.
+        restored = list(others)
+    config.post_grad_custom_post_pass = restored
 
 
 def fusion_report(clear: bool = False) -> list[Fusion]:

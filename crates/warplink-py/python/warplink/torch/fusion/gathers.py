@@ -11,20 +11,31 @@ from torch.fx import Graph, Node
 
 from warplink.torch.fusion.nodes import (
     RESHAPES,
+    SPLITS,
     Matmul,
     arguments,
     aten,
+    call,
     check_group,
+    check_scales,
     descendants,
     erase,
     matmul_of,
     only_user,
     reshaped,
+    same,
+    same_sizes,
     shape,
+    size_readers,
+    split_of,
+    users_of,
+    value,
 )
-from warplink.torch.fusion.report import Fusion, Unfit, source_of
+from warplink.torch.fusion.report import Fusion, Unfit, fused
 
 KIND = "all-gather + matmul"
+
+TARGET = torch.ops._c10d_functional.all_gather_into_tensor.default
 
 
 @dataclass
@@ -33,60 +44,83 @@ class Gather:
 
     collective: Node
     group: str
+    #: The group's ranks.
+    size: int
     #: What each rank brings.
     shard: Node
     #: The first node that is the gathered tensor.
     result: Node
     dim: int = 0
-    #: Nodes from the collective to the result, the last first.
-    chain: list[Node] = field(default_factory=list)
+    #: Nodes from the collective to the result, the last first, with the dimension in which each has all ranks' parts.
+    chain: dict[Node, int | None] = field(default_factory=dict)
+
+    def follow(self, node: Node) -> None:
+        """Goes on to ``node``, which is the gathered tensor too."""
+        self.result = node
+        self.chain = {node: self.dim, **self.chain}
 
 
-def find(graph: Graph) -> list[Gather]:
-    """Every all-gather of a tensor in ``graph``."""
-    target = torch.ops._c10d_functional.all_gather_into_tensor.default
-    return [_gather(node) for node in graph.nodes if node.target is target]
+@dataclass(frozen=True)
+class Plan:
+    """What becomes of a gathered tensor."""
+
+    gather: Gather
+    #: Matrices that are the gathered tensor, users before what they use.
+    views: list[Node]
+    matmuls: list[Matmul]
+    #: Sizes of the gathered tensor.
+    whole: list[Any]
+    #: Whether more than the matmuls uses it.
+    keep: bool
 
 
-def _gather(collective: Node) -> Gather:
+def fuse(collective: Node) -> Fusion:
+    """Replaces ``collective`` and its matmuls, if it can be done."""
+    group = arguments(collective)["group_name"]
+    return fused(KIND, collective, group, lambda: _plan(_read(collective)), _replace)
+
+
+def _read(collective: Node) -> Gather:
     given = arguments(collective)
-    gather = Gather(collective, given["group_name"], given["input"], collective, 0, [collective])
+    gather = Gather(
+        collective, given["group_name"], given["group_size"], given["input"], collective, 0
+    )
+    gather.chain[collective] = 0
     wait = only_user(collective)
-    if wait is not None and wait.target is torch.ops._c10d_functional.wait_tensor.default:
-        _extend(gather, wait)
-        _follow_dimension(gather)
-        _follow_bytes(gather)
+    if wait is None or wait.target is not torch.ops._c10d_functional.wait_tensor.default:
+        raise Unfit("the collective is not waited for in the graph")
+    gather.follow(wait)
+    _follow_dimension(gather)
+    _follow_bytes(gather)
     return gather
-
-
-def _extend(gather: Gather, node: Node) -> None:
-    gather.result = node
-    gather.chain.insert(0, node)
 
 
 def _follow_dimension(gather: Gather) -> None:
     """Along another dimension than the first, the parts are split and joined again."""
-    split = only_user(gather.result)
-    if split is None or split.target is not aten.split.Tensor:
+    users = users_of(gather.result)
+    part = users[0] if users else None
+    if part is not None and part.target in SPLITS:
+        part = next(iter(part.users), None)
+    if part is None:
         return
-    given = arguments(split)
-    rows = shape(gather.shard)[0]
-    if given["dim"] != 0 or given["split_size"] != rows:
-        return
-    parts = list(split.users)
-    if any(part.target is not operator.getitem for part in parts):
-        return
-    parts.sort(key=lambda part: part.args[1])  # type: ignore[arg-type, return-value]
-    ends = [_bytes_again(part) or part for part in parts]
-    join = only_user(ends[0])
+    join = only_user(_bytes_again(part) or part)
     if join is None or join.target is not aten.cat.default:
         return
     given = arguments(join)
-    if list(given["tensors"]) != ends or len(parts) * rows != shape(gather.result)[0]:
+    ends = list(given["tensors"])
+    parts = [arguments(end)["self"] if end.target is aten.view.dtype else end for end in ends]
+    split = split_of(parts)
+    if split is None or split.source is not gather.result or split.dim != 0:
+        return
+    between = dict.fromkeys([*(end for end in ends if end not in parts), *split.nodes])
+    alone = all(only_user(node) is join for node in ends) and all(
+        only_user(part) in (end, join) for part, end in zip(parts, ends)
+    )
+    if len(parts) != gather.size or not alone or not set(users) <= between.keys():
         return
     gather.dim = given["dim"] % len(shape(join))
-    gather.chain[:0] = [join, *(end for end in ends if end not in parts), *parts, split]
     gather.result = join
+    gather.chain = {join: gather.dim, **between, **gather.chain}
 
 
 def _bytes_again(part: Node) -> Node | None:
@@ -98,42 +132,25 @@ def _bytes_again(part: Node) -> Node | None:
 def _follow_bytes(gather: Gather) -> None:
     """Types that the collective does not know travel as bytes: a view before, and one behind."""
     shard = gather.shard
-    if shard.target is not aten.view.dtype or shard.meta["val"].dtype != torch.uint8:
+    if shard.target is not aten.view.dtype or value(shard).dtype != torch.uint8:
         return
     origin = arguments(shard)["self"]
-    wanted = origin.meta["val"].dtype
-    if gather.result.meta["val"].dtype == wanted:
+    wanted = value(origin).dtype
+    if value(gather.result).dtype == wanted:
         gather.shard = origin
         return
     user = only_user(gather.result)
-    if user is not None and user.target is aten.view.dtype and user.meta["val"].dtype == wanted:
+    if user is not None and user.target is aten.view.dtype and value(user).dtype == wanted:
         gather.shard = origin
-        _extend(gather, user)
+        gather.follow(user)
 
 
-def fuse(gather: Gather) -> Fusion:
-    """Replaces ``gather`` and its matmuls, if it can be done."""
-    place = (KIND, gather.collective.name, str(gather.group))
-    source = source_of(gather.collective)
-    try:
-        count = _replace(gather)
-    except Unfit as unfit:
-        return Fusion(*place, False, reason=str(unfit), source=source)
-    return Fusion(*place, True, count, source=source)
-
-
-def _replace(gather: Gather) -> int:
+def _plan(gather: Gather) -> Plan:
     check_group(gather.group)
-    if gather.result is gather.collective:
-        raise Unfit("the collective is not waited for in the graph")
     whole = shape(gather.result)
     if gather.dim == len(whole) - 1:
         raise Unfit("it gathers along the dimension that the matmul sums over")
-    views = [
-        user
-        for user in gather.result.users
-        if user.target in RESHAPES and len(shape(user)) == 2 and shape(user)[1] == whole[-1]
-    ]
+    views = _views(gather.result)
     lefts = [gather.result, *views]
     found = [matmul_of(user) for left in lefts for user in left.users]
     matmuls = [matmul for matmul in found if matmul is not None and matmul.a in lefts]
@@ -143,28 +160,43 @@ def _replace(gather: Gather) -> int:
     matmuls = [one for one in matmuls if not any(node in after for node in one.operands)]
     if not matmuls:
         raise Unfit("what the matmul multiplies with depends on the gathered tensor")
+    matmuls = _scaled_well(matmuls)
     order = {node: place for place, node in enumerate(gather.result.graph.nodes)}
     matmuls.sort(key=lambda one: order[one.node])
     matmuls = _alike(matmuls)
+    taken = {*(one.node for one in matmuls), *views, *size_readers(gather.result)}
     users = {user for left in lefts for user in left.users}
-    keep = bool(users - {one.node for one in matmuls} - set(views))
-    graph = gather.result.graph
-    with graph.inserting_before(matmuls[0].node):
-        fused = _call(graph, gather, matmuls, whole, keep)
-        results = graph.call_function(operator.getitem, (fused, 1))
-        for place, matmul in enumerate(matmuls):
-            result = graph.call_function(operator.getitem, (results, place))
-            _substitute(graph, matmul, result, [*whole[:-1], shape(matmul.b)[1]])
-        if keep:
-            gathered = graph.call_function(operator.getitem, (fused, 0))
-            gather.result.replace_all_uses_with(gathered)
-    brought = arguments(gather.collective)["input"]
+    return Plan(gather, views[::-1], matmuls, whole, bool(users - taken))
+
+
+def _views(result: Node) -> list[Node]:
+    """Those that have the rows of ``result`` in its order, whatever dimensions count the rows; the first first."""
+    found: list[Node] = []
+    open_ = [result]
+    while open_:
+        node = open_.pop(0)
+        views = [
+            user
+            for user in node.users
+            if user.target in RESHAPES and same_sizes(shape(user)[-1:], shape(result)[-1:])
+        ]
+        found += views
+        open_ += views
+    return found
+
+
+def _scaled_well(matmuls: list[Matmul]) -> list[Matmul]:
+    """Those whose scales the fused operation takes. Raises :class:`Unfit` if none are left."""
+    fit, reason = [], None
     for matmul in matmuls:
-        erase([*matmul.node.users, matmul.node])
-    erase([*views, *gather.chain])
-    if brought is not gather.shard:
-        erase([brought])
-    return len(matmuls)
+        try:
+            check_scales(matmul)
+            fit.append(matmul)
+        except Unfit as unfit:
+            reason = unfit
+    if not fit and reason is not None:
+        raise reason
+    return fit
 
 
 def _alike(matmuls: list[Matmul]) -> list[Matmul]:
@@ -176,22 +208,64 @@ def _alike(matmuls: list[Matmul]) -> list[Matmul]:
     return [one for one in matmuls if kind(one) is kind(matmuls[0])]
 
 
-def _call(
-    graph: Graph, gather: Gather, matmuls: list[Matmul], whole: list[Any], keep: bool
-) -> Node:
+def _replace(plan: Plan) -> int:
+    gather, matmuls = plan.gather, plan.matmuls
+    brought = arguments(gather.collective)["input"]
+    graph = gather.result.graph
+    sizes = [[*plan.whole[:-1], shape(matmul.b)[1]] for matmul in matmuls]
+    vals = [value(matmul.node).new_empty(each) for matmul, each in zip(matmuls, sizes)]
+    with graph.inserting_before(gather.collective):
+        _read_sizes_of_shard(graph, gather, brought)
+    with graph.inserting_before(matmuls[0].node):
+        whole = value(gather.result)
+        operation = _call(graph, plan, (whole if plan.keep else None, vals))
+        results = call(graph, operator.getitem, (operation, 1), vals)
+        for place, matmul in enumerate(matmuls):
+            result = call(graph, operator.getitem, (results, place), vals[place])
+            _substitute(graph, matmul, result)
+        if plan.keep:
+            gathered = call(graph, operator.getitem, (operation, 0), whole)
+            gather.result.replace_all_uses_with(gathered)
+    for matmul in matmuls:
+        erase([*matmul.node.users, matmul.node])
+    erase([*plan.views, *gather.chain])
+    if brought is not gather.shard:
+        erase([brought])
+    return len(matmuls)
+
+
+def _read_sizes_of_shard(graph: Graph, gather: Gather, brought: Node) -> None:
+    """Lets those that read sizes of nodes which go away read them of what each rank brings."""
+    for node, whole in gather.chain.items():
+        for reader in size_readers(node):
+            dim = arguments(reader)["dim"] % len(shape(node))
+            source = gather.shard if value(node).dtype == value(gather.shard).dtype else brought
+            size = shape(source)[dim]
+            read = call(graph, aten.sym_size.int, (source, dim), size)
+            if dim == whole:
+                read = call(graph, operator.mul, (read, gather.size), size * gather.size)
+            reader.replace_all_uses_with(read)
+            erase([reader])
+
+
+def _call(graph: Graph, plan: Plan, val: Any) -> Node:
+    gather, matmuls = plan.gather, plan.matmuls
     rights = [matmul.b for matmul in matmuls]
     if matmuls[0].scaled is None:
-        return graph.call_function(
+        return call(
+            graph,
             torch.ops.warplink.fused_all_gather_matmul.default,
             (gather.shard, rights, gather.dim, gather.group),
-            {"return_A": keep},
+            val,
+            return_A=plan.keep,
         )
     scaled = [matmul.scaled or {} for matmul in matmuls]
     scale = scaled[0]["scale_a"]
-    if scale.meta["val"].numel() != 1:
+    if not same(value(scale).numel(), 1):
         # One scale for each row of the gathered matrix, which every rank has.
-        scale = reshaped(graph, scale, [*whole[:-1], 1], shape(scale))
-    return graph.call_function(
+        scale = reshaped(graph, scale, [*plan.whole[:-1], 1])
+    return call(
+        graph,
         torch.ops.warplink.fused_all_gather_scaled_matmul.default,
         (
             gather.shard,
@@ -205,18 +279,19 @@ def _call(
             [given["out_dtype"] for given in scaled],
             [given["use_fast_accum"] for given in scaled],
         ),
+        (value(gather.result), val[1]),
     )
 
 
-def _substitute(graph: Graph, matmul: Matmul, result: Node, sizes: list[Any]) -> None:
-    """Lets the users of ``matmul`` use ``result``, which has ``sizes``."""
+def _substitute(graph: Graph, matmul: Matmul, result: Node) -> None:
+    """Lets the users of ``matmul`` use ``result``."""
     flat = shape(matmul.node)
     if matmul.bias is not None:
         if len(shape(matmul.bias)) > 1:
-            result, sizes = reshaped(graph, result, flat, sizes), flat
-        result = graph.call_function(aten.add.Tensor, (result, matmul.bias))
+            result = reshaped(graph, result, flat)
+        result = call(graph, aten.add.Tensor, (result, matmul.bias), value(result))
     for user in list(matmul.node.users):
-        if user.target in RESHAPES and shape(user) == sizes:
+        if user.target in RESHAPES and same_sizes(shape(user), shape(result)):
             user.replace_all_uses_with(result)
         else:
-            user.replace_input_with(matmul.node, reshaped(graph, result, flat, sizes))
+            user.replace_input_with(matmul.node, reshaped(graph, result, flat))

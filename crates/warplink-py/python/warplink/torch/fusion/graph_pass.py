@@ -6,6 +6,7 @@ import pathlib
 from typing import Any
 
 import torch
+from torch._inductor import custom_graph_pass
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch._inductor.pattern_matcher import stable_topological_sort
 
@@ -13,18 +14,28 @@ from warplink.torch.fusion import gathers, scatters
 from warplink.torch.fusion.report import decisions
 
 
-class FusionPass(CustomGraphPass):
-    """Replaces collectives beside matmuls. ``before`` is a pass that runs first, on the same graph."""
+def passes_of(configured: Any) -> tuple[Any, ...] | None:
+    """The passes in ``configured``; None in releases of PyTorch that take one pass only."""
+    separate = getattr(custom_graph_pass, "get_custom_graph_passes", None)
+    return None if separate is None else tuple(separate(configured))
 
-    def __init__(self, before: Any | None = None) -> None:
+
+class FusionPass(CustomGraphPass):
+    """Replaces collectives beside matmuls. ``before`` is a pass that runs first, on the same graph; ``restored`` is
+    what is to be in the configuration when this is taken out."""
+
+    def __init__(self, before: Any | None = None, restored: Any | None = None) -> None:
         self.before = before
+        self.restored = restored
 
     def __call__(self, graph: torch.fx.Graph) -> None:
         if self.before is not None:
             self.before(graph)
+        # Replacing one collective changes what is around others: each is read when its turn comes.
         made = [
-            *(gathers.fuse(gather) for gather in gathers.find(graph)),
-            *(scatters.fuse(scatter) for scatter in scatters.find(graph)),
+            part.fuse(node)
+            for part in (gathers, scatters)
+            for node in [node for node in graph.nodes if node.target is part.TARGET]
         ]
         decisions.extend(made)
         if any(decision.replaced for decision in made):

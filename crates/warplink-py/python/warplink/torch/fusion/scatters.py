@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import operator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,18 +13,27 @@ from warplink.torch.fusion.nodes import (
     Matmul,
     arguments,
     aten,
+    call,
     check_group,
+    check_scales,
     erase,
     matmul_of,
     only_user,
     reshaped,
+    same_sizes,
     shape,
+    size_readers,
+    split_of,
+    users_of,
+    value,
 )
-from warplink.torch.fusion.report import Fusion, Unfit, source_of
+from warplink.torch.fusion.report import Fusion, Unfit, fused
 
 KIND = "matmul + reduce-scatter"
 
 c10d_functional = torch.ops._c10d_functional
+
+TARGET = c10d_functional.reduce_scatter_tensor.default
 
 
 @dataclass
@@ -39,16 +47,29 @@ class Scatter:
     source: Node
     dim: int
     #: Nodes from the source to the collective, the last first.
-    chain: list[Node]
+    chain: list[Node] = field(default_factory=list)
 
 
-def find(graph: Graph) -> list[Scatter]:
-    """Every reduce-scatter of a tensor in ``graph``."""
-    target = c10d_functional.reduce_scatter_tensor.default
-    return [_scatter(node) for node in graph.nodes if node.target is target]
+@dataclass(frozen=True)
+class Plan:
+    """What becomes of a reduce-scatter."""
+
+    scatter: Scatter
+    matmul: Matmul
+    #: Nodes from the matmul to the source, the last first.
+    inner: list[Node]
+    wait: Node
+    #: Sizes of the source.
+    sizes: list[Any]
 
 
-def _scatter(collective: Node) -> Scatter:
+def fuse(collective: Node) -> Fusion:
+    """Replaces ``collective`` and its matmul, if it can be done."""
+    group = arguments(collective)["group_name"]
+    return fused(KIND, collective, group, lambda: _plan(_read(collective)), _replace)
+
+
+def _read(collective: Node) -> Scatter:
     given = arguments(collective)
     scatter = Scatter(
         collective, given["group_name"], given["reduce_op"], given["input"], 0, [collective]
@@ -64,78 +85,75 @@ def _follow_dimension(scatter: Scatter, size: int) -> None:
         return
     given = arguments(join)
     parts = list(given["tensors"])
-    if given["dim"] != 0 or any(part.target is not operator.getitem for part in parts):
+    split = split_of(parts)
+    if given["dim"] % len(shape(join)) or split is None or len(parts) != size:
         return
-    split = parts[0].args[0]
-    if split.target is not aten.split.Tensor or [part.args for part in parts] != [
-        (split, place) for place in range(size)
-    ]:
-        return
-    given = arguments(split)
-    source = given["self"]
-    dim = given["dim"] % len(shape(source))
-    if given["split_size"] * size == shape(source)[dim] and len(split.users) == size:
-        scatter.source, scatter.dim = source, dim
-        scatter.chain += [join, *parts, split]
+    if all(only_user(part) is join for part in parts):
+        scatter.source, scatter.dim = split.source, split.dim
+        scatter.chain += [join, *split.nodes]
 
 
-def fuse(scatter: Scatter) -> Fusion:
-    """Replaces ``scatter`` and its matmul, if it can be done."""
-    place = (KIND, scatter.collective.name, str(scatter.group))
-    source = source_of(scatter.collective)
-    try:
-        _replace(scatter)
-    except Unfit as unfit:
-        return Fusion(*place, False, reason=str(unfit), source=source)
-    return Fusion(*place, True, 1, source=source)
-
-
-def _replace(scatter: Scatter) -> None:
+def _plan(scatter: Scatter) -> Plan:
     check_group(scatter.group)
     if scatter.reduce_op not in ("sum", "avg"):
         raise Unfit(f"the operator is {scatter.reduce_op}, not sum or avg")
-    view = scatter.source if scatter.source.target in RESHAPES else None
-    matmul = matmul_of(arguments(view)["self"] if view is not None else scatter.source)
+    inner, node = [], scatter.source
+    while node.target in RESHAPES:
+        inner.append(node)
+        node = arguments(node)["self"]
+    matmul = matmul_of(node)
     if matmul is None:
         raise Unfit("what it reduces is not the result of a matmul")
-    if view is not None and shape(view)[-1] != shape(matmul.node)[-1]:
+    inner.append(matmul.node)
+    if any(not same_sizes(shape(view)[-1:], shape(matmul.node)[-1:]) for view in inner):
         raise Unfit("the matmul's result is reshaped across its columns")
     sizes = shape(scatter.source)
     if scatter.dim == len(sizes) - 1:
         raise Unfit("it scatters along the columns of the matmul's result")
-    inner = [matmul.node] if view is None else [view, matmul.node]
-    if any(only_user(node) is None for node in inner):
+    alone = set(users_of(scatter.source)) <= set(scatter.chain)
+    if not alone or any(only_user(node) is None for node in inner[1:]):
         raise Unfit("the matmul's result is used elsewhere too")
-    waits = [user for user in scatter.collective.users if user.target != "output"]
+    if any(size_readers(node) for node in [*inner, *scatter.chain[1:]]):
+        raise Unfit("sizes of the matmul's result are read elsewhere too")
+    waits = [user for user in users_of(scatter.collective) if user.target != "output"]
     if len(waits) != 1 or waits[0].target is not c10d_functional.wait_tensor.default:
         raise Unfit("the collective is not waited for in the graph")
     if matmul.bias is not None and len(shape(matmul.bias)) != 1:
         raise Unfit("the matmul adds a matrix")
-    graph, wait = scatter.collective.graph, waits[0]
+    check_scales(matmul)
+    return Plan(scatter, matmul, inner, waits[0], sizes)
+
+
+def _replace(plan: Plan) -> int:
+    scatter, matmul, wait = plan.scatter, plan.matmul, plan.wait
+    graph = scatter.collective.graph
     with graph.inserting_before(wait):
-        result = _call(graph, scatter, matmul, sizes)
+        result = _call(graph, plan)
         if matmul.bias is not None:
             # Every rank adds its own bias to all rows: the rows' sum has the sum of them.
-            total = graph.call_function(
-                c10d_functional.all_reduce.default,
-                (matmul.bias, scatter.reduce_op, scatter.group),
-            )
-            total = graph.call_function(c10d_functional.wait_tensor.default, (total,))
-            result = graph.call_function(aten.add.Tensor, (result, total))
+            reduced = (matmul.bias, scatter.reduce_op, scatter.group)
+            total = call(graph, c10d_functional.all_reduce.default, reduced, value(matmul.bias))
+            total = call(graph, c10d_functional.wait_tensor.default, (total,), value(matmul.bias))
+            result = call(graph, aten.add.Tensor, (result, total), value(wait))
     wait.replace_all_uses_with(result)
     scatter.collective.replace_all_uses_with(result, delete_user_cb=lambda user: user is not wait)
-    erase([wait, *scatter.chain, *inner])
+    erase([wait, *scatter.chain, *plan.inner])
+    return 1
 
 
-def _call(graph: Graph, scatter: Scatter, matmul: Matmul, sizes: list[Any]) -> Node:
+def _call(graph: Graph, plan: Plan) -> Node:
+    scatter, matmul, sizes = plan.scatter, plan.matmul, plan.sizes
     if matmul.scaled is None:
         left = _left(graph, matmul, [*sizes[:-1], shape(matmul.a)[1]])
-        return graph.call_function(
+        return call(
+            graph,
             torch.ops.warplink.fused_matmul_reduce_scatter.default,
             (left, matmul.b, scatter.reduce_op, scatter.dim, scatter.group),
+            value(plan.wait),
         )
     given = matmul.scaled
-    return graph.call_function(
+    return call(
+        graph,
         torch.ops.warplink.fused_scaled_matmul_reduce_scatter.default,
         (
             matmul.a,
@@ -152,12 +170,13 @@ def _call(graph: Graph, scatter: Scatter, matmul: Matmul, sizes: list[Any]) -> N
             given["out_dtype"],
             given["use_fast_accum"],
         ),
+        value(plan.wait),
     )
 
 
 def _left(graph: Graph, matmul: Matmul, sizes: list[Any]) -> Node:
     """The matmul's left operand with as many dimensions as its result has."""
     left = matmul.a
-    if left.target in RESHAPES and shape(arguments(left)["self"]) == sizes:
+    if left.target in RESHAPES and same_sizes(shape(arguments(left)["self"]), sizes):
         return arguments(left)["self"]
-    return reshaped(graph, left, sizes, shape(left))
+    return reshaped(graph, left, sizes)
