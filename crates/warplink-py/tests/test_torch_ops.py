@@ -87,3 +87,22 @@ def sizes(rank, world, _, place):
 def test_plans_of_many_sizes_take_limited_memory():
     for full, last in on_ranks(sizes, 2):
         assert last <= full + 40, (full, last)
+
+
+def buffers(rank, world, _, place):
+    dist = start(rank, world, place)
+    group = dist.distributed_c10d._get_default_group()
+    types = (torch.float8_e4m3fn, torch.uint16, torch.uint32, torch.uint64, torch.float32)
+    for offset, dtype in enumerate(types):
+        own = group.get_p2p_buffer(rank, (2, 8), dtype, offset)
+        assert (own.dtype, own.shape) == (dtype, (2, 8))
+        own.view(torch.uint8).fill_(rank + 1)
+        dist.barrier()
+        theirs = group.get_p2p_buffer(1 - rank, (2, 8), dtype, offset)
+        assert (theirs.view(torch.uint8) == 2 - rank).all()
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_buffers_hold_all_element_types():
+    on_ranks(buffers, 2)

@@ -102,8 +102,6 @@ class Workspace:
         self, rank: int, shape: list[int], dtype: torch.dtype, storage_offset: int
     ) -> torch.Tensor:
         """A tensor in the buffer of ``rank``."""
-        if dtype not in DTYPES:
-            raise InvalidArgumentError(f"{dtype} has no name in Warplink")
         first = storage_offset * dtype.itemsize
         last = first + math.prod(shape) * dtype.itemsize
         if not 0 <= first < last <= self._buffer_size:
@@ -114,8 +112,9 @@ class Workspace:
         buffers = self._exchange_buffers()
         if not 0 <= rank < len(buffers):
             raise InvalidArgumentError(f"there is no rank {rank}; expected one below {len(buffers)}")
-        view = buffers[rank].slice(first, last).view(shape, DTYPES[dtype])
-        return torch.from_dlpack(view)
+        # As bytes, since not every element type of PyTorch has a name in Warplink.
+        view = buffers[rank].slice(first, last).view([last - first], "u8")
+        return torch.from_dlpack(view).view(dtype).view(shape)
 
     def _exchange_buffers(self) -> list[Any]:
         """Every rank's buffer, mapped here; made at the first call, by all ranks at the same time."""
