@@ -53,6 +53,7 @@ impl CollectiveEngine {
     #[pyo3(signature = (stream, sends=Vec::new(), receives=Vec::new()))]
     fn exchange(
         &self,
+        py: Python<'_>,
         stream: &Stream,
         sends: Vec<(usize, Bound<'_, PyAny>)>,
         receives: Vec<(usize, Bound<'_, PyAny>)>,
@@ -62,7 +63,9 @@ impl CollectiveEngine {
             sends: reader.ends("sends", &sends)?,
             receives: reader.for_targets().ends("receives", &receives)?,
         };
-        self.engine.enqueue(stream.live()?, &request).map_err(raise)
+        let stream = stream.live()?;
+        py.detach(|| self.engine.enqueue(stream, &request))
+            .map_err(raise)
     }
 
     /// Ends what is under way: streams that do it fail, and later calls raise ClosedError.

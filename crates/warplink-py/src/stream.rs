@@ -70,27 +70,33 @@ impl Stream {
     /// Copies `source` to `target`, arrays, regions or memory of the same length in bytes. Both are kept
     /// until the copy is done.
     fn copy(&self, target: &Bound<'_, PyAny>, source: &Bound<'_, PyAny>) -> PyResult<()> {
-        let target = Array::resolve_target(target, &self.place, Some(self.raw_handle()))?;
-        let source = Array::resolve(source, &self.place, Some(self.raw_handle()))?;
-        self.live()?
-            .copy(&target.slice, &source.slice)
+        let into = Array::resolve_target(target, &self.place, Some(self.raw_handle()))?;
+        let from = Array::resolve(source, &self.place, Some(self.raw_handle()))?;
+        let stream = self.live()?;
+        target
+            .py()
+            .detach(|| stream.copy(&into.slice, &from.slice))
             .map_err(raise)
     }
 
     /// Sets every byte of `target` to `byte`.
     fn fill(&self, target: &Bound<'_, PyAny>, byte: u8) -> PyResult<()> {
-        let target = Array::resolve_target(target, &self.place, Some(self.raw_handle()))?;
-        self.live()?.fill(&target.slice, byte).map_err(raise)
+        let into = Array::resolve_target(target, &self.place, Some(self.raw_handle()))?;
+        let stream = self.live()?;
+        let filled = target.py().detach(|| stream.fill(&into.slice, byte));
+        filled.map_err(raise)
     }
 
     /// Marks this point of the stream in `event`; an earlier mark is forgotten.
-    fn record(&self, event: &Event) -> PyResult<()> {
-        self.live()?.record(event.0.get()?).map_err(raise)
+    fn record(&self, py: Python<'_>, event: &Event) -> PyResult<()> {
+        let (stream, event) = (self.live()?, event.0.get()?);
+        py.detach(|| stream.record(event)).map_err(raise)
     }
 
     /// Holds the stream until the point that `event` marked when this was called.
-    fn wait_event(&self, event: &Event) -> PyResult<()> {
-        self.live()?.wait_event(event.0.get()?).map_err(raise)
+    fn wait_event(&self, py: Python<'_>, event: &Event) -> PyResult<()> {
+        let (stream, event) = (self.live()?, event.0.get()?);
+        py.detach(|| stream.wait_event(event)).map_err(raise)
     }
 
     /// Blocks until everything enqueued so far is done, at most `timeout` seconds (the job's if None).
@@ -149,8 +155,9 @@ impl Event {
 #[pymethods]
 impl Graph {
     /// Enqueues the whole graph on `stream`.
-    fn launch(&self, stream: &Stream) -> PyResult<()> {
-        self.0.get()?.launch(stream.live()?).map_err(raise)
+    fn launch(&self, py: Python<'_>, stream: &Stream) -> PyResult<()> {
+        let (graph, stream) = (self.0.get()?, stream.live()?);
+        py.detach(|| graph.launch(stream)).map_err(raise)
     }
 
     /// How many operations it holds.
