@@ -14,6 +14,9 @@ use warplink::device::DeviceSlice;
 use warplink::program::Bindings;
 use warplink::{DeviceKind, Error, ErrorKind, Rank};
 
+/// Levels of records in records that are read.
+const MAX_NESTING: usize = 64;
+
 /// An array that was resolved: its memory and, where it is known, what is in it.
 #[derive(Clone, Debug)]
 pub(crate) struct Array {
@@ -136,17 +139,18 @@ impl<'a> Reader<'a> {
         let typestr: String = field("typestr")?.extract()?;
         let shape: Vec<i64> = field("shape")?.extract()?;
         let item_bytes = item_bytes(&typestr, name)?;
+        if typestr.get(1..2) == Some("V") && has_objects(object, interface)? {
+            let error = Error::invalid(
+                "the array has fields that are Python objects; expected numbers or raw bytes in all of them",
+            );
+            return Err(raise(error.with_operation(format!("read {name}"))));
+        }
         let strides: Option<Vec<i64>> = match interface.get_item("strides")? {
             Some(strides) => strides.extract()?,
             None => None,
         };
-        // In bytes there, in elements here.
-        let strides = strides.map(|strides| {
-            let elements = strides
-                .iter()
-                .map(|stride| stride / item_bytes.max(1) as i64);
-            elements.collect()
-        });
+        let strides = strides.map(|strides| in_elements(&strides, &shape, item_bytes, name));
+        let strides = strides.transpose()?;
         let described = dlpack::Described {
             address,
             device: (dlpack::CPU, 0),
@@ -310,6 +314,64 @@ fn item_bytes(typestr: &str, name: &str) -> PyResult<usize> {
         let error = error.with_operation(format!("read {name}"));
         raise(error.with_help("pass a view of its bytes, if these are to be moved"))
     })
+}
+
+/// The `strides` of an array in elements, which its interface tells in bytes.
+fn in_elements(
+    strides: &[i64],
+    shape: &[i64],
+    item_bytes: usize,
+    name: &str,
+) -> PyResult<Vec<i64>> {
+    let item_bytes = i64::try_from(item_bytes.max(1)).unwrap_or(i64::MAX);
+    // Where there is one element or none along a dimension, the stride means nothing.
+    let counts = !shape.contains(&0);
+    let whole = |(stride, extent): (&i64, &i64)| stride % item_bytes == 0 || *extent == 1;
+    if counts && !strides.iter().zip(shape).all(whole) {
+        let error = Error::invalid(format!(
+            "an array of shape {shape:?} has strides of {strides:?} bytes; expected contiguous rows of elements of \
+             {item_bytes} bytes"
+        ));
+        let error = error.with_operation(format!("read {name}"));
+        return Err(raise(error.with_help("pass a contiguous copy")));
+    }
+    Ok(strides.iter().map(|stride| stride / item_bytes).collect())
+}
+
+/// Whether records of an array have fields that are addresses of Python objects. NumPy says so itself, whatever the
+/// fields' order; others describe the fields.
+fn has_objects(object: &Bound<'_, PyAny>, interface: &Bound<'_, PyDict>) -> PyResult<bool> {
+    if let Ok(has) = object
+        .getattr("dtype")
+        .and_then(|dtype| dtype.getattr("hasobject"))
+        && has.is_truthy()?
+    {
+        return Ok(true);
+    }
+    match interface.get_item("descr")? {
+        Some(fields) if !fields.is_none() => describes_objects(&fields, 0),
+        _ => Ok(false),
+    }
+}
+
+/// Whether a field among `fields`, pairs of a name and a type, which may be such a list too, is a Python object.
+fn describes_objects(fields: &Bound<'_, PyAny>, depth: usize) -> PyResult<bool> {
+    if depth > MAX_NESTING {
+        return Err(invalid(format!(
+            "fields are nested more than {MAX_NESTING} deep; expected fewer levels"
+        )));
+    }
+    for field in fields.try_iter()? {
+        let kind = field?.get_item(1)?;
+        let found = match kind.extract::<String>() {
+            Ok(typestr) => typestr.get(1..2) == Some("O"),
+            Err(_) => describes_objects(&kind, depth + 1)?,
+        };
+        if found {
+            return Ok(true);
+        }
+    }
+    Ok(false)
 }
 
 /// Whether the elements lie in the order of their indices without gaps.
