@@ -2,6 +2,7 @@
 
 use crate::array::Array;
 use crate::errors::{invalid, raise};
+use crate::number::whole;
 use crate::owner::Detached;
 use crate::place::Place;
 use crate::region::Region;
@@ -40,7 +41,12 @@ pub(crate) struct Connections {
 impl Connect {
     #[new]
     #[pyo3(signature = (region, peer, tag=0, transport=None))]
-    fn new(region: &Region, peer: usize, tag: u64, transport: Option<&str>) -> PyResult<Self> {
+    fn new(
+        region: &Region,
+        #[pyo3(from_py_with = whole)] peer: usize,
+        #[pyo3(from_py_with = whole)] tag: u64,
+        transport: Option<&str>,
+    ) -> PyResult<Self> {
         let request = ConnectionRequest::new(peer, tag, &region.registered()?);
         Ok(Self(match transport {
             None => request,
@@ -102,21 +108,33 @@ impl Connection {
     /// with what kernels do but a signal of a kernel that follows on `stream`. Raises InvalidArgumentError past
     /// the end of the peer's region.
     #[pyo3(signature = (stream, source, offset=0))]
-    fn write(&self, stream: &Stream, source: &Bound<'_, PyAny>, offset: u64) -> PyResult<()> {
-        let source = Array::resolve(source, &self.place, Some(stream.raw_handle()))?;
-        let inner = self.inner.get("connection")?;
-        inner
-            .write(stream.live()?, offset, source.slice)
+    fn write(
+        &self,
+        stream: &Stream,
+        source: &Bound<'_, PyAny>,
+        #[pyo3(from_py_with = whole)] offset: u64,
+    ) -> PyResult<()> {
+        let from = Array::resolve(source, &self.place, Some(stream.raw_handle()))?;
+        let (inner, stream) = (self.inner.get("connection")?, stream.live()?);
+        source
+            .py()
+            .detach(|| inner.write(stream, offset, from.slice))
             .map_err(raise)
     }
 
     /// Enqueues a copy from byte `offset` of the peer's region on to `target`, an array; see `write`.
     #[pyo3(signature = (stream, target, offset=0))]
-    fn read(&self, stream: &Stream, target: &Bound<'_, PyAny>, offset: u64) -> PyResult<()> {
-        let target = Array::resolve_target(target, &self.place, Some(stream.raw_handle()))?;
-        let inner = self.inner.get("connection")?;
-        inner
-            .read(stream.live()?, target.slice, offset)
+    fn read(
+        &self,
+        stream: &Stream,
+        target: &Bound<'_, PyAny>,
+        #[pyo3(from_py_with = whole)] offset: u64,
+    ) -> PyResult<()> {
+        let into = Array::resolve_target(target, &self.place, Some(stream.raw_handle()))?;
+        let (inner, stream) = (self.inner.get("connection")?, stream.live()?);
+        target
+            .py()
+            .detach(|| inner.read(stream, into.slice, offset))
             .map_err(raise)
     }
 
@@ -156,7 +174,11 @@ impl Connections {
 impl Connections {
     /// The connection to `peer` with `tag`. Raises InvalidArgumentError where there is none.
     #[pyo3(signature = (peer, tag=0))]
-    fn find(&self, peer: usize, tag: u64) -> PyResult<Connection> {
+    fn find(
+        &self,
+        #[pyo3(from_py_with = whole)] peer: usize,
+        #[pyo3(from_py_with = whole)] tag: u64,
+    ) -> PyResult<Connection> {
         let inner = self.inner.get("list of connections")?;
         let found = inner.find(peer, tag).map_err(raise)?;
         Ok(Connection::new(found.clone(), &self.place))
@@ -166,7 +188,8 @@ impl Connections {
         Ok(self.inner.get("list of connections")?.all().len())
     }
 
-    fn __getitem__(&self, index: usize) -> PyResult<Connection> {
+    fn __getitem__(&self, index: &Bound<'_, PyAny>) -> PyResult<Connection> {
+        let index: usize = whole(index)?;
         let mut all = self.all()?;
         if index >= all.len() {
             return Err(pyo3::exceptions::PyIndexError::new_err(format!(

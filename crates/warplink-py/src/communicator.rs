@@ -8,6 +8,7 @@ use crate::errors::raise;
 use crate::executor::Executor;
 use crate::kernel::Module;
 use crate::memory::{Memory, View};
+use crate::number::whole;
 use crate::owner::{Detached, Owner};
 use crate::place::Place;
 use crate::region::{Region, RemoteRegion, seconds};
@@ -94,7 +95,12 @@ impl Communicator {
     /// The communicator of the ranks that give the same `color` (at least 0), ordered by `key`, then by
     /// rank. Every rank calls it at the same time. Blocks until all have.
     #[pyo3(signature = (color, key=0))]
-    fn split(&self, py: Python<'_>, color: u64, key: i64) -> PyResult<Self> {
+    fn split(
+        &self,
+        py: Python<'_>,
+        #[pyo3(from_py_with = whole)] color: u64,
+        key: i64,
+    ) -> PyResult<Self> {
         let inner = self.inner()?;
         let made = py.detach(|| inner.split(color, key)).map_err(raise)?;
         Ok(self.another(made))
@@ -128,7 +134,11 @@ impl Communicator {
 
     /// Allocates `nbytes` of device memory (more than 0) and registers it for peers. The content is
     /// undefined. Raises OutOfMemoryError.
-    fn alloc(&self, py: Python<'_>, nbytes: usize) -> PyResult<Region> {
+    fn alloc(
+        &self,
+        py: Python<'_>,
+        #[pyo3(from_py_with = whole)] nbytes: usize,
+    ) -> PyResult<Region> {
         let inner = self.inner()?;
         let region = py.detach(|| inner.alloc(nbytes)).map_err(raise)?;
         Ok(Region::new(region, &self.place))

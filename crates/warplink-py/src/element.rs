@@ -53,9 +53,11 @@ const ALL: [Element; 15] = [
 ];
 
 impl Element {
-    /// The element type of that name.
+    /// The element type of that name: Warplink's, NumPy's or PyTorch's.
     pub(crate) fn named(name: &str) -> PyResult<Self> {
-        let found = ALL.into_iter().find(|element| element.name == name);
+        let plain = name.strip_prefix("torch.").unwrap_or(name);
+        let same = |element: &Self| element.name == name || element.long_name() == plain;
+        let found = ALL.into_iter().find(same);
         found.ok_or_else(|| {
             let names: Vec<&str> = ALL.iter().map(|element| element.name).collect();
             invalid(format!(
@@ -63,6 +65,19 @@ impl Element {
                 names.join(", ")
             ))
         })
+    }
+
+    /// NumPy's and PyTorch's name.
+    fn long_name(self) -> String {
+        let kind = match self.code {
+            UINT => "uint",
+            INT => "int",
+            BFLOAT => "bfloat",
+            COMPLEX => "complex",
+            BOOL => return self.name.to_owned(),
+            _ => "float",
+        };
+        format!("{kind}{}", self.bits)
     }
 
     /// The element type with DLPack's `code`, `bits` and `lanes`, if Warplink has a name for it.

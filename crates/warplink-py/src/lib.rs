@@ -22,6 +22,7 @@ mod experts;
 mod job;
 mod kernel;
 mod memory;
+mod number;
 mod overlap;
 mod owner;
 mod parts;

@@ -3,6 +3,7 @@
 use crate::dlpack;
 use crate::element::Element;
 use crate::errors::{invalid, raise};
+use crate::number::whole;
 use crate::place::Place;
 use pyo3::exceptions::PyAttributeError;
 use pyo3::prelude::*;
@@ -79,7 +80,11 @@ impl Memory {
     }
 
     /// The bytes from `start` to `stop`, without a copy. Raises InvalidArgumentError out of bounds.
-    fn slice(&self, start: usize, stop: usize) -> PyResult<Self> {
+    fn slice(
+        &self,
+        #[pyo3(from_py_with = whole)] start: usize,
+        #[pyo3(from_py_with = whole)] stop: usize,
+    ) -> PyResult<Self> {
         Ok(Self {
             slice: self.slice.slice(start..stop).map_err(raise)?,
             place: self.place.clone(),
@@ -87,9 +92,9 @@ impl Memory {
         })
     }
 
-    /// The memory as an array of `shape` and `dtype` ("f32", "bf16", "i64", …), which takes all of its
-    /// bytes. Raises InvalidArgumentError where the lengths differ.
-    fn view(&self, shape: Vec<usize>, dtype: &str) -> PyResult<View> {
+    /// The memory as an array of `shape` and `dtype` ("f32", "bf16", "i64", …, or as NumPy and PyTorch name it),
+    /// which takes all of its bytes. Raises InvalidArgumentError where the lengths differ.
+    fn view(&self, #[pyo3(from_py_with = whole)] shape: Vec<usize>, dtype: &str) -> PyResult<View> {
         Ok(View {
             read_only: self.read_only,
             ..View::new(&self.slice, &self.place, shape, dtype)?

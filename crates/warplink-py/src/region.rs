@@ -2,6 +2,7 @@
 
 use crate::errors::raise;
 use crate::memory::{Memory, View, download, upload};
+use crate::number::whole;
 use crate::owner::Detached;
 use crate::place::Place;
 use pyo3::prelude::*;
@@ -82,14 +83,18 @@ impl Region {
     /// The bytes from `start` to `stop` as a region of the same registration, without a copy. Raises
     /// InvalidArgumentError out of bounds.
     #[pyo3(name = "slice")]
-    fn part(&self, start: usize, stop: usize) -> PyResult<Self> {
+    fn part(
+        &self,
+        #[pyo3(from_py_with = whole)] start: usize,
+        #[pyo3(from_py_with = whole)] stop: usize,
+    ) -> PyResult<Self> {
         let part = self.registered()?.slice(start..stop).map_err(raise)?;
         Ok(Self::new(part, &self.place))
     }
 
-    /// The memory as an array of `shape` and `dtype` ("f32", "bf16", "i64", …), which takes all of its
-    /// bytes. Raises InvalidArgumentError where the lengths differ.
-    fn view(&self, shape: Vec<usize>, dtype: &str) -> PyResult<View> {
+    /// The memory as an array of `shape` and `dtype` ("f32", "bf16", "i64", …, or as NumPy and PyTorch name it),
+    /// which takes all of its bytes. Raises InvalidArgumentError where the lengths differ.
+    fn view(&self, #[pyo3(from_py_with = whole)] shape: Vec<usize>, dtype: &str) -> PyResult<View> {
         View::new(&self.slice, &self.place, shape, dtype)
     }
 
@@ -143,7 +148,11 @@ impl RemoteRegion {
 
     /// The bytes from `start` to `stop`, of the same mapping. Raises InvalidArgumentError out of bounds.
     #[pyo3(name = "slice")]
-    fn part(&self, start: usize, stop: usize) -> PyResult<Self> {
+    fn part(
+        &self,
+        #[pyo3(from_py_with = whole)] start: usize,
+        #[pyo3(from_py_with = whole)] stop: usize,
+    ) -> PyResult<Self> {
         Ok(Self {
             region: self.region.slice(start..stop).map_err(raise)?,
             place: self.place.clone(),
@@ -151,7 +160,7 @@ impl RemoteRegion {
     }
 
     /// The memory as an array of `shape` and `dtype`; see `Region.view`.
-    fn view(&self, shape: Vec<usize>, dtype: &str) -> PyResult<View> {
+    fn view(&self, #[pyo3(from_py_with = whole)] shape: Vec<usize>, dtype: &str) -> PyResult<View> {
         View::new(self.region.memory(), &self.place, shape, dtype)
     }
 

@@ -1,6 +1,7 @@
 //! Sends and receives that are exchanged once and posted any number of times.
 
 use crate::errors::raise;
+use crate::number::whole;
 use crate::owner::Detached;
 use crate::region::Region;
 use crate::stream::Stream;
@@ -51,8 +52,8 @@ impl Send {
     #[pyo3(signature = (region, peer, tag=0, protocol=None, path=None))]
     fn new(
         region: &Region,
-        peer: usize,
-        tag: u64,
+        #[pyo3(from_py_with = whole)] peer: usize,
+        #[pyo3(from_py_with = whole)] tag: u64,
         protocol: Option<&str>,
         path: Option<&str>,
     ) -> PyResult<Self> {
@@ -67,8 +68,8 @@ impl Receive {
     #[pyo3(signature = (region, peer, tag=0, protocol=None, path=None))]
     fn new(
         region: &Region,
-        peer: usize,
-        tag: u64,
+        #[pyo3(from_py_with = whole)] peer: usize,
+        #[pyo3(from_py_with = whole)] tag: u64,
         protocol: Option<&str>,
         path: Option<&str>,
     ) -> PyResult<Self> {
@@ -90,13 +91,15 @@ impl Transfer {
 #[pymethods]
 impl Transfer {
     /// Enqueues this end's part on `stream`. Does not block.
-    fn post(&self, stream: &Stream) -> PyResult<()> {
-        self.inner()?.post(stream.live()?).map_err(raise)
+    fn post(&self, py: Python<'_>, stream: &Stream) -> PyResult<()> {
+        let (transfer, stream) = (self.inner()?, stream.live()?);
+        py.detach(|| transfer.post(stream)).map_err(raise)
     }
 
     /// Enqueues the wait for every post so far on `stream`. Does not block.
-    fn wait(&self, stream: &Stream) -> PyResult<()> {
-        self.inner()?.wait(stream.live()?).map_err(raise)
+    fn wait(&self, py: Python<'_>, stream: &Stream) -> PyResult<()> {
+        let (transfer, stream) = (self.inner()?, stream.live()?);
+        py.detach(|| transfer.wait(stream)).map_err(raise)
     }
 
     /// The other rank, in the communicator.
@@ -141,30 +144,41 @@ impl Transfer {
 #[pymethods]
 impl StreamBarrier {
     /// Enqueues the barrier on `stream`. Does not block.
-    fn enqueue(&self, stream: &Stream) -> PyResult<()> {
-        self.0.enqueue(stream.live()?).map_err(raise)
+    fn enqueue(&self, py: Python<'_>, stream: &Stream) -> PyResult<()> {
+        let stream = stream.live()?;
+        py.detach(|| self.0.enqueue(stream)).map_err(raise)
     }
 }
 
 /// Posts `transfers` on `stream` as one group, which completes in any order of its members. Does not
 /// block.
 #[pyfunction]
-pub(crate) fn post_all(transfers: Vec<Bound<'_, Transfer>>, stream: &Stream) -> PyResult<()> {
-    let transfers = all(&transfers)?;
-    Batch::new()
-        .post(transfers.iter().map(|transfer| &**transfer))
-        .enqueue(stream.live()?)
-        .map_err(raise)
+pub(crate) fn post_all(
+    py: Python<'_>,
+    transfers: Vec<Bound<'_, Transfer>>,
+    stream: &Stream,
+) -> PyResult<()> {
+    let (transfers, stream) = (all(&transfers)?, stream.live()?);
+    py.detach(|| {
+        let posts = transfers.iter().map(|transfer| &**transfer);
+        Batch::new().post(posts).enqueue(stream)
+    })
+    .map_err(raise)
 }
 
 /// Waits on `stream` for every post so far of `transfers`. Does not block.
 #[pyfunction]
-pub(crate) fn wait_all(transfers: Vec<Bound<'_, Transfer>>, stream: &Stream) -> PyResult<()> {
-    let transfers = all(&transfers)?;
-    Batch::new()
-        .wait(transfers.iter().map(|transfer| &**transfer))
-        .enqueue(stream.live()?)
-        .map_err(raise)
+pub(crate) fn wait_all(
+    py: Python<'_>,
+    transfers: Vec<Bound<'_, Transfer>>,
+    stream: &Stream,
+) -> PyResult<()> {
+    let (transfers, stream) = (all(&transfers)?, stream.live()?);
+    py.detach(|| {
+        let waits = transfers.iter().map(|transfer| &**transfer);
+        Batch::new().wait(waits).enqueue(stream)
+    })
+    .map_err(raise)
 }
 
 fn all(

@@ -8,7 +8,7 @@ import pytest
 from conftest import run_ranks
 
 import warplink
-from warplink.errors import UnsupportedError
+from warplink.errors import InvalidArgumentError, UnsupportedError
 from test_transfers import join
 
 
@@ -248,3 +248,55 @@ def freed(rank, world, meeting):
 
 def test_memory_is_not_used_again_while_a_peer_reads_it():
     run_ranks(freed, 2)
+
+
+def arguments(rank, world, meeting):
+    with join(rank, world, meeting, device="host") as job:
+        comm = job.world()
+        region, stream = comm.alloc(16), comm.create_stream()
+
+        def refused(match, call, *given):
+            with pytest.raises(InvalidArgumentError, match=match):
+                call(*given)
+
+        range_ = "-1 is out of range; expected whole numbers of 64 bits that are not negative"
+        for call, given in [
+            (comm.alloc, (-1,)),
+            (comm.split, (-1,)),
+            (region.slice, (-1, 2)),
+            (region.memory.slice, (0, -1)),
+            (warplink.Send, (region, -1)),
+        ]:
+            refused(range_, call, *given)
+        refused("is out of range", region.view, [-1], "f32")
+        for dtype in ("f32", "float32", "torch.float32"):
+            assert region.view([4], dtype).dtype == "f32"
+        for dtype in ("bfloat16", "torch.int16", "uint16"):
+            assert region.view([8], dtype).nbytes == 16
+        refused("unknown element type 'float33'", region.view, [4], "float33")
+        records = numpy.zeros(4, dtype=[("a", "<f4"), ("b", "<i2")])
+        refused("strides of \\[6\\] bytes", comm.borrow, records["a"])
+        assert comm.borrow(records).nbytes == 24
+        assert comm.borrow(records[:1]["a"]).nbytes == 4
+        for fields in (
+            [("a", "O")],
+            [("a", "<f4"), ("b", [("c", "<i4"), ("d", "O")])],
+            [("a", "O", (2,))],
+            {"names": ["a", "b"], "formats": ["O", "<i4"], "offsets": [8, 0]},
+        ):
+            refused("Python objects", comm.borrow, numpy.zeros(2, dtype=fields))
+
+        class Described:
+            """An array without NumPy's type."""
+
+            def __init__(self, fields):
+                self.array = numpy.zeros(1, dtype="V16")
+                self.__array_interface__ = {**self.array.__array_interface__, "descr": fields}
+
+        assert comm.borrow(Described([("a", "<f8"), ("b", [("c", "|V8")])])).nbytes == 16
+        refused("Python objects", comm.borrow, Described([("a", "<f8"), ("b", [("c", "|O")])]))
+        stream.synchronize()
+
+
+def test_arguments_that_do_not_fit():
+    run_ranks(arguments, 1)
