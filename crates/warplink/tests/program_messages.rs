@@ -108,7 +108,13 @@ fn two_statements_of_one_line_are_two_diagnostics() {
 }";
     let found = refused(text, 2);
     assert_eq!(found.len(), 2);
-    says(&found[0], &["line 3: `output B: u8[4]`", "(1 more in the same statements)"]);
+    says(
+        &found[0],
+        &[
+            "line 3: `output B: u8[4]`",
+            "(1 more in the same statements)",
+        ],
+    );
     says(&found[1], &["line 3, column 22: `output C: u8[4]`"]);
 }
 

@@ -300,16 +300,20 @@ impl Bootstrap {
         self.store.multi_set_until(&confirmed, deadline)
     }
 
-    /// Waits until every member of `group` that is there has confirmed that it failed, or the deadline.
-    pub(crate) fn wait_for_confirmations(&self, group: &Group, deadline: Deadline) {
+    /// Waits until every member of `group` that is there has confirmed that it failed, or the deadline; whether all
+    /// have.
+    pub(crate) fn wait_for_confirmations(&self, group: &Group, deadline: Deadline) -> bool {
+        let mut all = true;
         for &member in group.members() {
             let key = confirmation(group.name(), member);
             // One that is gone confirms nothing, nor does one that has stopped.
             let confirmed = self.store.wait(&[key], &Wait::on([member], deadline));
             if let Err(error) = confirmed {
                 tracing::debug!(%error, member, "a rank may not know of a failure yet");
+                all &= error.kind() != ErrorKind::Timeout;
             }
         }
+        all
     }
 
     /// Leaves in order: the others take this rank for one that left, not for one that was lost.

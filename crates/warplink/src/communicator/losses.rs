@@ -15,6 +15,10 @@ pub(super) const MAX_TELLING: Duration = Duration::from_secs(2);
 /// How long after a failure was found the others are told of it: those that find it themselves know more of it.
 const HEAD_START: Duration = Duration::from_millis(100);
 
+/// How long confirmations are waited for before the others are told again: a store that is lost may have taken what it
+/// was told along.
+const CONFIRMING: Duration = Duration::from_millis(500);
+
 /// Between two looks at what is known.
 const POLL_INTERVAL: Duration = Duration::from_millis(1);
 
@@ -79,8 +83,13 @@ impl Losses {
                 let failed = failed_group(bootstrap.rank(), &reason);
                 fault.announce(group.in_own_ranks(failed));
                 faults.push(fault.clone());
-                let failed = Spoiled { fault, group };
-                failed.tell(bootstrap, &reason, deadline);
+                let reason = Some(reason);
+                let failed = Spoiled {
+                    fault,
+                    group,
+                    reason,
+                };
+                failed.tell(bootstrap, deadline);
                 spoiled.push(failed);
             }
         }
@@ -94,7 +103,12 @@ impl Losses {
             .iter()
             .filter_map(|(fault, group)| Some((fault.upgrade()?, group.clone())));
         let (fault, group) = alive.find(|(_, group)| group.name() == name)?;
-        Some(Spoiled { fault, group })
+        let reason = None;
+        Some(Spoiled {
+            fault,
+            group,
+            reason,
+        })
     }
 
     fn group_of(&self, fault: &Arc<Fault>) -> Option<Arc<Group>> {
@@ -125,11 +139,14 @@ impl Losses {
 pub(super) struct Spoiled {
     pub(super) fault: Arc<Fault>,
     pub(super) group: Arc<Group>,
+    /// Why, where this rank is the one that tells the others.
+    reason: Option<String>,
 }
 
 impl Spoiled {
-    /// Tells its ranks why. Blocks for as long as the store takes, until `deadline` at most.
-    fn tell(&self, bootstrap: &Bootstrap, reason: &str, deadline: Deadline) {
+    /// Tells its ranks why, if this rank has to. Blocks for as long as the store takes, until `deadline` at most.
+    fn tell(&self, bootstrap: &Bootstrap, deadline: Deadline) {
+        let Some(reason) = &self.reason else { return };
         if let Err(error) = bootstrap.fail_group(&self.group, reason, deadline) {
             tracing::warn!(%error, "ranks could not be told that a communicator failed");
         }
@@ -138,7 +155,13 @@ impl Spoiled {
     /// Ends the waits for its signals when all of its ranks know that it failed, or could; at `deadline` at
     /// the latest.
     pub(super) fn release(&self, bootstrap: &Bootstrap, deadline: Deadline) {
-        bootstrap.wait_for_confirmations(&self.group, deadline);
+        loop {
+            let until = Deadline::after(deadline.remaining().min(CONFIRMING));
+            if bootstrap.wait_for_confirmations(&self.group, until) || deadline.passed() {
+                break;
+            }
+            self.tell(bootstrap, deadline);
+        }
         self.fault.release();
     }
 }
@@ -155,7 +178,7 @@ pub(super) fn end_group(
     let deadline = Deadline::after(MAX_TELLING);
     let failed = losses.named(name);
     let mut further = Vec::new();
-    if let Some(Spoiled { fault, group }) = &failed {
+    if let Some(Spoiled { fault, group, .. }) = &failed {
         fault.announce(group.in_own_ranks(error.clone()));
         further = losses.spread(&bootstrap, vec![fault.clone()], error, deadline);
     }
@@ -185,12 +208,16 @@ pub(super) fn fail(
     release_behind(move || {
         std::thread::sleep(HEAD_START);
         let deadline = Deadline::after(MAX_TELLING);
-        let failed = Spoiled { fault, group };
+        let failed = Spoiled {
+            fault,
+            group,
+            reason: Some(error.message().to_owned()),
+        };
         let further = losses.spread(&bootstrap, vec![failed.fault.clone()], &error, deadline);
         further
             .iter()
             .for_each(|one| one.release(&bootstrap, deadline));
-        failed.tell(&bootstrap, error.message(), deadline);
+        failed.tell(&bootstrap, deadline);
         failed.release(&bootstrap, deadline);
     });
 }
