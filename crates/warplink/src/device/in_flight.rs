@@ -37,6 +37,8 @@ pub(crate) struct InUse<T: Send + Sync + 'static> {
 #[derive(Default)]
 struct State {
     held: Vec<Held>,
+    /// How many threads let go of what they have taken out.
+    releasing: usize,
     /// Whether a thread looks at what is left.
     polled: bool,
 }
@@ -74,13 +76,17 @@ impl InFlight {
     /// Lets go of what no stream uses any more. Does not block.
     pub(crate) fn release_finished(&self) {
         let mut marked = Vec::new();
-        let finished: Vec<Held> = lock(&self.state)
+        let mut state = lock(&self.state);
+        let finished: Vec<Held> = state
             .held
             .extract_if(.., |held| held.is_finished(&mut marked))
             .collect();
+        state.releasing += 1;
+        drop(state);
         // Not under the lock: what items and streams do when they are dropped may lead back here.
         drop(marked);
         drop(finished);
+        lock(&self.state).releasing -= 1;
     }
 
     /// Blocks until everything is let go of, at most until `deadline`, or for two seconds after the
@@ -90,9 +96,11 @@ impl InFlight {
         let mut after_fault = None;
         loop {
             self.release_finished();
-            if lock(&self.state).held.is_empty() {
+            let state = lock(&self.state);
+            if state.held.is_empty() && state.releasing == 0 {
                 return true;
             }
+            drop(state);
             if self.device.fault().error().is_some() {
                 after_fault.get_or_insert_with(|| Deadline::after(MAX_AFTER_FAULT));
             }

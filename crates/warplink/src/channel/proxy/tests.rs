@@ -3,7 +3,9 @@
 use super::*;
 use crate::device::channel::trigger::{LAP, Movement, Trigger};
 use crate::device::channel::{Place, Windows};
-use crate::device::{AllocationKind, At, DeviceConfig, DeviceKind, DeviceSlice, Fault, Word};
+use crate::device::{
+    AllocationKind, At, DeviceConfig, DeviceKind, DeviceSlice, Fault, MemoryOp, Priority, Word,
+};
 use crate::transport::{Carrier, CopyEngine};
 use proptest::prelude::*;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
@@ -320,13 +322,14 @@ fn beside_a_stopped_peer(device: &Arc<dyn Device>) -> (Arc<Proxy>, Stopped, [Wor
 
 /// Waits until the flush at `position` is answered.
 fn await_flush(device: &Arc<dyn Device>, completed: &Word, position: u64) {
-    let late = Deadline::after(LATE);
-    let mut bytes = [0; 8];
-    while u64::from_ne_bytes(bytes) <= position {
-        assert!(!late.passed(), "the flush was not answered");
-        std::thread::yield_now();
-        device.download(completed.as_slice(), &mut bytes).unwrap();
-    }
+    let stream = device.create_stream(Priority::Normal).unwrap();
+    let answered = MemoryOp::Wait {
+        word: completed,
+        value: position + 1,
+    };
+    stream.memory_ops(&[answered]).unwrap();
+    let synchronized = stream.synchronize(Deadline::after(LATE));
+    synchronized.expect("the flush was not answered");
 }
 
 #[test]
