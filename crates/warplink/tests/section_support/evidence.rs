@@ -18,8 +18,11 @@ const ORDERS: u64 = 12;
 /// How many random orders are tried where those that the diagnostic suggests show nothing.
 const TRIES: u64 = 300;
 
-/// How many runs are played: more than the longest period of a sample, and what ranks may be ahead.
+/// How many runs of an accepted program are played.
 pub(crate) const RUNS: usize = 6;
+
+/// How many runs of a refused one: as many as are followed of a sample with the longest period, which is 12.
+const RUNS_OF_REFUSED: usize = 26;
 
 /// A verdict that is right.
 #[derive(Clone, Debug)]
@@ -51,7 +54,11 @@ pub(crate) fn check(sample: &Sample) -> Result<Shown, String> {
         }
         (Err(error), Ok(_)) => return Err(format!("accepted, but not unrolled: {error}")),
     };
-    let stage = match (Stage::new(&ranks, RUNS), &verdict) {
+    let runs = match verdict {
+        Ok(_) => RUNS,
+        Err(_) => RUNS_OF_REFUSED,
+    };
+    let stage = match (Stage::new(&ranks, runs), &verdict) {
         (Ok(stage), _) => stage,
         (Err(diagnostic), Err(_)) => {
             return Ok(refused(format!("refused, rule: {}", diagnostic.kind)));
