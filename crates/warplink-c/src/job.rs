@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicI32, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 use warplink::bootstrap::JoinConfig;
-use warplink::{Communicator, Config, Error, ErrorKind};
+use warplink::{Communicator, Config, DeviceKind, Error, ErrorKind};
 
 /// Seconds that joining may take; 0 where nobody said.
 static BOOTSTRAP_TIMEOUT: AtomicI32 = AtomicI32::new(0);
@@ -350,6 +350,10 @@ unsafe fn configuration(
     if let Ok(ordinal) = usize::try_from(options.ordinal) {
         // The GPU is chosen by the local rank, which need not have one of its own where the caller chooses.
         join.local_rank = ordinal;
+    }
+    if let Some(device) = device {
+        // Told as the argument that it is, not as a variable.
+        device.parse::<DeviceKind>()?;
     }
     let mut config = Config::from_variables(join, |name| match (name, device) {
         ("WARPLINK_DEVICE", Some(device)) => Some(device.to_owned()),

@@ -9,7 +9,7 @@ use pyo3::types::PyBytes;
 use std::net::IpAddr;
 use std::sync::{Mutex, PoisonError};
 use warplink::bootstrap::{HeldPort, JoinConfig, Rendezvous};
-use warplink::{Config, Error, ErrorKind};
+use warplink::{Config, DeviceKind, Error, ErrorKind};
 
 /// What the ranks of a job meet by: the address of rank 0's store and the secret that admits to it.
 ///
@@ -148,6 +148,10 @@ impl Job {
             .with_local_rank(ordinal.unwrap_or(local_rank))
             .with_timeout(limit);
         join.secret = secret;
+        if let Some(device) = &device {
+            // Told as the argument that it is, not as a variable.
+            device.parse::<DeviceKind>().map_err(raise)?;
+        }
         let variables = |name: &str| match (name, &device) {
             ("WARPLINK_DEVICE", Some(device)) => Some(device.clone()),
             _ => std::env::var(name).ok(),
