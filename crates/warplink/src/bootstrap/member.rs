@@ -284,13 +284,12 @@ impl Bootstrap {
         Ok(())
     }
 
-    /// Tells the members of `group` that this rank can do no more work in it, for `reason`, and confirms it
-    /// for this rank. Blocks until the store has told them, or the deadline.
+    /// Tells the members of `group` that this rank can do no more work in it, for `reason`. Blocks until the store has
+    /// told them, or the deadline.
     pub(crate) fn fail_group(&self, group: &Group, reason: &str, deadline: Deadline) -> Result<()> {
         let members = wire_ranks(group.members())?;
-        let name = group.name();
-        self.client.fail_group(name, members, reason, deadline)?;
-        self.confirm_failure(name, deadline)
+        self.client
+            .fail_group(group.name(), members, reason, deadline)
     }
 
     /// Confirms to the others that this rank knows that the group `name` failed. Blocks until the store has

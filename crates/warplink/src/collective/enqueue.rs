@@ -32,10 +32,6 @@ impl Collectives {
             .with_operation(kind.name())
             .with_help("pass whole elements"));
         }
-        for (what, slice) in [("input", input), ("output", output)] {
-            check_alignment(what, slice, dtype)
-                .map_err(|error| error.with_operation(kind.name()))?;
-        }
         let call = Call {
             kind,
             op: Some(op),
@@ -91,8 +87,12 @@ impl Collectives {
             );
         let writes =
             at_root || !matches!(call.kind, CollectiveKind::Reduce | CollectiveKind::Gather);
-        check_length(call, "input", input, input_rows, reads)?;
-        check_length(call, "output", output, output_rows, writes)?;
+        if reads {
+            check_slice(call, "input", input, input_rows)?;
+        }
+        if writes {
+            check_slice(call, "output", output, output_rows)?;
+        }
         let overlap = if reads && writes {
             overlap(call, rank, output, input)?
         } else {
@@ -104,6 +104,7 @@ impl Collectives {
         }
         let scales = call.op.is_some_and(|op| op.factor().is_some());
         if world == 1 && !scales {
+            self.0.context.fault.check()?;
             return self.in_turn(call, stream, || {
                 if output.address() == input.address() {
                     return Ok(());
@@ -147,7 +148,6 @@ impl Collectives {
         work: impl FnOnce() -> Result<()>,
     ) -> Result<()> {
         let inner = &self.0;
-        inner.context.fault.check()?;
         inner.note(stream);
         *lock(&inner.last) = Some(*call);
         let enqueued = inner.turns.take(stream, work);
@@ -182,37 +182,32 @@ impl Collectives {
     }
 }
 
-/// Fails where elements do not begin at multiples of their size, as devices load them.
-pub(super) fn check_alignment(what: &str, slice: &DeviceSlice, dtype: DType) -> Result<()> {
-    if slice.bytes() == 0 || slice.address().is_multiple_of(dtype.size() as u64) {
-        return Ok(());
+/// Fails for a slice of another length than `rows` parts of the call, and for one whose elements do not begin at multiples
+/// of their size, as devices load them.
+fn check_slice(call: &Call, what: &str, slice: &DeviceSlice, rows: usize) -> Result<()> {
+    let refused = |text: String, help: &'static str| {
+        Err(Error::invalid(text)
+            .with_operation(call.kind.name())
+            .with_help(help))
+    };
+    if rows.checked_mul(call.bytes()) != Some(slice.bytes()) {
+        let text = format!(
+            "the {what} has {} bytes; expected {rows} times {}",
+            slice.bytes(),
+            call.bytes()
+        );
+        return refused(text, "pass slices of fitting lengths");
     }
-    Err(Error::invalid(format!(
-        "the {what} begins at {:#x}; expected a multiple of the {} bytes of {dtype}",
-        slice.address(),
-        dtype.size()
-    ))
-    .with_help("begin at a whole element"))
-}
-
-fn check_length(
-    call: &Call,
-    what: &str,
-    slice: &DeviceSlice,
-    rows: usize,
-    used: bool,
-) -> Result<()> {
-    let expected = rows.checked_mul(call.bytes());
-    if !used || expected == Some(slice.bytes()) {
-        return Ok(());
+    let size = call.dtype.size();
+    if slice.bytes() > 0 && !slice.address().is_multiple_of(size as u64) {
+        let text = format!(
+            "the {what} begins at {:#x}; expected a multiple of the {size} bytes of {}",
+            slice.address(),
+            call.dtype
+        );
+        return refused(text, "begin at a whole element");
     }
-    Err(Error::invalid(format!(
-        "the {what} has {} bytes; expected {rows} times {}",
-        slice.bytes(),
-        call.bytes()
-    ))
-    .with_operation(call.kind.name())
-    .with_help("pass slices of fitting lengths"))
+    Ok(())
 }
 
 /// How input and output lie to each other.

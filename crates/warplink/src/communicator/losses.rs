@@ -90,6 +90,7 @@ impl Losses {
                     reason,
                 };
                 failed.tell(bootstrap, deadline);
+                failed.confirm(bootstrap, deadline);
                 spoiled.push(failed);
             }
         }
@@ -152,6 +153,13 @@ impl Spoiled {
         }
     }
 
+    /// Tells its ranks that this one knows.
+    fn confirm(&self, bootstrap: &Bootstrap, deadline: Deadline) {
+        if let Err(error) = bootstrap.confirm_failure(self.group.name(), deadline) {
+            tracing::debug!(%error, "a failure could not be confirmed");
+        }
+    }
+
     /// Ends the waits for its signals when all of its ranks know that it failed, or could; at `deadline` at
     /// the latest.
     pub(super) fn release(&self, bootstrap: &Bootstrap, deadline: Deadline) {
@@ -176,7 +184,9 @@ pub(super) fn end_group(
     error: &Error,
 ) {
     let deadline = Deadline::after(MAX_TELLING);
+    // Where this rank knew before, by a loss or by what it found itself, it ends the waits when others know of those.
     let failed = losses.named(name);
+    let failed = failed.filter(|failed| failed.fault.error().is_none());
     let mut further = Vec::new();
     if let Some(Spoiled { fault, group, .. }) = &failed {
         fault.announce(group.in_own_ranks(error.clone()));
@@ -214,10 +224,12 @@ pub(super) fn fail(
             reason: Some(error.message().to_owned()),
         };
         let further = losses.spread(&bootstrap, vec![failed.fault.clone()], &error, deadline);
+        failed.tell(&bootstrap, deadline);
         further
             .iter()
             .for_each(|one| one.release(&bootstrap, deadline));
-        failed.tell(&bootstrap, deadline);
+        // Only now: those that wait for this let go of what stands before the work of those.
+        failed.confirm(&bootstrap, deadline);
         failed.release(&bootstrap, deadline);
     });
 }

@@ -81,6 +81,9 @@ impl InFlight {
             .held
             .extract_if(.., |held| held.is_finished(&mut marked))
             .collect();
+        if marked.is_empty() && finished.is_empty() {
+            return;
+        }
         state.releasing += 1;
         drop(state);
         // Not under the lock: what items and streams do when they are dropped may lead back here.

@@ -282,8 +282,9 @@ impl Experts {
             places: layer.places.clone(),
         };
         self.enqueue(stream, || {
-            *lock(&layer.dispatched) = Some(count);
+            *lock(&layer.dispatched) = None;
             layer.kernels.route(&routing, world, stream)?;
+            *lock(&layer.dispatched) = Some(count);
             layer.enqueue(&entries, stream)
         })
     }

@@ -134,48 +134,43 @@ impl Collectives {
         let (rank, world) = (inner.context.rank(), inner.machine.world);
         check(messages, world)?;
         let copies = own(messages, rank)?;
-        let others: Vec<_> = messages
-            .iter()
-            .filter(|message| message.peer != rank)
-            .collect();
-        let send: Box<dyn FnOnce() -> Result<()> + '_> = match &inner.lines {
-            Some(lines) => {
-                check_count(others.len())?;
-                let entries = others.iter();
-                let entries: Vec<Entry<'_>> = entries
-                    .map(|message| Entry::whole(message.peer, message.direction, message.memory))
-                    .collect();
-                Box::new(move || lines.enqueue(&entries, stream))
-            }
-            None => {
-                let (mut sends, mut receives) = (Vec::new(), Vec::new());
-                // Both ends leave out what is empty.
-                for message in others.iter().filter(|message| message.memory.bytes() > 0) {
-                    let end = (message.peer, message.memory.clone());
-                    match message.direction {
-                        Direction::Send => sends.push(end),
-                        Direction::Receive => receives.push(end),
-                    }
-                }
-                if sends.is_empty() && receives.is_empty() {
-                    Box::new(|| Ok(()))
-                } else {
-                    let engine = inner.path.engine()?.ok_or_else(not_linked)?;
-                    let request = CollectiveRequest::Exchange { sends, receives };
-                    Box::new(move || engine.request(&request, stream))
-                }
-            }
-        };
+        let others = messages.iter().filter(|message| message.peer != rank);
         inner.note(stream);
-        inner.turns.take(stream, || {
-            for (target, source) in copies {
-                if source.bytes() > 0 {
-                    stream.copy(target, source)?;
-                }
+        if let Some(lines) = &inner.lines {
+            let entries: Vec<Entry<'_>> = others
+                .map(|message| Entry::whole(message.peer, message.direction, message.memory))
+                .collect();
+            check_count(entries.len())?;
+            return inner.turns.take(stream, || {
+                copy(&copies, stream)?;
+                lines.enqueue(&entries, stream)
+            });
+        }
+        let (mut sends, mut receives) = (Vec::new(), Vec::new());
+        // Both ends leave out what is empty.
+        for message in others.filter(|message| message.memory.bytes() > 0) {
+            let end = (message.peer, message.memory.clone());
+            match message.direction {
+                Direction::Send => sends.push(end),
+                Direction::Receive => receives.push(end),
             }
-            send()
+        }
+        if sends.is_empty() && receives.is_empty() {
+            return inner.turns.take(stream, || copy(&copies, stream));
+        }
+        let engine = inner.path.engine()?.ok_or_else(not_linked)?;
+        let request = CollectiveRequest::Exchange { sends, receives };
+        inner.turns.take(stream, || {
+            copy(&copies, stream)?;
+            engine.request(&request, stream)
         })
     }
+}
+
+/// Enqueues what a rank gives itself: targets and sources.
+fn copy(copies: &[(&DeviceSlice, &DeviceSlice)], stream: &Stream) -> Result<()> {
+    let mut filled = copies.iter().filter(|(_, source)| source.bytes() > 0);
+    filled.try_for_each(|(target, source)| stream.copy(target, source))
 }
 
 fn not_linked() -> Error {

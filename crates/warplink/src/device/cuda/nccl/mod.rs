@@ -298,8 +298,8 @@ impl NcclComm {
         self.nccl.check(call(self.nccl, raw), operation)
     }
 
-    /// Fails with what a collective under way has failed with. An adopted communicator is asked by whoever made
-    /// it. Does not block.
+    /// Fails with what a collective under way has failed with. An adopted communicator is asked by the
+    /// application that made it. Does not block.
     fn asynchronous_error(&self) -> Result<()> {
         // A call that is under way gives its error itself, and it might block.
         let Ok(_alone) = self.calls.try_lock() else {
