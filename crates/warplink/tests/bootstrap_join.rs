@@ -10,7 +10,8 @@ mod bootstrap_support;
 use bootstrap_support::{
     Stopwatch, close_all, config, free_address, join_all, members, new_id, soon, within,
 };
-use std::net::TcpListener;
+use rustix::net::{AddressFamily, SocketType};
+use std::net::{IpAddr, Ipv4Addr, TcpListener};
 use std::thread;
 use std::time::Duration;
 use warplink::bootstrap::{Bootstrap, JoinConfig, Rendezvous, UniqueId};
@@ -127,6 +128,26 @@ fn a_port_in_use_is_an_error_that_says_what_to_do() {
             text.contains(&address.to_string()) && text.contains("another port"),
             "{text}"
         );
+    });
+}
+
+#[test]
+fn rank_0_waits_for_a_port_that_a_connection_has_for_a_moment() {
+    within(30, || {
+        let port = {
+            let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+            listener.local_addr().unwrap().port()
+        };
+        let id = UniqueId::create(IpAddr::V4(Ipv4Addr::LOCALHOST), port).unwrap();
+        // Bound without leave to share the port, as a connection's socket is.
+        let (family, kind) = (AddressFamily::INET, SocketType::STREAM);
+        let held = rustix::net::socket(family, kind, None).unwrap();
+        rustix::net::bind(&held, &id.address()).unwrap();
+        let zero = rank_0(&id);
+        thread::sleep(Duration::from_millis(300));
+        drop(held);
+        let one = Bootstrap::join(&config(&id, 1, 2)).unwrap();
+        close_all(vec![zero.join().unwrap().unwrap(), one]);
     });
 }
 

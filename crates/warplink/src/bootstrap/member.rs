@@ -32,6 +32,9 @@ pub(super) const MIN_HEARTBEAT_LIMIT: Duration = Duration::from_millis(100);
 /// before it serves in its place.
 const RANK_0_TIMEOUT: Duration = Duration::from_millis(500);
 
+/// How long rank 0 waits for a unique id's port that somebody has who does not listen there.
+const PORT_TIMEOUT: Duration = Duration::from_secs(5);
+
 /// A rank's membership in its job: the store, collectives of bytes, and news of the others.
 ///
 /// One rank serves the store for all: rank 0, or the one whose process made the unique id. Should it be
@@ -63,7 +66,7 @@ impl Bootstrap {
     /// # Errors
     /// - [`ErrorKind::InvalidArgument`]: the rank is not below the world size.
     /// - [`ErrorKind::AddressInUse`]: on rank 0, another process listens at the address, and that is not
-    ///   of a unique id.
+    ///   of a unique id; or somebody has the port of a unique id and does not listen there.
     /// - [`ErrorKind::Mismatch`]: another world size than rank 0's, a rank that another process
     ///   has, or another version of the protocol.
     /// - [`ErrorKind::Authentication`]: this process and the store do not hold the same secret.
@@ -403,16 +406,26 @@ fn listener_of_job(config: &JoinConfig) -> Result<Option<TcpListener>> {
         }
         return Ok(socket::take_reserved(address));
     }
-    match socket::listen(address) {
-        Ok(listener) => Ok(Some(listener)),
-        // The process that made the id serves the store.
-        Err(error)
-            if error.kind() == ErrorKind::AddressInUse
-                && matches!(config.rendezvous, Rendezvous::Id(_)) =>
-        {
-            Ok(None)
+    let deadline = Deadline::after(PORT_TIMEOUT.min(config.timeout));
+    loop {
+        match socket::listen(address) {
+            Ok(listener) => return Ok(Some(listener)),
+            Err(error)
+                if error.kind() == ErrorKind::AddressInUse
+                    && matches!(config.rendezvous, Rendezvous::Id(_)) =>
+            {
+                // The process that made the id serves the store.
+                if socket::connect(address, deadline.remaining()).is_ok() {
+                    return Ok(None);
+                }
+                // The port is somebody's connection for a moment, or what held it is being closed.
+                if deadline.passed() {
+                    return Err(error);
+                }
+                thread::sleep(Duration::from_millis(5));
+            }
+            Err(error) => return Err(error),
         }
-        Err(error) => Err(error),
     }
 }
 

@@ -12,7 +12,13 @@ use std::sync::{LazyLock, Mutex};
 use std::time::Duration;
 
 /// Ports that this process picked for a unique id and holds until rank 0 listens there.
-static RESERVED: LazyLock<Mutex<HashMap<SocketAddr, TcpListener>>> = LazyLock::new(Mutex::default);
+static RESERVED: LazyLock<Mutex<HashMap<SocketAddr, Reserved>>> = LazyLock::new(Mutex::default);
+
+struct Reserved {
+    listener: TcpListener,
+    /// Bound to the same port, and does not listen.
+    holder: OwnedFd,
+}
 
 /// The longest limit that the system takes, with room to spare.
 const MAX_USER_TIMEOUT: Duration = Duration::from_secs(1_000_000);
@@ -20,35 +26,55 @@ const MAX_USER_TIMEOUT: Duration = Duration::from_secs(1_000_000);
 /// Lets a whole job connect at once.
 const BACKLOG: i32 = 4096;
 
-/// Picks a free port on `ip` and holds it for [`take_reserved`].
+/// Picks a free port on `ip` and holds it for [`take_reserved`] or [`release_reserved`].
 pub(crate) fn reserve(ip: IpAddr) -> Result<SocketAddr> {
-    let listener =
-        listen_on_any_port(ip).map_err(|error| error.with_operation("create a unique id"))?;
-    let address = listener
-        .local_addr()
-        .map_err(|error| Error::io("create a unique id", &error))?;
-    lock(&RESERVED).insert(address, listener);
+    reserve_any_port(ip).map_err(|error| {
+        let kind = Error::io("listen", &error).kind();
+        Error::new(kind, format!("cannot listen on {ip}: {error}"))
+            .with_operation("create a unique id")
+    })
+}
+
+fn reserve_any_port(ip: IpAddr) -> io::Result<SocketAddr> {
+    // The one that does not listen comes first: bound after the other is gone, it might find that the system
+    // gave the port to somebody's connection.
+    let holder = bind_any_port(ip)?;
+    let address = SocketAddr::try_from(rustix::net::getsockname(&holder)?)?;
+    let listener = TcpListener::bind(address)?;
+    rustix::net::listen(&listener, BACKLOG)?;
+    lock(&RESERVED).insert(address, Reserved { listener, holder });
     Ok(address)
+}
+
+/// A socket with a port of its own, which does not listen: others can listen there, but the system picks the port for
+/// nobody.
+fn bind_any_port(ip: IpAddr) -> io::Result<OwnedFd> {
+    let family = match ip {
+        IpAddr::V4(_) => AddressFamily::INET,
+        IpAddr::V6(_) => AddressFamily::INET6,
+    };
+    let socket = rustix::net::socket_with(family, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
+    // As all sockets that the standard library listens on.
+    sockopt::set_socket_reuseaddr(&socket, true)?;
+    rustix::net::bind(&socket, &SocketAddr::new(ip, 0))?;
+    Ok(socket)
 }
 
 /// The listener that [`reserve`] left for `address`, if this process did.
 pub(crate) fn take_reserved(address: SocketAddr) -> Option<TcpListener> {
-    lock(&RESERVED).remove(&address)
+    lock(&RESERVED)
+        .remove(&address)
+        .map(|reserved| reserved.listener)
 }
 
-/// A socket that is bound to `address` and does not listen: others can listen there, but the system picks the
-/// port for nobody. None where another process was given it just now.
-pub(crate) fn hold(address: SocketAddr) -> Option<OwnedFd> {
-    let family = match address {
-        SocketAddr::V4(_) => AddressFamily::INET,
-        SocketAddr::V6(_) => AddressFamily::INET6,
-    };
-    let flags = SocketFlags::CLOEXEC;
-    let socket = rustix::net::socket_with(family, SocketType::STREAM, flags, None).ok()?;
-    // As all sockets that the standard library listens on.
-    sockopt::set_socket_reuseaddr(&socket, true).ok()?;
-    rustix::net::bind(&socket, &address).ok()?;
-    Some(socket)
+/// Stops to listen at `address`, if [`reserve`] does in this process, so that others can. The system picks the port
+/// for nobody as long as the result lives.
+pub(crate) fn release_reserved(address: SocketAddr) -> Option<OwnedFd> {
+    let Reserved { listener, holder } = lock(&RESERVED).remove(&address)?;
+    // Closing is not enough: a process that is being started by another thread has a copy until it executes its
+    // program.
+    let _ = rustix::net::shutdown(&listener, rustix::net::Shutdown::Both);
+    Some(holder)
 }
 
 /// Whether this process holds `address` for the rank that serves the store.
@@ -191,5 +217,26 @@ impl Write for DeadlineStream<'_> {
 
     fn flush(&mut self) -> io::Result<()> {
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_released_port_is_free_for_who_asks_for_it_and_for_nobody_else() {
+        let address = reserve(Ipv4Addr::LOCALHOST.into()).unwrap();
+        // As a process has one that another thread has just started.
+        let copy = lock(&RESERVED)[&address].listener.try_clone().unwrap();
+        let holder = release_reserved(address).unwrap();
+        assert_eq!(
+            connect(address, Duration::from_secs(1)).unwrap_err().kind(),
+            io::ErrorKind::ConnectionRefused
+        );
+        let listener = listen(address).unwrap();
+        connect(address, Duration::from_secs(1)).unwrap();
+        drop((listener, copy, holder));
+        assert!(take_reserved(address).is_none() && !is_reserved(address));
     }
 }

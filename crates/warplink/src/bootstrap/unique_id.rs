@@ -87,13 +87,8 @@ impl UniqueId {
     /// rank 0 in another process can listen there. Keep the result until that has joined: another process
     /// might be given the port before.
     pub fn release(&self) -> HeldPort {
-        let listener = socket::take_reserved(self.address);
-        let hold = |listener| {
-            drop(listener);
-            socket::hold(self.address)
-        };
         HeldPort {
-            _socket: listener.and_then(hold),
+            _socket: socket::release_reserved(self.address),
         }
     }
 
