@@ -4,17 +4,20 @@
 # process wait for one another, which two ranks in it would never end.
 #
 # Builds nothing: needs device-bin/test-channels and test-collectives (scripts/device-build.sh) and compute-sanitizer, in
-# the PATH or named by COMPUTE_SANITIZER. TESTS names other tests, each as the executable, a colon and its name. Logs go
+# the PATH or named by COMPUTE_SANITIZER. With RANKS_PER_GPU=N, up to N ranks share a GPU, as in device-tests.sh, so that
+# one GPU is enough. TESTS names other tests, each as the executable, a colon and its name. Logs go
 # to $OUT/sanitizer.tar; an error of either tool fails the script.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 OUT=${OUT:-device-out}
 logs=$(mktemp -d)
-trap 'rm -rf "$logs"' EXIT
+. scripts/device-service.sh
+trap 'stop_service; rm -rf "$logs"' EXIT
 mkdir -p "$OUT"
 sanitizer=${COMPUTE_SANITIZER:-compute-sanitizer}
 command -v "$sanitizer" >/dev/null || { echo "$sanitizer is missing; set COMPUTE_SANITIZER" >&2; exit 2; }
-export WARPLINK_TEST_DEVICE=cuda WARPLINK_TEST_SHORT=1 CUDA_DEVICE_MAX_CONNECTIONS=32 NO_COLOR=1
+export WARPLINK_TEST_DEVICE=cuda WARPLINK_TEST_SHORT=1 NO_COLOR=1
+export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-32}
 # The sanitizer slows what gives signs of life too.
 export WARPLINK_HEARTBEAT_LIMIT=60
 tests=(${TESTS:-channels:data::a_million_rounds channels:data::several_tags_between_one_pair
@@ -42,6 +45,7 @@ check() {
     tar -C "$logs" -cf "$OUT/sanitizer.tar" .
 }
 
+start_service || exit
 for tool in ${TOOLS:-memcheck racecheck}; do
     # A tool that does not see the mistakes of ranks says nothing by finding none.
     WARPLINK_TEST_MISTAKE=$tool check "$tool" mistakes channels:mistakes::mistakes_that_the_sanitizer_finds --include-ignored

@@ -11,33 +11,9 @@ cd "$(dirname "$0")/.."
 OUT=${OUT:-device-out}
 logs=$(mktemp -d)
 mkdir -p "$OUT"
-trap 'rm -rf "$logs"' EXIT
 export WARPLINK_TEST_DEVICE=cuda CUDA_DEVICE_MAX_CONNECTIONS=32 NCCL_NVLS_ENABLE=0 NO_COLOR=1
-if ((${RANKS_PER_GPU:-1} > 1)); then
-    export WARPLINK_TEST_RANKS_PER_GPU=$RANKS_PER_GPU CUDA_DEVICE_MAX_CONNECTIONS=$((64 / RANKS_PER_GPU))
-    PATH=$PATH:$(dirname "$(command -v nvidia-smi || echo /usr/local/nvidia/bin/nvidia-smi)")
-    trap 'stop_service; rm -rf "$logs"' EXIT
-fi
-
-start_service() {
-    ((${RANKS_PER_GPU:-1} > 1)) || return 0
-    service=$(mktemp -d)
-    export CUDA_MPS_PIPE_DIRECTORY=$service CUDA_MPS_LOG_DIRECTORY=$service
-    nvidia-cuda-mps-control -d
-}
-
-# Ends the service with all of its processes: one that is stuck does not end when it is asked to.
-stop_service() {
-    [[ -n ${service:-} ]] || return 0
-    echo quit | timeout 5 nvidia-cuda-mps-control >/dev/null 2>&1
-    for process in $(pgrep -f nvidia-cuda-mps); do
-        if grep -qzFx "CUDA_MPS_PIPE_DIRECTORY=$service" "/proc/$process/environ" 2>/dev/null; then
-            kill -KILL "$process"
-        fi
-    done
-    rm -rf "$service"
-    service=
-}
+. scripts/device-service.sh
+trap 'stop_service; rm -rf "$logs"' EXIT
 
 # run NAME LOG ARGUMENTS...: runs a test, or some of its cases.
 run() {
