@@ -139,7 +139,7 @@ def test_fused_operations_equal_the_unfused(dtype):
 
 
 def scaled_operations(rank, world, meeting, place):
-    from test_torch_fusion import scaled, scaled_columns
+    from test_torch_scaled import scaled, scaled_columns
 
     torch.cuda.set_device(rank)
     scaled(rank, world, meeting, place, f"cuda:{rank}")

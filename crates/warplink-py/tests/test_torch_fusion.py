@@ -1,4 +1,4 @@
-"""The compile pass, and the scaled operations that it uses."""
+"""The compile pass."""
 
 import pytest
 
@@ -65,6 +65,10 @@ def compiled(rank, world, _, place):
     def along_the_sum(a, b):
         return gathered(a, a.dim() - 1) @ torch.cat([b, b])
 
+    def along_the_sum_and_kept(a, b):
+        whole = gathered(a, a.dim() - 1)
+        return whole @ torch.cat([b, b]), whole.sum(0)
+
     def no_matmul(a, b):
         return all_gather_tensor(a, 0, name).relu()
 
@@ -87,8 +91,13 @@ def compiled(rank, world, _, place):
     def maximum(a, b):
         return reduce_scatter_tensor(a @ b, "max", 0, name)
 
+    def scattered_columns_with_bias(a, b):
+        product = torch.nn.functional.linear(a, b.t(), b[0])
+        return reduce_scatter_tensor(product, "avg", a.dim() - 1, name)
+
     b = random(16, 6) + rank
     flat, deep = random(8, 16) + rank, random(2, 4, 16) + rank
+    wide, long = (random(2, 4, 1024) + rank) / 8, (random(1024, 6) + rank) / 8
     cases = [
         (one, flat, 1, None),
         (one, deep, 1, None),
@@ -98,13 +107,17 @@ def compiled(rank, world, _, place):
         (with_bias, deep, 1, None),
         (as_bytes, flat, 1, None),
         (dependent, flat, 0, "depends on the gathered tensor"),
-        (along_the_sum, flat, 0, "sums over"),
+        (along_the_sum, flat, 0, "has 16 of the columns that the matmul sums over"),
+        (along_the_sum, wide, 1, None),
+        (along_the_sum_and_kept, wide, 0, "used elsewhere"),
         (no_matmul, flat, 0, "no matmul"),
         (scattered, flat, 1, None),
         (scattered, deep, 1, None),
         (scattered_along_the_second, deep, 1, None),
         (scattered_with_bias, flat, 1, None),
-        (scattered_columns, flat, 0, "columns"),
+        (scattered_columns, flat, 1, None),
+        (scattered_columns, deep, 1, None),
+        (scattered_columns_with_bias, deep, 1, None),
         (used_twice, flat, 0, "used elsewhere"),
         (maximum, flat, 0, "not sum or avg"),
     ]
@@ -114,8 +127,9 @@ def compiled(rank, world, _, place):
         for function, a, matmuls, reason in cases:
             torch._dynamo.reset()
             warplink.torch.fusion_report(clear=True)
-            got = torch.compile(function, fullgraph=True)(a, b)
-            wanted = function(a, b)
+            right = long if a is wide else b
+            got = torch.compile(function, fullgraph=True)(a, right)
+            wanted = function(a, right)
             torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
             (found,) = warplink.torch.fusion_report()
             assert (found.replaced, found.matmuls) == (matmuls > 0, matmuls), found
@@ -189,6 +203,9 @@ def forms(rank, world, _, place):
     def scattered_along_the_second(a, b):
         return reduce_scatter_tensor(a @ b, "sum", 1, name)
 
+    def scattered_columns(a, b):
+        return reduce_scatter_tensor(a @ b, "sum", a.dim() - 1, name)
+
     def gathered(a, b):
         return all_gather_tensor(a, 0, name) @ b
 
@@ -237,6 +254,7 @@ def forms(rank, world, _, place):
         (twice_gathered, flat, [True, True]),
         (twice_gathered, deep, [True, True]),
         (gathered_and_scattered, deep, [True, False]),
+        (scattered_columns, deep, [True]),
         (twice_scattered, flat, [True, True]),
         (scattered_and_gathered, flat, [True, True]),
         (gathered_and_kept, deep, [True]),
@@ -256,6 +274,7 @@ def forms(rank, world, _, place):
         (gathered_and_kept, deep, [True]),
         (gathered_along_the_second, deep, [True]),
         (scattered_along_the_second, deep, [True]),
+        (scattered_columns, flat, [True]),
         (twice_scattered, flat, [True, True]),
     ]
     for symbols, function, a, expected in [
@@ -274,109 +293,6 @@ def forms(rank, world, _, place):
 
 def test_what_is_replaced_in_many_forms():
     on_ranks(forms, WORLD, limit=COMPILING)
-
-
-def scaled(rank, world, _, place, device="cpu"):
-    dist = start(rank, world, place)
-    from torch.distributed._symmetric_memory import (
-        _fused_all_gather_scaled_matmul_fallback,
-        _fused_scaled_matmul_reduce_scatter_fallback,
-    )
-
-    ops, name = torch.ops.warplink, dist.group.WORLD.group_name
-    generator = torch.Generator().manual_seed(5)
-
-    def random(*shape):
-        values = torch.randn(*shape, generator=generator) + rank
-        return values.to(torch.float8_e4m3fn).to(device)
-
-    scale = torch.tensor(0.5, device=device)
-    close = {"rtol": 2e-2, "atol": 1e-1}
-    for shape, dim in [((16, 32), 0), ((3, 16, 32), 0), ((3, 16, 32), 1)]:
-        for _ in range(3):
-            a, bs = random(*shape), [random(48, 32).t(), random(16, 32).t()]
-            rest = (dim, name, [None] * 2, [None] * 2, [torch.bfloat16, torch.float32], [False] * 2)
-            whole, results = ops.fused_all_gather_scaled_matmul(a, bs, scale, [scale] * 2, *rest)
-            expected, products = _fused_all_gather_scaled_matmul_fallback(
-                a, bs, scale, [scale] * 2, *rest
-            )
-            assert torch.equal(whole.view(torch.uint8), expected.view(torch.uint8))
-            for got, wanted in zip(results, products, strict=True):
-                assert (got.shape, got.stride(), got.dtype) == (wanted.shape, wanted.stride(), wanted.dtype)
-                torch.testing.assert_close(got, wanted, **close)
-            sizes = list(shape)
-            sizes[dim] *= world
-            left, right = random(*sizes), random(48, 32).t()
-            for op in ("sum", "avg"):
-                rest = (op, dim, min(dim, 1), name, [*sizes[:-1], 48], None, None, torch.bfloat16)
-                got = ops.fused_scaled_matmul_reduce_scatter(left, right, scale, scale, *rest)
-                wanted = _fused_scaled_matmul_reduce_scatter_fallback(left, right, scale, scale, *rest)
-                assert (got.shape, got.dtype) == (wanted.shape, wanted.dtype)
-                assert got.is_contiguous()
-                torch.testing.assert_close(got, wanted, **close)
-    # Along the columns of the product, which runs unfused.
-    rest = ("sum", 1, 1, name, None, None, None, torch.bfloat16)
-    got = ops.fused_scaled_matmul_reduce_scatter(random(16, 32), right, scale, scale, *rest)
-    assert got.shape == (16, 48 // world)
-    metas = ops.fused_all_gather_scaled_matmul(
-        a.to("meta"), [b.to("meta") for b in bs], scale, [scale] * 2, dim, name,
-        [None] * 2, [None] * 2, [torch.bfloat16, torch.float32], [False] * 2,
-    )  # fmt: skip
-    for meta, result in zip(metas[1], results, strict=True):
-        assert (meta.shape, meta.stride(), meta.dtype) == (result.shape, result.stride(), result.dtype)
-    with pytest.raises(ValueError, match="biases has 1 entries; expected 2"):
-        ops.fused_all_gather_scaled_matmul(
-            a, bs, scale, [scale] * 2, dim, name, [None], [None] * 2, [None] * 2, [False] * 2
-        )
-    with pytest.raises(ValueError, match="multiple of 2 ranks"):
-        ops.fused_scaled_matmul_reduce_scatter(
-            random(3, 32), right, scale, scale, "sum", 0, 0, name, None
-        )
-    dist.destroy_process_group()
-
-
-def test_scaled_operations_equal_the_unfused():
-    on_ranks(scaled, WORLD)
-
-
-def scaled_columns(rank, world, _, place, device="cpu"):
-    dist = start(rank, world, place)
-    ops, name = torch.ops.warplink, dist.group.WORLD.group_name
-    generator = torch.Generator().manual_seed(8)
-
-    def random(*shape):
-        values = torch.randn(*shape, generator=generator) + rank
-        return values.to(torch.float8_e4m3fn).to(device)
-
-    one = torch.tensor(0.5, device=device)
-    for shape in [(16, 32), (2, 16, 32)]:
-        a, bs = random(*shape), [random(48, 32 * world).t(), random(16, 32 * world).t()]
-        rest = (len(shape) - 1, name, [None] * 2, [None] * 2, [torch.bfloat16] * 2, [False] * 2)
-        whole, results = ops.fused_all_gather_scaled_matmul(a, bs, one, [one] * 2, *rest)
-        parts = [torch.empty(shape, dtype=torch.uint8, device=device) for _ in range(world)]
-        dist.all_gather(parts, a.view(torch.uint8))
-        expected = torch.cat(parts, -1)
-        assert torch.equal(whole.view(torch.uint8), expected)
-        flat = expected.view(torch.float8_e4m3fn).view(-1, 32 * world)
-        for got, b in zip(results, bs, strict=True):
-            wanted = torch._scaled_mm(flat, b, one, one, out_dtype=torch.bfloat16)
-            wanted = wanted.view(*shape[:-1], -1)
-            assert (got.shape, got.stride()) == (wanted.shape, wanted.stride())
-            assert torch.equal(got, wanted)
-        metas = ops.fused_all_gather_scaled_matmul(
-            a.to("meta"), [b.to("meta") for b in bs], one, [one] * 2, *rest
-        )
-        for meta, result in zip([metas[0], *metas[1]], [whole, *results], strict=True):
-            assert (meta.shape, meta.stride()) == (result.shape, result.stride())
-    with pytest.raises(ValueError, match="gather_dim is 3; expected a dimension of A, from 0 to 2"):
-        ops.fused_all_gather_scaled_matmul(a, bs, one, [one] * 2, 3, *rest[1:])
-    with pytest.raises(ValueError, match="expected 64 rows"):
-        ops.fused_all_gather_scaled_matmul(a, [b[:32] for b in bs], one, [one] * 2, *rest)
-    dist.destroy_process_group()
-
-
-def test_scaled_matmuls_of_gathered_columns():
-    on_ranks(scaled_columns, WORLD)
 
 
 def fp8_model(rank, world, _, place):

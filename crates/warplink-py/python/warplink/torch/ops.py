@@ -1,9 +1,10 @@
 """``torch.ops.warplink``: matmuls fused with the communication that feeds or follows them.
 
 They have the signatures, results and strides of ``torch.ops.symm_mem``. Groups of Warplink on one
-machine run them as overlapped host programs, one for each combination of sizes; all else (other groups,
-element types without a matmul, the last dimension) runs as a collective and a matmul. Every rank of the
-group calls them in the same order with the same sizes, types and layouts of the right operands.
+machine run them as overlapped host programs, one for each combination of sizes, or along the last dimension as
+parts that PyTorch multiplies (``columns.py``); all else (other groups, element types without a matmul) runs as a
+collective and a matmul. Every rank of the group calls them in the same order with the same sizes, types and layouts
+of the right operands.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch.distributed._functional_collectives as funcol
 from torch.distributed import distributed_c10d as c10d
 
 import warplink
+from warplink.torch import columns
 from warplink.torch.group import ProcessGroupWarplink
 from warplink.torch.plans import FusedPlan, family, in_memory, span
 
@@ -64,11 +66,11 @@ def direct_group(group_name: str) -> ProcessGroupWarplink | None:
     return group
 
 
-def _fusing_group(a: torch.Tensor, dim: int, group_name: str) -> ProcessGroupWarplink | None:
-    """The group, if the operation on ``a`` runs as an overlapped program on it."""
-    if a.dtype not in FUSED_DTYPES or dim == a.dim() - 1 or a.numel() == 0:
+def _fusing_group(a: torch.Tensor, bs: list[torch.Tensor], name: str) -> ProcessGroupWarplink | None:
+    """The group, if it overlaps the matmuls of ``a`` and ``bs`` with communication."""
+    if a.dtype not in FUSED_DTYPES or any(matrix.numel() == 0 for matrix in (a, *bs)):
         return None
-    return direct_group(group_name)
+    return direct_group(name)
 
 
 def all_gather_matmul(
@@ -92,9 +94,11 @@ def all_gather_matmul(
             rows *= group_size(group_name)
         if b.shape[0] != rows:
             raise ValueError(f"B has {b.shape[0]} rows; expected {rows}, the columns of A")
-    group = _fusing_group(A, gather_dim, group_name)
-    if group is None or any(b.numel() == 0 for b in Bs):
+    group = _fusing_group(A, Bs, group_name)
+    if group is None:
         return _unfused_all_gather_matmul(A, Bs, gather_dim, group_name, return_A=return_A)
+    if gather_dim == A.dim() - 1:
+        return columns.gather_matmul(A, Bs, group, return_a=return_A)
     front = A.movedim(gather_dim, 0)
     leading = [front.shape[0] * group.size(), *front.shape[1:-1]]
     rows, k = math.prod(front.shape[:-1]), A.shape[-1]
@@ -176,9 +180,11 @@ def matmul_reduce_scatter(
         raise ValueError(
             f"dimension {scatter_dim} of the result is {shared}; expected a multiple of {size} ranks"
         )
-    group = _fusing_group(A, scatter_dim, group_name)
-    if group is None or B.numel() == 0:
+    group = _fusing_group(A, [B], group_name)
+    if group is None:
         return _unfused_matmul_reduce_scatter(A, B, reduce_op, scatter_dim, group_name)
+    if scatter_dim == A.dim() - 1:
+        return columns.matmul_scatter(A, B, group, average=reduce_op == "avg")
     front = A.movedim(scatter_dim, 0)
     m, k, n = math.prod(front.shape[:-1]), A.shape[-1], B.shape[1]
     (right,), transposed = in_memory([B])

@@ -11,8 +11,8 @@ Replaced are, on groups of Warplink whose members are on one machine:
 - matmul, then reduce-scatter, by ``fused_matmul_reduce_scatter``; with an fp8 matmul, by
   ``fused_scaled_matmul_reduce_scatter``.
 
-Tensors may be gathered and scattered along every dimension but the last, be reshaped to a matrix and
-back, and be gathered as bytes; matmuls may add a bias.
+Tensors may be gathered and scattered along every dimension (for fp8, every one but the last), be reshaped to a
+matrix and back, and be gathered as bytes; matmuls may add a bias.
 """
 
 from __future__ import annotations

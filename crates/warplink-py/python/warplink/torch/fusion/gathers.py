@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from warplink.torch.fusion.nodes import (
     RESHAPES,
@@ -36,6 +37,10 @@ from warplink.torch.fusion.report import Fusion, Unfit, fused
 KIND = "all-gather + matmul"
 
 TARGET = torch.ops._c10d_functional.all_gather_into_tensor.default
+
+#: The fewest columns of a rank's part, where columns are gathered, whose matmul is worth a call of its own; as in
+#: PyTorch's own pass.
+MIN_COLUMNS = 1024
 
 
 @dataclass
@@ -148,8 +153,6 @@ def _follow_bytes(gather: Gather) -> None:
 def _plan(gather: Gather) -> Plan:
     check_group(gather.group)
     whole = shape(gather.result)
-    if gather.dim == len(whole) - 1:
-        raise Unfit("it gathers along the dimension that the matmul sums over")
     views = _views(gather.result)
     lefts = [gather.result, *views]
     found = [matmul_of(user) for left in lefts for user in left.users]
@@ -166,7 +169,23 @@ def _plan(gather: Gather) -> Plan:
     matmuls = _alike(matmuls)
     taken = {*(one.node for one in matmuls), *views, *size_readers(gather.result)}
     users = {user for left in lefts for user in left.users}
-    return Plan(gather, views[::-1], matmuls, whole, bool(users - taken))
+    plan = Plan(gather, views[::-1], matmuls, whole, bool(users - taken))
+    if gather.dim == len(whole) - 1:
+        _check_columns(plan)
+    return plan
+
+
+def _check_columns(plan: Plan) -> None:
+    """Raises :class:`Unfit` where the matmuls over gathered columns are better left whole."""
+    if plan.matmuls[0].scaled is not None:
+        raise Unfit("an fp8 matmul is not split along the dimension that it sums over")
+    columns = shape(plan.gather.shard)[-1]
+    if not statically_known_true(columns >= MIN_COLUMNS):
+        raise Unfit(
+            f"each rank's part has {columns} of the columns that the matmul sums over; expected at least {MIN_COLUMNS}"
+        )
+    if plan.keep:
+        raise Unfit("the columns that it gathers are used elsewhere too")
 
 
 def _views(result: Node) -> list[Node]:

@@ -20,6 +20,7 @@ from warplink.torch.fusion.nodes import (
     matmul_of,
     only_user,
     reshaped,
+    same,
     same_sizes,
     shape,
     size_readers,
@@ -108,8 +109,8 @@ def _plan(scatter: Scatter) -> Plan:
     if any(not same_sizes(shape(view)[-1:], shape(matmul.node)[-1:]) for view in inner):
         raise Unfit("the matmul's result is reshaped across its columns")
     sizes = shape(scatter.source)
-    if scatter.dim == len(sizes) - 1:
-        raise Unfit("it scatters along the columns of the matmul's result")
+    if matmul.scaled is not None and scatter.dim == len(sizes) - 1:
+        raise Unfit("an fp8 matmul is not split along the columns of its result")
     alone = set(users_of(scatter.source)) <= set(scatter.chain)
     if not alone or any(only_user(node) is None for node in inner[1:]):
         raise Unfit("the matmul's result is used elsewhere too")
@@ -130,15 +131,25 @@ def _replace(plan: Plan) -> int:
     with graph.inserting_before(wait):
         result = _call(graph, plan)
         if matmul.bias is not None:
-            # Every rank adds its own bias to all rows: the rows' sum has the sum of them.
-            reduced = (matmul.bias, scatter.reduce_op, scatter.group)
-            total = call(graph, c10d_functional.all_reduce.default, reduced, value(matmul.bias))
-            total = call(graph, c10d_functional.wait_tensor.default, (total,), value(matmul.bias))
-            result = call(graph, aten.add.Tensor, (result, total), value(wait))
+            result = call(graph, aten.add.Tensor, (result, _reduced_bias(graph, plan)), value(wait))
     wait.replace_all_uses_with(result)
     scatter.collective.replace_all_uses_with(result, delete_user_cb=lambda user: user is not wait)
     erase([wait, *scatter.chain, *plan.inner])
     return 1
+
+
+def _reduced_bias(graph: Graph, plan: Plan) -> Node:
+    """What the biases of all ranks add to each row of the result: every rank has its own."""
+    scatter, bias = plan.scatter, plan.matmul.bias
+    target, val = c10d_functional.all_reduce.default, value(bias)
+    given = [bias, scatter.reduce_op, scatter.group]
+    if scatter.dim == len(plan.sizes) - 1 and not same(val.numel(), 1):
+        # An element for each column, of which this rank has some.
+        target = c10d_functional.reduce_scatter_tensor.default
+        given.insert(2, arguments(scatter.collective)["group_size"])
+        val = val.new_empty([shape(plan.wait)[-1]])
+    total = call(graph, target, tuple(given), val)
+    return call(graph, c10d_functional.wait_tensor.default, (total,), val)
 
 
 def _call(graph: Graph, plan: Plan) -> Node:
