@@ -2,7 +2,8 @@
 
 use super::cache::{Lease, Mapping};
 use super::handle::Handle;
-use super::{MappingKey, Message, Shared};
+use super::message::Message;
+use super::shared::{MappingKey, Shared};
 use crate::device::{Backing, DeviceKind, DeviceSlice};
 use crate::error::Rank;
 use std::any::Any;

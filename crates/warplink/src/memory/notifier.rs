@@ -7,9 +7,9 @@
 //! notice carries its number, and the peer does not do again what it has done. Only where nobody
 //! listens any more is the peer gone.
 
-use super::Shared;
 use super::message::Message;
-use super::service::{self, Asked};
+use super::service_client::{self, Asked};
+use super::shared::Shared;
 use crate::deadline::Deadline;
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::sync::lock;
@@ -187,7 +187,7 @@ impl Line {
         match error.kind() {
             // A peer that does not listen any more maps nothing any more.
             ErrorKind::PeerLost => self.is_gone = true,
-            kind if service::may_pass(kind) => {
+            kind if service_client::may_pass(kind) => {
                 if self.again.is_none() {
                     tracing::warn!(%error, peer, "a peer could not be told; trying again");
                 }

@@ -2,9 +2,14 @@
 
 use super::message::Request;
 use super::peers::PeerInfo;
-use super::service::{Handler, Service};
-use super::*;
+use super::service::{self, Handler, Service};
+use super::{IdleMappings, MemoryRegistry, Message};
+use crate::device::{AllocationKind, Device};
 use crate::device::{DeviceConfig, DeviceKind};
+use crate::error::Rank;
+use crate::sync::lock;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
 use std::time::Instant;
 
 const SECRET: &[u8] = b"a secret of tests";

@@ -1,9 +1,9 @@
 //! The ways to open a peer's allocation.
 
-use super::Shared;
 use super::handle::Handle;
 use super::mapping::Mapped;
 use super::message::Message;
+use super::shared::Shared;
 use crate::device::{Backing, DeviceSlice, Opening, Piece};
 use crate::error::{Error, ErrorKind, Result};
 use crate::sync::lock;

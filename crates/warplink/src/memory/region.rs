@@ -1,7 +1,7 @@
 //! Registered memory here, and peers' regions mapped here.
 
-use super::Shared;
 use super::exports::{EnteredPool, RegionNumbers};
+use super::shared::Shared;
 use crate::deadline::Deadline;
 use crate::device::DeviceSlice;
 use crate::error::{Error, Rank, Result};

@@ -9,29 +9,22 @@
 //! silent holds up nobody.
 
 use super::message::{MAX_REQUEST_BYTES, Request, TOKEN_BYTES};
-use crate::deadline::Deadline;
+use super::socket::{MAX_WAIT, address, io, is_same_user, socket};
 use crate::device::Piece;
 use crate::error::{Error, ErrorKind, Result};
 use crate::sync::lock;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::io::Errno;
-use rustix::net::sockopt::socket_peercred;
-use rustix::net::{
-    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
-    SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType,
-};
+use rustix::net::{RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketFlags};
 use std::collections::VecDeque;
 use std::fmt;
-use std::io::{IoSlice, IoSliceMut};
+use std::io::IoSlice;
 use std::mem::MaybeUninit;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// Longest that either side waits for the other's record; both are threads of this machine that
-/// do nothing else.
-const MAX_WAIT: Duration = Duration::from_secs(5);
 /// The most connections whose requests have not come; the oldest makes room for another.
 const MAX_PENDING: usize = 64;
 /// Between two attempts at what the system refuses for lack of something.
@@ -40,7 +33,7 @@ const PAUSE: Duration = Duration::from_millis(10);
 const MAX_ACCEPTED: usize = 64;
 
 /// Bytes of an answer: whether the request is refused, and the length of the piece.
-const ANSWER_BYTES: usize = 12;
+pub(super) const ANSWER_BYTES: usize = 12;
 
 /// Answers requests: a piece of memory where one was asked for, else nothing; an error refuses.
 pub(super) type Handler = Box<dyn Fn(Request) -> Result<Option<Piece>> + Send + Sync>;
@@ -61,37 +54,11 @@ impl fmt::Debug for Service {
     }
 }
 
-fn io(what: &'static str) -> impl Fn(rustix::io::Errno) -> Error {
-    move |errno| Error::io(what, &errno.into())
-}
-
-fn socket() -> Result<OwnedFd> {
-    rustix::net::socket_with(
-        AddressFamily::UNIX,
-        SocketType::SEQPACKET,
-        SocketFlags::CLOEXEC,
-        None,
-    )
-    .map_err(io("make a Unix socket"))
-}
-
-/// An abstract address: it is gone with its socket, also when the process is killed.
-fn address(name: &[u8]) -> Result<SocketAddrUnix> {
-    SocketAddrUnix::new_abstract_name(name).map_err(io("name a Unix socket"))
-}
-
 pub(super) fn listen(name: &[u8]) -> Result<OwnedFd> {
     let listener = socket()?;
     rustix::net::bind(&listener, &address(name)?).map_err(io("bind a Unix socket"))?;
     rustix::net::listen(&listener, 128).map_err(io("listen on a Unix socket"))?;
     Ok(listener)
-}
-
-fn limit(socket: impl AsFd) -> Result<()> {
-    use rustix::net::sockopt::{Timeout, set_socket_timeout};
-    set_socket_timeout(&socket, Timeout::Recv, Some(MAX_WAIT))
-        .map_err(io("limit a socket's waits"))?;
-    set_socket_timeout(&socket, Timeout::Send, Some(MAX_WAIT)).map_err(io("limit a socket's waits"))
 }
 
 impl Service {
@@ -266,21 +233,6 @@ impl<'a> Server<'a> {
     }
 }
 
-/// Whether the process at the other end runs as the same user as this one, says the kernel.
-fn is_same_user(connection: &OwnedFd) -> bool {
-    match socket_peercred(connection) {
-        Ok(peer) if peer.uid == rustix::process::geteuid() => true,
-        Ok(peer) => {
-            tracing::debug!(?peer.uid, "a process of another user was refused");
-            false
-        }
-        Err(errno) => {
-            tracing::debug!(%errno, "a process of an unknown user was refused");
-            false
-        }
-    }
-}
-
 pub(super) fn read_request(connection: &OwnedFd, token: &[u8; TOKEN_BYTES]) -> Result<Request> {
     let mut bytes = [0; MAX_REQUEST_BYTES];
     let (got, _) = rustix::net::recv(connection, &mut bytes[..], RecvFlags::empty())
@@ -321,158 +273,10 @@ pub(super) fn answer(
     Ok(())
 }
 
-/// A request that was sent and not answered yet.
-#[derive(Debug)]
-pub(super) struct Asked {
-    connection: OwnedFd,
-}
-
-/// Sends `request`, which may be handled twice, to the service called `name` and waits for the answer.
-/// Asks again where the service drops the connection, as it does when it is short of something.
-///
-/// # Errors
-/// [`ErrorKind::PeerLost`] where nobody listens, [`ErrorKind::InvalidHandle`] where it is refused,
-/// [`ErrorKind::Timeout`] where it does not answer.
-pub(super) fn ask(
-    name: &[u8],
-    token: &[u8; TOKEN_BYTES],
-    request: Request,
-) -> Result<Option<Piece>> {
-    let deadline = Deadline::after(MAX_WAIT);
-    loop {
-        let connection = socket()?;
-        limit(&connection)?;
-        let answer = send(connection, name, token, request).and_then(Asked::finish);
-        match answer {
-            Err(error) if error.kind() == ErrorKind::Io && !deadline.passed() => {
-                tracing::debug!(%error, "a peer's service did not answer; asking again");
-                std::thread::sleep(PAUSE);
-            }
-            answer => return answer,
-        }
-    }
-}
-
-/// Sends `request` to the service called `name`, without waiting for anything.
-///
-/// # Errors
-/// [`ErrorKind::PeerLost`] where nobody listens; where it is another that [may pass](may_pass), the
-/// request was not sent, or it is not known whether.
-pub(super) fn begin(name: &[u8], token: &[u8; TOKEN_BYTES], request: Request) -> Result<Asked> {
-    let connection = socket()?;
-    // A full backlog, of a peer that is stopped, must not hold up the caller.
-    rustix::io::ioctl_fionbio(&connection, true).map_err(io("configure a Unix socket"))?;
-    send(connection, name, token, request)
-}
-
-/// Whether an error of `kind` may be over when a request is sent again: something is short, here or at
-/// the peer.
-pub(super) fn may_pass(kind: ErrorKind) -> bool {
-    matches!(
-        kind,
-        ErrorKind::Io | ErrorKind::Timeout | ErrorKind::OutOfMemory
-    )
-}
-
-fn send(
-    connection: OwnedFd,
-    name: &[u8],
-    token: &[u8; TOKEN_BYTES],
-    request: Request,
-) -> Result<Asked> {
-    rustix::net::connect(&connection, &address(name)?).map_err(|errno| match errno {
-        rustix::io::Errno::CONNREFUSED => Error::new(
-            ErrorKind::PeerLost,
-            "the peer's memory service does not listen any more",
-        )
-        .with_operation("connect to a peer's service"),
-        other => io("connect to a peer's service")(other),
-    })?;
-    // The name may be another's by now, who must not learn the token.
-    if !is_same_user(&connection) {
-        return Err(Error::new(
-            ErrorKind::PeerLost,
-            "the peer's memory service belongs to another user; expected the same",
-        )
-        .with_operation("connect to a peer's service"));
-    }
-    rustix::net::send(&connection, &request.encode(token), SendFlags::NOSIGNAL).map_err(
-        |errno| match errno {
-            Errno::CONNRESET | Errno::PIPE => closed(),
-            other => io("send a request")(other),
-        },
-    )?;
-    Ok(Asked { connection })
-}
-
-impl AsFd for Asked {
-    /// Readable once the answer is there, or will not come.
-    fn as_fd(&self) -> BorrowedFd<'_> {
-        self.connection.as_fd()
-    }
-}
-
-impl Asked {
-    /// Waits for the answer.
-    pub(super) fn finish(self) -> Result<Option<Piece>> {
-        read_answer(&self.connection)
-    }
-}
-
-/// Not proof that the peer is gone: a service drops connections when it is short of something.
-fn closed() -> Error {
-    Error::new(
-        ErrorKind::Io,
-        "the peer's memory service closed the connection before it answered",
-    )
-}
-
-fn read_answer(connection: &OwnedFd) -> Result<Option<Piece>> {
-    let mut answer = [0; ANSWER_BYTES];
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
-    let mut control = RecvAncillaryBuffer::new(&mut space);
-    let received = rustix::net::recvmsg(
-        connection,
-        &mut [IoSliceMut::new(&mut answer)],
-        &mut control,
-        RecvFlags::CMSG_CLOEXEC,
-    )
-    .map_err(|errno| match errno {
-        Errno::AGAIN => Error::new(
-            ErrorKind::Timeout,
-            format!("timed out after {MAX_WAIT:?} waiting for the peer's memory service to answer"),
-        )
-        .with_help("check that the peer's process is not stopped"),
-        Errno::CONNRESET => closed(),
-        other => io("read an answer")(other),
-    })?;
-    let descriptor = control.drain().find_map(|message| match message {
-        RecvAncillaryMessage::ScmRights(mut descriptors) => descriptors.next(),
-        _ => None,
-    });
-    if received.bytes != answer.len() {
-        return Err(closed());
-    }
-    let [s0, s1, s2, s3, bytes @ ..] = answer;
-    if u32::from_le_bytes([s0, s1, s2, s3]) != 0 {
-        return Err(Error::new(
-            ErrorKind::InvalidHandle,
-            "the peer refused: it does not share this region any more",
-        )
-        .with_operation("ask a peer's service")
-        .with_help("exchange the region anew"));
-    }
-    let bytes = usize::try_from(u64::from_le_bytes(bytes)).map_err(|_| {
-        Error::new(
-            ErrorKind::Protocol,
-            "the peer's memory is longer than this process can address",
-        )
-    })?;
-    Ok(descriptor.map(|descriptor| Piece { descriptor, bytes }))
-}
-
 #[cfg(test)]
 mod tests {
+    use super::super::service_client::{ask, send};
+    use super::super::socket::limit;
     use super::*;
     use crate::memory::message::Message;
 

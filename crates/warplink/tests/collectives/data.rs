@@ -13,7 +13,8 @@ fn delayed(config: &mut Config) {
     }
 }
 
-/// Calls that differ in everything, enqueued several at a time.
+/// Calls that differ in everything, enqueued several at a time. Each rank compiles the kernels of its calls for itself,
+/// so ranks that share a processor make fewer.
 #[test]
 fn random_calls_are_right_for_every_number_of_ranks() {
     for ranks in (1..=8).map(world) {
@@ -21,7 +22,8 @@ fn random_calls_are_right_for_every_number_of_ranks() {
             let collectives = comm.collectives().unwrap();
             let stream = comm.create_stream(Priority::Normal).unwrap();
             let mut random = Random::new(7 + ranks as u64);
-            for round in 0..12 {
+            let rounds = if share_gpus() { 4 } else { 12 };
+            for round in 0..rounds {
                 let most = [20, 300, 3000, 40_000][round % 4];
                 let cases: Vec<Case> = (0..6)
                     .map(|_| Case::random(&mut random, ranks, most))
@@ -106,7 +108,12 @@ fn every_type_and_operator_is_reduced_on_every_number_of_ranks() {
                 let mut made = Vec::new();
                 for (type_number, dtype) in DType::ALL.into_iter().enumerate() {
                     for (op_number, op) in ReduceOp::ALL.into_iter().enumerate() {
-                        let number = (type_number + op_number + ranks) % by.len();
+                        let number = type_number + op_number + ranks;
+                        // Compiling takes minutes where eight ranks share a processor.
+                        if share_gpus() && ranks < world(8) && number % 4 != 0 {
+                            continue;
+                        }
+                        let number = number % by.len();
                         let call = Call {
                             kind: CollectiveKind::AllReduce,
                             op: Some(op),

@@ -1,8 +1,9 @@
 //! The calls of a channel for kernels of the host device, with the meanings of `warplink/device.cuh`.
 
-use super::memory::{self, AwaitedWord};
+use super::memory;
 use super::operation::Context;
 use super::packets::{self, LINE};
+use super::words::{self, AwaitedWord};
 use crate::device::channel::fifo::stopped;
 use crate::device::channel::trigger::{MAX_TRIGGER_BYTES, Movement, Trigger};
 use crate::device::channel::{ChannelParts, ProxyEnd, Side};
@@ -100,7 +101,7 @@ impl<'a> BlockChannel<'a> {
             }
             (None, Some(outbound)) => {
                 self.context.delay();
-                memory::increment(outbound);
+                words::increment(outbound);
             }
             (None, None) => {
                 return Err(Error::new(
@@ -126,7 +127,7 @@ impl<'a> BlockChannel<'a> {
 
     /// Blocks until the peer has signalled once more than was waited for.
     pub fn wait(&self) -> Result<()> {
-        let awaited = memory::increment(&self.parts().awaited) + 1;
+        let awaited = words::increment(&self.parts().awaited) + 1;
         self.wait_until(awaited)
     }
 
@@ -139,12 +140,12 @@ impl<'a> BlockChannel<'a> {
     /// As [`wait`](Self::wait), where that would not block; whether there was a signal to use up.
     pub fn poll(&self) -> Result<bool> {
         self.context.check()?;
-        Ok(memory::take(&self.parts().inbound, &self.parts().awaited))
+        Ok(words::take(&self.parts().inbound, &self.parts().awaited))
     }
 
     /// How often the peer has signalled so far.
     pub fn epoch(&self) -> u64 {
-        memory::load(&self.parts().inbound)
+        words::load(&self.parts().inbound)
     }
 
     /// Puts `bytes` as packets of 8 bytes, of which 4 are data, with `flag`.
@@ -282,7 +283,7 @@ impl<'a> BlockChannel<'a> {
 
     /// Blocks until the proxy has done what it found before `position`, and that.
     fn await_flush(&self, proxy: &ProxyEnd, position: u64) -> Result<()> {
-        let done = || memory::load(&self.parts().completed) > position;
+        let done = || words::load(&self.parts().completed) > position;
         packets::spin(self.context, || {
             if done() {
                 return Ok(true);

@@ -6,7 +6,7 @@
 
 use super::operation::{Context, Operation};
 use super::outbox::{MARK, OwnOutbox, open_all};
-use super::{elementwise, memory, stream};
+use super::{elementwise, memory, stream, words};
 use crate::device::{
     AllGatherBytes, Collective, CollectiveEngine, CollectiveRequest, DeviceSlice, Fault, ReduceOp,
     Stream, VendorCommunicator, Word, check_adopted,
@@ -288,7 +288,7 @@ fn aborted() -> Error {
 impl Move {
     /// How many chunks were posted, and how many were taken.
     fn counts(&self) -> (u64, u64) {
-        (memory::load(&self.posted), memory::load(&self.taken))
+        (words::load(&self.posted), words::load(&self.taken))
     }
 
     /// Whether the other side has done its part for the next chunk.
@@ -307,9 +307,9 @@ impl Move {
             return;
         }
         if self.sends {
-            memory::sleep_while(&self.taken, taken, limit);
+            words::sleep_while(&self.taken, taken, limit);
         } else {
-            memory::sleep_while(&self.posted, posted, limit);
+            words::sleep_while(&self.posted, posted, limit);
         }
     }
 
@@ -327,10 +327,10 @@ impl Move {
         );
         if self.sends {
             memory::copy(&there, &here);
-            memory::store(&self.posted, posted + 1);
+            words::store(&self.posted, posted + 1);
         } else {
             memory::copy(&here, &there);
-            memory::store(&self.taken, taken + 1);
+            words::store(&self.taken, taken + 1);
         }
         self.position = range.end;
         Ok(true)

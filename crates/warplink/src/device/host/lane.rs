@@ -4,7 +4,7 @@
 //! wait finds half of them.
 
 use super::kernel::Block;
-use super::{check_kind, memory, packets};
+use super::{check_kind, memory, packets, words};
 use crate::device::{DeviceSlice, ReduceOp, Word};
 use crate::dtype::{DType, Element, F8E4M3, F8E5M2};
 use crate::error::Result;
@@ -73,17 +73,17 @@ impl Block<'_> {
 
     /// The value of a word; what was written before it was set is visible after.
     pub(crate) fn value(&self, word: &Word) -> u64 {
-        memory::load(word)
+        words::load(word)
     }
 
     /// Sets a word after all earlier writes of this block.
     pub(crate) fn set(&self, word: &Word, value: u64) {
-        memory::set(word, value);
+        words::set(word, value);
     }
 
     /// Adds one to a word after all earlier writes of this block; the value before.
     pub(crate) fn increment(&self, word: &Word) -> u64 {
-        memory::increment(word)
+        words::increment(word)
     }
 }
 

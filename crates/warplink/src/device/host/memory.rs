@@ -1,20 +1,18 @@
-//! Slices of shared memory, and every raw access to it.
+//! Slices of shared memory, and copies of their bytes.
 
 use super::mapping::{FIXED_LENGTH, Mapping, map_pieces, mappings_of, new_file, next_identity};
 use super::unmapping::LateUnmapping;
-use crate::device::{Backing, DeviceKind, DeviceSlice, Fault, Piece, Word, combined_identity};
+use crate::device::{Backing, DeviceKind, DeviceSlice, Fault, Piece, combined_identity};
 use crate::error::{Error, ErrorKind, Result};
-use rustix::thread::futex;
 use std::any::Any;
 use std::ptr;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
-use std::sync::{Arc, Weak};
-use std::time::Duration;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 /// What slices of a mapping lie in.
 #[derive(Debug)]
-struct Allocation {
-    mapping: Arc<Mapping>,
+pub(super) struct Allocation {
+    pub(super) mapping: Arc<Mapping>,
     late: Option<LateUnmapping>,
     /// Of signals: what ends waits for them.
     fault: Option<Arc<Fault>>,
@@ -30,63 +28,6 @@ struct Borrowed {
     inside: Vec<Arc<Mapping>>,
     // Without one, it is one of the last holders of these.
     owner: Option<Arc<dyn Any + Send + Sync>>,
-}
-
-/// A word that a stream waits for. It stays mapped, but the wait does not keep its allocation: once
-/// nobody else has it, nobody can set the word.
-#[derive(Clone, Debug)]
-pub(super) struct AwaitedWord {
-    address: u64,
-    allocation: Weak<dyn Backing>,
-    // What keeps the address valid.
-    _held: Held,
-}
-
-#[derive(Clone, Debug)]
-enum Held {
-    Mapping { _held: Arc<Mapping> },
-    Backing { _held: Arc<dyn Backing> },
-}
-
-/// A word that stays mapped, at an aligned address, as long as this.
-pub(super) trait MappedWord {
-    fn address(&self) -> u64;
-}
-
-impl MappedWord for Word {
-    fn address(&self) -> u64 {
-        self.address()
-    }
-}
-
-impl MappedWord for AwaitedWord {
-    fn address(&self) -> u64 {
-        self.address
-    }
-}
-
-impl AwaitedWord {
-    pub(super) fn new(word: &Word) -> Self {
-        let backing = word.as_slice().backing();
-        let held = match backing.as_any().downcast_ref::<Allocation>() {
-            Some(Allocation { mapping, .. }) => Held::Mapping {
-                _held: mapping.clone(),
-            },
-            None => Held::Backing {
-                _held: backing.clone(),
-            },
-        };
-        Self {
-            address: word.address(),
-            allocation: Arc::downgrade(backing),
-            _held: held,
-        }
-    }
-
-    /// Whether anybody is left who could set it.
-    pub(super) fn can_be_set(&self) -> bool {
-        self.allocation.strong_count() > 0
-    }
 }
 
 impl Backing for Allocation {
@@ -362,77 +303,6 @@ fn check_length(slice: &DeviceSlice, bytes: usize) -> Result<()> {
         slice.bytes()
     ))
     .with_operation("copy between host and device"))
-}
-
-/// Sets a word after all earlier writes of this thread, and wakes those that sleep on it.
-pub(super) fn store(word: &Word, value: u64) {
-    atomic(word).store(value, Ordering::Release);
-    wake(word);
-}
-
-fn wake(word: &Word) {
-    if let Err(errno) = futex::wake(low_half(word), futex::Flags::empty(), i32::MAX as u32) {
-        tracing::error!(address = word.address(), %errno, "waking waiters failed");
-    }
-}
-
-/// As [`store`], for words that nobody sleeps on.
-pub(super) fn set(word: &Word, value: u64) {
-    atomic(word).store(value, Ordering::Release);
-}
-
-/// Adds one to a word after all earlier writes of this thread, and wakes those that sleep on it. The value
-/// before.
-pub(super) fn increment(word: &Word) -> u64 {
-    let before = atomic(word).fetch_add(1, Ordering::AcqRel);
-    wake(word);
-    before
-}
-
-/// Takes one count of `awaited` where `word` is further; whether it did.
-pub(super) fn take(word: &Word, awaited: &Word) -> bool {
-    let mut taken = load(awaited);
-    while load(word).wrapping_sub(taken) as i64 > 0 {
-        let (order, failed) = (Ordering::AcqRel, Ordering::Acquire);
-        match atomic(awaited).compare_exchange(taken, taken + 1, order, failed) {
-            Ok(_) => return true,
-            Err(found) => taken = found,
-        }
-    }
-    false
-}
-
-/// The word's value; what was written before the store that set it is visible after.
-pub(super) fn load(word: &impl MappedWord) -> u64 {
-    atomic(word).load(Ordering::Acquire)
-}
-
-/// Sleeps until the word is not `seen`, is written, or `limit` has passed.
-pub(super) fn sleep_while(word: &impl MappedWord, seen: u64, limit: Duration) {
-    let limit = futex::Timespec {
-        tv_sec: limit.as_secs() as i64,
-        tv_nsec: i64::from(limit.subsec_nanos()),
-    };
-    // The kernel compares the low half alone. A value that differs only in the high half is noticed
-    // when the limit has passed. Every way in which this returns means the same: look again.
-    let _ = futex::wait(
-        low_half(word),
-        futex::Flags::empty(),
-        seen as u32,
-        Some(&limit),
-    );
-}
-
-fn atomic(word: &impl MappedWord) -> &AtomicU64 {
-    // SAFETY: a word is 8 mapped bytes, aligned, for as long as it is borrowed here, and every
-    // process accesses words atomically only.
-    unsafe { AtomicU64::from_ptr(word.address() as *mut u64) }
-}
-
-fn low_half(word: &impl MappedWord) -> &AtomicU32 {
-    let low = word.address() + if cfg!(target_endian = "big") { 4 } else { 0 };
-    // SAFETY: as for `atomic`. Only the kernel reads through this address, as a futex.
-    unsafe { AtomicU32::from_ptr(low as *mut u32) }
 }
 
 #[cfg(test)]

@@ -25,6 +25,7 @@ pub(crate) mod signals;
 mod stream;
 mod transfers;
 mod unmapping;
+mod words;
 mod worker;
 
 use super::{

@@ -1,7 +1,8 @@
 //! What a stream's thread does, one operation at a time.
 
 use super::mark::EventState;
-use super::memory::{self, AwaitedWord, MappedWord};
+use super::memory;
+use super::words::{self, AwaitedWord, MappedWord};
 use crate::device::{Delays, DeviceSlice, Fault, FaultSet, Word};
 use crate::error::{Error, ErrorKind, Result};
 use std::fmt;
@@ -163,7 +164,7 @@ impl Context {
         match operation {
             Operation::Copy { target, source } => self.copy(target, source)?,
             Operation::Fill { target, byte } => memory::fill(target, *byte),
-            Operation::Write { word, value } => memory::store(word, *value),
+            Operation::Write { word, value } => words::store(word, *value),
             Operation::Wait { word, at_least } => self.wait(word, *at_least)?,
             Operation::WaitEvent { event, mark } => event.wait(*mark, &self.fault)?,
             Operation::WaitInGraph(mark) => self.mark(*mark)?.wait(1, &self.fault)?,
@@ -205,7 +206,7 @@ impl Context {
         // The fault is looked for this often by a sleeper that nobody wakes.
         const NAP: Duration = Duration::from_millis(10);
         for round in 0.. {
-            let seen = memory::load(word);
+            let seen = words::load(word);
             // Signed difference, as the GPU compares.
             if seen.wrapping_sub(at_least) as i64 >= 0 {
                 return Ok(());
@@ -222,7 +223,7 @@ impl Context {
                     .with_operation("wait for a word")
                     .with_help("keep the word until the streams that wait for it are done"));
                 }
-                memory::sleep_while(word, seen, NAP);
+                words::sleep_while(word, seen, NAP);
             }
         }
         Ok(())

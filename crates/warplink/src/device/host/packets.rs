@@ -1,7 +1,7 @@
 //! Packets: data that carries its own flag, so that who reads it waits for nothing else.
 
-use super::memory;
 use super::operation::Context;
+use super::words;
 use crate::device::{DeviceSlice, Word};
 use crate::error::{Error, ErrorKind, Result};
 use std::time::Duration;
@@ -31,7 +31,7 @@ pub(super) fn store(
             let mut data = [0; 4];
             copy_within(&mut data, bytes, 4 * packet);
             let value = u64::from(flag as u32) << 32 | u64::from(u32::from_le_bytes(data));
-            memory::set(&target.word(8 * packet)?, value.to_le());
+            words::set(&target.word(8 * packet)?, value.to_le());
             if packet == words / 2 {
                 context.delay();
             }
@@ -43,10 +43,10 @@ pub(super) fn store(
         for (place, word) in words.iter().enumerate() {
             let mut data = [0; 8];
             copy_within(&mut data, bytes, LINE.0 * number + 8 * place);
-            memory::set(word, u64::from_ne_bytes(data));
+            words::set(word, u64::from_ne_bytes(data));
         }
         context.delay();
-        memory::set(flag_word, flag);
+        words::set(flag_word, flag);
     }
     Ok(())
 }
@@ -62,7 +62,7 @@ pub(super) fn load(
     if !lines {
         for (packet, data) in bytes.chunks_mut(4).enumerate() {
             let word = source.word(8 * packet)?;
-            let value = || u64::from_le(memory::load(&word));
+            let value = || u64::from_le(words::load(&word));
             spin(context, || Ok(value() >> 32 == u64::from(flag as u32)))?;
             let found = (value() as u32).to_le_bytes();
             data.copy_from_slice(&found[..data.len()]);
@@ -71,9 +71,9 @@ pub(super) fn load(
     }
     for (line, data) in words_of_lines(source).zip(bytes.chunks_mut(LINE.0)) {
         let [words @ .., flag_word] = &line?;
-        spin(context, || Ok(memory::load(flag_word) == flag))?;
+        spin(context, || Ok(words::load(flag_word) == flag))?;
         for (word, data) in words.iter().zip(data.chunks_mut(8)) {
-            let found = memory::load(word).to_ne_bytes();
+            let found = words::load(word).to_ne_bytes();
             data.copy_from_slice(&found[..data.len()]);
         }
     }

@@ -1,8 +1,8 @@
 //! Signals for kernels of the host device, with the meanings of `warplink/signals.cuh`.
 
 use super::kernel::Block;
-use super::memory::{self, AwaitedWord};
 use super::operation::Context;
+use super::words::{self, AwaitedWord};
 use crate::device::{DeviceSlice, Word};
 use crate::error::Result;
 
@@ -42,7 +42,7 @@ impl Block<'_> {
 impl BlockSignals<'_> {
     /// Blocks until signal `number` was counted up once more than was waited for.
     pub fn wait(&self, number: usize) -> Result<()> {
-        let ticket = memory::increment(&self.word(number, AWAITED)?) + 1;
+        let ticket = words::increment(&self.word(number, AWAITED)?) + 1;
         self.wait_until(number, ticket)
     }
 
@@ -55,7 +55,7 @@ impl BlockSignals<'_> {
     /// As [`wait`](Self::wait), where that would not block; whether there was a count to use up.
     pub fn poll(&self, number: usize) -> Result<bool> {
         self.context.check()?;
-        Ok(memory::take(
+        Ok(words::take(
             &self.word(number, 0)?,
             &self.word(number, AWAITED)?,
         ))
@@ -63,14 +63,14 @@ impl BlockSignals<'_> {
 
     /// How often signal `number` was counted up so far.
     pub fn epoch(&self, number: usize) -> Result<u64> {
-        Ok(memory::load(&self.word(number, 0)?))
+        Ok(words::load(&self.word(number, 0)?))
     }
 
     /// Counts a peer's signal `number` up by one, after everything that the block did before.
     pub fn add(&self, number: usize) -> Result<()> {
         self.context.check()?;
         self.context.delay();
-        memory::increment(&self.word(number, 0)?);
+        words::increment(&self.word(number, 0)?);
         Ok(())
     }
 

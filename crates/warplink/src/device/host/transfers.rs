@@ -3,6 +3,7 @@
 use super::memory;
 use super::operation::{Context, Operation};
 use super::stream::HostStream;
+use super::words;
 use super::{check_kind, check_lengths};
 use crate::device::packet_block::{self, BlockWord, BlockWords};
 use crate::device::{DeviceSlice, KernelCopy, PACKET, PacketLine, PacketPart, Word};
@@ -36,7 +37,7 @@ impl HostStream {
                 let end = (start + each).min(target.bytes());
                 context.copy(&target.slice(start..end)?, &source.slice(start..end)?)?;
                 for word in &arrivals {
-                    memory::increment(word);
+                    words::increment(word);
                 }
                 Ok(())
             })
@@ -65,7 +66,7 @@ impl HostStream {
                     end.push()?;
                 }
                 if let Some(word) = &completed {
-                    memory::increment(word);
+                    words::increment(word);
                 }
                 Ok(())
             })
@@ -150,14 +151,14 @@ impl LineEnd<'_> {
 
 impl BlockWords for LineEnd<'_> {
     fn load(&self, word: BlockWord) -> Result<u64> {
-        Ok(memory::load(&self.word(word)?))
+        Ok(words::load(&self.word(word)?))
     }
 
     fn set(&self, word: BlockWord, value: u64) -> Result<()> {
         if word == BlockWord::ConsumedAtPeer {
             self.context.delay();
         }
-        memory::set(&self.word(word)?, value);
+        words::set(&self.word(word)?, value);
         Ok(())
     }
 
@@ -167,7 +168,7 @@ impl BlockWords for LineEnd<'_> {
             return Ok(());
         }
         self.context.check()?;
-        if memory::load(self.line.abort()) != 0 {
+        if words::load(self.line.abort()) != 0 {
             return Err(Error::new(
                 ErrorKind::Closed,
                 "the waits for packets were ended",

@@ -4,6 +4,7 @@ pub(super) mod event;
 pub(super) mod graph;
 pub(super) mod live;
 pub(super) mod memory_ops;
+mod second_context;
 mod sequence;
 pub(super) mod signals;
 

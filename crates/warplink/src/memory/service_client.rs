@@ -1,0 +1,167 @@
+//! What a rank asks of a peer's [service](super::service).
+
+use super::message::{Request, TOKEN_BYTES};
+use super::service::ANSWER_BYTES;
+use super::socket::{MAX_WAIT, address, io, is_same_user, limit, socket};
+use crate::deadline::Deadline;
+use crate::device::Piece;
+use crate::error::{Error, ErrorKind, Result};
+use rustix::io::Errno;
+use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendFlags};
+use std::io::IoSliceMut;
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::time::Duration;
+
+/// Between two attempts at what the service refuses for lack of something.
+const PAUSE: Duration = Duration::from_millis(10);
+
+/// A request that was sent and not answered yet.
+#[derive(Debug)]
+pub(super) struct Asked {
+    connection: OwnedFd,
+}
+
+/// Sends `request`, which may be handled twice, to the service called `name` and waits for the answer.
+/// Asks again where the service drops the connection, as it does when it is short of something.
+///
+/// # Errors
+/// [`ErrorKind::PeerLost`] where nobody listens, [`ErrorKind::InvalidHandle`] where it is refused,
+/// [`ErrorKind::Timeout`] where it does not answer.
+pub(super) fn ask(
+    name: &[u8],
+    token: &[u8; TOKEN_BYTES],
+    request: Request,
+) -> Result<Option<Piece>> {
+    let deadline = Deadline::after(MAX_WAIT);
+    loop {
+        let connection = socket()?;
+        limit(&connection)?;
+        let answer = send(connection, name, token, request).and_then(Asked::finish);
+        match answer {
+            Err(error) if error.kind() == ErrorKind::Io && !deadline.passed() => {
+                tracing::debug!(%error, "a peer's service did not answer; asking again");
+                std::thread::sleep(PAUSE);
+            }
+            answer => return answer,
+        }
+    }
+}
+
+/// Sends `request` to the service called `name`, without waiting for anything.
+///
+/// # Errors
+/// [`ErrorKind::PeerLost`] where nobody listens; where it is another that [may pass](may_pass), the
+/// request was not sent, or it is not known whether.
+pub(super) fn begin(name: &[u8], token: &[u8; TOKEN_BYTES], request: Request) -> Result<Asked> {
+    let connection = socket()?;
+    // A full backlog, of a peer that is stopped, must not hold up the caller.
+    rustix::io::ioctl_fionbio(&connection, true).map_err(io("configure a Unix socket"))?;
+    send(connection, name, token, request)
+}
+
+/// Whether an error of `kind` may be over when a request is sent again: something is short, here or at
+/// the peer.
+pub(super) fn may_pass(kind: ErrorKind) -> bool {
+    matches!(
+        kind,
+        ErrorKind::Io | ErrorKind::Timeout | ErrorKind::OutOfMemory
+    )
+}
+
+pub(super) fn send(
+    connection: OwnedFd,
+    name: &[u8],
+    token: &[u8; TOKEN_BYTES],
+    request: Request,
+) -> Result<Asked> {
+    rustix::net::connect(&connection, &address(name)?).map_err(|errno| match errno {
+        rustix::io::Errno::CONNREFUSED => Error::new(
+            ErrorKind::PeerLost,
+            "the peer's memory service does not listen any more",
+        )
+        .with_operation("connect to a peer's service"),
+        other => io("connect to a peer's service")(other),
+    })?;
+    // The name may be another's by now, who must not learn the token.
+    if !is_same_user(&connection) {
+        return Err(Error::new(
+            ErrorKind::PeerLost,
+            "the peer's memory service belongs to another user; expected the same",
+        )
+        .with_operation("connect to a peer's service"));
+    }
+    rustix::net::send(&connection, &request.encode(token), SendFlags::NOSIGNAL).map_err(
+        |errno| match errno {
+            Errno::CONNRESET | Errno::PIPE => closed(),
+            other => io("send a request")(other),
+        },
+    )?;
+    Ok(Asked { connection })
+}
+
+impl AsFd for Asked {
+    /// Readable once the answer is there, or will not come.
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.connection.as_fd()
+    }
+}
+
+impl Asked {
+    /// Waits for the answer.
+    pub(super) fn finish(self) -> Result<Option<Piece>> {
+        read_answer(&self.connection)
+    }
+}
+
+/// Not proof that the peer is gone: a service drops connections when it is short of something.
+fn closed() -> Error {
+    Error::new(
+        ErrorKind::Io,
+        "the peer's memory service closed the connection before it answered",
+    )
+}
+
+fn read_answer(connection: &OwnedFd) -> Result<Option<Piece>> {
+    let mut answer = [0; ANSWER_BYTES];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut control = RecvAncillaryBuffer::new(&mut space);
+    let received = rustix::net::recvmsg(
+        connection,
+        &mut [IoSliceMut::new(&mut answer)],
+        &mut control,
+        RecvFlags::CMSG_CLOEXEC,
+    )
+    .map_err(|errno| match errno {
+        Errno::AGAIN => Error::new(
+            ErrorKind::Timeout,
+            format!("timed out after {MAX_WAIT:?} waiting for the peer's memory service to answer"),
+        )
+        .with_help("check that the peer's process is not stopped"),
+        Errno::CONNRESET => closed(),
+        other => io("read an answer")(other),
+    })?;
+    let descriptor = control.drain().find_map(|message| match message {
+        RecvAncillaryMessage::ScmRights(mut descriptors) => descriptors.next(),
+        _ => None,
+    });
+    if received.bytes != answer.len() {
+        return Err(closed());
+    }
+    let [s0, s1, s2, s3, bytes @ ..] = answer;
+    if u32::from_le_bytes([s0, s1, s2, s3]) != 0 {
+        return Err(Error::new(
+            ErrorKind::InvalidHandle,
+            "the peer refused: it does not share this region any more",
+        )
+        .with_operation("ask a peer's service")
+        .with_help("exchange the region anew"));
+    }
+    let bytes = usize::try_from(u64::from_le_bytes(bytes)).map_err(|_| {
+        Error::new(
+            ErrorKind::Protocol,
+            "the peer's memory is longer than this process can address",
+        )
+    })?;
+    Ok(descriptor.map(|descriptor| Piece { descriptor, bytes }))
+}

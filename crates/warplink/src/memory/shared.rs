@@ -1,0 +1,207 @@
+//! What regions, mappings and the threads of one rank's memory share, and what peers ask of it.
+
+use super::cache::MappingCache;
+use super::exports::{Exports, Unwanted};
+use super::handle::{Handle, HandleKey};
+use super::mapping::Mapped;
+use super::message::{Message, Notice, Request, TOKEN_BYTES};
+use super::notifier::Outbox;
+use super::peers::Peers;
+use super::publications::{Heard, Publications};
+use super::service_client::{self, Asked};
+use crate::device::{Device, Piece};
+use crate::error::{Error, ErrorKind, Rank, Result};
+use crate::sync::lock;
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, OnceLock};
+
+/// The key of a mapping: whose memory, and which allocation of it.
+pub(super) type MappingKey = (Rank, u64);
+
+pub(super) type SlotReleasedHandler = Box<dyn Fn(Rank, u64) + Send + Sync>;
+
+pub(super) type Reclaimer = Box<dyn Fn() + Send + Sync>;
+
+/// What regions, mappings and the threads share.
+pub(super) struct Shared {
+    pub(super) rank: Rank,
+    pub(super) device: Arc<dyn Device>,
+    pub(super) key: HandleKey,
+    pub(super) token: [u8; TOKEN_BYTES],
+    pub(super) peers: OnceLock<Peers>,
+    pub(super) exports: Exports,
+    pub(super) mappings: MappingCache<MappingKey, Mapped>,
+    pub(super) outbox: Outbox,
+    /// The last notice of each peer that was handled.
+    pub(super) heard: Mutex<BTreeMap<Rank, u64>>,
+    pub(super) slot_released: OnceLock<SlotReleasedHandler>,
+    pub(super) publications: Publications,
+    pub(super) reclaimers: Mutex<Vec<Reclaimer>>,
+}
+
+impl Shared {
+    pub(super) fn peers(&self) -> Result<&Peers> {
+        self.peers.get().ok_or_else(|| {
+            Error::new(
+                ErrorKind::Internal,
+                "peers are asked before their information was gathered",
+            )
+        })
+    }
+
+    /// Gives back a handle that will not be opened.
+    pub(super) fn decline(&self, peer: Rank, wire: &[u8]) {
+        match self.decode(peer, wire) {
+            Ok(handle) => self.release_handle(&handle),
+            Err(error) => {
+                tracing::warn!(%error, "a handle that cannot be read cannot be given back")
+            }
+        }
+    }
+
+    pub(super) fn release_handle(&self, handle: &Handle) {
+        let message = Message::HandlesReleased {
+            generation: handle.generation,
+            handles: 1,
+        };
+        self.outbox.tell(handle.owner, message);
+        if handle.region != 0 {
+            let message = Message::RegionReleased {
+                region: handle.region,
+                handles: 1,
+            };
+            self.outbox.tell(handle.owner, message);
+        }
+    }
+
+    pub(super) fn decode(&self, peer: Rank, wire: &[u8]) -> Result<Handle> {
+        let handle = Handle::decode(wire, &self.key)
+            .map_err(|error| error.with_rank(self.rank).with_peer(peer))?;
+        let kind = self.device.kind();
+        if handle.owner != peer || handle.kind != kind {
+            let what = format!(
+                "the handle is of rank {} on device {}; expected rank {peer} on device {kind}",
+                handle.owner, handle.kind
+            );
+            return Err(Error::new(ErrorKind::InvalidHandle, what)
+                .with_operation("read a handle")
+                .with_rank(self.rank)
+                .with_peer(peer));
+        }
+        Ok(handle)
+    }
+
+    pub(super) fn forget_peer(&self, peer: Rank) {
+        self.ask_to_unmap(self.exports.forget_peer(peer));
+    }
+
+    /// Has peers asked to unmap what is not to be used again. Does not block.
+    pub(super) fn ask_to_unmap(&self, unwanted: Vec<Unwanted>) {
+        for Unwanted {
+            peer,
+            allocation,
+            generation,
+        } in unwanted
+        {
+            let message = Message::Unmap {
+                allocation,
+                generation,
+            };
+            self.outbox.tell(peer, message);
+        }
+    }
+
+    /// Asks `peer`'s service and waits for the answer, which may carry a piece of memory.
+    pub(super) fn ask(&self, peer: Rank, message: Message) -> Result<Option<Piece>> {
+        let request = Request {
+            from: self.rank,
+            number: 0,
+            message,
+        };
+        service_client::ask(self.peers()?.service(peer)?, &self.token, request)
+            .map_err(|error| error.with_rank(self.rank).with_peer(peer))
+    }
+
+    /// Sends the notice `number` to `peer`'s service, and does not wait for the answer.
+    pub(super) fn begin_telling(&self, peer: Rank, number: u64, message: Message) -> Result<Asked> {
+        let request = Request {
+            from: self.rank,
+            number,
+            message,
+        };
+        service_client::begin(self.peers()?.service(peer)?, &self.token, request)
+            .map_err(|error| error.with_rank(self.rank).with_peer(peer))
+    }
+
+    /// Does what a peer asks for, unless it is a notice that was handled before: then the peer has not
+    /// had the answer.
+    pub(super) fn answer(&self, request: Request) -> Result<Option<Piece>> {
+        let Request {
+            from,
+            number,
+            message,
+        } = request;
+        if number != 0 {
+            let mut heard = lock(&self.heard);
+            let last = heard.entry(from).or_default();
+            if number <= *last {
+                return Ok(None);
+            }
+            *last = number;
+        }
+        match message {
+            Message::Piece {
+                allocation,
+                generation,
+                index,
+            } => {
+                let piece = self.exports.piece(generation, allocation, index);
+                return piece.map(Some);
+            }
+            Message::Unmap {
+                allocation,
+                generation,
+            } => {
+                self.mappings.revoke((from, allocation), generation);
+            }
+            Message::HandlesReleased {
+                generation,
+                handles,
+            } => self.exports.handles_released(generation, from, handles),
+            Message::RegionReleased { region, handles } => {
+                self.exports.region_released(region, from, handles);
+            }
+            Message::SlotReleased { slot } => {
+                if let Some(handler) = self.slot_released.get() {
+                    handler(from, slot);
+                }
+            }
+            Message::Published {
+                publication,
+                entry,
+                notice,
+            } => {
+                let heard = Heard::Notice {
+                    from,
+                    entry,
+                    notice,
+                };
+                if !self.publications.tell(publication, heard)
+                    && let Notice::Offer(handle) = notice
+                {
+                    self.decline(from, &handle);
+                }
+            }
+        }
+        Ok(None)
+    }
+}
+
+impl std::fmt::Debug for Shared {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("MemoryRegistry")
+            .field("rank", &self.rank)
+            .field("device", &self.device)
+            .finish_non_exhaustive()
+    }
+}

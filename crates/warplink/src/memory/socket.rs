@@ -1,0 +1,52 @@
+//! Unix sockets between processes of one machine and one user, by name.
+
+use crate::error::{Error, Result};
+use rustix::net::sockopt::socket_peercred;
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
+use std::os::fd::{AsFd, OwnedFd};
+use std::time::Duration;
+
+/// Longest that either side waits for the other's record; both are threads of this machine that
+/// do nothing else.
+pub(super) const MAX_WAIT: Duration = Duration::from_secs(5);
+
+pub(super) fn io(what: &'static str) -> impl Fn(rustix::io::Errno) -> Error {
+    move |errno| Error::io(what, &errno.into())
+}
+
+pub(super) fn socket() -> Result<OwnedFd> {
+    rustix::net::socket_with(
+        AddressFamily::UNIX,
+        SocketType::SEQPACKET,
+        SocketFlags::CLOEXEC,
+        None,
+    )
+    .map_err(io("make a Unix socket"))
+}
+
+/// An abstract address: it is gone with its socket, also when the process is killed.
+pub(super) fn address(name: &[u8]) -> Result<SocketAddrUnix> {
+    SocketAddrUnix::new_abstract_name(name).map_err(io("name a Unix socket"))
+}
+
+pub(super) fn limit(socket: impl AsFd) -> Result<()> {
+    use rustix::net::sockopt::{Timeout, set_socket_timeout};
+    set_socket_timeout(&socket, Timeout::Recv, Some(MAX_WAIT))
+        .map_err(io("limit a socket's waits"))?;
+    set_socket_timeout(&socket, Timeout::Send, Some(MAX_WAIT)).map_err(io("limit a socket's waits"))
+}
+
+/// Whether the process at the other end runs as the same user as this one, says the kernel.
+pub(super) fn is_same_user(connection: &OwnedFd) -> bool {
+    match socket_peercred(connection) {
+        Ok(peer) if peer.uid == rustix::process::geteuid() => true,
+        Ok(peer) => {
+            tracing::debug!(?peer.uid, "a process of another user was refused");
+            false
+        }
+        Err(errno) => {
+            tracing::debug!(%errno, "a process of an unknown user was refused");
+            false
+        }
+    }
+}
