@@ -63,7 +63,9 @@ pub struct CollectiveCall {
     pub op: i32,
     /// The root of broadcast, reduce, gather and scatter; -1 for the others.
     pub root: i32,
-    /// How many elements the smaller of input and output has.
+    /// Elements of one part. Input and output of all-reduce, broadcast and reduce have one part each. All-gather
+    /// and gather have one for each rank in the output, reduce-scatter and scatter in the input, and all-to-all in
+    /// both.
     pub count: u64,
     /// What inputs are multiplied by before they are summed, for `WARPLINK_REDUCE_OP_SCALED_SUM`; not read for others. In
     /// single precision, but for 64 bits.
@@ -233,7 +235,7 @@ pub unsafe extern "C" fn warplink_collectives_communicator(
 }
 
 /// Enqueues a collective. `output` and `input` are addresses of the device, in any memory that stays allocated until
-/// the stream is done; the larger of the two has `count` elements for every rank. They may be the same memory; for
+/// the stream is done; how long they are, `count` of the call says. They may be the same memory; for
 /// all-gather and gather the input may be this rank's part of the output, for reduce-scatter and scatter the output its
 /// part of the input. What a rank does not use may be null. Does not block.
 #[unsafe(no_mangle)]

@@ -82,8 +82,9 @@ pub unsafe extern "C" fn warplink_set_log_handler(
 pub unsafe extern "C" fn warplink_default_log_handler(
     level: i32,
     message: *const c_char,
-    _user: *mut c_void,
+    user: *mut c_void,
 ) {
+    let _ = user;
     // It has no result; the error is the thread's last one.
     let _status = entry("log", || {
         // SAFETY: the caller passes a text.

@@ -12,7 +12,7 @@ use crate::number::whole;
 use crate::owner::{Detached, Owner};
 use crate::place::Place;
 use crate::region::{Region, RemoteRegion, seconds};
-use crate::stream::{Event, Stream};
+use crate::stream::{Event, Stream, Turns};
 use crate::transfer::{self, StreamBarrier, Transfer};
 use crate::watch::Watch;
 use pyo3::prelude::*;
@@ -284,6 +284,11 @@ impl Communicator {
     fn create_event(&self, timing: bool) -> PyResult<Event> {
         let event = self.place.device.create_event(timing).map_err(raise)?;
         Ok(Event::new(event))
+    }
+
+    /// Turns for streams that use the same memory.
+    fn turns(&self) -> Turns {
+        Turns::new(&self.place)
     }
 
     /// Matches transfers (`Send` and `Receive`) with their other ends, once; the results are posted and

@@ -11,7 +11,7 @@ use std::sync::{Mutex, PoisonError};
 use warplink::bootstrap::{HeldPort, JoinConfig, Rendezvous};
 use warplink::{Config, DeviceKind, Error, ErrorKind};
 
-/// What the ranks of a job meet by: the address of rank 0's store and the secret that admits to it.
+/// What the ranks of a job meet by: the address of the store and the secret that admits to it.
 ///
 /// A process that holds it can join: treat it as a password. `str(id)` is its 256 hexadecimal digits, to be
 /// given to `Job.join` on every rank; `repr(id)` leaves the secret out.
@@ -32,9 +32,9 @@ impl From<warplink::bootstrap::UniqueId> for UniqueId {
 
 #[pymethods]
 impl UniqueId {
-    /// An id with a fresh secret, for a store that rank 0 serves at `ip` and `port`. With port 0 the
-    /// system picks a free port, which this process holds until rank 0 takes it over: rank 0 must then
-    /// be in this process, or `release` be called before it joins elsewhere.
+    /// An id with a fresh secret, for a store at `ip` and `port`, which rank 0 serves. With port 0 the system
+    /// picks a free port, which this process holds until one of its ranks joins; that rank then serves the
+    /// store. A process none of whose ranks will join calls `release`.
     #[staticmethod]
     #[pyo3(signature = (ip="127.0.0.1", port=0))]
     fn create(ip: &str, port: u16) -> PyResult<Self> {
@@ -68,7 +68,7 @@ impl UniqueId {
         held.get_or_insert_with(|| self.id.release());
     }
 
-    /// Where rank 0 serves the store, as `ip:port`.
+    /// Where the store is served at first, as `ip:port`.
     #[getter]
     fn address(&self) -> String {
         self.id.address().to_string()
@@ -113,18 +113,20 @@ impl Job {
     /// Joins as `rank` of `world`. Blocks until all ranks have joined, without the interpreter's lock.
     ///
     /// `rendezvous` is a unique id (its text or the object) or `ip:port`; with the latter, `secret` is
-    /// the text that admits, which only a loopback address may do without. `device` is "host" or
-    /// "cuda"; if it is None, what WARPLINK_DEVICE says, else a GPU where there is one. `ordinal` is the GPU among those that the process
-    /// sees; that of the local rank if it is None. `local_rank` is `rank` if it is None. `timeout` limits
-    /// every wait on the host, in seconds. `protocol` is "get" or "put"; if it is None, what
-    /// WARPLINK_PROTOCOL says, else "put". `path` is that of transfers which choose none: "fastest" says that
-    /// multiprocessors are free, and "copy-engine" needs none; if it is None, sends and receives use that.
+    /// the text that admits, which only a loopback address may do without; if it is None, what WARPLINK_SECRET
+    /// says. `device` is "host" or "cuda"; if it is None, what WARPLINK_DEVICE says, else a GPU where there is
+    /// one. `ordinal` is the GPU among those that the process sees; that of the local rank if it is None.
+    /// `local_rank` is `rank` if it is None. `timeout` limits joining and every wait on the host, in seconds; if
+    /// it is None, what WARPLINK_TIMEOUT says, else 60. `protocol` is "get" or "put"; if it is None, what
+    /// WARPLINK_PROTOCOL says, else "put". `path` is that of transfers which choose none: "multiprocessors",
+    /// "one-block", "copy-engine", which needs no multiprocessor, or "fastest", which says that multiprocessors
+    /// are free; if it is None, sends and receives use the copy engine.
     ///
     /// Raises TimeoutError when not all ranks join, AuthenticationError for another secret,
     /// MismatchError where ranks disagree on the world or the device, LibraryMissingError without a
     /// driver.
     #[staticmethod]
-    #[pyo3(signature = (rank, world, rendezvous, *, device=None, ordinal=None, local_rank=None, timeout=60.0, secret=None, protocol=None, path=None))]
+    #[pyo3(signature = (rank, world, rendezvous, *, device=None, ordinal=None, local_rank=None, timeout=None, secret=None, protocol=None, path=None))]
     #[expect(clippy::too_many_arguments, reason = "they are keywords in Python")]
     fn join(
         py: Python<'_>,
@@ -134,20 +136,27 @@ impl Job {
         device: Option<String>,
         ordinal: Option<usize>,
         local_rank: Option<usize>,
-        timeout: f64,
+        timeout: Option<f64>,
         secret: Option<String>,
         protocol: Option<&str>,
         path: Option<&str>,
     ) -> PyResult<Self> {
         let text = rendezvous.str()?.to_string();
         let meeting: Rendezvous = text.parse().map_err(raise)?;
-        let limit = seconds(timeout)?;
         let local_rank = local_rank.unwrap_or(rank);
-        // The GPU is that of the local rank, unless one is named.
-        let mut join = JoinConfig::new(meeting, rank, world)
-            .with_local_rank(ordinal.unwrap_or(local_rank))
-            .with_timeout(limit);
-        join.secret = secret;
+        let given = |name: &str| match name {
+            "WARPLINK_RANK" => Some(rank.to_string().into()),
+            "WARPLINK_WORLD" => Some(world.to_string().into()),
+            // The GPU is that of the local rank, unless one is named.
+            "WARPLINK_LOCAL_RANK" => Some(ordinal.unwrap_or(local_rank).to_string().into()),
+            "WARPLINK_ADDRESS" => Some(meeting.address().to_string().into()),
+            // It would come before the address.
+            "WARPLINK_ID" => None,
+            "WARPLINK_SECRET" if secret.is_some() => secret.clone().map(Into::into),
+            _ => std::env::var_os(name),
+        };
+        let mut join = JoinConfig::from_variables(given).map_err(raise)?;
+        join.rendezvous = meeting.clone();
         if let Some(device) = &device {
             // Told as the argument that it is, not as a variable.
             device.parse::<DeviceKind>().map_err(raise)?;
@@ -156,9 +165,11 @@ impl Job {
             ("WARPLINK_DEVICE", Some(device)) => Some(device.clone()),
             _ => std::env::var(name).ok(),
         };
-        let mut config = Config::from_variables(join, variables)
-            .map_err(raise)?
-            .with_timeout(limit);
+        let mut config = Config::from_variables(join, variables).map_err(raise)?;
+        if let Some(limit) = timeout.map(seconds).transpose()? {
+            config.join.timeout = limit;
+            config = config.with_timeout(limit);
+        }
         config.join.local_rank = local_rank;
         if let Some(ordinal) = ordinal {
             config.device.ordinal = ordinal;

@@ -67,7 +67,7 @@ mod _warplink {
     #[pymodule_export]
     use super::region::{Region, RemoteRegion};
     #[pymodule_export]
-    use super::stream::{Event, Graph, Stream};
+    use super::stream::{Event, Graph, Stream, Turns};
     #[pymodule_export]
     use super::transfer::{Receive, Send, StreamBarrier, Transfer, post_all, wait_all};
 

@@ -28,6 +28,32 @@ pub(crate) struct Event(OfProcess<warplink::device::Event>);
 #[derive(Debug)]
 pub(crate) struct Graph(OfProcess<warplink::device::Graph>);
 
+/// Orders work that several streams are given, for what they share: `begin(stream)`, the work, `end(stream)`. What is
+/// given to one stream is done before what another one is given later; work that is captured is ordered among itself.
+/// The caller sees to it that one thread at a time is between the two.
+#[pyclass(frozen, module = "warplink")]
+#[derive(Debug)]
+pub(crate) struct Turns(OfProcess<warplink::device::Turns>);
+
+impl Turns {
+    pub(crate) fn new(place: &Place) -> Self {
+        Self(OfProcess::new(warplink::device::Turns::new(&place.device)))
+    }
+}
+
+#[pymethods]
+impl Turns {
+    /// Has `stream` wait for the last work of another stream. Does not block.
+    fn begin(&self, stream: &Stream) -> PyResult<()> {
+        self.0.get()?.begin(stream.live()?).map_err(raise)
+    }
+
+    /// Notes that what `stream` was given so far was the last, also where some of it failed. Does not block.
+    fn end(&self, stream: &Stream) -> PyResult<()> {
+        self.0.get()?.end(stream.live()?).map_err(raise)
+    }
+}
+
 impl Event {
     pub(crate) fn new(event: warplink::device::Event) -> Self {
         Self(OfProcess::new(event))

@@ -472,11 +472,11 @@ impl Shared {
         // know by then why, or they would name this rank for what another's loss did.
         addressed.sort_by_key(|(_, frame)| frame.to as Rank == self.settings.rank);
         for (outbox, frame) in addressed {
-            // A connection that fails here is noticed by its reader.
+            // A connection that fails here is noticed by its reader, which knows whether the rank has left.
             if let Err(error) = outbox.push(frame.id, &frame.body)
                 && error.kind() != ErrorKind::Closed
             {
-                tracing::warn!(rank = frame.to, %error, "could not send to a rank");
+                tracing::debug!(rank = frame.to, %error, "could not send to a rank");
             }
         }
     }

@@ -151,6 +151,8 @@ impl Collectives {
         inner.note(stream);
         *lock(&inner.last) = Some(*call);
         let enqueued = inner.turns.take(stream, work);
+        // Another thread may have found the stream without work before, and forgotten it.
+        inner.note(stream);
         enqueued.map_err(|error| error.with_operation(call.kind.name()))
     }
 

@@ -5,12 +5,12 @@ use super::direct::Direct;
 use super::engine::EngineCollectives;
 use super::estimate::Estimates;
 use super::messages::Lines;
-use super::turns::Turns;
 use super::{
     Call, CollectiveOptions, CollectivePath, Collectives, Inner, MAX_DIRECT_RANKS,
     MIN_BYTES_PER_RANK,
 };
 use crate::device::InUse;
+use crate::device::Turns;
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::program::cost::{DeviceDescription, HardwareModel};
 use crate::program::execute::RankContext;

@@ -16,7 +16,6 @@
 //! | `launches` | kernels of calls that were made before |
 //! | `messages` | sends and receives between pairs of ranks |
 //! | `trouble` | what is told of calls that do not end, or that differ |
-//! | `turns` | streams that use the workspace one after the other |
 //!
 //! # What makes one workspace safe for all
 //! All programs use half `epoch % 2` of it, and in each launch every rank meets every other
@@ -37,7 +36,6 @@ mod join;
 mod launches;
 mod messages;
 mod trouble;
-mod turns;
 
 pub use algorithm::Algorithm;
 pub use call::{Call, CollectiveKind};
@@ -45,6 +43,7 @@ pub use choice::Choice;
 pub use experts::{Dispatched, ExpertOptions, Experts};
 pub use messages::{MAX_MESSAGES, Message, Parts};
 
+use crate::device::Turns;
 use crate::device::{DeviceSlice, InUse, ReduceOp, Stream, VendorCommunicator};
 use crate::dtype::DType;
 use crate::error::{Rank, Result};
@@ -58,7 +57,6 @@ use std::ffi::c_void;
 use std::fmt;
 use std::sync::{Arc, Mutex};
 pub(crate) use trouble::Known;
-use turns::Turns;
 
 /// Bytes of a workspace unless options say otherwise.
 pub const DEFAULT_WORKSPACE_BYTES: usize = 10 << 20;

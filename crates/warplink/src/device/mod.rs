@@ -50,6 +50,7 @@ mod reduce_op;
 mod slice;
 mod staging_memory;
 mod stream;
+mod turns;
 
 pub use attachment::{Attachment, NetworkDevice, NetworkKind, PciDistance};
 pub use buffer::DeviceBuffer;
@@ -88,6 +89,7 @@ pub use stream::{
     Event, EventBackend, Graph, GraphBackend, KernelCopy, MemoryOp, Priority, Stream,
     StreamBackend, StreamOp, Unit,
 };
+pub use turns::Turns;
 
 use crate::error::Result;
 use std::sync::Arc;

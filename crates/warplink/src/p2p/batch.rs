@@ -75,13 +75,21 @@ impl<'a> Batch<'a> {
     /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) for a transfer that is
     /// captured twice without a wait between, or a send that has no memory to copy from.
     pub fn enqueue(&self, stream: &Stream) -> Result<()> {
-        let mut queue = Queue::new(stream, self.in_kernel)?;
         for Part { kind, transfer } in &self.parts {
             transfer.end.note(stream);
             if *kind == Kind::Post {
                 transfer.end.note_work(stream);
             }
         }
+        let enqueued = self.enqueue_parts(stream);
+        // Another thread may have found the stream without work before, and forgotten it.
+        let transfers = self.parts.iter().map(|part| part.transfer);
+        transfers.for_each(|transfer| transfer.end.note(stream));
+        enqueued
+    }
+
+    fn enqueue_parts(&self, stream: &Stream) -> Result<()> {
+        let mut queue = Queue::new(stream, self.in_kernel)?;
         // Before any post is numbered: a number without a post would be waited for in vain.
         for (index, Part { kind, transfer }) in self.parts.iter().enumerate() {
             if *kind == Kind::Wait {
@@ -433,5 +441,10 @@ pub fn post_stores(
         queue.signals(transfer, post, steps.after)?;
         queue.marks.extend(marks.then_some((transfer, Mark::Post)));
     }
-    queue.flush()
+    let flushed = queue.flush();
+    // As for a batch; what failed before has given the stream nothing that lasts.
+    transfers
+        .iter()
+        .for_each(|transfer| transfer.end.note(stream));
+    flushed
 }

@@ -94,6 +94,7 @@ impl Faults {
             ranks >= 2,
             "{ranks} rank has no peers; expected at least 2 ranks"
         );
+        ensure!(self.jobs != Some(0), "--jobs is 0; expected at least 1");
         let victim = self.victim.unwrap_or(ranks - 1);
         ensure!(
             victim < ranks,

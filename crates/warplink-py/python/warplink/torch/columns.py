@@ -31,7 +31,7 @@ def gather_matmul(
     results = [a.new_empty(rows, b.shape[1]) for b in bs]
     gathered = a.new_empty(rows, size * k) if return_a else None
     space = group.workspace(a.device)
-    with span("warplink::fused_all_gather_matmul"), space.lock:
+    with span("warplink::fused_all_gather_matmul"), space.turn():
         nbytes = rows * k * a.element_size()
         pipeline = space.plan(("gather", nbytes), lambda: GatherPipeline(space, nbytes))
         own = a.contiguous().view(torch.uint8).view(-1)
@@ -67,7 +67,7 @@ def matmul_scatter(
         torch.mm(flat, part, out=out.view(a.dtype).view(rows, columns))
 
     space = group.workspace(a.device)
-    with span("warplink::fused_matmul_reduce_scatter"), space.lock:
+    with span("warplink::fused_matmul_reduce_scatter"), space.turn():
         nbytes = rows * columns * a.element_size()
         pipeline = space.plan(("scatter", nbytes), lambda: ScatterPipeline(space, nbytes))
         received = pipeline.run(multiply).view(a.dtype).view(size, rows, columns)

@@ -126,6 +126,8 @@ class GpuMessages:
     ) -> None:
         self._space = space
         self._watch = space.communicator.watch(collectives, timeout)
+        #: Whether a call or a wait has raised what the watch found.
+        self._told = False
         self._collectives = collectives
         self._device = space.device
         self._side = torch.cuda.Stream(self._device)
@@ -193,7 +195,7 @@ class GpuMessages:
                 raise InvalidArgumentError(
                     f"{name}: a tensor is on {tensor.device}; expected {self._device}, as in the group's first call"
                 )
-        result, check = [*outputs, *further], self._watch.check
+        result, check = [*outputs, *further], self._check
         if not asynchronous:
             stream, borrowed = self._run(outputs, inputs, call)
             return GpuWork(result, stream, None, check, borrowed.synchronize)
@@ -224,7 +226,7 @@ class GpuMessages:
             call(borrowed, sources, targets)
         except WarplinkError:
             # What went wrong first, if that is why.
-            self._watch.check()
+            self._check()
             raise
         self._stream = stream
         if several:
@@ -261,11 +263,22 @@ class GpuMessages:
         self._watch.timeout = timeout
 
     def close(self) -> None:
-        """Ends what watches the calls. They are done all the same."""
+        """Ends what watches the calls. They are done all the same. Raises what went wrong with them, unless a call or a
+        wait has."""
         groups = _groups[self._device.index]
         if self in groups:
             groups.remove(self)
         self._watch.close()
+        if not self._told:
+            self._check()
+
+    def _check(self) -> None:
+        """Raises what went wrong so far."""
+        try:
+            self._watch.check()
+        except WarplinkError:
+            self._told = True
+            raise
 
     def _memory(self, tensors: list[torch.Tensor]) -> list[Any]:
         """The bytes of contiguous tensors as arrays, which PyTorch keeps until the stream is past them."""

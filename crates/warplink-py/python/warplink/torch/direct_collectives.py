@@ -43,7 +43,13 @@ class GpuCollectives(GpuMessages):
         self, tensor: torch.Tensor, how: tuple[str, str], root: int, asynchronous: bool
     ) -> GpuWork:
         """``tensor`` of the root becomes the reduction of every rank's; the others' stay."""
-        return self._between("reduce", tensor, tensor, tensor, asynchronous, how, root)
+        if self._space.communicator.rank == root:
+            return self._between("reduce", tensor, tensor, tensor, asynchronous, how, root)
+
+        def call(stream: warplink.Stream, sources: list[torch.Tensor], _: list[torch.Tensor]) -> None:
+            self._call("reduce", stream, sources[0], sources[0], tensor, how, root)
+
+        return self._enqueue("reduce", [], [tensor], call, asynchronous, further=[tensor])
 
     def broadcast(self, tensor: torch.Tensor, root: int, asynchronous: bool) -> GpuWork:
         """``tensor`` becomes the root's."""

@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import Backend as C10dBackend
 from torch.distributed import distributed_c10d as c10d
 
 import warplink
-from warplink.errors import ClosedError, InvalidArgumentError, UnsupportedError
+from warplink.errors import ClosedError, InvalidArgumentError, UnsupportedError, WarplinkError
 from warplink.torch import agreement, direct, joining
 from warplink.torch.calls import GroupCalls
 from warplink.torch.direct import GpuMessages, HostBatches
@@ -326,9 +326,14 @@ class ProcessGroupWarplink(GroupCalls, dist.ProcessGroup):  # type: ignore[misc]
                 "the group spans machines; expected members that reach one another's memory"
             )
         with self._lock:
-            if device.type not in self._workspaces:
-                self._workspaces[device.type] = self._make_workspace(device)
-            return self._workspaces[device.type]
+            space = self._workspaces.get(device.type)
+            if space is None:
+                space = self._workspaces[device.type] = self._make_workspace(device)
+        if device.index not in (None, space.device.index):
+            raise InvalidArgumentError(
+                f"the device is {device}; expected {space.device}, as in the group's first call"
+            )
+        return space
 
     def _make_workspace(self, device: torch.device) -> Workspace:
         size = self._options.buffer_size
@@ -337,7 +342,9 @@ class ProcessGroupWarplink(GroupCalls, dist.ProcessGroup):  # type: ignore[misc]
             return Workspace(self._communicator.subgroup(everyone), None, size)
         on_gpu = device.type == "cuda"
         if on_gpu and device.index is None:
-            device = torch.device("cuda", torch.cuda.current_device())
+            bound = self.bound_device_id
+            index = torch.cuda.current_device() if bound is None else bound.index
+            device = torch.device("cuda", index)
         # A second attempt must not read what the first one left in the store.
         self._workspaces_begun += 1
         job = joining.join(
@@ -487,34 +494,50 @@ class ProcessGroupWarplink(GroupCalls, dist.ProcessGroup):  # type: ignore[misc]
         return made
 
     def shutdown(self) -> None:
-        """Ends the group. Blocks until the other members do so too, for some seconds at most."""
-        if not self._end():
+        """Ends the group. Blocks until the other members do so too, for some seconds at most. Raises what went wrong
+        with a direct call of which nobody has heard yet, once the group is ended."""
+        if not self._begin_end():
             return
+        failure = self._end_parts()
         if self._nccl is not None:
             self._nccl.shutdown()
         if self._job is not None:
             joining.leave(self._job)
+        if failure is not None:
+            raise failure
 
     def abort(self) -> None:
         """Ends the group at once; what the other members wait for fails."""
-        if not self._end():
+        if not self._begin_end():
             return
+        reason = "the process group was aborted"
         if self._nccl is not None:
             self._nccl.abort()
         if self._job is not None:
-            self._job.abort("the process group was aborted")
+            self._job.abort(reason)
+        for space in self._workspaces.values():
+            space.abort(reason)
+        self._end_parts()
 
-    def _end(self) -> bool:
-        """Ends the parts on the host; False if they were ended before."""
+    def _begin_end(self) -> bool:
+        """Whether this is the first that ends the group, in the process that made it."""
         with self._lock:
             if self._closed or os.getpid() != self._process:
                 return False
             self._closed = True
+            return True
+
+    def _end_parts(self) -> WarplinkError | None:
+        """Ends the parts on the host. What went wrong with a call of which nobody has heard."""
+        failure = None
         direct_parts = (self._batches, self._on_gpu)
         for part in (self._host, self._messages, *direct_parts, *self._workspaces.values()):
-            if part is not None:
-                part.close()
-        return True
+            try:
+                if part is not None:
+                    part.close()
+            except WarplinkError as error:
+                failure = failure or error
+        return failure
 
     def leave_at_exit(self) -> None:
         """What the end of the interpreter does with a group that was not destroyed."""
@@ -523,9 +546,13 @@ class ProcessGroupWarplink(GroupCalls, dist.ProcessGroup):  # type: ignore[misc]
         failure = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
         if failure is not None:
             self._job.abort(f"its process ended with {failure!r}")
-        elif self._end() and not joining.leave(self._job, LEAVE_AT_EXIT_SECONDS):
-            # They are to know before the process is gone.
-            self._job.abort("its process ended")
+        elif self._begin_end():
+            unheard = self._end_parts()
+            if unheard is not None:
+                self._job.abort(f"its process ended with {unheard!r}")
+            elif not joining.leave(self._job, LEAVE_AT_EXIT_SECONDS):
+                # They are to know before the process is gone.
+                self._job.abort("its process ended")
 
     def __repr__(self) -> str:
         return f"ProcessGroupWarplink(rank={self._rank}, size={self._size})"

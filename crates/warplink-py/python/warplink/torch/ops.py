@@ -109,7 +109,7 @@ def all_gather_matmul(
     if return_A:
         outputs["G"] = (m, k)
     space = group.workspace(A.device)
-    with span("warplink::fused_all_gather_matmul"), space.lock:
+    with span("warplink::fused_all_gather_matmul"), space.turn():
 
         def make() -> FusedPlan:
             tensors = {"A": front.reshape(rows, k), **family("B", rights)}
@@ -191,7 +191,7 @@ def matmul_reduce_scatter(
     inputs = {"A": front.reshape(m, k).contiguous(), "B": right}
     outputs = {"C": (m // size, n)}
     space = group.workspace(A.device)
-    with span("warplink::fused_matmul_reduce_scatter"), space.lock:
+    with span("warplink::fused_matmul_reduce_scatter"), space.turn():
 
         def plan(views: dict[str, Any]) -> warplink.OverlapPlan:
             return space.executor.matmul_reduce_scatter(

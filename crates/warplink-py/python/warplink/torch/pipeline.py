@@ -16,13 +16,17 @@ import warplink
 from warplink.torch.workspace import Workspace
 
 
+#: Receives are posted before sends, on the caller's stream; one that gets would wait there for the peer's send.
+PROTOCOL = "put"
+
+
 class _Parts:
     """Memory for a part of each rank: ``[ranks, nbytes]``."""
 
     def __init__(self, space: Workspace, nbytes: int) -> None:
         size = space.communicator.size
         self._nbytes = nbytes
-        self._region = space.communicator.alloc(size * nbytes)
+        (self._region,) = space.alloc([size * nbytes])
         self.bytes = torch.from_dlpack(self._region.view([size, nbytes], "u8"))
 
     def region(self, rank: int) -> warplink.Region:
@@ -66,8 +70,8 @@ class GatherPipeline(_Pipeline):
         requests: list[Any] = []
         for step in range(1, self._size):
             before, after = (self._rank - step) % self._size, (self._rank + step) % self._size
-            requests.append(warplink.Send(self.parts.region(self._rank), before, step))
-            requests.append(warplink.Receive(self.parts.region(after), after, step))
+            requests.append(warplink.Send(self.parts.region(self._rank), before, step, PROTOCOL))
+            requests.append(warplink.Receive(self.parts.region(after), after, step, PROTOCOL))
         self._exchange(requests)
 
     def run(self, own: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
@@ -95,8 +99,8 @@ class ScatterPipeline(_Pipeline):
         requests: list[Any] = []
         for step in range(1, self._size):
             target, source = (self._rank + step) % self._size, (self._rank - step) % self._size
-            requests.append(warplink.Send(self._sent.region(target), target, step))
-            requests.append(warplink.Receive(self.received.region(source), source, step))
+            requests.append(warplink.Send(self._sent.region(target), target, step, PROTOCOL))
+            requests.append(warplink.Receive(self.received.region(source), source, step, PROTOCOL))
         self._exchange(requests)
 
     def run(self, compute: Callable[[int, torch.Tensor], None]) -> torch.Tensor:

@@ -56,9 +56,11 @@ class FusedPlan:
         own: dict[str, torch.Tensor] = {}
         views: dict[str, warplink.View] = {}
         taken: list[torch.Tensor] = []
+        names = [name for name in tensors if name in shared]
+        regions = dict(zip(names, space.alloc([tensors[name].nbytes for name in names])))
         for name, tensor in tensors.items():
             if name in shared:
-                region = space.communicator.alloc(tensor.nbytes)
+                region = regions[name]
                 views[name] = region.view(list(tensor.shape), DTYPES[tensor.dtype])
                 own[name] = torch.from_dlpack(views[name])
                 own[name].copy_(tensor)
@@ -80,6 +82,7 @@ class FusedPlan:
         del made
         return FusedPlan.make(space, tensors, shared | fixed, plan)
 
+    @torch.no_grad()
     def run(
         self,
         space: Workspace,

@@ -82,6 +82,7 @@ def _matmul(
     )
 
 
+@torch.no_grad()
 def all_gather_scaled_matmul(
     A: torch.Tensor,
     Bs: list[torch.Tensor],
@@ -145,7 +146,7 @@ def all_gather_scaled_matmul(
         multiply(0, gathered)
     else:
         space = group.workspace(A.device)
-        with torch.profiler.record_function("warplink::fused_all_gather_scaled_matmul"), space.lock:
+        with torch.profiler.record_function("warplink::fused_all_gather_scaled_matmul"), space.turn():
             nbytes = rows * k * A.element_size()
             pipeline = space.plan(("gather", nbytes), lambda: GatherPipeline(space, nbytes))
             for rank, part in pipeline.run(_bytes(front)):
@@ -211,6 +212,7 @@ def _scales_of_rows(
     )
 
 
+@torch.no_grad()
 def scaled_matmul_reduce_scatter(
     A: torch.Tensor,
     B: torch.Tensor,
@@ -256,7 +258,7 @@ def scaled_matmul_reduce_scatter(
         _matmul(out.view(kind).view(rows, n), parts[rank], B, own, B_scale, rest)
 
     space = group.workspace(A.device)
-    with torch.profiler.record_function("warplink::fused_scaled_matmul_reduce_scatter"), space.lock:
+    with torch.profiler.record_function("warplink::fused_scaled_matmul_reduce_scatter"), space.turn():
         nbytes = rows * n * kind.itemsize
         pipeline = space.plan(("scatter", nbytes), lambda: ScatterPipeline(space, nbytes))
         received = pipeline.run(multiply).view(kind).view(size, rows, n)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
-from typing import Any, Callable
+from typing import Any, Callable, Iterator, Sequence
 
 import torch
 
 import warplink
-from warplink.errors import InvalidArgumentError
+from warplink.errors import InvalidArgumentError, OutOfMemoryError
 from warplink.torch import joining
+from warplink.torch.agreement import made_by_all
 
 #: How many plans of fused operations, each with memory of its own, a group keeps on a device.
 MAX_PLANS = 64
@@ -54,7 +56,10 @@ class Workspace:
         self.executor = communicator.executor()
         #: Plans of fused operations by what they are for, the one that was used last at the end.
         self.plans: dict[Any, Any] = {}
-        self.lock = threading.Lock()
+        self._lock = threading.Lock()
+        self._turns = communicator.turns()
+        #: The keys of plans that graphs of the application's have recorded.
+        self._recorded: set[Any] = set()
         self._job = job
         self._buffer_size = buffer_size
         self._buffers: list[Any] | None = None
@@ -63,16 +68,67 @@ class Workspace:
         #: Streams of PyTorch's by their handles, which PyTorch never frees, as it knows them and as Warplink does.
         self._borrowed: dict[int, tuple[torch.cuda.Stream, warplink.Stream]] = {}
 
+    @contextlib.contextmanager
+    def turn(self) -> Iterator[warplink.Stream]:
+        """The caller's stream, for work on the workspace's memory: it is behind what other streams were given to do
+        with that, and before what they are given later. One thread at a time has a turn."""
+        with self._lock:
+            stream = self.stream
+            self._turns.begin(stream)
+            try:
+                yield stream
+            finally:
+                self._turns.end(stream)
+
     def plan(self, key: Any, make: Callable[[], Any]) -> Any:
         """The plan for ``key``, made by all ranks at the same time if there is none. Ranks use the same
-        keys in the same order, and so let go of the same ones."""
+        keys in the same order, and so let go of the same ones. One that a graph has recorded stays: the graph may be
+        launched as long as the group is there."""
         found = self.plans.pop(key, None)
         if found is None:
-            while len(self.plans) >= MAX_PLANS:
-                del self.plans[next(iter(self.plans))]
-            found = make()
+            others = [other for other in self.plans if other not in self._recorded]
+            for other in others[: max(0, len(others) + 1 - MAX_PLANS)]:
+                del self.plans[other]
+            with torch.inference_mode(False), torch.no_grad():
+                # What is made here is used in every mode.
+                found = make()
         self.plans[key] = found
+        if self.is_recording:
+            self._recorded.add(key)
         return found
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether the caller's current stream records a graph."""
+        if self.device.type != "cuda":
+            return False
+        with torch.cuda.device(self.device):
+            return torch.cuda.is_current_stream_capturing()
+
+    def alloc(self, nbytes: Sequence[int]) -> list[warplink.Region]:
+        """Memory that peers reach, of as many bytes each. All members call this at the same time; where one has no
+        room, all of them fail."""
+
+        def make() -> list[warplink.Region]:
+            return [self.communicator.alloc(each) for each in nbytes]
+
+        def make_with_room() -> list[warplink.Region]:
+            try:
+                return make()
+            except OutOfMemoryError:
+                if self.device.type != "cuda":
+                    raise
+                # PyTorch may keep what it does not use.
+                torch.cuda.empty_cache()
+                return make()
+
+        made = made_by_all(self.communicator, "taking memory for a fused operation", make_with_room)
+        if made is None:
+            raise OutOfMemoryError(
+                f"a member has no room for {sum(nbytes)} bytes that a fused operation shares; help: see the log of "
+                "the members, and leave more memory to Warplink"
+            )
+        return made
 
     @property
     def stream(self) -> warplink.Stream:
@@ -114,11 +170,12 @@ class Workspace:
             raise InvalidArgumentError(f"there is no rank {rank}; expected one below {len(buffers)}")
         # As bytes, since not every element type of PyTorch has a name in Warplink.
         view = buffers[rank].slice(first, last).view([last - first], "u8")
-        return torch.from_dlpack(view).view(dtype).view(shape)
+        with torch.inference_mode(False):
+            return torch.from_dlpack(view).view(dtype).view(shape)
 
     def _exchange_buffers(self) -> list[Any]:
         """Every rank's buffer, mapped here; made at the first call, by all ranks at the same time."""
-        with self.lock:
+        with self._lock:
             if self._buffers is not None:
                 return self._buffers
             comm = self.communicator
@@ -140,12 +197,16 @@ class Workspace:
 
     def barrier(self) -> None:
         """A barrier of the members' current streams."""
-        with self.lock:
+        with self.turn() as stream:
             if self._barrier is None:
                 self._barrier = self.communicator.stream_barrier()
-        stream = self.stream
-        self._barrier.enqueue(stream)
+            self._barrier.enqueue(stream)
         self.settle(stream)
+
+    def abort(self, reason: str) -> None:
+        """Ends the members' waits for this one."""
+        if self._job is not None:
+            self._job.abort(reason)
 
     def close(self) -> None:
         """Lets go of everything. Tensors of the buffers must not be used any more."""

@@ -354,7 +354,11 @@ impl Experts {
         inner.context.fault.check()?;
         inner.note(stream);
         self.0.note(stream);
-        inner.turns.take(stream, work)
+        let enqueued = inner.turns.take(stream, work);
+        // Another thread may have found the stream without work before, and forgotten it.
+        inner.note(stream);
+        self.0.note(stream);
+        enqueued
     }
 }
 

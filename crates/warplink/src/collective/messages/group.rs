@@ -129,13 +129,20 @@ impl Collectives {
     }
 
     fn exchange(&self, messages: &[Message<'_>], stream: &Stream) -> Result<()> {
+        self.0.note(stream);
+        let enqueued = self.enqueue_messages(messages, stream);
+        // Another thread may have found the stream without work before, and forgotten it.
+        self.0.note(stream);
+        enqueued
+    }
+
+    fn enqueue_messages(&self, messages: &[Message<'_>], stream: &Stream) -> Result<()> {
         let inner = &*self.0;
         inner.context.fault.check()?;
         let (rank, world) = (inner.context.rank(), inner.machine.world);
         check(messages, world)?;
         let copies = own(messages, rank)?;
         let others = messages.iter().filter(|message| message.peer != rank);
-        inner.note(stream);
         if let Some(lines) = &inner.lines {
             let entries: Vec<Entry<'_>> = others
                 .map(|message| Entry::whole(message.peer, message.direction, message.memory))

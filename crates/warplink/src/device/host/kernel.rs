@@ -190,7 +190,7 @@ impl HostModule {
             )
             .with_operation("load a module")
             .with_key(source.name())
-            .with_help("add them with ModuleSource::with_host_kernel"));
+            .with_help("give the module its kernels for the host device, by ModuleSource::with_host_kernel or `host` in Python"));
         }
         Ok(Self {
             name: source.name().to_owned(),

@@ -84,10 +84,15 @@ impl Worker {
         while queue.completed < end {
             self.check()?;
             if deadline.passed() {
-                let left = end - queue.completed;
-                return Err(deadline.expired("the end of a stream's work").with_operation("synchronize").with_help(format!(
-                    "check that both ranks post every transfer: {left} operations are left, the first of them under way"
-                )));
+                let left = match end - queue.completed {
+                    1 => "one operation is left, which is under way".to_owned(),
+                    left => format!("{left} operations are left, the first of them under way"),
+                };
+                let help = format!(
+                    "check that every rank does what this one waits for, such as posting its part of a transfer: {left}"
+                );
+                let late = deadline.expired("the end of a stream's work");
+                return Err(late.with_operation("synchronize").with_help(help));
             }
             let nap = deadline.remaining().min(Duration::from_millis(10));
             queue.awaited = Some(queue.awaited.map_or(end, |other| other.min(end)));

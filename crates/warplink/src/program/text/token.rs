@@ -144,7 +144,7 @@ pub(super) fn mark_bytes(text: &str) -> usize {
 
 /// A character as it is, or as its escape where it may not be printed or be taken for another.
 fn printable(character: char) -> String {
-    if character.is_ascii_graphic() {
+    if character.is_ascii_graphic() || character.is_alphanumeric() {
         return character.to_string();
     }
     character.escape_default().to_string()

@@ -233,7 +233,7 @@ impl Collective {
         );
         ensure!(
             !self.places().contains(&Place::In) || self.collective != CollectiveKind::AllToAll,
-            "all-to-all cannot be done in place; help: use --place out"
+            "all-to-all in place is not compared, since NCCL has none; help: use --place out"
         );
         if let Some(algorithm) = self.algorithm {
             let fitting = Algorithm::ALL.into_iter();

@@ -1,11 +1,12 @@
-//! Times and bus bandwidths by size as a drawing: a row of two panels for each submission, a line for each method.
+//! Times and bus bandwidths by size as a drawing: a row of two panels for each place and submission, a line for each
+//! method.
 
 use super::Place;
 use super::report::{Figures, Report, Row};
 use crate::commands::bench::timing::Submission;
 use crate::report::bytes::Bytes;
 use crate::report::digits;
-use anyhow::{Context, Result, anyhow};
+use anyhow::{Result, anyhow};
 use plotters::prelude::*;
 
 const WIDTH: u32 = 1100;
@@ -24,35 +25,38 @@ const COLOURS: [RGBColor; 6] = [
 
 /// The drawing, as SVG.
 pub(super) fn draw(report: &Report) -> Result<String> {
-    let place = report.rows.first().context("nothing was measured")?.place;
-    let submissions: Vec<(Submission, Vec<&Row>)> = Submission::BOTH
+    let measured: Vec<(String, Vec<&Row>)> = [Place::Out, Place::In]
         .into_iter()
-        .map(|submission| {
-            let of = |row: &&Row| row.submission == submission && row.place == place;
-            (submission, report.rows.iter().filter(of).collect())
+        .flat_map(|place| Submission::BOTH.map(|submission| (place, submission)))
+        .map(|(place, submission)| {
+            let of = |row: &&Row| (row.place, row.submission) == (place, submission);
+            let place = match place {
+                Place::Out => "",
+                Place::In => "in place, ",
+            };
+            let how = format!("{place}{submission:?}").to_lowercase();
+            (how, report.rows.iter().filter(of).collect())
         })
         .filter(|(_, rows): &(_, Vec<&Row>)| !rows.is_empty())
         .collect();
+    if measured.is_empty() {
+        return Err(anyhow!("nothing was measured"));
+    }
     let methods = report.methods();
     let mut text = String::new();
     {
-        let height = HEADING + PANEL * submissions.len() as u32;
+        let height = HEADING + PANEL * measured.len() as u32;
         let area = SVGBackend::with_string(&mut text, (WIDTH, height)).into_drawing_area();
         area.fill(&WHITE).map_err(failed)?;
         let (heading, panels) = area.split_vertically(HEADING);
-        let title = match place {
-            Place::Out => report.title(),
-            Place::In => report.title() + ", in place",
-        };
         heading
-            .draw(&Text::new(title, (16, 12), ("sans-serif", 18)))
+            .draw(&Text::new(report.title(), (16, 12), ("sans-serif", 18)))
             .map_err(failed)?;
-        let panels = panels.split_evenly((submissions.len(), 2));
-        for ((submission, rows), panels) in submissions.iter().zip(panels.chunks(2)) {
+        let panels = panels.split_evenly((measured.len(), 2));
+        for ((how, rows), panels) in measured.iter().zip(panels.chunks(2)) {
             let [times, rates] = panels else {
                 return Err(anyhow!("a row has two panels"));
             };
-            let how = format!("{submission:?}").to_lowercase();
             let time = |figures: &Figures| figures.seconds.median * 1e6;
             panel(
                 times,

@@ -31,7 +31,7 @@ impl Watched {
                 && let Err(error) = comm.asynchronous_error()
             {
                 tracing::warn!(%error, "collectives of NCCL have failed");
-                fault.raise(error);
+                fault.fail(error);
             }
         }
     }

@@ -203,7 +203,13 @@ impl LiveStream {
 
 impl Drop for LiveStream {
     fn drop(&mut self) {
-        if let Progress::Until(event) = self.progress() {
+        let event = match self.progress() {
+            Progress::Done => None,
+            Progress::Until(event) => Some(event),
+            // What it was given before it began to record.
+            Progress::Unknown => lock(&self.mark).clone().filter(is_pending),
+        };
+        if let Some(event) = event {
             let bit = self.bit;
             lock(&LEFT).push(Left { bit, event });
         }

@@ -390,6 +390,8 @@ impl StreamBackend for CudaStream {
             }
         };
         if is_idle {
+            // A fault that was raised meanwhile may be why it is.
+            self.check()?;
             self.faults.done(place);
         }
         Ok(is_idle)
@@ -397,6 +399,8 @@ impl StreamBackend for CudaStream {
 
     fn begin_capture(&self) -> Result<()> {
         let (driver, _entered) = self.enter()?;
+        // It cannot be marked while it records, and may be dropped then.
+        self.live.progress();
         // What this thread does meanwhile must not be something that a capture breaks on; other
         // threads go on undisturbed.
         let mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;

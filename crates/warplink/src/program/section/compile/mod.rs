@@ -21,7 +21,7 @@ mod scope;
 #[allow(clippy::unwrap_used, clippy::panic)]
 mod tests;
 
-use super::{SectionInstance, SectionTensor};
+use super::{Packing, SectionInstance, SectionTensor};
 use crate::device::ReduceOp;
 use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Result};
@@ -41,8 +41,9 @@ pub(crate) const TIMES_HEADER: usize = 3;
 /// The most bytes that a launch passes by value.
 const MAX_WORDS: usize = 500;
 
-/// The largest tensor, so that a step counts its packets in 32 bits.
+/// The largest tensor, so that a step counts its packets in 32 bits: those of 16 bytes, or of 8, which hold 4 of data.
 const MAX_TENSOR_BYTES: usize = 16 << 30;
+const MAX_TENSOR_BYTES_OF_PACKETS8: usize = 8 << 30;
 
 /// What a launch is bound to.
 #[derive(Clone, Debug)]
@@ -255,9 +256,15 @@ fn check(instance: &SectionInstance) -> Result<()> {
         );
         return refused(text, "use whole warps");
     }
+    let mut scratch = instance.scratch.iter();
+    let max_bytes = if scratch.any(|scratch| scratch.packing == Packing::Packets8) {
+        MAX_TENSOR_BYTES_OF_PACKETS8
+    } else {
+        MAX_TENSOR_BYTES
+    };
     for tensor in &instance.tensors {
-        if span(tensor).saturating_mul(tensor.dtype.size()) > MAX_TENSOR_BYTES {
-            let text = format!("'{}' is larger than {MAX_TENSOR_BYTES} bytes", tensor.name);
+        if span(tensor).saturating_mul(tensor.dtype.size()) > max_bytes {
+            let text = format!("'{}' is larger than {max_bytes} bytes", tensor.name);
             return refused(text, "launch the kernel on parts of it");
         }
     }
