@@ -378,7 +378,9 @@ typedef struct {
     int32_t op;
     /// The root of broadcast, reduce, gather and scatter; -1 for the others.
     int32_t root;
-    /// How many elements the smaller of input and output has.
+    /// Elements of one part. Input and output of all-reduce, broadcast and reduce have one part each. All-gather
+    /// and gather have one for each rank in the output, reduce-scatter and scatter in the input, and all-to-all in
+    /// both.
     uint64_t count;
     /// What inputs are multiplied by before they are summed, for `WARPLINK_REDUCE_OP_SCALED_SUM`; not read for others. In
     /// single precision, but for 64 bits.
@@ -786,7 +788,7 @@ warplink_status warplink_collectives_communicator(warplink_collectives collectiv
                                                   void **communicator);
 
 /// Enqueues a collective. `output` and `input` are addresses of the device, in any memory that stays allocated until
-/// the stream is done; the larger of the two has `count` elements for every rank. They may be the same memory; for
+/// the stream is done; how long they are, `count` of the call says. They may be the same memory; for
 /// all-gather and gather the input may be this rank's part of the output, for reduce-scatter and scatter the output its
 /// part of the input. What a rank does not use may be null. Does not block.
 warplink_status warplink_collective(warplink_collectives collectives,
@@ -862,7 +864,7 @@ warplink_status warplink_experts_combine(warplink_experts experts,
 warplink_status warplink_set_log_handler(warplink_log_handler handler, void *user);
 
 /// The handler that writes to standard error, where no other is set. `user` is ignored.
-void warplink_default_log_handler(int32_t level, const char *message, void *_user);
+void warplink_default_log_handler(int32_t level, const char *message, void *user);
 
 #ifdef __cplusplus
 }  // extern "C"

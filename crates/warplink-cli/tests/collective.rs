@@ -226,7 +226,7 @@ fn arguments_that_do_not_go_together_are_refused_once() {
     for (more, said) in [
         (
             &["all-to-all", "--place", "in"][..],
-            "cannot be done in place",
+            "in place is not compared",
         ),
         (
             &["broadcast", "--root", "2"],

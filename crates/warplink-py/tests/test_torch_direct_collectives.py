@@ -34,7 +34,7 @@ def calls_on_host(comm):
     class HostCalls(GpuCollectives):
         def __init__(self):
             self._collectives = Awaited(comm.collectives(path="direct"))
-            self._stream = comm.create_stream()
+            self._stream, self._rank = comm.create_stream(), comm.rank
 
         def _enqueue(self, name, outputs, inputs, call, asynchronous, further=()):
             sources, targets = [readable(t) for t in inputs], [writable(t) for t in outputs]
@@ -85,9 +85,9 @@ def every_call(rank, world, meeting):
                     found = own.clone() if not wide else own.repeat_interleave(2, 1)[:, ::2]
                     assert calls.all_reduce(found, how, True).result[0] is found
                     torch.testing.assert_close(found, total)
-                found = own.clone()
-                calls.reduce(found, how, world - 1, False)
-                torch.testing.assert_close(found, total if rank == world - 1 else own)
+                    found = own.clone() if not wide else own.repeat_interleave(2, 1)[:, ::2]
+                    calls.reduce(found, how, world - 1, False)
+                    torch.testing.assert_close(found, total if rank == world - 1 else own)
                 # Rank r's parts, each of one rank.
                 parts = [torch.stack([numbers(r, shape, dtype, 50 * p + turn) for p in range(world)]) for r in range(world)]
                 total = expected(torch.stack([part[rank] for part in parts]).to(torch.float64)).to(dtype)

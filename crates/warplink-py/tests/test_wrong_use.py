@@ -5,10 +5,10 @@ import os
 
 import numpy
 import pytest
-from conftest import run_ranks
+from conftest import Stopwatch, run_ranks
 
 import warplink
-from warplink.errors import InvalidArgumentError, UnsupportedError
+from warplink.errors import InvalidArgumentError, TimeoutError, UnsupportedError
 from test_transfers import join
 
 
@@ -300,3 +300,19 @@ def arguments(rank, world, meeting):
 
 def test_arguments_that_do_not_fit():
     run_ranks(arguments, 1)
+
+
+def test_joining_reads_the_variables_of_what_is_not_given(monkeypatch):
+    monkeypatch.setenv("WARPLINK_TIMEOUT", "1")
+    limit = Stopwatch()
+    with pytest.raises(TimeoutError):
+        warplink.Job.join(0, 2, warplink.UniqueId.create(), device="host")
+    assert limit.elapsed() < 10
+    monkeypatch.setenv("WARPLINK_TIMEOUT", "60")
+    limit = Stopwatch()
+    with pytest.raises(TimeoutError):
+        warplink.Job.join(0, 2, warplink.UniqueId.create(), device="host", timeout=0.5)
+    assert limit.elapsed() < 10
+    monkeypatch.setenv("WARPLINK_SECRET", " ")
+    with pytest.raises(InvalidArgumentError, match="WARPLINK_SECRET is blank"):
+        warplink.Job.join(0, 1, "127.0.0.1:1", device="host")

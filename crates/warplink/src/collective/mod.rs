@@ -110,8 +110,8 @@ impl Default for CollectiveOptions {
 /// Every rank makes the same calls in the same order, with the same counts, types, operators and roots. A call
 /// enqueues on the stream that it is given, which may record a graph, and does not block, but for the first one of its
 /// kind, which may compile its kernel for a second or so ([`prepare`](Self::prepare)). Streams may differ from
-/// call to call and from rank to rank: launches happen in the order of the calls. Graphs and calls beside them
-/// are for the caller to order alike on all ranks. A graph keeps neither the collectives nor the memory of its calls:
+/// call to call and from rank to rank: launches happen in the order of the calls, also in a graph. Launches of graphs,
+/// and calls beside them, are for the caller to order alike on all ranks. A graph keeps neither the collectives nor the memory of its calls:
 /// do not launch it after they are gone. For calls that are to run side by side, use communicators of their own.
 ///
 /// Input and output may be the same memory; for all-gather and gather, the input may be this rank's part of the

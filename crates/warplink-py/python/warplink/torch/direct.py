@@ -129,7 +129,7 @@ class GpuMessages:
         #: Whether a call or a wait has raised what the watch found.
         self._told = False
         self._collectives = collectives
-        self._device = space.device
+        self._device, self._rank = space.device, space.communicator.rank
         self._side = torch.cuda.Stream(self._device)
         #: The stream of the last call, and what is behind that, once there are several groups.
         self._stream: torch.cuda.Stream | None = None

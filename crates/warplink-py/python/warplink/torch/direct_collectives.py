@@ -43,7 +43,7 @@ class GpuCollectives(GpuMessages):
         self, tensor: torch.Tensor, how: tuple[str, str], root: int, asynchronous: bool
     ) -> GpuWork:
         """``tensor`` of the root becomes the reduction of every rank's; the others' stay."""
-        if self._space.communicator.rank == root:
+        if self._rank == root:
             return self._between("reduce", tensor, tensor, tensor, asynchronous, how, root)
 
         def call(stream: warplink.Stream, sources: list[torch.Tensor], _: list[torch.Tensor]) -> None:

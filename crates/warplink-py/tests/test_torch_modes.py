@@ -1,0 +1,127 @@
+"""The fused operations under the settings and modes that programs use."""
+
+import os
+import time
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from conftest import Stopwatch  # noqa: E402
+from test_torch_group import on_ranks, start  # noqa: E402
+
+import warplink  # noqa: E402
+from warplink.torch.workspace import MAX_PLANS  # noqa: E402
+
+WORLD = 2
+
+
+def fused(dist, a, b, name):
+    """The fused operations along every dimension that they pipeline in another way, and what they give unfused."""
+    ops = torch.ops.warplink
+    wide = torch.cat([b] * dist.get_world_size())
+    for dim, right in ((0, b), (1, wide)):
+        whole, (product,) = ops.fused_all_gather_matmul(a, [right], dim, name)
+        parts = [torch.empty_like(a) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, a.detach())
+        expected = torch.cat(parts, dim)
+        torch.testing.assert_close(whole.detach(), expected)
+        torch.testing.assert_close(product.detach(), expected @ right.detach(), rtol=1e-4, atol=1e-4)
+        scattered = ops.fused_matmul_reduce_scatter(a, b, "sum", dim, name)
+        total = (a.detach() @ b.detach()).clone()
+        dist.all_reduce(total)
+        own = total.chunk(dist.get_world_size(), dim)[dist.get_rank()]
+        torch.testing.assert_close(scattered.detach(), own, rtol=1e-4, atol=1e-4)
+
+
+def matrices(rank):
+    generator = torch.Generator().manual_seed(5)
+    a = torch.randn(6, 8, generator=generator) + rank
+    return a, torch.randn(8, 4, generator=generator)
+
+
+def by_get(rank, world, _, place):
+    os.environ["WARPLINK_PROTOCOL"] = "get"
+    dist = start(rank, world, place, timeout=20)
+    fused(dist, *matrices(rank), dist.group.WORLD.group_name)
+    dist.destroy_process_group()
+
+
+def test_receives_that_get():
+    on_ranks(by_get, WORLD)
+
+
+def made_in_inference(rank, world, _, place):
+    dist = start(rank, world, place)
+    a, b = matrices(rank)
+    name = dist.group.WORLD.group_name
+    with torch.inference_mode():
+        fused(dist, a.clone(), b.clone(), name)
+    fused(dist, a, b, name)
+    with torch.inference_mode():
+        buffer = dist.group.WORLD.get_p2p_buffer(rank, (4,), torch.float32)
+        fused(dist, a.clone(), b.clone(), name)
+    buffer.fill_(1)
+    dist.destroy_process_group()
+
+
+def test_plans_made_in_inference_mode_serve_all_modes():
+    on_ranks(made_in_inference, WORLD)
+
+
+def with_gradients(rank, world, _, place):
+    dist = start(rank, world, place)
+    a, b = matrices(rank)
+    name = dist.group.WORLD.group_name
+    for _ in range(2):
+        fused(dist, (a.requires_grad_() * 2), b.requires_grad_(), name)
+    for plan in dist.group.WORLD.workspace().plans.values():
+        for own in getattr(plan, "own", {}).values():
+            assert own.grad_fn is None and not own.requires_grad
+    dist.destroy_process_group()
+
+
+def test_plans_hold_no_gradients():
+    on_ranks(with_gradients, WORLD)
+
+
+def aborted(rank, world, _, place):
+    dist = start(rank, world, place, "cpu:gloo,cuda:warplink", timeout=40)
+    group = dist.group.WORLD
+    group.intra_node_barrier("cpu")
+    if rank == 0:
+        # The other waits by now, or finds the group ended.
+        time.sleep(0.5)
+        begun = Stopwatch()
+        group.abort()
+        assert begun.elapsed() < 5, begun.elapsed()
+        return
+    begun = Stopwatch()
+    with pytest.raises(warplink.WarplinkError):
+        group.intra_node_barrier("cpu")
+    assert begun.elapsed() < 10, begun.elapsed()
+
+
+def test_an_abort_ends_what_others_wait_for():
+    on_ranks(aborted, WORLD)
+
+
+def streams(rank, world, _, place):
+    dist = start(rank, world, place)
+    space = dist.group.WORLD.workspace()
+    with space.turn() as stream:
+        assert stream is space.stream
+    with pytest.raises(KeyError), space.turn():
+        raise KeyError
+    # One that a graph has recorded stays, whatever follows.
+    made = space.plan("recorded", object)
+    space._recorded.add("recorded")
+    for number in range(2 * MAX_PLANS):
+        space.plan(number, object)
+    assert space.plan("recorded", object) is made
+    assert len(space.plans) == MAX_PLANS + 1
+    dist.destroy_process_group()
+
+
+def test_plans_that_were_recorded_stay():
+    on_ranks(streams, WORLD)
