@@ -32,7 +32,8 @@ struct Transfer {
     u32 resets;
     // Of the resets, those of words that every block waits for first.
     u32 late;
-    u32 unused;
+    // Of the operations that set, those of words in this process's own memory.
+    u32 own;
     // Words that each block adds one to when it has copied, or 0.
     u64 arrivals[2];
     // Counts the blocks that have waited; zero before and after.
@@ -44,16 +45,33 @@ static __device__ __forceinline__ void store(u64 word, u64 value) {
     asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
 }
 
+// After everything that this thread has stored.
+static __device__ __forceinline__ void store_release(u64 word, u64 value) {
+    asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
+}
+
 static __device__ __forceinline__ void add(u64 word) {
     asm volatile("red.relaxed.sys.global.add.u64 [%0], 1;" ::"l"(word) : "memory");
 }
 
+// The operations of `delayed`, in their order.
+static __device__ __forceinline__ void set_own(const Transfer &transfer, u32 &delayed) {
+    for (; delayed != 0; delayed &= delayed - 1) {
+        const Operation &operation = transfer.operations[__ffs(delayed) - 1];
+        store_release(operation.word, operation.value);
+    }
+}
+
 // Operations `from` to `to`, by one thread. With `only_waits`, another block does the rest.
 static __device__ void run(const Transfer &transfer, u32 from, u32 to, bool only_waits) {
-    // One fence serves the words that are set one after another; it is what costs.
+    // One fence serves the words of peers that are set one after another; it is what costs.
     bool fenced = false;
+    // Own words wait for those: who sees that a transfer is completed may take it that the peer has been told.
+    u32 delayed = 0;
     for (u32 i = from; i < to; i++) {
         const u64 word = transfer.operations[i].word, value = transfer.operations[i].value;
+        const bool sets = !((transfer.waits | transfer.resets) >> i & 1u);
+        if (!sets) set_own(transfer, delayed);
         if (transfer.waits >> i & 1u) {
             // Compared as a signed difference. The host ends the wait of a lost peer by writing a
             // value that is large enough for every wait.
@@ -69,9 +87,14 @@ static __device__ void run(const Transfer &transfer, u32 from, u32 to, bool only
         } else {
             if (!fenced) detail::fence();
             fenced = true;
-            store(word, value);
+            if (transfer.own >> i & 1u) {
+                delayed |= 1u << i;
+            } else {
+                store(word, value);
+            }
         }
     }
+    set_own(transfer, delayed);
 }
 
 extern "C" __global__ void __launch_bounds__(MAX_THREADS) warplink_transfer(const __grid_constant__ Transfer transfer) {

@@ -15,6 +15,10 @@ namespace detail {
 constexpr u32 verdict_words = 4;
 constexpr u32 verdict_bytes = 8 * verdict_words + 8;
 
+// The byte of a packet that differs, and of one that tells of memory which this rank does not know. Must match the host.
+constexpr unsigned char differs = 1;
+constexpr unsigned char unknown_memory = 2;
+
 // One of several packets that go to, or come from, several places: each has a thread of its own, so that their latencies
 // pass at the same time.
 template <u32 COUNT, u32 PACKETS> struct OnePacket {
@@ -68,7 +72,7 @@ __device__ __forceinline__ bool compare(Lane &lane, const Packet<8> &came, const
         if (await_packet(lane, at + 16 * i, one, flag)) *(volatile u64 *)(note + 8 * i) = (u64)one.unit.word[1] << 32 | one.unit.word[0];
     }
     __threadfence_system();
-    *(volatile unsigned char *)(note + 8 * verdict_words + packet) = 1;
+    *(volatile unsigned char *)(note + 8 * verdict_words + packet) = differs;
     *(volatile u64 *)lane.abort = 1;
     return false;
 }
@@ -186,6 +190,8 @@ template <u32 INTEGERS, u32 TENSORS, u32 WORLD> struct AnnouncedTensors {
         if (told != 0 && entry < detail::published_entries) base = detail::load_relaxed(tables + 8 * (detail::published_entries * peer + entry));
         // A rank tells of what all others have in their tables.
         if (told != 0 && base == 0) {
+            *(volatile unsigned char *)(verdict + detail::verdict_bytes * place + 8 * detail::verdict_words + packet) = detail::unknown_memory;
+            __threadfence_system();
             *(volatile u64 *)lane.abort = 1;
             lane.ended = true;
         }

@@ -4,6 +4,7 @@ use super::{Call, Collectives, Inner};
 use crate::device::InUse;
 use crate::error::{Error, ErrorKind, Result};
 use crate::p2p::Direction;
+use crate::program::execute::Announced;
 use crate::sync::lock;
 use std::sync::{Arc, Mutex, Weak};
 
@@ -66,19 +67,28 @@ impl Known {
             else {
                 continue;
             };
-            let Some((peer, words)) = direct.workspace.disagreement()? else {
+            let Some((peer, announced)) = direct.workspace.disagreement()? else {
                 continue;
             };
-            let error = Error::new(
-                ErrorKind::Mismatch,
-                format!(
-                    "in a collective, the peer calls {}; expected what this rank calls, whose last call is {last}",
-                    Call::describe(&words)
+            let (text, help) = match announced {
+                Announced::Other(words) => (
+                    format!(
+                        "in a collective, the peer calls {}; expected what this rank calls, whose last call is {last}",
+                        Call::describe(&words)
+                    ),
+                    "make the same calls in the same order on every rank",
                 ),
-            )
-            .with_operation("synchronize")
-            .with_peer(peer)
-            .with_help("make the same calls in the same order on every rank");
+                Announced::UnknownMemory => (
+                    "in a collective, the peer has its data in memory that this rank has let go of; expected memory \
+                     that all ranks reach"
+                        .to_owned(),
+                    "keep what a graph was recorded with, and record graphs anew where they use other memory",
+                ),
+            };
+            let error = Error::new(ErrorKind::Mismatch, text)
+                .with_operation("synchronize")
+                .with_peer(peer)
+                .with_help(help);
             collectives.context.fault.fail(error.clone());
             return Err(error);
         }

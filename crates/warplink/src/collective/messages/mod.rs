@@ -20,7 +20,7 @@ pub use group::{Message, Parts};
 use crate::device::{Argument, Device, DeviceSlice, Kernel, Launch, ModuleSource, Stream};
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::p2p::Direction;
-use crate::program::execute::{RankContext, SharedWorkspace};
+use crate::program::execute::{Announced, RankContext, SharedWorkspace};
 use crate::program::section::WorkspaceLayout;
 use lane::Ends;
 use std::sync::Arc;
@@ -217,7 +217,14 @@ impl Lines {
             return Ok(None);
         }
         let noted = self.workspace.disagreement()?;
-        Ok(noted.map(|(peer, words)| difference::noted(&words).with_peer(peer)))
+        Ok(noted.map(|(peer, announced)| {
+            let words = match announced {
+                Announced::Other(words) => words,
+                // Messages tell of no memory.
+                Announced::UnknownMemory => Vec::new(),
+            };
+            difference::noted(&words).with_peer(peer)
+        }))
     }
 }
 

@@ -41,7 +41,7 @@ pub use memory::Bindings;
 pub use plan::{CapturedPlan, Plan};
 pub use trace::Trace;
 pub use trace_span::TraceSpan;
-pub(crate) use workspace::{SharedKernel, SharedWorkspace};
+pub(crate) use workspace::{Announced, SharedKernel, SharedWorkspace};
 
 use super::cost::{DeviceDescription, HardwareModel};
 use super::ir::Program;

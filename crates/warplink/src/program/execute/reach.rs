@@ -14,6 +14,9 @@ pub(super) const EPOCH_BYTES: usize = 8;
 /// Bytes of a verdict on a peer's announcement. Must match `agree` of the kernels.
 pub(super) const VERDICT_BYTES: usize = VERDICT_WORDS_BYTES + 8;
 
+/// The byte of a packet in a verdict that tells of memory which this rank does not know. Must match it too.
+pub(super) const UNKNOWN_MEMORY: u8 = 2;
+
 /// Bytes of an announcement in a verdict. Must match it too.
 pub(super) const VERDICT_WORDS_BYTES: usize = 32;
 

@@ -10,7 +10,9 @@ use super::context::RankContext;
 use super::kernel::{BoundKernels, KernelMemory};
 use super::lane::{LaneInput, Published, TellDifference, packet_flag, run_lane};
 use super::publication::Publication;
-use super::reach::{DIRECT_BYTES, EPOCH_BYTES, Reach, VERDICT_BYTES, VERDICT_WORDS_BYTES};
+use super::reach::{
+    DIRECT_BYTES, EPOCH_BYTES, Reach, UNKNOWN_MEMORY, VERDICT_BYTES, VERDICT_WORDS_BYTES,
+};
 use super::section_kernel::SectionKernel;
 use crate::device::{Argument, Block, Device, DeviceSlice, Fault, Kernel, Launch, Stream};
 use crate::error::{Error, ErrorKind, Rank, Result};
@@ -216,9 +218,9 @@ impl SharedWorkspace {
         Ok(if is_in_launch { absent } else { Vec::new() })
     }
 
-    /// What another rank announced that was not what this one did, where a kernel has noted that. Blocks for as
+    /// What another rank announced that does not fit to what this one did, where a kernel has noted that. Blocks for as
     /// long as reading some bytes of the device takes. Devices that take closures fail the stream instead.
-    pub(crate) fn disagreement(&self) -> Result<Option<(Rank, Vec<u32>)>> {
+    pub(crate) fn disagreement(&self) -> Result<Option<(Rank, Announced)>> {
         let reach = &self.kernels.reach;
         let from = EPOCH_BYTES * reach.lanes;
         let mut bytes = vec![0; VERDICT_BYTES * self.world];
@@ -230,15 +232,25 @@ impl SharedWorkspace {
             if differ.iter().all(|byte| *byte == 0) {
                 continue;
             }
+            let peer = (self.rank + 1 + place) % self.world;
+            if differ.contains(&UNKNOWN_MEMORY) {
+                return Ok(Some((peer, Announced::UnknownMemory)));
+            }
             let words = words.chunks_exact(4);
             let words = words.map(|word| u32::from_le_bytes([word[0], word[1], word[2], word[3]]));
-            return Ok(Some((
-                (self.rank + 1 + place) % self.world,
-                words.collect(),
-            )));
+            return Ok(Some((peer, Announced::Other(words.collect()))));
         }
         Ok(None)
     }
+}
+
+/// An announcement of another rank's that does not fit.
+#[derive(Debug)]
+pub(crate) enum Announced {
+    /// Other integers than this rank's.
+    Other(Vec<u32>),
+    /// Memory that this rank does not reach any more.
+    UnknownMemory,
 }
 
 impl SharedKernel {

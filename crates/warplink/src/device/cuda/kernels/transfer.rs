@@ -4,6 +4,7 @@ use super::module::{EARLY_LAUNCHES, Function, Module};
 use super::nvrtc;
 use crate::device::cuda::capabilities::Capabilities;
 use crate::device::cuda::driver::context::Context;
+use crate::device::cuda::memory::CudaBacking;
 use crate::device::cuda::memory::reaper::Reaper;
 use crate::device::cuda::stream::memory_ops::address;
 use crate::device::{KernelCopy, Launch, MemoryOp, PacketPart, Word};
@@ -36,7 +37,7 @@ struct Parameters {
     waits: u32,
     resets: u32,
     late: u32,
-    unused: u32,
+    own: u32,
     arrivals: [u64; 2],
     counter: u64,
     operations: [[u64; 2]; MAX_OPERATIONS],
@@ -136,7 +137,7 @@ impl TransferKernel {
             waits: 0,
             resets: 0,
             late: 0,
-            unused: 0,
+            own: 0,
             arrivals: [0; 2],
             counter: copy.map_or(Ok(0), |copy| address(copy.counter))?,
             operations: [[0; 2]; MAX_OPERATIONS],
@@ -153,7 +154,12 @@ impl TransferKernel {
             .enumerate()
         {
             *entry = match operation {
-                MemoryOp::Write { word, value } => [address(word)?, *value],
+                MemoryOp::Write { word, value } => {
+                    if !CudaBacking::of(word.as_slice())?.is_of_a_peer() {
+                        parameters.own |= 1 << index;
+                    }
+                    [address(word)?, *value]
+                }
                 MemoryOp::Reset { word } => {
                     parameters.resets |= 1 << index;
                     if blocks > 1 && is_awaited(&before[..index.min(before.len())], word) {

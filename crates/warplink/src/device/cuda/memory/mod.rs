@@ -119,8 +119,13 @@ impl CudaBacking {
         &self.uses
     }
 
+    /// Whether it is another process's memory.
+    pub(in crate::device::cuda) fn is_of_a_peer(&self) -> bool {
+        matches!(self.source, Source::Ipc { .. } | Source::Descriptor { .. })
+    }
+
     /// The backing of a slice of this device.
-    pub(super) fn of(slice: &DeviceSlice) -> Result<&Self> {
+    pub(in crate::device::cuda) fn of(slice: &DeviceSlice) -> Result<&Self> {
         slice.backing().as_any().downcast_ref().ok_or_else(|| {
             Error::invalid(format!(
                 "the slice belongs to device {}; expected a GPU's",
