@@ -88,14 +88,17 @@ impl Tune {
         let check = |kind, world| self.check(kind, world);
         ranks::run_checked(options, check, |comm| {
             self.check(comm.device().kind(), comm.world())?;
-            let model = rounded(&self.measure(comm)?)?;
+            let description = DeviceDescription::of(&**comm.device());
+            // What cannot be measured stays as it is known or guessed.
+            let assumed = HardwareModel::find(&description, comm.world())?;
+            let model = rounded(&self.measure(comm, &assumed)?)?;
             if comm.rank() == 0 {
                 let path = self.path(&model)?;
                 write(&path, &model)?;
                 if options.json {
                     print_json(&model)?;
                 } else {
-                    let text = report::text(&model);
+                    let text = report::text(&model, &assumed);
                     print_text(&format!("{text}\nwritten to {}\n", path.display()))?;
                 }
             }
@@ -126,11 +129,10 @@ impl Tune {
         Ok(())
     }
 
-    fn measure(&self, comm: &Communicator) -> Result<HardwareModel> {
+    /// `assumed`, with all that can be measured as it is here.
+    fn measure(&self, comm: &Communicator, assumed: &HardwareModel) -> Result<HardwareModel> {
         let properties = comm.device().properties();
-        // What cannot be measured stays as it is known or guessed.
-        let description = DeviceDescription::of(&**comm.device());
-        let mut model = (*HardwareModel::find(&description, comm.world())?).clone();
+        let mut model = assumed.clone();
         let transfer = match (&self.largest_transfer, properties.shared) {
             (Some(bytes), _) => usize::try_from(bytes.0).context("sizes fit the memory")?,
             (None, false) => 256 << 20,
@@ -154,7 +156,7 @@ impl Tune {
         model.format = FORMAT;
         model.name = format!("{} x {}", comm.world(), properties.model);
         model.device = DeviceMatch {
-            kind: description.kind,
+            kind: comm.device().kind().to_string(),
             model: properties.model.clone(),
             ranks: comm.world(),
             topology: "every rank to its right neighbour was measured".to_owned(),

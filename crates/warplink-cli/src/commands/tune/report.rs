@@ -4,15 +4,34 @@ use crate::report::bytes::Bytes;
 use crate::report::table::{Align, Table};
 use warplink::program::cost::HardwareModel;
 
-/// The figures that say most about a machine.
-pub(super) fn text(model: &HardwareModel) -> String {
-    let mut table = Table::new([("", Align::Left), ("measured", Align::Right)]);
+/// The figures of `model` that say most about a machine. Those that are as in `assumed`, the model that was there before,
+/// could not be measured.
+pub(super) fn text(model: &HardwareModel, assumed: &HardwareModel) -> String {
+    let columns = [
+        ("", Align::Left),
+        ("figure", Align::Right),
+        ("", Align::Left),
+    ];
+    let mut table = Table::new(columns);
+    for ((name, value), (_, before)) in scalars(model).into_iter().zip(scalars(assumed)) {
+        let note = if value == before { "assumed" } else { "" };
+        table.row([name.to_owned(), value, note.to_owned()]);
+    }
+    for (name, value) in series(model) {
+        table.row([name, value, String::new()]);
+    }
+    format!("{}\n\n{table}", model.name)
+}
+
+/// The figures that every model has, by name.
+fn scalars(model: &HardwareModel) -> Vec<(&'static str, String)> {
     let rate = |rate: f64| format!("{:.1} GB/s", rate / 1e9);
     let micros = |seconds: f64| format!("{:.2} us", seconds * 1e6);
     let (link, latency, host) = (&model.link, &model.latency, &model.host);
     let percent = |share: f64| format!("{:.1} %", 100.0 * share);
     let beside = &model.interference;
-    for (name, value) in [
+    let lanes = model.lanes();
+    vec![
         ("memory, sum", rate(model.memory.rate)),
         ("put, one pair", rate(link.put.peak())),
         ("get, one pair", rate(link.get.peak())),
@@ -35,11 +54,6 @@ pub(super) fn text(model: &HardwareModel) -> String {
         ("matmul beside a put", percent(beside.matmul_beside_put)),
         ("matmul beside a get", percent(beside.matmul_beside_get)),
         ("copy beside a matmul", percent(beside.copy_beside_matmul)),
-    ] {
-        table.row([name.to_owned(), value]);
-    }
-    let lanes = model.lanes();
-    for (name, value) in [
         ("kernel section that does nothing", micros(lanes.launch)),
         ("signal of a lane", micros(lanes.signal)),
         ("more for what was stored before", micros(lanes.fence)),
@@ -52,15 +66,19 @@ pub(super) fn text(model: &HardwareModel) -> String {
         ("lane, loaded from peers", rate(lanes.block_loaded)),
         ("lanes, stored at peers", rate(lanes.stored)),
         ("lanes, loaded from peers", rate(lanes.loaded)),
-    ] {
-        table.row([name.to_owned(), value]);
-    }
+    ]
+}
+
+/// What was measured of algorithms, matmuls and the vendor's collectives, by name.
+fn series(model: &HardwareModel) -> Vec<(String, String)> {
+    let micros = |seconds: f64| format!("{:.2} us", seconds * 1e6);
+    let mut rows = Vec::new();
     for measured in &model.algorithms {
         let limits = measured.limits.iter();
         let limits: Vec<String> = limits
             .map(|(bytes, name)| format!("{name} to {}", Bytes(*bytes)))
             .collect();
-        table.row([measured.collective.clone(), limits.join(", ")]);
+        rows.push((measured.collective.clone(), limits.join(", ")));
     }
     for grid in &model.gemm.grids {
         let last = |sizes: &[usize]| sizes.last().copied().unwrap_or(1);
@@ -68,7 +86,7 @@ pub(super) fn text(model: &HardwareModel) -> String {
         let seconds = grid.seconds.last().copied().unwrap_or(f64::NAN);
         let flops = 2.0 * m as f64 * k as f64 * n as f64 / seconds / 1e12;
         let name = format!("{}, {m} x {k} x {n}", grid.dtype);
-        table.row([name, format!("{flops:.2} TFLOP/s")]);
+        rows.push((name, format!("{flops:.2} TFLOP/s")));
     }
     for times in model
         .collectives
@@ -81,8 +99,8 @@ pub(super) fn text(model: &HardwareModel) -> String {
             .flatten()
         {
             let name = format!("{} of {}", times.name, Bytes(*bytes));
-            table.row([name, micros(*seconds)]);
+            rows.push((name, micros(*seconds)));
         }
     }
-    format!("{}\n\n{table}", model.name)
+    rows
 }

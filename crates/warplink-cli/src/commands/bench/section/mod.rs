@@ -343,6 +343,19 @@ impl Section {
         let dtype = memory.dtype;
         let [input, output] =
             [&memory.input.1, &memory.expected].map(|slice| slice.bytes() / dtype.size());
+        let world = comm.world();
+        let fits = match self.against {
+            Against::Nothing => true,
+            Against::AllReduce | Against::AllToAll => input == output,
+            Against::AllGather => input * world == output,
+            Against::ReduceScatter => input == output * world,
+        };
+        ensure!(
+            fits,
+            "the input has {input} elements and the output {output}, which no {} of {world} ranks has; \
+             help: name the collective with --against, or --against nothing",
+            self.against.name()
+        );
         let text = format!(
             "program vendor() {{\n input X: {dtype}[{input}]\n output Y: {dtype}[{output}]\n Y = {}(X{arguments})\n}}\n",
             self.against.name()
