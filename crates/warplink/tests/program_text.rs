@@ -86,7 +86,7 @@ fn errors_point_at_the_place() {
             "program p() {\n  let x = ü\n}",
             2,
             11,
-            "unexpected character '\\u{fc}'",
+            "unexpected character 'ü' (\\u{fc})",
         ),
         (
             "program p(n, n) {\n}",

@@ -102,7 +102,7 @@ pub(super) fn tokens(text: &str) -> Result<Vec<Token<'_>>, ParseError> {
                         error_at(
                             text,
                             at,
-                            format!("unexpected character '{}'", printable(character)),
+                            format!("unexpected character {}", quoted(character)),
                         )
                     })?;
                 match sign {
@@ -142,12 +142,16 @@ pub(super) fn mark_bytes(text: &str) -> usize {
     }
 }
 
-/// A character as it is, or as its escape where it may not be printed or be taken for another.
-fn printable(character: char) -> String {
-    if character.is_ascii_graphic() || character.is_alphanumeric() {
-        return character.to_string();
+/// A character in quotes, with its escape where it may be taken for another, or as that where it may not be printed.
+fn quoted(character: char) -> String {
+    let escape = character.escape_default();
+    if character.is_ascii_graphic() {
+        format!("'{character}'")
+    } else if character.is_alphanumeric() {
+        format!("'{character}' ({escape})")
+    } else {
+        format!("'{escape}'")
     }
-    character.escape_default().to_string()
 }
 
 fn span(rest: &str, belongs: impl Fn(char) -> bool) -> usize {
