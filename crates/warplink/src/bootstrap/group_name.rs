@@ -51,11 +51,30 @@ impl GroupName {
         u64::from_le_bytes([a, b, c, d, e, f, g, h]) | 1 << 63
     }
 
-    /// `key`, for this group alone.
+    /// `key`, for this group alone: not of others, nor of the application.
     pub(super) fn key(self, key: &str) -> String {
-        match self {
-            Self::WORLD => key.to_owned(),
-            Self(name) => format!("{:032x}/{key}", u128::from_be_bytes(name)),
+        format!("{:032x}/{key}", u128::from_be_bytes(self.0))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// As where the group of all has failed, and others go on.
+    #[test]
+    fn a_request_is_of_one_group_or_none() {
+        let pair = GroupName::WORLD.child("subgroup", &[0, 1], 0);
+        let set = |key: String| Request::Set {
+            pairs: vec![(key, b""[..].into())],
+        };
+        let groups = [GroupName::WORLD, pair, pair.child("survivors", &[0], 0)];
+        for (place, group) in groups.into_iter().enumerate() {
+            let own = set(group.key("p2p/0>1"));
+            for (other, name) in groups.into_iter().enumerate() {
+                assert_eq!(name.is_of(&own), place == other);
+            }
+            assert!(!group.is_of(&set("a key of the application".to_owned())));
         }
     }
 }
