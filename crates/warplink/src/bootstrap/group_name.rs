@@ -53,7 +53,10 @@ impl GroupName {
 
     /// `key`, for this group alone: not of others, nor of the application.
     pub(super) fn key(self, key: &str) -> String {
-        format!("{:032x}/{key}", u128::from_be_bytes(self.0))
+        match self {
+            Self::WORLD => format!("warplink/world/{key}"),
+            Self(name) => format!("{:032x}/{key}", u128::from_be_bytes(name)),
+        }
     }
 }
 

@@ -15,7 +15,7 @@ const SOON: Duration = Duration::from_secs(20);
 
 /// Where `from` publishes its end of a connection to `to`: in the store, where every rank may write.
 fn key(from: usize, to: usize, tag: u64) -> String {
-    format!("channel/{from}>{to}/tag {tag}/0")
+    format!("warplink/world/channel/{from}>{to}/tag {tag}/0")
 }
 
 /// What rank 1 makes of a real end: some of it is missing, is something else, or is too much.
