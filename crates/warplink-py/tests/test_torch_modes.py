@@ -34,16 +34,18 @@ def fused(dist, a, b, name):
         torch.testing.assert_close(scattered.detach(), own, rtol=1e-4, atol=1e-4)
 
 
-def matrices(rank):
+def begin(rank, world, place, **options):
+    """Joins, and gives what ``fused`` takes."""
+    dist = start(rank, world, place, **options)
     generator = torch.Generator().manual_seed(5)
     a = torch.randn(6, 8, generator=generator) + rank
-    return a, torch.randn(8, 4, generator=generator)
+    return dist, a, torch.randn(8, 4, generator=generator), dist.group.WORLD.group_name
 
 
 def by_get(rank, world, _, place):
     os.environ["WARPLINK_PROTOCOL"] = "get"
-    dist = start(rank, world, place, timeout=20)
-    fused(dist, *matrices(rank), dist.group.WORLD.group_name)
+    dist, a, b, name = begin(rank, world, place, timeout=20)
+    fused(dist, a, b, name)
     dist.destroy_process_group()
 
 
@@ -52,9 +54,7 @@ def test_receives_that_get():
 
 
 def made_in_inference(rank, world, _, place):
-    dist = start(rank, world, place)
-    a, b = matrices(rank)
-    name = dist.group.WORLD.group_name
+    dist, a, b, name = begin(rank, world, place)
     with torch.inference_mode():
         fused(dist, a.clone(), b.clone(), name)
     fused(dist, a, b, name)
@@ -70,9 +70,7 @@ def test_plans_made_in_inference_mode_serve_all_modes():
 
 
 def with_gradients(rank, world, _, place):
-    dist = start(rank, world, place)
-    a, b = matrices(rank)
-    name = dist.group.WORLD.group_name
+    dist, a, b, name = begin(rank, world, place)
     for _ in range(2):
         fused(dist, (a.requires_grad_() * 2), b.requires_grad_(), name)
     for plan in dist.group.WORLD.workspace().plans.values():

@@ -9,6 +9,17 @@ from test_torch_group import on_ranks, start  # noqa: E402
 WORLD = 2
 
 
+def matrices(seed, rank, device):
+    """What draws fp8 tensors of given sizes, other ones on each rank."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape):
+        values = torch.randn(*shape, generator=generator) + rank
+        return values.to(torch.float8_e4m3fn).to(device)
+
+    return random
+
+
 def scaled(rank, world, _, place, device="cpu"):
     dist = start(rank, world, place)
     from torch.distributed._symmetric_memory import (
@@ -17,12 +28,7 @@ def scaled(rank, world, _, place, device="cpu"):
     )
 
     ops, name = torch.ops.warplink, dist.group.WORLD.group_name
-    generator = torch.Generator().manual_seed(5)
-
-    def random(*shape):
-        values = torch.randn(*shape, generator=generator) + rank
-        return values.to(torch.float8_e4m3fn).to(device)
-
+    random = matrices(5, rank, device)
     scale = torch.tensor(0.5, device=device)
     close = {"rtol": 2e-2, "atol": 1e-1}
     for shape, dim in [((16, 32), 0), ((3, 16, 32), 0), ((3, 16, 32), 1)]:
@@ -75,12 +81,7 @@ def test_scaled_operations_equal_the_unfused():
 def scaled_columns(rank, world, _, place, device="cpu"):
     dist = start(rank, world, place)
     ops, name = torch.ops.warplink, dist.group.WORLD.group_name
-    generator = torch.Generator().manual_seed(8)
-
-    def random(*shape):
-        values = torch.randn(*shape, generator=generator) + rank
-        return values.to(torch.float8_e4m3fn).to(device)
-
+    random = matrices(8, rank, device)
     one = torch.tensor(0.5, device=device)
     for shape in [(16, 32), (2, 16, 32)]:
         a, bs = random(*shape), [random(48, 32 * world).t(), random(16, 32 * world).t()]
