@@ -148,11 +148,8 @@ impl Collectives {
         work: impl FnOnce() -> Result<()>,
     ) -> Result<()> {
         let inner = &self.0;
-        inner.note(stream);
         *lock(&inner.last) = Some(*call);
-        let enqueued = inner.turns.take(stream, work);
-        // Another thread may have found the stream without work before, and forgotten it.
-        inner.note(stream);
+        let enqueued = inner.used_by(stream, || inner.turns.take(stream, work));
         enqueued.map_err(|error| error.with_operation(call.kind.name()))
     }
 

@@ -191,7 +191,16 @@ impl<T: Send + Sync> InUse<T> {
         }
     }
 
-    /// Notes that `stream` uses the value from now on.
+    /// Calls `enqueue`, which gives `stream` work that uses the value.
+    pub(crate) fn used_by<R>(&self, stream: &Stream, enqueue: impl FnOnce() -> R) -> R {
+        self.note(stream);
+        let enqueued = enqueue();
+        // Another thread may have found the stream without work before, and forgotten it.
+        self.note(stream);
+        enqueued
+    }
+
+    /// Notes that `stream` uses the value from now on, and has work that does.
     pub(crate) fn note(&self, stream: &Stream) {
         let mut streams = lock(&self.streams);
         if streams.iter().any(|noted| noted.raw() == stream.raw()) {

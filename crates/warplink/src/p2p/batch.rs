@@ -82,7 +82,7 @@ impl<'a> Batch<'a> {
             }
         }
         let enqueued = self.enqueue_parts(stream);
-        // Another thread may have found the stream without work before, and forgotten it.
+        // Once more, as in `InUse::used_by`.
         let transfers = self.parts.iter().map(|part| part.transfer);
         transfers.for_each(|transfer| transfer.end.note(stream));
         enqueued

@@ -352,13 +352,8 @@ impl Experts {
     fn enqueue(&self, stream: &Stream, work: impl FnOnce() -> Result<()>) -> Result<()> {
         let inner = &self.0.collectives.0;
         inner.context.fault.check()?;
-        inner.note(stream);
-        self.0.note(stream);
-        let enqueued = inner.turns.take(stream, work);
-        // Another thread may have found the stream without work before, and forgotten it.
-        inner.note(stream);
-        self.0.note(stream);
-        enqueued
+        let turn = || inner.turns.take(stream, work);
+        inner.used_by(stream, || self.0.used_by(stream, turn))
     }
 }
 

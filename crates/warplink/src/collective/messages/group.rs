@@ -129,11 +129,8 @@ impl Collectives {
     }
 
     fn exchange(&self, messages: &[Message<'_>], stream: &Stream) -> Result<()> {
-        self.0.note(stream);
-        let enqueued = self.enqueue_messages(messages, stream);
-        // Another thread may have found the stream without work before, and forgotten it.
-        self.0.note(stream);
-        enqueued
+        self.0
+            .used_by(stream, || self.enqueue_messages(messages, stream))
     }
 
     fn enqueue_messages(&self, messages: &[Message<'_>], stream: &Stream) -> Result<()> {
