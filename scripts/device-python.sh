@@ -2,19 +2,23 @@
 # Runs Python's tests that need GPUs, against the package in this checkout: nothing is installed. TESTS names their files
 # (default: test_torch_cuda.py), and arguments go to pytest. The log goes to $OUT/python.log, as it is written.
 #
+# With RANKS_PER_GPU=N, up to N ranks share a GPU, as in device-tests.sh, so that one GPU is enough.
+#
 # Builds nothing: needs device-bin/_warplink.abi3.so and device-bin/python (PARTS=python scripts/device-build.sh), and
 # PyTorch.
 set -uo pipefail
 cd "$(dirname "$0")/.."
+. scripts/device-service.sh
 OUT=$(realpath -m "${OUT:-device-out}")
 mkdir -p "$OUT"
 [ -f device-bin/_warplink.abi3.so ] || { echo 'device-bin/_warplink.abi3.so is missing; run PARTS=python scripts/device-build.sh first' >&2; exit 2; }
 package=$(mktemp -d)
-trap 'rm -rf "$package"' EXIT
+trap 'rm -rf "$package"; stop_service' EXIT
+start_service
 cp -r crates/warplink-py/python/warplink device-bin/_warplink.abi3.so "$package"
 mv "$package/_warplink.abi3.so" "$package/warplink/"
 export PYTHONPATH=$package:$PWD/device-bin/python PYTHONUNBUFFERED=1
-export CUDA_DEVICE_MAX_CONNECTIONS=32 NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NO_COLOR=1
+export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-32} NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NO_COLOR=1
 cd crates/warplink-py/tests
 timeout --kill-after=5 "${LIMIT:-300}" python3 -m pytest -p no:cacheprovider -rfE --durations=8 -v "$@" \
     ${TESTS:-test_torch_cuda.py} >"$OUT/python.log" 2>&1

@@ -11,7 +11,8 @@ profile of one step of each goes to FOLDER/NAME.json, which Perfetto opens. NVLi
 
     torchrun --nproc-per-node 2 scripts/torch_llama.py --device cpu --small
 
-is a trial on the processor: Gloo and Warplink on small layers.
+is a trial on the processor: Gloo and Warplink on small layers. Where ranks share a GPU (scripts/device-service.sh),
+losses can be compared, but times mean nothing; PyTorch's symmetric memory refuses to share.
 """
 
 import argparse
@@ -33,6 +34,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "crates" / "warplink-py" / "tests"))
+import gpus
 import llama
 
 import warplink.torch
@@ -164,12 +166,15 @@ def main():
     parser.add_argument("--warmup", type=int, default=5, help="steps before those that count")
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--rounds", type=int, default=1, help="how often each contender has its turn")
+    names = ["nccl", "gloo", "async-tp", "warplink"]
+    parser.add_argument("--only", nargs="+", choices=names, help="these contenders instead of all")
     parser.add_argument("--traces", type=pathlib.Path, help="write a profile of each to this folder")
     parser.add_argument("--output", help="write the figures to this JSON file")
     arguments = parser.parse_args()
     rank = int(os.environ["RANK"])
     if arguments.device == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        gpus.prepare_sharing(rank)
+        device = torch.device("cuda", gpus.gpu(int(os.environ["LOCAL_RANK"])))
         torch.cuda.set_device(device)
     else:
         device = torch.device("cpu")
@@ -185,6 +190,8 @@ def main():
     for number in range(arguments.rounds):
         for contender in contenders:
             made, began = contender(device), time.perf_counter()
+            if arguments.only and made.name not in arguments.only:
+                continue
             trace = arguments.traces / f"{made.name}.json" if arguments.traces and number == 0 else None
             with made:
                 losses, seconds = run(arguments, device, sizes, trace)

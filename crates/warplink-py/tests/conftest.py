@@ -10,6 +10,7 @@ import traceback
 from typing import Any, Callable
 
 import pytest
+from gpus import prepare_sharing
 
 #: Seconds after which ranks are ended; a hang is a failure.
 LIMIT = 120.0
@@ -53,6 +54,7 @@ def meet(place: str, name: str, rank: int, ranks) -> None:
 
 def _rank_main(body: Callable[..., Any], rank: int, world: int, meeting: str, arguments, results):
     os.environ.setdefault("WARPLINK_DEVICE", os.environ.get("WARPLINK_TEST_DEVICE", "host"))
+    prepare_sharing(rank)
     try:
         results.put((rank, body(rank, world, meeting, *arguments), None))
     except BaseException:

@@ -1,4 +1,4 @@
-"""The process group and the fused operations on CUDA tensors; needs two GPUs."""
+"""The process group and the fused operations on CUDA tensors; needs two GPUs, or one that ranks may share."""
 
 import contextlib
 import gc
@@ -10,21 +10,24 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from conftest import meet  # noqa: E402
+from gpus import RANKS_PER_GPU, gpu  # noqa: E402
 from test_torch_group import on_ranks, start  # noqa: E402
-
-pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 WORLD = 2
 
+pytestmark = pytest.mark.skipif(
+    torch.cuda.device_count() * RANKS_PER_GPU < WORLD, reason="needs two GPUs, or one that ranks share"
+)
+
 
 def start_on_gpu(rank, world, place, backend="warplink", **options):
-    torch.cuda.set_device(rank)
+    torch.cuda.set_device(gpu(rank))
     return start(rank, world, place, backend, **options)
 
 
 def collectives(rank, world, _, place, backend):
     dist = start_on_gpu(rank, world, place, backend)
-    device = torch.device("cuda", rank)
+    device = torch.device("cuda", gpu(rank))
     assert type(dist.group.WORLD._get_backend(device)).__name__ == "ProcessGroupNCCL"
     for dtype in (torch.float32, torch.bfloat16, torch.int64):
         own = torch.full((1000,), rank + 1, dtype=dtype, device=device)
@@ -64,7 +67,7 @@ def collectives(rank, world, _, place, backend):
     group = dist.new_group([0, 1])
     dist.all_reduce(own, group=group)
     assert (own == 1).all()
-    dist.barrier(device_ids=[rank])
+    dist.barrier(device_ids=[gpu(rank)])
     objects = [None] * world
     dist.all_gather_object(objects, rank)
     assert objects == [0, 1]
@@ -80,7 +83,7 @@ def buffers(rank, world, _, place):
     dist = start_on_gpu(rank, world, place)
     group = dist.group.WORLD
     own = group.get_p2p_buffer(rank, (1 << 20,), torch.float32)
-    assert own.device == torch.device("cuda", rank)
+    assert own.device == torch.device("cuda", gpu(rank))
     for turn in range(10):
         own.fill_(10 * turn + rank)
         group.intra_node_barrier()
@@ -105,7 +108,7 @@ def fused(rank, world, _, place, dtype_name):
     )
 
     ops, name = torch.ops.warplink, dist.group.WORLD.group_name
-    dtype, device = getattr(torch, dtype_name), torch.device("cuda", rank)
+    dtype, device = getattr(torch, dtype_name), torch.device("cuda", gpu(rank))
     close = {"rtol": 3e-2, "atol": 0.5} if dtype.itemsize == 2 else {"rtol": 1e-3, "atol": 1e-2}
     generator = torch.Generator().manual_seed(3)
 
@@ -141,9 +144,9 @@ def test_fused_operations_equal_the_unfused(dtype):
 def scaled_operations(rank, world, meeting, place):
     from test_torch_scaled import scaled, scaled_columns
 
-    torch.cuda.set_device(rank)
-    scaled(rank, world, meeting, place, f"cuda:{rank}")
-    scaled_columns(rank, world, meeting, place + "columns", f"cuda:{rank}")
+    torch.cuda.set_device(gpu(rank))
+    scaled(rank, world, meeting, place, f"cuda:{gpu(rank)}")
+    scaled_columns(rank, world, meeting, place + "columns", f"cuda:{gpu(rank)}")
 
 
 def test_scaled_operations_equal_the_unfused():
@@ -153,9 +156,9 @@ def test_scaled_operations_equal_the_unfused():
 def random_cases(rank, world, meeting, place):
     from test_torch_random import cases, scaled_cases
 
-    torch.cuda.set_device(rank)
-    cases(rank, world, meeting, place, 50, 4, f"cuda:{rank}")
-    scaled_cases(rank, world, meeting, place + "scaled", 20, 5, f"cuda:{rank}")
+    torch.cuda.set_device(gpu(rank))
+    cases(rank, world, meeting, place, 50, 4, f"cuda:{gpu(rank)}")
+    scaled_cases(rank, world, meeting, place + "scaled", 20, 5, f"cuda:{gpu(rank)}")
 
 
 def test_fused_operations_equal_the_unfused_at_random():
@@ -173,7 +176,7 @@ def test_fused_operations_on_expandable_segments():
 
 def alone_visible(rank, world, meeting, place):
     # Every rank sees one GPU, which is number 0 there.
-    os.environ["CUDA_VISIBLE_DEVICES"] = str(rank)
+    os.environ["CUDA_VISIBLE_DEVICES"] = str(gpu(rank))
     torch.cuda.set_device(0)
     dist = start(rank, world, place)
     name, device = dist.group.WORLD.group_name, torch.device("cuda", 0)
@@ -192,7 +195,7 @@ def test_ranks_that_each_see_one_gpu():
 def captured(rank, world, _, place):
     dist = start_on_gpu(rank, world, place)
     ops, name = torch.ops.warplink, dist.group.WORLD.group_name
-    device = torch.device("cuda", rank)
+    device = torch.device("cuda", gpu(rank))
     a = torch.zeros(64, 128, dtype=torch.bfloat16, device=device)
     up, down = (torch.ones(*shape, dtype=torch.bfloat16, device=device) for shape in ((128, 96), (96, 32)))
 
@@ -218,11 +221,55 @@ def test_fused_operations_in_a_graph():
     on_ranks(captured, WORLD)
 
 
+def graphs(rank, world, _, place):
+    dist = start_on_gpu(rank, world, place)
+    ops, name = torch.ops.warplink, dist.group.WORLD.group_name
+    device = torch.device("cuda", gpu(rank))
+    # Little of the result and much to sum for it, which the matmul divides among multiprocessors and adds up.
+    pairs = [
+        [torch.ones(*shape, dtype=torch.bfloat16, device=device) for shape in ((m, k), (k, n))]
+        for m, k, n in ((64, 8192, 256), (128, 16384, 128), (256, 4096, 512))
+    ]
+
+    def record():
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            results = [ops.fused_all_gather_matmul(a, [b], 0, name)[1][0] for a, b in pairs]
+        graph.replay()
+        for (a, _), result in zip(pairs, results, strict=True):
+            assert (result == a.shape[1]).all()
+
+    def used():
+        gc.collect()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        dist.barrier(device_ids=[gpu(rank)])
+        free, total = torch.cuda.mem_get_info()
+        dist.barrier(device_ids=[gpu(rank)])
+        return total - free
+
+    for a, b in pairs:
+        ops.fused_all_gather_matmul(a, [b], 0, name)
+    for _ in range(3):
+        record()
+    early = used()
+    for _ in range(30):
+        record()
+    late = used()
+    print("used:", early, late)
+    dist.destroy_process_group()
+    return late - early
+
+
+def test_graphs_that_are_gone_keep_no_memory():
+    assert max(on_ranks(graphs, WORLD)) <= 32 << 20
+
+
 def models(rank, world, meeting, place, way):
     import test_torch_llama
 
-    torch.cuda.set_device(rank)
-    device = f"cuda:{rank}"
+    torch.cuda.set_device(gpu(rank))
+    device = f"cuda:{gpu(rank)}"
     expected = test_torch_llama.losses(rank, world, meeting, place, "nccl", way, device)
     assert len(expected) == 20 and expected[-1] < 0.8 * expected[0], expected
     for backend in ("warplink", "cpu:gloo,cuda:warplink"):
@@ -249,7 +296,7 @@ def direct_messages(rank, world, _, place):
     import warplink.torch
 
     dist = start_on_gpu(rank, world, place, pg_options=warplink.torch.Options(direct_messages=True))
-    group, device, peer = dist.group.WORLD, torch.device("cuda", rank), 1 - rank
+    group, device, peer = dist.group.WORLD, torch.device("cuda", gpu(rank)), 1 - rank
     # The first collective of the group joins them, whatever it is.
     assert group._on_gpu is None
     total = torch.ones(4, device=device)
@@ -304,7 +351,7 @@ def direct_messages(rank, world, _, place):
     gathered = torch.empty(2, device=device)
     dist.all_to_all_single(gathered, torch.full((2,), float(rank), device=device), group=both)
     assert gathered.tolist() == [0.0, 1.0] and both.messages_path == "backend"
-    dist.barrier(device_ids=[rank])
+    dist.barrier(device_ids=[gpu(rank)])
     dist.destroy_process_group()
 
 
@@ -317,8 +364,8 @@ def direct_collectives(rank, world, _, place):
 
     options = warplink.torch.Options(direct_collectives=True)
     dist = start_on_gpu(rank, world, place, pg_options=options)
-    group, device, kinds = dist.group.WORLD, torch.device("cuda", rank), dist.ReduceOp
-    dist.barrier(device_ids=[rank])
+    group, device, kinds = dist.group.WORLD, torch.device("cuda", gpu(rank)), dist.ReduceOp
+    dist.barrier(device_ids=[gpu(rank)])
     dist.all_reduce(torch.ones(4, device=device))
     assert group.collectives_path == "direct" and group.messages_path == "backend"
     generator = torch.Generator(device=device).manual_seed(rank)
@@ -364,7 +411,7 @@ def direct_collectives(rank, world, _, place):
         total.fill_(turn)
         graph.replay()
         assert (total == world * turn).all()
-    dist.barrier(device_ids=[rank])
+    dist.barrier(device_ids=[gpu(rank)])
     dist.destroy_process_group()
 
 
@@ -375,7 +422,7 @@ def several_groups(rank, world, _, place):
     options = warplink.torch.Options(direct_collectives=True)
     dist = start_on_gpu(rank, world, place, pg_options=options)
     groups = [dist.group.WORLD, dist.new_group([0, 1], pg_options=options)]
-    device, beside = torch.device("cuda", rank), torch.cuda.Stream()
+    device, beside = torch.device("cuda", gpu(rank)), torch.cuda.Stream()
     for turn in range(60):
         # Large enough that two of them do not fit on the GPU, on streams that nothing else orders.
         own = torch.full((1 << 23,), float(rank + turn), device=device)
@@ -412,7 +459,7 @@ def steps(rank, world, _, place, count):
 
     options = warplink.torch.Options(direct_collectives=True)
     dist = start_on_gpu(rank, world, place, pg_options=options)
-    device = torch.device("cuda", rank)
+    device = torch.device("cuda", gpu(rank))
     group = dist.group.WORLD
     name, space = group.group_name, group.workspace(device)
     generator = torch.Generator().manual_seed(0)
@@ -422,10 +469,14 @@ def steps(rank, world, _, place, count):
         """Bytes of the GPU that are not PyTorch's own, and of this process."""
         torch.cuda.synchronize()
         gc.collect()
+        dist.barrier(device_ids=[gpu(rank)])
         free, total = torch.cuda.mem_get_info()
+        reserved = [None] * world
+        dist.all_gather_object(reserved, torch.cuda.memory_reserved())
         with open("/proc/self/statm") as file:
             resident = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-        return total - free - torch.cuda.memory_reserved(), resident
+        here = sum(reserved[peer] for peer in range(world) if gpu(peer) == gpu(rank))
+        return total - free - here, resident
 
     def drawn(most):
         return int(torch.randint(1, most, (1,), generator=generator))
@@ -465,7 +516,7 @@ def on_another_device(rank, world, _, place):
 
     # The current GPU is the first one on both ranks.
     dist = start(rank, world, place, pg_options=warplink.torch.Options(direct_messages=True))
-    device = torch.device("cuda", rank)
+    device = torch.device("cuda", gpu(rank))
     total = torch.ones(4, device=device)
     dist.all_reduce(total)
     assert (total == world).all()
@@ -482,7 +533,7 @@ def on_another_device(rank, world, _, place):
         # The current stream of this device, and not that of the current one.
         torch.cuda.current_stream(device).synchronize()
         assert (received == 10 * turn + 1 - rank).all()
-    dist.barrier(device_ids=[rank])
+    dist.barrier(device_ids=[gpu(rank)])
     dist.destroy_process_group()
 
 
@@ -511,8 +562,8 @@ def test_ends_that_differ_are_told_by_a_wait_with_a_timeout():
 def tensors(rank, world, meeting):
     import warplink
 
-    torch.cuda.set_device(rank)
-    with warplink.Job.join(rank, world, meeting, device="cuda", ordinal=rank) as job:
+    torch.cuda.set_device(gpu(rank))
+    with warplink.Job.join(rank, world, meeting, device="cuda", ordinal=gpu(rank)) as job:
         comm = job.world()
         own = torch.full((1 << 16,), float(rank), device="cuda")
         received = torch.empty_like(own)
@@ -532,7 +583,7 @@ def tensors(rank, world, meeting):
             comm.barrier()
         view = comm.alloc(64).view([16], "f32")
         tensor = torch.from_dlpack(view)
-        assert (tensor.data_ptr(), tensor.device.index) == (view.address, rank)
+        assert (tensor.data_ptr(), tensor.device.index) == (view.address, gpu(rank))
         with pytest.raises(ValueError, match="the processor's memory"):
             comm.register(torch.ones(4))
 
@@ -546,8 +597,8 @@ def test_tensors_go_in_and_out_in_place():
 def on_the_current_stream(rank, world, meeting):
     import warplink
 
-    torch.cuda.set_device(rank)
-    with warplink.Job.join(rank, world, meeting, device="cuda", ordinal=rank) as job:
+    torch.cuda.set_device(gpu(rank))
+    with warplink.Job.join(rank, world, meeting, device="cuda", ordinal=gpu(rank)) as job:
         comm = job.world()
         collectives = comm.collectives()
         side = torch.cuda.Stream()

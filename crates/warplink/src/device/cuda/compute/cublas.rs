@@ -7,7 +7,7 @@ use crate::device::cuda::memory::PlainMemory;
 use crate::device::cuda::stream::CudaStream;
 use crate::device::library::function_table;
 use crate::device::library::{self, CUBLAS};
-use crate::device::{DeviceSlice, MatmulSpec, Stream, StreamBackend};
+use crate::device::{DeviceSlice, MatmulSpec, Stream};
 use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Result};
 use crate::sync::lock;
@@ -315,15 +315,14 @@ impl BatchedGemm {
         let slices = self.matmuls.iter().flat_map(|(a, c)| [a, c]);
         let _enqueuing = stream.enqueue(slices.chain([&self.b]));
         let _relaxed = gpu.context.relax_capture();
-        let scratch = gpu.workspaces.address(
-            &gpu.reaper,
-            stream.live(),
-            stream.capture_id()?,
-            self.workspace_bytes,
-        )?;
+        let (reaper, live, bytes) = (&gpu.reaper, stream.live(), self.workspace_bytes);
+        let scratch = match stream.capture()? {
+            Some(capture) => gpu.workspaces.of_graph(reaper, live, &capture, bytes)?,
+            None => gpu.workspaces.of_stream(reaper, live, bytes)?,
+        };
         let workspace = (scratch, self.workspace_bytes);
         // SAFETY: the slices are kept, and were checked to be of what `spec` says and aligned; the
-        // scratch memory belongs to this stream or capture.
+        // scratch memory belongs to this stream or to what it records.
         unsafe {
             self.batched.enqueue(
                 &self.spec,

@@ -16,9 +16,7 @@ use crate::device::cuda::gpu::Gpu;
 use crate::device::cuda::kernels::elementwise::ElementwiseKernels;
 use crate::device::cuda::memory::CudaBacking;
 use crate::device::cuda::stream::CudaStream;
-use crate::device::{
-    Compute, DeviceSlice, Elementwise, MatmulSpec, PreparedLaunch, Stream, StreamBackend,
-};
+use crate::device::{Compute, DeviceSlice, Elementwise, MatmulSpec, PreparedLaunch, Stream};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::sync::lock;
@@ -152,15 +150,17 @@ impl Compute for CudaCompute {
         let scratch = match gemm.workspace() {
             0 => 0,
             least => {
-                let capture = stream.capture_id()?;
-                // A stream's piece serves all matmuls to come, a graph's only those in it.
-                let bytes = capture.map_or(self.workspace, |_| least);
                 let (reaper, live) = (&self.gpu.reaper, stream.live());
-                self.gpu.workspaces.address(reaper, live, capture, bytes)?
+                let workspaces = &self.gpu.workspaces;
+                // A stream's piece serves all matmuls to come, a graph's only those in it.
+                match stream.capture()? {
+                    Some(capture) => workspaces.of_graph(reaper, live, &capture, least)?,
+                    None => workspaces.of_stream(reaper, live, self.workspace)?,
+                }
             }
         };
         // SAFETY: the operands are live device memory of what `spec` says, as was checked, and
-        // aligned as the gemm's; the scratch memory belongs to this stream or capture.
+        // aligned as the gemm's; the scratch memory belongs to this stream or to what it records.
         unsafe { gemm.enqueue(&self.handle, &operands, scratch, stream.raw_stream().cast()) }
     }
 

@@ -1,13 +1,15 @@
 //! Scratch memory of matmuls: one piece for each stream, since two matmuls that run at the
 //! same time must not share it, and one for each stream that takes part in a capture, which the
-//! graph then owns, since it may run at the same time as the stream that it was recorded on.
+//! graph owns, since it may run at the same time as the stream that it was recorded on.
 //!
 //! A stream of ours takes its pieces with it. One of others may be borrowed anew at any time, often
-//! for each call, so the pieces of a few of them that nobody has borrowed are kept.
+//! for each call, so the pieces of a few of them that nobody has borrowed are kept. A graph's go when
+//! it and all that was made from it are gone, whoever recorded it and destroys it.
 
 use crate::device::cuda::driver::context::Context;
 use crate::device::cuda::driver::status;
 use crate::device::cuda::memory::reaper::Reaper;
+use crate::device::cuda::stream::capture::Capture;
 use crate::device::cuda::stream::live::LiveStream;
 use crate::error::Result;
 use crate::sync::lock;
@@ -55,8 +57,20 @@ impl Drop for Workspace {
     }
 }
 
-/// Which stream, and which capture if it is recording one.
-type Key = (u64, Option<u64>);
+/// A piece that a graph owns. It can be dropped where the driver must not be called.
+struct OfGraph {
+    address: u64,
+    bytes: usize,
+    piece: Option<Workspace>,
+    reaper: Reaper,
+}
+
+impl Drop for OfGraph {
+    fn drop(&mut self) {
+        let piece = self.piece.take();
+        self.reaper.run(move |_| drop(piece));
+    }
+}
 
 /// So many streams that nobody has borrowed keep their pieces.
 const MAX_UNBORROWED: usize = 4;
@@ -67,8 +81,11 @@ pub(crate) struct Workspaces(Mutex<State>);
 
 #[derive(Default)]
 struct State {
-    pieces: HashMap<Key, Pieces>,
+    /// By the stream's key.
+    streams: HashMap<u64, Pieces>,
     uses: u64,
+    /// The largest piece of each stream's part of a graph, by the keys of stream and capture.
+    graphs: HashMap<(u64, u64), Weak<OfGraph>>,
 }
 
 struct Pieces {
@@ -81,20 +98,19 @@ struct Pieces {
 }
 
 impl Workspaces {
-    /// The address of a piece of at least `bytes` for `stream`, which is recording `capture` if that
-    /// is something. `reaper` frees what is too much.
-    pub(crate) fn address(
+    /// The address of a piece of at least `bytes` for what `stream` is given to do at once. `reaper` frees
+    /// what is too much.
+    pub(crate) fn of_stream(
         &self,
         reaper: &Reaper,
         stream: &Arc<LiveStream>,
-        capture: Option<u64>,
         bytes: usize,
     ) -> Result<u64> {
-        let key = (stream.key(), capture);
+        let key = stream.key();
         let mut state = lock(&self.0);
         state.uses += 1;
         let last_use = state.uses;
-        if let Some(pieces) = state.pieces.get_mut(&key) {
+        if let Some(pieces) = state.streams.get_mut(&key) {
             pieces.last_use = last_use;
             if !std::ptr::eq(pieces.stream.as_ptr(), Arc::as_ptr(stream)) {
                 pieces.stream = Arc::downgrade(stream);
@@ -112,7 +128,7 @@ impl Workspaces {
         }
         let piece = Workspace::allocate(stream.context(), bytes)?;
         let address = piece.address;
-        let pieces = state.pieces.entry(key).or_insert_with(|| Pieces {
+        let pieces = state.streams.entry(key).or_insert_with(|| Pieces {
             all: Vec::new(),
             stream: Arc::downgrade(stream),
             last_use,
@@ -121,14 +137,39 @@ impl Workspaces {
         Ok(address)
     }
 
-    /// Takes out the pieces that belong to `capture`.
-    pub(crate) fn take(&self, capture: u64) -> Vec<Workspace> {
-        lock(&self.0).take(|key| key.1 == Some(capture))
+    /// The address of a piece of at least `bytes` for what `stream` records as a part of `capture`. When the
+    /// graph is gone, `reaper` frees it.
+    pub(crate) fn of_graph(
+        &self,
+        reaper: &Reaper,
+        stream: &Arc<LiveStream>,
+        capture: &Capture,
+        bytes: usize,
+    ) -> Result<u64> {
+        let key = (stream.key(), capture.id);
+        let mut state = lock(&self.0);
+        if let Some(piece) = state.graphs.get(&key).and_then(Weak::upgrade)
+            && piece.bytes >= bytes
+        {
+            return Ok(piece.address);
+        }
+        let piece = Workspace::allocate(stream.context(), bytes)?;
+        let piece = Arc::new(OfGraph {
+            address: piece.address,
+            bytes,
+            piece: Some(piece),
+            reaper: reaper.clone(),
+        });
+        let (address, known) = (piece.address, Arc::downgrade(&piece));
+        capture.keep(stream.context().driver, Box::new(piece))?;
+        state.graphs.retain(|_, piece| piece.strong_count() > 0);
+        state.graphs.insert(key, known);
+        Ok(address)
     }
 
-    /// Takes out the pieces of the stream whose key is `stream`, but for those of captures, which graphs take.
+    /// Takes out the pieces of the stream whose key is `stream`.
     pub(crate) fn take_of_stream(&self, stream: u64) -> Vec<Workspace> {
-        lock(&self.0).take(|key| *key == (stream, None))
+        lock(&self.0).take(|key| key == stream)
     }
 
     /// Takes out the pieces of streams that nobody has borrowed.
@@ -136,30 +177,30 @@ impl Workspaces {
         lock(&self.0).take_unborrowed(0)
     }
 
-    /// Takes out all pieces.
+    /// Takes out the pieces of all streams.
     pub(crate) fn take_all(&self) -> Vec<Workspace> {
         lock(&self.0).take(|_| true)
     }
 }
 
 impl State {
-    fn take(&mut self, which: impl Fn(&Key) -> bool) -> Vec<Workspace> {
-        let taken = self.pieces.extract_if(|key, _| which(key));
+    fn take(&mut self, which: impl Fn(u64) -> bool) -> Vec<Workspace> {
+        let taken = self.streams.extract_if(|key, _| which(*key));
         taken.flat_map(|(_, pieces)| pieces.all).collect()
     }
 
     /// Takes out the pieces of streams that nobody has borrowed, but for the `kept` used last.
     fn take_unborrowed(&mut self, kept: usize) -> Vec<Workspace> {
-        let streams = self.pieces.iter().filter(|(key, _)| key.1.is_none());
+        let streams = self.streams.iter();
         let unborrowed = streams.filter(|(_, pieces)| pieces.stream.strong_count() == 0);
         let unborrowed = unborrowed.map(|(key, pieces)| (pieces.last_use, *key));
         let surplus = surplus(unborrowed.collect(), kept);
-        self.take(|key| surplus.contains(key))
+        self.take(|key| surplus.contains(&key))
     }
 }
 
 /// The keys of all but the `kept` that were used last.
-fn surplus(mut by_last_use: Vec<(u64, Key)>, kept: usize) -> Vec<Key> {
+fn surplus(mut by_last_use: Vec<(u64, u64)>, kept: usize) -> Vec<u64> {
     by_last_use.sort_unstable_by_key(|(last_use, _)| Reverse(*last_use));
     let surplus = by_last_use.into_iter().skip(kept);
     surplus.map(|(_, key)| key).collect()
@@ -167,7 +208,7 @@ fn surplus(mut by_last_use: Vec<(u64, Key)>, kept: usize) -> Vec<Key> {
 
 impl fmt::Debug for Workspaces {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let streams = lock(&self.0).pieces.len();
+        let streams = lock(&self.0).streams.len();
         f.debug_struct("Workspaces")
             .field("streams", &streams)
             .finish()
@@ -180,9 +221,9 @@ mod tests {
 
     #[test]
     fn what_was_used_first_is_too_much() {
-        let uses = [(3, (30, None)), (9, (90, None)), (5, (50, None))];
-        assert_eq!(surplus(uses.to_vec(), 2), [(30, None)]);
-        assert_eq!(surplus(uses.to_vec(), 3), []);
+        let uses = [(3, 30), (9, 90), (5, 50)];
+        assert_eq!(surplus(uses.to_vec(), 2), [30]);
+        assert!(surplus(uses.to_vec(), 3).is_empty());
         assert_eq!(surplus(uses.to_vec(), 0).len(), 3);
     }
 }

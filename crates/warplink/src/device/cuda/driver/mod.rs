@@ -140,6 +140,9 @@ function_table! {
         cuStreamGetCaptureInfo_v2(
             CUstream, *mut c_int, *mut u64, *mut CUgraph, *mut *const CUgraphNode, *mut usize,
         ) -> Status;
+        cuUserObjectCreate(*mut CUuserObject, *mut c_void, CUhostFn, c_uint, c_uint) -> Status;
+        cuUserObjectRelease(CUuserObject, c_uint) -> Status;
+        cuGraphRetainUserObject(CUgraph, CUuserObject, c_uint, c_uint) -> Status;
         cuStreamUpdateCaptureDependencies(CUstream, *mut CUgraphNode, usize, c_uint) -> Status;
         cuGraphAddBatchMemOpNode(
             *mut CUgraphNode, CUgraph, *const CUgraphNode, usize, *const CUDA_BATCH_MEM_OP_NODE_PARAMS,

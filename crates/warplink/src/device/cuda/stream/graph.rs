@@ -1,7 +1,6 @@
 //! Graphs: work recorded once and launched many times.
 
 use super::CudaStream;
-use crate::device::cuda::compute::workspace::Workspace;
 use crate::device::cuda::driver::status;
 use crate::device::cuda::gpu::Gpu;
 use crate::device::{FaultSet, GraphBackend, Stream};
@@ -19,8 +18,6 @@ pub(crate) struct CudaGraph {
     operations: usize,
     /// Those of the stream that recorded it.
     faults: FaultSet,
-    /// Scratch memory of the matmuls in it.
-    workspaces: Vec<Workspace>,
 }
 
 /// The driver's handle of a graph that is ready to launch.
@@ -38,7 +35,6 @@ impl CudaGraph {
     pub(crate) unsafe fn instantiate(
         gpu: &Arc<Gpu>,
         graph: CUgraph,
-        workspaces: Vec<Workspace>,
         stream: CUstream,
     ) -> Result<Self> {
         let mut made = Self {
@@ -46,7 +42,6 @@ impl CudaGraph {
             exec: Mutex::new(Exec(std::ptr::null_mut())),
             operations: 0,
             faults: FaultSet::default(),
-            workspaces,
         };
         if graph.is_null() {
             return Err(Error::new(
@@ -68,7 +63,7 @@ impl CudaGraph {
             unsafe { (driver.cuGraphGetNodes)(graph, std::ptr::null_mut(), &mut made.operations) };
         // SAFETY: `exec.0` is an output parameter for one graph; no flags.
         let code = unsafe { (driver.cuGraphInstantiateWithFlags)(&mut exec.0, graph, 0) };
-        // SAFETY: nobody else uses the graph, and what was made from it does not need it.
+        // SAFETY: nobody else uses the graph, and what was made from it keeps what it needs.
         let destroyed = unsafe { (driver.cuGraphDestroy)(graph) };
         if destroyed != status::SUCCESS {
             tracing::warn!(code = destroyed, "a recorded graph was not destroyed");
@@ -122,8 +117,6 @@ impl Drop for CudaGraph {
                 tracing::warn!(code, "a graph was not destroyed");
             }
         }
-        self.gpu
-            .free_workspaces(std::mem::take(&mut self.workspaces));
     }
 }
 

@@ -6,7 +6,7 @@
 use crate::device::cuda::driver::context::Context;
 use crate::device::cuda::driver::raw::{RawEvent, RawStream};
 use crate::device::cuda::memory::gate::{GATE, Passage};
-use crate::device::cuda::stream::memory_ops;
+use crate::device::cuda::stream::capture;
 use crate::error::{Error, ErrorKind, Result};
 use crate::sync::lock;
 use cudarc::driver::sys::CUstream;
@@ -189,7 +189,7 @@ impl LiveStream {
             // One that was never recorded counts as reached.
             return event.map_or_else(|| RawEvent::create(&self.context, false).map(Arc::new), Ok);
         }
-        if memory_ops::is_capturing(self.context.driver, self.raw)? {
+        if capture::is_capturing(self.context.driver, self.raw)? {
             return Err(Error::invalid("the stream is recording a graph")
                 .with_operation("mark the end of a stream's work")
                 .with_help("end the capture first"));

@@ -1,12 +1,13 @@
 //! Writes to words and waits for words in stream order, eager and recorded.
 
+use super::capture::Capture;
 use crate::device::cuda::driver::context::Context;
 use crate::device::cuda::driver::raw::RawStream;
 use crate::device::cuda::driver::{Driver, Status, status};
 use crate::device::{DeviceKind, MemoryOp, Word};
 use crate::error::{Error, ErrorKind, Result};
 use cudarc::driver::sys::*;
-use std::ffi::{c_int, c_uint};
+use std::ffi::c_uint;
 use std::mem::MaybeUninit;
 use std::sync::Arc;
 
@@ -68,7 +69,9 @@ pub(crate) fn add_to_capture(
         .with_help("install a newer driver, or do not capture"));
     };
     in_batches(ops, |batch| {
-        let capture = Capture::of(driver, stream)?;
+        let Some(capture) = Capture::of(driver, stream)? else {
+            return Err(Error::invalid("the stream does not record a graph"));
+        };
         let params = CUDA_BATCH_MEM_OP_NODE_PARAMS {
             ctx: context.raw,
             count: batch.len() as c_uint,
@@ -92,60 +95,6 @@ pub(crate) fn add_to_capture(
         let code = unsafe { update(stream, &mut node, 1, SET_DEPENDENCIES) };
         driver.check(code, "record writes of and waits for words")
     })
-}
-
-/// What a stream is recording.
-pub(crate) struct Capture {
-    /// Its number, unique in the process; `None` where nothing is recorded.
-    pub(crate) id: Option<u64>,
-    graph: CUgraph,
-    dependencies: *const CUgraphNode,
-    count: usize,
-}
-
-impl Capture {
-    /// What `stream` is recording.
-    pub(crate) fn of(driver: &Driver, stream: CUstream) -> Result<Self> {
-        let Some(ask) = driver.cuStreamGetCaptureInfo_v2 else {
-            return Err(Error::new(
-                ErrorKind::Unsupported,
-                "the driver does not tell the capture of a stream",
-            )
-            .with_operation("record into a graph")
-            .with_help("install a newer driver, or do not capture"));
-        };
-        let (mut state, mut id, mut count): (c_int, u64, usize) = (0, 0, 0);
-        let (mut graph, mut dependencies) = (std::ptr::null_mut(), std::ptr::null());
-        // SAFETY: each is an output parameter for one value.
-        let code = unsafe {
-            ask(
-                stream,
-                &mut state,
-                &mut id,
-                &mut graph,
-                &mut dependencies,
-                &mut count,
-            )
-        };
-        driver.check(code, "ask what a stream records")?;
-        let active = state == CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_ACTIVE as c_int;
-        Ok(Self {
-            id: active.then_some(id),
-            graph,
-            dependencies,
-            count,
-        })
-    }
-}
-
-/// Whether `stream` is recording.
-#[inline]
-pub(crate) fn is_capturing(driver: &Driver, stream: CUstream) -> Result<bool> {
-    let mut state = 0;
-    // SAFETY: `state` is an output parameter for one integer; the caller's stream is valid.
-    let code = unsafe { (driver.cuStreamIsCapturing)(stream, &mut state) };
-    driver.check(code, "ask whether a stream records")?;
-    Ok(state != CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE as c_int)
 }
 
 /// Whether the driver records the calls of [`enqueue`]: tried on a stream of its own, since a

@@ -1,5 +1,6 @@
 //! Streams of a GPU: copies, fills, words, events, capture.
 
+pub(super) mod capture;
 pub(super) mod event;
 pub(super) mod graph;
 pub(super) mod live;
@@ -8,10 +9,10 @@ mod second_context;
 mod sequence;
 pub(super) mod signals;
 
+use self::capture::{Capture, is_capturing};
 use self::event::CudaEvent;
 use self::graph::CudaGraph;
 use self::live::{Enqueuing, Keep, LiveStream};
-use self::memory_ops::Capture;
 use crate::deadline::Deadline;
 use crate::device::cuda::driver::context::Entered;
 use crate::device::cuda::driver::poll::poll;
@@ -121,6 +122,15 @@ impl CudaStream {
         self.raw
     }
 
+    /// What the stream records, if it does.
+    pub(super) fn capture(&self) -> Result<Option<Capture>> {
+        let (driver, _entered) = self.enter()?;
+        if !is_capturing(driver, self.raw)? {
+            return Ok(None);
+        }
+        Capture::of(driver, self.raw).map_err(|error| error.with_device(self.gpu.name()))
+    }
+
     /// The stream, as others may hold it on.
     pub(super) fn live(&self) -> &Arc<LiveStream> {
         &self.live
@@ -173,7 +183,7 @@ impl CudaStream {
         if self.live.is_foreign() {
             return self.live.record().map(Some);
         }
-        if memory_ops::is_capturing(self.gpu.context.driver, self.raw)? {
+        if is_capturing(self.gpu.context.driver, self.raw)? {
             return Err(Error::invalid("the stream is recording a graph")
                 .with_operation("query a stream")
                 .with_help("end the capture first"));
@@ -278,7 +288,7 @@ impl StreamBackend for CudaStream {
         let _noted = self.depend_on(ops);
         let (driver, _entered) = self.enter()?;
         let _enqueuing = self.enqueue_ops(ops);
-        if !self.gpu.captures_memory_ops() && memory_ops::is_capturing(driver, self.raw)? {
+        if !self.gpu.captures_memory_ops() && is_capturing(driver, self.raw)? {
             return memory_ops::add_to_capture(&self.gpu.context, self.raw, ops);
         }
         memory_ops::enqueue(driver, self.raw, ops)
@@ -414,23 +424,17 @@ impl StreamBackend for CudaStream {
         let driver = self.gpu.context.driver;
         self.live.check_thread()?;
         let _entered = self.gpu.context.enter()?;
-        if !memory_ops::is_capturing(driver, self.raw)? {
+        if !is_capturing(driver, self.raw)? {
             return Err(Error::invalid("the stream is not recording a graph")
                 .with_operation("end a capture")
                 .with_help("begin a capture first"));
         }
-        let id = Capture::of(driver, self.raw)
-            .ok()
-            .and_then(|capture| capture.id);
         let mut graph = std::ptr::null_mut();
         // SAFETY: `graph` is an output parameter for one graph, and the stream is valid.
         let code = unsafe { (driver.cuStreamEndCapture)(self.raw, &mut graph) };
-        let workspaces = id
-            .map(|id| self.gpu.workspaces.take(id))
-            .unwrap_or_default();
         // SAFETY: the graph, where there is one, was made just now and is handed over. Also when
         // recording failed it is, to be destroyed.
-        let graph = unsafe { CudaGraph::instantiate(&self.gpu, graph, workspaces, self.raw) };
+        let graph = unsafe { CudaGraph::instantiate(&self.gpu, graph, self.raw) };
         driver.check(code, "end recording")?;
         self.gpu.fault.check()?;
         let graph = graph?;
@@ -439,24 +443,13 @@ impl StreamBackend for CudaStream {
     }
 
     fn capture_id(&self) -> Result<Option<u64>> {
-        let (driver, _entered) = self.enter()?;
-        if !memory_ops::is_capturing(driver, self.raw)? {
-            return Ok(None);
-        }
-        match Capture::of(driver, self.raw)?.id {
-            Some(id) => Ok(Some(id)),
-            None => Err(Error::invalid(
-                "the capture is invalid: it met a call that cannot be recorded",
-            )
-            .with_device(self.gpu.name())
-            .with_help("end the capture and record again without that call")),
-        }
+        Ok(self.capture()?.map(|capture| capture.id))
     }
 
     fn is_capturing(&self) -> Result<bool> {
         self.live.check_thread()?;
         let (driver, _entered) = self.enter_failed()?;
-        memory_ops::is_capturing(driver, self.raw)
+        is_capturing(driver, self.raw)
     }
 
     fn raw(&self) -> u64 {
