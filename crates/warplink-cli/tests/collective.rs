@@ -45,6 +45,7 @@ fn every_collective_is_right_and_measured_beside_its_peer() {
         ("reduce", "both", 1.0),
         ("gather", "both", 2.0 / 3.0),
         ("scatter", "both", 2.0 / 3.0),
+        ("send-receive", "out", 1.0),
     ] {
         let rows = rows(&[name, "-n", "3", "--root", "1", "--place", place]);
         let places = if place == "both" { 2 } else { 1 };
@@ -60,6 +61,8 @@ fn every_collective_is_right_and_measured_beside_its_peer() {
                 assert!((number("bandwidth") / rate - 1.0).abs() < 1e-6, "{row}");
                 let bus = number("bus_bandwidth") / number("bandwidth");
                 assert!((bus - factor).abs() < 1e-6, "{name}: {bus}");
+                let host = &method["host"]["median"];
+                assert_eq!(host.is_number(), row["submission"] == "eager", "{row}");
             }
         }
     }
@@ -137,6 +140,7 @@ fn a_table_and_a_drawing_come_out() {
     let table = stdout(&output);
     for part in [
         "all-reduce of bf16, sum, 2 ranks",
+        "host us",
         "bus GB/s",
         "speedup",
         "4 KiB",

@@ -43,6 +43,15 @@ impl Times {
     }
 }
 
+/// How long work took.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Taken {
+    /// From its beginning to its end in the stream.
+    pub(crate) stream: Times,
+    /// To enqueue it.
+    pub(crate) host: Times,
+}
+
 /// What is timed: it enqueues the same on every call.
 pub(crate) type Work<'a> = &'a dyn Fn(&Stream) -> Result<()>;
 
@@ -91,7 +100,8 @@ impl<'a> Clock<'a> {
         work: Work<'_>,
     ) -> Result<Times> {
         let times = self.measure_in_turn(samples, submission, &[work])?;
-        times.first().copied().context("nothing was timed")
+        let first = times.first().context("nothing was timed")?;
+        Ok(first.stream)
     }
 
     /// As [`measure_in_turn`](Self::measure_in_turn), one operation after another, for `limit` at most.
@@ -102,7 +112,8 @@ impl<'a> Clock<'a> {
         works: &[Work<'_>],
     ) -> Result<Vec<Times>> {
         let limit = Deadline::after(limit);
-        self.measure_all(Some(limit), samples, Submission::Eager, works)
+        let all = self.measure_all(Some(limit), samples, Submission::Eager, works)?;
+        Ok(all.into_iter().map(|taken| taken.stream).collect())
     }
 
     /// As [`measure`](Self::measure) for several works that take turns, a sample of each after the
@@ -112,7 +123,7 @@ impl<'a> Clock<'a> {
         samples: usize,
         submission: Submission,
         works: &[Work<'_>],
-    ) -> Result<Vec<Times>> {
+    ) -> Result<Vec<Taken>> {
         self.measure_all(None, samples, submission, works)
     }
 
@@ -122,7 +133,7 @@ impl<'a> Clock<'a> {
         samples: usize,
         submission: Submission,
         works: &[Work<'_>],
-    ) -> Result<Vec<Times>> {
+    ) -> Result<Vec<Taken>> {
         let stream = &self.stream;
         let mut turns = Vec::with_capacity(works.len());
         for &work in works {
@@ -136,28 +147,38 @@ impl<'a> Clock<'a> {
             };
             turns.push((work, graph));
         }
-        let mut times = vec![Vec::new(); works.len()];
+        let mut times = vec![[Vec::new(), Vec::new()]; works.len()];
         const WARM_UP: usize = 2;
         for sample in 0..samples + WARM_UP {
             for ((work, graph), times) in turns.iter().zip(&mut times) {
                 self.comm.barrier()?;
                 self.barrier.enqueue(stream)?;
                 stream.record(&self.begin)?;
+                let enqueuing = Instant::now();
                 match graph {
                     Some(graph) => graph.launch(stream)?,
                     None => work(stream)?,
                 }
+                let host = enqueuing.elapsed();
                 stream.record(&self.end)?;
                 match limit {
                     Some(limit) => stream.synchronize(limit)?,
                     None => self.comm.synchronize(stream)?,
                 }
                 if sample >= WARM_UP {
-                    times.push(f64::from(self.end.elapsed_since(&self.begin)?) / 1e3);
+                    let [on_stream, on_host] = times;
+                    on_stream.push(f64::from(self.end.elapsed_since(&self.begin)?) / 1e3);
+                    on_host.push(host.as_secs_f64());
                 }
             }
         }
-        times.into_iter().map(|own| self.slowest(own)).collect()
+        let taken = |[stream, host]: [Vec<f64>; 2]| -> Result<Taken> {
+            Ok(Taken {
+                stream: self.slowest(stream)?,
+                host: self.slowest(host)?,
+            })
+        };
+        times.into_iter().map(taken).collect()
     }
 
     /// Statistics over the samples of each of which the slowest rank counts.

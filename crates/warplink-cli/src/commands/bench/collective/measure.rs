@@ -2,7 +2,7 @@
 
 use super::data::{Inputs, different};
 use super::report::{Figures, Row};
-use super::what::{What, in_place, lengths};
+use super::what::{Kind, What, in_place, lengths, neighbours};
 use super::{Peer, Place};
 use crate::commands::bench::timing::{Clock, Submission, Work};
 use crate::gemm::common_seed;
@@ -107,9 +107,10 @@ impl<'a> Rig<'a> {
             self.methods
                 .iter()
                 .zip(&slices)
-                .map(move |(method, [input, output])| {
+                .map(move |(method, slices)| {
+                    let by = (&method.collectives, self.clock.comm);
                     move |stream: &Stream| -> Result<()> {
-                        let once = |_| method.collectives.enqueue(call, output, input, stream);
+                        let once = |_| self.what.enqueue(by, call, slices, stream);
                         Ok((0..calls).try_for_each(once)?)
                     }
                 })
@@ -125,18 +126,28 @@ impl<'a> Rig<'a> {
         let size = input.max(output);
         let figures = self.methods.iter().zip(times).zip(wrong);
         let figures = figures.map(|((method, times), wrong)| {
-            let seconds = times.divided(calls as f64);
+            let seconds = times.stream.divided(calls as f64);
+            let host = times.host.divided(calls as f64);
             let bandwidth = size as f64 / seconds.median / 1e9;
             Figures {
                 method: method.name.to_owned(),
                 seconds,
+                host: (submission == Submission::Eager).then_some(host),
                 bandwidth,
                 bus_bandwidth: bandwidth * self.what.bus_factor(world),
                 wrong,
             }
         });
         let warplink = self.methods.first().context("nothing is measured")?;
-        let (algorithm, lanes, threads) = match warplink.collectives.path_of(call) {
+        let path = match self.what.kind {
+            Kind::Collective(_) => warplink.collectives.path_of(call),
+            Kind::SendReceive if warplink.collectives.serves_messages() => CollectivePath::Direct,
+            Kind::SendReceive => CollectivePath::Engine,
+        };
+        let (algorithm, lanes, threads) = match path {
+            CollectivePath::Direct if self.what.kind == Kind::SendReceive => {
+                ("messages".to_owned(), 0, 0)
+            }
             CollectivePath::Direct => {
                 let choice = warplink.collectives.choice(call)?;
                 let algorithm = choice.algorithm.to_string();
@@ -203,7 +214,14 @@ impl<'a> Rig<'a> {
             }
         }
         comm.synchronize(stream)?;
-        let wrong = match inputs.expected(comm.rank())? {
+        let expected = match self.what.kind {
+            Kind::Collective(_) => inputs.expected(comm.rank())?,
+            Kind::SendReceive => {
+                let [before, _] = neighbours(comm.rank(), comm.world());
+                Some(inputs.of(before)?)
+            }
+        };
+        let wrong = match expected {
             Some(expected) => {
                 let mut bytes = vec![0; output.bytes()];
                 comm.device().download(output, &mut bytes)?;

@@ -12,23 +12,24 @@ use crate::options::{Options, step};
 use crate::report::bytes::Bytes;
 use crate::report::progress::Progress;
 use crate::report::{check_output, print_json, print_text};
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use clap::{Args, ValueEnum};
 use measure::Rig;
 use report::{Beside, Report, Row};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
-use warplink::collective::{Algorithm, CollectiveKind, CollectiveOptions};
+use warplink::collective::{Algorithm, CollectiveOptions};
 use warplink::device::ReduceOp;
 use warplink::{Communicator, DType, DeviceKind};
-use what::What;
+use what::{Kind, What};
 
 /// Measure a collective
 ///
 /// The size is that of nccl-tests: of the larger of input and output. So are the two bandwidths: 'GB/s' is the
 /// size divided by the time, and 'bus GB/s' corrects it for what has to pass each link in any case, so that it
 /// can be compared with a link's rate for every number of ranks. Each time is the median of the samples, of the
-/// slowest rank; a sample is a number of calls back to back. Warplink and its peers take turns.
+/// slowest rank; a sample is a number of calls back to back. 'host us' is how long a call takes to return, where
+/// calls are given one by one. Warplink and its peers take turns.
 ///
 /// Every way is run once on fresh data, of which each element of every rank's output is compared with the exact
 /// result: 'wrong' says how many differ. 'speedup' is the time of the fastest peer divided by Warplink's: below 1,
@@ -39,9 +40,10 @@ use what::What;
     warplink bench collective all-gather -n 2 --from 1MiB --step 2 --place both --submission captured\n  \
     warplink bench collective all-reduce --device host -n 4 --to 64KiB --dtype i32 --op max --json")]
 pub(crate) struct Collective {
-    /// Which collective: all-reduce, all-gather, reduce-scatter, all-to-all, broadcast, reduce, gather or scatter
+    /// Which collective: all-reduce, all-gather, reduce-scatter, all-to-all, broadcast, reduce, gather or scatter;
+    /// or send-receive: each rank sends to the next one and receives from the one before
     #[arg(value_parser = what::kind)]
-    collective: CollectiveKind,
+    collective: Kind,
     /// Smallest size
     #[arg(long, value_name = "BYTES", default_value = "1KiB")]
     from: Bytes,
@@ -232,17 +234,21 @@ impl Collective {
             "--from is {from}; expected at least {least} bytes, {each}"
         );
         ensure!(
-            !self.places().contains(&Place::In) || self.collective != CollectiveKind::AllToAll,
-            "all-to-all in place is not compared, since NCCL has none; help: use --place out"
+            !self.places().contains(&Place::In) || self.collective.has_in_place(),
+            "{} in place is not compared, since NCCL has none; help: use --place out",
+            what::name(self.collective)
         );
         if let Some(algorithm) = self.algorithm {
+            let Kind::Collective(kind) = self.collective else {
+                bail!("--algorithm is {algorithm}; expected none, since messages have but one");
+            };
             let fitting = Algorithm::ALL.into_iter();
             let fitting: Vec<&str> = fitting
-                .filter(|other| other.supports(self.collective))
+                .filter(|other| other.supports(kind))
                 .map(Algorithm::name)
                 .collect();
             ensure!(
-                algorithm.supports(self.collective),
+                algorithm.supports(kind),
                 "--algorithm is {algorithm}, which has no {}; expected {}",
                 what::name(self.collective),
                 fitting.join(", ")

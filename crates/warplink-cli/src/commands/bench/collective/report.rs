@@ -18,6 +18,9 @@ pub(super) struct Figures {
     pub(super) method: String,
     /// For one call.
     pub(super) seconds: Times,
+    /// Until a call returned, where calls are given one by one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) host: Option<Times>,
     /// The size over the time, in 10^9 bytes a second.
     pub(super) bandwidth: f64,
     /// Corrected as nccl-tests do it.
@@ -177,7 +180,7 @@ impl Report {
         ];
         for method in &methods {
             let unit = |unit: &str| (format!("{method} {unit}"), Align::Right);
-            columns.extend([unit("us"), unit("GB/s"), unit("bus GB/s")]);
+            columns.extend([unit("us"), unit("host us"), unit("GB/s"), unit("bus GB/s")]);
             columns.push(("wrong".to_owned(), Align::Right));
         }
         if methods.len() > 1 {
@@ -194,10 +197,12 @@ impl Report {
             ];
             for method in &methods {
                 let Some(figures) = row.figures(method) else {
-                    cells.extend([const { String::new() }; 4]);
+                    cells.extend([const { String::new() }; 5]);
                     continue;
                 };
-                cells.push(format!("{:.2}", figures.seconds.median * 1e6));
+                let micro = |times: Times| format!("{:.2}", times.median * 1e6);
+                cells.push(micro(figures.seconds));
+                cells.push(figures.host.map(micro).unwrap_or_default());
                 cells.push(digits(figures.bandwidth));
                 cells.push(digits(figures.bus_bandwidth));
                 cells.push(figures.wrong.to_string());

@@ -1,24 +1,34 @@
 //! What is measured, and the sizes and bandwidths that nccl-tests define for it.
 
 use std::ops::Range;
-use warplink::DType;
-use warplink::collective::{Call, CollectiveKind};
-use warplink::device::ReduceOp;
+use warplink::collective::{Call, CollectiveKind, Collectives, Message};
+use warplink::device::{DeviceSlice, ReduceOp, Stream};
+use warplink::{Communicator, DType};
 
-/// A collective with all but its size.
+/// A collective, or messages between all ranks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Kind {
+    Collective(CollectiveKind),
+    /// Each rank sends to the next one, and receives from the one before.
+    SendReceive,
+}
+
+/// What is measured, with all but its size.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct What {
-    pub(super) kind: CollectiveKind,
+    pub(super) kind: Kind,
     pub(super) dtype: DType,
     pub(super) op: ReduceOp,
     pub(super) root: usize,
 }
 
-/// The collective that a name on the command line means: one that moves data.
-pub(super) fn kind(text: &str) -> Result<CollectiveKind, String> {
+/// What a name on the command line means.
+pub(super) fn kind(text: &str) -> Result<Kind, String> {
     let moving = || {
         let all = CollectiveKind::ALL.into_iter();
         all.filter(|kind| *kind != CollectiveKind::Barrier)
+            .map(Kind::Collective)
+            .chain([Kind::SendReceive])
     };
     moving().find(|kind| name(*kind) == text).ok_or_else(|| {
         let names: Vec<String> = moving().map(name).collect();
@@ -27,37 +37,86 @@ pub(super) fn kind(text: &str) -> Result<CollectiveKind, String> {
 }
 
 /// Its name on the command line and in nccl-tests.
-pub(super) fn name(kind: CollectiveKind) -> String {
-    kind.name().replace('_', "-")
+pub(super) fn name(kind: Kind) -> String {
+    match kind {
+        Kind::Collective(kind) => kind.name().replace('_', "-"),
+        Kind::SendReceive => "send-receive".to_owned(),
+    }
+}
+
+impl Kind {
+    pub(super) fn reduces(self) -> bool {
+        matches!(self, Self::Collective(kind) if kind.reduces())
+    }
+
+    /// Whether nccl-tests run it in place.
+    pub(super) fn has_in_place(self) -> bool {
+        !matches!(
+            self,
+            Self::SendReceive | Self::Collective(CollectiveKind::AllToAll)
+        )
+    }
+
+    /// The collective whose input and output are as long. What is sent is as long as what is received, as in a
+    /// broadcast.
+    fn shape(self) -> CollectiveKind {
+        match self {
+            Self::Collective(kind) => kind,
+            Self::SendReceive => CollectiveKind::Broadcast,
+        }
+    }
 }
 
 impl What {
     /// Bytes of which every size is a multiple: an element for each part of the larger of input and output.
     pub(super) fn unit(&self, world: usize) -> usize {
-        let (input, output) = self.kind.rows(world);
+        let (input, output) = self.kind.shape().rows(world);
         input.max(output) * self.dtype.size()
     }
 
     /// The call for at most that many bytes of the larger of input and output.
+    /// For messages, the call whose input and output are theirs.
     pub(super) fn call(&self, bytes: usize, world: usize) -> Call {
+        let shape = self.kind.shape();
         Call {
-            kind: self.kind,
-            op: self.kind.reduces().then_some(self.op),
+            kind: shape,
+            op: shape.reduces().then_some(self.op),
             dtype: self.dtype,
             count: bytes / self.unit(world),
-            root: self.kind.has_root().then_some(self.root),
+            root: shape.has_root().then_some(self.root),
         }
+    }
+
+    /// Enqueues a call, or messages of the same input and output.
+    pub(super) fn enqueue(
+        &self,
+        (collectives, comm): (&Collectives, &Communicator),
+        call: &Call,
+        [input, output]: &[DeviceSlice; 2],
+        stream: &Stream,
+    ) -> warplink::Result<()> {
+        if let Kind::Collective(_) = self.kind {
+            return collectives.enqueue(call, output, input, stream);
+        }
+        let [before, next] = neighbours(comm.rank(), comm.world());
+        let messages = [Message::send(next, input), Message::receive(before, output)];
+        collectives.send_receive(&messages, stream)
     }
 
     /// By which the bandwidth is multiplied to give that of the bus, as in nccl-tests.
     pub(super) fn bus_factor(&self, world: usize) -> f64 {
         let (others, all) = ((world - 1) as f64, world as f64);
-        match self.kind {
+        match self.kind.shape() {
             CollectiveKind::AllReduce => 2.0 * others / all,
             CollectiveKind::Broadcast | CollectiveKind::Reduce => 1.0,
             _ => others / all,
         }
     }
+}
+
+/// The rank before and the one after, in a ring.
+pub(super) fn neighbours(rank: usize, world: usize) -> [usize; 2] {
+    [(rank + world - 1) % world, (rank + 1) % world]
 }
 
 /// Bytes of input and output.
@@ -88,6 +147,7 @@ mod tests {
             ("reduce-scatter", 64, [1024, 256], 0.75),
             ("all-to-all", 64, [1024, 1024], 0.75),
             ("broadcast", 256, [1024, 1024], 1.0),
+            ("send-receive", 256, [1024, 1024], 1.0),
         ] {
             let what = What {
                 kind: kind(text).unwrap(),

@@ -186,8 +186,8 @@ impl<'a> Rig<'a> {
             .zip(names)
             .map(|(times, method)| Figures {
                 method: method.to_owned(),
-                dispatch: times[0].divided(calls as f64),
-                combine: times[1].divided(calls as f64),
+                dispatch: times[0].stream.divided(calls as f64),
+                combine: times[1].stream.divided(calls as f64),
             });
         Ok(Row {
             tokens: count,

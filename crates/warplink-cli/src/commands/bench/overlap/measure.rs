@@ -50,7 +50,10 @@ impl Submitted {
         Ok(eager
             .into_iter()
             .zip(captured)
-            .map(|(eager, captured)| Self { eager, captured })
+            .map(|(eager, captured)| Self {
+                eager: eager.stream,
+                captured: captured.stream,
+            })
             .collect())
     }
 

@@ -313,7 +313,9 @@ impl Section {
             &works[..1]
         };
         let times = clock.measure_in_turn(self.samples.into(), Submission::Captured, works)?;
-        let mut times = times.into_iter().map(|times| times.divided(runs as f64));
+        let mut times = times
+            .into_iter()
+            .map(|times| times.stream.divided(runs as f64));
         let different = match &collective {
             Some(_) => Some(memory.different(comm)?),
             None => None,
