@@ -7,6 +7,7 @@ use crate::memory::{Memory, View};
 use crate::owner::Owner;
 use crate::place::Place;
 use crate::region::Region;
+use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use pyo3::types::{PyCapsule, PyDict};
 use std::sync::Arc;
@@ -40,7 +41,7 @@ pub(crate) struct Reader<'a> {
 
 impl<'a> Reader<'a> {
     /// For arrays of the device. On a GPU, `stream` (a raw handle) is made to wait for what the producer of an
-    /// array does with it.
+    /// array does with it; without one, nothing is, since the memory is only named.
     pub(crate) fn new(place: &'a Place, stream: Option<u64>) -> Self {
         Self {
             place,
@@ -117,7 +118,7 @@ impl<'a> Reader<'a> {
         if object.hasattr("__dlpack__")? {
             return self.of_dlpack(object, name);
         }
-        Err(pyo3::exceptions::PyTypeError::new_err(format!(
+        Err(PyTypeError::new_err(format!(
             "read {name}: {} is not an array; expected a Region, a Memory, a View, a NumPy array or an object with \
              __dlpack__",
             object.get_type().qualname()?
@@ -166,15 +167,22 @@ impl<'a> Reader<'a> {
     fn of_dlpack(&self, object: &Bound<'_, PyAny>, name: &str) -> PyResult<Array> {
         let (kind, number) = object.call_method0("__dlpack_device__")?.extract()?;
         self.place.check((kind, number), name)?;
-        let capsule = match self.stream.filter(|_| kind == dlpack::CUDA) {
-            Some(stream) => {
-                let arguments = PyDict::new(object.py());
-                // The default stream has a number of its own in the protocol.
-                arguments.set_item("stream", stream.max(1))?;
-                object.call_method("__dlpack__", (), Some(&arguments))?
+        let arguments = PyDict::new(object.py());
+        if kind == dlpack::CUDA {
+            // The default stream has a number of its own in the protocol, and so has no stream.
+            let stream = self.stream.map_or(-1, |stream| i128::from(stream.max(1)));
+            arguments.set_item("stream", stream)?;
+        }
+        let ask = || object.call_method("__dlpack__", (), Some(&arguments));
+        arguments.set_item("max_version", dlpack::VERSION)?;
+        let capsule = ask().or_else(|error| {
+            if !error.is_instance_of::<PyTypeError>(object.py()) {
+                return Err(error);
             }
-            None => object.call_method0("__dlpack__")?,
-        };
+            // Of before DLPack 1, without such an argument.
+            arguments.del_item("max_version")?;
+            ask()
+        })?;
         let capsule = capsule.cast_into::<PyCapsule>()?;
         let described = dlpack::describe(&capsule)?;
         self.place.check(described.device, name)?;
@@ -279,13 +287,15 @@ impl Array {
     }
 }
 
-/// Memory for some of a program's tensors, by name; `is_output` tells those that the program writes.
+/// Memory for some of a program's tensors, by name, as [`Reader`] reads it for `stream`; `is_output` tells those that the
+/// program writes.
 pub(crate) fn bindings(
     memory: Option<&Bound<'_, PyDict>>,
     place: &Place,
+    stream: Option<u64>,
     is_output: impl Fn(&str) -> bool,
 ) -> PyResult<Bindings> {
-    let sources = Reader::new(place, None);
+    let sources = Reader::new(place, stream);
     let targets = sources.for_targets();
     let mut bindings = Bindings::new();
     for (name, array) in memory.into_iter().flatten() {

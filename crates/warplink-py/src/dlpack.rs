@@ -1,8 +1,9 @@
 //! DLPack: reading tensors of other libraries and handing out views, without copies.
 //!
-//! The layout is that of DLPack 0.x, `DLManagedTensor` in a capsule named `dltensor`, which every
-//! library produces when it is not asked for a version. A capsule that is read is not consumed: it is
-//! held as the owner of the memory, and its own destructor lets go of the tensor.
+//! A tensor is read from a capsule of DLPack 1, `DLManagedTensorVersioned` in one named
+//! `dltensor_versioned`, which tells read-only memory, or of DLPack 0.x, `DLManagedTensor` in one named
+//! `dltensor`, which every library produces when it is not asked for a version. A capsule that is read is
+//! not consumed: it is held as the owner of the memory, and its own destructor lets go of the tensor.
 
 use crate::element::Element;
 use crate::errors::invalid;
@@ -17,6 +18,13 @@ pub(crate) const CUDA: i32 = 2;
 pub(crate) const CUDA_HOST: i32 = 3;
 
 const NAME: &CStr = c"dltensor";
+const VERSIONED: &CStr = c"dltensor_versioned";
+
+/// The version that is asked for, and of which all minor ones can be read.
+pub(crate) const VERSION: (u32, u32) = (1, 0);
+
+/// Of a versioned tensor's flags, the one of memory that must not be written.
+const READ_ONLY: u64 = 1;
 
 #[repr(C)]
 struct DLTensor {
@@ -37,6 +45,16 @@ struct DLManagedTensor {
     tensor: DLTensor,
     context: *mut c_void,
     deleter: Option<unsafe extern "C" fn(*mut DLManagedTensor)>,
+}
+
+#[repr(C)]
+struct DLManagedTensorVersioned {
+    major: u32,
+    minor: u32,
+    context: *mut c_void,
+    deleter: Option<unsafe extern "C" fn(*mut DLManagedTensorVersioned)>,
+    flags: u64,
+    tensor: DLTensor,
 }
 
 /// What a capsule says of its tensor.
@@ -61,12 +79,33 @@ struct Handed<K> {
 
 /// What the capsule that an object's `__dlpack__` returned says.
 pub(crate) fn describe(capsule: &Bound<'_, PyCapsule>) -> PyResult<Described> {
-    let pointer = capsule.pointer_checked(Some(NAME)).map_err(|_| {
-        invalid("__dlpack__ returned another capsule; expected an unused one named 'dltensor'")
-    })?;
-    // SAFETY: by the protocol, an unused capsule of this name holds a valid DLManagedTensor, which
-    // lives as long as the capsule; the interpreter is attached, so nobody consumes it meanwhile.
-    let tensor = unsafe { &pointer.cast::<DLManagedTensor>().as_ref().tensor };
+    let (tensor, flags) = match capsule.pointer_checked(Some(VERSIONED)) {
+        Ok(pointer) => {
+            // SAFETY: by the protocol, an unused capsule of this name holds a valid DLManagedTensorVersioned, which
+            // lives as long as the capsule, and of which every version begins with these fields up to the flags; the
+            // interpreter is attached, so nobody consumes it meanwhile.
+            let managed = unsafe { pointer.cast::<DLManagedTensorVersioned>().as_ref() };
+            if managed.major != VERSION.0 {
+                let text = format!(
+                    "__dlpack__ returned a tensor of DLPack {}.{}; expected version {}",
+                    managed.major, managed.minor, VERSION.0
+                );
+                return Err(invalid(text));
+            }
+            (&managed.tensor, managed.flags)
+        }
+        Err(_) => {
+            let pointer = capsule.pointer_checked(Some(NAME)).map_err(|_| {
+                invalid(
+                    "__dlpack__ returned another capsule; expected an unused one named 'dltensor_versioned' or \
+                     'dltensor'",
+                )
+            })?;
+            // SAFETY: as above, of a DLManagedTensor.
+            let managed = unsafe { pointer.cast::<DLManagedTensor>().as_ref() };
+            (&managed.tensor, 0)
+        }
+    };
     let dimensions = usize::try_from(tensor.dimensions)
         .map_err(|_| invalid("the DLPack tensor has a negative number of dimensions"))?;
     // SAFETY: by the protocol, `shape` has as many entries as there are dimensions, and so has
@@ -89,8 +128,8 @@ pub(crate) fn describe(capsule: &Bound<'_, PyCapsule>) -> PyResult<Described> {
         item_bytes: (usize::from(tensor.bits) * usize::from(tensor.lanes)).div_ceil(8),
         shape,
         strides,
-        // Read-only tensors have no capsule of this version.
-        read_only: false,
+        // Without a version there is no sign of it.
+        read_only: flags & READ_ONLY != 0,
     })
 }
 

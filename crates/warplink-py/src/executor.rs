@@ -182,7 +182,7 @@ impl Prepared {
     fn bind(&self, py: Python<'_>, bindings: Option<&Bound<'_, PyDict>>) -> PyResult<Plan> {
         let prepared = self.inner.get("prepared program")?;
         let is_output = |name: &str| prepared.rank_program().is_output(name);
-        let bound = array::bindings(bindings, &self.place, is_output)?;
+        let bound = array::bindings(bindings, &self.place, None, is_output)?;
         let plan = py.detach(|| prepared.bind(&bound)).map_err(raise)?;
         Ok(Plan {
             inner: Detached::new(Arc::new(plan)),
@@ -242,8 +242,9 @@ impl Plan {
         stream: &Stream,
         memory: Option<&Bound<'_, PyDict>>,
     ) -> PyResult<()> {
-        let (plan, stream) = (self.plan()?, stream.live()?);
-        let memory = array::bindings(memory, &self.place, |name| plan.is_output(name))?;
+        let (plan, raw, stream) = (self.plan()?, stream.raw_handle(), stream.live()?);
+        let is_output = |name: &str| plan.is_output(name);
+        let memory = array::bindings(memory, &self.place, Some(raw), is_output)?;
         py.detach(|| plan.run_on(stream, &memory)).map_err(raise)
     }
 

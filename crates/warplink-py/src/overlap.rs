@@ -105,8 +105,9 @@ impl OverlapPlan {
         stream: &Stream,
         memory: Option<&Bound<'_, PyDict>>,
     ) -> PyResult<()> {
-        let (plan, stream) = (self.inner()?, stream.live()?);
-        let memory = array::bindings(memory, &self.place, |name| plan.is_output(name))?;
+        let (plan, raw, stream) = (self.inner()?, stream.raw_handle(), stream.live()?);
+        let is_output = |name: &str| plan.is_output(name);
+        let memory = array::bindings(memory, &self.place, Some(raw), is_output)?;
         py.detach(|| plan.run_on(stream, &memory)).map_err(raise)
     }
 

@@ -132,14 +132,22 @@ impl<T: Send + Sync> Detached<Arc<T>> {
     /// leaves it where it is.
     pub(crate) fn take_unused(&self, taken: impl FnOnce() -> PyErr) -> PyResult<T> {
         check_process(self.process)?;
-        let mut value = self.lock();
-        let shared = value.take().ok_or_else(taken)?;
-        Arc::try_unwrap(shared).map_err(|shared| {
-            *value = Some(shared);
-            raise(Error::invalid(
+        let unused = {
+            let mut value = self.lock();
+            value.take().map(|shared| {
+                Arc::try_unwrap(shared).map_err(|shared| {
+                    *value = Some(shared);
+                })
+            })
+        };
+        // Not under the lock: to make an error, the interpreter may let other threads go on, which may want the value.
+        match unused {
+            Some(Ok(value)) => Ok(value),
+            Some(Err(())) => Err(raise(Error::invalid(
                 "the plan is in use by another thread; expected it to be idle",
-            ))
-        })
+            ))),
+            None => Err(taken()),
+        }
     }
 }
 

@@ -2,6 +2,8 @@
 
 import json
 import pathlib
+import sys
+import threading
 
 import numpy
 import pytest
@@ -148,3 +150,47 @@ def overlapped(rank, world, meeting, dim):
 @pytest.mark.parametrize("dim", [0, 1])
 def test_overlapped_matmuls(dim):
     run_ranks(overlapped, 2, dim)
+
+
+def captured_by_threads(rank, world, meeting):
+    with warplink.Job.join(rank, world, meeting, device="host") as job:
+        comm = job.world()
+        a, b, c = (numpy.ones((64, 64), numpy.float32) for _ in range(3))
+        plan = comm.executor().matmul_reduce_scatter(a, b, c)
+        done = threading.Event()
+
+        def asks():
+            while not done.is_set():
+                try:
+                    plan.replaceable
+                except warplink.errors.ClosedError:
+                    return
+
+        def runs(stream):
+            while not done.is_set():
+                try:
+                    plan.run(stream)
+                except warplink.errors.ClosedError:
+                    return
+                stream.synchronize()
+
+        threads = [threading.Thread(target=runs, args=(comm.create_stream(),), daemon=True) for _ in range(2)]
+        threads += [threading.Thread(target=asks, daemon=True) for _ in range(2)]
+        # Threads often take turns while an error is made.
+        sys.setswitchinterval(1e-6)
+        for thread in threads:
+            thread.start()
+        for _ in range(300):
+            try:
+                plan.capture()
+                break
+            except warplink.errors.InvalidArgumentError as error:
+                assert "in use by another thread" in str(error)
+        done.set()
+        for thread in threads:
+            thread.join(30)
+            assert not thread.is_alive()
+
+
+def test_a_plan_that_threads_use_is_captured_or_refused():
+    run_ranks(captured_by_threads, 1, limit=60)

@@ -162,6 +162,21 @@ def test_arrays_whose_elements_are_no_values_are_refused():
     run_ranks(element_types, 1)
 
 
+class Exported:
+    """An array that is exported by DLPack alone, of version 1 where ``versioned``."""
+
+    def __init__(self, array, versioned):
+        self.array, self.versioned = array, versioned
+
+    def __dlpack_device__(self):
+        return self.array.__dlpack_device__()
+
+    def __dlpack__(self, **options):
+        if not self.versioned and options.pop("max_version", None) is not None:
+            raise TypeError("unexpected keyword argument 'max_version'")
+        return self.array.__dlpack__(**options)
+
+
 def read_only(rank, world, meeting):
     with join(rank, world, meeting, device="host") as job:
         comm = job.world()
@@ -182,7 +197,8 @@ def read_only(rank, world, meeting):
             with pytest.raises(ValueError, match=f"write {name}: the array is read-only; .*; help: pass a writable"):
                 call(*arguments, **options)
 
-        for array in (fixed, memory, view):
+        with_version = Exported(fixed, versioned=True)
+        for array in (fixed, memory, view, with_version):
             refused("the target", stream.copy, array, region)
             refused("the target", stream.fill, array, 1)
             refused("the target", comm.register, array)
@@ -202,8 +218,12 @@ def read_only(rank, world, meeting):
         with pytest.raises(BufferError, match="read-only"):
             view.__dlpack__()
         assert (fixed == range(16)).all()
+        # DLPack tells it from version 1 on.
+        stream.copy(Exported(changed, versioned=False), region)
+        with pytest.raises(BufferError):
+            stream.copy(region, Exported(fixed, versioned=False))
         # They are sources.
-        for array in (fixed, memory, view):
+        for array in (fixed, memory, view, with_version):
             changed[:] = 0
             collectives.send_receive(stream, [(0, array)], [(0, changed)])
             stream.copy(region, array)
