@@ -4,6 +4,7 @@ import json
 import pathlib
 import sys
 import threading
+import time
 
 import numpy
 import pytest
@@ -155,7 +156,7 @@ def test_overlapped_matmuls(dim):
 def captured_by_threads(rank, world, meeting):
     with warplink.Job.join(rank, world, meeting, device="host") as job:
         comm = job.world()
-        a, b, c = (numpy.ones((64, 64), numpy.float32) for _ in range(3))
+        a, b, c = (numpy.ones((256, 256), numpy.float32) for _ in range(3))
         plan = comm.executor().matmul_reduce_scatter(a, b, c)
         done = threading.Event()
 
@@ -180,7 +181,8 @@ def captured_by_threads(rank, world, meeting):
         sys.setswitchinterval(1e-6)
         for thread in threads:
             thread.start()
-        for _ in range(300):
+        end = time.monotonic() + 10
+        while time.monotonic() < end:
             try:
                 plan.capture()
                 break
