@@ -6,12 +6,14 @@
 
 mod common;
 
-use common::{Ranks, kind, processes, world};
+use common::{Ranks, kind, processes, share_gpus, world};
 use proptest::prelude::*;
 use proptest::sample::select;
 use std::collections::{BTreeMap, BTreeSet};
+use warplink::collective::{CollectiveOptions, CollectivePath};
+use warplink::device::{AllocationKind, Priority, ReduceOp};
 use warplink::topology::{CUBE_RANKS, Connection, Obstacle, RankAnswer, Topology, TopologyClass};
-use warplink::{Config, DeviceKind, ErrorKind};
+use warplink::{Config, DType, DeviceKind, ErrorKind};
 
 const SWITCHED_8: &str = include_str!("meshes/switched-8.json");
 const SWITCHED_2: &str = include_str!("meshes/switched-2.json");
@@ -343,5 +345,30 @@ fn the_environment_forces_a_class() {
         let found = comm.topology().unwrap();
         assert_eq!(found.class(), TopologyClass::Unknown);
         assert_eq!(found.obstacles(), [Obstacle::ForcedUnknown]);
+        // The vendor's library has them, unless it refuses. What is forced on collectives holds.
+        let expected = if share_gpus() {
+            CollectivePath::Direct
+        } else {
+            CollectivePath::Engine
+        };
+        let collectives = comm.collectives().unwrap();
+        assert_eq!(collectives.path(), expected);
+        let device = comm.device();
+        let memory = device.allocate(64, AllocationKind::Plain).unwrap();
+        device.upload(&memory, &[1; 64]).unwrap();
+        let stream = comm.create_stream(Priority::Normal).unwrap();
+        collectives
+            .all_reduce(&memory, &memory, DType::U8, ReduceOp::Sum, &stream)
+            .unwrap();
+        comm.synchronize(&stream).unwrap();
+        let mut sums = [0; 64];
+        device.download(&memory, &mut sums).unwrap();
+        assert_eq!(sums, [comm.world() as u8; 64]);
+        let options = CollectiveOptions {
+            path: Some(CollectivePath::Direct),
+            ..CollectiveOptions::default()
+        };
+        let collectives = comm.collectives_with(&options).unwrap();
+        assert_eq!(collectives.path(), CollectivePath::Direct);
     });
 }

@@ -11,10 +11,10 @@ use super::{
 };
 use crate::device::InUse;
 use crate::device::Turns;
-use crate::error::{Error, ErrorKind, Rank, Result};
+use crate::error::{Error, ErrorKind, Result};
 use crate::program::cost::{DeviceDescription, HardwareModel};
 use crate::program::execute::RankContext;
-use crate::topology::{CUBE_RANKS, TopologyClass, rendezvous};
+use crate::topology::{Topology, TopologyClass, rendezvous};
 use std::sync::{Arc, Mutex};
 
 /// What does the calls.
@@ -70,7 +70,8 @@ impl Collectives {
     ) -> Result<Self> {
         let rank = context.rank();
         let mut machine = context.agree_on(Self::machine(&context, options))?;
-        machine.cube = cube(&context, forced)?;
+        let topology = topology(&context, forced)?;
+        machine.cube = topology.as_ref().and_then(Topology::cube_positions);
         if machine.cube.is_some() {
             // Nothing else uses the workspace, and packets are half data.
             machine.packet_bytes = pages(options.workspace_bytes / 4);
@@ -94,7 +95,7 @@ impl Collectives {
             Some(CollectivePath::Engine) => {
                 Served::Engine(EngineCollectives::join(&context, options.communicator)?)
             }
-            None => Self::either(&context, &machine, options)?,
+            None => Self::either(&context, &machine, options, topology.as_ref())?,
         };
         let lines = match &path {
             Served::Direct(_) if machine.cube.is_none() => {
@@ -114,11 +115,13 @@ impl Collectives {
         Ok(Self(Arc::new(InUse::new(inner, &in_flight))))
     }
 
-    /// The direct path where all ranks can map one another's memory, else the engine; alike on all ranks.
+    /// The direct path where all ranks can map one another's memory, else the engine; alike on all ranks. Where
+    /// something speaks against the links between them, the engine, if there is one.
     fn either(
         context: &RankContext,
         machine: &Machine,
         options: &CollectiveOptions,
+        topology: Option<&Topology>,
     ) -> Result<Served> {
         let mut near = machine.world <= MAX_DIRECT_RANKS;
         for peer in 0..machine.world {
@@ -128,6 +131,17 @@ impl Collectives {
             || EngineCollectives::join(context, options.communicator).map(Served::Engine);
         if !near {
             return by_engine();
+        }
+        if let Some(obstacle) = topology.and_then(|topology| topology.obstacles().first()) {
+            let engine = by_engine();
+            context.fault.check()?;
+            let all = context.all_gather(&[u8::from(engine.is_ok())])?;
+            if all.iter().all(|joined| joined == &[1]) {
+                tracing::info!(%obstacle, "collectives go by the vendor's library");
+                return engine;
+            }
+            let error = engine.err();
+            tracing::warn!(%obstacle, ?error, "collectives go directly, without the vendor's library");
         }
         let joined = Direct::join(context, machine);
         // Whether this rank failed for a reason that another path does not mend; its peers know only that it failed.
@@ -199,18 +213,13 @@ impl Collectives {
     }
 }
 
-/// The ranks at the positions of a hybrid cube mesh, where the links of their devices form one. Blocks until all ranks
-/// have asked.
-fn cube(
-    context: &RankContext,
-    forced: Option<TopologyClass>,
-) -> Result<Option<[Rank; CUBE_RANKS]>> {
-    if context.world() != CUBE_RANKS {
+/// The links between the ranks' devices, where the direct path may serve so many. Blocks until all ranks have asked.
+fn topology(context: &RankContext, forced: Option<TopologyClass>) -> Result<Option<Topology>> {
+    if !(2..=MAX_DIRECT_RANKS).contains(&context.world()) {
         return Ok(None);
     }
     let gather = |bytes: Vec<u8>| context.all_gather(&bytes);
-    let topology = rendezvous(&*context.device, context.rank(), forced, gather)?;
-    Ok(topology.cube_positions())
+    rendezvous(&*context.device, context.rank(), forced, gather).map(Some)
 }
 
 /// Bytes rounded down to pages.
