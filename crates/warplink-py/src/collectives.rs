@@ -7,9 +7,8 @@ use crate::owner::Detached;
 use crate::parts::{Cut, unit};
 use crate::place::Place;
 use crate::stream::Stream;
-use crate::watch::{self, Calls, Watch};
+use crate::watch::{self, Watch, Watched};
 use pyo3::prelude::*;
-use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 use warplink::collective::{
     Call, CollectiveKind, CollectiveOptions, CollectivePath, ExpertOptions, Message,
@@ -42,7 +41,7 @@ pub(crate) struct Collectives {
     /// The memory of arrays without elements.
     nothing: DeviceSlice,
     /// Who is told of calls.
-    watched: Mutex<Option<Arc<Calls>>>,
+    watched: Watched,
 }
 
 /// The operator `op`; of a sum, what values are multiplied by beforehand may be given.
@@ -68,7 +67,7 @@ impl Collectives {
             place: place.clone(),
             world,
             nothing: nothing.slice(0..0)?,
-            watched: Mutex::new(None),
+            watched: Watched::default(),
         })
     }
 
@@ -85,21 +84,13 @@ impl Collectives {
     ) -> PyResult<Watch> {
         let inner = self.inner()?;
         let (watch, calls) = py
-            .detach(|| watch::start(communicator, inner, &self.place, timeout))
+            .detach(|| {
+                let precede = Box::new(move |stream: &_| inner.precede(stream));
+                watch::start(communicator, precede, &self.place, timeout)
+            })
             .map_err(raise)?;
-        *self.watched() = Some(calls);
+        self.watched.by(calls);
         Ok(watch)
-    }
-
-    fn watched(&self) -> std::sync::MutexGuard<'_, Option<Arc<Calls>>> {
-        self.watched.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Tells who watches that a call was made.
-    fn made(&self) {
-        if let Some(calls) = &*self.watched() {
-            calls.made();
-        }
     }
 
     /// Reads the arrays of a call on `stream`.
@@ -147,7 +138,7 @@ impl Collectives {
         };
         py.detach(|| inner.enqueue(&call, &target.slice, &source.slice, live))
             .map_err(raise)?;
-        self.made();
+        self.watched.made();
         Ok(())
     }
 }
@@ -338,7 +329,7 @@ impl Collectives {
         let target = memory(target, output_rows)?;
         py.detach(|| inner.enqueue(&call, &target, &source, live))
             .map_err(raise)?;
-        self.made();
+        self.watched.made();
         Ok(())
     }
 
@@ -346,7 +337,7 @@ impl Collectives {
     fn barrier(&self, py: Python<'_>, stream: &Stream) -> PyResult<()> {
         let (inner, live) = (self.inner()?, stream.live()?);
         py.detach(|| inner.barrier(live)).map_err(raise)?;
-        self.made();
+        self.watched.made();
         Ok(())
     }
 
@@ -379,7 +370,7 @@ impl Collectives {
         let messages: Vec<Message<'_>> = sends.chain(receives).collect();
         py.detach(|| inner.send_receive(&messages, live))
             .map_err(raise)?;
-        self.made();
+        self.watched.made();
         Ok(())
     }
 
@@ -427,7 +418,7 @@ impl Collectives {
             inner.all_to_all_v(output, (&source.slice, sent.parts()), dtype, live)
         })
         .map_err(raise)?;
-        self.made();
+        self.watched.made();
         Ok(())
     }
 

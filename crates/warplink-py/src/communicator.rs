@@ -53,6 +53,13 @@ impl Communicator {
     }
 }
 
+/// What has calls that can be watched.
+#[derive(FromPyObject)]
+enum Watchable<'py> {
+    Collectives(Bound<'py, Collectives>),
+    Turns(Bound<'py, Turns>),
+}
+
 #[pymethods]
 impl Communicator {
     /// This rank's number in the communicator.
@@ -394,11 +401,15 @@ impl Communicator {
         joined.map_err(raise)
     }
 
-    /// Has a thread wait for the calls that are made through this object of `collectives`, but for those of experts, where no
-    /// host waits for their streams. The collectives are this communicator's. A call that takes longer than `timeout`
-    /// seconds aborts this rank, so that what waits on the device is let go. Asks no other rank.
-    fn watch(&self, py: Python<'_>, collectives: &Collectives, timeout: f64) -> PyResult<Watch> {
-        collectives.watch(py, self.inner()?, seconds(timeout)?)
+    /// Has a thread wait for the calls that are made through this object `calls`, where no host waits for their
+    /// streams: collectives (those of experts are not waited for) or turns, of this communicator. A call that takes
+    /// longer than `timeout` seconds aborts this rank, so that what waits on the device is let go. Asks no other rank.
+    fn watch(&self, py: Python<'_>, calls: Watchable<'_>, timeout: f64) -> PyResult<Watch> {
+        let (inner, timeout) = (self.inner()?, seconds(timeout)?);
+        match calls {
+            Watchable::Collectives(calls) => calls.get().watch(py, inner, timeout),
+            Watchable::Turns(calls) => calls.get().watch(py, inner, timeout),
+        }
     }
 
     /// The vendor's library: NCCL on GPUs, a substitute on the host device. Every rank makes the first at the same

@@ -5,7 +5,10 @@ use crate::errors::raise;
 use crate::owner::{Detached, OfProcess};
 use crate::place::Place;
 use crate::region::seconds;
+use crate::watch::{self, Watch, Watched};
 use pyo3::prelude::*;
+use std::sync::Arc;
+use std::time::Duration;
 use warplink::Deadline;
 
 /// An ordered queue of device work. Methods only enqueue unless they say otherwise.
@@ -33,11 +36,38 @@ pub(crate) struct Graph(OfProcess<warplink::device::Graph>);
 /// The caller sees to it that one thread at a time is between the two.
 #[pyclass(frozen, module = "warplink")]
 #[derive(Debug)]
-pub(crate) struct Turns(OfProcess<warplink::device::Turns>);
+pub(crate) struct Turns {
+    inner: OfProcess<Arc<warplink::device::Turns>>,
+    place: Place,
+    watched: Watched,
+}
 
 impl Turns {
     pub(crate) fn new(place: &Place) -> Self {
-        Self(OfProcess::new(warplink::device::Turns::new(&place.device)))
+        let inner = warplink::device::Turns::new(&place.device);
+        Self {
+            inner: OfProcess::new(Arc::new(inner)),
+            place: place.clone(),
+            watched: Watched::default(),
+        }
+    }
+
+    /// Has a thread wait for the turns from now on, instead of one that did so far.
+    pub(crate) fn watch(
+        &self,
+        py: Python<'_>,
+        communicator: warplink::Communicator,
+        timeout: Duration,
+    ) -> PyResult<Watch> {
+        let inner = self.inner.get()?.clone();
+        let (watch, calls) = py
+            .detach(|| {
+                let precede = Box::new(move |stream: &_| inner.precede(stream));
+                watch::start(communicator, precede, &self.place, timeout)
+            })
+            .map_err(raise)?;
+        self.watched.by(calls);
+        Ok(watch)
     }
 }
 
@@ -45,12 +75,14 @@ impl Turns {
 impl Turns {
     /// Has `stream` wait for the last work of another stream. Does not block.
     fn begin(&self, stream: &Stream) -> PyResult<()> {
-        self.0.get()?.begin(stream.live()?).map_err(raise)
+        self.inner.get()?.begin(stream.live()?).map_err(raise)
     }
 
     /// Notes that what `stream` was given so far was the last, also where some of it failed. Does not block.
     fn end(&self, stream: &Stream) -> PyResult<()> {
-        self.0.get()?.end(stream.live()?).map_err(raise)
+        let ended = self.inner.get()?.end(stream.live()?);
+        self.watched.made();
+        ended.map_err(raise)
     }
 }
 

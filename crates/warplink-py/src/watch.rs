@@ -8,12 +8,12 @@ use pyo3::prelude::*;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 use warplink::device::{Priority, Stream};
-use warplink::{Collectives, Communicator, Deadline, Error, ErrorKind, Result};
+use warplink::{Communicator, Deadline, Error, ErrorKind, Result};
 
 /// How long calls gather before the thread waits for them, so that not every one of many wakes it.
 const GATHERING: Duration = Duration::from_millis(5);
 
-/// A thread that waits for the calls of collectives, since the application may never do so by Warplink.
+/// A thread that waits for calls, since the application may never do so by Warplink.
 ///
 /// `Communicator.watch` makes it. It asks only a stream of its own, and events, which a graph that others record
 /// meanwhile does not mind. It ends with the first error.
@@ -23,6 +23,9 @@ pub(crate) struct Watch {
     calls: OfProcess<Arc<Calls>>,
     place: Place,
 }
+
+/// Has a stream wait for all calls so far.
+pub(crate) type Precede = Box<dyn Fn(&Stream) -> Result<()> + Send>;
 
 /// The calls that are watched, and what is known of them.
 #[derive(Debug)]
@@ -65,7 +68,7 @@ impl Calls {
     }
 
     /// Waits for calls as they are made, until closed or one fails.
-    fn follow(&self, communicator: &Communicator, collectives: &Collectives, stream: &Stream) {
+    fn follow(&self, communicator: &Communicator, precede: &Precede, stream: &Stream) {
         loop {
             let mut state = self.state();
             while !state.new && !state.closed {
@@ -84,8 +87,7 @@ impl Calls {
             state.new = false;
             let timeout = state.timeout;
             drop(state);
-            let waited = collectives
-                .precede(stream)
+            let waited = precede(stream)
                 .and_then(|()| communicator.synchronize_until(stream, Deadline::after(timeout)));
             if let Err(error) = waited {
                 let timed_out = error.kind() == ErrorKind::Timeout;
@@ -104,10 +106,10 @@ impl Calls {
     }
 }
 
-/// Starts watching the calls of `collectives`, which tell of them.
+/// Starts watching calls, of which the result's second part is to be told.
 pub(crate) fn start(
     communicator: Communicator,
-    collectives: Collectives,
+    precede: Precede,
     place: &Place,
     timeout: Duration,
 ) -> Result<(Watch, Arc<Calls>)> {
@@ -130,9 +132,9 @@ pub(crate) fn start(
     };
     let followed = calls.clone();
     let body = move || {
-        followed.follow(&communicator, &collectives, &stream);
+        followed.follow(&communicator, &precede, &stream);
         // Nothing of the job is held by who finds this set.
-        drop((communicator, collectives, stream));
+        drop((communicator, precede, stream));
         followed.state().ended = true;
         followed.changed.notify_all();
     };
@@ -196,6 +198,28 @@ impl Watch {
             }
         });
         Ok(())
+    }
+}
+
+/// Who tells the calls of something to who watches them, if somebody does.
+#[derive(Debug, Default)]
+pub(crate) struct Watched(Mutex<Option<Arc<Calls>>>);
+
+impl Watched {
+    /// Has the calls from now on told to `calls`, instead of to whom they were told so far.
+    pub(crate) fn by(&self, calls: Arc<Calls>) {
+        *self.lock() = Some(calls);
+    }
+
+    /// Tells that a call was made.
+    pub(crate) fn made(&self) {
+        if let Some(calls) = &*self.lock() {
+            calls.made();
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Option<Arc<Calls>>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

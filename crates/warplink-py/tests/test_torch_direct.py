@@ -275,19 +275,27 @@ def test_what_no_host_waits_for_is_watched():
     run_ranks(watched, 2)
 
 
-def ended(rank, world, meeting):
+def ended(rank, world, meeting, by_turns):
     import warplink
     from warplink.errors import PeerLostError, TimeoutError
 
     job = warplink.Job.join(rank, world, meeting, timeout=60.0)
     comm = job.world()
     collectives, stream, region = comm.collectives(), comm.create_stream(), comm.alloc(64)
+    turns = comm.turns()
+    (receive,) = comm.exchange([warplink.Send(region, 0) if rank else warplink.Receive(region, 1)])
     if rank == 0:
         # Rank 1 never sends.
-        watch = comm.watch(collectives, 60.0)
+        watch = comm.watch(turns if by_turns else collectives, 60.0)
         assert watch.timeout == 60.0
         watch.timeout = 0.5
-        collectives.send_receive(stream, [], [(1, region)])
+        if by_turns:
+            turns.begin(stream)
+            warplink.post_all([receive], stream)
+            warplink.wait_all([receive], stream)
+            turns.end(stream)
+        else:
+            collectives.send_receive(stream, [], [(1, region)])
         assert failure(watch, TimeoutError).kind == "timeout"
         # What waits is let go.
         with pytest.raises(warplink.WarplinkError):
@@ -300,8 +308,9 @@ def ended(rank, world, meeting):
         assert caught.value.peer == 0
 
 
-def test_a_call_that_does_not_end_is_ended():
-    run_ranks(ended, 2)
+@pytest.mark.parametrize("by_turns", [False, True])
+def test_a_call_that_does_not_end_is_ended(by_turns):
+    run_ranks(ended, 2, by_turns)
 
 
 def go_on(rank, world, dist):

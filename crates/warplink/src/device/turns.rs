@@ -102,8 +102,8 @@ impl Turns {
         Ok(())
     }
 
-    /// Has `stream`, which is not recording, wait for the last work outside of graphs.
-    pub(crate) fn precede(&self, stream: &Stream) -> Result<()> {
+    /// Has `stream`, which is not recording, wait for the last work outside of graphs. Does not block.
+    pub fn precede(&self, stream: &Stream) -> Result<()> {
         match &lock(&self.last).eager {
             Some(last) => last.precede(stream),
             None => Ok(()),

@@ -355,7 +355,7 @@ class ProcessGroupWarplink(GroupCalls, dist.ProcessGroup):  # type: ignore[misc]
             device.index if on_gpu else None,
             self._timeout.total_seconds(),
         )
-        return Workspace(job.world(), job, size, device)
+        return Workspace(job.world(), job, size, device, self._timeout.total_seconds())
 
     # Names, numbers and the end
 
@@ -441,7 +441,7 @@ class ProcessGroupWarplink(GroupCalls, dist.ProcessGroup):  # type: ignore[misc]
         self._timeout = timeout
         if self._host is not None:
             self._host.timeout = timeout.total_seconds()
-        for part in (self._messages, self._batches, self._on_gpu):
+        for part in (self._messages, self._batches, self._on_gpu, *self._workspaces.values()):
             if part is not None:
                 part.timeout = timeout.total_seconds()
         for backend in (self._gloo, self._nccl):

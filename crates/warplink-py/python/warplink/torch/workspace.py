@@ -10,7 +10,7 @@ from typing import Any, Callable, Iterator, Sequence
 import torch
 
 import warplink
-from warplink.errors import InvalidArgumentError, OutOfMemoryError
+from warplink.errors import InvalidArgumentError, OutOfMemoryError, WarplinkError
 from warplink.torch import joining
 from warplink.torch.agreement import made_by_all
 
@@ -49,6 +49,7 @@ class Workspace:
         job: warplink.Job | None,
         buffer_size: int,
         device: torch.device = torch.device("cpu"),
+        timeout: float = 0.0,
     ) -> None:
         self.communicator = communicator
         #: The device as PyTorch names it.
@@ -58,6 +59,12 @@ class Workspace:
         self.plans: dict[Any, Any] = {}
         self._lock = threading.Lock()
         self._turns = communicator.turns()
+        #: Waits for what streams of a GPU are given; on the host device, who gives it does.
+        self._watch: warplink.Watch | None = None
+        #: Whether a turn has raised what the watch found.
+        self._told = False
+        if device.type == "cuda":
+            self._watch = communicator.watch(self._turns, timeout)
         #: The keys of plans that graphs of the application's have recorded.
         self._recorded: set[Any] = set()
         self._job = job
@@ -71,8 +78,10 @@ class Workspace:
     @contextlib.contextmanager
     def turn(self) -> Iterator[warplink.Stream]:
         """The caller's stream, for work on the workspace's memory: it is behind what other streams were given to do
-        with that, and before what they are given later. One thread at a time has a turn."""
+        with that, and before what they are given later. One thread at a time has a turn. Raises what went wrong with
+        the work of earlier turns."""
         with self._lock:
+            self._check()
             stream = self.stream
             self._turns.begin(stream)
             try:
@@ -203,14 +212,40 @@ class Workspace:
             self._barrier.enqueue(stream)
         self.settle(stream)
 
+    @property
+    def timeout(self) -> float | None:
+        """Seconds that the work of a turn may take; None on the host device."""
+        return None if self._watch is None else self._watch.timeout
+
+    @timeout.setter
+    def timeout(self, timeout: float) -> None:
+        if self._watch is not None:
+            self._watch.timeout = timeout
+
+    def _check(self) -> None:
+        """Raises what went wrong so far."""
+        try:
+            if self._watch is not None:
+                self._watch.check()
+        except WarplinkError:
+            self._told = True
+            raise
+
     def abort(self, reason: str) -> None:
         """Ends the members' waits for this one."""
         if self._job is not None:
             self._job.abort(reason)
 
     def close(self) -> None:
-        """Lets go of everything. Tensors of the buffers must not be used any more."""
+        """Lets go of everything. Tensors of the buffers must not be used any more. Raises what went wrong with the work
+        of turns, unless a turn has."""
         self.plans.clear()
         self._buffers, self._barrier = None, None
-        if self._job is not None:
-            joining.leave(self._job)
+        try:
+            if self._watch is not None:
+                self._watch.close()
+                if not self._told:
+                    self._check()
+        finally:
+            if self._job is not None:
+                joining.leave(self._job)
