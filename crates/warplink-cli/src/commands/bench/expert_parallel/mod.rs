@@ -40,7 +40,7 @@ pub(crate) struct ExpertParallel {
     /// Most tokens of a rank [default: 8192 on cuda, 64 on host; --from if that is larger]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     to: Option<u32>,
-    /// Factor between numbers of tokens
+    /// Factor between numbers of tokens; the largest is measured in any case
     #[arg(long, value_name = "N", default_value = "8", value_parser = step::<u32>)]
     step: u32,
     /// Elements of a row
@@ -168,9 +168,12 @@ impl ExpertParallel {
     fn measure(&self, comm: &Communicator) -> Result<Report> {
         let kind = comm.device().kind();
         let layer = self.layer(kind);
+        let most = self.most(kind);
+        // The largest as well, whatever the step.
         let sizes: Vec<u32> =
             std::iter::successors(Some(self.from), |size| size.checked_mul(self.step))
-                .take_while(|size| *size <= self.most(kind))
+                .take_while(|size| *size < most)
+                .chain([most])
                 .collect();
         let rig = Rig::new(comm, layer, self.routing, self.peer)?;
         let steps = sizes.len() * Submission::BOTH.len();
