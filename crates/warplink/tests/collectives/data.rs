@@ -5,7 +5,7 @@ use crate::expected::{Case, Random};
 use std::time::Duration;
 use warplink::collective::{Algorithm, Call, CollectiveKind, CollectiveOptions, CollectivePath};
 use warplink::device::{Priority, ReduceOp, VendorCommunicator};
-use warplink::{Collectives, Communicator, Config, DType, DeviceKind, ErrorKind};
+use warplink::{Collectives, Communicator, Config, DType, DeviceKind, Error, ErrorKind};
 
 fn delayed(config: &mut Config) {
     if kind() == DeviceKind::Host {
@@ -223,6 +223,18 @@ fn by_the_library(communicator: Option<VendorCommunicator>) -> CollectiveOptions
     }
 }
 
+/// Whether an error says that there is no library for these ranks: it is missing, or ranks share a GPU, which it refuses.
+pub(crate) fn is_without_library(error: &Error) -> bool {
+    match error.kind() {
+        ErrorKind::LibraryMissing => true,
+        ErrorKind::Unsupported if share_gpus() => {
+            assert_says(error, &["ranks ", " share a GPU"]);
+            true
+        }
+        _ => false,
+    }
+}
+
 /// Collectives by the library; none where it is missing, or ranks share a GPU, which it refuses.
 fn library(comm: &Communicator) -> Option<Collectives> {
     if share_gpus() {
@@ -230,7 +242,7 @@ fn library(comm: &Communicator) -> Option<Collectives> {
     }
     match comm.collectives_with(&by_the_library(None)) {
         Ok(collectives) => Some(collectives),
-        Err(error) if error.kind() == ErrorKind::LibraryMissing => None,
+        Err(error) if is_without_library(&error) => None,
         Err(error) => panic!("{error}"),
     }
 }

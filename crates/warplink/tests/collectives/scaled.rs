@@ -1,6 +1,7 @@
 //! Sums of values that are multiplied by a factor beforehand.
 
 use crate::common::{TimedBarrier, assert_says, kind, threads_that_end, threads_with, world};
+use crate::data::is_without_library;
 use crate::expected::{Case, Random};
 use std::time::Duration;
 use warplink::collective::{Algorithm, Call, CollectiveKind, CollectiveOptions, CollectivePath};
@@ -136,7 +137,7 @@ fn the_vendors_library_sums_scaled_values() {
         };
         let collectives = match comm.collectives_with(&options) {
             Ok(collectives) => collectives,
-            Err(error) if error.kind() == ErrorKind::LibraryMissing => return,
+            Err(error) if is_without_library(&error) => return,
             Err(error) => panic!("{error}"),
         };
         let stream = comm.create_stream(Priority::Normal).unwrap();

@@ -1,12 +1,13 @@
 //! Calls on several streams of one communicator.
 
 use crate::common::{delays, threads_with, world};
+use crate::data::is_without_library;
 use crate::launches::{download, integers, memory, sum, sums, upload};
 use std::time::Duration;
 use warplink::collective::{CollectiveOptions, CollectivePath, Parts};
 use warplink::device::{DeviceSlice, Priority, ReduceOp, Stream};
 use warplink::p2p::TransferRequest;
-use warplink::{Collectives, Communicator, DType, ErrorKind};
+use warplink::{Collectives, Communicator, DType};
 
 /// The collectives of each path that there is.
 fn paths(comm: &Communicator) -> Vec<Collectives> {
@@ -17,10 +18,9 @@ fn paths(comm: &Communicator) -> Vec<Collectives> {
         };
         comm.collectives_with(&options)
     });
-    let there = by.into_iter().filter(|joined| {
-        let missing = |error: &warplink::Error| error.kind() == ErrorKind::LibraryMissing;
-        !joined.as_ref().is_err_and(missing)
-    });
+    let there = by
+        .into_iter()
+        .filter(|joined| !joined.as_ref().is_err_and(is_without_library));
     there.map(Result::unwrap).collect()
 }
 
