@@ -28,6 +28,8 @@ mod losses;
 mod messages;
 #[path = "collectives/parts.rs"]
 mod parts;
+#[path = "collectives/repeated.rs"]
+mod repeated;
 #[path = "collectives/scaled.rs"]
 mod scaled;
 #[path = "collectives/streams.rs"]

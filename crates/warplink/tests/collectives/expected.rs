@@ -104,7 +104,8 @@ impl Case {
             let bytes = count * self.call.dtype.size();
             return (0..bytes).map(|_| random.next() as u8).collect();
         }
-        let numbers = (0..count).map(|_| (random.next() % 4096) as f64 / 1024.0 - 2.0);
+        // From -2 to 2, of as many bits as any type has, so that sums depend on the order.
+        let numbers = (0..count).map(|_| random.next() as f64 / (1_u64 << 51) as f64 - 2.0);
         encode(self.call.dtype, &numbers.collect::<Vec<_>>())
     }
 

@@ -15,7 +15,7 @@ const KINDS: [CollectiveKind; 3] = [
 ];
 
 /// Ranks with many calls keep a small machine busy.
-fn unhurried(config: &mut Config) {
+pub(crate) fn unhurried(config: &mut Config) {
     config.join.heartbeat_limit = Duration::from_secs(30);
 }
 
