@@ -2,6 +2,7 @@
 
 use crate::common::{assert_says, delays, kind, processes, share_gpus, threads_with, world};
 use crate::expected::{Case, Random};
+use crate::scaled::unhurried;
 use std::time::Duration;
 use warplink::collective::{Algorithm, Call, CollectiveKind, CollectiveOptions, CollectivePath};
 use warplink::device::{Priority, ReduceOp, VendorCommunicator};
@@ -24,7 +25,7 @@ fn random_calls_are_right_for_every_number_of_ranks() {
             let mut random = Random::new(7 + ranks as u64);
             let rounds = if share_gpus() { 4 } else { 12 };
             for round in 0..rounds {
-                let most = [20, 300, 3000, 40_000][round % 4];
+                let most = [20, 300, 3000, 100_000][round % 4];
                 let cases: Vec<Case> = (0..6)
                     .map(|_| Case::random(&mut random, ranks, most))
                     .collect();
@@ -34,6 +35,37 @@ fn random_calls_are_right_for_every_number_of_ranks() {
                     .collect();
                 comm.synchronize(&stream).unwrap();
                 made.iter().for_each(|made| made.check(comm));
+            }
+        });
+    }
+}
+
+/// Calls of some hundred thousand elements, and longer ones of two ranks, of other kinds for each number of ranks.
+#[test]
+fn long_calls_are_right_for_every_number_of_ranks() {
+    for ranks in (2..=8).map(world) {
+        threads_with(ranks, unhurried, |comm| {
+            let collectives = comm.collectives().unwrap();
+            let stream = comm.create_stream(Priority::Normal).unwrap();
+            let mut random = Random::new(11 + ranks as u64);
+            let longer = if ranks == 2 { 4 } else { 1 };
+            for kind in [2 * ranks, 2 * ranks + 1].map(|number| CollectiveKind::ALL[number % 8]) {
+                let mut case = loop {
+                    let case = Case::random(&mut random, ranks, 1);
+                    if case.call.kind == kind {
+                        break case;
+                    }
+                };
+                // Of elements that are reduced it takes longer to tell what they have to give.
+                let least = if kind.reduces() { 110_000 } else { 500_000 };
+                case.call.count = longer * (least + random.below(1000));
+                let made = case.make(comm, &collectives, &stream).unwrap();
+                comm.synchronize(&stream).unwrap();
+                made.check(comm);
+                // When its memory may be reached.
+                made.again(comm, &collectives, &stream).unwrap();
+                comm.synchronize(&stream).unwrap();
+                made.check(comm);
             }
         });
     }
