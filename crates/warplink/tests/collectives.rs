@@ -24,6 +24,8 @@ mod launches;
 mod layer;
 #[path = "collectives/losses.rs"]
 mod losses;
+#[path = "collectives/memories.rs"]
+mod memories;
 #[path = "collectives/messages.rs"]
 mod messages;
 #[path = "collectives/parts.rs"]
