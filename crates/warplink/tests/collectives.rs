@@ -18,6 +18,8 @@ mod expected;
 mod experts;
 #[path = "collectives/failures.rs"]
 mod failures;
+#[path = "collectives/fallback.rs"]
+mod fallback;
 #[path = "collectives/launches.rs"]
 mod launches;
 #[path = "collectives/layer.rs"]

@@ -1,5 +1,6 @@
 //! The path by the vendor's library, for ranks that cannot map one another's memory.
 
+use super::MAX_DIRECT_RANKS;
 use super::call::{Call, CollectiveKind};
 use super::launches::Overlap;
 use crate::device::{
@@ -34,14 +35,7 @@ impl EngineCollectives {
             }
             None => context.engines.of_all(),
         };
-        let engine = engine.map_err(|error| {
-            if error.kind() != ErrorKind::LibraryMissing {
-                return error;
-            }
-            error.with_operation(
-                "join the collectives of ranks that cannot map one another's memory",
-            )
-        })?;
+        let engine = engine.map_err(|error| with_reason(error, world))?;
         let zeros = || {
             let bytes = BARRIER_BYTES * (world + 1);
             let barrier = context.device.allocate(bytes, AllocationKind::Plain)?;
@@ -156,10 +150,48 @@ impl EngineCollectives {
     }
 }
 
+/// The error of ranks that have no library, with what they need it for.
+fn with_reason(error: Error, world: usize) -> Error {
+    if error.kind() != ErrorKind::LibraryMissing {
+        return error;
+    }
+    if world > MAX_DIRECT_RANKS {
+        return error.with_operation(format!(
+            "join the collectives of {world} ranks, more than the {MAX_DIRECT_RANKS} of the direct path"
+        ));
+    }
+    error.with_operation("join the collectives of ranks that cannot map one another's memory")
+}
+
 impl std::fmt::Debug for EngineCollectives {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_tuple("EngineCollectives")
             .field(&self.engine)
             .finish()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_missing_library_is_told_with_what_it_is_needed_for() {
+        let told = |kind, world| {
+            let error = Error::new(kind, "NCCL was not found").with_help("install NCCL");
+            with_reason(error, world).to_string()
+        };
+        let nine = told(ErrorKind::LibraryMissing, MAX_DIRECT_RANKS + 1);
+        let says = "join the collectives of 9 ranks, more than the 8 of the direct path: NCCL was not found";
+        assert!(
+            nine.contains(says) && nine.contains("install NCCL"),
+            "{nine}"
+        );
+        let eight = told(ErrorKind::LibraryMissing, MAX_DIRECT_RANKS);
+        assert!(
+            eight.contains("of ranks that cannot map one another's memory: NCCL"),
+            "{eight}"
+        );
+        assert!(!told(ErrorKind::Unsupported, 9).contains("join the collectives"));
     }
 }

@@ -133,7 +133,7 @@ fn matrix(random: &mut Random, ranks: usize, kind: usize, most: usize) -> Matrix
         .collect()
 }
 
-fn rounds(comm: &Communicator, collectives: &Collectives, count: usize) {
+pub(crate) fn rounds(comm: &Communicator, collectives: &Collectives, count: usize) {
     let stream = comm.create_stream(Priority::Normal).unwrap();
     let ranks = comm.world();
     let mut random = Random::new(ranks as u64);
