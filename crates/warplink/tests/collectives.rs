@@ -4,6 +4,8 @@
 
 mod common;
 
+#[path = "collectives/adopted.rs"]
+mod adopted;
 #[path = "collectives/cube.rs"]
 mod cube;
 #[path = "collectives/data.rs"]

@@ -247,7 +247,7 @@ pub(crate) fn calls_of_the_library(comm: &Communicator, collectives: &Collective
 }
 
 /// How the library is asked for.
-fn by_the_library(communicator: Option<VendorCommunicator>) -> CollectiveOptions {
+pub(crate) fn by_the_library(communicator: Option<VendorCommunicator>) -> CollectiveOptions {
     CollectiveOptions {
         path: Some(CollectivePath::Engine),
         communicator,
@@ -268,7 +268,7 @@ pub(crate) fn is_without_library(error: &Error) -> bool {
 }
 
 /// Collectives by the library; none where it is missing, or ranks share a GPU, which it refuses.
-fn library(comm: &Communicator) -> Option<Collectives> {
+pub(crate) fn library(comm: &Communicator) -> Option<Collectives> {
     if share_gpus() {
         return None;
     }
