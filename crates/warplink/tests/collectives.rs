@@ -6,6 +6,8 @@ mod common;
 
 #[path = "collectives/adopted.rs"]
 mod adopted;
+#[path = "collectives/buffers.rs"]
+mod buffers;
 #[path = "collectives/cube.rs"]
 mod cube;
 #[path = "collectives/data.rs"]

@@ -1,0 +1,117 @@
+//! Memory that users share with peers, and barriers of some ranks' streams around accesses of it.
+
+use crate::common::{delays, kind, threads_with, world};
+use crate::launches::integers;
+use std::time::Duration;
+use warplink::device::{AllocationKind, Priority, Stream};
+use warplink::memory::{Region, RemoteRegion};
+use warplink::{Communicator, Config, DeviceKind};
+
+const COUNT: usize = 3000;
+
+fn delayed(config: &mut Config) {
+    if kind() == DeviceKind::Host {
+        delays(config, Duration::from_micros(100));
+    }
+}
+
+fn bytes(rank: usize, round: usize) -> Vec<u8> {
+    let numbers = integers(rank, round, COUNT);
+    numbers.iter().flat_map(|n| n.to_le_bytes()).collect()
+}
+
+/// The regions of all other ranks, mapped here.
+fn mapped(group: &Communicator, own: &Region) -> Vec<Option<RemoteRegion>> {
+    let (rank, world) = (group.rank(), group.world());
+    let handle = |peer| {
+        if peer == rank {
+            return Vec::new();
+        }
+        group.export_handle(own, peer).unwrap().to_vec()
+    };
+    let handles: Vec<Vec<u8>> = (0..world).map(handle).collect();
+    let all = group.all_gather_bytes(&handles.concat()).unwrap();
+    let each = all[rank].len() / (world - 1).max(1);
+    let open = |peer: usize| {
+        // A rank has no handle for itself.
+        let place = rank - usize::from(peer < rank);
+        let handle = &all[peer][place * each..(place + 1) * each];
+        group.open_handle(peer, handle).unwrap()
+    };
+    let others = (0..world).map(|peer| (peer != rank).then(|| open(peer)));
+    others.collect()
+}
+
+/// Some of the ranks, in another order; the others make no call, and nobody waits for them.
+#[test]
+fn some_ranks_read_one_anothers_memory_between_barriers_of_their_streams() {
+    let ranks = world(5);
+    if ranks < 3 {
+        return;
+    }
+    threads_with(ranks, delayed, |comm| {
+        let set: Vec<usize> = (0..ranks).rev().filter(|rank| *rank != 1).collect();
+        if !set.contains(&comm.rank()) {
+            return;
+        }
+        let group = comm.subgroup(&set).unwrap();
+        let barrier = group.stream_barrier().unwrap();
+        let stream: Stream = group.create_stream(Priority::Normal).unwrap();
+        let own = group.alloc(4 * COUNT).unwrap();
+        let peers = mapped(&group, &own);
+        let device = comm.device();
+        let (source, read) = [(); 2]
+            .map(|()| device.allocate(set.len() * 4 * COUNT, AllocationKind::Plain))
+            .map(Result::unwrap)
+            .into();
+        for round in 0..20 {
+            let source = source.slice(0..4 * COUNT).unwrap();
+            device.upload(&source, &bytes(comm.rank(), round)).unwrap();
+            // What others read of it in the round before is done.
+            stream.copy(own.memory(), &source).unwrap();
+            barrier.enqueue(&stream).unwrap();
+            for (peer, region) in peers.iter().enumerate() {
+                let part = read
+                    .slice(4 * COUNT * peer..4 * COUNT * (peer + 1))
+                    .unwrap();
+                let memory = region.as_ref().map_or(own.memory(), RemoteRegion::memory);
+                stream.copy(&part, memory).unwrap();
+            }
+            barrier.enqueue(&stream).unwrap();
+            group.synchronize(&stream).unwrap();
+            let mut found = vec![0; read.bytes()];
+            device.download(&read, &mut found).unwrap();
+            let expected: Vec<u8> = set.iter().flat_map(|rank| bytes(*rank, round)).collect();
+            assert!(found == expected, "round {round}: wrong bytes");
+        }
+        drop(peers);
+        group.close().unwrap();
+    });
+}
+
+/// Every rank's workspace can be read by the others, whole.
+#[test]
+fn workspaces_of_peers_are_read() {
+    threads_with(
+        world(3),
+        |_| {},
+        |comm| {
+            let collectives = comm.collectives().unwrap();
+            let stream = comm.create_stream(Priority::Normal).unwrap();
+            collectives.barrier(&stream).unwrap();
+            for peer in 0..comm.world() {
+                let buffer = collectives.peer_buffer(peer).unwrap();
+                assert!(buffer.bytes() > 0);
+                let copy = comm
+                    .device()
+                    .allocate(buffer.bytes(), AllocationKind::Plain)
+                    .unwrap();
+                stream.copy(&copy, buffer).unwrap();
+            }
+            assert!(collectives.peer_buffer(comm.world()).is_none());
+            // No rank calls anything else before all have read.
+            comm.synchronize(&stream).unwrap();
+            comm.barrier().unwrap();
+        },
+    );
+}
