@@ -24,11 +24,12 @@ pub(crate) use stream_copy::StreamCopy;
 use crate::deadline::Deadline;
 use crate::device::channel::ProxyEnd;
 use crate::device::channel::trigger::MAX_CONNECTIONS;
-use crate::device::{Device, Fifo};
+use crate::device::{Device, Fifo, FifoReader};
 use crate::error::{Error, ErrorKind, Result};
 use crate::sync::lock;
 use std::any::Any;
 use std::fmt;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::thread::Thread;
@@ -43,10 +44,11 @@ const GRACE: Duration = Duration::from_secs(1);
 pub struct ProxyConfig {
     /// Triggers that the FIFO holds; a power of two. Kernels wait when it is full.
     pub slots: usize,
-    /// How long the proxy looks for triggers without a pause before it sleeps.
+    /// How long the proxy looks for triggers without a pause, after the last one or after it was woken, before it
+    /// sleeps. A launch of a kernel with a proxied channel wakes it, the launch of a graph does not.
     pub idle: Duration,
-    /// How long it sleeps until it looks again. A launch of a kernel with a proxied channel wakes it, the
-    /// launch of a graph does not.
+    /// How long it sleeps between two looks from then on, until there is a trigger or it is woken. A trigger that
+    /// comes then waits for as long at most.
     pub nap: Duration,
 }
 
@@ -77,6 +79,8 @@ struct Shared {
     state: Mutex<State>,
     failure: OnceLock<Error>,
     on_failure: OnFailure,
+    /// Whether it was woken since it last looked.
+    woken: AtomicBool,
 }
 
 #[derive(Default)]
@@ -110,11 +114,22 @@ impl Proxy {
         config: ProxyConfig,
         on_failure: OnFailure,
     ) -> Result<Arc<Self>> {
-        let (fifo, reader) = device.create_fifo(config.slots)?;
+        let fifo = device.create_fifo(config.slots)?;
+        Self::start_on(device, fifo, config, on_failure)
+    }
+
+    /// As [`start`](Self::start), with a FIFO.
+    fn start_on(
+        device: &Arc<dyn Device>,
+        (fifo, reader): (Arc<Fifo>, FifoReader),
+        config: ProxyConfig,
+        on_failure: OnFailure,
+    ) -> Result<Arc<Self>> {
         let shared = Arc::new(Shared {
             state: Mutex::default(),
             failure: OnceLock::new(),
             on_failure,
+            woken: AtomicBool::new(false),
         });
         let (told, ended) = mpsc::channel();
         let fault = device.fault().clone();
@@ -197,6 +212,8 @@ impl Proxy {
 
     /// Has it look for triggers now.
     pub(crate) fn wake(&self) {
+        // Before the thread goes on, so that it finds this.
+        self.shared.woken.store(true, Ordering::Release);
         self.thread.unpark();
     }
 
@@ -278,6 +295,9 @@ impl fmt::Debug for Proxy {
     }
 }
 
+#[cfg(test)]
+#[cfg(not(loom))]
+mod idle_tests;
 #[cfg(test)]
 #[cfg(not(loom))]
 mod tests;

@@ -10,7 +10,8 @@ use crate::sync::lock;
 use rustix::thread::{CpuSet, sched_setaffinity};
 use std::collections::VecDeque;
 use std::sync::Arc;
-use std::time::Instant;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
 
 /// Looks at the ring before other threads are let run.
 const SPINS: u32 = 1000;
@@ -18,6 +19,9 @@ const SPINS: u32 = 1000;
 /// Triggers from one look at whether to stop to the next, and after which words are set at the latest where
 /// there is room.
 const TRIGGERS_PER_LOOK: u64 = 64;
+
+/// The longest sleep between two looks at whether a stream has come to a copy that it asked for.
+const COPY_NAP: Duration = Duration::from_micros(50);
 
 /// Triggers of one connection that wait for room at most. Where there are more, the connection holds up the
 /// others, whose triggers come through the same ring.
@@ -80,7 +84,7 @@ impl Worker {
             // A second error cannot be set, and only the first matters.
             let _ = self.shared.failure.set(error.clone());
         }
-        let drained = self.end(result.unwrap_or(Deadline::after(std::time::Duration::ZERO)));
+        let drained = self.end(result.unwrap_or(Deadline::after(Duration::ZERO)));
         if let Some(error) = self.shared.failure.get() {
             (self.shared.on_failure)(error);
         }
@@ -121,8 +125,12 @@ impl Worker {
                     return Ok(deadline);
                 }
             }
-            looks += 1;
+            if self.shared.woken.swap(false, Ordering::Acquire) {
+                // Triggers are about to come.
+                idle_since = None;
+            }
             if looks < SPINS {
+                looks += 1;
                 std::hint::spin_loop();
             } else if self.waits_for_room() {
                 std::thread::yield_now();
@@ -131,9 +139,7 @@ impl Worker {
                     std::thread::yield_now();
                 }
             } else {
-                std::thread::park_timeout(self.config.nap);
-                // Woken, perhaps, since triggers are about to come.
-                idle_since = None;
+                std::thread::park_timeout(self.nap());
             }
         }
     }
@@ -239,6 +245,15 @@ impl Worker {
     /// Whether there is something to be done as soon as a carrier takes more.
     fn waits_for_room(&self) -> bool {
         !self.unset.is_empty() || !self.parked.is_empty() || self.is_full
+    }
+
+    /// How long it sleeps between two looks when it has been idle for long.
+    fn nap(&self) -> Duration {
+        // Nothing tells it that a stream has come to its copy.
+        match self.copies.is_empty() {
+            true => self.config.nap,
+            false => self.config.nap.min(COPY_NAP),
+        }
     }
 
     /// Starts the copies that streams have come to; whether there was one.
