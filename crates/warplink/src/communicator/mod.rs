@@ -98,8 +98,13 @@ impl Communicator {
         let own = (Arc::downgrade(&fault), group.clone());
         let (losses, bootstrap) = (job.losses.clone(), Arc::downgrade(&job.bootstrap));
         fault.tell_with(move |error| {
-            if let (Some(fault), Some(bootstrap)) = (own.0.upgrade(), bootstrap.upgrade()) {
-                losses::fail(losses.clone(), bootstrap, (fault, own.1.clone()), error);
+            let Some(fault) = own.0.upgrade() else { return };
+            match bootstrap.upgrade() {
+                Some(bootstrap) => {
+                    losses::fail(losses.clone(), bootstrap, (fault, own.1.clone()), error);
+                }
+                // The others know that this rank is gone.
+                None => fault.release(),
             }
         });
         let connections = ConnectionServices {

@@ -45,13 +45,14 @@ impl Fault {
     }
 
     /// Raises it because of what was found at this rank, which the ranks that wait for it are told before waits end, where
-    /// there are any. Does not block.
+    /// there are any. Where it was announced before, whoever did that tells them, and ends waits. Does not block.
     pub(crate) fn fail(&self, error: Error) {
         let Some(tell) = self.tell.get() else {
             return self.raise(error);
         };
-        self.announce(error.clone());
-        tell(error);
+        if self.error.set(error.clone()).is_ok() {
+            tell(error);
+        }
     }
 
     /// Has `tell` called by [`fail`](Self::fail): it tells the other ranks, and takes the second step then. It must not
@@ -172,6 +173,18 @@ mod tests {
         assert!(!ended.load(Ordering::Acquire) && !fault.is_released());
         fault.release();
         assert!(ended.load(Ordering::Acquire) && fault.is_released());
+    }
+
+    #[test]
+    fn a_failure_is_told_once_and_waits_go_on() {
+        let (fault, told) = (Fault::default(), Arc::<Mutex<Vec<String>>>::default());
+        let tells = told.clone();
+        fault.tell_with(move |error| guard(&tells).push(error.message().to_owned()));
+        fault.fail(Error::new(ErrorKind::PeerLost, "first"));
+        fault.fail(Error::new(ErrorKind::PeerLost, "second"));
+        assert_eq!(*guard(&told), ["first"]);
+        assert_eq!(fault.check().unwrap_err().message(), "first");
+        assert!(!fault.is_released());
     }
 
     #[test]

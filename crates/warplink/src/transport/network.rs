@@ -38,7 +38,7 @@ impl NetworkCarrier {
         completed: &Word,
         fault: &Arc<Fault>,
     ) -> Result<Self> {
-        link.raise_when_broken(fault)?;
+        link.fail_when_broken(fault)?;
         Ok(Self {
             link: link.clone(),
             windows: windows.clone(),

@@ -333,12 +333,12 @@ impl NetworkLink {
         &self.networks.service
     }
 
-    /// Raises `fault` when the connection breaks while it is used.
-    pub(super) fn raise_when_broken(&self, fault: &Arc<Fault>) -> Result<()> {
-        let raised = Arc::downgrade(fault);
+    /// Fails `fault` when the connection breaks while it is used. The peer may not know of it, nor do others.
+    pub(super) fn fail_when_broken(&self, fault: &Arc<Fault>) -> Result<()> {
+        let failed = Arc::downgrade(fault);
         self.when_broken(move |error| {
-            if let Some(fault) = raised.upgrade() {
-                fault.raise(error.clone());
+            if let Some(fault) = failed.upgrade() {
+                fault.fail(error.clone());
             }
         })
     }
@@ -468,3 +468,8 @@ impl fmt::Debug for NetworkLink {
             .finish()
     }
 }
+
+#[cfg(test)]
+#[cfg(not(loom))]
+#[path = "networks_tests.rs"]
+mod tests;

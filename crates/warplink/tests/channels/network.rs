@@ -4,6 +4,7 @@
 use super::common::{assert_says, kind, processes, waiting_streams, world};
 use super::kernels::{Rig, contents};
 use std::time::{Duration, Instant};
+use warplink::bootstrap::Wait;
 use warplink::channel::{ConnectionRequest, Transport};
 use warplink::device::network::{self, NetworkOptions};
 use warplink::device::{Argument, Launch, MemoryOp, ModuleSource};
@@ -362,9 +363,26 @@ pub(super) fn stopped_proxy(comm: &Communicator) {
         let error = comm.synchronize(&rig.stream).unwrap_err();
         assert_eq!((error.kind(), error.peer()), (ErrorKind::Closed, Some(1)));
         assert_says(&error, &["the proxy was stopped"]);
+        // The other is told while this rank is there.
+        let wait = Wait::on(vec![1], Deadline::after(Duration::from_secs(20)));
+        comm.bootstrap().store().get("told", &wait).unwrap();
         println!("as it should be");
         std::process::exit(0);
     }
+    // A stream waits for what is not sent any more.
+    let wait = MemoryOp::Wait {
+        word: connection.inbound(),
+        value: 1,
+    };
+    rig.stream.memory_ops(&[wait]).unwrap();
+    let error = comm.synchronize(&rig.stream).unwrap_err();
+    assert_eq!(
+        (error.kind(), error.peer()),
+        (ErrorKind::PeerFailed, Some(0)),
+        "{error}"
+    );
+    assert_says(&error, &["the proxy was stopped"]);
+    comm.bootstrap().store().set("told", b"").unwrap();
     // Rank 0 has failed for its peers.
     let error = comm.barrier().unwrap_err();
     assert_eq!(error.peer(), Some(0), "{error}");

@@ -17,7 +17,7 @@ use std::sync::{Arc, Mutex};
 #[derive(Debug)]
 pub(crate) struct Route {
     pub(crate) peer: Rank,
-    /// Raised when the peer is lost.
+    /// Raised when the peer is lost, or what was asked for is not done.
     pub(crate) fault: Arc<Fault>,
     pub(crate) carrier: Box<dyn Carrier>,
     windows: Arc<Windows>,

@@ -311,7 +311,8 @@ impl Worker {
                 Some(error) => error.clone(),
                 None => stopped().with_peer(route.peer),
             };
-            route.fault.raise(error);
+            // Streams that are let go may signal peers.
+            route.fault.fail(error);
         }
         copies.len()
     }

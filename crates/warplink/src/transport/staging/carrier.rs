@@ -43,7 +43,7 @@ impl StagedCarrier {
                 "a link without staging memory",
             ));
         };
-        link.raise_when_broken(fault)?;
+        link.fail_when_broken(fault)?;
         let parts = EndParts {
             peer,
             fault: fault.clone(),

@@ -123,7 +123,7 @@ impl StagedEnd {
         if let Err(error) = advanced {
             drop(state);
             let error = error.with_operation("stage data for the network");
-            self.parts.fault.raise(error.with_peer(self.parts.peer));
+            self.parts.fault.fail(error.with_peer(self.parts.peer));
         }
         worked
     }

@@ -235,6 +235,19 @@ fn what_does_not_follow_the_protocol_is_an_error_that_names_the_peer() {
     rig.assert_refused("has consumed 1 messages; expected 0 to 0");
 }
 
+#[test]
+fn a_failure_is_told_before_waits_end() {
+    let mut rig = Rig::new();
+    let told = Arc::<AtomicBool>::default();
+    let tells = told.clone();
+    rig.fault
+        .tell_with(move |_| tells.store(true, Ordering::Release));
+    rig.send([9; WORDS]);
+    rig.end.advance();
+    assert!(told.load(Ordering::Acquire));
+    assert!(rig.fault.error().is_some() && !rig.fault.is_released());
+}
+
 /// A ring holds no more than the peer has taken, and all that was asked for is done in the end.
 /// Whatever failed, an end that is closed tells the peer that it writes no more, and is over.
 #[test]
