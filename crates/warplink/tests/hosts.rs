@@ -5,7 +5,7 @@
 
 mod common;
 
-use common::hosts::{Hosts, SOON, ended_well, leave, role, take};
+use common::hosts::{Hosts, SOON, ended_well, leave, leave_out, role, take};
 use common::{Stopwatch, assert_says, values};
 use std::net::Ipv4Addr;
 use std::path::Path;
@@ -26,7 +26,7 @@ fn on_two_hosts_with(test: &str, change: fn(&mut Config), body: impl FnOnce(Comm
     let Some((directory, rank)) = role() else {
         if let Err(error) = network::open(&NetworkOptions::default()) {
             assert_eq!(error.kind(), ErrorKind::LibraryMissing, "{error}");
-            return println!("left out: {error}");
+            return leave_out(error);
         }
         let Some(hosts) = Hosts::create() else { return };
         let directory = tempfile::tempdir().unwrap();

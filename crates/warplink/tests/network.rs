@@ -5,7 +5,7 @@
 
 mod common;
 
-use common::hosts::{Hosts, SOON, ended_well, leave, role, soon, take};
+use common::hosts::{Hosts, SOON, ended_well, leave, leave_out, role, soon, take};
 use common::{Stopwatch, assert_says, processes, values};
 use std::path::Path;
 use std::sync::Arc;
@@ -28,7 +28,7 @@ fn open(device: &str) -> Option<Arc<dyn Network>> {
         Ok(network) => Some(network),
         Err(error) if error.kind() == ErrorKind::LibraryMissing => {
             assert_says(&error, &["UCX was not found", "help: install UCX"]);
-            println!("left out: {error}");
+            leave_out(error);
             None
         }
         Err(error) => panic!("{error}"),

@@ -1,6 +1,7 @@
 //! Connections over the network, between ranks of one machine. They are left out, with a notice, where UCX is
 //! missing.
 
+use super::common::hosts::leave_out;
 use super::common::{assert_says, kind, processes, waiting_streams, world};
 use super::kernels::{Rig, contents};
 use std::time::{Duration, Instant};
@@ -15,7 +16,7 @@ pub(crate) fn has_network() -> bool {
     match network::open(&NetworkOptions::default()) {
         Ok(_) => true,
         Err(error) if error.kind() == ErrorKind::LibraryMissing => {
-            println!("left out: {error}");
+            leave_out(error);
             false
         }
         Err(error) => panic!("{error}"),

@@ -1,5 +1,6 @@
 //! Two network namespaces, which are as two hosts are, and the roles of a test on them. They need root.
 
+use std::fmt::Display;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -8,6 +9,14 @@ use warplink::Deadline;
 
 /// Longer than anything here takes on a busy machine.
 pub const SOON: Duration = Duration::from_secs(60);
+
+/// Prints that a test is left out, and why; fails where `WARPLINK_REQUIRE_NETWORK=1` says that the network, and network
+/// namespaces, are there.
+pub fn leave_out(why: impl Display) {
+    let required = std::env::var("WARPLINK_REQUIRE_NETWORK").is_ok_and(|value| value == "1");
+    assert!(!required, "the network is required here: {why}");
+    println!("left out: {why}");
+}
 
 pub fn soon() -> Deadline {
     Deadline::after(SOON)
@@ -19,7 +28,7 @@ pub struct Hosts {
 }
 
 impl Hosts {
-    /// None, with a notice, where this process may not make them.
+    /// None, with a notice, where this process may not make them; see [`leave_out`].
     pub fn create() -> Option<Self> {
         static NEXT: AtomicUsize = AtomicUsize::new(0);
         // In the names, which are short: the last digits of the process tell tests apart.
@@ -29,7 +38,7 @@ impl Hosts {
         let [a, b] = &hosts.names;
         let pair = [format!("wl{id}a"), format!("wl{id}b")];
         if !ip(&["netns", "add", a]) || !ip(&["netns", "add", b]) {
-            println!("left out: network namespaces cannot be made");
+            leave_out("network namespaces cannot be made");
             return None;
         }
         let [first, second] = &pair;
