@@ -72,9 +72,17 @@ fn several_tags_between_one_pair() {
     });
 }
 
+/// Every rank with every other, on several connections at once.
+#[test]
+fn several_tags_between_all_pairs_at_once() {
+    processes(world(8), |comm| {
+        back_and_forth(comm, 3, 1024, [rounds(300, 6), rounds(60, 6)]);
+    });
+}
+
 #[test]
 fn all_pairs_at_once() {
-    processes(world(4), |comm| {
+    processes(world(8), |comm| {
         let rig = Rig::new(comm);
         let (world, bytes) = (comm.world(), 8192);
         for transport in TRANSPORTS {
@@ -84,7 +92,7 @@ fn all_pairs_at_once() {
                 Argument::U32(rig.rank()),
                 Argument::U32(world as u32),
                 Argument::U64(bytes as u64),
-                Argument::U32(rounds(500, 20)),
+                Argument::U32(rounds(500, 6)),
             ];
             rig.launch("all_pairs", world as u32 - 1, &arguments)
                 .unwrap();
@@ -192,26 +200,44 @@ fn packets_between_processes() {
     processes(world(2), |comm| packets(comm, &[8, 1000]));
 }
 
+/// Barriers of all ranks among `set`, to which this rank belongs, over each kind of channel.
+fn barriers(comm: &Communicator, set: &[usize], rounds: u32) {
+    let rig = Rig::new(comm);
+    for transport in TRANSPORTS {
+        let ranks = set.iter().copied();
+        let connections = rig.connect_to(ranks, transport, 1, 8 * (1 + comm.world()));
+        assert_eq!(connections.all().len(), set.len() - 1);
+        let arguments = [
+            connections.channels().unwrap(),
+            Argument::U32(connections.all().len() as u32),
+            Argument::U32(rig.rank()),
+            Argument::U32(rounds),
+        ];
+        rig.launch("barriers", 1, &arguments).unwrap();
+        rig.finish();
+    }
+}
+
 #[test]
 fn barriers_over_all_peers() {
     let ranks = Ranks {
-        world: world(4),
+        world: world(8),
         delay: Some(Duration::from_micros(200)),
         ..Ranks::default()
     };
     ranks.run(|comm| {
-        let rig = Rig::new(comm);
-        for transport in TRANSPORTS {
-            let connections = rig.connect(transport, 1, 8 * (1 + comm.world()));
-            let arguments = [
-                connections.channels().unwrap(),
-                Argument::U32(connections.all().len() as u32),
-                Argument::U32(rig.rank()),
-                Argument::U32(rounds(1_000, 20)),
-            ];
-            rig.launch("barriers", 1, &arguments).unwrap();
-            rig.finish();
-        }
+        let all: Vec<_> = (0..comm.world()).collect();
+        barriers(comm, &all, rounds(1_000, 8));
+    });
+}
+
+/// The even and the odd ranks among themselves, at the same time.
+#[test]
+fn barriers_over_a_set_of_peers() {
+    processes(world(8), |comm| {
+        let step = if comm.world() >= 4 { 2 } else { 1 };
+        let set: Vec<_> = (comm.rank() % step..comm.world()).step_by(step).collect();
+        barriers(comm, &set, rounds(1_000, 8));
     });
 }
 

@@ -128,7 +128,18 @@ impl<'a> Rig<'a> {
 
     /// Connections with every other rank, one for each of `tags`, each with `bytes` of its own.
     pub fn connect(&self, transport: Transport, tags: u64, bytes: usize) -> Connections {
-        let peers = (0..self.comm.world()).filter(|peer| *peer != self.comm.rank());
+        self.connect_to(0..self.comm.world(), transport, tags, bytes)
+    }
+
+    /// As [`connect`](Self::connect), with every other rank among `ranks`.
+    pub fn connect_to(
+        &self,
+        ranks: impl IntoIterator<Item = usize>,
+        transport: Transport,
+        tags: u64,
+        bytes: usize,
+    ) -> Connections {
+        let peers = ranks.into_iter().filter(|peer| *peer != self.comm.rank());
         let requests: Vec<ConnectionRequest> = peers
             .flat_map(|peer| (0..tags).map(move |tag| (peer, tag)))
             .map(|(peer, tag)| {
