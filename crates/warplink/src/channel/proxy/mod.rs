@@ -297,6 +297,9 @@ impl fmt::Debug for Proxy {
 
 #[cfg(test)]
 #[cfg(not(loom))]
+mod flush_tests;
+#[cfg(test)]
+#[cfg(not(loom))]
 mod idle_tests;
 #[cfg(test)]
 #[cfg(not(loom))]

@@ -10,9 +10,9 @@ use crate::transport::{Carrier, CopyEngine};
 use proptest::prelude::*;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 
-const LATE: Duration = Duration::from_secs(10);
+pub(super) const LATE: Duration = Duration::from_secs(10);
 
-fn host() -> Arc<dyn Device> {
+pub(super) fn host() -> Arc<dyn Device> {
     crate::device::open(&DeviceConfig::new(DeviceKind::Host, 0)).unwrap()
 }
 
@@ -321,7 +321,7 @@ fn beside_a_stopped_peer(device: &Arc<dyn Device>) -> (Arc<Proxy>, Stopped, [Wor
 }
 
 /// Waits until the flush at `position` is answered.
-fn await_flush(device: &Arc<dyn Device>, completed: &Word, position: u64) {
+pub(super) fn await_flush(device: &Arc<dyn Device>, completed: &Word, position: u64) {
     let stream = device.create_stream(Priority::Normal).unwrap();
     let answered = MemoryOp::Wait {
         word: completed,
