@@ -45,32 +45,77 @@ def test_operands_that_do_not_fit():
     on_ranks(operands, 2)
 
 
+def operations_by_case(name):
+    """Each fused operation in each way that it runs, of a row count of A, or of columns, and a type."""
+    ops, scale = torch.ops.warplink, torch.tensor(1.0)
+    rest = (name, [None], [None], [torch.bfloat16], [False])
+
+    def ones(rows, columns, dtype):
+        return torch.ones(rows, columns).to(dtype)
+
+    def gather(rows, dtype):
+        return ops.fused_all_gather_matmul(ones(rows, 16, dtype), [ones(16, 6, dtype)], 0, name)
+
+    def scatter(rows, dtype):
+        return ops.fused_matmul_reduce_scatter(ones(rows, 16, dtype), ones(16, 6, dtype), "sum", 0, name)
+
+    def gather_columns(rows, dtype):
+        # As many bytes, whatever the rows.
+        return ops.fused_all_gather_matmul(
+            ones(rows, 192 // rows, dtype), [ones(384 // rows, 6, dtype)], 1, name
+        )
+
+    def scatter_columns(rows, dtype):
+        return ops.fused_matmul_reduce_scatter(
+            ones(rows, 8, dtype), ones(8, 384 // rows, dtype), "sum", 1, name
+        )
+
+    def gather_scaled(rows, dtype):
+        return ops.fused_all_gather_scaled_matmul(
+            ones(4 * rows, 3072 // rows, dtype),
+            [ones(16, 3072 // rows, torch.float8_e4m3fn).t()], scale, [scale], 0, *rest,
+        )  # fmt: skip
+
+    def scatter_scaled(rows, dtype):
+        a, b = ones(16 * rows, 32, torch.float8_e4m3fn), ones(3072 // rows, 32, torch.float8_e4m3fn).t()
+        return ops.fused_scaled_matmul_reduce_scatter(
+            a, b, scale, scale, "sum", 0, 0, name, None, None, None, dtype
+        )
+
+    halves = (torch.float16, torch.bfloat16)
+    eights = (torch.float8_e4m3fn, torch.float8_e5m2)
+    return [
+        (gather, halves),
+        (scatter, halves),
+        (gather_columns, halves),
+        (scatter_columns, halves),
+        (gather_scaled, eights),
+        (scatter_scaled, halves),
+    ]
+
+
 def another_type(rank, world, _, place):
     from warplink.errors import MismatchError
 
     dist = start(rank, world, place)
-    name = dist.group.WORLD.group_name
-    dtype = torch.float32 if rank == 0 else torch.bfloat16
-    with pytest.raises(MismatchError, match="T = ") as caught:
-        torch.ops.warplink.fused_all_gather_matmul(
-            torch.ones(4, 8, dtype=dtype), [torch.ones(8, 6, dtype=dtype)], 0, name
-        )
-    assert caught.value.rank == rank
-    # Nothing is left behind: the next call is right.
-    for _ in range(2):
-        _, (got,) = torch.ops.warplink.fused_all_gather_matmul(
-            torch.ones(4, 8), [torch.ones(8, 6)], 0, name
-        )
-        assert (got == 8).all()
-    rows = 4 if rank == 0 else 6
-    with pytest.raises(MismatchError, match="m = "):
-        torch.ops.warplink.fused_matmul_reduce_scatter(
-            torch.ones(rows, 8), torch.ones(8, 6), "sum", 0, name
-        )
+    cases = operations_by_case(dist.group.WORLD.group_name)
+    for operation, types in cases:
+        for rows, dtype in ((4, types[rank]), ((4, 6)[rank], types[0])):
+            with pytest.raises(MismatchError, match="the peer calls fused_.*; expected fused_.*") as caught:
+                operation(rows, dtype)
+            assert (caught.value.rank, caught.value.peer) == (rank, 1 - rank)
+            assert str(dtype) in str(caught.value).partition("expected")[2]
+        # Nothing is left behind: the next call is right.
+        operation(4, types[0])
+    # Of the same size and type.
+    for turn in range(len(cases)):
+        with pytest.raises(MismatchError, match="the peer calls fused_.*; expected fused_"):
+            operation, types = cases[(turn + rank) % len(cases)]
+            operation(8, types[0])
     dist.destroy_process_group()
 
 
-def test_another_type_or_size_on_one_rank():
+def test_another_type_size_or_operation_on_one_rank():
     on_ranks(another_type, 2)
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from typing import Callable, TypeVar
+from typing import Any, Callable, NamedTuple, TypeVar
 
+import torch
 import torch.distributed as dist
 
 import warplink
@@ -15,6 +16,7 @@ from warplink.errors import (
     PeerLostError,
     TimeoutError,
     WarplinkError,
+    from_kind,
 )
 from warplink.torch import joining
 
@@ -30,6 +32,33 @@ _DONE = "done"
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+
+class Call(NamedTuple):
+    """A call of a fused operation, as far as what its members make for it depends on that."""
+
+    operation: str
+    #: Rows and columns of a rank's part, and of the right operands where they count.
+    sizes: tuple[Any, ...]
+    dtype: torch.dtype
+    #: What else there is, by name.
+    options: tuple[tuple[str, Any], ...] = ()
+
+    def __str__(self) -> str:
+        options = "".join(f", {name} {value}" for name, value in self.options)
+        return f"{self.operation} of the sizes {self.sizes} of {self.dtype}{options}"
+
+
+def check_alike(communicator: warplink.Communicator, call: Any) -> None:
+    """Blocks until every member has called this. Raises MismatchError, which names a peer, where their calls differ."""
+    own = str(call)
+    for peer, told in enumerate(communicator.all_gather_bytes(own.encode())):
+        if (other := told.decode(errors="replace")) != own:
+            message = (
+                f"rank {communicator.rank}: the peer calls {other}; expected {own} (peer {peer}); "
+                "help: call the same operations in the same order with the same sizes and types on every rank"
+            )
+            raise from_kind("mismatch", message, rank=communicator.rank, peer=peer, operation="fused operation")
 
 
 def made_by_all(communicator: warplink.Communicator, what: str, make: Callable[[], T]) -> T | None:

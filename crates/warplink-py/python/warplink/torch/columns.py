@@ -11,6 +11,7 @@ import math
 
 import torch
 
+from warplink.torch.agreement import Call
 from warplink.torch.group import ProcessGroupWarplink
 from warplink.torch.pipeline import GatherPipeline, ScatterPipeline
 from warplink.torch.plans import span
@@ -33,7 +34,8 @@ def gather_matmul(
     space = group.workspace(a.device)
     with span("warplink::fused_all_gather_matmul"), space.turn():
         nbytes = rows * k * a.element_size()
-        pipeline = space.plan(("gather", nbytes), lambda: GatherPipeline(space, nbytes))
+        call = Call("fused_all_gather_matmul along the last dimension", (rows, k), a.dtype)
+        pipeline = space.plan(call, lambda: GatherPipeline(space, nbytes))
         own = a.contiguous().view(torch.uint8).view(-1)
         for rank, received in pipeline.run(own):
             part = received.view(a.dtype).view(rows, k)
@@ -69,7 +71,8 @@ def matmul_scatter(
     space = group.workspace(a.device)
     with span("warplink::fused_matmul_reduce_scatter"), space.turn():
         nbytes = rows * columns * a.element_size()
-        pipeline = space.plan(("scatter", nbytes), lambda: ScatterPipeline(space, nbytes))
+        call = Call("fused_matmul_reduce_scatter along the last dimension", (rows, columns), a.dtype)
+        pipeline = space.plan(call, lambda: ScatterPipeline(space, nbytes))
         received = pipeline.run(multiply).view(a.dtype).view(size, rows, columns)
         result = received.mean(0) if average else received.sum(0)
     return result.view(*a.shape[:-1], columns)

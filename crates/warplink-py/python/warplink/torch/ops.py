@@ -18,6 +18,7 @@ from torch.distributed import distributed_c10d as c10d
 
 import warplink
 from warplink.torch import columns
+from warplink.torch.agreement import Call
 from warplink.torch.group import ProcessGroupWarplink
 from warplink.torch.plans import FusedPlan, family, in_memory, span
 
@@ -127,8 +128,8 @@ def all_gather_matmul(
             # Peers read this rank's part of A, and put theirs into the gathered one.
             return FusedPlan.make(space, tensors, {"A", "G"} & tensors.keys(), plan)
 
-        key = ("all_gather_matmul", rows, k, widths, A.dtype, return_A, transposed)
-        fused = space.plan(key, make)
+        options = (("return_A", return_A), ("transposed", transposed))
+        fused = space.plan(Call("fused_all_gather_matmul", (rows, k, *widths), A.dtype, options), make)
         got = fused.run(space, {"A": front, **family("B", rights)}, outputs)
         results, gathered = got[:count], got[count] if return_A else None
 
@@ -203,8 +204,8 @@ def matmul_reduce_scatter(
             tensors = {**inputs, "C": A.new_empty(outputs["C"])}
             return FusedPlan.make(space, tensors, {"C"}, plan)
 
-        key = ("matmul_reduce_scatter", m, k, n, A.dtype, transposed)
-        fused = space.plan(key, make)
+        options = (("transposed", transposed),)
+        fused = space.plan(Call("fused_matmul_reduce_scatter", (m, k, n), A.dtype, options), make)
         (result,) = fused.run(space, inputs, outputs)
     if reduce_op == "avg":
         result /= size

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed._functional_collectives as funcol
 
+from warplink.torch.agreement import Call
 from warplink.torch.ops import direct_group, group_size, library
 from warplink.torch.pipeline import GatherPipeline, ScatterPipeline
 
@@ -148,7 +149,8 @@ def all_gather_scaled_matmul(
         space = group.workspace(A.device)
         with torch.profiler.record_function("warplink::fused_all_gather_scaled_matmul"), space.turn():
             nbytes = rows * k * A.element_size()
-            pipeline = space.plan(("gather", nbytes), lambda: GatherPipeline(space, nbytes))
+            call = Call("fused_all_gather_scaled_matmul", (rows, k), A.dtype)
+            pipeline = space.plan(call, lambda: GatherPipeline(space, nbytes))
             for rank, part in pipeline.run(_bytes(front)):
                 multiply(rank * rows, part.view(A.dtype).view(rows, k))
             # The pipeline's memory is the next call's too.
@@ -260,7 +262,8 @@ def scaled_matmul_reduce_scatter(
     space = group.workspace(A.device)
     with torch.profiler.record_function("warplink::fused_scaled_matmul_reduce_scatter"), space.turn():
         nbytes = rows * n * kind.itemsize
-        pipeline = space.plan(("scatter", nbytes), lambda: ScatterPipeline(space, nbytes))
+        call = Call("fused_scaled_matmul_reduce_scatter", (rows, n), kind)
+        pipeline = space.plan(call, lambda: ScatterPipeline(space, nbytes))
         received = pipeline.run(multiply).view(kind).view(size, rows, n)
         result = (received.mean(0) if reduce_op == "avg" else received.sum(0)).to(kind)
     leading = [front.shape[0] // size, *front.shape[1:-1]]

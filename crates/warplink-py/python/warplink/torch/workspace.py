@@ -12,7 +12,7 @@ import torch
 import warplink
 from warplink.errors import InvalidArgumentError, OutOfMemoryError, WarplinkError
 from warplink.torch import joining
-from warplink.torch.agreement import made_by_all
+from warplink.torch.agreement import check_alike, made_by_all
 
 #: How many plans of fused operations, each with memory of its own, a group keeps on a device.
 MAX_PLANS = 64
@@ -92,12 +92,15 @@ class Workspace:
     def plan(self, key: Any, make: Callable[[], Any]) -> Any:
         """The plan for ``key``, made by all ranks at the same time if there is none. Ranks use the same
         keys in the same order, and so let go of the same ones. One that a graph has recorded stays: the graph may be
-        launched as long as the group is there."""
+        launched as long as the group is there.
+
+        Raises MismatchError where ranks that make a plan make others."""
         found = self.plans.pop(key, None)
         if found is None:
             others = [other for other in self.plans if other not in self._recorded]
             for other in others[: max(0, len(others) + 1 - MAX_PLANS)]:
                 del self.plans[other]
+            check_alike(self.communicator, key)
             with torch.inference_mode(False), torch.no_grad():
                 # What is made here is used in every mode.
                 found = make()
