@@ -119,7 +119,7 @@ def test_another_type_size_or_operation_on_one_rank():
     on_ranks(another_type, 2)
 
 
-def absent(rank, world, _, place):
+def absent(rank, world, _, place, both_made):
     from warplink.errors import WarplinkError
 
     dist = start(rank, world, place, timeout=3)
@@ -130,8 +130,10 @@ def absent(rank, world, _, place):
         return torch.ops.warplink.fused_all_gather_matmul(a, [torch.ones(8, 6)], 0, name)
 
     gather(4)
+    if both_made:
+        gather(5)
     watch = Stopwatch()
-    # One rank has made this plan before and the other makes another.
+    # One rank or both have made these plans before, so they do not compare them.
     with pytest.raises(WarplinkError) as caught:
         gather(4 + rank)
         gather(4 + rank)
@@ -139,8 +141,9 @@ def absent(rank, world, _, place):
     return caught.value.kind
 
 
-def test_ranks_that_make_different_plans_do_not_hang():
-    assert on_ranks(absent, 2) == ["timeout"] * 2
+@pytest.mark.parametrize("both_made", [False, True])
+def test_ranks_that_run_different_plans_do_not_hang(both_made):
+    assert on_ranks(absent, 2, both_made) == ["timeout"] * 2
 
 
 def ended(rank, world, _, place):
