@@ -154,6 +154,11 @@ def fuse_only(function, **options):
     from warplink.torch.fusion.graph_pass import FusionPass
 
     def compiler(module, _):
+        for node in module.graph.nodes:
+            # Inductor takes out what does nothing before its last pass.
+            if node.target is torch.ops.aten.detach.default:
+                node.replace_all_uses_with(node.args[0])
+                module.graph.erase_node(node)
         FusionPass()(module.graph)
         for node in module.graph.nodes:
             assert node.op == "output" or "val" in node.meta, node
@@ -327,6 +332,88 @@ def fp8_model(rank, world, _, place):
 
 def test_scaled_matmuls_are_replaced():
     on_ranks(fp8_model, WORLD, limit=COMPILING)
+
+
+def fp8_forms(rank, world, _, place):
+    dist = start_compiling(rank, world, place)
+    import torch.distributed._functional_collectives as funcol
+    from torch.distributed._functional_collectives import all_gather_tensor, reduce_scatter_tensor
+
+    import warplink.torch
+
+    name, fp8 = dist.group.WORLD.group_name, torch.float8_e4m3fn
+    torch.manual_seed(rank)
+    scale = torch.tensor(0.5)
+
+    def times(a, b):
+        product = torch._scaled_mm(a.flatten(0, -2), b, scale, scale, out_dtype=torch.bfloat16)
+        return product.view(*a.shape[:-1], b.shape[1])
+
+    def plain(a, dim):
+        return all_gather_tensor(a, dim, name)
+
+    def parts_as_bytes(a, dim):
+        # As all_gather_tensor does it along another dimension, and a view of the same type along the first.
+        whole = all_gather_tensor(a, 0, name)
+        if dim == 0:
+            return whole.view(fp8)
+        return torch.cat([part.view(torch.uint8) for part in whole.chunk(world)], dim).view(fp8)
+
+    def parts_again(a, dim):
+        whole = funcol.wait_tensor(
+            torch.ops._c10d_functional.all_gather_into_tensor(a.view(torch.uint8), world, name)
+        )
+        return torch.cat([part.view(torch.uint8) for part in whole.chunk(world)], dim).view(fp8)
+
+    def bytes_of(a, dim):
+        whole = funcol.wait_tensor(
+            torch.ops._c10d_functional.all_gather_into_tensor(a.view(torch.uint8), world, name)
+        )
+        return whole.view(fp8)
+
+    flat, deep, one = ((32, 32), 0), ((2, 32, 32), 0), ((1, 32, 32), 1)
+    middle = ((2, 32, 32), 1)
+    cases = [(plain, [flat, deep]), (bytes_of, [flat, deep])]
+    cases += [(parts_as_bytes, [flat, deep, middle, one]), (parts_again, [middle, one])]
+    b = torch.randn(16, 32).to(fp8).t()
+    for dynamic in (False, True):
+        for gather, forms in cases:
+            for sizes, dim in forms:
+
+                def multiplied(a, b):
+                    return times(gather(a, dim), b)
+
+                torch._dynamo.reset()
+                warplink.torch.fusion_report(clear=True)
+                a = torch.randn(*sizes).to(fp8)
+                with torch.no_grad():
+                    got = fuse_only(multiplied, dynamic=dynamic)(a, b)
+                torch.testing.assert_close(got, multiplied(a, b), rtol=2e-2, atol=1e-1)
+                (found,) = warplink.torch.fusion_report()
+                assert found.replaced, (gather, sizes, dim, dynamic, found)
+    for sizes, dim, reason in [
+        ((64, 32), 0, None),
+        ((2, 64, 32), 0, None),
+        ((2, 64, 32), 1, None),
+        ((2, 64, 32), 2, "is not split along the columns"),
+    ]:
+
+        def scattered(a, b):
+            return reduce_scatter_tensor(times(a, b), "avg", dim, name)
+
+        torch._dynamo.reset()
+        warplink.torch.fusion_report(clear=True)
+        a = torch.randn(*sizes).to(fp8)
+        with torch.no_grad():
+            got = fuse_only(scattered)(a, b)
+        torch.testing.assert_close(got, scattered(a, b), rtol=2e-2, atol=1e-1)
+        (found,) = warplink.torch.fusion_report()
+        assert found.replaced == (reason is None) and (reason is None or reason in str(found)), found
+    dist.destroy_process_group()
+
+
+def test_scaled_matmuls_are_replaced_in_many_forms():
+    on_ranks(fp8_forms, WORLD, limit=COMPILING)
 
 
 def graphs_of_scaled_matmuls(rank, world, _, place):

@@ -135,19 +135,17 @@ def _bytes_again(part: Node) -> Node | None:
 
 
 def _follow_bytes(gather: Gather) -> None:
-    """Types that the collective does not know travel as bytes: a view before, and one behind."""
+    """Types that the collective or the joining of parts does not know go through it as bytes: a view before, and one
+    behind."""
     shard = gather.shard
-    if shard.target is not aten.view.dtype or value(shard).dtype != torch.uint8:
-        return
-    origin = arguments(shard)["self"]
-    wanted = value(origin).dtype
-    if value(gather.result).dtype == wanted:
-        gather.shard = origin
-        return
+    if shard.target is aten.view.dtype and value(shard).dtype == torch.uint8:
+        shard = arguments(shard)["self"]
+    wanted = value(shard).dtype
     user = only_user(gather.result)
     if user is not None and user.target is aten.view.dtype and value(user).dtype == wanted:
-        gather.shard = origin
         gather.follow(user)
+    if value(gather.result).dtype == wanted:
+        gather.shard = shard
 
 
 def _plan(gather: Gather) -> Plan:
