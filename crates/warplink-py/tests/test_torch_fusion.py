@@ -249,6 +249,12 @@ def forms(rank, world, _, place):
         rows = a.shape[1] // world
         return scatter(torch.cat([a[:, rows * r : rows * (r + 1)] for r in (1, 0)]))
 
+    def gathered_together(a, b):
+        return [one @ b for one in funcol.all_gather_into_tensor_coalesced([a, 2 * a], name)]
+
+    def scattered_together(a, b):
+        return funcol.reduce_scatter_tensor_coalesced([a @ b, (2 * a) @ b], "sum", [0, 0], name)
+
     def scattered_and_viewed(a, b):
         return scatter((a @ b).view(1, -1, b.shape[1]).view(2, -1, b.shape[1]))
 
@@ -272,6 +278,8 @@ def forms(rank, world, _, place):
         (scattered_in_slices, deep, [True]),
         (scattered_in_other_slices, deep, [False]),
         (scattered_and_viewed, deep, [True]),
+        (gathered_together, flat, [False]),
+        (scattered_together, flat, [False]),
     ]
     dynamic = [
         (gathered, flat, [True]),

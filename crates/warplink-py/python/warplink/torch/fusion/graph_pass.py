@@ -11,13 +11,31 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 from torch._inductor.pattern_matcher import stable_topological_sort
 
 from warplink.torch.fusion import gathers, scatters
-from warplink.torch.fusion.report import decisions
+from warplink.torch.fusion.nodes import arguments
+from warplink.torch.fusion.report import Fusion, decisions, source_of
+
+_SEVERAL = "it is coalesced with others"
+_OUT = "it writes into a tensor that it is given"
+
+#: Collectives of other forms, and why they stay.
+_LEFT: dict[Any, tuple[str, str]] = {
+    torch.ops._c10d_functional.all_gather_into_tensor_coalesced.default: (gathers.KIND, _SEVERAL),
+    torch.ops._c10d_functional.reduce_scatter_tensor_coalesced.default: (scatters.KIND, _SEVERAL),
+    torch.ops._c10d_functional.all_gather_into_tensor_out.default: (gathers.KIND, _OUT),
+}
 
 
 def passes_of(configured: Any) -> tuple[Any, ...] | None:
     """The passes in ``configured``; None in releases of PyTorch that take one pass only."""
     separate = getattr(custom_graph_pass, "get_custom_graph_passes", None)
     return None if separate is None else tuple(separate(configured))
+
+
+def _left(node: torch.fx.Node) -> Fusion:
+    """What the report says of a collective that is not looked at."""
+    kind, reason = _LEFT[node.target]
+    group = str(arguments(node)["group_name"])
+    return Fusion(kind, node.name, group, False, reason=reason, source=source_of(node))
 
 
 class FusionPass(CustomGraphPass):
@@ -38,6 +56,7 @@ class FusionPass(CustomGraphPass):
             for node in [node for node in graph.nodes if node.target is part.TARGET]
         ]
         decisions.extend(made)
+        decisions.extend(_left(node) for node in graph.nodes if node.target in _LEFT)
         if any(decision.replaced for decision in made):
             stable_topological_sort(graph)
             graph.lint()
