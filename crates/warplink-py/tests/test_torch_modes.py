@@ -83,6 +83,32 @@ def test_plans_hold_no_gradients():
     on_ranks(with_gradients, WORLD)
 
 
+def backwards(rank, world, _, place):
+    dist, a, b, name = begin(rank, world, place)
+    ops, alone = torch.ops.warplink, [dist.new_group([peer]) for peer in range(world)][rank].group_name
+    for dtype, group in ((torch.float32, name), (torch.float64, name), (torch.float32, alone)):
+        wide = torch.cat([b] * (world if group == name else 1)).to(dtype)
+        for operation in (
+            lambda a: ops.fused_all_gather_matmul(a, [right], 0, group)[1][0],
+            lambda a: ops.fused_all_gather_matmul(a, [wide], 1, group)[1][0],
+            lambda a: ops.fused_matmul_reduce_scatter(a, right, "sum", 0, group),
+            lambda a: ops.fused_matmul_reduce_scatter(a, right, "sum", 1, group),
+        ):
+            left, right = (one.to(dtype).clone().requires_grad_() for one in (a, b))
+            result = operation(left)
+            assert result.requires_grad
+            with pytest.warns(UserWarning, match="autograd kernel was not registered"):
+                result.sum().backward()
+            assert left.grad is None and right.grad is None, (dtype, group)
+            with torch.no_grad():
+                assert torch.equal(operation(left), result) and not operation(left).requires_grad
+    dist.destroy_process_group()
+
+
+def test_fused_operations_have_no_gradients_whatever_runs_them():
+    on_ranks(backwards, WORLD)
+
+
 def aborted(rank, world, _, place):
     dist = start(rank, world, place, "cpu:gloo,cuda:warplink", timeout=40)
     group = dist.group.WORLD

@@ -4,7 +4,7 @@ They have the signatures, results and strides of ``torch.ops.symm_mem``. Groups 
 machine run them as overlapped host programs, one for each combination of sizes, or along the last dimension as
 parts that PyTorch multiplies (``columns.py``); all else (other groups, element types without a matmul) runs as a
 collective and a matmul. Every rank of the group calls them in the same order with the same sizes, types and layouts
-of the right operands.
+of the right operands. Like the originals they have no gradients, whatever runs them.
 """
 
 from __future__ import annotations
@@ -74,6 +74,7 @@ def _fusing_group(a: torch.Tensor, bs: list[torch.Tensor], name: str) -> Process
     return direct_group(name)
 
 
+@torch.no_grad()
 def all_gather_matmul(
     A: torch.Tensor,
     Bs: list[torch.Tensor],
@@ -162,6 +163,7 @@ def _unfused_all_gather_matmul(
     return gathered.movedim(0, gather_dim) if return_A else None, results
 
 
+@torch.no_grad()
 def matmul_reduce_scatter(
     A: torch.Tensor, B: torch.Tensor, reduce_op: str, scatter_dim: int, group_name: str
 ) -> torch.Tensor:
