@@ -1,5 +1,9 @@
 """The compile pass."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -573,6 +577,46 @@ def tensor_parallel(rank, world, _, place):
 
 def test_a_compiled_tensor_parallel_model_trains_as_before():
     on_ranks(tensor_parallel, WORLD, limit=COMPILING)
+
+
+def called_inside(rank, world, _, place):
+    dist = start_compiling(rank, world, place)
+    ops, name = torch.ops.warplink, dist.group.WORLD.group_name
+    torch.manual_seed(rank)
+    b = torch.randn(16, 6)
+
+    def both(a, b):
+        # Nothing for which Inductor would run the C++ compiler, which takes long.
+        whole, (product,) = ops.fused_all_gather_matmul(a, [b], 0, name)
+        return whole, ops.fused_matmul_reduce_scatter(product, b.t(), "sum", 0, name)
+
+    for dynamic in (False, True):
+        torch._dynamo.reset()
+        compiled = torch.compile(both, fullgraph=True, dynamic=dynamic)
+        for sizes in ((8, 16), (12, 16)) if dynamic else ((8, 16), (8, 16)):
+            a = torch.randn(*sizes)
+            torch.testing.assert_close(compiled(a, b), both(a, b), rtol=1e-4, atol=1e-4)
+    dist.destroy_process_group()
+
+
+def test_fused_operations_that_a_compiled_function_calls():
+    on_ranks(called_inside, WORLD, limit=COMPILING)
+
+
+@pytest.mark.parametrize(("given", "on"), [("1", True), ("0", False), (None, False)])
+def test_the_pass_is_switched_on_by_the_environment(given, on):
+    environment = {key: value for key, value in os.environ.items() if key != "WARPLINK_TORCH_FUSION"}
+    if given is not None:
+        environment["WARPLINK_TORCH_FUSION"] = given
+    code = (
+        "import warplink.torch, torch._inductor.config as config; "
+        "print('FusionPass' in repr(config.post_grad_custom_post_pass))"
+    )
+    told = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert told.returncode == 0, told.stderr
+    assert told.stdout.strip() == str(on)
 
 
 class Marker:

@@ -2,6 +2,7 @@
 
 import os
 import tempfile
+import threading
 from datetime import timedelta
 
 import pytest
@@ -439,3 +440,86 @@ def one_after_another(rank, world, _, place):
 
 def test_a_store_serves_one_group_after_another():
     on_ranks(one_after_another, 3)
+
+
+def threads_and_groups(rank, world, _, place):
+    dist = start(rank, world, place)
+    groups = [dist.new_group(list(range(world))) for _ in range(4)]
+    wrong = []
+
+    def run(number):
+        group = groups[number]
+        try:
+            for turn in range(40):
+                total = torch.full((100 + 7000 * (turn % 3),), float(rank + number))
+                dist.all_reduce(total, group=group)
+                assert (total == sum(peer + number for peer in range(world))).all(), turn
+                a = torch.full((4, 8), rank + 1.0)
+                whole, (product,) = torch.ops.warplink.fused_all_gather_matmul(
+                    a, [torch.ones(8, 3)], 0, group.group_name
+                )
+                assert (whole.view(world, -1)[:, 0] == torch.arange(world) + 1).all(), turn
+                assert (product[:, 0] == 8 * whole[:, 0]).all(), turn
+        except BaseException as error:
+            wrong.append((number, repr(error)))
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(len(groups))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong, wrong
+    dist.destroy_process_group()
+
+
+def test_several_threads_with_a_group_each():
+    on_ranks(threads_and_groups, 2)
+
+
+def across_machines(rank, world, _, place):
+    import warplink.torch
+    from warplink.errors import UnsupportedError
+    from warplink.torch import joining
+
+    # Two ranks on each of two machines.
+    joining.machine = lambda: f"machine {rank // 2}"
+    dist = start(rank, world, place)
+    group = dist.group.WORLD
+    assert not group.is_direct and not warplink.torch.is_direct_group() and group.get_buffer_size() == 0
+    total = torch.ones(3)
+    dist.all_reduce(total)
+    assert (total == world).all()
+    a = torch.full((2, 4), float(rank))
+    whole, (product,) = torch.ops.warplink.fused_all_gather_matmul(a, [torch.ones(4, 2)], 0, group.group_name)
+    assert whole[:, 0].tolist() == [float(peer) for peer in range(world) for _ in range(2)]
+    assert torch.equal(product, whole @ torch.ones(4, 2))
+    scattered = torch.ops.warplink.fused_matmul_reduce_scatter(
+        torch.ones(world, 4), torch.ones(4, 2), "sum", 0, group.group_name
+    )
+    assert (scattered == 4 * world).all()
+    # What Gloo cannot do says so.
+    with pytest.raises(RuntimeError, match="PREMUL_SUM with Gloo"):
+        dist.all_reduce(total, dist._make_nccl_premul_sum(2.0))
+    with pytest.raises(UnsupportedError, match="the group spans machines"):
+        group.get_p2p_buffer(0, (4,), torch.float32)
+    # A part on one machine is direct again.
+    for members in ([0, 1], [2, 3], [1, 2]):
+        part = dist.new_group(members)
+        if rank in members:
+            assert part.is_direct == (members != [1, 2])
+            total = torch.ones(3)
+            dist.all_reduce(total, group=part)
+            assert (total == 2).all()
+    operations = [
+        dist.P2POp(dist.isend, torch.full((2,), float(rank)), (rank + 1) % world),
+        dist.P2POp(dist.irecv, received := torch.empty(2), (rank - 1) % world),
+    ]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+    assert (received == (rank - 1) % world).all()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_a_group_that_spans_machines():
+    on_ranks(across_machines, 4)

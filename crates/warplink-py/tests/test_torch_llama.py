@@ -4,14 +4,29 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import torch._inductor.config  # noqa: E402
 from test_torch_group import on_ranks, start  # noqa: E402
 
 
-def losses(rank, world, _, place, backend, way, device="cpu"):
+def losses(rank, world, _, place, backend, way, device="cpu", fused=False, layers=2):
+    """``fused`` compiles the layers with the pass on, which is to replace collectives."""
     import llama
 
-    dist = start(rank, world, place + backend.replace(":", "-"), backend)
-    found, _ = llama.train(way, torch.device(device))
+    import warplink.torch
+
+    dist = start(rank, world, place + backend.replace(":", "-") + str(fused), backend)
+    if fused:
+        # The report tells of graphs that are compiled, not of those from the cache.
+        torch._inductor.config.force_disable_caches = True
+        warplink.torch.enable_fusion()
+        warplink.torch.fusion_report(clear=True)
+    try:
+        found, _ = llama.train(way, torch.device(device), llama.Sizes(layers=layers), compiled=fused)
+    finally:
+        warplink.torch.disable_fusion()
+    if fused:
+        kinds = {found.kind for found in warplink.torch.fusion_report() if found.replaced}
+        assert kinds == {"all-gather + matmul", "matmul + reduce-scatter"}, warplink.torch.fusion_report()
     dist.destroy_process_group()
     return found
 
@@ -25,3 +40,14 @@ def compare(rank, world, meeting, place, way):
 @pytest.mark.parametrize("way", ["ddp", "fsdp2", "tp", "pipeline"])
 def test_a_model_trains_as_with_gloo(way):
     on_ranks(compare, 2, way)
+
+
+def compare_fused(rank, world, meeting, place):
+    # One layer, since compiling takes long.
+    expected = losses(rank, world, meeting, place, "gloo", "tp", layers=1)
+    found = losses(rank, world, meeting, place, "cpu:warplink", "tp", fused=True, layers=1)
+    assert found == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_model_compiled_with_the_pass_trains_as_with_gloo():
+    on_ranks(compare_fused, 2, limit=400.0)

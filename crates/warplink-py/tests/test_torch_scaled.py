@@ -78,6 +78,43 @@ def test_scaled_operations_equal_the_unfused():
     on_ranks(scaled, WORLD)
 
 
+def biased(rank, world, _, place, device="cpu"):
+    dist = start(rank, world, place)
+    from torch.distributed._symmetric_memory import (
+        _fused_all_gather_scaled_matmul_fallback,
+        _fused_scaled_matmul_reduce_scatter_fallback,
+    )
+
+    ops, name = torch.ops.warplink, dist.group.WORLD.group_name
+    random = matrices(6, rank, device)
+    scale = torch.tensor(0.5, device=device)
+    bias = torch.arange(48, device=device).bfloat16() + rank
+    b, out = random(48, 32).t(), torch.bfloat16
+    for shape, dim in [((16, 32), 0), ((3, 16, 32), 0), ((3, 16, 32), 1)]:
+        a = random(*shape)
+        # One with a bias beside one without.
+        rest = (dim, name, [bias, None], [None] * 2, [out] * 2, [False] * 2)
+        given = (a, [b, b], scale, [scale] * 2, *rest)
+        _, results = ops.fused_all_gather_scaled_matmul(*given)
+        _, products = _fused_all_gather_scaled_matmul_fallback(*given)
+        for got, wanted in zip(results, products, strict=True):
+            torch.testing.assert_close(got, wanted, rtol=2e-2, atol=1e-1)
+        torch.testing.assert_close(results[0], results[1] + bias, rtol=2e-2, atol=1e-1)
+        sizes = list(shape)
+        sizes[dim] *= world
+        left = random(*sizes)
+        for op in ("sum", "avg"):
+            given = (op, dim, min(dim, 1), name, [*sizes[:-1], 48], bias, None, out)
+            got = ops.fused_scaled_matmul_reduce_scatter(left, b, scale, scale, *given)
+            wanted = _fused_scaled_matmul_reduce_scatter_fallback(left, b, scale, scale, *given)
+            torch.testing.assert_close(got, wanted, rtol=2e-2, atol=5e-1)
+    dist.destroy_process_group()
+
+
+def test_scaled_matmuls_with_a_bias():
+    on_ranks(biased, WORLD)
+
+
 def scaled_columns(rank, world, _, place, device="cpu"):
     dist = start(rank, world, place)
     ops, name = torch.ops.warplink, dist.group.WORLD.group_name
