@@ -1,18 +1,22 @@
 #!/usr/bin/env python3
-"""PyTorch's fused products beside NCCL and a plain product, on the shapes of `warplink bench overlap`.
+"""PyTorch's and Warplink's fused products beside NCCL and a plain product, on the shapes of `warplink bench overlap`.
 
 Run it on all GPUs of one machine:
 
-    torchrun --nproc-per-node 8 scripts/torch_overlap.py [--shape M,K,N]... [--output FILE.json]
+    torchrun --nproc-per-node 8 scripts/torch_overlap.py [--shape M,K,N]... [--random N] [--form FORM]...
+        [--output FILE.json]
 
 Every sample starts with a barrier over all ranks, the slowest rank counts, and the median is
-printed, as `warplink bench overlap` does. NVLink multicast stays off.
+printed, as `warplink bench overlap` does: of the GPUs' time, and of the host's until the call returns (`_host_us`).
+NVLink multicast stays off. Without Warplink's Python package, it is left out.
 """
 
 import argparse
 import json
 import os
+import random
 import statistics
+import time
 
 os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
 os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
@@ -20,11 +24,19 @@ os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
 import torch
 import torch.distributed as dist
 
+try:
+    import warplink.torch
+except ImportError:
+    warplink = None
+
 SHAPES = [(32768, 16384, 8192), (32768, 16384, 1024), (16384, 8192, 1024), (8192, 8192, 3584)]
+
+#: bf16 along the first dimension and along the last one, and fp8 along the first.
+FORMS = ("rows", "columns", "fp8")
 
 
 def measure(work, samples):
-    """Median over samples of the slowest rank's time, in microseconds."""
+    """Medians over samples of the slowest rank's times, of the GPU and of the host, in microseconds."""
     for _ in range(3):
         work()
     times = []
@@ -34,92 +46,161 @@ def measure(work, samples):
         dist.barrier()
         torch.cuda.synchronize()
         begin.record()
+        called = time.perf_counter()
         work()
+        host = time.perf_counter() - called
         end.record()
         torch.cuda.synchronize()
-        slowest = torch.tensor([begin.elapsed_time(end)], device="cuda")
+        slowest = torch.tensor([begin.elapsed_time(end) * 1e3, host * 1e6], device="cuda", dtype=torch.float64)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-        times.append(slowest.item() * 1e3)
-    return statistics.median(times)
+        times.append(slowest.tolist())
+    return tuple(statistics.median(column) for column in zip(*times))
 
 
 def error(result, reference):
-    return (torch.linalg.vector_norm((result - reference).double()) / torch.linalg.vector_norm(reference.double())).item()
+    difference = torch.linalg.vector_norm(result.double() - reference.double())
+    return (difference / torch.linalg.vector_norm(reference.double())).item()
 
 
-def all_gather_matmul(m, k, n, group, samples):
-    world = dist.get_world_size()
-    shard = torch.randn(m // world, k, device="cuda").bfloat16()
-    b = torch.randn(k, n, device="cuda").bfloat16()
-    gathered = torch.empty(m, k, device="cuda", dtype=torch.bfloat16)
-    out = torch.empty(m, n, device="cuda", dtype=torch.bfloat16)
+def figures(op, contenders, results, reference, samples):
+    """Times of ``contenders``, and how far from ``reference`` are the results of those in ``results``, which gives a
+    result of what the contender returns."""
+    row = {"op": op}
+    for name, work in contenders.items():
+        if name in results:
+            row[f"{name}_error"] = error(results[name](work()), reference)
+        row[f"{name}_us"], row[f"{name}_host_us"] = measure(work, samples)
+    return row
+
+
+def fused_by(call):
+    """The same call of each library that has it."""
+    libraries = {"symm_mem": (torch.ops.symm_mem, dist.group.WORLD.group_name)}
+    if warplink is not None:
+        libraries["warplink"] = (torch.ops.warplink, warplink_group().group_name)
+    return {name: lambda ops=ops, group=group: call(ops, group) for name, (ops, group) in libraries.items()}
+
+
+_made = []
+
+
+def warplink_group():
+    """A group of all ranks whose backend is Warplink, as the default one is NCCL's."""
+    if not _made:
+        _made.append(dist.new_group(backend="warplink"))
+    return _made[0]
+
+
+def drawn(*sizes, fp8):
+    values = torch.randn(*sizes, device="cuda").bfloat16()
+    return values.to(torch.float8_e4m3fn) if fp8 else values
+
+
+def all_gather_matmul(m, k, n, form, samples):
+    world, fp8 = dist.get_world_size(), form == "fp8"
+    columns = form == "columns"
+    shard = drawn(m, k // world, fp8=False) if columns else drawn(m // world, k, fp8=fp8)
+    # The scaled matmul wants its right operand transposed.
+    b = drawn(n, k, fp8=True).t() if fp8 else drawn(k, n, fp8=False)
+    flat = torch.empty(world * shard.shape[0], shard.shape[1], device="cuda", dtype=shard.dtype)
+    scale = torch.ones((), device="cuda")
+
+    def multiplied(whole):
+        if fp8:
+            return torch._scaled_mm(whole, b, scale, scale, out_dtype=torch.bfloat16)
+        return torch.matmul(whole, b)
 
     def plain():
-        dist.all_gather_into_tensor(gathered, shard)
-        torch.matmul(gathered, b, out=out)
+        dist.all_gather_into_tensor(flat.view(torch.uint8), shard.view(torch.uint8))
+        return multiplied(torch.cat(flat.chunk(world), 1) if columns else flat)
 
-    def fused():
-        return torch.ops.symm_mem.fused_all_gather_matmul(shard, [b], gather_dim=0, group_name=group)
+    def fused(ops, group):
+        if fp8:
+            rest = ([None], [None], [torch.bfloat16], [False])
+            return ops.fused_all_gather_scaled_matmul(shard, [b], scale, [scale], 0, group, *rest)
+        return ops.fused_all_gather_matmul(shard, [b], int(columns), group)
 
-    plain()
-    wrong = error(fused()[1][0], out)
-    return {
-        "op": "all-gather + matmul",
-        "matmul_us": measure(lambda: torch.matmul(gathered, b, out=out), samples),
-        "nccl_then_matmul_us": measure(plain, samples),
-        "fused_us": measure(fused, samples),
-        "error": wrong,
-    }
+    reference = plain()
+    whole = torch.cat(flat.chunk(world), 1) if columns else flat
+    own = fused_by(fused)
+    contenders = {"matmul": lambda: multiplied(whole), "nccl_then_matmul": plain, **own}
+    return figures(
+        f"all-gather + matmul, {form}", contenders, {name: lambda got: got[1][0] for name in own}, reference, samples
+    )
 
 
-def matmul_reduce_scatter(m, k, n, group, samples):
-    world = dist.get_world_size()
-    a = torch.randn(m, k // world, device="cuda").bfloat16()
-    b = torch.randn(k // world, n, device="cuda").bfloat16()
-    partial = torch.empty(m, n, device="cuda", dtype=torch.bfloat16)
-    out = torch.empty(m // world, n, device="cuda", dtype=torch.bfloat16)
+def matmul_reduce_scatter(m, k, n, form, samples):
+    world, fp8 = dist.get_world_size(), form == "fp8"
+    columns = form == "columns"
+    a = drawn(m, k // world, fp8=fp8)
+    b = drawn(n, k // world, fp8=True).t() if fp8 else drawn(k // world, n, fp8=False)
+    sizes = (m, n // world) if columns else (m // world, n)
+    out = torch.empty(sizes, device="cuda", dtype=torch.bfloat16)
+    scale = torch.ones((), device="cuda")
+
+    def multiplied():
+        if fp8:
+            return torch._scaled_mm(a, b, scale, scale, out_dtype=torch.bfloat16)
+        return torch.matmul(a, b)
 
     def plain():
-        torch.matmul(a, b, out=partial)
-        dist.reduce_scatter_tensor(out, partial)
+        product = multiplied()
+        dist.reduce_scatter_tensor(out, torch.cat(product.chunk(world, 1)) if columns else product)
+        return out
 
-    def fused():
-        return torch.ops.symm_mem.fused_matmul_reduce_scatter(a, b, "sum", scatter_dim=0, group_name=group)
+    def fused(ops, group):
+        if fp8:
+            rest = ([m, n], None, None, torch.bfloat16)
+            return ops.fused_scaled_matmul_reduce_scatter(a, b, scale, scale, "sum", 0, 0, group, *rest)
+        return ops.fused_matmul_reduce_scatter(a, b, "sum", int(columns), group)
 
-    plain()
-    wrong = error(fused(), out)
-    return {
-        "op": "matmul + reduce-scatter",
-        "matmul_us": measure(lambda: torch.matmul(a, b, out=partial), samples),
-        "matmul_then_nccl_us": measure(plain, samples),
-        "fused_us": measure(fused, samples),
-        "error": wrong,
-    }
+    reference = plain().clone()
+    own = fused_by(fused)
+    contenders = {"matmul": multiplied, "matmul_then_nccl": plain, **own}
+    return figures(
+        f"matmul + reduce-scatter, {form}", contenders, {name: lambda got: got for name in own}, reference, samples
+    )
+
+
+def random_shapes(count, world):
+    """Shapes that are the same on all ranks and that every form takes."""
+    generator = random.Random(7)
+
+    def drawn(low, high, multiple):
+        return max(1, round(2 ** generator.uniform(low, high) / multiple)) * multiple
+
+    return [
+        (drawn(8, 15, world), drawn(9, 14, 16 * world), drawn(9, 13, 16 * world)) for _ in range(count)
+    ]
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", action="append", help="M,K,N; may be given several times")
+    parser.add_argument("--random", type=int, default=0, metavar="N", help="N shapes at random, beside those given")
+    parser.add_argument("--form", action="append", choices=FORMS, help="may be given several times; rows if none is")
     parser.add_argument("--samples", type=int, default=9)
     parser.add_argument("--output", help="write the figures to this JSON file")
     arguments = parser.parse_args()
-    shapes = [tuple(map(int, text.split(","))) for text in arguments.shape] if arguments.shape else SHAPES
+    shapes = [tuple(map(int, text.split(","))) for text in arguments.shape or []]
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl", device_id=torch.device("cuda", int(os.environ["LOCAL_RANK"])))
     import torch.distributed._symmetric_memory as symmetric_memory
 
-    group = dist.group.WORLD.group_name
-    symmetric_memory.enable_symm_mem_for_group(group)
+    symmetric_memory.enable_symm_mem_for_group(dist.group.WORLD.group_name)
     torch.manual_seed(1 + dist.get_rank())
+    shapes += random_shapes(arguments.random, dist.get_world_size())
     rows = []
-    for m, k, n in shapes:
-        for run in (all_gather_matmul, matmul_reduce_scatter):
-            row = {"m": m, "k": k, "n": n, **run(m, k, n, group, arguments.samples)}
-            rows.append(row)
-            if dist.get_rank() == 0:
-                figures = "  ".join(f"{name} {value:.0f}" for name, value in row.items() if name.endswith("_us"))
-                print(f"{m:6} {k:6} {n:5}  {row['op']:24} {figures}  error {row['error']:.1e}", flush=True)
-            torch.cuda.empty_cache()
+    for m, k, n in shapes or SHAPES:
+        for form in arguments.form or FORMS[:1]:
+            for run in (all_gather_matmul, matmul_reduce_scatter):
+                row = {"m": m, "k": k, "n": n, **run(m, k, n, form, arguments.samples)}
+                rows.append(row)
+                if dist.get_rank() == 0:
+                    told = "  ".join(f"{name} {value:.0f}" for name, value in row.items() if name.endswith("_us"))
+                    wrong = "  ".join(f"{name} {value:.1e}" for name, value in row.items() if name.endswith("_error"))
+                    print(f"{m:6} {k:6} {n:5}  {row['op']:32} {told}  {wrong}", flush=True)
+                torch.cuda.empty_cache()
     if arguments.output and dist.get_rank() == 0:
         with open(arguments.output, "w") as file:
             json.dump({"torch": torch.__version__, "world": dist.get_world_size(), "rows": rows}, file, indent=1)
