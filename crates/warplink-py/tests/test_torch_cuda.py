@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import os
+import time
 from datetime import timedelta
 
 import pytest
@@ -153,6 +154,59 @@ def test_scaled_operations_equal_the_unfused():
     on_ranks(scaled_operations, WORLD)
 
 
+def scaled_by_rows(rank, world, _, place):
+    dist = start_on_gpu(rank, world, place)
+    from test_torch_scaled import matrices
+    from torch.distributed._symmetric_memory import (
+        _fused_all_gather_scaled_matmul_fallback,
+        _fused_scaled_matmul_reduce_scatter_fallback,
+    )
+
+    device = torch.device("cuda", gpu(rank))
+    if torch.cuda.get_device_capability(device) < (9, 0):
+        # PyTorch has no matmul of rows scaled each on earlier ones.
+        dist.destroy_process_group()
+        return
+    ops, name = torch.ops.warplink, dist.group.WORLD.group_name
+    random = matrices(9, rank, device)
+    generator = torch.Generator().manual_seed(11 + rank)
+    close = {"rtol": 3e-2, "atol": 0.5}
+    n, k, out = 48, 64, torch.bfloat16
+
+    def scales(*sizes):
+        return (torch.rand(*sizes, generator=generator) + 0.5).to(device)
+
+    b, b_scale = random(n, k).t(), scales(1, n)
+    one = torch.tensor(0.5, device=device)
+    bias = torch.randn(n, generator=generator).to(device, out)
+    for shape, dim in [((64, k), 0), ((3, 16, k), 0), ((2, 16, k), 1)]:
+        a, whole = random(*shape), [*shape[:-1], 1]
+        whole[dim] *= world
+        replicated = scales(*whole)
+        dist.broadcast(replicated, 0)
+        for a_scale, scale in ((scales(*shape[:-1], 1), b_scale), (replicated, b_scale), (one, one)):
+            for fast, added in ((False, None), (True, bias)):
+                rest = (dim, name, [added], [None], [out], [fast])
+                got = ops.fused_all_gather_scaled_matmul(a, [b], a_scale, [scale], *rest)
+                wanted = _fused_all_gather_scaled_matmul_fallback(a, [b], a_scale, [scale], *rest)
+                assert torch.equal(got[0].view(torch.uint8), wanted[0].view(torch.uint8))
+                torch.testing.assert_close(got[1][0], wanted[1][0], **close)
+        sizes = list(shape)
+        sizes[dim] *= world
+        left = random(*sizes)
+        for a_scale, scale in ((scales(*sizes[:-1], 1), b_scale), (one, one)):
+            for op, fast, added in (("sum", False, None), ("avg", True, bias)):
+                rest = (op, dim, min(dim, 1), name, [*sizes[:-1], n], added, None, out, fast)
+                got = ops.fused_scaled_matmul_reduce_scatter(left, b, a_scale, scale, *rest)
+                wanted = _fused_scaled_matmul_reduce_scatter_fallback(left, b, a_scale, scale, *rest)
+                torch.testing.assert_close(got, wanted, **close)
+    dist.destroy_process_group()
+
+
+def test_scales_of_rows_biases_and_fast_accumulation():
+    on_ranks(scaled_by_rows, WORLD)
+
+
 def random_cases(rank, world, meeting, place):
     from test_torch_random import cases, scaled_cases
 
@@ -280,6 +334,135 @@ def models(rank, world, meeting, place, way):
 @pytest.mark.parametrize("way", ["ddp", "fsdp2", "tp", "pipeline"])
 def test_a_model_trains_as_with_nccl(way):
     on_ranks(models, WORLD, way)
+
+
+def compiled_models(rank, world, meeting, place):
+    import test_torch_llama
+
+    torch.cuda.set_device(gpu(rank))
+    device = f"cuda:{gpu(rank)}"
+    # One layer, since compiling takes long.
+    expected = test_torch_llama.losses(rank, world, meeting, place, "nccl", "tp", device, layers=1)
+    found = test_torch_llama.losses(
+        rank, world, meeting, place, "warplink", "tp", device, fused=True, layers=1
+    )
+    assert found == pytest.approx(expected, rel=1e-3)
+
+
+def test_a_model_compiled_with_the_pass_trains_as_with_nccl():
+    on_ranks(compiled_models, WORLD)
+
+
+def compiled_into_graphs(rank, world, _, place):
+    dist = start_on_gpu(rank, world, place)
+    from torch._dynamo.utils import counters
+
+    ops, name = torch.ops.warplink, dist.group.WORLD.group_name
+    device = torch.device("cuda", gpu(rank))
+    up, down = (torch.ones(*shape, dtype=torch.bfloat16, device=device) for shape in ((128, 96), (96, 32)))
+
+    def both(a):
+        _, (product,) = ops.fused_all_gather_matmul(a, [up], 0, name, return_A=False)
+        return ops.fused_matmul_reduce_scatter(product, down, "sum", 0, name)
+
+    compiled = torch.compile(both, fullgraph=True, mode="reduce-overhead")
+    with torch.no_grad():
+        # The first call makes the plans, the second records a graph, and the others launch it.
+        for turn in range(6):
+            torch.compiler.cudagraph_mark_step_begin()
+            a = torch.full((64, 128), turn + 1.0, dtype=torch.bfloat16, device=device)
+            expected = both(a)
+            assert torch.equal(compiled(a), expected), turn
+    assert counters["inductor"]["cudagraph_skips"] == 0
+    assert dist.group.WORLD.workspace(device)._recorded, "no graph was recorded"
+    dist.destroy_process_group()
+
+
+def test_fused_operations_in_graphs_of_the_compiler():
+    on_ranks(compiled_into_graphs, WORLD)
+
+
+#: Seconds in which the loss of a peer is to be raised, and in which a test of it is to end.
+TOLD_SECONDS, LOST_LIMIT = 15.0, 60.0
+
+
+def raised_by(operation):
+    """What ``operation`` raises, once its peer is lost."""
+    end = time.monotonic() + TOLD_SECONDS
+    while time.monotonic() < end:
+        try:
+            operation()
+            # Nothing more is enqueued than what waits for the peer.
+            torch.cuda.synchronize()
+        except RuntimeError as error:
+            return error
+        time.sleep(0.01)
+    raise AssertionError(f"nothing was raised in {TOLD_SECONDS} s")
+
+
+def lost_in_fused(rank, world, _, place):
+    dist = start_on_gpu(rank, world, place, timeout=10)
+    ops, name = torch.ops.warplink, dist.group.WORLD.group_name
+    device = torch.device("cuda", gpu(rank))
+    a, b = torch.ones(64, 32, device=device), torch.ones(32, 48, device=device)
+    wide = torch.ones(64, 48, device=device)
+    operations = [
+        lambda: ops.fused_all_gather_matmul(a, [b], 0, name),
+        lambda: ops.fused_matmul_reduce_scatter(a, b, "sum", 0, name),
+        lambda: ops.fused_all_gather_matmul(a, [wide], 1, name),
+        lambda: ops.fused_matmul_reduce_scatter(a, b, "sum", 1, name),
+    ]
+    for operation in operations:
+        operation()
+    torch.cuda.synchronize()
+    meet(place, "ran", rank, range(world))
+    if rank == 1:
+        os._exit(1)
+    for operation in operations:
+        error = raised_by(operation)
+        assert isinstance(error, ConnectionError) and (error.kind, error.peer) == ("peer_lost", 1), error
+
+
+def test_a_lost_peer_ends_fused_operations():
+    on_ranks(lost_in_fused, WORLD, dies=(1,), limit=LOST_LIMIT)
+
+
+def lost_in_direct(rank, world, _, place):
+    import warplink.torch
+
+    options = warplink.torch.Options(direct_collectives=True)
+    dist = start_on_gpu(rank, world, place, timeout=10, pg_options=options)
+    own = torch.ones(1 << 20, device="cuda")
+    dist.all_reduce(own)
+    assert dist.group.WORLD.collectives_path == "direct"
+    torch.cuda.synchronize()
+    meet(place, "ran", rank, range(world))
+    if rank == 1:
+        os._exit(1)
+    error = raised_by(lambda: dist.all_reduce(own))
+    assert isinstance(error, ConnectionError) and (error.kind, error.peer) == ("peer_lost", 1), error
+
+
+def test_a_lost_peer_ends_direct_collectives():
+    on_ranks(lost_in_direct, WORLD, dies=(1,), limit=LOST_LIMIT)
+
+
+def lost_in_nccl(rank, world, _, place):
+    # Without this, NCCL's watchdog ends the process, as PyTorch wants it by default.
+    os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
+    dist = start_on_gpu(rank, world, place, timeout=5)
+    own = torch.ones(1 << 20, device="cuda")
+    dist.all_reduce(own)
+    torch.cuda.synchronize()
+    meet(place, "ran", rank, range(world))
+    if rank == 1:
+        os._exit(1)
+    with pytest.raises(dist.DistError):
+        dist.all_reduce(own)
+
+
+def test_a_lost_peer_ends_collectives_of_nccl():
+    on_ranks(lost_in_nccl, WORLD, dies=(1,), limit=LOST_LIMIT)
 
 
 def models_by_direct_collectives(*arguments):

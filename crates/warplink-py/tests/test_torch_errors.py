@@ -180,6 +180,8 @@ def lost(rank, world, _, place):
     a, b = torch.ones(4, 8), torch.ones(8, 6)
     torch.ops.warplink.fused_all_gather_matmul(a, [b], 0, name)
     torch.ops.warplink.fused_matmul_reduce_scatter(torch.ones(6, 8), b, "sum", 0, name)
+    torch.ops.warplink.fused_all_gather_matmul(a, [torch.cat([b] * 3)], 1, name)
+    torch.ops.warplink.fused_matmul_reduce_scatter(a, b, "sum", 1, name)
     dist.barrier()
     meet(place, "past the barrier", rank, range(3))
     if rank == 2:
@@ -187,6 +189,8 @@ def lost(rank, world, _, place):
     for operation in (
         lambda: torch.ops.warplink.fused_all_gather_matmul(a, [b], 0, name),
         lambda: torch.ops.warplink.fused_matmul_reduce_scatter(torch.ones(6, 8), b, "sum", 0, name),
+        lambda: torch.ops.warplink.fused_all_gather_matmul(a, [torch.cat([b] * 3)], 1, name),
+        lambda: torch.ops.warplink.fused_matmul_reduce_scatter(a, b, "sum", 1, name),
         # A plan that is not made yet.
         lambda: torch.ops.warplink.fused_all_gather_matmul(torch.ones(5, 8), [b], 0, name),
         dist.group.WORLD.intra_node_barrier,
