@@ -427,6 +427,27 @@ def test_a_lost_peer_ends_fused_operations():
     on_ranks(lost_in_fused, WORLD, dies=(1,), limit=LOST_LIMIT)
 
 
+def absent_from_fused(rank, world, _, place):
+    dist = start_on_gpu(rank, world, place)
+    group, device = dist.group.WORLD, torch.device("cuda", gpu(rank))
+    a, b = torch.ones(64, 32, device=device), torch.ones(32, 48, device=device)
+
+    def operation():
+        torch.ops.warplink.fused_all_gather_matmul(a, [b], 0, group.group_name)
+
+    operation()
+    torch.cuda.synchronize()
+    group.set_timeout(timedelta(seconds=2))
+    if rank == 0:
+        error = raised_by(operation)
+        assert error.kind == "timeout", error
+    meet(place, "told", rank, range(world))
+
+
+def test_a_peer_that_is_absent_from_a_fused_operation_is_told():
+    on_ranks(absent_from_fused, WORLD, limit=LOST_LIMIT)
+
+
 def lost_in_direct(rank, world, _, place):
     import warplink.torch
 
