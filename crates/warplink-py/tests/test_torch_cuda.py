@@ -116,7 +116,7 @@ def fused(rank, world, _, place, dtype_name):
     def random(*shape):
         return torch.randn(*shape, generator=generator).to(dtype).to(device)
 
-    for shape, dim in [((64, 128), 0), ((3, 5, 64), 0), ((3, 5, 64), 1), ((257, 96), 0), ((4, 64), 1)]:
+    for shape, dim in [((64, 128), 0), ((3, 5, 64), 0), ((3, 5, 64), 1), ((1, 5, 64), 1), ((257, 96), 0), ((4, 64), 1)]:
         last = dim == len(shape) - 1
         k = shape[-1] * (world if last else 1)
         # Tensors at new addresses each time.
@@ -341,10 +341,10 @@ def compiled_models(rank, world, meeting, place):
 
     torch.cuda.set_device(gpu(rank))
     device = f"cuda:{gpu(rank)}"
-    # One layer, since compiling takes long.
-    expected = test_torch_llama.losses(rank, world, meeting, place, "nccl", "tp", device, layers=1)
+    # A layer sees what the one before it gives, also where a dimension has one element.
+    expected = test_torch_llama.losses(rank, world, meeting, place, "nccl", "tp", device, batch=1)
     found = test_torch_llama.losses(
-        rank, world, meeting, place, "warplink", "tp", device, fused=True, layers=1
+        rank, world, meeting, place, "warplink", "tp", device, fused=True, batch=1
     )
     assert found == pytest.approx(expected, rel=1e-3)
 
@@ -478,8 +478,9 @@ def lost_in_nccl(rank, world, _, place):
     meet(place, "ran", rank, range(world))
     if rank == 1:
         os._exit(1)
-    with pytest.raises(dist.DistError):
-        dist.all_reduce(own)
+    # The call that is under way when NCCL's watchdog finds it may end without.
+    error = raised_by(lambda: dist.all_reduce(own))
+    assert isinstance(error, dist.DistError) or "NCCL" in str(error), error
 
 
 def test_a_lost_peer_ends_collectives_of_nccl():

@@ -8,8 +8,9 @@ import torch._inductor.config  # noqa: E402
 from test_torch_group import on_ranks, start  # noqa: E402
 
 
-def losses(rank, world, _, place, backend, way, device="cpu", fused=False, layers=2):
-    """``fused`` compiles the layers with the pass on, which is to replace collectives."""
+def losses(rank, world, _, place, backend, way, device="cpu", fused=False, **sizes):
+    """``fused`` compiles the layers with the pass on, which is to replace collectives. ``sizes`` are others than those of
+    ``llama.Sizes``."""
     import llama
 
     import warplink.torch
@@ -21,7 +22,7 @@ def losses(rank, world, _, place, backend, way, device="cpu", fused=False, layer
         warplink.torch.enable_fusion()
         warplink.torch.fusion_report(clear=True)
     try:
-        found, _ = llama.train(way, torch.device(device), llama.Sizes(layers=layers), compiled=fused)
+        found, _ = llama.train(way, torch.device(device), llama.Sizes(**sizes), compiled=fused)
     finally:
         warplink.torch.disable_fusion()
     if fused:

@@ -6,7 +6,7 @@ torch = pytest.importorskip("torch")
 
 from test_torch_group import on_ranks, start  # noqa: E402
 
-SHAPES = [((4, 8), 0), ((3, 5, 8), 0), ((3, 5, 8), 1), ((2, 3, 5, 8), 2), ((3, 5, 8), 2), ((7, 8), 1)]
+SHAPES = [((4, 8), 0), ((3, 5, 8), 0), ((3, 5, 8), 1), ((1, 5, 8), 1), ((2, 3, 5, 8), 2), ((3, 5, 8), 2), ((7, 8), 1)]
 
 
 def fused(rank, world, _, place, dtype_name):

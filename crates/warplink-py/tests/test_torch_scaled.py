@@ -31,7 +31,7 @@ def scaled(rank, world, _, place, device="cpu"):
     random = matrices(5, rank, device)
     scale = torch.tensor(0.5, device=device)
     close = {"rtol": 2e-2, "atol": 1e-1}
-    for shape, dim in [((16, 32), 0), ((3, 16, 32), 0), ((3, 16, 32), 1)]:
+    for shape, dim in [((16, 32), 0), ((3, 16, 32), 0), ((3, 16, 32), 1), ((1, 16, 32), 1)]:
         for _ in range(3):
             a, bs = random(*shape), [random(48, 32).t(), random(16, 32).t()]
             rest = (dim, name, [None] * 2, [None] * 2, [torch.bfloat16, torch.float32], [False] * 2)
@@ -50,8 +50,7 @@ def scaled(rank, world, _, place, device="cpu"):
                 rest = (op, dim, min(dim, 1), name, [*sizes[:-1], 48], None, None, torch.bfloat16)
                 got = ops.fused_scaled_matmul_reduce_scatter(left, right, scale, scale, *rest)
                 wanted = _fused_scaled_matmul_reduce_scatter_fallback(left, right, scale, scale, *rest)
-                assert (got.shape, got.dtype) == (wanted.shape, wanted.dtype)
-                assert got.is_contiguous()
+                assert (got.shape, got.stride(), got.dtype) == (wanted.shape, wanted.stride(), wanted.dtype)
                 torch.testing.assert_close(got, wanted, **close)
     # Along the columns of the product, which runs unfused.
     rest = ("sum", 1, 1, name, None, None, None, torch.bfloat16)
@@ -90,7 +89,7 @@ def biased(rank, world, _, place, device="cpu"):
     scale = torch.tensor(0.5, device=device)
     bias = torch.arange(48, device=device).bfloat16() + rank
     b, out = random(48, 32).t(), torch.bfloat16
-    for shape, dim in [((16, 32), 0), ((3, 16, 32), 0), ((3, 16, 32), 1)]:
+    for shape, dim in [((16, 32), 0), ((3, 16, 32), 0), ((3, 16, 32), 1), ((1, 16, 32), 1)]:
         a = random(*shape)
         # One with a bias beside one without.
         rest = (dim, name, [bias, None], [None] * 2, [out] * 2, [False] * 2)

@@ -20,7 +20,7 @@ import warplink
 from warplink.torch import columns
 from warplink.torch.agreement import Call
 from warplink.torch.group import ProcessGroupWarplink
-from warplink.torch.plans import FusedPlan, family, in_memory, span
+from warplink.torch.plans import FusedPlan, family, from_front, in_memory, span
 
 #: Element types that have a matmul in Warplink.
 FUSED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -212,7 +212,7 @@ def matmul_reduce_scatter(
     if reduce_op == "avg":
         result /= size
     leading = [front.shape[0] // size, *front.shape[1:-1]]
-    return result.view(*leading, B.shape[1]).movedim(0, scatter_dim).contiguous()
+    return from_front(result.view(*leading, B.shape[1]), scatter_dim)
 
 
 def _unfused_matmul_reduce_scatter(

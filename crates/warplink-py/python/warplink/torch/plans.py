@@ -36,6 +36,13 @@ def in_memory(bs: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], bool]:
     return [(b.t() if transposed else b).contiguous() for b in bs], transposed
 
 
+def from_front(tensor: torch.Tensor, dim: int) -> torch.Tensor:
+    """The contiguous ``tensor`` with its first dimension as dimension ``dim``, as a new tensor of that order is."""
+    moved = tensor.movedim(0, dim).contiguous()
+    # Where a dimension has one element, strides may be others, by which PyTorch's compiler tells tensors apart.
+    return moved.flatten().view(moved.shape) if 1 in moved.shape else moved
+
+
 class FusedPlan:
     """A plan, with tensors of its own for what cannot lie elsewhere."""
 

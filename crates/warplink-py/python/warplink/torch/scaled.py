@@ -16,6 +16,7 @@ import torch.distributed._functional_collectives as funcol
 from warplink.torch.agreement import Call
 from warplink.torch.ops import direct_group, group_size, library
 from warplink.torch.pipeline import GatherPipeline, ScatterPipeline
+from warplink.torch.plans import from_front
 
 library.define(
     "fused_all_gather_scaled_matmul(Tensor A, Tensor[] Bs, Tensor A_scale, Tensor[] B_scales, "
@@ -267,7 +268,7 @@ def scaled_matmul_reduce_scatter(
         received = pipeline.run(multiply).view(kind).view(size, rows, n)
         result = (received.mean(0) if reduce_op == "avg" else received.sum(0)).to(kind)
     leading = [front.shape[0] // size, *front.shape[1:-1]]
-    return result.view(*leading, n).movedim(0, dim).contiguous()
+    return from_front(result.view(*leading, n), dim)
 
 
 def _product_sizes(a: torch.Tensor, b: torch.Tensor, output_shape: list[int] | None) -> list[int]:
