@@ -468,25 +468,6 @@ def test_a_lost_peer_ends_direct_collectives():
     on_ranks(lost_in_direct, WORLD, dies=(1,), limit=LOST_LIMIT)
 
 
-def lost_in_nccl(rank, world, _, place):
-    # Without this, NCCL's watchdog ends the process, as PyTorch wants it by default.
-    os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
-    dist = start_on_gpu(rank, world, place, timeout=5)
-    own = torch.ones(1 << 20, device="cuda")
-    dist.all_reduce(own)
-    torch.cuda.synchronize()
-    meet(place, "ran", rank, range(world))
-    if rank == 1:
-        os._exit(1)
-    # The call that is under way when NCCL's watchdog finds it may end without.
-    error = raised_by(lambda: dist.all_reduce(own))
-    assert isinstance(error, dist.DistError) or "NCCL" in str(error), error
-
-
-def test_a_lost_peer_ends_collectives_of_nccl():
-    on_ranks(lost_in_nccl, WORLD, dies=(1,), limit=LOST_LIMIT)
-
-
 def models_by_direct_collectives(*arguments):
     os.environ["WARPLINK_TORCH_DIRECT_COLLECTIVES"] = "1"
     models(*arguments)

@@ -97,9 +97,10 @@ fn a_break_when_peers_leave_or_of_a_link_that_is_gone_is_no_failure() {
         let fault = Arc::<Fault>::default();
         link.fail_when_broken(&fault).unwrap();
         let networks = link.networks.clone();
-        match is_leaving {
-            true => networks.leave(),
-            false => drop(link),
+        if is_leaving {
+            networks.leave();
+        } else {
+            drop(link);
         }
         connection.break_it();
         assert!(fault.error().is_none());

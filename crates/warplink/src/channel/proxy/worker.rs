@@ -250,9 +250,10 @@ impl Worker {
     /// How long it sleeps between two looks when it has been idle for long.
     fn nap(&self) -> Duration {
         // Nothing tells it that a stream has come to its copy.
-        match self.copies.is_empty() {
-            true => self.config.nap,
-            false => self.config.nap.min(COPY_NAP),
+        if self.copies.is_empty() {
+            self.config.nap
+        } else {
+            self.config.nap.min(COPY_NAP)
         }
     }
 
