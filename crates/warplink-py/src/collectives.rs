@@ -7,7 +7,7 @@ use crate::owner::Detached;
 use crate::parts::{Cut, unit};
 use crate::place::Place;
 use crate::stream::Stream;
-use crate::watch::{self, Watch, Watched};
+use crate::watch::{Watch, Watched};
 use pyo3::prelude::*;
 use std::time::Duration;
 use warplink::collective::{
@@ -83,14 +83,9 @@ impl Collectives {
         timeout: Duration,
     ) -> PyResult<Watch> {
         let inner = self.inner()?;
-        let (watch, calls) = py
-            .detach(|| {
-                let precede = Box::new(move |stream: &_| inner.precede(stream));
-                watch::start(communicator, precede, &self.place, timeout)
-            })
-            .map_err(raise)?;
-        self.watched.by(calls);
-        Ok(watch)
+        let precede = move |stream: &_| inner.precede(stream);
+        self.watched
+            .watch(py, communicator, precede, (&self.place, timeout))
     }
 
     /// Reads the arrays of a call on `stream`.

@@ -5,7 +5,7 @@ use crate::errors::raise;
 use crate::owner::{Detached, OfProcess};
 use crate::place::Place;
 use crate::region::seconds;
-use crate::watch::{self, Watch, Watched};
+use crate::watch::{Watch, Watched};
 use pyo3::prelude::*;
 use std::sync::Arc;
 use std::time::Duration;
@@ -60,14 +60,9 @@ impl Turns {
         timeout: Duration,
     ) -> PyResult<Watch> {
         let inner = self.inner.get()?.clone();
-        let (watch, calls) = py
-            .detach(|| {
-                let precede = Box::new(move |stream: &_| inner.precede(stream));
-                watch::start(communicator, precede, &self.place, timeout)
-            })
-            .map_err(raise)?;
-        self.watched.by(calls);
-        Ok(watch)
+        let precede = move |stream: &_| inner.precede(stream);
+        self.watched
+            .watch(py, communicator, precede, (&self.place, timeout))
     }
 }
 

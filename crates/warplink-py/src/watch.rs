@@ -25,7 +25,7 @@ pub(crate) struct Watch {
 }
 
 /// Has a stream wait for all calls so far.
-pub(crate) type Precede = Box<dyn Fn(&Stream) -> Result<()> + Send>;
+type Precede = Box<dyn Fn(&Stream) -> Result<()> + Send>;
 
 /// The calls that are watched, and what is known of them.
 #[derive(Debug)]
@@ -107,7 +107,7 @@ impl Calls {
 }
 
 /// Starts watching calls, of which the result's second part is to be told.
-pub(crate) fn start(
+fn start(
     communicator: Communicator,
     precede: Precede,
     place: &Place,
@@ -206,9 +206,18 @@ impl Watch {
 pub(crate) struct Watched(Mutex<Option<Arc<Calls>>>);
 
 impl Watched {
-    /// Has the calls from now on told to `calls`, instead of to whom they were told so far.
-    pub(crate) fn by(&self, calls: Arc<Calls>) {
+    /// Has a thread wait for the calls from now on, instead of one that did so far.
+    pub(crate) fn watch(
+        &self,
+        py: Python<'_>,
+        communicator: Communicator,
+        precede: impl Fn(&Stream) -> Result<()> + Send + 'static,
+        (place, timeout): (&Place, Duration),
+    ) -> PyResult<Watch> {
+        let started = py.detach(|| start(communicator, Box::new(precede), place, timeout));
+        let (watch, calls) = started.map_err(raise)?;
         *self.lock() = Some(calls);
+        Ok(watch)
     }
 
     /// Tells that a call was made.

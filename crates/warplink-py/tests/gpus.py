@@ -17,5 +17,5 @@ def prepare_sharing(rank: int) -> None:
         return
     # NCCL refuses two ranks on one GPU of one host. With a host each, they talk through sockets.
     os.environ.update(NCCL_HOSTID=str(rank), NCCL_SOCKET_IFNAME="lo")
-    # Without this, Warplink leaves the calls of such ranks to NCCL.
+    # Warplink takes the path that it takes between GPUs of their own, and does not try NCCL first.
     os.environ["WARPLINK_TOPOLOGY"] = "fully-connected"

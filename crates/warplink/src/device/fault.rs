@@ -45,7 +45,8 @@ impl Fault {
     }
 
     /// Raises it because of what was found at this rank, which the ranks that wait for it are told before waits end, where
-    /// there are any. Where it was announced before, whoever did that tells them, and ends waits. Does not block.
+    /// there are any. Where it was announced before, nothing is told again: the announcer does that and ends waits. Does not
+    /// block.
     pub(crate) fn fail(&self, error: Error) {
         let Some(tell) = self.tell.get() else {
             return self.raise(error);

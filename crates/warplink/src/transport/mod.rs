@@ -5,6 +5,9 @@
 mod copy_engine;
 mod network;
 mod networks;
+#[cfg(test)]
+#[cfg(not(loom))]
+mod no_peer;
 mod staging;
 
 pub(crate) use copy_engine::CopyEngine;

@@ -1,68 +1,13 @@
 //! What a link does when its connection breaks.
 
 use super::*;
-use crate::device::network::{OnDone, OnFailure};
-use crate::device::{DeviceConfig, DeviceKind, DeviceSlice};
+use crate::device::{DeviceConfig, DeviceKind};
+use crate::transport::no_peer::NoPeer;
 
-/// A connection that breaks when the test says so.
-#[derive(Default)]
-struct Breaking(Mutex<Vec<OnFailure>>);
-
-impl Breaking {
-    fn break_it(&self) {
-        let error = Error::new(ErrorKind::PeerLost, "broken").with_peer(1);
-        for handler in lock(&self.0).drain(..) {
-            handler(&error);
-        }
-    }
-}
-
-impl fmt::Debug for Breaking {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("Breaking")
-    }
-}
-
-impl NetworkConnection for Breaking {
-    fn open(&self, _: &[u8]) -> Result<RemoteMemory> {
-        Err(Error::invalid("nobody is there"))
-    }
-
-    fn put(&self, _: &DeviceSlice, _: &RemoteMemory, _: usize) -> Result<()> {
-        Ok(())
-    }
-
-    fn get(&self, _: &DeviceSlice, _: &RemoteMemory, _: usize) -> Result<()> {
-        Ok(())
-    }
-
-    fn when_done(&self, then: OnDone) -> Result<()> {
-        then(Ok(()));
-        Ok(())
-    }
-
-    fn when_failed(&self, handler: OnFailure) -> Result<()> {
-        lock(&self.0).push(handler);
-        Ok(())
-    }
-
-    fn signal(&self, _: &RemoteMemory, _: usize, _: u64) -> Result<()> {
-        Ok(())
-    }
-
-    fn flush(&self, _: Deadline) -> Result<()> {
-        Ok(())
-    }
-
-    fn close(&self, _: Deadline) -> Result<()> {
-        Ok(())
-    }
-}
-
-fn link() -> (NetworkLink, Arc<Breaking>) {
+fn link() -> (NetworkLink, Arc<NoPeer>) {
     let device = crate::device::open(&DeviceConfig::new(DeviceKind::Host, 0)).unwrap();
     let networks = Networks::new(&device, NetworkOptions::default(), StagingConfig::default());
-    let connection = Arc::<Breaking>::default();
+    let connection = Arc::<NoPeer>::default();
     let link = NetworkLink {
         networks,
         peer: 1,

@@ -269,9 +269,6 @@ pub(crate) fn is_without_library(error: &Error) -> bool {
 
 /// Collectives by the library; none where it is missing, or ranks share a GPU, which it refuses.
 pub(crate) fn library(comm: &Communicator) -> Option<Collectives> {
-    if share_gpus() {
-        return None;
-    }
     match comm.collectives_with(&by_the_library(None)) {
         Ok(collectives) => Some(collectives),
         Err(error) if is_without_library(&error) => None,
@@ -295,65 +292,6 @@ fn the_vendors_library_does_the_same() {
             assert_eq!(direct.path(), CollectivePath::Direct);
             assert_eq!(direct.communicator(), None);
             calls_of_the_library(comm, &collectives, 60);
-        },
-    );
-}
-
-/// Its calls are those of the library, and it goes on when they are over.
-#[test]
-fn a_communicator_of_the_library_is_adopted_and_left_as_it_is() {
-    let ranks = world(3);
-    threads_with(
-        ranks,
-        |_| {},
-        |comm| {
-            let Some(own) = library(comm) else {
-                return;
-            };
-            let raw = own.communicator().unwrap();
-            for _ in 0..2 {
-                // SAFETY: it is that of `own`, which outlives what is made here.
-                let communicator = unsafe { VendorCommunicator::from_raw(raw) };
-                let options = by_the_library(Some(communicator));
-                let adopted = comm.collectives_with(&options).unwrap();
-                assert_eq!(adopted.communicator(), Some(raw));
-                calls_of_the_library(comm, &adopted, 10);
-                drop(adopted);
-                calls_of_the_library(comm, &own, 10);
-            }
-        },
-    );
-}
-
-#[test]
-fn a_communicator_of_other_ranks_is_refused_on_all() {
-    let ranks = world(3);
-    if ranks < 3 {
-        return;
-    }
-    threads_with(
-        ranks,
-        |_| {},
-        |comm| {
-            let Some(own) = library(comm) else {
-                return;
-            };
-            // SAFETY: it is that of `own`, which outlives what is made here.
-            let communicator = unsafe { VendorCommunicator::from_raw(own.communicator().unwrap()) };
-            let options = by_the_library(Some(communicator));
-            // Rank 1 has the same number in both.
-            let other = comm.split(0, -(comm.rank() as i64)).unwrap();
-            let error = other.collectives_with(&options).unwrap_err();
-            if comm.rank() == 1 {
-                assert_eq!(error.kind(), ErrorKind::PeerFailed, "{error}");
-            } else {
-                assert_eq!(error.kind(), ErrorKind::Mismatch, "{error}");
-                let (here, there) = (comm.rank(), other.rank());
-                let says = format!("rank {here} of 3; expected rank {there} of 3");
-                assert_says(&error, &["adopt a communicator", &says]);
-            }
-            calls_of_the_library(comm, &own, 5);
-            other.close().unwrap();
         },
     );
 }

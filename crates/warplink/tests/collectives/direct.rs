@@ -12,12 +12,12 @@ use warplink::device::{AllocationKind, DeviceSlice, Priority, ReduceOp, Stream};
 use warplink::{Collectives, Communicator, DType, DeviceKind, ErrorKind};
 
 /// How long it may take until all ranks reach memory.
-const SOON: Duration = Duration::from_secs(20);
+pub(crate) const SOON: Duration = Duration::from_secs(20);
 
 /// How long it may take until memory that nobody holds is let go of.
 const LET_GO: Duration = Duration::from_secs(20);
 
-fn direct(comm: &Communicator) -> Collectives {
+pub(crate) fn direct(comm: &Communicator) -> Collectives {
     let options = CollectiveOptions {
         workspace_bytes: 1 << 20,
         algorithm: Some(Algorithm::Direct),

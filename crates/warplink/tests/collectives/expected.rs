@@ -49,6 +49,27 @@ impl Random {
         let chosen = plain.get(self.below(kinds)).copied();
         chosen.unwrap_or(ReduceOp::scaled_sum(factor))
     }
+
+    /// A call of a kind, of any type, operator and root, with as many elements as `count` says for the type.
+    pub(crate) fn call(
+        &mut self,
+        kind: CollectiveKind,
+        world: usize,
+        count: impl FnOnce(DType, &mut Self) -> usize,
+    ) -> Call {
+        let dtype = if kind.reduces() {
+            DType::ALL[self.below(DType::ALL.len())]
+        } else {
+            DType::U8
+        };
+        Call {
+            kind,
+            op: kind.reduces().then(|| self.operator(dtype)),
+            dtype,
+            count: count(dtype, self),
+            root: kind.has_root().then(|| self.below(world)),
+        }
+    }
 }
 
 /// How a call is made, the same on every rank but for where its memory starts.
@@ -74,23 +95,15 @@ impl Case {
     /// A call of random kind, type, operator, root, place and length up to `most` elements.
     pub(crate) fn random(random: &mut Random, world: usize, most: usize) -> Self {
         let kind = CollectiveKind::ALL[random.below(8)];
-        let dtype = if kind.reduces() {
-            DType::ALL[random.below(DType::ALL.len())]
-        } else {
-            DType::U8
-        };
-        let call = Call {
-            kind,
-            op: kind.reduces().then(|| random.operator(dtype)),
-            dtype,
-            // Nothing at all now and then.
-            count: (1 + random.below(most)) * usize::from(random.below(12) != 0),
-            root: kind.has_root().then(|| random.below(world)),
-        };
+        // Nothing at all now and then.
+        let call = random.call(kind, world, |_, random| {
+            (1 + random.below(most)) * usize::from(random.below(12) != 0)
+        });
+        let size = call.dtype.size();
         Self {
             call,
             in_place: random.below(2) == 0,
-            shift: [0, 16, dtype.size(), 3 * dtype.size()][random.below(4)],
+            shift: [0, 16, size, 3 * size][random.below(4)],
             seed: random.next(),
         }
     }

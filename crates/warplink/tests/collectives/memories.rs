@@ -1,17 +1,15 @@
 //! Every collective on memory of every kind.
 
 use crate::common::{share_gpus, threads_with, world};
+use crate::direct::{SOON, direct};
 use crate::expected::{Case, Made, Random};
 use crate::scaled::unhurried;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
-use warplink::collective::{Algorithm, Call, CollectiveKind, CollectiveOptions};
+use std::time::Instant;
+use warplink::collective::CollectiveKind;
 use warplink::device::{AllocationKind, DeviceSlice, Priority, Stream};
 use warplink::memory::Region;
-use warplink::{Collectives, Communicator, DType};
-
-/// How long it may take until all ranks reach memory.
-const SOON: Duration = Duration::from_secs(20);
+use warplink::{Collectives, Communicator};
 
 /// Bytes of a long part, of which all ranks together have some MiB.
 const LONG: usize = 768 << 10;
@@ -64,20 +62,8 @@ fn every_memory(comm: &Communicator, bytes: usize) -> Vec<Memory> {
 
 /// A call with parts of about `bytes` bytes.
 fn case(random: &mut Random, kind: CollectiveKind, bytes: usize, world: usize) -> Case {
-    let dtype = if kind.reduces() {
-        DType::ALL[random.below(DType::ALL.len())]
-    } else {
-        DType::U8
-    };
-    let call = Call {
-        kind,
-        op: kind.reduces().then(|| random.operator(dtype)),
-        dtype,
-        count: (bytes / dtype.size()).max(1),
-        root: kind.has_root().then(|| random.below(world)),
-    };
     Case {
-        call,
+        call: random.call(kind, world, |dtype, _| (bytes / dtype.size()).max(1)),
         in_place: false,
         shift: 0,
         seed: random.next(),
@@ -133,15 +119,6 @@ fn calls(comm: &Communicator, collectives: &Collectives, case: Case, memory: &Me
             memory.name
         );
     }
-}
-
-fn direct(comm: &Communicator) -> Collectives {
-    let options = CollectiveOptions {
-        workspace_bytes: 1 << 20,
-        algorithm: Some(Algorithm::Direct),
-        ..CollectiveOptions::default()
-    };
-    comm.collectives_with(&options).unwrap()
 }
 
 /// Short and of some thousands, in place and not, at any start.

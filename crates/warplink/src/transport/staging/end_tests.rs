@@ -5,54 +5,16 @@ use super::message::{Message, WORDS};
 use super::state::Operation;
 use super::*;
 use crate::deadline::Deadline;
-use crate::device::network::{NetworkConnection, OnDone, OnFailure, RemoteMemory};
+use crate::device::network::RemoteMemory;
 use crate::device::{At, DeviceConfig, DeviceKind, DeviceSlice, Fault, Word};
 use crate::error::ErrorKind;
+use crate::transport::no_peer::NoPeer;
 use proptest::prelude::*;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 const LATE: Duration = Duration::from_secs(10);
 const REGION: usize = 256;
-
-/// A connection to a peer that the test plays: nothing is sent.
-#[derive(Debug)]
-struct NoPeer;
-
-impl NetworkConnection for NoPeer {
-    fn open(&self, _: &[u8]) -> Result<RemoteMemory> {
-        Err(Error::invalid("nobody is there"))
-    }
-
-    fn put(&self, _: &DeviceSlice, _: &RemoteMemory, _: usize) -> Result<()> {
-        Ok(())
-    }
-
-    fn get(&self, _: &DeviceSlice, _: &RemoteMemory, _: usize) -> Result<()> {
-        Ok(())
-    }
-
-    fn when_done(&self, then: OnDone) -> Result<()> {
-        then(Ok(()));
-        Ok(())
-    }
-
-    fn when_failed(&self, _: OnFailure) -> Result<()> {
-        Ok(())
-    }
-
-    fn signal(&self, _: &RemoteMemory, _: usize, _: u64) -> Result<()> {
-        Ok(())
-    }
-
-    fn flush(&self, _: Deadline) -> Result<()> {
-        Ok(())
-    }
-
-    fn close(&self, _: Deadline) -> Result<()> {
-        Ok(())
-    }
-}
 
 /// An end, and what its peer writes to.
 struct Rig {
@@ -80,7 +42,7 @@ impl Rig {
         let parts = EndParts {
             peer: 1,
             fault: fault.clone(),
-            connection: Arc::new(NoPeer),
+            connection: Arc::<NoPeer>::default(),
             control: Arc::new(RemoteMemory::of_nobody(shape.control_bytes())),
             peer_ring: Arc::new(RemoteMemory::of_nobody(shape.ring_bytes())),
             peer_shape: shape,

@@ -3,8 +3,8 @@
 //! graph owns, since it may run at the same time as the stream that it was recorded on.
 //!
 //! A stream of ours takes its pieces with it. One of others may be borrowed anew at any time, often
-//! for each call, so the pieces of a few of them that nobody has borrowed are kept. A graph's go when
-//! it and all that was made from it are gone, whoever recorded it and destroys it.
+//! for each call, so the pieces of a few of them that nobody has borrowed are kept. A graph's go with
+//! the last graph that was made from it, also where another library has recorded it.
 
 use crate::device::cuda::driver::context::Context;
 use crate::device::cuda::driver::status;
