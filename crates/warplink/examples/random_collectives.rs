@@ -43,6 +43,9 @@ Usage: random_collectives --count N [--ranks 2,4,8] [--seed S] [--replays N]
 /// How often rank 0 tells how far it is.
 const EVERY: Duration = Duration::from_secs(30);
 
+/// How long ranks that are processes may run.
+const LONGEST: Duration = Duration::from_secs(24 * 3600);
+
 /// Collectives of a graph that is replayed.
 const GRAPH: usize = 100;
 
@@ -104,9 +107,32 @@ fn main() -> ExitCode {
     };
     for &ranks in &options.ranks {
         let ranks = common::world(ranks);
-        common::threads_with(ranks, |_| {}, |comm| run(&options, comm));
+        if common::is_rank() || common::share_gpus() {
+            as_processes(&options, ranks);
+        } else {
+            common::threads_with(ranks, |_| {}, |comm| run(&options, comm));
+        }
     }
     ExitCode::SUCCESS
+}
+
+/// Each rank in a process of its own, which gets the same options.
+fn as_processes(options: &Options, world: usize) {
+    let ranks = common::Ranks {
+        world,
+        limit: Some(LONGEST),
+        own_arguments: true,
+        ..common::Ranks::default()
+    };
+    let ended = ranks.start(|comm| {
+        run(options, &comm);
+        comm.close().unwrap();
+    });
+    common::assert_all_ended_well(ended.as_deref());
+    ended
+        .iter()
+        .flatten()
+        .for_each(|rank| print!("{}", rank.output));
 }
 
 /// All calls of a rank.

@@ -108,6 +108,8 @@ pub struct Ranks {
     pub config: Option<fn(&mut Config)>,
     /// Longest that they may run, instead of [`LIMIT`].
     pub limit: Option<Duration>,
+    /// The processes get the arguments of this one, which is no test.
+    pub own_arguments: bool,
 }
 
 const RANK: &str = "WARPLINK_TEST_RANK";
@@ -202,9 +204,14 @@ impl Ranks {
         let started = Instant::now();
         let children = (0..self.world).map(|rank| {
             let mut command = Command::new(std::env::current_exe().unwrap());
+            if self.own_arguments {
+                command.args(std::env::args_os().skip(1));
+            } else {
+                command
+                    .args([&name, "--exact", "--include-ignored"])
+                    .args(["--nocapture", "--test-threads=1"]);
+            }
             command
-                .args([&name, "--exact", "--include-ignored"])
-                .args(["--nocapture", "--test-threads=1"])
                 .env(RANK, rank.to_string())
                 .env(GROUP, group.to_string())
                 .env(MEETING, meeting.path())
@@ -244,7 +251,7 @@ impl Ranks {
 }
 
 /// Fails where a rank of [`Ranks::start`] did.
-fn assert_all_ended_well(ended: Option<&[Ended]>) {
+pub fn assert_all_ended_well(ended: Option<&[Ended]>) {
     for (rank, end) in ended.into_iter().flatten().enumerate() {
         assert_eq!(end.code, Some(0), "rank {rank} failed:\n{}", end.output);
     }
