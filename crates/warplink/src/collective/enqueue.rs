@@ -154,7 +154,9 @@ impl Collectives {
     }
 
     /// Compiles the kernel of a call, so that the call itself does not have to: for all alignments, in place or
-    /// not. It takes a second or so, the first time on a machine. Asks no other rank.
+    /// not. It takes a second or so, the first time on a machine. Asks no other rank. Blocks until no kernel of this
+    /// process runs on the GPU, as a call does that is the first of its kind: where ranks make calls of several
+    /// communicators in different orders, prepare them before.
     ///
     /// # Errors
     /// As [`choice`](Self::choice), and what compiling says.
