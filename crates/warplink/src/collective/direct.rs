@@ -88,10 +88,9 @@ impl Direct {
             overlap,
         };
         let kernel = self.kernel(machine, &shape)?;
-        let tensors: Arc<[DeviceSlice]> = tensors.iter().map(|slice| (*slice).clone()).collect();
         // In place, what peers store would replace what is still to be sent.
         let reachable = overlap == Overlap::Apart || call.kind != CollectiveKind::AllToAll;
-        kernel.enqueue(stream, &tensors, reachable)
+        kernel.enqueue(stream, tensors, reachable)
     }
 
     fn kernel(&self, machine: &Machine, shape: &Shape) -> Result<Arc<SharedKernel>> {

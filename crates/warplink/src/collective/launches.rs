@@ -8,7 +8,7 @@ use crate::program::execute::{SharedKernel, SharedWorkspace};
 use crate::program::section::SectionInstance;
 use crate::program::{OperationKind, RankProgram};
 use crate::sync::lock;
-use std::collections::HashMap;
+use rustc_hash::FxHashMap;
 use std::sync::{Arc, Mutex};
 
 /// The most calls that are remembered.
@@ -35,7 +35,8 @@ pub(super) enum Overlap {
 /// Makes kernels, and remembers them.
 #[derive(Debug, Default)]
 pub(super) struct Launches {
-    known: Mutex<HashMap<Shape, Arc<SharedKernel>>>,
+    // Shapes are this process's own, and each call looks for one.
+    known: Mutex<FxHashMap<Shape, Arc<SharedKernel>>>,
 }
 
 impl Launches {

@@ -1,6 +1,7 @@
 //! Code of the user's for a device: modules, the kernels in them, and launching these.
 
 use super::launch::{Argument, Launch};
+use super::serial::SerialBackend;
 use super::stream::Stream;
 use crate::error::{Error, Result};
 use std::collections::BTreeMap;
@@ -142,7 +143,7 @@ impl fmt::Debug for Module {
 
 /// A kernel of a module, which it keeps loaded. A clone is another handle of the same kernel.
 #[derive(Clone)]
-pub struct Kernel(Arc<dyn KernelBackend>);
+pub struct Kernel(pub(super) Arc<dyn KernelBackend>);
 
 impl Kernel {
     /// Enqueues the kernel on `stream`, of the module's device. Does not block. Where the stream records a
@@ -245,6 +246,17 @@ pub(crate) trait KernelBackend: Send + Sync + fmt::Debug {
 
     /// See [`Kernel::launch`].
     fn launch(&self, stream: &Stream, launch: &Launch, arguments: &[Argument]) -> Result<()>;
+
+    /// A number that kernels of the same code share, and no others while one is held; `None` where the device gains
+    /// nothing by readying launches.
+    fn identity(&self) -> Option<usize> {
+        None
+    }
+
+    /// Readies launches like `launch`; see [`SerialKernels`](super::serial::SerialKernels).
+    fn serial(self: Arc<Self>, _launch: &Launch) -> Result<Option<Arc<dyn SerialBackend>>> {
+        Ok(None)
+    }
 }
 
 /// That the module has no kernel `name`, but `known`.

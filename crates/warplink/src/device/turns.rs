@@ -58,24 +58,30 @@ impl Turns {
     /// for work of the device.
     pub fn take(&self, stream: &Stream, enqueue: impl FnOnce() -> Result<()>) -> Result<()> {
         let mut last = lock(&self.last);
-        last.begin(stream)?;
+        let capture = stream.capture_id()?;
+        last.begin(capture, stream)?;
         let enqueued = enqueue();
-        enqueued.and(self.end_turn(&mut last, stream))
+        enqueued.and(self.end_turn(&mut last, capture, stream))
     }
 
     /// The first half of [`take`](Self::take), for callers with a lock of their own: what `stream` is given from now
     /// on is done after the last work of another stream. Call [`end`](Self::end) behind it, also where that failed.
     pub fn begin(&self, stream: &Stream) -> Result<()> {
-        lock(&self.last).begin(stream)
+        lock(&self.last).begin(stream.capture_id()?, stream)
     }
 
     /// The second half: what `stream` was given so far was the last.
     pub fn end(&self, stream: &Stream) -> Result<()> {
-        self.end_turn(&mut lock(&self.last), stream)
+        self.end_turn(&mut lock(&self.last), stream.capture_id()?, stream)
     }
 
-    fn end_turn(&self, last: &mut MutexGuard<'_, LastWork>, stream: &Stream) -> Result<()> {
-        let capture = stream.capture_id()?;
+    /// `capture` is that which records `stream`, if one does; so below.
+    fn end_turn(
+        &self,
+        last: &mut MutexGuard<'_, LastWork>,
+        capture: Option<u64>,
+        stream: &Stream,
+    ) -> Result<()> {
         let earlier = match capture {
             None => last.eager.take(),
             Some(capture) => last.recorded.remove(&capture),
@@ -112,8 +118,8 @@ impl Turns {
 }
 
 impl LastWork {
-    fn begin(&self, stream: &Stream) -> Result<()> {
-        let last = match stream.capture_id()? {
+    fn begin(&self, capture: Option<u64>, stream: &Stream) -> Result<()> {
+        let last = match capture {
             None => self.eager.as_ref(),
             Some(capture) => self.recorded.get(&capture),
         };

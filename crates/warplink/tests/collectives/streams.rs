@@ -54,6 +54,56 @@ fn streams_of_one_communicator_take_turns() {
     );
 }
 
+/// One buffer, on streams of both priorities and by a graph in between: every call works on what the one before left.
+#[test]
+fn calls_of_any_priority_and_graphs_take_turns() {
+    const COUNTS: [usize; 2] = [700, 300];
+    let ranks = world(2);
+    threads_with(
+        ranks,
+        |_| {},
+        |comm| {
+            let collectives = comm.collectives().unwrap();
+            let streams = [Priority::Normal, Priority::High, Priority::Normal]
+                .map(|priority| comm.create_stream(priority).unwrap());
+            let buffer = memory(comm, COUNTS[0]);
+            upload(comm, &buffer, &integers(comm.rank(), 0, COUNTS[0]));
+            let call = |number: usize, stream: &Stream| {
+                let part = buffer.slice(0..4 * COUNTS[number % 2]).unwrap();
+                let op = ReduceOp::Sum;
+                collectives
+                    .all_reduce(&part, &part, DType::I32, op, stream)
+                    .unwrap();
+            };
+            streams[2].begin_capture().unwrap();
+            call(1, &streams[2]);
+            let graph = streams[2].end_capture().unwrap();
+            // What one call after another makes of it.
+            let mut expected = sum(ranks, 0, COUNTS[0]);
+            let mut multiply = |number: usize| {
+                let part = &mut expected[..COUNTS[number % 2]];
+                part.iter_mut()
+                    .for_each(|value| *value = value.wrapping_mul(ranks as i32));
+            };
+            for round in 0..60 {
+                call(round, &streams[round * (comm.rank() + 1) % 3]);
+                if round > 0 {
+                    multiply(round);
+                }
+                if round % 10 == 9 {
+                    // Only what is recorded with a graph is ordered with it.
+                    let settle = |stream: &Stream| comm.synchronize(stream).unwrap();
+                    streams.iter().for_each(settle);
+                    graph.launch(&streams[round % 3]).unwrap();
+                    multiply(1);
+                    streams.iter().for_each(settle);
+                }
+            }
+            assert_eq!(download(comm, &buffer), expected);
+        },
+    );
+}
+
 /// What a stream was given after a call does not hold up the next call on another stream. Here rank 0's first stream
 /// waits for what rank 1 sends only after the second call.
 #[test]

@@ -17,13 +17,14 @@ mod table;
 
 pub use group::{Message, Parts};
 
-use crate::device::{Argument, Device, DeviceSlice, Kernel, Launch, ModuleSource, Stream};
+use crate::device::{
+    Device, DeviceSlice, Launch, ModuleSource, SerialArguments, SerialKernel, SerialKernels, Stream,
+};
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::p2p::Direction;
 use crate::program::execute::{Announced, RankContext, SharedWorkspace};
 use crate::program::section::WorkspaceLayout;
 use lane::Ends;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 pub(super) use table::{Count, Entry};
 use table::{HEADER_BYTES, Table};
@@ -45,9 +46,9 @@ const KERNEL: &str = "messages";
 /// What a rank has for messages.
 pub(super) struct Lines {
     workspace: SharedWorkspace,
-    kernel: Kernel,
+    kernel: SerialKernel,
     shape: Shape,
-    signals: Argument,
+    signals: DeviceSlice,
     /// What does not change from launch to launch.
     table: Table,
     waiting: DeviceSlice,
@@ -135,15 +136,16 @@ impl Lines {
         let checked = loaded.and_then(|module| {
             let kernel = module.kernel(KERNEL)?;
             let all = 2 * shape.lanes * shape.world;
-            kernel.check_together(&Launch::new(all as u32, THREADS), sharing)?;
-            Ok(kernel)
+            let launch = Launch::new(all as u32, THREADS);
+            kernel.check_together(&launch, sharing)?;
+            SerialKernels::default().ready(kernel, &launch)
         });
         let kernel = context.agree_on(checked)?;
         Ok(Self {
             workspace,
             kernel,
             shape,
-            signals: Argument::Slice(own),
+            signals: own,
             table,
             waiting,
             used: AtomicBool::new(false),
@@ -161,12 +163,12 @@ impl Lines {
         }
         let lanes = |bytes| self.shape.lanes_of(bytes);
         let (words, blocks) = self.table.with(entries, lanes)?;
-        let memory: Arc<[DeviceSlice]> = entries.iter().flat_map(Entry::memory).cloned().collect();
-        let arguments = [
-            Argument::Words(words),
-            self.signals.clone(),
-            Argument::Memory(memory),
-        ];
+        let memory: Vec<&DeviceSlice> = entries.iter().flat_map(Entry::memory).collect();
+        let arguments = SerialArguments {
+            words: &words,
+            signals: &self.signals,
+            memory: &memory,
+        };
         let launch = Launch::new(blocks, THREADS);
         self.used.store(true, Ordering::Relaxed);
         self.kernel.launch(stream, &launch, &arguments)

@@ -5,7 +5,6 @@ use crate::collective::MAX_DIRECT_RANKS;
 use crate::device::DeviceSlice;
 use crate::error::{Error, Rank, Result};
 use crate::p2p::Direction;
-use std::sync::Arc;
 
 /// The most messages of a launch.
 pub(super) const MAX_MESSAGES: usize = 64;
@@ -117,7 +116,7 @@ impl Table {
         &self,
         entries: &[Entry<'_>],
         lanes: impl Fn(usize) -> usize,
-    ) -> Result<(Arc<[u64]>, u32)> {
+    ) -> Result<(Vec<u64>, u32)> {
         if entries.len() > MAX_MESSAGES {
             return Err(Error::invalid(format!(
                 "{} messages in one group; expected at most {MAX_MESSAGES}",
@@ -171,7 +170,7 @@ impl Table {
                 words[at(number)] |= words[at(first)] >> 32 << 32;
             }
         }
-        Ok((words.into(), blocks as u32))
+        Ok((words, blocks as u32))
     }
 }
 

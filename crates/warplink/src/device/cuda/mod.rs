@@ -6,7 +6,7 @@
 //! | `gpu`, `device` | what everything of one GPU shares; the device as the traits want it |
 //! | `memory/` | allocations, ours and others'; giving them to peers and opening theirs (`sharing`, `ipc`); blocking copies (`staging`); keeping what is freed (`block_pool`), giving it to the driver (`reaper`), and when that may be done (`gate`) |
 //! | `stream/` | what is enqueued, and recording it; how far streams are (`live`); ending waits after a fault (`signals`) |
-//! | `kernels/` | compiling (`nvrtc`), keeping and loading kernels, also users' (`user`); a small transfer; adding |
+//! | `kernels/` | compiling (`nvrtc`), keeping and loading kernels, also users' (`user`); launches that follow one another (`serial`); a small transfer; adding |
 //! | `compute/` | GEMMs by `cublas_lt`, several in one launch by `cublas`; their algorithms and scratch memory; launches ready to be repeated (`recorded`) |
 //! | `nccl/` | NCCL; collectives over it |
 //! | `nvml/` | NVML; a GPU's links and peer access |

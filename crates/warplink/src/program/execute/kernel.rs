@@ -333,7 +333,7 @@ impl BoundKernels {
         Ok(KernelLaunch {
             kernel,
             launch,
-            arguments: vec![words, signals],
+            arguments: vec![words, Argument::Slice(signals)],
         })
     }
 }

@@ -1,7 +1,7 @@
 //! The kernel of a section, on the workspace and the signals that kernels are bound to.
 
 use super::kernel::BoundKernels;
-use crate::device::{Argument, Block, Device, Kernel, Launch, ModuleSource};
+use crate::device::{Block, Device, DeviceSlice, Kernel, Launch, ModuleSource};
 use crate::error::Result;
 use crate::program::section::{KERNEL, SectionInstance};
 
@@ -10,7 +10,7 @@ pub(super) struct SectionKernel {
     pub(super) kernel: Kernel,
     pub(super) launch: Launch,
     /// Its argument behind the words of a launch.
-    pub(super) signals: Argument,
+    pub(super) signals: DeviceSlice,
 }
 
 impl BoundKernels {
@@ -41,7 +41,7 @@ impl BoundKernels {
         Ok(SectionKernel {
             kernel,
             launch,
-            signals: Argument::Slice(signals.clone()),
+            signals: signals.clone(),
         })
     }
 }

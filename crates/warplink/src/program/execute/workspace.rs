@@ -14,15 +14,18 @@ use super::reach::{
     DIRECT_BYTES, EPOCH_BYTES, Reach, UNKNOWN_MEMORY, VERDICT_BYTES, VERDICT_WORDS_BYTES,
 };
 use super::section_kernel::SectionKernel;
-use crate::device::{Argument, Block, Device, DeviceSlice, Fault, Kernel, Launch, Stream};
+use crate::device::{
+    Block, Device, DeviceSlice, Fault, Launch, SerialArguments, SerialKernel, SerialKernels, Stream,
+};
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::program::rank_program::TensorId;
 use crate::program::section::{
     ScratchInstance, SectionInstance, SectionMemory, WorkspaceLayout, kernel_text,
 };
+use crate::sync::lock;
 use std::collections::BTreeMap;
 use std::fmt;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
 /// Memory, signals and an epoch of a group of ranks, for kernels that are launched in the same order on all.
 #[derive(Debug)]
@@ -30,6 +33,8 @@ pub(crate) struct SharedWorkspace {
     device: Arc<dyn Device>,
     kernels: BoundKernels,
     publication: Arc<Publication>,
+    /// Those of its kernels.
+    serial: SerialKernels,
     /// Raised where ranks call different things, to end what waits for them.
     fault: Arc<Fault>,
     rank: Rank,
@@ -38,16 +43,18 @@ pub(crate) struct SharedWorkspace {
 
 /// A kernel that is ready to launch on any memory.
 pub(crate) struct SharedKernel {
-    kernel: Kernel,
+    kernel: SerialKernel,
     launch: Launch,
     /// What it is bound to, but for the addresses of this rank's tensors.
     words: Vec<u64>,
+    /// The words of the last launch.
+    launched: Mutex<Vec<u64>>,
     /// Which word is the address of which tensor, and from which byte of it.
     addresses: Vec<(usize, TensorId, u64)>,
     /// From which word on is said where which tensor lies that is announced, and from which byte of it.
     places: Vec<(usize, TensorId, u64)>,
     publication: Arc<Publication>,
-    signals: Argument,
+    signals: DeviceSlice,
 }
 
 impl SharedWorkspace {
@@ -67,6 +74,7 @@ impl SharedWorkspace {
             device: context.device.clone(),
             kernels,
             publication: Arc::new(publication),
+            serial: SerialKernels::default(),
             fault: context.fault.clone(),
             rank: context.rank(),
             world: context.world(),
@@ -160,10 +168,12 @@ impl SharedWorkspace {
             launch,
             signals,
         } = self.kernels.load(&*self.device, &section, text, lane)?;
+        let words = bound.words(&section).to_vec();
         Ok(SharedKernel {
-            kernel,
+            kernel: self.serial.ready(kernel, &launch)?,
             launch,
-            words: bound.words(&section).to_vec(),
+            launched: Mutex::new(words.clone()),
+            words,
             addresses,
             places,
             publication: self.publication.clone(),
@@ -259,11 +269,11 @@ impl SharedKernel {
     pub(crate) fn enqueue(
         &self,
         stream: &Stream,
-        tensors: &Arc<[DeviceSlice]>,
+        tensors: &[&DeviceSlice],
         reachable: bool,
     ) -> Result<()> {
-        let mut words: Arc<[u64]> = Arc::from(&*self.words);
-        let own = Arc::make_mut(&mut words);
+        let mut own = lock(&self.launched);
+        own.copy_from_slice(&self.words);
         for (word, id, offset) in &self.addresses {
             let tensor = tensors.get(*id).ok_or_else(missing)?;
             own[*word] = tensor.address() + offset;
@@ -274,11 +284,11 @@ impl SharedKernel {
             own[*word] = number;
             own[*word + 1] = start + offset;
         }
-        let arguments = [
-            Argument::Words(words),
-            self.signals.clone(),
-            Argument::Memory(tensors.clone()),
-        ];
+        let arguments = SerialArguments {
+            words: &own,
+            signals: &self.signals,
+            memory: tensors,
+        };
         self.kernel.launch(stream, &self.launch, &arguments)
     }
 }

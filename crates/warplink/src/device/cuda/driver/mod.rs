@@ -140,6 +140,12 @@ function_table! {
         cuStreamGetCaptureInfo_v2(
             CUstream, *mut c_int, *mut u64, *mut CUgraph, *mut *const CUgraphNode, *mut usize,
         ) -> Status;
+        cuStreamGetPriority(CUstream, *mut c_int) -> Status;
+        cuGraphCreate(*mut CUgraph, c_uint) -> Status;
+        cuGraphAddKernelNode_v2(
+            *mut CUgraphNode, CUgraph, *const CUgraphNode, usize, *const CUDA_KERNEL_NODE_PARAMS_v2,
+        ) -> Status;
+        cuGraphExecKernelNodeSetParams_v2(CUgraphExec, CUgraphNode, *const CUDA_KERNEL_NODE_PARAMS_v2) -> Status;
         cuUserObjectCreate(*mut CUuserObject, *mut c_void, CUhostFn, c_uint, c_uint) -> Status;
         cuUserObjectRelease(CUuserObject, c_uint) -> Status;
         cuGraphRetainUserObject(CUgraph, CUuserObject, c_uint, c_uint) -> Status;

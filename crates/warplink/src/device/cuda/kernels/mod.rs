@@ -4,5 +4,6 @@ pub(super) mod cache;
 pub(super) mod elementwise;
 pub(super) mod module;
 pub(super) mod nvrtc;
+pub(super) mod serial;
 pub(super) mod transfer;
 pub(super) mod user;

@@ -156,6 +156,11 @@ unsafe impl Send for Function {}
 unsafe impl Sync for Function {}
 
 impl Function {
+    /// The driver's handle, valid as long as this.
+    pub(super) fn handle(&self) -> CUfunction {
+        self.raw
+    }
+
     /// Enqueues `grid` blocks of `block` threads on `stream`, of the current context.
     ///
     /// # Safety

@@ -2,12 +2,17 @@
 
 use super::module::{EARLY_LAUNCHES, Function, Module};
 use super::nvrtc;
+use super::serial::SerialKernel;
+use crate::device::cuda::driver::context::Context;
 use crate::device::cuda::gpu::Gpu;
 use crate::device::cuda::stream::CudaStream;
 use crate::device::module::{CudaCode, KernelBackend, KernelResources, ModuleBackend};
-use crate::device::{Argument, DeviceKind, Launch, ModuleSource, Stream};
+use crate::device::{
+    Argument, DeviceKind, DeviceSlice, Launch, ModuleSource, SerialArguments, SerialBackend, Stream,
+};
 use crate::error::{Error, ErrorKind, Result};
 use crate::sync::lock;
+use cudarc::driver::sys::{CUfunction, CUstream};
 use std::collections::HashMap;
 use std::ffi::{CString, c_void};
 use std::fmt;
@@ -16,6 +21,8 @@ use std::sync::{Arc, Mutex};
 
 /// Dynamic shared memory that every launch may have.
 const SHARED_WITHOUT_ASKING: u32 = 48 << 10;
+
+const POINTER_BYTES: usize = size_of::<u64>();
 
 /// A module of the user's.
 pub(crate) struct UserModule {
@@ -135,7 +142,7 @@ impl WrittenModules {
 }
 
 /// A kernel of the user's.
-struct UserKernel {
+pub(super) struct UserKernel {
     gpu: Arc<Gpu>,
     name: String,
     /// The bytes of each parameter, where the driver tells them.
@@ -192,6 +199,70 @@ impl UserKernel {
     }
 }
 
+/// For launches that follow one another.
+impl UserKernel {
+    /// How many words its first parameter has, where a pointer is the second and last; `None` where that is not so, or
+    /// the driver does not tell.
+    pub(super) fn parameter_words(&self) -> Option<usize> {
+        match self.parameters.as_deref()? {
+            [bytes, POINTER_BYTES] => Some(bytes / size_of::<u64>()),
+            _ => None,
+        }
+    }
+
+    pub(super) fn context(&self) -> &Arc<Context> {
+        &self.gpu.context
+    }
+
+    pub(super) fn function_handle(&self) -> CUfunction {
+        self.function.handle()
+    }
+
+    /// The stream behind the trait, which must be of the kernel's GPU.
+    pub(super) fn stream<'a>(&self, stream: &'a Stream) -> Result<&'a CudaStream> {
+        CudaStream::of(stream, &self.gpu)
+    }
+
+    /// Fails where the arguments do not match the parameters.
+    pub(super) fn check_serial(&self, arguments: &SerialArguments<'_>) -> Result<()> {
+        let is_of_gpu = |slice: &DeviceSlice| slice.kind() == DeviceKind::Cuda;
+        let fits = self.parameter_words() == Some(arguments.words.len());
+        if fits && arguments.slices().all(is_of_gpu) {
+            return Ok(());
+        }
+        self.check(&arguments.to_arguments())
+    }
+
+    /// Allows a launch as much dynamic shared memory as it has.
+    pub(super) fn allow_shared(&self, launch: &Launch) -> Result<()> {
+        if launch.shared_bytes > self.shared.load(Ordering::Relaxed) {
+            self.function.allow_shared(launch.shared_bytes)?;
+            self.shared
+                .fetch_max(launch.shared_bytes, Ordering::Relaxed);
+        }
+        Ok(())
+    }
+
+    /// Enqueues a launch.
+    ///
+    /// # Safety
+    /// As for [`Function::launch`].
+    pub(super) unsafe fn launch_on(
+        &self,
+        stream: CUstream,
+        launch: &Launch,
+        parameters: &mut [*mut c_void],
+    ) -> Result<()> {
+        // SAFETY: as the caller says.
+        unsafe { self.function.launch_as(stream, launch, parameters) }
+    }
+
+    /// Says in an error which kernel it was.
+    pub(super) fn explain(&self, launched: Result<()>) -> Result<()> {
+        launched.map_err(|error| error.with_key(&*self.name).with_device(self.gpu.name()))
+    }
+}
+
 impl KernelBackend for UserKernel {
     fn check_together(&self, launch: &Launch, ranks: usize) -> Result<()> {
         let fit = self
@@ -245,11 +316,7 @@ impl KernelBackend for UserKernel {
         let stream = CudaStream::of(stream, &self.gpu)?;
         let faults = arguments.iter().flat_map(Argument::faults);
         let _noted = stream.faults().add(faults);
-        if launch.shared_bytes > self.shared.load(Ordering::Relaxed) {
-            self.function.allow_shared(launch.shared_bytes)?;
-            self.shared
-                .fetch_max(launch.shared_bytes, Ordering::Relaxed);
-        }
+        self.allow_shared(launch)?;
         let parameters = arguments.iter().filter(|one| one.is_parameter());
         let mut values: Vec<Vec<u64>> = parameters.map(|one| one.words().0).collect();
         let mut pointers: Vec<*mut c_void> = values
@@ -266,11 +333,17 @@ impl KernelBackend for UserKernel {
         let _enqueuing = stream.enqueue(slices);
         // SAFETY: the arguments have as many bytes as the parameters, as was checked where the driver tells
         // them; that the kernel does nothing unsound with them was promised when it was loaded.
-        let launched = unsafe {
-            self.function
-                .launch_as(stream.raw_stream(), launch, &mut pointers)
-        };
-        launched.map_err(|error| error.with_key(&*self.name).with_device(self.gpu.name()))
+        let launched = unsafe { self.launch_on(stream.raw_stream(), launch, &mut pointers) };
+        self.explain(launched)
+    }
+
+    fn identity(&self) -> Option<usize> {
+        Some(self.function.handle() as usize)
+    }
+
+    fn serial(self: Arc<Self>, launch: &Launch) -> Result<Option<Arc<dyn SerialBackend>>> {
+        let ready = SerialKernel::ready(&self, launch)?;
+        Ok(ready.map(|ready| Arc::new(ready) as Arc<dyn SerialBackend>))
     }
 }
 

@@ -28,6 +28,7 @@ use crate::device::{
 use crate::error::{Error, Result};
 use cudarc::driver::sys::*;
 use std::any::Any;
+use std::ffi::c_int;
 use std::fmt;
 use std::sync::Arc;
 use std::time::Instant;
@@ -42,6 +43,8 @@ pub(super) struct CudaStream {
     /// What ends its work, beside the device's fault.
     faults: Arc<FaultSet>,
     live: Arc<LiveStream>,
+    /// Whether its kernels are as urgent as those of a graph that nobody gave a priority.
+    has_default_priority: bool,
 }
 
 // SAFETY: the raw pointer is a handle that the driver accepts on every thread, and it is kept valid.
@@ -55,12 +58,7 @@ impl CudaStream {
         let raw = stream.raw;
         // SAFETY: the stream was made just now, and is kept.
         let live = unsafe { LiveStream::new(&gpu.context, raw, Keep::Own { _stream: stream }) };
-        Ok(Arc::new(Self {
-            gpu: gpu.clone(),
-            raw,
-            faults: Arc::default(),
-            live,
-        }))
+        Ok(Arc::new(Self::with_live(gpu, live)))
     }
 
     /// A stream that somebody else made. The default stream of the calling thread can be used on that
@@ -92,12 +90,23 @@ impl CudaStream {
         }
         // SAFETY: the stream is of the context, and its owner is kept.
         let live = unsafe { LiveStream::new(&gpu.context, raw, Keep::Foreign { _owner: owner }) };
-        Ok(Arc::new(Self {
+        Ok(Arc::new(Self::with_live(gpu, live)))
+    }
+
+    fn with_live(gpu: &Arc<Gpu>, live: Arc<LiveStream>) -> Self {
+        let mut priority = c_int::MIN;
+        if let Some(ask) = gpu.context.driver.cuStreamGetPriority {
+            // SAFETY: `priority` is an output parameter for one integer; the stream is kept valid by `live`. Where the
+            // driver refuses to tell, the value stays.
+            let _refused = unsafe { ask(live.raw, &mut priority) };
+        }
+        Self {
             gpu: gpu.clone(),
-            raw,
+            raw: live.raw,
             faults: Arc::default(),
             live,
-        }))
+            has_default_priority: priority == 0,
+        }
     }
 
     /// The stream behind the trait, which must be of `gpu`'s context.
@@ -120,6 +129,11 @@ impl CudaStream {
     /// The driver's stream, for calls made while this is held.
     pub(super) fn raw_stream(&self) -> CUstream {
         self.raw
+    }
+
+    /// Whether its kernels are as urgent as those of a graph that nobody gave a priority.
+    pub(super) fn has_default_priority(&self) -> bool {
+        self.has_default_priority
     }
 
     /// What the stream records, if it does.

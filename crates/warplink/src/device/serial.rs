@@ -1,0 +1,117 @@
+//! Kernels whose launches follow one another, readied so that each costs the host little.
+
+use super::launch::{Argument, Launch};
+use super::module::Kernel;
+use super::slice::DeviceSlice;
+use super::stream::Stream;
+use crate::error::Result;
+use crate::sync::lock;
+use std::collections::HashMap;
+use std::fmt;
+use std::sync::{Arc, Mutex};
+
+/// The most kernels of one user that are readied: each takes 0.1 MiB of a GPU.
+const MAX_READY: usize = 64;
+
+/// A kernel whose launches follow one another, readied so that each costs the host as little as the device can do. Two
+/// streams may be given launches only in the order in which they run: a device may have each wait for the one before.
+#[derive(Clone, Debug)]
+pub(crate) struct SerialKernel {
+    kernel: Kernel,
+    ready: Option<Arc<dyn SerialBackend>>,
+}
+
+/// The arguments of a launch of a serial kernel.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct SerialArguments<'a> {
+    /// A structure, by value.
+    pub(crate) words: &'a [u64],
+    /// A pointer to the first byte.
+    pub(crate) signals: &'a DeviceSlice,
+    /// Memory whose addresses are among the words.
+    pub(crate) memory: &'a [&'a DeviceSlice],
+}
+
+impl SerialArguments<'_> {
+    /// All memory that the launch accesses.
+    pub(crate) fn slices(&self) -> impl Iterator<Item = &DeviceSlice> {
+        self.memory.iter().copied().chain([self.signals])
+    }
+
+    /// As arguments of any kernel.
+    pub(crate) fn to_arguments(self) -> [Argument; 3] {
+        [
+            Argument::Words(self.words.into()),
+            Argument::Slice(self.signals.clone()),
+            Argument::Memory(self.memory.iter().copied().cloned().collect()),
+        ]
+    }
+}
+
+/// The kernels that one user has readied, by their code: what is launched with other words or another grid is the same.
+#[derive(Debug, Default)]
+pub(crate) struct SerialKernels(Mutex<HashMap<usize, Arc<dyn SerialBackend>>>);
+
+impl SerialKernels {
+    /// Readies `kernel`, the launches of which are like `launch`. The device may wait for its work meanwhile, as it may
+    /// where a module is loaded.
+    pub(crate) fn ready(&self, kernel: Kernel, launch: &Launch) -> Result<SerialKernel> {
+        let Some(identity) = kernel.0.identity() else {
+            return Ok(SerialKernel {
+                kernel,
+                ready: None,
+            });
+        };
+        let known = lock(&self.0).get(&identity).cloned();
+        let ready = match known {
+            Some(ready) => Some(ready),
+            // The others are launched as any kernel.
+            None if lock(&self.0).len() >= MAX_READY => None,
+            // Without the lock, which launches take that need not wait.
+            None => kernel.0.clone().serial(launch)?,
+        };
+        let Some(ready) = ready else {
+            return Ok(SerialKernel {
+                kernel,
+                ready: None,
+            });
+        };
+        // One that another thread has readied meanwhile counts.
+        let ready = lock(&self.0).entry(identity).or_insert(ready).clone();
+        Ok(SerialKernel {
+            kernel,
+            ready: Some(ready),
+        })
+    }
+}
+
+impl SerialKernel {
+    /// Enqueues a launch, after all that were given to any stream before. Does not block.
+    ///
+    /// # Errors
+    /// As [`Kernel::launch`].
+    pub(crate) fn launch(
+        &self,
+        stream: &Stream,
+        launch: &Launch,
+        arguments: &SerialArguments<'_>,
+    ) -> Result<()> {
+        match &self.ready {
+            Some(ready) => ready.launch(stream, launch, arguments),
+            None => self
+                .kernel
+                .launch(stream, launch, &arguments.to_arguments()),
+        }
+    }
+}
+
+/// A kernel whose launches were readied; see [`SerialKernel`].
+pub(crate) trait SerialBackend: Send + Sync + fmt::Debug {
+    /// See [`SerialKernel::launch`].
+    fn launch(
+        &self,
+        stream: &Stream,
+        launch: &Launch,
+        arguments: &SerialArguments<'_>,
+    ) -> Result<()>;
+}
