@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs Python's tests that need GPUs, against the package in this checkout: nothing is installed. TESTS names their files
-# (default: test_torch_cuda.py), and arguments go to pytest. The log goes to $OUT/python.log, as it is written.
+# (default: all of them, test_cuda_*.py), and arguments go to pytest. The log goes to $OUT/python.log, as it is written.
 #
 # With RANKS_PER_GPU=N, up to N ranks share a GPU, as in device-tests.sh, so that one GPU is enough.
 #
@@ -21,7 +21,7 @@ export PYTHONPATH=$package:$PWD/device-bin/python PYTHONUNBUFFERED=1
 export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-32} NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NO_COLOR=1
 cd crates/warplink-py/tests
 timeout --kill-after=5 "${LIMIT:-300}" python3 -m pytest -p no:cacheprovider -rfE --durations=8 -v "$@" \
-    ${TESTS:-test_torch_cuda.py} >"$OUT/python.log" 2>&1
+    ${TESTS:-$(echo test_cuda_*.py)} >"$OUT/python.log" 2>&1
 code=$?
 grep -E 'PASSED|FAILED|ERROR|SKIPPED|^=' "$OUT/python.log" | tail -n "${LINES_OF_LOG:-40}"
 exit $code

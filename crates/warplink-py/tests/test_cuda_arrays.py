@@ -1,0 +1,84 @@
+"""Arrays of other libraries on GPUs, in and out without copies and in the order of their streams."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from conftest import run_ranks  # noqa: E402
+from gpus import gpu, needs_gpus  # noqa: E402
+
+WORLD = 2
+
+pytestmark = needs_gpus(WORLD)
+
+
+def tensors(rank, world, meeting):
+    import warplink
+
+    torch.cuda.set_device(gpu(rank))
+    with warplink.Job.join(rank, world, meeting, device="cuda", ordinal=gpu(rank)) as job:
+        comm = job.world()
+        own = torch.full((1 << 16,), float(rank), device="cuda")
+        received = torch.empty_like(own)
+        current = torch.cuda.current_stream()
+        stream = comm.borrow_stream(current.cuda_stream, current)
+        regions = [comm.register(tensor, stream) for tensor in (own, received)]
+        assert regions[0].address == own.data_ptr()
+        transfers = comm.exchange(
+            [warplink.Send(regions[0], 1 - rank), warplink.Receive(regions[1], 1 - rank)]
+        )
+        for turn in range(5):
+            own.fill_(10 * turn + rank)
+            warplink.post_all(transfers, stream)
+            warplink.wait_all(transfers, stream)
+            # In stream order, without a wait on the host.
+            assert (received == 10 * turn + 1 - rank).all()
+            comm.barrier()
+        view = comm.alloc(64).view([16], "f32")
+        tensor = torch.from_dlpack(view)
+        assert (tensor.data_ptr(), tensor.device.index) == (view.address, gpu(rank))
+        with pytest.raises(ValueError, match="the processor's memory"):
+            comm.register(torch.ones(4))
+
+
+def test_tensors_go_in_and_out_in_place():
+    run_ranks(tensors, WORLD)
+
+
+def on_the_current_stream(rank, world, meeting):
+    import warplink
+
+    torch.cuda.set_device(gpu(rank))
+    with warplink.Job.join(rank, world, meeting, device="cuda", ordinal=gpu(rank)) as job:
+        comm = job.world()
+        collectives = comm.collectives()
+        side = torch.cuda.Stream()
+        stream = comm.borrow_stream(side.cuda_stream, side)
+        layer = collectives.experts(experts=world, top_k=1, max_tokens=64, elements=256, dtype="bf16")
+        dispatched = layer.allocate()
+        counts = torch.from_dlpack(dispatched.counts)
+        generator = torch.Generator(device="cuda").manual_seed(rank)
+        with torch.cuda.stream(side):
+            for turn in range(10):
+                # All in stream order: what was written before, and what is read behind.
+                own = torch.full((100_000 + turn,), 10.0 * turn + rank, device="cuda")
+                come = torch.empty_like(own)
+                collectives.send_receive(stream, [(1 - rank, own)], [(1 - rank, come)])
+                parts, sizes = [1000, 3000], [[1000, 3000][rank]] * world
+                gathered = torch.empty(sum(sizes), device="cuda")
+                collectives.all_to_all_v(stream, gathered, own[: sum(parts)].clone(), sizes, parts)
+                tokens = torch.randn(64, 256, device="cuda", generator=generator).bfloat16()
+                experts = torch.randint(0, world, (64, 1), device="cuda", generator=generator).int()
+                weights = torch.full((64, 1), 2.0, device="cuda")
+                target = torch.empty_like(tokens)
+                layer.dispatch(stream, dispatched, tokens, experts)
+                layer.combine(stream, target, dispatched, weights)
+                assert (come == 10 * turn + 1 - rank).all()
+                rows = gathered.view(world, -1).mean(1).round().tolist()
+                assert rows == [10.0 * turn + peer for peer in range(world)]
+                assert torch.equal(target, 2 * tokens) and counts[rank] == (experts == rank).sum()
+        comm.barrier()
+
+
+def test_messages_and_experts_on_the_current_stream():
+    run_ranks(on_the_current_stream, WORLD)

@@ -1,0 +1,121 @@
+"""Lost and absent peers, and ranks that differ, on CUDA tensors: what raises, and when."""
+
+import os
+import time
+from datetime import timedelta
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from conftest import meet  # noqa: E402
+from gpus import gpu, needs_gpus, start_on_gpu  # noqa: E402
+from test_torch_group import on_ranks  # noqa: E402
+
+WORLD = 2
+
+pytestmark = needs_gpus(WORLD)
+
+
+#: Seconds in which the loss of a peer is to be raised, and in which a test of it is to end.
+TOLD_SECONDS, LOST_LIMIT = 15.0, 60.0
+
+
+def raised_by(operation):
+    """What ``operation`` raises, once its peer is lost."""
+    end = time.monotonic() + TOLD_SECONDS
+    while time.monotonic() < end:
+        try:
+            operation()
+            # Nothing more is enqueued than what waits for the peer.
+            torch.cuda.synchronize()
+        except RuntimeError as error:
+            return error
+        time.sleep(0.01)
+    raise AssertionError(f"nothing was raised in {TOLD_SECONDS} s")
+
+
+def lost_in_fused(rank, world, _, place):
+    dist = start_on_gpu(rank, world, place, timeout=10)
+    ops, name = torch.ops.warplink, dist.group.WORLD.group_name
+    device = torch.device("cuda", gpu(rank))
+    a, b = torch.ones(64, 32, device=device), torch.ones(32, 48, device=device)
+    wide = torch.ones(64, 48, device=device)
+    operations = [
+        lambda: ops.fused_all_gather_matmul(a, [b], 0, name),
+        lambda: ops.fused_matmul_reduce_scatter(a, b, "sum", 0, name),
+        lambda: ops.fused_all_gather_matmul(a, [wide], 1, name),
+        lambda: ops.fused_matmul_reduce_scatter(a, b, "sum", 1, name),
+    ]
+    for operation in operations:
+        operation()
+    torch.cuda.synchronize()
+    meet(place, "ran", rank, range(world))
+    if rank == 1:
+        os._exit(1)
+    for operation in operations:
+        error = raised_by(operation)
+        assert isinstance(error, ConnectionError) and (error.kind, error.peer) == ("peer_lost", 1), error
+
+
+def test_a_lost_peer_ends_fused_operations():
+    on_ranks(lost_in_fused, WORLD, dies=(1,), limit=LOST_LIMIT)
+
+
+def absent_from_fused(rank, world, _, place):
+    dist = start_on_gpu(rank, world, place)
+    group, device = dist.group.WORLD, torch.device("cuda", gpu(rank))
+    a, b = torch.ones(64, 32, device=device), torch.ones(32, 48, device=device)
+
+    def operation():
+        torch.ops.warplink.fused_all_gather_matmul(a, [b], 0, group.group_name)
+
+    operation()
+    torch.cuda.synchronize()
+    group.set_timeout(timedelta(seconds=2))
+    if rank == 0:
+        error = raised_by(operation)
+        assert error.kind == "timeout", error
+    meet(place, "told", rank, range(world))
+
+
+def test_a_peer_that_is_absent_from_a_fused_operation_is_told():
+    on_ranks(absent_from_fused, WORLD, limit=LOST_LIMIT)
+
+
+def lost_in_direct(rank, world, _, place):
+    import warplink.torch
+
+    options = warplink.torch.Options(direct_collectives=True)
+    dist = start_on_gpu(rank, world, place, timeout=10, pg_options=options)
+    own = torch.ones(1 << 20, device="cuda")
+    dist.all_reduce(own)
+    assert dist.group.WORLD.collectives_path == "direct"
+    torch.cuda.synchronize()
+    meet(place, "ran", rank, range(world))
+    if rank == 1:
+        os._exit(1)
+    error = raised_by(lambda: dist.all_reduce(own))
+    assert isinstance(error, ConnectionError) and (error.kind, error.peer) == ("peer_lost", 1), error
+
+
+def test_a_lost_peer_ends_direct_collectives():
+    on_ranks(lost_in_direct, WORLD, dies=(1,), limit=LOST_LIMIT)
+
+
+def differing_ends(rank, world, _, place):
+    import warplink.torch
+    from warplink.errors import MismatchError
+
+    dist = start_on_gpu(rank, world, place, pg_options=warplink.torch.Options(direct_messages=True))
+    tensor = torch.zeros(4 + rank, device="cuda")
+    operation = dist.irecv if rank else dist.isend
+    (work,) = dist.batch_isend_irecv([dist.P2POp(operation, tensor, 1 - rank)])
+    with pytest.raises(MismatchError) as caught:
+        work.wait(timedelta(seconds=30))
+    assert caught.value.peer == 1 - rank
+    meet(place, "told", rank, range(world))
+
+
+def test_ends_that_differ_are_told_by_a_wait_with_a_timeout():
+    on_ranks(differing_ends, WORLD)
