@@ -5,7 +5,7 @@
 # With RANKS_PER_GPU=N, up to N ranks share a GPU, as in device-tests.sh, so that one GPU is enough.
 #
 # Builds nothing: needs device-bin/_warplink.abi3.so and device-bin/python (PARTS=python scripts/device-build.sh), and
-# PyTorch.
+# PyTorch. Tests of CuPy's and JAX's arrays are left out where these are not installed.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 . scripts/device-service.sh

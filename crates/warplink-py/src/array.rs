@@ -159,7 +159,7 @@ impl<'a> Reader<'a> {
             item_bytes,
             shape,
             strides,
-            read_only,
+            read_only: Some(read_only),
         };
         self.borrow(described, object.clone().unbind(), name)
     }
@@ -169,8 +169,13 @@ impl<'a> Reader<'a> {
         self.place.check((kind, number), name)?;
         let arguments = PyDict::new(object.py());
         if kind == dlpack::CUDA {
-            // The default stream has a number of its own in the protocol, and so has no stream.
-            let stream = self.stream.map_or(-1, |stream| i128::from(stream.max(1)));
+            // The default stream has a number of its own in the protocol, and so has no stream, which JAX would take for
+            // a handle: it waits for nothing where it is told nothing.
+            let stream = match self.stream {
+                Some(stream) => Some(i128::from(stream.max(1))),
+                None if is_of_jax(object)? => None,
+                None => Some(-1),
+            };
             arguments.set_item("stream", stream)?;
         }
         let ask = || object.call_method("__dlpack__", (), Some(&arguments));
@@ -184,8 +189,11 @@ impl<'a> Reader<'a> {
             ask()
         })?;
         let capsule = capsule.cast_into::<PyCapsule>()?;
-        let described = dlpack::describe(&capsule)?;
+        let mut described = dlpack::describe(&capsule)?;
         self.place.check(described.device, name)?;
+        if described.read_only.is_none() {
+            described.read_only = Some(is_of_jax(object)?);
+        }
         self.borrow(described, capsule.into_any().unbind(), name)
     }
 
@@ -209,7 +217,7 @@ impl<'a> Reader<'a> {
         let overflows = "the array's size overflows the address space";
         let bytes = bytes.ok_or_else(|| raise(refused(overflows.to_owned())))?;
         let (element, item_bytes) = (described.element, Some(described.item_bytes));
-        let read_only = described.read_only;
+        let read_only = described.read_only.unwrap_or(false);
         if bytes == 0 {
             let empty = "the array is empty; expected at least one element";
             let nothing = self.nothing.cloned();
@@ -305,6 +313,18 @@ pub(crate) fn bindings(
         bindings.insert(name, array.slice);
     }
     Ok(bindings)
+}
+
+/// Whether `object` is one of JAX's arrays, of which nothing may be written, although their capsules, which have no version,
+/// do not say so.
+fn is_of_jax(object: &Bound<'_, PyAny>) -> PyResult<bool> {
+    let modules = object.py().import("sys")?.getattr("modules")?;
+    // Where there is an array of JAX, it has been imported; a part of it may be while another thread imports it.
+    let jax = modules.call_method1("get", ("jax",))?;
+    match jax.getattr_opt("Array")? {
+        Some(class) => object.is_instance(&class),
+        None => Ok(false),
+    }
 }
 
 /// Bytes of an element of NumPy's type `typestr`, of the array `name`. Of other kinds than these, the number is not

@@ -66,7 +66,8 @@ pub(crate) struct Described {
     pub(crate) shape: Vec<i64>,
     /// In elements; none where it is contiguous.
     pub(crate) strides: Option<Vec<i64>>,
-    pub(crate) read_only: bool,
+    /// None where the capsule does not say: before DLPack 1, there is no sign of it.
+    pub(crate) read_only: Option<bool>,
 }
 
 /// A tensor to be handed out: what the deleter frees.
@@ -79,7 +80,7 @@ struct Handed<K> {
 
 /// What the capsule that an object's `__dlpack__` returned says.
 pub(crate) fn describe(capsule: &Bound<'_, PyCapsule>) -> PyResult<Described> {
-    let (tensor, flags) = match capsule.pointer_checked(Some(VERSIONED)) {
+    let (tensor, read_only) = match capsule.pointer_checked(Some(VERSIONED)) {
         Ok(pointer) => {
             // SAFETY: by the protocol, an unused capsule of this name holds a valid DLManagedTensorVersioned, which
             // lives as long as the capsule, and of which every version begins with these fields up to the flags; the
@@ -92,7 +93,7 @@ pub(crate) fn describe(capsule: &Bound<'_, PyCapsule>) -> PyResult<Described> {
                 );
                 return Err(invalid(text));
             }
-            (&managed.tensor, managed.flags)
+            (&managed.tensor, Some(managed.flags & READ_ONLY != 0))
         }
         Err(_) => {
             let pointer = capsule.pointer_checked(Some(NAME)).map_err(|_| {
@@ -103,7 +104,7 @@ pub(crate) fn describe(capsule: &Bound<'_, PyCapsule>) -> PyResult<Described> {
             })?;
             // SAFETY: as above, of a DLManagedTensor.
             let managed = unsafe { pointer.cast::<DLManagedTensor>().as_ref() };
-            (&managed.tensor, 0)
+            (&managed.tensor, None)
         }
     };
     let dimensions = usize::try_from(tensor.dimensions)
@@ -128,8 +129,7 @@ pub(crate) fn describe(capsule: &Bound<'_, PyCapsule>) -> PyResult<Described> {
         item_bytes: (usize::from(tensor.bits) * usize::from(tensor.lanes)).div_ceil(8),
         shape,
         strides,
-        // Without a version there is no sign of it.
-        read_only: flags & READ_ONLY != 0,
+        read_only,
     })
 }
 

@@ -1,5 +1,7 @@
 """Arrays of other libraries on GPUs, in and out without copies and in the order of their streams."""
 
+import os
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -82,3 +84,79 @@ def on_the_current_stream(rank, world, meeting):
 
 def test_messages_and_experts_on_the_current_stream():
     run_ranks(on_the_current_stream, WORLD)
+
+
+def cupy_streams(rank, world, meeting):
+    import cupy
+    import warplink
+
+    cupy.cuda.Device(gpu(rank)).use()
+    with warplink.Job.join(rank, world, meeting, device="cuda", ordinal=gpu(rank)) as job:
+        comm, peer = job.world(), 1 - rank
+        collectives, side = comm.collectives(), cupy.cuda.Stream(non_blocking=True)
+        view = comm.alloc(64).view([16], "f32")
+        assert cupy.from_dlpack(view).data.ptr == view.address
+        large, own, come = (cupy.empty(count, "u1") for count in (1 << 29, 1 << 20, 1 << 20))
+        assert comm.borrow(own).address == own.data.ptr
+        done = cupy.cuda.Event(disable_timing=True)
+        # CuPy's current stream itself, and one that CuPy has wait for it when it is asked for an array.
+        for stream in (comm.borrow_stream(side.ptr, side), comm.create_stream()):
+            found = []
+            with side:
+                for turn in range(10):
+                    # Without kernels that CuPy would compile. What takes long is before the rest.
+                    for _ in range(40):
+                        large.data.memset_async(turn, large.nbytes)
+                    own.data.memset_async(10 * turn + rank, own.nbytes)
+                    collectives.send_receive(stream, [(peer, own)], [(peer, come)])
+                    cupy.cuda.runtime.eventRecord(done.ptr, stream.raw)
+                    side.wait_event(done)
+                    found.append(cupy.empty_like(come))
+                    found[-1].data.copy_from_device_async(come.data, come.nbytes)
+                    come.data.memset_async(255, come.nbytes)
+                    # The first call makes memory known to the peer.
+                    assert turn == 0 or not side.done, "a call waited for the stream"
+            side.synchronize()
+            for turn, received in enumerate(found):
+                assert (received.get() == 10 * turn + peer).all(), turn
+        comm.barrier()
+
+
+def test_cupys_current_stream_orders_its_arrays():
+    pytest.importorskip("cupy")
+    run_ranks(cupy_streams, WORLD)
+
+
+def jax_arrays(rank, world, meeting):
+    # Ranks may share the GPU, of which JAX would take most.
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+    import jax
+    import jax.numpy as jnp
+    import warplink
+
+    with (
+        jax.default_device(jax.devices("gpu")[gpu(rank)]),
+        warplink.Job.join(rank, world, meeting, device="cuda", ordinal=gpu(rank)) as job,
+    ):
+        comm, peer = job.world(), 1 - rank
+        collectives, stream, one = comm.collectives(), comm.create_stream(), jnp.eye(2048)
+        slow = jax.jit(lambda x: jax.lax.fori_loop(0, 100, lambda _, x: x @ one, x))
+        come = comm.alloc(one.nbytes).view([2048, 2048], "f32")
+        for turn in range(5):
+            # JAX has no current stream: ours waits for what computes the array.
+            own = slow((10 * turn + rank) * one)
+            collectives.send_receive(stream, [(peer, own)], [(peer, come)])
+            assert comm.borrow(own).address == own.unsafe_buffer_pointer()
+            stream.synchronize()
+            received = jax.dlpack.from_dlpack(come)
+            assert received.unsafe_buffer_pointer() == come.address
+            assert (received == (10 * turn + peer) * one).all(), turn
+            for stale in (own, comm.borrow(own)):
+                with pytest.raises(ValueError, match="the array is read-only"):
+                    stream.copy(stale, come)
+        comm.barrier()
+
+
+def test_arrays_of_jax_are_waited_for_and_never_written():
+    pytest.importorskip("jax")
+    run_ranks(jax_arrays, WORLD)
