@@ -25,6 +25,10 @@ test *args:
 deny:
     cargo deny check --hide-inclusion-graph licenses bans sources
 
+# Types of the Python package, with mypy and PyTorch installed
+types:
+    python3 -m mypy
+
 # The documentation, with warnings denied
 doc *args:
     RUSTDOCFLAGS='-D warnings' cargo doc --workspace --no-deps {{ args }}

@@ -74,5 +74,5 @@ def matmul_scatter(
         call = Call("fused_matmul_reduce_scatter along the last dimension", (rows, columns), a.dtype)
         pipeline = space.plan(call, lambda: ScatterPipeline(space, nbytes))
         received = pipeline.run(multiply).view(a.dtype).view(size, rows, columns)
-        result = received.mean(0) if average else received.sum(0)
+        result: torch.Tensor = received.mean(0) if average else received.sum(0)
     return result.view(*a.shape[:-1], columns)

@@ -40,7 +40,7 @@ _CPU = torch.device("cpu")
 _CUDA = torch.device("cuda")
 
 
-class _HostBackend(C10dBackend):  # type: ignore[misc]
+class _HostBackend(C10dBackend):
     """What PyTorch's C++ knows of the host device. Calls do not come to it: the group takes them itself."""
 
     def getBackendName(self) -> str:
@@ -454,7 +454,7 @@ class ProcessGroupWarplink(GroupCalls, dist.ProcessGroup):  # type: ignore[misc]
     def _get_sequence_number_for_group(self) -> int:
         for backend in (None if self._host else self._gloo, self._nccl):
             if backend is not None:
-                return backend._get_sequence_number_for_group()
+                return int(backend._get_sequence_number_for_group())
         return self._host.sequence_number if self._host is not None else 0
 
     def split_group(

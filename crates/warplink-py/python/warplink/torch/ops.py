@@ -220,8 +220,8 @@ def _unfused_matmul_reduce_scatter(
 ) -> torch.Tensor:
     """The same as a matmul and a collective."""
     name: Any = group_name
-    result: Any = funcol.reduce_scatter_tensor(A @ B, reduce_op, scatter_dim, name)
-    return funcol.wait_tensor(result).contiguous()
+    result: torch.Tensor = funcol.wait_tensor(funcol.reduce_scatter_tensor(A @ B, reduce_op, scatter_dim, name))
+    return result.contiguous()
 
 
 def _meta_all_gather_matmul(

@@ -52,11 +52,10 @@ class Options:
         NCCL's alone."""
         if given is None:
             return self
-        read = Options.read(given)
-        if read is given:
-            return read
+        if isinstance(given, Options):
+            return given
         made = copy.copy(self)
-        made.nccl_options = read.nccl_options or self.nccl_options
+        made.nccl_options = Options.read(given).nccl_options or self.nccl_options
         return made
 
     @staticmethod

@@ -121,7 +121,8 @@ def _batch_together() -> None:
             for op in p2p_op_list:
                 key = "group_dst" if op.op is dist.isend else "group_src"
                 op.op(op.tensor, group=op.group, tag=op.tag, **{key: op.group_peer})
-        return manager.works
+        works: list[Any] = manager.works
+        return works
 
     batch_isend_irecv.__doc__ = original.__doc__
     c10d.batch_isend_irecv = batch_isend_irecv

@@ -203,8 +203,9 @@ def _scales_of_rows(
         # As long as this rank's part, so it is gathered as well; it is small.
         front = scale.movedim(dim, 0).contiguous()
         size = group_size(group_name)
-        gathered = torch.ops._c10d_functional.all_gather_into_tensor(front, size, group_name)
-        return funcol.wait_tensor(gathered).view(-1, 1)
+        started = torch.ops._c10d_functional.all_gather_into_tensor(front, size, group_name)
+        gathered: torch.Tensor = funcol.wait_tensor(started)
+        return gathered.view(-1, 1)
     if scale.numel() == 1:
         return scale
     if list(scale.shape[:-1]) == whole_rows:
@@ -324,8 +325,8 @@ def _unfused_scatter(
     a_scale = scales[0].reshape(-1, 1) if scales[0].numel() > 1 else scales[0]
     _matmul(out, flat, b, a_scale, scales[1], rest)
     name: Any = group_name
-    result: Any = funcol.reduce_scatter_tensor(out.view(sizes), reduce_op, dim, name)
-    return funcol.wait_tensor(result).contiguous()
+    result: torch.Tensor = funcol.wait_tensor(funcol.reduce_scatter_tensor(out.view(sizes), reduce_op, dim, name))
+    return result.contiguous()
 
 
 def _meta_all_gather_scaled_matmul(

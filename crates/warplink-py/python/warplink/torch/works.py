@@ -96,7 +96,7 @@ class HostWork(dist.Work):
             if self._error is None:
                 future.set_result(self._result)
             else:
-                future.set_exception(again(self._error))  # type: ignore[arg-type]
+                future.set_exception(again(self._error))
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Blocks until it is done, its future too. Raises its error, and TimeoutError after ``timeout`` if that is
@@ -192,7 +192,7 @@ class GpuWork(dist.Work):
         self.wait()
 
     def is_completed(self) -> bool:
-        return self._done().query()
+        return bool(self._done().query())
 
     def is_success(self) -> bool:
         return self.is_completed() and self.exception() is None

@@ -17,6 +17,8 @@ matrix and back, and be gathered as bytes; matmuls may add a bias.
 
 from __future__ import annotations
 
+from typing import Any
+
 from warplink.torch.fusion.report import Fusion, decisions
 
 __all__ = ["Fusion", "disable_fusion", "enable_fusion", "fusion_report"]
@@ -35,7 +37,9 @@ def enable_fusion() -> None:
         if not isinstance(present, FusionPass):
             config.post_grad_custom_post_pass = FusionPass(present, present)
     elif not any(isinstance(one, FusionPass) for one in passes):
-        config.post_grad_custom_post_pass = [*passes, FusionPass(restored=present)]
+        # Releases that take several passes take a list of them.
+        extended: Any = [*passes, FusionPass(restored=present)]
+        config.post_grad_custom_post_pass = extended
 
 
 def disable_fusion() -> None:

@@ -188,6 +188,8 @@ def _call(graph: Graph, plan: Plan) -> Node:
 def _left(graph: Graph, matmul: Matmul, sizes: list[Any]) -> Node:
     """The matmul's left operand with as many dimensions as its result has."""
     left = matmul.a
-    if left.target in RESHAPES and same_sizes(shape(arguments(left)["self"]), sizes):
-        return arguments(left)["self"]
+    if left.target in RESHAPES:
+        whole: Node = arguments(left)["self"]
+        if same_sizes(shape(whole), sizes):
+            return whole
     return reshaped(graph, left, sizes)
