@@ -102,7 +102,8 @@ def test_tokens_go_to_their_experts_and_come_back_as_weighted_sums(world, kind):
 
 
 def in_a_graph(rank, world, meeting):
-    torch = pytest.importorskip("torch")
+    import torch
+
     # Tensors of PyTorch on the host device.
     with join(rank, world, meeting, device="host") as job:
         comm = job.world()
@@ -134,6 +135,7 @@ def in_a_graph(rank, world, meeting):
 
 
 def test_a_graph_of_tensors_serves_every_routing():
+    pytest.importorskip("torch")
     run_ranks(in_a_graph, 2)
 
 
