@@ -30,6 +30,24 @@ class Counted:
         return self._collectives.send_receive(*arguments)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "parts", "expected"),
+    [
+        ((6, 3), None, [18, 18]),
+        ((6, 3), [1, 5], [6, 30]),
+        ((0, 3), None, [0, 0]),
+        ((4, 0), [1, 3], [0, 0]),
+        ((4,), [0, 4], [0, 8]),
+    ],
+)
+def test_bytes_of_parts(sizes, parts, expected):
+    from warplink.torch.shapes import bytes_of_parts, split
+
+    tensor = torch.empty(sizes, dtype=torch.bfloat16)
+    assert bytes_of_parts(2, tensor, parts, "input") == expected
+    assert [part.nbytes for part in split(2, tensor, parts, "input")] == expected
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_both_ends_of_a_message_are_in_the_same_call(seed):
     from warplink.torch.direct import rounds

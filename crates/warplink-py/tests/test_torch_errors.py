@@ -28,6 +28,8 @@ def operands(rank, world, _, place):
         (lambda: scatter(a, b, "max", 0, name), "reduce_op is 'max'; expected sum or avg"),
         (lambda: scatter(a[:3], b, "sum", 0, name), "dimension 0 of the result is 3; expected a mult"),
         (lambda: scatter(a, b[:, :5], "sum", 1, name), "dimension 1 of the result is 5; expected a"),
+        (lambda: dist.all_to_all_single(torch.ones(()), torch.ones(4)), "the output has no dimension; expected rows"),
+        (lambda: dist.all_to_all_single(torch.ones(4), torch.ones(3)), "the input has 3 rows; expected a multiple of 2"),
         (lambda: dist.group.WORLD.get_p2p_buffer(9, (4,), torch.float32), "there is no rank 9"),
     ):
         with pytest.raises(ValueError, match=says):

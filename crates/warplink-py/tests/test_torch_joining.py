@@ -75,7 +75,7 @@ def as_on_gpus(rank, world, place, monkeypatch, make_workspace):
     monkeypatch.setattr(group._options, "direct_messages", True)
     monkeypatch.setattr(group, "_nccl", object())
     monkeypatch.setattr(group, "_make_workspace", make)
-    monkeypatch.setattr(module, "_is_capturing", lambda device: False)
+    monkeypatch.setattr(module, "is_recording", lambda device: False)
     return dist, group, tried
 
 

@@ -11,7 +11,7 @@ import torch
 from torch.distributed import distributed_c10d as c10d
 
 from warplink.torch.direct_collectives import reduction
-from warplink.torch.shapes import count, limit_of, root_of, share, split
+from warplink.torch.shapes import bytes_of_parts, count, limit_of, root_of, share, split
 from warplink.torch.works import Noted, WorkGroup, Works
 
 
@@ -62,10 +62,13 @@ class GroupCalls:
         """What does a collective of ``tensors`` past the backend; None where that does it."""
         if not tensors or not tensors[0].is_cuda:
             return None
+        direct = self.direct_collectives(tensors[0].device)
+        if direct is None:
+            return None
         for tensor in tensors:
             if tensor.is_sparse:
                 return None
-        return self.direct_collectives(tensors[0].device)
+        return direct
 
     def _reduction(self, tensors: list[torch.Tensor], op: Any) -> tuple[Any, Any]:
         """The same of a reduction by ``op``, and how it is called."""
@@ -263,11 +266,12 @@ class GroupCalls:
             return backend.alltoall_base(
                 output, input, output_split_sizes, input_split_sizes, opts
             )
+        if direct is not None:
+            received = bytes_of_parts(self._size, output, output_split_sizes, "output")
+            sent = bytes_of_parts(self._size, input, input_split_sizes, "input")
+            return self._done([direct.all_to_all_single(output, input, received, sent, _is_async(opts))])
         outputs = split(self._size, output, output_split_sizes, "output")
         inputs = split(self._size, input, input_split_sizes, "input")
-        if direct is not None:
-            work = direct.all_to_all_single(output, input, outputs, inputs, _is_async(opts))
-            return self._done([work])
         return self._host.all_to_all(outputs, inputs, limit_of(opts))
 
     def gather(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Any:

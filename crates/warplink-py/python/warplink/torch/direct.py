@@ -19,7 +19,7 @@ from warplink.torch.agreement import made_by_all
 from warplink.torch.arithmetic import as_bytes, readable, settle, writable
 from warplink.torch.shapes import check_plain
 from warplink.torch.works import GpuWork, HostWork, Worker, Works
-from warplink.torch.workspace import Workspace
+from warplink.torch.workspace import Workspace, is_recording
 
 #: What enqueues something on a stream, given contiguous sources and targets.
 Call = Callable[[warplink.Stream, list[torch.Tensor], list[torch.Tensor]], None]
@@ -165,13 +165,11 @@ class GpuMessages:
         self,
         output: torch.Tensor,
         input: torch.Tensor,
-        output_parts: list[torch.Tensor],
-        input_parts: list[torch.Tensor],
+        received: list[int],
+        sent: list[int],
         asynchronous: bool,
     ) -> GpuWork:
-        """The same of parts of one tensor, which lie one after the other."""
-        received = [part.nbytes for part in output_parts]
-        sent = [part.nbytes for part in input_parts]
+        """The same of parts of one tensor, which lie one after the other, of as many bytes."""
 
         def call(stream: warplink.Stream, sources: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
             (source,), (target,) = self._memory(sources), self._memory(targets)
@@ -217,7 +215,7 @@ class GpuMessages:
         """Enqueues ``call`` on the current stream, which it gives, and gives it contiguous tensors."""
         stream, borrowed = self._space.current_streams()
         # What is recorded is for the application to order.
-        several = len(_groups[self._device.index]) > 1 and not self._is_recording()
+        several = len(_groups[self._device.index]) > 1 and not is_recording(self._device)
         if several:
             self._follow_other_groups(stream)
         sources = [t if _is_plain(t) else readable(t) for t in inputs]
@@ -247,11 +245,6 @@ class GpuMessages:
             else:
                 # It was called when there was no other.
                 stream.wait_stream(group._stream)
-
-    def _is_recording(self) -> bool:
-        """Whether the caller's current stream of the group's GPU records a graph."""
-        with torch.cuda.device(self._device):
-            return torch.cuda.is_current_stream_capturing()
 
     @property
     def timeout(self) -> float:

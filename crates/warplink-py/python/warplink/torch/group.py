@@ -31,7 +31,7 @@ from warplink.torch.messages import Messages
 from warplink.torch.monitored import monitored_barrier
 from warplink.torch.options import Options
 from warplink.torch.works import Noted, Works
-from warplink.torch.workspace import Workspace
+from warplink.torch.workspace import Workspace, is_recording
 
 #: Seconds for which a process that ends waits for the others to leave too.
 LEAVE_AT_EXIT_SECONDS = 1.0
@@ -235,7 +235,7 @@ class ProcessGroupWarplink(GroupCalls, dist.ProcessGroup):  # type: ignore[misc]
         """What goes direct on a GPU; the first call decides."""
         if self._on_gpu is not None:
             return self._on_gpu
-        if not self._may_go_direct or self._nccl is None or _is_capturing(device):
+        if not self._may_go_direct or self._nccl is None or is_recording(device):
             return None
         with self._lock:
             if self._may_go_direct:
@@ -556,12 +556,6 @@ class ProcessGroupWarplink(GroupCalls, dist.ProcessGroup):  # type: ignore[misc]
 
     def __repr__(self) -> str:
         return f"ProcessGroupWarplink(rank={self._rank}, size={self._size})"
-
-
-def _is_capturing(device: torch.device) -> bool:
-    """Whether the current stream of a GPU records a graph."""
-    with torch.cuda.device(device):
-        return torch.cuda.is_current_stream_capturing()
 
 
 def _common_kind(tensors: list[torch.Tensor]) -> str:

@@ -20,7 +20,7 @@ import warplink
 from warplink.torch import columns
 from warplink.torch.agreement import Call
 from warplink.torch.group import ProcessGroupWarplink
-from warplink.torch.plans import FusedPlan, family, from_front, in_memory, span
+from warplink.torch.plans import FusedPlan, copied_back, family, in_memory, moved_back, span, to_front
 
 #: Element types that have a matmul in Warplink.
 FUSED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -101,7 +101,7 @@ def all_gather_matmul(
         return _unfused_all_gather_matmul(A, Bs, gather_dim, group_name, return_A=return_A)
     if gather_dim == A.dim() - 1:
         return columns.gather_matmul(A, Bs, group, return_a=return_A)
-    front = A.movedim(gather_dim, 0)
+    front = to_front(A, gather_dim)
     leading = [front.shape[0] * group.size(), *front.shape[1:-1]]
     rows, k = math.prod(front.shape[:-1]), A.shape[-1]
     m, count = rows * group.size(), len(Bs)
@@ -133,11 +133,8 @@ def all_gather_matmul(
         fused = space.plan(Call("fused_all_gather_matmul", (rows, k, *widths), A.dtype, options), make)
         got = fused.run(space, {"A": front, **family("B", rights)}, outputs)
         results, gathered = got[:count], got[count] if return_A else None
-
-    def back(flat: torch.Tensor) -> torch.Tensor:
-        return flat.view(*leading, flat.shape[-1]).movedim(0, gather_dim)
-
-    return back(gathered) if gathered is not None else None, [back(result) for result in results]
+    whole = None if gathered is None else moved_back(gathered, leading, gather_dim)
+    return whole, [moved_back(result, leading, gather_dim) for result in results]
 
 
 def _unfused_all_gather_matmul(
@@ -177,18 +174,18 @@ def matmul_reduce_scatter(
         raise ValueError(f"reduce_op is '{reduce_op}'; expected sum or avg")
     if B.shape[0] != A.shape[-1]:
         raise ValueError(f"B has {B.shape[0]} rows; expected {A.shape[-1]}, the columns of A")
-    size = group_size(group_name)
+    group = _fusing_group(A, [B], group_name)
+    size = group_size(group_name) if group is None else group.size()
     shared = B.shape[1] if scatter_dim == A.dim() - 1 else A.shape[scatter_dim]
     if shared % size:
         raise ValueError(
             f"dimension {scatter_dim} of the result is {shared}; expected a multiple of {size} ranks"
         )
-    group = _fusing_group(A, [B], group_name)
     if group is None:
         return _unfused_matmul_reduce_scatter(A, B, reduce_op, scatter_dim, group_name)
     if scatter_dim == A.dim() - 1:
         return columns.matmul_scatter(A, B, group, average=reduce_op == "avg")
-    front = A.movedim(scatter_dim, 0)
+    front = to_front(A, scatter_dim)
     m, k, n = math.prod(front.shape[:-1]), A.shape[-1], B.shape[1]
     (right,), transposed = in_memory([B])
     inputs = {"A": front.reshape(m, k).contiguous(), "B": right}
@@ -212,7 +209,7 @@ def matmul_reduce_scatter(
     if reduce_op == "avg":
         result /= size
     leading = [front.shape[0] // size, *front.shape[1:-1]]
-    return from_front(result.view(*leading, B.shape[1]), scatter_dim)
+    return copied_back(result, leading, scatter_dim)
 
 
 def _unfused_matmul_reduce_scatter(

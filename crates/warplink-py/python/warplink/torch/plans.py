@@ -36,9 +36,27 @@ def in_memory(bs: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], bool]:
     return [(b.t() if transposed else b).contiguous() for b in bs], transposed
 
 
-def from_front(tensor: torch.Tensor, dim: int) -> torch.Tensor:
-    """The contiguous ``tensor`` with its first dimension as dimension ``dim``, as a new tensor of that order is."""
-    moved = tensor.movedim(0, dim).contiguous()
+def to_front(tensor: torch.Tensor, dim: int) -> torch.Tensor:
+    """``tensor`` with dimension ``dim`` as its first one."""
+    # An operation of PyTorch takes the host a microsecond, also where it changes nothing.
+    return tensor.movedim(dim, 0) if dim else tensor
+
+
+def _in_rows(flat: torch.Tensor, leading: list[int]) -> torch.Tensor:
+    """The rows of ``flat`` as an array of ``leading`` sizes."""
+    return flat.view(*leading, flat.shape[-1]) if len(leading) > 1 else flat
+
+
+def moved_back(flat: torch.Tensor, leading: list[int], dim: int) -> torch.Tensor:
+    """The rows of ``flat`` as an array of ``leading`` sizes, the first of which is dimension ``dim`` of the result."""
+    whole = _in_rows(flat, leading)
+    return whole.movedim(0, dim) if dim else whole
+
+
+def copied_back(flat: torch.Tensor, leading: list[int], dim: int) -> torch.Tensor:
+    """The same of a contiguous ``flat``, in the order of memory that a new tensor has."""
+    whole = _in_rows(flat, leading)
+    moved = whole.movedim(0, dim).contiguous() if dim else whole
     # Where a dimension has one element, strides may be others, by which PyTorch's compiler tells tensors apart.
     return moved.flatten().view(moved.shape) if 1 in moved.shape else moved
 
@@ -89,7 +107,6 @@ class FusedPlan:
         del made
         return FusedPlan.make(space, tensors, shared | fixed, plan)
 
-    @torch.no_grad()
     def run(
         self,
         space: Workspace,
@@ -97,7 +114,7 @@ class FusedPlan:
         outputs: dict[str, tuple[int, ...]],
     ) -> list[torch.Tensor]:
         """New tensors of the sizes ``outputs``, in that order, computed from ``inputs``, all of one type on
-        one device."""
+        one device. Called where there are no gradients."""
         view_at = space.communicator.view_at
         memory: dict[str, warplink.View] = {}
         used: list[torch.Tensor] = []

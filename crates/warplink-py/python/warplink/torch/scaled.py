@@ -16,7 +16,7 @@ import torch.distributed._functional_collectives as funcol
 from warplink.torch.agreement import Call
 from warplink.torch.ops import direct_group, group_size, library
 from warplink.torch.pipeline import GatherPipeline, ScatterPipeline
-from warplink.torch.plans import from_front
+from warplink.torch.plans import copied_back, moved_back, span, to_front
 
 library.define(
     "fused_all_gather_scaled_matmul(Tensor A, Tensor[] Bs, Tensor A_scale, Tensor[] B_scales, "
@@ -125,7 +125,7 @@ def all_gather_scaled_matmul(
     if last:
         rests = list(zip(biases, result_scales, use_fast_accum))
         return _gather_columns(A, Bs, (A_scale, B_scales), kinds, rests, group_name)
-    front = A.movedim(gather_dim, 0)
+    front = to_front(A, gather_dim)
     rows, k = math.prod(front.shape[:-1]), A.shape[-1]
     whole_rows = list(A.shape[:-1])
     whole_rows[gather_dim] *= size
@@ -148,7 +148,7 @@ def all_gather_scaled_matmul(
         multiply(0, gathered)
     else:
         space = group.workspace(A.device)
-        with torch.profiler.record_function("warplink::fused_all_gather_scaled_matmul"), space.turn():
+        with span("warplink::fused_all_gather_scaled_matmul"), space.turn():
             nbytes = rows * k * A.element_size()
             call = Call("fused_all_gather_scaled_matmul", (rows, k), A.dtype)
             pipeline = space.plan(call, lambda: GatherPipeline(space, nbytes))
@@ -156,11 +156,7 @@ def all_gather_scaled_matmul(
                 multiply(rank * rows, part.view(A.dtype).view(rows, k))
             # The pipeline's memory is the next call's too.
             gathered = pipeline.parts.bytes.clone().view(A.dtype).view(-1, k)
-
-    def back(flat: torch.Tensor) -> torch.Tensor:
-        return flat.view(*leading, flat.shape[-1]).movedim(0, gather_dim)
-
-    return back(gathered), [back(out) for out in outs]
+    return moved_back(gathered, leading, gather_dim), [moved_back(out, leading, gather_dim) for out in outs]
 
 
 def _gather_columns(
@@ -250,7 +246,7 @@ def scaled_matmul_reduce_scatter(
     if group is None or A.numel() == 0 or dim == len(sizes) - 1:
         scaling = (A_scale, B_scale)
         return _unfused_scatter(A, B, scaling, kind, rest, reduce_op, (dim, sizes), group_name)
-    front = A.reshape(*sizes[:-1], k).movedim(dim, 0)
+    front = to_front(A.reshape(*sizes[:-1], k), dim)
     rows = math.prod(front.shape[:-1]) // size
     parts = front.reshape(size, rows, k)
     scales = A_scale
@@ -262,14 +258,14 @@ def scaled_matmul_reduce_scatter(
         _matmul(out.view(kind).view(rows, n), parts[rank], B, own, B_scale, rest)
 
     space = group.workspace(A.device)
-    with torch.profiler.record_function("warplink::fused_scaled_matmul_reduce_scatter"), space.turn():
+    with span("warplink::fused_scaled_matmul_reduce_scatter"), space.turn():
         nbytes = rows * n * kind.itemsize
         call = Call("fused_scaled_matmul_reduce_scatter", (rows, n), kind)
         pipeline = space.plan(call, lambda: ScatterPipeline(space, nbytes))
         received = pipeline.run(multiply).view(kind).view(size, rows, n)
         result = (received.mean(0) if reduce_op == "avg" else received.sum(0)).to(kind)
     leading = [front.shape[0] // size, *front.shape[1:-1]]
-    return from_front(result.view(*leading, n), dim)
+    return copied_back(result, leading, dim)
 
 
 def _product_sizes(a: torch.Tensor, b: torch.Tensor, output_shape: list[int] | None) -> list[int]:

@@ -49,11 +49,13 @@ def share(size: int, whole: torch.Tensor, part: torch.Tensor) -> None:
         )
 
 
-def split(
+def rows_of_parts(
     size: int, tensor: torch.Tensor, sizes: Sequence[int] | None, what: str
-) -> list[torch.Tensor]:
-    """The rows of ``tensor`` in parts of ``sizes``, or in equal ones, one for each rank."""
-    rows = tensor.shape[0] if tensor.dim() else 0
+) -> list[int]:
+    """How many rows of ``tensor`` each rank's part has: ``sizes``, or equal ones."""
+    if not tensor.dim():
+        raise InvalidArgumentError(f"the {what} has no dimension; expected rows")
+    rows = tensor.shape[0]
     if not sizes:
         if rows % size:
             raise InvalidArgumentError(
@@ -65,7 +67,23 @@ def split(
         raise InvalidArgumentError(
             f"the parts of the {what} have {sum(sizes)} rows; expected its {rows}"
         )
-    return list(tensor.detach().split(list(sizes), 0))
+    return list(sizes)
+
+
+def split(
+    size: int, tensor: torch.Tensor, sizes: Sequence[int] | None, what: str
+) -> list[torch.Tensor]:
+    """The parts themselves."""
+    return list(tensor.detach().split(rows_of_parts(size, tensor, sizes, what), 0))
+
+
+def bytes_of_parts(
+    size: int, tensor: torch.Tensor, sizes: Sequence[int] | None, what: str
+) -> list[int]:
+    """How many bytes each rank's part has."""
+    parts = rows_of_parts(size, tensor, sizes, what)
+    row = tensor.nbytes // tensor.shape[0] if tensor.shape[0] else 0
+    return [row * rows for rows in parts]
 
 
 def check_plain(inputs: Iterable[torch.Tensor], outputs: Iterable[torch.Tensor]) -> None:

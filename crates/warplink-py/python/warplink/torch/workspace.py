@@ -40,6 +40,15 @@ def current_handle(device: torch.device) -> int:
     return int(torch._C._cuda_getCurrentRawStream(device.index))
 
 
+def is_recording(device: torch.device) -> bool:
+    """Whether the caller's current stream of a GPU records a graph."""
+    if torch.cuda.current_device() == device.index:
+        # Most often, and making a device the current one takes longer than all else of this.
+        return torch.cuda.is_current_stream_capturing()
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
+
+
 class Workspace:
     """A group's communicator on one device, and what is made from it."""
 
@@ -105,17 +114,9 @@ class Workspace:
                 # What is made here is used in every mode.
                 found = make()
         self.plans[key] = found
-        if self.is_recording:
+        if self.device.type == "cuda" and is_recording(self.device):
             self._recorded.add(key)
         return found
-
-    @property
-    def is_recording(self) -> bool:
-        """Whether the caller's current stream records a graph."""
-        if self.device.type != "cuda":
-            return False
-        with torch.cuda.device(self.device):
-            return torch.cuda.is_current_stream_capturing()
 
     def alloc(self, nbytes: Sequence[int]) -> list[warplink.Region]:
         """Memory that peers reach, of as many bytes each. All members call this at the same time; where one has no
