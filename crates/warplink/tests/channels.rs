@@ -12,6 +12,10 @@ mod data;
 mod examples;
 #[path = "channels/failures.rs"]
 mod failures;
+#[path = "channels/group_closures.rs"]
+mod group_closures;
+#[path = "channels/groups.rs"]
+mod groups;
 #[path = "channels/kernels.rs"]
 mod kernels;
 #[path = "channels/launches.rs"]

@@ -36,6 +36,7 @@ fn every_kernel_compiles_for_every_architecture() {
 fn kernels_that_include_the_header_compile_for_every_architecture() {
     let files = [
         ("channels/kernels.cu", include_str!("channels/kernels.cu")),
+        ("channels/groups.cu", include_str!("channels/groups.cu")),
         ("ping_pong.cu", include_str!("../examples/ping_pong.cu")),
         (
             "halo_exchange.cu",

@@ -10,7 +10,7 @@ use warplink::{Communicator, DeviceKind};
 
 /// Fewer on the host device, whose blocks share the CPUs with everything else, unless `WARPLINK_TEST_LONG` is set;
 /// and under tools that slow kernels down (`scripts/device-sanitizer.sh`).
-fn rounds(on_gpus: u32, on_host: u32) -> u32 {
+pub(crate) fn rounds(on_gpus: u32, on_host: u32) -> u32 {
     match kind() {
         _ if is_long() => on_gpus,
         _ if std::env::var_os("WARPLINK_TEST_SHORT").is_some() => on_gpus.min(on_host).min(20),
