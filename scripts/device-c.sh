@@ -1,45 +1,111 @@
 #!/usr/bin/env bash
-# Runs the programs of the C interface's tests on two GPUs, as crates/warplink-c/tests/programs.rs does on the host
-# device: each as two ranks, but for those that have their ranks as threads. Logs go to $OUT/c.tar; the summary is printed
-# last. TESTS names the programs to run (default: all).
+# Runs the programs of the C interface's tests and the example on GPUs, as crates/warplink-c/tests does on the host device:
+# each as two ranks, but for those that have their ranks as threads. nvcc first compiles, without a warning, every call of
+# warplink/device.cuh, and a program that launches its kernel itself, which then runs as two ranks too. Logs go to
+# $OUT/c.tar; the summary is printed last.
+#
+# With RANKS_PER_GPU=N, up to N ranks share a GPU, as in device-tests.sh, so that one GPU is enough, but for the ranks that
+# are threads. TESTS names the programs to run (default: all).
+#
+# Builds nothing else: needs device-bin/c_* and device-bin/libwarplink.so.* (scripts/device-build.sh), and nvcc, in the PATH,
+# in /usr/local/cuda/bin or named by NVCC.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 OUT=${OUT:-device-out}
 logs=$(mktemp -d)
 mkdir -p "$OUT"
-trap 'rm -rf "$logs"' EXIT
 export WARPLINK_TEST_DEVICE=${WARPLINK_TEST_DEVICE:-cuda} CUDA_DEVICE_MAX_CONNECTIONS=32 NCCL_NVLS_ENABLE=0 NO_COLOR=1
-unset WARPLINK_ID WARPLINK_ADDRESS WARPLINK_SECRET
+export WARPLINK_DEVICE=$WARPLINK_TEST_DEVICE
+unset WARPLINK_ID WARPLINK_ADDRESS WARPLINK_SECRET WARPLINK_RANK WARPLINK_WORLD WARPLINK_LOCAL_RANK
+. scripts/device-service.sh
+trap 'stop_service; rm -rf "$logs"' EXIT
+gpus=$(PATH=$PATH:/usr/local/nvidia/bin nvidia-smi -L 2>/dev/null | wc -l)
 
-# run NAME RANKS CODE...: runs that many ranks, and compares how they end: 137 is for one that was killed.
-run() {
-    local name=$1 ranks=$2 address rank codes=() pids=()
+# fails NAME TEXT FILES...: notes that something failed, with the ends of its logs.
+fails() {
+    failed=1
+    echo "$1 FAILED: $2"
     shift 2
+    tail -n 20 "$@"
+}
+
+# run PROGRAM RANKS CODE...: runs that many ranks, and compares how they end: 137 is for one that was killed.
+run() {
+    local program=$1 name ranks=$2 address rank codes=() pids=() variables
+    name=$(basename "$program")
+    shift 2
+    # Of its own, which a rank that is killed may leave unusable.
+    start_service || { failed=1; return; }
     address=127.0.0.1:$((20000 + RANDOM % 12000))
     for ((rank = 0; rank < ranks; rank++)); do
-        timeout "${LIMIT:-120}" "device-bin/c_$name" "$rank" "$ranks" "$address" >"$logs/c_$name.$rank.log" 2>&1 &
+        variables=()
+        if [[ $name == c_ping_pong ]]; then
+            variables+=("WARPLINK_RANK=$rank" "WARPLINK_WORLD=$ranks" "WARPLINK_ADDRESS=$address")
+        fi
+        if ((${RANKS_PER_GPU:-1} > 1)); then
+            variables+=("CUDA_VISIBLE_DEVICES=$((rank % gpus))" WARPLINK_LOCAL_RANK=0)
+        fi
+        env "${variables[@]}" timeout "${LIMIT:-120}" "$program" "$rank" "$ranks" "$address" >"$logs/$name.$rank.log" 2>&1 &
         pids+=($!)
     done
     for pid in "${pids[@]}"; do
         wait "$pid" 2>/dev/null
         codes+=($?)
     done
+    stop_service
     if [[ ${codes[*]} == "$*" ]]; then
-        echo "c_$name: ok"
+        echo "$name: ok"
     else
-        failed=1
-        echo "c_$name FAILED: ended with ${codes[*]}; expected $*"
-        tail -n 20 "$logs/c_$name".*.log
+        fails "$name" "ended with ${codes[*]}; expected $*" "$logs/$name".*.log
     fi
 }
 
+# Compiles with nvcc: every call as an object and as a cubin, and the program into $logs.
+compile() {
+    local nvcc=${NVCC:-$(PATH=$PATH:/usr/local/cuda/bin command -v nvcc)} options
+    [[ -n $nvcc ]] || { echo 'nvcc is missing; set NVCC' >"$logs/nvcc.log"; return 1; }
+    ln -s "$PWD"/device-bin/libwarplink.so.* "$logs/libwarplink.so"
+    options=(-std=c++17 -O2 -arch="${NVCC_ARCH:-native}" -Werror all-warnings
+        -I crates/warplink-c/include -I crates/warplink/kernels)
+    {
+        "$nvcc" --version &&
+            "$nvcc" "${options[@]}" -c crates/warplink/kernels/channel.cu -o "$logs/channel.o" &&
+            "$nvcc" "${options[@]}" -cubin crates/warplink/kernels/channel.cu -o "$logs/channel.cubin" &&
+            "$nvcc" "${options[@]}" crates/warplink-c/tests/programs/nvcc.cu -o "$logs/c_nvcc" \
+                -L "$logs" -lwarplink -Xlinker "-rpath=$PWD/device-bin"
+    } >"$logs/nvcc.log" 2>&1
+    local code=$?
+    rm -f "$logs"/channel.* "$logs/libwarplink.so"
+    return $code
+}
+
 failed=0
-for name in ${TESTS:-life_cycle collectives messages lost_peer threads}; do
+for name in ${TESTS:-nvcc ping_pong life_cycle collectives messages lost_peer threads}; do
     case $name in
-        lost_peer) run "$name" 2 0 137 ;;
-        threads) run "$name" 1 0 ;;
-        *) run "$name" 2 0 0 ;;
+        nvcc)
+            if compile; then
+                echo "nvcc: ok, $(grep -o 'release [0-9.]*' "$logs/nvcc.log" | head -1)"
+                run "$logs/c_nvcc" 2 0 0
+            else
+                fails nvcc 'did not compile' "$logs/nvcc.log"
+            fi
+            ;;
+        ping_pong)
+            run device-bin/c_ping_pong 2 0 0
+            grep -q '^after 1000 rounds the number is 2000' "$logs/c_ping_pong.0.log" ||
+                fails c_ping_pong 'has not said what it came to' "$logs"/c_ping_pong.*.log
+            ;;
+        lost_peer) run device-bin/c_lost_peer 2 0 137 ;;
+        threads)
+            if ((gpus >= 2)) || [[ $WARPLINK_TEST_DEVICE == host ]]; then
+                run device-bin/c_threads 1 0
+            else
+                echo 'c_threads: left out; ranks that are threads want a GPU each'
+            fi
+            ;;
+        *) run "device-bin/c_$name" 2 0 0 ;;
     esac
 done
+rm -f "$logs/c_nvcc"
 tar -C "$logs" -cf "$OUT/c.tar" .
 exit $failed

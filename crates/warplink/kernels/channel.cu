@@ -31,9 +31,25 @@ static __device__ Status calls(const Channel &channel, Group group, u64 bytes, u
     return (Status)failed;
 }
 
+// The same for signals without a connection.
+template <typename Group>
+static __device__ Status waits(const Signals &own, const RemoteSignals &peers, Group group, u32 number) {
+    bool arrived;
+    peers.add(group, number);
+    const Status first = own.wait(group, number), second = own.poll(group, number, arrived);
+    const Status third = own.wait_until(group, number, own.epoch(number));
+    return (Status)((u32)first | (u32)second | (u32)third);
+}
+
 extern "C" __global__ void warplink_channel_calls(
     const __grid_constant__ Channel channel, u32 *status, u64 bytes, u32 flag) {
     u32 failed = (u32)calls(channel, Grid(), bytes, flag) | (u32)calls(channel, Block(), bytes, flag);
     failed |= (u32)calls(channel, Warp(), bytes, flag) | (u32)calls(channel, Thread(), bytes, flag);
+    if (failed != 0) *status = failed;
+}
+
+extern "C" __global__ void warplink_signal_calls(Signals own, RemoteSignals peers, u32 *status, u32 number) {
+    u32 failed = (u32)waits(own, peers, Block(), number) | (u32)waits(own, peers, Warp(), number);
+    failed |= (u32)waits(own, peers, Thread(), number);
     if (failed != 0) *status = failed;
 }

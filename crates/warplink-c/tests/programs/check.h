@@ -51,6 +51,20 @@ static inline warplink_options test_options(void) {
     return options;
 }
 
+/* Whether several ranks have the same GPU. */
+static inline int share_gpus(void) {
+    const char *ranks = getenv("WARPLINK_TEST_RANKS_PER_GPU");
+    return strcmp(test_options().device, "host") != 0 && ranks != NULL && atoi(ranks) > 1;
+}
+
+/* Where ranks share a GPU, collectives by the vendor's library are refused, be it there or not. */
+static inline void library_refuses(warplink_comm comm, const warplink_collective_options *by_library) {
+    warplink_collectives none;
+    const warplink_status status = warplink_collectives_join(comm, by_library, &none);
+    HOLDS(status == WARPLINK_STATUS_LIBRARY_MISSING ||
+          (status == WARPLINK_STATUS_UNSUPPORTED && strstr(warplink_last_error(), "share a GPU") != NULL));
+}
+
 /* Both ranks put what lies at `bytes` in their region to the start of the peer's, and wait for the peer's. */
 static const char *const SWAP =
     "#include <warplink/device.cuh>\n"

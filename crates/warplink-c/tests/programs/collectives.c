@@ -108,10 +108,32 @@ static void misuse(warplink_collectives collectives, warplink_stream stream, voi
     FAILS(warplink_collectives_join(comm, &options, &none), WARPLINK_STATUS_INVALID_ARGUMENT, "unknown path 'fast'");
 }
 
-int main(int argc, char **argv) {
-    warplink_options options = test_options();
+/* By the vendor's library, and by a communicator of the library's that is there. It serves no ranks that share a GPU. */
+static void by_the_library(warplink_stream stream, warplink_region region) {
     warplink_collective_options ways = warplink_collective_options_default();
     warplink_collectives collectives, adopted;
+    void *communicator = NULL;
+    ways.path = "engine";
+    if (share_gpus()) {
+        library_refuses(comm, &ways);
+        return;
+    }
+    OK(warplink_collectives_join(comm, &ways, &collectives));
+    all_kinds(collectives, stream, region);
+    OK(warplink_collectives_communicator(collectives, &ways.communicator));
+    HOLDS(ways.communicator != NULL);
+    OK(warplink_collectives_join(comm, &ways, &adopted));
+    OK(warplink_collectives_communicator(adopted, &communicator));
+    HOLDS(communicator == ways.communicator);
+    all_kinds(adopted, stream, region);
+    OK(warplink_collectives_free(adopted));
+    all_kinds(collectives, stream, region);
+    OK(warplink_collectives_free(collectives));
+}
+
+int main(int argc, char **argv) {
+    warplink_options options = test_options();
+    warplink_collectives collectives;
     warplink_stream stream;
     warplink_region region;
     void *memory = NULL, *communicator = NULL;
@@ -134,19 +156,7 @@ int main(int argc, char **argv) {
         FAILS(warplink_collective(collectives, &made, NULL, NULL, stream), WARPLINK_STATUS_CLOSED,
             "the group of collectives was given back");
     }
-    /* By the library, and by a communicator of the library's that is there. */
-    ways.path = "engine";
-    OK(warplink_collectives_join(comm, &ways, &collectives));
-    all_kinds(collectives, stream, region);
-    OK(warplink_collectives_communicator(collectives, &ways.communicator));
-    HOLDS(ways.communicator != NULL);
-    OK(warplink_collectives_join(comm, &ways, &adopted));
-    OK(warplink_collectives_communicator(adopted, &communicator));
-    HOLDS(communicator == ways.communicator);
-    all_kinds(adopted, stream, region);
-    OK(warplink_collectives_free(adopted));
-    all_kinds(collectives, stream, region);
-    OK(warplink_collectives_free(collectives));
+    by_the_library(stream, region);
     OK(warplink_destroy(comm));
     return 0;
 }

@@ -327,14 +327,18 @@ int main(int argc, char **argv) {
     FAILS(warplink_send_receive(collectives, NULL, 0, stream), WARPLINK_STATUS_CLOSED,
         "the group of collectives was given back");
 
-    /* By the library, which knows no experts. */
+    /* By the library, which knows no experts, and serves no ranks that share a GPU. */
     ways.path = "engine";
-    OK(warplink_collectives_join(comm, &ways, &collectives));
-    groups(collectives);
-    uneven(collectives);
-    FAILS(warplink_experts_create(collectives, &experts, &layer), WARPLINK_STATUS_UNSUPPORTED,
-        "takes no counts from device memory");
-    OK(warplink_collectives_free(collectives));
+    if (share_gpus()) {
+        library_refuses(comm, &ways);
+    } else {
+        OK(warplink_collectives_join(comm, &ways, &collectives));
+        groups(collectives);
+        uneven(collectives);
+        FAILS(warplink_experts_create(collectives, &experts, &layer), WARPLINK_STATUS_UNSUPPORTED,
+            "takes no counts from device memory");
+        OK(warplink_collectives_free(collectives));
+    }
     OK(warplink_destroy(comm));
     free(image);
     free(expected);
