@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Runs a short form of the tests of channels and of collectives on GPUs under compute-sanitizer: memcheck, and racecheck
-# for what blocks share. Only tests whose ranks are processes: the sanitizer may have the kernels of one
+# Runs a short form of the tests of channels, transfers by kernels, collectives, messages, experts and barriers on GPUs
+# under compute-sanitizer: memcheck, and racecheck for what blocks share. Only tests whose ranks are processes: the sanitizer may have the kernels of one
 # process wait for one another, which two ranks in it would never end.
 #
-# Builds nothing: needs device-bin/test-channels and test-collectives (scripts/device-build.sh) and compute-sanitizer, in
-# the PATH or named by COMPUTE_SANITIZER. With RANKS_PER_GPU=N, up to N ranks share a GPU, as in device-tests.sh, so that
-# one GPU is enough. TESTS names other tests, each as the executable, a colon and its name. Logs go
-# to $OUT/sanitizer.tar; an error of either tool fails the script.
+# Builds nothing: needs device-bin/test-channels, test-transfers and test-collectives (scripts/device-build.sh) and
+# compute-sanitizer, in the PATH or named by COMPUTE_SANITIZER. With RANKS_PER_GPU=N, up to N ranks share a GPU, as in
+# device-tests.sh, so that one GPU is enough. TESTS names other tests, each as the executable, a colon and its name, and
+# TOOLS one of the tools. Logs go to $OUT/sanitizer.tar; an error of either tool fails the script.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 OUT=${OUT:-device-out}
@@ -22,8 +22,16 @@ export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-32}
 export WARPLINK_HEARTBEAT_LIMIT=60
 tests=(${TESTS:-channels:data::a_million_rounds channels:data::several_tags_between_one_pair
     channels:data::all_pairs_at_once channels:data::packets_between_processes
-    channels:data::signals_without_a_connection collectives:data::processes_make_each_collective_by_each_algorithm
-    collectives:direct::processes_reach_one_another})
+    channels:data::signals_without_a_connection channels:data::barriers_over_a_set_of_peers
+    channels:groups::warps_of_two_blocks_put_and_get_on_one_channel
+    channels:groups::warps_of_two_blocks_exchange_packets_on_one_channel
+    channels:groups::a_grid_puts_and_gets channels:groups::warps_make_barriers_at_the_same_time
+    transfers:paths::processes_move_some_ranges_by_each_path
+    collectives:data::processes_make_each_collective_by_each_algorithm
+    collectives:direct::processes_reach_one_another
+    collectives:buffers::processes_read_one_anothers_memory_between_barriers
+    collectives:messages::processes_exchange_messages_and_parts
+    collectives:experts::processes_dispatch_and_combine})
 failed=0
 
 # check TOOL NAME ARGUMENTS...: runs a test of an executable under a tool; sets code, and how many errors the tool tells of.

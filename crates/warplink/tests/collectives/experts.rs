@@ -2,7 +2,7 @@
 
 use crate::common::{
     Ranks, Stopwatch, TimedBarrier, assert_says, assert_survived, delays, kill_self, kind,
-    threads_that_end, threads_with, world,
+    processes, threads_that_end, threads_with, world,
 };
 use crate::data::is_without_library;
 use crate::layer::{Buffers, Choices, GUARD_BYTE, Input, download, inputs};
@@ -67,6 +67,35 @@ fn tokens_go_to_their_experts_and_come_back_as_weighted_sums() {
             },
         );
     }
+}
+
+/// Two layers, of ranks that are processes. scripts/device-sanitizer.sh runs this: it is short.
+#[test]
+fn processes_dispatch_and_combine() {
+    processes(world(3), |comm| {
+        let ranks = comm.world();
+        let collectives = comm.collectives().unwrap();
+        let stream = comm.create_stream(Priority::Normal).unwrap();
+        for (dtype, elements) in [(DType::BF16, 37), (DType::F32, 130)] {
+            let options = ExpertOptions {
+                experts: 2 * ranks,
+                top_k: 2,
+                max_tokens: 11,
+                max_rows: None,
+                elements,
+                dtype,
+            };
+            let layer = collectives.experts(&options).unwrap();
+            let buffers = Buffers::new(comm, &options);
+            for (turn, choices) in [Choices::Random, Choices::AllToOne(0)]
+                .into_iter()
+                .enumerate()
+            {
+                let all = inputs(&options, choices, ranks, turn);
+                round(comm, &layer, &options, &buffers, &all, &stream);
+            }
+        }
+    });
 }
 
 /// The top 8 of 64 experts, with delays on the host device.

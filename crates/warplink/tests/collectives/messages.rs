@@ -2,10 +2,11 @@
 
 use crate::common::{
     Ranks, Stopwatch, TimedBarrier, assert_says, assert_survived, delays, kill_self, kind,
-    threads_that_end, threads_with, world,
+    processes, threads_that_end, threads_with, world,
 };
 use crate::data::is_without_library;
 use crate::expected::Random;
+use crate::parts;
 use std::time::Duration;
 use warplink::collective::{CollectiveOptions, CollectivePath, Message};
 use warplink::device::{AllocationKind, DeviceSlice, Priority, ReduceOp};
@@ -188,6 +189,39 @@ fn random_groups_are_right_for_every_number_of_ranks() {
             }
         });
     }
+}
+
+/// Groups of messages, as they are and in a graph, and parts of a size for each rank, of ranks that are processes.
+/// scripts/device-sanitizer.sh runs this: it is short.
+#[test]
+fn processes_exchange_messages_and_parts() {
+    processes(world(3), |comm| {
+        let collectives = comm.collectives_with(&small()).unwrap();
+        let stream = comm.create_stream(Priority::Normal).unwrap();
+        let mut random = Random::new(43);
+        let mut group = |most| {
+            let plan = plan(&mut random, comm.world(), most);
+            held(comm, &plan, random.next())
+        };
+        let groups = [group(50), group(3_000), group(60_000)];
+        for group in &groups {
+            enqueue(&collectives, group, &stream).unwrap();
+        }
+        comm.synchronize(&stream).unwrap();
+        groups.iter().flatten().for_each(|held| held.check(comm));
+        stream.begin_capture().unwrap();
+        for group in &groups {
+            enqueue(&collectives, group, &stream).unwrap();
+        }
+        let graph = stream.end_capture().unwrap();
+        for _ in 0..2 {
+            groups.iter().flatten().for_each(|held| held.reset(comm));
+            graph.launch(&stream).unwrap();
+            comm.synchronize(&stream).unwrap();
+            groups.iter().flatten().for_each(|held| held.check(comm));
+        }
+        parts::rounds(comm, &collectives, 5);
+    });
 }
 
 #[test]

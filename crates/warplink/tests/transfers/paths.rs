@@ -1,6 +1,6 @@
 //! Paths: what moves the bytes, one of which both ranks choose.
 
-use super::common::{assert_says, delays, threads, threads_with, values, world};
+use super::common::{assert_says, delays, processes, threads, threads_with, values, world};
 use super::graphs::{replay, steps_that_other_streams_wait_for};
 use super::{PROTOCOLS, neighbours, ring_of_rounds};
 use std::time::Duration;
@@ -63,78 +63,94 @@ fn one_way(comm: &Communicator, region: &warplink::memory::Region, path: Path) -
     comm.exchange(&[request]).unwrap().remove(0)
 }
 
-/// Every length and alignment arrives whole, and nothing beside it is touched.
+/// Bytes of these lengths from many alignments to others, by each path and protocol: they arrive whole, and nothing beside
+/// them is touched.
+fn move_ranges(comm: &Communicator, lengths: &[usize]) {
+    const MARGIN: usize = 64;
+    let peer = 1 - comm.rank();
+    let stream = comm.create_stream(Priority::Normal).unwrap();
+    let starts = [(0, 0), (1, 0), (8, 16), (4, 3)];
+    let longest = lengths.iter().max().unwrap();
+    let whole = comm.alloc(longest + 4 * MARGIN).unwrap();
+    for (path, protocol) in PATHS.iter().flat_map(|path| PROTOCOLS.map(|p| (*path, p))) {
+        for (number, bytes) in lengths.iter().copied().enumerate() {
+            let (from, to) = starts[number % starts.len()];
+            let (from, to) = (MARGIN + from, MARGIN + to);
+            let own = comm.alloc(bytes + 2 * MARGIN).unwrap();
+            own.slice(from..from + bytes)
+                .unwrap()
+                .upload(&values(comm.rank(), number, bytes))
+                .unwrap();
+            whole.upload(&vec![0xa5; whole.bytes()]).unwrap();
+            let requests = [
+                TransferRequest::send(&own.slice(from..from + bytes).unwrap(), peer, 0),
+                TransferRequest::receive(&whole.slice(to..to + bytes).unwrap(), peer, 0),
+            ];
+            let requests = requests.map(|request| request.with_path(path).with_protocol(protocol));
+            comm.once(&requests, &stream).unwrap();
+            comm.synchronize(&stream).unwrap();
+            let all = whole.download().unwrap();
+            let what = format!("{path}, {protocol}, {bytes} bytes from {from} to {to}");
+            assert!(all[to..to + bytes] == values(peer, number, bytes), "{what}");
+            let beside = all[..to].iter().chain(&all[to + bytes..]);
+            assert!(beside.into_iter().all(|byte| *byte == 0xa5), "{what}");
+            comm.barrier().unwrap();
+        }
+    }
+}
+
 #[test]
 fn every_path_moves_any_range() {
-    const MARGIN: usize = 64;
-    threads(world(2), |comm| {
-        let peer = 1 - comm.rank();
-        let stream = comm.create_stream(Priority::Normal).unwrap();
-        let lengths = [1, 7, 8, 9, 63, 4096, 4101, 16_385, 70_001, (1 << 20) + 3];
-        let starts = [(0, 0), (1, 0), (8, 16), (4, 3)];
-        let whole = comm.alloc((1 << 20) + 4 * MARGIN).unwrap();
-        for (path, protocol) in PATHS.iter().flat_map(|path| PROTOCOLS.map(|p| (*path, p))) {
-            for (number, bytes) in lengths.into_iter().enumerate() {
-                let (from, to) = starts[number % starts.len()];
-                let (from, to) = (MARGIN + from, MARGIN + to);
-                let own = comm.alloc(bytes + 2 * MARGIN).unwrap();
-                own.slice(from..from + bytes)
-                    .unwrap()
-                    .upload(&values(comm.rank(), number, bytes))
-                    .unwrap();
-                whole.upload(&vec![0xa5; whole.bytes()]).unwrap();
-                let requests = [
-                    TransferRequest::send(&own.slice(from..from + bytes).unwrap(), peer, 0),
-                    TransferRequest::receive(&whole.slice(to..to + bytes).unwrap(), peer, 0),
-                ];
-                let requests =
-                    requests.map(|request| request.with_path(path).with_protocol(protocol));
-                comm.once(&requests, &stream).unwrap();
-                comm.synchronize(&stream).unwrap();
-                let all = whole.download().unwrap();
-                let what = format!("{path}, {protocol}, {bytes} bytes from {from} to {to}");
-                assert!(all[to..to + bytes] == values(peer, number, bytes), "{what}");
-                let beside = all[..to].iter().chain(&all[to + bytes..]);
-                assert!(beside.into_iter().all(|byte| *byte == 0xa5), "{what}");
-                comm.barrier().unwrap();
-            }
-        }
+    let lengths = [1, 7, 8, 9, 63, 4096, 4101, 16_385, 70_001, (1 << 20) + 3];
+    threads(world(2), |comm| move_ranges(comm, &lengths));
+}
+
+/// The same of a few lengths, of ranks that are processes, and transfers by kernels in a graph. scripts/device-sanitizer.sh
+/// runs this: it is short.
+#[test]
+fn processes_move_some_ranges_by_each_path() {
+    processes(world(2), |comm| {
+        move_ranges(comm, &[1, 4101, 70_001]);
+        eager_and_captured(comm, 6);
     });
+}
+
+/// Transfers by kernels, eager and in a graph by turns.
+fn eager_and_captured(comm: &Communicator, rounds: usize) {
+    for bytes in [5_000, 100_000] {
+        let stream = comm.create_stream(Priority::Normal).unwrap();
+        let region = comm.alloc(bytes).unwrap();
+        let transfer = one_way(comm, &region, Path::Multiprocessors);
+        let step = |stream: &Stream| {
+            let batch = Batch::new().post([&transfer]).wait([&transfer]);
+            batch.enqueue(stream).unwrap();
+        };
+        stream.begin_capture().unwrap();
+        step(&stream);
+        step(&stream);
+        let graph = stream.end_capture().unwrap();
+        for round in 0..rounds {
+            if comm.rank() == 0 {
+                region.upload(&values(0, round, bytes)).unwrap();
+            } else {
+                region.upload(&vec![0; bytes]).unwrap();
+            }
+            comm.barrier().unwrap();
+            match round % 3 {
+                0 => graph.launch(&stream).unwrap(),
+                _ => step(&stream),
+            }
+            comm.synchronize(&stream).unwrap();
+            assert_eq!(region.download().unwrap(), values(0, round, bytes));
+            comm.barrier().unwrap();
+        }
+    }
 }
 
 /// The epochs go on from one kind of submission to the other.
 #[test]
 fn eager_and_captured_transfers_by_kernels_follow_one_another() {
-    by_kernels(world(2), |comm| {
-        for bytes in [5_000, 100_000] {
-            let stream = comm.create_stream(Priority::Normal).unwrap();
-            let region = comm.alloc(bytes).unwrap();
-            let transfer = one_way(comm, &region, Path::Multiprocessors);
-            let step = |stream: &Stream| {
-                let batch = Batch::new().post([&transfer]).wait([&transfer]);
-                batch.enqueue(stream).unwrap();
-            };
-            stream.begin_capture().unwrap();
-            step(&stream);
-            step(&stream);
-            let graph = stream.end_capture().unwrap();
-            for round in 0..30 {
-                if comm.rank() == 0 {
-                    region.upload(&values(0, round, bytes)).unwrap();
-                } else {
-                    region.upload(&vec![0; bytes]).unwrap();
-                }
-                comm.barrier().unwrap();
-                match round % 3 {
-                    0 => graph.launch(&stream).unwrap(),
-                    _ => step(&stream),
-                }
-                comm.synchronize(&stream).unwrap();
-                assert_eq!(region.download().unwrap(), values(0, round, bytes));
-                comm.barrier().unwrap();
-            }
-        }
-    });
+    by_kernels(world(2), |comm| eager_and_captured(comm, 30));
 }
 
 /// A sender that is not waited for gets no further ahead than its scratch memory allows: every transfer has
