@@ -4,20 +4,22 @@
 
 #[path = "../../warplink/tests/common/children.rs"]
 mod children;
+mod every_call;
 mod installed;
+#[path = "../../warplink/tests/common/network.rs"]
+mod network;
 
 use children::{Ended, wait_all};
 use installed::{Installed, Linkage, run};
+use network::has_network;
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
-use warplink::ErrorKind;
 use warplink::bootstrap::UniqueId;
-use warplink::device::network::{self, NetworkOptions};
 
 const LIMIT: Duration = Duration::from_secs(90);
 
-/// Compiles a program of `tests/programs`, and runs it as `ranks` processes with rank, size and address.
+/// Compiles a program of `tests/programs`, or any that a whole path names, and runs it as `ranks` processes with rank, size and address.
 fn processes(source: &str, linkage: Linkage, ranks: usize) -> Vec<Ended> {
     processes_with(source, linkage, ranks, &[])
 }
@@ -69,12 +71,8 @@ fn a_c_program_goes_through_the_whole_life_of_a_communicator() {
 
 #[test]
 fn a_c_program_writes_to_registered_buffers_over_the_network() {
-    match network::open(&NetworkOptions::default()) {
-        Ok(_) => {}
-        Err(error) if error.kind() == ErrorKind::LibraryMissing => {
-            return println!("left out: {error}");
-        }
-        Err(error) => panic!("{error}"),
+    if !has_network() {
+        return;
     }
     let ended = processes_with("life_cycle.c", Linkage::Shared, 2, &["network"]);
     assert_succeeded(&ended);
@@ -83,6 +81,23 @@ fn a_c_program_writes_to_registered_buffers_over_the_network() {
 #[test]
 fn null_wrong_orders_and_use_after_destroy_are_errors_with_texts() {
     assert_succeeded(&processes("misuse.c", Linkage::Shared, 2));
+}
+
+/// In calls that are made from the header.
+#[test]
+fn null_pointers_and_handles_that_are_not_alive_are_errors_of_every_function() {
+    let tests = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let header = std::fs::read_to_string(tests.join("include/warplink.h")).unwrap();
+    let (calls, made) = every_call::calls(&header);
+    assert!(made > 200, "{made} calls");
+    let folder = tempfile::tempdir().unwrap();
+    for name in ["every_call.c", "check.h"] {
+        let source = tests.join("tests/programs").join(name);
+        std::fs::copy(source, folder.path().join(name)).unwrap();
+    }
+    std::fs::write(folder.path().join("calls.inc"), calls).unwrap();
+    let program = folder.path().join("every_call.c");
+    assert_succeeded(&processes(program.to_str().unwrap(), Linkage::Shared, 2));
 }
 
 #[test]

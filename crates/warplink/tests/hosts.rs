@@ -5,7 +5,8 @@
 
 mod common;
 
-use common::hosts::{Hosts, SOON, ended_well, leave, leave_out, role, take};
+use common::hosts::{Hosts, SOON, ended_well, leave, role, take};
+use common::leave_out;
 use common::{Stopwatch, assert_says, values};
 use std::net::Ipv4Addr;
 use std::path::Path;

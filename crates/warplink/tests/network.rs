@@ -5,7 +5,8 @@
 
 mod common;
 
-use common::hosts::{Hosts, SOON, ended_well, leave, leave_out, role, soon, take};
+use common::hosts::{Hosts, SOON, ended_well, leave, role, soon, take};
+use common::leave_out;
 use common::{Stopwatch, assert_says, processes, values};
 use std::path::Path;
 use std::sync::Arc;

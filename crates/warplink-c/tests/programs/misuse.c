@@ -76,6 +76,9 @@ static void before_setup(warplink_region region, warplink_stream stream) {
     FAILS(warplink_channel_get(comm, peer, 0, &channel), USAGE, "declared but not set up");
     HOLDS(warplink_last_error_peer() == peer);
     HOLDS(strstr(warplink_last_error(), "help: call warplink_setup first") != NULL);
+    FAILS(warplink_write(comm, peer, 0, at(0, 0), span(region, 0, 8), stream), USAGE, "declared but not set up");
+    FAILS(warplink_read(comm, peer, 0, span(region, 0, 8), at(0, 0), stream), USAGE, "declared but not set up");
+    FAILS(warplink_stream_wait(stream, comm, peer, 0, 0), USAGE, "declared but not set up");
     argument = warplink_argument_channel(comm, peer, 0);
     FAILS(warplink_launch(kernel, stream, shape, &argument, 1), USAGE, "declared but not set up");
     OK(warplink_kernel_free(kernel));

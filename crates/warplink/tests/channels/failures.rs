@@ -1,10 +1,10 @@
 //! Peers that are lost or leave while kernels wait: an error, and no hang.
 
 use super::common::{
-    LIMIT, Ranks, Stopwatch, assert_says, kind, processes_of, stop_self, wait_until_stopped, world,
+    LIMIT, Ranks, Stopwatch, assert_says, has_network, kind, processes_of, stop_self,
+    wait_until_stopped, world,
 };
 use super::kernels::{Rig, TRANSPORTS};
-use super::network::has_network;
 use super::staged::tiny;
 use std::cell::Cell;
 use std::time::Duration;

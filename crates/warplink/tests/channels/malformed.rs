@@ -1,8 +1,7 @@
 //! A peer that publishes what is no end of a connection: an error that names it, and nothing else breaks.
 
-use super::common::{threads, values, world};
+use super::common::{has_network, threads, values, world};
 use super::kernels::Rig;
-use super::network::has_network;
 use std::time::Duration;
 use warplink::bootstrap::Wait;
 use warplink::channel::{ConnectionRequest, Transport};

@@ -1,27 +1,13 @@
 //! Connections over the network, between ranks of one machine. They are left out, with a notice, where UCX is
 //! missing.
 
-use super::common::hosts::leave_out;
-use super::common::{assert_says, kind, processes, waiting_streams, world};
+use super::common::{assert_says, has_network, kind, processes, waiting_streams, world};
 use super::kernels::{Rig, contents};
 use std::time::{Duration, Instant};
 use warplink::bootstrap::Wait;
 use warplink::channel::{ConnectionRequest, Transport};
-use warplink::device::network::{self, NetworkOptions};
 use warplink::device::{Argument, Launch, MemoryOp, ModuleSource};
 use warplink::{Communicator, Deadline, DeviceKind, ErrorKind};
-
-/// Whether there is a network.
-pub(crate) fn has_network() -> bool {
-    match network::open(&NetworkOptions::default()) {
-        Ok(_) => true,
-        Err(error) if error.kind() == ErrorKind::LibraryMissing => {
-            leave_out(error);
-            false
-        }
-        Err(error) => panic!("{error}"),
-    }
-}
 
 /// Runs `body` on two ranks where there is a network.
 fn with_network(body: impl Fn(&Communicator)) {

@@ -1,11 +1,12 @@
 //! Connections over the network through staging memory, as those of GPUs go; here whatever the device is.
 
+use super::common::has_network;
 use super::common::{
     Ranks, Stopwatch, assert_says, processes_of, resume, stop_self, threads_that_end,
     wait_until_stopped, waiting_streams, world,
 };
 use super::kernels::{Rig, contents};
-use super::network::{self, has_network};
+use super::network;
 use std::time::Duration;
 use warplink::channel::{ConnectionRequest, StagingConfig, Transport};
 use warplink::device::Argument;

@@ -1,6 +1,6 @@
 //! Two network namespaces, which are as two hosts are, and the roles of a test on them. They need root.
 
-use std::fmt::Display;
+use super::network::leave_out;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -9,14 +9,6 @@ use warplink::Deadline;
 
 /// Longer than anything here takes on a busy machine.
 pub const SOON: Duration = Duration::from_secs(60);
-
-/// Prints that a test is left out, and why; fails where `WARPLINK_REQUIRE_NETWORK=1` says that the network, and network
-/// namespaces, are there.
-pub fn leave_out(why: impl Display) {
-    let required = std::env::var("WARPLINK_REQUIRE_NETWORK").is_ok_and(|value| value == "1");
-    assert!(!required, "the network is required here: {why}");
-    println!("left out: {why}");
-}
 
 pub fn soon() -> Deadline {
     Deadline::after(SOON)

@@ -10,11 +10,13 @@
 mod children;
 mod elements;
 pub mod hosts;
+mod network;
 mod stopwatch;
 mod timed_barrier;
 
 pub use children::{Ended, wait_all};
 pub use elements::{decode, encode};
+pub use network::{has_network, leave_out};
 use std::collections::BTreeMap;
 use std::net::{IpAddr, Ipv4Addr};
 use std::process::{Child, Command, Stdio};
