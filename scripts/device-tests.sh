@@ -6,12 +6,18 @@
 # right, also on one GPU; times mean nothing. TESTS names the tests to run (default: all that are there),
 # TEST_FILTER those of their cases whose name contains it, and LIMIT how many seconds one may take. With EACH=1
 # every case is one, with a service of its own, which a rank that was killed may leave unusable.
+#
+# Counts are said by variables, and how much was done is printed: WARPLINK_TEST_ROUNDS for
+# TESTS=channels TEST_FILTER=a_million_rounds, WARPLINK_TEST_CALLS and WARPLINK_TEST_REPLAYS for TESTS=collectives
+# TEST_FILTER=thousands_of_mixed_calls, which wants a LIMIT for a million calls.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 OUT=${OUT:-device-out}
 logs=$(mktemp -d)
 mkdir -p "$OUT"
 export WARPLINK_TEST_DEVICE=cuda CUDA_DEVICE_MAX_CONNECTIONS=32 NCCL_NVLS_ENABLE=0 NO_COLOR=1
+# Ranks that are processes have a limit of their own.
+if [[ -n ${LIMIT:-} ]]; then export WARPLINK_TEST_LIMIT=$LIMIT; fi
 . scripts/device-service.sh
 trap 'stop_service; rm -rf "$logs"' EXIT
 
@@ -22,6 +28,7 @@ run() {
     # What fails says so at once, also where the limit ends the rest.
     if timeout --kill-after=5 "${LIMIT:-240}" "device-bin/test-$name" --test-threads=1 --nocapture "$@" >"$log" 2>&1; then
         echo "$(basename "$log" .log): $(grep '^test result' "$log")"
+        grep -o 'counted: .*' "$log"
     else
         code=$? failed=1
         echo "$(basename "$log" .log) FAILED ($code):"

@@ -8,6 +8,8 @@
 //! cargo run --release -p warplink --example random_collectives -- --ranks 2 --replays 10000 --count 0
 //! ```
 //!
+//! `WARPLINK_TEST_CALLS` and `WARPLINK_TEST_REPLAYS` are counts for where these options are not given.
+//!
 //! The seed says everything about the calls. `WARPLINK_TEST_DEVICE=cuda` runs them on GPUs, where each kind, type
 //! and operator is compiled when it comes first; `--types` and `--operators` choose some. A wrong result prints
 //! the call, and the exit status is not 0.
@@ -66,10 +68,11 @@ fn list<T: FromStr>(name: &str, text: &str) -> Result<Vec<T>, String> {
 }
 
 fn options() -> Result<Options, String> {
+    let count = |name| common::number_from_env(name).map(|count| count as usize);
     let mut options = Options {
-        count: usize::MAX,
+        count: count("WARPLINK_TEST_CALLS").unwrap_or(usize::MAX),
         ranks: vec![2, 4, 8],
-        replays: 0,
+        replays: count("WARPLINK_TEST_REPLAYS").unwrap_or(0),
         mix: Mix::all(0),
     };
     let mut arguments = std::env::args().skip(1);

@@ -1,8 +1,10 @@
 //! What is put is there when it is waited for.
 
-use super::common::{Ranks, delays, kind, processes, threads, threads_with, world};
+use super::common::{
+    Ranks, delays, kind, number_from_env, processes, tell, threads, threads_with, world,
+};
 use super::kernels::{Rig, TRANSPORTS, contents};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use warplink::channel::Transport;
 use warplink::device::{Argument, MemoryOp};
 use warplink::signal::RemoteSignals;
@@ -42,19 +44,45 @@ fn data_that_changes_every_round_goes_back_and_forth() {
     });
 }
 
+/// As many as `WARPLINK_TEST_ROUNDS` says on each kind of channel; else a million on GPUs, and of proxied channels fewer.
 #[test]
 fn a_million_rounds() {
+    fn wanted() -> Option<u32> {
+        number_from_env("WARPLINK_TEST_ROUNDS").map(|rounds| rounds.try_into().unwrap())
+    }
+    fn takes_long() -> bool {
+        is_long() || wanted().is_some()
+    }
     let ranks = Ranks {
         world: world(2),
         config: Some(|config| {
-            if is_long() {
+            if takes_long() {
                 config.timeout = HOUR;
             }
         }),
-        limit: is_long().then_some(HOUR),
+        limit: takes_long().then_some(HOUR),
         ..Ranks::default()
     };
-    ranks.run(|comm| back_and_forth(comm, 1, 64, [rounds(1_000_000, 5_000), rounds(20_000, 500)]));
+    ranks.run(|comm| {
+        const BYTES: u64 = 64;
+        let rig = Rig::new(comm);
+        let usual = [rounds(1_000_000, 5_000), rounds(20_000, 500)];
+        for (transport, usual) in TRANSPORTS.into_iter().zip(usual) {
+            let rounds = wanted().unwrap_or(usual);
+            let connections = rig.connect(transport, 1, 2 * BYTES as usize);
+            comm.barrier().unwrap();
+            let start = Instant::now();
+            rig.ping_pong(&connections, BYTES, rounds);
+            // Every word of every round was compared.
+            rig.finish();
+            if comm.rank() == 0 {
+                let took = start.elapsed().as_secs_f64();
+                tell(format_args!(
+                    "{rounds} rounds of {BYTES} bytes, {transport}, in {took:.1} s"
+                ));
+            }
+        }
+    });
 }
 
 #[test]

@@ -1,8 +1,9 @@
 //! Many calls: in a row, in graphs, on several streams, of several communicators.
 
-use crate::common::{kind, threads_with, world};
+use crate::common::{kind, number_from_env, tell, threads_with, world};
 use crate::endurance::{Endurance, Mix};
 use crate::expected::Random;
+use std::time::Instant;
 use warplink::collective::{Call, CollectiveKind};
 use warplink::device::{AllocationKind, DeviceSlice, Priority, ReduceOp};
 use warplink::{Collectives, Communicator, DType, DeviceKind};
@@ -49,11 +50,20 @@ pub(crate) fn memory(comm: &Communicator, count: usize) -> DeviceSlice {
 }
 
 /// Of all kinds, types, operators, roots and lengths, on one or two streams or as graphs, of one or two
-/// communicators, beside matrix products or not. `random_collectives` makes a million. On GPUs of a few types only, whose kernels
-/// are compiled in a minute.
+/// communicators, beside matrix products or not; before them, a graph of a hundred. `WARPLINK_TEST_CALLS` says how many there
+/// are, and `WARPLINK_TEST_REPLAYS` how often the graph is launched. On GPUs of a few types only, whose kernels are compiled
+/// in a minute.
 #[test]
 fn thousands_of_mixed_calls_stay_right() {
-    for ranks in [2, 4].map(world) {
+    const GRAPH: usize = 100;
+    let count = |name, usual| number_from_env(name).unwrap_or(usual) as usize;
+    let (wanted, replays) = (
+        count("WARPLINK_TEST_CALLS", 700),
+        count("WARPLINK_TEST_REPLAYS", 3),
+    );
+    let mut worlds = [2, 4].map(world).to_vec();
+    worlds.dedup();
+    for ranks in worlds {
         threads_with(
             ranks,
             |_| {},
@@ -63,14 +73,34 @@ fn thousands_of_mixed_calls_stay_right() {
                     mix.types = vec![DType::BF16, DType::I32];
                     mix.operators = vec![ReduceOp::Sum];
                 }
+                let told = |start: Instant, calls: usize, what: &str| {
+                    if comm.rank() == 0 {
+                        let took = start.elapsed().as_secs_f64();
+                        tell(format_args!(
+                            "{calls} calls of {ranks} ranks, {what}, in {took:.1} s"
+                        ));
+                    }
+                };
                 let mut endurance = Endurance::new(comm, mix);
-                let mut calls = endurance.graph(0, 100, 3);
+                let mut start = Instant::now();
+                if replays > 0 {
+                    let replayed = endurance.graph(0, GRAPH, replays);
+                    let launches = replayed / GRAPH;
+                    told(
+                        start,
+                        replayed,
+                        &format!("a graph of {GRAPH} launched {launches} times"),
+                    );
+                }
+                start = Instant::now();
+                let mut calls = 0;
                 for batch in 0.. {
-                    if calls >= 1000 {
+                    if calls >= wanted {
                         break;
                     }
                     calls += endurance.batch(batch);
                 }
+                told(start, calls, "mixed");
                 endurance.close();
             },
         );

@@ -18,6 +18,7 @@ pub use children::{Ended, wait_all};
 pub use elements::{decode, encode};
 pub use network::{has_network, leave_out};
 use std::collections::BTreeMap;
+use std::fmt::Display;
 use std::net::{IpAddr, Ipv4Addr};
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
@@ -33,6 +34,28 @@ use warplink::{Communicator, Config, DeviceKind, Error};
 
 /// Longest that the ranks of one test may run, unless it says otherwise.
 pub const LIMIT: Duration = Duration::from_secs(120);
+
+/// The number that a variable says how much of something there is to be, if it is set.
+pub fn number_from_env(name: &str) -> Option<u64> {
+    let text = std::env::var(name).ok()?;
+    Some(
+        text.parse()
+            .unwrap_or_else(|_| panic!("{name} is '{text}'; expected a number")),
+    )
+}
+
+/// [`LIMIT`], or as many seconds as `WARPLINK_TEST_LIMIT` says.
+fn limit() -> Duration {
+    number_from_env("WARPLINK_TEST_LIMIT").map_or(LIMIT, Duration::from_secs)
+}
+
+/// What [`tell`] begins with.
+const COUNTED: &str = "counted: ";
+
+/// Prints how much was done, also from a rank that is a process of its own; `scripts/device-tests.sh` shows it.
+pub fn tell(text: impl Display) {
+    println!("{COUNTED}{text}");
+}
 
 /// The device under test.
 pub fn kind() -> DeviceKind {
@@ -108,7 +131,7 @@ pub struct Ranks {
     pub env: BTreeMap<String, String>,
     /// A change to each rank's configuration.
     pub config: Option<fn(&mut Config)>,
-    /// Longest that they may run, instead of [`LIMIT`].
+    /// Longest that they may run, instead of [`LIMIT`] or `WARPLINK_TEST_LIMIT`.
     pub limit: Option<Duration>,
     /// The processes get the arguments of this one, which is no test.
     pub own_arguments: bool,
@@ -248,14 +271,24 @@ impl Ranks {
             command.spawn().unwrap()
         });
         let children: Vec<Child> = children.collect();
-        Some(wait_all(children, started, self.limit.unwrap_or(LIMIT)))
+        Some(wait_all(
+            children,
+            started,
+            self.limit.unwrap_or_else(limit),
+        ))
     }
 }
 
-/// Fails where a rank of [`Ranks::start`] did.
+/// Fails where a rank of [`Ranks::start`] did, else prints what they [`tell`].
 pub fn assert_all_ended_well(ended: Option<&[Ended]>) {
     for (rank, end) in ended.into_iter().flatten().enumerate() {
         assert_eq!(end.code, Some(0), "rank {rank} failed:\n{}", end.output);
+        // The name of the test may be in front of it.
+        let told = end
+            .output
+            .lines()
+            .filter_map(|line| line.split_once(COUNTED));
+        told.for_each(|(_, text)| tell(text));
     }
 }
 
