@@ -211,6 +211,11 @@ fn wrong_variables_are_reported_once() {
             "WARPLINK_PROTOCOL is 'push'; expected get or put",
         ),
         (
+            "WARPLINK_NETWORK_MEMORY",
+            "foo",
+            "WARPLINK_NETWORK_MEMORY is 'foo'; expected auto, staged or direct",
+        ),
+        (
             "WARPLINK_TOPOLOGY",
             "foo",
             "WARPLINK_TOPOLOGY is 'foo'; expected fully-connected",

@@ -2,6 +2,7 @@
 
 use crate::bootstrap::JoinConfig;
 use crate::channel::{ProxyConfig, StagingConfig};
+use crate::device::network::DeviceAccess;
 use crate::device::{self, Delays, DeviceConfig, DeviceKind};
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::IdleMappings;
@@ -12,6 +13,9 @@ use std::time::Duration;
 
 /// Names the protocol of transfers that do not choose one.
 const PROTOCOL_VARIABLE: &str = "WARPLINK_PROTOCOL";
+
+/// Names how connections over the network move memory of GPUs.
+const ACCESS_VARIABLE: &str = "WARPLINK_NETWORK_MEMORY";
 
 /// Bytes of freed regions that are kept for later ones, unless configured otherwise.
 const MAX_POOLED_BYTES: u64 = 1 << 30;
@@ -130,6 +134,7 @@ impl Config {
     /// | `WARPLINK_PROTOCOL` | `get` or `put`; put |
     /// | `WARPLINK_TIMEOUT` | limit of waits on the host, in seconds; 60 |
     /// | `WARPLINK_NETWORK_DEVICES` | network devices of connections to other machines, such as `eth0`; all |
+    /// | `WARPLINK_NETWORK_MEMORY` | `auto`, `staged` or `direct`: whether the network's library moves memory of GPUs by itself ([`DeviceAccess`]); `auto` |
     /// | `WARPLINK_TOPOLOGY` | `fully-connected`, `hybrid-cube-mesh` or `unknown`, whatever the devices' links are; for tests |
     /// | `WARPLINK_HOST_DELAY_US` | largest random delay, in microseconds, before every operation of the host device, to bring out missing waits |
     ///
@@ -152,6 +157,10 @@ impl Config {
             config.protocol = variable(PROTOCOL_VARIABLE, &protocol, "get or put")?;
         }
         config.network_devices = get("WARPLINK_NETWORK_DEVICES");
+        if let Some(access) = get(ACCESS_VARIABLE) {
+            config.staging.access =
+                variable::<DeviceAccess>(ACCESS_VARIABLE, &access, "auto, staged or direct")?;
+        }
         if let Some(class) = get(CLASS_VARIABLE) {
             let expected = "fully-connected, hybrid-cube-mesh or unknown";
             config.topology = Some(variable(CLASS_VARIABLE, &class, expected)?);

@@ -8,6 +8,8 @@ mod closures;
 mod common;
 #[path = "channels/data.rs"]
 mod data;
+#[path = "channels/device_memory.rs"]
+mod device_memory;
 #[path = "channels/examples.rs"]
 mod examples;
 #[path = "channels/failures.rs"]

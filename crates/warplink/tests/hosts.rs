@@ -13,7 +13,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 use warplink::bootstrap::{JoinConfig, Rendezvous, UniqueId};
 use warplink::channel::{Connection, ConnectionRequest, Transport};
-use warplink::device::network::{self, NetworkOptions};
+use warplink::device::network::{self, DeviceAccess, NetworkOptions};
 use warplink::device::{Argument, Block, Kernel, Launch, ModuleSource, Stream};
 use warplink::{Communicator, Config, DeviceKind, Error, ErrorKind, Result};
 
@@ -162,9 +162,21 @@ fn two_hosts_write_and_read_through_staging_memory() {
     on_two_hosts_with(TEST, staged, |comm, _| registered_buffers(comm));
 }
 
+#[test]
+fn two_hosts_write_and_read_past_staging_memory() {
+    const TEST: &str = "two_hosts_write_and_read_past_staging_memory";
+    on_two_hosts_with(TEST, past_staging, |comm, _| registered_buffers(comm));
+}
+
 /// As connections of GPUs go.
 fn staged(config: &mut Config) {
     config.staging.always = true;
+}
+
+/// As they go where the network's library reaches memory of GPUs by itself.
+fn past_staging(config: &mut Config) {
+    staged(config);
+    config.staging.access = DeviceAccess::Direct;
 }
 
 /// Registered buffers, written and read by the hosts alone.
@@ -210,9 +222,17 @@ fn a_cut_link_ends_staged_writes_with_an_error_that_names_the_peer() {
     on_two_hosts_with(TEST, staged, cut_off);
 }
 
+#[test]
+fn a_cut_link_ends_writes_past_staging_memory_with_an_error_that_names_the_peer() {
+    const TEST: &str =
+        "a_cut_link_ends_writes_past_staging_memory_with_an_error_that_names_the_peer";
+    on_two_hosts_with(TEST, past_staging, cut_off);
+}
+
 fn cut_off(comm: Communicator, directory: &Path) {
     let (connection, stream) = connect(&comm, 1 << 20);
-    let source = comm.alloc(1 << 20).unwrap();
+    // What is no region of the connection is staged.
+    let source = connection.region(0).unwrap();
     connection.write(&stream, 0, &source).unwrap();
     comm.synchronize(&stream).unwrap();
     cut_the_link(&comm, directory);

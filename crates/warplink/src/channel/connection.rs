@@ -14,7 +14,7 @@ use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::memory::{Region, RemoteRegion};
 use crate::signal::{Slot, SlotReleases};
 use crate::sync::lock;
-use crate::transport::NetworkLink;
+use crate::transport::{NetworkLink, NetworkPath};
 use std::fmt;
 use std::sync::{Arc, Mutex};
 
@@ -101,6 +101,14 @@ impl Connection {
     /// How its bytes move.
     pub fn transport(&self) -> Transport {
         self.end.transport
+    }
+
+    /// How bytes of the device's memory go, where that is over the network.
+    pub fn network_path(&self) -> Option<NetworkPath> {
+        match &self.end.held.reach {
+            Reach::Mapped { .. } => None,
+            Reach::Network(link) => Some(link.path()),
+        }
     }
 
     /// This rank's region `number`: 0 is the one that the connection was made with.
@@ -279,6 +287,7 @@ impl fmt::Debug for Connection {
             .field("peer", &self.end.peer)
             .field("tag", &self.end.tag)
             .field("transport", &self.end.transport)
+            .field("network_path", &self.network_path())
             .finish_non_exhaustive()
     }
 }

@@ -24,7 +24,7 @@ pub(crate) mod proxy;
 mod request;
 mod tables;
 
-pub use crate::transport::StagingConfig;
+pub use crate::transport::{NetworkPath, StagingConfig};
 pub use connection::{Connection, Connections};
 pub use exchange::ConnectionExchange;
 pub(crate) use exchange::{ConnectionServices, ProxySource};

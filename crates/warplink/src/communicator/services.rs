@@ -94,6 +94,8 @@ impl JobServices {
         let network = NetworkOptions {
             devices: config.network_devices.clone(),
             patience: config.timeout,
+            access: config.staging.access,
+            device: Some(device.clone()),
         };
         Ok(Arc::new(Self {
             slots: SlotDirectory::start(&memory),

@@ -168,7 +168,7 @@ impl BusPlace {
 /// The network devices that are cards: name, kind, and resolved path.
 fn network_devices(sysfs: &Path) -> Vec<(String, NetworkKind, PathBuf)> {
     let mut found: Vec<(String, NetworkKind, PathBuf)> = Vec::new();
-    for (name, path) in devices_of_class(sysfs, "infiniband") {
+    for (name, path) in rdma_cards(sysfs) {
         let kind = rdma_kind(&sysfs.join("class/infiniband").join(&name));
         found.push((name, kind, path));
     }
@@ -179,6 +179,15 @@ fn network_devices(sysfs: &Path) -> Vec<(String, NetworkKind, PathBuf)> {
         }
     }
     found
+}
+
+/// Whether there are network cards that read and write memory by themselves (RDMA).
+pub(super) fn has_rdma_cards() -> bool {
+    !rdma_cards(Path::new(SYSFS)).is_empty()
+}
+
+fn rdma_cards(sysfs: &Path) -> Vec<(String, PathBuf)> {
+    devices_of_class(sysfs, "infiniband")
 }
 
 /// The devices of a class that belong to a card: name, and the card's resolved path.
@@ -273,7 +282,9 @@ mod tests {
         machine.card("pci0000:37/0000:37:01.0/0000:3b:00.0", 0);
         machine.card("pci0000:97/0000:97:01.0/0000:9b:00.0", 1);
         let near = machine.card("pci0000:15/0000:15:01.0/0000:16:01.0/0000:1c:00.0", 0);
+        assert!(rdma_cards(machine.root.path()).is_empty());
         machine.rdma(&near, "mlx5_3", "InfiniBand");
+        assert_eq!(rdma_cards(machine.root.path()).len(), 1);
         machine.device(&near, "net", "ib3");
         let far = machine.card("pci0000:00/0000:00:1f.6", 0);
         machine.device(&far, "net", "eno1");

@@ -245,6 +245,22 @@ pub trait Device: LinkQuery + Send + Sync + fmt::Debug {
     /// reaches, all zero.
     fn allocate_staging(&self, bytes: usize) -> Result<StagingMemory>;
 
+    /// Makes the device that of the calling thread, for a library that reaches the device's memory by itself and asks the
+    /// driver which device is the thread's. It stays so; the caller holds the device as long.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported) where no call makes sure that kernels that run see
+    /// what a network card has written.
+    fn attach_thread(&self) -> Result<()> {
+        Ok(())
+    }
+
+    /// Makes what network cards have written to the device's memory visible to kernels that run. Blocks for moments,
+    /// and waits for no kernel.
+    fn settle_network_writes(&self) -> Result<()> {
+        Ok(())
+    }
+
     /// The CPUs that are near the device; none where that is not known.
     fn local_cpus(&self) -> Vec<usize> {
         Vec::new()

@@ -140,6 +140,13 @@ impl DeviceSlice {
         Ok(Word(slice))
     }
 
+    /// Whether all of `other` lies in it.
+    pub(crate) fn contains(&self, other: &Self) -> bool {
+        self.backing.identity() == other.backing.identity()
+            && self.address() <= other.address()
+            && other.address() + other.bytes as u64 <= self.address() + self.bytes as u64
+    }
+
     /// Whether two slices share a byte.
     pub fn overlaps(&self, other: &Self) -> bool {
         let (a, b) = (self.address(), other.address());

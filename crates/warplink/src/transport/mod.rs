@@ -12,6 +12,7 @@ mod staging;
 
 pub(crate) use copy_engine::CopyEngine;
 pub(crate) use network::NetworkCarrier;
+pub use networks::NetworkPath;
 pub(crate) use networks::{Exposed, NetworkLink, Networks};
 pub use staging::StagingConfig;
 pub(crate) use staging::{Shape as StagingShape, StagedCarrier};

@@ -5,14 +5,15 @@
 //! one, the last thing that its end sends. A connection is ended when both have said so: ending it breaks the
 //! peer's end of it.
 //!
-//! Where the network does not reach the device's memory, peers write to staging memory instead (`staging`), and
-//! the staged ends do the rest.
+//! Where the network does not reach the device's memory as it reaches the host's, peers write to staging memory instead
+//! (`staging`), and the staged ends do the rest. Where its library puts to the device's memory and gets from it by
+//! itself all the same, at both ends, data goes past the staging memory.
 
 use crate::deadline::Deadline;
 use crate::device::network::{
     self, Network, NetworkConnection, NetworkOptions, NetworkRegion, RemoteMemory,
 };
-use crate::device::{Device, Fault, Word};
+use crate::device::{Device, DeviceSlice, Fault, Word};
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::memory::Region;
 use crate::sync::lock;
@@ -29,6 +30,15 @@ const GONE: usize = staging::GONE;
 
 /// Bytes of the words that a peer writes to.
 const WORDS_BYTES: usize = 16;
+
+/// How a connection over the network moves bytes of the device's memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum NetworkPath {
+    /// The network's library reads and writes the memory itself.
+    Direct,
+    /// Through staging memory of the host.
+    Staged,
+}
 
 /// The networks of a rank, by the devices that they use, opened when they are first needed.
 pub(crate) struct Networks {
@@ -69,6 +79,8 @@ struct ExposedMemory {
     network: Arc<dyn Network>,
     words: NetworkRegion,
     regions: Vec<NetworkRegion>,
+    /// Regions of the device's memory that the network's library reaches by itself.
+    reached: Vec<NetworkRegion>,
     /// What the network does not reach, and peers reach through this.
     staged: Option<Arc<Incoming>>,
     /// Held as long as the peer may write: regions, and the staged end.
@@ -89,6 +101,8 @@ pub(crate) struct NetworkLink {
     regions: Mutex<BTreeMap<u32, Arc<RemoteMemory>>>,
     exposed: Mutex<Option<ExposedMemory>>,
     staged: Option<(Arc<Incoming>, Shape)>,
+    /// The peer's first region, where what goes over the link goes past the staging memory.
+    peers_memory: Option<Arc<RemoteMemory>>,
     staged_end: OnceLock<Arc<StagedEnd>>,
     /// Held as long as it matters that the connection works.
     used: Arc<()>,
@@ -147,9 +161,13 @@ impl Networks {
             Some(staged) => [staged.control.slice(), staged.ring.slice()],
             None => [slot.memory(), region.memory()],
         };
+        let reached = staged
+            .as_ref()
+            .and_then(|_| reached(&*network, region.memory()));
         let memory = ExposedMemory {
             words: network.register(words)?,
             regions: vec![network.register(written)?],
+            reached: Vec::from_iter(reached),
             gone: words.word(GONE)?,
             held: vec![Box::new((slot.clone(), region.clone()))],
             staged,
@@ -162,17 +180,20 @@ impl Networks {
         })
     }
 
-    /// Connects to `peer`, which gave its address and the keys of its words and of its region.
+    /// Connects to `peer`, which gave its address and the keys of its words and of its region; where it stages, with the
+    /// key of the memory that the network's library reaches by itself, if there is one.
     pub(crate) fn connect(
         self: &Arc<Self>,
         peer: Rank,
         mut exposed: Exposed,
         [address, words, region]: [&[u8]; 3],
-        staging: Option<Shape>,
+        staging: Option<(Shape, &[u8])>,
     ) -> Result<NetworkLink> {
         let exposed = exposed.memory.take();
         let exposed = exposed.ok_or_else(|| Error::invalid("nothing is exposed"))?;
+        let (staging, peers_key) = staging.unzip();
         let staged = exposed.staged.clone().zip(staging);
+        let peers_key = peers_key.filter(|_| !exposed.reached.is_empty());
         let opened = exposed
             .network
             .connect(peer, address)
@@ -180,10 +201,11 @@ impl Networks {
                 let words = connection.open(words)?;
                 let region = connection.open(region)?;
                 check_words(&words, &region, staging).map_err(|error| error.with_peer(peer))?;
-                Ok((connection, words, region))
+                let peers_memory = peers_key.and_then(|key| open_reached(&*connection, key));
+                Ok((connection, words, region, peers_memory))
             });
         match opened {
-            Ok((connection, words, region)) => Ok(NetworkLink {
+            Ok((connection, words, region, peers_memory)) => Ok(NetworkLink {
                 networks: self.clone(),
                 peer,
                 connection,
@@ -191,6 +213,7 @@ impl Networks {
                 regions: Mutex::new(BTreeMap::from([(0, Arc::new(region))])),
                 exposed: Mutex::new(Some(exposed)),
                 staged,
+                peers_memory,
                 staged_end: OnceLock::new(),
                 used: Arc::default(),
             }),
@@ -264,6 +287,12 @@ impl Exposed {
         staged.map(|staged| staged.shape)
     }
 
+    /// The key of the region, where the peer need not go through the rings.
+    pub(crate) fn reached_key(&self) -> &[u8] {
+        let memory = self.memory.as_ref();
+        memory.map_or(&[], ExposedMemory::reached_key)
+    }
+
     /// Lets go of what no peer has seen, or will write to.
     pub(crate) fn discard(mut self) {
         self.memory = None;
@@ -283,6 +312,11 @@ impl ExposedMemory {
     fn keys(&self) -> [&[u8]; 3] {
         let region = self.regions.last().map_or(&[][..], NetworkRegion::key);
         [self.network.address(), self.words.key(), region]
+    }
+
+    /// The key of the last region that the network's library reaches by itself.
+    fn reached_key(&self) -> &[u8] {
+        self.reached.last().map_or(&[], NetworkRegion::key)
     }
 
     /// Lets the peer write to one more region.
@@ -321,6 +355,27 @@ impl NetworkLink {
     /// Whether what goes over the link is staged.
     pub(crate) fn is_staged(&self) -> bool {
         self.staged.is_some()
+    }
+
+    /// The peer's first region, where what goes over the link goes past the staging memory.
+    pub(super) fn peers_memory(&self) -> Option<&Arc<RemoteMemory>> {
+        self.peers_memory.as_ref()
+    }
+
+    /// Whether the network's library reaches this rank's first region by itself.
+    pub(super) fn is_reached(&self) -> bool {
+        let exposed = lock(&self.exposed);
+        exposed
+            .as_ref()
+            .is_some_and(|exposed| !exposed.reached.is_empty())
+    }
+
+    /// How bytes of the device's memory go over the link.
+    pub(crate) fn path(&self) -> NetworkPath {
+        match (&self.staged, &self.peers_memory) {
+            (Some(_), None) => NetworkPath::Staged,
+            _ => NetworkPath::Direct,
+        }
     }
 
     /// Keeps the link's staged end as long as the peer may write; what serves it.
@@ -370,9 +425,16 @@ impl NetworkLink {
             .as_mut()
             .ok_or_else(|| Error::invalid("the connection is closed"))?;
         if let Some(staged_end) = self.staged_end.get() {
-            staged_end.set_region(number, region.memory());
+            let reached = self
+                .peers_memory
+                .as_ref()
+                .and_then(|_| reached(&*exposed.network, region.memory()));
+            staged_end.set_region(number, region.memory(), reached.is_some());
+            let mut told = (region.bytes() as u64).to_le_bytes().to_vec();
+            told.extend_from_slice(reached.as_ref().map_or(&[], NetworkRegion::key));
+            exposed.reached.extend(reached);
             exposed.held.push(Box::new(region.clone()));
-            return Ok((region.bytes() as u64).to_le_bytes().to_vec());
+            return Ok(told);
         }
         exposed.add(region)?;
         let [_, _, key] = exposed.keys();
@@ -382,14 +444,21 @@ impl NetworkLink {
     /// Opens one more region of the peer's, which gets `number`; its bytes.
     pub(crate) fn open(&self, key: &[u8], number: u32) -> Result<u64> {
         if self.is_staged() {
-            let bytes = key.try_into().map(u64::from_le_bytes);
-            return bytes.map_err(|_| {
+            let Some((bytes, key)) = key.split_first_chunk() else {
                 let text = format!(
-                    "the peer's region is told in {} bytes; expected 8",
+                    "the peer's region is told in {} bytes; expected at least 8",
                     key.len()
                 );
-                Error::new(ErrorKind::Protocol, text).with_peer(self.peer)
+                return Err(Error::new(ErrorKind::Protocol, text).with_peer(self.peer));
+            };
+            let ends = self.staged_end.get().zip(self.peers_memory.as_ref());
+            let opened = ends.and_then(|(staged_end, _)| {
+                open_reached(&*self.connection, key).map(|opened| (staged_end, opened))
             });
+            if let Some((staged_end, opened)) = opened {
+                staged_end.set_peers_region(number, opened);
+            }
+            return Ok(u64::from_le_bytes(*bytes));
         }
         let region = self.connection.open(key)?;
         let bytes = region.bytes() as u64;
@@ -426,6 +495,27 @@ impl Drop for NetworkLink {
             self.networks.part(exposed, Some(told));
         }
     }
+}
+
+/// Has the network's library reach memory that only the device reaches by itself, where it can and may.
+fn reached(network: &dyn Network, memory: &DeviceSlice) -> Option<NetworkRegion> {
+    network
+        .register_device_memory(memory)
+        .inspect_err(|error| tracing::debug!(%error, ?memory, "a region is staged"))
+        .ok()
+}
+
+/// Opens memory of the peer's that its library reaches by itself, if it gave a key of it. Without it, what goes there is
+/// staged, which the peer takes as well.
+fn open_reached(connection: &dyn NetworkConnection, key: &[u8]) -> Option<Arc<RemoteMemory>> {
+    if key.is_empty() {
+        return None;
+    }
+    let opened = connection.open(key);
+    opened
+        .inspect_err(|error| tracing::debug!(%error, "what goes to the peer's region is staged"))
+        .map(Arc::new)
+        .ok()
 }
 
 /// Fails where the memory that a peer offers is not what it says, or not what is needed.
@@ -465,6 +555,7 @@ impl fmt::Debug for NetworkLink {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_tuple("NetworkLink")
             .field(&self.connection)
+            .field(&self.path())
             .finish()
     }
 }

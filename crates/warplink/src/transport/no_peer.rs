@@ -10,14 +10,49 @@ use std::sync::Mutex;
 
 /// A connection to a peer that the test plays: nothing is sent, and it breaks when the test says so.
 #[derive(Default)]
-pub(super) struct NoPeer(Mutex<Vec<OnFailure>>);
+pub(super) struct NoPeer {
+    handlers: Mutex<Vec<OnFailure>>,
+    calls: Mutex<Vec<Call>>,
+    /// What is to be called when all is done, while the test holds it up.
+    held: Mutex<Option<Vec<OnDone>>>,
+}
+
+/// What was asked of it: bytes of this process from an address on, and bytes of so much memory of the peer's from an
+/// offset on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Call {
+    Put(u64, usize, (usize, usize)),
+    Get(u64, usize, (usize, usize)),
+    Signal(usize, u64),
+}
 
 impl NoPeer {
     pub(super) fn break_it(&self) {
         let error = Error::new(ErrorKind::PeerLost, "broken").with_peer(1);
-        for handler in lock(&self.0).drain(..) {
+        for handler in lock(&self.handlers).drain(..) {
             handler(&error);
         }
+    }
+
+    /// From now on nothing is done until it is [let go](Self::let_go).
+    pub(super) fn hold(&self) {
+        *lock(&self.held) = Some(Vec::new());
+    }
+
+    pub(super) fn let_go(&self) {
+        for then in lock(&self.held).take().into_iter().flatten() {
+            then(Ok(()));
+        }
+    }
+
+    /// What was asked of it since the last call.
+    pub(super) fn calls(&self) -> Vec<Call> {
+        std::mem::take(&mut lock(&self.calls))
+    }
+
+    fn note(&self, call: Call) -> Result<()> {
+        lock(&self.calls).push(call);
+        Ok(())
     }
 }
 
@@ -28,30 +63,38 @@ impl fmt::Debug for NoPeer {
 }
 
 impl NetworkConnection for NoPeer {
-    fn open(&self, _: &[u8]) -> Result<RemoteMemory> {
-        Err(Error::invalid("nobody is there"))
+    /// A key is the number of bytes.
+    fn open(&self, key: &[u8]) -> Result<RemoteMemory> {
+        let bytes = key.try_into().map(u64::from_le_bytes);
+        let bytes = bytes.map_err(|_| Error::invalid("nobody is there"))?;
+        Ok(RemoteMemory::of_nobody(bytes as usize))
     }
 
-    fn put(&self, _: &DeviceSlice, _: &RemoteMemory, _: usize) -> Result<()> {
-        Ok(())
+    fn put(&self, source: &DeviceSlice, target: &RemoteMemory, offset: usize) -> Result<()> {
+        let remote = (target.bytes(), offset);
+        self.note(Call::Put(source.address(), source.bytes(), remote))
     }
 
-    fn get(&self, _: &DeviceSlice, _: &RemoteMemory, _: usize) -> Result<()> {
-        Ok(())
+    fn get(&self, target: &DeviceSlice, source: &RemoteMemory, offset: usize) -> Result<()> {
+        let remote = (source.bytes(), offset);
+        self.note(Call::Get(target.address(), target.bytes(), remote))
     }
 
     fn when_done(&self, then: OnDone) -> Result<()> {
-        then(Ok(()));
+        match &mut *lock(&self.held) {
+            Some(held) => held.push(then),
+            None => then(Ok(())),
+        }
         Ok(())
     }
 
     fn when_failed(&self, handler: OnFailure) -> Result<()> {
-        lock(&self.0).push(handler);
+        lock(&self.handlers).push(handler);
         Ok(())
     }
 
-    fn signal(&self, _: &RemoteMemory, _: usize, _: u64) -> Result<()> {
-        Ok(())
+    fn signal(&self, target: &RemoteMemory, _: usize, value: u64) -> Result<()> {
+        self.note(Call::Signal(target.bytes(), value))
     }
 
     fn flush(&self, _: Deadline) -> Result<()> {

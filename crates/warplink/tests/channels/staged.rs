@@ -18,6 +18,7 @@ fn small(config: &mut Config) {
         chunk_bytes: 16 << 10,
         chunks: 3,
         always: true,
+        ..StagingConfig::default()
     };
 }
 
@@ -27,6 +28,7 @@ pub(super) fn tiny(config: &mut Config) {
         chunk_bytes: 64,
         chunks: 2,
         always: true,
+        ..StagingConfig::default()
     };
 }
 
@@ -36,6 +38,7 @@ fn fine(config: &mut Config) {
         chunk_bytes: 64,
         chunks: 256,
         always: true,
+        ..StagingConfig::default()
     };
 }
 
@@ -45,6 +48,7 @@ fn large(config: &mut Config) {
         chunk_bytes: 1 << 20,
         chunks: 3,
         always: true,
+        ..StagingConfig::default()
     };
 }
 

@@ -145,11 +145,14 @@ impl ConnectionExchange {
     fn reach(&self, end: &mut End<'_>, job_peer: Rank, offer: &EndOffer) -> Result<Reached> {
         if let Some(exposed) = end.exposed.take() {
             let keys = [&offer.address[..], &offer.inbound, &offer.region];
-            let shape = offer.staging.map(|staging| staging.shape);
+            let staging = offer.staging.as_ref();
+            let staging = staging.map(|staging| (staging.shape, &staging.region[..]));
             let link = self
                 .networks
-                .connect(end.request.peer, exposed, keys, shape)?;
-            let bytes = match offer.staging {
+                .connect(end.request.peer, exposed, keys, staging)?;
+            let (peer, tag, path) = (end.request.peer, end.request.tag, link.path());
+            tracing::debug!(peer, tag, ?path, "connected over the network");
+            let bytes = match &offer.staging {
                 Some(staging) => staging.region_bytes,
                 None => link.region(0)?.bytes() as u64,
             };

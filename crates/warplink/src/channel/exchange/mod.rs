@@ -297,6 +297,7 @@ impl ConnectionExchange {
         let staging = exposed.staging().map(|shape| StagingOffer {
             shape,
             region_bytes: request.region.bytes() as u64,
+            region: exposed.reached_key().to_vec(),
         });
         offer.item.exposed = Some(exposed);
         Ok(EndOffer {

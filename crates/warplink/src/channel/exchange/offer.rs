@@ -22,11 +22,13 @@ pub(super) struct EndOffer {
 }
 
 /// Rings of staging memory: the keys are those of the ring and of its control memory.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct StagingOffer {
     pub(super) shape: StagingShape,
     /// Bytes of the region itself.
     pub(super) region_bytes: u64,
+    /// Its key, where the network's library reaches it by itself; else empty.
+    pub(super) region: Vec<u8>,
 }
 
 impl EndOffer {

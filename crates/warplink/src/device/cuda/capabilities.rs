@@ -4,7 +4,10 @@ use super::driver::context::Context;
 use super::driver::{Driver, status};
 use crate::device::DeviceIdentity;
 use crate::error::Result;
-use cudarc::driver::sys::{CUdevice, CUdevice_attribute, CUdevice_attribute_enum, CUuuid};
+use cudarc::driver::sys::{
+    CUGPUDirectRDMAWritesOrdering, CUdevice, CUdevice_attribute, CUdevice_attribute_enum,
+    CUflushGPUDirectRDMAWritesOptions, CUuuid,
+};
 use std::ffi::{CStr, c_char, c_int};
 
 /// What a GPU and its driver can do.
@@ -34,6 +37,10 @@ pub struct Capabilities {
     pub descriptors: bool,
     /// Whether its memory can be reached by network cards.
     pub virtual_memory_rdma: bool,
+    /// Whether kernels that run see what network cards write to its memory, in the order of the writes.
+    pub network_writes_ordered: bool,
+    /// Whether a call makes them see it.
+    pub network_writes_flush: bool,
     /// Whether contexts on it are shared with other processes by the multi-process service.
     pub multi_process_service: bool,
     /// For every other GPU that this process sees, its ordinal and whether this one maps its memory.
@@ -88,6 +95,17 @@ impl Capabilities {
             virtual_memory_rdma: attribute(
                 Attribute::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED,
             ) != 0,
+            network_writes_ordered: attribute(
+                Attribute::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING,
+            )
+                >= CUGPUDirectRDMAWritesOrdering::CU_GPU_DIRECT_RDMA_WRITES_ORDERING_OWNER as u32,
+            network_writes_flush: attribute(
+                Attribute::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS,
+            )
+                & CUflushGPUDirectRDMAWritesOptions::CU_FLUSH_GPU_DIRECT_RDMA_WRITES_OPTION_HOST
+                    as u32
+                != 0
+                && driver.cuFlushGPUDirectRDMAWrites.is_some(),
             multi_process_service: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MPS_ENABLED) != 0,
             peers,
         })

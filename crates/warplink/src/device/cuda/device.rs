@@ -20,7 +20,7 @@ use crate::device::{
     LinkQuery, Module, ModuleSource, Opening, PciAddress, Priority, Segment, StagingMemory, Stream,
     VendorCommunicator,
 };
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorKind, Result};
 use crate::sync::lock;
 use std::any::Any;
 use std::fmt;
@@ -248,6 +248,22 @@ impl Device for CudaDevice {
         // SAFETY: pinned memory has the same address for processors and the GPU, and this crate accesses it by
         // atomics and raw copies alone.
         Ok(unsafe { StagingMemory::new(memory) })
+    }
+
+    fn attach_thread(&self) -> Result<()> {
+        let able = &self.gpu.capabilities;
+        if !able.network_writes_ordered && !able.network_writes_flush {
+            let text = "kernels of this GPU need not see what network cards write to its memory";
+            return Err(Error::new(ErrorKind::Unsupported, text));
+        }
+        self.gpu.context.attach()
+    }
+
+    fn settle_network_writes(&self) -> Result<()> {
+        if self.gpu.capabilities.network_writes_ordered {
+            return Ok(());
+        }
+        self.gpu.context.settle_network_writes()
     }
 
     fn local_cpus(&self) -> Vec<usize> {

@@ -14,9 +14,17 @@
 //! 4. A peer that cannot be reached fails its connection and no other: flushes give an error that names
 //!    it, and what is enqueued is dropped. A wait ends at its deadline in any case.
 //! 5. Memory that is sent or registered is held for as long as the network may use it.
+//! 6. Memory that only the device reaches may be put to and got from where the network's library reaches it by itself
+//!    ([`register_device_memory`](Network::register_device_memory)). No word lies in it: after a flush the data has
+//!    arrived, but a kernel that runs may see it only when the owner of the memory has called
+//!    [`Device::settle_network_writes`].
 
+mod access;
 mod ucx;
 
+pub use access::DeviceAccess;
+
+use super::interface::Device;
 use super::slice::DeviceSlice;
 use crate::deadline::Deadline;
 use crate::error::{Error, Rank, Result};
@@ -37,6 +45,10 @@ pub struct NetworkOptions {
     /// How long something may be under way while the peer takes nothing, until the connection fails; 60
     /// seconds if not told otherwise.
     pub patience: Duration,
+    /// Which of the device's memory the network's library reaches by itself.
+    pub access: DeviceAccess,
+    /// The device whose memory that is; none to reach memory of the host alone.
+    pub device: Option<Arc<dyn Device>>,
 }
 
 impl Default for NetworkOptions {
@@ -44,6 +56,8 @@ impl Default for NetworkOptions {
         Self {
             devices: None,
             patience: PATIENCE,
+            access: DeviceAccess::default(),
+            device: None,
         }
     }
 }
@@ -72,6 +86,14 @@ pub trait Network: Send + Sync + fmt::Debug {
     /// reach, [`ErrorKind::Driver`](crate::ErrorKind::Driver) where its library refuses.
     fn register(&self, memory: &DeviceSlice) -> Result<NetworkRegion>;
 
+    /// Lets peers put to `memory` and get from it by what the network's library can do itself, as
+    /// [`NetworkOptions::access`] says, until what is returned is dropped. Its words are not to be signalled.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported) where the library cannot, or is not to;
+    /// [`ErrorKind::Driver`](crate::ErrorKind::Driver) where it refuses.
+    fn register_device_memory(&self, memory: &DeviceSlice) -> Result<NetworkRegion>;
+
     /// Connects to `peer` at `address`. Does not wait for the peer: that it cannot be reached shows later.
     ///
     /// # Errors
@@ -96,7 +118,8 @@ pub trait NetworkConnection: Send + Sync + fmt::Debug {
     /// error of the connection where that has failed.
     fn open(&self, key: &[u8]) -> Result<RemoteMemory>;
 
-    /// Writes `source` to `offset` in the peer's memory. `source` must not change until a flush.
+    /// Writes `source` to `offset` in the peer's memory. `source` must not change until a flush. Memory that only the
+    /// device reaches is registered as such, and stays so until then.
     ///
     /// # Errors
     /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) outside the peer's memory or for
@@ -163,6 +186,17 @@ pub struct RemoteMemory {
     bytes: usize,
     /// Forgets the key when it is dropped.
     _opened: Box<dyn Any + Send + Sync>,
+}
+
+#[cfg(all(test, not(loom)))]
+impl NetworkRegion {
+    /// Memory with this key, for tests of what uses a network.
+    pub(crate) fn of_nobody(key: &[u8]) -> Self {
+        Self {
+            key: key.to_vec(),
+            _registration: Box::new(()),
+        }
+    }
 }
 
 impl NetworkRegion {

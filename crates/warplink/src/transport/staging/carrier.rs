@@ -55,7 +55,10 @@ impl StagedCarrier {
             inbound: inbound.clone(),
         };
         let end = Arc::new(StagedEnd::new(device, parts)?);
-        end.set_region(0, own);
+        end.set_region(0, own, link.is_reached());
+        if let Some(peers) = link.peers_memory() {
+            end.set_peers_region(0, peers.clone());
+        }
         let service = link.keep_end(&end).clone();
         service.add(&end)?;
         Ok(Self {

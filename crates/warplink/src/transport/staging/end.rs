@@ -21,6 +21,7 @@ const MAX_SIGNALS: u64 = 1 << 60;
 
 /// One end.
 pub(crate) struct StagedEnd {
+    device: Arc<dyn Device>,
     pub(super) parts: EndParts,
     /// Copies from and to the device's memory.
     outward: Stream,
@@ -60,18 +61,28 @@ impl StagedEnd {
             ring: device.allocate_staging(shape.ring_bytes())?,
             headers: device.allocate_staging(HEADER_BYTES * shape.chunks as usize)?,
             state: Mutex::default(),
+            device: device.clone(),
             parts,
         })
     }
 
-    /// Lets the peer reach one of this rank's regions by its number.
-    pub(crate) fn set_region(&self, number: u32, memory: &DeviceSlice) {
-        let regions = &mut lock(&self.state).regions;
+    /// Lets the peer reach one of this rank's regions by its number, and the network put from it and get into it without
+    /// staging memory where it `is_reached`.
+    pub(crate) fn set_region(&self, number: u32, memory: &DeviceSlice, is_reached: bool) {
+        let state = &mut *lock(&self.state);
         let number = number as usize;
-        if regions.len() <= number {
-            regions.resize(number + 1, None);
+        if state.regions.len() <= number {
+            state.regions.resize(number + 1, None);
         }
-        regions[number] = Some(memory.clone());
+        state.regions[number] = Some(memory.clone());
+        if is_reached {
+            state.direct.add_own(memory);
+        }
+    }
+
+    /// A region of the peer's that the network reaches without staging memory.
+    pub(crate) fn set_peers_region(&self, number: u32, memory: Arc<RemoteMemory>) {
+        lock(&self.state).direct.add_peers(number, memory);
     }
 
     pub(super) fn has_room(&self) -> bool {
@@ -94,12 +105,11 @@ impl StagedEnd {
     pub(super) fn is_idle(&self) -> Result<bool> {
         let state = lock(&self.state);
         let is_sent = state.queue.is_empty() && state.consumed == state.begun;
-        Ok(
-            is_sent
-                && state.gets.is_empty()
-                && state.answers.is_empty()
-                && self.inward.is_idle()?,
-        )
+        Ok(is_sent
+            && state.gets.is_empty()
+            && state.answers.is_empty()
+            && state.direct.is_idle()
+            && self.inward.is_idle()?)
     }
 
     /// Does what can be done now; whether there was something.
@@ -117,6 +127,7 @@ impl StagedEnd {
             .and_then(|()| self.give_back(&mut state))
             .and_then(|()| self.begin(&mut state))
             .and_then(|()| self.send(&mut state))
+            .and_then(|()| self.mark_direct(&mut state))
             .and_then(|()| self.answer(&mut state))
             .and_then(|()| self.part(&mut state));
         let worked = before != state.progress();
@@ -203,6 +214,9 @@ impl StagedEnd {
                     )));
                 }
                 state.signalled = value;
+                if state.direct.is_exposed() {
+                    self.device.settle_network_writes()?;
+                }
                 let word = &self.parts.inbound;
                 self.inward.memory_ops(&[MemoryOp::Write { word, value }])
             }
@@ -280,7 +294,11 @@ impl StagedEnd {
             while let Some(Operation::Answer { .. }) = state.queue.front() {
                 state.note_answer();
             }
-            if state.begun - state.consumed >= shape.chunks {
+            let is_for_messages = self.begin_direct(state)?;
+            if let Some(Operation::Answer { .. }) = state.queue.front() {
+                continue;
+            }
+            if !is_for_messages || state.begun - state.consumed >= shape.chunks {
                 return Ok(());
             }
             let Some((message, payload)) = state.next(shape.chunk_bytes)? else {
@@ -337,8 +355,12 @@ impl StagedEnd {
         while let Some(answer) = state.answers.front() {
             let oldest = state.gets.keys().next().copied();
             let is_got = oldest.is_none_or(|oldest| oldest >= answer.get);
-            if !is_got || state.consumed < answer.begun {
+            let is_moved = state.direct.done() >= answer.direct;
+            if !is_got || !is_moved || state.consumed < answer.begun {
                 break;
+            }
+            if answer.direct > 0 {
+                self.device.settle_network_writes()?;
             }
             let (word, value) = (&answer.word, answer.value);
             // Behind the copies of what was got.
@@ -355,6 +377,7 @@ impl StagedEnd {
             && state.consumed == state.begun
             && state.returned == state.taken
             && state.gets.is_empty()
+            && state.direct.is_idle()
             && state.requests.is_empty();
         let Some(told) = state.told.take_if(|_| is_done) else {
             return Ok(());

@@ -8,7 +8,7 @@ use crate::deadline::Deadline;
 use crate::device::network::RemoteMemory;
 use crate::device::{At, DeviceConfig, DeviceKind, DeviceSlice, Fault, Word};
 use crate::error::ErrorKind;
-use crate::transport::no_peer::NoPeer;
+use crate::transport::no_peer::{Call, NoPeer};
 use proptest::prelude::*;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -22,6 +22,7 @@ struct Rig {
     end: StagedEnd,
     incoming: Arc<Incoming>,
     fault: Arc<Fault>,
+    peer: Arc<NoPeer>,
     region: DeviceSlice,
     inbound: Word,
     /// Messages that the peer has sent.
@@ -39,10 +40,11 @@ impl Rig {
         let fault = Arc::<Fault>::default();
         let words = device.allocate_signals_for(64, &fault).unwrap();
         let region = device.allocate_staging(REGION).unwrap().slice().clone();
+        let peer = Arc::<NoPeer>::default();
         let parts = EndParts {
             peer: 1,
             fault: fault.clone(),
-            connection: Arc::<NoPeer>::default(),
+            connection: peer.clone(),
             control: Arc::new(RemoteMemory::of_nobody(shape.control_bytes())),
             peer_ring: Arc::new(RemoteMemory::of_nobody(shape.ring_bytes())),
             peer_shape: shape,
@@ -50,16 +52,30 @@ impl Rig {
             inbound: words.word(0).unwrap(),
         };
         let end = StagedEnd::new(&device, parts).unwrap();
-        end.set_region(0, &region);
+        end.set_region(0, &region, false);
         Self {
             inbound: words.word(0).unwrap(),
             device,
             end,
             incoming,
             fault,
+            peer,
             region,
             sent: 0,
         }
+    }
+
+    /// Lets the network reach the region, and the peer's of `bytes`, past the rings.
+    fn reach_past_the_rings(&self, bytes: usize) {
+        self.end.set_region(0, &self.region, true);
+        let peers = RemoteMemory::of_nobody(bytes);
+        self.end.set_peers_region(0, Arc::new(peers));
+    }
+
+    fn read(&self, word: &Word) -> u64 {
+        let mut bytes = [0; 8];
+        self.device.download(word.as_slice(), &mut bytes).unwrap();
+        u64::from_ne_bytes(bytes)
     }
 
     /// The peer sends a message by what is in its header, with a chunk of sevens.
@@ -91,11 +107,7 @@ impl Rig {
     }
 
     fn word(&self) -> u64 {
-        let mut bytes = [0; 8];
-        self.device
-            .download(self.inbound.as_slice(), &mut bytes)
-            .unwrap();
-        u64::from_ne_bytes(bytes)
+        self.read(&self.inbound)
     }
 
     fn assert_refused(&self, says: &str) {
@@ -237,6 +249,99 @@ fn an_end_that_failed_parts_from_its_peer() {
         }
         assert!(told.load(Ordering::Acquire));
     }
+}
+
+/// What the network reaches goes from memory to memory, and what announces the signal behind it comes later.
+#[test]
+fn signals_follow_what_went_past_the_rings() {
+    let rig = Rig::new();
+    rig.reach_past_the_rings(1000);
+    let at = At::from(900);
+    let source = rig.region.slice(8..72).unwrap();
+    let from = source.address();
+    rig.end.push(Operation::Put { source, at });
+    rig.end.push(Operation::Signal(1));
+    rig.until(|| rig.end.sent() == 1);
+    let control = rig.incoming.shape.control_bytes();
+    let calls = rig.peer.calls();
+    let [put, header, announced] = calls[..] else {
+        panic!("{calls:?}");
+    };
+    assert_eq!(put, Call::Put(from, 64, (1000, 900)));
+    assert!(matches!(header, Call::Put(_, HEADER_BYTES, (bytes, _)) if bytes == control));
+    assert_eq!(announced, Call::Signal(control, 1));
+}
+
+#[test]
+fn answers_wait_for_what_went_past_the_rings() {
+    for movement in ["put", "get"] {
+        let rig = Rig::new();
+        rig.reach_past_the_rings(REGION);
+        rig.peer.hold();
+        let (own, at) = (rig.region.slice(0..64).unwrap(), At::default());
+        rig.end.push(match movement {
+            "put" => Operation::Put { source: own, at },
+            _ => Operation::Get { target: own, at },
+        });
+        let answered = rig.device.allocate_signals(8).unwrap().word(0).unwrap();
+        let word = answered.clone();
+        rig.end.push(Operation::Answer { word, value: 7 });
+        for _ in 0..20 {
+            rig.end.advance();
+            // An answer would be written by a stream.
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        assert_eq!(rig.peer.calls().len(), 1, "{movement}");
+        assert!(!rig.end.is_idle().unwrap() && rig.read(&answered) == 0);
+        rig.peer.let_go();
+        rig.until(|| rig.end.is_idle().unwrap());
+        assert_eq!(rig.read(&answered), 7, "{movement}");
+        // No message was needed.
+        assert_eq!(rig.end.sent(), 0);
+    }
+}
+
+/// What is no region of this rank's, or goes to one of the peer's that is not reached, is staged.
+#[test]
+fn what_the_network_does_not_reach_is_staged_beside_what_it_does() {
+    let rig = Rig::new();
+    rig.reach_past_the_rings(REGION);
+    let other = rig.device.allocate_staging(64).unwrap().slice().clone();
+    let own = rig.region.slice(0..64).unwrap();
+    let at = |region| At { region, offset: 0 };
+    for (sent, source, at) in [(1, &other, at(0)), (2, &own, at(1)), (2, &own, at(0))] {
+        let source = source.clone();
+        let address = source.address();
+        rig.end.push(Operation::Put { source, at });
+        rig.until(|| rig.end.sent() == sent);
+        rig.incoming.control.store(CONSUMED, sent);
+        rig.until(|| rig.end.is_idle().unwrap());
+        let is_direct = rig.peer.calls() == [Call::Put(address, 64, (REGION, 0))];
+        assert_eq!(is_direct, address == own.address() && at.region == 0);
+    }
+    let target = other;
+    rig.end.push(Operation::Get { target, at: at(0) });
+    rig.until(|| rig.end.gets() == 1);
+}
+
+/// A put that is longer than what is sent at once goes in parts, each from where the last one ended.
+#[test]
+fn large_puts_past_the_rings_go_in_parts() {
+    const MIB: usize = 1 << 20;
+    let rig = Rig::new();
+    let region = rig.device.allocate_staging(40 * MIB).unwrap();
+    let region = region.slice();
+    rig.end.set_region(0, region, true);
+    let peers = RemoteMemory::of_nobody(50 * MIB);
+    rig.end.set_peers_region(0, Arc::new(peers));
+    let (source, at) = (region.clone(), At::from(MIB as u64));
+    rig.end.push(Operation::Put { source, at });
+    rig.until(|| rig.end.is_idle().unwrap());
+    let parts = [(0, 16), (16, 16), (32, 8)].map(|(start, mib)| {
+        let from = region.address() + (start * MIB) as u64;
+        Call::Put(from, mib * MIB, (50 * MIB, (start + 1) * MIB))
+    });
+    assert_eq!(rig.peer.calls(), parts);
 }
 
 #[test]

@@ -14,6 +14,7 @@
 //! 4. Everything that comes from the peer is checked. What does not follow the protocol ends the communicator with
 //!    an error that names the peer.
 //! 5. An end that is gone takes messages until the peer's end is gone too, so that the peer's puts end.
+//! 6. What the network's library reaches by itself goes past the rings (`direct`), ordered with the messages all the same.
 //!
 //! ```text
 //! control memory, written by the peer:   arrived, gone, consumed     a word each
@@ -22,6 +23,7 @@
 //! ```
 
 mod carrier;
+mod direct;
 mod end;
 #[cfg(test)]
 #[cfg(not(loom))]
@@ -34,6 +36,7 @@ pub(crate) use carrier::StagedCarrier;
 pub(super) use end::StagedEnd;
 pub(super) use service::Service;
 
+use crate::device::network::DeviceAccess;
 use crate::device::{Device, StagingMemory};
 use crate::error::{Error, Result};
 use message::malformed;
@@ -63,6 +66,9 @@ pub struct StagingConfig {
     /// Whether connections go this way also where the network reaches the memory; the same on every rank. For
     /// tests.
     pub always: bool,
+    /// What goes past the chunks, since the network's library reaches the device's memory by itself. Ranks may differ in
+    /// it: a connection goes past them where both ends allow it.
+    pub access: DeviceAccess,
 }
 
 impl Default for StagingConfig {
@@ -72,6 +78,7 @@ impl Default for StagingConfig {
             chunk_bytes: 1 << 20,
             chunks: 8,
             always: false,
+            access: DeviceAccess::default(),
         }
     }
 }

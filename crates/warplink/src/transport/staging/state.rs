@@ -1,5 +1,6 @@
 //! What an end has to send, and how far it is.
 
+use super::direct::Direct;
 use super::message::{Message, malformed};
 use crate::device::{At, DeviceSlice, Word};
 use crate::error::Result;
@@ -51,6 +52,7 @@ pub(super) struct State {
     /// Gets of the peer that are not done, with their numbers.
     pub(super) requests: VecDeque<(u64, Portion)>,
     pub(super) answers: VecDeque<Answer>,
+    pub(super) direct: Direct,
     /// Whether the peer asks for nothing more.
     pub(super) peer_ended: bool,
     /// Set when the peer is told that this end writes no more.
@@ -64,23 +66,27 @@ pub(super) struct Portion {
     pub(super) left: DeviceSlice,
 }
 
-/// A word to be set when the peer has consumed the messages before `begun`, and the gets before `get` are done.
+/// A word to be set when the peer has consumed the messages before `begun`, and the gets before `get` and what went
+/// without staging memory before `direct` are done.
 pub(super) struct Answer {
     pub(super) begun: u64,
     pub(super) get: u64,
+    pub(super) direct: u64,
     pub(super) word: Word,
     pub(super) value: u64,
 }
 
 impl State {
     /// Changes whenever something is done.
-    pub(super) fn progress(&self) -> [u64; 7] {
+    pub(super) fn progress(&self) -> [u64; 9] {
         [
             self.begun,
             self.sent,
             self.consumed,
             self.taken,
             self.returned,
+            self.direct.begun(),
+            self.direct.done(),
             (self.queue.len() + self.answers.len()) as u64,
             u64::from(self.is_over),
         ]
@@ -151,6 +157,7 @@ impl State {
             self.answers.push_back(Answer {
                 begun: self.begun,
                 get: self.next_get,
+                direct: self.direct.begun(),
                 word,
                 value,
             });

@@ -2,7 +2,10 @@
 
 use super::{Driver, status};
 use crate::error::Result;
-use cudarc::driver::sys::{CUcontext, CUdevice, CUstreamCaptureMode};
+use cudarc::driver::sys::{
+    CUcontext, CUdevice, CUflushGPUDirectRDMAWritesScope, CUflushGPUDirectRDMAWritesTarget,
+    CUstreamCaptureMode,
+};
 use std::ffi::c_int;
 use std::fmt;
 use std::marker::PhantomData;
@@ -66,6 +69,30 @@ impl Context {
             restore: previous,
             thread: PhantomData,
         })
+    }
+
+    /// Makes this the calling thread's context for good, and lets the thread do what a stream capture by anybody would
+    /// forbid. The caller keeps the context as long as the thread uses it.
+    pub(crate) fn attach(&self) -> Result<()> {
+        // SAFETY: the context is retained for as long as `self` lives.
+        let code = unsafe { (self.driver.cuCtxSetCurrent)(self.raw) };
+        self.driver.check(code, "make the GPU's context current")?;
+        std::mem::forget(self.relax_capture());
+        Ok(())
+    }
+
+    /// Waits until what network cards have written to the GPU's memory is visible to its kernels.
+    pub(crate) fn settle_network_writes(&self) -> Result<()> {
+        let Some(flush) = self.driver.cuFlushGPUDirectRDMAWrites else {
+            return Ok(());
+        };
+        let _entered = self.enter()?;
+        let target =
+            CUflushGPUDirectRDMAWritesTarget::CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TARGET_CURRENT_CTX;
+        let scope = CUflushGPUDirectRDMAWritesScope::CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TO_OWNER;
+        // SAFETY: it takes two numbers, and the context is current.
+        let code = unsafe { flush(target as c_int, scope as c_int) };
+        self.driver.check(code, "wait for writes of network cards")
     }
 
     /// Lets the calling thread do, until the guard is dropped, what a stream capture by anybody in

@@ -136,6 +136,7 @@ function_table! {
         cuLaunchKernelEx(*const CUlaunchConfig, CUfunction, *mut *mut c_void, *mut *mut c_void) -> Status;
         cuFuncGetParamInfo(CUfunction, usize, *mut usize, *mut usize) -> Status;
         cuCtxCreate_v2(*mut CUcontext, c_uint, CUdevice) -> Status;
+        cuFlushGPUDirectRDMAWrites(c_int, c_int) -> Status;
         cuCtxDestroy_v2(CUcontext) -> Status;
         cuStreamGetCaptureInfo_v2(
             CUstream, *mut c_int, *mut u64, *mut CUgraph, *mut *const CUgraphNode, *mut usize,

@@ -3,18 +3,20 @@
 
 use super::super::NetworkOptions;
 use super::ffi::{
-    Config, Context, ContextParams, INTERFACE, MapParams, Memory, Ucp, Worker, WorkerParams, flag,
-    status,
+    Config, Context, ContextParams, INTERFACE, MapParams, Memory, MemoryType, Ucp, Worker,
+    WorkerParams, flag, status,
 };
 use super::peer::{Operation, Peer};
-use super::{OnFailure, Reply};
+use super::{OnFailure, Reply, device_memory};
 use crate::deadline::Deadline;
-use crate::device::DeviceSlice;
+use crate::device::{Device, DeviceSlice};
 use crate::error::{Error, Rank, Result};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use std::collections::HashMap;
 use std::ffi::{CString, c_int, c_void};
 use std::os::fd::{BorrowedFd, OwnedFd};
+use std::rc::Rc;
+use std::sync::Arc;
 use std::sync::mpsc::{Receiver, TryRecvError};
 use std::time::Duration;
 
@@ -41,17 +43,30 @@ pub(super) struct Engine {
     /// Readable when there is something to progress.
     events: c_int,
     peers: HashMap<u64, Peer>,
-    memories: HashMap<u64, (Memory, DeviceSlice)>,
+    memories: HashMap<u64, Rc<Mapped>>,
     /// The next number of a peer, a memory or a key.
     next: u64,
     patience: Duration,
     closing: Option<(Deadline, Reply<()>)>,
+    /// The device whose memory UCX reaches by itself.
+    device: Option<Arc<dyn Device>>,
+}
+
+/// Registered memory, which is unregistered when nothing uses it any more.
+pub(super) struct Mapped {
+    ucp: &'static Ucp,
+    context: Context,
+    pub(super) handle: Memory,
+    memory: DeviceSlice,
 }
 
 impl Engine {
     /// Starts UCX, and gives its address.
     pub(super) fn open(ucp: &'static Ucp, options: &NetworkOptions) -> Result<(Self, Vec<u8>)> {
-        let context = start(ucp, options)?;
+        // Before UCX is started, which asks for the thread's device.
+        let device = device_memory::attach(ucp, options);
+        let context = start(ucp, options, device.is_some())?;
+        let device = device.filter(|_| device_memory::is_reached(ucp, context));
         let params = WorkerParams {
             field_mask: flag::WORKER_THREAD_MODE,
             thread_mode: flag::THREAD_SINGLE,
@@ -77,6 +92,7 @@ impl Engine {
             next: 0,
             patience: options.patience,
             closing: None,
+            device,
         };
         // SAFETY: the worker lives, and `events` is an output parameter for one descriptor.
         let asked = unsafe { (ucp.ucp_worker_get_efd)(worker, &mut engine.events) };
@@ -161,12 +177,25 @@ impl Engine {
         let _ = rustix::io::read(wake, &mut count);
     }
 
+    /// Whether UCX reaches the device's memory by itself.
+    pub(super) fn reaches_device(&self) -> bool {
+        self.device.is_some()
+    }
+
     /// Registers memory; gives its number and the key for peers.
     pub(super) fn register(&mut self, memory: DeviceSlice) -> Result<(u64, Vec<u8>)> {
+        let memory_type = MemoryType::of(&memory);
+        let fields = flag::MAP_ADDRESS | flag::MAP_LENGTH;
         let params = MapParams {
-            field_mask: flag::MAP_ADDRESS | flag::MAP_LENGTH,
+            field_mask: match memory_type {
+                MemoryType::HOST => fields,
+                _ => fields | flag::MAP_MEMORY_TYPE,
+            },
             address: std::ptr::with_exposed_provenance_mut(memory.address() as usize),
             length: memory.bytes(),
+            flags: 0,
+            protection: 0,
+            memory_type: memory_type.0,
             unused: [0; 8],
         };
         let mut handle = Memory(std::ptr::null_mut());
@@ -175,7 +204,13 @@ impl Engine {
         let mapped = unsafe { (self.ucp.ucp_mem_map)(self.context, &params, &mut handle) };
         self.ucp.check(mapped, "register memory")?;
         let number = self.number();
-        self.memories.insert(number, (handle, memory));
+        let mapped = Mapped {
+            ucp: self.ucp,
+            context: self.context,
+            handle,
+            memory,
+        };
+        self.memories.insert(number, Rc::new(mapped));
         let packed = self.pack(handle);
         if packed.is_err() {
             self.unregister(number);
@@ -196,15 +231,25 @@ impl Engine {
         Ok(bytes)
     }
 
-    /// Undoes [`register`](Self::register).
+    /// Undoes [`register`](Self::register), when what uses the memory is done.
     pub(super) fn unregister(&mut self, number: u64) {
-        if let Some((handle, _memory)) = self.memories.remove(&number) {
-            // SAFETY: it was mapped with this context, and is taken out to be unmapped once.
-            let undone = unsafe { (self.ucp.ucp_mem_unmap)(self.context, handle) };
-            if let Err(error) = self.ucp.check(undone, "unregister memory") {
-                tracing::warn!(%error, "memory stays registered with the network");
-            }
+        self.memories.remove(&number);
+    }
+
+    /// What memory that only the device reaches is registered as.
+    fn mapped(&self, operation: &Operation) -> Option<Rc<Mapped>> {
+        let (Operation::Put { source: memory, .. } | Operation::Get { target: memory, .. }) =
+            operation
+        else {
+            return None;
+        };
+        if MemoryType::of(memory) == MemoryType::HOST {
+            return None;
         }
+        let mut mapped = self.memories.values();
+        mapped
+            .find(|mapped| mapped.memory.contains(memory))
+            .cloned()
     }
 
     /// Connects to a peer; gives the connection's number.
@@ -225,8 +270,9 @@ impl Engine {
 
     /// Gives a connection one more thing to do.
     pub(super) fn enqueue(&mut self, peer: u64, operation: Operation) {
+        let mapped = self.mapped(&operation);
         match (self.peers.get_mut(&peer), operation) {
-            (Some(peer), operation) => peer.enqueue(operation),
+            (Some(peer), operation) => peer.enqueue(operation, mapped),
             (None, Operation::Flush(reply)) => {
                 let _ = reply.send(Err(super::ended()));
             }
@@ -287,6 +333,16 @@ impl Engine {
     }
 }
 
+impl Drop for Mapped {
+    fn drop(&mut self) {
+        // SAFETY: it was mapped with this context, which lives, and is unmapped once; no operation uses it any more.
+        let undone = unsafe { (self.ucp.ucp_mem_unmap)(self.context, self.handle) };
+        if let Err(error) = self.ucp.check(undone, "unregister memory") {
+            tracing::warn!(%error, "memory stays registered with the network");
+        }
+    }
+}
+
 impl Drop for Engine {
     fn drop(&mut self) {
         // What is still open is ended by force, which waits for nobody but may take a few rounds.
@@ -310,24 +366,31 @@ impl Drop for Engine {
             std::mem::forget(std::mem::take(&mut self.memories));
             return;
         }
-        let memories: Vec<u64> = self.memories.keys().copied().collect();
         // SAFETY: the worker lives, has no endpoint any more, and its event descriptor is not used any more.
         unsafe { (self.ucp.ucp_worker_destroy)(self.worker) };
-        for number in memories {
-            self.unregister(number);
-        }
+        self.memories.clear();
         // SAFETY: the context lives, and its worker and memory are gone.
         unsafe { (self.ucp.ucp_cleanup)(self.context) };
     }
 }
 
-/// Makes UCX's context as the options say.
-fn start(ucp: &'static Ucp, options: &NetworkOptions) -> Result<Context> {
+/// Makes UCX's context as the options say, and for the memory of a device where it is to reach that.
+pub(super) fn start(
+    ucp: &'static Ucp,
+    options: &NetworkOptions,
+    for_device: bool,
+) -> Result<Context> {
     let mut config = Config(std::ptr::null_mut());
     // SAFETY: null means no prefix and no file, and `config` is an output parameter for one handle.
     let read = unsafe { (ucp.ucp_config_read)(std::ptr::null(), std::ptr::null(), &mut config) };
     ucp.check(read, "read UCX's settings")?;
-    let made = configure(ucp, config, options).and_then(|()| {
+    let configured = configure(ucp, config, options).and_then(|()| {
+        if for_device {
+            device_memory::configure(ucp, config)?;
+        }
+        Ok(())
+    });
+    let made = configured.and_then(|()| {
         let params = ContextParams {
             field_mask: flag::PARAM_FEATURES,
             features: flag::FEATURE_RMA | flag::FEATURE_WAKEUP,
@@ -352,14 +415,20 @@ fn configure(ucp: &Ucp, config: Config, options: &NetworkOptions) -> Result<()> 
         ("NET_DEVICES", options.devices.as_deref()),
     ];
     for (name, value) in settings {
-        let Some(value) = value else { continue };
-        let text = |text: &str| {
-            CString::new(text).map_err(|_| Error::invalid(format!("{text:?} contains a zero byte")))
-        };
-        let (name, value) = (text(name)?, text(value)?);
-        // SAFETY: the settings live, and both texts end with a zero.
-        let set = unsafe { (ucp.ucp_config_modify)(config, name.as_ptr(), value.as_ptr()) };
-        ucp.check(set, "change UCX's settings")?;
+        if let Some(value) = value {
+            set(ucp, config, name, value)?;
+        }
     }
     Ok(())
+}
+
+/// Changes a setting before UCX starts.
+pub(super) fn set(ucp: &Ucp, config: Config, name: &str, value: &str) -> Result<()> {
+    let text = |text: &str| {
+        CString::new(text).map_err(|_| Error::invalid(format!("{text:?} contains a zero byte")))
+    };
+    let (name, value) = (text(name)?, text(value)?);
+    // SAFETY: the settings live, and both texts end with a zero.
+    let set = unsafe { (ucp.ucp_config_modify)(config, name.as_ptr(), value.as_ptr()) };
+    ucp.check(set, "change UCX's settings")
 }

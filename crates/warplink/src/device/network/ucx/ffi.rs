@@ -1,8 +1,10 @@
 //! UCX's functions, codes and structures: those of its protocol layer (`ucp`), interface version 1.13.
 
+use crate::device::DeviceSlice;
 use crate::device::library::{self, function_table};
 use crate::error::{Error, ErrorKind, Result};
 use std::ffi::{c_char, c_int, c_uint, c_void};
+use std::ptr::NonNull;
 use std::sync::OnceLock;
 
 /// The version of the interface that the structures here are of.
@@ -48,6 +50,7 @@ pub(super) mod status {
     pub(crate) const OK: Status = 0;
     pub(crate) const IN_PROGRESS: Status = 1;
     pub(crate) const NO_MEMORY: Status = -4;
+    pub(crate) const INVALID_PARAMETER: Status = -5;
     pub(crate) const UNREACHABLE: Status = -6;
     pub(crate) const TIMED_OUT: Status = -20;
     pub(crate) const BUSY: Status = -15;
@@ -58,6 +61,7 @@ pub(super) mod status {
 /// What the fields of a structure's mask, and flags, mean.
 pub(super) mod flag {
     pub(crate) const PARAM_FEATURES: u64 = 1;
+    pub(crate) const ATTRIBUTE_MEMORY_TYPES: u64 = 4;
     pub(crate) const FEATURE_RMA: u64 = 2;
     pub(crate) const FEATURE_WAKEUP: u64 = 16;
     pub(crate) const WORKER_THREAD_MODE: u64 = 1;
@@ -68,8 +72,26 @@ pub(super) mod flag {
     pub(crate) const ERROR_MODE_PEER: i32 = 1;
     pub(crate) const MAP_ADDRESS: u64 = 1;
     pub(crate) const MAP_LENGTH: u64 = 2;
+    pub(crate) const MAP_MEMORY_TYPE: u64 = 16;
     pub(crate) const OPERATION_FLAGS: u32 = 16;
+    pub(crate) const OPERATION_MEMORY: u32 = 256;
     pub(crate) const CLOSE_FORCE: u32 = 1;
+}
+
+/// `ucs_memory_type_t`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct MemoryType(pub(super) c_int);
+
+impl MemoryType {
+    pub(super) const HOST: Self = Self(0);
+    pub(super) const CUDA: Self = Self(1);
+
+    pub(super) fn of(memory: &DeviceSlice) -> Self {
+        if memory.backing().is_host_memory() {
+            return Self::HOST;
+        }
+        Self::CUDA
+    }
 }
 
 /// `ucp_params_t`.
@@ -79,6 +101,18 @@ pub(super) struct ContextParams {
     pub(super) features: u64,
     /// What the mask leaves out, also of later versions.
     pub(super) unused: [u64; 14],
+}
+
+/// `ucp_context_attr_t`.
+#[repr(C)]
+pub(super) struct ContextAttributes {
+    pub(super) field_mask: u64,
+    pub(super) request_size: usize,
+    pub(super) thread_mode: c_int,
+    /// A bit for each type.
+    pub(super) memory_types: u64,
+    /// What the mask leaves out, also of later versions.
+    pub(super) unused: [u64; 28],
 }
 
 /// `ucp_worker_params_t`.
@@ -112,6 +146,9 @@ pub(super) struct MapParams {
     pub(super) field_mask: u64,
     pub(super) address: *mut c_void,
     pub(super) length: usize,
+    pub(super) flags: c_uint,
+    pub(super) protection: c_uint,
+    pub(super) memory_type: c_int,
     pub(super) unused: [u64; 8],
 }
 
@@ -121,7 +158,10 @@ pub(super) struct MapParams {
 pub(super) struct RequestParams {
     pub(super) attributes: u32,
     pub(super) flags: u32,
-    pub(super) unused: [u64; 14],
+    pub(super) between: [u64; 7],
+    /// What the memory of this process was mapped as.
+    pub(super) memory: Option<NonNull<c_void>>,
+    pub(super) unused: [u64; 8],
 }
 
 function_table! {
@@ -133,6 +173,7 @@ function_table! {
         ucp_config_release(Config) -> ();
         ucp_init_version(c_uint, c_uint, *const ContextParams, Config, *mut Context) -> Status;
         ucp_cleanup(Context) -> ();
+        ucp_context_query(Context, *mut ContextAttributes) -> Status;
         ucp_worker_create(Context, *const WorkerParams, *mut Worker) -> Status;
         ucp_worker_destroy(Worker) -> ();
         ucp_worker_get_address(Worker, *mut *mut c_void, *mut usize) -> Status;
@@ -161,6 +202,19 @@ function_table! {
     }
 }
 
+impl RequestParams {
+    /// Of an operation on memory of this process: the host's, or what `mapped` says. Asked for the type of a GPU's memory
+    /// alone, UCX would take what was allocated before it was loaded for the host's.
+    pub(super) fn on(mapped: Option<Memory>) -> Self {
+        let memory = mapped.and_then(|Memory(handle)| NonNull::new(handle));
+        Self {
+            attributes: memory.map_or(0, |_| flag::OPERATION_MEMORY),
+            memory,
+            ..Self::default()
+        }
+    }
+}
+
 impl Ucp {
     /// UCX, loaded. A failure is not remembered: the next call tries again.
     pub(super) fn get() -> Result<&'static Self> {
@@ -186,10 +240,15 @@ impl Ucp {
 
     /// Name and version.
     pub(super) fn name(&self) -> String {
+        let (major, minor, release) = self.version();
+        format!("UCX {major}.{minor}.{release}")
+    }
+
+    pub(super) fn version(&self) -> (c_uint, c_uint, c_uint) {
         let (mut major, mut minor, mut release) = (0, 0, 0);
         // SAFETY: three output parameters for an integer each.
         unsafe { (self.ucp_get_version)(&mut major, &mut minor, &mut release) };
-        format!("UCX {major}.{minor}.{release}")
+        (major, minor, release)
     }
 
     /// Turns a code into a result.
@@ -239,15 +298,19 @@ mod tests {
     fn structures_have_ucxs_layout() {
         assert_eq!(offset_of!(ContextParams, features), 8);
         assert!(size_of::<ContextParams>() >= 80);
+        assert_eq!(offset_of!(ContextAttributes, memory_types), 24);
+        assert!(size_of::<ContextAttributes>() >= 64);
         assert_eq!(offset_of!(WorkerParams, thread_mode), 8);
         assert!(size_of::<WorkerParams>() >= 200);
         assert_eq!(offset_of!(EndpointParams, error_mode), 16);
         assert_eq!(offset_of!(EndpointParams, error_handler), 24);
         assert!(size_of::<EndpointParams>() >= 104);
         assert_eq!(offset_of!(MapParams, length), 16);
-        assert!(size_of::<MapParams>() >= 40);
+        assert_eq!(offset_of!(MapParams, memory_type), 32);
+        assert!(size_of::<MapParams>() >= 56);
         assert_eq!(offset_of!(RequestParams, flags), 4);
-        assert!(size_of::<RequestParams>() >= 72);
+        assert_eq!(offset_of!(RequestParams, memory), 64);
+        assert!(size_of::<RequestParams>() >= 96);
     }
 
     #[test]

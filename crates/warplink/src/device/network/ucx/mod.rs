@@ -1,6 +1,7 @@
 //! The network through UCX. All its calls are made on one thread, which also serves what peers send;
 //! everybody else gives that thread commands.
 
+mod device_memory;
 mod engine;
 mod ffi;
 mod peer;
@@ -9,10 +10,11 @@ use self::engine::{Command, Engine};
 use self::ffi::Ucp;
 use self::peer::Operation;
 use super::{
-    Network, NetworkConnection, NetworkOptions, NetworkRegion, OnDone, OnFailure, RemoteMemory,
+    DeviceAccess, Network, NetworkConnection, NetworkOptions, NetworkRegion, OnDone, OnFailure,
+    RemoteMemory,
 };
 use crate::deadline::Deadline;
-use crate::device::DeviceSlice;
+use crate::device::{DeviceKind, DeviceSlice};
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::sync::lock;
 use serde::{Deserialize, Serialize};
@@ -44,6 +46,9 @@ pub(super) struct UcxNetwork {
     link: Arc<Link>,
     name: String,
     address: Vec<u8>,
+    access: DeviceAccess,
+    /// Whether UCX reaches memory of GPUs by itself.
+    reaches_device: bool,
     thread: Mutex<Option<JoinHandle<()>>>,
 }
 
@@ -59,6 +64,7 @@ struct UcxConnection {
     link: Arc<Link>,
     peer: Rank,
     number: u64,
+    reaches_device: bool,
 }
 
 /// Runs its command when it is dropped.
@@ -86,13 +92,13 @@ impl UcxNetwork {
         let wake = Arc::new(wake);
         let (commands, received) = channel();
         let (opened, result) = sync_channel(1);
-        let (options, woken) = (options.clone(), wake.clone());
+        let (access, options, woken) = (options.access, options.clone(), wake.clone());
         let spawned = std::thread::Builder::new()
             .name("warplink-network".to_owned())
             .spawn(move || match Engine::open(ucp, &options) {
                 Ok((mut engine, address)) => {
                     // The caller waits for it without a limit.
-                    let _ = opened.send(Ok(address));
+                    let _ = opened.send(Ok((address, engine.reaches_device())));
                     engine.run(&received, &woken);
                 }
                 Err(error) => {
@@ -101,12 +107,48 @@ impl UcxNetwork {
             });
         let thread =
             spawned.map_err(|error| Error::io("start the thread of the network", &error))?;
-        let address = result.recv().map_err(|_| ended())??;
+        let (address, reaches_device) = result.recv().map_err(|_| ended())??;
         Ok(Self {
             link: Arc::new(Link { commands, wake }),
             name: ucp.name(),
             address: seal(&address),
+            access,
+            reaches_device,
             thread: Mutex::new(Some(thread)),
+        })
+    }
+}
+
+impl UcxNetwork {
+    /// Registers memory that UCX reaches, if the key that it gives `is_enough`.
+    fn register_any(
+        &self,
+        memory: &DeviceSlice,
+        is_enough: fn(&[u8]) -> bool,
+    ) -> Result<NetworkRegion> {
+        let registered = memory.clone();
+        let (number, packed) = self.link.ask(
+            Deadline::after(AT_ONCE),
+            "register memory",
+            move |engine, reply| {
+                let _ = reply.send(engine.register(registered));
+            },
+        )?;
+        let registration = Guard::boxed(&self.link, move |engine| engine.unregister(number));
+        if !is_enough(&packed) {
+            let text = "no network card reaches the device's memory";
+            return Err(Error::new(ErrorKind::Unsupported, text).with_operation("register memory"));
+        }
+        let key = Key {
+            address: memory.address(),
+            bytes: memory.bytes() as u64,
+            packed,
+        };
+        let encoded = postcard::to_stdvec(&key)
+            .map_err(|error| Error::new(ErrorKind::Internal, error.to_string()))?;
+        Ok(NetworkRegion {
+            key: seal(&encoded),
+            _registration: registration,
         })
     }
 }
@@ -121,30 +163,38 @@ impl Network for UcxNetwork {
     }
 
     fn reaches(&self, memory: &DeviceSlice) -> bool {
-        check_kind(memory).is_ok()
+        check_kind(memory, false).is_ok()
     }
 
     fn register(&self, memory: &DeviceSlice) -> Result<NetworkRegion> {
-        check_kind(memory).map_err(|error| error.with_operation("register memory"))?;
-        let registered = memory.clone();
-        let (number, packed) = self.link.ask(
-            Deadline::after(AT_ONCE),
-            "register memory",
-            move |engine, reply| {
-                let _ = reply.send(engine.register(registered));
-            },
-        )?;
-        let key = Key {
-            address: memory.address(),
-            bytes: memory.bytes() as u64,
-            packed,
+        check_kind(memory, false).map_err(|error| error.with_operation("register memory"))?;
+        self.register_any(memory, |_| true)
+    }
+
+    fn register_device_memory(&self, memory: &DeviceSlice) -> Result<NetworkRegion> {
+        let is_host = memory.backing().is_host_memory();
+        let wanted = match self.access {
+            DeviceAccess::Staged => false,
+            DeviceAccess::Automatic => !is_host,
+            DeviceAccess::Direct => true,
         };
-        let encoded = postcard::to_stdvec(&key)
-            .map_err(|error| Error::new(ErrorKind::Internal, error.to_string()))?;
-        Ok(NetworkRegion {
-            key: seal(&encoded),
-            _registration: Guard::boxed(&self.link, move |engine| engine.unregister(number)),
-        })
+        if !wanted {
+            return Err(Error::new(
+                ErrorKind::Unsupported,
+                format!(
+                    "memory is not reached directly: access is '{}'",
+                    self.access
+                ),
+            )
+            .with_operation("register memory"));
+        }
+        check_kind(memory, self.reaches_device)
+            .map_err(|error| error.with_operation("register memory"))?;
+        let is_enough = match self.access {
+            DeviceAccess::Automatic => device_memory::is_reached_by_cards,
+            _ => |_: &[u8]| true,
+        };
+        self.register_any(memory, is_enough)
     }
 
     fn connect(&self, peer: Rank, address: &[u8]) -> Result<Arc<dyn NetworkConnection>> {
@@ -160,6 +210,7 @@ impl Network for UcxNetwork {
             link: self.link.clone(),
             peer,
             number,
+            reaches_device: self.reaches_device,
         }))
     }
 
@@ -241,7 +292,8 @@ impl NetworkConnection for UcxConnection {
     }
 
     fn put(&self, source: &DeviceSlice, target: &RemoteMemory, offset: usize) -> Result<()> {
-        check_kind(source).map_err(|error| error.with_operation("put").with_peer(self.peer))?;
+        check_kind(source, self.reaches_device)
+            .map_err(|error| error.with_operation("put").with_peer(self.peer))?;
         self.check(target, offset, source.bytes())?;
         self.enqueue(Operation::Put {
             source: source.clone(),
@@ -251,7 +303,8 @@ impl NetworkConnection for UcxConnection {
     }
 
     fn get(&self, target: &DeviceSlice, source: &RemoteMemory, offset: usize) -> Result<()> {
-        check_kind(target).map_err(|error| error.with_operation("get").with_peer(self.peer))?;
+        check_kind(target, self.reaches_device)
+            .map_err(|error| error.with_operation("get").with_peer(self.peer))?;
         self.check(source, offset, target.bytes())?;
         self.enqueue(Operation::Get {
             target: target.clone(),
@@ -390,9 +443,10 @@ impl fmt::Debug for UcxConnection {
     }
 }
 
-/// Fails for memory that processors do not reach.
-fn check_kind(memory: &DeviceSlice) -> Result<()> {
-    if memory.backing().is_host_memory() {
+/// Fails for memory that processors do not reach, but for a GPU's where UCX `reaches_device`.
+fn check_kind(memory: &DeviceSlice, reaches_device: bool) -> Result<()> {
+    let is_reached_gpu = reaches_device && memory.kind() == DeviceKind::Cuda;
+    if memory.backing().is_host_memory() || is_reached_gpu {
         return Ok(());
     }
     Err(Error::new(

@@ -1,14 +1,16 @@
 //! One peer: what is sent to it, in order, and what is under way.
 
+use super::engine::Mapped;
 use super::ffi::{
-    Endpoint, EndpointParams, ErrorHandler, RemoteKey, RequestParams, RequestPointer, Status, Ucp,
-    Worker, flag, immediate, status,
+    Endpoint, EndpointParams, ErrorHandler, MemoryType, RemoteKey, RequestParams, RequestPointer,
+    Status, Ucp, Worker, flag, immediate, status,
 };
 use super::{OnDone, OnFailure, Reply, UNREACHED};
 use crate::device::DeviceSlice;
 use crate::error::{Error, ErrorKind, Rank, Result};
 use std::collections::{HashMap, VecDeque};
 use std::ffi::c_void;
+use std::rc::Rc;
 use std::sync::atomic::{AtomicI32, Ordering};
 use std::time::{Duration, Instant};
 
@@ -42,7 +44,7 @@ pub(super) enum Operation {
 /// What UCX reads until a write is done, or writes until a read is.
 #[expect(dead_code, reason = "held, not read")]
 enum Source {
-    Memory(DeviceSlice),
+    Memory(DeviceSlice, Option<Rc<Mapped>>),
     Word(Box<u64>),
 }
 
@@ -73,7 +75,8 @@ pub(super) struct Peer {
     patience: Duration,
     /// Since when.
     stuck: Option<Instant>,
-    queue: VecDeque<Operation>,
+    /// What is to be done, with what UCX has the memory registered as where only the device reaches it.
+    queue: VecDeque<(Operation, Option<Rc<Mapped>>)>,
     outstanding: VecDeque<(RequestPointer, Option<Source>)>,
     flushing: Option<(RequestPointer, Then)>,
     keys: HashMap<u64, OpenKey>,
@@ -150,8 +153,8 @@ impl Peer {
     }
 
     /// Takes one more thing to do.
-    pub(super) fn enqueue(&mut self, operation: Operation) {
-        self.queue.push_back(operation);
+    pub(super) fn enqueue(&mut self, operation: Operation, mapped: Option<Rc<Mapped>>) {
+        self.queue.push_back((operation, mapped));
         self.start_queued();
     }
 
@@ -201,7 +204,7 @@ impl Peer {
         let queued = self
             .queue
             .drain(..)
-            .filter_map(|operation| match operation {
+            .filter_map(|(operation, _)| match operation {
                 Operation::Flush(reply) => Some(Then::Reply(reply)),
                 Operation::Call(call) => Some(Then::Call(call)),
                 _ => None,
@@ -285,22 +288,22 @@ impl Peer {
         let mut worked = false;
         while self.flushing.is_none() && self.outstanding.len() < MAX_OUTSTANDING {
             // UCX uses a key until the writes with it are done.
-            if matches!(self.queue.front(), Some(Operation::Forget(_)))
+            if matches!(self.queue.front(), Some((Operation::Forget(_), _)))
                 && !self.outstanding.is_empty()
             {
                 break;
             }
-            let Some(operation) = self.queue.pop_front() else {
+            let Some((operation, mapped)) = self.queue.pop_front() else {
                 break;
             };
             worked = true;
-            self.start(operation);
+            self.start(operation, mapped);
         }
         worked
     }
 
     /// Starts one thing. On a connection that has failed only a flush tells so.
-    fn start(&mut self, operation: Operation) {
+    fn start(&mut self, operation: Operation, mapped: Option<Rc<Mapped>>) {
         let live = self.live();
         match operation {
             Operation::Forget(number) => self.forget(number),
@@ -323,16 +326,33 @@ impl Peer {
                 key,
                 offset,
             } => {
-                let (address, bytes) = (source.address() as usize, source.bytes());
-                let start = std::ptr::with_exposed_provenance(address);
-                self.write((start, bytes), key, offset, Source::Memory(source));
+                if let Some(params) = self.params(&source, mapped.as_deref()) {
+                    let (address, bytes) = (source.address() as usize, source.bytes());
+                    let start = std::ptr::with_exposed_provenance(address);
+                    let source = Source::Memory(source, mapped);
+                    self.write((start, bytes), key, offset, (&params, source));
+                }
             }
             Operation::Get {
                 target,
                 key,
                 offset,
-            } => self.read(target, key, offset),
+            } => {
+                if let Some(params) = self.params(&target, mapped.as_deref()) {
+                    self.read(target, key, offset, (&params, mapped));
+                }
+            }
         }
+    }
+
+    /// How UCX is to access memory of this process; nothing where it is only the device's, and not registered, which
+    /// breaks the connection.
+    fn params(&mut self, memory: &DeviceSlice, mapped: Option<&Mapped>) -> Option<RequestParams> {
+        if mapped.is_none() && MemoryType::of(memory) != MemoryType::HOST {
+            self.fail(status::INVALID_PARAMETER);
+            return None;
+        }
+        Some(RequestParams::on(mapped.map(|mapped| mapped.handle)))
     }
 
     /// Writes bytes to the peer; `source` is held until that is done.
@@ -341,34 +361,38 @@ impl Peer {
         (start, bytes): (*const c_void, usize),
         key: u64,
         offset: u64,
-        source: Source,
+        (params, source): (&RequestParams, Source),
     ) {
         // A key is known from its opening to when it is forgotten, which comes after its uses.
         let (Some(endpoint), Some(open)) = (self.endpoint, self.keys.get(&key)) else {
             return;
         };
-        let params = RequestParams::default();
         let target = open.address.wrapping_add(offset);
         // SAFETY: the endpoint and the key live, the range was checked against the peer's memory, and
         // the source is memory of this process that is held until the request is done.
         let request =
-            unsafe { (self.ucp.ucp_put_nbx)(endpoint, start, bytes, target, open.key, &params) };
+            unsafe { (self.ucp.ucp_put_nbx)(endpoint, start, bytes, target, open.key, params) };
         self.started(request, source);
     }
 
     /// Reads bytes of the peer; `target` is held until that is done.
-    fn read(&mut self, target: DeviceSlice, key: u64, offset: u64) {
+    fn read(
+        &mut self,
+        target: DeviceSlice,
+        key: u64,
+        offset: u64,
+        (params, mapped): (&RequestParams, Option<Rc<Mapped>>),
+    ) {
         let (Some(endpoint), Some(open)) = (self.endpoint, self.keys.get(&key)) else {
             return;
         };
-        let params = RequestParams::default();
         let start = std::ptr::with_exposed_provenance_mut(target.address() as usize);
         let (bytes, source) = (target.bytes(), open.address.wrapping_add(offset));
         // SAFETY: as for a write; the target is memory of this process that is held until the request is
         // done.
         let request =
-            unsafe { (self.ucp.ucp_get_nbx)(endpoint, start, bytes, source, open.key, &params) };
-        self.started(request, Source::Memory(target));
+            unsafe { (self.ucp.ucp_get_nbx)(endpoint, start, bytes, source, open.key, params) };
+        self.started(request, Source::Memory(target, mapped));
     }
 
     /// Notes what has begun, with what UCX uses until it is done.
@@ -403,7 +427,8 @@ impl Peer {
             (Then::Signal { value, key, offset }, None) => {
                 let word = Box::new(value);
                 let start = std::ptr::from_ref(&*word).cast();
-                self.write((start, size_of::<u64>()), key, offset, Source::Word(word));
+                let (params, word) = (RequestParams::default(), Source::Word(word));
+                self.write((start, size_of::<u64>()), key, offset, (&params, word));
             }
             (Then::Signal { .. }, Some(_)) => {}
         }

@@ -1,0 +1,220 @@
+//! Connections whose data the network's library moves from memory to memory by itself, past the staging memory: what it
+//! does with memory of GPUs where it can. Signals are messages. On the host device, where it can with Debian's UCX too,
+//! that is asked for; on GPUs it depends on UCX, and what it cannot do is staged.
+
+use super::common::{Ranks, kind, world};
+use super::kernels::{Rig, contents};
+use super::network::{self, has_network};
+use std::time::{Duration, Instant};
+use warplink::channel::{Connection, NetworkPath, StagingConfig, Transport};
+use warplink::device::network::DeviceAccess;
+use warplink::{Communicator, Config, DeviceKind};
+
+/// Set where UCX is known to reach memory of GPUs: nothing is staged then.
+const REQUIRED: &str = "WARPLINK_REQUIRE_NETWORK_MEMORY";
+
+/// What begins what ranks tell and the test prints.
+const TOLD: &str = "over the network";
+
+fn config(config: &mut Config, access: DeviceAccess) {
+    config.staging = StagingConfig {
+        chunk_bytes: 16 << 10,
+        chunks: 3,
+        always: true,
+        access,
+    };
+}
+
+fn direct(to: &mut Config) {
+    config(to, DeviceAccess::Direct);
+}
+
+/// Rings as they are by default, for figures.
+fn direct_by_default(to: &mut Config) {
+    direct(to);
+    to.staging.chunk_bytes = StagingConfig::default().chunk_bytes;
+    to.staging.chunks = StagingConfig::default().chunks;
+}
+
+fn staged(to: &mut Config) {
+    direct_by_default(to);
+    to.staging.access = DeviceAccess::Staged;
+}
+
+fn one_end_stages(to: &mut Config) {
+    match to.join.rank {
+        0 => config(to, DeviceAccess::Staged),
+        _ => config(to, DeviceAccess::Direct),
+    }
+}
+
+/// No network card is known to reach what is the host's.
+fn automatic(to: &mut Config) {
+    config(to, DeviceAccess::Automatic);
+}
+
+fn run(config: fn(&mut Config), delay: Option<Duration>, body: fn(&Communicator)) {
+    if has_network() {
+        let ranks = Ranks {
+            world: world(2),
+            config: Some(config),
+            delay,
+            ..Ranks::default()
+        };
+        let ended = ranks.start(|comm| {
+            body(&comm);
+            comm.close().unwrap();
+        });
+        for (rank, end) in ended.iter().flatten().enumerate() {
+            assert_eq!(end.code, Some(0), "rank {rank} failed:\n{}", end.output);
+            // The first one of a rank follows the test's name.
+            let told = end
+                .output
+                .lines()
+                .filter_map(|line| line.find(TOLD).map(|at| &line[at..]));
+            told.for_each(|line| println!("rank {rank}: {line}"));
+        }
+    }
+}
+
+/// Checks that the library moves the data, where that is certain, and tells what does.
+fn assert_direct(comm: &Communicator, connection: &Connection) {
+    let path = connection.network_path().unwrap();
+    let kind = comm.device().kind();
+    if kind == DeviceKind::Host || std::env::var_os(REQUIRED).is_some() {
+        assert_eq!(path, NetworkPath::Direct, "{connection:?}");
+    }
+    println!("{TOLD}, {kind}: {path:?}");
+}
+
+#[test]
+fn data_goes_back_and_forth_past_the_chunks() {
+    run(direct, None, |comm| {
+        assert_direct(comm, &Rig::new(comm).pair(Transport::Network, 64));
+        network::back_and_forth(comm);
+    });
+}
+
+#[test]
+fn nothing_depends_on_when_signals_are_copied() {
+    run(direct, Some(Duration::from_micros(300)), |comm| {
+        let rig = Rig::new(comm);
+        let connections = rig.connect(Transport::Network, 2, 2 * 1024);
+        rig.ping_pong(&connections, 1024, 10);
+        rig.finish();
+    });
+}
+
+#[test]
+fn a_source_may_change_after_a_flush_of_what_went_past_the_chunks() {
+    run(direct, None, network::flushed_slots);
+}
+
+#[test]
+fn signals_and_puts_of_many_blocks_arrive_past_the_chunks() {
+    run(direct, None, network::many_blocks);
+}
+
+#[test]
+fn regions_are_added_and_got_from_past_the_chunks() {
+    run(direct, None, network::added_regions);
+}
+
+/// What is no region of the connection is staged, into and out of regions that are reached.
+#[test]
+fn the_host_writes_and_reads_past_the_chunks_and_through_them() {
+    run(direct, None, network::host_writes);
+}
+
+#[test]
+fn setups_past_the_chunks_leave_nothing_behind() {
+    run(direct, None, network::many_setups);
+}
+
+#[test]
+fn where_one_end_stages_both_do() {
+    run(one_end_stages, None, |comm| {
+        let connection = Rig::new(comm).pair(Transport::Network, 64);
+        assert_eq!(connection.network_path(), Some(NetworkPath::Staged));
+        drop(connection);
+        network::back_and_forth(comm);
+        network::added_regions(comm);
+    });
+}
+
+#[test]
+fn without_a_network_card_for_the_memory_data_is_staged() {
+    if kind() == DeviceKind::Cuda {
+        return;
+    }
+    run(automatic, None, |comm| {
+        let connection = Rig::new(comm).pair(Transport::Network, 64);
+        assert_eq!(connection.network_path(), Some(NetworkPath::Staged));
+    });
+}
+
+#[test]
+fn large_puts_past_the_chunks_are_right_and_as_fast_as_is_printed() {
+    run(direct_by_default, None, |comm| large_puts(comm, true));
+}
+
+#[test]
+fn large_puts_in_chunks_are_right_and_as_fast_as_is_printed() {
+    run(staged, None, |comm| large_puts(comm, false));
+}
+
+/// Both ranks put one after the other, and then at the same time: 64 MiB on a GPU, of which the best time is told; on the
+/// host device more than is sent at once.
+fn large_puts(comm: &Communicator, is_direct: bool) {
+    const MIB: usize = 1 << 20;
+    let (mib, rounds) = match comm.device().kind() {
+        DeviceKind::Cuda => (64, 6),
+        DeviceKind::Host => (20, 2),
+    };
+    let bytes = mib * MIB;
+    let rig = Rig::new(comm);
+    let (rank, peer) = (comm.rank(), 1 - comm.rank());
+    let connection = rig.pair(Transport::Network, 2 * bytes);
+    if is_direct {
+        assert_direct(comm, &connection);
+    } else {
+        assert_eq!(connection.network_path(), Some(NetworkPath::Staged));
+    }
+    let region = connection.region(0).unwrap();
+    let source = region.slice(0..bytes).unwrap();
+    let arrived = region.slice(bytes..2 * bytes).unwrap();
+    let data = |rank: usize, round: u32| {
+        let part = contents(2 * round + rank as u32, MIB);
+        part.repeat(mib)
+    };
+    for turn in [Some(0), Some(1), None] {
+        let puts = |who: usize| turn.is_none_or(|turn| turn == who);
+        let mut took = Duration::MAX;
+        for round in 0..rounds {
+            source.upload(&data(rank, round)).unwrap();
+            comm.barrier().unwrap();
+            if puts(rank) {
+                let begun = Instant::now();
+                connection
+                    .write(&rig.stream, bytes as u64, &source)
+                    .unwrap();
+                comm.synchronize(&rig.stream).unwrap();
+                took = took.min(begun.elapsed());
+            }
+            comm.barrier().unwrap();
+            if puts(peer) {
+                let is_right = arrived.download().unwrap() == data(peer, round);
+                assert!(is_right, "round {round} of {turn:?}");
+            }
+            comm.barrier().unwrap();
+        }
+        if puts(rank) {
+            println!(
+                "{TOLD}, {:?}, {mib} MiB {}: {:.2} GB/s",
+                connection.network_path().unwrap(),
+                turn.map_or("both at once", |_| "alone"),
+                bytes as f64 / took.as_secs_f64() / 1e9
+            );
+        }
+    }
+}
