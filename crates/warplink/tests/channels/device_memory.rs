@@ -2,9 +2,9 @@
 //! does with memory of GPUs where it can. Signals are messages. On the host device, where it can with Debian's UCX too,
 //! that is asked for; on GPUs it depends on UCX, and what it cannot do is staged.
 
-use super::common::{Ranks, kind, world};
+use super::common::{Ranks, has_network, kind, world};
 use super::kernels::{Rig, contents};
-use super::network::{self, has_network};
+use super::network;
 use std::time::{Duration, Instant};
 use warplink::channel::{Connection, NetworkPath, StagingConfig, Transport};
 use warplink::device::network::DeviceAccess;
