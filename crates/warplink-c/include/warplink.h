@@ -561,7 +561,8 @@ warplink_status warplink_stream_create(warplink_comm comm, warplink_stream *stre
 /// The host device has none.
 warplink_status warplink_stream_borrow(warplink_comm comm, void *cuda_stream, warplink_stream *stream);
 
-/// Gives a stream back. What was enqueued is done all the same. Does not block.
+/// Gives a stream back. What was enqueued is done all the same. Does not block. It fails while a borrowed stream
+/// records a graph, and leaves it borrowed.
 warplink_status warplink_stream_destroy(warplink_stream stream);
 
 /// The CUDA stream behind it, on a GPU; on the host device, a number that tells streams apart.

@@ -53,10 +53,14 @@ pub unsafe extern "C" fn warplink_stream_borrow(
     })
 }
 
-/// Gives a stream back. What was enqueued is done all the same. Does not block.
+/// Gives a stream back. What was enqueued is done all the same. Does not block. It fails while a borrowed stream
+/// records a graph, and leaves it borrowed.
 #[unsafe(no_mangle)]
 pub extern "C" fn warplink_stream_destroy(stream: Stream) -> Status {
-    entry("destroy a stream", || stream.take().map(drop))
+    entry("destroy a stream", || {
+        stream.get()?.stream.give_back()?;
+        stream.take().map(drop)
+    })
 }
 
 /// The CUDA stream behind it, on a GPU; on the host device, a number that tells streams apart.

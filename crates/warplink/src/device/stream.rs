@@ -214,6 +214,18 @@ impl Stream {
         self.0.is_capturing()
     }
 
+    /// Gives a stream that was borrowed ([`Device::borrow_stream`](super::Device::borrow_stream)) back: when this returns,
+    /// its owner may destroy it, also while what holds what the stream uses has not let go of it. What was enqueued is
+    /// done all the same. Every later call that enqueues on it fails. Does nothing for a stream of the device's own. Does
+    /// not block.
+    ///
+    /// # Errors
+    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) while the stream records a graph, and on another
+    /// thread than that whose default stream it is.
+    pub fn give_back(&self) -> Result<()> {
+        self.0.give_back()
+    }
+
     /// Number that tells streams of one device apart; on a GPU the driver's handle.
     pub fn raw(&self) -> u64 {
         self.0.raw()
@@ -350,6 +362,11 @@ pub trait StreamBackend: Any + Send + Sync + fmt::Debug {
     /// See [`Stream::is_capturing`].
     fn is_capturing(&self) -> Result<bool> {
         Ok(self.capture_id()?.is_some())
+    }
+
+    /// See [`Stream::give_back`].
+    fn give_back(&self) -> Result<()> {
+        Ok(())
     }
 
     /// See [`Stream::raw`].

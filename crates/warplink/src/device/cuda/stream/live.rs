@@ -12,13 +12,14 @@ use crate::sync::lock;
 use cudarc::driver::sys::CUstream;
 use std::any::Any;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, Weak};
+use std::sync::{Arc, Mutex, OnceLock, Weak};
 
 /// `CU_STREAM_PER_THREAD`.
 const PER_THREAD: u64 = 2;
 
-/// Tells numbers of threads from the driver's handles of streams.
+/// Tells numbers of threads from the driver's handles of streams, and those of streams that were given back from both.
 const THREAD: u64 = 1 << 63;
+const GIVEN_BACK: u64 = 1 << 62;
 
 static STREAMS: Mutex<Vec<Weak<LiveStream>>> = Mutex::new(Vec::new());
 
@@ -51,6 +52,19 @@ pub(crate) struct LiveStream {
     /// Behind what was enqueued up to then. No one that enqueues waits for this lock.
     mark: Mutex<Option<Arc<RawEvent>>>,
     keep: Keep,
+    /// Set when whoever lent the stream has it back, and may destroy it.
+    given_back: OnceLock<GivenBack>,
+    /// Held while the driver is asked about the stream by those that it was not lent to, so that it is not given back
+    /// meanwhile.
+    asking: Mutex<()>,
+}
+
+/// What is left of a stream that was given back.
+struct GivenBack {
+    /// In place of the handle, which the driver gives to other streams.
+    key: u64,
+    /// Behind everything in it.
+    end: Arc<RawEvent>,
 }
 
 // SAFETY: the raw pointer is a handle that the driver accepts on every thread, and it is kept valid.
@@ -98,6 +112,8 @@ impl LiveStream {
             unmarked: AtomicBool::new(false),
             mark: Mutex::default(),
             keep,
+            given_back: OnceLock::new(),
+            asking: Mutex::default(),
         });
         let mut streams = lock(&STREAMS);
         streams.retain(|stream| stream.strong_count() > 0);
@@ -106,10 +122,37 @@ impl LiveStream {
     }
 
     /// A number that no other stream of the GPU has: the driver's handle, or one for the thread whose
-    /// default stream it is.
+    /// default stream it is, or for what was given back.
     pub(crate) fn key(&self) -> u64 {
+        if let Some(given_back) = self.given_back.get() {
+            return given_back.key;
+        }
         self.thread
             .map_or(self.raw as usize as u64, |thread| THREAD | thread)
+    }
+
+    /// Gives a stream of somebody else's back: from now on the driver is not asked about it. Fails on another thread
+    /// than that whose default stream it is, and while it records a graph.
+    pub(crate) fn give_back(&self) -> Result<()> {
+        static NEXT: AtomicU64 = AtomicU64::new(0);
+        if !self.is_foreign() {
+            return Ok(());
+        }
+        self.check_usable()?;
+        let _asking = lock(&self.asking);
+        let given_back = GivenBack {
+            key: GIVEN_BACK | NEXT.fetch_add(1, Ordering::Relaxed),
+            end: self.record_here()?,
+        };
+        // Of two threads that give it back, one does.
+        let _ = self.given_back.set(given_back);
+        Ok(())
+    }
+
+    /// Whether it was given back.
+    #[inline]
+    pub(crate) fn is_given_back(&self) -> bool {
+        self.given_back.get().is_some()
     }
 
     /// The context that it belongs to.
@@ -128,9 +171,13 @@ impl LiveStream {
         self.thread.is_none_or(|thread| thread == thread_number())
     }
 
-    /// Fails on a thread on which the handle means another stream.
+    /// Fails on a thread on which the handle means another stream, and where the stream was given back.
     #[inline]
-    pub(crate) fn check_thread(&self) -> Result<()> {
+    pub(crate) fn check_usable(&self) -> Result<()> {
+        if self.is_given_back() {
+            return Err(Error::invalid("the stream was given back to its owner")
+                .with_help("borrow it again, or use another stream"));
+        }
         if self.is_here() {
             return Ok(());
         }
@@ -182,13 +229,22 @@ impl LiveStream {
 
     /// An event behind everything that is in the stream, also of other libraries.
     pub(crate) fn record(&self) -> Result<Arc<RawEvent>> {
-        let _entered = self.context.enter()?;
-        let _relaxed = self.context.relax_capture();
         if !self.is_here() {
             let event = lock(&self.mark).clone();
             // One that was never recorded counts as reached.
             return event.map_or_else(|| RawEvent::create(&self.context, false).map(Arc::new), Ok);
         }
+        let _asking = lock(&self.asking);
+        if let Some(given_back) = self.given_back.get() {
+            return Ok(given_back.end.clone());
+        }
+        self.record_here()
+    }
+
+    /// As [`record`](Self::record), on a thread on which the handle is valid, and not after the stream was given back.
+    fn record_here(&self) -> Result<Arc<RawEvent>> {
+        let _entered = self.context.enter()?;
+        let _relaxed = self.context.relax_capture();
         if capture::is_capturing(self.context.driver, self.raw)? {
             return Err(Error::invalid("the stream is recording a graph")
                 .with_operation("mark the end of a stream's work")

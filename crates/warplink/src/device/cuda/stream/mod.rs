@@ -179,7 +179,7 @@ impl CudaStream {
     #[inline]
     pub(super) fn enter(&self) -> Result<(&'static Driver, Entered<'_>)> {
         self.faults.check()?;
-        self.live.check_thread()?;
+        self.live.check_usable()?;
         self.enter_failed()
     }
 
@@ -333,7 +333,7 @@ impl StreamBackend for CudaStream {
 
     fn record(&self, event: &Event) -> Result<()> {
         let event = CudaEvent::of(event)?;
-        self.live.check_thread()?;
+        self.live.check_usable()?;
         let (_, _entered) = self.enter_failed()?;
         if event.raw.context.raw != self.gpu.context.raw {
             return Err(Error::invalid(
@@ -436,7 +436,7 @@ impl StreamBackend for CudaStream {
     fn end_capture(&self) -> Result<Graph> {
         // Without `enter`, so that a fault leaves no stream recording for ever.
         let driver = self.gpu.context.driver;
-        self.live.check_thread()?;
+        self.live.check_usable()?;
         let _entered = self.gpu.context.enter()?;
         if !is_capturing(driver, self.raw)? {
             return Err(Error::invalid("the stream is not recording a graph")
@@ -460,8 +460,19 @@ impl StreamBackend for CudaStream {
         Ok(self.capture()?.map(|capture| capture.id))
     }
 
+    fn give_back(&self) -> Result<()> {
+        self.live.give_back().map_err(|error| {
+            error
+                .with_operation("give a stream back")
+                .with_device(self.gpu.name())
+        })
+    }
+
     fn is_capturing(&self) -> Result<bool> {
-        self.live.check_thread()?;
+        if self.live.is_given_back() {
+            return Ok(false);
+        }
+        self.live.check_usable()?;
         let (driver, _entered) = self.enter_failed()?;
         is_capturing(driver, self.raw)
     }
