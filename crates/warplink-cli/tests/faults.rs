@@ -22,7 +22,7 @@ fn the_others_get_an_error_or_are_unaffected() {
         "--fault",
         "kill,error,cut,disk-full",
         "--phase",
-        "join,exchange,graph,bind,close",
+        "join,exchange,graph,collective,bind,close",
         "--json",
     ]);
     let text = stdout(&output);
@@ -30,11 +30,11 @@ fn the_others_get_an_error_or_are_unaffected() {
     let report: serde_json::Value = serde_json::from_str(&text).unwrap();
     assert_eq!(report["wrong"], 0);
     let cells = report["cells"].as_array().unwrap();
-    assert_eq!(cells.len(), 4 * 5);
+    assert_eq!(cells.len(), 4 * 6);
     for cell in cells {
         let survivor = &cell["survivors"][0];
         let resources = cell["fault"] == "disk-full";
-        if resources && ["graph", "close"].contains(&cell["phase"].as_str().unwrap()) {
+        if resources && ["graph", "collective", "close"].contains(&cell["phase"].as_str().unwrap()) {
             assert_eq!(cell["summary"], "unaffected", "{cell}");
         } else if !resources {
             assert_eq!(survivor["error"], "PeerLost", "{cell}");

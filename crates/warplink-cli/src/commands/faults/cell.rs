@@ -41,6 +41,8 @@ pub(super) enum Phase {
     Transfer,
     /// They run graphs.
     Graph,
+    /// They have called collectives.
+    Collective,
     /// They bind a program.
     Bind,
     /// They split the communicator.
@@ -71,7 +73,13 @@ impl Fault {
 impl Cell {
     /// Whether nothing of the phase needs what the fault takes away.
     pub(super) fn is_unaffected(self) -> bool {
-        let enqueued = [Phase::Transfer, Phase::Graph, Phase::Split, Phase::Close];
+        let enqueued = [
+            Phase::Transfer,
+            Phase::Graph,
+            Phase::Collective,
+            Phase::Split,
+            Phase::Close,
+        ];
         self.fault.is_of_resources() && enqueued.contains(&self.phase)
     }
 

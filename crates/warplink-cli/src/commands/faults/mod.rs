@@ -50,8 +50,8 @@ const JOBS: usize = 3;
 /// Make a rank fail in each way and in each phase, and report what the other ranks get
 ///
 /// A cell of the table is a job of its own. Its ranks are in one phase (joining, exchanging, posted
-/// transfers, a running graph, binding a program, splitting, closing) when one of them, the victim, fails
-/// in one way. The others must get an error that names it within 5 seconds, have right data only, and go
+/// transfers, a running graph, collectives, binding a program, splitting, closing) when one of them, the
+/// victim, fails in one way. The others must get an error that names it within 5 seconds, have right data only, and go
 /// on without it; nothing may be left behind. What cannot touch a phase must leave it unaffected.
 ///
 /// Where ranks share GPUs, a killed one may break the multi-process service for all processes; it is then

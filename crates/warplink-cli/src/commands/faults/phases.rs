@@ -102,6 +102,7 @@ impl Player<'_> {
             Phase::Exchange => self.exchange(),
             Phase::Transfer => self.transfer(),
             Phase::Graph => self.graph(),
+            Phase::Collective => self.collective(),
             Phase::Bind => self.bind(),
             Phase::Split => self.split(),
             Phase::Close => {
@@ -160,6 +161,31 @@ impl Player<'_> {
             }
             self.comm.synchronize(&ring.stream)?;
             ring.check(&self.comm, round, self.wrong)?;
+        }
+        Ok(())
+    }
+
+    /// Gathers, of which each waits for all ranks.
+    fn collective(&mut self) -> Result<()> {
+        let (rank, world) = (self.comm.rank(), self.comm.world());
+        let collectives = self.comm.collectives()?;
+        let stream = self.comm.create_stream(Priority::Normal)?;
+        let (own, all) = (self.comm.alloc(BYTES)?, self.comm.alloc(world * BYTES)?);
+        for round in 0..ROUNDS {
+            own.upload(&values(job_rank(&self.comm, rank), round))?;
+            if round == FAULTY {
+                self.fail()?;
+            }
+            collectives.all_gather(all.memory(), own.memory(), &stream)?;
+            self.comm.synchronize(&stream)?;
+            let gathered = all.download()?;
+            for (from, part) in gathered.chunks_exact(BYTES).enumerate() {
+                let from = job_rank(&self.comm, from);
+                if part != values(from, round) {
+                    self.wrong
+                        .push(format!("wrong data of rank {from} in round {round}"));
+                }
+            }
         }
         Ok(())
     }
