@@ -34,7 +34,8 @@ fn the_others_get_an_error_or_are_unaffected() {
     for cell in cells {
         let survivor = &cell["survivors"][0];
         let resources = cell["fault"] == "disk-full";
-        if resources && ["graph", "collective", "close"].contains(&cell["phase"].as_str().unwrap()) {
+        if resources && ["graph", "collective", "close"].contains(&cell["phase"].as_str().unwrap())
+        {
             assert_eq!(cell["summary"], "unaffected", "{cell}");
         } else if !resources {
             assert_eq!(survivor["error"], "PeerLost", "{cell}");

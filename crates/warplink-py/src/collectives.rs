@@ -9,11 +9,12 @@ use crate::place::Place;
 use crate::stream::Stream;
 use crate::watch::{Watch, Watched};
 use pyo3::prelude::*;
+use std::ffi::c_void;
 use std::time::Duration;
 use warplink::collective::{
     Call, CollectiveKind, CollectiveOptions, CollectivePath, ExpertOptions, Message,
 };
-use warplink::device::{AllocationKind, DeviceSlice, ReduceOp};
+use warplink::device::{AllocationKind, DeviceSlice, ReduceOp, VendorCommunicator};
 use warplink::{DType, Rank};
 
 /// Bytes of an allocation of which none are used.
@@ -147,6 +148,14 @@ impl Collectives {
             CollectivePath::Direct => "direct",
             CollectivePath::Engine => "engine",
         })
+    }
+
+    /// The address of the vendor library's communicator (`ncclComm_t` on GPUs) that does calls; None where the direct path
+    /// does all. It is valid for as long as these collectives are and no rank is lost.
+    #[getter]
+    fn communicator(&self) -> PyResult<Option<usize>> {
+        let communicator = self.inner()?.communicator();
+        Ok(communicator.map(|communicator| communicator as usize))
     }
 
     /// How many ranks there are.
@@ -469,6 +478,7 @@ pub(crate) fn options(
     path: Option<&str>,
     algorithm: Option<&str>,
     workspace_bytes: Option<usize>,
+    communicator: Option<usize>,
 ) -> PyResult<CollectiveOptions> {
     let path = match path {
         None => None,
@@ -481,11 +491,20 @@ pub(crate) fn options(
         }
     };
     let algorithm = algorithm.map(str::parse).transpose().map_err(raise)?;
+    if communicator == Some(0) {
+        return Err(invalid(
+            "the communicator is 0; expected the address of one of the vendor's library",
+        ));
+    }
+    // SAFETY: that it is one, and stays one for as long as what adopts it, the caller of `Communicator.collectives` sees
+    // to; it says so.
+    let communicator =
+        communicator.map(|address| unsafe { VendorCommunicator::from_raw(address as *mut c_void) });
     let default = CollectiveOptions::default();
     Ok(CollectiveOptions {
+        communicator,
         workspace_bytes: workspace_bytes.unwrap_or(default.workspace_bytes),
         algorithm,
         path,
-        ..default
     })
 }

@@ -379,17 +379,22 @@ impl Communicator {
     /// vendor's library; None takes the direct one where all ranks can map one another's memory and are not too
     /// many. `algorithm`, such as "one-shot", is the only one that the direct path may use, and `workspace_bytes` the
     /// memory that it has on each rank. Without options, later calls give the same collectives again at once.
-    /// Raises MismatchError where the options of the ranks differ.
-    #[pyo3(signature = (*, path=None, algorithm=None, workspace_bytes=None))]
+    /// `communicator` is the address of a communicator of the vendor's library (`ncclComm_t` on GPUs) that the application
+    /// has, of the same ranks in the same order: calls that go to the library use it instead of one made here. It stays
+    /// the application's, which must neither destroy nor abort it before these collectives are gone and their streams are
+    /// done; another number than such an address crashes the process.
+    /// Raises MismatchError where the options of the ranks differ, or the communicator has other ranks.
+    #[pyo3(signature = (*, path=None, algorithm=None, workspace_bytes=None, communicator=None))]
     fn collectives(
         &self,
         py: Python<'_>,
         path: Option<&str>,
         algorithm: Option<&str>,
         workspace_bytes: Option<usize>,
+        communicator: Option<usize>,
     ) -> PyResult<Collectives> {
         let inner = self.inner()?;
-        let options = collectives::options(path, algorithm, workspace_bytes)?;
+        let options = collectives::options(path, algorithm, workspace_bytes, communicator)?;
         let joined = py.detach(|| {
             let joined = if options == CollectiveOptions::default() {
                 inner.collectives()?

@@ -5,7 +5,7 @@ import pytest
 from conftest import run_ranks
 from test_transfers import join
 
-from warplink.errors import InvalidArgumentError, UnsupportedError
+from warplink.errors import InvalidArgumentError, MismatchError, UnsupportedError
 
 
 def scaled(rank, world, meeting, path):
@@ -34,3 +34,29 @@ def scaled(rank, world, meeting, path):
 @pytest.mark.parametrize("path", ["direct", "engine"])
 def test_sums_of_values_that_are_multiplied_beforehand(path):
     run_ranks(scaled, 3, path)
+
+
+def adopted(rank, world, meeting):
+    with join(rank, world, meeting, device="host") as job:
+        comm = job.world()
+        own, stream = comm.collectives(path="engine"), comm.create_stream()
+        assert comm.collectives().communicator is None
+        adopting = comm.collectives(path="engine", communicator=own.communicator)
+        assert adopting.communicator == own.communicator
+        for collectives in (adopting, own):
+            total = numpy.zeros(5, numpy.int32)
+            collectives.all_reduce(stream, total, numpy.full(5, rank + 1, numpy.int32))
+            stream.synchronize()
+            assert (total == world * (world + 1) // 2).all()
+        with pytest.raises(InvalidArgumentError, match="the communicator is 0"):
+            comm.collectives(communicator=0)
+        # Of the same ranks in another order.
+        other = comm.split(0, -rank)
+        with pytest.raises(MismatchError, match="expected rank"):
+            other.collectives(path="engine", communicator=own.communicator)
+        other.close()
+        comm.barrier()
+
+
+def test_a_communicator_of_the_library_is_adopted():
+    run_ranks(adopted, 2)
