@@ -100,6 +100,10 @@ fn parameters(
 }
 
 #[test]
+#[cfg_attr(
+    warplink_tsan,
+    ignore = "takes a minute under the sanitizer, which sees the verifier in other tests"
+)]
 fn every_program_is_verified_for_every_world() {
     for entry in &PROGRAMS {
         let program = entry.program().unwrap_or_else(|error| panic!("{error}"));
@@ -160,11 +164,19 @@ fn share_a_workspace(world: usize, shapes: &'static [(usize, usize, usize)]) {
 }
 
 #[test]
+#[cfg_attr(
+    warplink_tsan,
+    ignore = "takes a minute under the sanitizer, which sees the verifier in other tests"
+)]
 fn all_programs_share_a_workspace() {
     share_a_workspace(2, &[(100, 1, 2), (333, 2, 1)]);
 }
 
 #[test]
+#[cfg_attr(
+    warplink_tsan,
+    ignore = "takes a minute under the sanitizer, which sees the verifier in other tests"
+)]
 fn all_programs_share_a_workspace_of_more_ranks() {
     share_a_workspace(3, &[(333, 2, 1)]);
 }
