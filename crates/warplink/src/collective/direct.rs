@@ -4,7 +4,7 @@ use super::algorithm::Algorithm;
 use super::call::{Call, CollectiveKind};
 use super::choice::Machine;
 use super::launches::{self, Launches, Overlap, Shape};
-use crate::device::{DeviceSlice, ReduceOp, Stream};
+use crate::device::{DeviceSlice, Readying, ReduceOp, Stream};
 use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::program::execute::{RankContext, SharedKernel, SharedWorkspace};
@@ -69,7 +69,12 @@ impl Direct {
 
     /// Has the kernel of a call made, if there is none yet.
     pub(super) fn prepare(&self, machine: &Machine, shape: &Shape) -> Result<()> {
-        self.kernel(machine, shape).map(drop)
+        // Calls on memory that is not aligned are few; the graphs are for the others.
+        let readying = match shape.aligned {
+            true => Readying::Always,
+            false => Readying::Never,
+        };
+        self.kernel(machine, shape, readying).map(drop)
     }
 
     /// Launches the kernel of a call on input and output.
@@ -87,15 +92,20 @@ impl Direct {
             aligned: starts.all(|start| start.is_multiple_of(16)),
             overlap,
         };
-        let kernel = self.kernel(machine, &shape)?;
+        let kernel = self.kernel(machine, &shape, Readying::WithCode)?;
         // In place, what peers store would replace what is still to be sent.
         let reachable = overlap == Overlap::Apart || call.kind != CollectiveKind::AllToAll;
         kernel.enqueue(stream, tensors, reachable)
     }
 
-    fn kernel(&self, machine: &Machine, shape: &Shape) -> Result<Arc<SharedKernel>> {
+    fn kernel(
+        &self,
+        machine: &Machine,
+        shape: &Shape,
+        readying: Readying,
+    ) -> Result<Arc<SharedKernel>> {
         self.launches.get(shape, || {
-            launches::make(&self.workspace, machine, self.rank, shape)
+            launches::make(&self.workspace, machine, self.rank, shape, readying)
         })
     }
 }

@@ -158,6 +158,10 @@ impl Collectives {
     /// process runs on the GPU, as a call does that is the first of its kind: where ranks make calls of several
     /// communicators in different orders, prepare them before.
     ///
+    /// On a GPU it also readies launches for calls on aligned memory, up to 64 kernels for each communicator, so that they take
+    /// the host half as long. A call that was not prepared does that where it loads the kernel's code, and not where
+    /// another communicator has loaded it.
+    ///
     /// # Errors
     /// As [`choice`](Self::choice), and what compiling says.
     pub fn prepare(&self, call: &Call) -> Result<()> {

@@ -3,6 +3,7 @@
 use super::algorithm::Algorithm;
 use super::call::Call;
 use super::choice::Machine;
+use crate::device::Readying;
 use crate::error::{Error, ErrorKind, Result};
 use crate::program::execute::{SharedKernel, SharedWorkspace};
 use crate::program::section::SectionInstance;
@@ -65,13 +66,15 @@ pub(super) fn make(
     machine: &Machine,
     rank: usize,
     shape: &Shape,
+    readying: Readying,
 ) -> Result<SharedKernel> {
     let choice = machine.choose(&shape.call)?;
     let program = machine.rank_program(rank, &shape.call, &choice)?;
     let mut section = section(&program)?;
     section.shared_tensors = shape.overlap == Overlap::Shared;
     section.published = choice.algorithm == Algorithm::Direct;
-    workspace.kernel(Arc::new(section), shape.aligned, Arc::new(Call::difference))
+    let tell = Arc::new(Call::difference);
+    workspace.kernel(Arc::new(section), shape.aligned, tell, readying)
 }
 
 /// The only kernel of a program, as one that serves all counts.

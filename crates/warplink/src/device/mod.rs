@@ -83,7 +83,7 @@ pub use packets::{PacketLine, PacketPart};
 pub use pci::PciAddress;
 pub use properties::DeviceProperties;
 pub use reduce_op::{Factor, ReduceOp};
-pub(crate) use serial::{SerialArguments, SerialBackend, SerialKernel, SerialKernels};
+pub(crate) use serial::{Readying, SerialArguments, SerialBackend, SerialKernel, SerialKernels};
 pub use slice::{Backing, DeviceSlice, Word};
 pub use staging_memory::StagingMemory;
 pub(crate) use stream::sequence_apart;

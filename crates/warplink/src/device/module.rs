@@ -253,6 +253,11 @@ pub(crate) trait KernelBackend: Send + Sync + fmt::Debug {
         None
     }
 
+    /// Whether its code was loaded with it, and not found loaded.
+    fn loaded_its_code(&self) -> bool {
+        true
+    }
+
     /// Readies launches like `launch`; see [`SerialKernels`](super::serial::SerialKernels).
     fn serial(self: Arc<Self>, _launch: &Launch) -> Result<Option<Arc<dyn SerialBackend>>> {
         Ok(None)

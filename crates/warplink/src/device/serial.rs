@@ -13,6 +13,17 @@ use std::sync::{Arc, Mutex};
 /// The most kernels of one user that are readied: each takes 0.1 MiB of a GPU.
 const MAX_READY: usize = 64;
 
+/// When launches of a kernel are readied, while the device may wait for its work.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Readying {
+    /// Now.
+    Always,
+    /// Now if the kernel's code was loaded for it, which has waited already, and never if not: the work that would be
+    /// waited for may itself wait for what this rank does next.
+    WithCode,
+    Never,
+}
+
 /// A kernel whose launches follow one another, readied so that each costs the host as little as the device can do. Two
 /// streams may be given launches only in the order in which they run: a device may have each wait for the one before.
 #[derive(Clone, Debug)]
@@ -53,35 +64,43 @@ impl SerialArguments<'_> {
 pub(crate) struct SerialKernels(Mutex<HashMap<usize, Arc<dyn SerialBackend>>>);
 
 impl SerialKernels {
-    /// Readies `kernel`, the launches of which are like `launch`. The device may wait for its work meanwhile, as it may
-    /// where a module is loaded.
-    pub(crate) fn ready(&self, kernel: Kernel, launch: &Launch) -> Result<SerialKernel> {
-        let Some(identity) = kernel.0.identity() else {
-            return Ok(SerialKernel {
-                kernel,
-                ready: None,
-            });
+    /// Readies `kernel`, the launches of which are like `launch`, if it is to be now. Others are launched as any kernel.
+    pub(crate) fn ready(
+        &self,
+        kernel: Kernel,
+        launch: &Launch,
+        readying: Readying,
+    ) -> Result<SerialKernel> {
+        let ready = match kernel.0.identity() {
+            Some(identity) => self.backend(identity, &kernel, launch, readying)?,
+            None => None,
         };
-        let known = lock(&self.0).get(&identity).cloned();
-        let ready = match known {
-            Some(ready) => Some(ready),
-            // The others are launched as any kernel.
-            None if lock(&self.0).len() >= MAX_READY => None,
-            // Without the lock, which launches take that need not wait.
-            None => kernel.0.clone().serial(launch)?,
+        Ok(SerialKernel { kernel, ready })
+    }
+
+    fn backend(
+        &self,
+        identity: usize,
+        kernel: &Kernel,
+        launch: &Launch,
+        readying: Readying,
+    ) -> Result<Option<Arc<dyn SerialBackend>>> {
+        let (known, count) = {
+            let all = lock(&self.0);
+            (all.get(&identity).cloned(), all.len())
         };
-        let Some(ready) = ready else {
-            return Ok(SerialKernel {
-                kernel,
-                ready: None,
-            });
+        let now = match readying {
+            Readying::Always => true,
+            Readying::WithCode => kernel.0.loaded_its_code(),
+            Readying::Never => false,
         };
+        if known.is_some() || !now || count >= MAX_READY {
+            return Ok(known);
+        }
+        // Without the lock, which launches take that need not wait.
+        let made = kernel.0.clone().serial(launch)?;
         // One that another thread has readied meanwhile counts.
-        let ready = lock(&self.0).entry(identity).or_insert(ready).clone();
-        Ok(SerialKernel {
-            kernel,
-            ready: Some(ready),
-        })
+        Ok(made.map(|made| lock(&self.0).entry(identity).or_insert(made).clone()))
     }
 }
 

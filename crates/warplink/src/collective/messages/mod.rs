@@ -18,7 +18,8 @@ mod table;
 pub use group::{Message, Parts};
 
 use crate::device::{
-    Device, DeviceSlice, Launch, ModuleSource, SerialArguments, SerialKernel, SerialKernels, Stream,
+    Device, DeviceSlice, Launch, ModuleSource, Readying, SerialArguments, SerialKernel,
+    SerialKernels, Stream,
 };
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::p2p::Direction;
@@ -138,7 +139,7 @@ impl Lines {
             let all = 2 * shape.lanes * shape.world;
             let launch = Launch::new(all as u32, THREADS);
             kernel.check_together(&launch, sharing)?;
-            SerialKernels::default().ready(kernel, &launch)
+            SerialKernels::default().ready(kernel, &launch, Readying::Always)
         });
         let kernel = context.agree_on(checked)?;
         Ok(Self {

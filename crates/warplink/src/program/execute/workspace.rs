@@ -15,7 +15,8 @@ use super::reach::{
 };
 use super::section_kernel::SectionKernel;
 use crate::device::{
-    Block, Device, DeviceSlice, Fault, Launch, SerialArguments, SerialKernel, SerialKernels, Stream,
+    Block, Device, DeviceSlice, Fault, Launch, Readying, SerialArguments, SerialKernel,
+    SerialKernels, Stream,
 };
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::program::rank_program::TensorId;
@@ -101,7 +102,7 @@ impl SharedWorkspace {
 
     /// The kernel of a section, compiled where no other of the same text was before. Its scratch lies in this
     /// workspace; its tensors are given at each launch, and `aligned` promises that they start at multiples of
-    /// 16 bytes. `tell` explains what another rank announces.
+    /// 16 bytes. `tell` explains what another rank announces. Launches are readied, where `readying` says so.
     ///
     /// # Errors
     /// [`ErrorKind::Unsupported`] for a section that accesses tensors of other ranks without announcing them;
@@ -111,6 +112,7 @@ impl SharedWorkspace {
         section: Arc<SectionInstance>,
         aligned: bool,
         tell: Arc<TellDifference>,
+        readying: Readying,
     ) -> Result<SharedKernel> {
         let reach = self.kernels.reach.clone();
         let mut bound = reach.addresses(&section);
@@ -170,7 +172,7 @@ impl SharedWorkspace {
         } = self.kernels.load(&*self.device, &section, text, lane)?;
         let words = bound.words(&section).to_vec();
         Ok(SharedKernel {
-            kernel: self.serial.ready(kernel, &launch)?,
+            kernel: self.serial.ready(kernel, &launch, readying)?,
             launch,
             launched: Mutex::new(words.clone()),
             words,

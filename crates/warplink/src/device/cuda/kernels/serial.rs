@@ -21,9 +21,9 @@ use std::sync::{Arc, Mutex};
 
 /// A kernel whose launches follow one another.
 pub(crate) struct SerialKernel {
-    kernel: Arc<UserKernel>,
-    /// Behind a lock, since parameters are set before a launch.
+    /// Behind a lock, since parameters are set before a launch. It is let go of before the kernel that it names.
     graph: Mutex<KernelGraph>,
+    kernel: Arc<UserKernel>,
 }
 
 /// A graph of one kernel, ready to launch.
@@ -44,8 +44,8 @@ struct KernelGraph {
 unsafe impl Send for KernelGraph {}
 
 impl SerialKernel {
-    /// Readies launches of `kernel`, the first of which is like `launch`. `None` where the driver has no such graphs.
-    /// Called where a kernel may be loaded too, since the driver may wait for the GPU.
+    /// Readies launches of `kernel`, the first of which is like `launch`. `None` where the driver has no such graphs. The
+    /// driver may wait for the GPU, as it does where code is loaded.
     pub(super) fn ready(kernel: &Arc<UserKernel>, launch: &Launch) -> Result<Option<Self>> {
         let Some(parameters) = kernel.parameter_words() else {
             return Ok(None);
@@ -53,8 +53,8 @@ impl SerialKernel {
         let (context, function) = (kernel.context(), kernel.function_handle());
         let graph = KernelGraph::make(context, function, launch, parameters)?;
         Ok(graph.map(|graph| Self {
-            kernel: kernel.clone(),
             graph: Mutex::new(graph),
+            kernel: kernel.clone(),
         }))
     }
 }

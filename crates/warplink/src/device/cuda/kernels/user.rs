@@ -29,6 +29,8 @@ pub(crate) struct UserModule {
     gpu: Arc<Gpu>,
     name: String,
     module: Arc<Module>,
+    /// Whether the code was loaded for it, and not found among what was written before.
+    is_new: bool,
 }
 
 impl UserModule {
@@ -37,6 +39,7 @@ impl UserModule {
     /// # Safety
     /// As [`Device::load_module`](crate::device::Device::load_module) says; an image must be whole.
     pub(crate) unsafe fn load(gpu: &Arc<Gpu>, source: &ModuleSource) -> Result<Self> {
+        let mut is_new = true;
         let module = match source.code() {
             // SAFETY: the caller vouches for it.
             Some(CudaCode::Image(image)) => unsafe { Self::load_image(gpu, source, image)? },
@@ -44,7 +47,9 @@ impl UserModule {
             Some(CudaCode::Text(text)) => unsafe { Self::compile(gpu, source, text)? },
             Some(CudaCode::Written(write)) => {
                 let text = write()?;
+                is_new = false;
                 gpu.written.get(&text, || {
+                    is_new = true;
                     // SAFETY: as the caller says.
                     unsafe { Self::compile(gpu, source, &text) }
                 })?
@@ -63,6 +68,7 @@ impl UserModule {
             gpu: gpu.clone(),
             name: source.name().to_owned(),
             module,
+            is_new,
         })
     }
 
@@ -105,6 +111,7 @@ impl ModuleBackend for UserModule {
             name: name.to_owned(),
             parameters: function.parameter_bytes(),
             shared: AtomicU32::new(SHARED_WITHOUT_ASKING),
+            loaded_its_code: self.is_new,
             function,
         }))
     }
@@ -149,6 +156,7 @@ pub(super) struct UserKernel {
     parameters: Option<Vec<usize>>,
     /// Dynamic shared memory that the driver is known to allow.
     shared: AtomicU32,
+    loaded_its_code: bool,
     function: Function,
 }
 
@@ -201,11 +209,13 @@ impl UserKernel {
 
 /// For launches that follow one another.
 impl UserKernel {
-    /// How many words its first parameter has, where a pointer is the second and last; `None` where that is not so, or
-    /// the driver does not tell.
+    /// How many words its first parameter has, where a pointer is the second and last; `None` where that is not so, the
+    /// first is not of whole words, or the driver does not tell.
     pub(super) fn parameter_words(&self) -> Option<usize> {
         match self.parameters.as_deref()? {
-            [bytes, POINTER_BYTES] => Some(bytes / size_of::<u64>()),
+            [bytes, POINTER_BYTES] if bytes.is_multiple_of(size_of::<u64>()) => {
+                Some(bytes / size_of::<u64>())
+            }
             _ => None,
         }
     }
@@ -339,6 +349,10 @@ impl KernelBackend for UserKernel {
 
     fn identity(&self) -> Option<usize> {
         Some(self.function.handle() as usize)
+    }
+
+    fn loaded_its_code(&self) -> bool {
+        self.loaded_its_code
     }
 
     fn serial(self: Arc<Self>, launch: &Launch) -> Result<Option<Arc<dyn SerialBackend>>> {
