@@ -513,7 +513,8 @@ warplink_status warplink_barrier(warplink_comm comm);
 
 /// Leaves in order. Blocks until every rank has called it, and until this rank's streams are done with what
 /// they use of Warplink. From then on the communicator and all that was made with it (regions, streams,
-/// modules ...) cannot be used, also if this fails. A process that ends without it is lost to its peers.
+/// modules ...) cannot be used, also if this fails; borrowed streams that record no graph are given back. A process that
+/// ends without it is lost to its peers.
 warplink_status warplink_destroy(warplink_comm comm);
 
 /// Leaves as a failure: the peers' waits, also those of kernels, end with an error that names this rank and
@@ -561,8 +562,8 @@ warplink_status warplink_stream_create(warplink_comm comm, warplink_stream *stre
 /// The host device has none.
 warplink_status warplink_stream_borrow(warplink_comm comm, void *cuda_stream, warplink_stream *stream);
 
-/// Gives a stream back. What was enqueued is done all the same. Does not block. It fails while a borrowed stream
-/// records a graph, and leaves it borrowed.
+/// Gives a stream back, on any thread. What was enqueued is done all the same. Does not block. It fails while a borrowed
+/// stream records a graph, and leaves it borrowed.
 warplink_status warplink_stream_destroy(warplink_stream stream);
 
 /// The CUDA stream behind it, on a GPU; on the host device, a number that tells streams apart.

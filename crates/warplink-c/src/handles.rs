@@ -141,7 +141,12 @@ pub(crate) fn take_all_of(job: &Arc<JobObject>) {
     KERNELS.take_where(|kernel| Arc::ptr_eq(&kernel.job, job));
     MODULES.take_where(|module| Arc::ptr_eq(&module.job, job));
     BUFFERS.take_where(|buffer| Arc::ptr_eq(&buffer.job, job));
-    STREAMS.take_where(|stream| Arc::ptr_eq(&stream.job, job));
+    for stream in STREAMS.take_where(|stream| Arc::ptr_eq(&stream.job, job)) {
+        // Its owner may destroy it from now on. One that records a graph stays until that has ended.
+        if let Err(error) = stream.stream.give_back() {
+            tracing::warn!(%error, "a borrowed stream was not given back");
+        }
+    }
     REGIONS.take_where(|region| Arc::ptr_eq(&region.job, job));
 }
 
@@ -201,16 +206,14 @@ impl<T> Table<T> {
         entries.give_back(at).ok_or_else(|| self.gone())
     }
 
-    /// Gives back all that `matches`.
-    fn take_where(&self, matches: impl Fn(&T) -> bool) {
+    /// All that `matches`, to be dropped without the lock: that may take its time.
+    fn take_where(&self, matches: impl Fn(&T) -> bool) -> Vec<Arc<T>> {
         let mut entries = self.lock();
         let found: Vec<usize> = (0..entries.all.len())
             .filter(|at| entries.all[*at].object.as_deref().is_some_and(&matches))
             .collect();
-        let taken: Vec<_> = found.into_iter().map(|at| entries.give_back(at)).collect();
-        drop(entries);
-        // Not under the lock: what is dropped may take its time.
-        drop(taken);
+        let taken = found.into_iter().filter_map(|at| entries.give_back(at));
+        taken.collect()
     }
 
     /// The entry that `id` names.

@@ -247,7 +247,8 @@ pub extern "C" fn warplink_barrier(comm: Comm) -> Status {
 
 /// Leaves in order. Blocks until every rank has called it, and until this rank's streams are done with what
 /// they use of Warplink. From then on the communicator and all that was made with it (regions, streams,
-/// modules ...) cannot be used, also if this fails. A process that ends without it is lost to its peers.
+/// modules ...) cannot be used, also if this fails; borrowed streams that record no graph are given back. A process that
+/// ends without it is lost to its peers.
 #[unsafe(no_mangle)]
 pub extern "C" fn warplink_destroy(comm: Comm) -> Status {
     entry("destroy", || {

@@ -53,8 +53,8 @@ pub unsafe extern "C" fn warplink_stream_borrow(
     })
 }
 
-/// Gives a stream back. What was enqueued is done all the same. Does not block. It fails while a borrowed stream
-/// records a graph, and leaves it borrowed.
+/// Gives a stream back, on any thread. What was enqueued is done all the same. Does not block. It fails while a borrowed
+/// stream records a graph, and leaves it borrowed.
 #[unsafe(no_mangle)]
 pub extern "C" fn warplink_stream_destroy(stream: Stream) -> Status {
     entry("destroy a stream", || {

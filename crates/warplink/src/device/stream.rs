@@ -216,12 +216,11 @@ impl Stream {
 
     /// Gives a stream that was borrowed ([`Device::borrow_stream`](super::Device::borrow_stream)) back: when this returns,
     /// its owner may destroy it, also while what holds what the stream uses has not let go of it. What was enqueued is
-    /// done all the same. Every later call that enqueues on it fails. Does nothing for a stream of the device's own. Does
-    /// not block.
+    /// done all the same. Every later call that enqueues on it fails. Does nothing for a stream of the device's own, and for
+    /// one that was given back before. Does not block.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) while the stream records a graph, and on another
-    /// thread than that whose default stream it is.
+    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) while the stream records a graph.
     pub fn give_back(&self) -> Result<()> {
         self.0.give_back()
     }

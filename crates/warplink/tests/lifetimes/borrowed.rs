@@ -216,6 +216,57 @@ fn a_context_of_the_application_stays_current() {
     });
 }
 
+/// The driver must not be asked about a stream that its owner may have destroyed.
+#[test]
+fn a_borrowed_stream_may_be_destroyed_once_it_was_given_back() {
+    use cudarc::driver::sys;
+    if kind() == DeviceKind::Host {
+        return;
+    }
+    processes(world(2), |comm| {
+        const DONE: sys::CUresult = sys::CUresult::CUDA_SUCCESS;
+        let region = comm.alloc(MIB).unwrap();
+        // More than what used something is remembered of.
+        for round in 0..8 {
+            let mut theirs = std::ptr::null_mut();
+            // SAFETY: making a stream leaves the primary context current; `theirs` is an output parameter.
+            let made = unsafe {
+                drop(comm.create_stream(Priority::Normal).unwrap());
+                sys::cuStreamCreate(&mut theirs, 1)
+            };
+            assert_eq!(made, DONE);
+            // SAFETY: the stream is valid until it is destroyed below, when it was given back.
+            let borrowed = unsafe {
+                comm.device()
+                    .borrow_stream(theirs as usize as u64, Arc::new(()))
+            };
+            let borrowed = borrowed.unwrap();
+            send(comm, &region, Protocol::Put, &borrowed, round);
+            borrowed.begin_capture().unwrap();
+            let refused = borrowed.give_back().unwrap_err();
+            assert_eq!(refused.kind(), ErrorKind::InvalidArgument);
+            drop(borrowed.end_capture().unwrap());
+            // It was left borrowed.
+            send(comm, &region, Protocol::Get, &borrowed, round);
+            borrowed
+                .fill(region.slice(0..8).unwrap(), round as u8)
+                .unwrap();
+            std::thread::scope(|scope| {
+                let twice = [(); 2].map(|()| scope.spawn(|| borrowed.give_back()));
+                for given_back in twice {
+                    given_back.join().unwrap().unwrap();
+                }
+            });
+            // SAFETY: the stream was given back, and records nothing.
+            assert_eq!(unsafe { sys::cuStreamDestroy_v2(theirs) }, DONE);
+            let refused = borrowed.fill(region.slice(0..8).unwrap(), 1).unwrap_err();
+            assert!(refused.to_string().contains("given back"), "{refused}");
+            assert!(!borrowed.is_capturing().unwrap());
+            comm.synchronize(&borrowed).unwrap();
+        }
+    });
+}
+
 /// Asking a stream that records a graph, or what is in it, ends the recording.
 #[test]
 fn a_capture_of_the_application_is_left_alone() {

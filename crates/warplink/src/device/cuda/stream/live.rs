@@ -63,8 +63,8 @@ pub(crate) struct LiveStream {
 struct GivenBack {
     /// In place of the handle, which the driver gives to other streams.
     key: u64,
-    /// Behind everything in it.
-    end: Arc<RawEvent>,
+    /// Behind everything in it; why there is none, where the driver failed.
+    end: Result<Arc<RawEvent>>,
 }
 
 // SAFETY: the raw pointer is a handle that the driver accepts on every thread, and it is kept valid.
@@ -131,22 +131,38 @@ impl LiveStream {
             .map_or(self.raw as usize as u64, |thread| THREAD | thread)
     }
 
-    /// Gives a stream of somebody else's back: from now on the driver is not asked about it. Fails on another thread
-    /// than that whose default stream it is, and while it records a graph.
+    /// Gives a stream of somebody else's back: from now on the driver is not asked about it. Fails while it records a
+    /// graph, and does nothing where it was given back before.
     pub(crate) fn give_back(&self) -> Result<()> {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         if !self.is_foreign() {
             return Ok(());
         }
-        self.check_usable()?;
+        // Of the default stream of another thread, the driver cannot be asked here.
+        let elsewhere = (!self.is_here()).then(|| self.marked());
         let _asking = lock(&self.asking);
-        let given_back = GivenBack {
-            key: GIVEN_BACK | NEXT.fetch_add(1, Ordering::Relaxed),
-            end: self.record_here()?,
+        if self.is_given_back() {
+            return Ok(());
+        }
+        let end = match elsewhere.unwrap_or_else(|| self.record_here()) {
+            Err(error) if error.kind() == ErrorKind::InvalidArgument => return Err(error),
+            // A driver that fails will not take it back later either.
+            end => end,
         };
-        // Of two threads that give it back, one does.
-        let _ = self.given_back.set(given_back);
+        let key = GIVEN_BACK | NEXT.fetch_add(1, Ordering::Relaxed);
+        let _ = self.given_back.set(GivenBack { key, end });
         Ok(())
+    }
+
+    /// Whether it records a graph; what was given back does not.
+    pub(crate) fn is_capturing(&self) -> Result<bool> {
+        let _asking = self.is_foreign().then(|| lock(&self.asking));
+        if self.is_given_back() {
+            return Ok(false);
+        }
+        self.check_usable()?;
+        let _entered = self.context.enter()?;
+        capture::is_capturing(self.context.driver, self.raw)
     }
 
     /// Whether it was given back.
@@ -230,15 +246,20 @@ impl LiveStream {
     /// An event behind everything that is in the stream, also of other libraries.
     pub(crate) fn record(&self) -> Result<Arc<RawEvent>> {
         if !self.is_here() {
-            let event = lock(&self.mark).clone();
-            // One that was never recorded counts as reached.
-            return event.map_or_else(|| RawEvent::create(&self.context, false).map(Arc::new), Ok);
+            return self.marked();
         }
         let _asking = lock(&self.asking);
         if let Some(given_back) = self.given_back.get() {
-            return Ok(given_back.end.clone());
+            return given_back.end.clone();
         }
         self.record_here()
+    }
+
+    /// The event behind what its own thread enqueued.
+    fn marked(&self) -> Result<Arc<RawEvent>> {
+        let event = lock(&self.mark).clone();
+        // One that was never recorded counts as reached.
+        event.map_or_else(|| RawEvent::create(&self.context, false).map(Arc::new), Ok)
     }
 
     /// As [`record`](Self::record), on a thread on which the handle is valid, and not after the stream was given back.

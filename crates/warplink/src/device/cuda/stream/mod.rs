@@ -469,12 +469,10 @@ impl StreamBackend for CudaStream {
     }
 
     fn is_capturing(&self) -> Result<bool> {
-        if self.live.is_given_back() {
-            return Ok(false);
+        if !self.live.is_given_back() {
+            self.gpu.fault.check()?;
         }
-        self.live.check_usable()?;
-        let (driver, _entered) = self.enter_failed()?;
-        is_capturing(driver, self.raw)
+        self.live.is_capturing()
     }
 
     fn raw(&self) -> u64 {
