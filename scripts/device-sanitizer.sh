@@ -18,6 +18,9 @@ sanitizer=${COMPUTE_SANITIZER:-compute-sanitizer}
 command -v "$sanitizer" >/dev/null || { echo "$sanitizer is missing; set COMPUTE_SANITIZER" >&2; exit 2; }
 export WARPLINK_TEST_DEVICE=cuda WARPLINK_TEST_SHORT=1 NO_COLOR=1
 export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-32}
+limit=${LIMIT:-120}
+# Ranks have a shorter one, so that what they printed is told.
+export WARPLINK_TEST_LIMIT=$((limit > 30 ? limit - 15 : limit))
 # The sanitizer slows what gives signs of life too.
 export WARPLINK_HEARTBEAT_LIMIT=60
 tests=(${TESTS:-channels:data::a_million_rounds channels:data::several_tags_between_one_pair
@@ -42,7 +45,7 @@ check() {
     # That a function has no further parameters is told as an error of the driver, of which there is one for each kernel.
     local options=()
     if [[ $tool == memcheck ]]; then options=(--report-api-errors no); fi
-    timeout --kill-after=5 "${LIMIT:-120}" "$sanitizer" --tool "$tool" "${options[@]}" --target-processes all \
+    timeout --kill-after=5 "$limit" "$sanitizer" --tool "$tool" "${options[@]}" --target-processes all \
         --error-exitcode 9 --print-limit 20 "device-bin/test-${test%%:*}" "${test#*:}" --exact --test-threads=1 "$@" \
         >"$log" 2>&1
     code=$?

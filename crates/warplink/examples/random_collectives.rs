@@ -42,10 +42,10 @@ const HELP: &str = "\
 Usage: random_collectives --count N [--ranks 2,4,8] [--seed S] [--replays N]
                           [--types f32,bf16,...] [--operators sum,max,...]";
 
-/// How often rank 0 tells how far it is.
+/// How often rank 0 tells how far it is; shown at the end where ranks are processes.
 const EVERY: Duration = Duration::from_secs(30);
 
-/// How long ranks that are processes may run.
+/// How long ranks that are processes may run, where `WARPLINK_TEST_LIMIT` does not say it.
 const LONGEST: Duration = Duration::from_secs(24 * 3600);
 
 /// Collectives of a graph that is replayed.
@@ -123,7 +123,9 @@ fn main() -> ExitCode {
 fn as_processes(options: &Options, world: usize) {
     let ranks = common::Ranks {
         world,
-        limit: Some(LONGEST),
+        limit: common::number_from_env("WARPLINK_TEST_LIMIT")
+            .is_none()
+            .then_some(LONGEST),
         own_arguments: true,
         ..common::Ranks::default()
     };

@@ -181,6 +181,15 @@ impl<'a> Endurance<'a> {
     /// Enqueues the calls, waits for them and checks them.
     fn eager(&self, manner: Manner, made: &[Made]) {
         let rank = self.comm.rank();
+        if matches!(manner, Manner::TwoCommunicators) {
+            // Code that a call had to load would wait for kernels that wait for a peer.
+            for pair in made.chunks(2) {
+                for (one, collectives) in pair.iter().zip(&self.collectives) {
+                    collectives.prepare(one.call()).unwrap();
+                }
+            }
+            self.comm.barrier().unwrap();
+        }
         for (at, pair) in made.chunks(2).enumerate() {
             let swapped = matches!(manner, Manner::TwoCommunicators) && (at + rank) % 2 == 1;
             let order = if swapped { [1, 0] } else { [0, 1] };

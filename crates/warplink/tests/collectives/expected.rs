@@ -405,6 +405,11 @@ impl Made {
         self.case.in_place
     }
 
+    /// The call alone.
+    pub(crate) fn call(&self) -> &Call {
+        &self.case.call
+    }
+
     /// Enqueues the call.
     pub(crate) fn enqueue(&self, collectives: &Collectives, stream: &Stream) -> Result<()> {
         let Call {

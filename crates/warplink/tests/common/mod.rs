@@ -52,6 +52,9 @@ fn limit() -> Duration {
 /// What [`tell`] begins with.
 const COUNTED: &str = "counted: ";
 
+/// What a rank prints that is a process of its own, when it has joined.
+const JOINED: &str = "this rank has joined";
+
 /// Prints how much was done, also from a rank that is a process of its own; `scripts/device-tests.sh` shows it.
 pub fn tell(text: impl Display) {
     println!("{COUNTED}{text}");
@@ -215,7 +218,9 @@ impl Ranks {
                 own(&mut config);
             }
             change(&mut config);
-            body(Communicator::join(&config).unwrap());
+            let comm = Communicator::join(&config).unwrap();
+            println!("{JOINED}");
+            body(comm);
             if std::env::var_os("WARPLINK_TEST_SHORT").is_some() {
                 wait_for_threads();
             }
@@ -283,6 +288,12 @@ impl Ranks {
 pub fn assert_all_ended_well(ended: Option<&[Ended]>) {
     for (rank, end) in ended.into_iter().flatten().enumerate() {
         assert_eq!(end.code, Some(0), "rank {rank} failed:\n{}", end.output);
+        // A process that takes itself for none of the ranks ends well, too.
+        assert!(
+            end.output.contains(JOINED),
+            "rank {rank} did not join:\n{}",
+            end.output
+        );
         // The name of the test may be in front of it.
         let told = end
             .output
