@@ -12,7 +12,7 @@ use std::net::Ipv4Addr;
 use std::path::Path;
 use std::time::{Duration, Instant};
 use warplink::bootstrap::{JoinConfig, Rendezvous, UniqueId};
-use warplink::channel::{Connection, ConnectionRequest, Transport};
+use warplink::channel::{Connection, ConnectionRequest, NetworkPath, Transport};
 use warplink::device::network::{self, DeviceAccess, NetworkOptions};
 use warplink::device::{Argument, Block, Kernel, Launch, ModuleSource, Stream};
 use warplink::{Communicator, Config, DeviceKind, Error, ErrorKind, Result};
@@ -153,19 +153,25 @@ fn two_hosts_exchange_a_gibibyte_by_connections() {
 #[test]
 fn two_hosts_write_and_read_registered_buffers() {
     const TEST: &str = "two_hosts_write_and_read_registered_buffers";
-    on_two_hosts(TEST, |comm, _| registered_buffers(comm));
+    on_two_hosts(TEST, |comm, _| {
+        registered_buffers(comm, NetworkPath::Direct)
+    });
 }
 
 #[test]
 fn two_hosts_write_and_read_through_staging_memory() {
     const TEST: &str = "two_hosts_write_and_read_through_staging_memory";
-    on_two_hosts_with(TEST, staged, |comm, _| registered_buffers(comm));
+    on_two_hosts_with(TEST, staged, |comm, _| {
+        registered_buffers(comm, NetworkPath::Staged);
+    });
 }
 
 #[test]
 fn two_hosts_write_and_read_past_staging_memory() {
     const TEST: &str = "two_hosts_write_and_read_past_staging_memory";
-    on_two_hosts_with(TEST, past_staging, |comm, _| registered_buffers(comm));
+    on_two_hosts_with(TEST, past_staging, |comm, _| {
+        registered_buffers(comm, NetworkPath::Direct);
+    });
 }
 
 /// As connections of GPUs go.
@@ -180,14 +186,20 @@ fn past_staging(config: &mut Config) {
 }
 
 /// Registered buffers, written and read by the hosts alone.
-fn registered_buffers(comm: Communicator) {
+fn registered_buffers(comm: Communicator, path: NetworkPath) {
     const BYTES: usize = 24 << 20;
     let (rank, peer) = (comm.rank(), 1 - comm.rank());
-    let (connection, stream) = connect(&comm, 4096);
+    // What is sent and what is read are of the connection's region, as all that goes past staging memory.
+    let (connection, stream) = connect(&comm, 2 * BYTES);
+    assert_eq!(connection.network_path(), Some(path));
     // The two need not be equal.
     let buffer = comm.alloc(2 * BYTES + 4096 * rank).unwrap();
     let numbers = comm.add_regions(&[(&connection, &buffer)]).unwrap();
-    let (source, read) = (comm.alloc(BYTES).unwrap(), comm.alloc(BYTES).unwrap());
+    let region = connection.region(0).unwrap();
+    let (source, read) = (
+        region.slice(0..BYTES).unwrap(),
+        region.slice(BYTES..2 * BYTES).unwrap(),
+    );
     for round in 0..4 {
         let at = round % 2 * BYTES;
         source.upload(&pattern(rank, round, BYTES)).unwrap();
@@ -206,31 +218,38 @@ fn registered_buffers(comm: Communicator) {
         (error.kind(), error.peer()),
         (ErrorKind::InvalidArgument, Some(peer))
     );
-    drop((connection, buffer));
+    drop((connection, region, source, read, buffer));
     comm.close().unwrap();
 }
 
 #[test]
 fn a_cut_link_ends_writes_with_an_error_that_names_the_peer() {
     const TEST: &str = "a_cut_link_ends_writes_with_an_error_that_names_the_peer";
-    on_two_hosts(TEST, cut_off);
+    on_two_hosts(TEST, |comm, directory| {
+        cut_off(comm, directory, NetworkPath::Direct);
+    });
 }
 
 #[test]
 fn a_cut_link_ends_staged_writes_with_an_error_that_names_the_peer() {
     const TEST: &str = "a_cut_link_ends_staged_writes_with_an_error_that_names_the_peer";
-    on_two_hosts_with(TEST, staged, cut_off);
+    on_two_hosts_with(TEST, staged, |comm, directory| {
+        cut_off(comm, directory, NetworkPath::Staged);
+    });
 }
 
 #[test]
 fn a_cut_link_ends_writes_past_staging_memory_with_an_error_that_names_the_peer() {
     const TEST: &str =
         "a_cut_link_ends_writes_past_staging_memory_with_an_error_that_names_the_peer";
-    on_two_hosts_with(TEST, past_staging, cut_off);
+    on_two_hosts_with(TEST, past_staging, |comm, directory| {
+        cut_off(comm, directory, NetworkPath::Direct);
+    });
 }
 
-fn cut_off(comm: Communicator, directory: &Path) {
+fn cut_off(comm: Communicator, directory: &Path, path: NetworkPath) {
     let (connection, stream) = connect(&comm, 1 << 20);
+    assert_eq!(connection.network_path(), Some(path));
     // What is no region of the connection is staged.
     let source = connection.region(0).unwrap();
     connection.write(&stream, 0, &source).unwrap();

@@ -13,7 +13,7 @@ mod staging;
 pub(crate) use copy_engine::CopyEngine;
 pub(crate) use network::NetworkCarrier;
 pub use networks::NetworkPath;
-pub(crate) use networks::{Exposed, NetworkLink, Networks};
+pub(crate) use networks::{Exposed, NetworkLink, Networks, Offered, OfferedRings};
 pub use staging::StagingConfig;
 pub(crate) use staging::{Shape as StagingShape, StagedCarrier};
 

@@ -10,7 +10,7 @@ use crate::device::{ChannelMemory, Word};
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::memory::RemoteRegion;
 use crate::signal::{Offer, RemoteSlot};
-use crate::transport::{Carrier, CopyEngine, NetworkCarrier, StagedCarrier};
+use crate::transport::{Carrier, CopyEngine, NetworkCarrier, Offered, OfferedRings, StagedCarrier};
 use std::sync::{Arc, Mutex};
 
 /// What an end has of its peer.
@@ -144,12 +144,17 @@ impl ConnectionExchange {
     /// this end is gone; so does a failure.
     fn reach(&self, end: &mut End<'_>, job_peer: Rank, offer: &EndOffer) -> Result<Reached> {
         if let Some(exposed) = end.exposed.take() {
-            let keys = [&offer.address[..], &offer.inbound, &offer.region];
-            let staging = offer.staging.as_ref();
-            let staging = staging.map(|staging| (staging.shape, &staging.region[..]));
-            let link = self
-                .networks
-                .connect(end.request.peer, exposed, keys, staging)?;
+            let offered = Offered {
+                address: &offer.address,
+                words: &offer.inbound,
+                region: &offer.region,
+                staging: offer.staging.as_ref().map(|staging| OfferedRings {
+                    shape: staging.shape,
+                    region_bytes: staging.region_bytes,
+                    region: &staging.region,
+                }),
+            };
+            let link = self.networks.connect(end.request.peer, exposed, &offered)?;
             let (peer, tag, path) = (end.request.peer, end.request.tag, link.path());
             tracing::debug!(peer, tag, ?path, "connected over the network");
             let bytes = match &offer.staging {

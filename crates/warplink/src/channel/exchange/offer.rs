@@ -56,6 +56,7 @@ impl EndOffer {
 #[cfg(all(test, not(loom)))]
 mod tests {
     use super::*;
+    use crate::transport::StagingConfig;
     use proptest::prelude::*;
 
     proptest! {
@@ -73,20 +74,28 @@ mod tests {
 
     #[test]
     fn offers_survive_the_wire() {
-        let offer = EndOffer {
-            transport: Transport::Direct,
-            region: vec![1; 168],
-            inbound: vec![2; 168],
-            slot: 7,
-            address: vec![3; 40],
-            staging: None,
+        let shape = StagingShape::new(&StagingConfig::default()).unwrap();
+        let staged = |region| StagingOffer {
+            shape,
+            region_bytes: 1 << 40,
+            region,
         };
-        let wire = offer.encode().unwrap();
-        assert_eq!(EndOffer::decode(&wire).unwrap(), offer);
-        let longer = [&wire[..], &[0]].concat();
-        for altered in [&wire[..wire.len() - 1], &longer] {
-            let error = EndOffer::decode(altered).unwrap_err();
-            assert_eq!(error.kind(), ErrorKind::Protocol);
+        for staging in [None, Some(staged(Vec::new())), Some(staged(vec![4; 60]))] {
+            let offer = EndOffer {
+                transport: Transport::Direct,
+                region: vec![1; 168],
+                inbound: vec![2; 168],
+                slot: 7,
+                address: vec![3; 40],
+                staging,
+            };
+            let wire = offer.encode().unwrap();
+            assert_eq!(EndOffer::decode(&wire).unwrap(), offer);
+            let longer = [&wire[..], &[0]].concat();
+            for altered in [&wire[..wire.len() - 1], &longer] {
+                let error = EndOffer::decode(altered).unwrap_err();
+                assert_eq!(error.kind(), ErrorKind::Protocol);
+            }
         }
     }
 }

@@ -119,7 +119,7 @@ pub trait NetworkConnection: Send + Sync + fmt::Debug {
     fn open(&self, key: &[u8]) -> Result<RemoteMemory>;
 
     /// Writes `source` to `offset` in the peer's memory. `source` must not change until a flush. Memory that only the
-    /// device reaches is registered as such, and stays so until then.
+    /// device reaches is registered as such, and stays so until then; the connection fails where it is not.
     ///
     /// # Errors
     /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) outside the peer's memory or for

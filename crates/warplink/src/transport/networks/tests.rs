@@ -1,34 +1,56 @@
-//! What a link does when its connection breaks.
+//! What a link does when its connection breaks, and how data goes over it.
 
+use super::exposed::reached;
 use super::*;
-use crate::device::AllocationKind;
-use crate::device::DeviceSlice;
-use crate::device::{DeviceConfig, DeviceKind};
+use crate::device::network::NetworkRegion;
+use crate::device::{AllocationKind, DeviceConfig, DeviceKind, DeviceSlice, Fault};
 use crate::error::ErrorKind;
 use crate::transport::no_peer::NoPeer;
 
-fn link() -> (NetworkLink, Arc<NoPeer>) {
+/// Bytes of a region.
+const BYTES: u64 = 64;
+
+/// A link between regions of which the libraries of the two ends reach what has a key. An end's is `own`.
+fn link(own: Option<Vec<u8>>, peers: &[u8]) -> (Arc<Networks>, NetworkLink, Arc<NoPeer>) {
     let device = crate::device::open(&DeviceConfig::new(DeviceKind::Host, 0)).unwrap();
     let networks = Networks::new(&device, NetworkOptions::default(), StagingConfig::default());
-    let connection = Arc::<NoPeer>::default();
-    let link = NetworkLink {
-        networks,
-        peer: 1,
-        connection: connection.clone(),
-        words: Arc::new(RemoteMemory::of_nobody(WORDS_BYTES)),
-        regions: Mutex::default(),
-        exposed: Mutex::new(None),
-        staged: None,
-        peers_memory: None,
-        staged_end: OnceLock::new(),
-        used: Arc::default(),
+    let network = Arc::new(Reaching {
+        device_memory: own,
+        connection: Arc::default(),
+    });
+    let connection = network.connection.clone();
+    let shape = Shape::new(&StagingConfig::default()).unwrap();
+    let staged = Arc::new(Incoming::allocate(&device, shape).unwrap());
+    let region = device.allocate(BYTES as usize, AllocationKind::Plain);
+    let memory = ExposedMemory {
+        words: network.register(staged.control.slice()).unwrap(),
+        regions: vec![network.register(staged.ring.slice()).unwrap()],
+        reached: Vec::from_iter(reached(&*network, &region.unwrap())),
+        gone: staged.control.slice().word(GONE).unwrap(),
+        held: Vec::new(),
+        staged: Some(staged),
+        network,
+        recycle: None,
     };
-    (link, connection)
+    let exposed = Exposed::new(&networks, memory);
+    let [address, words, region] = exposed.keys().map(<[u8]>::to_vec);
+    let offered = Offered {
+        address: &address,
+        words: &words,
+        region: &region,
+        staging: Some(OfferedRings {
+            shape,
+            region_bytes: BYTES,
+            region: peers,
+        }),
+    };
+    let link = networks.connect(1, exposed, &offered).unwrap();
+    (networks, link, connection)
 }
 
 #[test]
 fn a_break_is_told_before_waits_end() {
-    let (link, connection) = link();
+    let (_networks, link, connection) = link(None, &[]);
     let fault = Arc::<Fault>::default();
     let told = Arc::new(Mutex::new(None));
     let tells = told.clone();
@@ -42,10 +64,9 @@ fn a_break_is_told_before_waits_end() {
 #[test]
 fn a_break_when_peers_leave_or_of_a_link_that_is_gone_is_no_failure() {
     for is_leaving in [true, false] {
-        let (link, connection) = link();
+        let (networks, link, connection) = link(None, &[]);
         let fault = Arc::<Fault>::default();
         link.fail_when_broken(&fault).unwrap();
-        let networks = link.networks.clone();
         if is_leaving {
             networks.leave();
         } else {
@@ -60,6 +81,7 @@ fn a_break_when_peers_leave_or_of_a_link_that_is_gone_is_no_failure() {
 #[derive(Debug)]
 struct Reaching {
     device_memory: Option<Vec<u8>>,
+    connection: Arc<NoPeer>,
 }
 
 impl Network for Reaching {
@@ -87,7 +109,7 @@ impl Network for Reaching {
     }
 
     fn connect(&self, _: Rank, _: &[u8]) -> Result<Arc<dyn NetworkConnection>> {
-        Ok(Arc::<NoPeer>::default())
+        Ok(self.connection.clone())
     }
 
     fn close(&self, _: Deadline) -> Result<()> {
@@ -98,7 +120,6 @@ impl Network for Reaching {
 /// Data goes past the staging memory where both ends' libraries reach the memory, and else through it.
 #[test]
 fn the_path_is_what_both_ends_can() {
-    const BYTES: u64 = 64;
     let bytes = || BYTES.to_le_bytes().to_vec();
     let altered = || vec![1; 3];
     for (own, peers, is_direct) in [
@@ -109,31 +130,10 @@ fn the_path_is_what_both_ends_can() {
         (None, Vec::new(), false),
         // Opening fails.
         (Some(bytes()), altered(), false),
+        // It is a key of less than the region.
+        (Some(bytes()), (BYTES - 8).to_le_bytes().to_vec(), false),
     ] {
-        let device = crate::device::open(&DeviceConfig::new(DeviceKind::Host, 0)).unwrap();
-        let networks = Networks::new(&device, NetworkOptions::default(), StagingConfig::default());
-        let network = Arc::new(Reaching { device_memory: own });
-        let shape = Shape::new(&StagingConfig::default()).unwrap();
-        let staged = Arc::new(Incoming::allocate(&device, shape).unwrap());
-        let region = device.allocate(BYTES as usize, AllocationKind::Plain);
-        let memory = ExposedMemory {
-            words: network.register(staged.control.slice()).unwrap(),
-            regions: vec![network.register(staged.ring.slice()).unwrap()],
-            reached: Vec::from_iter(reached(&*network, &region.unwrap())),
-            gone: staged.control.slice().word(GONE).unwrap(),
-            held: Vec::new(),
-            staged: Some(staged),
-            network,
-            recycle: None,
-        };
-        let exposed = Exposed {
-            networks: Arc::downgrade(&networks),
-            memory: Some(memory),
-        };
-        let keys = exposed.keys().map(<[u8]>::to_vec);
-        let keys = [&keys[0][..], &keys[1], &keys[2]];
-        let link = networks.connect(1, exposed, keys, Some((shape, &peers)));
-        let link = link.unwrap();
+        let (_networks, link, _) = link(own, &peers);
         let path = if is_direct {
             NetworkPath::Direct
         } else {

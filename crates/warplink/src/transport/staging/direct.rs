@@ -115,9 +115,12 @@ impl StagedEnd {
         Ok(true)
     }
 
-    /// Has all that was begun counted when it is done, but for what messages follow: they are not to wait for it twice.
+    /// Has all that was begun counted when it is done, but for what messages follow that no answer waits for: they are not
+    /// to wait for it twice.
     pub(super) fn mark_direct(&self, state: &mut State) -> Result<()> {
-        if state.leaving.is_empty() {
+        let answer = state.answers.front();
+        let is_awaited = answer.is_some_and(|answer| answer.direct > state.direct.marked);
+        if state.leaving.is_empty() || is_awaited {
             self.mark(state)?;
         }
         Ok(())

@@ -99,7 +99,7 @@ pub(super) struct Incoming {
 }
 
 impl Shape {
-    pub(super) fn new(config: &StagingConfig) -> Result<Self> {
+    pub(crate) fn new(config: &StagingConfig) -> Result<Self> {
         let shape = Self {
             chunk_bytes: config.chunk_bytes as u64,
             chunks: config.chunks as u64,

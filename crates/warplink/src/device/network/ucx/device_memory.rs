@@ -15,16 +15,16 @@ use crate::error::Result;
 use std::ffi::c_uint;
 use std::sync::Arc;
 
-/// The first version whose writes and reads take memory of any type by default; those before it copy it as if it was
-/// the host's.
-const FIRST: (c_uint, c_uint) = (1, 16);
+/// The first version that hears of virtual memory which is unmapped (`cuMemUnmap`). Those before it keep a card's
+/// registration of an address beyond our own, and use it for other memory that comes to lie there.
+const FIRST: (c_uint, c_uint) = (1, 18);
 
 /// Names the transports that UCX may use.
 const TRANSPORTS_VARIABLE: &str = "UCX_TLS";
 
-/// All that reach no other machine's memory by a network card, but are for memory of GPUs: they would make keys of
+/// Transports that reach no other machine's memory by a network card, but are for memory of GPUs: they would make keys of
 /// their own.
-const TRANSPORTS: &str = "^cuda_ipc,gdr_copy";
+const MAPPING: [&str; 2] = ["cuda_ipc", "gdr_copy"];
 
 /// Makes the device of the options that of the calling thread, where UCX may reach its memory by itself.
 pub(super) fn attach(ucp: &Ucp, options: &NetworkOptions) -> Option<Arc<dyn Device>> {
@@ -35,6 +35,16 @@ pub(super) fn attach(ucp: &Ucp, options: &NetworkOptions) -> Option<Arc<dyn Devi
     // UCX is left as it is where nothing is to be had by it.
     if options.access == DeviceAccess::Automatic && !has_rdma_cards() {
         tracing::debug!("no network card reaches the device's memory: there is none for RDMA");
+        return None;
+    }
+    if options.access == DeviceAccess::Automatic
+        && let Ok(list) = std::env::var(TRANSPORTS_VARIABLE)
+        && may_map(&list)
+    {
+        tracing::debug!(
+            list,
+            "UCX may map memory of GPUs, and would not be known from a network card; leave out cuda_ipc and gdr_copy"
+        );
         return None;
     }
     let (major, minor, _) = ucp.version();
@@ -54,10 +64,26 @@ pub(super) fn attach(ucp: &Ucp, options: &NetworkOptions) -> Option<Arc<dyn Devi
     }
 }
 
+/// Whether a list of transports, as UCX takes it, leaves one that maps memory of GPUs.
+fn may_map(list: &str) -> bool {
+    let (is_negated, names) = match list.strip_prefix('^') {
+        Some(names) => (true, names),
+        None => (false, list),
+    };
+    let names: Vec<&str> = names.split(',').map(str::trim).collect();
+    let named = |name| names.contains(&name);
+    let mut mapping = MAPPING.into_iter();
+    if is_negated {
+        !named("cuda") && !mapping.all(named)
+    } else {
+        named("all") || named("cuda") || mapping.any(named)
+    }
+}
+
 /// Has UCX do with memory of GPUs what is sound here.
 pub(super) fn configure(ucp: &Ucp, config: Config) -> Result<()> {
     if std::env::var_os(TRANSPORTS_VARIABLE).is_none() {
-        engine::set(ucp, config, "TLS", TRANSPORTS)?;
+        engine::set(ucp, config, "TLS", &format!("^{}", MAPPING.join(",")))?;
     }
     // Without it, memory is copied as if it was the host's. A version that does not know the setting has no other way.
     if let Err(error) = engine::set(ucp, config, "PROTO_ENABLE", "y") {
@@ -143,6 +169,30 @@ mod tests {
                 ..NetworkOptions::default()
             };
             assert!(attach(ucp, &options).is_none());
+        }
+    }
+
+    #[test]
+    fn lists_that_leave_a_mapping_transport_are_known() {
+        for list in [
+            "all",
+            "cuda",
+            "rc,cuda_ipc",
+            "rc, gdr_copy",
+            "^tcp",
+            "^cuda_ipc",
+            "^gdr_copy,tcp",
+        ] {
+            assert!(may_map(list), "{list}");
+        }
+        for list in [
+            "rc,cuda_copy",
+            "tcp",
+            "^cuda_ipc,gdr_copy",
+            "^cuda",
+            "^sm,cuda_ipc, gdr_copy",
+        ] {
+            assert!(!may_map(list), "{list}");
         }
     }
 

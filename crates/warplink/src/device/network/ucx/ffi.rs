@@ -50,7 +50,6 @@ pub(super) mod status {
     pub(crate) const OK: Status = 0;
     pub(crate) const IN_PROGRESS: Status = 1;
     pub(crate) const NO_MEMORY: Status = -4;
-    pub(crate) const INVALID_PARAMETER: Status = -5;
     pub(crate) const UNREACHABLE: Status = -6;
     pub(crate) const TIMED_OUT: Status = -20;
     pub(crate) const BUSY: Status = -15;

@@ -349,7 +349,14 @@ impl Peer {
     /// breaks the connection.
     fn params(&mut self, memory: &DeviceSlice, mapped: Option<&Mapped>) -> Option<RequestParams> {
         if mapped.is_none() && MemoryType::of(memory) != MemoryType::HOST {
-            self.fail(status::INVALID_PARAMETER);
+            let text = format!(
+                "{memory:?} is not registered with the network, which reaches it by that alone"
+            );
+            self.fail_with(
+                Error::new(ErrorKind::InvalidArgument, text)
+                    .with_peer(self.rank)
+                    .with_help("register memory of the device, and keep that until what uses it is flushed"),
+            );
             return None;
         }
         Some(RequestParams::on(mapped.map(|mapped| mapped.handle)))
@@ -434,19 +441,25 @@ impl Peer {
         }
     }
 
-    /// Takes the connection for broken. Ending it by force lets go of what is under way.
+    /// Takes the connection for broken.
     fn fail(&mut self, why: Status) {
+        let text = self.ucp.text(why);
+        self.fail_with(
+            Error::new(
+                ErrorKind::PeerLost,
+                format!("the connection over the network broke: {text}"),
+            )
+            .with_peer(self.rank)
+            .with_code(why.into())
+            .with_help(UNREACHED),
+        );
+    }
+
+    /// Fails the connection, if it has not failed. Ending it by force lets go of what is under way.
+    fn fail_with(&mut self, error: Error) {
         if self.failed.is_some() {
             return;
         }
-        let text = self.ucp.text(why);
-        let error = Error::new(
-            ErrorKind::PeerLost,
-            format!("the connection over the network broke: {text}"),
-        )
-        .with_peer(self.rank)
-        .with_code(why.into())
-        .with_help(UNREACHED);
         if let Some(handler) = self.on_failure.take() {
             handler(&error);
         }
