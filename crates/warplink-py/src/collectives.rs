@@ -7,10 +7,9 @@ use crate::owner::Detached;
 use crate::parts::{Cut, unit};
 use crate::place::Place;
 use crate::stream::Stream;
-use crate::watch::{Watch, Watched};
+use crate::watch::{Limits, Watch, Watched};
 use pyo3::prelude::*;
 use std::ffi::c_void;
-use std::time::Duration;
 use warplink::collective::{
     Call, CollectiveKind, CollectiveOptions, CollectivePath, ExpertOptions, Message,
 };
@@ -81,12 +80,12 @@ impl Collectives {
         &self,
         py: Python<'_>,
         communicator: warplink::Communicator,
-        timeout: Duration,
+        limits: Limits,
     ) -> PyResult<Watch> {
         let inner = self.inner()?;
         let precede = move |stream: &_| inner.precede(stream);
         self.watched
-            .watch(py, communicator, precede, (&self.place, timeout))
+            .watch(py, communicator, precede, (&self.place, limits))
     }
 
     /// Reads the arrays of a call on `stream`.
@@ -151,11 +150,13 @@ impl Collectives {
     }
 
     /// The address of the vendor library's communicator (`ncclComm_t` on GPUs) that does calls; None where the direct path
-    /// does all. It is valid for as long as these collectives are and no rank is lost.
+    /// does all, and where a rank was lost. It is valid for as long as these collectives are and no rank is lost.
     #[getter]
     fn communicator(&self) -> PyResult<Option<usize>> {
         let communicator = self.inner()?.communicator();
-        Ok(communicator.map(|communicator| communicator as usize))
+        Ok(communicator
+            .filter(|communicator| !communicator.is_null())
+            .map(|communicator| communicator as usize))
     }
 
     /// How many ranks there are.

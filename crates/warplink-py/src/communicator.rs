@@ -14,7 +14,7 @@ use crate::place::Place;
 use crate::region::{Region, RemoteRegion, seconds};
 use crate::stream::{Event, Stream, Turns};
 use crate::transfer::{self, StreamBarrier, Transfer};
-use crate::watch::Watch;
+use crate::watch::{Limits, Watch};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
 use std::sync::Arc;
@@ -169,7 +169,7 @@ impl Communicator {
     }
 
     /// An array's memory in place, for local use: copies, inputs of programs, collectives. That of a read-only array is
-    /// never their target.
+    /// never their target. On a GPU, blocks until an array of JAX's is computed where no `stream` is given.
     #[pyo3(signature = (array, stream=None))]
     fn borrow(&self, array: &Bound<'_, PyAny>, stream: Option<&Stream>) -> PyResult<Memory> {
         let array = Array::resolve(array, &self.place, stream.map(Stream::raw_handle))?;
@@ -381,8 +381,10 @@ impl Communicator {
     /// memory that it has on each rank. Without options, later calls give the same collectives again at once.
     /// `communicator` is the address of a communicator of the vendor's library (`ncclComm_t` on GPUs) that the application
     /// has, of the same ranks in the same order: calls that go to the library use it instead of one made here. It stays
-    /// the application's, which must neither destroy nor abort it before these collectives are gone and their streams are
-    /// done; another number than such an address crashes the process.
+    /// the application's, which must not destroy it before nothing refers to these collectives and their streams are done;
+    /// when a rank is lost, it aborts it once a call has raised that, or what is in the library never ends. It is of the
+    /// library that is loaded here, its calls block, and no other thread uses it meanwhile; another number than such an
+    /// address crashes the process.
     /// Raises MismatchError where the options of the ranks differ, or the communicator has other ranks.
     #[pyo3(signature = (*, path=None, algorithm=None, workspace_bytes=None, communicator=None))]
     fn collectives(
@@ -408,12 +410,25 @@ impl Communicator {
 
     /// Has a thread wait for the calls that are made through this object `calls`, where no host waits for their
     /// streams: collectives (those of experts are not waited for) or turns, of this communicator. A call that takes
-    /// longer than `timeout` seconds aborts this rank, so that what waits on the device is let go. Asks no other rank.
-    fn watch(&self, py: Python<'_>, calls: Watchable<'_>, timeout: f64) -> PyResult<Watch> {
-        let (inner, timeout) = (self.inner()?, seconds(timeout)?);
+    /// longer than `timeout` seconds aborts this rank, so that what waits on the device is let go. With `grace`, the process
+    /// ends by the signal SIGABRT when a call has failed and no exception has told of a failure for that many seconds, unless
+    /// the watch was closed meanwhile. Asks no other rank.
+    #[pyo3(signature = (calls, timeout, grace=None))]
+    fn watch(
+        &self,
+        py: Python<'_>,
+        calls: Watchable<'_>,
+        timeout: f64,
+        grace: Option<f64>,
+    ) -> PyResult<Watch> {
+        let inner = self.inner()?;
+        let limits = Limits {
+            timeout: seconds(timeout)?,
+            grace: grace.map(seconds).transpose()?,
+        };
         match calls {
-            Watchable::Collectives(calls) => calls.get().watch(py, inner, timeout),
-            Watchable::Turns(calls) => calls.get().watch(py, inner, timeout),
+            Watchable::Collectives(calls) => calls.get().watch(py, inner, limits),
+            Watchable::Turns(calls) => calls.get().watch(py, inner, limits),
         }
     }
 

@@ -3,6 +3,7 @@
 //! The classes are Python's (`warplink/errors.py`), so that they can derive from built-in exceptions as
 //! well; this finds the class for a kind and fills in the attributes.
 
+use crate::untold;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use warplink::program::Diagnostic;
@@ -15,6 +16,7 @@ pub(crate) fn raise(error: Error) -> PyErr {
 
 /// The exception for `error`, with what the verifier found.
 pub(crate) fn raise_with(error: Error, diagnostics: &[Diagnostic]) -> PyErr {
+    untold::note(&error);
     Python::attach(|py| match build(py, &error, diagnostics) {
         Ok(exception) => PyErr::from_value(exception),
         Err(failure) => failure,

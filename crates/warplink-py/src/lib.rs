@@ -31,6 +31,7 @@ mod program;
 mod region;
 mod stream;
 mod transfer;
+mod untold;
 mod watch;
 
 use pyo3::exceptions::PyImportError;

@@ -5,10 +5,9 @@ use crate::errors::raise;
 use crate::owner::{Detached, OfProcess};
 use crate::place::Place;
 use crate::region::seconds;
-use crate::watch::{Watch, Watched};
+use crate::watch::{Limits, Watch, Watched};
 use pyo3::prelude::*;
 use std::sync::Arc;
-use std::time::Duration;
 use warplink::Deadline;
 
 /// An ordered queue of device work. Methods only enqueue unless they say otherwise.
@@ -57,12 +56,12 @@ impl Turns {
         &self,
         py: Python<'_>,
         communicator: warplink::Communicator,
-        timeout: Duration,
+        limits: Limits,
     ) -> PyResult<Watch> {
         let inner = self.inner.get()?.clone();
         let precede = move |stream: &_| inner.precede(stream);
         self.watched
-            .watch(py, communicator, precede, (&self.place, timeout))
+            .watch(py, communicator, precede, (&self.place, limits))
     }
 }
 

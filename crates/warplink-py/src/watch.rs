@@ -4,9 +4,10 @@ use crate::errors::raise;
 use crate::owner::OfProcess;
 use crate::place::Place;
 use crate::region::seconds;
+use crate::untold;
 use pyo3::prelude::*;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use warplink::device::{Priority, Stream};
 use warplink::{Communicator, Deadline, Error, ErrorKind, Result};
 
@@ -32,6 +33,15 @@ type Precede = Box<dyn Fn(&Stream) -> Result<()> + Send>;
 pub(crate) struct Calls {
     state: Mutex<State>,
     changed: Condvar,
+    /// After how long a failure that the application was not told of ends the process; not at all without it.
+    grace: Option<Duration>,
+}
+
+/// How long calls may take, and how long the application may go on after one that failed.
+#[derive(Clone, Copy)]
+pub(crate) struct Limits {
+    pub(crate) timeout: Duration,
+    pub(crate) grace: Option<Duration>,
 }
 
 #[derive(Debug)]
@@ -67,8 +77,29 @@ impl Calls {
             .unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits for calls as they are made, until closed or one fails.
-    fn follow(&self, communicator: &Communicator, precede: &Precede, stream: &Stream) {
+    /// Ends the process once the grace after `failure` is over, unless this was closed or the application told by then.
+    fn end_process(&self, failure: &Error) {
+        let Some(grace) = self.grace else { return };
+        let found = Instant::now();
+        let is_open = |state: &mut State| !state.closed;
+        let waited = self
+            .changed
+            .wait_timeout_while(self.state(), grace, is_open);
+        let (state, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        let closed = state.closed;
+        drop(state);
+        if !closed {
+            untold::end_process(failure, found, grace);
+        }
+    }
+
+    /// Waits for calls as they are made, until closed or one fails, and gives how.
+    fn follow(
+        &self,
+        communicator: &Communicator,
+        precede: &Precede,
+        stream: &Stream,
+    ) -> Option<Error> {
         loop {
             let mut state = self.state();
             while !state.new && !state.closed {
@@ -77,7 +108,7 @@ impl Calls {
                 state.sleeps = false;
             }
             if !state.new {
-                return;
+                return None;
             }
             if !state.closed {
                 drop(state);
@@ -95,12 +126,12 @@ impl Calls {
                     "a call took longer than {} s: {error}",
                     timeout.as_secs_f64()
                 );
-                self.state().failure.get_or_insert(error);
+                self.state().failure.get_or_insert(error.clone());
                 if timed_out {
                     // Kernels would wait for ever, and the host for them.
                     communicator.abort(&reason);
                 }
-                return;
+                return Some(error);
             }
         }
     }
@@ -111,19 +142,20 @@ fn start(
     communicator: Communicator,
     precede: Precede,
     place: &Place,
-    timeout: Duration,
+    limits: Limits,
 ) -> Result<(Watch, Arc<Calls>)> {
     let state = State {
         new: false,
         sleeps: false,
         closed: false,
         ended: false,
-        timeout,
+        timeout: limits.timeout,
         failure: None,
     };
     let calls = Arc::new(Calls {
         state: Mutex::new(state),
         changed: Condvar::new(),
+        grace: limits.grace,
     });
     let stream = communicator.create_stream(Priority::Normal)?;
     let watch = Watch {
@@ -132,11 +164,14 @@ fn start(
     };
     let followed = calls.clone();
     let body = move || {
-        followed.follow(&communicator, &precede, &stream);
+        let failure = followed.follow(&communicator, &precede, &stream);
         // Nothing of the job is held by who finds this set.
         drop((communicator, precede, stream));
         followed.state().ended = true;
         followed.changed.notify_all();
+        if let Some(failure) = failure {
+            followed.end_process(&failure);
+        }
     };
     let thread = std::thread::Builder::new().name("warplink-watch".to_owned());
     thread.spawn(body).map_err(|error| {
@@ -212,9 +247,9 @@ impl Watched {
         py: Python<'_>,
         communicator: Communicator,
         precede: impl Fn(&Stream) -> Result<()> + Send + 'static,
-        (place, timeout): (&Place, Duration),
+        (place, limits): (&Place, Limits),
     ) -> PyResult<Watch> {
-        let started = py.detach(|| start(communicator, Box::new(precede), place, timeout));
+        let started = py.detach(|| start(communicator, Box::new(precede), place, limits));
         let (watch, calls) = started.map_err(raise)?;
         *self.lock() = Some(calls);
         Ok(watch)

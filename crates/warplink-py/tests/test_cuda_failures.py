@@ -103,19 +103,22 @@ def test_a_lost_peer_ends_direct_collectives():
     on_ranks(lost_in_direct, WORLD, dies=(1,), limit=LOST_LIMIT)
 
 
-def differing_ends(rank, world, _, place):
+def differing_ends(rank, world, _, place, blocks):
     import warplink.torch
     from warplink.errors import MismatchError
 
+    # A wait without a timeout blocks with it.
+    os.environ["TORCH_NCCL_BLOCKING_WAIT"] = str(int(blocks))
     dist = start_on_gpu(rank, world, place, pg_options=warplink.torch.Options(direct_messages=True))
     tensor = torch.zeros(4 + rank, device="cuda")
     operation = dist.irecv if rank else dist.isend
     (work,) = dist.batch_isend_irecv([dist.P2POp(operation, tensor, 1 - rank)])
     with pytest.raises(MismatchError) as caught:
-        work.wait(timedelta(seconds=30))
+        work.wait() if blocks else work.wait(timedelta(seconds=30))
     assert caught.value.peer == 1 - rank
     meet(place, "told", rank, range(world))
 
 
-def test_ends_that_differ_are_told_by_a_wait_with_a_timeout():
-    on_ranks(differing_ends, WORLD)
+@pytest.mark.parametrize("blocks", [False, True])
+def test_ends_that_differ_are_told_by_a_wait_that_blocks(blocks):
+    on_ranks(differing_ends, WORLD, blocks)

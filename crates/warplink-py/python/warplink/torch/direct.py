@@ -15,6 +15,7 @@ import torch
 
 import warplink
 from warplink.errors import ClosedError, InvalidArgumentError, UnsupportedError, WarplinkError
+from warplink.torch import error_handling
 from warplink.torch.agreement import made_by_all
 from warplink.torch.arithmetic import as_bytes, readable, settle, writable
 from warplink.torch.shapes import check_plain
@@ -125,7 +126,8 @@ class GpuMessages:
         self, space: Workspace, collectives: warplink.Collectives, timeout: float
     ) -> None:
         self._space = space
-        self._watch = space.communicator.watch(collectives, timeout)
+        self._watch = space.communicator.watch(collectives, timeout, error_handling.grace())
+        self._waits_block = error_handling.waits_block()
         #: Whether a call or a wait has raised what the watch found.
         self._told = False
         self._collectives = collectives
@@ -194,9 +196,10 @@ class GpuMessages:
                     f"{name}: a tensor is on {tensor.device}; expected {self._device}, as in the group's first call"
                 )
         result, check = [*outputs, *further], self._check
+        limit = self.timeout if self._waits_block else None
         if not asynchronous:
             stream, borrowed = self._run(outputs, inputs, call)
-            return GpuWork(result, stream, None, check, borrowed.synchronize)
+            return GpuWork(result, stream, None, check, borrowed.synchronize, limit)
         self._side.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._side):
             stream, borrowed = self._run(outputs, inputs, call)
@@ -204,7 +207,7 @@ class GpuMessages:
         # What was allocated on the current stream is not used again before this one is past it.
         for tensor in every:
             tensor.record_stream(stream)
-        return GpuWork(result, stream, event, check, borrowed.synchronize)
+        return GpuWork(result, stream, event, check, borrowed.synchronize, limit)
 
     def _run(
         self,

@@ -63,6 +63,8 @@ def rows_of_parts(
             )
         sizes = [rows // size] * size
     count(size, sizes, f"sizes of the {what}'s parts")
+    if min(sizes) < 0:
+        raise InvalidArgumentError(f"a part of the {what} has {min(sizes)} rows; expected 0 or more")
     if sum(sizes) != rows:
         raise InvalidArgumentError(
             f"the parts of the {what} have {sum(sizes)} rows; expected its {rows}"

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from warplink.errors import WarplinkError, from_kind
-from warplink.torch.workspace import current_handle
+from warplink.torch.workspace import current_handle, is_recording
 
 #: What an operation gives: the tensors that its future holds.
 Result = Any
@@ -152,7 +152,7 @@ class GpuWork(dist.Work):
 
     ``event`` marks its end; None where the caller's own stream did it, which is asked only if need be. ``check`` raises
     what has gone wrong so far, ``synchronize`` blocks until the stream is done, for seconds, and raises what went wrong
-    on it.
+    on it. With a ``limit``, every wait does that, for so many seconds, but where the caller records a graph.
     """
 
     def __init__(
@@ -162,6 +162,7 @@ class GpuWork(dist.Work):
         event: torch.cuda.Event | None,
         check: Callable[[], None],
         synchronize: Callable[[float], None],
+        limit: float | None = None,
     ) -> None:
         super().__init__()
         self._result = result
@@ -169,6 +170,7 @@ class GpuWork(dist.Work):
         self._event = event
         self._check = check
         self._synchronize = synchronize
+        self._limit = limit
         self._future: torch.futures.Future[Any] | None = None
 
     def _done(self) -> torch.cuda.Event:
@@ -181,9 +183,11 @@ class GpuWork(dist.Work):
         """Has the caller's current stream wait for it. With a ``timeout``, blocks until it is done, and raises what
         another rank did wrong, or TimeoutError after that time."""
         self._check()
+        device = self._stream.device
         if timeout:
             self._synchronize(timeout.total_seconds())
-        device = self._stream.device
+        elif self._limit is not None and not is_recording(device):
+            self._synchronize(self._limit)
         if current_handle(device) != self._stream.cuda_stream:
             torch.cuda.current_stream(device).wait_event(self._done())
         return True

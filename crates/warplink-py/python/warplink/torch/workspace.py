@@ -11,7 +11,7 @@ import torch
 
 import warplink
 from warplink.errors import InvalidArgumentError, OutOfMemoryError, WarplinkError
-from warplink.torch import joining
+from warplink.torch import error_handling, joining
 from warplink.torch.agreement import check_alike, made_by_all
 
 #: How many plans of fused operations, each with memory of its own, a group keeps on a device.
@@ -73,7 +73,7 @@ class Workspace:
         #: Whether a turn has raised what the watch found.
         self._told = False
         if device.type == "cuda":
-            self._watch = communicator.watch(self._turns, timeout)
+            self._watch = communicator.watch(self._turns, timeout, error_handling.grace())
         #: The keys of plans that graphs of the application's have recorded.
         self._recorded: set[Any] = set()
         self._job = job
