@@ -20,8 +20,9 @@ mv "$package/_warplink.abi3.so" "$package/warplink/"
 export PYTHONPATH=$package:$PWD/device-bin/python PYTHONUNBUFFERED=1
 export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-32} NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NO_COLOR=1
 cd crates/warplink-py/tests
-timeout --kill-after=5 "${LIMIT:-300}" python3 -m pytest -p no:cacheprovider -rfE --durations=8 -v "$@" \
+timeout --kill-after=5 "${LIMIT:-300}" python3 -m pytest -p no:cacheprovider -rfEs --durations=8 -v "$@" \
     ${TESTS:-$(echo test_cuda_*.py)} >"$OUT/python.log" 2>&1
 code=$?
 grep -E 'PASSED|FAILED|ERROR|SKIPPED|^=' "$OUT/python.log" | tail -n "${LINES_OF_LOG:-40}"
+grep -q ' PASSED' "$OUT/python.log" || { echo 'no test was run' >&2; ((code)) || code=1; }
 exit $code

@@ -63,13 +63,13 @@ def settle(device):
 
 def measure(contenders, device, batches, calls):
     """Median microseconds until a call returns, by contender: those of the slowest rank. One that raises in its first call
-    is left out, with what it said."""
+    is left out, with what it said. Where it raises on one rank alone, the others' call waits until its timeout."""
     failures = {}
     for name, call in contenders.items():
         try:
             settle(device)
             call()
-        except Exception as error:  # it is another library's
+        except Exception as error:  # of any library
             failures[name] = str(error).splitlines()[0]
     every = [None] * dist.get_world_size()
     dist.all_gather_object(every, failures)
@@ -204,8 +204,11 @@ def main():
     for name in (*FUSED, *(SCALED if capable else ())):
         for shape in SHAPES if device.type == "cuda" else CPU_SHAPES:
             if not arguments.only or name in arguments.only:
-                run(name, list(shape), fused(name, shape, libraries, device), "symm_mem", arguments.calls // 2)
+                run(name, list(shape), fused(name, shape, libraries, device), "symm_mem", max(1, arguments.calls // 2))
     dist.destroy_process_group()
+    own = sorted({name for row in rows for name in row["failures"] if name.startswith("warplink")})
+    if own:
+        raise SystemExit(f"calls of {', '.join(own)} failed")
 
 
 if __name__ == "__main__":

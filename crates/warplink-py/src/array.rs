@@ -10,6 +10,7 @@ use crate::region::Region;
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use pyo3::types::{PyCapsule, PyDict};
+use std::collections::BTreeSet;
 use std::sync::Arc;
 use warplink::device::DeviceSlice;
 use warplink::program::Bindings;
@@ -170,7 +171,7 @@ impl<'a> Reader<'a> {
         let arguments = PyDict::new(object.py());
         if kind == dlpack::CUDA {
             // The default stream has a number of its own in the protocol, and so has no stream, which JAX would take for
-            // a handle: it waits for nothing where it is told nothing.
+            // a handle: told nothing, it blocks until the array is computed.
             let stream = match self.stream {
                 Some(stream) => Some(i128::from(stream.max(1))),
                 None if is_of_jax(object)? => None,
@@ -295,24 +296,37 @@ impl Array {
     }
 }
 
-/// Memory for some of a program's tensors, by name, as [`Reader`] reads it for `stream`; `is_output` tells those that the
-/// program writes.
+/// Memory for some of a program's tensors, by name.
+pub(crate) struct NamedMemory {
+    pub(crate) bindings: Bindings,
+    /// The names of that which nothing may be written to.
+    pub(crate) read_only: BTreeSet<String>,
+}
+
+/// Memory for some of a program's tensors, as [`Reader`] reads it for `stream`; `is_output` tells those that the program
+/// writes.
 pub(crate) fn bindings(
     memory: Option<&Bound<'_, PyDict>>,
     place: &Place,
     stream: Option<u64>,
     is_output: impl Fn(&str) -> bool,
-) -> PyResult<Bindings> {
+) -> PyResult<NamedMemory> {
     let sources = Reader::new(place, stream);
     let targets = sources.for_targets();
-    let mut bindings = Bindings::new();
+    let (mut bindings, mut read_only) = (Bindings::new(), BTreeSet::new());
     for (name, array) in memory.into_iter().flatten() {
         let name: String = name.extract()?;
         let reader = if is_output(&name) { targets } else { sources };
         let array = reader.read(&array, &format!("'{name}'"))?;
+        if array.read_only {
+            read_only.insert(name.clone());
+        }
         bindings.insert(name, array.slice);
     }
-    Ok(bindings)
+    Ok(NamedMemory {
+        bindings,
+        read_only,
+    })
 }
 
 /// Whether `object` is one of JAX's arrays, of which nothing may be written, although their capsules, which have no version,

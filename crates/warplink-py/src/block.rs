@@ -150,7 +150,7 @@ impl Block {
         })
     }
 
-    /// The memory that is argument `argument`.
+    /// The memory that is argument `argument`. A kernel is not kept from writing to what a read-only array was given for.
     fn memory(&self, argument: usize) -> PyResult<Memory> {
         let slice = self.ask(|block| block.slice(argument).cloned())?;
         Ok(Memory::new(slice, &self.place))

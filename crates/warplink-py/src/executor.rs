@@ -10,6 +10,7 @@ use crate::program::{Program, read_parameters};
 use crate::stream::Stream;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
+use std::collections::BTreeSet;
 use std::sync::Arc;
 use warplink::program::PrepareOptions;
 use warplink::{Error, ErrorKind};
@@ -36,6 +37,8 @@ pub(crate) struct Prepared {
 #[derive(Debug)]
 pub(crate) struct Plan {
     inner: Detached<Arc<warplink::program::Plan>>,
+    /// The names of bound memory that nothing may be written to.
+    read_only: BTreeSet<String>,
     place: Place,
 }
 
@@ -183,9 +186,12 @@ impl Prepared {
         let prepared = self.inner.get("prepared program")?;
         let is_output = |name: &str| prepared.rank_program().is_output(name);
         let bound = array::bindings(bindings, &self.place, None, is_output)?;
-        let plan = py.detach(|| prepared.bind(&bound)).map_err(raise)?;
+        let plan = py
+            .detach(|| prepared.bind(&bound.bindings))
+            .map_err(raise)?;
         Ok(Plan {
             inner: Detached::new(Arc::new(plan)),
+            read_only: bound.read_only,
             place: self.place.clone(),
         })
     }
@@ -220,9 +226,11 @@ impl Plan {
     /// The memory of the tensor `name`, bound or allocated; None if this rank does not access it.
     fn tensor(&self, name: &str) -> PyResult<Option<Memory>> {
         let plan = self.plan()?;
-        Ok(plan
-            .tensor(name)
-            .map(|slice| Memory::new(slice.clone(), &self.place)))
+        Ok(plan.tensor(name).map(|slice| Memory {
+            slice: slice.clone(),
+            place: self.place.clone(),
+            read_only: self.read_only.contains(name),
+        }))
     }
 
     /// Names of the inputs and outputs that `run` takes other memory for: those that no peer reaches and
@@ -245,7 +253,8 @@ impl Plan {
         let (plan, raw, stream) = (self.plan()?, stream.raw_handle(), stream.live()?);
         let is_output = |name: &str| plan.is_output(name);
         let memory = array::bindings(memory, &self.place, Some(raw), is_output)?;
-        py.detach(|| plan.run_on(stream, &memory)).map_err(raise)
+        py.detach(|| plan.run_on(stream, &memory.bindings))
+            .map_err(raise)
     }
 
     /// Turns the plan into one graph, which takes its place. Blocks while the graph is prepared. Raises

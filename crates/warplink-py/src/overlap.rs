@@ -108,7 +108,8 @@ impl OverlapPlan {
         let (plan, raw, stream) = (self.inner()?, stream.raw_handle(), stream.live()?);
         let is_output = |name: &str| plan.is_output(name);
         let memory = array::bindings(memory, &self.place, Some(raw), is_output)?;
-        py.detach(|| plan.run_on(stream, &memory)).map_err(raise)
+        py.detach(|| plan.run_on(stream, &memory.bindings))
+            .map_err(raise)
     }
 
     /// Turns the plan into one graph, which takes its place. Blocks while the graph is prepared.

@@ -146,6 +146,8 @@ def jax_arrays(rank, world, meeting):
             # JAX has no current stream: ours waits for what computes the array.
             own = slow((10 * turn + rank) * one)
             collectives.send_receive(stream, [(peer, own)], [(peer, come)])
+            # The first call loads code, and waits for the GPU.
+            assert turn == 0 or not own.is_ready(), "a call waited for the array"
             assert comm.borrow(own).address == own.unsafe_buffer_pointer()
             stream.synchronize()
             received = jax.dlpack.from_dlpack(come)

@@ -93,6 +93,9 @@ def run_program(rank, world, meeting):
         result = numpy.zeros((m, n), numpy.float32)
         plan = prepared.bind({"A": part, "B[0]": right, "C[0]": result})
         assert "C[0]" in plan.replaceable
+        with pytest.raises(ValueError, match="the array is read-only"):
+            stream.fill(plan.tensor("B[0]"), 1)
+        stream.fill(plan.tensor("C[0]"), 1)
         with pytest.raises(ValueError, match=r"write 'C\[0\]': the array is read-only"):
             plan.run(stream, {"C[0]": kept})
         plan.run(stream, {"B[0]": right})

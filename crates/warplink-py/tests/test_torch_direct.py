@@ -48,6 +48,14 @@ def test_bytes_of_parts(sizes, parts, expected):
     assert [part.nbytes for part in split(2, tensor, parts, "input")] == expected
 
 
+@pytest.mark.parametrize(("parts", "said"), [([-1, 7], "-1 rows"), ([1, 4], "5 rows"), ([6], "1")])
+def test_parts_that_do_not_fit_are_told(parts, said):
+    from warplink.torch.shapes import bytes_of_parts
+
+    with pytest.raises(ValueError, match=said):
+        bytes_of_parts(2, torch.empty(6, 3), parts, "input")
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_both_ends_of_a_message_are_in_the_same_call(seed):
     from warplink.torch.direct import rounds

@@ -129,9 +129,9 @@ impl VendorCommunicator {
     ///
     /// # Safety
     /// `raw` is a communicator of the library that is loaded here, for this rank's device, whose calls block (NCCL's
-    /// default). It is neither destroyed nor
-    /// aborted before everything that adopted it has been dropped and the streams that its calls were enqueued on are
-    /// done. While a call is made, no other thread makes one with it, unless the library allows that.
+    /// default). It is not destroyed before everything that adopted it has been dropped and the streams that its calls were
+    /// enqueued on are done, and aborted only once an error has told that a rank is lost. While a call is made, no other
+    /// thread makes one with it, unless the library allows that.
     pub unsafe fn from_raw(raw: *mut c_void) -> Self {
         Self(raw as usize)
     }
