@@ -70,9 +70,10 @@ impl Direct {
     /// Has the kernel of a call made, if there is none yet.
     pub(super) fn prepare(&self, machine: &Machine, shape: &Shape) -> Result<()> {
         // Calls on memory that is not aligned are few; the graphs are for the others.
-        let readying = match shape.aligned {
-            true => Readying::Always,
-            false => Readying::Never,
+        let readying = if shape.aligned {
+            Readying::Always
+        } else {
+            Readying::Never
         };
         self.kernel(machine, shape, readying).map(drop)
     }
