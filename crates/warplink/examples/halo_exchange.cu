@@ -1,11 +1,12 @@
-// Heat in a rod that is cut into one piece for each rank: all time steps in one kernel.
+// Heat in a plate that is cut into one piece of n by n cells for each rank: all time steps in one kernel.
 //
-//        rank 0                      rank 1
-//   ghost | cells ............ | ghost
-//                         ghost | cells ............ | ghost
+// A piece has a ghost row above and one below it, and a ghost column at either side, where its neighbours' outermost
+// cells are. Before each step, a rank puts its own outermost cells there: rows as they lie, columns packed, since a put
+// is of bytes that lie one after another. So a piece is, in doubles,
 //
-// Before each step, a rank puts its outermost cells into its neighbours' ghost cells. There are two copies
-// of the piece, read and written in turn, so that no ghost is overwritten while it is read: who puts into
+//   ghost row | n rows of cells | ghost row | ghost columns west, east | packed columns west, east
+//
+// There are two copies of it, read and written in turn, so that no ghost is overwritten while it is read: who puts into
 // a copy again has waited for a signal that was sent after it was read.
 
 #include <warplink/device.cuh>
@@ -16,22 +17,40 @@ using warplink::Status;
 using warplink::u32;
 using warplink::u64;
 
+// The numbers of sides, and their bits. Must match the host's.
+enum Side { north, south, west, east };
+
+// `neighbours` has a channel for each of the `sides` that a rank has a neighbour at, in the order of their numbers.
 extern "C" __global__ void heat(
-    const Channel *neighbours, u32 has_left, u32 has_right, u64 cells, u32 steps, double rate, double *piece) {
+    const Channel *neighbours, u32 sides, u64 n, u32 steps, double rate, double *piece) {
     const Block block;
-    const u64 length = cells + 2;
-    const u32 count = has_left + has_right;
+    const u64 columns = (n + 2) * n, length = columns + 4 * n;
+    // Where what goes to a side lies here, and where it goes there.
+    const u64 sources[] = {n, n * n, columns + 2 * n, columns + 3 * n};
+    const u64 targets[] = {(n + 1) * n, 0, columns + n, columns};
     for (u32 step = 0; step < steps; step++) {
-        const u64 now = step % 2 * length, next = (step + 1) % 2 * length;
-        // Offsets are in bytes.
-        if (has_left && neighbours[0].put_with_signal(block, 8 * (now + cells + 1), 8 * (now + 1), 8) != Status::ok) return;
-        if (has_right && neighbours[has_left].put_with_signal(block, 8 * now, 8 * (now + cells), 8) != Status::ok) return;
+        const u64 now = step % 2 * length;
+        double *old = piece + now, *cells = piece + (step + 1) % 2 * length;
+        for (u64 row = threadIdx.x; row < n; row += blockDim.x) {
+            old[columns + 2 * n + row] = old[(row + 1) * n];
+            old[columns + 3 * n + row] = old[(row + 1) * n + n - 1];
+        }
+        // A put begins with a barrier of the block, so what was packed is there. Offsets are in bytes.
+        u32 count = 0;
+        for (u32 side = north; side <= east; side++) {
+            if (!(sides >> side & 1)) continue;
+            const u64 target = 8 * (now + targets[side]), source = 8 * (now + sources[side]);
+            if (neighbours[count++].put_with_signal(block, target, source, 8 * n) != Status::ok) return;
+        }
         for (u32 i = 0; i < count; i++)
             if (neighbours[i].wait(block) != Status::ok) return;
-        for (u64 i = 1 + threadIdx.x; i <= cells; i += blockDim.x) {
-            const double left = piece[now + i - 1], here = piece[now + i], right = piece[now + i + 1];
-            piece[next + i] = here + rate * (left - 2 * here + right);
+        for (u64 cell = threadIdx.x; cell < n * n; cell += blockDim.x) {
+            const u64 row = cell / n, column = cell % n, at = cell + n;
+            const double left = column > 0 ? old[at - 1] : old[columns + row];
+            const double right = column < n - 1 ? old[at + 1] : old[columns + n + row];
+            cells[at] = old[at] + rate * (old[at - n] + old[at + n] + left + right - 4 * old[at]);
         }
-        // The next put begins with a barrier of the block, so what it sends is there.
+        // The next step packs cells that other threads have made.
+        block.sync();
     }
 }

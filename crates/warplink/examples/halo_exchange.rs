@@ -1,5 +1,5 @@
-//! A stencil with a halo exchange inside its kernel: the heat equation on a rod that is cut into pieces,
-//! one for each rank. The hosts launch a kernel for thousands of time steps; in between, only kernels talk.
+//! A stencil with a halo exchange inside its kernel: the heat equation on a plate that is cut into pieces, one for
+//! each rank, in rows and columns. The hosts launch a kernel for hundreds of time steps; in between, only kernels talk.
 //!
 //! ```sh
 //! # Four ranks as threads of one process, or one for each GPU:
@@ -12,70 +12,90 @@
 pub(crate) mod picture;
 mod ranks;
 
-use picture::Moment;
+use picture::{Moment, Plate};
 use std::process::ExitCode;
 use warplink::channel::ConnectionRequest;
 use warplink::device::{Argument, Block, DeviceSlice, Launch, ModuleSource, Priority};
 use warplink::memory::Region;
 use warplink::{Communicator, Error, Result};
 
-/// Cells of each rank.
-const CELLS: usize = 256;
+/// Rows and columns of each rank's cells.
+const SIDE: usize = 64;
 
 /// Time steps of a launch; even, so that the last one writes the first copy.
-const STEPS: u32 = 2000;
+const STEPS: u32 = 200;
 
 /// Launches.
-const LAUNCHES: u32 = 4;
+const LAUNCHES: u32 = 3;
 
-/// How fast heat spreads; below one half, or it grows without bound.
-const RATE: f64 = 0.25;
+/// How fast heat spreads; below a quarter, or it grows without bound.
+const RATE: f64 = 0.2;
 
 fn main() -> ExitCode {
     ranks::run(4, |comm| {
         let moments = rank(comm)?;
         let mut arguments = std::env::args().skip_while(|argument| argument != "--picture");
         if let (0, Some(file)) = (comm.rank(), arguments.nth(1)) {
-            std::fs::write(&file, picture::draw(&moments, comm.world()))
+            std::fs::write(&file, picture::draw(&plate(comm.world()), &moments))
                 .map_err(|error| Error::invalid(format!("{file} cannot be written: {error}")))?;
         }
         Ok(())
     })
 }
 
-/// The temperature of cell `i` of the whole rod at first: a part of it is hot.
-fn initial(i: usize) -> f64 {
-    if (300..420).contains(&i) { 100.0 } else { 0.0 }
+/// The plate of so many ranks: as close to a square as there are pieces for.
+pub(crate) fn plate(world: usize) -> Plate {
+    let rows = (1..=world).rfind(|rows| world.is_multiple_of(*rows) && rows * rows <= world);
+    let rows = rows.unwrap_or(1);
+    Plate {
+        rows,
+        columns: world / rows,
+        side: SIDE,
+    }
 }
 
-/// What every rank does. Gives the whole rod at the start, and after each launch.
+/// The temperature of a cell of the whole plate at first: a disc in it is hot.
+fn initial(row: usize, column: usize) -> f64 {
+    let (down, right) = (row as f64 - 50.5, column as f64 - 60.5);
+    if down * down + right * right < 30.0 * 30.0 {
+        100.0
+    } else {
+        0.0
+    }
+}
+
+/// What every rank does. Gives the whole plate at the start, and after each launch.
 pub(crate) fn rank(comm: &Communicator) -> Result<Vec<Moment>> {
     let source = ModuleSource::new("halo_exchange.cu")
         .with_cuda(include_str!("halo_exchange.cu"))
         .with_host_kernel("heat", heat);
-    // SAFETY: the kernel accesses the piece, of two copies of its cells and ghosts, and puts within the
+    // SAFETY: the kernel accesses the piece, of two copies of its cells and what is around them, and puts within the
     // neighbours', which are as long.
     let kernel = unsafe { comm.device().load_module(&source) }?.kernel("heat")?;
 
-    // Two copies of this rank's piece, each with a ghost cell at either end.
-    let (rank, world) = (comm.rank(), comm.world());
-    let mut piece = vec![0.0; 2 * (CELLS + 2)];
-    for (i, cell) in piece[1..=CELLS].iter_mut().enumerate() {
-        *cell = initial(rank * CELLS + i);
+    // This rank's place in the plate, and its piece of it; see halo_exchange.cu.
+    let plate = plate(comm.world());
+    let (row, column) = (comm.rank() / plate.columns, comm.rank() % plate.columns);
+    let mut piece = vec![0.0; 2 * (SIDE + 6) * SIDE];
+    for (at, cell) in piece[SIDE..][..SIDE * SIDE].iter_mut().enumerate() {
+        *cell = initial(row * SIDE + at / SIDE, column * SIDE + at % SIDE);
     }
     let region = comm.alloc(8 * piece.len())?;
-    region.upload(
-        &piece
-            .iter()
-            .flat_map(|cell| cell.to_ne_bytes())
-            .collect::<Vec<u8>>(),
-    )?;
+    region.upload(&bytes(&piece))?;
 
-    // The same region serves both neighbours: each puts into its own ghost.
-    let left = rank.checked_sub(1);
-    let right = Some(rank + 1).filter(|right| *right < world);
-    let neighbours = left.iter().chain(&right);
+    // The same region serves all neighbours: each puts into its own ghosts.
+    let rank = comm.rank();
+    let neighbours = [
+        (row > 0).then(|| rank - plate.columns),
+        (row + 1 < plate.rows).then(|| rank + plate.columns),
+        (column > 0).then(|| rank - 1),
+        (column + 1 < plate.columns).then(|| rank + 1),
+    ];
+    let sides = (0..4).filter(|side| neighbours[*side].is_some());
+    let sides: u32 = sides.map(|side| 1 << side).sum();
     let requests: Vec<_> = neighbours
+        .iter()
+        .flatten()
         .map(|peer| ConnectionRequest::new(*peer, 0, &region))
         .collect();
     let connections = comm.connect(&requests)?;
@@ -88,14 +108,13 @@ pub(crate) fn rank(comm: &Communicator) -> Result<Vec<Moment>> {
         if !requests.is_empty() {
             let arguments = [
                 connections.channels()?,
-                Argument::from(u32::from(left.is_some())),
-                Argument::from(u32::from(right.is_some())),
-                Argument::from(CELLS as u64),
+                Argument::from(sides),
+                Argument::from(SIDE as u64),
                 Argument::from(STEPS),
                 Argument::from(RATE),
                 Argument::from(region.memory()),
             ];
-            kernel.launch(&stream, &Launch::new(1, 256), &arguments)?;
+            kernel.launch(&stream, &Launch::new(1, 512), &arguments)?;
             comm.synchronize(&stream)?;
             moments.push(gather(comm, &region, launch * STEPS)?);
         }
@@ -104,36 +123,49 @@ pub(crate) fn rank(comm: &Communicator) -> Result<Vec<Moment>> {
     Ok(moments)
 }
 
-/// All pieces, after `steps` steps.
+/// The cells of all pieces, after `steps` steps, row by row of the plate.
 fn gather(comm: &Communicator, region: &Region, steps: u32) -> Result<Moment> {
-    let piece = region.download()?;
-    let pieces = comm.all_gather_bytes(&piece[8..8 * (CELLS + 1)])?;
-    let cells = floats(&pieces.concat());
+    let own = region.slice(8 * SIDE..8 * (SIDE + SIDE * SIDE))?;
+    let pieces = comm.all_gather_bytes(&own.download()?)?;
+    let pieces: Vec<Vec<f64>> = pieces.iter().map(|piece| numbers(piece)).collect();
+    let plate = plate(comm.world());
+    let mut cells = Vec::new();
+    for row in 0..plate.rows * SIDE {
+        for piece in &pieces[row / SIDE * plate.columns..][..plate.columns] {
+            cells.extend_from_slice(&piece[row % SIDE * SIDE..][..SIDE]);
+        }
+    }
     Ok(Moment { steps, cells })
 }
 
-/// Compares the rod at each time with one that was computed in one piece.
+/// Compares the plate at each time with one that was computed in one piece.
 fn check(comm: &Communicator, moments: &[Moment]) -> Result<()> {
-    let length = CELLS * comm.world() + 2;
-    let mut rod: Vec<f64> = vec![0.0; length];
-    for (i, cell) in rod[1..length - 1].iter_mut().enumerate() {
-        *cell = initial(i);
-    }
+    let plate = plate(comm.world());
+    let (height, width) = (plate.rows * SIDE, plate.columns * SIDE);
+    let cells = (0..height * width).map(|at| initial(at / width, at % width));
+    let mut cells: Vec<f64> = cells.collect();
     let (mut step, mut largest) = (0, 0.0_f64);
     for moment in moments {
         while step < moment.steps {
-            let now = rod.clone();
-            for i in 1..length - 1 {
-                rod[i] = now[i] + RATE * (now[i - 1] - 2.0 * now[i] + now[i + 1]);
+            let old = cells.clone();
+            for (at, cell) in cells.iter_mut().enumerate() {
+                // What is around the plate stays cold.
+                let (row, column) = (at / width, at % width);
+                let there = |is_there: bool, at: usize| if is_there { old[at] } else { 0.0 };
+                let around = there(row > 0, at.wrapping_sub(width))
+                    + there(row + 1 < height, at + width)
+                    + there(column > 0, at.wrapping_sub(1))
+                    + there(column + 1 < width, at + 1);
+                *cell += RATE * (around - 4.0 * old[at]);
             }
             step += 1;
         }
-        let errors = moment.cells.iter().zip(&rod[1..]);
+        let errors = moment.cells.iter().zip(&cells);
         largest = errors.map(|(a, b)| (a - b).abs()).fold(largest, f64::max);
     }
     if largest > 1e-9 {
         return Err(Error::invalid(format!(
-            "the rod is wrong by {largest}; expected 1e-9"
+            "the plate is wrong by {largest}; expected 1e-9"
         )));
     }
     if comm.rank() == 0 {
@@ -147,40 +179,72 @@ fn check(comm: &Communicator, moments: &[Moment]) -> Result<()> {
 
 /// The kernel for the host device; see halo_exchange.cu.
 fn heat(block: &Block<'_>) -> Result<()> {
-    let neighbours = block.channels(0)?;
-    let (has_left, has_right) = (block.u32(1)? != 0, block.u32(2)? != 0);
-    let (cells, steps, rate) = (block.u64(3)?, block.u32(4)?, block.f64(5)?);
-    let (piece, length) = (block.slice(6)?, cells + 2);
-    for step in 0..u64::from(steps) {
+    let (neighbours, sides) = (block.channels(0)?, block.u32(1)?);
+    let (n, steps, rate) = (
+        block.u64(2)? as usize,
+        block.u32(3)? as usize,
+        block.f64(4)?,
+    );
+    let piece = block.slice(5)?;
+    let columns = (n + 2) * n;
+    let length = columns + 4 * n;
+    let sources = [n, n * n, columns + 2 * n, columns + 3 * n];
+    let targets = [(n + 1) * n, 0, columns + n, columns];
+    for step in 0..steps {
         let (now, next) = (step % 2 * length, (step + 1) % 2 * length);
-        if has_left {
-            neighbours[0].put_with_signal(8 * (now + cells + 1), 8 * (now + 1), 8)?;
-        }
-        if has_right {
-            neighbours[usize::from(has_left)].put_with_signal(8 * now, 8 * (now + cells), 8)?;
+        let own = read(block, piece, now, length)?;
+        let rows = own[n..columns - n].chunks_exact(n);
+        let packed: Vec<f64> = rows
+            .clone()
+            .map(|row| row[0])
+            .chain(rows.map(|row| row[n - 1]))
+            .collect();
+        write(block, piece, now + columns + 2 * n, &packed)?;
+        let present = (0..4).filter(|side| sides >> side & 1 == 1);
+        for (side, neighbour) in present.zip(&neighbours) {
+            let [target, source] = [targets[side], sources[side]].map(|at| 8 * (now + at) as u64);
+            neighbour.put_with_signal(target, source, 8 * n as u64)?;
         }
         neighbours
             .iter()
             .try_for_each(|neighbour| neighbour.wait())?;
         let old = read(block, piece, now, length)?;
-        let new = old
-            .windows(3)
-            .map(|around| around[1] + rate * (around[0] - 2.0 * around[1] + around[2]));
-        let bytes: Vec<u8> = new.flat_map(f64::to_ne_bytes).collect();
-        let start = 8 * (next as usize + 1);
-        block.write(&piece.slice(start..start + bytes.len())?, &bytes)?;
+        let new = (0..n * n).map(|cell| {
+            let (row, column, at) = (cell / n, cell % n, cell + n);
+            let west = if column > 0 { at - 1 } else { columns + row };
+            let east = if column < n - 1 {
+                at + 1
+            } else {
+                columns + n + row
+            };
+            let around = old[at - n] + old[at + n] + old[west] + old[east];
+            old[at] + rate * (around - 4.0 * old[at])
+        });
+        write(block, piece, next + n, &new.collect::<Vec<_>>())?;
     }
     Ok(())
 }
 
-fn read(block: &Block<'_>, piece: &DeviceSlice, from: u64, count: u64) -> Result<Vec<f64>> {
-    let (start, bytes) = (8 * from as usize, 8 * count as usize);
-    let mut found = vec![0; bytes];
-    block.read(&piece.slice(start..start + bytes)?, &mut found)?;
-    Ok(floats(&found))
+/// So many numbers of memory, from the number `from` on.
+fn read(block: &Block<'_>, memory: &DeviceSlice, from: usize, count: usize) -> Result<Vec<f64>> {
+    let mut found = vec![0; 8 * count];
+    block.read(&memory.slice(8 * from..8 * (from + count))?, &mut found)?;
+    Ok(numbers(&found))
 }
 
-fn floats(bytes: &[u8]) -> Vec<f64> {
+fn write(block: &Block<'_>, memory: &DeviceSlice, from: usize, numbers: &[f64]) -> Result<()> {
+    let target = memory.slice(8 * from..8 * (from + numbers.len()))?;
+    block.write(&target, &bytes(numbers))
+}
+
+fn bytes(numbers: &[f64]) -> Vec<u8> {
+    numbers
+        .iter()
+        .flat_map(|number| number.to_ne_bytes())
+        .collect()
+}
+
+fn numbers(bytes: &[u8]) -> Vec<f64> {
     let words = bytes.chunks_exact(8);
     words
         .map(|word| f64::from_ne_bytes(word.try_into().unwrap_or_default()))

@@ -1,107 +1,152 @@
-//! The picture of the heat equation's example: the rod at several times, and the ranks that have its pieces.
+//! The picture of the heat equation's example: the plate at several times, and the ranks that have its pieces.
 
 use std::fmt::Write;
 
-/// The area of the curves, and what is around it, in pixels.
-const WIDTH: f64 = 720.0;
-const HEIGHT: f64 = 240.0;
-const LEFT: f64 = 56.0;
+/// Width of a plate and height of one, and what is around them, in pixels.
+const SIZE: f64 = 200.0;
+const LEFT: f64 = 24.0;
 const TOP: f64 = 64.0;
+const GAP: f64 = 20.0;
 
-/// From late to early; the last is the start.
-const COLOURS: [&str; 5] = ["#8F1D14", "#C2452D", "#E0803F", "#EDB26A", "#9AA3AF"];
+/// Cells that are drawn as one square, in each direction.
+const SQUARE: usize = 2;
 
-/// The rod after some steps.
+/// From cold to hot.
+const COLOURS: [&str; 11] = [
+    "#FCFBF9", "#FDF1E0", "#FCE4C2", "#F9D29D", "#F4BC78", "#EDA257", "#E2863E", "#D3692D",
+    "#BE4C20", "#A53217", "#861B10",
+];
+
+/// How a plate is cut: rows and columns of pieces, each of `side` by `side` cells.
+pub(crate) struct Plate {
+    pub(crate) rows: usize,
+    pub(crate) columns: usize,
+    pub(crate) side: usize,
+}
+
+/// The plate after some steps: its cells, row by row.
 pub(crate) struct Moment {
     pub(crate) steps: u32,
     pub(crate) cells: Vec<f64>,
 }
 
-/// The picture of a rod of `ranks` pieces at several times, the earliest first, as SVG. Temperatures are from
-/// 0 to 100.
-pub(crate) fn draw(moments: &[Moment], ranks: usize) -> String {
+/// The picture of a plate at several times, the earliest first, as SVG. Temperatures are from 0 to 100.
+pub(crate) fn draw(plate: &Plate, moments: &[Moment]) -> String {
     let mut svg = String::new();
-    let (width, height) = (LEFT + WIDTH + 24.0, TOP + HEIGHT + 64.0);
+    let height = SIZE * plate.rows as f64 / plate.columns as f64;
+    let right = LEFT + (SIZE + GAP) * moments.len() as f64;
+    let (width, bottom) = (right + 64.0, TOP + height + 40.0);
     let mut line = |text: String| {
         // Writing to a string does not fail.
         let _ = writeln!(svg, "{text}");
     };
     line(format!(
-        r##"<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="12" fill="#262C36">"##
+        r##"<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{bottom}" viewBox="0 0 {width} {bottom}" font-family="sans-serif" font-size="12" fill="#262C36">"##
     ));
     line(r##"<rect width="100%" height="100%" fill="#FFFFFF"/>"##.to_owned());
+    let pieces = plate.rows * plate.columns;
     line(format!(
-        r##"<text x="{LEFT}" y="24" font-size="15">Heat in a rod that is cut into {ranks} pieces</text>"##
+        r##"<text x="{LEFT}" y="24" font-size="15">Heat in a plate that is cut into {pieces} pieces</text>"##
     ));
     line(format!(
-        r##"<text x="{LEFT}" y="44" fill="#68707C">before each step, neighbours put their outermost cells into one another's ghost cells</text>"##
+        r##"<text x="{LEFT}" y="44" fill="#68707C">before each step, neighbours put their outermost rows and columns into one another's ghosts</text>"##
     ));
-    for rank in 0..ranks {
-        let piece = WIDTH / ranks as f64;
-        let x = LEFT + piece * rank as f64;
-        let shade = ["#F6F8FA", "#ECF0F4"][rank % 2];
-        line(format!(
-            r##"<rect x="{x:.1}" y="{TOP}" width="{piece:.1}" height="{HEIGHT}" fill="{shade}"/>"##
-        ));
-        let (middle, below) = (x + piece / 2.0, TOP + HEIGHT + 20.0);
-        line(format!(
-            r##"<text x="{middle:.1}" y="{below}" text-anchor="middle">rank {rank}</text>"##
-        ));
-        if rank > 0 {
-            let (from, to, y) = (x - 16.0, x + 16.0, TOP + HEIGHT + 36.0);
-            line(format!(
-                r##"<path d="M{from:.1} {y}H{to:.1}m-5 -4l5 4l-5 4M{from:.1} {y}m5 -4l-5 4l5 4" fill="none" stroke="#3471B2" stroke-width="1.5"/>"##
-            ));
-        }
-    }
-    for temperature in [0, 50, 100] {
-        let y = height_of(temperature.into());
-        line(format!(
-            r##"<text x="{:.1}" y="{:.1}" text-anchor="end">{temperature} °C</text>"##,
-            LEFT - 6.0,
-            y + 4.0
-        ));
-        line(format!(
-            r##"<path d="M{LEFT} {y:.1}h{WIDTH}" stroke="#D6DBE2"/>"##
-        ));
-    }
     for (place, moment) in moments.iter().enumerate() {
-        let colour = COLOURS[(moments.len() - 1 - place) % COLOURS.len()];
-        let points: Vec<String> = thinned(&moment.cells)
-            .map(|(x, cell)| format!("{:.1},{:.1}", LEFT + WIDTH * x, height_of(cell)))
-            .collect();
+        let left = LEFT + (SIZE + GAP) * place as f64;
         line(format!(
-            r##"<polyline points="{}" fill="none" stroke="{colour}" stroke-width="2"/>"##,
-            points.join(" ")
+            r##"<g transform="translate({left} {TOP})" shape-rendering="crispEdges">"##
         ));
-        let (x, y) = (LEFT + WIDTH - 96.0, TOP + 20.0 + 18.0 * place as f64);
+        let cold = COLOURS[0];
         line(format!(
-            r##"<path d="M{x:.1} {:.1}h20" stroke="{colour}" stroke-width="2"/>"##,
-            y - 4.0
+            r##"<rect width="{SIZE}" height="{height}" fill="{cold}"/>"##
         ));
+        for (colour, path) in squares(plate, moment) {
+            line(format!(r##"<path fill="{colour}" d="{path}"/>"##));
+        }
+        line("</g>".to_owned());
+        line(borders(plate, left, height));
+        let (middle, below) = (left + SIZE / 2.0, TOP + height + 20.0);
         line(format!(
-            r##"<text x="{:.1}" y="{y:.1}">{} steps</text>"##,
-            x + 26.0,
+            r##"<text x="{middle}" y="{below}" text-anchor="middle">{} steps</text>"##,
             moment.steps
+        ));
+    }
+    for rank in 0..pieces {
+        let piece = SIZE / plate.columns as f64;
+        let x = LEFT + piece * (rank % plate.columns) as f64 + 5.0;
+        // At the outer edge, where it is cold.
+        let row = rank / plate.columns;
+        let below = if 2 * row < plate.rows {
+            15.0
+        } else {
+            piece - 6.0
+        };
+        let y = TOP + piece * row as f64 + below;
+        line(format!(
+            r##"<text x="{x}" y="{y}" fill="#4C5562">rank {rank}</text>"##
+        ));
+    }
+    for (place, colour) in COLOURS.iter().rev().enumerate() {
+        let y = TOP + height / COLOURS.len() as f64 * place as f64;
+        line(format!(
+            r##"<rect x="{right}" y="{y:.1}" width="12" height="{:.1}" fill="{colour}"/>"##,
+            height / COLOURS.len() as f64
+        ));
+    }
+    for (temperature, y) in [(100, TOP + 10.0), (0, TOP + height)] {
+        line(format!(
+            r##"<text x="{:.1}" y="{y:.1}">{temperature} °C</text>"##,
+            right + 18.0
         ));
     }
     line("</svg>".to_owned());
     svg
 }
 
-/// Where a temperature is drawn.
-fn height_of(temperature: f64) -> f64 {
-    TOP + HEIGHT * (1.0 - temperature / 110.0)
+/// The squares of each colour but the coldest, as a path: next to one another in a row, they are one rectangle.
+fn squares(plate: &Plate, moment: &Moment) -> Vec<(&'static str, String)> {
+    let (height, width) = (plate.rows * plate.side, plate.columns * plate.side);
+    let pixels = SIZE / width as f64;
+    let mut paths = vec![String::new(); COLOURS.len()];
+    for row in (0..height).step_by(SQUARE) {
+        let colour = |column: usize| {
+            let mean: f64 = (0..SQUARE * SQUARE)
+                .map(|at| moment.cells[(row + at / SQUARE) * width + column + at % SQUARE])
+                .sum::<f64>()
+                / (SQUARE * SQUARE) as f64;
+            (mean / 100.0 * COLOURS.len() as f64).min(COLOURS.len() as f64 - 1.0) as usize
+        };
+        let mut column = 0;
+        while column < width {
+            let start = column;
+            while column < width && colour(column) == colour(start) {
+                column += SQUARE;
+            }
+            let _ = write!(
+                paths[colour(start)],
+                "M{:.1} {:.1}h{:.1}v{:.1}H{:.1}z",
+                start as f64 * pixels,
+                row as f64 * pixels,
+                (column - start) as f64 * pixels,
+                SQUARE as f64 * pixels,
+                start as f64 * pixels
+            );
+        }
+    }
+    let coloured = COLOURS.into_iter().zip(paths).skip(1);
+    coloured.filter(|(_, path)| !path.is_empty()).collect()
 }
 
-/// Where cells lie, from 0 to 1, and what they have: every second one, and all where it is steep.
-fn thinned(cells: &[f64]) -> impl Iterator<Item = (f64, f64)> {
-    let steep = |i: usize| {
-        let next = cells.get(i + 1).copied().unwrap_or(cells[i]);
-        let before = i.checked_sub(1).map_or(cells[i], |before| cells[before]);
-        (next - before).abs() > 1.0
-    };
-    let drawn = move |&(i, _): &(usize, &f64)| i % 8 == 0 || i + 1 == cells.len() || steep(i);
-    let all = cells.iter().enumerate().filter(drawn);
-    all.map(|(i, cell)| ((i as f64 + 0.5) / cells.len() as f64, *cell))
+/// The edges of all pieces of a plate that begins at `left`.
+fn borders(plate: &Plate, left: f64, height: f64) -> String {
+    let mut path = format!("M{left} {TOP}h{SIZE}v{height}H{left}z");
+    for row in 1..plate.rows {
+        let y = TOP + height / plate.rows as f64 * row as f64;
+        let _ = write!(path, "M{left} {y}h{SIZE}");
+    }
+    for column in 1..plate.columns {
+        let x = left + SIZE / plate.columns as f64 * column as f64;
+        let _ = write!(path, "M{x} {TOP}v{height}");
+    }
+    format!(r##"<path d="{path}" fill="none" stroke="#4C5562"/>"##)
 }

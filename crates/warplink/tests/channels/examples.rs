@@ -28,7 +28,8 @@ fn the_halo_exchange_example_is_right() {
         let moments = halo_exchange::rank(comm).unwrap();
         // The picture is of four ranks.
         if (comm.rank(), comm.world()) == (0, 4) {
-            let drawn = halo_exchange::picture::draw(&moments, 4);
+            let plate = halo_exchange::plate(4);
+            let drawn = halo_exchange::picture::draw(&plate, &moments);
             let file = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/halo-exchange.svg");
             let shown = std::fs::read_to_string(file).unwrap();
             assert!(drawn == shown, "draw docs/halo-exchange.svg anew");
