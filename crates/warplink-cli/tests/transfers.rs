@@ -9,11 +9,12 @@ mod common;
 use common::{stderr, stdout, warplink};
 use serde_json::Value;
 
-const METHODS: [&str; 8] = [
+const METHODS: [&str; 9] = [
     "raw",
     "raw-get",
     "put",
     "get",
+    "put-fastest",
     "put-one-block",
     "put-multiprocessors",
     "get-multiprocessors",
@@ -128,6 +129,32 @@ fn the_table_names_ways_as_json_does() {
         // Of a raw get the cell of the latency is empty.
         assert_eq!(row.len(), if row[2] == "raw" { 8 } else { 7 }, "{text}");
     }
+}
+
+#[test]
+fn methods_can_be_chosen_and_come_with_what_they_are_compared_with() {
+    let text = bench(&["-n", "2", "--json", "--methods", "put-fastest,nccl"]);
+    let report: Value = serde_json::from_str(&text).unwrap();
+    let rows = report["rows"].as_array().unwrap();
+    let methods = rows.iter().map(|row| row["method"].as_str().unwrap());
+    let expected = ["raw", "put-fastest", "nccl"].map(|method| [method; 2]);
+    assert_eq!(methods.collect::<Vec<_>>(), expected.concat());
+    let neither = ["--methods", "nccl", "--no-nccl"];
+    let refused = warplink(
+        &[
+            &["bench", "p2p", "--device", "host", "-n", "2"],
+            &neither[..],
+        ]
+        .concat(),
+    )
+    .output()
+    .unwrap();
+    assert!(!refused.status.success());
+    assert!(
+        stderr(&refused).contains("--no-nccl leaves it out"),
+        "{}",
+        stderr(&refused)
+    );
 }
 
 /// A row that does not end costs its own figure and those after it.

@@ -12,7 +12,7 @@ use crate::report::counted;
 use crate::report::progress::Progress;
 use crate::report::table::{Align, Table};
 use anyhow::{Context, Result, ensure};
-use clap::Args;
+use clap::{Args, ValueEnum};
 use rig::Rig;
 use serde::Serialize;
 use std::process::ExitCode;
@@ -29,7 +29,7 @@ use warplink::{Communicator, DeviceKind};
 ///          a write of a word that the peer waits for
 /// raw-get  the same copies issued by the receiver; bandwidth only
 /// put, get send and receive with that protocol, by the path that is the default
-/// put-one-block, put-multiprocessors, get-multiprocessors
+/// put-fastest, put-one-block, put-multiprocessors, get-multiprocessors
 ///          likewise, by that path
 /// nccl     the vendor's library (a substitute on the host device)
 ///
@@ -59,24 +59,35 @@ pub(crate) struct P2p {
     /// Let every rank send to its right neighbour at once, and measure bandwidth only
     #[arg(long)]
     ring: bool,
+    /// Measure these methods alone, and the raw copies that they are compared with [default: all]
+    #[arg(long, value_name = "LIST", value_delimiter = ',')]
+    methods: Vec<Method>,
     /// Do not measure the vendor's library
     #[arg(long)]
     no_nccl: bool,
 }
 
 /// What moves the bytes: raw copies, a protocol or the vendor's library.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ValueEnum)]
 #[serde(rename_all = "kebab-case")]
 enum Method {
     /// The sender copies into the receiver's memory.
     Raw,
     /// The receiver copies out of the sender's memory.
     RawGet,
+    /// A send and receive in which the sender writes, by the path that is the default.
     Put,
+    /// The same in which the receiver reads.
     Get,
+    /// By the path that the hardware model chooses.
+    PutFastest,
+    /// By one block of a multiprocessor.
     PutOneBlock,
+    /// By many blocks.
     PutMultiprocessors,
+    /// By many blocks of the receiver.
     GetMultiprocessors,
+    /// The vendor's library.
     Nccl,
 }
 
@@ -88,6 +99,7 @@ impl Method {
             Self::RawGet => "raw-get",
             Self::Put => "put",
             Self::Get => "get",
+            Self::PutFastest => "put-fastest",
             Self::PutOneBlock => "put-one-block",
             Self::PutMultiprocessors => "put-multiprocessors",
             Self::GetMultiprocessors => "get-multiprocessors",
@@ -100,6 +112,7 @@ impl Method {
         match self {
             Self::Put => Some((Protocol::Put, None)),
             Self::Get => Some((Protocol::Get, None)),
+            Self::PutFastest => Some((Protocol::Put, Some(Path::Fastest))),
             Self::PutOneBlock => Some((Protocol::Put, Some(Path::OneBlock))),
             Self::PutMultiprocessors => Some((Protocol::Put, Some(Path::Multiprocessors))),
             Self::GetMultiprocessors => Some((Protocol::Get, Some(Path::Multiprocessors))),
@@ -111,9 +124,12 @@ impl Method {
     /// at them than at puts when all ranks get at once.
     fn floor(self) -> Self {
         match self {
-            Self::Raw | Self::Put | Self::PutOneBlock | Self::PutMultiprocessors | Self::Nccl => {
-                Self::Raw
-            }
+            Self::Raw
+            | Self::Put
+            | Self::PutFastest
+            | Self::PutOneBlock
+            | Self::PutMultiprocessors
+            | Self::Nccl => Self::Raw,
             Self::RawGet | Self::Get | Self::GetMultiprocessors => Self::RawGet,
         }
     }
@@ -152,6 +168,10 @@ impl P2p {
                 world >= 2,
                 "a job of one rank has no peer to send to; expected at least two; help: use --ranks 2"
             );
+            ensure!(
+                !(self.no_nccl && self.methods.contains(&Method::Nccl)),
+                "--methods has nccl and --no-nccl leaves it out; expected one of the two"
+            );
             self.largest(kind).map(drop)
         };
         ranks::run_checked(options, check, |comm| {
@@ -186,6 +206,19 @@ impl P2p {
         Ok(to.0)
     }
 
+    /// The methods that are measured, floors first.
+    fn measured(&self) -> Vec<Method> {
+        let is_asked = |method: &Method| {
+            let methods = &self.methods;
+            let is_compared_with = methods.iter().any(|other| other.floor() == *method);
+            methods.is_empty() || methods.contains(method) || is_compared_with
+        };
+        let all = Method::value_variants().iter().copied();
+        all.filter(is_asked)
+            .filter(|method| *method != Method::Nccl || !self.no_nccl)
+            .collect()
+    }
+
     fn measure(&self, comm: &Communicator) -> Result<Report> {
         let to = self.largest(comm.device().kind())?;
         let sizes: Vec<u64> =
@@ -194,17 +227,8 @@ impl P2p {
                 .collect();
         let largest =
             usize::try_from(sizes.last().copied().unwrap_or(to)).context("sizes fit the memory")?;
-        let rig = Rig::new(comm, largest, self.ring, !self.no_nccl)?;
-        let mut methods = vec![
-            Method::Raw,
-            Method::RawGet,
-            Method::Put,
-            Method::Get,
-            Method::PutOneBlock,
-            Method::PutMultiprocessors,
-            Method::GetMultiprocessors,
-        ];
-        methods.extend(rig.engine.as_ref().map(|_| Method::Nccl));
+        let methods = self.measured();
+        let rig = Rig::new(comm, largest, self.ring, methods.contains(&Method::Nccl))?;
         let steps = sizes.len() * methods.len();
         let progress = (comm.rank() == 0).then(|| Progress::new(steps as u64, "send and receive"));
         let mut rows: Vec<Row> = Vec::new();
