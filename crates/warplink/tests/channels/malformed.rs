@@ -1,11 +1,12 @@
 //! A peer that publishes what is no end of a connection: an error that names it, and nothing else breaks.
 
-use super::common::{has_network, threads, values, world};
+use super::common::{has_network, threads_with, values, world};
 use super::kernels::Rig;
 use std::time::Duration;
 use warplink::bootstrap::Wait;
 use warplink::channel::{ConnectionRequest, Transport};
-use warplink::{Communicator, Deadline, ErrorKind};
+use warplink::device::network::DeviceAccess;
+use warplink::{Communicator, Config, Deadline, ErrorKind};
 
 /// Ends that rank 1 publishes for each transport.
 const ENDS: u64 = 60;
@@ -68,8 +69,18 @@ fn ends_of_rank_1(comm: &Communicator, transport: Transport) {
     comm.barrier().unwrap();
 }
 
-fn refused(transport: Transport) {
-    threads(world(2), |comm| {
+/// The ways of data over the network: as it is reached, through staging memory, and past that.
+const WAYS: [fn(&mut Config); 3] = [
+    |_| {},
+    |config| config.staging.always = true,
+    |config| {
+        config.staging.always = true;
+        config.staging.access = DeviceAccess::Direct;
+    },
+];
+
+fn refused(transport: Transport, way: fn(&mut Config)) {
+    threads_with(world(2), way, |comm| {
         ends_of_rank_1(comm, transport);
         // A true end is taken as if nothing had been.
         let rig = Rig::new(comm);
@@ -83,27 +94,28 @@ fn refused(transport: Transport) {
 
 #[test]
 fn a_malformed_end_is_an_error_that_names_the_peer() {
-    refused(Transport::Direct);
+    refused(Transport::Direct, |_| {});
 }
 
 #[test]
 fn a_malformed_end_over_the_network_is_an_error_that_names_the_peer() {
     if has_network() {
-        refused(Transport::Network);
+        WAYS.into_iter()
+            .for_each(|way| refused(Transport::Network, way));
     }
 }
 
 /// Rank 1 adds a region to one connection, and publishes for another what is no region.
-fn regions_of_rank_1(comm: &Communicator, transport: Transport, first_tag: u64) {
+fn regions_of_rank_1(comm: &Communicator, transport: Transport) {
     let store = comm.bootstrap().store();
     let (rank, peer) = (comm.rank(), 1 - comm.rank());
     let region = comm.alloc(64).unwrap();
     let request = |tag| ConnectionRequest::new(peer, tag, &region).with_transport(transport);
-    let requests = [request(first_tag), request(first_tag + 1)];
+    let requests = [request(0), request(1)];
     let connections = comm.connect(&requests).unwrap();
-    let [broken, whole] = [0, 1].map(|more| connections.find(peer, first_tag + more).unwrap());
+    let [broken, whole] = [0, 1].map(|more| connections.find(peer, more).unwrap());
     let added = comm.alloc(256).unwrap();
-    let of = |from, number| format!("{}/region {number}", key(from, 1 - from, first_tag));
+    let of = |from, number| format!("{}/region {number}", key(from, 1 - from, 0));
     for number in [1, 2] {
         if rank == 1 {
             let wait = Wait::on(vec![0], Deadline::after(SOON));
@@ -126,10 +138,16 @@ fn regions_of_rank_1(comm: &Communicator, transport: Transport, first_tag: u64) 
 
 #[test]
 fn a_malformed_region_leaves_the_numbers_of_all_as_the_peers_have_them() {
-    threads(world(2), |comm| {
-        regions_of_rank_1(comm, Transport::Direct, 0);
-        if has_network() {
-            regions_of_rank_1(comm, Transport::Network, 2);
+    threads_with(
+        world(2),
+        |_| {},
+        |comm| regions_of_rank_1(comm, Transport::Direct),
+    );
+    if has_network() {
+        for way in WAYS {
+            threads_with(world(2), way, |comm| {
+                regions_of_rank_1(comm, Transport::Network);
+            });
         }
-    });
+    }
 }
