@@ -338,6 +338,40 @@ impl Collectives {
         Ok(())
     }
 
+    /// `all_to_all_v` of bytes between memory of the device at two addresses: of rank p come the p-th of `target_nbytes`,
+    /// and to it go the p-th of `source_nbytes`, each part behind the one before. The caller keeps the memory until the
+    /// stream is past it.
+    fn all_to_all_v_at(
+        &self,
+        py: Python<'_>,
+        stream: &Stream,
+        target: u64,
+        source: u64,
+        target_nbytes: Vec<usize>,
+        source_nbytes: Vec<usize>,
+    ) -> PyResult<()> {
+        let (inner, live) = (self.inner()?, stream.live()?);
+        let memory = |address: u64, parts: &[usize]| {
+            let sum = |sum: usize, part: &usize| sum.checked_add(*part);
+            match parts.iter().try_fold(0, sum) {
+                Some(0) => Ok(self.nothing.clone()),
+                Some(bytes) => self.place.borrow_unowned(address, bytes),
+                None => Err(invalid("the parts overflow the address space")),
+            }
+        };
+        let target = memory(target, &target_nbytes)?;
+        let source = memory(source, &source_nbytes)?;
+        let received = Cut::new(target_nbytes, None, 1);
+        let sent = Cut::new(source_nbytes, None, 1);
+        py.detach(|| {
+            let output = (&target, received.parts());
+            inner.all_to_all_v(output, (&source, sent.parts()), DType::U8, live)
+        })
+        .map_err(raise)?;
+        self.watched.made();
+        Ok(())
+    }
+
     /// What follows in the stream waits until every rank's stream has come to it.
     fn barrier(&self, py: Python<'_>, stream: &Stream) -> PyResult<()> {
         let (inner, live) = (self.inner()?, stream.live()?);

@@ -318,3 +318,33 @@ def by_engine(rank, world, meeting):
 
 def test_the_library_serves_no_experts():
     run_ranks(by_engine, 2)
+
+
+def at_addresses(rank, world, meeting, path):
+    with join(rank, world, meeting) as job:
+        comm = job.world()
+        collectives, stream = joined(comm, path), comm.create_stream()
+        ones = numpy.full(7, rank + 1, numpy.int64)
+        total, parts = numpy.zeros_like(ones), numpy.zeros((world, 7), numpy.int64)
+        collectives.call_at("all_reduce", stream, total.ctypes.data, ones.ctypes.data, 7, "i64", "sum")
+        collectives.call_at("all_gather", stream, parts.ctypes.data, ones.ctypes.data, ones.nbytes, "u8")
+        # Rank p gets p bytes of every rank, the first none.
+        sent = numpy.full(sum(range(world)), rank + 10, numpy.uint8)
+        received = numpy.zeros(world * rank, numpy.uint8)
+        collectives.all_to_all_v_at(
+            stream, received.ctypes.data, sent.ctypes.data, [rank] * world, list(range(world))
+        )
+        stream.synchronize()
+        assert (total == sum(range(1, world + 1))).all()
+        assert (parts == numpy.arange(1, world + 1)[:, None]).all()
+        assert received.tolist() == [peer + 10 for peer in range(world) for _ in range(rank)]
+        with pytest.raises(InvalidArgumentError, match="overflow"):
+            collectives.all_to_all_v_at(stream, 0, 0, [2**63] * 2, [0] * world)
+        with pytest.raises(InvalidArgumentError, match="overflow"):
+            collectives.call_at("all_reduce", stream, 0, 0, 2**62, "i64", "sum")
+        comm.barrier()
+
+
+@pytest.mark.parametrize("path", ["direct", "engine"])
+def test_calls_on_memory_at_addresses(path):
+    run_ranks(at_addresses, 3, path)

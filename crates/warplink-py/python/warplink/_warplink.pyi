@@ -393,6 +393,14 @@ class Collectives:
         op: str | None = None,
         root: int | None = None,
     ) -> None: ...
+    def all_to_all_v_at(
+        self,
+        stream: Stream,
+        target: int,
+        source: int,
+        target_nbytes: Sequence[int],
+        source_nbytes: Sequence[int],
+    ) -> None: ...
     def send_receive(
         self,
         stream: Stream,

@@ -174,8 +174,9 @@ class GpuMessages:
         """The same of parts of one tensor, which lie one after the other, of as many bytes."""
 
         def call(stream: warplink.Stream, sources: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
-            (source,), (target,) = self._memory(sources), self._memory(targets)
-            self._collectives.all_to_all_v(stream, target, source, received, sent)
+            # PyTorch keeps their memory until the stream is past it.
+            memory = targets[0].data_ptr(), sources[0].data_ptr()
+            self._collectives.all_to_all_v_at(stream, *memory, received, sent)
 
         return self._enqueue("all_to_all", [output], [input], call, asynchronous)
 
@@ -189,9 +190,9 @@ class GpuMessages:
         further: Sequence[torch.Tensor] = (),
     ) -> GpuWork:
         """Enqueues ``call`` on ``inputs`` and ``outputs``. ``further`` outputs are for the call to write."""
-        every = (*outputs, *inputs, *further)
+        every, device = (*outputs, *inputs, *further), self._device
         for tensor in every:
-            if tensor.device != self._device:
+            if tensor.device != device:
                 raise InvalidArgumentError(
                     f"{name}: a tensor is on {tensor.device}; expected {self._device}, as in the group's first call"
                 )

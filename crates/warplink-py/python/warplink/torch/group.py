@@ -22,7 +22,7 @@ from torch.distributed import distributed_c10d as c10d
 
 import warplink
 from warplink.errors import ClosedError, InvalidArgumentError, UnsupportedError, WarplinkError
-from warplink.torch import agreement, direct, joining
+from warplink.torch import agreement, direct, joining, shortcuts
 from warplink.torch.calls import GroupCalls
 from warplink.torch.direct import GpuMessages, HostBatches
 from warplink.torch.direct_collectives import GpuCollectives
@@ -178,6 +178,8 @@ class ProcessGroupWarplink(GroupCalls, dist.ProcessGroup):  # type: ignore[misc]
         alone = self._host is None and self._gloo is None
         register = self._register_default if alone else self._register_backend
         register(_CUDA, dist.ProcessGroup.BackendType.NCCL, self._nccl)
+        if not self._may_go_direct:
+            shortcuts.open_to(self, self._nccl)
 
     # What serves a tensor
 
@@ -525,6 +527,7 @@ class ProcessGroupWarplink(GroupCalls, dist.ProcessGroup):  # type: ignore[misc]
             if self._closed or os.getpid() != self._process:
                 return False
             self._closed = True
+            shortcuts.close(self)
             return True
 
     def _end_parts(self) -> WarplinkError | None:

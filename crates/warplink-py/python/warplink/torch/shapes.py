@@ -61,7 +61,7 @@ def rows_of_parts(
             raise InvalidArgumentError(
                 f"the {what} has {rows} rows; expected a multiple of {size} ranks"
             )
-        sizes = [rows // size] * size
+        return [rows // size] * size
     count(size, sizes, f"sizes of the {what}'s parts")
     if min(sizes) < 0:
         raise InvalidArgumentError(f"a part of the {what} has {min(sizes)} rows; expected 0 or more")
