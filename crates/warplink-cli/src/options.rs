@@ -161,7 +161,8 @@ fn rank_count(text: &str) -> Result<usize, String> {
 /// filters of the `tracing` crates; a wrong one is reported, and counts as not set.
 pub(crate) fn start_log(verbose: u8) {
     let level = match verbose {
-        0 => "warn",
+        // A command that fails says so itself, and which rank it was.
+        0 => "warn,warplink::bootstrap::health=error,warplink::memory::notifier=error",
         1 => "info",
         2 => "debug",
         _ => "trace",

@@ -30,9 +30,9 @@ pub struct Config {
     /// The protocol of transfers that do not choose one; the same on every rank.
     pub protocol: Protocol,
     /// The path of transfers that do not choose one; the same on every rank. Without one, sends and receives
-    /// use the copy engine, which works whatever kernels run, and programs kernels up to the length where the
-    /// copy engine is faster: at both ends in programs of one stream without matmuls, of one block in others. [`Path::Fastest`] says that multiprocessors are
-    /// free for sends and receives too.
+    /// use the copy engine, which works whatever kernels run. Programs use kernels up to the length from which the copy
+    /// engine is faster: at both ends in programs of one stream without matmuls, and of one block in others.
+    /// [`Path::Fastest`] says that multiprocessors are free for sends and receives too.
     pub path: Option<Path>,
     /// Limit of every wait on the host that is not given its own deadline.
     pub timeout: Duration,

@@ -7,6 +7,7 @@
 //! |---|---|
 //! | [`job`] | this process among the others |
 //! | [`communicator`] | the front door: a group of ranks that allocate, exchange, synchronize |
+//! | `config` | how a rank joins, and what it may use |
 //! | [`overlap`] | matmuls overlapped with the communication that feeds or follows them |
 //! | [`collective`] | collectives of a communicator, on any memory |
 //! | [`program`] | host programs: what each rank enqueues, verified before it runs |

@@ -373,7 +373,7 @@ fn memory_that_is_no_region_is_refused() {
 }
 
 #[test]
-fn a_region_of_another_communicator_is_refused() {
+fn a_region_of_another_rank_is_refused() {
     let foreign = std::sync::Mutex::new(None);
     pair(|comm| {
         if comm.rank() == 1 {
@@ -385,7 +385,7 @@ fn a_region_of_another_communicator_is_refused() {
             let error = comm
                 .exchange(&[TransferRequest::send(&region, 1, 0).with_protocol(Protocol::Get)])
                 .unwrap_err();
-            assert_says(&error, &["another communicator"]);
+            assert_says(&error, &["by another rank"]);
         }
         comm.barrier().unwrap();
         works(comm, 1 - comm.rank(), 0);

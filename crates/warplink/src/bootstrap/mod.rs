@@ -1,7 +1,8 @@
 //! How the ranks of a job find one another: unique ids, a key-value store, collectives of bytes,
 //! and the news of who was lost.
 //!
-//! Rank 0 serves a store over TCP; every rank, rank 0 included, is a client of it. Joining takes a
+//! One rank serves a store over TCP: rank 0, or one of the process that made the unique id. Every rank, that one
+//! included, is a client of it. Joining takes a
 //! proof, in both directions, of holding the job's secret. From then on the connection stands for
 //! the rank: while it is open and signs of life come over it the rank is there, and when it ends without
 //! a goodbye the rank is lost, and every wait that depends on it ends with an error that names it. When

@@ -1,7 +1,8 @@
 //! Collectives: what all ranks of a communicator do together, on any memory.
 //!
-//! A call only enqueues. It registers nothing and asks no other rank: kernels access of other ranks nothing but
-//! a workspace that was mapped once, when the [`Collectives`] were joined. Every algorithm is a program
+//! A call only enqueues, and asks no other rank. Kernels access the other ranks' workspaces, which were mapped when the
+//! [`Collectives`] were joined, and, for large data, memory of calls that a thread has published
+//! (`program/execute/publication`). Every algorithm is a program
 //! (`programs/`), verified with all others that share the workspace, and run by GPUs and the host device alike.
 //!
 //! | module | subject |

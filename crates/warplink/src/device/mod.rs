@@ -11,9 +11,8 @@
 //! 3. A write to a word becomes visible after everything that was enqueued before it on its
 //!    stream, also in a peer's memory and to a peer. What follows a wait on its stream sees what
 //!    preceded the write that ended the wait.
-//! 4. Memory that an enqueued operation names must stay allocated until the operation is done. The
-//!    host device sees to that itself; on a GPU, freeing while in use is the caller's to avoid, by
-//!    synchronizing first.
+//! 4. Memory that is dropped while an enqueued operation names it is neither freed nor used again until
+//!    streams are past it. Borrowed memory is its owner's to keep until then.
 //! 5. After [`Fault::raise`] of the device's fault, waits in streams end, and everything that can
 //!    fail on the device fails with the error that was raised. After that of a communicator's, so do
 //!    the waits for its signals, the streams that wait for them, and those that follow such a stream

@@ -197,7 +197,7 @@ impl Request {
             .fold(0, |all, (a, b)| all | (a ^ b));
         if difference != 0 {
             return Err(refuse(
-                "the request does not carry the communicator's token".to_owned(),
+                "the request does not carry the job's token".to_owned(),
             ));
         }
         let kind = record.kind.get();

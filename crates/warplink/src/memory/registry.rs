@@ -203,16 +203,16 @@ impl MemoryRegistry {
     /// A handle of `region` for `peer`, which must either open it or decline it.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidArgument`] for a region of another communicator.
+    /// [`ErrorKind::InvalidArgument`] for a region of another rank or job.
     pub(crate) fn export_handle(&self, region: &Region, peer: Rank) -> Result<[u8; HANDLE_BYTES]> {
         let shared = &self.shared;
         if !Arc::ptr_eq(shared, &region.registration.shared) {
-            return Err(
-                Error::invalid("the region is registered with another communicator")
-                    .with_rank(shared.rank)
-                    .with_peer(peer)
-                    .with_help("register the memory with the communicator that transfers it"),
-            );
+            return Err(Error::invalid(
+                "the region is registered by another rank, or in another job",
+            )
+            .with_rank(shared.rank)
+            .with_peer(peer)
+            .with_help("register the memory with a communicator of this rank"));
         }
         let slice = &region.slice;
         let handle =

@@ -18,7 +18,7 @@ use crate::options::Options;
 use crate::report::bytes::Bytes;
 use crate::report::progress::Progress;
 use crate::report::{check_output, counted, print_json, print_text};
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, anyhow, ensure};
 use clap::Args;
 use rig::Rig;
 use std::path::{Path, PathBuf};
@@ -80,10 +80,20 @@ pub(crate) struct Tune {
     no_nccl: bool,
 }
 
+/// Said where there is nowhere to write to by default.
+const NO_DIRECTORY: &str = "no cache directory; use --output FILE";
+
 impl Tune {
     pub(crate) fn run(self, options: &Options) -> Result<ExitCode> {
-        if let Some(path) = &self.output {
-            check_output(path)?;
+        match &self.output {
+            Some(path) => check_output(path)?,
+            None => {
+                let directory = find::directory().context(NO_DIRECTORY)?;
+                std::fs::create_dir_all(&directory).map_err(|error| {
+                    let directory = directory.display();
+                    anyhow!("make {directory}: {error}; help: use --output FILE")
+                })?;
+            }
         }
         let check = |kind, world| self.check(kind, world);
         ranks::run_checked(options, check, |comm| {
@@ -210,7 +220,7 @@ impl Tune {
         if let Some(path) = &self.output {
             return Ok(path.clone());
         }
-        let directory = find::directory().context("no cache directory; use --output FILE")?;
+        let directory = find::directory().context(NO_DIRECTORY)?;
         let name: String = model
             .device
             .model

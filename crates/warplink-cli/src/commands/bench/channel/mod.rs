@@ -45,7 +45,7 @@ use warplink::{Communicator, DeviceKind};
     warplink bench channel --device host --to 1MiB --json > channel.json"
 )]
 pub(crate) struct Channel {
-    /// Largest size of a put [default: 256MiB on cuda, 1MiB on host]
+    /// Largest size of a put, from 4KiB on [default: 256MiB on cuda, 1MiB on host]
     #[arg(long, value_name = "BYTES")]
     to: Option<Bytes>,
     /// Samples per figure
@@ -75,6 +75,9 @@ const ROWS: [&str; 9] = [
 /// Puts, or copies, in a row.
 const ROW: u32 = 8;
 
+/// The smallest put of the rows that have a largest one.
+const SMALLEST: u64 = 4096;
+
 /// Both kinds of channels.
 const TRANSPORTS: [Transport; 2] = [Transport::Direct, Transport::Proxied];
 
@@ -97,12 +100,19 @@ struct Rig<'a> {
 
 impl Channel {
     pub(crate) fn run(self, options: &Options) -> Result<ExitCode> {
-        let check = |_, world| {
+        let check = |kind, world| {
             ensure!(
                 world >= 2,
                 "a job of one rank has no peer to connect to; expected at least two; help: use --ranks 2"
             );
-            Ok(())
+            let to = self.to.unwrap_or(Bytes(SMALLEST));
+            ensure!(
+                to.0 >= SMALLEST,
+                "--to is {to}; expected at least {}",
+                Bytes(SMALLEST)
+            );
+            let bytes = region_bytes(self.largest(kind));
+            memory::check(kind, 2, bytes, 2 * bytes)
         };
         ranks::run_checked(options, check, |comm| {
             check(comm.device().kind(), comm.world())?;
@@ -127,10 +137,20 @@ impl Channel {
                 .any(|name| self.rows.iter().any(|row| row == name))
     }
 
+    /// Bytes of the largest put.
+    fn largest(&self, kind: DeviceKind) -> u64 {
+        self.to.map_or(
+            match kind {
+                DeviceKind::Cuda => 256 << 20,
+                DeviceKind::Host => 1 << 20,
+            },
+            |to| to.0,
+        )
+    }
+
     fn measure(&self, comm: &Communicator, sink: Sink) -> Result<Report> {
         let on_gpus = comm.device().kind() == DeviceKind::Cuda;
-        let default = if on_gpus { 256 << 20 } else { 1 << 20 };
-        let largest = self.to.map_or(default, |to| to.0).max(4096);
+        let largest = self.largest(comm.device().kind());
         let mut rig = Rig::new(comm, largest, self, sink)?;
         self.latencies(&mut rig, if on_gpus { 1000 } else { 100 })?;
         let blocks: &[u32] = if on_gpus {
@@ -145,13 +165,12 @@ impl Channel {
             }
         }
         if self.wants(&["engine", "put_and_flush"]) {
-            for bytes in [4096, 64 << 20, largest] {
-                if bytes <= largest {
-                    let engine = rig.engine("engine", bytes, 1)?;
-                    rig.flushed("put_and_flush", bytes, 1, engine)?;
-                    let engine = rig.engine("engine x8", bytes, ROW)?;
-                    rig.flushed("put_and_flush x8", bytes, ROW, engine)?;
-                }
+            let smaller = [SMALLEST, 64 << 20].into_iter();
+            for bytes in smaller.filter(|bytes| *bytes < largest).chain([largest]) {
+                let engine = rig.engine("engine", bytes, 1)?;
+                rig.flushed("put_and_flush", bytes, 1, engine)?;
+                let engine = rig.engine("engine x8", bytes, ROW)?;
+                rig.flushed("put_and_flush x8", bytes, ROW, engine)?;
             }
         }
         if self.wants(&["triggers"]) {
@@ -188,11 +207,14 @@ impl Channel {
     }
 }
 
+/// Bytes of a region with room for what is put, for what arrives, and for packets, of the sizes that have them.
+fn region_bytes(largest: u64) -> u128 {
+    u128::from(DATA) + u128::from(largest.max(4 * SMALLEST))
+}
+
 impl<'a> Rig<'a> {
     fn new(comm: &'a Communicator, largest: u64, options: &Channel, sink: Sink) -> Result<Self> {
-        // Room for what is put, for what arrives, and for packets, of the sizes that have them.
-        let bytes = DATA + largest.max(4 * 4096);
-        memory::check(comm.device().kind(), 2, bytes.into(), 2 * u128::from(bytes))?;
+        let bytes = region_bytes(largest);
         let kernels = Kernels::load(comm)?;
         let bytes = usize::try_from(bytes).context("sizes fit the memory")?;
         let mut requests = Vec::new();

@@ -5,6 +5,7 @@ mod rig;
 
 use super::timing::{Submission, Times};
 use crate::commands::ranks;
+use crate::memory;
 use crate::options::{Options, step};
 use crate::report;
 use crate::report::bytes::Bytes;
@@ -34,7 +35,7 @@ use warplink::{Communicator, DeviceKind};
 /// nccl     the vendor's library (a substitute on the host device)
 ///
 /// The column 'of raw' is the bandwidth divided by that of the raw copies in the same direction:
-/// raw-get for get, raw for put and nccl.
+/// raw-get for get and get-multiprocessors, raw for all others.
 #[derive(Debug, Args)]
 #[command(
     verbatim_doc_comment,
@@ -172,7 +173,8 @@ impl P2p {
                 !(self.no_nccl && self.methods.contains(&Method::Nccl)),
                 "--methods has nccl and --no-nccl leaves it out; expected one of the two"
             );
-            self.largest(kind).map(drop)
+            let largest = u128::from(self.largest(kind)?);
+            memory::check(kind, world, largest, 2 * largest)
         };
         ranks::run_checked(options, check, |comm| {
             check(comm.device().kind(), comm.world())?;

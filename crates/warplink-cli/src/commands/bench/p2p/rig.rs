@@ -3,7 +3,6 @@
 use super::Method;
 use crate::commands::bench::second_stream::SecondStream;
 use crate::commands::bench::timing::{Clock, Submission};
-use crate::memory;
 use anyhow::{Context, Result, bail};
 use std::cell::Cell;
 use std::sync::Arc;
@@ -40,8 +39,6 @@ impl<'a> Rig<'a> {
         ring: bool,
         nccl: bool,
     ) -> Result<Self> {
-        let bytes = largest as u128;
-        memory::check(comm.device().kind(), comm.world(), bytes, 2 * bytes)?;
         let clock = Clock::new(comm, Priority::High)?;
         let (own, into) = (comm.alloc(largest)?, comm.alloc(largest)?);
         let sent: Vec<u8> = (0..largest).map(|at| pattern(comm.rank(), at)).collect();

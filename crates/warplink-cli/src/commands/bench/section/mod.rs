@@ -7,6 +7,7 @@ use super::timing::{Clock, Submission, Work};
 use crate::commands::program::{Source, Text};
 use crate::commands::ranks;
 use crate::gemm::common_seed;
+use crate::memory;
 use crate::options::Options;
 use crate::report::bytes::Bytes;
 use crate::report::{print_json, print_message, print_text};
@@ -110,7 +111,13 @@ impl Section {
         let text = self.source.read()?;
         ranks::run_checked(
             options,
-            |_, _| self.check(&text),
+            |kind, world| {
+                self.check(&text)?;
+                // What comes out may be longer, but is not shorter than a part of what goes in.
+                let largest = self.sizes.iter().map(|size| u128::from(size.0)).max();
+                let largest = largest.unwrap_or(0);
+                memory::check(kind, world, largest, largest)
+            },
             |comm| {
                 let report = self.measure(comm, &text.program, &text.parameters)?;
                 if comm.rank() == 0 {
@@ -321,7 +328,7 @@ impl Section {
             None => None,
         };
         Ok(Row {
-            bytes,
+            bytes: elements * dtype.size(),
             values: Vec::new(),
             seconds: times.next().context("nothing was timed")?,
             collective: times.next(),
@@ -386,6 +393,11 @@ impl Memory {
         let device = comm.device();
         let (input, dtype, bytes) = tensors(prepared, Role::Input)?;
         let (output, _, output_bytes) = tensors(prepared, Role::Output)?;
+        let (host, all) = (
+            bytes.max(output_bytes) as u128,
+            bytes as u128 + 2 * output_bytes as u128,
+        );
+        memory::check(device.kind(), comm.world(), host, all)?;
         let allocate = |bytes| device.allocate(bytes, AllocationKind::Plain);
         let (source, target, expected) = (
             allocate(bytes)?,
