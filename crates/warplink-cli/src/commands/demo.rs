@@ -161,7 +161,7 @@ impl Demo {
         let choice: Choice = plan.choice().clone();
         // Overlap is what this shows, also where the collective is expected to be as fast.
         let with_overlap = choice.estimates.iter().find(|one| !one.needs_engine);
-        let mut reason = choice.to_string();
+        let mut reason = format!("Estimated by the cost model, and not measured:\n{choice}");
         if !requested
             && choice.needs_engine()
             && let Some(fastest) = with_overlap
