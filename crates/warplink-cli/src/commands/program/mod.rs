@@ -215,7 +215,7 @@ fn parameter(text: &str) -> Result<(String, Value), String> {
 
 /// Check a program for deadlocks, races, lost signals and uninitialized bytes
 ///
-/// Analyses the program of every rank without running it. Prints each fault with the lines involved;
+/// Analyses the program of every rank without running it. Prints each violation with the lines involved;
 /// the exit status is 1 if there are any.
 #[derive(Debug, Args)]
 #[command(

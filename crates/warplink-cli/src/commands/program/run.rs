@@ -40,7 +40,7 @@ pub(super) struct Run {
     /// Seed of the inputs [default: random]
     #[arg(long, value_name = "SEED")]
     seed: Option<u64>,
-    /// Run even if the verifier finds faults; the program may hang until the timeout
+    /// Run even if the verifier finds violations; the program may hang until the timeout
     #[arg(long)]
     unverified: bool,
     /// Do not compare the outputs with what the program means; large programs are not compared anyway
