@@ -1,6 +1,7 @@
 //! The programs of collectives before they run.
 
 use super::*;
+use crate::collective::MIN_BYTES_PER_RANK;
 use crate::collective::call::Call;
 use crate::collective::choice::{Choice, Machine};
 use crate::collective::estimate::Estimates;
@@ -82,6 +83,48 @@ fn ranks_that_share_a_device_have_room_for_all_their_lanes() {
         }
     }
     assert_eq!(Machine::most_lanes(132, 1), 128);
+    assert_eq!(Machine::most_lanes(114, 1), 113);
+}
+
+/// Also in the smallest workspace, with as many lanes as a model may ask for.
+#[test]
+fn chunks_of_all_lanes_fit_into_a_workspace() {
+    for world in 2..=8 {
+        for workspace in [MIN_BYTES_PER_RANK * world, 10 << 20] {
+            let plain_bytes = workspace / 5 * 2 / 4096 * 4096;
+            let machine = Machine {
+                plain_bytes,
+                kernels: TransferKernels {
+                    store_blocks: vec![(0, 128)],
+                    ..TransferKernels::default()
+                },
+                ..machine(world)
+            };
+            let chunked = PROGRAMS
+                .iter()
+                .filter(|entry| entry.algorithm == Algorithm::Chunks);
+            for entry in chunked {
+                for (dtype, count) in [
+                    (DType::U8, 1_000_000),
+                    (DType::F64, 1000),
+                    (DType::F64, 10_000_000),
+                ] {
+                    let call = Call {
+                        dtype,
+                        op: entry.kind.reduces().then_some(ReduceOp::Sum),
+                        ..call(entry, world, count)
+                    };
+                    let Choice { lanes, chunks, .. } = machine.chunks(entry.algorithm, &call);
+                    let rows = lanes * entry.algorithm.rows(entry.kind, world, chunks);
+                    let least = 16 * rows * dtype.size();
+                    assert!(
+                        least <= plain_bytes,
+                        "{call:?}: {lanes} lanes need {least} bytes"
+                    );
+                }
+            }
+        }
+    }
 }
 
 /// A call of `count` elements as an algorithm does it, with lanes of so many threads and chunks.

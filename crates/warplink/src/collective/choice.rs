@@ -19,6 +19,9 @@ const THREADS: [usize; 2] = [128, 1024];
 const LANE_BYTES: usize = 16 << 10;
 const BYTES_OF_MANY_THREADS: usize = 256 << 10;
 
+/// Elements that chunks have multiples of.
+const CHUNK_UNIT: usize = 16;
+
 /// More than what a part is padded by.
 const PADDING: usize = 4096;
 
@@ -60,15 +63,12 @@ pub(super) struct Machine {
 }
 
 impl Machine {
-    /// The most lanes for data where `ranks_per_device` ranks share a device of so many multiprocessors, each of
+    /// The most lanes for data of each of `ranks_per_device` ranks on a device of so many multiprocessors, each of
     /// which has room for a lane. One lane more meets the other ranks.
     pub(super) fn most_lanes(multiprocessors: usize, ranks_per_device: usize) -> usize {
-        match ranks_per_device {
-            0 | 1 => MAX_LANES,
-            ranks => (multiprocessors / ranks)
-                .saturating_sub(1)
-                .clamp(1, MAX_LANES),
-        }
+        (multiprocessors / ranks_per_device.max(1))
+            .saturating_sub(1)
+            .clamp(1, MAX_LANES)
     }
 
     /// How `call` is done.
@@ -233,23 +233,28 @@ impl Machine {
         }
     }
 
-    fn chunks(&self, algorithm: Algorithm, call: &Call) -> Choice {
+    pub(super) fn chunks(&self, algorithm: Algorithm, call: &Call) -> Choice {
         let bytes = call.bytes();
         let most = self.kernels.store_blocks.iter();
         let most = most.map(|(_, blocks)| *blocks as usize).max();
         let most = most.unwrap_or(1).clamp(1, self.most_lanes);
         let lanes = bytes.div_ceil(LANE_BYTES).next_power_of_two();
-        let lanes = lanes.clamp(1, round_down(most));
+        let mut lanes = lanes.clamp(1, round_down(most));
+        let room = |lanes: usize, chunks: usize| {
+            let rows = lanes * algorithm.rows(call.kind, self.world, chunks);
+            self.plain_bytes / call.dtype.size() / rows / CHUNK_UNIT * CHUNK_UNIT
+        };
+        // A small workspace has no room for chunks of many lanes.
+        while lanes > 1 && room(lanes, usize::MAX) == 0 {
+            lanes /= 2;
+        }
         let parts = match call.kind {
             CollectiveKind::AllReduce => part(call.count, self.world),
             _ => call.count,
         };
         let piece = part(parts, lanes);
         // The elements of a chunk, where there are so many.
-        let room = |chunks: usize| {
-            let rows = lanes * algorithm.rows(call.kind, self.world, chunks);
-            (self.plain_bytes / call.dtype.size() / rows / 16 * 16).max(16)
-        };
+        let room = |chunks: usize| room(lanes, chunks).max(CHUNK_UNIT);
         let chunks = if piece <= room(1) {
             1
         } else {

@@ -196,16 +196,19 @@ impl Collectives {
             .with_help("give the workspace more bytes"));
         }
         let model = HardwareModel::find(&DeviceDescription::of(&*context.device), world)?;
+        let (sharing, properties) = (context.ranks_per_device()?, context.device.properties());
+        let multiprocessors = match sharing {
+            // Lanes that are threads of the host need no room.
+            1 if properties.shared => usize::MAX,
+            _ => properties.multiprocessors,
+        };
         // A fifth is for packets, of which half is data; each is in two halves by epoch.
         Ok(Machine {
             world,
             kernels: model.link.transfer_kernels(),
             packet_bytes: pages(options.workspace_bytes / 20),
             plain_bytes: pages(options.workspace_bytes / 5 * 2),
-            most_lanes: Machine::most_lanes(
-                context.device.properties().multiprocessors,
-                context.ranks_per_device()?,
-            ),
+            most_lanes: Machine::most_lanes(multiprocessors, sharing),
             forced: options.algorithm,
             cube: None,
             estimates: Estimates::new(&model)?,

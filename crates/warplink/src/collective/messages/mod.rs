@@ -69,9 +69,17 @@ pub(super) struct Shape {
 }
 
 impl Shape {
-    /// What fits into `bytes` for chunks.
-    fn new(rank: Rank, world: usize, ranks_per_device: usize, bytes: usize) -> Self {
-        let lanes = 1 << (LANES / (world * ranks_per_device)).max(1).ilog2();
+    /// What fits into `bytes` for chunks, and of which each of `ranks_per_device` ranks finds room on `multiprocessors`
+    /// that have it for a block each.
+    fn new(
+        rank: Rank,
+        world: usize,
+        (ranks_per_device, multiprocessors): (usize, usize),
+        bytes: usize,
+    ) -> Self {
+        // A lane has a block in each direction.
+        let lanes = LANES.min(multiprocessors / 2) / (world * ranks_per_device);
+        let lanes = 1 << lanes.max(1).ilog2();
         Self {
             rank,
             world,
@@ -101,12 +109,28 @@ impl Shape {
     }
 }
 
+/// The multiprocessors of the rank that has the fewest. Every rank calls it at the same time.
+fn fewest_multiprocessors(context: &RankContext) -> Result<usize> {
+    let properties = context.device.properties();
+    // Blocks that are threads of the host need no room.
+    let own = if properties.shared {
+        u64::MAX
+    } else {
+        properties.multiprocessors as u64
+    };
+    let all = context.all_gather(&own.to_le_bytes())?;
+    let all = all.iter().filter_map(|one| one.as_slice().try_into().ok());
+    let fewest = all.map(u64::from_le_bytes).min().unwrap_or(own);
+    Ok(usize::try_from(fewest).unwrap_or(usize::MAX))
+}
+
 impl Lines {
     /// Allocates a workspace with `bytes` for chunks and maps those of the peers. Blocks until all ranks do so:
     /// all succeed, or none.
     pub(super) fn join(context: &RankContext, bytes: usize) -> Result<Self> {
         let sharing = context.ranks_per_device()?;
-        let shape = Shape::new(context.rank(), context.world(), sharing, bytes);
+        let room = (sharing, fewest_multiprocessors(context)?);
+        let shape = Shape::new(context.rank(), context.world(), room, bytes);
         let layout = WorkspaceLayout::plain(shape.workspace_bytes());
         let workspace = SharedWorkspace::join(context, layout, shape.words(), |_| true)?;
         let (waiting, verdicts) = workspace.state()?;
@@ -246,9 +270,15 @@ mod tests {
     fn there_is_a_word_for_what_waits_in_each_direction() {
         for world in 1..=8 {
             for sharing in 1..=world {
-                let shape = Shape::new(0, world, sharing, 1 << 20);
+                let shape = Shape::new(0, world, (sharing, usize::MAX), 1 << 20);
                 assert!(shape.words() >= 2 * world, "{shape:?}");
                 assert!(shape.words() >= 2 * shape.lanes, "{shape:?}");
+                for multiprocessors in [16, 78, 114, 132] {
+                    let room = (sharing, multiprocessors);
+                    let blocks = 2 * Shape::new(0, world, room, 1 << 20).lanes * world * sharing;
+                    let least = 2 * world * sharing;
+                    assert!(blocks <= multiprocessors.max(least), "{blocks} of {room:?}");
+                }
             }
         }
     }

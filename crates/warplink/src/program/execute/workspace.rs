@@ -202,7 +202,8 @@ impl SharedWorkspace {
         self.device
             .download(&reach.state.slice(0..EPOCH_BYTES)?, &mut epoch)?;
         let epoch = u64::from_le_bytes(epoch);
-        let flag = packet_flag(epoch);
+        // Devices flag packets of 16 bytes by the epoch's lower half, which differs after four billion launches.
+        let flags = [packet_flag(epoch), (epoch + 1) as u32].map(u32::to_le_bytes);
         let slot = (epoch % 2) as usize;
         // Whether rank `of` announced itself at rank `at`.
         let announced = |at: Rank, of: Rank| -> Result<bool> {
@@ -214,7 +215,7 @@ impl SharedWorkspace {
             let packet = memory.slice(from + range.start..from + range.end)?;
             let mut bytes = [0; 16];
             self.device.download(&packet, &mut bytes)?;
-            Ok(bytes[4..8] == flag.to_le_bytes())
+            Ok(flags.iter().any(|flag| bytes[4..8] == *flag))
         };
         let mut absent = Vec::new();
         let mut is_in_launch = false;
