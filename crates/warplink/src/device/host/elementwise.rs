@@ -1,5 +1,6 @@
 //! Element-wise operations on the host.
 
+use super::extremes::Extremes;
 use super::lane::combine;
 use super::memory;
 use crate::device::{DeviceSlice, Elementwise, ElementwiseOp, Operand, ReduceOp};
@@ -29,8 +30,8 @@ macro_rules! float {
             fn combine(op: ElementwiseOp, a: $sum, b: $sum) -> $sum {
                 match op {
                     ElementwiseOp::Product => a * b,
-                    ElementwiseOp::Max => a.max(b),
-                    ElementwiseOp::Min => a.min(b),
+                    ElementwiseOp::Max => a.larger(b),
+                    ElementwiseOp::Min => a.smaller(b),
                     _ => a + b,
                 }
             }
@@ -52,8 +53,8 @@ macro_rules! integer {
             fn combine(op: ElementwiseOp, a: Self, b: Self) -> Self {
                 match op {
                     ElementwiseOp::Product => a.wrapping_mul(b),
-                    ElementwiseOp::Max => a.max(b),
-                    ElementwiseOp::Min => a.min(b),
+                    ElementwiseOp::Max => a.larger(b),
+                    ElementwiseOp::Min => a.smaller(b),
                     _ => a.wrapping_add(b),
                 }
             }

@@ -11,6 +11,7 @@ mod collective;
 mod compute;
 mod elementwise;
 mod event;
+mod extremes;
 mod graph;
 pub(crate) mod kernel;
 pub(crate) mod lane;
