@@ -97,7 +97,8 @@ static __device__ void run(const Transfer &transfer, u32 from, u32 to, bool only
     set_own(transfer, delayed);
 }
 
-extern "C" __global__ void __launch_bounds__(MAX_THREADS) warplink_transfer(const __grid_constant__ Transfer transfer) {
+// Two of its largest blocks have room on a multiprocessor, so that launches of 32 of them may start early.
+extern "C" __global__ void __launch_bounds__(MAX_THREADS, 2) warplink_transfer(const __grid_constant__ Transfer transfer) {
     detail::await_preceding();
     const bool first = blockIdx.x == 0;
     u32 passed = 0;

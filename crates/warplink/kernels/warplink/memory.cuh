@@ -67,18 +67,27 @@ constexpr u32 in_flight = 4;
 
 template <typename T>
 __device__ __forceinline__ void copy_items(u64 target, u64 source, u64 count, u32 rank, u32 size) {
-    const T *in = (const T *)source;
-    T *out = (T *)target;
+    if (rank >= count) return;
+    const T *in = (const T *)source + rank;
+    T *out = (T *)target + rank;
     const u64 stride = size;
-    for (u64 i = rank; i < count; i += in_flight * stride) {
+    for (u64 left = count - rank;; left -= in_flight * stride) {
         T values[in_flight];
 #pragma unroll
         for (u32 j = 0; j < in_flight; j++)
-            if (i + j * stride < count) values[j] = in[i + j * stride];
+            if (j * stride < left) values[j] = in[j * stride];
 #pragma unroll
         for (u32 j = 0; j < in_flight; j++)
-            if (i + j * stride < count) out[i + j * stride] = values[j];
+            if (j * stride < left) out[j * stride] = values[j];
+        if (left <= in_flight * stride) return;
+        in += in_flight * stride;
+        out += in_flight * stride;
     }
+}
+
+// Bytes `from` to `to`, of which there are fewer than 16.
+__device__ __forceinline__ void copy_edge(u64 target, u64 source, u64 from, u64 to, u32 rank, u32 size) {
+    for (u64 i = from + rank; i < to; i += size) *(unsigned char *)(target + i) = *(const unsigned char *)(source + i);
 }
 
 // Copies by the widest accesses that the alignment of both allows.
@@ -87,11 +96,9 @@ __device__ __forceinline__ void copy(u64 target, u64 source, u64 bytes, u32 rank
     if ((apart & 15u) == 0) {
         u64 head = (16u - (target & 15u)) & 15u;
         if (head > bytes) head = bytes;
-        copy_items<unsigned char>(target, source, head, rank, size);
-        const u64 whole = (bytes - head) / 16;
-        copy_items<uint4>(target + head, source + head, whole, rank, size);
-        const u64 done = head + 16 * whole;
-        copy_items<unsigned char>(target + done, source + done, bytes - done, rank, size);
+        copy_edge(target, source, 0, head, rank, size);
+        copy_items<uint4>(target + head, source + head, (bytes - head) / 16, rank, size);
+        copy_edge(target, source, bytes - (bytes - head) % 16, bytes, rank, size);
     } else if (((target | source) & 3u) == 0) {
         const u64 whole = bytes / 4;
         copy_items<u32>(target, source, whole, rank, size);

@@ -118,9 +118,13 @@ impl Communicator {
         };
         let connections = ConnectionExchange::new(&group, &fault, connections);
         let (described, world) = (job.device.clone(), group.world());
+        let (memory, all) = (job.memory.clone(), job.bootstrap.world());
         let paths = PathModel::new(move || {
             let model = HardwareModel::find(&DeviceDescription::of(&*described), world)?;
-            Ok(model.link.transfer_kernels())
+            // Ranks of other communicators transfer at the same time.
+            let all: Vec<_> = (0..all).collect();
+            let sharing = memory.ranks_per_device(&all)?;
+            Ok(model.link.transfer_kernels().shared_by(sharing))
         });
         let services = ExchangeServices {
             bootstrap: job.bootstrap.clone(),

@@ -80,6 +80,19 @@ pub struct TransferKernels {
 }
 
 impl TransferKernels {
+    /// The same for each of `ranks` ranks that share a device. Together they keep no more multiprocessors than one alone
+    /// would: whoever they wait for needs some as well.
+    #[must_use]
+    pub(crate) fn shared_by(mut self, ranks: usize) -> Self {
+        let ranks = u32::try_from(ranks).unwrap_or(u32::MAX).max(1);
+        let share = |blocks: u32| (blocks / ranks).max(1);
+        self.packet_blocks = share(self.packet_blocks);
+        for (_, blocks) in &mut self.store_blocks {
+            *blocks = share(*blocks);
+        }
+        self
+    }
+
     /// How many blocks put `bytes`.
     pub(crate) fn blocks(&self, bytes: usize) -> u32 {
         match Flow::by_kernels(Protocol::Put, bytes, self) {
@@ -194,6 +207,18 @@ mod tests {
         assert_eq!(flow((256 << 10) + 1), Flow::Stores { blocks: 32 });
         assert_eq!(flow(4 << 20), Flow::Stores { blocks: 64 });
         assert_eq!(flow((4 << 20) + 1), Flow::Streams);
+    }
+
+    #[test]
+    fn ranks_that_share_a_device_share_its_blocks() {
+        let blocks = |ranks, bytes| kernels().shared_by(ranks).blocks(bytes);
+        assert_eq!(blocks(1, 4 << 20), 64);
+        assert_eq!(blocks(4, 4 << 20), 16);
+        assert_eq!(blocks(4, 1 << 20), 8);
+        assert_eq!(blocks(4, 64 << 10), 16);
+        // What is left of less than a block is one.
+        assert_eq!(blocks(100, 4 << 20), 1);
+        assert_eq!(blocks(0, 4 << 20), 64);
     }
 
     #[test]

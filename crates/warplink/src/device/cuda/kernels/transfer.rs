@@ -70,9 +70,14 @@ struct Parts {
 /// The kernels, loaded before anything can spin.
 #[derive(Debug)]
 pub(crate) struct TransferKernel {
-    transfer: Function,
-    packets: Function,
-    /// The most threads of a launch that starts early.
+    transfer: OneKernel,
+    packets: OneKernel,
+}
+
+/// A kernel, and the most threads of its launches that start early.
+#[derive(Debug)]
+struct OneKernel {
+    function: Function,
     early_threads: u32,
 }
 
@@ -86,9 +91,8 @@ impl TransferKernel {
         let loaded =
             Module::load(context, reaper, capabilities, &nvrtc::TRANSFER).and_then(|module| {
                 Ok(Self {
-                    transfer: module.function(c"warplink_transfer")?,
-                    packets: module.function(c"warplink_packets")?,
-                    early_threads: early_threads(capabilities),
+                    transfer: OneKernel::new(module.function(c"warplink_transfer")?, capabilities)?,
+                    packets: OneKernel::new(module.function(c"warplink_packets")?, capabilities)?,
                 })
             });
         loaded
@@ -96,10 +100,6 @@ impl TransferKernel {
                 |error| tracing::info!(%error, "small transfers use the copy engine, which is slower"),
             )
             .ok()
-    }
-
-    fn launch(&self, blocks: u32, threads: u32) -> Launch {
-        Launch::new(blocks, threads).with_early_start(blocks * threads <= self.early_threads)
     }
 
     /// Enqueues operations on words alone: at most [`MAX_OPERATIONS`].
@@ -183,9 +183,9 @@ impl TransferKernel {
         // SAFETY: the kernel takes one parameter, of this layout. The slices are live device memory
         // of as many bytes, the words are aligned and live, and no more than fit are given.
         unsafe {
-            self.transfer.launch_as(
+            self.transfer.function.launch_as(
                 stream,
-                &self.launch(blocks, threads.clamp(32, MAX_THREADS)),
+                &self.transfer.launch(blocks, threads.clamp(32, MAX_THREADS)),
                 &mut [(&raw mut parameters).cast::<c_void>()],
             )
         }
@@ -219,23 +219,36 @@ impl TransferKernel {
         // SAFETY: the kernel takes one parameter, of this layout. The data is live device memory, and so is
         // scratch of the length that the shape asks for; words are aligned and live.
         unsafe {
-            self.packets.launch_as(
+            self.packets.function.launch_as(
                 stream,
-                &self.launch(blocks, threads.min(MAX_THREADS)),
+                &self.packets.launch(blocks, threads.min(MAX_THREADS)),
                 &mut [(&raw mut parameters).cast::<c_void>()],
             )
         }
     }
 }
 
-/// The threads of launches that may start early: none where processes share the GPU, whose launches nobody counts.
-fn early_threads(capabilities: &Capabilities) -> u32 {
+impl OneKernel {
+    fn new(function: Function, capabilities: &Capabilities) -> Result<Self> {
+        let blocks = function.blocks_per_multiprocessor(MAX_THREADS, 0)?;
+        Ok(Self {
+            early_threads: early_threads(capabilities, blocks),
+            function,
+        })
+    }
+
+    fn launch(&self, blocks: u32, threads: u32) -> Launch {
+        Launch::new(blocks, threads).with_early_start(blocks * threads <= self.early_threads)
+    }
+}
+
+/// The threads of launches that may start early, where a multiprocessor has room for so many of the largest blocks: none
+/// where processes share the GPU, whose launches nobody counts.
+fn early_threads(capabilities: &Capabilities, blocks_per_multiprocessor: u32) -> u32 {
     if !capabilities.starts_kernels_early() || capabilities.multi_process_service {
         return 0;
     }
-    // What a multiprocessor has room for, of kernels with few registers.
-    const THREADS: u32 = 2048;
-    capabilities.multiprocessors * THREADS / EARLY_LAUNCHES as u32
+    capabilities.multiprocessors * blocks_per_multiprocessor * MAX_THREADS / EARLY_LAUNCHES as u32
 }
 
 /// Whether one of `operations` waits for `word`.
