@@ -1,7 +1,7 @@
 //! Memory, streams and contexts of others: segments of several physical pieces, as PyTorch's
 //! expandable segments are, default streams, and a context that the application made.
 
-use super::common::{kind, open_device, processes, threads, values, world};
+use super::common::{kind, open_device, processes, share_gpus, threads, values, world};
 use super::{MIB, eventually, shared_mappings};
 use std::sync::Arc;
 use std::time::Duration;
@@ -172,10 +172,8 @@ fn a_context_of_the_application_stays_current() {
     }
     processes(world(2), |comm| {
         let (mut device, mut own) = (0, std::ptr::null_mut());
-        let ordinal = match comm.world() {
-            1 => 0,
-            _ => comm.rank() as i32,
-        };
+        // Where ranks share GPUs, each sees its own alone.
+        let ordinal = if share_gpus() { 0 } else { comm.rank() as i32 };
         // SAFETY: both are output parameters for one value each.
         let made = unsafe {
             let found = sys::cuDeviceGet(&mut device, ordinal);
