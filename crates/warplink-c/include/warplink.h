@@ -245,7 +245,8 @@ typedef struct {
 } warplink_stream;
 
 /// A channel as kernels have it: the same bytes as `warplink::Channel` in `warplink/device.cuh`. Pass it by
-/// value to a kernel that is launched by other means than `warplink_launch`. Its members are private to the library.
+/// value to a kernel that is launched by other means than `warplink_launch`. `peer` and `tag` say which connection
+/// it is; its other members are private to the library.
 typedef struct {
     uint64_t local;
     uint64_t local_bytes;
@@ -260,7 +261,7 @@ typedef struct {
     uint64_t ring;
     uint64_t head;
     uint64_t tail;
-    uint64_t tail_seen;
+    uint64_t tag;
     uint32_t slots;
     uint32_t connection;
     uint32_t peer;
@@ -340,7 +341,8 @@ typedef struct {
     uint32_t together;
 } warplink_shape;
 
-/// The value of a kernel's parameter, made by `warplink_argument_...`. Its members are private to the library.
+/// The value of a kernel's parameter, made by `warplink_argument_...`. `peer` and `tag` say which connection it is; its other members are
+/// private to the library.
 typedef struct {
     uint32_t kind;
     int32_t peer;

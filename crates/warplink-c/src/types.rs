@@ -134,7 +134,8 @@ pub struct Span {
 }
 
 /// A channel as kernels have it: the same bytes as `warplink::Channel` in `warplink/device.cuh`. Pass it by
-/// value to a kernel that is launched by other means than `warplink_launch`. Its members are private to the library.
+/// value to a kernel that is launched by other means than `warplink_launch`. `peer` and `tag` say which connection
+/// it is; its other members are private to the library.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Channel {
@@ -151,7 +152,7 @@ pub struct Channel {
     ring: u64,
     head: u64,
     tail: u64,
-    tail_seen: u64,
+    tag: u64,
     slots: u32,
     connection: u32,
     peer: u32,
@@ -186,7 +187,7 @@ impl From<[u64; 16]> for Channel {
             ring,
             head,
             tail,
-            tail_seen,
+            tag,
             fifo,
             ends,
         ] = words;
@@ -205,7 +206,7 @@ impl From<[u64; 16]> for Channel {
             ring,
             head,
             tail,
-            tail_seen,
+            tag,
             slots: low(fifo),
             connection: high(fifo),
             peer: low(ends),
@@ -217,7 +218,7 @@ impl From<[u64; 16]> for Channel {
 // The library gives these words, and kernels take them.
 const _: () = {
     assert!(size_of::<Channel>() == 128 && align_of::<Channel>() == 8);
-    assert!(std::mem::offset_of!(Channel, tail_seen) == 104);
+    assert!(std::mem::offset_of!(Channel, tag) == 104);
     assert!(std::mem::offset_of!(Channel, slots) == 112);
     assert!(std::mem::offset_of!(Channel, connection) == 116);
     assert!(std::mem::offset_of!(Channel, peer) == 120);

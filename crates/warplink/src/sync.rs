@@ -4,13 +4,23 @@
 #[cfg(loom)]
 pub(crate) use loom::sync::{
     Arc, Condvar, Mutex, MutexGuard,
-    atomic::{AtomicBool, AtomicU64, Ordering},
+    atomic::{AtomicBool, AtomicU64, Ordering, fence},
 };
+#[cfg(loom)]
+pub(crate) use loom::thread::{Thread, current as this_thread};
 #[cfg(not(loom))]
 pub(crate) use std::sync::{
     Arc, Condvar, Mutex, MutexGuard, OnceLock,
-    atomic::{AtomicBool, AtomicU64, Ordering},
+    atomic::{AtomicBool, AtomicU64, Ordering, fence},
 };
+#[cfg(not(loom))]
+pub(crate) use std::thread::{Thread, current as this_thread, park_timeout};
+
+/// Without a limit, so that loom finds a thread that nobody wakes.
+#[cfg(loom)]
+pub(crate) fn park_timeout(_: std::time::Duration) {
+    loom::thread::park();
+}
 
 /// The standard library's, which loom lacks, with its order told to loom: who sees the value sees what
 /// was done before it was set.

@@ -30,6 +30,8 @@ mod mistakes;
 mod network;
 #[path = "channels/proxied.rs"]
 mod proxied;
+#[path = "channels/regions.rs"]
+mod regions;
 #[path = "channels/setups.rs"]
 mod setups;
 #[path = "channels/staged.rs"]

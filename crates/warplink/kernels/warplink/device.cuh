@@ -71,19 +71,26 @@ constexpr u32 regions = 16;
 constexpr u32 kind_put = 1, kind_get = 2, kind_signal = 4, kind_flush = 8;
 // The most bytes of one trigger: a multiple of every alignment.
 constexpr u64 trigger_bytes = 1ull << 31;
+// Behind the count of claimed positions: how much of the ring kernels know to be read, whether one of them is looking,
+// and whether the proxy was stopped.
+constexpr u64 seen_offset = 8, looking_offset = 16, stopped_offset = 24;
 
 }  // namespace detail
 
 // A connection to a peer, as a kernel has it. Plain data: copy it, pass it by value, keep it in arrays.
-// The members are the library's; kernels use the calls.
+// `peer` and `tag` say which connection it is; the other members are the library's, and kernels use the calls.
 struct Channel {
     u64 local, local_bytes;
     u64 remote, remote_bytes;
     u64 inbound, awaited, outbound, completed, abort;
     u64 windows;
-    u64 ring, head, tail, tail_seen;
+    u64 ring, head, tail;
+    // The tag that both ranks connected with.
+    u64 tag;
     u32 slots, connection;
-    u32 peer, proxied;
+    // The rank at the other end, in the communicator that was connected.
+    u32 peer;
+    u32 proxied;
 
     // ---- signals
 
@@ -335,6 +342,15 @@ struct Channel {
         return shared(group, failed);
     }
 
+    // ---- places
+
+    // The address of a place in this rank's region, to read or write data at, or 0 where `bytes` from there are not all in the region.
+    __device__ __forceinline__ u64 here(At at, u64 bytes) const {
+        if (at.region == 0) return inside(detail::Window{local, local_bytes}, at.offset, bytes);
+        if (at.region >= detail::regions) return 0;
+        return inside(window(at.region), at.offset, bytes);
+    }
+
     // ---- what the calls are made of
 
     // What threads of the group wrote before is seen by all of them after it.
@@ -365,14 +381,7 @@ struct Channel {
         return detail::load_relaxed(abort) != 0 || detail::load_relaxed(tail + 8) != 0;
     }
 
-    // The address of a place here, or 0 where `bytes` from there are not all in the region.
-    __device__ __forceinline__ u64 here(At at, u64 bytes) const {
-        if (at.region == 0) return inside(detail::Window{local, local_bytes}, at.offset, bytes);
-        if (at.region >= detail::regions) return 0;
-        return inside(window(at.region), at.offset, bytes);
-    }
-
-    // The address of a place at the peer, mapped here, or 0 as above.
+    // The address of a place at the peer, mapped here, or 0 where `bytes` from there are not all in the region.
     __device__ __forceinline__ u64 there(At at, u64 bytes) const {
         if (at.region == 0) return inside(detail::Window{remote, remote_bytes}, at.offset, bytes);
         if (at.region >= detail::regions) return 0;
@@ -447,13 +456,13 @@ struct Channel {
         return shared(group, failed);
     }
 
-    // Puts one trigger into the FIFO, once there is room; false when the waits were ended. A position is
-    // claimed when there is room for it: who gives up has claimed nothing, and the proxy, which serves other
+    // Puts one trigger into the FIFO, once there is room; false when the waits were ended or the proxy was stopped. A
+    // position is claimed when there is room for it: who gives up has claimed nothing, and the proxy, which serves other
     // communicators too, never waits for a trigger that does not come.
     __device__ __forceinline__ bool push(u32 kind, At peers, At own, u64 bytes, u64 &position) const {
         position = detail::load_relaxed(head);
         for (u32 polls = 1;; polls++) {
-            if (position < detail::load_acquire(tail_seen) + slots) {
+            if (position < detail::load_acquire(head + detail::seen_offset) + slots) {
                 const u64 before = atomicCAS((u64 *)head, position, position + 1);
                 if (before == position) break;
                 position = before;
@@ -461,10 +470,10 @@ struct Channel {
             }
             // The count of what was read lies in the host's memory. One thread at a time looks there: many
             // would keep the proxy from counting on.
-            if (detail::claim(tail_seen + 8)) {
+            if (detail::claim(head + detail::looking_offset)) {
                 const u64 seen = detail::load_acquire(tail);
-                detail::max_release(tail_seen, seen);
-                detail::release(tail_seen + 8);
+                detail::max_release(head + detail::seen_offset, seen);
+                detail::release(head + detail::looking_offset);
             }
             if (is_stopped(polls)) return false;
             position = detail::load_relaxed(head);
@@ -474,9 +483,11 @@ struct Channel {
         const u64 lap = (position & slots) == 0 ? 1ull << 63 : 0;
         const u64 first = lap | (u64)kind << 59 | (u64)connection << 49 | (u64)own.region << 45 | own.offset << 9 | (bytes & 511u);
         const u64 second = lap | (u64)peers.region << 59 | peers.offset << 23 | bytes >> 9;
-        detail::fence();
+        detail::fence_all();
         asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" ::"l"(ring + 16 * (position & (slots - 1))), "l"(first), "l"(second) : "memory");
-        return true;
+        // The proxy says that it was stopped before it counts, for the last time, what was claimed: a position that was
+        // claimed too late for that finds the word set. Where the peer was lost, nobody else says so while there is room.
+        return (detail::load_relaxed(head + detail::stopped_offset) | detail::load_relaxed(abort)) == 0;
     }
 
     // Blocks until the proxy has done what it found before `position`, and that.

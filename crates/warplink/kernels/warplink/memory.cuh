@@ -54,6 +54,9 @@ __device__ __forceinline__ void release(u64 word) {
     asm volatile("st.release.gpu.global.u64 [%0], 0;" ::"l"(word) : "memory");
 }
 
+// As `fence`; also between what this thread stored before and what it loads after.
+__device__ __forceinline__ void fence_all() { asm volatile("fence.sc.sys;" ::: "memory"); }
+
 __device__ __forceinline__ void fence() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 
 __device__ __forceinline__ u64 increment(u64 word) {

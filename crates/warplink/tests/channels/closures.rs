@@ -2,12 +2,13 @@
 
 use super::kernels::contents;
 use warplink::device::{At, Block, BlockChannel, DeviceSlice, ModuleSource};
-use warplink::{Error, Result};
+use warplink::{Error, ErrorKind, Result};
 
 /// Every kernel.
-pub(crate) const NAMES: [&str; 16] = [
+pub(crate) const NAMES: [&str; 20] = [
     "pass_on",
     "ping_pong",
+    "wait_by",
     "wait_once",
     "signal_on",
     "signal_and_wait",
@@ -22,12 +23,16 @@ pub(crate) const NAMES: [&str; 16] = [
     "barriers",
     "get_region",
     "out_of_range",
+    "put_when_added",
+    "misplaced_packets",
+    "put_half",
 ];
 
 /// Adds every closure.
 pub(crate) fn add(source: ModuleSource) -> ModuleSource {
     source
         .with_host_kernel("ping_pong", ping_pong)
+        .with_host_kernel("wait_by", wait_by)
         .with_host_kernel("wait_once", |block| block.channel(0)?.wait())
         .with_host_kernel("signal_and_wait", |block| {
             block.channel(0)?.signal()?;
@@ -56,6 +61,13 @@ pub(crate) fn add(source: ModuleSource) -> ModuleSource {
         .with_host_kernel("get_region", get_region)
         .with_host_kernel("out_of_range", out_of_range)
         .with_host_kernel("pass_on", pass_on)
+        .with_host_kernel("put_when_added", put_when_added)
+        .with_host_kernel("misplaced_packets", misplaced_packets)
+        .with_host_kernel("put_half", |block| {
+            let (channel, bytes) = (block.channel(0)?, block.u64(1)?);
+            channel.put_with_signal_and_flush(bytes, 0, bytes)?;
+            channel.wait()
+        })
 }
 
 /// Stores what is sent in `round` to the own region, from `at` on.
@@ -100,9 +112,11 @@ fn ping_pong(block: &Block<'_>) -> Result<()> {
     let (bytes, rank, rounds) = (block.u64(1)?, block.u32(2)?, block.u32(3)?);
     let result = block.slice(4)?;
     let first = rank < channel.peer();
+    let start = 1_000_003_u32.wrapping_mul(channel.tag() as u32);
+    let number = |index: u32| start.wrapping_add(index);
     for round in 0..rounds {
         if first {
-            fill(block, channel, 0, bytes, 2 * round)?;
+            fill(block, channel, 0, bytes, number(2 * round))?;
             channel.put_with_signal(bytes, 0, bytes)?;
         }
         channel.wait()?;
@@ -111,15 +125,41 @@ fn ping_pong(block: &Block<'_>) -> Result<()> {
             channel,
             bytes,
             bytes,
-            2 * round + u32::from(first),
+            number(2 * round + u32::from(first)),
             result,
         )?;
         if !first {
-            fill(block, channel, 0, bytes, 2 * round + 1)?;
+            fill(block, channel, 0, bytes, number(2 * round + 1))?;
             channel.put_with_signal(bytes, 0, bytes)?;
         }
     }
     channel.flush()
+}
+
+fn wait_by(block: &Block<'_>) -> Result<()> {
+    let (channel, signals) = (block.channel(0)?, block.signals(1)?);
+    let until = |poll: &dyn Fn() -> Result<bool>| {
+        while !poll()? {
+            std::thread::yield_now();
+        }
+        Ok(())
+    };
+    match block.u32(2)? {
+        0 => channel.wait(),
+        1 => channel.wait_until(3),
+        2 => until(&|| channel.poll()),
+        3 => block.barrier(&[block.channel(0)?]),
+        4 => signals.wait(1),
+        5 => signals.wait_until(1, 3),
+        6 => until(&|| signals.poll(1)),
+        7 => channel.read_packets8(0, 256, 128, 1),
+        8 => channel.read_packets16(0, 256, 128, 1),
+        9 => channel.read_packets128(0, 256, 120, 1),
+        _ => loop {
+            channel.signal()?;
+        },
+    }?;
+    note(block, block.slice(3)?, 1)
 }
 
 fn all_pairs(block: &Block<'_>) -> Result<()> {
@@ -282,6 +322,43 @@ fn out_of_range(block: &Block<'_>) -> Result<()> {
         result,
         attempts.iter().filter(|made| made.is_ok()).count(),
     )
+}
+
+fn put_when_added(block: &Block<'_>) -> Result<()> {
+    let (channel, bytes) = (block.channel(0)?, block.u64(1)?);
+    loop {
+        match channel.put((1, 0), 0, bytes) {
+            Ok(()) => break,
+            Err(error) if error.kind() == ErrorKind::InvalidArgument => std::thread::yield_now(),
+            Err(error) => return Err(error),
+        }
+    }
+    channel.flush()?;
+    channel.signal()
+}
+
+fn misplaced_packets(block: &Block<'_>) -> Result<()> {
+    let channel = block.channel(0)?;
+    let (bytes, result) = (block.u64(1)?, block.slice(2)?);
+    let attempts: [Result<(), Error>; 11] = [
+        channel.put_packets8(4, 0, 8, 1),
+        channel.put_packets8(0, 2, 8, 1),
+        channel.put_packets16(8, 0, 8, 1),
+        channel.put_packets16(0, 0, 12, 1),
+        channel.put_packets128(64, 0, 120, 1),
+        channel.read_packets128(0, 64, 120, 1),
+        channel.put_packets8(0, 0, bytes / 2 + 4, 1),
+        channel.put_packets16(16, 0, bytes / 2, 1),
+        channel.put_packets128(0, 0, bytes, 1),
+        channel.read_packets8(0, bytes, 8, 1),
+        channel.read_packets16(bytes, 0, 8, 1),
+    ];
+    let refused = |made: &&Result<(), Error>| match made {
+        Ok(()) => false,
+        Err(error) => error.kind() == ErrorKind::InvalidArgument,
+    };
+    let wrong = attempts.len() - attempts.iter().filter(refused).count();
+    note(block, result, wrong)
 }
 
 fn pass_on(block: &Block<'_>) -> Result<()> {

@@ -4,13 +4,14 @@ use super::common::{
     LIMIT, Ranks, Stopwatch, assert_says, has_network, kind, processes_of, stop_self,
     wait_until_stopped, world,
 };
-use super::kernels::{Rig, TRANSPORTS};
+use super::kernels::{Outcome, Rig, THREADS, TRANSPORTS};
+use super::proxied::small;
 use super::staged::tiny;
 use std::cell::Cell;
 use std::time::Duration;
 use warplink::bootstrap::Wait;
 use warplink::channel::{Connection, Transport};
-use warplink::device::Argument;
+use warplink::device::{Argument, Launch, Priority, Stream};
 use warplink::{Communicator, Config, Deadline, DeviceKind, ErrorKind};
 
 /// How soon a rank must have its error after a peer was lost.
@@ -19,11 +20,46 @@ const SOON: Duration = Duration::from_secs(5);
 /// The key that says that rank 1 may end.
 const BUSY: &str = "rank 0 is busy";
 
-/// What rank 0 does: it says when rank 1 may end, and learns the process of that.
-type Busy = fn(&Rig<'_>, &Connection, &dyn Fn() -> i32);
+/// What rank 0 does: it says when rank 1 may end, and learns the process of that. It gives the kernels that wait when it
+/// returns.
+type Busy = fn(&Rig<'_>, &Connection, &dyn Fn() -> i32) -> Vec<Waiting>;
+
+/// A kernel that waits.
+struct Waiting {
+    stream: Stream,
+    outcome: Outcome,
+}
+
+impl Waiting {
+    /// The last kernel of a rig.
+    fn of(rig: &Rig<'_>) -> Vec<Self> {
+        let (stream, outcome) = (rig.stream.clone(), rig.outcome.clone());
+        vec![Self { stream, outcome }]
+    }
+
+    /// Its stream fails, as the peer was lost, and so does its wait: on GPUs the kernel says so itself, where the stream
+    /// does not wait for it any more.
+    fn check(&self, comm: &Communicator, started: &Stopwatch) {
+        let error = comm.synchronize(&self.stream).unwrap_err();
+        assert_eq!(
+            (error.kind(), error.peer()),
+            (ErrorKind::PeerLost, Some(1)),
+            "{error}"
+        );
+        while kind() == DeviceKind::Cuda && self.outcome.look() != ABORTED {
+            let told = self.outcome.look();
+            assert!(started.elapsed() < SOON, "{told:?} after {error}");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        assert!(started.elapsed() < SOON, "{error} came late");
+    }
+}
+
+/// Nothing wrong, and the status of calls whose wait was ended.
+const ABORTED: [u32; 2] = [0, 1];
 
 /// Runs two ranks of which 1 ends as `end` says while kernels of rank 0 do what `busy` enqueues, which
-/// never ends by itself. Rank 0 must learn soon that rank 1 was lost.
+/// never ends by itself. Rank 0 and its kernels must learn soon that rank 1 was lost.
 fn ends(transport: Transport, busy: Busy, end: fn(Communicator)) {
     ends_with(None, transport, busy, end);
 }
@@ -55,7 +91,7 @@ fn ends_with(
             return end(comm);
         }
         let started = Cell::new(Stopwatch::start());
-        busy(&rig, &connection, &|| {
+        let waiting = busy(&rig, &connection, &|| {
             started.set(Stopwatch::start());
             comm.bootstrap().store().set(BUSY, b"").unwrap();
             processes[1]
@@ -66,7 +102,9 @@ fn ends_with(
             (ErrorKind::PeerLost, Some(1)),
             "{error}"
         );
-        assert!(started.get().elapsed() < SOON, "{error} came late");
+        let started = started.into_inner();
+        assert!(started.elapsed() < SOON, "{error} came late");
+        waiting.iter().for_each(|one| one.check(&comm, &started));
         // The next call says so as well.
         let error = rig.launch("wait_once", 1, &[connection.channel()]);
         assert_eq!(error.unwrap_err().kind(), ErrorKind::PeerLost);
@@ -88,10 +126,67 @@ fn end_process(process: i32) {
     }
 }
 
-fn wait(rig: &Rig<'_>, connection: &Connection, ready: &dyn Fn() -> i32) {
+fn wait(rig: &Rig<'_>, connection: &Connection, ready: &dyn Fn() -> i32) -> Vec<Waiting> {
     let channel = connection.channel();
     rig.launch("wait_once", 1, &[channel]).unwrap();
     ready();
+    Waiting::of(rig)
+}
+
+/// Every way to wait, each in a kernel and on a connection of its own, and the last in that of the rig.
+fn wait_in_every_way(
+    rig: &Rig<'_>,
+    connection: &Connection,
+    ready: &dyn Fn() -> i32,
+) -> Vec<Waiting> {
+    let signals = rig.comm.signals(2).unwrap();
+    let kernel = rig.kernels.get("wait_by");
+    let one = |how: u32| {
+        let stream = rig.comm.create_stream(Priority::Normal).unwrap();
+        let outcome = Outcome::new(rig.comm.device());
+        let arguments = [
+            connection.channel(),
+            Argument::from(&signals),
+            Argument::U32(how),
+            outcome.argument(),
+        ];
+        let launch = Launch::new(1, THREADS);
+        kernel.launch(&stream, &launch, &arguments).unwrap();
+        Waiting { stream, outcome }
+    };
+    let mut all: Vec<_> = (0..WAYS).map(one).collect();
+    all.extend(wait(rig, connection, ready));
+    all
+}
+
+/// The ways to wait of the kernel `wait_by`.
+const WAYS: u32 = 10;
+
+#[test]
+fn a_peer_that_is_killed_ends_every_kind_of_wait() {
+    ends(Transport::Direct, wait_in_every_way, kill);
+}
+
+#[test]
+fn a_peer_that_is_stopped_ends_every_kind_of_wait() {
+    ends(Transport::Direct, wait_in_every_way, stop);
+}
+
+/// Signals by a proxy until they fail, also while the ring is full.
+fn signal_on(rig: &Rig<'_>, connection: &Connection, ready: &dyn Fn() -> i32) -> Vec<Waiting> {
+    rig.launch("signal_on", 4, &[connection.channel()]).unwrap();
+    ready();
+    Waiting::of(rig)
+}
+
+#[test]
+fn a_peer_that_is_killed_ends_kernels_that_signal_through_a_proxy() {
+    ends_with(Some(small), Transport::Proxied, signal_on, kill);
+}
+
+#[test]
+fn a_peer_that_is_stopped_ends_kernels_that_signal_through_a_proxy() {
+    ends_with(Some(small), Transport::Proxied, signal_on, stop);
 }
 
 fn kill(_: Communicator) {
@@ -135,28 +230,13 @@ fn a_peer_that_is_stopped_holds_up_no_put_to_its_memory() {
         rig.launch("many_signals", 1, &arguments).unwrap();
         rig.comm.synchronize(&rig.stream).unwrap();
         assert!(started.elapsed() < Duration::from_secs(2), "{started:?}");
-        wait(rig, connection, &|| 0);
+        wait(rig, connection, &|| 0)
     };
     ends(Transport::Proxied, busy, stop);
 }
 
-#[test]
-fn a_peer_that_is_killed_ends_waits_for_packets() {
-    let read = |rig: &Rig<'_>, connection: &Connection, ready: &dyn Fn() -> i32| {
-        let arguments = [
-            connection.channel(),
-            Argument::U64(0),
-            Argument::U32(1),
-            Argument::U32(0),
-        ];
-        rig.launch("packets", 1, &arguments).unwrap();
-        ready();
-    };
-    ends(Transport::Direct, read, kill);
-}
-
 /// Reads and writes of the host until the peer is lost, and then a wait.
-fn write(rig: &Rig<'_>, connection: &Connection, ready: &dyn Fn() -> i32) {
+fn write(rig: &Rig<'_>, connection: &Connection, ready: &dyn Fn() -> i32) -> Vec<Waiting> {
     let source = rig.comm.alloc(64).unwrap();
     for round in 0..50 {
         if round == 5 {
@@ -166,13 +246,13 @@ fn write(rig: &Rig<'_>, connection: &Connection, ready: &dyn Fn() -> i32) {
         let both = written.and_then(|()| connection.read(&rig.stream, &source, 0));
         if let Err(error) = both {
             assert_eq!((error.kind(), error.peer()), (ErrorKind::PeerLost, Some(1)));
-            return;
+            return Vec::new();
         }
         std::thread::sleep(Duration::from_millis(10));
     }
     // One that is only stopped is lost later.
-    let channel = connection.channel();
-    rig.launch("wait_once", 1, &[channel]).ok();
+    let launched = rig.launch("wait_once", 1, &[connection.channel()]);
+    launched.map_or_else(|_| Vec::new(), |()| Waiting::of(rig))
 }
 
 #[test]
@@ -204,7 +284,7 @@ fn a_peer_that_is_stopped_ends_kernels_that_wait_for_the_network() {
 }
 
 /// More than the rings hold, which the peer takes until it is lost.
-fn flush_chunks(rig: &Rig<'_>, connection: &Connection, ready: &dyn Fn() -> i32) {
+fn flush_chunks(rig: &Rig<'_>, connection: &Connection, ready: &dyn Fn() -> i32) -> Vec<Waiting> {
     let arguments = [connection.channel(), Argument::U32(8)];
     let until = Deadline::after(LIMIT / 2);
     for round in 0.. {
@@ -215,12 +295,13 @@ fn flush_chunks(rig: &Rig<'_>, connection: &Connection, ready: &dyn Fn() -> i32)
         let both = launched.and_then(|()| rig.launch("many_signals", 4, &arguments));
         if let Err(error) = both {
             assert_eq!((error.kind(), error.peer()), (ErrorKind::PeerLost, Some(1)));
-            return;
+            break;
         }
         assert!(!until.passed(), "the peer is not lost");
         // Not so fast that the stream's queue grows without bound.
         std::thread::sleep(Duration::from_millis(1));
     }
+    Vec::new()
 }
 
 #[test]

@@ -44,20 +44,47 @@ extern "C" __global__ void ping_pong(const Channel *channels, u64 bytes, u32 ran
     const Channel channel = channels[blockIdx.x];
     const Block block;
     const bool first = rank < channel.peer;
+    // Both ends of a connection have the same tag, and no other connection between them has it.
+    const u32 start = 1000003u * (u32)channel.tag;
     for (u32 round = 0; round < rounds; round++) {
         if (first) {
-            fill(channel.here(0, bytes), bytes, 2 * round);
+            fill(channel.here(0, bytes), bytes, start + 2 * round);
             CHECK(channel.put_with_signal(block, bytes, 0, bytes));
         }
         CHECK(channel.wait(block));
-        note(result, differences(channel.here(bytes, bytes), bytes, 2 * round + first), Status::ok);
+        note(result, differences(channel.here(bytes, bytes), bytes, start + 2 * round + first), Status::ok);
         if (!first) {
-            fill(channel.here(0, bytes), bytes, 2 * round + 1);
+            fill(channel.here(0, bytes), bytes, start + 2 * round + 1);
             CHECK(channel.put_with_signal(block, bytes, 0, bytes));
         }
     }
     // The last answer may be taken for read only now.
     CHECK(channel.flush(block));
+}
+
+// Waits, in the way that `how` says, for what never comes; 10 signals until that fails.
+extern "C" __global__ void wait_by(Channel channel, warplink::Signals signals, u32 how, u32 *result) {
+    const Block block;
+    bool arrived = false;
+    switch (how) {
+        case 0: CHECK(channel.wait(block)); break;
+        case 1: CHECK(channel.wait_until(block, 3)); break;
+        case 2:
+            while (!arrived) CHECK(channel.poll(block, arrived));
+            break;
+        case 3: CHECK(warplink::barrier(block, &channel, 1)); break;
+        case 4: CHECK(signals.wait(block, 1)); break;
+        case 5: CHECK(signals.wait_until(block, 1, 3)); break;
+        case 6:
+            while (!arrived) CHECK(signals.poll(block, 1, arrived));
+            break;
+        case 7: CHECK(channel.read_packets8(block, 0, 256, 128, 1)); break;
+        case 8: CHECK(channel.read_packets16(block, 0, 256, 128, 1)); break;
+        case 9: CHECK(channel.read_packets128(block, 0, 256, 120, 1)); break;
+        default:
+            while (true) CHECK(channel.signal(block));
+    }
+    note(result, 1, Status::ok);
 }
 
 // Waits once, for a signal that may never come.
@@ -226,4 +253,39 @@ extern "C" __global__ void pass_on(warplink::Signals own, warplink::RemoteSignal
         if (rank != 0) right.add(block, round % 3);
     }
     CHECK(own.wait_until(block, 0, own.epoch(0)));
+}
+
+// Puts to a region that is added while this runs, until it is there.
+extern "C" __global__ void put_when_added(Channel channel, u64 bytes, u32 *result) {
+    const Block block;
+    Status status;
+    while ((status = channel.put(block, At(1, 0), 0, bytes)) == Status::out_of_range) {
+    }
+    CHECK(status);
+    CHECK(channel.flush(block));
+    CHECK(channel.signal(block));
+}
+
+// Packets that are not aligned, or pass the ends of regions; none of them is put.
+extern "C" __global__ void misplaced_packets(Channel channel, u64 bytes, u32 *result) {
+    const Block block;
+    u32 accepted = 0;
+    accepted += channel.put_packets8(block, 4, 0, 8, 1) != Status::misaligned;
+    accepted += channel.put_packets8(block, 0, 2, 8, 1) != Status::misaligned;
+    accepted += channel.put_packets16(block, 8, 0, 8, 1) != Status::misaligned;
+    accepted += channel.put_packets16(block, 0, 0, 12, 1) != Status::misaligned;
+    accepted += channel.put_packets128(block, 64, 0, 120, 1) != Status::misaligned;
+    accepted += channel.read_packets128(block, 0, 64, 120, 1) != Status::misaligned;
+    accepted += channel.put_packets8(block, 0, 0, bytes / 2 + 4, 1) != Status::out_of_range;
+    accepted += channel.put_packets16(block, 16, 0, bytes / 2, 1) != Status::out_of_range;
+    accepted += channel.put_packets128(block, 0, 0, bytes, 1) != Status::out_of_range;
+    accepted += channel.read_packets8(block, 0, bytes, 8, 1) != Status::out_of_range;
+    accepted += channel.read_packets16(block, bytes, 0, 8, 1) != Status::out_of_range;
+    if (threadIdx.x == 0) note(result, accepted, Status::ok);
+}
+
+// Puts the first half of the region to the second half of the peer's, by one call.
+extern "C" __global__ void put_half(Channel channel, u64 bytes, u32 *result) {
+    CHECK(channel.put_with_signal_and_flush(Block(), bytes, 0, bytes));
+    CHECK(channel.wait(Block()));
 }

@@ -56,6 +56,7 @@ impl Kernels {
 }
 
 /// Where a kernel says how many words were wrong, and its status.
+#[derive(Clone)]
 pub struct Outcome {
     device: Arc<dyn Device>,
     memory: DeviceSlice,
@@ -75,12 +76,18 @@ impl Outcome {
         Argument::from(&self.memory)
     }
 
-    /// The number of wrong words and the status since the last call.
-    pub fn read(&self) -> [u32; 2] {
+    /// The number of wrong words and the status since they were [`read`](Self::read).
+    pub fn look(&self) -> [u32; 2] {
         let mut bytes = [0; 8];
         self.device.download(&self.memory, &mut bytes).unwrap();
-        self.device.upload(&self.memory, &[0; 8]).unwrap();
         [0, 4].map(|at| u32::from_ne_bytes(bytes[at..at + 4].try_into().unwrap()))
+    }
+
+    /// The number of wrong words and the status since the last call, where no kernel runs.
+    pub fn read(&self) -> [u32; 2] {
+        let read = self.look();
+        self.device.upload(&self.memory, &[0; 8]).unwrap();
+        read
     }
 }
 

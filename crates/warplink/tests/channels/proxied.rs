@@ -1,6 +1,6 @@
 //! The FIFO and the proxy: full, asleep, stopped.
 
-use super::common::{assert_says, threads, threads_with, world};
+use super::common::{assert_says, processes, threads, threads_with, world};
 use super::kernels::{Rig, contents};
 use std::time::{Duration, Instant};
 use warplink::channel::{ProxyConfig, Transport};
@@ -12,7 +12,7 @@ const BLOCKS: u32 = 8;
 const EACH: u32 = 100;
 
 /// A FIFO of four slots.
-fn small(config: &mut Config) {
+pub(crate) fn small(config: &mut Config) {
     config.proxy.slots = 4;
 }
 
@@ -135,6 +135,70 @@ fn kernels_that_use_a_stopped_proxy_end() {
         }
         comm.barrier().unwrap();
     });
+}
+
+/// The number of threads of this process that are called so.
+fn threads_called(name: &str) -> usize {
+    let tasks = std::fs::read_dir("/proc/self/task").unwrap();
+    let names =
+        tasks.filter_map(|task| std::fs::read_to_string(task.ok()?.path().join("comm")).ok());
+    names.filter(|found| found.trim() == name).count()
+}
+
+#[test]
+fn all_communicators_of_a_rank_share_one_proxy() {
+    processes(world(2), |comm| {
+        assert_eq!(threads_called("warplink-proxy"), 0);
+        let groups = [comm.subgroup(&[0, 1]).unwrap(), comm.split(0, 0).unwrap()];
+        let rigs = [Rig::new(comm), Rig::new(&groups[0]), Rig::new(&groups[1])];
+        let connections = rigs.each_ref().map(|rig| rig.pair(Transport::Proxied, 64));
+        for (rig, connection) in rigs.iter().zip(&connections) {
+            let channel = connection.channel();
+            rig.launch("signal_and_wait", 1, &[channel]).unwrap();
+        }
+        rigs.iter().for_each(Rig::finish);
+        assert_eq!(threads_called("warplink-proxy"), 1);
+        comm.stop_proxy(comm.deadline()).unwrap();
+        let until = Instant::now() + Duration::from_secs(5);
+        while threads_called("warplink-proxy") > 0 {
+            assert!(Instant::now() < until, "the thread has not ended");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        comm.barrier().unwrap();
+    });
+}
+
+/// Also where the ring has room: nobody reads it any more.
+#[test]
+fn a_single_call_after_the_proxy_was_stopped_is_refused() {
+    threads_with(
+        world(2),
+        |_| {},
+        |comm| {
+            let rig = Rig::new(comm);
+            let connection = rig.pair(Transport::Proxied, 64);
+            comm.stop_proxy(comm.deadline()).unwrap();
+            let calls = [
+                ("signal_and_wait", 0),
+                ("many_puts", 1),
+                ("many_signals", 1),
+            ];
+            for (name, count) in calls {
+                let mut arguments = vec![connection.channel()];
+                arguments.extend((count > 0).then_some(Argument::U32(count)));
+                rig.launch(name, 1, &arguments).unwrap();
+                match comm.synchronize(&rig.stream) {
+                    Ok(()) => assert_eq!(rig.outcome.read(), [0, 1], "{name}"),
+                    Err(error) => {
+                        assert_says(&error, &["the proxy was stopped"]);
+                        // On the host device the stream has failed.
+                        break;
+                    }
+                }
+            }
+            comm.barrier().unwrap();
+        },
+    );
 }
 
 #[test]

@@ -119,6 +119,7 @@ impl ConnectionExchange {
         let peer = u32::try_from(request.peer).map_err(|_| Error::invalid("too many ranks"))?;
         let memory = ChannelMemory::new(ChannelParts {
             peer,
+            tag: request.tag,
             windows,
             inbound: words.inbound,
             awaited: words.awaited,

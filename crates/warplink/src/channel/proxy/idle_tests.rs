@@ -53,6 +53,10 @@ impl FifoMemory for OfKernels {
         self.0.0.claimed()
     }
 
+    fn stop_kernels(&self) -> Result<()> {
+        Ok(())
+    }
+
     fn addresses(&self) -> FifoAddresses {
         FifoAddresses::default()
     }

@@ -13,6 +13,7 @@
 //!    when it stops fails the streams of the communicator.
 //! 6. When it fails, kernels that wait are let go, and the job ends with its error.
 
+mod pin;
 mod route;
 mod stream_copy;
 mod worker;
@@ -138,7 +139,7 @@ impl Proxy {
         let thread = std::thread::Builder::new()
             .name("warplink-proxy".to_owned())
             .spawn(move || {
-                worker::pin(&cpus);
+                pin::pin(&cpus);
                 // Nobody listens where the proxy was dropped.
                 let _ = told.send(worker.run());
             })

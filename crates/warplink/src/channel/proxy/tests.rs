@@ -124,11 +124,17 @@ proptest! {
         let (device, fault) = (host(), Arc::default());
         let (proxy, failure) = start(&device);
         proxy.register(route(&device, &fault).0).unwrap();
+        // Once it has failed, nobody reads the ring, and producers are told.
+        let mut refused = false;
         for halves in words {
-            let pushed = proxy.fifo.push(halves.map(|half| half & !LAP), || Ok(()));
-            prop_assert!(pushed.is_ok());
+            if let Err(error) = proxy.fifo.push(halves.map(|half| half & !LAP), || Ok(())) {
+                prop_assert_eq!(error.kind(), ErrorKind::Closed);
+                refused = true;
+            }
         }
-        if let Err(error) = proxy.stop(Deadline::after(LATE)) {
+        let stopped = proxy.stop(Deadline::after(LATE));
+        prop_assert!(!refused || stopped.is_err());
+        if let Err(error) = stopped {
             let kinds = [ErrorKind::InvalidArgument, ErrorKind::Protocol];
             prop_assert!(kinds.contains(&error.kind()), "{error}");
             prop_assert_eq!(error.peer().is_some(), error.kind() == ErrorKind::InvalidArgument);

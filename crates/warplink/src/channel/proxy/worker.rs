@@ -7,7 +7,6 @@ use crate::device::channel::trigger::Trigger;
 use crate::device::{Fault, Fifo, FifoReader};
 use crate::error::{Error, ErrorKind, Result};
 use crate::sync::lock;
-use rustix::thread::{CpuSet, sched_setaffinity};
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -410,7 +409,10 @@ impl Worker {
         let unfinished = alive
             .map(|route| route.carrier.drain(deadline))
             .find_map(Result::err);
-        self.fifo.stop();
+        if let Err(error) = self.fifo.stop() {
+            // The fault of the device ends its kernels.
+            tracing::warn!(%error, "kernels were not told that the proxy has stopped");
+        }
         let unread = self.reader.unread().unwrap_or(0);
         let mut state = lock(&self.shared.state);
         state.ended = true;
@@ -425,17 +427,5 @@ impl Worker {
             uncopied,
             unfinished,
         }
-    }
-}
-
-/// Has the calling thread run on `cpus` alone, where there are any.
-pub(super) fn pin(cpus: &[usize]) {
-    let mut set = CpuSet::new();
-    let known = cpus.iter().filter(|cpu| **cpu < CpuSet::MAX_CPU);
-    known.for_each(|cpu| set.set(*cpu));
-    if set.count() > 0
-        && let Err(error) = sched_setaffinity(None, &set)
-    {
-        tracing::debug!(%error, "the proxy runs on any CPU");
     }
 }

@@ -8,17 +8,19 @@
 //! 3. Triggers are read in the order in which their positions were claimed.
 //! 4. A producer that waits is let go when the FIFO is stopped. It may give up as well: as it has claimed
 //!    nothing while it waits, the reader never waits for a trigger that does not come.
+//! 5. A trigger whose producer takes it for sent was read, or is among those that the reader counts as unread after
+//!    the stop: a producer asks whether the FIFO was stopped after it has claimed its position, and the reader counts
+//!    what was claimed after it has said so.
 //!
 //! The producers' side is written a second time in the kernels' `Channel::push`, for GPUs.
 
+use super::listener::Listener;
 use super::trigger::LAP;
 use crate::device::DeviceSlice;
 use crate::error::{Error, ErrorKind, Result};
-use crate::sync::{AtomicU64, Ordering};
+use crate::sync::{AtomicU64, Ordering, fence};
 use std::fmt;
-use std::sync::atomic::{AtomicBool, Ordering::SeqCst, fence};
-use std::sync::{Arc, OnceLock};
-use std::thread::Thread;
+use std::sync::Arc;
 use std::time::Duration;
 
 /// The words of a FIFO: two for each slot of the ring, how many triggers were read, and whether it was
@@ -40,8 +42,11 @@ pub(crate) trait FifoMemory: Send + Sync + fmt::Debug {
     /// How many positions were claimed.
     fn claimed(&self) -> Result<u64>;
 
+    /// Tells kernels, which look elsewhere than at the words after they claimed a position, that the FIFO was stopped.
+    fn stop_kernels(&self) -> Result<()>;
+
     /// What kernels reach it by: the addresses of the ring and of the count of what was read, and the
-    /// words (claimed, seen as read, whether somebody looks) in the device's memory.
+    /// words (claimed, seen as read, whether somebody looks, whether it was stopped) in the device's memory.
     fn addresses(&self) -> FifoAddresses;
 }
 
@@ -60,13 +65,6 @@ pub struct Fifo {
     slots: u64,
     memory: Box<dyn FifoMemory>,
     listener: Listener,
-}
-
-/// The thread that waits for producers of this process. Kernels of a GPU cannot wake it.
-#[derive(Debug, Default)]
-struct Listener {
-    thread: OnceLock<Thread>,
-    listens: AtomicBool,
 }
 
 /// The only reader of a FIFO.
@@ -123,7 +121,7 @@ impl Fifo {
     /// done before the reader has it. `pause` is called between looks, and may give up.
     ///
     /// # Errors
-    /// [`ErrorKind::Closed`] when the FIFO is stopped before there is room; those of `pause`.
+    /// [`ErrorKind::Closed`] when the FIFO is stopped, though the trigger may be counted as unread; those of `pause`.
     pub(crate) fn push(
         &self,
         [first, second]: [u64; 2],
@@ -152,18 +150,24 @@ impl Fifo {
         let (slot, lap) = self.place(position);
         self.memory.store(slot + 1, second | lap);
         self.memory.store(slot, first | lap);
-        fence(SeqCst);
-        if self.listener.listens.load(SeqCst)
-            && let Some(thread) = self.listener.thread.get()
-        {
-            thread.unpark();
+        // Also between the claim and the look at whether it was stopped.
+        self.listener.wake();
+        if self.is_stopped() {
+            return Err(stopped());
         }
         Ok(position)
     }
 
-    /// Lets go of producers that wait for room. What is in the ring stays unread.
-    pub(crate) fn stop(&self) {
+    /// Lets go of producers that wait for room, and refuses what they put in from here on. What is in the ring stays
+    /// unread.
+    ///
+    /// # Errors
+    /// Those of the device, which may not have told its kernels.
+    pub(crate) fn stop(&self) -> Result<()> {
         self.memory.store(self.words_of_ring() + 1, 1);
+        let told = self.memory.stop_kernels();
+        fence(Ordering::SeqCst);
+        told
     }
 
     /// Whether it was stopped.
@@ -210,14 +214,7 @@ impl FifoReader {
         if !self.fifo.memory.has_host_producers() {
             return false;
         }
-        let listener = &self.fifo.listener;
-        listener.thread.get_or_init(std::thread::current);
-        listener.listens.store(true, SeqCst);
-        fence(SeqCst);
-        if self.is_empty() {
-            std::thread::park_timeout(limit);
-        }
-        listener.listens.store(false, SeqCst);
+        self.fifo.listener.listen(limit, || !self.is_empty());
         true
     }
 
@@ -285,6 +282,10 @@ impl FifoMemory for HostFifoMemory {
 
     fn claimed(&self) -> Result<u64> {
         Ok(self.claimed.load(Ordering::Acquire))
+    }
+
+    fn stop_kernels(&self) -> Result<()> {
+        Ok(())
     }
 
     fn addresses(&self) -> FifoAddresses {

@@ -27,6 +27,8 @@ pub struct ChannelMemory {
 pub(crate) struct ChannelParts {
     /// The rank at the other end.
     pub(crate) peer: u32,
+    /// What the connection was made with.
+    pub(crate) tag: u64,
     /// The regions of both sides; there is at least one of each.
     pub(crate) windows: Arc<Windows>,
     /// In this rank's memory: how often the peer has signalled.
@@ -220,6 +222,11 @@ impl ChannelMemory {
         self.parts.peer
     }
 
+    /// What both ranks made the connection with.
+    pub fn tag(&self) -> u64 {
+        self.parts.tag
+    }
+
     pub(crate) fn parts(&self) -> &ChannelParts {
         &self.parts
     }
@@ -254,7 +261,7 @@ impl ChannelMemory {
             0,
             0,
             0,
-            0,
+            parts.tag,
             0,
             halves(parts.peer, u32::from(parts.proxy.is_some())),
         ];
@@ -265,7 +272,7 @@ impl ChannelMemory {
                 addresses.ring,
                 counters,
                 addresses.tail,
-                counters + 8,
+                parts.tag,
                 halves(fifo.slots() as u32, *connection),
             ];
             words[10..15].copy_from_slice(&proxy);

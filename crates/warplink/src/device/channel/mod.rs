@@ -4,6 +4,7 @@ mod array;
 pub(crate) mod fifo;
 #[cfg(all(test, loom))]
 mod fifo_loom;
+mod listener;
 mod memory;
 pub(crate) mod trigger;
 

@@ -29,6 +29,11 @@ impl<'a> BlockChannel<'a> {
         self.memory.peer()
     }
 
+    /// What both ranks made the connection with.
+    pub fn tag(&self) -> u64 {
+        self.memory.tag()
+    }
+
     /// The memory of `bytes` in one of this rank's regions.
     ///
     /// # Errors

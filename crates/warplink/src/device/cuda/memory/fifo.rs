@@ -2,7 +2,8 @@
 //!
 //! The ring lies in pinned host memory, which kernels store to and the host polls, as does the count of
 //! what was read. What only kernels count (positions claimed, how much of the ring they know to be read, and
-//! whether one of them is looking) lies in the GPU's memory, where they reach it fast.
+//! whether one of them is looking) lies in the GPU's memory, where they reach it fast, and so does what they look at after
+//! each claim: whether the FIFO was stopped.
 
 use super::PlainMemory;
 use crate::device::DeviceSlice;
@@ -14,8 +15,10 @@ use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Bytes of the three words in the GPU's memory.
-const COUNTERS: usize = 24;
+/// Bytes of the four words in the GPU's memory.
+const COUNTERS: usize = 32;
+/// Where the one lies that says whether the FIFO was stopped; must match `device.cuh`.
+const STOPPED: u64 = 24;
 
 pub(crate) struct CudaFifoMemory {
     gpu: Arc<Gpu>,
@@ -85,6 +88,12 @@ impl FifoMemory for CudaFifoMemory {
                 .download(self.counters.address(), &mut bytes)?;
         }
         Ok(u64::from_ne_bytes(bytes))
+    }
+
+    fn stop_kernels(&self) -> Result<()> {
+        let stopped = self.counters.address() + STOPPED;
+        // SAFETY: the word lies in the slice, which is live device memory. Kernels load it as a whole.
+        unsafe { self.gpu.staging.upload(stopped, &1_u64.to_ne_bytes()) }
     }
 
     fn addresses(&self) -> FifoAddresses {
