@@ -2,6 +2,8 @@
 # Builds what a machine with GPUs but without cargo needs, stripped, into device-bin/: the command,
 # the device tests and programs in C and C++ as executables. Carry that folder there.
 #
+# TESTS names the tests that are built, with the command, instead of everything.
+#
 # PARTS=random_programs builds device-bin/random_programs instead, which needs no GPU,
 # PARTS=random_collectives builds device-bin/random_collectives, and PARTS=python what scripts/device-python.sh needs.
 set -euo pipefail
@@ -24,13 +26,14 @@ if [[ ${PARTS:-} == python ]]; then
     python3 -m pip install --quiet --disable-pip-version-check --no-compile --target "$out/python" pytest expecttest
     exit
 fi
-rm -f "$out"/warplink "$out"/test-* "$out"/c_* "$out"/libwarplink.so.*
+[[ -n ${TESTS:-} ]] || rm -f "$out"/warplink "$out"/test-* "$out"/c_* "$out"/libwarplink.so.*
 mkdir -p "$out"
 tests=(device_contract transfers failures lifetimes abort timeouts channels repeated_losses
     survivors shared_streams stopped handover communicators device_faults collectives)
 for optional in programs program_language sections; do
     if [ -f "crates/warplink/tests/$optional.rs" ]; then tests+=("$optional"); fi
 done
+if [[ -n ${TESTS:-} ]]; then tests=($TESTS); fi
 
 cargo build --release -p warplink-cli
 cp target/release/warplink "$out/"
@@ -44,6 +47,10 @@ for line in sys.stdin:
     if message.get("executable") and message["target"]["kind"] == ["test"]:
         print(message["target"]["name"], message["executable"])
 ' | while read -r name executable; do cp "$executable" "$out/test-$name"; done
+if [[ -n ${TESTS:-} ]]; then
+    strip "$out/warplink" "${tests[@]/#/$out/test-}"
+    exit
+fi
 
 # Programs in C and C++: the example with the library in it, the tests' with the shared library beside them.
 cargo build --release -p warplink-c

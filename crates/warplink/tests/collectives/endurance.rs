@@ -2,11 +2,11 @@
 //!
 //! A batch is what is enqueued before the host waits. Its number and the seed say everything about it.
 
-use crate::common::{decode, encode};
+use crate::common::{decode, encode, kind};
 use crate::expected::{Case, Made, Random};
 use std::ops::Range;
 use warplink::device::{AllocationKind, DeviceSlice, MatmulSpec, Priority, ReduceOp, Stream};
-use warplink::{Collectives, Communicator, DType};
+use warplink::{Collectives, Communicator, DType, DeviceKind};
 
 /// The most elements of a call.
 const MOST: usize = 4096;
@@ -18,8 +18,8 @@ const MAX_CALLS: usize = 40;
 const MAX_IN_A_ROW: usize = 40;
 const MAX_FRESH: usize = 200;
 
-/// Rows and columns of the matrix products beside calls.
-const PRODUCT: usize = 64;
+/// On GPUs, one of so many calls has up to so many elements, which go by other algorithms, on many lanes.
+const LARGE: (usize, usize) = (60, 1 << 20);
 
 /// Which calls there are.
 #[derive(Clone, Debug)]
@@ -41,7 +41,10 @@ impl Mix {
 
     /// A call of any kind.
     fn case(&self, random: &mut Random, world: usize) -> Case {
-        let most = [16, 16, 256, 256, 1024, MOST][random.below(6)];
+        let mut most = [16, 16, 256, 256, 1024, MOST][random.below(6)];
+        if kind() == DeviceKind::Cuda && random.below(LARGE.0) == 0 {
+            most = LARGE.1;
+        }
         let mut case = Case::random(random, world, most);
         if random.below(24) == 0 {
             case.call.count = 0;
@@ -109,7 +112,7 @@ impl<'a> Endurance<'a> {
         ];
         let manner = manners[random.below(manners.len())];
         let calls = 1 + random.below(MAX_CALLS);
-        let beside_products = random.below(4) == 0;
+        let beside_products = random.below(self.products.one_of) == 0;
         let mut made = self.place(&mut random, calls, true);
         if beside_products {
             self.products.enqueue();
@@ -256,35 +259,51 @@ impl<'a> Endurance<'a> {
     }
 }
 
-/// Matrix products on a stream of their own.
+/// Matrix products on a stream of their own, which fill a GPU.
 struct Products {
     stream: Stream,
     enqueue: Box<dyn Fn(&Stream)>,
     c: DeviceSlice,
-    expected: Vec<f64>,
+    /// Rows and columns.
+    side: usize,
+    /// They are beside one of so many batches.
+    one_of: usize,
+}
+
+/// The value in a row and a column of the left matrix: a whole number, which every type holds.
+fn left(row: usize, column: usize) -> f64 {
+    ((5 * row + 3 * column) % 13) as f64 - 6.0
+}
+
+/// The column of the left matrix that column `column` of the product is twice.
+fn origin(column: usize, side: usize) -> usize {
+    (7 * column + 3) % side
 }
 
 impl Products {
     fn new(comm: &Communicator) -> Self {
-        let compute = comm.device().compute().unwrap();
-        let spec = MatmulSpec::new(PRODUCT, PRODUCT, PRODUCT, DType::F32);
-        compute.prepare_matmul(&spec).unwrap();
-        let [a, b, c] = [(); 3].map(|()| allocate(comm, 4 * PRODUCT * PRODUCT));
-        // Whole numbers, whose products are exact.
-        let side = |factor: usize| -> Vec<f64> {
-            let all = 0..PRODUCT * PRODUCT;
-            all.map(|at| (factor * at % 13) as f64 - 6.0).collect()
+        let (side, one_of) = match kind() {
+            DeviceKind::Host => (64, 4),
+            DeviceKind::Cuda => (4096, 16),
         };
-        let (left, right) = (side(5), side(7));
-        for (memory, values) in [(&a, &left), (&b, &right)] {
+        let compute = comm.device().compute().unwrap();
+        let spec = MatmulSpec::new(side, side, side, DType::F32);
+        compute.prepare_matmul(&spec).unwrap();
+        let [a, b, c] = [(); 3].map(|()| allocate(comm, 4 * side * side));
+        let all = (0..side * side).map(|at| (at / side, at % side));
+        let a_values: Vec<f64> = all.clone().map(|(row, column)| left(row, column)).collect();
+        let b_value = |(row, column)| {
+            if row == origin(column, side) {
+                2.0
+            } else {
+                0.0
+            }
+        };
+        let b_values: Vec<f64> = all.map(b_value).collect();
+        for (memory, values) in [(&a, &a_values), (&b, &b_values)] {
             let bytes = encode(DType::F32, values);
             comm.device().upload(memory, &bytes).unwrap();
         }
-        let expected = (0..PRODUCT * PRODUCT).map(|at| {
-            let (row, column) = (at / PRODUCT, at % PRODUCT);
-            let terms = (0..PRODUCT).map(|k| left[row * PRODUCT + k] * right[k * PRODUCT + column]);
-            terms.sum()
-        });
         let to = c.clone();
         Self {
             stream: comm.create_stream(Priority::Normal).unwrap(),
@@ -295,7 +314,8 @@ impl Products {
                 }
             }),
             c,
-            expected: expected.collect(),
+            side,
+            one_of,
         }
     }
 
@@ -303,12 +323,21 @@ impl Products {
         (self.enqueue)(&self.stream);
     }
 
+    /// Some rows are right.
     fn check(&self, comm: &Communicator, manner: Manner) {
         comm.synchronize(&self.stream).unwrap();
-        let mut bytes = vec![0; self.c.bytes()];
-        comm.device().download(&self.c, &mut bytes).unwrap();
-        let got = decode(DType::F32, &bytes);
-        assert_eq!(got, self.expected, "a product beside calls ({manner:?})");
+        let row_bytes = 4 * self.side;
+        for row in (0..self.side).step_by(self.side / 32) {
+            let memory = self.c.slice(row * row_bytes..(row + 1) * row_bytes);
+            let mut bytes = vec![0; row_bytes];
+            comm.device()
+                .download(&memory.unwrap(), &mut bytes)
+                .unwrap();
+            let got = decode(DType::F32, &bytes);
+            let expected = (0..self.side).map(|column| 2.0 * left(row, origin(column, self.side)));
+            let expected: Vec<f64> = expected.collect();
+            assert_eq!(got, expected, "a product beside calls ({manner:?})");
+        }
     }
 }
 

@@ -4,9 +4,9 @@ use super::common::{assert_says, delays, processes, threads, threads_with, value
 use super::graphs::{replay, steps_that_other_streams_wait_for};
 use super::{PROTOCOLS, neighbours, ring_of_rounds};
 use std::time::Duration;
-use warplink::device::{Priority, Stream};
+use warplink::device::{MatmulSpec, Priority, Stream};
 use warplink::p2p::{Batch, Path, Protocol, Transfer, TransferRequest, post_all, wait_all};
-use warplink::{Communicator, ErrorKind};
+use warplink::{Communicator, DType, ErrorKind};
 
 const PATHS: [Path; 4] = [
     Path::CopyEngine,
@@ -405,6 +405,54 @@ fn bytes_that_are_stored_go_by_no_packets() {
             }
         },
     );
+}
+
+/// Seven ranks store to rank 0, whose stream has a product of matrices before it receives: where they share a GPU, they
+/// leave it multiprocessors.
+#[test]
+fn senders_by_kernels_leave_the_receiver_room() {
+    const BYTES: usize = 4 << 20;
+    const SIDE: usize = 256;
+    processes(world(8), |comm| {
+        let (rank, world) = (comm.rank(), comm.world());
+        let stream = comm.create_stream(Priority::Normal).unwrap();
+        let compute = comm.device().compute().unwrap();
+        let spec = MatmulSpec::new(SIDE, SIDE, SIDE, DType::F32);
+        compute.prepare_matmul(&spec).unwrap();
+        let [a, b, c] = [(); 3].map(|()| comm.alloc(4 * SIDE * SIDE).unwrap());
+        let regions: Vec<_> = (1..world).map(|_| comm.alloc(BYTES).unwrap()).collect();
+        let requests: Vec<_> = match rank {
+            0 => (1..world)
+                .map(|peer| TransferRequest::receive(&regions[peer - 1], peer, 0))
+                .collect(),
+            _ => vec![TransferRequest::send(&regions[0], 0, 0)],
+        };
+        let requests = requests.into_iter().map(|request| {
+            let request = request.with_path(Path::Multiprocessors);
+            request.with_protocol(Protocol::Put)
+        });
+        let transfers = comm.exchange(&requests.collect::<Vec<_>>()).unwrap();
+        for round in 0..5 {
+            if rank == 0 {
+                // Their kernels wait by then.
+                std::thread::sleep(Duration::from_millis(50));
+                compute
+                    .matmul(&stream, &spec, a.memory(), b.memory(), c.memory(), None)
+                    .unwrap();
+            } else {
+                regions[0].upload(&values(rank, round, BYTES)).unwrap();
+            }
+            post_all(&transfers.iter().collect::<Vec<_>>(), &stream).unwrap();
+            wait_all(&transfers.iter().collect::<Vec<_>>(), &stream).unwrap();
+            comm.synchronize(&stream).unwrap();
+            if rank == 0 {
+                for (peer, region) in (1..world).zip(&regions) {
+                    assert!(region.download().unwrap() == values(peer, round, BYTES));
+                }
+            }
+            comm.barrier().unwrap();
+        }
+    });
 }
 
 /// A hundred times over, what an exchange takes comes back.
