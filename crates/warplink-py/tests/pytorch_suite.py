@@ -7,7 +7,9 @@ runs its ranks as forked processes. ``test_pytorch_suite.py`` says which must pa
 
 Many tests are for backends of certain names only. With WARPLINK_FOR_GLOO=1, the backend ``gloo`` is
 Warplink's process group, so that the tests for Gloo run on it. With WARPLINK_FOR_NCCL=1 it takes the place of
-``nccl`` on two GPUs or more, and with WARPLINK_DIRECT=1 too, what it serves itself goes direct.
+``nccl`` on GPUs, and with WARPLINK_DIRECT=1 too, what it serves itself goes direct. With
+WARPLINK_TEST_RANKS_PER_GPU=N, up to N ranks share a GPU, as ``scripts/device-service.sh`` lets them;
+``scripts/device-torch-suite.sh`` compares both backends so.
 """
 
 import os
@@ -26,14 +28,15 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # GPUs are counted without CUDA, which a fork of this process could not use then.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
+import gpus  # noqa: E402
 import torch  # noqa: E402
 from torch.testing._internal.common_distributed import DistTestCases  # noqa: E402
 
 import warplink.torch  # noqa: E402, F401
 
 # What the tests ask of a backend by its name.
-gpus = torch.cuda.device_count()
-for feature in ("ddp", "subgroup", *(("cuda", "gpu") if gpus else ())):
+has_gpus = torch.cuda.device_count() > 0
+for feature in ("ddp", "subgroup", *(("cuda", "gpu") if has_gpus else ())):
     DistTestCases.backend_feature[feature].add("warplink")
 
 if os.environ.get("WARPLINK_FOR_GLOO") == "1":
@@ -78,11 +81,22 @@ if os.environ.get("WARPLINK_FOR_GLOO") == "1":
     suite.PROFILING_SUPPORTED_BACKENDS.clear()
     suite.SEND_RECV_PROFILING_SUPPORTED_BACKENDS.clear()
 
+if gpus.RANKS_PER_GPU > 1:
+    # Tests ask for as many GPUs as ranks, and give rank i the i-th. Those that name it by its rank alone cannot run so.
+    count = torch.cuda.device_count()
+    torch.cuda.device_count = lambda: count * gpus.RANKS_PER_GPU
+    suite.init_multigpu_helper = lambda world_size, backend: {rank: [gpus.gpu(rank)] for rank in range(world_size)}
+
 torch.backends.cuda.matmul.allow_tf32 = False
 
 
 class TestProcessGroup(suite.TestDistBackend, suite.DistributedTest._DistTestBase):
     """The tests, each with ranks of its own."""
+
+    @classmethod
+    def _run(cls, rank, *arguments, **options):
+        gpus.prepare_sharing(rank)
+        super()._run(rank, *arguments, **options)
 
     def setUp(self):
         super().setUp()

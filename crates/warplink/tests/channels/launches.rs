@@ -1,11 +1,12 @@
 //! Modules, kernels and launches: what is wrong is an error.
 
-use super::common::{assert_says, kind, open_device, threads, world};
+use super::common::{assert_says, kind, open_device, processes, threads, world};
 use super::kernels::{Kernels, Outcome, Rig, TRANSPORTS};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
-use warplink::device::{Argument, Launch, ModuleSource};
+use warplink::channel::Transport;
+use warplink::device::{Argument, Launch, ModuleSource, cuda};
 use warplink::{Deadline, DeviceKind, ErrorKind};
 
 #[test]
@@ -39,6 +40,51 @@ fn wrong_launches_are_errors() {
     let error = loaded.unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Unsupported);
     assert_says(&error, &["empty", "ModuleSource::with"]);
+}
+
+/// Machine code that somebody else has compiled, with the calls of a channel in it; and what is none for this GPU.
+#[test]
+fn machine_code_is_loaded_and_launched() {
+    if kind() == DeviceKind::Host {
+        return;
+    }
+    const TEXT: &str = r#"
+        #include <warplink/device.cuh>
+        extern "C" __global__ void exchange(warplink::Channel channel, warplink::u32 *result) {
+            const warplink::Status signalled = channel.signal(warplink::Block());
+            const warplink::Status waited = channel.wait(warplink::Block());
+            if (threadIdx.x == 0) result[0] = 5 + (warplink::u32)signalled + (warplink::u32)waited;
+        }"#;
+    processes(world(2), |comm| {
+        let architecture = cuda::capabilities(0).unwrap().architecture();
+        let code = cuda::compile("exchange.cu", TEXT, &architecture).unwrap();
+        let load = |image: &[u8]| {
+            let source = ModuleSource::new("exchange.cubin").with_cubin(image);
+            // SAFETY: the kernel writes one word of its outcome. What cannot be loaded does nothing.
+            unsafe { comm.device().load_module(&source) }
+        };
+        let kernel = load(&code).unwrap().kernel("exchange").unwrap();
+        let rig = Rig::new(comm);
+        let connection = rig.pair(Transport::Direct, 64);
+        let arguments = [connection.channel(), rig.outcome.argument()];
+        kernel
+            .launch(&rig.stream, &Launch::new(1, 64), &arguments)
+            .unwrap();
+        comm.synchronize(&rig.stream).unwrap();
+        assert_eq!(rig.outcome.read(), [5, 0]);
+
+        let other = if architecture == "sm_80" {
+            "sm_90"
+        } else {
+            "sm_80"
+        };
+        let foreign = cuda::compile("exchange.cu", TEXT, other).unwrap();
+        for image in [&foreign[..], b"no machine code", b""] {
+            let error = load(image).unwrap_err();
+            assert_says(&error, &["exchange.cubin"]);
+        }
+        comm.barrier().unwrap();
+    });
 }
 
 #[test]

@@ -19,7 +19,7 @@ const MAX_IN_A_ROW: usize = 40;
 const MAX_FRESH: usize = 200;
 
 /// On GPUs, one of so many calls has up to so many elements, which go by other algorithms, on many lanes.
-const LARGE: (usize, usize) = (60, 1 << 20);
+const LARGE: (usize, usize) = (600, 1 << 20);
 
 /// Which calls there are.
 #[derive(Clone, Debug)]
@@ -284,7 +284,7 @@ impl Products {
     fn new(comm: &Communicator) -> Self {
         let (side, one_of) = match kind() {
             DeviceKind::Host => (64, 4),
-            DeviceKind::Cuda => (4096, 16),
+            DeviceKind::Cuda => (4096, 64),
         };
         let compute = comm.device().compute().unwrap();
         let spec = MatmulSpec::new(side, side, side, DType::F32);

@@ -3,10 +3,13 @@
 use crate::common::{is_rank, kind, number_from_env, tell, threads_with, world};
 use crate::endurance::{Endurance, Mix};
 use crate::expected::Random;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 use warplink::collective::{Call, CollectiveKind};
 use warplink::device::{AllocationKind, DeviceSlice, Priority, ReduceOp};
 use warplink::{Collectives, Communicator, DType, DeviceKind};
+
+/// How often a long run says how far it has come.
+const REPORT_EVERY: Duration = Duration::from_secs(30);
 
 /// `count` integers of a rank in a round.
 pub(crate) fn integers(rank: usize, round: usize, count: usize) -> Vec<i32> {
@@ -96,12 +99,17 @@ fn thousands_of_mixed_calls_stay_right() {
                     );
                 }
                 start = Instant::now();
-                let mut calls = 0;
+                let (mut calls, mut reports) = (0, 1);
                 for batch in 0.. {
                     if calls >= wanted {
                         break;
                     }
                     calls += endurance.batch(batch);
+                    // So that a run that is ended by its limit says how far it came.
+                    if start.elapsed() > REPORT_EVERY * reports {
+                        reports += 1;
+                        told(start, calls, "mixed, so far");
+                    }
                 }
                 told(start, calls, "mixed");
                 endurance.close();
