@@ -16,6 +16,9 @@ use warplink::device::{ChannelArray, ChannelHandle};
 pub(crate) struct Setup {
     declared: Vec<Declared>,
     connections: Vec<Connection>,
+    /// All channels in the device's memory, as they were when a kernel first had them. Earlier ones stay, since graphs that
+    /// were recorded with them may run.
+    arrays: Vec<Arc<ChannelArray>>,
     /// Whether the proxy was stopped after these connections were made.
     is_stopped: bool,
 }
@@ -301,16 +304,23 @@ pub extern "C" fn warplink_proxy_stop(comm: Comm) -> Status {
     })
 }
 
-/// The channels of all connections in the device's memory, for a kernel's argument.
+/// The channels of all connections in the device's memory, for a kernel's argument. Valid until the communicator is
+/// destroyed, for graphs.
 pub(crate) fn array(job: &JobObject) -> Outcome<Arc<ChannelArray>> {
-    let setup = job.setup();
+    let mut setup = job.setup();
     let handles: Vec<Arc<dyn ChannelHandle>> = setup
         .all()?
         .iter()
         .map(|one| Arc::new(one.clone()) as Arc<dyn ChannelHandle>)
         .collect();
-    drop(setup);
-    Ok(ChannelArray::new(job.communicator.device(), &handles)?)
+    // Connections are only added.
+    let last = setup.arrays.last();
+    if let Some(array) = last.filter(|array| array.handles().len() == handles.len()) {
+        return Ok(array.clone());
+    }
+    let made = ChannelArray::new(job.communicator.device(), &handles)?;
+    setup.arrays.push(made.clone());
+    Ok(made)
 }
 
 fn end_and_memory(
