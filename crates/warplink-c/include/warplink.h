@@ -28,6 +28,15 @@
 // # Blocking
 // What waits for other ranks says so. Such waits end at the timeout (warplink_options), and within seconds when
 // a rank is lost, with an error that names it.
+//
+// # Host kernels
+// The warplink_block_... calls are for the bodies of kernels of the host device, on the thread that runs one; on others
+// they are WARPLINK_STATUS_INVALID_USAGE. `argument` is a number among the arguments of the launch, from 0 on. `channel` is
+// the number of an argument that warplink_argument_channel made, or one that warplink_block_channel gives for a channel of
+// an array. An argument that is not there or is of another kind, and bytes that pass the end of a region, are
+// WARPLINK_STATUS_INVALID_ARGUMENT, and nothing is done. The calls of channels are those of warplink::Channel in
+// warplink/device.cuh, made by a whole block. Offsets and lengths are in bytes. A call fails where a rank was lost, where
+// this rank has failed and, on a proxied channel, where the proxy was stopped; one that blocks ends then.
 
 
 #ifndef WARPLINK_H
@@ -714,65 +723,162 @@ warplink_argument warplink_argument_region(warplink_region region, uint64_t offs
 /// An argument: the channel to `peer` with `tag`, a `warplink::Channel` by value.
 warplink_argument warplink_argument_channel(warplink_comm comm, int32_t peer, uint64_t tag);
 
-/// An argument: the channels of all connections in the order in which they were declared, a
-/// `const warplink::Channel *`.
+/// An argument: the channels of all connections that were set up, in the order in which they were declared, a
+/// `const warplink::Channel *`. A host kernel names one of them by `warplink_block_channel`. The first launch after a setup
+/// copies them to the device, which blocks for moments; the copy stays until the communicator is destroyed, so that a
+/// graph may have it.
 warplink_argument warplink_argument_channels(warplink_comm comm);
 
-/// In the body of a host kernel: the block's number in the grid, and how many blocks there are. Each of the
-/// places may be null.
-warplink_status warplink_block_index(uint32_t *index, uint32_t *blocks);
+/// In a host kernel: the block's number in the grid, from 0 on, and how many blocks there are. Each of the places may be
+/// null. Does not block.
+warplink_status warplink_block_index(uint32_t *index,
+                                     uint32_t *blocks);
 
-/// In the body of a host kernel: the unsigned integer that is argument `argument` of the launch.
-warplink_status warplink_block_u64(uint32_t argument, uint64_t *value);
+/// In a host kernel: how many threads a block of the launch would have on a GPU. The body runs on one. Does not block.
+warplink_status warplink_block_threads(uint32_t *threads);
 
-/// In the body of a host kernel: the signed integer that is argument `argument` of the launch.
-warplink_status warplink_block_i64(uint32_t argument, int64_t *value);
+/// In a host kernel: the unsigned integer, of 32 or 64 bits, that is argument `argument` of the launch. Does not block.
+warplink_status warplink_block_u64(uint32_t argument,
+                                   uint64_t *value);
 
-/// In the body of a host kernel: the float or double that is argument `argument` of the launch.
+/// In a host kernel: the signed integer, of 32 or 64 bits, that is argument `argument` of the launch. Does not block.
+warplink_status warplink_block_i64(uint32_t argument,
+                                   int64_t *value);
+
+/// In a host kernel: the float or double that is argument `argument` of the launch. Does not block.
 warplink_status warplink_block_f64(uint32_t argument, double *value);
 
-/// In the body of a host kernel: copies `bytes` bytes to `target` from argument `argument`: from `source` in
-/// this rank's regions if it is a channel, from `source.offset` if it is a region.
-warplink_status warplink_block_load(uint32_t argument, void *target, warplink_at source, size_t bytes);
+/// In a host kernel: copies `bytes` bytes to `target`, in memory of the program's, and returns when that is done. They
+/// come from `source` in this rank's regions where `argument` is a channel, by either kind of number, and from byte
+/// `source.offset` of the argument where that is a region. Bytes past the end are WARPLINK_STATUS_INVALID_ARGUMENT. Null
+/// is allowed for no bytes.
+warplink_status warplink_block_load(uint32_t argument,
+                                    void *target,
+                                    warplink_at source,
+                                    size_t bytes);
 
-/// In the body of a host kernel: copies `bytes` bytes from `source` to argument `argument`; see
-/// `warplink_block_load`.
-warplink_status warplink_block_store(uint32_t argument, warplink_at target, const void *source, size_t bytes);
+/// In a host kernel: copies `bytes` bytes from `source`, in memory of the program's, to `argument`, and returns when that
+/// is done; see `warplink_block_load`.
+warplink_status warplink_block_store(uint32_t argument,
+                                     warplink_at target,
+                                     const void *source,
+                                     size_t bytes);
 
-/// In the body of a host kernel: `put` of the channel that is argument `argument`.
-warplink_status warplink_block_put(uint32_t argument, warplink_at target, warplink_at source, uint64_t bytes);
+/// In a host kernel: how many channels the array has that is argument `argument` (`warplink_argument_channels`). Does not
+/// block.
+warplink_status warplink_block_channels(uint32_t argument,
+                                        uint32_t *count);
 
-/// In the body of a host kernel: `get` of the channel that is argument `argument`.
-warplink_status warplink_block_get(uint32_t argument, warplink_at target, warplink_at source, uint64_t bytes);
+/// In a host kernel: the number by which the other calls take channel `index`, from 0 on, of the array that is argument
+/// `argument`. It is good for all blocks of the launch. An index that the array does not have is
+/// WARPLINK_STATUS_INVALID_ARGUMENT. Does not block.
+warplink_status warplink_block_channel(uint32_t argument,
+                                       uint32_t index,
+                                       uint32_t *channel);
 
-/// In the body of a host kernel: `put_with_signal` of the channel that is argument `argument`.
-warplink_status warplink_block_put_with_signal(uint32_t argument,
+/// In a host kernel: the rank at the other end of a channel. Does not block.
+warplink_status warplink_block_peer(uint32_t channel, int32_t *peer);
+
+/// In a host kernel: copies `bytes` bytes from `source` in this rank's regions to `target` in the peer's. Does not wait for
+/// the copy: the source may be overwritten after a flush, and the peer may read after a signal.
+warplink_status warplink_block_put(uint32_t channel,
+                                   warplink_at target,
+                                   warplink_at source,
+                                   uint64_t bytes);
+
+/// In a host kernel: copies `bytes` bytes from `source` in the peer's regions to `target` in this rank's. Does not wait for
+/// the copy: they may be read after a flush.
+warplink_status warplink_block_get(uint32_t channel,
+                                   warplink_at target,
+                                   warplink_at source,
+                                   uint64_t bytes);
+
+/// In a host kernel: a put, and a signal after it. Does not wait for the copy.
+warplink_status warplink_block_put_with_signal(uint32_t channel,
                                                warplink_at target,
                                                warplink_at source,
                                                uint64_t bytes);
 
-/// In the body of a host kernel: `put_with_signal_and_flush` of the channel that is argument `argument`.
-warplink_status warplink_block_put_with_signal_and_flush(uint32_t argument,
+/// In a host kernel: a put, a signal and a flush. Blocks until the source may be overwritten.
+warplink_status warplink_block_put_with_signal_and_flush(uint32_t channel,
                                                          warplink_at target,
                                                          warplink_at source,
                                                          uint64_t bytes);
 
-/// In the body of a host kernel: `signal` of the channel that is argument `argument`.
-warplink_status warplink_block_signal(uint32_t argument);
+/// In a host kernel: counts up the peer's epoch by one, after everything that the block did before. Does not wait for the
+/// peer.
+warplink_status warplink_block_signal(uint32_t channel);
 
-/// In the body of a host kernel: `flush` of the channel that is argument `argument`.
-warplink_status warplink_block_flush(uint32_t argument);
+/// In a host kernel: blocks until what was put on this channel before may be overwritten, and what was got may be read.
+warplink_status warplink_block_flush(uint32_t channel);
 
-/// In the body of a host kernel: `wait` of the channel that is argument `argument`.
-warplink_status warplink_block_wait(uint32_t argument);
+/// In a host kernel: blocks until the peer has signalled once more than was waited for.
+warplink_status warplink_block_wait(uint32_t channel);
 
-/// In the body of a host kernel: `wait_until` of the channel that is argument `argument`.
-warplink_status warplink_block_wait_until(uint32_t argument, uint64_t epoch);
+/// In a host kernel: blocks until the peer has signalled `epoch` times in all. Uses up no signal.
+warplink_status warplink_block_wait_until(uint32_t channel, uint64_t epoch);
 
-/// In the body of a host kernel: `poll` of the channel that is argument `argument`. Whether there was a signal
-/// to use up goes to `arrived`, as 0 or 1.
-warplink_status warplink_block_poll(uint32_t argument,
+/// In a host kernel: as `warplink_block_wait`, where that would not block. Whether there was a signal to use up goes to
+/// `arrived`, as 0 or 1.
+warplink_status warplink_block_poll(uint32_t channel,
                                     int32_t *arrived);
+
+/// In a host kernel: how often the peer has signalled so far, in all. Does not block.
+warplink_status warplink_block_epoch(uint32_t channel, uint64_t *epoch);
+
+/// In a host kernel: signals on each of `count` channels, then waits for a signal on each. Blocks until all peers have made
+/// the call with their channels. A number among `channels` may also be that of an argument that is an array, which stands
+/// for all channels in it. Null is allowed for none.
+warplink_status warplink_block_barrier(const uint32_t *channels,
+                                       size_t count);
+
+/// In a host kernel: puts `bytes` bytes from `source` here to `target` at the peer as packets of 8 bytes, of which 4 are
+/// data: they take 2 * `bytes` there. The flag differs from what was in that place before (count up, from 1). `bytes` and
+/// the source's offset are multiples of 4, the target's of 8; others are WARPLINK_STATUS_INVALID_ARGUMENT. Needs a direct
+/// channel, and is WARPLINK_STATUS_UNSUPPORTED on others. Does not wait for the peer.
+warplink_status warplink_block_put_packets8(uint32_t channel,
+                                            warplink_at target,
+                                            warplink_at source,
+                                            uint64_t bytes,
+                                            uint32_t flag);
+
+/// In a host kernel: reads `bytes` bytes that the peer put to `source` here as packets of 8 bytes with the same flag, to
+/// `target` here. Blocks until they have come.
+warplink_status warplink_block_read_packets8(uint32_t channel,
+                                             warplink_at target,
+                                             warplink_at source,
+                                             uint64_t bytes,
+                                             uint32_t flag);
+
+/// In a host kernel: as `warplink_block_put_packets8`, as packets of 16 bytes, of which 8 are data: they take 2 * `bytes`.
+/// `bytes` and the source's offset are multiples of 8, the target's of 16.
+warplink_status warplink_block_put_packets16(uint32_t channel,
+                                             warplink_at target,
+                                             warplink_at source,
+                                             uint64_t bytes,
+                                             uint32_t flag);
+
+/// In a host kernel: as `warplink_block_read_packets8`, of packets of 16 bytes.
+warplink_status warplink_block_read_packets16(uint32_t channel,
+                                              warplink_at target,
+                                              warplink_at source,
+                                              uint64_t bytes,
+                                              uint32_t flag);
+
+/// In a host kernel: as `warplink_block_put_packets8`, as packets of 128 bytes, of which 120 are data: they take 128 bytes
+/// for every 120, and for what is left. `bytes` and the source's offset are multiples of 8, the target's of 128.
+warplink_status warplink_block_put_packets128(uint32_t channel,
+                                              warplink_at target,
+                                              warplink_at source,
+                                              uint64_t bytes,
+                                              uint64_t flag);
+
+/// In a host kernel: as `warplink_block_read_packets8`, of packets of 128 bytes.
+warplink_status warplink_block_read_packets128(uint32_t channel,
+                                               warplink_at target,
+                                               warplink_at source,
+                                               uint64_t bytes,
+                                               uint64_t flag);
 
 /// The options that the library chooses.
 warplink_collective_options warplink_collective_options_default(void);

@@ -1,6 +1,7 @@
-//! The calls of a kernel for the host device: those of `warplink::Channel` in `warplink/device.cuh`, made by a
-//! whole block. Which block is known by the thread, as in CUDA.
+//! The calls of a kernel for the host device that need no channel: which block runs, its arguments, and their memory.
+//! Which block is known by the thread, as in CUDA.
 
+use crate::block_channel;
 use crate::pointer;
 use crate::status::{self, Failure, Outcome, Status, entry};
 use crate::types::At;
@@ -8,7 +9,7 @@ use std::cell::Cell;
 use std::ffi::c_void;
 use std::ptr::NonNull;
 use warplink::Error;
-use warplink::device::{Block, BlockChannel, DeviceSlice};
+use warplink::device::{Block, DeviceSlice};
 
 thread_local! {
     /// The block whose body runs on this thread.
@@ -42,7 +43,7 @@ pub(crate) fn run(block: &Block<'_>, body: impl FnOnce() -> i32) -> warplink::Re
 }
 
 /// What `body` gives for the block that runs on this thread.
-fn running<R>(body: impl FnOnce(&Block<'_>) -> Outcome<R>) -> Outcome<R> {
+pub(crate) fn running<R>(body: impl FnOnce(&Block<'_>) -> Outcome<R>) -> Outcome<R> {
     let block = RUNNING.get().ok_or_else(|| {
         Failure::usage(
             "no kernel of the host device runs on this thread; expected a call from its body",
@@ -53,19 +54,8 @@ fn running<R>(body: impl FnOnce(&Block<'_>) -> Outcome<R>) -> Outcome<R> {
     body(unsafe { block.as_ref() })
 }
 
-/// Makes a call on the channel that is argument `argument` of the launch.
-fn on_channel(
-    operation: &'static str,
-    argument: u32,
-    call: impl FnOnce(&BlockChannel<'_>) -> warplink::Result<()>,
-) -> Status {
-    entry(operation, || {
-        running(|block| Ok(call(&block.channel(argument as usize)?)?))
-    })
-}
-
-/// In the body of a host kernel: the block's number in the grid, and how many blocks there are. Each of the
-/// places may be null.
+/// In a host kernel: the block's number in the grid, from 0 on, and how many blocks there are. Each of the places may be
+/// null. Does not block.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warplink_block_index(index: *mut u32, blocks: *mut u32) -> Status {
     entry("get the block's number", || {
@@ -81,7 +71,17 @@ pub unsafe extern "C" fn warplink_block_index(index: *mut u32, blocks: *mut u32)
     })
 }
 
-/// In the body of a host kernel: the unsigned integer that is argument `argument` of the launch.
+/// In a host kernel: how many threads a block of the launch would have on a GPU. The body runs on one. Does not block.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warplink_block_threads(threads: *mut u32) -> Status {
+    entry("get the block's threads", || {
+        let found = running(|block| Ok(block.threads()))?;
+        // SAFETY: the caller passes a place for a number.
+        unsafe { pointer::store(threads, "threads", found) }
+    })
+}
+
+/// In a host kernel: the unsigned integer, of 32 or 64 bits, that is argument `argument` of the launch. Does not block.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warplink_block_u64(argument: u32, value: *mut u64) -> Status {
     entry("get an argument", || {
@@ -91,7 +91,7 @@ pub unsafe extern "C" fn warplink_block_u64(argument: u32, value: *mut u64) -> S
     })
 }
 
-/// In the body of a host kernel: the signed integer that is argument `argument` of the launch.
+/// In a host kernel: the signed integer, of 32 or 64 bits, that is argument `argument` of the launch. Does not block.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warplink_block_i64(argument: u32, value: *mut i64) -> Status {
     entry("get an argument", || {
@@ -101,7 +101,7 @@ pub unsafe extern "C" fn warplink_block_i64(argument: u32, value: *mut i64) -> S
     })
 }
 
-/// In the body of a host kernel: the float or double that is argument `argument` of the launch.
+/// In a host kernel: the float or double that is argument `argument` of the launch. Does not block.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warplink_block_f64(argument: u32, value: *mut f64) -> Status {
     entry("get an argument", || {
@@ -114,8 +114,10 @@ pub unsafe extern "C" fn warplink_block_f64(argument: u32, value: *mut f64) -> S
     })
 }
 
-/// In the body of a host kernel: copies `bytes` bytes to `target` from argument `argument`: from `source` in
-/// this rank's regions if it is a channel, from `source.offset` if it is a region.
+/// In a host kernel: copies `bytes` bytes to `target`, in memory of the program's, and returns when that is done. They
+/// come from `source` in this rank's regions where `argument` is a channel, by either kind of number, and from byte
+/// `source.offset` of the argument where that is a region. Bytes past the end are WARPLINK_STATUS_INVALID_ARGUMENT. Null
+/// is allowed for no bytes.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warplink_block_load(
     argument: u32,
@@ -133,8 +135,8 @@ pub unsafe extern "C" fn warplink_block_load(
     })
 }
 
-/// In the body of a host kernel: copies `bytes` bytes from `source` to argument `argument`; see
-/// `warplink_block_load`.
+/// In a host kernel: copies `bytes` bytes from `source`, in memory of the program's, to `argument`, and returns when that
+/// is done; see `warplink_block_load`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warplink_block_store(
     argument: u32,
@@ -152,94 +154,13 @@ pub unsafe extern "C" fn warplink_block_store(
     })
 }
 
-/// In the body of a host kernel: `put` of the channel that is argument `argument`.
-#[unsafe(no_mangle)]
-pub extern "C" fn warplink_block_put(argument: u32, target: At, source: At, bytes: u64) -> Status {
-    on_channel("put", argument, |channel| {
-        channel.put(target, source, bytes)
-    })
-}
-
-/// In the body of a host kernel: `get` of the channel that is argument `argument`.
-#[unsafe(no_mangle)]
-pub extern "C" fn warplink_block_get(argument: u32, target: At, source: At, bytes: u64) -> Status {
-    on_channel("get", argument, |channel| {
-        channel.get(target, source, bytes)
-    })
-}
-
-/// In the body of a host kernel: `put_with_signal` of the channel that is argument `argument`.
-#[unsafe(no_mangle)]
-pub extern "C" fn warplink_block_put_with_signal(
-    argument: u32,
-    target: At,
-    source: At,
-    bytes: u64,
-) -> Status {
-    on_channel("put with signal", argument, |channel| {
-        channel.put_with_signal(target, source, bytes)
-    })
-}
-
-/// In the body of a host kernel: `put_with_signal_and_flush` of the channel that is argument `argument`.
-#[unsafe(no_mangle)]
-pub extern "C" fn warplink_block_put_with_signal_and_flush(
-    argument: u32,
-    target: At,
-    source: At,
-    bytes: u64,
-) -> Status {
-    on_channel("put with signal and flush", argument, |channel| {
-        channel.put_with_signal_and_flush(target, source, bytes)
-    })
-}
-
-/// In the body of a host kernel: `signal` of the channel that is argument `argument`.
-#[unsafe(no_mangle)]
-pub extern "C" fn warplink_block_signal(argument: u32) -> Status {
-    on_channel("signal", argument, |channel| channel.signal())
-}
-
-/// In the body of a host kernel: `flush` of the channel that is argument `argument`.
-#[unsafe(no_mangle)]
-pub extern "C" fn warplink_block_flush(argument: u32) -> Status {
-    on_channel("flush", argument, |channel| channel.flush())
-}
-
-/// In the body of a host kernel: `wait` of the channel that is argument `argument`.
-#[unsafe(no_mangle)]
-pub extern "C" fn warplink_block_wait(argument: u32) -> Status {
-    on_channel("wait", argument, |channel| channel.wait())
-}
-
-/// In the body of a host kernel: `wait_until` of the channel that is argument `argument`.
-#[unsafe(no_mangle)]
-pub extern "C" fn warplink_block_wait_until(argument: u32, epoch: u64) -> Status {
-    on_channel("wait until an epoch", argument, |channel| {
-        channel.wait_until(epoch)
-    })
-}
-
-/// In the body of a host kernel: `poll` of the channel that is argument `argument`. Whether there was a signal
-/// to use up goes to `arrived`, as 0 or 1.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn warplink_block_poll(argument: u32, arrived: *mut i32) -> Status {
-    entry("poll", || {
-        pointer::check(arrived, "arrived")?;
-        let found = running(|block| Ok(block.channel(argument as usize)?.poll()?))?;
-        // SAFETY: the caller passes a place for a number.
-        unsafe { pointer::store(arrived, "arrived", i32::from(found)) }
-    })
-}
-
 /// The memory that a load or store names.
-fn memory(block: &Block<'_>, argument: u32, at: At, bytes: usize) -> Outcome<DeviceSlice> {
-    let argument = argument as usize;
-    if let Ok(slice) = block.slice(argument) {
+fn memory(block: &Block<'_>, number: u32, at: At, bytes: usize) -> Outcome<DeviceSlice> {
+    if let Ok(slice) = block.slice(number as usize) {
         let out_of_range = || {
             Failure::invalid(
                 format!(
-                    "{bytes} bytes from offset {} pass the end of argument {argument}; expected at most {}",
+                    "{bytes} bytes from offset {} pass the end of argument {number}; expected at most {}",
                     at.offset,
                     slice.bytes()
                 ),
@@ -250,5 +171,5 @@ fn memory(block: &Block<'_>, argument: u32, at: At, bytes: usize) -> Outcome<Dev
         let end = start.checked_add(bytes).filter(|end| *end <= slice.bytes());
         return Ok(slice.slice(start..end.ok_or_else(out_of_range)?)?);
     }
-    Ok(block.channel(argument)?.here(at, bytes as u64)?)
+    Ok(block_channel::find(block, number)?.here(at, bytes as u64)?)
 }

@@ -264,8 +264,10 @@ pub extern "C" fn warplink_argument_channel(comm: Comm, peer: i32, tag: u64) -> 
     }
 }
 
-/// An argument: the channels of all connections in the order in which they were declared, a
-/// `const warplink::Channel *`.
+/// An argument: the channels of all connections that were set up, in the order in which they were declared, a
+/// `const warplink::Channel *`. A host kernel names one of them by `warplink_block_channel`. The first launch after a setup
+/// copies them to the device, which blocks for moments; the copy stays until the communicator is destroyed, so that a
+/// graph may have it.
 #[unsafe(no_mangle)]
 pub extern "C" fn warplink_argument_channels(comm: Comm) -> Argument {
     Argument {

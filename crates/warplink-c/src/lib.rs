@@ -20,6 +20,7 @@
 )]
 
 pub mod block;
+pub mod block_channel;
 pub mod buffer;
 mod callback;
 pub mod channel;

@@ -5,7 +5,7 @@
 use std::path::PathBuf;
 
 /// In the order of the header.
-const SOURCES: [&str; 15] = [
+const SOURCES: [&str; 16] = [
     "version",
     "status",
     "handles",
@@ -17,6 +17,7 @@ const SOURCES: [&str; 15] = [
     "buffer",
     "kernel",
     "block",
+    "block_channel",
     "collectives",
     "messages",
     "experts",

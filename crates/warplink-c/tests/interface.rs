@@ -17,6 +17,7 @@ use std::thread;
 use std::time::Duration;
 use stopwatch::Stopwatch;
 use warplink_c::block::*;
+use warplink_c::block_channel::*;
 use warplink_c::buffer::*;
 use warplink_c::channel::*;
 use warplink_c::handles::*;
@@ -165,7 +166,7 @@ fn connect(comm: Comm, rank: i32, transport: Transport) -> Region {
     region
 }
 
-/// Uses every call of a block: what it reads must be what the peer put. Argument 1 is the rank.
+/// Uses the calls of a block on one channel: what it reads must be what the peer put. Argument 1 is the rank.
 unsafe extern "C-unwind" fn every_call(_user: *mut c_void) -> i32 {
     let steps = || -> Result<(), Status> {
         let check = |status| match status {
@@ -223,7 +224,7 @@ unsafe extern "C-unwind" fn every_call(_user: *mut c_void) -> i32 {
 }
 
 #[test]
-fn blocks_of_host_kernels_make_every_call() {
+fn blocks_of_host_kernels_make_calls_on_a_channel_of_any_transport() {
     let mut transports = vec![Transport::Auto, Transport::Direct, Transport::Proxied];
     if has_network() {
         transports.push(Transport::Network);

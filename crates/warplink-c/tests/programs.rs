@@ -101,6 +101,13 @@ fn null_pointers_and_handles_that_are_not_alive_are_errors_of_every_function() {
 }
 
 #[test]
+fn kernels_in_c_have_the_channels_of_all_connections_in_an_array() {
+    for (linkage, ranks) in [(Linkage::Shared, 3), (Linkage::Static, 2)] {
+        assert_succeeded(&processes("channels.c", linkage, ranks));
+    }
+}
+
+#[test]
 fn a_c_program_makes_collectives_and_has_a_communicator_of_the_library_adopted() {
     assert_succeeded(&processes("collectives.c", Linkage::Shared, 3));
 }
@@ -152,12 +159,12 @@ fn the_structs_that_kernels_take_have_one_layout() {
         .arg(programs.join("layout.cpp")));
 }
 
-/// The programs of collectives are C++ as well, with the same warnings as C.
+/// The programs are C++ as well, with the same warnings as C.
 #[test]
 fn programs_in_c_are_cpp_too() {
     let installed = Installed::get();
     let programs = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/programs");
-    for name in ["collectives.c", "messages.c"] {
+    for name in ["channels.c", "collectives.c", "messages.c"] {
         run(Command::new("c++")
             .args(["-std=c++17", "-fsyntax-only", "-Wall", "-Wextra", "-Werror"])
             .args(["-pedantic", "-x", "c++", "-I"])

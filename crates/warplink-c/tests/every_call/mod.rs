@@ -84,13 +84,14 @@ fn argument(function: &str, (kind, name): (&str, &str), set: &str) -> String {
         ("const char *", "ip") => "\"127.0.0.1\"",
         ("const char *", _) => "\"swap\"",
         ("warplink_log_handler", _) => "warplink_default_log_handler",
-        (_, "peer") => "1 - rank",
+        (_, "peer") if !kind.ends_with('*') => "1 - rank",
         (_, "rank") if !kind.ends_with('*') => "rank",
         (_, "size") if !kind.ends_with('*') => "2",
         // One that is not there yet, to declare a connection.
         (_, "tag") if function == "warplink_connect" => "77",
         (_, "bytes") if !kind.ends_with('*') => "8",
-        (_, "count" | "capacity" | "seconds") if !kind.ends_with('*') => "1",
+        (_, "count" | "capacity" | "seconds" | "flag") if !kind.ends_with('*') => "1",
+        (_, "channel" | "index") if !kind.ends_with('*') => "0",
         // The kinds of the kernel's arguments.
         ("uint32_t", "argument") => match function {
             "warplink_block_u64" => "1",
@@ -98,7 +99,8 @@ fn argument(function: &str, (kind, name): (&str, &str), set: &str) -> String {
             "warplink_block_f64" => "3",
             _ => "0",
         },
-        (_, "transport" | "element_type" | "port" | "tag" | "epoch" | "offset") => "0",
+        (_, "transport" | "element_type" | "port" | "tag" | "offset") => "0",
+        (_, "epoch") if !kind.ends_with('*') => "0",
         ("warplink_at", _) => "at(0, 0)",
         ("warplink_shape", _) => "shape",
         ("warplink_parts", _) => "parts",
