@@ -314,9 +314,9 @@ typedef struct {
     /// CUDA C++, compiled by NVRTC for the GPU at hand; kernels are extern "C". It may include
     /// `<warplink/device.cuh>`, which is found by itself.
     const char *cuda;
-    /// Instead of that, machine code for the GPU at hand: a cubin, a fat binary, or PTX.
+    /// Instead of that, code for the GPU at hand that nvcc made: the bytes of a whole cubin, fat binary, or PTX file.
     const void *image;
-    /// Bytes of the machine code.
+    /// How many bytes.
     size_t image_bytes;
     /// Options for NVRTC, such as "-DBLOCK=256".
     const char *const *options;
@@ -674,7 +674,12 @@ warplink_status warplink_registered_write(warplink_buffer buffer,
 warplink_status warplink_buffer_free(warplink_buffer buffer);
 
 /// Loads code. On a GPU it compiles the text, unless the same was compiled before, and may block until running
-/// kernels are done: so load modules, and get their kernels, before any kernel runs that waits for a peer.
+/// kernels are done: so load modules, and get their kernels, before any kernel runs that waits for a peer. On the host
+/// device, only the bodies are taken.
+///
+/// A source without code for the device is WARPLINK_STATUS_UNSUPPORTED, an image that is none or is cut off
+/// WARPLINK_STATUS_INVALID_ARGUMENT on any device, text that does not compile and an image for another GPU
+/// WARPLINK_STATUS_DRIVER, with the compiler's messages, and a missing NVRTC WARPLINK_STATUS_LIBRARY_MISSING.
 ///
 /// That the kernels touch only what their arguments name is for the caller to see to.
 warplink_status warplink_module_load(warplink_comm comm,

@@ -4,12 +4,14 @@ use crate::block;
 use crate::callback;
 use crate::channel;
 use crate::handles::{Comm, Handle, Kernel, Module, Region, Stream};
+use crate::image;
 use crate::job::JobObject;
 use crate::memory::same_job;
 use crate::pointer;
 use crate::status::{Failure, Outcome, Status, entry};
 use std::ffi::{c_char, c_void};
 use std::sync::Arc;
+use warplink::ErrorKind;
 use warplink::device::Launch;
 
 /// The body of a kernel for the host device: it runs once for each block of a launch, all at the same time, and
@@ -40,9 +42,9 @@ pub struct ModuleSource {
     /// CUDA C++, compiled by NVRTC for the GPU at hand; kernels are extern "C". It may include
     /// `<warplink/device.cuh>`, which is found by itself.
     pub cuda: *const c_char,
-    /// Instead of that, machine code for the GPU at hand: a cubin, a fat binary, or PTX.
+    /// Instead of that, code for the GPU at hand that nvcc made: the bytes of a whole cubin, fat binary, or PTX file.
     pub image: *const c_void,
-    /// Bytes of the machine code.
+    /// How many bytes.
     pub image_bytes: usize,
     /// Options for NVRTC, such as "-DBLOCK=256".
     pub options: *const *const c_char,
@@ -118,7 +120,12 @@ impl User {
 }
 
 /// Loads code. On a GPU it compiles the text, unless the same was compiled before, and may block until running
-/// kernels are done: so load modules, and get their kernels, before any kernel runs that waits for a peer.
+/// kernels are done: so load modules, and get their kernels, before any kernel runs that waits for a peer. On the host
+/// device, only the bodies are taken.
+///
+/// A source without code for the device is WARPLINK_STATUS_UNSUPPORTED, an image that is none or is cut off
+/// WARPLINK_STATUS_INVALID_ARGUMENT on any device, text that does not compile and an image for another GPU
+/// WARPLINK_STATUS_DRIVER, with the compiler's messages, and a missing NVRTC WARPLINK_STATUS_LIBRARY_MISSING.
 ///
 /// That the kernels touch only what their arguments name is for the caller to see to.
 #[unsafe(no_mangle)]
@@ -132,10 +139,17 @@ pub unsafe extern "C" fn warplink_module_load(
         pointer::check(module, "module")?;
         // SAFETY: the caller passes a source.
         let source = unsafe { pointer::load(source, "source") }?;
+        let has_image = !source.image.is_null();
         // SAFETY: as above; its members are null or what they say.
         let source = unsafe { read_source(&source) }?;
         // SAFETY: the caller sees to it that kernels touch only what their arguments name.
-        let loaded = unsafe { job.communicator.device().load_module(&source) }?;
+        let loaded = unsafe { job.communicator.device().load_module(&source) };
+        let loaded = loaded.map_err(|error| match error.kind() {
+            ErrorKind::Driver if has_image => error.with_help(
+                "make the image for the GPU at hand (nvcc -arch=native), or pass PTX or CUDA C++",
+            ),
+            _ => error,
+        })?;
         let made = Module::new(ModuleObject {
             module: loaded,
             job,
@@ -338,13 +352,14 @@ unsafe fn read_source(source: &ModuleSource) -> Outcome<warplink::device::Module
     // SAFETY: as above.
     let image =
         unsafe { pointer::values(source.image.cast::<u8>(), source.image_bytes, "the image") }?;
-    if !image.is_empty() {
+    if !source.image.is_null() {
         if !source.cuda.is_null() {
             return Err(Failure::invalid(
                 "the module has both CUDA C++ and machine code; expected one of them",
                 "set cuda or image to null",
             ));
         }
+        image::check(image)?;
         made = made.with_cubin(image);
     }
     // SAFETY: as above.

@@ -9,6 +9,11 @@
 static warplink_comm comm;
 static int32_t rank, peer;
 
+static int32_t count(void *user) {
+    *(int *)user += 1;
+    return WARPLINK_STATUS_SUCCESS;
+}
+
 /* Before there is a communicator. */
 static void before_init(const char *address) {
     const warplink_comm none = {0};
@@ -85,6 +90,60 @@ static void before_setup(warplink_region region, warplink_stream stream) {
     FAILS(warplink_kernel_free(kernel), CLOSED, "the kernel was given back");
 }
 
+/* Machine code that is none, is cut off, is for another machine, or for none of the kernels of this device. */
+static void images(warplink_stream stream) {
+    /* The start of a fat binary of 16 + 100 bytes, and the whole of it. */
+    static unsigned char fat[116] = {0x50, 0xed, 0x55, 0xba, 1, 0, 16, 0, 100};
+    static unsigned char object[64] = {0x7f, 'E', 'L', 'F', 2, 1};
+    static const char ptx[] = "// Generated\n.version 8.0\n.target sm_75\nnonsense";
+    const int is_host = strcmp(test_options().device, "host") == 0;
+    const warplink_shape shape = {1, 1, 0, 0};
+    int runs = 0;
+    warplink_host_kernel host;
+    warplink_module_source source;
+    warplink_module module = {0};
+    warplink_kernel kernel;
+    memset(&source, 0, sizeof source);
+    source.name = "image";
+    source.image = "nonsense";
+    source.image_bytes = 8;
+    FAILS(warplink_module_load(comm, &source, &module), INVALID, "starts with the bytes 6e 6f 6e 73 65 6e 73 65;");
+    HOLDS(strstr(warplink_last_error(), "expected a whole cubin, a whole fat binary, or PTX") != NULL);
+    HOLDS(strstr(warplink_last_error(), "help: pass all bytes of a file that nvcc made") != NULL);
+    source.image_bytes = 0;
+    FAILS(warplink_module_load(comm, &source, &module), INVALID, "the image has no bytes");
+    source.image = fat;
+    source.image_bytes = sizeof fat - 1;
+    FAILS(warplink_module_load(comm, &source, &module), INVALID, "115 bytes of the 116");
+    object[18] = 62;
+    source.image = object;
+    source.image_bytes = sizeof object;
+    FAILS(warplink_module_load(comm, &source, &module), INVALID, "an object file for CPUs");
+    source.image = ptx;
+    source.image_bytes = sizeof ptx;
+    source.cuda = SWAP;
+    FAILS(warplink_module_load(comm, &source, &module), INVALID, "both CUDA C++ and machine code");
+    source.cuda = NULL;
+    if (!is_host) {
+        FAILS(warplink_module_load(comm, &source, &module), WARPLINK_STATUS_DRIVER, "for the GPU at hand");
+        return;
+    }
+    FAILS(warplink_module_load(comm, &source, &module), WARPLINK_STATUS_UNSUPPORTED, "`host_kernels` in C");
+    /* With a body, the image is for other devices. */
+    host.name = "count";
+    host.body = count;
+    host.user = &runs;
+    source.host_kernels = &host;
+    source.host_kernel_count = 1;
+    OK(warplink_module_load(comm, &source, &module));
+    OK(warplink_kernel_get(module, "count", &kernel));
+    OK(warplink_launch(kernel, stream, shape, NULL, 0));
+    OK(warplink_stream_synchronize(stream));
+    HOLDS(runs == 1);
+    OK(warplink_kernel_free(kernel));
+    OK(warplink_module_free(module));
+}
+
 /* With everything there. */
 static void wrong_arguments(warplink_region region, warplink_stream stream) {
     const warplink_shape shape = {1, 1, 0, 0};
@@ -116,6 +175,7 @@ static void wrong_arguments(warplink_region region, warplink_stream stream) {
     FAILS(warplink_module_load(comm, &source, &module), WARPLINK_STATUS_UNSUPPORTED, "");
     source.host_kernel_count = 1;
     FAILS(warplink_module_load(comm, &source, &module), INVALID, "the host kernels is null");
+    images(stream);
 
     /* Outside of a host kernel's body. */
     FAILS(warplink_block_wait(0), USAGE, "no kernel of the host device runs on this thread");

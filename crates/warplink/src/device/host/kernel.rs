@@ -190,7 +190,7 @@ impl HostModule {
             )
             .with_operation("load a module")
             .with_key(source.name())
-            .with_help("give the module its kernels for the host device, by ModuleSource::with_host_kernel or `host` in Python"));
+            .with_help("give the module its kernels for the host device, by ModuleSource::with_host_kernel, `host` in Python or `host_kernels` in C"));
         }
         Ok(Self {
             name: source.name().to_owned(),

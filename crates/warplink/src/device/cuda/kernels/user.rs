@@ -60,7 +60,7 @@ impl UserModule {
                         .with_operation("load a module")
                         .with_key(source.name())
                         .with_device(gpu.name())
-                        .with_help("give the module its code for GPUs, by ModuleSource::with_cuda or with_cubin, or by `cuda` or `cubin` in Python"),
+                        .with_help("give the module its code for GPUs, by ModuleSource::with_cuda or with_cubin, or by `cuda` or `image` in Python and C"),
                 );
             }
         };
