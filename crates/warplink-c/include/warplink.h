@@ -292,8 +292,8 @@ typedef struct {
 
 /// The body of a kernel for the host device: it runs once for each block of a launch, all at the same time, and
 /// makes the `warplink_block_...` calls. It returns `WARPLINK_STATUS_SUCCESS`, or what a call returned: then the
-/// kernel's stream fails with that call's error. It makes no other calls of Warplink, and must return: one that
-/// throws ends the process. In C++, declare it `noexcept`.
+/// kernel's stream fails with that call's error. Other calls of Warplink are refused with WARPLINK_STATUS_INVALID_USAGE. It
+/// must return: one that throws ends the process. In C++, declare it `noexcept`.
 typedef int32_t (*warplink_host_kernel_body)(void *user);
 
 /// A kernel for the host device.
@@ -453,7 +453,8 @@ typedef struct {
 
 /// Gets each message of the log: a `warplink_log_level`, one line without an end of line, valid during the call,
 /// and the pointer that the handler was set with. It is called on any thread, by several at the same time. It
-/// must not call Warplink, and must return: one that throws ends the process. In C++, declare it `noexcept`.
+/// may call `warplink_default_log_handler`, other calls of Warplink are refused with WARPLINK_STATUS_INVALID_USAGE, and must
+/// return: one that throws ends the process. In C++, declare it `noexcept`.
 typedef void (*warplink_log_handler)(int32_t level, const char *message, void *user);
 
 #ifdef __cplusplus

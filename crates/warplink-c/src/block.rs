@@ -3,7 +3,7 @@
 
 use crate::block_channel;
 use crate::pointer;
-use crate::status::{self, Failure, Outcome, Status, entry};
+use crate::status::{self, Failure, Outcome, Status, block_entry};
 use crate::types::At;
 use std::cell::Cell;
 use std::ffi::c_void;
@@ -58,7 +58,7 @@ pub(crate) fn running<R>(body: impl FnOnce(&Block<'_>) -> Outcome<R>) -> Outcome
 /// null. Does not block.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warplink_block_index(index: *mut u32, blocks: *mut u32) -> Status {
-    entry("get the block's number", || {
+    block_entry("get the block's number", || {
         running(|block| {
             for (place, value) in [(index, block.index()), (blocks, block.blocks())] {
                 if !place.is_null() {
@@ -74,7 +74,7 @@ pub unsafe extern "C" fn warplink_block_index(index: *mut u32, blocks: *mut u32)
 /// In a host kernel: how many threads a block of the launch would have on a GPU. The body runs on one. Does not block.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warplink_block_threads(threads: *mut u32) -> Status {
-    entry("get the block's threads", || {
+    block_entry("get the block's threads", || {
         let found = running(|block| Ok(block.threads()))?;
         // SAFETY: the caller passes a place for a number.
         unsafe { pointer::store(threads, "threads", found) }
@@ -84,7 +84,7 @@ pub unsafe extern "C" fn warplink_block_threads(threads: *mut u32) -> Status {
 /// In a host kernel: the unsigned integer, of 32 or 64 bits, that is argument `argument` of the launch. Does not block.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warplink_block_u64(argument: u32, value: *mut u64) -> Status {
-    entry("get an argument", || {
+    block_entry("get an argument", || {
         let found = running(|block| Ok(block.u64(argument as usize)?))?;
         // SAFETY: the caller passes a place for a number.
         unsafe { pointer::store(value, "value", found) }
@@ -94,7 +94,7 @@ pub unsafe extern "C" fn warplink_block_u64(argument: u32, value: *mut u64) -> S
 /// In a host kernel: the signed integer, of 32 or 64 bits, that is argument `argument` of the launch. Does not block.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warplink_block_i64(argument: u32, value: *mut i64) -> Status {
-    entry("get an argument", || {
+    block_entry("get an argument", || {
         let found = running(|block| Ok(block.i64(argument as usize)?))?;
         // SAFETY: the caller passes a place for a number.
         unsafe { pointer::store(value, "value", found) }
@@ -104,7 +104,7 @@ pub unsafe extern "C" fn warplink_block_i64(argument: u32, value: *mut i64) -> S
 /// In a host kernel: the float or double that is argument `argument` of the launch. Does not block.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warplink_block_f64(argument: u32, value: *mut f64) -> Status {
-    entry("get an argument", || {
+    block_entry("get an argument", || {
         let found = running(|block| {
             let single = block.f32(argument as usize).map(f64::from);
             Ok(single.or_else(|_| block.f64(argument as usize))?)
@@ -125,7 +125,7 @@ pub unsafe extern "C" fn warplink_block_load(
     source: At,
     bytes: usize,
 ) -> Status {
-    entry("load", || {
+    block_entry("load", || {
         running(|block| {
             let memory = memory(block, argument, source, bytes)?;
             // SAFETY: the caller passes room for `bytes` bytes.
@@ -144,7 +144,7 @@ pub unsafe extern "C" fn warplink_block_store(
     source: *const c_void,
     bytes: usize,
 ) -> Status {
-    entry("store", || {
+    block_entry("store", || {
         running(|block| {
             let memory = memory(block, argument, target, bytes)?;
             // SAFETY: the caller passes `bytes` bytes.

@@ -3,7 +3,7 @@
 
 use crate::block::running;
 use crate::pointer;
-use crate::status::{Failure, Outcome, Status, entry};
+use crate::status::{Failure, Outcome, Status, block_entry};
 use crate::types::At;
 use warplink::device::{Block, BlockChannel};
 
@@ -62,7 +62,7 @@ fn on_channel(
     number: u32,
     call: impl FnOnce(&BlockChannel<'_>) -> warplink::Result<()>,
 ) -> Status {
-    entry(operation, || {
+    block_entry(operation, || {
         running(|block| Ok(call(&find(block, number)?)?))
     })
 }
@@ -77,7 +77,7 @@ unsafe fn ask<T>(
     (place, name): (*mut T, &'static str),
     call: impl FnOnce(&BlockChannel<'_>) -> warplink::Result<T>,
 ) -> Status {
-    entry(operation, || {
+    block_entry(operation, || {
         pointer::check(place, name)?;
         let found = running(|block| Ok(call(&find(block, number)?)?))?;
         // SAFETY: as the caller says.
@@ -89,7 +89,7 @@ unsafe fn ask<T>(
 /// block.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warplink_block_channels(argument: u32, count: *mut u32) -> Status {
-    entry("count channels", || {
+    block_entry("count channels", || {
         pointer::check(count, "count")?;
         let found = running(|block| Ok(block.channels(argument as usize)?.len()))?;
         let found = u32::try_from(found).unwrap_or(u32::MAX);
@@ -107,7 +107,7 @@ pub unsafe extern "C" fn warplink_block_channel(
     index: u32,
     channel: *mut u32,
 ) -> Status {
-    entry("take a channel", || {
+    block_entry("take a channel", || {
         pointer::check(channel, "channel")?;
         running(|block| of_array(block, argument, index).map(drop))?;
         let made = number(argument, index)?;
@@ -222,7 +222,7 @@ pub unsafe extern "C" fn warplink_block_epoch(channel: u32, epoch: *mut u64) -> 
 /// for all channels in it. Null is allowed for none.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warplink_block_barrier(channels: *const u32, count: usize) -> Status {
-    entry("barrier", || {
+    block_entry("barrier", || {
         // SAFETY: the caller passes `count` numbers.
         let numbers = unsafe { pointer::values(channels, count, "channels") }?;
         running(|block| {

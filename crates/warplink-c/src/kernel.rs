@@ -1,7 +1,7 @@
 //! Modules of the caller's code, kernels of them, and launches.
 
 use crate::block;
-use crate::callback;
+use crate::callback::{self, Callback};
 use crate::channel;
 use crate::handles::{Comm, Handle, Kernel, Module, Region, Stream};
 use crate::image;
@@ -16,8 +16,8 @@ use warplink::device::Launch;
 
 /// The body of a kernel for the host device: it runs once for each block of a launch, all at the same time, and
 /// makes the `warplink_block_...` calls. It returns `WARPLINK_STATUS_SUCCESS`, or what a call returned: then the
-/// kernel's stream fails with that call's error. It makes no other calls of Warplink, and must return: one that
-/// throws ends the process. In C++, declare it `noexcept`.
+/// kernel's stream fails with that call's error. Other calls of Warplink are refused with WARPLINK_STATUS_INVALID_USAGE. It
+/// must return: one that throws ends the process. In C++, declare it `noexcept`.
 pub type HostKernelBody = Option<unsafe extern "C-unwind" fn(user: *mut c_void) -> i32>;
 
 /// A kernel for the host device.
@@ -383,7 +383,7 @@ unsafe fn read_source(source: &ModuleSource) -> Outcome<warplink::device::Module
         let user = User(kernel.user);
         made = made.with_host_kernel(name, move |running| {
             block::run(running, || {
-                callback::call("the body of a host kernel", || {
+                callback::call(Callback::Body, || {
                     // SAFETY: the caller gave the body for this, with a pointer that stays valid.
                     unsafe { body(user.pointer()) }
                 })

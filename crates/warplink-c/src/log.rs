@@ -1,8 +1,8 @@
 //! The library's log, for a handler of the caller's.
 
-use crate::callback;
+use crate::callback::{self, Callback};
 use crate::pointer;
-use crate::status::{Failure, Outcome, Status, entry};
+use crate::status::{Failure, Outcome, Status, entry, free_entry};
 use std::ffi::{CString, c_char, c_void};
 use std::fmt::{self, Write as _};
 use std::io::Write as _;
@@ -33,7 +33,8 @@ pub enum LogLevel {
 
 /// Gets each message of the log: a `warplink_log_level`, one line without an end of line, valid during the call,
 /// and the pointer that the handler was set with. It is called on any thread, by several at the same time. It
-/// must not call Warplink, and must return: one that throws ends the process. In C++, declare it `noexcept`.
+/// may call `warplink_default_log_handler`, other calls of Warplink are refused with WARPLINK_STATUS_INVALID_USAGE, and must
+/// return: one that throws ends the process. In C++, declare it `noexcept`.
 pub type LogHandler =
     Option<unsafe extern "C-unwind" fn(level: i32, message: *const c_char, user: *mut c_void)>;
 
@@ -86,7 +87,7 @@ pub unsafe extern "C" fn warplink_default_log_handler(
 ) {
     let _ = user;
     // It has no result; the error is the thread's last one.
-    let _status = entry("log", || {
+    let _status = free_entry("log", || {
         // SAFETY: the caller passes a text.
         let message = unsafe { pointer::text(message, "message") }?;
         print(level, message);
@@ -123,7 +124,7 @@ fn deliver(level: LogLevel, line: String) -> Outcome {
         return Ok(());
     };
     let text = CString::new(line.replace(['\0', '\n'], " ")).unwrap_or_default();
-    callback::call("the log handler", || {
+    callback::call(Callback::LogHandler, || {
         // SAFETY: the caller gave the function for this, and is told when it is not called any more: the lock is
         // held until here.
         unsafe { (handler.function)(level as i32, text.as_ptr(), handler.user) };

@@ -1,5 +1,6 @@
 //! What every function returns, and the text of the last error of a thread.
 
+use crate::callback::{self, Callback};
 use std::any::Any;
 use std::cell::RefCell;
 use std::ffi::{CStr, CString, c_char};
@@ -222,8 +223,32 @@ thread_local! {
 }
 
 /// Runs the body of an exported function: errors and panics become a status, and the thread's last error.
-/// `operation` is a verb, for messages that name none.
+/// `operation` is a verb, for messages that name none. Fails in functions that the caller gave: one that waits for its own
+/// stream, or sets the handler that it is, would wait for ever.
 pub(crate) fn entry(operation: &'static str, body: impl FnOnce() -> Outcome) -> Status {
+    entry_unless(callback::running(), operation, body)
+}
+
+/// As [`entry`], of a call that the bodies of host kernels make.
+pub(crate) fn block_entry(operation: &'static str, body: impl FnOnce() -> Outcome) -> Status {
+    let refusing = callback::running().filter(|running| *running != Callback::Body);
+    entry_unless(refusing, operation, body)
+}
+
+/// As [`entry`], of a call that may be made anywhere, since it waits for nothing.
+pub(crate) fn free_entry(operation: &'static str, body: impl FnOnce() -> Outcome) -> Status {
+    entry_unless(None, operation, body)
+}
+
+fn entry_unless(
+    refusing: Option<Callback>,
+    operation: &'static str,
+    body: impl FnOnce() -> Outcome,
+) -> Status {
+    let body = || match refusing {
+        Some(callback) => Err(misplaced(callback)),
+        None => body(),
+    };
     let ended = catch_unwind(AssertUnwindSafe(body))
         .unwrap_or_else(|payload| Err(Failure::panicked(&*payload)));
     let Err(mut failure) = ended else {
@@ -241,6 +266,21 @@ pub(crate) fn entry(operation: &'static str, body: impl FnOnce() -> Outcome) -> 
 pub(crate) fn last_with(status: i32) -> Option<Failure> {
     let last = read_last(|last| last.failure.clone());
     last.filter(|failure| failure.status as i32 == status)
+}
+
+/// The error of a call in a function that the caller gave.
+fn misplaced(callback: Callback) -> Failure {
+    let (expected, help) = match callback {
+        Callback::Body => (
+            "none but those of blocks",
+            "make the call where the kernel is launched",
+        ),
+        Callback::LogHandler => ("none", "make the call after the handler has returned"),
+    };
+    Failure::usage(
+        format!("a call in {}; expected {expected}", callback.name()),
+        help,
+    )
 }
 
 fn keep(failure: Failure) {

@@ -33,6 +33,27 @@ const HANDLES: [(&str, &str); 8] = [
     ("experts", "layer of experts"),
 ];
 
+/// Functions that give no status. They take no pointers but the log handler's text, and `programs/every_call.c` passes the
+/// arguments on that they make.
+const WITHOUT_STATUS: [&str; 16] = [
+    "warplink_version",
+    "warplink_status_text",
+    "warplink_last_error",
+    "warplink_last_error_peer",
+    "warplink_options_default",
+    "warplink_collective_options_default",
+    "warplink_default_log_handler",
+    "warplink_argument_u32",
+    "warplink_argument_i32",
+    "warplink_argument_u64",
+    "warplink_argument_i64",
+    "warplink_argument_f32",
+    "warplink_argument_f64",
+    "warplink_argument_region",
+    "warplink_argument_channel",
+    "warplink_argument_channels",
+];
+
 struct Function<'a> {
     name: &'a str,
     /// Type and name.
@@ -134,18 +155,33 @@ fn call(function: &Function<'_>, set: &str, other: Option<(usize, &str)>) -> Str
     format!("{}({})", function.name, arguments.join(", "))
 }
 
+/// Fails where the header declares a function that is neither of `functions` nor without a status.
+fn assert_complete(header: &str, functions: &[Function<'_>]) {
+    let is_declared = |line: &&str| line.starts_with(char::is_alphanumeric) && line.contains("(");
+    let declared = header.lines().filter(is_declared).filter_map(|line| {
+        let name = line.split('(').next()?.rsplit([' ', '*']).next()?;
+        (!line.starts_with("typedef") && name.starts_with("warplink_")).then_some(name)
+    });
+    let declared: BTreeSet<&str> = declared.collect();
+    let called = functions.iter().map(|function| function.name);
+    let known: BTreeSet<&str> = called.chain(WITHOUT_STATUS).collect();
+    assert_eq!(declared, known);
+}
+
 /// The functions in C that `programs/every_call.c` runs, and how many calls they make.
 pub(crate) fn calls(header: &str) -> (String, usize) {
     let functions = functions(header);
+    assert_complete(header, &functions);
     let [
         mut null,
         mut in_block,
+        mut in_callback,
         mut outside,
         mut zero,
         mut unknown,
         mut freed,
         mut closed,
-    ] = [(); 7].map(|()| String::new());
+    ] = [(); 8].map(|()| String::new());
     let (mut made, mut seen) = (0, BTreeSet::new());
     let mut add = |to: &mut String, call: String, status: &str, says: &str| {
         made += 1;
@@ -158,6 +194,10 @@ pub(crate) fn calls(header: &str) -> (String, usize) {
             let usage = "WARPLINK_STATUS_INVALID_USAGE";
             let call = call(function, "live", None);
             add(&mut outside, call, usage, "no kernel of the host device");
+        } else {
+            let usage = "WARPLINK_STATUS_INVALID_USAGE";
+            let call = call(function, "live", None);
+            add(&mut in_callback, call, usage, "a call in the ");
         }
         for (at, (kind, name)) in function.parameters.iter().enumerate() {
             if kind.ends_with('*') || *kind == "warplink_log_handler" {
@@ -213,6 +253,7 @@ pub(crate) fn calls(header: &str) -> (String, usize) {
     let bodies = [
         ("null_pointers", null),
         ("null_pointers_in_a_block", in_block),
+        ("in_a_function_of_the_callers", in_callback),
         ("outside_of_a_block", outside),
         ("no_handles", zero),
         ("handles_that_never_were", unknown),

@@ -3,6 +3,8 @@
 
 #include "check.h"
 
+#include <time.h>
+
 /* What may be called with. */
 struct set {
     warplink_comm comm;
@@ -40,6 +42,7 @@ static uint64_t words[32];
 
 static int32_t body(void *user) {
     null_pointers_in_a_block();
+    in_a_function_of_the_callers();
     *(int *)user += 1;
     return WARPLINK_STATUS_SUCCESS;
 }
@@ -66,6 +69,48 @@ static void blocks(void) {
     OK(warplink_module_free(module));
 }
 
+static void ignore(int32_t level, const char *message, void *user) { (void)level, (void)message, (void)user; }
+
+/* Messages come on any thread, but these calls are made by one of them. */
+static int handled;
+
+static void handler(int32_t level, const char *message, void *user) {
+    uint32_t index;
+    (void)level;
+    if (*message == '\0' || user != &handled || !__sync_bool_compare_and_swap(&handled, 0, 1)) return;
+    in_a_function_of_the_callers();
+    FAILS(warplink_block_index(&index, NULL), WARPLINK_STATUS_INVALID_USAGE, "a call in the log handler");
+    warplink_default_log_handler(WARPLINK_LOG_LEVEL_INFO, "from the handler", NULL);
+    __sync_bool_compare_and_swap(&handled, 1, 2);
+}
+
+static int32_t fail(void *user) {
+    (void)user;
+    return 77;
+}
+
+/* A kernel that fails, which is logged in detail. */
+static void logs(void) {
+    const warplink_host_kernel host_kernel = {"fail", fail, NULL};
+    const struct timespec moment = {0, 1000000};
+    warplink_module_source failing = source;
+    warplink_module module;
+    warplink_kernel kernel;
+    warplink_stream stream;
+    failing.host_kernels = &host_kernel;
+    OK(warplink_set_log_handler(handler, &handled));
+    OK(warplink_module_load(live.comm, &failing, &module));
+    OK(warplink_kernel_get(module, "fail", &kernel));
+    OK(warplink_stream_create(live.comm, &stream));
+    OK(warplink_launch(kernel, stream, shape, NULL, 0));
+    FAILS(warplink_stream_synchronize(stream), WARPLINK_STATUS_INVALID_ARGUMENT, "the kernel returned 77");
+    while (!__sync_bool_compare_and_swap(&handled, 2, 3)) nanosleep(&moment, NULL);
+    OK(warplink_set_log_handler(ignore, NULL));
+    OK(warplink_stream_destroy(stream));
+    OK(warplink_kernel_free(kernel));
+    OK(warplink_module_free(module));
+}
+
 static void make(struct set *set) {
     set->comm = live.comm;
     OK(warplink_alloc(live.comm, 1 << 16, &set->region));
@@ -84,6 +129,38 @@ static void give_back(const struct set *set) {
     OK(warplink_buffer_free(set->buffer));
     OK(warplink_stream_destroy(set->stream));
     OK(warplink_region_free(set->region));
+}
+
+static warplink_status launch(warplink_argument argument) {
+    return warplink_launch(live.kernel, live.stream, shape, &argument, 1);
+}
+
+/* Handles in arguments, which have no status of their own. */
+static void handles_in_arguments(void) {
+    const warplink_status invalid = WARPLINK_STATUS_INVALID_ARGUMENT;
+    const int32_t peer = 1 - rank;
+    warplink_comm gone;
+    warplink_argument nothing;
+    memset(&nothing, 0, sizeof nothing);
+    FAILS(launch(nothing), invalid, "unknown kind 0");
+    memset(&nothing, 0x3c, sizeof nothing);
+    FAILS(launch(nothing), invalid, "unknown kind");
+    FAILS(launch(warplink_argument_region(none.region, 0)), invalid, "the region is zero");
+    FAILS(launch(warplink_argument_region(made_up.region, 0)), invalid, "is not a region");
+    FAILS(launch(warplink_argument_region(freed.region, 0)), WARPLINK_STATUS_CLOSED, "the region was given back");
+    FAILS(launch(warplink_argument_region(live.region, UINT64_MAX)), invalid, "");
+    FAILS(launch(warplink_argument_channel(none.comm, peer, 0)), invalid, "the communicator is zero");
+    FAILS(launch(warplink_argument_channel(made_up.comm, peer, 0)), invalid, "is not a communicator");
+    FAILS(launch(warplink_argument_channel(live.comm, -1, 0)), invalid, "no connection to rank -1");
+    FAILS(launch(warplink_argument_channel(live.comm, INT32_MAX, 0)), invalid, "no connection to rank");
+    FAILS(launch(warplink_argument_channel(live.comm, peer, UINT64_MAX)), invalid, "no connection to rank");
+    FAILS(launch(warplink_argument_channels(none.comm)), invalid, "the communicator is zero");
+    FAILS(launch(warplink_argument_channels(made_up.comm)), invalid, "is not a communicator");
+    OK(warplink_unique_id_create(NULL, 0, &id));
+    OK(warplink_init_from_id(&gone, 1, &id, 0, &options));
+    OK(warplink_destroy(gone));
+    FAILS(launch(warplink_argument_channels(gone)), WARPLINK_STATUS_CLOSED, "the communicator was destroyed");
+    FAILS(launch(warplink_argument_channel(gone, peer, 0)), WARPLINK_STATUS_CLOSED, "the communicator was destroyed");
 }
 
 /* What points from within what is passed. */
@@ -130,6 +207,9 @@ static void null_members(void) {
         FAILS(warplink_experts_combine(live.experts, device, &target, (const float *)device, 1, live.stream), invalid,
               says[member]);
     }
+    /* Nothing was dispatched yet. */
+    FAILS(warplink_experts_combine(live.experts, (char *)device + 16384, &dispatched, (const float *)device, 1, live.stream),
+          invalid, "dispatch");
     /* Where there is no status. */
     warplink_default_log_handler(WARPLINK_LOG_LEVEL_ERROR, NULL, NULL);
     HOLDS(*warplink_status_text(-1) != '\0' && *warplink_status_text(INT32_MAX) != '\0');
@@ -145,6 +225,8 @@ int main(int argc, char **argv) {
     for (int i = 0; i < 32; i++) words[i] = 0x0101010101010101u * (uint64_t)(i + 1);
     memcpy(before, words, sizeof words);
     memset(&made_up, 0x3c, sizeof made_up);
+    HOLDS(setenv("WARPLINK_LOG", "debug", 1) == 0);
+    OK(warplink_set_log_handler(ignore, NULL));
 
     host.name = "swap";
     host.body = swap;
@@ -186,9 +268,11 @@ int main(int argc, char **argv) {
     null_members();
     outside_of_a_block();
     blocks();
+    logs();
     no_handles();
     handles_that_never_were();
     handles_given_back();
+    handles_in_arguments();
     /* Nothing of it did anything: what is alive is as it was. */
     OK(warplink_collective(live.collectives, &call, device, device, live.stream));
     OK(warplink_stream_synchronize(live.stream));
