@@ -371,6 +371,16 @@ fn an_abort_reaches_the_peer_with_its_reason() {
             if rank == 0 {
                 // SAFETY: a text.
                 ok(unsafe { warplink_abort(comm, reason.as_ptr()) });
+                let mut word = 0_u64;
+                assert_ne!(warplink_barrier(comm), Status::Success);
+                // SAFETY: a place for no bytes.
+                let gathered = unsafe { warplink_all_gather(comm, (&raw mut word).cast(), 0) };
+                assert_ne!(gathered, Status::Success);
+                let region = alloc(comm, 64);
+                declare(comm, rank, region, Transport::Auto);
+                assert_ne!(warplink_setup(comm), Status::Success);
+                // SAFETY: a text.
+                ok(unsafe { warplink_abort(comm, reason.as_ptr()) });
                 return;
             }
             fails(

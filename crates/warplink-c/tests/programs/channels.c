@@ -220,6 +220,9 @@ int main(int argc, char **argv) {
             OK(warplink_connect(comm, (int32_t)((rank + i) % size), tag, region,
                                 tag == 0 ? WARPLINK_TRANSPORT_DIRECT : WARPLINK_TRANSPORT_PROXIED, NULL));
         OK(warplink_setup(comm));
+        memset(channels, 0x3c, sizeof channels);
+        OK(warplink_channel_get_all(comm, channels, 1, &count));
+        HOLDS(channels[1].peer == 0x3c3c3c3c && count == (tag + 1) * others);
         OK(warplink_channel_get_all(comm, channels, 64, &count));
         HOLDS(count == (tag + 1) * others);
         for (uint32_t round = 0; round < ROUNDS; round++) {

@@ -183,6 +183,43 @@ static void wrong_arguments(warplink_region region, warplink_stream stream) {
     OK(warplink_kernel_free(kernel));
 }
 
+/* Calls that succeed only after others, where these have not been made. */
+static void wrong_orders(warplink_region region, warplink_stream stream) {
+    const warplink_shape shape = {1, 1, 0, 0};
+    warplink_kernel kernel = load_swap(comm, NULL);
+    warplink_argument arguments[2];
+    warplink_buffer buffer;
+    warplink_stream broken;
+    uint32_t number = 77;
+    /* A buffer is on the connections that were there before it. */
+    OK(warplink_register_buffer(comm, region, &buffer));
+    OK(warplink_connect(comm, peer, 5, region, WARPLINK_TRANSPORT_PROXIED, NULL));
+    FAILS(warplink_buffer_number(buffer, peer, 5, &number), INVALID, "not on a connection");
+    OK(warplink_setup(comm));
+    FAILS(warplink_buffer_number(buffer, peer, 5, &number), INVALID, "not on a connection");
+    FAILS(warplink_buffer_number(buffer, -1, 5, &number), INVALID, "not on a connection");
+    HOLDS(number == 77);
+    OK(warplink_buffer_free(buffer));
+    FAILS(warplink_buffer_free(buffer), CLOSED, "the buffer was given back");
+    /* A proxied channel without the proxy: the launch, or the kernel, fails. */
+    OK(warplink_stream_create(comm, &broken));
+    OK(warplink_barrier(comm));
+    OK(warplink_proxy_stop(comm));
+    arguments[0] = warplink_argument_channel(comm, peer, 5);
+    arguments[1] = warplink_argument_u64(8);
+    if (warplink_launch(kernel, broken, shape, arguments, 2) == WARPLINK_STATUS_SUCCESS)
+        HOLDS(strcmp(test_options().device, "host") != 0 || warplink_stream_synchronize(broken) != WARPLINK_STATUS_SUCCESS);
+    HOLDS(strstr(warplink_last_error(), "proxy") != NULL || strcmp(test_options().device, "host") != 0);
+    OK(warplink_stream_destroy(broken));
+    FAILS(warplink_launch(kernel, broken, shape, arguments, 2), CLOSED, "the stream was given back");
+    /* The others go on. */
+    OK(warplink_stream_synchronize(stream));
+    OK(warplink_kernel_free(kernel));
+    FAILS(warplink_launch(kernel, stream, shape, arguments, 2), CLOSED, "the kernel was given back");
+    /* What is declared and never set up is no obstacle to leaving. */
+    OK(warplink_connect(comm, peer, 6, region, WARPLINK_TRANSPORT_DIRECT, NULL));
+}
+
 int main(int argc, char **argv) {
     const warplink_options options = test_options();
     warplink_region region, freed;
@@ -208,6 +245,7 @@ int main(int argc, char **argv) {
     FAILS(warplink_channel_get(comm, peer, 0, NULL), INVALID, "channel is null");
     OK(warplink_channel_get(comm, peer, 0, &channel));
     wrong_arguments(region, stream);
+    wrong_orders(region, stream);
 
     OK(warplink_destroy(comm));
     /* Everything of it went with it. */
