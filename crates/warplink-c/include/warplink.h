@@ -6,6 +6,11 @@
 // Every function that can fail returns a warplink_status. warplink_last_error says what happened, to whom, what
 // was expected and what to do; it is the calling thread's. No function throws, and none ends the process.
 //
+// The text of a function names what it fails with beside what all have in common: null pointers where the text does not
+// allow them, handles that never were, and handles of different communicators in one call are
+// WARPLINK_STATUS_INVALID_ARGUMENT, calls in the wrong order WARPLINK_STATUS_INVALID_USAGE. Where ranks were lost, calls
+// that concern them are WARPLINK_STATUS_PEER_LOST. A call of the driver's that fails is WARPLINK_STATUS_DRIVER.
+//
 // Functions that are passed to Warplink, log handlers and bodies of host kernels, must return: an exception that
 // leaves one, or a thread that ends in one, ends the process with a message. In C++, declare them noexcept.
 //
@@ -27,7 +32,7 @@
 //
 // # Blocking
 // What waits for other ranks says so. Such waits end at the timeout (warplink_options), and within seconds when
-// a rank is lost, with an error that names it.
+// a rank is lost, with an error that names it. What is enqueued on a stream is done later, in the order of the calls.
 //
 // # Host kernels
 // The warplink_block_... calls are for the bodies of kernels of the host device, on the thread that runs one; on others
@@ -217,7 +222,8 @@ typedef struct {
     /// The text that admits to a job that meets at an address; the same on every rank, long and random. Null:
     /// WARPLINK_SECRET. A unique id brings a secret of its own.
     const char *secret;
-    /// The limit of every wait on the host, in seconds. 0: WARPLINK_TIMEOUT, else 60.
+    /// The limit of every wait on the host after joining, in seconds. 0: WARPLINK_TIMEOUT, else 60. Joining has that of
+    /// `warplink_set_bootstrap_timeout`.
     double timeout;
 } warplink_options;
 
@@ -474,130 +480,168 @@ const char *warplink_last_error(void);
 /// The rank that the last error of the calling thread concerns, or -1 where there is none.
 int32_t warplink_last_error_peer(void);
 
-/// Options with which the environment and the library decide.
+/// Options with which the environment and the library decide. Reads nothing and does not block.
 warplink_options warplink_options_default(void);
 
-/// Makes a unique id with a fresh secret, for ranks that meet at `ip` (of this machine; null is 127.0.0.1) and
-/// `port`. With port 0 the system picks a free one, which this process holds until one of its ranks joins; if
-/// none will, call `warplink_unique_id_release`. Does not block.
+/// Makes a unique id with a fresh secret, for ranks that meet at `ip` (of this machine; null is 127.0.0.1) and `port`.
+/// With port 0 the system picks a free one, which this process holds until one of its ranks joins; if none will, call
+/// `warplink_unique_id_release`. Does not block. An `ip` that is no address of one machine is
+/// WARPLINK_STATUS_INVALID_ARGUMENT.
 warplink_status warplink_unique_id_create(const char *ip,
                                           uint16_t port,
                                           warplink_unique_id *id);
 
-/// Gives up the port that this process holds for the id, so that a rank in another process can listen there.
+/// Gives up the port that this process holds for the id, so that a rank in another process can listen there; does
+/// nothing where it holds none. Does not block. Bytes that are no id are WARPLINK_STATUS_INVALID_HANDLE.
 warplink_status warplink_unique_id_release(const warplink_unique_id *id);
 
-/// Sets how long joining may take, in seconds, for the inits that follow in this process. Without it,
-/// WARPLINK_TIMEOUT says, else 60 seconds.
+/// Sets how long joining may take, in seconds, for the inits that follow in this process. Without it, WARPLINK_TIMEOUT
+/// says, else 60 seconds. Does not block. Less than 1 is WARPLINK_STATUS_INVALID_ARGUMENT.
 warplink_status warplink_set_bootstrap_timeout(int32_t seconds);
 
-/// Joins as `rank` of `size` ranks that meet at `address`, as "ip:port" of rank 0. Blocks until all have
-/// joined. Without a secret (`options`, WARPLINK_SECRET) it must be a loopback address. `options` may be null.
+/// Joins as `rank` of `size` ranks that meet at `address`, as "ip:port" of rank 0. Blocks until all have joined.
+/// Without a secret (`options`, WARPLINK_SECRET) it must be a loopback address. `options` may be null.
+///
+/// A rank that is not below `size`, and options of another version's header, are WARPLINK_STATUS_INVALID_ARGUMENT,
+/// text that is no address or no device WARPLINK_STATUS_PARSE; ranks that are missing at the timeout
+/// WARPLINK_STATUS_TIMEOUT, that have another size or another kind of device WARPLINK_STATUS_MISMATCH, and that hold
+/// another secret WARPLINK_STATUS_AUTHENTICATION; an address that another process listens on
+/// WARPLINK_STATUS_ADDRESS_IN_USE; a device that is not there WARPLINK_STATUS_DRIVER, WARPLINK_STATUS_LIBRARY_MISSING
+/// or WARPLINK_STATUS_UNSUPPORTED.
 warplink_status warplink_init(warplink_comm *comm,
                               int32_t size,
                               const char *address,
                               int32_t rank,
                               const warplink_options *options);
 
-/// Joins as `rank` of `size` ranks that hold the same id. Blocks until all have joined. `options` may be null.
+/// Joins as `rank` of `size` ranks that hold the same id. Blocks until all have joined. `options` may be null. Fails
+/// as `warplink_init`; bytes that are no id are WARPLINK_STATUS_INVALID_HANDLE.
 warplink_status warplink_init_from_id(warplink_comm *comm,
                                       int32_t size,
                                       const warplink_unique_id *id,
                                       int32_t rank,
                                       const warplink_options *options);
 
-/// Joins as `warplink launch`, torchrun, mpirun or srun started this process. Blocks until all ranks have
-/// joined. `options` may be null.
-warplink_status warplink_init_from_env(warplink_comm *comm, const warplink_options *options);
+/// Joins as `warplink launch`, torchrun, mpirun or srun started this process. Blocks until all ranks have joined.
+/// `options` may be null. Fails as `warplink_init`; variables that are missing are WARPLINK_STATUS_INVALID_ARGUMENT,
+/// and those that are no numbers WARPLINK_STATUS_PARSE.
+warplink_status warplink_init_from_env(warplink_comm *comm,
+                                       const warplink_options *options);
 
-/// This rank's number.
+/// This rank's number, from 0 on. Does not block.
 warplink_status warplink_rank(warplink_comm comm, int32_t *rank);
 
-/// How many ranks there are.
+/// How many ranks there are. Does not block.
 warplink_status warplink_size(warplink_comm comm, int32_t *size);
 
-/// Gathers `bytes` bytes of every rank, through the hosts: `data` has room for those of all ranks, in their
-/// order, and this rank's in their place. Blocks until every rank has called it with the same length.
-warplink_status warplink_all_gather(warplink_comm comm, void *data, size_t bytes);
+/// Gathers `bytes` bytes of every rank, through the hosts: `data` has room for those of all ranks, in their order, and
+/// this rank's in their place. Blocks until every rank has called it with the same length; another length is
+/// WARPLINK_STATUS_MISMATCH on every rank, a rank that does not call it WARPLINK_STATUS_TIMEOUT.
+warplink_status warplink_all_gather(warplink_comm comm,
+                                    void *data,
+                                    size_t bytes);
 
-/// Blocks until every rank has called it. It orders hosts, not streams.
+/// Blocks until every rank has called it. It orders hosts, not streams. A rank that does not call it is
+/// WARPLINK_STATUS_TIMEOUT, one that is gone WARPLINK_STATUS_PEER_LOST or WARPLINK_STATUS_PEER_LEFT.
 warplink_status warplink_barrier(warplink_comm comm);
 
-/// Leaves in order. Blocks until every rank has called it, and until this rank's streams are done with what
-/// they use of Warplink. From then on the communicator and all that was made with it (regions, streams,
-/// modules ...) cannot be used, also if this fails; borrowed streams that record no graph are given back. A process that
-/// ends without it is lost to its peers.
+/// Leaves in order. Blocks until every rank has called it, and until this rank's streams are done with what they use
+/// of Warplink. From then on the communicator and all that was made with it (regions, streams, modules ...) cannot be
+/// used, also if this fails; borrowed streams that record no graph are given back. A process that ends without it is
+/// lost to its peers. A stream that still waits for a peer at the timeout, and a rank that does not call it, are
+/// WARPLINK_STATUS_TIMEOUT, a rank that was lost WARPLINK_STATUS_PEER_LOST; this rank then leaves as by
+/// `warplink_abort`.
 warplink_status warplink_destroy(warplink_comm comm);
 
-/// Leaves as a failure: the peers' waits, also those of kernels, end with an error that names this rank and
-/// `reason`. Blocks for some two seconds at most. The communicator still has to be destroyed.
-warplink_status warplink_abort(warplink_comm comm, const char *reason);
+/// Leaves as a failure: the peers' waits, also those of kernels, end with an error that names this rank and `reason`,
+/// and so do the waits in this rank's streams. Blocks for some two seconds at most. Later calls that concern other
+/// ranks fail. The communicator still has to be destroyed, which then fails too. A second abort does nothing.
+warplink_status warplink_abort(warplink_comm comm,
+                               const char *reason);
 
-/// Allocates `bytes` bytes of the device that peers may reach. The content is undefined.
-warplink_status warplink_alloc(warplink_comm comm, size_t bytes, warplink_region *region);
+/// Allocates `bytes` bytes of the device that peers may reach. The content is undefined. Blocks for moments, and where
+/// memory is short for some two seconds, in which peers let go of what was freed; then it is
+/// WARPLINK_STATUS_OUT_OF_MEMORY. No bytes are WARPLINK_STATUS_INVALID_ARGUMENT.
+warplink_status warplink_alloc(warplink_comm comm,
+                               size_t bytes,
+                               warplink_region *region);
 
-/// Registers `bytes` bytes at `address` that somebody else allocated (cudaMalloc, say). They must stay
-/// allocated until `warplink_region_free` of the region has succeeded, or the communicator is destroyed.
-/// On the host device, they must lie in memory that `warplink_alloc` gave.
-warplink_status warplink_register(warplink_comm comm, void *address, size_t bytes, warplink_region *region);
+/// Registers `bytes` bytes at `address` that somebody else allocated (cudaMalloc, say). They must stay allocated until
+/// `warplink_region_free` of the region has succeeded, or the communicator is destroyed. On the host device, they must
+/// lie in memory that `warplink_alloc` gave. Does not block. A range that passes the end of an allocation is
+/// WARPLINK_STATUS_INVALID_ARGUMENT, memory that cannot be shared WARPLINK_STATUS_UNSUPPORTED.
+warplink_status warplink_register(warplink_comm comm,
+                                  void *address,
+                                  size_t bytes,
+                                  warplink_region *region);
 
-/// Gives a region back. Allocated memory is used again once no stream, connection or peer uses it any more;
-/// this does not block. For registered memory, blocks until no peer maps it any more, after which its owner
-/// may free it; an error where a connection of this rank has it, or a peer does not let go in time: then it
-/// has to stay allocated until the communicator is destroyed.
+/// Gives a region back. Allocated memory is used again once no stream, connection or peer uses it any more; this does
+/// not block. For registered memory, blocks until no peer maps it any more, after which its owner may free it; an
+/// error where a connection of this rank has it (WARPLINK_STATUS_INVALID_ARGUMENT), another thread's call uses it
+/// (WARPLINK_STATUS_INVALID_USAGE), or a peer does not let go in time (WARPLINK_STATUS_TIMEOUT): then it has to stay
+/// allocated until the communicator is destroyed.
 warplink_status warplink_region_free(warplink_region region);
 
-/// The address of the region's first byte in this process, on its device.
+/// The address of the region's first byte in this process, on its device. Does not block.
 warplink_status warplink_region_address(warplink_region region, void **address);
 
-/// The region's length in bytes.
+/// The region's length in bytes. Does not block.
 warplink_status warplink_region_bytes(warplink_region region, size_t *bytes);
 
-/// Copies from host memory to the region's bytes, and returns when that is done. Ordered after nothing that is
-/// in a stream.
+/// Copies from host memory to the region's bytes, as many as the span has, and returns when that is done. Ordered
+/// after nothing that is in a stream. Bytes past the end of the region are WARPLINK_STATUS_INVALID_ARGUMENT. Null is
+/// allowed for no bytes.
 warplink_status warplink_upload(warplink_span target,
                                 const void *source);
 
-/// Copies from the region's bytes to host memory, and returns when that is done. Ordered after nothing that is
-/// in a stream.
-warplink_status warplink_download(void *target,
-                                  warplink_span source);
+/// Copies from the region's bytes, as many as the span has, to host memory, and returns when that is done. As
+/// `warplink_upload` otherwise.
+warplink_status warplink_download(void *target, warplink_span source);
 
-/// Enqueues a copy between regions of this rank, of the same length. Does not block.
-warplink_status warplink_copy(warplink_span target, warplink_span source, warplink_stream stream);
+/// Enqueues a copy between regions of this rank, of the same length. Does not block. Other lengths, and bytes past the
+/// end of a region, are WARPLINK_STATUS_INVALID_ARGUMENT.
+warplink_status warplink_copy(warplink_span target,
+                              warplink_span source,
+                              warplink_stream stream);
 
-/// Makes a stream.
+/// Makes a stream. Does not wait for other work of the device, but may block for moments.
 warplink_status warplink_stream_create(warplink_comm comm, warplink_stream *stream);
 
-/// Borrows a CUDA stream (a CUstream or cudaStream_t) of the rank's GPU, in its primary context. It must stay
-/// valid until `warplink_stream_destroy`, which leaves it alone. Null is the legacy default stream.
-/// The host device has none.
-warplink_status warplink_stream_borrow(warplink_comm comm, void *cuda_stream, warplink_stream *stream);
+/// Borrows a CUDA stream (a CUstream or cudaStream_t) of the rank's GPU, in its primary context. It must stay valid
+/// until `warplink_stream_destroy`, which leaves it alone. Null is the legacy default stream. Does not block. The host
+/// device has none: WARPLINK_STATUS_UNSUPPORTED.
+warplink_status warplink_stream_borrow(warplink_comm comm,
+                                       void *cuda_stream,
+                                       warplink_stream *stream);
 
-/// Gives a stream back, on any thread. What was enqueued is done all the same. Does not block. It fails while a borrowed
-/// stream records a graph, and leaves it borrowed.
+/// Gives a stream back, on any thread. What was enqueued is done all the same. Does not block. It is
+/// WARPLINK_STATUS_INVALID_ARGUMENT while a borrowed stream records a graph, and leaves it borrowed.
 warplink_status warplink_stream_destroy(warplink_stream stream);
 
-/// The CUDA stream behind it, on a GPU; on the host device, a number that tells streams apart.
-warplink_status warplink_stream_raw(warplink_stream stream, void **raw);
+/// The CUDA stream behind it, on a GPU; on the host device, a number that tells streams apart. Does not block.
+warplink_status warplink_stream_raw(warplink_stream stream,
+                                    void **raw);
 
-/// Blocks until everything enqueued so far is done. It fails where work failed, a rank was lost, or the
-/// timeout has passed.
+/// Blocks until everything enqueued so far is done. Where work in the stream has failed, it gives that error; a rank
+/// that was lost is WARPLINK_STATUS_PEER_LOST. It is WARPLINK_STATUS_TIMEOUT, and names the peer that the stream waits
+/// for, where the timeout passes first.
 warplink_status warplink_stream_synchronize(warplink_stream stream);
 
-/// Holds the stream until the peer has signalled `epoch` times in all through the connection with that peer and
-/// tag. Uses up no signal. Does not block the caller.
+/// Holds the stream until the peer has signalled `epoch` times in all through the connection with that peer and tag.
+/// Uses up no signal. Does not block the caller. A connection that was not declared is
+/// WARPLINK_STATUS_INVALID_ARGUMENT, one that was not set up WARPLINK_STATUS_INVALID_USAGE.
 warplink_status warplink_stream_wait(warplink_stream stream,
                                      warplink_comm comm,
                                      int32_t peer,
                                      uint64_t tag,
                                      uint64_t epoch);
 
-/// Declares a connection to `peer`, which declares its end with the same tag and transport. `region` is this
-/// rank's memory for it; the peer's may have another length. `transport` is a `warplink_transport`.
-/// `network_devices` names the network devices of this rank to use, separated by commas and as UCX names them
-/// ("mlx5_0:1", "eth0"); null for all of them, and with another transport than the network. Does not communicate;
-/// `warplink_setup` connects what was declared.
+/// Declares a connection to `peer`, which declares its end with the same tag and transport. `region` is this rank's
+/// memory for it; the peer's may have another length. `transport` is a `warplink_transport`. `network_devices` names
+/// the network devices of this rank to use, separated by commas and as UCX names them ("mlx5_0:1", "eth0"); null for
+/// all of them, and with another transport than the network. Does not communicate, and does not block;
+/// `warplink_setup` connects what was declared. A rank that is no peer, a peer and tag that were declared before, and
+/// an unknown transport are WARPLINK_STATUS_INVALID_ARGUMENT.
 warplink_status warplink_connect(warplink_comm comm,
                                  int32_t peer,
                                  uint64_t tag,
@@ -605,32 +649,40 @@ warplink_status warplink_connect(warplink_comm comm,
                                  int32_t transport,
                                  const char *network_devices);
 
-/// Connects everything that was declared since the last setup. Blocks until the peers have set up their ends;
-/// then kernels of both may use the channels. It starts the proxy where a connection needs it. If it fails,
-/// what was declared stays so, and it may be called again. May be called with nothing declared.
+/// Connects everything that was declared since the last setup. Blocks until the peers have set up their ends; then
+/// kernels of both may use the channels. It starts the proxy where a connection needs it. If it fails, what was
+/// declared stays so, and it may be called again. May be called with nothing declared. A peer that does not set up its
+/// end is WARPLINK_STATUS_TIMEOUT, one that named another transport WARPLINK_STATUS_MISMATCH on both ranks, a direct
+/// one to another machine WARPLINK_STATUS_UNSUPPORTED, and a network without UCX WARPLINK_STATUS_LIBRARY_MISSING.
 warplink_status warplink_setup(warplink_comm comm);
 
 /// The channel of the connection to `peer` with `tag`, for a kernel that is launched by other means than
-/// `warplink_launch`. It is valid until the communicator is destroyed.
+/// `warplink_launch`. It is valid until the communicator is destroyed. Does not block. A connection that was not
+/// declared is WARPLINK_STATUS_INVALID_ARGUMENT, one that was not set up WARPLINK_STATUS_INVALID_USAGE.
 warplink_status warplink_channel_get(warplink_comm comm,
                                      int32_t peer,
                                      uint64_t tag,
                                      warplink_channel *channel);
 
-/// The channels of all connections, in the order in which they were declared. Writes up to `capacity` of them
-/// to `channels`, which may be null where that is 0, and how many there are to `count`.
+/// The channels of all connections, in the order in which they were declared. Writes up to `capacity` of them to
+/// `channels`, which may be null where that is 0, and how many there are to `count`. Does not block. Before the first
+/// setup it is WARPLINK_STATUS_INVALID_USAGE.
 warplink_status warplink_channel_get_all(warplink_comm comm,
                                          warplink_channel *channels,
                                          size_t capacity,
                                          size_t *count);
 
-/// Call it after launching kernels on `stream` that have channels, by other means than `warplink_launch`: what
-/// the channels name is kept until the stream is past them, and the proxy looks for triggers at once.
+/// Call it after launching kernels on `stream` that have channels, by other means than `warplink_launch`: what the
+/// channels name is kept until the stream is past them, and the proxy looks for triggers at once. Does not block.
+/// Before the first setup it is WARPLINK_STATUS_INVALID_USAGE; where the proxy has failed, it gives that error.
 warplink_status warplink_launched(warplink_comm comm,
                                   warplink_stream stream);
 
-/// Enqueues a copy of this rank's bytes to the peer's memory, from `target` on. Does not block. Nothing orders
-/// it with what kernels do; signals of a kernel that follows on `stream` do.
+/// Enqueues a copy of this rank's bytes to the peer's memory, from `target` on. Does not block. Nothing orders it with
+/// what kernels do; signals of a kernel that follows on `stream` do. Bytes past the end of a region, and a connection
+/// that was not declared, are WARPLINK_STATUS_INVALID_ARGUMENT, one that was not set up WARPLINK_STATUS_INVALID_USAGE.
+/// Over the network, it is WARPLINK_STATUS_UNSUPPORTED while the stream records a graph, and WARPLINK_STATUS_CLOSED
+/// where the proxy was stopped.
 warplink_status warplink_write(warplink_comm comm,
                                int32_t peer,
                                uint64_t tag,
@@ -638,7 +690,7 @@ warplink_status warplink_write(warplink_comm comm,
                                warplink_span source,
                                warplink_stream stream);
 
-/// Enqueues a copy of the peer's memory, from `source` on, to this rank's bytes; see `warplink_write`.
+/// Enqueues a copy of the peer's memory, from `source` on, to this rank's bytes. Does not block; see `warplink_write`.
 warplink_status warplink_read(warplink_comm comm,
                               int32_t peer,
                               uint64_t tag,
@@ -647,31 +699,42 @@ warplink_status warplink_read(warplink_comm comm,
                               warplink_stream stream);
 
 /// Has the proxy look for triggers now. `warplink_setup` started it, so this is only needed before a graph with
-/// proxied channels is launched, and for programs ported from MSCCL++. Fails where the proxy has failed or was
-/// stopped, and before the first setup.
+/// proxied channels is launched, and for programs ported from MSCCL++. Does not block. Before the first setup, and
+/// where the proxy was stopped, it is WARPLINK_STATUS_INVALID_USAGE; where the proxy has failed, it gives that error.
 warplink_status warplink_proxy_launch(warplink_comm comm);
 
 /// Stops the proxy: it does what kernels have asked for, and ends. Blocks until then. Kernels that use proxied
-/// channels later get the status `aborted`; direct channels go on. Does nothing where no proxy runs. Fails,
-/// with the number of triggers that were not sent, where the timeout passes first.
+/// channels later get the status `aborted`; direct channels go on. Does nothing where no proxy runs. Before the first
+/// setup it is WARPLINK_STATUS_INVALID_USAGE, and WARPLINK_STATUS_TIMEOUT, with the number of triggers that were not
+/// sent, where the timeout passes first.
 warplink_status warplink_proxy_stop(warplink_comm comm);
 
-/// Adds a region to all connections that were set up. Every peer calls this as well, with a region of its own
-/// and as many times. Blocks until the peers have. Kernels then name it as `warplink::At(number, offset)`.
-warplink_status warplink_register_buffer(warplink_comm comm, warplink_region region, warplink_buffer *buffer);
+/// Adds a region to all connections that were set up. Every peer calls this as well, with a region of its own and as
+/// many times. Blocks until the peers have. Kernels then name it as `warplink::At(number, offset)`. Before the first
+/// setup it is WARPLINK_STATUS_INVALID_USAGE, and WARPLINK_STATUS_TIMEOUT where a peer does not call it. A connection
+/// has 16 regions at most.
+warplink_status warplink_register_buffer(warplink_comm comm,
+                                         warplink_region region,
+                                         warplink_buffer *buffer);
 
-/// The number by which kernels name the buffer on the connection to `peer` with `tag`.
-warplink_status warplink_buffer_number(warplink_buffer buffer, int32_t peer, uint64_t tag, uint32_t *number);
+/// The number by which kernels name the buffer on the connection to `peer` with `tag`. Does not block. A connection
+/// that the buffer is not on is WARPLINK_STATUS_INVALID_ARGUMENT: only those have it that were set up before it was
+/// registered.
+warplink_status warplink_buffer_number(warplink_buffer buffer,
+                                       int32_t peer,
+                                       uint64_t tag,
+                                       uint32_t *number);
 
-/// Enqueues copies of this rank's bytes to the buffers of all peers, from `offset` on; one copy for each
+/// Enqueues copies of this rank's bytes to the buffers of all peers, from `offset` bytes on; one copy for each
 /// connection. Does not block, and orders nothing at the peers: signal them, or meet at a barrier after
-/// `warplink_stream_synchronize`.
+/// `warplink_stream_synchronize`. Fails as `warplink_write`; copies to connections before the one that failed may have
+/// been enqueued.
 warplink_status warplink_registered_write(warplink_buffer buffer,
                                           uint64_t offset,
                                           warplink_span source,
                                           warplink_stream stream);
 
-/// Gives the handle back. The region stays with the connections until the communicator is destroyed.
+/// Gives the handle back. The region stays with the connections until the communicator is destroyed. Does not block.
 warplink_status warplink_buffer_free(warplink_buffer buffer);
 
 /// Loads code. On a GPU it compiles the text, unless the same was compiled before, and may block until running
@@ -687,18 +750,25 @@ warplink_status warplink_module_load(warplink_comm comm,
                                      const warplink_module_source *source,
                                      warplink_module *module);
 
-/// Gives a module back. Its kernels stay.
+/// Gives a module back. Its kernels stay. Does not block.
 warplink_status warplink_module_free(warplink_module module);
 
-/// The kernel `name` of a module, ready to be launched.
-warplink_status warplink_kernel_get(warplink_module module, const char *name, warplink_kernel *kernel);
+/// The kernel `name` of a module, ready to be launched. On a GPU it may block as `warplink_module_load`. A name that
+/// the module does not have is WARPLINK_STATUS_INVALID_ARGUMENT.
+warplink_status warplink_kernel_get(warplink_module module,
+                                    const char *name,
+                                    warplink_kernel *kernel);
 
-/// Gives a kernel back. Launches go on.
+/// Gives a kernel back. Launches go on. Does not block.
 warplink_status warplink_kernel_free(warplink_kernel kernel);
 
-/// Enqueues a kernel on `stream`, with one argument for each of its parameters. Does not block. Regions among
-/// the arguments must not be freed until it is done; memory behind channels is kept automatically. The stream fails when a rank
-/// is lost that the kernel's channels lead to.
+/// Enqueues a kernel on `stream`, with one argument for each of its parameters. Does not block. Regions among the
+/// arguments must not be freed until it is done; memory behind channels is kept automatically. The stream fails when a
+/// rank is lost that the kernel's channels lead to.
+///
+/// An empty shape, more blocks than there may be (256 on the host device), and, as far as the driver tells, arguments
+/// that do not match the parameters are WARPLINK_STATUS_INVALID_ARGUMENT, channels before `warplink_setup`
+/// WARPLINK_STATUS_INVALID_USAGE. What a kernel itself fails with, `warplink_stream_synchronize` gives.
 warplink_status warplink_launch(warplink_kernel kernel,
                                 warplink_stream stream,
                                 warplink_shape shape,
@@ -886,11 +956,13 @@ warplink_status warplink_block_read_packets128(uint32_t channel,
                                                uint64_t bytes,
                                                uint64_t flag);
 
-/// The options that the library chooses.
+/// The options that the library chooses. Does not block.
 warplink_collective_options warplink_collective_options_default(void);
 
 /// Joins the collectives of all ranks, with a workspace of their own. Every rank calls it at the same time; blocks
-/// until all have. Null options are the defaults.
+/// until all have. Null options are the defaults. A rank that does not call it is WARPLINK_STATUS_TIMEOUT, options
+/// that differ are WARPLINK_STATUS_MISMATCH, a rank that cannot join WARPLINK_STATUS_PEER_FAILED on the others, and
+/// NCCL where it is needed and missing WARPLINK_STATUS_LIBRARY_MISSING.
 warplink_status warplink_collectives_join(warplink_comm comm,
                                           const warplink_collective_options *options,
                                           warplink_collectives *collectives);
@@ -898,15 +970,17 @@ warplink_status warplink_collectives_join(warplink_comm comm,
 /// Gives collectives back. What was enqueued is done all the same. Does not block.
 warplink_status warplink_collectives_free(warplink_collectives collectives);
 
-/// The library's communicator (an ncclComm_t on GPUs) that calls go to; null where they do not go to the library. It is
-/// valid until `warplink_collectives_free`, if no rank is lost.
+/// The library's communicator (an ncclComm_t on GPUs) that calls go to; null where they do not go to the library. It
+/// is valid until `warplink_collectives_free`, if no rank is lost. Does not block.
 warplink_status warplink_collectives_communicator(warplink_collectives collectives,
                                                   void **communicator);
 
 /// Enqueues a collective. `output` and `input` are addresses of the device, in any memory that stays allocated until
 /// the stream is done; how long they are, `count` of the call says. They may be the same memory; for
 /// all-gather and gather the input may be this rank's part of the output, for reduce-scatter and scatter the output its
-/// part of the input. What a rank does not use may be null. Does not block.
+/// part of the input. What a rank does not use may be null. Does not block. An unknown kind, type or operator, one that the
+/// collective does not have, a root that is no rank, and null where memory is needed are WARPLINK_STATUS_INVALID_ARGUMENT.
+/// Ranks that call different things get WARPLINK_STATUS_MISMATCH of `warplink_stream_synchronize`.
 warplink_status warplink_collective(warplink_collectives collectives,
                                     const warplink_collective_call *call,
                                     void *output,
@@ -938,7 +1012,8 @@ warplink_status warplink_all_to_all_v(warplink_collectives collectives,
 
 /// Makes a layer of experts, with memory for its calls. Asks no other rank; blocks while kernels are compiled, the first
 /// time on a machine. It needs the direct path. Calls of one layer follow one another; for those that are under way at
-/// the same time, make several.
+/// the same time, make several. Options that do not fit together are WARPLINK_STATUS_INVALID_ARGUMENT, and
+/// WARPLINK_STATUS_UNSUPPORTED is the path by the vendor's library.
 warplink_status warplink_experts_create(warplink_collectives collectives,
                                         const warplink_expert_options *options,
                                         warplink_experts *experts);
@@ -946,7 +1021,7 @@ warplink_status warplink_experts_create(warplink_collectives collectives,
 /// Gives a layer back. What was enqueued is done all the same. Does not block.
 warplink_status warplink_experts_free(warplink_experts experts);
 
-/// The most rows that one rank sends to one other in a call.
+/// The most rows that one rank sends to one other in a call. Does not block.
 warplink_status warplink_experts_max_rows(warplink_experts experts, uint64_t *max_rows);
 
 /// Sends each of `count` rows of `tokens` (`[count, elements]`) to the ranks of its experts, whose numbers are in
@@ -965,7 +1040,7 @@ warplink_status warplink_experts_dispatch(warplink_experts experts,
 /// `output` (`[count, elements]`) becomes for each token of the last dispatch the sum of its rows, each times its weight
 /// in `weights` (`[count, top_k]`): in `float`, in the order of the slots, rounded once. `source` is what the dispatch
 /// gave, with the experts' results in the place of the rows. A token without an expert gets zeros. Every rank calls it.
-/// Does not block.
+/// Does not block. Another `count` than the last dispatch had, or no dispatch before, is WARPLINK_STATUS_INVALID_ARGUMENT.
 warplink_status warplink_experts_combine(warplink_experts experts,
                                          void *output,
                                          const warplink_dispatched *source,
@@ -973,14 +1048,18 @@ warplink_status warplink_experts_combine(warplink_experts experts,
                                          uint64_t count,
                                          warplink_stream stream);
 
-/// Sets what gets the messages of the log, and the pointer that is passed to it. Null brings back the default
-/// handler. When this returns, the previous handler is no longer running on any thread. WARPLINK_LOG sets the
-/// level: "error", "warn" (the default), "info", "debug", "trace", or a filter of the
-/// `tracing` crates.
-warplink_status warplink_set_log_handler(warplink_log_handler handler, void *user);
+/// Sets what gets the messages of the log, and the pointer that is passed to it. Null brings back the default handler.
+/// Blocks while the previous handler runs on any thread: when this returns, it does so no more. WARPLINK_LOG sets the
+/// level: "error", "warn" (the default), "info", "debug", "trace", or a filter of the `tracing` crates. It is
+/// WARPLINK_STATUS_INVALID_USAGE where another library of the process has started a log by `tracing` before.
+warplink_status warplink_set_log_handler(warplink_log_handler handler,
+                                         void *user);
 
-/// The handler that writes to standard error, where no other is set. `user` is ignored.
-void warplink_default_log_handler(int32_t level, const char *message, void *user);
+/// The handler that writes to standard error, where no other is set. `user` is ignored. A message that is null is
+/// dropped.
+void warplink_default_log_handler(int32_t level,
+                                  const char *message,
+                                  void *user);
 
 #ifdef __cplusplus
 }  // extern "C"

@@ -15,8 +15,10 @@ pub(crate) struct BufferObject {
     numbers: Vec<(Connection, u32)>,
 }
 
-/// Adds a region to all connections that were set up. Every peer calls this as well, with a region of its own
-/// and as many times. Blocks until the peers have. Kernels then name it as `warplink::At(number, offset)`.
+/// Adds a region to all connections that were set up. Every peer calls this as well, with a region of its own and as
+/// many times. Blocks until the peers have. Kernels then name it as `warplink::At(number, offset)`. Before the first
+/// setup it is WARPLINK_STATUS_INVALID_USAGE, and WARPLINK_STATUS_TIMEOUT where a peer does not call it. A connection
+/// has 16 regions at most.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warplink_register_buffer(
     comm: Comm,
@@ -43,7 +45,9 @@ pub unsafe extern "C" fn warplink_register_buffer(
     })
 }
 
-/// The number by which kernels name the buffer on the connection to `peer` with `tag`.
+/// The number by which kernels name the buffer on the connection to `peer` with `tag`. Does not block. A connection
+/// that the buffer is not on is WARPLINK_STATUS_INVALID_ARGUMENT: only those have it that were set up before it was
+/// registered.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warplink_buffer_number(
     buffer: Buffer,
@@ -68,9 +72,10 @@ pub unsafe extern "C" fn warplink_buffer_number(
     })
 }
 
-/// Enqueues copies of this rank's bytes to the buffers of all peers, from `offset` on; one copy for each
+/// Enqueues copies of this rank's bytes to the buffers of all peers, from `offset` bytes on; one copy for each
 /// connection. Does not block, and orders nothing at the peers: signal them, or meet at a barrier after
-/// `warplink_stream_synchronize`.
+/// `warplink_stream_synchronize`. Fails as `warplink_write`; copies to connections before the one that failed may have
+/// been enqueued.
 #[unsafe(no_mangle)]
 pub extern "C" fn warplink_registered_write(
     buffer: Buffer,
@@ -90,7 +95,7 @@ pub extern "C" fn warplink_registered_write(
     })
 }
 
-/// Gives the handle back. The region stays with the connections until the communicator is destroyed.
+/// Gives the handle back. The region stays with the connections until the communicator is destroyed. Does not block.
 #[unsafe(no_mangle)]
 pub extern "C" fn warplink_buffer_free(buffer: Buffer) -> Status {
     entry("free a buffer", || buffer.take().map(drop))

@@ -81,11 +81,12 @@ fn unknown(peer: i32, tag: u64) -> Failure {
     )
 }
 
-/// Declares a connection to `peer`, which declares its end with the same tag and transport. `region` is this
-/// rank's memory for it; the peer's may have another length. `transport` is a `warplink_transport`.
-/// `network_devices` names the network devices of this rank to use, separated by commas and as UCX names them
-/// ("mlx5_0:1", "eth0"); null for all of them, and with another transport than the network. Does not communicate;
-/// `warplink_setup` connects what was declared.
+/// Declares a connection to `peer`, which declares its end with the same tag and transport. `region` is this rank's
+/// memory for it; the peer's may have another length. `transport` is a `warplink_transport`. `network_devices` names
+/// the network devices of this rank to use, separated by commas and as UCX names them ("mlx5_0:1", "eth0"); null for
+/// all of them, and with another transport than the network. Does not communicate, and does not block;
+/// `warplink_setup` connects what was declared. A rank that is no peer, a peer and tag that were declared before, and
+/// an unknown transport are WARPLINK_STATUS_INVALID_ARGUMENT.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warplink_connect(
     comm: Comm,
@@ -142,9 +143,11 @@ pub unsafe extern "C" fn warplink_connect(
     })
 }
 
-/// Connects everything that was declared since the last setup. Blocks until the peers have set up their ends;
-/// then kernels of both may use the channels. It starts the proxy where a connection needs it. If it fails,
-/// what was declared stays so, and it may be called again. May be called with nothing declared.
+/// Connects everything that was declared since the last setup. Blocks until the peers have set up their ends; then
+/// kernels of both may use the channels. It starts the proxy where a connection needs it. If it fails, what was
+/// declared stays so, and it may be called again. May be called with nothing declared. A peer that does not set up its
+/// end is WARPLINK_STATUS_TIMEOUT, one that named another transport WARPLINK_STATUS_MISMATCH on both ranks, a direct
+/// one to another machine WARPLINK_STATUS_UNSUPPORTED, and a network without UCX WARPLINK_STATUS_LIBRARY_MISSING.
 #[unsafe(no_mangle)]
 pub extern "C" fn warplink_setup(comm: Comm) -> Status {
     entry("set up connections", || {
@@ -172,7 +175,8 @@ pub extern "C" fn warplink_setup(comm: Comm) -> Status {
 }
 
 /// The channel of the connection to `peer` with `tag`, for a kernel that is launched by other means than
-/// `warplink_launch`. It is valid until the communicator is destroyed.
+/// `warplink_launch`. It is valid until the communicator is destroyed. Does not block. A connection that was not
+/// declared is WARPLINK_STATUS_INVALID_ARGUMENT, one that was not set up WARPLINK_STATUS_INVALID_USAGE.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warplink_channel_get(
     comm: Comm,
@@ -188,8 +192,9 @@ pub unsafe extern "C" fn warplink_channel_get(
     })
 }
 
-/// The channels of all connections, in the order in which they were declared. Writes up to `capacity` of them
-/// to `channels`, which may be null where that is 0, and how many there are to `count`.
+/// The channels of all connections, in the order in which they were declared. Writes up to `capacity` of them to
+/// `channels`, which may be null where that is 0, and how many there are to `count`. Does not block. Before the first
+/// setup it is WARPLINK_STATUS_INVALID_USAGE.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warplink_channel_get_all(
     comm: Comm,
@@ -215,8 +220,9 @@ pub unsafe extern "C" fn warplink_channel_get_all(
     })
 }
 
-/// Call it after launching kernels on `stream` that have channels, by other means than `warplink_launch`: what
-/// the channels name is kept until the stream is past them, and the proxy looks for triggers at once.
+/// Call it after launching kernels on `stream` that have channels, by other means than `warplink_launch`: what the
+/// channels name is kept until the stream is past them, and the proxy looks for triggers at once. Does not block.
+/// Before the first setup it is WARPLINK_STATUS_INVALID_USAGE; where the proxy has failed, it gives that error.
 #[unsafe(no_mangle)]
 pub extern "C" fn warplink_launched(comm: Comm, stream: Stream) -> Status {
     entry("note a launch", || {
@@ -232,8 +238,11 @@ pub extern "C" fn warplink_launched(comm: Comm, stream: Stream) -> Status {
     })
 }
 
-/// Enqueues a copy of this rank's bytes to the peer's memory, from `target` on. Does not block. Nothing orders
-/// it with what kernels do; signals of a kernel that follows on `stream` do.
+/// Enqueues a copy of this rank's bytes to the peer's memory, from `target` on. Does not block. Nothing orders it with
+/// what kernels do; signals of a kernel that follows on `stream` do. Bytes past the end of a region, and a connection
+/// that was not declared, are WARPLINK_STATUS_INVALID_ARGUMENT, one that was not set up WARPLINK_STATUS_INVALID_USAGE.
+/// Over the network, it is WARPLINK_STATUS_UNSUPPORTED while the stream records a graph, and WARPLINK_STATUS_CLOSED
+/// where the proxy was stopped.
 #[unsafe(no_mangle)]
 pub extern "C" fn warplink_write(
     comm: Comm,
@@ -249,7 +258,7 @@ pub extern "C" fn warplink_write(
     })
 }
 
-/// Enqueues a copy of the peer's memory, from `source` on, to this rank's bytes; see `warplink_write`.
+/// Enqueues a copy of the peer's memory, from `source` on, to this rank's bytes. Does not block; see `warplink_write`.
 #[unsafe(no_mangle)]
 pub extern "C" fn warplink_read(
     comm: Comm,
@@ -266,8 +275,8 @@ pub extern "C" fn warplink_read(
 }
 
 /// Has the proxy look for triggers now. `warplink_setup` started it, so this is only needed before a graph with
-/// proxied channels is launched, and for programs ported from MSCCL++. Fails where the proxy has failed or was
-/// stopped, and before the first setup.
+/// proxied channels is launched, and for programs ported from MSCCL++. Does not block. Before the first setup, and
+/// where the proxy was stopped, it is WARPLINK_STATUS_INVALID_USAGE; where the proxy has failed, it gives that error.
 #[unsafe(no_mangle)]
 pub extern "C" fn warplink_proxy_launch(comm: Comm) -> Status {
     entry("launch the proxy", || {
@@ -289,8 +298,9 @@ pub extern "C" fn warplink_proxy_launch(comm: Comm) -> Status {
 }
 
 /// Stops the proxy: it does what kernels have asked for, and ends. Blocks until then. Kernels that use proxied
-/// channels later get the status `aborted`; direct channels go on. Does nothing where no proxy runs. Fails,
-/// with the number of triggers that were not sent, where the timeout passes first.
+/// channels later get the status `aborted`; direct channels go on. Does nothing where no proxy runs. Before the first
+/// setup it is WARPLINK_STATUS_INVALID_USAGE, and WARPLINK_STATUS_TIMEOUT, with the number of triggers that were not
+/// sent, where the timeout passes first.
 #[unsafe(no_mangle)]
 pub extern "C" fn warplink_proxy_stop(comm: Comm) -> Status {
     entry("stop the proxy", || {

@@ -152,7 +152,7 @@ impl CollectiveCall {
     }
 }
 
-/// The options that the library chooses.
+/// The options that the library chooses. Does not block.
 #[unsafe(no_mangle)]
 pub extern "C" fn warplink_collective_options_default() -> CollectiveOptions {
     CollectiveOptions {
@@ -163,7 +163,9 @@ pub extern "C" fn warplink_collective_options_default() -> CollectiveOptions {
 }
 
 /// Joins the collectives of all ranks, with a workspace of their own. Every rank calls it at the same time; blocks
-/// until all have. Null options are the defaults.
+/// until all have. Null options are the defaults. A rank that does not call it is WARPLINK_STATUS_TIMEOUT, options
+/// that differ are WARPLINK_STATUS_MISMATCH, a rank that cannot join WARPLINK_STATUS_PEER_FAILED on the others, and
+/// NCCL where it is needed and missing WARPLINK_STATUS_LIBRARY_MISSING.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warplink_collectives_join(
     comm: Comm,
@@ -219,8 +221,8 @@ pub extern "C" fn warplink_collectives_free(collectives: Collectives) -> Status 
     entry("free collectives", || collectives.take().map(drop))
 }
 
-/// The library's communicator (an ncclComm_t on GPUs) that calls go to; null where they do not go to the library. It is
-/// valid until `warplink_collectives_free`, if no rank is lost.
+/// The library's communicator (an ncclComm_t on GPUs) that calls go to; null where they do not go to the library. It
+/// is valid until `warplink_collectives_free`, if no rank is lost. Does not block.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warplink_collectives_communicator(
     collectives: Collectives,
@@ -237,7 +239,9 @@ pub unsafe extern "C" fn warplink_collectives_communicator(
 /// Enqueues a collective. `output` and `input` are addresses of the device, in any memory that stays allocated until
 /// the stream is done; how long they are, `count` of the call says. They may be the same memory; for
 /// all-gather and gather the input may be this rank's part of the output, for reduce-scatter and scatter the output its
-/// part of the input. What a rank does not use may be null. Does not block.
+/// part of the input. What a rank does not use may be null. Does not block. An unknown kind, type or operator, one that the
+/// collective does not have, a root that is no rank, and null where memory is needed are WARPLINK_STATUS_INVALID_ARGUMENT.
+/// Ranks that call different things get WARPLINK_STATUS_MISMATCH of `warplink_stream_synchronize`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warplink_collective(
     collectives: Collectives,

@@ -132,7 +132,8 @@ impl Rows {
 
 /// Makes a layer of experts, with memory for its calls. Asks no other rank; blocks while kernels are compiled, the first
 /// time on a machine. It needs the direct path. Calls of one layer follow one another; for those that are under way at
-/// the same time, make several.
+/// the same time, make several. Options that do not fit together are WARPLINK_STATUS_INVALID_ARGUMENT, and
+/// WARPLINK_STATUS_UNSUPPORTED is the path by the vendor's library.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warplink_experts_create(
     collectives: Collectives,
@@ -162,7 +163,7 @@ pub extern "C" fn warplink_experts_free(experts: Experts) -> Status {
     entry("free a layer of experts", || experts.take().map(drop))
 }
 
-/// The most rows that one rank sends to one other in a call.
+/// The most rows that one rank sends to one other in a call. Does not block.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warplink_experts_max_rows(experts: Experts, max_rows: *mut u64) -> Status {
     entry("get the rows of a layer", || {
@@ -214,7 +215,7 @@ pub unsafe extern "C" fn warplink_experts_dispatch(
 /// `output` (`[count, elements]`) becomes for each token of the last dispatch the sum of its rows, each times its weight
 /// in `weights` (`[count, top_k]`): in `float`, in the order of the slots, rounded once. `source` is what the dispatch
 /// gave, with the experts' results in the place of the rows. A token without an expert gets zeros. Every rank calls it.
-/// Does not block.
+/// Does not block. Another `count` than the last dispatch had, or no dispatch before, is WARPLINK_STATUS_INVALID_ARGUMENT.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warplink_experts_combine(
     experts: Experts,

@@ -35,7 +35,8 @@ pub struct Options {
     /// The text that admits to a job that meets at an address; the same on every rank, long and random. Null:
     /// WARPLINK_SECRET. A unique id brings a secret of its own.
     pub secret: *const c_char,
-    /// The limit of every wait on the host, in seconds. 0: WARPLINK_TIMEOUT, else 60.
+    /// The limit of every wait on the host after joining, in seconds. 0: WARPLINK_TIMEOUT, else 60. Joining has that of
+    /// `warplink_set_bootstrap_timeout`.
     pub timeout: f64,
 }
 
@@ -60,7 +61,7 @@ enum Meeting {
     Environment,
 }
 
-/// Options with which the environment and the library decide.
+/// Options with which the environment and the library decide. Reads nothing and does not block.
 #[unsafe(no_mangle)]
 pub extern "C" fn warplink_options_default() -> Options {
     Options {
@@ -73,9 +74,10 @@ pub extern "C" fn warplink_options_default() -> Options {
     }
 }
 
-/// Makes a unique id with a fresh secret, for ranks that meet at `ip` (of this machine; null is 127.0.0.1) and
-/// `port`. With port 0 the system picks a free one, which this process holds until one of its ranks joins; if
-/// none will, call `warplink_unique_id_release`. Does not block.
+/// Makes a unique id with a fresh secret, for ranks that meet at `ip` (of this machine; null is 127.0.0.1) and `port`.
+/// With port 0 the system picks a free one, which this process holds until one of its ranks joins; if none will, call
+/// `warplink_unique_id_release`. Does not block. An `ip` that is no address of one machine is
+/// WARPLINK_STATUS_INVALID_ARGUMENT.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warplink_unique_id_create(
     ip: *const c_char,
@@ -99,7 +101,8 @@ pub unsafe extern "C" fn warplink_unique_id_create(
     })
 }
 
-/// Gives up the port that this process holds for the id, so that a rank in another process can listen there.
+/// Gives up the port that this process holds for the id, so that a rank in another process can listen there; does
+/// nothing where it holds none. Does not block. Bytes that are no id are WARPLINK_STATUS_INVALID_HANDLE.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warplink_unique_id_release(id: *const UniqueId) -> Status {
     entry("release a unique id", || {
@@ -110,8 +113,8 @@ pub unsafe extern "C" fn warplink_unique_id_release(id: *const UniqueId) -> Stat
     })
 }
 
-/// Sets how long joining may take, in seconds, for the inits that follow in this process. Without it,
-/// WARPLINK_TIMEOUT says, else 60 seconds.
+/// Sets how long joining may take, in seconds, for the inits that follow in this process. Without it, WARPLINK_TIMEOUT
+/// says, else 60 seconds. Does not block. Less than 1 is WARPLINK_STATUS_INVALID_ARGUMENT.
 #[unsafe(no_mangle)]
 pub extern "C" fn warplink_set_bootstrap_timeout(seconds: i32) -> Status {
     entry("set the bootstrap timeout", || {
@@ -126,8 +129,15 @@ pub extern "C" fn warplink_set_bootstrap_timeout(seconds: i32) -> Status {
     })
 }
 
-/// Joins as `rank` of `size` ranks that meet at `address`, as "ip:port" of rank 0. Blocks until all have
-/// joined. Without a secret (`options`, WARPLINK_SECRET) it must be a loopback address. `options` may be null.
+/// Joins as `rank` of `size` ranks that meet at `address`, as "ip:port" of rank 0. Blocks until all have joined.
+/// Without a secret (`options`, WARPLINK_SECRET) it must be a loopback address. `options` may be null.
+///
+/// A rank that is not below `size`, and options of another version's header, are WARPLINK_STATUS_INVALID_ARGUMENT,
+/// text that is no address or no device WARPLINK_STATUS_PARSE; ranks that are missing at the timeout
+/// WARPLINK_STATUS_TIMEOUT, that have another size or another kind of device WARPLINK_STATUS_MISMATCH, and that hold
+/// another secret WARPLINK_STATUS_AUTHENTICATION; an address that another process listens on
+/// WARPLINK_STATUS_ADDRESS_IN_USE; a device that is not there WARPLINK_STATUS_DRIVER, WARPLINK_STATUS_LIBRARY_MISSING
+/// or WARPLINK_STATUS_UNSUPPORTED.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warplink_init(
     comm: *mut Comm,
@@ -145,7 +155,8 @@ pub unsafe extern "C" fn warplink_init(
     })
 }
 
-/// Joins as `rank` of `size` ranks that hold the same id. Blocks until all have joined. `options` may be null.
+/// Joins as `rank` of `size` ranks that hold the same id. Blocks until all have joined. `options` may be null. Fails
+/// as `warplink_init`; bytes that are no id are WARPLINK_STATUS_INVALID_HANDLE.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warplink_init_from_id(
     comm: *mut Comm,
@@ -170,8 +181,9 @@ pub unsafe extern "C" fn warplink_init_from_id(
     })
 }
 
-/// Joins as `warplink launch`, torchrun, mpirun or srun started this process. Blocks until all ranks have
-/// joined. `options` may be null.
+/// Joins as `warplink launch`, torchrun, mpirun or srun started this process. Blocks until all ranks have joined.
+/// `options` may be null. Fails as `warplink_init`; variables that are missing are WARPLINK_STATUS_INVALID_ARGUMENT,
+/// and those that are no numbers WARPLINK_STATUS_PARSE.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warplink_init_from_env(
     comm: *mut Comm,
@@ -183,7 +195,7 @@ pub unsafe extern "C" fn warplink_init_from_env(
     })
 }
 
-/// This rank's number.
+/// This rank's number, from 0 on. Does not block.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warplink_rank(comm: Comm, rank: *mut i32) -> Status {
     entry("get the rank", || {
@@ -193,7 +205,7 @@ pub unsafe extern "C" fn warplink_rank(comm: Comm, rank: *mut i32) -> Status {
     })
 }
 
-/// How many ranks there are.
+/// How many ranks there are. Does not block.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warplink_size(comm: Comm, size: *mut i32) -> Status {
     entry("get the number of ranks", || {
@@ -203,8 +215,9 @@ pub unsafe extern "C" fn warplink_size(comm: Comm, size: *mut i32) -> Status {
     })
 }
 
-/// Gathers `bytes` bytes of every rank, through the hosts: `data` has room for those of all ranks, in their
-/// order, and this rank's in their place. Blocks until every rank has called it with the same length.
+/// Gathers `bytes` bytes of every rank, through the hosts: `data` has room for those of all ranks, in their order, and
+/// this rank's in their place. Blocks until every rank has called it with the same length; another length is
+/// WARPLINK_STATUS_MISMATCH on every rank, a rank that does not call it WARPLINK_STATUS_TIMEOUT.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warplink_all_gather(
     comm: Comm,
@@ -239,16 +252,19 @@ pub unsafe extern "C" fn warplink_all_gather(
     })
 }
 
-/// Blocks until every rank has called it. It orders hosts, not streams.
+/// Blocks until every rank has called it. It orders hosts, not streams. A rank that does not call it is
+/// WARPLINK_STATUS_TIMEOUT, one that is gone WARPLINK_STATUS_PEER_LOST or WARPLINK_STATUS_PEER_LEFT.
 #[unsafe(no_mangle)]
 pub extern "C" fn warplink_barrier(comm: Comm) -> Status {
     entry("barrier", || Ok(comm.get()?.communicator.barrier()?))
 }
 
-/// Leaves in order. Blocks until every rank has called it, and until this rank's streams are done with what
-/// they use of Warplink. From then on the communicator and all that was made with it (regions, streams,
-/// modules ...) cannot be used, also if this fails; borrowed streams that record no graph are given back. A process that
-/// ends without it is lost to its peers.
+/// Leaves in order. Blocks until every rank has called it, and until this rank's streams are done with what they use
+/// of Warplink. From then on the communicator and all that was made with it (regions, streams, modules ...) cannot be
+/// used, also if this fails; borrowed streams that record no graph are given back. A process that ends without it is
+/// lost to its peers. A stream that still waits for a peer at the timeout, and a rank that does not call it, are
+/// WARPLINK_STATUS_TIMEOUT, a rank that was lost WARPLINK_STATUS_PEER_LOST; this rank then leaves as by
+/// `warplink_abort`.
 #[unsafe(no_mangle)]
 pub extern "C" fn warplink_destroy(comm: Comm) -> Status {
     entry("destroy", || {
@@ -259,8 +275,9 @@ pub extern "C" fn warplink_destroy(comm: Comm) -> Status {
     })
 }
 
-/// Leaves as a failure: the peers' waits, also those of kernels, end with an error that names this rank and
-/// `reason`. Blocks for some two seconds at most. The communicator still has to be destroyed.
+/// Leaves as a failure: the peers' waits, also those of kernels, end with an error that names this rank and `reason`,
+/// and so do the waits in this rank's streams. Blocks for some two seconds at most. Later calls that concern other
+/// ranks fail. The communicator still has to be destroyed, which then fails too. A second abort does nothing.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warplink_abort(comm: Comm, reason: *const c_char) -> Status {
     entry("abort", || {

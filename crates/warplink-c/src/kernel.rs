@@ -159,13 +159,14 @@ pub unsafe extern "C" fn warplink_module_load(
     })
 }
 
-/// Gives a module back. Its kernels stay.
+/// Gives a module back. Its kernels stay. Does not block.
 #[unsafe(no_mangle)]
 pub extern "C" fn warplink_module_free(module: Module) -> Status {
     entry("free a module", || module.take().map(drop))
 }
 
-/// The kernel `name` of a module, ready to be launched.
+/// The kernel `name` of a module, ready to be launched. On a GPU it may block as `warplink_module_load`. A name that
+/// the module does not have is WARPLINK_STATUS_INVALID_ARGUMENT.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warplink_kernel_get(
     module: Module,
@@ -186,15 +187,19 @@ pub unsafe extern "C" fn warplink_kernel_get(
     })
 }
 
-/// Gives a kernel back. Launches go on.
+/// Gives a kernel back. Launches go on. Does not block.
 #[unsafe(no_mangle)]
 pub extern "C" fn warplink_kernel_free(kernel: Kernel) -> Status {
     entry("free a kernel", || kernel.take().map(drop))
 }
 
-/// Enqueues a kernel on `stream`, with one argument for each of its parameters. Does not block. Regions among
-/// the arguments must not be freed until it is done; memory behind channels is kept automatically. The stream fails when a rank
-/// is lost that the kernel's channels lead to.
+/// Enqueues a kernel on `stream`, with one argument for each of its parameters. Does not block. Regions among the
+/// arguments must not be freed until it is done; memory behind channels is kept automatically. The stream fails when a
+/// rank is lost that the kernel's channels lead to.
+///
+/// An empty shape, more blocks than there may be (256 on the host device), and, as far as the driver tells, arguments
+/// that do not match the parameters are WARPLINK_STATUS_INVALID_ARGUMENT, channels before `warplink_setup`
+/// WARPLINK_STATUS_INVALID_USAGE. What a kernel itself fails with, `warplink_stream_synchronize` gives.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warplink_launch(
     kernel: Kernel,

@@ -56,10 +56,10 @@ static HANDLER: RwLock<Option<Handler>> = RwLock::new(None);
 /// Whether the log of this process is this library's.
 static STARTED: OnceLock<bool> = OnceLock::new();
 
-/// Sets what gets the messages of the log, and the pointer that is passed to it. Null brings back the default
-/// handler. When this returns, the previous handler is no longer running on any thread. WARPLINK_LOG sets the
-/// level: "error", "warn" (the default), "info", "debug", "trace", or a filter of the
-/// `tracing` crates.
+/// Sets what gets the messages of the log, and the pointer that is passed to it. Null brings back the default handler.
+/// Blocks while the previous handler runs on any thread: when this returns, it does so no more. WARPLINK_LOG sets the
+/// level: "error", "warn" (the default), "info", "debug", "trace", or a filter of the `tracing` crates. It is
+/// WARPLINK_STATUS_INVALID_USAGE where another library of the process has started a log by `tracing` before.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warplink_set_log_handler(
     handler: LogHandler,
@@ -78,7 +78,8 @@ pub unsafe extern "C" fn warplink_set_log_handler(
     })
 }
 
-/// The handler that writes to standard error, where no other is set. `user` is ignored.
+/// The handler that writes to standard error, where no other is set. `user` is ignored. A message that is null is
+/// dropped.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warplink_default_log_handler(
     level: i32,

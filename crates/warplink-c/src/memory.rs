@@ -62,7 +62,9 @@ pub(crate) fn same_job(job: &Arc<JobObject>, other: &Arc<JobObject>, what: &str)
     ))
 }
 
-/// Allocates `bytes` bytes of the device that peers may reach. The content is undefined.
+/// Allocates `bytes` bytes of the device that peers may reach. The content is undefined. Blocks for moments, and where
+/// memory is short for some two seconds, in which peers let go of what was freed; then it is
+/// WARPLINK_STATUS_OUT_OF_MEMORY. No bytes are WARPLINK_STATUS_INVALID_ARGUMENT.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warplink_alloc(comm: Comm, bytes: usize, region: *mut Region) -> Status {
     entry("allocate", || {
@@ -78,9 +80,10 @@ pub unsafe extern "C" fn warplink_alloc(comm: Comm, bytes: usize, region: *mut R
     })
 }
 
-/// Registers `bytes` bytes at `address` that somebody else allocated (cudaMalloc, say). They must stay
-/// allocated until `warplink_region_free` of the region has succeeded, or the communicator is destroyed.
-/// On the host device, they must lie in memory that `warplink_alloc` gave.
+/// Registers `bytes` bytes at `address` that somebody else allocated (cudaMalloc, say). They must stay allocated until
+/// `warplink_region_free` of the region has succeeded, or the communicator is destroyed. On the host device, they must
+/// lie in memory that `warplink_alloc` gave. Does not block. A range that passes the end of an allocation is
+/// WARPLINK_STATUS_INVALID_ARGUMENT, memory that cannot be shared WARPLINK_STATUS_UNSUPPORTED.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warplink_register(
     comm: Comm,
@@ -105,10 +108,11 @@ pub unsafe extern "C" fn warplink_register(
     })
 }
 
-/// Gives a region back. Allocated memory is used again once no stream, connection or peer uses it any more;
-/// this does not block. For registered memory, blocks until no peer maps it any more, after which its owner
-/// may free it; an error where a connection of this rank has it, or a peer does not let go in time: then it
-/// has to stay allocated until the communicator is destroyed.
+/// Gives a region back. Allocated memory is used again once no stream, connection or peer uses it any more; this does
+/// not block. For registered memory, blocks until no peer maps it any more, after which its owner may free it; an
+/// error where a connection of this rank has it (WARPLINK_STATUS_INVALID_ARGUMENT), another thread's call uses it
+/// (WARPLINK_STATUS_INVALID_USAGE), or a peer does not let go in time (WARPLINK_STATUS_TIMEOUT): then it has to stay
+/// allocated until the communicator is destroyed.
 #[unsafe(no_mangle)]
 pub extern "C" fn warplink_region_free(region: Region) -> Status {
     entry("free a region", || {
@@ -128,7 +132,7 @@ pub extern "C" fn warplink_region_free(region: Region) -> Status {
     })
 }
 
-/// The address of the region's first byte in this process, on its device.
+/// The address of the region's first byte in this process, on its device. Does not block.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warplink_region_address(
     region: Region,
@@ -141,7 +145,7 @@ pub unsafe extern "C" fn warplink_region_address(
     })
 }
 
-/// The region's length in bytes.
+/// The region's length in bytes. Does not block.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warplink_region_bytes(region: Region, bytes: *mut usize) -> Status {
     entry("get a region's length", || {
@@ -151,8 +155,9 @@ pub unsafe extern "C" fn warplink_region_bytes(region: Region, bytes: *mut usize
     })
 }
 
-/// Copies from host memory to the region's bytes, and returns when that is done. Ordered after nothing that is
-/// in a stream.
+/// Copies from host memory to the region's bytes, as many as the span has, and returns when that is done. Ordered
+/// after nothing that is in a stream. Bytes past the end of the region are WARPLINK_STATUS_INVALID_ARGUMENT. Null is
+/// allowed for no bytes.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warplink_upload(target: Span, source: *const c_void) -> Status {
     entry("upload", || {
@@ -164,8 +169,8 @@ pub unsafe extern "C" fn warplink_upload(target: Span, source: *const c_void) ->
     })
 }
 
-/// Copies from the region's bytes to host memory, and returns when that is done. Ordered after nothing that is
-/// in a stream.
+/// Copies from the region's bytes, as many as the span has, to host memory, and returns when that is done. As
+/// `warplink_upload` otherwise.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warplink_download(target: *mut c_void, source: Span) -> Status {
     entry("download", || {
@@ -177,7 +182,8 @@ pub unsafe extern "C" fn warplink_download(target: *mut c_void, source: Span) ->
     })
 }
 
-/// Enqueues a copy between regions of this rank, of the same length. Does not block.
+/// Enqueues a copy between regions of this rank, of the same length. Does not block. Other lengths, and bytes past the
+/// end of a region, are WARPLINK_STATUS_INVALID_ARGUMENT.
 #[unsafe(no_mangle)]
 pub extern "C" fn warplink_copy(
     target: Span,

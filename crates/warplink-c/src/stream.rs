@@ -14,7 +14,7 @@ pub(crate) struct StreamObject {
     pub(crate) stream: warplink::device::Stream,
 }
 
-/// Makes a stream.
+/// Makes a stream. Does not wait for other work of the device, but may block for moments.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warplink_stream_create(comm: Comm, stream: *mut Stream) -> Status {
     entry("create a stream", || {
@@ -29,9 +29,9 @@ pub unsafe extern "C" fn warplink_stream_create(comm: Comm, stream: *mut Stream)
     })
 }
 
-/// Borrows a CUDA stream (a CUstream or cudaStream_t) of the rank's GPU, in its primary context. It must stay
-/// valid until `warplink_stream_destroy`, which leaves it alone. Null is the legacy default stream.
-/// The host device has none.
+/// Borrows a CUDA stream (a CUstream or cudaStream_t) of the rank's GPU, in its primary context. It must stay valid
+/// until `warplink_stream_destroy`, which leaves it alone. Null is the legacy default stream. Does not block. The host
+/// device has none: WARPLINK_STATUS_UNSUPPORTED.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warplink_stream_borrow(
     comm: Comm,
@@ -53,8 +53,8 @@ pub unsafe extern "C" fn warplink_stream_borrow(
     })
 }
 
-/// Gives a stream back, on any thread. What was enqueued is done all the same. Does not block. It fails while a borrowed
-/// stream records a graph, and leaves it borrowed.
+/// Gives a stream back, on any thread. What was enqueued is done all the same. Does not block. It is
+/// WARPLINK_STATUS_INVALID_ARGUMENT while a borrowed stream records a graph, and leaves it borrowed.
 #[unsafe(no_mangle)]
 pub extern "C" fn warplink_stream_destroy(stream: Stream) -> Status {
     entry("destroy a stream", || {
@@ -63,7 +63,7 @@ pub extern "C" fn warplink_stream_destroy(stream: Stream) -> Status {
     })
 }
 
-/// The CUDA stream behind it, on a GPU; on the host device, a number that tells streams apart.
+/// The CUDA stream behind it, on a GPU; on the host device, a number that tells streams apart. Does not block.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warplink_stream_raw(stream: Stream, raw: *mut *mut c_void) -> Status {
     entry("get a stream's handle", || {
@@ -73,8 +73,9 @@ pub unsafe extern "C" fn warplink_stream_raw(stream: Stream, raw: *mut *mut c_vo
     })
 }
 
-/// Blocks until everything enqueued so far is done. It fails where work failed, a rank was lost, or the
-/// timeout has passed.
+/// Blocks until everything enqueued so far is done. Where work in the stream has failed, it gives that error; a rank
+/// that was lost is WARPLINK_STATUS_PEER_LOST. It is WARPLINK_STATUS_TIMEOUT, and names the peer that the stream waits
+/// for, where the timeout passes first.
 #[unsafe(no_mangle)]
 pub extern "C" fn warplink_stream_synchronize(stream: Stream) -> Status {
     entry("synchronize", || {
@@ -83,8 +84,9 @@ pub extern "C" fn warplink_stream_synchronize(stream: Stream) -> Status {
     })
 }
 
-/// Holds the stream until the peer has signalled `epoch` times in all through the connection with that peer and
-/// tag. Uses up no signal. Does not block the caller.
+/// Holds the stream until the peer has signalled `epoch` times in all through the connection with that peer and tag.
+/// Uses up no signal. Does not block the caller. A connection that was not declared is
+/// WARPLINK_STATUS_INVALID_ARGUMENT, one that was not set up WARPLINK_STATUS_INVALID_USAGE.
 #[unsafe(no_mangle)]
 pub extern "C" fn warplink_stream_wait(
     stream: Stream,

@@ -116,3 +116,27 @@ fn what_replaces_mscclpp_is_in_the_header() {
         }
     }
 }
+
+/// Its text says so for each function that gives a status, whichever way.
+#[test]
+fn every_function_says_whether_it_blocks() {
+    let header = std::fs::read_to_string(root().join("include/warplink.h")).unwrap();
+    let mut text = String::new();
+    let mut functions = 0;
+    for line in header.lines() {
+        if let Some(comment) = line.strip_prefix("///") {
+            text.push_str(comment);
+            continue;
+        }
+        if line.starts_with("warplink_status warplink_") {
+            let says = ["block", "wait", "returns when"];
+            assert!(
+                says.iter().any(|word| text.to_lowercase().contains(word)),
+                "{line}: {text}"
+            );
+            functions += 1;
+        }
+        text.clear();
+    }
+    assert!(functions > 70, "{functions} functions");
+}
