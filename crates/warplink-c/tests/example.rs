@@ -1,4 +1,4 @@
-//! The example in C++ runs, and its kernel compiles.
+//! The example in C++ and the program of docs/c.md run, and the example's kernel compiles.
 
 #![allow(clippy::unwrap_used)]
 
@@ -65,6 +65,34 @@ fn the_example_runs_with_ranks_as_threads_and_as_processes() {
         );
     }
     assert_eq!(ended[2].output, "");
+}
+
+/// The program of the documentation, as its readers would copy it.
+#[test]
+fn the_first_program_of_the_documentation_runs_with_three_ranks() {
+    let installed = Installed::get();
+    let page = std::fs::read_to_string(repository().join("docs/c.md")).unwrap();
+    let (_, text) = page.split_once("## A first program").unwrap();
+    let (_, text) = text.split_once("```c\n").unwrap();
+    let (text, _) = text.split_once("```").unwrap();
+    let source = installed.root().join("sum.c");
+    std::fs::write(&source, text).unwrap();
+    let program = installed.compile(&source, Linkage::Shared);
+    let id = UniqueId::create([127, 0, 0, 1].into(), 0).unwrap();
+    let _held = id.release();
+    let as_rank = |rank: usize| {
+        let mut command = command(&program);
+        command
+            .env("WARPLINK_RANK", rank.to_string())
+            .env("WARPLINK_WORLD", "3")
+            .env("WARPLINK_ID", id.to_string());
+        command.spawn().unwrap()
+    };
+    let ended = wait_all((0..3).map(as_rank).collect(), Instant::now(), LIMIT);
+    for (rank, end) in ended.iter().enumerate() {
+        assert_eq!(end.code, Some(0), "{}", end.output);
+        assert_eq!(end.output, format!("rank {rank} of 3: the sum is 303\n"));
+    }
 }
 
 #[test]
