@@ -356,8 +356,7 @@ typedef struct {
     uint32_t together;
 } warplink_shape;
 
-/// The value of a kernel's parameter, made by `warplink_argument_...`. `peer` and `tag` say which connection it is; its other members are
-/// private to the library.
+/// The value of a kernel's parameter, made by `warplink_argument_...`. Its members are private to the library.
 typedef struct {
     uint32_t kind;
     int32_t peer;
