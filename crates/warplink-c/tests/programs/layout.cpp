@@ -29,7 +29,7 @@ SAME(windows);
 SAME(ring);
 SAME(head);
 SAME(tail);
-SAME(tail_seen);
+SAME(tag);
 SAME(slots);
 SAME(connection);
 SAME(peer);
