@@ -11,7 +11,7 @@ use std::cell::Cell;
 use std::time::Duration;
 use warplink::bootstrap::Wait;
 use warplink::channel::{Connection, Transport};
-use warplink::device::{Argument, Launch, Priority, Stream};
+use warplink::device::{Argument, ChannelHandle, Launch, Priority, Stream};
 use warplink::{Communicator, Config, Deadline, DeviceKind, ErrorKind};
 
 /// How soon a rank must have its error after a peer was lost.
@@ -370,5 +370,59 @@ fn a_peer_that_closes_while_a_kernel_waits_is_a_timeout() {
             assert_eq!(end.code, Some(0), "{}", end.output);
             assert!(end.output.contains("survived"), "{}", end.output);
         }
+    }
+}
+
+/// A channel that is used when its connection is gone has the proxy fail: kernels that wait are let go, the rank's next call
+/// fails, and the peer learns why. On GPUs, where a kernel can be given the bytes of a channel.
+#[test]
+fn a_proxy_that_fails_ends_kernels_and_tells_the_peer() {
+    if kind() == DeviceKind::Host {
+        return;
+    }
+    let ranks = Ranks {
+        world: world(2),
+        ..Ranks::default()
+    };
+    let ended = ranks.start(|comm| {
+        let rig = Rig::new(&comm);
+        let connection = rig.pair(Transport::Proxied, 64);
+        let gone = rig.pair(Transport::Proxied, 64);
+        let words = Argument::Words(ChannelHandle::memory(&gone).descriptor().into());
+        drop(gone);
+        comm.barrier().unwrap();
+        // The proxy has let go of it then.
+        std::thread::sleep(Duration::from_millis(200));
+        wait(&rig, &connection, &|| 0);
+        let started = Stopwatch::start();
+        if comm.rank() == 0 {
+            let stream = comm.create_stream(Priority::Normal).unwrap();
+            let outcome = Outcome::new(comm.device());
+            let arguments = [words, outcome.argument()];
+            let kernel = rig.kernels.get("signal_and_wait");
+            let launch = Launch::new(1, THREADS);
+            kernel.launch(&stream, &launch, &arguments).unwrap();
+        }
+        let error = comm.synchronize(&rig.stream).unwrap_err();
+        assert_says(&error, &["unknown connection"]);
+        if comm.rank() == 1 {
+            assert_eq!((error.kind(), error.peer()), (ErrorKind::PeerLost, Some(0)));
+            assert_says(&error, &["its proxy failed"]);
+        }
+        while rig.outcome.look() != ABORTED {
+            assert!(
+                started.elapsed() < SOON,
+                "the kernel waits on after {error}"
+            );
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        let again = rig.launch("wait_once", 1, &[connection.channel()]);
+        assert_says(&again.unwrap_err(), &["unknown connection"]);
+        println!("survived");
+        std::process::exit(0);
+    });
+    for end in ended.iter().flatten() {
+        assert_eq!(end.code, Some(0), "{}", end.output);
+        assert!(end.output.contains("survived"), "{}", end.output);
     }
 }

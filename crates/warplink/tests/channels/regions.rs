@@ -3,9 +3,9 @@
 use super::common::{assert_says, kind, processes, threads, threads_with, world};
 use super::kernels::{Rig, TRANSPORTS, contents};
 use std::time::Duration;
-use warplink::channel::Transport;
+use warplink::channel::{ConnectionRequest, Transport};
 use warplink::device::Argument;
-use warplink::{Deadline, DeviceKind, ErrorKind};
+use warplink::{Config, Deadline, DeviceKind, ErrorKind};
 
 #[test]
 fn a_kernel_that_runs_already_finds_a_region_that_is_added() {
@@ -51,6 +51,44 @@ fn a_peer_that_adds_no_region_is_a_timeout_that_names_it() {
             assert_eq!(comm.add_regions(&[(&connection, &region)]).unwrap(), [1]);
         },
     );
+}
+
+#[test]
+fn a_connection_has_as_many_regions_as_channels_name() {
+    threads(world(2), |comm| {
+        let rig = Rig::new(comm);
+        let connection = rig.pair(Transport::Direct, 64);
+        let region = comm.alloc(64).unwrap();
+        let added = [(&connection, &region)];
+        for number in 1..16 {
+            assert_eq!(comm.add_regions(&added).unwrap(), [number]);
+        }
+        let error = comm.add_regions(&added).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::InvalidArgument);
+        assert_says(&error, &["has 16 regions already; expected at most 16"]);
+        // Those that it has are there.
+        let arguments = [connection.channel(), Argument::U32(15), Argument::U64(32)];
+        rig.launch("get_region", 1, &arguments).unwrap();
+        rig.finish();
+    });
+}
+
+#[test]
+fn a_fifo_has_a_power_of_two_of_slots() {
+    for slots in [0, 3, 1 << 21] {
+        let config = move |config: &mut Config| config.proxy.slots = slots;
+        threads_with(world(2), config, |comm| {
+            let region = comm.alloc(64).unwrap();
+            let request = ConnectionRequest::new(1 - comm.rank(), 0, &region)
+                .with_transport(Transport::Proxied);
+            let error = comm.connect(&[request]).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
+            assert_says(
+                &error,
+                &[&format!("a FIFO of {slots} slots"), "a power of two"],
+            );
+        });
+    }
 }
 
 #[test]
