@@ -23,16 +23,17 @@ using namespace warplink;
 // Must match the host.
 constexpr u32 max_ranks = 8, max_messages = 64;
 constexpr u64 header_bytes = 64, any_units = ~0ull;
-constexpr u64 receives = 1u << 8, tells = 1u << 9;
+constexpr u64 receives = 1u << 8, tells = 1u << 9, wide = 1u << 10;
 
 struct Message {
-    // The peer's rank in bits 0 to 7, `receives` and `tells`, the number of lanes in bits 16 to 31, and the block of
-    // the first from bit 32 on.
+    // The peer's rank in bits 0 to 7, `receives`, `tells` and `wide`, the number of lanes in bits 16 to 31, and the
+    // block of the first from bit 32 on.
     u64 place;
     u64 address;
     // The most bytes, and those of a unit, of which a lane moves whole ones.
     u64 bytes, unit;
-    // Where the number of units is, or is to be stored where the message `tells`: 32 bits; 0 where it has all bytes.
+    // Where the number of units is, or is to be stored where the message `tells`: 32 bits, or 64 where it is `wide`; 0
+    // where it has all bytes.
     u64 count;
     // Where the number of each unit is in what is sent, 32 bits each; 0 where they lie in order.
     u64 index;
@@ -100,7 +101,9 @@ struct End {
         const u64 note = at.verdicts + detail::verdict_bytes * ((peer + world - rank - 1) % world);
         *(volatile u64 *)note = message.bytes | ((message.place & receives) != 0 ? 1ull << 63 : 0);
         *(volatile u64 *)(note + 8) = theirs;
-        *(volatile u64 *)(note + 16) = units == any_units ? units : units * message.unit;
+        // A count may be any number.
+        const bool overflows = __umul64hi(units, message.unit) != 0;
+        *(volatile u64 *)(note + 16) = units == any_units ? units : overflows ? any_units - 1 : units * message.unit;
         __threadfence_system();
         *(volatile unsigned char *)(note + 8 * detail::verdict_words) = 1;
         *(volatile u64 *)abort = 1;
@@ -108,12 +111,29 @@ struct End {
 
     // Which bytes this lane moves of `units` units, and the bytes of its chunks.
     __device__ __forceinline__ void share(u64 units, u64 &from, u64 &to, u64 &step) const {
-        const u64 unit = message.unit, each = (units + lanes - 1) / lanes * unit;
+        const u64 unit = message.unit;
+        u64 each = (units + lanes - 1) / lanes * unit;
+        // Of small units a lane has as many as the widest accesses need.
+        if (unit < 16 && (unit & (unit - 1)) == 0) each = (each + 15) & ~15ull;
         // The last unit of a message without a count may be short.
         const u64 all = message.count != 0 || units * unit < message.bytes ? units * unit : message.bytes;
         from = lane * each < all ? lane * each : all;
         to = all - from < each ? all : from + each;
         step = at.chunk / unit * unit;
+    }
+
+    // The count in device memory. What stands for an unknown one is none.
+    __device__ __forceinline__ u64 count() const {
+        if ((message.place & wide) == 0) return *(const volatile u32 *)message.count;
+        const u64 count = *(const volatile u64 *)message.count;
+        return count == any_units ? count - 1 : count;
+    }
+
+    __device__ __forceinline__ void tell(u64 units) const {
+        if ((message.place & wide) == 0)
+            *(volatile u32 *)message.count = (u32)units;
+        else
+            *(volatile u64 *)message.count = units;
     }
 
     __device__ __forceinline__ u64 all_units() const { return (message.bytes + message.unit - 1) / message.unit; }
@@ -139,7 +159,7 @@ struct End {
         if (own.wait(Block(), room(peer)) != Status::ok) return false;
         waits(false);
         const Header theirs = stated(room(peer));
-        const u64 units = message.count != 0 ? *(const volatile u32 *)message.count : all_units();
+        const u64 units = message.count != 0 ? count() : all_units();
         state(peer, data(rank), {message.bytes, message.unit, units});
         const bool fits = theirs.bytes == message.bytes && theirs.unit == message.unit && (theirs.units == any_units || theirs.units == units);
         if (!fits || units > all_units()) {
@@ -166,7 +186,7 @@ struct End {
         const Signals own{abort};
         const RemoteSignals to{at.signals[peer]};
         const bool told = (message.place & tells) != 0;
-        const u64 expected = told ? any_units : message.count != 0 ? *(const volatile u32 *)message.count : all_units();
+        const u64 expected = told ? any_units : message.count != 0 ? count() : all_units();
         state(peer, room(rank), {message.bytes, message.unit, expected});
         to.add(Block(), room(rank));
         waits(true);
@@ -178,7 +198,7 @@ struct End {
             refuse(theirs.bytes, theirs.units);
             return false;
         }
-        if (told && lane == 0 && threadIdx.x == 0) *(volatile u32 *)message.count = (u32)theirs.units;
+        if (told && lane == 0 && threadIdx.x == 0) tell(theirs.units);
         u64 from, end, step, number = 0;
         share(theirs.units, from, end, step);
         while (from < end) {

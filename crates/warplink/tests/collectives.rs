@@ -34,6 +34,8 @@ mod losses;
 mod memories;
 #[path = "collectives/messages.rs"]
 mod messages;
+#[path = "collectives/on_device.rs"]
+mod on_device;
 #[path = "collectives/parts.rs"]
 mod parts;
 #[path = "collectives/repeated.rs"]

@@ -11,7 +11,7 @@
 mod kernels;
 
 use super::Collectives;
-use super::messages::{Count, Entry};
+use super::messages::{Count, Entry, check_apart};
 use crate::device::{AllocationKind, DeviceSlice, InUse, Stream};
 use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Rank, Result};
@@ -435,22 +435,6 @@ fn check_bytes(what: &str, memory: &DeviceSlice, expected: usize, unit: usize) -
             memory.address()
         ))
         .with_help("begin at a whole element"));
-    }
-    Ok(())
-}
-
-/// Fails where memory that is written overlaps other memory of the call.
-fn check_apart(written: &[(&str, &DeviceSlice)], read: &[(&str, &DeviceSlice)]) -> Result<()> {
-    for (number, (what, memory)) in written.iter().enumerate() {
-        let mut others = written[number + 1..].iter().chain(read);
-        let overlaps = |other: &DeviceSlice| other.bytes() > 0 && memory.overlaps(other);
-        let found = others.find(|(_, other)| memory.bytes() > 0 && overlaps(other));
-        if let Some((other, _)) = found {
-            return Err(Error::invalid(format!(
-                "the {what} overlap the {other}; expected memory apart"
-            ))
-            .with_help("pass memory of its own for what a call writes"));
-        }
     }
     Ok(())
 }

@@ -127,9 +127,7 @@ impl End<'_> {
             return Err(self.refusal(theirs.bytes, theirs.units));
         }
         if let (true, 0, Some(count)) = (self.message.tells, self.lane, self.message.memory.1) {
-            let units = (theirs.units as u32).to_le_bytes();
-            self.block
-                .write(&self.memory(count)?.slice(0..4)?, &units)?;
+            self.tell(count, theirs.units)?;
         }
         let (range, step) = self.share(theirs.units);
         let (mut from, mut number) = (range.start, 0);
@@ -233,10 +231,23 @@ impl End<'_> {
         self.message.bytes.div_ceil(self.message.unit) as u64
     }
 
-    /// The count in device memory.
+    /// The count in device memory. What stands for an unknown one is none.
     fn count(&self) -> Result<u64> {
         let count = self.memory(self.message.memory.1.unwrap_or(0))?;
-        self.number(count, 0).map(|count| count as u64)
+        if !self.message.wide {
+            return self.number(count, 0).map(|count| count as u64);
+        }
+        let mut bytes = [0; 8];
+        self.block.read(&count.slice(0..8)?, &mut bytes)?;
+        Ok(u64::from_le_bytes(bytes).min(ANY_UNITS - 1))
+    }
+
+    /// Stores the count in device memory.
+    fn tell(&self, count: usize, units: u64) -> Result<()> {
+        let bytes = units.to_le_bytes();
+        let bytes = &bytes[..if self.message.wide { 8 } else { 4 }];
+        let memory = self.memory(count)?.slice(0..bytes.len())?;
+        self.block.write(&memory, bytes)
     }
 
     fn number(&self, memory: &DeviceSlice, number: usize) -> Result<usize> {
@@ -256,7 +267,11 @@ impl End<'_> {
     /// Which bytes this lane moves of `units` units, and the bytes of its chunks.
     fn share(&self, units: u64) -> (Range<usize>, usize) {
         let (units, unit) = (units as usize, self.message.unit);
-        let each = units.div_ceil(self.message.lanes) * unit;
+        let mut each = units.div_ceil(self.message.lanes) * unit;
+        // Of small units a lane has as many as the widest accesses need.
+        if unit < 16 && unit.is_power_of_two() {
+            each = each.next_multiple_of(16);
+        }
         let all = match self.message.memory.1 {
             Some(_) => units * unit,
             // The last unit may be short.
@@ -291,7 +306,9 @@ impl End<'_> {
             peer,
             ..
         } = self.message;
-        let length = (units != ANY_UNITS).then(|| units * unit as u64);
+        // A count may be any number.
+        let length =
+            (units != ANY_UNITS).then(|| units.saturating_mul(unit as u64).min(ANY_UNITS - 1));
         difference(direction, bytes as u64, theirs, length)
             .with_rank(self.ends.shape.rank)
             .with_peer(peer)

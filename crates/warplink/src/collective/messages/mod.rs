@@ -6,6 +6,8 @@
 //!
 //! | module | subject |
 //! |---|---|
+//! | `group` | groups, and parts with sizes that the host gives |
+//! | `on_device` | parts with sizes that only device memory has |
 //! | `table` | the messages of a launch, as a kernel takes them |
 //! | `lane` | one lane of a message, on a device that takes closures for kernels |
 //! | `difference` | what is told of ends that do not fit |
@@ -13,6 +15,7 @@
 mod difference;
 mod group;
 mod lane;
+mod on_device;
 mod table;
 
 pub use group::{Message, Parts};
@@ -26,6 +29,7 @@ use crate::p2p::Direction;
 use crate::program::execute::{Announced, RankContext, SharedWorkspace};
 use crate::program::section::WorkspaceLayout;
 use lane::Ends;
+pub(super) use on_device::check_apart;
 use std::sync::atomic::{AtomicBool, Ordering};
 pub(super) use table::{Count, Entry};
 use table::{HEADER_BYTES, Table};

@@ -21,6 +21,10 @@ const COUNT: usize = FIXED_WORDS - 2;
 
 const RECEIVES: u64 = 1 << 8;
 const TELLS: u64 = 1 << 9;
+const WIDE: u64 = 1 << 10;
+
+/// Bytes of a count of 64 bits.
+const WIDE_BYTES: usize = 8;
 
 /// A message of a launch.
 #[derive(Clone, Copy, Debug)]
@@ -38,7 +42,8 @@ pub(in crate::collective) struct Entry<'a> {
     pub(in crate::collective) index: Option<&'a DeviceSlice>,
 }
 
-/// How many units a message has: 32 bits in device memory where the host does not know.
+/// How many units a message has: a number in device memory where the host does not know, of 32 or 64 bits by how long
+/// that memory is.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::collective) enum Count<'a> {
     /// As many as it has bytes for.
@@ -155,9 +160,13 @@ impl Table {
             words[3] = entry.unit as u64;
             words[4] = match entry.count {
                 Count::All => 0,
-                Count::Given(count) => count.address(),
-                Count::Told(count) => {
-                    words[0] |= TELLS;
+                Count::Given(count) | Count::Told(count) => {
+                    if matches!(entry.count, Count::Told(_)) {
+                        words[0] |= TELLS;
+                    }
+                    if count.bytes() == WIDE_BYTES {
+                        words[0] |= WIDE;
+                    }
                     count.address()
                 }
             };
@@ -185,6 +194,8 @@ pub(super) struct Decoded {
     pub(super) unit: usize,
     /// Whether the count is stored rather than given.
     pub(super) tells: bool,
+    /// Whether it has 64 bits.
+    pub(super) wide: bool,
     /// The numbers of data, count and index in the memory of the launch.
     pub(super) memory: (usize, Option<usize>, Option<usize>),
 }
@@ -212,6 +223,7 @@ pub(super) fn decode(words: &[u64]) -> Vec<Decoded> {
             bytes: words[2] as usize,
             unit: words[3] as usize,
             tells: words[0] & TELLS != 0,
+            wide: words[0] & WIDE != 0,
             memory: (
                 number(),
                 (words[4] != 0).then(&mut number),

@@ -1,0 +1,148 @@
+//! The all-to-all whose sizes for each peer are in device memory alone.
+
+use super::{Count, Entry};
+use crate::collective::Collectives;
+use crate::device::{DeviceSlice, Stream};
+use crate::dtype::DType;
+use crate::error::{Error, ErrorKind, Rank, Result};
+use crate::p2p::Direction;
+
+/// Bytes of a count.
+const COUNT_BYTES: usize = size_of::<u64>();
+
+impl Collectives {
+    /// As [`all_to_all_v`](Self::all_to_all_v), where only device memory has the counts: `sent` says how many elements go
+    /// to each rank, and `received` becomes how many came from each. Both are `u64[world]`. `max_count` limits each of them
+    /// and is the same on all ranks; `output` and `input` have that many elements for each rank, `[world, max_count]`, of
+    /// which the first are used. The others of the output are left alone. The call may be captured: a graph serves all
+    /// counts up to the limit. A rank waits for those that it sends to and receives from, which are all; no host waits for
+    /// a count. Does not block.
+    ///
+    /// It goes fastest where a part of `max_count` elements has a multiple of 16 bytes.
+    ///
+    /// # Errors
+    /// [`ErrorKind::InvalidArgument`] for memory of other lengths, counts that do not begin at multiples of 8 bytes, and
+    /// memory that overlaps where it is written. [`ErrorKind::Unsupported`] where the vendor's library does messages,
+    /// which takes no counts from device memory. A count above the limit, and ranks with another limit or type, are errors
+    /// of the streams on both ranks of a message ([`ErrorKind::Mismatch`], with the peer), of which nothing arrives.
+    pub fn all_to_all_v_on_device(
+        &self,
+        (output, received): (&DeviceSlice, &DeviceSlice),
+        (input, sent): (&DeviceSlice, &DeviceSlice),
+        dtype: DType,
+        max_count: usize,
+        stream: &Stream,
+    ) -> Result<()> {
+        let done = || {
+            let (output, received) = self.padded("output", (output, received), dtype, max_count)?;
+            let (input, sent) = self.padded("input", (input, sent), dtype, max_count)?;
+            self.exchange_padded((&output, &received), (&input, &sent), dtype, stream)
+        };
+        check_apart(
+            &[("output", output), ("received counts", received)],
+            &[("input", input), ("sent counts", sent)],
+        )
+        .and_then(|()| done())
+        .map_err(|error| error.with_operation("all_to_all_v_on_device"))
+    }
+
+    /// The part and the count of each rank.
+    fn padded(
+        &self,
+        what: &str,
+        (memory, counts): (&DeviceSlice, &DeviceSlice),
+        dtype: DType,
+        max_count: usize,
+    ) -> Result<(Vec<DeviceSlice>, Vec<DeviceSlice>)> {
+        let world = self.0.machine.world;
+        let bytes = max_count.checked_mul(dtype.size());
+        let Some(bytes) = bytes.filter(|each| each.checked_mul(world) == Some(memory.bytes()))
+        else {
+            return Err(Error::invalid(format!(
+                "the {what} has {} bytes; expected {max_count} elements of {dtype} for each of {world} ranks",
+                memory.bytes()
+            ))
+            .with_help("pass memory for max_count elements of each rank"));
+        };
+        if counts.bytes() != COUNT_BYTES * world {
+            return Err(Error::invalid(format!(
+                "the counts of the {what} have {} bytes; expected {}, a u64 for each rank",
+                counts.bytes(),
+                COUNT_BYTES * world
+            ))
+            .with_help("pass a count of 64 bits for each rank"));
+        }
+        if !counts.address().is_multiple_of(COUNT_BYTES as u64) {
+            return Err(Error::invalid(format!(
+                "the counts of the {what} begin at {:#x}; expected a multiple of {COUNT_BYTES}",
+                counts.address()
+            ))
+            .with_help("begin at a whole count"));
+        }
+        let cut = |memory: &DeviceSlice, each: usize| {
+            let ranks = 0..world;
+            ranks
+                .map(|rank| memory.slice(rank * each..(rank + 1) * each))
+                .collect::<Result<Vec<_>>>()
+        };
+        Ok((cut(memory, bytes)?, cut(counts, COUNT_BYTES)?))
+    }
+
+    /// Enqueues a message to and from each rank, this one included, where each has a part and a count.
+    fn exchange_padded(
+        &self,
+        (output, received): (&[DeviceSlice], &[DeviceSlice]),
+        (input, sent): (&[DeviceSlice], &[DeviceSlice]),
+        dtype: DType,
+        stream: &Stream,
+    ) -> Result<()> {
+        let inner = &*self.0;
+        inner.context.fault.check()?;
+        let Some(lines) = &inner.lines else {
+            return Err(Error::new(
+                ErrorKind::Unsupported,
+                "the vendor's library takes no counts from device memory; expected the direct path between all ranks",
+            )
+            .with_help("send whole parts and the counts by two calls of all_to_all, or read the counts on the host and pass them to all_to_all_v"));
+        };
+        let (rank, world) = (inner.context.rank(), inner.machine.world);
+        let message = |peer: Rank, direction, data, count| Entry {
+            peer,
+            direction,
+            data,
+            bytes: data.bytes(),
+            unit: dtype.size(),
+            count,
+            index: None,
+        };
+        let mut entries = Vec::with_capacity(2 * world);
+        // Each rank begins with another peer.
+        for peer in (0..world).map(|step| (rank + step) % world) {
+            let (given, told) = (Count::Given(&sent[peer]), Count::Told(&received[peer]));
+            entries.push(message(peer, Direction::Send, &input[peer], given));
+            entries.push(message(peer, Direction::Receive, &output[peer], told));
+        }
+        inner.used_by(stream, || {
+            inner.turns.take(stream, || lines.enqueue(&entries, stream))
+        })
+    }
+}
+
+/// Fails where memory that is written overlaps other memory of the call.
+pub(in crate::collective) fn check_apart(
+    written: &[(&str, &DeviceSlice)],
+    read: &[(&str, &DeviceSlice)],
+) -> Result<()> {
+    for (number, (what, memory)) in written.iter().enumerate() {
+        let mut others = written[number + 1..].iter().chain(read);
+        let overlaps = |other: &DeviceSlice| other.bytes() > 0 && memory.overlaps(other);
+        let found = others.find(|(_, other)| memory.bytes() > 0 && overlaps(other));
+        if let Some((other, _)) = found {
+            return Err(Error::invalid(format!(
+                "the {what} overlap the {other}; expected memory apart"
+            ))
+            .with_help("pass memory of its own for what a call writes"));
+        }
+    }
+    Ok(())
+}
