@@ -131,6 +131,32 @@ fn a_forced_hybrid_cube_mesh_has_an_algorithm_of_its_own() {
     }
 }
 
+/// By Warplink's kernels, and by the vendor's library where these do not serve.
+#[test]
+fn messages_are_told_by_what_sends_them() {
+    for (ranks, topology, by) in [
+        ("2", None, "messages"),
+        ("2", Some("unknown"), "engine"),
+        ("8", Some("hybrid-cube-mesh"), "engine"),
+        ("9", None, "engine"),
+    ] {
+        let own = ["bench", "collective", "send-receive", "-n", ranks];
+        let mut command = warplink(&[&own[..], &QUICK, &["--peers", "none", "--json"]].concat());
+        if let Some(topology) = topology {
+            command.env("WARPLINK_TOPOLOGY", topology);
+        }
+        let output = command.output().unwrap();
+        assert!(output.status.success(), "{}", stderr(&output));
+        let report: Value = serde_json::from_str(&stdout(&output)).unwrap();
+        let rows = report["rows"].as_array().unwrap();
+        assert_eq!(rows.len(), 4, "{report}");
+        for row in rows {
+            assert_eq!(row["algorithm"], by, "{ranks} ranks: {row}");
+            assert_eq!(row["methods"][0]["wrong"], 0, "{row}");
+        }
+    }
+}
+
 #[test]
 fn a_table_and_a_drawing_come_out() {
     let folder = tempfile::tempdir().unwrap();

@@ -150,6 +150,16 @@ impl EngineCollectives {
     }
 }
 
+/// The error of a call of which the library alone chooses the algorithm.
+pub(super) fn no_choice(call: &Call) -> Error {
+    Error::new(
+        ErrorKind::Unsupported,
+        format!("the vendor's library does {call}; expected the direct path to do it"),
+    )
+    .with_operation(call.kind.name())
+    .with_help("ask path_of which path does a call")
+}
+
 /// The error of ranks that have no library, with what they need it for.
 fn with_reason(error: Error, world: usize) -> Error {
     if error.kind() != ErrorKind::LibraryMissing {

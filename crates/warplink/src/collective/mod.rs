@@ -84,7 +84,7 @@ pub struct CollectiveOptions {
     /// for each rank. Parts of it are rounded down to pages of 4 KiB. Messages between pairs of ranks have half as
     /// many of their own.
     pub workspace_bytes: usize,
-    /// The only algorithm that is allowed; where there is none, the hardware model chooses.
+    /// The only algorithm that is allowed on the direct path; where there is none, the hardware model chooses.
     pub algorithm: Option<Algorithm>,
     /// The only path that is allowed. Where there is none, it is the direct one, unless there are more than
     /// [`MAX_DIRECT_RANKS`] ranks or one cannot map the memory of another. In a hybrid cube mesh, the direct one does what
@@ -169,7 +169,17 @@ impl Collectives {
     /// Whether [`send_receive`](Self::send_receive) and [`all_to_all_v`](Self::all_to_all_v) reach the other ranks. Where
     /// they do not, in a hybrid cube mesh on the direct path alone or without the vendor's library, they fail.
     pub fn serves_messages(&self) -> bool {
-        self.0.lines.is_some() || matches!(self.0.path.engine(), Ok(Some(_)))
+        self.path_of_messages().is_some()
+    }
+
+    /// Which implementation runs [`send_receive`](Self::send_receive) and [`all_to_all_v`](Self::all_to_all_v); `None` where
+    /// they do not reach the other ranks ([`serves_messages`](Self::serves_messages)).
+    pub fn path_of_messages(&self) -> Option<CollectivePath> {
+        if self.0.lines.is_some() {
+            return Some(CollectivePath::Direct);
+        }
+        let engine = self.0.path.engine().ok().flatten();
+        engine.map(|_| CollectivePath::Engine)
     }
 
     /// Has `stream` wait for all calls that were enqueued so far, but for those that were recorded into graphs.
@@ -194,6 +204,9 @@ impl Collectives {
     /// it, or where the direct path does not.
     pub fn choice(&self, call: &Call) -> Result<Choice> {
         let call = call.checked(self.0.machine.world)?;
+        if self.0.path.direct().is_none() {
+            return Err(engine::no_choice(&call));
+        }
         self.0.machine.choose(&call)
     }
 

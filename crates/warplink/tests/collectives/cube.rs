@@ -52,6 +52,8 @@ fn all_reduce(dtype: DType, op: ReduceOp, count: usize) -> Call {
 fn has_library(comm: &Communicator, collectives: &Collectives) -> bool {
     let there = collectives.communicator().is_some();
     assert_eq!(collectives.serves_messages(), there);
+    let path = collectives.path_of_messages();
+    assert_eq!(path, there.then_some(CollectivePath::Engine));
     assert!(there || kind() != DeviceKind::Host);
     if !there {
         let stream = comm.create_stream(Priority::Normal).unwrap();
@@ -270,6 +272,7 @@ fn in_a_hybrid_cube_mesh_the_direct_path_alone_refuses_the_rest() {
         refused(collectives.broadcast(&own, &own, 0, &stream));
         refused(collectives.barrier(&stream));
         assert!(!collectives.serves_messages());
+        assert_eq!(collectives.path_of_messages(), None);
         let peer = (comm.rank() + 1) % CUBE_RANKS;
         refused(collectives.send_receive(&[Message::send(peer, &own)], &stream));
         // They leave nothing behind.

@@ -50,10 +50,14 @@ fn more_ranks_than_the_direct_path_serves_go_by_the_library() {
         assert_eq!(collectives.path(), CollectivePath::Engine);
         assert!(collectives.communicator().is_some());
         assert!(collectives.serves_messages());
+        assert_eq!(collectives.path_of_messages(), Some(CollectivePath::Engine));
         assert!(collectives.peer_buffer(comm.rank()).is_none());
         assert_eq!(collectives.direct_lanes().unwrap(), 0);
         let case = Case::random(&mut Random::new(3), ranks, 20);
         assert_eq!(collectives.path_of(&case.call), CollectivePath::Engine);
+        let error = collectives.choice(&case.call).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
+        assert_says(&error, &["the vendor's library does ", "ask path_of"]);
         calls_of_the_library(comm, &collectives, 30);
         parts::rounds(comm, &collectives, 5);
 

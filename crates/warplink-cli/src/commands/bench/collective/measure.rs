@@ -141,8 +141,10 @@ impl<'a> Rig<'a> {
         let warplink = self.methods.first().context("nothing is measured")?;
         let path = match self.what.kind {
             Kind::Collective(_) => warplink.collectives.path_of(call),
-            Kind::SendReceive if warplink.collectives.serves_messages() => CollectivePath::Direct,
-            Kind::SendReceive => CollectivePath::Engine,
+            Kind::SendReceive => warplink
+                .collectives
+                .path_of_messages()
+                .context("nothing sends messages between these ranks")?,
         };
         let (algorithm, lanes, threads) = match path {
             CollectivePath::Direct if self.what.kind == Kind::SendReceive => {
