@@ -377,6 +377,9 @@ typedef struct {
     /// `warplink_collectives_free` was called and the streams of its calls are done. No other thread may use it while a
     /// collective is enqueued.
     void *communicator;
+    /// The only algorithm that is allowed on the direct path, such as "one-shot"; null to have one chosen for each
+    /// call. docs/collectives.md lists them.
+    const char *algorithm;
 } warplink_collective_options;
 
 /// What does the collectives of all ranks. Zero is none.
@@ -402,6 +405,20 @@ typedef struct {
     /// single precision, but for 64 bits.
     double factor;
 } warplink_collective_call;
+
+/// How a call is done; texts are never freed.
+typedef struct {
+    /// "direct" for kernels that store into memory of the peers, "engine" for the vendor's library.
+    const char *path;
+    /// The algorithm, such as "one-shot"; null where the library does the call. The other members are 0 then.
+    const char *algorithm;
+    /// Lanes that move data: groups of threads of the kernel.
+    uint32_t lanes;
+    /// Threads of each.
+    uint32_t threads;
+    /// Into how many chunks a lane cuts its data.
+    uint64_t chunks;
+} warplink_collective_choice;
 
 /// A send or a receive of a group.
 typedef struct {
@@ -974,6 +991,17 @@ warplink_status warplink_collectives_free(warplink_collectives collectives);
 warplink_status warplink_collectives_communicator(warplink_collectives collectives,
                                                   void **communicator);
 
+/// How a call would be done. Every rank gets the same. Does not block. Where the direct path does it and the options allow only an
+/// algorithm that does not do this call, WARPLINK_STATUS_UNSUPPORTED.
+warplink_status warplink_collectives_choice(warplink_collectives collectives,
+                                            const warplink_collective_call *call,
+                                            warplink_collective_choice *choice);
+
+/// What does `warplink_send_receive` and `warplink_all_to_all_v`: "direct" or "engine"; null where they do not reach
+/// the other ranks. The text is never freed. Does not block.
+warplink_status warplink_collectives_message_path(warplink_collectives collectives,
+                                                  const char **path);
+
 /// Enqueues a collective. `output` and `input` are addresses of the device, in any memory that stays allocated until
 /// the stream is done; how long they are, `count` of the call says. They may be the same memory; for
 /// all-gather and gather the input may be this rank's part of the output, for reduce-scatter and scatter the output its
@@ -1008,6 +1036,24 @@ warplink_status warplink_all_to_all_v(warplink_collectives collectives,
                                       const void *input,
                                       warplink_parts input_parts,
                                       warplink_stream stream);
+
+/// As `warplink_all_to_all_v`, where only device memory has the counts: `sent` says how many elements go to each rank, and
+/// `received` becomes how many came from each, one of 64 bits for each rank. `max_count` limits each of them and is the
+/// same on all ranks; the part of rank p begins at element p * max_count of `output` and `input`, which have that much
+/// room for each rank. What is beyond the count is left alone. Nothing overlaps what is written. A graph serves all
+/// counts up to the limit. Every rank calls it; does not block.
+///
+/// A count above the limit, and another limit or element size at the other end, are WARPLINK_STATUS_MISMATCH of
+/// `warplink_stream_synchronize` on both ranks. WARPLINK_STATUS_UNSUPPORTED where the direct path does not send messages
+/// (`warplink_collectives_message_path`).
+warplink_status warplink_all_to_all_v_on_device(warplink_collectives collectives,
+                                                int32_t element_type,
+                                                void *output,
+                                                uint64_t *received,
+                                                const void *input,
+                                                const uint64_t *sent,
+                                                uint64_t max_count,
+                                                warplink_stream stream);
 
 /// Makes a layer of experts, with memory for its calls. Asks no other rank; blocks while kernels are compiled, the first
 /// time on a machine. It needs the direct path. Calls of one layer follow one another; for those that are under way at

@@ -5,11 +5,11 @@ use crate::job::JobObject;
 use crate::memory::same_job;
 use crate::pointer;
 use crate::status::{Failure, Outcome, Status, entry};
-use std::ffi::{c_char, c_void};
+use std::ffi::{CStr, c_char, c_void};
 use std::ptr::null;
 use std::sync::Arc;
 use warplink::DType;
-use warplink::collective::{Call, CollectiveKind, CollectivePath};
+use warplink::collective::{Algorithm, Call, CollectiveKind, CollectivePath};
 use warplink::device::{AllocationKind, DeviceSlice, ReduceOp, VendorCommunicator};
 
 /// The types in the order of `warplink_element_type`.
@@ -46,6 +46,25 @@ pub struct CollectiveOptions {
     /// `warplink_collectives_free` was called and the streams of its calls are done. No other thread may use it while a
     /// collective is enqueued.
     pub communicator: *mut c_void,
+    /// The only algorithm that is allowed on the direct path, such as "one-shot"; null to have one chosen for each
+    /// call. docs/collectives.md lists them.
+    pub algorithm: *const c_char,
+}
+
+/// How a call is done; texts are never freed.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct CollectiveChoice {
+    /// "direct" for kernels that store into memory of the peers, "engine" for the vendor's library.
+    pub path: *const c_char,
+    /// The algorithm, such as "one-shot"; null where the library does the call. The other members are 0 then.
+    pub algorithm: *const c_char,
+    /// Lanes that move data: groups of threads of the kernel.
+    pub lanes: u32,
+    /// Threads of each.
+    pub threads: u32,
+    /// Into how many chunks a lane cuts its data.
+    pub chunks: u64,
 }
 
 /// The number of the operator that takes a factor.
@@ -159,6 +178,7 @@ pub extern "C" fn warplink_collective_options_default() -> CollectiveOptions {
         workspace_bytes: warplink::collective::DEFAULT_WORKSPACE_BYTES,
         path: null(),
         communicator: std::ptr::null_mut(),
+        algorithm: null(),
     }
 }
 
@@ -197,11 +217,13 @@ pub unsafe extern "C" fn warplink_collectives_join(
             // SAFETY: the caller passes a communicator of the library, and keeps it as the options' text says.
             unsafe { VendorCommunicator::from_raw(given.communicator) }
         });
+        // SAFETY: as for the path.
+        let algorithm = unsafe { pointer::optional_text(given.algorithm, "algorithm") }?;
         let options = warplink::collective::CollectiveOptions {
             workspace_bytes: given.workspace_bytes,
             path,
             communicator,
-            ..warplink::collective::CollectiveOptions::default()
+            algorithm: algorithm.map(str::parse).transpose()?,
         };
         let nothing = job.communicator.device();
         let nothing = nothing.allocate(NOTHING, AllocationKind::Plain)?;
@@ -234,6 +256,67 @@ pub unsafe extern "C" fn warplink_collectives_communicator(
         // SAFETY: the caller passes a place for a pointer.
         unsafe { pointer::store(communicator, "communicator", raw) }
     })
+}
+
+/// How a call would be done. Every rank gets the same. Does not block. Where the direct path does it and the options allow only an
+/// algorithm that does not do this call, WARPLINK_STATUS_UNSUPPORTED.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warplink_collectives_choice(
+    collectives: Collectives,
+    call: *const CollectiveCall,
+    choice: *mut CollectiveChoice,
+) -> Status {
+    entry("choose how a collective is done", || {
+        let object = collectives.get()?;
+        // SAFETY: the caller passes a call.
+        let call = unsafe { pointer::load(call, "call") }?.call()?;
+        let path = object.collectives.path_of(&call);
+        let mut made = CollectiveChoice {
+            path: path_text(path),
+            algorithm: null(),
+            lanes: 0,
+            threads: 0,
+            chunks: 0,
+        };
+        if path == CollectivePath::Direct {
+            let choice = object.collectives.choice(&call)?;
+            made.algorithm = algorithm_text(choice.algorithm);
+            made.lanes = choice.lanes as u32;
+            made.threads = choice.threads as u32;
+            made.chunks = choice.chunks as u64;
+        }
+        // SAFETY: the caller passes a place for a choice.
+        unsafe { pointer::store(choice, "choice", made) }
+    })
+}
+
+/// What does `warplink_send_receive` and `warplink_all_to_all_v`: "direct" or "engine"; null where they do not reach
+/// the other ranks. The text is never freed. Does not block.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warplink_collectives_message_path(
+    collectives: Collectives,
+    path: *mut *const c_char,
+) -> Status {
+    entry("get the path of messages", || {
+        let found = collectives.get()?.collectives.path_of_messages();
+        // SAFETY: the caller passes a place for a pointer.
+        unsafe { pointer::store(path, "path", found.map_or(null(), path_text)) }
+    })
+}
+
+const fn path_text(path: CollectivePath) -> *const c_char {
+    match path {
+        CollectivePath::Direct => c"direct".as_ptr(),
+        CollectivePath::Engine => c"engine".as_ptr(),
+    }
+}
+
+/// The name of an algorithm as C has it.
+fn algorithm_text(algorithm: Algorithm) -> *const c_char {
+    let names = [c"one-shot", c"two-shot", c"chunks", c"direct", c"cube"];
+    let name = algorithm.name().as_bytes();
+    let known = names.into_iter().find(|text| text.to_bytes() == name);
+    known.map_or(null(), CStr::as_ptr)
 }
 
 /// Enqueues a collective. `output` and `input` are addresses of the device, in any memory that stays allocated until
@@ -299,4 +382,17 @@ pub unsafe extern "C" fn warplink_collective(
         };
         Ok(collectives.enqueue(&call, output, input, stream)?)
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_algorithm_has_a_text() {
+        for algorithm in Algorithm::ALL {
+            let text = algorithm_text(algorithm);
+            assert!(!text.is_null(), "{algorithm}");
+        }
+    }
 }

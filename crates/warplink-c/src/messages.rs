@@ -199,3 +199,56 @@ pub unsafe extern "C" fn warplink_all_to_all_v(
         )?)
     })
 }
+
+/// As `warplink_all_to_all_v`, where only device memory has the counts: `sent` says how many elements go to each rank, and
+/// `received` becomes how many came from each, one of 64 bits for each rank. `max_count` limits each of them and is the
+/// same on all ranks; the part of rank p begins at element p * max_count of `output` and `input`, which have that much
+/// room for each rank. What is beyond the count is left alone. Nothing overlaps what is written. A graph serves all
+/// counts up to the limit. Every rank calls it; does not block.
+///
+/// A count above the limit, and another limit or element size at the other end, are WARPLINK_STATUS_MISMATCH of
+/// `warplink_stream_synchronize` on both ranks. WARPLINK_STATUS_UNSUPPORTED where the direct path does not send messages
+/// (`warplink_collectives_message_path`).
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warplink_all_to_all_v_on_device(
+    collectives: Collectives,
+    element_type: i32,
+    output: *mut c_void,
+    received: *mut u64,
+    input: *const c_void,
+    sent: *const u64,
+    max_count: u64,
+    stream: Stream,
+) -> Status {
+    entry("all_to_all_v_on_device", || {
+        let (object, stream) = (collectives.get()?, stream.get()?);
+        same_job(&object.job, &stream.job, "stream")?;
+        let dtype = collectives::element_type(element_type)?;
+        let world = object.job.communicator.world() as u64;
+        let bytes = max_count.checked_mul(dtype.size() as u64);
+        let bytes = bytes.and_then(|bytes| bytes.checked_mul(world));
+        let bytes = bytes.filter(|bytes| *bytes <= isize::MAX as u64);
+        let too_many = || {
+            Failure::invalid(
+                format!("{max_count} elements for each rank are more than memory can hold"),
+                "pass a smaller max_count",
+            )
+        };
+        let bytes = bytes.ok_or_else(too_many)?;
+        let counts = world * size_of::<u64>() as u64;
+        // SAFETY: the caller passes addresses of that many bytes of the device, and keeps them.
+        let memory =
+            |address: u64, bytes: u64, name: &str| unsafe { object.named(address, bytes, name) };
+        let output = memory(output as u64, bytes, "output")?;
+        let received = memory(received as u64, counts, "received")?;
+        let input = memory(input as u64, bytes, "input")?;
+        let sent = memory(sent as u64, counts, "sent")?;
+        Ok(object.collectives.all_to_all_v_on_device(
+            (&output, &received),
+            (&input, &sent),
+            dtype,
+            max_count as usize,
+            &stream.stream,
+        )?)
+    })
+}

@@ -111,7 +111,7 @@ fn argument(function: &str, (kind, name): (&str, &str), set: &str) -> String {
         // One that is not there yet, to declare a connection.
         (_, "tag") if function == "warplink_connect" => "77",
         (_, "bytes") if !kind.ends_with('*') => "8",
-        (_, "count" | "capacity" | "seconds" | "flag") if !kind.ends_with('*') => "1",
+        (_, "count" | "max_count" | "capacity" | "seconds" | "flag") if !kind.ends_with('*') => "1",
         (_, "channel" | "index") if !kind.ends_with('*') => "0",
         // The kinds of the kernel's arguments.
         ("uint32_t", "argument") => match function {
@@ -128,6 +128,7 @@ fn argument(function: &str, (kind, name): (&str, &str), set: &str) -> String {
         // In the order of the words in the memory of the device.
         ("void *" | "const void *", "tokens" | "output" | "input" | "address") => "device",
         ("const int32_t *", "numbers") | ("const float *", "weights") => "device",
+        ("uint64_t *", "received") | ("const uint64_t *", "sent") => "device",
         ("void *" | "const void *", _) => "words",
         ("const warplink_options *", _) => "&options",
         ("const warplink_unique_id *", _) => "&id",

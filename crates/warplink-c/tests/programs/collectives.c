@@ -106,12 +106,41 @@ static void misuse(warplink_collectives collectives, warplink_stream stream, voi
         "call is null");
     options.path = "fast";
     FAILS(warplink_collectives_join(comm, &options, &none), WARPLINK_STATUS_INVALID_ARGUMENT, "unknown path 'fast'");
+    options.path = NULL;
+    options.algorithm = "ring";
+    FAILS(warplink_collectives_join(comm, &options, &none), WARPLINK_STATUS_PARSE, "unknown algorithm 'ring'");
+}
+
+/* Which path and algorithm a call has, also where one algorithm alone is allowed. */
+static void chosen(warplink_collectives open, warplink_stream stream, warplink_region region) {
+    warplink_collective_options options = warplink_collective_options_default();
+    warplink_collective_choice choice;
+    warplink_collectives forced;
+    warplink_collective_call made = call(WARPLINK_COLLECTIVE_KIND_ALL_REDUCE, WARPLINK_REDUCE_OP_SUM, -1, COUNT);
+    OK(warplink_collectives_choice(open, &made, &choice));
+    HOLDS(strcmp(choice.path, "direct") == 0 && choice.algorithm != NULL);
+    HOLDS(choice.lanes > 0 && choice.threads > 0 && choice.chunks > 0);
+    options.algorithm = "two-shot";
+    OK(warplink_collectives_join(comm, &options, &forced));
+    OK(warplink_collectives_choice(forced, &made, &choice));
+    HOLDS(strcmp(choice.path, "direct") == 0 && strcmp(choice.algorithm, "two-shot") == 0);
+    made = call(WARPLINK_COLLECTIVE_KIND_ALL_GATHER, WARPLINK_REDUCE_OP_NONE, -1, COUNT);
+    FAILS(warplink_collectives_choice(forced, &made, &choice), WARPLINK_STATUS_UNSUPPORTED,
+        "the algorithm two-shot does not do");
+    FAILS(warplink_collectives_choice(forced, &made, NULL), WARPLINK_STATUS_UNSUPPORTED, "two-shot");
+    OK(warplink_collectives_free(forced));
+    options.algorithm = "chunks";
+    OK(warplink_collectives_join(comm, &options, &forced));
+    all_kinds(forced, stream, region);
+    OK(warplink_collectives_free(forced));
 }
 
 /* By the vendor's library, and by a communicator of the library's that is there. It serves no ranks that share a GPU. */
 static void by_the_library(warplink_stream stream, warplink_region region) {
     warplink_collective_options ways = warplink_collective_options_default();
     warplink_collectives collectives, adopted;
+    warplink_collective_choice choice;
+    const warplink_collective_call made = call(WARPLINK_COLLECTIVE_KIND_ALL_REDUCE, WARPLINK_REDUCE_OP_SUM, -1, COUNT);
     void *communicator = NULL;
     ways.path = "engine";
     if (share_gpus()) {
@@ -120,6 +149,8 @@ static void by_the_library(warplink_stream stream, warplink_region region) {
     }
     OK(warplink_collectives_join(comm, &ways, &collectives));
     all_kinds(collectives, stream, region);
+    OK(warplink_collectives_choice(collectives, &made, &choice));
+    HOLDS(strcmp(choice.path, "engine") == 0 && choice.algorithm == NULL && choice.lanes == 0);
     OK(warplink_collectives_communicator(collectives, &ways.communicator));
     HOLDS(ways.communicator != NULL);
     OK(warplink_collectives_join(comm, &ways, &adopted));
@@ -150,6 +181,7 @@ int main(int argc, char **argv) {
     all_kinds(collectives, stream, region);
     scaled(collectives, stream, region);
     misuse(collectives, stream, memory);
+    chosen(collectives, stream, region);
     OK(warplink_collectives_free(collectives));
     {
         const warplink_collective_call made = call(WARPLINK_COLLECTIVE_KIND_BARRIER, WARPLINK_REDUCE_OP_NONE, -1, 0);

@@ -136,6 +136,31 @@ static void uneven(warplink_collectives collectives) {
     }
 }
 
+/* Parts of every length up to a limit, of which only the device knows how long they are. */
+static void uneven_on_device(warplink_collectives collectives) {
+    enum { MOST = 9001 };
+    static const uint64_t lengths[] = {0, 1, 700, MOST};
+    for (int turn = 0; turn < TURNS; turn++) {
+        const size_t each = 4 * (size_t)MOST;
+        begin();
+        const size_t input = room(each * (size_t)size, 0), output = room(each * (size_t)size, 0);
+        const size_t sent = room(8 * (size_t)size, 0), received = room(8 * (size_t)size, 0);
+        for (int peer = 0; peer < size; peer++) {
+            ((uint64_t *)(void *)(image + sent))[peer] = lengths[drawn(10, turn, rank, peer, 0) % 4];
+            fill(image + input + each * (size_t)peer, each, drawn(11, turn, rank, peer, 0));
+        }
+        upload();
+        for (int peer = 0; peer < size; peer++) {
+            const uint64_t count = lengths[drawn(10, turn, peer, rank, 0) % 4];
+            ((uint64_t *)(void *)(expected + received))[peer] = count;
+            fill(expected + output + each * (size_t)peer, 4 * (size_t)count, drawn(11, turn, peer, rank, 0));
+        }
+        OK(warplink_all_to_all_v_on_device(collectives, WARPLINK_ELEMENT_TYPE_I32, base + output,
+            (uint64_t *)(void *)(base + received), base + input, (const uint64_t *)(void *)(base + sent), MOST, stream));
+        compare("all_to_all_v_on_device", turn);
+    }
+}
+
 /* What rank `of` dispatches in a turn: how many tokens, the numbers of their experts, values and weights of which sums
    are exact. */
 static int tokens_of(int of, int turn) { return (int)(drawn(6, turn, of, 0, 0) % (MAX_TOKENS + 1)); }
@@ -264,6 +289,17 @@ static void misuse(warplink_collectives collectives, warplink_expert_options opt
         "input_parts: the part of rank 0 is more than memory can hold");
     FAILS(warplink_all_to_all_v(collectives, WARPLINK_ELEMENT_TYPE_F32, NULL, parts, base, parts, stream), invalid,
         "output is null");
+    {
+        uint64_t *words = (uint64_t *)(void *)base;
+        FAILS(warplink_all_to_all_v_on_device(collectives, 99, base, words, base, words, 1, stream), invalid,
+            "unknown type 99");
+        FAILS(warplink_all_to_all_v_on_device(collectives, WARPLINK_ELEMENT_TYPE_F32, base, words, base, words, UINT64_MAX,
+            stream), invalid, "more than memory can hold");
+        FAILS(warplink_all_to_all_v_on_device(collectives, WARPLINK_ELEMENT_TYPE_F32, base, NULL, base, words, 0, stream),
+            invalid, "received is null");
+        FAILS(warplink_all_to_all_v_on_device(collectives, WARPLINK_ELEMENT_TYPE_F32, base, words, base, words, 64, stream),
+            invalid, "overlap");
+    }
 
     options.experts = (uint64_t)size * EACH + 1;
     FAILS(warplink_experts_create(collectives, &options, &layer), invalid, "expected a multiple of the ranks");
@@ -291,6 +327,7 @@ int main(int argc, char **argv) {
     warplink_collectives collectives;
     warplink_experts layer;
     void *memory = NULL;
+    const char *path = NULL;
     uint64_t seeds[MAX_RANKS];
     HOLDS(argc > 3);
     rank = atoi(argv[1]);
@@ -322,7 +359,10 @@ int main(int argc, char **argv) {
     misuse(collectives, experts);
     groups(collectives);
     uneven(collectives);
+    uneven_on_device(collectives);
     layers(collectives, &experts);
+    OK(warplink_collectives_message_path(collectives, &path));
+    HOLDS(path != NULL && strcmp(path, "direct") == 0);
     OK(warplink_collectives_free(collectives));
     FAILS(warplink_send_receive(collectives, NULL, 0, stream), WARPLINK_STATUS_CLOSED,
         "the group of collectives was given back");
@@ -335,6 +375,11 @@ int main(int argc, char **argv) {
         OK(warplink_collectives_join(comm, &ways, &collectives));
         groups(collectives);
         uneven(collectives);
+        OK(warplink_collectives_message_path(collectives, &path));
+        HOLDS(path != NULL && strcmp(path, "engine") == 0);
+        FAILS(warplink_all_to_all_v_on_device(collectives, WARPLINK_ELEMENT_TYPE_I32, base, (uint64_t *)(void *)(base + 64),
+            base + 128, (const uint64_t *)(void *)(base + 192), 0, stream), WARPLINK_STATUS_UNSUPPORTED,
+            "takes no counts from device memory");
         FAILS(warplink_experts_create(collectives, &experts, &layer), WARPLINK_STATUS_UNSUPPORTED,
             "takes no counts from device memory");
         OK(warplink_collectives_free(collectives));
