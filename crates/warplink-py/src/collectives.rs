@@ -1,19 +1,17 @@
 //! Collectives.
 
 use crate::array::Reader;
+use crate::collective_options::{call, operator, path_name};
 use crate::errors::{invalid, raise};
 use crate::experts::Experts;
 use crate::owner::Detached;
-use crate::parts::{Cut, unit};
+use crate::parts::{Cut, check_counts, unit};
 use crate::place::Place;
 use crate::stream::Stream;
 use crate::watch::{Limits, Watch, Watched};
 use pyo3::prelude::*;
-use std::ffi::c_void;
-use warplink::collective::{
-    Call, CollectiveKind, CollectiveOptions, CollectivePath, ExpertOptions, Message,
-};
-use warplink::device::{AllocationKind, DeviceSlice, ReduceOp, VendorCommunicator};
+use warplink::collective::{Call, CollectiveKind, ExpertOptions, Message};
+use warplink::device::{AllocationKind, DeviceSlice};
 use warplink::{DType, Rank};
 
 /// Bytes of an allocation of which none are used.
@@ -28,7 +26,8 @@ const NOTHING: usize = 16;
 /// scatter, the target its part of the source. `op` is "sum", "product", "max", "min" or "average"; for a sum of
 /// floats, `factor` is what they are multiplied by beforehand.
 ///
-/// send_receive and all_to_all_v move elements of any type, and experts makes a layer of experts.
+/// send_receive and all_to_all_v move elements of any type, also of sizes that only the device knows, and experts makes a
+/// layer of experts.
 ///
 /// Lengths that do not fit raise InvalidArgumentError. That ranks call something else raises MismatchError in
 /// Stream.synchronize.
@@ -42,17 +41,6 @@ pub(crate) struct Collectives {
     nothing: DeviceSlice,
     /// Who is told of calls.
     watched: Watched,
-}
-
-/// The operator `op`; of a sum, what values are multiplied by beforehand may be given.
-fn operator(op: &str, factor: Option<f64>) -> PyResult<ReduceOp> {
-    match (op, factor) {
-        (op, None) => op.parse().map_err(raise),
-        ("sum", Some(factor)) => Ok(ReduceOp::scaled_sum(factor)),
-        (op, Some(_)) => Err(invalid(format!(
-            "a factor for the operator '{op}'; expected it for sum only"
-        ))),
-    }
 }
 
 impl Collectives {
@@ -143,10 +131,57 @@ impl Collectives {
     /// What does the calls: "direct", kernels that access the peers' memory, or "engine", the vendor's library.
     #[getter]
     fn path(&self) -> PyResult<&'static str> {
-        Ok(match self.inner()?.path() {
-            CollectivePath::Direct => "direct",
-            CollectivePath::Engine => "engine",
-        })
+        Ok(path_name(self.inner()?.path()))
+    }
+
+    /// What does the collective named `kind`, such as "all_reduce", as `path` says it; in a hybrid cube mesh, calls differ.
+    /// `count` is the elements of a part: what one rank passes to one other or to all. `op` is for collectives that reduce,
+    /// `root` for those that have one.
+    #[pyo3(signature = (kind, count, dtype, op=None, root=None))]
+    fn path_of(
+        &self,
+        kind: &str,
+        count: usize,
+        dtype: &str,
+        op: Option<&str>,
+        root: Option<Rank>,
+    ) -> PyResult<&'static str> {
+        let call = call(kind, count, dtype, op, root)?;
+        Ok(path_name(self.inner()?.path_of(&call)))
+    }
+
+    /// How a call is done where `path_of` it is "direct": the algorithm, how many lanes (groups of threads of the kernel)
+    /// move data, the threads of each, and into how many chunks a lane cuts its data. Arguments are those of path_of.
+    ///
+    /// Raises UnsupportedError where the algorithm that Communicator.collectives was given does not do the call, and where
+    /// the vendor's library does it; InvalidArgumentError for an operator or a root that the collective has not, or lacks.
+    #[pyo3(signature = (kind, count, dtype, op=None, root=None))]
+    fn choice<'py>(
+        &self,
+        py: Python<'py>,
+        kind: &str,
+        count: usize,
+        dtype: &str,
+        op: Option<&str>,
+        root: Option<Rank>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let (inner, call) = (self.inner()?, call(kind, count, dtype, op, root)?);
+        let choice = py.detach(|| inner.choice(&call)).map_err(raise)?;
+        let arguments = (
+            choice.algorithm.name(),
+            choice.lanes,
+            choice.threads,
+            choice.chunks,
+        );
+        py.import("warplink.choice")?
+            .getattr("Choice")?
+            .call1(arguments)
+    }
+
+    /// What does send_receive and all_to_all_v, as `path` says it; None where they do not reach the other ranks.
+    #[getter]
+    fn path_of_messages(&self) -> PyResult<Option<&'static str>> {
+        Ok(self.inner()?.path_of_messages().map(path_name))
     }
 
     /// The address of the vendor library's communicator (`ncclComm_t` on GPUs) that does calls; None where the direct path
@@ -315,13 +350,7 @@ impl Collectives {
         root: Option<Rank>,
     ) -> PyResult<()> {
         let (inner, live) = (self.inner()?, stream.live()?);
-        let call = Call {
-            kind: kind.parse().map_err(raise)?,
-            op: op.map(|op| operator(op, None)).transpose()?,
-            dtype: dtype.parse().map_err(raise)?,
-            count,
-            root,
-        };
+        let call = call(kind, count, dtype, op, root)?;
         let (input_rows, output_rows) = call.kind.rows(self.world);
         let memory = |address: u64, rows: usize| {
             let bytes = rows.checked_mul(call.dtype.size());
@@ -461,6 +490,55 @@ impl Collectives {
         Ok(())
     }
 
+    /// As all_to_all_v, where only memory of the device has the counts.
+    ///
+    /// `source_counts` says how many elements go to each rank, and `target_counts` becomes how many came from each: both are
+    /// of `[size]`, in i64 or u64. `max_count` limits each count and is the same on all ranks; target and source have that
+    /// many elements for each rank, `[size, max_count]`, of which the first are used. What is beyond the count is neither
+    /// read nor written. Nothing that is written overlaps another array. No host waits for a count, and a graph serves all
+    /// counts up to the limit. Does not block.
+    ///
+    /// Raises InvalidArgumentError for arrays of other lengths or elements and for those that overlap, and UnsupportedError
+    /// where `path_of_messages` is not "direct". A count above `max_count` or below 0, and another `max_count` or element
+    /// size on another rank, raise MismatchError in Stream.synchronize on both ranks, with the peer.
+    #[allow(clippy::too_many_arguments, reason = "they are Python's keywords")]
+    fn all_to_all_v_on_device(
+        &self,
+        py: Python<'_>,
+        stream: &Stream,
+        target: &Bound<'_, PyAny>,
+        source: &Bound<'_, PyAny>,
+        target_counts: &Bound<'_, PyAny>,
+        source_counts: &Bound<'_, PyAny>,
+        max_count: usize,
+    ) -> PyResult<()> {
+        let (inner, live) = (self.inner()?, stream.live()?);
+        let reader = self.reader(stream);
+        let target = reader.for_targets().read(target, "the target")?;
+        let source = reader.read(source, "the source")?;
+        let received = reader
+            .for_targets()
+            .read(target_counts, "the target's counts")?;
+        let sent = reader.read(source_counts, "the source's counts")?;
+        let (dtype, each) = unit(&target, &source)?;
+        check_counts(&received, "the target's")?;
+        check_counts(&sent, "the source's")?;
+        if each != 1 {
+            return Err(invalid(format!(
+                "elements of {} bytes; expected 1, 2, 4 or 8",
+                each * dtype.size()
+            )));
+        }
+        py.detach(|| {
+            let output = (&target.slice, &received.slice);
+            let input = (&source.slice, &sent.slice);
+            inner.all_to_all_v_on_device(output, input, dtype, max_count, live)
+        })
+        .map_err(raise)?;
+        self.watched.made();
+        Ok(())
+    }
+
     /// A layer of experts on these ranks, with memory for its calls.
     ///
     /// `experts` is how many there are, a multiple of the ranks: rank r has those from `r * experts / size` on. A token
@@ -506,40 +584,4 @@ impl Collectives {
         let (path, size) = (self.path()?, self.world);
         Ok(format!("Collectives(path='{path}', size={size})"))
     }
-}
-
-/// The options of `Communicator.collectives`.
-pub(crate) fn options(
-    path: Option<&str>,
-    algorithm: Option<&str>,
-    workspace_bytes: Option<usize>,
-    communicator: Option<usize>,
-) -> PyResult<CollectiveOptions> {
-    let path = match path {
-        None => None,
-        Some("direct") => Some(CollectivePath::Direct),
-        Some("engine") => Some(CollectivePath::Engine),
-        Some(other) => {
-            return Err(invalid(format!(
-                "unknown path '{other}'; expected direct or engine"
-            )));
-        }
-    };
-    let algorithm = algorithm.map(str::parse).transpose().map_err(raise)?;
-    if communicator == Some(0) {
-        return Err(invalid(
-            "the communicator is 0; expected the address of one of the vendor's library",
-        ));
-    }
-    // SAFETY: that it is one, and stays one for as long as what adopts it, the caller of `Communicator.collectives` sees
-    // to; it says so.
-    let communicator =
-        communicator.map(|address| unsafe { VendorCommunicator::from_raw(address as *mut c_void) });
-    let default = CollectiveOptions::default();
-    Ok(CollectiveOptions {
-        communicator,
-        workspace_bytes: workspace_bytes.unwrap_or(default.workspace_bytes),
-        algorithm,
-        path,
-    })
 }

@@ -2,7 +2,8 @@
 
 use crate::array::Array;
 use crate::channel::{self, Connect, Connections};
-use crate::collectives::{self, Collectives};
+use crate::collective_options;
+use crate::collectives::Collectives;
 use crate::engine::CollectiveEngine;
 use crate::errors::raise;
 use crate::executor::Executor;
@@ -396,7 +397,7 @@ impl Communicator {
         communicator: Option<usize>,
     ) -> PyResult<Collectives> {
         let inner = self.inner()?;
-        let options = collectives::options(path, algorithm, workspace_bytes, communicator)?;
+        let options = collective_options::options(path, algorithm, workspace_bytes, communicator)?;
         let joined = py.detach(|| {
             let joined = if options == CollectiveOptions::default() {
                 inner.collectives()?

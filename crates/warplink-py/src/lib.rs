@@ -11,6 +11,7 @@
 mod array;
 mod block;
 mod channel;
+mod collective_options;
 mod collectives;
 mod communicator;
 mod dlpack;

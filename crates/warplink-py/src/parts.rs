@@ -42,6 +42,21 @@ impl Cut {
     }
 }
 
+/// Fails for counts in memory of the device that are not numbers of 64 bits; memory without a type is taken for some.
+pub(crate) fn check_counts(counts: &Array, whose: &str) -> PyResult<()> {
+    let is_wide = match (counts.element, counts.item_bytes) {
+        (Some(element), _) => matches!(element.name, "i64" | "u64"),
+        (None, bytes) => bytes.is_none_or(|bytes| bytes == size_of::<u64>()),
+    };
+    if is_wide {
+        return Ok(());
+    }
+    let found = counts.element.map_or("others", |element| element.name);
+    Err(invalid(format!(
+        "{whose} counts are {found}; expected i64 or u64"
+    )))
+}
+
 /// The largest type of which elements of both arrays consist, and of how many.
 pub(crate) fn unit(target: &Array, source: &Array) -> PyResult<(DType, usize)> {
     let differ = match (target.element, source.element) {

@@ -36,6 +36,33 @@ def test_sums_of_values_that_are_multiplied_beforehand(path):
     run_ranks(scaled, 3, path)
 
 
+def chosen(rank, world, meeting):
+    with join(rank, world, meeting, device="host") as job:
+        comm = job.world()
+        collectives = comm.collectives()
+        assert collectives.path_of("all_reduce", 100, "f32", "sum") == "direct" == collectives.path_of_messages
+        choice = collectives.choice("all_reduce", 100, "f32", "sum")
+        assert choice.algorithm in ("one-shot", "two-shot") and choice.lanes > 0 and choice.threads > 0
+        assert choice.chunks == 1 and tuple(choice) == choice
+        by_chunks = comm.collectives(algorithm="chunks", workspace_bytes=1 << 20)
+        choice = by_chunks.choice("broadcast", 1 << 22, "u8", root=1)
+        assert choice.algorithm == "chunks" and choice.chunks > 1
+        with pytest.raises(InvalidArgumentError, match="operator: none"):
+            collectives.choice("all_reduce", 100, "f32")
+        two_shot = comm.collectives(algorithm="two-shot")
+        with pytest.raises(UnsupportedError, match="the algorithm two-shot does not do"):
+            two_shot.choice("all_gather", 100, "f32")
+        by_library = comm.collectives(path="engine")
+        assert by_library.path_of("all_gather", 100, "f32") == "engine" == by_library.path_of_messages
+        with pytest.raises(UnsupportedError, match="the vendor's library does"):
+            by_library.choice("all_gather", 100, "f32")
+        comm.barrier()
+
+
+def test_the_path_and_the_algorithm_of_a_call_are_told():
+    run_ranks(chosen, 2)
+
+
 def adopted(rank, world, meeting):
     with join(rank, world, meeting, device="host") as job:
         comm = job.world()

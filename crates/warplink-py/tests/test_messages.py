@@ -111,6 +111,83 @@ def test_an_all_to_all_with_a_length_for_each_pair(world, path):
     run_ranks(uneven, world, path)
 
 
+def uneven_on_device(rank, world, meeting):
+    with join(rank, world, meeting) as job:
+        comm = job.world()
+        collectives, stream = comm.collectives(), comm.create_stream()
+        seed, most = shared_seed(comm), 3001
+        for turn, dtype in enumerate(TYPES):
+            if numpy.dtype(dtype).itemsize > 8:
+                continue
+            random = numpy.random.default_rng([seed, turn])
+            source = Held(comm, numpy.zeros(world * most, dtype))
+            target = Held(comm, numpy.zeros(world * most, dtype))
+            sent = Held(comm, numpy.zeros(world, [numpy.int64, numpy.uint64][turn % 2]))
+            received = Held(comm, numpy.zeros(world, numpy.uint64))
+            stream.begin_capture()
+            collectives.all_to_all_v_on_device(
+                stream, target.array, source.array, received.array, sent.array, max_count=most
+            )
+            graph = stream.end_capture()
+            for _ in range(3):
+                # What rank `of` sends to rank `to`, on all ranks.
+                lengths = random.choice([0, 0, 1, 700, most], (world, world))
+                values = [random_values(random, world * most, dtype) for _ in range(world)]
+                expected = random_values(random, world * most, dtype)
+                target.write(expected)
+                source.write(values[rank])
+                sent.write(lengths[rank].astype(numpy.int64))
+                for peer in range(world):
+                    start, count, own = peer * most, lengths[peer, rank], rank * most
+                    expected[start : start + count] = values[peer][own : own + count]
+                graph.launch(stream)
+                stream.synchronize()
+                assert numpy.array_equal(target.read(), expected), (seed, turn)
+                assert (received.read() == lengths[:, rank]).all(), (seed, turn)
+        comm.barrier()
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_an_all_to_all_with_lengths_that_only_the_device_knows(world):
+    run_ranks(uneven_on_device, world)
+
+
+def above_the_limit(rank, world, meeting):
+    with join(rank, world, meeting, device="host") as job:
+        comm = job.world()
+        collectives, stream = comm.collectives(), comm.create_stream()
+        target, source = numpy.zeros(8, numpy.float32), numpy.ones(8, numpy.float32)
+        received, sent = numpy.zeros(2, numpy.int64), numpy.full(2, 4, numpy.int64)
+
+        def refused(says, *arguments, kind=InvalidArgumentError):
+            with pytest.raises(kind, match=says):
+                collectives.all_to_all_v_on_device(stream, *arguments)
+
+        refused("expected 5 elements of u32", target, source, received, sent, 5)
+        refused("the source's counts are i32; expected i64", target, source, received, sent.astype(numpy.int32), 4)
+        refused("the target's counts are f64; expected i64", target, source, numpy.zeros(2), sent, 4)
+        refused("elements of 16 bytes", numpy.zeros(2, complex), numpy.zeros(2, complex), received, sent, 1)
+        refused("overlap", target, source, sent, sent, 4)
+        by_library = comm.collectives(path="engine")
+        with pytest.raises(UnsupportedError, match="takes no counts from device memory"):
+            by_library.all_to_all_v_on_device(stream, target, source, received, sent, 4)
+        collectives.all_to_all_v_on_device(stream, target, source, received, sent, 4)
+        stream.synchronize()
+        assert received.tolist() == [4, 4] and (target == 1).all()
+        if rank == 0:
+            sent[1] = -1
+        collectives.all_to_all_v_on_device(stream, target, source, received, sent, 4)
+        with pytest.raises(MismatchError, match="expected at most 16, the limit") as caught:
+            stream.synchronize()
+        assert caught.value.peer == 1 - rank
+        comm.all_gather_bytes(b"both were told")
+        job.abort("the test is over")
+
+
+def test_a_length_above_the_limit_is_told_on_both_ranks():
+    run_ranks(above_the_limit, 2)
+
+
 def recorded(rank, world, meeting):
     with join(rank, world, meeting) as job:
         comm = job.world()

@@ -62,6 +62,7 @@ from warplink._warplink import (
     version,
     wait_all,
 )
+from warplink.choice import Choice
 from warplink.errors import WarplinkError
 from warplink.experts import Dispatched
 
@@ -72,6 +73,7 @@ __all__ = [
     "BlockChannel",
     "CapturedOverlap",
     "CapturedPlan",
+    "Choice",
     "CollectiveEngine",
     "Collectives",
     "Communicator",

@@ -3,6 +3,7 @@
 from types import TracebackType
 from typing import Any, Callable, Sequence, final
 
+from warplink.choice import Choice
 from warplink.experts import Dispatched
 
 #: A region, memory, view, NumPy array, or an object with ``__dlpack__``.
@@ -343,6 +344,14 @@ class Watch:
 class Collectives:
     @property
     def path(self) -> str: ...
+    def path_of(
+        self, kind: str, count: int, dtype: str, op: str | None = None, root: int | None = None
+    ) -> str: ...
+    def choice(
+        self, kind: str, count: int, dtype: str, op: str | None = None, root: int | None = None
+    ) -> Choice: ...
+    @property
+    def path_of_messages(self) -> str | None: ...
     @property
     def communicator(self) -> int | None: ...
     @property
@@ -416,6 +425,15 @@ class Collectives:
         source_counts: Sequence[int],
         target_displacements: Sequence[int] | None = None,
         source_displacements: Sequence[int] | None = None,
+    ) -> None: ...
+    def all_to_all_v_on_device(
+        self,
+        stream: Stream,
+        target: _Array,
+        source: _Array,
+        target_counts: _Array,
+        source_counts: _Array,
+        max_count: int,
     ) -> None: ...
     def experts(
         self,
