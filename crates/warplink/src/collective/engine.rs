@@ -4,13 +4,14 @@ use super::MAX_DIRECT_RANKS;
 use super::call::{Call, CollectiveKind};
 use super::launches::Overlap;
 use crate::device::{
-    AllocationKind, Collective, CollectiveEngine, CollectiveRequest, DeviceSlice, Priority,
+    AllocationKind, Collective, CollectiveEngine, CollectiveRequest, Device, DeviceSlice, Priority,
     ReduceOp, Stream, VendorCommunicator,
 };
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::program::execute::RankContext;
+use crate::sync::lock;
 use std::ffi::c_void;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
 /// Bytes that a barrier gathers of each rank.
 const BARRIER_BYTES: usize = 16;
@@ -19,8 +20,12 @@ const BARRIER_BYTES: usize = 16;
 pub(super) struct EngineCollectives {
     rank: Rank,
     world: usize,
+    device: Arc<dyn Device>,
     engine: Arc<dyn CollectiveEngine>,
     barrier: DeviceSlice,
+    /// For inputs that their outputs replace, each longer than the one before. Those before stay for graphs that name
+    /// them.
+    staging: Mutex<Vec<DeviceSlice>>,
 }
 
 impl EngineCollectives {
@@ -46,11 +51,30 @@ impl EngineCollectives {
         };
         let barrier = context.agree_on(zeros())?;
         Ok(Self {
+            device: context.device.clone(),
             rank,
             world,
             engine,
             barrier,
+            staging: Mutex::default(),
         })
+    }
+
+    /// So many bytes, which every call may use: calls follow one another.
+    fn staging(&self, bytes: usize) -> Result<DeviceSlice> {
+        let mut all = lock(&self.staging);
+        let last = all.last().filter(|last| last.bytes() >= bytes);
+        if let Some(last) = last {
+            return last.slice(0..bytes);
+        }
+        // At least twice as much, so that all together are not many times the longest.
+        let most = all.last().map_or(0, DeviceSlice::bytes);
+        let memory = self
+            .device
+            .allocate(bytes.max(2 * most), AllocationKind::Plain)
+            .or_else(|_| self.device.allocate(bytes, AllocationKind::Plain))?;
+        all.push(memory.clone());
+        memory.slice(0..bytes)
     }
 
     /// What the library takes.
@@ -66,16 +90,17 @@ impl EngineCollectives {
         overlap: Overlap,
         stream: &Stream,
     ) -> Result<()> {
-        if (call.kind, overlap) == (CollectiveKind::AllToAll, Overlap::Shared) {
-            return Err(Error::new(
-                ErrorKind::Unsupported,
-                "an all-to-all in place by the vendor's library; expected memory apart",
-            )
-            .with_help("pass another output"));
-        }
         let root = call.root.unwrap_or(0);
         let op = call.op.unwrap_or(ReduceOp::Sum);
         let (source, target) = match tensors {
+            // The library has none in place.
+            [source, target]
+                if (call.kind, overlap) == (CollectiveKind::AllToAll, Overlap::Shared) =>
+            {
+                let staged = self.staging(source.bytes())?;
+                stream.copy(&staged, source)?;
+                (staged, (*target).clone())
+            }
             [source, target] => ((*source).clone(), (*target).clone()),
             _ => (
                 self.barrier.slice(0..BARRIER_BYTES)?,

@@ -116,8 +116,8 @@ impl Default for CollectiveOptions {
 /// do not launch it after they are gone. For calls that are to run side by side, use communicators of their own.
 ///
 /// Input and output may be the same memory; for all-gather and gather, the input may be this rank's part of the
-/// output, for reduce-scatter and scatter the output its part of the input. Other overlaps are refused, and so is
-/// all-to-all in place by the vendor's library.
+/// output, for reduce-scatter and scatter the output its part of the input. Other overlaps are refused.
+/// All-to-all in place by the vendor's library goes through a copy of the input, in memory that the collectives keep.
 ///
 /// On the direct path, inputs are reduced in the order of ranks, and all ranks get the same results, bit for bit; on
 /// the other, results are what the vendor's library promises.

@@ -5,7 +5,7 @@ use crate::expected::{Case, Random};
 use crate::scaled::unhurried;
 use std::time::Duration;
 use warplink::collective::{Algorithm, Call, CollectiveKind, CollectiveOptions, CollectivePath};
-use warplink::device::{Priority, ReduceOp, VendorCommunicator};
+use warplink::device::{AllocationKind, Priority, ReduceOp, VendorCommunicator};
 use warplink::{Collectives, Communicator, Config, DType, DeviceKind, Error, ErrorKind};
 
 fn delayed(config: &mut Config) {
@@ -226,24 +226,70 @@ pub(crate) fn calls_of_the_library(comm: &Communicator, collectives: &Collective
     let mut random = Random::new(9);
     for _ in 0..calls {
         let mut case = Case::random(&mut random, comm.world(), 500);
-        let in_place_all_to_all =
-            case.in_place && case.call.kind == CollectiveKind::AllToAll && case.call.count > 0;
-        if in_place_all_to_all {
-            let error = case.make(comm, collectives, &stream).err().unwrap();
-            assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
-            case.in_place = false;
-        }
-        // Where the order of summation is not told, only exact types can be compared.
-        if case.call.kind.reduces() {
-            case.call.dtype = [DType::I32, DType::U8, DType::F32][random.below(3)];
-            case.call.op = Some([ReduceOp::Sum, ReduceOp::Max][random.below(2)]);
-            case.shift = 0;
-        }
+        exact(&mut case, &mut random);
         let made = case.make(comm, collectives, &stream).unwrap();
         collectives.barrier(&stream).unwrap();
         comm.synchronize(&stream).unwrap();
         made.check(comm);
     }
+}
+
+/// Where the order of summation is not told, only exact types can be compared.
+pub(crate) fn exact(case: &mut Case, random: &mut Random) {
+    if case.call.kind.reduces() {
+        case.call.dtype = [DType::I32, DType::U8, DType::F32][random.below(3)];
+        case.call.op = Some([ReduceOp::Sum, ReduceOp::Max][random.below(2)]);
+        case.shift = 0;
+    }
+}
+
+/// In place, of lengths that rise and fall, eagerly and in a graph that is launched after longer ones.
+#[test]
+fn all_to_all_in_place_by_the_vendors_library_is_right() {
+    threads_with(
+        world(3),
+        |_| {},
+        |comm| {
+            let Some(collectives) = library(comm) else {
+                return;
+            };
+            let stream = comm.create_stream(Priority::Normal).unwrap();
+            let case = |count, seed| Case {
+                call: Call {
+                    kind: CollectiveKind::AllToAll,
+                    op: None,
+                    dtype: DType::U8,
+                    count,
+                    root: None,
+                },
+                in_place: true,
+                shift: 1,
+                seed,
+            };
+            let memory = |case: &Case| {
+                let bytes = case.memory_bytes(comm.world());
+                let memory = comm.device().allocate(bytes, AllocationKind::Plain);
+                case.place(comm, memory.unwrap()).unwrap()
+            };
+            let recorded = memory(&case(900, 1));
+            stream.begin_capture().unwrap();
+            recorded.enqueue(&collectives, &stream).unwrap();
+            let graph = stream.end_capture().unwrap();
+            for (round, count) in [10, 5000, 3, 70_000, 900, 0].into_iter().enumerate() {
+                // Two at a time, of which the second uses the same copy.
+                let all = [1, 2].map(|number| memory(&case(count, 10 * round as u64 + number)));
+                for made in &all {
+                    made.fill(comm).unwrap();
+                    made.enqueue(&collectives, &stream).unwrap();
+                }
+                recorded.fill(comm).unwrap();
+                graph.launch(&stream).unwrap();
+                comm.synchronize(&stream).unwrap();
+                all.iter().for_each(|made| made.check(comm));
+                recorded.check(comm);
+            }
+        },
+    );
 }
 
 /// How the library is asked for.
