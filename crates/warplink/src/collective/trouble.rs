@@ -1,12 +1,17 @@
 //! What is told of calls that do not end, and of calls that differ.
 
 use super::{Call, Collectives, Inner};
-use crate::device::InUse;
+use crate::deadline::Deadline;
+use crate::device::{InUse, Priority};
 use crate::error::{Error, ErrorKind, Result};
 use crate::p2p::Direction;
 use crate::program::execute::Announced;
 use crate::sync::lock;
 use std::sync::{Arc, Mutex, Weak};
+use std::time::Duration;
+
+/// Longer than a stream takes to pass what is done.
+const A_MOMENT: Duration = Duration::from_millis(200);
 
 /// The collectives of a communicator that were joined.
 #[derive(Debug, Default)]
@@ -23,34 +28,12 @@ impl Known {
         lock(&self.0).iter().filter_map(Weak::upgrade).collect()
     }
 
-    /// Who did not come to a collective, where a wait timed out because of that.
+    /// Who did not come to a collective, where a wait timed out because of that; of one by the vendor's library, that it
+    /// is not done.
     pub(crate) fn explain_timeout(&self) -> Option<Error> {
-        for collectives in self.all() {
-            let Some(direct) = collectives.path.direct() else {
-                continue;
-            };
-            if let Some(explained) = awaited_message(&collectives) {
-                return Some(explained);
-            }
-            let absent = direct.workspace.absent(&direct.announcements);
-            // What cannot be found out is left out.
-            let Some(&first) = absent.ok().as_ref().and_then(|absent| absent.first()) else {
-                continue;
-            };
-            let last = *lock(&collectives.last);
-            let called = last.map_or_else(String::new, |call| {
-                format!("; the last that this rank called is {call}")
-            });
-            let explained = Error::new(
-                ErrorKind::Timeout,
-                format!("a rank has not come to a collective that this rank is in{called}"),
-            )
-            .with_operation("synchronize")
-            .with_peer(first)
-            .with_help("make the same calls in the same order on every rank");
-            return Some(explained);
-        }
-        None
+        let all = self.all();
+        let explained = all.iter().find_map(|one| awaited(one));
+        explained.or_else(|| all.iter().find_map(|one| unfinished(one)))
     }
 
     /// Fails where kernels have noted that another rank called something else.
@@ -94,6 +77,59 @@ impl Known {
         }
         Ok(())
     }
+}
+
+/// The error of a wait that timed out, where a rank has not come to a message or a collective on the direct path.
+fn awaited(collectives: &Inner) -> Option<Error> {
+    let direct = collectives.path.direct()?;
+    if let Some(explained) = awaited_message(collectives) {
+        return Some(explained);
+    }
+    // What cannot be found out is left out.
+    let absent = direct.workspace.absent(&direct.announcements).ok()?;
+    let first = *absent.first()?;
+    let called = last_call(collectives);
+    let error = Error::new(
+        ErrorKind::Timeout,
+        format!("a rank has not come to a collective that this rank is in{called}"),
+    );
+    Some(
+        error
+            .with_operation("synchronize")
+            .with_peer(first)
+            .with_help("make the same calls in the same order on every rank"),
+    )
+}
+
+/// The error of a wait that timed out, where the vendor's library has not done what it was given outside of graphs. It
+/// does not tell for whom it waits.
+fn unfinished(collectives: &Inner) -> Option<Error> {
+    collectives.path.engine().ok()??;
+    let behind = || {
+        let stream = collectives.context.device.create_stream(Priority::Normal)?;
+        collectives.turns.precede(&stream)?;
+        stream.synchronize(Deadline::after(A_MOMENT))
+    };
+    let is_done = behind().err()?.kind() != ErrorKind::Timeout;
+    if is_done {
+        return None;
+    }
+    let called = last_call(collectives);
+    let error = Error::new(
+        ErrorKind::Timeout,
+        format!("a call of the vendor's library is not done{called}"),
+    );
+    Some(error.with_operation("synchronize").with_help(
+        "make the same calls in the same order on every rank; the library does not tell which rank is missing",
+    ))
+}
+
+/// What errors add of the last collective, if there was one.
+fn last_call(collectives: &Inner) -> String {
+    let last = *lock(&collectives.last);
+    last.map_or_else(String::new, |call| {
+        format!("; the last that this rank called is {call}")
+    })
 }
 
 /// The error of a wait that timed out, where a message has begun at this rank and not at the other.

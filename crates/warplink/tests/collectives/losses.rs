@@ -5,9 +5,10 @@ use crate::common::{
     Ranks, TimedBarrier, assert_says, kill_self, processes_of, resume, stop_self, threads_that_end,
     threads_with, world,
 };
+use crate::data::{by_the_library, exact, is_without_library};
 use crate::expected::{Case, Random};
 use std::time::{Duration, Instant};
-use warplink::collective::{Call, CollectiveKind};
+use warplink::collective::{Call, CollectiveKind, CollectiveOptions, CollectivePath};
 use warplink::device::{AllocationKind, Priority, ReduceOp, Stream};
 use warplink::{Collectives, Communicator, DType, Error, ErrorKind};
 
@@ -31,6 +32,22 @@ enum End {
     Dropped,
 }
 
+/// The collectives of `path`, or of the path that is chosen; none where there is no library for it.
+fn join(comm: &Communicator, path: Option<CollectivePath>) -> Option<Collectives> {
+    let options = match path {
+        Some(CollectivePath::Engine) => by_the_library(None),
+        path => CollectiveOptions {
+            path,
+            ..CollectiveOptions::default()
+        },
+    };
+    match comm.collectives_with(&options) {
+        Ok(collectives) => Some(collectives),
+        Err(error) if is_without_library(&error) => None,
+        Err(error) => panic!("{error}"),
+    }
+}
+
 /// Makes calls until one fails, in groups of several; every result of a group that is said to be done is checked.
 fn call_until(
     comm: &Communicator,
@@ -40,9 +57,12 @@ fn call_until(
 ) -> Result<(), Error> {
     let mut random = Random::new(21);
     for _ in 0..groups {
-        let cases: Vec<Case> = (0..4)
+        let mut cases: Vec<Case> = (0..4)
             .map(|_| Case::random(&mut random, comm.world(), 500))
             .collect();
+        if collectives.path() == CollectivePath::Engine {
+            cases.iter_mut().for_each(|case| exact(case, &mut random));
+        }
         let made: Result<Vec<_>, _> = cases
             .iter()
             .map(|case| case.make(comm, collectives, stream))
@@ -55,8 +75,8 @@ fn call_until(
 }
 
 /// Runs ranks of which `victim` ends in the middle of collectives.
-fn lose(victim: usize, end: End) {
-    let name = format!("{victim} {end:?}");
+fn lose(victim: usize, end: End, path: Option<CollectivePath>) {
+    let name = format!("{victim} {end:?} {path:?}");
     let mut ranks = Ranks {
         world: world(RANKS),
         ..Ranks::default()
@@ -71,7 +91,7 @@ fn lose(victim: usize, end: End) {
     let variables = variables.map(|(name, value)| (name.to_owned(), value.to_owned()));
     ranks.env.extend(variables);
     let victim = victim.min(ranks.world - 1);
-    let Some(ended) = ranks.start(|comm| lose_in(comm, victim, end)) else {
+    let Some(ended) = ranks.start(|comm| lose_in(comm, victim, end, path)) else {
         return;
     };
     for (rank, ended) in ended.iter().enumerate() {
@@ -84,9 +104,14 @@ fn lose(victim: usize, end: End) {
     }
 }
 
-fn lose_in(comm: Communicator, victim: usize, end: End) {
+fn lose_in(comm: Communicator, victim: usize, end: End, path: Option<CollectivePath>) {
     let processes = processes_of(&comm);
-    let collectives = comm.collectives().unwrap();
+    let Some(collectives) = join(&comm, path) else {
+        if comm.rank() == victim && end == End::Killed {
+            kill_self();
+        }
+        return;
+    };
     let stream = comm.create_stream(Priority::Normal).unwrap();
     call_until(&comm, &collectives, &stream, 3).unwrap();
     comm.barrier().unwrap();
@@ -126,7 +151,7 @@ fn lose_in(comm: Communicator, victim: usize, end: End) {
     let again = call_until(&comm, &collectives, &stream, 1).unwrap_err();
     assert_eq!(again.peer(), Some(victim), "{again}");
     let world = comm.world();
-    let left = go_on(comm, collectives);
+    let left = go_on(comm, collectives, path);
     assert_eq!(left.world() + 1, world);
     left.barrier().unwrap();
     if end == End::Stopped && left.rank() == 0 {
@@ -136,9 +161,13 @@ fn lose_in(comm: Communicator, victim: usize, end: End) {
 }
 
 /// The communicator of the ranks that are left, whose collectives are right.
-fn go_on(comm: Communicator, collectives: Collectives) -> Communicator {
+fn go_on(
+    comm: Communicator,
+    collectives: Collectives,
+    path: Option<CollectivePath>,
+) -> Communicator {
     let left = comm.survivors().unwrap();
-    let anew = left.collectives().unwrap();
+    let anew = join(&left, path).unwrap();
     let stream = left.create_stream(Priority::Normal).unwrap();
     call_until(&left, &anew, &stream, 5).unwrap();
     drop((collectives, comm));
@@ -148,14 +177,14 @@ fn go_on(comm: Communicator, collectives: Collectives) -> Communicator {
 #[test]
 fn the_ranks_that_are_left_go_on_when_one_is_killed() {
     for victim in [RANKS - 1, 0] {
-        lose(victim, End::Killed);
+        lose(victim, End::Killed, None);
     }
 }
 
 #[test]
 fn the_ranks_that_are_left_go_on_when_one_is_stopped() {
     for victim in [RANKS - 1, 0] {
-        lose(victim, End::Stopped);
+        lose(victim, End::Stopped, None);
     }
 }
 
@@ -163,14 +192,36 @@ fn the_ranks_that_are_left_go_on_when_one_is_stopped() {
 fn the_ranks_that_are_left_go_on_when_one_leaves() {
     for victim in [RANKS - 1, 0] {
         for end in [End::Aborted, End::Dropped] {
-            lose(victim, end);
+            lose(victim, end, None);
         }
+    }
+}
+
+#[test]
+fn the_ranks_that_are_left_go_on_by_the_vendors_library() {
+    for (victim, end) in [
+        (RANKS - 1, End::Killed),
+        (0, End::Killed),
+        (RANKS - 1, End::Stopped),
+        (0, End::Aborted),
+        (RANKS - 1, End::Dropped),
+    ] {
+        lose(victim, end, Some(CollectivePath::Engine));
     }
 }
 
 /// A close waits for the other ranks, and they for it in a collective.
 #[test]
 fn a_rank_that_closes_is_named_by_those_that_still_call() {
+    close_early(None);
+}
+
+#[test]
+fn a_rank_that_closes_is_named_by_those_that_still_call_the_vendors_library() {
+    close_early(Some(CollectivePath::Engine));
+}
+
+fn close_early(path: Option<CollectivePath>) {
     let ranks = world(3);
     if ranks < 2 {
         return;
@@ -186,7 +237,9 @@ fn a_rank_that_closes_is_named_by_those_that_still_call() {
             }
         },
         |comm| {
-            let collectives = comm.collectives().unwrap();
+            let Some(collectives) = join(&comm, path) else {
+                return comm.close().unwrap();
+            };
             let stream = comm.create_stream(Priority::Normal).unwrap();
             call_until(&comm, &collectives, &stream, 2).unwrap();
             if comm.rank() == 1 {
@@ -205,7 +258,7 @@ fn a_rank_that_closes_is_named_by_those_that_still_call() {
             );
             // Long before a timeout of this rank.
             assert!(took < limit + SOON, "{error} came after {took:?}");
-            go_on(comm, collectives).close().unwrap();
+            go_on(comm, collectives, path).close().unwrap();
         },
     );
 }
@@ -270,7 +323,7 @@ fn ranks_that_called_different_things_go_on_in_another_communicator() {
                 assert_says(&error, &["reduce of 6 i32, sum, root 0", &told, "(peer"]);
                 let again = call_until(&comm, &collectives, &stream, 1).unwrap_err();
                 assert_eq!(again.kind(), ErrorKind::Mismatch, "{other}: {again}");
-                let left = go_on(comm, collectives);
+                let left = go_on(comm, collectives, None);
                 assert_eq!(left.world(), world(3));
                 left.close().unwrap();
             },
@@ -281,6 +334,15 @@ fn ranks_that_called_different_things_go_on_in_another_communicator() {
 /// What waits for it is not lost: where it calls after all, it is done.
 #[test]
 fn a_rank_that_calls_after_a_timeout_is_waited_for() {
+    call_late(None);
+}
+
+#[test]
+fn a_rank_that_calls_the_vendors_library_after_a_timeout_is_waited_for() {
+    call_late(Some(CollectivePath::Engine));
+}
+
+fn call_late(path: Option<CollectivePath>) {
     let ranks = world(3);
     if ranks < 2 {
         return;
@@ -290,10 +352,13 @@ fn a_rank_that_calls_after_a_timeout_is_waited_for() {
         ranks,
         |config| config.timeout = Duration::from_secs(1),
         |comm| {
-            let collectives = comm.collectives().unwrap();
+            let Some(collectives) = join(comm, path) else {
+                return;
+            };
             let stream = comm.create_stream(Priority::Normal).unwrap();
             let mut random = Random::new(3);
-            let case = Case::random(&mut random, ranks, 500);
+            let mut case = Case::random(&mut random, ranks, 500);
+            exact(&mut case, &mut random);
             let made = if comm.rank() == 1 {
                 // The others' calls have timed out.
                 all.wait();
@@ -303,8 +368,16 @@ fn a_rank_that_calls_after_a_timeout_is_waited_for() {
                 let synchronized = comm.synchronize(&stream);
                 all.wait();
                 let error = synchronized.unwrap_err();
-                assert_eq!((error.kind(), error.peer()), (ErrorKind::Timeout, Some(1)));
+                // The library does not tell for whom it waits.
+                let by_library = path == Some(CollectivePath::Engine);
+                let peer = (!by_library).then_some(1);
+                assert_eq!((error.kind(), error.peer()), (ErrorKind::Timeout, peer));
                 assert_says(&error, &["the communicator can still be used"]);
+                if by_library {
+                    let says = "a call of the vendor's library is not done";
+                    let last = format!("; the last that this rank called is {}", told(&case.call));
+                    assert_says(&error, &["synchronize", says, &last]);
+                }
                 made
             };
             comm.synchronize(&stream).unwrap();

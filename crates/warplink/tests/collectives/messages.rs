@@ -445,6 +445,15 @@ fn a_peer_that_never_comes_is_named() {
 
 #[test]
 fn a_rank_that_dies_ends_the_messages_of_its_peers() {
+    die(CollectivePath::Direct);
+}
+
+#[test]
+fn a_rank_that_dies_ends_the_messages_of_its_peers_by_the_vendors_library() {
+    die(CollectivePath::Engine);
+}
+
+fn die(path: CollectivePath) {
     let victim = 1;
     let ranks = Ranks {
         world: world(3),
@@ -452,7 +461,21 @@ fn a_rank_that_dies_ends_the_messages_of_its_peers() {
     };
     let ended = ranks.start(|comm| {
         let peer = |step: usize| (comm.rank() + step) % comm.world();
-        let collectives = comm.collectives().unwrap();
+        let options = CollectiveOptions {
+            path: Some(path),
+            ..CollectiveOptions::default()
+        };
+        let collectives = match comm.collectives_with(&options) {
+            Ok(collectives) => collectives,
+            Err(error) => {
+                assert!(is_without_library(&error), "{error}");
+                if comm.rank() == victim {
+                    kill_self();
+                }
+                println!("survived");
+                std::process::exit(0);
+            }
+        };
         let stream = comm.create_stream(Priority::Normal).unwrap();
         let memory = |bytes| {
             comm.device()
