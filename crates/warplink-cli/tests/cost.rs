@@ -195,20 +195,27 @@ fn measured_algorithms_are_those_that_are_chosen() {
     ];
     let mut model = json(&[&tune[..], &host].concat());
     let measured = model["algorithms"].as_array_mut().unwrap();
-    assert_eq!(measured.len(), 8, "{measured:?}");
+    // Five collectives move bytes, and three reduce elements of four sizes.
+    assert_eq!(measured.len(), 5 + 3 * 4, "{measured:?}");
     let all_reduce = measured
         .iter_mut()
-        .find(|one| one["collective"] == "all_reduce");
+        .find(|one| one["collective"] == "all_reduce" && one["element_bytes"] == 8);
     let limits = &mut all_reduce.unwrap()["limits"];
     assert_eq!(
         limits.as_array().unwrap().last().unwrap()[0],
         4096,
         "{limits}"
     );
-    for algorithm in ["direct", "two-shot", "one-shot"] {
-        model["algorithms"] = serde_json::json!([
-            {"collective": "all_reduce", "world": 2, "limits": [[4096, algorithm]]}
-        ]);
+    for (dtype, algorithm) in [("bf16", "direct"), ("f32", "two-shot"), ("f64", "one-shot")] {
+        let of = |bytes: usize, algorithm| {
+            serde_json::json!({
+                "collective": "all_reduce", "world": 2, "element_bytes": bytes, "limits": [[4096, algorithm]]
+            })
+        };
+        let mut all = [of(2, "direct"), of(4, "two-shot"), of(8, "one-shot")];
+        // As files were that did not say it.
+        all[0].as_object_mut().unwrap().remove("element_bytes");
+        model["algorithms"] = all.to_vec().into();
         std::fs::write(path, model.to_string()).unwrap();
         let bench = [
             "bench",
@@ -224,6 +231,8 @@ fn measured_algorithms_are_those_that_are_chosen() {
             "1",
             "--peers",
             "none",
+            "--dtype",
+            dtype,
         ];
         let output = warplink(&[&bench[..], &host].concat())
             .env("WARPLINK_MODEL", path)

@@ -198,6 +198,8 @@ fn a_measured_table_goes_before_estimates() {
     model.algorithms = vec![Algorithms {
         collective: "all_reduce".to_owned(),
         world: 4,
+        // As files were that did not say it: for elements of 2 bytes.
+        element_bytes: None,
         limits: vec![
             (KIB as u64, "direct".to_owned()),
             (64 * KIB as u64, "two-shot".to_owned()),
@@ -215,6 +217,38 @@ fn a_measured_table_goes_before_estimates() {
     // There is no room for packets of so much data, and the table is that of four ranks.
     assert_eq!(of(&four, 16 * MIB), Algorithm::Direct);
     assert_eq!(of(&machine(&model, 8), 2 * KIB), Algorithm::OneShot);
+    // Other types have elements of their own; those of a size go alike.
+    let as_type = |machine: &Machine, dtype: DType| {
+        let two_bytes = call(CollectiveKind::AllReduce, KIB);
+        let count = KIB / dtype.size();
+        chosen(
+            machine,
+            &Call {
+                dtype,
+                count,
+                ..two_bytes
+            },
+        )
+    };
+    let (f16, f64) = (as_type(&four, DType::F16), as_type(&four, DType::F64));
+    assert_eq!((f16, f64), (Algorithm::Direct, Algorithm::OneShot));
+    model.algorithms.push(Algorithms {
+        element_bytes: Some(8),
+        limits: vec![(KIB as u64, "two-shot".to_owned())],
+        ..model.algorithms[0].clone()
+    });
+    let model_again = HardwareModel::from_json(&model.to_json().unwrap()).unwrap();
+    assert_eq!(model_again, model);
+    let four = machine(&model, 4);
+    for (dtype, algorithm) in [
+        (DType::F64, Algorithm::TwoShot),
+        (DType::I64, Algorithm::TwoShot),
+        (DType::BF16, Algorithm::Direct),
+        (DType::F32, Algorithm::OneShot),
+        (DType::F8E4M3, Algorithm::OneShot),
+    ] {
+        assert_eq!(as_type(&four, dtype), algorithm, "{dtype}");
+    }
     model.algorithms[0].limits.swap(0, 1);
     let error = HardwareModel::from_json(&model.to_json().unwrap()).unwrap_err();
     assert!(
@@ -247,6 +281,7 @@ fn a_model_names_what_exists_and_once() {
     let of = |collective: &str, algorithm: &str| Algorithms {
         collective: collective.to_owned(),
         world: 2,
+        element_bytes: None,
         limits: vec![(1024, algorithm.to_owned())],
     };
     let right = of("all_reduce", "one-shot");
@@ -257,8 +292,21 @@ fn a_model_names_what_exists_and_once() {
         ),
         (vec![of("all_reduce", "oneshot")], "oneshot"),
         (
-            vec![right.clone(), right],
-            "all_reduce of 2 ranks stand twice",
+            vec![
+                right.clone(),
+                Algorithms {
+                    element_bytes: Some(2),
+                    ..right.clone()
+                },
+            ],
+            "all_reduce of 2 ranks for elements of 2 bytes stand twice",
+        ),
+        (
+            vec![Algorithms {
+                element_bytes: Some(3),
+                ..right
+            }],
+            "all_reduce for elements of 3 bytes",
         ),
     ] {
         let model = HardwareModel {

@@ -3,6 +3,7 @@
 use super::algorithm::Algorithm;
 use super::call::{Call, CollectiveKind};
 use crate::device::ReduceOp;
+use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Result};
 use crate::program::RankProgram;
 use crate::program::cost::{HardwareModel, SimulateOptions, Submission, simulate_with};
@@ -30,20 +31,29 @@ impl fmt::Debug for Estimates {
 
 impl Estimates {
     /// # Errors
-    /// [`ErrorKind::Parse`] where the model names a collective or an algorithm that does not exist, or a collective of
-    /// as many ranks twice.
+    /// [`ErrorKind::Parse`] where the model names a collective, an algorithm or an element size that does not exist, or a
+    /// collective of as many ranks and elements of one size twice.
     pub(super) fn new(model: &HardwareModel) -> Result<Self> {
         let mut measured = BTreeSet::new();
         for of in &model.algorithms {
             let name = of.collective.as_str();
-            if !CollectiveKind::ALL.iter().any(|kind| kind.name() == name) {
+            let mut kinds = CollectiveKind::ALL.into_iter();
+            let Some(kind) = kinds.find(|kind| kind.name() == name) else {
                 return Err(wrong(format!("unknown collective '{name}'")));
+            };
+            let element = of.element_bytes.unwrap_or(unsaid_element(kind));
+            if !DType::ALL.iter().any(|dtype| dtype.size() == element) {
+                let sizes = format!("algorithms of {name} for elements of {element} bytes");
+                return Err(wrong(sizes));
             }
             for (_, algorithm) in &of.limits {
                 algorithm.parse::<Algorithm>()?;
             }
-            if !measured.insert((name, of.world)) {
-                let twice = format!("the algorithms of {name} of {} ranks stand twice", of.world);
+            if !measured.insert((name, of.world, element)) {
+                let twice = format!(
+                    "the algorithms of {name} of {} ranks for elements of {element} bytes stand twice",
+                    of.world
+                );
                 return Err(wrong(twice));
             }
         }
@@ -65,12 +75,15 @@ impl Estimates {
         let [first, _, ..] = of else {
             return of.first().copied().unwrap_or(Algorithm::Chunks);
         };
-        let measured = self.model.algorithm(call.kind.name(), world, call.bytes());
+        let size = call.dtype.size();
+        let elements = (size, unsaid_element(call.kind));
+        let measured = self
+            .model
+            .algorithm(call.kind.name(), world, elements, call.bytes());
         let measured = measured.and_then(|name| name.parse().ok());
         if let Some(measured) = measured.filter(|measured| of.contains(measured)) {
             return measured;
         }
-        let size = call.dtype.size();
         let bytes = rounded(call.bytes()).next_multiple_of(size);
         let key = (call.kind, size, bytes, of.to_vec());
         if let Some(known) = lock(&self.found).get(&key) {
@@ -101,6 +114,15 @@ impl Estimates {
             timeline: false,
         };
         Ok(simulate_with(ranks, &self.model, options)?.seconds)
+    }
+}
+
+/// Bytes of the elements that tables were measured with before they said it.
+const fn unsaid_element(kind: CollectiveKind) -> usize {
+    if kind.reduces() {
+        DType::BF16.size()
+    } else {
+        DType::U8.size()
     }
 }
 

@@ -14,6 +14,9 @@ use warplink::program::cost::model::Algorithms;
 /// Calls of a sample.
 const CALLS: usize = 8;
 
+/// What is reduced: one type of each size, floats, since these have more to compute.
+const REDUCED: [DType; 4] = [DType::F8E4M3, DType::BF16, DType::F32, DType::F64];
+
 /// Calls before time is taken, and how long memory may take to be reached.
 const WARM_UP: usize = 4;
 const SOON: Duration = Duration::from_secs(2);
@@ -35,13 +38,21 @@ pub(super) fn measure(rig: &Rig<'_>, model: &mut HardwareModel) -> Result<()> {
         }
     }
     for kind in CollectiveKind::ALL {
-        let limits = limits(rig, kind, &by)?;
-        if !limits.is_empty() {
-            model.algorithms.push(Algorithms {
-                collective: kind.name().to_owned(),
-                world: comm.world(),
-                limits,
-            });
+        let dtypes: &[DType] = if kind.reduces() {
+            &REDUCED
+        } else {
+            &[DType::U8]
+        };
+        for &dtype in dtypes {
+            let limits = limits(rig, (kind, dtype), &by)?;
+            if !limits.is_empty() {
+                model.algorithms.push(Algorithms {
+                    collective: kind.name().to_owned(),
+                    world: comm.world(),
+                    element_bytes: Some(dtype.size()),
+                    limits,
+                });
+            }
         }
     }
     Ok(())
@@ -50,7 +61,7 @@ pub(super) fn measure(rig: &Rig<'_>, model: &mut HardwareModel) -> Result<()> {
 /// The fastest algorithm up to each number of bytes of a part.
 fn limits(
     rig: &Rig<'_>,
-    kind: CollectiveKind,
+    (kind, dtype): (CollectiveKind, DType),
     by: &[(Algorithm, Collectives)],
 ) -> Result<Vec<(u64, String)>> {
     let world = rig.comm.world();
@@ -60,11 +71,6 @@ fn limits(
     // A barrier has no part.
     let fitting = |bytes: &usize| rows > 0 && *bytes <= rig.largest / rows;
     for bytes in rig.sizes().into_iter().filter(fitting) {
-        let dtype = if kind.reduces() {
-            DType::BF16
-        } else {
-            DType::U8
-        };
         let call = Call {
             kind,
             op: kind.reduces().then_some(ReduceOp::Sum),

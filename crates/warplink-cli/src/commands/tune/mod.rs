@@ -71,8 +71,8 @@ pub(crate) struct Tune {
     /// Samples of each figure
     #[arg(long, value_name = "N", default_value = "5", value_parser = clap::value_parser!(u16).range(1..))]
     samples: u16,
-    /// Measure which algorithms of the library's own collectives are fastest, too, by all lengths; estimates decide
-    /// otherwise
+    /// Measure which algorithms of the library's own collectives are fastest, too, by lengths and element sizes;
+    /// estimates decide otherwise
     #[arg(long)]
     algorithms: bool,
     /// Leave the vendor's collectives out

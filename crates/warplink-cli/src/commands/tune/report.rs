@@ -78,7 +78,12 @@ fn series(model: &HardwareModel) -> Vec<(String, String)> {
         let limits: Vec<String> = limits
             .map(|(bytes, name)| format!("{name} to {}", Bytes(*bytes)))
             .collect();
-        rows.push((measured.collective.clone(), limits.join(", ")));
+        let elements = match measured.element_bytes {
+            None | Some(1) => String::new(),
+            Some(bytes) => format!(", elements of {}", Bytes(bytes as u64)),
+        };
+        let name = format!("{}{elements}", measured.collective);
+        rows.push((name, limits.join(", ")));
     }
     for grid in &model.gemm.grids {
         let last = |sizes: &[usize]| sizes.last().copied().unwrap_or(1);

@@ -144,6 +144,10 @@ pub struct Algorithms {
     pub collective: String,
     /// How many ranks took part.
     pub world: usize,
+    /// Bytes of the elements that were measured, for which alone it holds. Files without it have measured 2 where the
+    /// collective reduces, and 1 where it only moves bytes.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub element_bytes: Option<usize>,
     /// Pairs of a number of bytes of a part ([`Call::bytes`](crate::collective::Call::bytes)) and the name of the
     /// algorithm up to there, in order of bytes. What is longer is estimated.
     pub limits: Vec<(u64, String)>,
@@ -267,10 +271,18 @@ impl HardwareModel {
     }
 
     /// The algorithm that was measured to be fastest for a collective of `world` ranks, of which a part has `bytes`
-    /// bytes.
-    pub(crate) fn algorithm(&self, collective: &str, world: usize, bytes: usize) -> Option<&str> {
-        let of_call =
-            |one: &&Algorithms| (one.collective.as_str(), one.world) == (collective, world);
+    /// bytes, in elements of `element`; files that do not say what they measured have measured `unsaid`.
+    pub(crate) fn algorithm(
+        &self,
+        collective: &str,
+        world: usize,
+        (element, unsaid): (usize, usize),
+        bytes: usize,
+    ) -> Option<&str> {
+        let of_call = |one: &&Algorithms| {
+            let measured = one.element_bytes.unwrap_or(unsaid);
+            (one.collective.as_str(), one.world, measured) == (collective, world, element)
+        };
         let limits = &self.algorithms.iter().find(of_call)?.limits;
         let found = limits.iter().find(|(limit, _)| bytes as u64 <= *limit);
         found.map(|(_, name)| name.as_str())
