@@ -1,5 +1,5 @@
-//! Ranks on two hosts, which are network namespaces: connections between them go over the network. The tests
-//! need root, and UCX, and are left out with a notice otherwise.
+//! Ranks on two hosts, which are network namespaces: connections between them go over the network, and collectives by
+//! the vendor's library. The tests need root, and those of connections UCX, and are left out with a notice otherwise.
 
 #![allow(clippy::unwrap_used, clippy::panic)]
 
@@ -13,9 +13,12 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 use warplink::bootstrap::{JoinConfig, Rendezvous, UniqueId};
 use warplink::channel::{Connection, ConnectionRequest, NetworkPath, Transport};
+use warplink::collective::{CollectiveOptions, CollectivePath, Message};
 use warplink::device::network::{self, DeviceAccess, NetworkOptions};
-use warplink::device::{Argument, Block, Kernel, Launch, ModuleSource, Stream};
-use warplink::{Communicator, Config, DeviceKind, Error, ErrorKind, Result};
+use warplink::device::{
+    AllocationKind, Argument, Block, DeviceSlice, Kernel, Launch, ModuleSource, ReduceOp, Stream,
+};
+use warplink::{Collectives, Communicator, Config, DType, DeviceKind, Error, ErrorKind, Result};
 
 /// How soon both ranks must know that the link was cut.
 const DEADLINE: Duration = Duration::from_secs(5);
@@ -27,11 +30,22 @@ fn on_two_hosts(test: &str, body: impl FnOnce(Communicator, &Path)) {
 
 /// As [`on_two_hosts`], with a change to each rank's configuration.
 fn on_two_hosts_with(test: &str, change: fn(&mut Config), body: impl FnOnce(Communicator, &Path)) {
+    if role().is_none()
+        && let Err(error) = network::open(&NetworkOptions::default())
+    {
+        assert_eq!(error.kind(), ErrorKind::LibraryMissing, "{error}");
+        return leave_out(error);
+    }
+    on_two_hosts_without_network(test, change, body);
+}
+
+/// As [`on_two_hosts_with`], also where there is no library for the network.
+fn on_two_hosts_without_network(
+    test: &str,
+    change: fn(&mut Config),
+    body: impl FnOnce(Communicator, &Path),
+) {
     let Some((directory, rank)) = role() else {
-        if let Err(error) = network::open(&NetworkOptions::default()) {
-            assert_eq!(error.kind(), ErrorKind::LibraryMissing, "{error}");
-            return leave_out(error);
-        }
         let Some(hosts) = Hosts::create() else { return };
         let directory = tempfile::tempdir().unwrap();
         let mut roles = [0, 1].map(|host| hosts.run(host, test, directory.path()));
@@ -108,6 +122,99 @@ fn connect(comm: &Communicator, bytes: usize) -> (Connection, Stream) {
     let connection = comm.connect(&[request]).unwrap().all()[0].clone();
     assert_eq!(connection.transport(), Transport::Network);
     (connection, comm.create_stream(Default::default()).unwrap())
+}
+
+/// Nobody asks for the vendor's library, and it does all collectives. Without it there is one error.
+#[test]
+fn collectives_of_two_hosts_go_by_the_vendors_library() {
+    const TEST: &str = "collectives_of_two_hosts_go_by_the_vendors_library";
+    on_two_hosts_without_network(
+        TEST,
+        |_| (),
+        |comm, _| {
+            let direct = CollectiveOptions {
+                path: Some(CollectivePath::Direct),
+                ..CollectiveOptions::default()
+            };
+            let error = comm.collectives_with(&direct).unwrap_err();
+            let found = (error.kind(), error.peer());
+            assert_eq!(
+                found,
+                (ErrorKind::Unsupported, Some(1 - comm.rank())),
+                "{error}"
+            );
+            assert_says(
+                &error,
+                &[
+                    "join the collectives",
+                    "on another machine",
+                    "leave the path open",
+                ],
+            );
+
+            let collectives = comm.collectives().unwrap();
+            assert_eq!(collectives.path(), CollectivePath::Engine);
+            assert_eq!(collectives.path_of_messages(), Some(CollectivePath::Engine));
+            assert!(collectives.peer_buffer(1 - comm.rank()).is_none());
+            for _ in 0..3 {
+                exchange_by_collectives(&comm, &collectives);
+            }
+            // Each host alone has kernels of its own.
+            let own = comm.split(comm.rank() as u64, 0).unwrap();
+            assert_eq!(own.collectives().unwrap().path(), CollectivePath::Direct);
+            own.close().unwrap();
+            drop(collectives);
+            comm.close().unwrap();
+        },
+    );
+}
+
+/// Sums, gathers and exchanges numbers that say whose they are.
+fn exchange_by_collectives(comm: &Communicator, collectives: &Collectives) {
+    const COUNT: usize = 50_000;
+    let (rank, peer) = (comm.rank(), 1 - comm.rank());
+    let stream = comm.create_stream(Default::default()).unwrap();
+    let memory = |numbers: &[i32]| {
+        let bytes: Vec<u8> = numbers.iter().flat_map(|n| n.to_le_bytes()).collect();
+        let memory = comm.device().allocate(bytes.len(), AllocationKind::Plain);
+        let memory = memory.unwrap();
+        comm.device().upload(&memory, &bytes).unwrap();
+        memory
+    };
+    let number = |rank: usize, at: usize| (1000 * rank + at) as i32;
+    let of = |rank: usize| {
+        (0..COUNT)
+            .map(move |at| number(rank, at))
+            .collect::<Vec<_>>()
+    };
+    let own = memory(&of(rank));
+    let nothing = vec![-1; COUNT];
+    let (sum, came) = (memory(&nothing), memory(&nothing));
+    let (all, turned) = (
+        memory(&[&nothing[..], &nothing].concat()),
+        memory(&of(rank)),
+    );
+    let (dtype, op) = (DType::I32, ReduceOp::Sum);
+    collectives
+        .all_reduce(&sum, &own, dtype, op, &stream)
+        .unwrap();
+    collectives.all_gather(&all, &own, &stream).unwrap();
+    collectives.all_to_all(&turned, &turned, &stream).unwrap();
+    let messages = [Message::send(peer, &own), Message::receive(peer, &came)];
+    collectives.send_receive(&messages, &stream).unwrap();
+    collectives.barrier(&stream).unwrap();
+    comm.synchronize(&stream).unwrap();
+    let check = |memory: &DeviceSlice, expected: Vec<i32>| {
+        let mut bytes = vec![0; memory.bytes()];
+        comm.device().download(memory, &mut bytes).unwrap();
+        let expected: Vec<u8> = expected.iter().flat_map(|n| n.to_le_bytes()).collect();
+        assert!(bytes == expected);
+    };
+    check(&sum, of(0).iter().zip(of(1)).map(|(a, b)| a + b).collect());
+    check(&all, [of(0), of(1)].concat());
+    check(&came, of(peer));
+    let half = |of: Vec<i32>| of[rank * COUNT / 2..(rank + 1) * COUNT / 2].to_vec();
+    check(&turned, [half(of(0)), half(of(1))].concat());
 }
 
 /// Both ranks put a gibibyte at once, in parts to places of their own, and check what arrives.
@@ -291,6 +398,29 @@ fn was_cut_off(comm: &Communicator, error: &Error, started: Stopwatch) {
         named,
         (ErrorKind::PeerLost, Some(1 - comm.rank())),
         "{error}"
+    );
+}
+
+#[test]
+fn a_cut_link_ends_collectives_with_an_error_that_names_the_peer() {
+    const TEST: &str = "a_cut_link_ends_collectives_with_an_error_that_names_the_peer";
+    on_two_hosts_without_network(
+        TEST,
+        |_| (),
+        |comm, directory| {
+            let collectives = comm.collectives().unwrap();
+            exchange_by_collectives(&comm, &collectives);
+            cut_the_link(&comm, directory);
+            // Both wait for what is not sent, as after a cut between hosts; these two share memory all the same.
+            let stream = comm.create_stream(Default::default()).unwrap();
+            let memory = comm.device().allocate(64, AllocationKind::Plain).unwrap();
+            let started = Stopwatch::start();
+            let message = Message::receive(1 - comm.rank(), &memory);
+            let ended = collectives.send_receive(&[message], &stream);
+            let ended = ended.and_then(|()| comm.synchronize(&stream));
+            was_cut_off(&comm, &ended.unwrap_err(), started);
+            std::process::exit(0);
+        },
     );
 }
 

@@ -11,7 +11,7 @@ use super::{
 };
 use crate::device::InUse;
 use crate::device::Turns;
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::program::cost::{DeviceDescription, HardwareModel};
 use crate::program::execute::RankContext;
 use crate::topology::{Topology, TopologyClass, rendezvous};
@@ -90,6 +90,17 @@ impl Collectives {
         }
         let path = match options.path {
             Some(CollectivePath::Direct) => {
+                // Where ranks are on several machines, each has one that is far.
+                if let Some(peer) = far(&context, machine.world)? {
+                    return Err(Error::new(
+                        ErrorKind::Unsupported,
+                        "the peer is on another machine; expected the ranks of one machine on the direct path",
+                    )
+                    .with_operation("join the collectives")
+                    .with_rank(rank)
+                    .with_peer(peer)
+                    .with_help("leave the path open"));
+                }
                 Served::Direct(Box::new(Direct::join(&context, &machine)?))
             }
             Some(CollectivePath::Engine) => {
@@ -123,13 +134,9 @@ impl Collectives {
         options: &CollectiveOptions,
         topology: Option<&Topology>,
     ) -> Result<Served> {
-        let mut near = machine.world <= MAX_DIRECT_RANKS;
-        for peer in 0..machine.world {
-            near &= context.memory.is_near(context.group.job_rank(peer)?)?;
-        }
         let by_engine =
             || EngineCollectives::join(context, options.communicator).map(Served::Engine);
-        if !near {
+        if machine.world > MAX_DIRECT_RANKS || far(context, machine.world)?.is_some() {
             return by_engine();
         }
         if let Some(obstacle) = topology.and_then(|topology| topology.obstacles().first()) {
@@ -214,6 +221,16 @@ impl Collectives {
             estimates: Estimates::new(&model)?,
         })
     }
+}
+
+/// The first rank that is on another machine.
+fn far(context: &RankContext, world: usize) -> Result<Option<Rank>> {
+    for peer in 0..world {
+        if !context.memory.is_near(context.group.job_rank(peer)?)? {
+            return Ok(Some(peer));
+        }
+    }
+    Ok(None)
 }
 
 /// The links between the ranks' devices, where the direct path may serve so many. Blocks until all ranks have asked.
