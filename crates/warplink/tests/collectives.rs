@@ -38,6 +38,8 @@ mod messages;
 mod on_device;
 #[path = "collectives/parts.rs"]
 mod parts;
+#[path = "collectives/reductions.rs"]
+mod reductions;
 #[path = "collectives/repeated.rs"]
 mod repeated;
 #[path = "collectives/scaled.rs"]

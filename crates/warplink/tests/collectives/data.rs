@@ -118,67 +118,6 @@ fn processes_make_each_collective_by_each_algorithm() {
     });
 }
 
-/// Every type with every operator on 1 to 8 ranks, by algorithms in turn, with results that are the same on all.
-#[test]
-fn every_type_and_operator_is_reduced_on_every_number_of_ranks() {
-    for ranks in (1..=8).map(world) {
-        threads_with(
-            ranks,
-            |_| {},
-            |comm| {
-                let stream = comm.create_stream(Priority::Normal).unwrap();
-                let algorithms = [Algorithm::OneShot, Algorithm::TwoShot, Algorithm::Chunks];
-                let by = algorithms.map(|algorithm| {
-                    let options = CollectiveOptions {
-                        workspace_bytes: 4 << 20,
-                        algorithm: Some(algorithm),
-                        ..CollectiveOptions::default()
-                    };
-                    comm.collectives_with(&options).unwrap()
-                });
-                let mut random = Random::new(3 + ranks as u64);
-                let mut made = Vec::new();
-                for (type_number, dtype) in DType::ALL.into_iter().enumerate() {
-                    for (op_number, op) in ReduceOp::ALL.into_iter().enumerate() {
-                        let number = type_number + op_number + ranks;
-                        // Compiling takes minutes where eight ranks share a processor.
-                        if share_gpus() && ranks < world(8) && number % 4 != 0 {
-                            continue;
-                        }
-                        let number = number % by.len();
-                        let call = Call {
-                            kind: CollectiveKind::AllReduce,
-                            op: Some(op),
-                            dtype,
-                            count: 1 + random.below(900),
-                            root: None,
-                        };
-                        let choice = by[number].choice(&call).unwrap();
-                        assert_eq!(choice.algorithm, algorithms[number]);
-                        let case = Case {
-                            call,
-                            in_place: random.below(2) == 0,
-                            shift: random.below(4) * dtype.size(),
-                            seed: random.next(),
-                        };
-                        made.push(case.make(comm, &by[number], &stream).unwrap());
-                    }
-                }
-                comm.synchronize(&stream).unwrap();
-                for made in &made {
-                    made.check(comm);
-                }
-                let own: Vec<u8> = made.iter().flat_map(|made| made.reduced(comm)).collect();
-                let all = comm.all_gather_bytes(&own).unwrap();
-                assert!(
-                    all.iter().all(|outputs| *outputs == all[0]),
-                    "ranks have other results"
-                );
-            },
-        );
-    }
-}
-
 /// What is too long for packets goes by chunks, of which each lane has several.
 #[test]
 fn long_data_goes_through_a_small_workspace() {
