@@ -36,8 +36,8 @@ def gather_matmul(
         nbytes = rows * k * a.element_size()
         call = Call("fused_all_gather_matmul along the last dimension", (rows, k), a.dtype)
         pipeline = space.plan(call, lambda: GatherPipeline(space, nbytes))
-        own = a.contiguous().view(torch.uint8).view(-1)
-        for rank, received in pipeline.run(own):
+
+        def add(rank: int, received: torch.Tensor) -> None:
             part = received.view(a.dtype).view(rows, k)
             columns = slice(rank * k, (rank + 1) * k)
             for result, b in zip(results, bs):
@@ -48,6 +48,8 @@ def gather_matmul(
                     result.addmm_(part, b[columns])
             if gathered is not None:
                 gathered[:, columns] = part
+
+        pipeline.run(a.contiguous().view(torch.uint8).view(-1), add)
 
     def back(flat: torch.Tensor) -> torch.Tensor:
         return flat.view(*leading, flat.shape[1])

@@ -3,12 +3,13 @@
 Both pipelines have memory of their own, which is exchanged when they are made, by all ranks at the same
 time; tensors are copied into it. A run enqueues work on the caller's current stream and on a stream of the
 workspace for what is sent, without waiting on the host. On the host device, where PyTorch computes at
-once, it waits for each part.
+once, it waits for each part. A run that an exception ends in the middle ends the communicator too: transfers
+that were posted on one side alone would have the next run wait for its timeout.
 """
 
 from __future__ import annotations
 
-from typing import Any, Callable, Iterator
+from typing import Any, Callable
 
 import torch
 
@@ -74,20 +75,20 @@ class GatherPipeline(_Pipeline):
             requests.append(warplink.Receive(self.parts.region(after), after, step, PROTOCOL))
         self._exchange(requests)
 
-    def run(self, own: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-        """The rank and the bytes of every part, this rank's first, then as they arrive. To be used up:
-        the end makes the memory ready for the next run."""
-        stream = self._space.stream
-        self.parts.bytes[self._rank].copy_(own)
-        warplink.post_all(self._receives, stream)
-        self._post(self._sends, stream)
-        yield self._rank, self.parts.bytes[self._rank]
-        for step, receive in enumerate(self._receives, 1):
-            receive.wait(stream)
-            self._space.settle(stream)
-            source = (self._rank + step) % self._size
-            yield source, self.parts.bytes[source]
-        self._finish(stream)
+    def run(self, own: torch.Tensor, compute: Callable[[int, torch.Tensor], None]) -> None:
+        """``compute(rank, bytes)`` gets the part of every rank, this rank's first, then as they arrive."""
+        with self._space.whole():
+            stream = self._space.stream
+            self.parts.bytes[self._rank].copy_(own)
+            warplink.post_all(self._receives, stream)
+            self._post(self._sends, stream)
+            compute(self._rank, self.parts.bytes[self._rank])
+            for step, receive in enumerate(self._receives, 1):
+                receive.wait(stream)
+                self._space.settle(stream)
+                source = (self._rank + step) % self._size
+                compute(source, self.parts.bytes[source])
+            self._finish(stream)
 
 
 class ScatterPipeline(_Pipeline):
@@ -106,13 +107,14 @@ class ScatterPipeline(_Pipeline):
     def run(self, compute: Callable[[int, torch.Tensor], None]) -> torch.Tensor:
         """``compute(rank, bytes)`` writes the part for a rank, this rank's last. Returns the bytes that
         all ranks have for this one, by rank, which are good until the next run."""
-        stream = self._space.stream
-        warplink.post_all(self._receives, stream)
-        for step, send in enumerate(self._sends, 1):
-            target = (self._rank + step) % self._size
-            compute(target, self._sent.bytes[target])
-            self._post([send], stream)
-        compute(self._rank, self.received.bytes[self._rank])
-        warplink.wait_all(self._receives, stream)
-        self._finish(stream)
+        with self._space.whole():
+            stream = self._space.stream
+            warplink.post_all(self._receives, stream)
+            for step, send in enumerate(self._sends, 1):
+                target = (self._rank + step) % self._size
+                compute(target, self._sent.bytes[target])
+                self._post([send], stream)
+            compute(self._rank, self.received.bytes[self._rank])
+            warplink.wait_all(self._receives, stream)
+            self._finish(stream)
         return self.received.bytes

@@ -17,6 +17,14 @@ from warplink.torch.agreement import Call
 from warplink.torch.ops import direct_group, group_size, library
 from warplink.torch.pipeline import GatherPipeline, ScatterPipeline
 from warplink.torch.plans import copied_back, moved_back, span, to_front
+from warplink.torch.scaled_checks import (
+    check_matrix,
+    check_scaling,
+    check_scatter,
+    done_once,
+    product_sizes,
+    result_dtype,
+)
 
 library.define(
     "fused_all_gather_scaled_matmul(Tensor A, Tensor[] Bs, Tensor A_scale, Tensor[] B_scales, "
@@ -31,39 +39,6 @@ library.define(
     "ScalarType? out_dtype = None, bool use_fast_accum = False) -> Tensor",
     tags=[torch._C.Tag.needs_fixed_stride_order],
 )
-
-#: The dispatcher turns element types in lists into their numbers (c10/core/ScalarType.h).
-_NUMBERED = {
-    5: torch.float16,
-    6: torch.float32,
-    15: torch.bfloat16,
-    23: torch.float8_e5m2,
-    24: torch.float8_e4m3fn,
-}
-
-
-def _dtype(given: Any, default: torch.dtype) -> torch.dtype:
-    """The element type of a result."""
-    if given is None:
-        return default
-    if isinstance(given, torch.dtype):
-        return given
-    if given not in _NUMBERED:
-        raise ValueError(f"the results' element type has number {given}; expected a float type")
-    return _NUMBERED[given]
-
-
-def _check_matrix(a: torch.Tensor, b: torch.Tensor, rows: int) -> None:
-    if a.dim() < 2:
-        raise ValueError(f"A has {a.dim()} dimensions; expected at least 2")
-    if b.dim() != 2 or b.shape[0] != rows:
-        raise ValueError(f"B has the sizes {list(b.shape)}; expected {rows} rows, the columns of A")
-    if b.device != a.device:
-        raise ValueError(f"B is on {b.device}; expected {a.device}, as A is")
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().view(torch.uint8).view(-1)
 
 
 def _matmul(
@@ -82,6 +57,22 @@ def _matmul(
     torch._scaled_mm(
         a, b, a_scale, b_scale, bias, result_scale, out_dtype=out.dtype, use_fast_accum=fast, out=out
     )
+
+
+def _try(
+    kind: torch.dtype,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale: torch.Tensor,
+    b_scale: torch.Tensor,
+    rest: tuple[Any, Any, bool],
+) -> None:
+    """Has PyTorch compute such a product, of element type ``kind``, unless it has: it raises what it refuses."""
+
+    def multiply() -> None:
+        _matmul(a.new_empty([a.shape[0], b.shape[1]], dtype=kind), a, b, a_scale, b_scale, rest)
+
+    done_once((kind, a, b, a_scale, b_scale, *rest), multiply)
 
 
 @torch.no_grad()
@@ -120,8 +111,10 @@ def all_gather_scaled_matmul(
     size = group_size(group_name)
     last = gather_dim == A.dim() - 1
     for b in Bs:
-        _check_matrix(A, b, A.shape[-1] * (size if last else 1))
-    kinds = [_dtype(given, A.dtype) for given in out_dtypes]
+        check_matrix(A, b, A.shape[-1] * (size if last else 1))
+    for b, b_scale, bias, result_scale in zip(Bs, B_scales, biases, result_scales):
+        check_scaling(A, b, (A_scale, b_scale), bias, result_scale)
+    kinds = [result_dtype(given, A.dtype) for given in out_dtypes]
     if last:
         rests = list(zip(biases, result_scales, use_fast_accum))
         return _gather_columns(A, Bs, (A_scale, B_scales), kinds, rests, group_name)
@@ -130,30 +123,35 @@ def all_gather_scaled_matmul(
     whole_rows = list(A.shape[:-1])
     whole_rows[gather_dim] *= size
     leading = [front.shape[0] * size, *front.shape[1:-1]]
-    scales = _scales_of_rows(A, A_scale, gather_dim, whole_rows, group_name)
     outs = [A.new_empty([size * rows, b.shape[1]], dtype=kind) for b, kind in zip(Bs, kinds)]
-
-    def multiply(first: int, part: torch.Tensor) -> None:
-        last = first + part.shape[0]
-        own = scales[first:last] if scales.numel() > 1 else scales
-        for place, b in enumerate(Bs):
-            rest = (biases[place], result_scales[place], use_fast_accum[place])
-            _matmul(outs[place][first:last], part, b, own, B_scales[place], rest)
-
+    rests = list(zip(biases, result_scales, use_fast_accum))
     group = direct_group(group_name)
+    own_scales = _own_scales(A, A_scale, gather_dim, whole_rows, 0 if group is None else group.rank())
     if group is None or A.numel() == 0:
+        scales = _scales_of_rows(A, A_scale, gather_dim, group_name)
         gathered = funcol.wait_tensor(
             torch.ops._c10d_functional.all_gather_into_tensor(front.contiguous(), size, group_name)
         ).view(-1, k)
-        multiply(0, gathered)
+        for out, b, b_scale, rest in zip(outs, Bs, B_scales, rests):
+            _matmul(out, gathered, b, scales, b_scale, rest)
     else:
+        brought = front.reshape(rows, k).contiguous()
+        for kind, b, b_scale, rest in zip(kinds, Bs, B_scales, rests):
+            _try(kind, brought, b, own_scales, b_scale, rest)
+        scales = _scales_of_rows(A, A_scale, gather_dim, group_name)
+
+        def multiply(rank: int, received: torch.Tensor) -> None:
+            part, of_rank = received.view(A.dtype).view(rows, k), slice(rank * rows, (rank + 1) * rows)
+            own = scales[of_rank] if scales.numel() > 1 else scales
+            for out, b, b_scale, rest in zip(outs, Bs, B_scales, rests):
+                _matmul(out[of_rank], part, b, own, b_scale, rest)
+
         space = group.workspace(A.device)
         with span("warplink::fused_all_gather_scaled_matmul"), space.turn():
             nbytes = rows * k * A.element_size()
             call = Call("fused_all_gather_scaled_matmul", (rows, k), A.dtype)
             pipeline = space.plan(call, lambda: GatherPipeline(space, nbytes))
-            for rank, part in pipeline.run(_bytes(front)):
-                multiply(rank * rows, part.view(A.dtype).view(rows, k))
+            pipeline.run(brought.view(torch.uint8).view(-1), multiply)
             # The pipeline's memory is the next call's too.
             gathered = pipeline.parts.bytes.clone().view(A.dtype).view(-1, k)
     return moved_back(gathered, leading, gather_dim), [moved_back(out, leading, gather_dim) for out in outs]
@@ -168,21 +166,20 @@ def _gather_columns(
     group_name: str,
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """The same along the last dimension, as a collective and matmuls."""
-    size = group_size(group_name)
+    size, rows, a_scale = group_size(group_name), math.prod(a.shape[:-1]), scales[0]
+    if a_scale.numel() > 1:
+        if a_scale.numel() != rows:
+            raise ValueError(
+                f"A_scale has {a_scale.numel()} elements; expected one, or one for each of {rows} rows of A"
+            )
+        a_scale = a_scale.reshape(-1, 1).contiguous()
     gathered = funcol.wait_tensor(
         torch.ops._c10d_functional.all_gather_into_tensor(a.contiguous(), size, group_name)
     )
     # Not all types of fp8 can be concatenated.
     parts = gathered.view(torch.uint8).chunk(size) if a.element_size() == 1 else gathered.chunk(size)
     whole = torch.cat(parts, dim=-1).view(a.dtype)
-    flat, a_scale = whole.flatten(0, -2), scales[0]
-    if a_scale.numel() > 1:
-        if a_scale.numel() != flat.shape[0]:
-            raise ValueError(
-                f"A_scale has {a_scale.numel()} elements; expected one, or one for each of "
-                f"{flat.shape[0]} rows of A"
-            )
-        a_scale = a_scale.reshape(-1, 1).contiguous()
+    flat = whole.flatten(0, -2)
     results = []
     for b, b_scale, kind, rest in zip(bs, scales[1], kinds, rests):
         out = a.new_empty([flat.shape[0], b.shape[1]], dtype=kind)
@@ -191,9 +188,24 @@ def _gather_columns(
     return whole, results
 
 
-def _scales_of_rows(
-    a: torch.Tensor, scale: torch.Tensor, dim: int, whole_rows: list[int], group_name: str
+def _own_scales(
+    a: torch.Tensor, scale: torch.Tensor, dim: int, whole_rows: list[int], rank: int
 ) -> torch.Tensor:
+    """One scale, or one for each row of this rank's part of A, as ``_scales_of_rows`` has them. Raises ValueError where
+    the sizes are others."""
+    if list(scale.shape) == [*a.shape[:-1], 1]:
+        return scale.movedim(dim, 0).reshape(-1, 1).contiguous()
+    if scale.numel() == 1:
+        return scale
+    if list(scale.shape) == [*whole_rows, 1]:
+        rows = math.prod(a.shape[:-1])
+        return scale.movedim(dim, 0).reshape(-1, 1).contiguous()[rank * rows : (rank + 1) * rows]
+    raise ValueError(
+        f"A_scale has the sizes {list(scale.shape)}; expected one scale, {[*a.shape[:-1], 1]} or {[*whole_rows, 1]}"
+    )
+
+
+def _scales_of_rows(a: torch.Tensor, scale: torch.Tensor, dim: int, group_name: str) -> torch.Tensor:
     """One scale, or one for each row of the gathered A, with the gathered dimension in front."""
     if list(scale.shape) == [*a.shape[:-1], 1]:
         # As long as this rank's part, so it is gathered as well; it is small.
@@ -202,14 +214,7 @@ def _scales_of_rows(
         started = torch.ops._c10d_functional.all_gather_into_tensor(front, size, group_name)
         gathered: torch.Tensor = funcol.wait_tensor(started)
         return gathered.view(-1, 1)
-    if scale.numel() == 1:
-        return scale
-    if list(scale.shape[:-1]) == whole_rows:
-        return scale.movedim(dim, 0).flatten(0, -2).contiguous()
-    raise ValueError(
-        f"A_scale has the sizes {list(scale.shape)}; expected one scale, {[*a.shape[:-1], 1]} or "
-        f"{[*whole_rows, 1]}"
-    )
+    return scale if scale.numel() == 1 else scale.movedim(dim, 0).reshape(-1, 1).contiguous()
 
 
 @torch.no_grad()
@@ -236,14 +241,16 @@ def scaled_matmul_reduce_scatter(
     ``A_scale`` is one scale, or one for each row of A. The result is contiguous. Raises ValueError where
     sizes or devices do not fit.
     """
-    sizes = _product_sizes(A, B, output_shape)
+    sizes = product_sizes(A, B, output_shape)
     size = group_size(group_name)
-    _check_scatter(A, B, A_scale, reduce_op, orig_scatter_dim, sizes, size)
-    dim, kind = orig_scatter_dim, _dtype(out_dtype, A.dtype)
+    check_scatter(A, A_scale, reduce_op, orig_scatter_dim, sizes, size)
+    check_scaling(A, B, (A_scale, B_scale), bias, result_scale)
+    dim, kind = orig_scatter_dim, result_dtype(out_dtype, A.dtype)
     k, n = A.shape[-1], B.shape[1]
     rest = (bias, result_scale, use_fast_accum)
     group = direct_group(group_name)
-    if group is None or A.numel() == 0 or dim == len(sizes) - 1:
+    # Types of 8 bits have no sums in PyTorch.
+    if group is None or A.numel() == 0 or dim == len(sizes) - 1 or kind.itemsize == 1:
         scaling = (A_scale, B_scale)
         return _unfused_scatter(A, B, scaling, kind, rest, reduce_op, (dim, sizes), group_name)
     front = to_front(A.reshape(*sizes[:-1], k), dim)
@@ -257,6 +264,8 @@ def scaled_matmul_reduce_scatter(
         own = scales[rank] if scales.numel() > 1 else scales
         _matmul(out.view(kind).view(rows, n), parts[rank], B, own, B_scale, rest)
 
+    own = scales[0] if scales.numel() > 1 else scales
+    _try(kind, parts[0], B, own, B_scale, rest)
     space = group.workspace(A.device)
     with span("warplink::fused_scaled_matmul_reduce_scatter"), space.turn():
         nbytes = rows * n * kind.itemsize
@@ -266,42 +275,6 @@ def scaled_matmul_reduce_scatter(
         result = (received.mean(0) if reduce_op == "avg" else received.sum(0)).to(kind)
     leading = [front.shape[0] // size, *front.shape[1:-1]]
     return copied_back(result, leading, dim)
-
-
-def _product_sizes(a: torch.Tensor, b: torch.Tensor, output_shape: list[int] | None) -> list[int]:
-    _check_matrix(a, b, a.shape[-1])
-    sizes = [*(output_shape[:-1] if output_shape is not None else a.shape[:-1]), b.shape[1]]
-    if math.prod(sizes[:-1]) != math.prod(a.shape[:-1]):
-        raise ValueError(
-            f"output_shape is {list(output_shape or [])}; expected as many rows as A of "
-            f"{list(a.shape)} has"
-        )
-    return sizes
-
-
-def _check_scatter(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    scale: torch.Tensor,
-    reduce_op: str,
-    dim: int,
-    sizes: list[int],
-    size: int,
-) -> None:
-    if reduce_op not in ("sum", "avg"):
-        raise ValueError(f"reduce_op is '{reduce_op}'; expected sum or avg")
-    if not 0 <= dim < len(sizes):
-        raise ValueError(
-            f"orig_scatter_dim is {dim}; expected a dimension of the result, from 0 to {len(sizes) - 1}"
-        )
-    if sizes[dim] % size:
-        raise ValueError(
-            f"dimension {dim} of the result is {sizes[dim]}; expected a multiple of {size} ranks"
-        )
-    if scale.numel() != 1 and scale.numel() != math.prod(a.shape[:-1]):
-        raise ValueError(
-            f"A_scale has {scale.numel()} elements; expected one, or one for each row of A"
-        )
 
 
 def _unfused_scatter(
@@ -339,7 +312,7 @@ def _meta_all_gather_scaled_matmul(
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Shapes and strides only."""
     size = group_size(group_name)
-    kinds = [_dtype(given, A.dtype) for given in out_dtypes]
+    kinds = [result_dtype(given, A.dtype) for given in out_dtypes]
     if gather_dim == A.dim() - 1:
         outs = [A.new_empty([*A.shape[:-1], b.shape[1]], dtype=kind) for b, kind in zip(Bs, kinds)]
         return A.new_empty([*A.shape[:-1], A.shape[-1] * size]), outs
@@ -370,7 +343,7 @@ def _meta_scaled_matmul_reduce_scatter(
     """The shape only."""
     sizes = [*(output_shape[:-1] if output_shape is not None else A.shape[:-1]), B.shape[1]]
     sizes[orig_scatter_dim] //= group_size(group_name)
-    return A.new_empty(sizes, dtype=_dtype(out_dtype, A.dtype))
+    return A.new_empty(sizes, dtype=result_dtype(out_dtype, A.dtype))
 
 
 for _key in ("CPU", "CUDA"):

@@ -10,9 +10,9 @@ from typing import Any, Callable, Iterator, Sequence
 import torch
 
 import warplink
-from warplink.errors import InvalidArgumentError, OutOfMemoryError, WarplinkError
+from warplink.errors import ClosedError, InvalidArgumentError, OutOfMemoryError, TimeoutError, WarplinkError
 from warplink.torch import error_handling, joining
-from warplink.torch.agreement import check_alike, made_by_all
+from warplink.torch.agreement import LOSSES, check_alike, made_by_all
 
 #: How many plans of fused operations, each with memory of its own, a group keeps on a device.
 MAX_PLANS = 64
@@ -95,8 +95,25 @@ class Workspace:
             self._turns.begin(stream)
             try:
                 yield stream
-            finally:
-                self._turns.end(stream)
+            except BaseException:
+                # What went wrong is told, and not that a communicator which has ended takes no turns.
+                with contextlib.suppress(WarplinkError):
+                    self._turns.end(stream)
+                raise
+            self._turns.end(stream)
+
+    @contextlib.contextmanager
+    def whole(self, *common: type[BaseException]) -> Iterator[None]:
+        """For what members do together. Where an exception ends it in the middle on this one, the communicator ends on
+        all of them, and the others are told why: they would wait for this one. Not where it is one that all members
+        get: what ends the communicator anyway, or one of ``common``."""
+        try:
+            yield
+        except BaseException as error:
+            if not isinstance(error, (*LOSSES, TimeoutError, ClosedError, *common)):
+                reason = f"a fused operation was left in the middle: {type(error).__name__}: {error}"
+                self.communicator.abort(reason)
+            raise
 
     def plan(self, key: Any, make: Callable[[], Any]) -> Any:
         """The plan for ``key``, made by all ranks at the same time if there is none. Ranks use the same
@@ -110,7 +127,7 @@ class Workspace:
             for other in others[: max(0, len(others) + 1 - MAX_PLANS)]:
                 del self.plans[other]
             check_alike(self.communicator, key)
-            with torch.inference_mode(False), torch.no_grad():
+            with self.whole(WarplinkError), torch.inference_mode(False), torch.no_grad():
                 # What is made here is used in every mode.
                 found = make()
         self.plans[key] = found
