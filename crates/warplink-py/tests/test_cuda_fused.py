@@ -189,6 +189,47 @@ def test_fused_operations_in_a_graph():
     on_ranks(captured, WORLD)
 
 
+def captured_at_first(rank, world, _, place):
+    from warplink.errors import InvalidArgumentError
+
+    dist = start_on_gpu(rank, world, place)
+    group, device = dist.group.WORLD, torch.device("cuda", gpu(rank))
+    a, b = (torch.full(shape, rank + 1.0, device=device) for shape in ((64, 32), (32, 48)))
+
+    def fused():
+        return torch.ops.warplink.fused_all_gather_matmul(a, [b], 0, group.group_name)[1][0]
+
+    def record(call):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            result = call()
+        return graph, result
+
+    # Rank 1 does not record, and would wait for the other.
+    calls = ((fused, "what needs memory of other members"), (fused, "fused_all_gather"), (group.intra_node_barrier, "intra_n"))
+    for made, (call, what) in enumerate(calls):
+        if rank == 0:
+            with pytest.raises(InvalidArgumentError, match=f"records a graph.*{what}.*call it once on every rank before"):
+                record(call)
+        if made == 0:
+            # That makes the group's memory, and nothing else.
+            group.workspace(device)
+        else:
+            call()
+    torch.cuda.synchronize()
+    dist.barrier(device_ids=[gpu(rank)])
+    graph, result = record(fused)
+    for _ in range(3):
+        graph.replay()
+        for peer in range(world):
+            assert (result[64 * peer : 64 * (peer + 1)] == 32 * (peer + 1) * (rank + 1)).all()
+    dist.destroy_process_group()
+
+
+def test_first_calls_in_a_graph_raise():
+    on_ranks(captured_at_first, WORLD)
+
+
 def graphs(rank, world, _, place):
     dist = start_on_gpu(rank, world, place)
     ops, name = torch.ops.warplink, dist.group.WORLD.group_name

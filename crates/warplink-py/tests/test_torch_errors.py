@@ -121,33 +121,6 @@ def test_another_type_size_or_operation_on_one_rank():
     on_ranks(another_type, 2)
 
 
-def absent(rank, world, _, place, both_made):
-    from warplink.errors import WarplinkError
-
-    dist = start(rank, world, place, timeout=3)
-    name = dist.group.WORLD.group_name
-
-    def gather(rows):
-        a = torch.full((rows, 8), float(rank))
-        return torch.ops.warplink.fused_all_gather_matmul(a, [torch.ones(8, 6)], 0, name)
-
-    gather(4)
-    if both_made:
-        gather(5)
-    watch = Stopwatch()
-    # One rank or both have made these plans before, so they do not compare them.
-    with pytest.raises(WarplinkError) as caught:
-        gather(4 + rank)
-        gather(4 + rank)
-    assert watch.elapsed() < 20
-    return caught.value.kind
-
-
-@pytest.mark.parametrize("both_made", [False, True])
-def test_ranks_that_run_different_plans_do_not_hang(both_made):
-    assert on_ranks(absent, 2, both_made) == ["timeout"] * 2
-
-
 def ended(rank, world, _, place):
     from warplink.errors import ClosedError
 

@@ -1,4 +1,4 @@
-"""Members of a group decide alike whether messages go direct, also where joining fails on some of them."""
+"""Members of a group decide alike what goes direct, also where joining fails on some of them."""
 
 import resource
 
@@ -61,7 +61,7 @@ def test_a_rank_that_fails_when_others_have_joined_leaves_all_without():
 
 def as_on_gpus(rank, world, place, monkeypatch, make_workspace):
     """A group that has yet to join for messages of CUDA tensors, and how often it tried."""
-    from warplink.torch import group as module
+    from warplink.torch import group as module, workspaces
 
     dist = start(rank, world, place, timeout=10)
     group = dist.group.WORLD
@@ -75,15 +75,18 @@ def as_on_gpus(rank, world, place, monkeypatch, make_workspace):
     monkeypatch.setattr(group._options, "direct_messages", True)
     monkeypatch.setattr(group, "_nccl", object())
     monkeypatch.setattr(group, "_make_workspace", make)
-    monkeypatch.setattr(module, "is_recording", lambda device: False)
+    for place_of_it in (module, workspaces):
+        monkeypatch.setattr(place_of_it, "is_recording", lambda device: False)
     return dist, group, tried
 
 
 def on_the_host(group):
-    """A workspace of the ranks on the host device."""
+    """A workspace of the ranks on the host device, which passes for one on a GPU."""
     from warplink.torch.workspace import Workspace
 
-    return Workspace(group._communicator.subgroup(list(range(group.size()))), None, 1 << 20)
+    space = Workspace(group._communicator.subgroup(list(range(group.size()))), None, 1 << 20)
+    space.device = GPU
+    return space
 
 
 def no_workspace(rank, world, _, place):
@@ -110,7 +113,7 @@ def test_a_rank_that_cannot_make_a_workspace_leaves_all_without_and_none_tries_a
 
 def no_streams(rank, world, _, place):
     from warplink.errors import DriverError
-    from warplink.torch import group as module
+    from warplink.torch import group as module, workspaces
 
     def make(space, collectives, limit):
         if rank == 0:
@@ -123,6 +126,8 @@ def no_streams(rank, world, _, place):
         for _ in range(3):
             assert group.direct_messages(GPU) is None
         assert tried == [GPU] and group.messages_path == "backend"
+        # Buffers and fused operations have their workspace all the same.
+        assert group.direct_workspace(GPU) is group._workspaces["cuda"] and group.is_direct
     dist.barrier()
     dist.destroy_process_group()
 
@@ -173,3 +178,51 @@ def told(rank, world, _, place):
 
 def test_members_tell_one_another_by_the_store():
     on_ranks(told, 2)
+
+
+def without_peers_memory(rank, world, _, place, number):
+    """Rank 1 cannot make a workspace, or open what others export, as where GPUs cannot map each other's memory."""
+    import warplink.torch
+    from warplink.errors import UnsupportedError
+    from warplink.torch.workspace import Workspace
+
+    dist = start(rank, world, place, timeout=20)
+    group, ops = dist.group.WORLD, torch.ops.warplink
+    name, tried = group.group_name, []
+    a, b = torch.full((4, 8), float(rank)), torch.ones(8, 6)
+
+    def fail(*given):
+        tried.append(given)
+        raise UnsupportedError("the peer's memory cannot be mapped")
+
+    def fused():
+        whole, (product,) = ops.fused_all_gather_matmul(a, [b], 0, name)
+        assert whole[:, 0].tolist() == [float(peer) for peer in range(world) for _ in range(4)]
+        assert torch.equal(product, whole @ b)
+        assert (ops.fused_matmul_reduce_scatter(whole, b, "sum", 0, name) == 8 * world * rank).all()
+        one = torch.tensor(1.0)
+        left, right = torch.ones(16, 32).to(torch.float8_e4m3fn), torch.ones(48, 32).to(torch.float8_e4m3fn).t()
+        rest = (0, name, [None], [None], [torch.bfloat16], [False])
+        _, (product,) = ops.fused_all_gather_scaled_matmul(left, [right], one, [one], *rest)
+        assert (product == 32).all() and product.shape == (16 * world, 48)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(*((group, "_make_workspace", fail), (Workspace, "_open", fail))[number])
+        assert warplink.torch.is_direct_group() and group.get_buffer_size() > 0
+        fused()
+    # It is not tried again, also where it could be done now.
+    fused()
+    assert len(tried) == (1 if rank == 1 else 0)
+    assert not group.is_direct and not warplink.torch.is_direct_group() and group.get_buffer_size() == 0
+    with pytest.raises(UnsupportedError, match="a member could not share memory on cpu"):
+        group.get_p2p_buffer(rank, (4,), torch.float32)
+    with pytest.raises(UnsupportedError, match="a member could not share memory on cpu"):
+        group.intra_node_barrier()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("step", ["making", "opening"])
+def test_fused_operations_run_unfused_where_a_rank_cannot_reach_the_memory_of_others(step):
+    on_ranks(without_peers_memory, 3, int(step == "opening"))

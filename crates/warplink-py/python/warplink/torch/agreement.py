@@ -54,11 +54,25 @@ def check_alike(communicator: warplink.Communicator, call: Any) -> None:
     own = str(call)
     for peer, told in enumerate(communicator.all_gather_bytes(own.encode())):
         if (other := told.decode(errors="replace")) != own:
-            message = (
-                f"rank {communicator.rank}: the peer calls {other}; expected {own} (peer {peer}); "
-                "help: call the same operations in the same order with the same sizes and types on every rank"
-            )
-            raise from_kind("mismatch", message, rank=communicator.rank, peer=peer, operation="fused operation")
+            raise differing(communicator.rank, peer, own, other)
+
+
+def differing(rank: int, peer: int, own: str, other: str) -> WarplinkError:
+    """The MismatchError of ``rank`` that calls ``own`` where ``peer`` calls ``other``."""
+    message = (
+        f"rank {rank}: the peer calls {other}; expected {own} (peer {peer}); "
+        "help: call the same operations in the same order with the same sizes and types on every rank"
+    )
+    return from_kind("mismatch", message, rank=rank, peer=peer, operation="fused operation")
+
+
+def new_in_a_graph(rank: int, what: str) -> WarplinkError:
+    """The InvalidArgumentError of ``rank`` that cannot make ``what`` where its stream records a graph."""
+    message = (
+        f"rank {rank}: the stream records a graph; expected none at the first call of {what}, for which members exchange "
+        "memory; help: call it once on every rank before capturing"
+    )
+    return from_kind("invalid_argument", message, rank=rank, operation="fused operation")
 
 
 def made_by_all(communicator: warplink.Communicator, what: str, make: Callable[[], T]) -> T | None:

@@ -12,26 +12,25 @@ import math
 import torch
 
 from warplink.torch.agreement import Call
-from warplink.torch.group import ProcessGroupWarplink
 from warplink.torch.pipeline import GatherPipeline, ScatterPipeline
 from warplink.torch.plans import span
+from warplink.torch.workspace import Workspace
 
 
 @torch.no_grad()
 def gather_matmul(
-    a: torch.Tensor, bs: list[torch.Tensor], group: ProcessGroupWarplink, *, return_a: bool
+    a: torch.Tensor, bs: list[torch.Tensor], space: Workspace, *, return_a: bool
 ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
     """``cat(A of all ranks, dim=-1) @ B`` for each of ``bs``, and the gathered A if ``return_a``, all contiguous.
 
     Sums of parts are kept in the results' type, as in ``torch.ops.symm_mem``, so that there is one rounding for
     each rank.
     """
-    size = group.size()
+    size, own_rank = space.communicator.size, space.communicator.rank
     leading, k = list(a.shape[:-1]), a.shape[-1]
     rows = math.prod(leading)
     results = [a.new_empty(rows, b.shape[1]) for b in bs]
     gathered = a.new_empty(rows, size * k) if return_a else None
-    space = group.workspace(a.device)
     with span("warplink::fused_all_gather_matmul"), space.turn():
         nbytes = rows * k * a.element_size()
         call = Call("fused_all_gather_matmul along the last dimension", (rows, k), a.dtype)
@@ -42,7 +41,7 @@ def gather_matmul(
             columns = slice(rank * k, (rank + 1) * k)
             for result, b in zip(results, bs):
                 # This rank's part comes first.
-                if rank == group.rank():
+                if rank == own_rank:
                     torch.mm(part, b[columns], out=result)
                 else:
                     result.addmm_(part, b[columns])
@@ -59,10 +58,10 @@ def gather_matmul(
 
 @torch.no_grad()
 def matmul_scatter(
-    a: torch.Tensor, b: torch.Tensor, group: ProcessGroupWarplink, *, average: bool
+    a: torch.Tensor, b: torch.Tensor, space: Workspace, *, average: bool
 ) -> torch.Tensor:
     """This rank's columns of the sum or average over the ranks of ``A @ B``, contiguous."""
-    size = group.size()
+    size = space.communicator.size
     flat = a.flatten(0, -2)
     rows, columns = flat.shape[0], b.shape[1] // size
 
@@ -70,7 +69,6 @@ def matmul_scatter(
         part = b[:, rank * columns : (rank + 1) * columns]
         torch.mm(flat, part, out=out.view(a.dtype).view(rows, columns))
 
-    space = group.workspace(a.device)
     with span("warplink::fused_matmul_reduce_scatter"), space.turn():
         nbytes = rows * columns * a.element_size()
         call = Call("fused_matmul_reduce_scatter along the last dimension", (rows, columns), a.dtype)

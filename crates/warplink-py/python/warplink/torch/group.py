@@ -32,6 +32,7 @@ from warplink.torch.monitored import monitored_barrier
 from warplink.torch.options import Options
 from warplink.torch.works import Noted, Works
 from warplink.torch.workspace import Workspace, is_recording
+from warplink.torch.workspaces import GroupWorkspaces
 
 #: Seconds for which a process that ends waits for the others to leave too.
 LEAVE_AT_EXIT_SECONDS = 1.0
@@ -47,7 +48,7 @@ class _HostBackend(C10dBackend):
         return "warplink"
 
 
-class ProcessGroupWarplink(GroupCalls, dist.ProcessGroup):  # type: ignore[misc]
+class ProcessGroupWarplink(GroupCalls, GroupWorkspaces, dist.ProcessGroup):  # type: ignore[misc]
     """A process group of the backend ``warplink``; ``torch.distributed`` makes it.
 
     Every member makes one at the same time. Methods are those of ``ProcessGroup``.
@@ -94,6 +95,7 @@ class ProcessGroupWarplink(GroupCalls, dist.ProcessGroup):  # type: ignore[misc]
         self._nccl: Any = None
         self._workspaces: dict[str, Workspace] = {}
         self._workspaces_begun = 0
+        self._apart: set[str] = set()
         self._global_ranks = global_ranks or []
         self._group_name = name
         self._group_desc = "undefined"
@@ -249,13 +251,8 @@ class ProcessGroupWarplink(GroupCalls, dist.ProcessGroup):  # type: ignore[misc]
     def _join_on_gpu(self, device: torch.device) -> GpuCollectives | None:
         """What goes direct on ``device``; None, on all members alike, where one of them cannot."""
         limit = self._timeout.total_seconds()
-        space = agreement.made_without_communicator(
-            self._store, self._rank, self._size, "workspaces", lambda: self.workspace(device), limit
-        )
+        space = self.direct_workspace(device)
         if space is None:
-            # Those of the others are gone, so this one is of no use.
-            if (alone := self._workspaces.pop(device.type, None)) is not None:
-                alone.close()
             return None
         joined = direct.join(space.communicator)
         if joined is None:
@@ -290,12 +287,13 @@ class ProcessGroupWarplink(GroupCalls, dist.ProcessGroup):  # type: ignore[misc]
 
     @property
     def is_direct(self) -> bool:
-        """Whether all members run on one machine, so that they reach one another's memory."""
-        return self._one_machine
+        """Whether members reach one another's memory: they run on one machine, and did not find out otherwise when they
+        first needed it, on GPUs where the group has NCCL."""
+        return self._one_machine and ("cuda" if self._nccl else "cpu") not in self._apart
 
     def get_buffer_size(self) -> int:
         """Bytes of each rank's buffer; 0 where members cannot reach one another's memory."""
-        return self._options.buffer_size if self._one_machine else 0
+        return self._options.buffer_size if self.is_direct else 0
 
     def get_p2p_buffer(
         self,
@@ -317,47 +315,6 @@ class ProcessGroupWarplink(GroupCalls, dist.ProcessGroup):  # type: ignore[misc]
     def intra_node_barrier(self, device: str | torch.device | None = None) -> None:
         """A barrier of the members' current streams (on CPU, of the callers)."""
         self.workspace(device).barrier()
-
-    def workspace(self, device: str | torch.device | None = None) -> Workspace:
-        """What Warplink does directly on ``device``. The first call is made by every member at the
-        same time."""
-        self._check()
-        device = torch.device(device or ("cuda" if self._nccl else "cpu"))
-        if not self._one_machine:
-            raise UnsupportedError(
-                "the group spans machines; expected members that reach one another's memory"
-            )
-        with self._lock:
-            space = self._workspaces.get(device.type)
-            if space is None:
-                space = self._workspaces[device.type] = self._make_workspace(device)
-        if device.index not in (None, space.device.index):
-            raise InvalidArgumentError(
-                f"the device is {device}; expected {space.device}, as in the group's first call"
-            )
-        return space
-
-    def _make_workspace(self, device: torch.device) -> Workspace:
-        size = self._options.buffer_size
-        if device.type == "cpu" and self._communicator is not None:
-            everyone = list(range(self._size))
-            return Workspace(self._communicator.subgroup(everyone), None, size)
-        on_gpu = device.type == "cuda"
-        if on_gpu and device.index is None:
-            bound = self.bound_device_id
-            index = torch.cuda.current_device() if bound is None else bound.index
-            device = torch.device("cuda", index)
-        # A second attempt must not read what the first one left in the store.
-        self._workspaces_begun += 1
-        job = joining.join(
-            dist.PrefixStore(f"workspace/{self._workspaces_begun}", self.get_group_store()),
-            self._rank,
-            self._size,
-            "cuda" if on_gpu else "host",
-            device.index if on_gpu else None,
-            self._timeout.total_seconds(),
-        )
-        return Workspace(job.world(), job, size, device, self._timeout.total_seconds())
 
     # Names, numbers and the end
 

@@ -9,7 +9,9 @@ of the right operands. Like the originals they have no gradients, whatever runs 
 
 from __future__ import annotations
 
+import contextlib
 import math
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -21,9 +23,12 @@ from warplink.torch import columns
 from warplink.torch.agreement import Call
 from warplink.torch.group import ProcessGroupWarplink
 from warplink.torch.plans import FusedPlan, copied_back, family, in_memory, moved_back, span, to_front
+from warplink.torch.workspace import Workspace, is_recording
 
 #: Element types that have a matmul in Warplink.
 FUSED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+_ALONE: AbstractContextManager[None] = contextlib.nullcontext()
 
 library = torch.library.Library("warplink", "DEF")
 library.define(
@@ -59,19 +64,25 @@ def group_size(group_name: str) -> int:
     return c10d._get_group_size_by_name(group_name)  # type: ignore[arg-type]
 
 
-def direct_group(group_name: str) -> ProcessGroupWarplink | None:
-    """The group, if Warplink serves it directly and it has more than one rank."""
+def direct_workspace(group_name: str, device: torch.device, *, fuses: bool) -> Workspace | None:
+    """What does calls of the group directly on ``device``; None, on all ranks alike, if Warplink does not, or the group
+    has one rank. Where a call that does not fuse is recorded, it is not needed."""
     group = c10d._resolve_process_group(group_name)  # type: ignore[arg-type]
-    if not isinstance(group, ProcessGroupWarplink) or not group.is_direct or group.size() == 1:
+    if not isinstance(group, ProcessGroupWarplink) or group.size() == 1:
         return None
-    return group
+    if not fuses and is_recording(device):
+        return None
+    return group.direct_workspace(device)
 
 
-def _fusing_group(a: torch.Tensor, bs: list[torch.Tensor], name: str) -> ProcessGroupWarplink | None:
-    """The group, if it overlaps the matmuls of ``a`` and ``bs`` with communication."""
-    if a.dtype not in FUSED_DTYPES or any(matrix.numel() == 0 for matrix in (a, *bs)):
-        return None
-    return direct_group(name)
+def compared(space: Workspace | None, call: Call) -> AbstractContextManager[None]:
+    """For ``call`` as a collective and a matmul: ranks that have a plan for theirs learn of it, if there is ``space``."""
+    return _ALONE if space is None else space.compared(call)
+
+
+def _fuses(a: torch.Tensor, bs: list[torch.Tensor]) -> bool:
+    """Whether Warplink overlaps the matmuls of ``a`` and ``bs`` with communication."""
+    return a.dtype in FUSED_DTYPES and all(matrix.numel() for matrix in (a, *bs))
 
 
 @torch.no_grad()
@@ -96,21 +107,25 @@ def all_gather_matmul(
             rows *= group_size(group_name)
         if b.shape[0] != rows:
             raise ValueError(f"B has {b.shape[0]} rows; expected {rows}, the columns of A")
-    group = _fusing_group(A, Bs, group_name)
-    if group is None:
-        return _unfused_all_gather_matmul(A, Bs, gather_dim, group_name, return_A=return_A)
-    if gather_dim == A.dim() - 1:
-        return columns.gather_matmul(A, Bs, group, return_a=return_A)
-    front = to_front(A, gather_dim)
-    leading = [front.shape[0] * group.size(), *front.shape[1:-1]]
-    rows, k = math.prod(front.shape[:-1]), A.shape[-1]
-    m, count = rows * group.size(), len(Bs)
-    rights, transposed = in_memory(Bs)
+    fuses = _fuses(A, Bs)
+    space = direct_workspace(group_name, A.device, fuses=fuses)
+    rows, k = math.prod(A.shape[:-1]), A.shape[-1]
     widths = tuple(b.shape[1] for b in Bs)
+    if space is None or not fuses:
+        along = " along the last dimension" if gather_dim == A.dim() - 1 else ""
+        call = Call("fused_all_gather_matmul" + along, (rows, k, *widths), A.dtype)
+        with compared(space, call):
+            return _unfused_all_gather_matmul(A, Bs, gather_dim, group_name, return_A=return_A)
+    if gather_dim == A.dim() - 1:
+        return columns.gather_matmul(A, Bs, space, return_a=return_A)
+    size = space.communicator.size
+    front = to_front(A, gather_dim)
+    leading = [front.shape[0] * size, *front.shape[1:-1]]
+    m, count = rows * size, len(Bs)
+    rights, transposed = in_memory(Bs)
     outputs = {f"C[{index}]": (m, n) for index, n in enumerate(widths)}
     if return_A:
         outputs["G"] = (m, k)
-    space = group.workspace(A.device)
     with span("warplink::fused_all_gather_matmul"), space.turn():
 
         def make() -> FusedPlan:
@@ -174,23 +189,26 @@ def matmul_reduce_scatter(
         raise ValueError(f"reduce_op is '{reduce_op}'; expected sum or avg")
     if B.shape[0] != A.shape[-1]:
         raise ValueError(f"B has {B.shape[0]} rows; expected {A.shape[-1]}, the columns of A")
-    group = _fusing_group(A, [B], group_name)
-    size = group_size(group_name) if group is None else group.size()
+    size = group_size(group_name)
     shared = B.shape[1] if scatter_dim == A.dim() - 1 else A.shape[scatter_dim]
     if shared % size:
         raise ValueError(
             f"dimension {scatter_dim} of the result is {shared}; expected a multiple of {size} ranks"
         )
-    if group is None:
-        return _unfused_matmul_reduce_scatter(A, B, reduce_op, scatter_dim, group_name)
+    fuses = _fuses(A, [B])
+    space = direct_workspace(group_name, A.device, fuses=fuses)
+    m, k, n = math.prod(A.shape[:-1]), A.shape[-1], B.shape[1]
+    if space is None or not fuses:
+        along = " along the last dimension" if scatter_dim == A.dim() - 1 else ""
+        call = Call("fused_matmul_reduce_scatter" + along, (m, k, n), A.dtype)
+        with compared(space, call):
+            return _unfused_matmul_reduce_scatter(A, B, reduce_op, scatter_dim, group_name)
     if scatter_dim == A.dim() - 1:
-        return columns.matmul_scatter(A, B, group, average=reduce_op == "avg")
+        return columns.matmul_scatter(A, B, space, average=reduce_op == "avg")
     front = to_front(A, scatter_dim)
-    m, k, n = math.prod(front.shape[:-1]), A.shape[-1], B.shape[1]
     (right,), transposed = in_memory([B])
     inputs = {"A": front.reshape(m, k).contiguous(), "B": right}
     outputs = {"C": (m // size, n)}
-    space = group.workspace(A.device)
     with span("warplink::fused_matmul_reduce_scatter"), space.turn():
 
         def plan(views: dict[str, Any]) -> warplink.OverlapPlan:

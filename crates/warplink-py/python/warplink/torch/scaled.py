@@ -14,7 +14,7 @@ import torch
 import torch.distributed._functional_collectives as funcol
 
 from warplink.torch.agreement import Call
-from warplink.torch.ops import direct_group, group_size, library
+from warplink.torch.ops import compared, direct_workspace, group_size, library
 from warplink.torch.pipeline import GatherPipeline, ScatterPipeline
 from warplink.torch.plans import copied_back, moved_back, span, to_front
 from warplink.torch.scaled_checks import (
@@ -115,30 +115,38 @@ def all_gather_scaled_matmul(
     for b, b_scale, bias, result_scale in zip(Bs, B_scales, biases, result_scales):
         check_scaling(A, b, (A_scale, b_scale), bias, result_scale)
     kinds = [result_dtype(given, A.dtype) for given in out_dtypes]
+    rests = list(zip(biases, result_scales, use_fast_accum))
+    fuses = not last and A.numel() > 0
+    space = direct_workspace(group_name, A.device, fuses=fuses)
+    rows, k = math.prod(A.shape[:-1]), A.shape[-1]
     if last:
-        rests = list(zip(biases, result_scales, use_fast_accum))
-        return _gather_columns(A, Bs, (A_scale, B_scales), kinds, rests, group_name)
+        call = Call("fused_all_gather_scaled_matmul along the last dimension", (rows, k), A.dtype)
+        with compared(space, call):
+            return _gather_columns(A, Bs, (A_scale, B_scales), kinds, rests, group_name)
     front = to_front(A, gather_dim)
-    rows, k = math.prod(front.shape[:-1]), A.shape[-1]
     whole_rows = list(A.shape[:-1])
     whole_rows[gather_dim] *= size
     leading = [front.shape[0] * size, *front.shape[1:-1]]
     outs = [A.new_empty([size * rows, b.shape[1]], dtype=kind) for b, kind in zip(Bs, kinds)]
-    rests = list(zip(biases, result_scales, use_fast_accum))
-    group = direct_group(group_name)
-    own_scales = _own_scales(A, A_scale, gather_dim, whole_rows, 0 if group is None else group.rank())
-    if group is None or A.numel() == 0:
-        scales = _scales_of_rows(A, A_scale, gather_dim, group_name)
-        gathered = funcol.wait_tensor(
-            torch.ops._c10d_functional.all_gather_into_tensor(front.contiguous(), size, group_name)
-        ).view(-1, k)
+    own_scales = _own_scales(A, A_scale, gather_dim, whole_rows, 0 if space is None else space.communicator.rank)
+    call = Call("fused_all_gather_scaled_matmul", (rows, k), A.dtype)
+    # A collective of its own.
+    gathers_scales = list(A_scale.shape) == [*A.shape[:-1], 1]
+    of_scales = call._replace(options=(("A_scale", "of this part"),)) if gathers_scales else call
+    if space is None or not fuses:
+        with compared(space, of_scales):
+            scales = _scales_of_rows(A, A_scale, gather_dim, group_name)
+            gathered = funcol.wait_tensor(
+                torch.ops._c10d_functional.all_gather_into_tensor(front.contiguous(), size, group_name)
+            ).view(-1, k)
         for out, b, b_scale, rest in zip(outs, Bs, B_scales, rests):
             _matmul(out, gathered, b, scales, b_scale, rest)
     else:
         brought = front.reshape(rows, k).contiguous()
         for kind, b, b_scale, rest in zip(kinds, Bs, B_scales, rests):
             _try(kind, brought, b, own_scales, b_scale, rest)
-        scales = _scales_of_rows(A, A_scale, gather_dim, group_name)
+        with compared(space if gathers_scales else None, of_scales):
+            scales = _scales_of_rows(A, A_scale, gather_dim, group_name)
 
         def multiply(rank: int, received: torch.Tensor) -> None:
             part, of_rank = received.view(A.dtype).view(rows, k), slice(rank * rows, (rank + 1) * rows)
@@ -146,10 +154,8 @@ def all_gather_scaled_matmul(
             for out, b, b_scale, rest in zip(outs, Bs, B_scales, rests):
                 _matmul(out[of_rank], part, b, own, b_scale, rest)
 
-        space = group.workspace(A.device)
         with span("warplink::fused_all_gather_scaled_matmul"), space.turn():
             nbytes = rows * k * A.element_size()
-            call = Call("fused_all_gather_scaled_matmul", (rows, k), A.dtype)
             pipeline = space.plan(call, lambda: GatherPipeline(space, nbytes))
             pipeline.run(brought.view(torch.uint8).view(-1), multiply)
             # The pipeline's memory is the next call's too.
@@ -248,11 +254,17 @@ def scaled_matmul_reduce_scatter(
     dim, kind = orig_scatter_dim, result_dtype(out_dtype, A.dtype)
     k, n = A.shape[-1], B.shape[1]
     rest = (bias, result_scale, use_fast_accum)
-    group = direct_group(group_name)
+    last = dim == len(sizes) - 1
     # Types of 8 bits have no sums in PyTorch.
-    if group is None or A.numel() == 0 or dim == len(sizes) - 1 or kind.itemsize == 1:
-        scaling = (A_scale, B_scale)
-        return _unfused_scatter(A, B, scaling, kind, rest, reduce_op, (dim, sizes), group_name)
+    fuses = not last and A.numel() > 0 and kind.itemsize > 1
+    space = direct_workspace(group_name, A.device, fuses=fuses)
+    if space is None or not fuses:
+        along = " along the last dimension" if last else ""
+        rows = math.prod(sizes[:-1]) // (1 if last else size)
+        call = Call("fused_scaled_matmul_reduce_scatter" + along, (rows, n), kind)
+        with compared(space, call):
+            scaling = (A_scale, B_scale)
+            return _unfused_scatter(A, B, scaling, kind, rest, reduce_op, (dim, sizes), group_name)
     front = to_front(A.reshape(*sizes[:-1], k), dim)
     rows = math.prod(front.shape[:-1]) // size
     parts = front.reshape(size, rows, k)
@@ -266,7 +278,6 @@ def scaled_matmul_reduce_scatter(
 
     own = scales[0] if scales.numel() > 1 else scales
     _try(kind, parts[0], B, own, B_scale, rest)
-    space = group.workspace(A.device)
     with span("warplink::fused_scaled_matmul_reduce_scatter"), space.turn():
         nbytes = rows * n * kind.itemsize
         call = Call("fused_scaled_matmul_reduce_scatter", (rows, n), kind)

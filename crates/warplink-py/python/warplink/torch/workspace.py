@@ -4,18 +4,30 @@ from __future__ import annotations
 
 import contextlib
 import math
+import struct
 import threading
 from typing import Any, Callable, Iterator, Sequence
 
 import torch
+import torch.distributed as dist
 
 import warplink
 from warplink.errors import ClosedError, InvalidArgumentError, OutOfMemoryError, TimeoutError, WarplinkError
 from warplink.torch import error_handling, joining
-from warplink.torch.agreement import LOSSES, check_alike, made_by_all
+from warplink.torch.agreement import LOSSES, check_alike, made_by_all, new_in_a_graph
+from warplink.torch.history import History
 
 #: How many plans of fused operations, each with memory of its own, a group keeps on a device.
 MAX_PLANS = 64
+
+#: How many calls without a plan a group remembers to have compared.
+MAX_COMPARED = 1024
+
+#: Bytes by which members find whether they reach one another's memory.
+_PROBE_BYTES = 64
+
+#: Bytes that a handle takes at most.
+_HANDLE_BYTES = 512
 
 #: Warplink's names of PyTorch's element types.
 DTYPES = {
@@ -41,7 +53,9 @@ def current_handle(device: torch.device) -> int:
 
 
 def is_recording(device: torch.device) -> bool:
-    """Whether the caller's current stream of a GPU records a graph."""
+    """Whether the caller's current stream of ``device`` records a graph; that of the host device never does."""
+    if device.type != "cuda":
+        return False
     if torch.cuda.current_device() == device.index:
         # Most often, and making a device the current one takes longer than all else of this.
         return torch.cuda.is_current_stream_capturing()
@@ -59,13 +73,18 @@ class Workspace:
         buffer_size: int,
         device: torch.device = torch.device("cpu"),
         timeout: float = 0.0,
+        store: dist.Store | None = None,
     ) -> None:
+        """``store`` is where members tell one another what they called, in vain."""
         self.communicator = communicator
         #: The device as PyTorch names it.
         self.device = device
         self.executor = communicator.executor()
         #: Plans of fused operations by what they are for, the one that was used last at the end.
         self.plans: dict[Any, Any] = {}
+        #: What the members have found that all of them call, of what needs no plan.
+        self._compared: dict[Any, None] = {}
+        self._history = None if store is None else History(store, communicator.rank, communicator.size)
         self._lock = threading.Lock()
         self._turns = communicator.turns()
         #: Waits for what streams of a GPU are given; on the host device, who gives it does.
@@ -88,8 +107,8 @@ class Workspace:
     def turn(self) -> Iterator[warplink.Stream]:
         """The caller's stream, for work on the workspace's memory: it is behind what other streams were given to do
         with that, and before what they are given later. One thread at a time has a turn. Raises what went wrong with
-        the work of earlier turns."""
-        with self._lock:
+        the work of earlier turns; MismatchError where that or this took too long, and ranks called other things."""
+        with self._lock, self._explained():
             self._check()
             stream = self.stream
             self._turns.begin(stream)
@@ -101,6 +120,38 @@ class Workspace:
                     self._turns.end(stream)
                 raise
             self._turns.end(stream)
+
+    @contextlib.contextmanager
+    def compared(self, call: Any) -> Iterator[None]:
+        """For ``call``, which runs as a collective and a matmul. The first time, it blocks until every member has called
+        this.
+
+        Raises MismatchError where a member calls something else, with a plan or without."""
+        with self._lock, self._explained():
+            self._check()
+            self._note(call)
+            if call not in self._compared:
+                check_alike(self.communicator, call)
+                if len(self._compared) == MAX_COMPARED:
+                    del self._compared[next(iter(self._compared))]
+                self._compared[call] = None
+        with self._explained():
+            yield
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Raises MismatchError for a timeout, if ranks called other things."""
+        try:
+            yield
+        except TimeoutError as error:
+            difference = None if self._history is None else self._history.difference()
+            if difference is None:
+                raise
+            raise difference from error
+
+    def _note(self, call: Any) -> None:
+        if self._history is not None:
+            self._history.note(call)
 
     @contextlib.contextmanager
     def whole(self, *common: type[BaseException]) -> Iterator[None]:
@@ -120,7 +171,12 @@ class Workspace:
         keys in the same order, and so let go of the same ones. One that a graph has recorded stays: the graph may be
         launched as long as the group is there.
 
-        Raises MismatchError where ranks that make a plan make others."""
+        Raises MismatchError where ranks that make a plan make others, and InvalidArgumentError where there is none and
+        the stream records a graph."""
+        recording = is_recording(self.device)
+        if recording and key not in self.plans:
+            raise new_in_a_graph(self.communicator.rank, str(key))
+        self._note(key)
         found = self.plans.pop(key, None)
         if found is None:
             others = [other for other in self.plans if other not in self._recorded]
@@ -131,7 +187,7 @@ class Workspace:
                 # What is made here is used in every mode.
                 found = make()
         self.plans[key] = found
-        if self.device.type == "cuda" and is_recording(self.device):
+        if recording:
             self._recorded.add(key)
         return found
 
@@ -208,30 +264,58 @@ class Workspace:
         with self._lock:
             if self._buffers is not None:
                 return self._buffers
-            comm = self.communicator
-            own = comm.alloc(self._buffer_size)
-            handles = [
-                b"" if peer == comm.rank else comm.export_handle(own, peer)
-                for peer in range(comm.size)
-            ]
-            told = comm.all_gather_bytes(b"".join(handle.ljust(512, b"\0") for handle in handles))
-            length = max((len(handle) for handle in handles), default=0)
-            self._buffers = []
-            for peer, told_by in enumerate(told):
-                if peer == comm.rank:
-                    self._buffers.append(own)
-                else:
-                    start = 512 * comm.rank
-                    self._buffers.append(comm.open_handle(peer, told_by[start : start + length]))
+            if is_recording(self.device):
+                raise new_in_a_graph(self.communicator.rank, "get_p2p_buffer")
+            own = self.communicator.alloc(self._buffer_size)
+            self._buffers = self._open(own, self.communicator.all_gather_bytes(self._handles(own)))
             return self._buffers
+
+    def reaches_all(self) -> bool:
+        """Whether every member maps memory of every other one, the same on all of them; tells the log why not. All
+        members call this at the same time, and it blocks until they have."""
+        what = "reaching the memory of the group's members"
+
+        def make() -> tuple[warplink.Region, bytes]:
+            own = self.communicator.alloc(_PROBE_BYTES)
+            return own, self._handles(own)
+
+        made = made_by_all(self.communicator, what, make)
+        if made is None:
+            return False
+        own, handles = made
+        told = self.communicator.all_gather_bytes(handles)
+        return made_by_all(self.communicator, what, lambda: self._open(own, told)) is not None
+
+    def _handles(self, own: warplink.Region) -> bytes:
+        """The handles of ``own`` for all members, each of as many bytes."""
+        comm = self.communicator
+        handles = [b"" if peer == comm.rank else comm.export_handle(own, peer) for peer in range(comm.size)]
+        return b"".join(struct.pack("<I", len(handle)) + handle.ljust(_HANDLE_BYTES, b"\0") for handle in handles)
+
+    def _open(self, own: warplink.Region, told: Sequence[bytes]) -> list[Any]:
+        """What the members' handles in ``told`` stand for; ``own`` for this one."""
+        comm, each = self.communicator, _HANDLE_BYTES + 4
+        opened: list[Any] = []
+        for peer, handles in enumerate(told):
+            if peer == comm.rank:
+                opened.append(own)
+                continue
+            mine = handles[each * comm.rank : each * (comm.rank + 1)]
+            (length,) = struct.unpack("<I", mine[:4])
+            opened.append(comm.open_handle(peer, mine[4 : 4 + length]))
+        return opened
 
     def barrier(self) -> None:
         """A barrier of the members' current streams."""
         with self.turn() as stream:
+            if self._barrier is None and is_recording(self.device):
+                raise new_in_a_graph(self.communicator.rank, "intra_node_barrier")
+            self._note("intra_node_barrier")
             if self._barrier is None:
                 self._barrier = self.communicator.stream_barrier()
             self._barrier.enqueue(stream)
-        self.settle(stream)
+        with self._explained():
+            self.settle(stream)
 
     @property
     def timeout(self) -> float | None:

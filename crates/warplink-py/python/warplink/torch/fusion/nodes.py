@@ -172,7 +172,7 @@ def check_group(name: str) -> None:
     if group.size() == 1:
         raise Unfit("the group has one rank")
     if not group.is_direct:
-        raise Unfit("the group spans machines")
+        raise Unfit("the group's members do not reach one another's memory")
 
 
 @dataclass(frozen=True)
