@@ -58,9 +58,28 @@ class Gather:
     dim: int = 0
     #: Nodes from the collective to the result, the last first, with the dimension in which each has all ranks' parts.
     chain: dict[Node, int | None] = field(default_factory=dict)
+    #: Takes the first of what is gathered, whose parts were padded to one size.
+    trim: Node | None = None
+
+    @property
+    def whole(self) -> list[Any]:
+        """Sizes of the gathered tensor, as many as all ranks bring."""
+        sizes = shape(self.result)
+        if self.trim is not None:
+            sizes[self.dim] = shape(arguments(self.trim)["self"])[self.dim]
+        return sizes
+
+    def trimmed(self, graph: Graph, node: Node) -> Node:
+        """What the graph uses of ``node``, which has the rows of the gathered tensor."""
+        if self.trim is None:
+            return node
+        sizes = shape(node)
+        sizes[self.dim] = shape(self.trim)[self.dim]
+        taken = (node, self.dim, 0, _end_of(self.trim, self.dim))
+        return call(graph, aten.slice.Tensor, taken, value(node).new_empty(sizes))
 
     def follow(self, node: Node) -> None:
-        """Goes on to ``node``, which is the gathered tensor too."""
+        """Goes on to ``node``, which is the gathered tensor too, or what is left of it."""
         self.result = node
         self.chain = {node: self.dim, **self.chain}
 
@@ -73,8 +92,6 @@ class Plan:
     #: Matrices that are the gathered tensor, users before what they use.
     views: list[Node]
     matmuls: list[Matmul]
-    #: Sizes of the gathered tensor.
-    whole: list[Any]
     #: Whether more than the matmuls uses it.
     keep: bool
 
@@ -96,7 +113,9 @@ def _read(collective: Node) -> Gather:
         raise Unfit("the collective is not waited for in the graph")
     gather.follow(wait)
     _follow_dimension(gather)
+    _follow_trim(gather)
     _follow_bytes(gather)
+    _follow_trim(gather)
     return gather
 
 
@@ -128,6 +147,28 @@ def _follow_dimension(gather: Gather) -> None:
     gather.chain = {join: gather.dim, **between, **gather.chain}
 
 
+def _follow_trim(gather: Gather) -> None:
+    """Where the gathered dimension has no equal parts, they were padded, and a slice takes the padding away."""
+    trim = only_user(gather.result)
+    if gather.trim is not None or trim is None or trim.target is not aten.slice.Tensor:
+        return
+    given = arguments(trim)
+    start, extent = given["start"], shape(trim)[gather.dim]
+    if given["dim"] % len(shape(trim)) != gather.dim or given["step"] != 1:
+        return
+    if start is not None and not same(value(start), 0):
+        return
+    if isinstance(extent, int) or same(value(given["end"]), extent):
+        gather.trim = trim
+        gather.follow(trim)
+
+
+def _end_of(trim: Node, dim: int) -> Any:
+    """How long ``trim`` is along ``dim``, as an argument: its own may count from the end, where sizes are known."""
+    extent = shape(trim)[dim]
+    return extent if isinstance(extent, int) else arguments(trim)["end"]
+
+
 def _bytes_again(part: Node) -> Node | None:
     """The view of ``part`` as another element type, if that is all it is used for."""
     user = only_user(part)
@@ -150,7 +191,6 @@ def _follow_bytes(gather: Gather) -> None:
 
 def _plan(gather: Gather) -> Plan:
     check_group(gather.group)
-    whole = shape(gather.result)
     views = _views(gather.result)
     lefts = [gather.result, *views]
     found = [matmul_of(user) for left in lefts for user in left.users]
@@ -167,10 +207,21 @@ def _plan(gather: Gather) -> Plan:
     matmuls = _alike(matmuls)
     taken = {*(one.node for one in matmuls), *views, *size_readers(gather.result)}
     users = {user for left in lefts for user in left.users}
-    plan = Plan(gather, views[::-1], matmuls, whole, bool(users - taken))
-    if gather.dim == len(whole) - 1:
+    plan = Plan(gather, views[::-1], matmuls, bool(users - taken))
+    if gather.trim is not None:
+        _check_trim(plan)
+    if gather.dim == len(shape(gather.result)) - 1:
         _check_columns(plan)
     return plan
+
+
+def _check_trim(plan: Plan) -> None:
+    """Raises :class:`Unfit` where the matmuls of some of what is gathered cannot be taken from those of all."""
+    if plan.gather.dim == len(shape(plan.gather.result)) - 1:
+        raise Unfit("a part of the columns that the matmul sums over is taken away")
+    scaled = plan.matmuls[0].scaled
+    if scaled is not None and not same(value(scaled["scale_a"]).numel(), 1):
+        raise Unfit("the matmul has a scale for each row of what is left when a part of them is taken away")
 
 
 def _check_columns(plan: Plan) -> None:
@@ -187,7 +238,8 @@ def _check_columns(plan: Plan) -> None:
 
 
 def _views(result: Node) -> list[Node]:
-    """Those that have the rows of ``result`` in its order, whatever dimensions count the rows; the first first."""
+    """Those that have the rows of ``result`` in its order, whatever dimensions count the rows; the first first. A copy
+    is made of a trimmed one before it is a matrix."""
     found: list[Node] = []
     open_ = [result]
     while open_:
@@ -195,7 +247,7 @@ def _views(result: Node) -> list[Node]:
         views = [
             user
             for user in node.users
-            if user.target in RESHAPES and same_sizes(shape(user)[-1:], shape(result)[-1:])
+            if user.target in (*RESHAPES, aten.clone.default) and same_sizes(shape(user)[-1:], shape(result)[-1:])
         ]
         found += views
         open_ += views
@@ -229,19 +281,21 @@ def _replace(plan: Plan) -> int:
     gather, matmuls = plan.gather, plan.matmuls
     brought = arguments(gather.collective)["input"]
     graph = gather.result.graph
-    sizes = [[*plan.whole[:-1], shape(matmul.b)[1]] for matmul in matmuls]
+    sizes = [[*gather.whole[:-1], shape(matmul.b)[1]] for matmul in matmuls]
     vals = [value(matmul.node).new_empty(each) for matmul, each in zip(matmuls, sizes)]
     with graph.inserting_before(gather.collective):
         _read_sizes_of_shard(graph, gather, brought)
     with graph.inserting_before(matmuls[0].node):
         whole = value(gather.result)
-        operation = _call(graph, plan, (whole if plan.keep else None, vals))
+        if gather.trim is not None:
+            whole = whole.new_empty(gather.whole)
+        operation = _call(graph, plan, whole, vals)
         results = call(graph, operator.getitem, (operation, 1), vals)
         for place, matmul in enumerate(matmuls):
             result = call(graph, operator.getitem, (results, place), vals[place])
-            _substitute(graph, matmul, result)
+            _substitute(graph, matmul, gather.trimmed(graph, result))
         if plan.keep:
-            gathered = call(graph, operator.getitem, (operation, 0), whole)
+            gathered = gather.trimmed(graph, call(graph, operator.getitem, (operation, 0), whole))
             gather.result.replace_all_uses_with(gathered)
     for matmul in matmuls:
         erase([*matmul.node.users, matmul.node])
@@ -253,9 +307,14 @@ def _replace(plan: Plan) -> int:
 
 def _read_sizes_of_shard(graph: Graph, gather: Gather, brought: Node) -> None:
     """Lets those that read sizes of nodes which go away read them of what each rank brings."""
+    trim = gather.trim
     for node, whole in gather.chain.items():
         for reader in size_readers(node):
             dim = arguments(reader)["dim"] % len(shape(node))
+            if trim is not None and dim == whole:
+                reader.replace_all_uses_with(_end_of(trim, dim))
+                erase([reader])
+                continue
             source = gather.shard if value(node).dtype == value(gather.shard).dtype else brought
             size = shape(source)[dim]
             read = call(graph, aten.sym_size.int, (source, dim), size)
@@ -263,9 +322,13 @@ def _read_sizes_of_shard(graph: Graph, gather: Gather, brought: Node) -> None:
                 read = call(graph, operator.mul, (read, gather.size), size * gather.size)
             reader.replace_all_uses_with(read)
             erase([reader])
+        if node is trim:
+            # Those before it are as long as all parts.
+            trim = None
 
 
-def _call(graph: Graph, plan: Plan, val: Any) -> Node:
+def _call(graph: Graph, plan: Plan, whole: Any, vals: list[Any]) -> Node:
+    """The fused operation that gathers ``whole``, and whose products are as ``vals``."""
     gather, matmuls = plan.gather, plan.matmuls
     rights = [matmul.b for matmul in matmuls]
     if matmuls[0].scaled is None:
@@ -273,14 +336,14 @@ def _call(graph: Graph, plan: Plan, val: Any) -> Node:
             graph,
             torch.ops.warplink.fused_all_gather_matmul.default,
             (gather.shard, rights, gather.dim, gather.group),
-            val,
+            (whole if plan.keep else None, vals),
             return_A=plan.keep,
         )
     scaled = [matmul.scaled or {} for matmul in matmuls]
     scale = scaled[0]["scale_a"]
     if not same(value(scale).numel(), 1):
         # One scale for each row of the gathered matrix, which every rank has.
-        scale = reshaped(graph, scale, [*plan.whole[:-1], 1])
+        scale = reshaped(graph, scale, [*gather.whole[:-1], 1])
     return call(
         graph,
         torch.ops.warplink.fused_all_gather_scaled_matmul.default,
@@ -296,7 +359,7 @@ def _call(graph: Graph, plan: Plan, val: Any) -> Node:
             [given["out_dtype"] for given in scaled],
             [given["use_fast_accum"] for given in scaled],
         ),
-        (value(gather.result), val[1]),
+        (whole, vals),
     )
 
 
