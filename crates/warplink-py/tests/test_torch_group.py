@@ -85,11 +85,32 @@ def collectives(rank, world, _, place):
         part = torch.empty(2)
         getattr(group, name)(part, gathered.clone()).wait()
         assert torch.equal(part, torch.full((2,), float(rank * world)))
+    for name in ("gather_single", "gather_into_tensor"):
+        gathered, options = torch.zeros(2 * world), dist.GatherOptions()
+        options.rootRank = 1
+        getattr(group, name)(gathered if rank == 1 else torch.empty(0), own, options).wait()
+        assert gathered.view(world, 2)[:, 0].tolist() == [float(peer * (rank == 1)) for peer in everyone]
     several = [torch.full((n,), float(rank)) for n in (3, 40_000)]
     with dist._coalescing_manager():
         for one in several:
             dist.all_reduce(one)
     assert all((one == sum(everyone)).all() for one in several)
+    for asynchronous in (False, True):
+        parts = [torch.full((n,), float(rank)) for n in (3, 40_000)]
+        wholes = [torch.empty(world * len(part)) for part in parts]
+        with dist._coalescing_manager(async_ops=asynchronous) as manager:
+            for whole, part in zip(wholes, parts):
+                dist.all_gather_into_tensor(whole, part)
+        if asynchronous:
+            manager.wait()
+        for whole in wholes:
+            assert whole.view(world, -1)[:, -1].tolist() == [float(peer) for peer in everyone]
+        with dist._coalescing_manager(async_ops=asynchronous) as manager:
+            for whole, part in zip(wholes, parts):
+                dist.reduce_scatter_tensor(part, whole)
+        if asynchronous:
+            manager.wait()
+        assert all((part == rank * world).all() for part in parts)
     with dist._coalescing_manager(device=torch.device("cpu"), async_ops=True) as manager:
         dist.broadcast(own, 0)
     manager.wait()

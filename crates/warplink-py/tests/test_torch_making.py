@@ -141,3 +141,29 @@ def test_a_group_that_is_bound_to_the_cpu():
     if torch.__version__ < "2.15":
         pytest.skip("PyTorch binds no group to the CPU")
     on_ranks(bound, 2)
+
+
+def test_a_caller_that_does_not_tell_the_backends_is_logged(caplog):
+    from warplink.torch import registration
+
+    found = registration._configuration()
+    assert found == ({"cpu": "warplink", "cuda": "warplink"}, None, None, None)
+    assert "does not say which backend was asked for on each device" in caplog.text
+
+
+def made_quietly(rank, world, _, place):
+    import logging
+
+    warned = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: warned.append(record.getMessage())
+    logging.getLogger("warplink.torch").addHandler(handler)
+    dist = start(rank, world, place, "cpu:gloo,cuda:warplink")
+    assert dist.group.WORLD._devices == {"cpu": "gloo", "cuda": "warplink"}
+    dist.new_group(list(range(world)), backend="warplink")
+    dist.destroy_process_group()
+    assert not warned, warned
+
+
+def test_the_callers_of_this_release_tell_the_backends():
+    on_ranks(made_quietly, 2)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.distributed import distributed_c10d as c10d
 
+from warplink.errors import InvalidArgumentError
 from warplink.torch.direct_collectives import reduction
 from warplink.torch.shapes import bytes_of_parts, count, limit_of, root_of, share, split
 from warplink.torch.works import Noted, WorkGroup, Works
@@ -284,6 +285,18 @@ class GroupCalls:
             count(self._size, outputs, "outputs")
         return self._host.gather(outputs, input_tensors[0], root, limit_of(opts))
 
+    def gather_single(self, output: Any, input: Any, opts: Any = None) -> Any:
+        opts = opts if opts is not None else c10d.GatherOptions()
+        if (backend := self._backend_of([input])) is not None:
+            return backend.gather_single(output, input, opts)
+        root, outputs = root_of(self._size, opts), []
+        if root == self._rank:
+            share(self._size, output, input)
+            if not output.is_contiguous():
+                raise InvalidArgumentError("the output is not contiguous; expected the parts one behind another")
+            outputs = list(output.detach().view(self._size, *input.shape).unbind(0))
+        return self._host.gather(outputs, input, root, limit_of(opts))
+
     def scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Any:
         opts = opts if opts is not None else c10d.ScatterOptions()
         if (backend := self._backend_of(output_tensors)) is not None:
@@ -342,6 +355,9 @@ class GroupCalls:
     reduce_scatter_single = _reduce_scatter_base
     all_to_all_single = alltoall_base
     all_gather_into_tensor_coalesced = allgather_into_tensor_coalesced
+    gather_into_tensor = gather_single
+    all_gather_single_coalesced = allgather_into_tensor_coalesced
+    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
 
     # Coalescing: works on the host are noted and waited for together
 

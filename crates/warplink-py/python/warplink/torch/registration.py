@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import sys
 import weakref
 from types import FrameType
@@ -15,6 +16,8 @@ from torch.distributed import distributed_c10d as c10d
 from warplink.torch.direct import Message
 from warplink.torch.group import ProcessGroupWarplink
 from warplink.torch.options import Options
+
+_log = logging.getLogger(__name__)
 
 _groups: weakref.WeakSet[ProcessGroupWarplink] = weakref.WeakSet()
 
@@ -74,7 +77,8 @@ def _configuration() -> tuple[dict[str, str], Any, Any, Any]:
     that the group is bound to, and the backend whose split the ranks outside the group take part in.
 
     A backend in Python takes the place of the whole group, those of other devices included, and is not
-    told of them; the caller knows.
+    told of them; the caller knows. Where a release of PyTorch has another caller, it is both devices, and the log says
+    so.
     """
     frame: FrameType | None = sys._getframe(1)
     for _ in range(4):
@@ -92,6 +96,11 @@ def _configuration() -> tuple[dict[str, str], Any, Any, Any]:
                     gloo = None
             return devices, gloo, frame.f_locals.get("device_id"), frame.f_locals.get("split_from")
         frame = frame.f_back
+    _log.warning(
+        "PyTorch %s does not say which backend was asked for on each device, so the group serves CPU and CUDA tensors; "
+        "expected the call of _new_process_group_helper; help: name no other backend beside 'warplink'",
+        torch.__version__,
+    )
     return {"cpu": "warplink", "cuda": "warplink"}, None, None, None
 
 
