@@ -106,3 +106,29 @@ def buffers(rank, world, _, place):
 
 def test_buffers_hold_all_element_types():
     on_ranks(buffers, 2)
+
+
+def side_by_side(rank, world, _, place):
+    """What a group that comes from ``symm_mem`` does with several tensors of its buffer."""
+    dist = start(rank, world, place)
+    group = dist.group.WORLD
+    first = group.get_p2p_buffer(rank, (1024,), torch.float32)
+    second = group.get_p2p_buffer(rank, (512,), torch.bfloat16, 2 * 1024)
+    assert second.data_ptr() == first.data_ptr() + first.nbytes
+    # At the same offset it is the same memory.
+    assert group.get_p2p_buffer(rank, (512,), torch.bfloat16).data_ptr() == first.data_ptr()
+    own, whole = torch.full((1024,), float(rank)), torch.empty(world, 1024)
+    for turn in range(3):
+        first.copy_(own + turn)
+        second.fill_(-1)
+        group.intra_node_barrier()
+        for peer in range(world):
+            whole[peer].copy_(group.get_p2p_buffer(peer, (1024,), torch.float32))
+        group.intra_node_barrier()
+        for peer in range(world):
+            assert (whole[peer] == peer + turn).all()
+    dist.destroy_process_group()
+
+
+def test_tensors_side_by_side_in_the_buffer():
+    on_ranks(side_by_side, 2)
