@@ -1,14 +1,15 @@
 """The fused operations that a member has called last.
 
 Members compare a call when they make something for it, and not again: a later call costs no exchange. So a call that
-differs from those of the others ends by the timeout. Then members tell one another by PyTorch's store what they called,
-and find the first call that differs.
+differs from those of the others ends by the timeout, or when another member ends by it. Then members tell one another by
+PyTorch's store what they called, and find the first call that differs.
 """
 
 from __future__ import annotations
 
 import collections
 import json
+import threading
 import time
 from typing import Any
 
@@ -22,6 +23,9 @@ MAX_CALLS = 64
 
 #: Seconds for which a member that ran into the timeout waits until the others have, too.
 TELLING_SECONDS = 2.0
+
+#: Seconds for which the store may not answer.
+ANSWER_SECONDS = 1.0
 
 
 class History:
@@ -38,33 +42,46 @@ class History:
         self._count += 1
         self._calls.append(call)
 
-    def difference(self) -> WarplinkError | None:
+    def difference(self, limit: float) -> WarplinkError | None:
         """The MismatchError that names the first call which differs from that of another member, if one does. Blocks for
-        some time until the others have told theirs, which they do where they call this. Raises nothing: that a call
-        failed is to be told in any case."""
+        ``limit`` seconds at most until the others have told theirs, which they do where they call this. To be called at
+        the first failure alone: behind it, members may go on differently.
+
+        Raises nothing: that a call failed is to be told in any case."""
+        found: list[WarplinkError | None] = []
+
+        def compare() -> None:
+            try:
+                found.append(self._compare(limit))
+            except (RuntimeError, ValueError):
+                # The store has ended with the process that serves it.
+                pass
+
+        # A store whose process is stopped does not answer.
+        thread = threading.Thread(target=compare, name="warplink-history", daemon=True)
+        thread.start()
+        thread.join(limit + ANSWER_SECONDS)
+        return found[0] if found else None
+
+    def _compare(self, limit: float) -> WarplinkError | None:
         own = [str(call) for call in self._calls]
         first = self._count - len(own)
-        end = time.monotonic() + TELLING_SECONDS
-        try:
-            self._store.set(self._key(self._rank), json.dumps([first, own]))
-            silent = [peer for peer in range(self._size) if peer != self._rank]
-            while silent:
-                for peer in list(silent):
-                    if not self._store.check([self._key(peer)]):
-                        continue
-                    begin, theirs = json.loads(self._store.get(self._key(peer)))
-                    for number in range(max(first, begin), min(self._count, begin + len(theirs))):
-                        call, other = own[number - first], theirs[number - begin]
-                        if call != other:
-                            return differing(self._rank, peer, call, other)
-                    if begin + len(theirs) >= self._count:
-                        silent.remove(peer)
-                if time.monotonic() >= end:
-                    break
-                time.sleep(0.02)
-        except (RuntimeError, ValueError):  # the store has ended with its process, or is of another kind
-            pass
-        return None
+        self._store.set(self._key(self._rank), json.dumps([first, own]))
+        silent = [peer for peer in range(self._size) if peer != self._rank]
+        end = time.monotonic() + limit
+        while True:
+            for peer in list(silent):
+                if not self._store.check([self._key(peer)]):
+                    continue
+                silent.remove(peer)
+                begin, theirs = json.loads(self._store.get(self._key(peer)))
+                for number in range(max(first, begin), min(self._count, begin + len(theirs))):
+                    call, other = own[number - first], theirs[number - begin]
+                    if call != other:
+                        return differing(self._rank, peer, call, other)
+            if not silent or time.monotonic() >= end:
+                return None
+            time.sleep(0.02)
 
     def _key(self, rank: int) -> str:
         return f"warplink/calls/{rank}"

@@ -15,7 +15,7 @@ import warplink
 from warplink.errors import ClosedError, InvalidArgumentError, OutOfMemoryError, TimeoutError, WarplinkError
 from warplink.torch import error_handling, joining
 from warplink.torch.agreement import LOSSES, check_alike, made_by_all, new_in_a_graph
-from warplink.torch.history import History
+from warplink.torch.history import TELLING_SECONDS, History
 
 #: How many plans of fused operations, each with memory of its own, a group keeps on a device.
 MAX_PLANS = 64
@@ -140,11 +140,15 @@ class Workspace:
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
-        """Raises MismatchError for a timeout, if ranks called other things."""
+        """Raises MismatchError for a timeout, or a loss that may come from that of another member, if ranks called other
+        things."""
         try:
             yield
-        except TimeoutError as error:
-            difference = None if self._history is None else self._history.difference()
+        except (TimeoutError, *LOSSES) as error:
+            # Behind the first failure, members may go on differently.
+            history, self._history = self._history, None
+            limit = TELLING_SECONDS if isinstance(error, TimeoutError) else 0.0
+            difference = None if history is None else history.difference(limit)
             if difference is None:
                 raise
             raise difference from error
