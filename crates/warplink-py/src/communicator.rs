@@ -94,14 +94,15 @@ impl Communicator {
     }
 
     /// The communicator of `ranks` of this one, this rank among them, in their order. Ranks that are not
-    /// listed need not call anything. Does not block.
+    /// listed need not call anything. Does not block. Raises InvalidArgumentError where a rank is out of range or
+    /// listed twice, or this one is not listed.
     fn subgroup(&self, ranks: Vec<usize>) -> PyResult<Self> {
         let made = self.inner()?.subgroup(&ranks).map_err(raise)?;
         Ok(self.another(made))
     }
 
     /// The communicator of the ranks that give the same `color` (at least 0), ordered by `key`, then by
-    /// rank. Every rank calls it at the same time. Blocks until all have.
+    /// rank. Every rank calls it at the same time. Blocks until all have. Raises what `barrier` raises.
     #[pyo3(signature = (color, key=0))]
     fn split(
         &self,
@@ -115,14 +116,16 @@ impl Communicator {
     }
 
     /// The communicator of the ranks that are still there, which all of them call at the same time after
-    /// a PeerLostError. Blocks until all have.
+    /// a PeerLostError. Blocks until all have. Raises GivenUpError where the others go on without this rank, and
+    /// TimeoutError after the job's timeout.
     fn survivors(&self, py: Python<'_>) -> PyResult<Self> {
         let inner = self.inner()?;
         let made = py.detach(|| inner.survivors()).map_err(raise)?;
         Ok(self.another(made))
     }
 
-    /// Blocks until every rank has called it. It orders hosts, not streams.
+    /// Blocks until every rank has called it. It orders hosts, not streams. Raises PeerLostError or PeerLeftError,
+    /// which name the rank, when one is gone, and TimeoutError, which names one that did not call it.
     fn barrier(&self, py: Python<'_>) -> PyResult<()> {
         let inner = self.inner()?;
         py.detach(|| inner.barrier()).map_err(raise)
@@ -323,7 +326,8 @@ impl Communicator {
     }
 
     /// Sends `region` once to `peer`: exchanges, posts and waits on `stream`. Blocks until the peer has
-    /// called `receive`, not until the bytes have moved.
+    /// called `receive`, not until the bytes have moved. Raises MismatchError where the two ends have other lengths,
+    /// TimeoutError after the job's timeout, and PeerLostError when the peer is lost.
     #[pyo3(signature = (region, peer, stream, tag=0))]
     fn send(
         &self,
@@ -338,7 +342,7 @@ impl Communicator {
             .map_err(raise)
     }
 
-    /// Receives into `region` once from `peer`; see `send`.
+    /// Receives into `region` once from `peer`; see `send`. Raises the same.
     #[pyo3(signature = (region, peer, stream, tag=0))]
     fn receive(
         &self,
@@ -354,7 +358,7 @@ impl Communicator {
     }
 
     /// Does every transfer (`Send` and `Receive`) once, as one group, in whatever order they are given;
-    /// see `send`.
+    /// see `send`. Raises the same.
     fn once(
         &self,
         py: Python<'_>,
@@ -367,7 +371,7 @@ impl Communicator {
     }
 
     /// A barrier of streams, to be enqueued any number of times. Every rank makes one at the same time.
-    /// Blocks until all have.
+    /// Blocks until all have. Raises TimeoutError after the job's timeout, and PeerLostError when a rank is lost.
     fn stream_barrier(&self, py: Python<'_>) -> PyResult<StreamBarrier> {
         let inner = self.inner()?;
         let barrier = py.detach(|| inner.stream_barrier()).map_err(raise)?;
@@ -461,7 +465,8 @@ impl Communicator {
     }
 
     /// Closes the communicator: blocks until every rank of it has. Closing that of all ranks is leaving
-    /// the job. Does nothing the second time.
+    /// the job. Does nothing the second time. Raises TimeoutError where streams still wait for peers, or a rank does
+    /// not close, and PeerLostError when one is lost; it is closed all the same.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         match self.inner.take() {
             Some(inner) => py.detach(|| inner.close()).map_err(raise),
@@ -469,7 +474,8 @@ impl Communicator {
         }
     }
 
-    /// Leaves the job as a failure: the peers' waits end with PeerLostError, which says `reason`.
+    /// Leaves the job as a failure: the peers' waits end with PeerLostError, which says `reason`. Later calls of this
+    /// rank raise ClosedError.
     fn abort(&self, py: Python<'_>, reason: &str) -> PyResult<()> {
         let inner = self.inner()?;
         py.detach(|| inner.abort(reason));

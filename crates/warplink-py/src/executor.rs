@@ -242,7 +242,9 @@ impl Plan {
     }
 
     /// Enqueues the program, starting from and joining back into `stream`. Does not block. `memory` takes
-    /// the place of that of some of the `replaceable` tensors, as for `OverlapPlan.run`.
+    /// the place of that of some of the `replaceable` tensors, as for `OverlapPlan.run`. Raises
+    /// InvalidArgumentError for another name or length, and what ended the device's work, such as PeerLostError,
+    /// if something did.
     #[pyo3(signature = (stream, memory=None))]
     fn run(
         &self,
@@ -284,6 +286,7 @@ impl Plan {
 #[pymethods]
 impl CapturedPlan {
     /// Enqueues the whole on `stream`. Does not block.
+    /// Raises what ended the device's work, such as PeerLostError, if something did.
     fn launch(&self, py: Python<'_>, stream: &Stream) -> PyResult<()> {
         let (captured, stream) = (self.0.get("captured plan")?, stream.live()?);
         py.detach(|| captured.launch(stream)).map_err(raise)

@@ -97,7 +97,8 @@ impl OverlapPlan {
     /// `memory` takes the place of that of some of the `replaceable` tensors, for this run alone:
     /// `{name: array}`, each of the length, the element type and the layout that it had when the plan was
     /// made. The caller keeps it until `stream` is past the run. Peers are not told, so ranks may
-    /// differ. Raises InvalidArgumentError for another name or length.
+    /// differ. Raises InvalidArgumentError for another name or length, and what ended the device's work, such as
+    /// PeerLostError, if something did.
     #[pyo3(signature = (stream, memory=None))]
     fn run(
         &self,
@@ -127,6 +128,7 @@ impl OverlapPlan {
 #[pymethods]
 impl CapturedOverlap {
     /// Enqueues the whole on `stream`. Does not block.
+    /// Raises what ended the device's work, such as PeerLostError, if something did.
     fn launch(&self, py: Python<'_>, stream: &Stream) -> PyResult<()> {
         let (captured, stream) = (self.0.get("captured plan")?, stream.live()?);
         py.detach(|| captured.launch(stream)).map_err(raise)

@@ -120,7 +120,7 @@ impl Stream {
     }
 
     /// Copies `source` to `target`, arrays, regions or memory of the same length in bytes. Both are kept
-    /// until the copy is done.
+    /// until the copy is done. Raises InvalidArgumentError for other lengths, and for a target that is read-only.
     fn copy(&self, target: &Bound<'_, PyAny>, source: &Bound<'_, PyAny>) -> PyResult<()> {
         let into = Array::resolve_target(target, &self.place, Some(self.raw_handle()))?;
         let from = Array::resolve(source, &self.place, Some(self.raw_handle()))?;
@@ -131,7 +131,7 @@ impl Stream {
             .map_err(raise)
     }
 
-    /// Sets every byte of `target` to `byte`.
+    /// Sets every byte of `target` to `byte`. Raises InvalidArgumentError for a target that is read-only.
     fn fill(&self, target: &Bound<'_, PyAny>, byte: u8) -> PyResult<()> {
         let into = Array::resolve_target(target, &self.place, Some(self.raw_handle()))?;
         let stream = self.live()?;
@@ -198,7 +198,8 @@ impl Event {
         self.0.get()?.is_reached().map_err(raise)
     }
 
-    /// Milliseconds from `earlier` to this one, both made with timing, recorded and reached.
+    /// Milliseconds from `earlier` to this one, both made with timing, recorded and reached. Raises
+    /// InvalidArgumentError where one was not recorded, or without timing, and DriverError where one is not reached.
     fn elapsed_since(&self, earlier: &Self) -> PyResult<f32> {
         self.0.get()?.elapsed_since(earlier.0.get()?).map_err(raise)
     }

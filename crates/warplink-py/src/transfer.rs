@@ -90,13 +90,15 @@ impl Transfer {
 
 #[pymethods]
 impl Transfer {
-    /// Enqueues this end's part on `stream`. Does not block.
+    /// Enqueues this end's part on `stream`. Does not block. Raises InvalidArgumentError for one that is captured
+    /// twice without a wait between, and what ended the device's work, such as PeerLostError, if something did.
     fn post(&self, py: Python<'_>, stream: &Stream) -> PyResult<()> {
         let (transfer, stream) = (self.inner()?, stream.live()?);
         py.detach(|| transfer.post(stream)).map_err(raise)
     }
 
     /// Enqueues the wait for every post so far on `stream`. Does not block.
+    /// Raises what ended the device's work, such as PeerLostError, if something did.
     fn wait(&self, py: Python<'_>, stream: &Stream) -> PyResult<()> {
         let (transfer, stream) = (self.inner()?, stream.live()?);
         py.detach(|| transfer.wait(stream)).map_err(raise)
@@ -144,6 +146,7 @@ impl Transfer {
 #[pymethods]
 impl StreamBarrier {
     /// Enqueues the barrier on `stream`. Does not block.
+    /// Raises what ended the device's work, such as PeerLostError, if something did.
     fn enqueue(&self, py: Python<'_>, stream: &Stream) -> PyResult<()> {
         let stream = stream.live()?;
         py.detach(|| self.0.enqueue(stream)).map_err(raise)
@@ -151,7 +154,7 @@ impl StreamBarrier {
 }
 
 /// Posts `transfers` on `stream` as one group, which completes in any order of its members. Does not
-/// block.
+/// block. Raises what `Transfer.post` raises.
 #[pyfunction]
 pub(crate) fn post_all(
     py: Python<'_>,
@@ -166,7 +169,7 @@ pub(crate) fn post_all(
     .map_err(raise)
 }
 
-/// Waits on `stream` for every post so far of `transfers`. Does not block.
+/// Waits on `stream` for every post so far of `transfers`. Does not block. Raises what `Transfer.wait` raises.
 #[pyfunction]
 pub(crate) fn wait_all(
     py: Python<'_>,
