@@ -251,14 +251,21 @@ class ProcessGroupWarplink(GroupCalls, GroupWorkspaces, dist.ProcessGroup):  # t
     def _join_on_gpu(self, device: torch.device) -> GpuCollectives | None:
         """What goes direct on ``device``; None, on all members alike, where one of them cannot."""
         limit = self._timeout.total_seconds()
-        space = self.direct_workspace(device)
+
+        def make() -> Workspace:
+            return self.workspace(device)
+
+        # It may be there, and be on another GPU of this member.
+        space = agreement.made_without_communicator(
+            self._store, self._rank, self._size, "joining for direct calls", make, limit / 2
+        )
         if space is None:
             return None
         joined = direct.join(space.communicator)
         if joined is None:
             return None
-        make = functools.partial(GpuCollectives, space, joined, limit)
-        return agreement.made_by_all(space.communicator, "making direct calls", make)
+        made = functools.partial(GpuCollectives, space, joined, limit)
+        return agreement.made_by_all(space.communicator, "making direct calls", made)
 
     @property
     def messages_path(self) -> str:

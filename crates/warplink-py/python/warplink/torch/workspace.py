@@ -46,6 +46,10 @@ DTYPES = {
 }
 
 
+#: What ends the waits for other members.
+_ENDS = (TimeoutError, *LOSSES)
+
+
 def current_handle(device: torch.device) -> int:
     """The handle of the caller's current stream of a GPU."""
     # A fraction of what it takes to make PyTorch's object for it.
@@ -108,18 +112,22 @@ class Workspace:
         """The caller's stream, for work on the workspace's memory: it is behind what other streams were given to do
         with that, and before what they are given later. One thread at a time has a turn. Raises what went wrong with
         the work of earlier turns; MismatchError where that or this took too long, and ranks called other things."""
-        with self._lock, self._explained():
-            self._check()
-            stream = self.stream
-            self._turns.begin(stream)
+        with self._lock:
             try:
-                yield stream
-            except BaseException:
-                # What went wrong is told, and not that a communicator which has ended takes no turns.
-                with contextlib.suppress(WarplinkError):
-                    self._turns.end(stream)
+                self._check()
+                stream = self.stream
+                self._turns.begin(stream)
+                try:
+                    yield stream
+                except BaseException:
+                    # What went wrong is told, and not that a communicator which has ended takes no turns.
+                    with contextlib.suppress(WarplinkError):
+                        self._turns.end(stream)
+                    raise
+                self._turns.end(stream)
+            except _ENDS as error:
+                self._explain(error)
                 raise
-            self._turns.end(stream)
 
     @contextlib.contextmanager
     def compared(self, call: Any) -> Iterator[None]:
@@ -140,17 +148,20 @@ class Workspace:
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
-        """Raises MismatchError for a timeout, or a loss that may come from that of another member, if ranks called other
-        things."""
+        """Explains what ends it."""
         try:
             yield
-        except (TimeoutError, *LOSSES) as error:
-            # Behind the first failure, members may go on differently.
-            history, self._history = self._history, None
-            limit = TELLING_SECONDS if isinstance(error, TimeoutError) else 0.0
-            difference = None if history is None else history.difference(limit)
-            if difference is None:
-                raise
+        except _ENDS as error:
+            self._explain(error)
+            raise
+
+    def _explain(self, error: WarplinkError) -> None:
+        """Raises MismatchError for a timeout, or a loss that may come from that of another member, if ranks called other
+        things."""
+        # Behind the first failure, members may go on differently.
+        history, self._history = self._history, None
+        limit = TELLING_SECONDS if isinstance(error, TimeoutError) else 0.0
+        if history is not None and (difference := history.difference(limit)) is not None:
             raise difference from error
 
     def _note(self, call: Any) -> None:
@@ -165,7 +176,7 @@ class Workspace:
         try:
             yield
         except BaseException as error:
-            if not isinstance(error, (*LOSSES, TimeoutError, ClosedError, *common)):
+            if not isinstance(error, (*_ENDS, ClosedError, *common)):
                 reason = f"a fused operation was left in the middle: {type(error).__name__}: {error}"
                 self.communicator.abort(reason)
             raise

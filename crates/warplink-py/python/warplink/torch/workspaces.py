@@ -89,10 +89,10 @@ class GroupWorkspaces:
         # A second attempt must not read what the first one left in the store.
         self._workspaces_begun += 1
         what = f"workspace {self._workspaces_begun} on {device.type}"
-        # On the CPU, members make it from what they have, and so come at the same time.
-        space = made_without_communicator(
-            self._store, self._rank, self._size, what, make, limit if device.type == "cuda" else limit / 2
-        )
+        if device.type == "cpu" and self._communicator is not None:
+            # Members make it from what they have, which takes no time.
+            limit /= 2
+        space = made_without_communicator(self._store, self._rank, self._size, what, make, limit)
         if space is not None and space.reaches_all():
             return space
         for alone in made:
