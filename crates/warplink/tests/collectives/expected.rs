@@ -438,10 +438,15 @@ impl Made {
 
     /// Fails where the output is wrong, or anything else was touched: bytes around it, or the input.
     pub(crate) fn check(&self, comm: &Communicator) {
+        self.compare(comm).unwrap();
+    }
+
+    /// As [`check`](Self::check), but what ends the rank's work meanwhile is an error.
+    pub(crate) fn compare(&self, comm: &Communicator) -> Result<()> {
         let (rank, world) = (comm.rank(), comm.world());
         let case = &self.case;
         let mut all = vec![0; self.memory.bytes()];
-        comm.device().download(&self.memory, &mut all).unwrap();
+        comm.device().download(&self.memory, &mut all)?;
         let output = self.range(&self.output);
         let got = &all[output.clone()];
         let expected = case.expected(rank, world);
@@ -473,6 +478,7 @@ impl Made {
                 "{case:?}: rank {rank} of {world}: byte {touched:?} was touched; the output is {output:?}, the input {input:?}"
             );
         }
+        Ok(())
     }
 
     /// Where a slice lies in the memory.

@@ -69,7 +69,8 @@ fn call_until(
             .collect();
         let made = made?;
         comm.synchronize(stream)?;
-        made.iter().for_each(|made| made.check(comm));
+        // A rank may be lost, or given up, in between.
+        made.iter().try_for_each(|made| made.compare(comm))?;
     }
     Ok(())
 }
