@@ -81,11 +81,19 @@ if os.environ.get("WARPLINK_FOR_GLOO") == "1":
     suite.PROFILING_SUPPORTED_BACKENDS.clear()
     suite.SEND_RECV_PROFILING_SUPPORTED_BACKENDS.clear()
 
-if gpus.RANKS_PER_GPU > 1:
-    # Tests ask for as many GPUs as ranks, and give rank i the i-th. Those that name it by its rank alone cannot run so.
-    count = torch.cuda.device_count()
-    torch.cuda.device_count = lambda: count * gpus.RANKS_PER_GPU
-    suite.init_multigpu_helper = lambda world_size, backend: {rank: [gpus.gpu(rank)] for rank in range(world_size)}
+
+def share_gpus(rank):
+    """Lets tests of a rank, which want a GPU for each rank, run on one that it shares. Those that name a GPU by the number
+    of a rank cannot."""
+    if gpus.RANKS_PER_GPU == 1:
+        return
+    gpus.prepare_sharing(rank)
+    # It looks at every GPU that is counted.
+    torch.cuda.init()
+    count = torch.cuda.device_count() * gpus.RANKS_PER_GPU
+    torch.cuda.device_count = lambda: count
+    suite.init_multigpu_helper = lambda world_size, backend: {each: [gpus.gpu(each)] for each in range(world_size)}
+
 
 torch.backends.cuda.matmul.allow_tf32 = False
 
@@ -95,7 +103,7 @@ class TestProcessGroup(suite.TestDistBackend, suite.DistributedTest._DistTestBas
 
     @classmethod
     def _run(cls, rank, *arguments, **options):
-        gpus.prepare_sharing(rank)
+        share_gpus(rank)
         super()._run(rank, *arguments, **options)
 
     def setUp(self):

@@ -123,17 +123,19 @@ def another_type_fused(rank, world, _, place):
     dist = start_on_gpu(rank, world, place)
     name, device = dist.group.WORLD.group_name, torch.device("cuda", gpu(rank))
 
-    def gather(dtype):
-        a, b = (torch.ones(*sizes, device=device, dtype=dtype) for sizes in ((4, 8), (8, 6)))
+    def gather(dtype, rows):
+        a, b = (torch.ones(*sizes, device=device, dtype=dtype) for sizes in ((rows, 8), (8, 6)))
         return torch.ops.warplink.fused_all_gather_matmul(a, [b], 0, name)
 
-    # Also one that Warplink does not fuse.
-    for pair in ((torch.float32, torch.bfloat16), (torch.float32, torch.float64), (torch.float64, torch.float32)):
+    # Also one that Warplink does not fuse. Each of its own length: calls that were made before are not compared again.
+    pairs = ((torch.float32, torch.bfloat16), (torch.float32, torch.float64), (torch.float64, torch.float32))
+    for number, pair in enumerate(pairs):
+        rows = 4 + number
         with pytest.raises(MismatchError, match="the peer calls fused_.*; expected fused_") as caught:
-            gather(pair[rank])
+            gather(pair[rank], rows)
         assert (caught.value.rank, caught.value.peer) == (rank, 1 - rank)
         for dtype in pair:
-            _, (product,) = gather(dtype)
+            _, (product,) = gather(dtype, rows)
             assert (product == 8).all()
     torch.cuda.synchronize(device)
     dist.barrier(device_ids=[gpu(rank)])
