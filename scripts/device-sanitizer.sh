@@ -34,6 +34,7 @@ tests=(${TESTS:-channels:data::a_million_rounds channels:data::several_tags_betw
     collectives:direct::processes_reach_one_another
     collectives:buffers::processes_read_one_anothers_memory_between_barriers
     collectives:messages::processes_exchange_messages_and_parts
+    collectives:on_device::processes_exchange_parts_of_sizes_in_device_memory
     collectives:experts::processes_dispatch_and_combine})
 failed=0
 
