@@ -1,7 +1,8 @@
 """PyTorch's own tests of process groups, with the backend that the variable BACKEND names.
 
 They are those of ``torch.testing._internal.distributed.distributed_test``, which PyTorch ships. Each
-runs its ranks as forked processes. ``test_pytorch_suite.py`` says which must pass.
+runs its ranks as processes: forked ones, and new ones where there are GPUs, which a fork of a process that
+has used CUDA cannot use. ``test_pytorch_suite.py`` says which must pass.
 
     BACKEND=warplink python -m pytest crates/warplink-py/tests/pytorch_suite.py
 
@@ -23,10 +24,8 @@ if "TEMP_DIR" not in os.environ:
     for folder in ("barrier", "test_dir", "init_dir"):
         os.makedirs(os.path.join(os.environ["TEMP_DIR"], folder))
 os.environ.setdefault("INIT_METHOD", f"file://{os.environ['TEMP_DIR']}/init_dir/shared_init_file")
-# Forked processes compute on one thread each.
+# Ranks compute on one thread each.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# GPUs are counted without CUDA, which a fork of this process could not use then.
-os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 import gpus  # noqa: E402
 import torch  # noqa: E402
@@ -108,7 +107,8 @@ class TestProcessGroup(suite.TestDistBackend, suite.DistributedTest._DistTestBas
 
     def setUp(self):
         super().setUp()
-        self._start_processes(torch.multiprocessing.get_context("fork").Process)
+        method = "spawn" if has_gpus else "fork"
+        self._start_processes(torch.multiprocessing.get_context(method).Process)
 
     @classmethod
     def tearDownClass(cls):

@@ -394,6 +394,8 @@ fn a_proxy_that_fails_ends_kernels_and_tells_the_peer() {
         // The proxy has let go of it then.
         std::thread::sleep(Duration::from_millis(200));
         wait(&rig, &connection, &|| 0);
+        let ended = comm.device().create_event(false).unwrap();
+        rig.stream.record(&ended).unwrap();
         let started = Stopwatch::start();
         if comm.rank() == 0 {
             let stream = comm.create_stream(Priority::Normal).unwrap();
