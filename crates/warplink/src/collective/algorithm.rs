@@ -1,4 +1,4 @@
-//! The algorithms: programs, one file each.
+//! The algorithms: programs, a file for each collective; `chunks` and `direct` share one, as a launch finds out which it is.
 
 use super::call::CollectiveKind;
 use crate::error::{Error, ErrorKind, Result};

@@ -1,12 +1,12 @@
 //! Paths: what moves the bytes, one of which both ranks choose.
 
-use super::common::{assert_says, delays, processes, threads, threads_with, values, world};
+use super::common::{assert_says, delays, kind, processes, threads, threads_with, values, world};
 use super::graphs::{replay, steps_that_other_streams_wait_for};
 use super::{PROTOCOLS, neighbours, ring_of_rounds};
 use std::time::Duration;
 use warplink::device::{MatmulSpec, Priority, Stream};
 use warplink::p2p::{Batch, Path, Protocol, Transfer, TransferRequest, post_all, wait_all};
-use warplink::{Communicator, DType, ErrorKind};
+use warplink::{Communicator, DType, DeviceKind, ErrorKind};
 
 const PATHS: [Path; 4] = [
     Path::CopyEngine,
@@ -411,8 +411,12 @@ fn bytes_that_are_stored_go_by_no_packets() {
 /// leave it multiprocessors.
 #[test]
 fn senders_by_kernels_leave_the_receiver_room() {
-    const BYTES: usize = 4 << 20;
     const SIDE: usize = 256;
+    // Of which a GPU's kernels keep many multiprocessors.
+    let bytes = match kind() {
+        DeviceKind::Host => 64 << 10,
+        DeviceKind::Cuda => 4 << 20,
+    };
     processes(world(8), |comm| {
         let (rank, world) = (comm.rank(), comm.world());
         let stream = comm.create_stream(Priority::Normal).unwrap();
@@ -420,7 +424,7 @@ fn senders_by_kernels_leave_the_receiver_room() {
         let spec = MatmulSpec::new(SIDE, SIDE, SIDE, DType::F32);
         compute.prepare_matmul(&spec).unwrap();
         let [a, b, c] = [(); 3].map(|()| comm.alloc(4 * SIDE * SIDE).unwrap());
-        let regions: Vec<_> = (1..world).map(|_| comm.alloc(BYTES).unwrap()).collect();
+        let regions: Vec<_> = (1..world).map(|_| comm.alloc(bytes).unwrap()).collect();
         let requests: Vec<_> = match rank {
             0 => (1..world)
                 .map(|peer| TransferRequest::receive(&regions[peer - 1], peer, 0))
@@ -440,14 +444,14 @@ fn senders_by_kernels_leave_the_receiver_room() {
                     .matmul(&stream, &spec, a.memory(), b.memory(), c.memory(), None)
                     .unwrap();
             } else {
-                regions[0].upload(&values(rank, round, BYTES)).unwrap();
+                regions[0].upload(&values(rank, round, bytes)).unwrap();
             }
             post_all(&transfers.iter().collect::<Vec<_>>(), &stream).unwrap();
             wait_all(&transfers.iter().collect::<Vec<_>>(), &stream).unwrap();
             comm.synchronize(&stream).unwrap();
             if rank == 0 {
                 for (peer, region) in (1..world).zip(&regions) {
-                    assert!(region.download().unwrap() == values(peer, round, BYTES));
+                    assert!(region.download().unwrap() == values(peer, round, bytes));
                 }
             }
             comm.barrier().unwrap();

@@ -62,6 +62,9 @@ impl FifoMemory for OfKernels {
     }
 }
 
+/// Half naps in a row with one look at most, after which a proxy is taken to sleep.
+const QUIET: u32 = 8;
+
 /// A proxy, its FIFO, and what its failure comes out of.
 fn start(idle: Duration, nap: Duration) -> (Arc<Proxy>, OfKernels, Receiver<Error>) {
     let device = crate::device::open(&DeviceConfig::new(DeviceKind::Host, 0)).unwrap();
@@ -82,12 +85,16 @@ fn start(idle: Duration, nap: Duration) -> (Arc<Proxy>, OfKernels, Receiver<Erro
 /// Waits until it sleeps between single looks.
 fn await_sleep(memory: &OfKernels, nap: Duration) {
     let started = Instant::now();
-    loop {
+    // On a busy machine, a thread may stand still for once without sleeping.
+    let mut quiet = 0;
+    while quiet < QUIET {
         let before = memory.looks();
         sleep(nap / 2);
-        if memory.looks() <= before + 1 {
-            return;
-        }
+        quiet = if memory.looks() <= before + 1 {
+            quiet + 1
+        } else {
+            0
+        };
         assert!(started.elapsed() < LATE, "it does not sleep");
     }
 }
@@ -113,7 +120,7 @@ fn it_looks_once_a_nap_when_it_has_been_idle_for_long() {
 fn it_looks_without_a_pause_again_when_it_was_woken() {
     let nap = Duration::from_secs(60);
     let (proxy, memory, failure) = start(Duration::from_secs(1), nap);
-    await_sleep(&memory, Duration::from_secs(1));
+    await_sleep(&memory, Duration::from_millis(300));
     proxy.wake();
     sleep(Duration::from_millis(50));
     memory.push();
