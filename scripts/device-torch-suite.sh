@@ -12,15 +12,13 @@
 set -uo pipefail
 cd "$(dirname "$0")/.."
 . scripts/device-service.sh
+. scripts/device-package.sh
 OUT=$(realpath -m "${OUT:-device-out}")
 mkdir -p "$OUT"
-[ -f device-bin/_warplink.abi3.so ] || { echo 'device-bin/_warplink.abi3.so is missing; run PARTS=python scripts/device-build.sh first' >&2; exit 2; }
-package=$(mktemp -d)
-trap 'rm -rf "$package"; stop_service' EXIT
+trap 'rm -rf "${package:-}"; stop_service' EXIT
+use_package
 start_service
-cp -r crates/warplink-py/python/warplink device-bin/_warplink.abi3.so "$package"
-mv "$package/_warplink.abi3.so" "$package/warplink/"
-export PYTHONPATH=$package:$PWD/device-bin/python:$PWD/crates/warplink-py/tests PYTHONUNBUFFERED=1
+export PYTHONPATH=$PYTHONPATH:$PWD/crates/warplink-py/tests
 export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NO_COLOR=1 BACKEND=nccl WORLD_SIZE=${WORLD_SIZE:-2}
 cd crates/warplink-py/tests
 for run in ${RUNS:-nccl warplink direct}; do

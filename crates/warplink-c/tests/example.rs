@@ -8,8 +8,8 @@ mod installed;
 
 use children::wait_all;
 use installed::{Installed, Linkage, repository};
-use std::path::PathBuf;
-use std::process::{Command, Stdio};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 use warplink::ErrorKind;
 use warplink::bootstrap::UniqueId;
@@ -22,7 +22,7 @@ fn source() -> PathBuf {
 }
 
 /// The device under test, and what has the ranks find no launcher's variables.
-fn command(program: &PathBuf) -> Command {
+fn command(program: &Path) -> Command {
     let device = std::env::var("WARPLINK_TEST_DEVICE").unwrap_or_else(|_| "host".into());
     let mut command = Command::new(program);
     for name in ["WARPLINK_RANK", "WARPLINK_WORLD", "WARPLINK_ID"] {
@@ -37,20 +37,23 @@ fn command(program: &PathBuf) -> Command {
     command
 }
 
+/// A program as one rank of a job.
+fn start_rank(program: &Path, rank: usize, world: usize, id: &UniqueId) -> Child {
+    let mut command = command(program);
+    command
+        .env("WARPLINK_RANK", rank.to_string())
+        .env("WARPLINK_WORLD", world.to_string())
+        .env("WARPLINK_ID", id.to_string());
+    command.spawn().unwrap()
+}
+
 #[test]
 fn the_example_runs_with_ranks_as_threads_and_as_processes() {
     let installed = Installed::get();
     let program = installed.compile(&source(), Linkage::Shared);
     let id = UniqueId::create([127, 0, 0, 1].into(), 0).unwrap();
     let _held = id.release();
-    let as_rank = |rank: usize| {
-        let mut command = command(&program);
-        command
-            .env("WARPLINK_RANK", rank.to_string())
-            .env("WARPLINK_WORLD", "2")
-            .env("WARPLINK_ID", id.to_string());
-        command.spawn().unwrap()
-    };
+    let as_rank = |rank| start_rank(&program, rank, 2, &id);
     let children = vec![command(&program).spawn().unwrap(), as_rank(0), as_rank(1)];
     let ended = wait_all(children, Instant::now(), LIMIT);
     for end in &ended {
@@ -80,14 +83,7 @@ fn the_first_program_of_the_documentation_runs_with_three_ranks() {
     let program = installed.compile(&source, Linkage::Shared);
     let id = UniqueId::create([127, 0, 0, 1].into(), 0).unwrap();
     let _held = id.release();
-    let as_rank = |rank: usize| {
-        let mut command = command(&program);
-        command
-            .env("WARPLINK_RANK", rank.to_string())
-            .env("WARPLINK_WORLD", "3")
-            .env("WARPLINK_ID", id.to_string());
-        command.spawn().unwrap()
-    };
+    let as_rank = |rank| start_rank(&program, rank, 3, &id);
     let ended = wait_all((0..3).map(as_rank).collect(), Instant::now(), LIMIT);
     for (rank, end) in ended.iter().enumerate() {
         assert_eq!(end.code, Some(0), "{}", end.output);

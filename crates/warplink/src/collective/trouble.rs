@@ -110,8 +110,8 @@ fn unfinished(collectives: &Inner) -> Option<Error> {
         collectives.turns.precede(&stream)?;
         stream.synchronize(Deadline::after(A_MOMENT))
     };
-    let is_done = behind().err()?.kind() != ErrorKind::Timeout;
-    if is_done {
+    // Without an error, all is done.
+    if behind().err()?.kind() != ErrorKind::Timeout {
         return None;
     }
     let called = last_call(collectives);

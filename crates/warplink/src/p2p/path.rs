@@ -81,7 +81,7 @@ pub struct TransferKernels {
 
 impl TransferKernels {
     /// The same for each of `ranks` ranks that share a device. Together they keep no more multiprocessors than one alone
-    /// would: whoever they wait for needs some as well.
+    /// would: the ranks that they wait for need some as well.
     #[must_use]
     pub(crate) fn shared_by(mut self, ranks: usize) -> Self {
         let ranks = u32::try_from(ranks).unwrap_or(u32::MAX).max(1);

@@ -53,10 +53,6 @@ impl FifoMemory for OfKernels {
         self.0.0.claimed()
     }
 
-    fn stop_kernels(&self) -> Result<()> {
-        Ok(())
-    }
-
     fn addresses(&self) -> FifoAddresses {
         FifoAddresses::default()
     }

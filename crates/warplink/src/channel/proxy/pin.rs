@@ -2,8 +2,8 @@
 
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
-/// Has the calling thread run on those of `cpus` alone that it may run on, where there are any: whoever started the
-/// process may have left it a few.
+/// Has the calling thread run on those of `cpus` alone that it may run on, where there are any: the process may have been
+/// given few (`taskset`).
 pub(super) fn pin(cpus: &[usize]) {
     let pinned = sched_getaffinity(None).and_then(|allowed| {
         let mut set = CpuSet::new();

@@ -43,7 +43,9 @@ pub(crate) trait FifoMemory: Send + Sync + fmt::Debug {
     fn claimed(&self) -> Result<u64>;
 
     /// Tells kernels, which look elsewhere than at the words after they claimed a position, that the FIFO was stopped.
-    fn stop_kernels(&self) -> Result<()>;
+    fn stop_kernels(&self) -> Result<()> {
+        Ok(())
+    }
 
     /// What kernels reach it by: the addresses of the ring and of the count of what was read, and the
     /// words (claimed, seen as read, whether somebody looks, whether it was stopped) in the device's memory.
@@ -282,10 +284,6 @@ impl FifoMemory for HostFifoMemory {
 
     fn claimed(&self) -> Result<u64> {
         Ok(self.claimed.load(Ordering::Acquire))
-    }
-
-    fn stop_kernels(&self) -> Result<()> {
-        Ok(())
     }
 
     fn addresses(&self) -> FifoAddresses {

@@ -268,14 +268,8 @@ impl ChannelMemory {
         if let Some(ProxyEnd { fifo, connection }) = &parts.proxy {
             let addresses = fifo.addresses();
             let counters = addresses.counters.map_or(0, |slice| slice.address());
-            let proxy = [
-                addresses.ring,
-                counters,
-                addresses.tail,
-                parts.tag,
-                halves(fifo.slots() as u32, *connection),
-            ];
-            words[10..15].copy_from_slice(&proxy);
+            words[10..13].copy_from_slice(&[addresses.ring, counters, addresses.tail]);
+            words[14] = halves(fifo.slots() as u32, *connection);
         }
         words
     }
