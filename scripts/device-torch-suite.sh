@@ -28,7 +28,7 @@ for run in ${RUNS:-nccl warplink direct}; do
         direct) export WARPLINK_FOR_NCCL=1 WARPLINK_DIRECT=1 ;;
     esac
     start=$SECONDS
-    timeout --kill-after=5 "${LIMIT:-280}" python3 -m pytest -q -p no:cacheprovider --tb=short -n "${WORKERS:-6}" \
+    timeout --signal=INT --kill-after=20 "${LIMIT:-280}" python3 -m pytest -q -p no:cacheprovider --tb=short -n "${WORKERS:-6}" \
         --junitxml="$OUT/$run.xml" -o junit_logging=no -k "${FILTER:-test}" pytorch_suite.py "$@" >"$OUT/$run.log" 2>&1
     echo "$run: $(tail -n 1 "$OUT/$run.log") ($((SECONDS - start)) s)"
 done

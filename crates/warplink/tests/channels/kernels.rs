@@ -72,6 +72,19 @@ impl Outcome {
         }
     }
 
+    /// The outcome of `peer`, of a communicator of two ranks, which calls this at the same time. It can be looked at when
+    /// the peer's own device refuses to.
+    pub fn of_peer(&self, comm: &Communicator, peer: usize) -> Self {
+        let region = comm.register(&self.memory).unwrap();
+        let handle = comm.export_handle(&region, peer).unwrap();
+        let handles = comm.all_gather_bytes(&handle).unwrap();
+        let mapped = comm.open_handle(peer, &handles[peer]).unwrap();
+        Self {
+            device: self.device.clone(),
+            memory: mapped.memory().clone(),
+        }
+    }
+
     pub fn argument(&self) -> Argument {
         Argument::from(&self.memory)
     }
