@@ -97,6 +97,17 @@ fn types_operators_and_algorithms_can_be_chosen() {
     for row in rows(&["all-reduce", "-n", "2", "--algorithm", "chunks"]) {
         assert_eq!(row["algorithm"], "chunks", "{row}");
     }
+    for (kind, place) in [("all-gather", "both"), ("all-to-all", "out")] {
+        let bound = ["--bound", "--algorithm", "copy-engine", "--place", place];
+        for row in rows(&[&[kind, "-n", "3"], &bound[..]].concat()) {
+            assert_eq!(row["algorithm"], "copy-engine", "{row}");
+            assert_eq!(row["methods"][0]["wrong"], 0, "{row}");
+        }
+    }
+    for row in rows(&["all-reduce", "-n", "2", "--bound"]) {
+        assert_ne!(row["algorithm"], "copy-engine", "{row}");
+        assert_eq!(row["methods"][0]["wrong"], 0, "{row}");
+    }
 }
 
 /// Small data over the links of the mesh, and large data by the vendor's library.
@@ -287,6 +298,11 @@ fn arguments_that_do_not_go_together_are_refused_once() {
             &["all-reduce", "--step", "1"],
             "expected a whole number of at least 2",
         ),
+        (
+            &["all-gather", "--algorithm", "copy-engine"],
+            "which does calls that are bound; help: pass --bound",
+        ),
+        (&["send-receive", "--bound"], "--bound is for collectives"),
         (
             &["all-gather", "--from", "1MiB"],
             "--from is 1 MiB and --to is 4 KiB; expected --from to be at most --to",

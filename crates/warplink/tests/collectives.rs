@@ -6,6 +6,8 @@ mod common;
 
 #[path = "collectives/adopted.rs"]
 mod adopted;
+#[path = "collectives/bound.rs"]
+mod bound;
 #[path = "collectives/buffers.rs"]
 mod buffers;
 #[path = "collectives/cube.rs"]

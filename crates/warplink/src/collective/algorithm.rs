@@ -19,6 +19,9 @@ pub enum Algorithm {
     Chunks,
     /// From and to the memory of the calls, where all ranks reach it: any length. Until they do, by chunks.
     Direct,
+    /// From and to the memory of the calls by the copy engine, for calls that were bound to their memory
+    /// ([`Collectives::bind`](crate::Collectives::bind)). Lanes move a part while it starts. For all-gather and all-to-all.
+    CopyEngine,
     /// As packets over the links of a hybrid cube mesh, in two steps: to the ranks that a rank is linked with, and
     /// from the one that it faces to its group. For all-reduce, and only there.
     Cube,
@@ -29,11 +32,13 @@ pub enum Algorithm {
 pub(super) enum Room {
     Packets,
     Plain,
+    /// None.
+    Nothing,
 }
 
 impl Algorithm {
-    /// Those that a call may be done by, as far as they fit the links and the workspace. Of those that are as fast as
-    /// one another, the first is chosen. What goes directly goes by chunks where memory is not reached.
+    /// Those that a call on any memory may be done by, as far as they fit the links and the workspace. Of those that are
+    /// as fast as one another, the first is chosen. What goes directly goes by chunks where memory is not reached.
     pub const CHOICES: [Self; 5] = [
         Self::OneShot,
         Self::TwoShot,
@@ -43,11 +48,12 @@ impl Algorithm {
     ];
 
     /// Every algorithm.
-    pub const ALL: [Self; 5] = [
+    pub const ALL: [Self; 6] = [
         Self::OneShot,
         Self::TwoShot,
         Self::Chunks,
         Self::Direct,
+        Self::CopyEngine,
         Self::Cube,
     ];
 
@@ -58,6 +64,7 @@ impl Algorithm {
             Self::TwoShot => "two-shot",
             Self::Chunks => "chunks",
             Self::Direct => "direct",
+            Self::CopyEngine => "copy-engine",
             Self::Cube => "cube",
         }
     }
@@ -67,6 +74,7 @@ impl Algorithm {
         match self {
             Self::OneShot | Self::TwoShot | Self::Cube => Room::Packets,
             Self::Chunks | Self::Direct => Room::Plain,
+            Self::CopyEngine => Room::Nothing,
         }
     }
 
@@ -81,6 +89,7 @@ impl Algorithm {
             Self::OneShot => each,
             Self::Cube => world,
             Self::TwoShot => 2 * world,
+            Self::CopyEngine => 0,
             Self::Chunks | Self::Direct => match kind {
                 CollectiveKind::AllReduce if world == 2 => chunks.min(3) * world,
                 CollectiveKind::AllReduce => 2 * world,
@@ -89,7 +98,7 @@ impl Algorithm {
         }
     }
 
-    /// Whether it does a collective of this kind, where links and workspace allow it.
+    /// Whether it does a collective of this kind, where links, workspace and binding allow it.
     pub fn supports(self, kind: CollectiveKind) -> bool {
         self.program(kind).is_some()
     }
@@ -101,6 +110,11 @@ impl Algorithm {
             .find(|entry| (entry.kind, entry.algorithm) == (kind, self))?;
         Some(entry.program())
     }
+}
+
+/// The program of [`Algorithm::CopyEngine`] for calls in place, `None` where it does none.
+pub(super) fn copies_in_place(kind: CollectiveKind) -> Option<Result<&'static Program>> {
+    (kind == CollectiveKind::AllGather).then(|| ALL_GATHER_IN_PLACE.program())
 }
 
 impl fmt::Display for Algorithm {
@@ -118,7 +132,7 @@ impl FromStr for Algorithm {
             Error::new(
                 ErrorKind::Parse,
                 format!(
-                    "unknown algorithm '{text}'; expected one-shot, two-shot, chunks, direct or cube"
+                    "unknown algorithm '{text}'; expected one-shot, two-shot, chunks, direct, copy-engine or cube"
                 ),
             )
         })
@@ -149,9 +163,15 @@ impl Entry {
     }
 }
 
+static ALL_GATHER_IN_PLACE: Entry = Entry::new(
+    CollectiveKind::AllGather,
+    Algorithm::CopyEngine,
+    include_str!("programs/all_gather_copy_engine_in_place.wlp"),
+);
+
 macro_rules! programs {
     ($($kind:ident $algorithm:ident $file:literal),* $(,)?) => {
-        static PROGRAMS: [Entry; 27] = [$(
+        static PROGRAMS: [Entry; 29] = [$(
             Entry::new(
                 CollectiveKind::$kind,
                 Algorithm::$algorithm,
@@ -170,12 +190,14 @@ programs! {
     AllGather OneShot "all_gather_packets.wlp",
     AllGather Chunks "all_gather_chunks.wlp",
     AllGather Direct "all_gather_chunks.wlp",
+    AllGather CopyEngine "all_gather_copy_engine.wlp",
     ReduceScatter OneShot "reduce_scatter_packets.wlp",
     ReduceScatter Chunks "reduce_scatter_chunks.wlp",
     ReduceScatter Direct "reduce_scatter_chunks.wlp",
     AllToAll OneShot "all_to_all_packets.wlp",
     AllToAll Chunks "all_to_all_chunks.wlp",
     AllToAll Direct "all_to_all_chunks.wlp",
+    AllToAll CopyEngine "all_to_all_copy_engine.wlp",
     Broadcast OneShot "broadcast_packets.wlp",
     Broadcast Chunks "broadcast_chunks.wlp",
     Broadcast Direct "broadcast_chunks.wlp",

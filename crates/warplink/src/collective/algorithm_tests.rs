@@ -139,7 +139,12 @@ fn parameters(
         cube,
         ..machine(world)
     };
-    machine.parameters(&call(entry, world, count), &choice(entry, lanes, chunks))
+    let call = call(entry, world, count);
+    let choice = match entry.algorithm {
+        Algorithm::CopyEngine => machine.shape(entry.algorithm, &call),
+        _ => choice(entry, lanes, chunks),
+    };
+    machine.parameters(&call, &choice)
 }
 
 #[test]
@@ -148,7 +153,7 @@ fn parameters(
     ignore = "takes a minute under the sanitizer, which sees the verifier in other tests"
 )]
 fn every_program_is_verified_for_every_world() {
-    for entry in &PROGRAMS {
+    for entry in PROGRAMS.iter().chain([&ALL_GATHER_IN_PLACE]) {
         let program = entry.program().unwrap_or_else(|error| panic!("{error}"));
         for world in worlds(entry, &[1, 2, 3, 8]) {
             // Many lanes, of which some may go directly and others not, are the same in every world.
@@ -183,7 +188,7 @@ fn share_a_workspace(world: usize, shapes: &'static [(usize, usize, usize)]) {
     let direct = |kind| Algorithm::Direct.program(kind).is_some();
     let entries = PROGRAMS
         .iter()
-        .filter(|entry| entry.algorithm != Algorithm::Cube)
+        .filter(|entry| !matches!(entry.algorithm, Algorithm::Cube | Algorithm::CopyEngine))
         .filter(|entry| entry.algorithm != Algorithm::Chunks || !direct(entry.kind));
     let programs: Vec<(&Program, Parameters)> = entries
         .flat_map(|entry| {
@@ -303,7 +308,9 @@ fn a_hybrid_cube_mesh_may_have_its_ranks_in_any_order() {
 /// One kernel serves all counts: what is compiled for one is found again for the next.
 #[test]
 fn the_text_of_a_kernel_does_not_depend_on_the_count() {
-    for entry in &PROGRAMS {
+    // Calls that are bound have one count.
+    let any = |entry: &&Entry| entry.algorithm != Algorithm::CopyEngine;
+    for entry in PROGRAMS.iter().filter(any) {
         let world = if entry.algorithm == Algorithm::Cube {
             CUBE_RANKS
         } else {

@@ -1,8 +1,9 @@
 //! Which algorithm does a call, with how many lanes: the only place that decides.
 
-use super::algorithm::{Algorithm, Room};
+use super::algorithm::{Algorithm, Room, copies_in_place};
 use super::call::{Call, CollectiveKind};
 use super::estimate::Estimates;
+use super::launches::Overlap;
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::p2p::TransferKernels;
 use crate::program::expr::PART_UNIT;
@@ -18,6 +19,11 @@ const THREADS: [usize; 2] = [128, 1024];
 /// Bytes that a lane moves before another one is added, and bytes of each lane from which on it has the most threads.
 const LANE_BYTES: usize = 16 << 10;
 const BYTES_OF_MANY_THREADS: usize = 256 << 10;
+
+/// Of 64 parts of the data, how many lanes move while the copy engine starts, and the most lanes that do: what was fastest
+/// from 16 MiB on (docs/performance.md).
+const EARLY_PARTS: i64 = 8;
+const EARLY_LANES: usize = 32;
 
 /// Elements that chunks have multiples of.
 const CHUNK_UNIT: usize = 16;
@@ -95,8 +101,47 @@ impl Machine {
         Ok(self.shape(algorithm, call))
     }
 
+    /// How `call` is done on memory that it was bound to; `overlap` as of any rank where input and output overlap.
+    ///
+    /// # Errors
+    /// As [`choose`](Self::choose).
+    pub(super) fn choose_bound(&self, call: &Call, overlap: Overlap) -> Result<Choice> {
+        let copied = Algorithm::CopyEngine;
+        if !self.copies(call, overlap) || self.forced.is_some_and(|forced| forced != copied) {
+            return self.choose(call);
+        }
+        let copied = self.shape(copied, call);
+        if self.forced.is_some() {
+            return Ok(copied);
+        }
+        let by_kernels = self.choose(call)?;
+        let seconds = |choice: &Choice| self.seconds(choice.algorithm, call);
+        Ok(if seconds(&copied)? < seconds(&by_kernels)? {
+            copied
+        } else {
+            by_kernels
+        })
+    }
+
+    /// Whether the copy engine does a call on memory that it was bound to.
+    fn copies(&self, call: &Call, overlap: Overlap) -> bool {
+        let program = match overlap {
+            Overlap::Apart => Algorithm::CopyEngine.program(call.kind),
+            Overlap::Shared => copies_in_place(call.kind),
+        };
+        program.is_some() && self.cube.is_none() && self.world > 1 && call.count > 0
+    }
+
     /// The parameters of the program of a choice.
     pub(super) fn parameters(&self, call: &Call, choice: &Choice) -> Parameters {
+        if choice.algorithm == Algorithm::CopyEngine {
+            return Parameters::new()
+                .with("n", call.count as i64)
+                .with("T", call.dtype)
+                .with("early", EARLY_PARTS)
+                .with("lanes", choice.lanes as i64)
+                .with("threads", choice.threads as i64);
+        }
         let words = call.words(choice.algorithm as u8);
         let mut parameters = Parameters::new();
         // As the program's integers of 32 bits.
@@ -110,7 +155,7 @@ impl Machine {
         let size = call.dtype.size();
         let room = match choice.algorithm.room() {
             Room::Packets => self.packet_bytes / size,
-            Room::Plain => self.plain_bytes / size,
+            Room::Plain | Room::Nothing => self.plain_bytes / size,
         };
         parameters.insert("n", call.count as i64);
         parameters.insert("room", room as i64);
@@ -142,7 +187,7 @@ impl Machine {
         self.cube.is_none() || call.count > 0 && self.fits(Algorithm::Cube, call)
     }
 
-    /// Whether an algorithm does a call at all.
+    /// Whether an algorithm does a call on any memory.
     fn fits(&self, algorithm: Algorithm, call: &Call) -> bool {
         if algorithm.program(call.kind).is_none() {
             return false;
@@ -157,6 +202,7 @@ impl Machine {
             }
             Algorithm::TwoShot => self.packet_room(call, rows) >= part(call.count, self.world),
             Algorithm::Chunks | Algorithm::Direct => true,
+            Algorithm::CopyEngine => false,
         }
     }
 
@@ -212,6 +258,12 @@ impl Machine {
         match algorithm.room() {
             Room::Packets => self.packets(algorithm, call),
             Room::Plain => self.chunks(algorithm, call),
+            Room::Nothing => Choice {
+                algorithm,
+                lanes: round_down(self.most_lanes.clamp(1, EARLY_LANES)),
+                threads: THREADS[1],
+                chunks: 1,
+            },
         }
     }
 
@@ -292,7 +344,12 @@ impl Machine {
             ),
         )
         .with_operation(call.kind.name())
-        .with_help("leave the algorithm open, or give the workspace more bytes")
+        .with_help(match forced {
+            Algorithm::CopyEngine => {
+                "leave the algorithm open, or bind an all-gather or all-to-all to its memory (Collectives::bind)"
+            }
+            _ => "leave the algorithm open, or give the workspace more bytes",
+        })
     }
 }
 

@@ -339,3 +339,37 @@ fn the_shortest_calls_have_estimates() {
         }
     }
 }
+
+/// docs/performance.md: on two GPUs, copies were ahead of kernels from 128 or 256 MiB on, and kernels up to 16 MiB.
+#[test]
+fn bound_calls_of_large_data_go_by_the_copy_engine() {
+    let model = shipped("h200-2").unwrap();
+    for kind in [CollectiveKind::AllGather, CollectiveKind::AllToAll] {
+        let machine = machine(&model, 2);
+        let by = |machine: &Machine, bytes: usize, overlap: Overlap| {
+            let chosen = machine.choose_bound(&call(kind, bytes / 2), overlap);
+            chosen.map(|choice| choice.algorithm)
+        };
+        for (mib, copied) in [(1, false), (8, false), (256, true), (1024, true)] {
+            let algorithm = by(&machine, mib * MIB, Overlap::Apart).unwrap();
+            let told = format!("{kind} of {mib} MiB by {algorithm}");
+            assert_eq!(algorithm == Algorithm::CopyEngine, copied, "{told}");
+        }
+        let in_place = by(&machine, 1024 * MIB, Overlap::Shared).unwrap();
+        let copied = kind == CollectiveKind::AllGather;
+        assert_eq!(in_place == Algorithm::CopyEngine, copied);
+        let forced = Machine {
+            forced: Some(Algorithm::CopyEngine),
+            ..machine
+        };
+        assert_eq!(
+            by(&forced, 1024, Overlap::Apart).unwrap(),
+            Algorithm::CopyEngine
+        );
+        assert!(forced.choose(&call(kind, 1024)).is_err());
+    }
+    let machine = machine(&model, 2);
+    let reduced = call(CollectiveKind::AllReduce, 1024 * MIB);
+    let choice = machine.choose_bound(&reduced, Overlap::Apart).unwrap();
+    assert_eq!(choice, machine.choose(&reduced).unwrap());
+}

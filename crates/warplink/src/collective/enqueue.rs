@@ -10,6 +10,13 @@ use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::sync::lock;
 use std::ops::Range;
 
+/// What a rank does with the memory of a call.
+pub(super) struct Uses {
+    reads: bool,
+    writes: bool,
+    pub(super) overlap: Overlap,
+}
+
 impl Collectives {
     /// A call that reduces.
     pub(super) fn reduction(
@@ -75,29 +82,8 @@ impl Collectives {
         stream: &Stream,
     ) -> Result<()> {
         let world = self.0.machine.world;
-        let call = &call.checked(world)?;
-        let rank = self.0.context.rank();
-        let (input_rows, output_rows) = call.kind.rows(world);
-        // What a rank does not use, it may pass as it likes.
-        let at_root = call.root.is_none_or(|root| root == rank);
-        let reads = at_root
-            || !matches!(
-                call.kind,
-                CollectiveKind::Broadcast | CollectiveKind::Scatter
-            );
-        let writes =
-            at_root || !matches!(call.kind, CollectiveKind::Reduce | CollectiveKind::Gather);
-        if reads {
-            check_slice(call, "input", input, input_rows)?;
-        }
-        if writes {
-            check_slice(call, "output", output, output_rows)?;
-        }
-        let overlap = if reads && writes {
-            overlap(call, rank, output, input)?
-        } else {
-            Overlap::Apart
-        };
+        let (call, uses) = self.uses(call, output, input)?;
+        let call = &call;
         if call.count == 0 {
             // Ranks meet all the same, so that one that calls something else is found.
             return self.launch(call, &[], Overlap::Apart, stream);
@@ -112,9 +98,48 @@ impl Collectives {
                 stream.copy(output, input)
             });
         }
-        let input = if reads { input } else { output };
-        let output = if writes { output } else { input };
-        self.launch(call, &[input, output], overlap, stream)
+        let input = if uses.reads { input } else { output };
+        let output = if uses.writes { output } else { input };
+        self.launch(call, &[input, output], uses.overlap, stream)
+    }
+
+    /// The call as kernels do it, and what this rank does with its memory. Fails where they do not fit together.
+    pub(super) fn uses(
+        &self,
+        call: &Call,
+        output: &DeviceSlice,
+        input: &DeviceSlice,
+    ) -> Result<(Call, Uses)> {
+        let world = self.0.machine.world;
+        let call = call.checked(world)?;
+        let rank = self.0.context.rank();
+        let (input_rows, output_rows) = call.kind.rows(world);
+        // What a rank does not use, it may pass as it likes.
+        let at_root = call.root.is_none_or(|root| root == rank);
+        let reads = at_root
+            || !matches!(
+                call.kind,
+                CollectiveKind::Broadcast | CollectiveKind::Scatter
+            );
+        let writes =
+            at_root || !matches!(call.kind, CollectiveKind::Reduce | CollectiveKind::Gather);
+        if reads {
+            check_slice(&call, "input", input, input_rows)?;
+        }
+        if writes {
+            check_slice(&call, "output", output, output_rows)?;
+        }
+        let overlap = if reads && writes {
+            overlap(&call, rank, output, input)?
+        } else {
+            Overlap::Apart
+        };
+        let uses = Uses {
+            reads,
+            writes,
+            overlap,
+        };
+        Ok((call, uses))
     }
 
     /// Launches the kernel of a call on input and output.
@@ -141,7 +166,7 @@ impl Collectives {
     }
 
     /// Gives `stream` the work of a call, after that of the calls before.
-    fn in_turn(
+    pub(super) fn in_turn(
         &self,
         call: &Call,
         stream: &Stream,

@@ -15,7 +15,7 @@ use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::program::cost::{DeviceDescription, HardwareModel};
 use crate::program::execute::RankContext;
 use crate::topology::{Topology, TopologyClass, rendezvous};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
 
 /// What does the calls.
 pub(super) enum Served {
@@ -122,6 +122,7 @@ impl Collectives {
             path,
             lines,
             last: Mutex::default(),
+            executor: OnceLock::new(),
         };
         Ok(Self(Arc::new(InUse::new(inner, &in_flight))))
     }
@@ -248,7 +249,7 @@ const fn pages(bytes: usize) -> usize {
 }
 
 /// Whether the memory of ranks cannot be mapped, so that another path is needed.
-fn cannot_map(error: &Error) -> bool {
+pub(super) fn cannot_map(error: &Error) -> bool {
     matches!(
         error.kind(),
         ErrorKind::Unsupported

@@ -7,6 +7,7 @@
 //!
 //! | module | subject |
 //! |---|---|
+//! | `bound` | calls that are bound to their memory |
 //! | `call` | a call, and what ranks tell one another of it |
 //! | `algorithm` | the algorithms: one program each |
 //! | `choice`, `estimate` | which of them does a call; how long each takes by the cost model |
@@ -26,6 +27,7 @@
 //! that it is linked with, and reaches no others.
 
 mod algorithm;
+mod bound;
 mod call;
 mod choice;
 mod direct;
@@ -39,6 +41,7 @@ mod messages;
 mod trouble;
 
 pub use algorithm::Algorithm;
+pub use bound::BoundCall;
 pub use call::{Call, CollectiveKind};
 pub use choice::Choice;
 pub use experts::{Dispatched, ExpertOptions, Experts};
@@ -48,7 +51,7 @@ use crate::device::Turns;
 use crate::device::{DeviceSlice, InUse, ReduceOp, Stream, VendorCommunicator};
 use crate::dtype::DType;
 use crate::error::{Rank, Result};
-use crate::program::execute::RankContext;
+use crate::program::execute::{Executor, RankContext};
 use choice::Machine;
 use engine::EngineCollectives;
 use join::Served;
@@ -56,7 +59,7 @@ use launches::Overlap;
 use messages::Lines;
 use std::ffi::c_void;
 use std::fmt;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
 pub(crate) use trouble::Known;
 
 /// Bytes of a workspace unless options say otherwise.
@@ -133,6 +136,8 @@ struct Inner {
     lines: Option<Lines>,
     /// What was called last.
     last: Mutex<Option<Call>>,
+    /// For calls that are bound.
+    executor: OnceLock<Executor>,
 }
 
 impl fmt::Debug for Inner {

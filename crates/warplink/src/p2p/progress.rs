@@ -5,6 +5,8 @@ use super::request::{Direction, TransferRequest};
 use crate::device::{Device, Word};
 use crate::error::Rank;
 use crate::sync::lock;
+use std::cmp::Reverse;
+use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, LazyLock, Mutex, Weak};
 use std::time::{Duration, Instant};
@@ -95,11 +97,16 @@ impl ProgressList {
         progress
     }
 
-    /// The ends that wait for their peers, the longest waiting first.
+    /// The ends that wait for their peers. First those of the peer that most wait for: what has come from a peer in part may
+    /// be held up by another rank. Of those, the longest waiting first.
     pub(super) fn waiting(&self, device: &dyn Device) -> Vec<Waiting> {
         let ends: Vec<Arc<Progress>> = lock(&self.0).iter().filter_map(Weak::upgrade).collect();
         let mut waiting: Vec<Waiting> = ends.iter().filter_map(|end| end.waiting(device)).collect();
-        waiting.sort_by_key(|end| std::cmp::Reverse(end.since));
+        let mut of_peer: BTreeMap<Rank, usize> = BTreeMap::new();
+        for end in &waiting {
+            *of_peer.entry(end.peer).or_default() += 1;
+        }
+        waiting.sort_by_key(|end| Reverse((of_peer.get(&end.peer).copied(), end.since)));
         waiting
     }
 }

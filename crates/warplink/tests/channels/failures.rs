@@ -414,10 +414,7 @@ fn a_proxy_that_fails_ends_kernels_and_tells_the_peer() {
         if comm.rank() == 1 {
             for outcome in [&rig.outcome, &of_peer] {
                 while outcome.look() != ABORTED {
-                    assert!(
-                        started.elapsed() < SOON,
-                        "a kernel waits on after {error}"
-                    );
+                    assert!(started.elapsed() < SOON, "a kernel waits on after {error}");
                     std::thread::sleep(Duration::from_millis(5));
                 }
             }

@@ -113,7 +113,7 @@ fn processes_make_each_collective_by_each_algorithm() {
                 made += 1;
             }
         }
-        // In one shot, by chunks and directly each of eight, and all-reduce in two shots.
+        // In one shot, by chunks and directly each of eight, and all-reduce in two shots. Those by the copy engine are bound.
         assert_eq!(made, 3 * 8 + 1);
     });
 }

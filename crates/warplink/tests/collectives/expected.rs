@@ -4,7 +4,7 @@ use crate::common::{decode, encode};
 use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::{Arc, LazyLock, Mutex, OnceLock};
-use warplink::collective::{Call, CollectiveKind};
+use warplink::collective::{BoundCall, Call, CollectiveKind};
 use warplink::device::{AllocationKind, DeviceSlice, ReduceOp, Stream};
 use warplink::{Collectives, Communicator, DType, Result};
 
@@ -408,6 +408,18 @@ impl Made {
     /// The call alone.
     pub(crate) fn call(&self) -> &Call {
         &self.case.call
+    }
+
+    /// Binds the call to its memory.
+    pub(crate) fn bind(&self, collectives: &Collectives) -> Result<BoundCall> {
+        collectives.bind(&self.case.call, &self.output, &self.input)
+    }
+
+    /// The same memory with other inputs.
+    pub(crate) fn renewed(&mut self, comm: &Communicator) {
+        // Where the input begins depends on the rest.
+        self.case.seed += 4;
+        self.fill(comm).unwrap();
     }
 
     /// Enqueues the call.

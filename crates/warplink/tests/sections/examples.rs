@@ -42,11 +42,11 @@ const EXAMPLES: [(&str, Option<usize>); 12] = [
         None,
     ),
     (
-        include_str!("../../../../examples/programs/all_gather_copy_engine.wlp"),
+        include_str!("../../src/collective/programs/all_gather_copy_engine.wlp"),
         None,
     ),
     (
-        include_str!("../../../../examples/programs/all_to_all_copy_engine.wlp"),
+        include_str!("../../src/collective/programs/all_to_all_copy_engine.wlp"),
         None,
     ),
     (

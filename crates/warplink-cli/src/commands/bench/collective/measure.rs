@@ -9,7 +9,7 @@ use crate::gemm::common_seed;
 use crate::report::print_message;
 use anyhow::{Context, Result};
 use std::cell::Cell;
-use warplink::collective::{Call, CollectiveOptions, CollectivePath, Collectives};
+use warplink::collective::{BoundCall, Call, CollectiveOptions, CollectivePath, Collectives};
 use warplink::device::{AllocationKind, DeviceSlice, Priority, Stream};
 use warplink::{Communicator, ErrorKind};
 
@@ -17,6 +17,8 @@ use warplink::{Communicator, ErrorKind};
 pub(super) struct Rig<'a> {
     clock: Clock<'a>,
     what: What,
+    /// Whether Warplink's calls are bound to their memory.
+    bound: bool,
     /// Warplink first.
     methods: Vec<Method>,
     /// What Warplink is compared with, for the report.
@@ -40,7 +42,7 @@ impl<'a> Rig<'a> {
         comm: &'a Communicator,
         what: What,
         largest: usize,
-        options: &CollectiveOptions,
+        (options, bound): (&CollectiveOptions, bool),
         peers: &[Peer],
     ) -> Result<Self> {
         let allocate = |kind| comm.device().allocate(largest, kind);
@@ -49,6 +51,7 @@ impl<'a> Rig<'a> {
         let mut rig = Self {
             clock: Clock::new(comm, Priority::Normal)?,
             what,
+            bound,
             methods: vec![Method {
                 name: "warplink",
                 collectives: comm.collectives_with(options)?,
@@ -102,18 +105,26 @@ impl<'a> Rig<'a> {
             .iter()
             .map(|method| self.slices(&method.memory, call, place))
             .collect::<Result<_>>()?;
+        let warplink = self.methods.first().context("nothing is measured")?;
+        let bound = match slices.first().filter(|_| self.bound) {
+            Some([input, output]) => Some(warplink.collectives.bind(call, output, input)?),
+            None => None,
+        };
+        let bound = &bound;
         // Enqueues the call that many times.
         let work = |calls: usize| {
-            self.methods
-                .iter()
-                .zip(&slices)
-                .map(move |(method, slices)| {
-                    let by = (&method.collectives, self.clock.comm);
-                    move |stream: &Stream| -> Result<()> {
-                        let once = |_| self.what.enqueue(by, call, slices, stream);
-                        Ok((0..calls).try_for_each(once)?)
-                    }
-                })
+            let methods = self.methods.iter().zip(&slices).enumerate();
+            methods.map(move |(number, (method, slices))| {
+                let by = (&method.collectives, self.clock.comm);
+                let bound = bound.as_ref().filter(|_| number == 0);
+                move |stream: &Stream| -> Result<()> {
+                    let once = |_| match bound {
+                        Some(bound) => bound.enqueue(stream),
+                        None => self.what.enqueue(by, call, slices, stream),
+                    };
+                    Ok((0..calls).try_for_each(once)?)
+                }
+            })
         };
         let wrong: Vec<u64> = work(1)
             .zip(&slices)
@@ -138,7 +149,6 @@ impl<'a> Rig<'a> {
                 wrong,
             }
         });
-        let warplink = self.methods.first().context("nothing is measured")?;
         let path = match self.what.kind {
             Kind::Collective(_) => warplink.collectives.path_of(call),
             Kind::SendReceive => warplink
@@ -151,7 +161,10 @@ impl<'a> Rig<'a> {
                 ("messages".to_owned(), 0, 0)
             }
             CollectivePath::Direct => {
-                let choice = warplink.collectives.choice(call)?;
+                let choice = match bound.as_ref().and_then(BoundCall::choice) {
+                    Some(choice) => choice,
+                    None => warplink.collectives.choice(call)?,
+                };
                 let algorithm = choice.algorithm.to_string();
                 (algorithm, choice.lanes, choice.threads)
             }

@@ -71,6 +71,9 @@ pub(crate) struct Collective {
     /// The only algorithm that is allowed [default: chosen by size]
     #[arg(long, value_name = "NAME")]
     algorithm: Option<Algorithm>,
+    /// Bind Warplink's calls to their memory before they are measured, so that the copy engine may do them
+    #[arg(long)]
+    bound: bool,
     /// What it is compared with
     #[arg(long, value_enum, value_delimiter = ',', default_value = "nccl")]
     peers: Vec<Peer>,
@@ -253,7 +256,15 @@ impl Collective {
                 what::name(self.collective),
                 fitting.join(", ")
             );
+            ensure!(
+                self.bound || algorithm != Algorithm::CopyEngine,
+                "--algorithm is {algorithm}, which does calls that are bound; help: pass --bound"
+            );
         }
+        ensure!(
+            !self.bound || matches!(self.collective, Kind::Collective(_)),
+            "--bound is for collectives; expected none, since messages are not bound"
+        );
         if let Some(factor) = self.op.factor() {
             // Such products of small integers are exact in every type.
             let size = factor.value().abs();
@@ -301,7 +312,7 @@ impl Collective {
             algorithm: self.algorithm,
             ..CollectiveOptions::default()
         };
-        let rig = Rig::new(comm, what, largest, &options, &self.peers)?;
+        let rig = Rig::new(comm, what, largest, (&options, self.bound), &self.peers)?;
         let steps = sizes.len() * self.places().len() * self.submission.list().len();
         let progress = (comm.rank() == 0).then(|| Progress::new(steps as u64, "collective"));
         let mut rows: Vec<Row> = Vec::new();
@@ -316,7 +327,7 @@ impl Collective {
                 }
             }
         }
-        Ok(Report::new(comm, what, rig.peers, rows))
+        Ok(Report::new(comm, what, self.bound, rig.peers, rows))
     }
 }
 

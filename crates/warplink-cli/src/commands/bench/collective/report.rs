@@ -53,6 +53,8 @@ pub(super) struct Report {
     dtype: String,
     #[serde(skip_serializing_if = "Option::is_none")]
     op: Option<String>,
+    /// Whether Warplink's calls are bound to their memory.
+    bound: bool,
     device: String,
     ranks: usize,
     peers: Vec<String>,
@@ -112,12 +114,19 @@ impl Beside {
 }
 
 impl Report {
-    pub(super) fn new(comm: &Communicator, what: What, peers: Vec<String>, rows: Vec<Row>) -> Self {
+    pub(super) fn new(
+        comm: &Communicator,
+        what: What,
+        bound: bool,
+        peers: Vec<String>,
+        rows: Vec<Row>,
+    ) -> Self {
         Self {
             benchmark: "collective",
             collective: name(what.kind),
             dtype: what.dtype.to_string(),
             op: what.kind.reduces().then(|| what.op.to_string()),
+            bound,
             device: comm.device().name(),
             ranks: comm.world(),
             peers,
@@ -164,6 +173,9 @@ impl Report {
         let mut title = format!("{} of {}", self.collective, self.dtype);
         if let Some(op) = &self.op {
             title += &format!(", {op}");
+        }
+        if self.bound {
+            title += ", bound";
         }
         title + &format!(", {} on {}", counted(self.ranks, "rank"), self.device)
     }

@@ -1,0 +1,384 @@
+//! Calls that are bound to their memory.
+
+use crate::common::{
+    Ranks, Stopwatch, TimedBarrier, assert_says, assert_survived, delays, kill_self, kind,
+    share_gpus, threads, threads_that_end, threads_with, world,
+};
+use crate::expected::{Case, Random};
+use std::time::Duration;
+use warplink::collective::{
+    Algorithm, BoundCall, Call, CollectiveKind, CollectiveOptions, CollectivePath,
+};
+use warplink::device::{AllocationKind, Priority};
+use warplink::{Collectives, Communicator, Config, DType, DeviceKind, Error, ErrorKind};
+
+/// How soon a rank must have its error.
+const SOON: Duration = Duration::from_secs(5);
+
+fn delayed(config: &mut Config) {
+    if kind() == DeviceKind::Host {
+        delays(config, Duration::from_micros(40));
+    }
+}
+
+/// Collectives that allow the copy engine alone.
+fn copying(comm: &Communicator) -> Collectives {
+    let options = CollectiveOptions {
+        algorithm: Some(Algorithm::CopyEngine),
+        ..CollectiveOptions::default()
+    };
+    comm.collectives_with(&options).unwrap()
+}
+
+fn moved(kind: CollectiveKind, count: usize) -> Call {
+    Call {
+        kind,
+        op: None,
+        dtype: DType::U8,
+        count,
+        root: None,
+    }
+}
+
+/// All-gathers, some in place, and all-to-alls.
+fn cases(counts: &[usize]) -> Vec<Case> {
+    let mut random = Random::new(41);
+    let shapes = [
+        (CollectiveKind::AllGather, false),
+        (CollectiveKind::AllGather, true),
+        (CollectiveKind::AllToAll, false),
+    ];
+    let calls = counts
+        .iter()
+        .flat_map(|count| shapes.map(|(kind, in_place)| (moved(kind, *count), in_place)));
+    let cases = calls.map(|(call, in_place)| Case {
+        call,
+        in_place,
+        shift: [0, 16, 1, 3][random.below(4)],
+        seed: random.next(),
+    });
+    cases.collect()
+}
+
+#[test]
+fn copies_are_right_for_every_number_of_ranks() {
+    for ranks in (2..=8).map(world) {
+        threads_with(ranks, delayed, |comm| {
+            let collectives = copying(comm);
+            let streams = [Priority::Normal, Priority::High]
+                .map(|priority| comm.create_stream(priority).unwrap());
+            let counts: &[usize] = if share_gpus() {
+                &[70_001]
+            } else {
+                &[1, 500, 70_001]
+            };
+            let mut bound = Vec::new();
+            for case in cases(counts) {
+                let bytes = case.memory_bytes(ranks);
+                let memory = comm.device().allocate(bytes, AllocationKind::Plain);
+                let made = case.place(comm, memory.unwrap()).unwrap();
+                let call = made.bind(&collectives).unwrap();
+                assert_eq!(call.choice().unwrap().algorithm, Algorithm::CopyEngine);
+                assert_eq!(call.call().kind, case.call.kind);
+                bound.push((made, call));
+            }
+            for round in 0..3 {
+                bound.iter_mut().for_each(|(made, _)| made.renewed(comm));
+                comm.barrier().unwrap();
+                for (number, (_, call)) in bound.iter().enumerate() {
+                    // In turn on both streams, as calls of one communicator are.
+                    call.enqueue(&streams[(number + round) % 2]).unwrap();
+                }
+                for stream in &streams {
+                    comm.synchronize(stream).unwrap();
+                }
+                bound.iter().for_each(|(made, _)| made.check(comm));
+                comm.barrier().unwrap();
+            }
+        });
+    }
+}
+
+#[test]
+fn bound_calls_may_be_captured_among_others() {
+    threads(world(3), |comm| {
+        let (copied, collectives) = (copying(comm), comm.collectives().unwrap());
+        let stream = comm.create_stream(Priority::Normal).unwrap();
+        let mut all: Vec<_> = cases(&[3000])
+            .into_iter()
+            .map(|case| {
+                let bytes = case.memory_bytes(comm.world());
+                let memory = comm.device().allocate(bytes, AllocationKind::Plain);
+                let made = case.place(comm, memory.unwrap()).unwrap();
+                let calls = [&copied, &collectives].map(|by| made.bind(by).unwrap());
+                (made, calls)
+            })
+            .collect();
+        for by in 0..2 {
+            stream.begin_capture().unwrap();
+            for (_, calls) in &all {
+                calls[by].enqueue(&stream).unwrap();
+            }
+            let graph = stream.end_capture().unwrap();
+            for _ in 0..4 {
+                all.iter_mut().for_each(|(made, _)| made.renewed(comm));
+                comm.barrier().unwrap();
+                graph.launch(&stream).unwrap();
+                comm.synchronize(&stream).unwrap();
+                all.iter().for_each(|(made, _)| made.check(comm));
+                comm.barrier().unwrap();
+                // And between its launches, one by one.
+                all.iter_mut().for_each(|(made, _)| made.renewed(comm));
+                comm.barrier().unwrap();
+                for (_, calls) in &all {
+                    calls[by].enqueue(&stream).unwrap();
+                }
+                comm.synchronize(&stream).unwrap();
+                all.iter().for_each(|(made, _)| made.check(comm));
+                comm.barrier().unwrap();
+            }
+        }
+    });
+}
+
+/// Every kind can be bound, on either path, of short data, which kernels move.
+#[test]
+fn what_the_copy_engine_does_not_do_goes_as_without_binding() {
+    threads(world(3), |comm| {
+        let engine = CollectiveOptions {
+            path: Some(CollectivePath::Engine),
+            ..CollectiveOptions::default()
+        };
+        let ways = [
+            comm.collectives().ok(),
+            comm.collectives_with(&engine)
+                .ok()
+                .filter(|_| !share_gpus()),
+        ];
+        let stream = comm.create_stream(Priority::Normal).unwrap();
+        for collectives in ways.iter().flatten() {
+            let mut random = Random::new(47);
+            for kind in CollectiveKind::ALL {
+                if kind == CollectiveKind::Barrier {
+                    continue;
+                }
+                let call = random.call(kind, comm.world(), |_, _| 900);
+                let case = Case {
+                    call,
+                    in_place: false,
+                    shift: 0,
+                    seed: random.next(),
+                };
+                let bytes = case.memory_bytes(comm.world());
+                let memory = comm.device().allocate(bytes, AllocationKind::Plain);
+                let mut made = case.place(comm, memory.unwrap()).unwrap();
+                let bound = made.bind(collectives).unwrap();
+                let by_kernels = collectives.path_of(&call) == CollectivePath::Direct;
+                assert_eq!(bound.choice().is_some(), by_kernels);
+                assert!(
+                    bound
+                        .choice()
+                        .is_none_or(|c| c.algorithm != Algorithm::CopyEngine)
+                );
+                for _ in 0..2 {
+                    made.renewed(comm);
+                    bound.enqueue(&stream).unwrap();
+                    comm.synchronize(&stream).unwrap();
+                    made.check(comm);
+                }
+            }
+            let nothing = comm.device().allocate(16, AllocationKind::Plain).unwrap();
+            let nothing = nothing.slice(0..0).unwrap();
+            let barrier = moved(CollectiveKind::Barrier, 0);
+            let barrier = collectives.bind(&barrier, &nothing, &nothing).unwrap();
+            barrier.enqueue(&stream).unwrap();
+            comm.synchronize(&stream).unwrap();
+        }
+    });
+}
+
+/// Where one rank passes its input in place and another does not, kernels do it.
+#[test]
+fn ranks_may_differ_in_what_is_in_place() {
+    threads(world(2), |comm| {
+        let collectives = comm.collectives().unwrap();
+        let stream = comm.create_stream(Priority::Normal).unwrap();
+        let mut case = cases(&[5000])[0];
+        case.in_place = comm.rank() == 0;
+        let bytes = case.memory_bytes(comm.world()) + (1 << 16);
+        let memory = comm.device().allocate(bytes, AllocationKind::Plain);
+        let mut made = case.place(comm, memory.unwrap()).unwrap();
+        let bound = made.bind(&collectives).unwrap();
+        assert_ne!(bound.choice().unwrap().algorithm, Algorithm::CopyEngine);
+        made.renewed(comm);
+        bound.enqueue(&stream).unwrap();
+        comm.synchronize(&stream).unwrap();
+        // Inputs of ranks that differ in place differ too.
+        let error = made.bind(&copying(comm)).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
+    });
+}
+
+#[test]
+fn the_copy_engine_alone_does_no_calls_that_are_not_bound() {
+    threads(world(2), |comm| {
+        let collectives = copying(comm);
+        let stream = comm.create_stream(Priority::Normal).unwrap();
+        let memory = comm.device().allocate(64, AllocationKind::Plain).unwrap();
+        let [output, input] = [0..32, 32..48].map(|range| memory.slice(range).unwrap());
+        let refused = |error: Error| {
+            assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
+            assert_says(&error, &["the algorithm copy-engine does not do"]);
+            assert!(format!("{error:?}").contains("Collectives::bind"));
+        };
+        refused(
+            collectives
+                .all_gather(&output, &input, &stream)
+                .unwrap_err(),
+        );
+        let broadcast = Call {
+            root: Some(1),
+            ..moved(CollectiveKind::Broadcast, 16)
+        };
+        refused(collectives.bind(&broadcast, &input, &input).unwrap_err());
+        let call = moved(CollectiveKind::AllGather, 16);
+        let bound = collectives.bind(&call, &output, &input).unwrap();
+        bound.enqueue(&stream).unwrap();
+        comm.synchronize(&stream).unwrap();
+    });
+}
+
+/// Binds an all-gather of `count` bytes to new memory.
+fn bind(comm: &Communicator, collectives: &Collectives, count: usize) -> Result<BoundCall, Error> {
+    let bytes = count * (comm.world() + 1);
+    let memory = comm.device().allocate(bytes, AllocationKind::Plain)?;
+    let (output, input) = (memory.slice(count..bytes)?, memory.slice(0..count)?);
+    collectives.bind(&moved(CollectiveKind::AllGather, count), &output, &input)
+}
+
+#[test]
+fn ranks_that_bind_different_calls_are_told() {
+    threads(world(3), |comm| {
+        let collectives = copying(comm);
+        let count = if comm.rank() == 1 { 200 } else { 100 };
+        let error = bind(comm, &collectives, count).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Mismatch, "{error}");
+        assert_says(
+            &error,
+            &[
+                "the peer calls all_gather of",
+                "as this rank calls",
+                "bind all_gather",
+            ],
+        );
+        // One that cannot bind is told to all, who try again.
+        let failed = if comm.rank() == 1 {
+            let memory = comm.device().allocate(64, AllocationKind::Plain).unwrap();
+            let call = moved(CollectiveKind::AllGather, 16);
+            collectives.bind(&call, &memory, &memory)
+        } else {
+            bind(comm, &collectives, 16)
+        };
+        let expected = if comm.rank() == 1 {
+            ErrorKind::InvalidArgument
+        } else {
+            ErrorKind::PeerFailed
+        };
+        let error = failed.unwrap_err();
+        assert_eq!(error.kind(), expected, "{error}");
+        let bound = bind(comm, &collectives, 100).unwrap();
+        let stream = comm.create_stream(Priority::Normal).unwrap();
+        bound.enqueue(&stream).unwrap();
+        comm.synchronize(&stream).unwrap();
+    });
+}
+
+#[test]
+fn a_rank_that_does_not_bind_or_call_is_named() {
+    let (timeout, ranks) = (Duration::from_secs(3), world(3));
+    let all = TimedBarrier::new(ranks);
+    threads_that_end(
+        ranks,
+        |config| config.timeout = timeout,
+        |comm| {
+            let collectives = copying(&comm);
+            let bound = bind(&comm, &collectives, 1000).unwrap();
+            let stream = comm.create_stream(Priority::Normal).unwrap();
+            bound.enqueue(&stream).unwrap();
+            comm.synchronize(&stream).unwrap();
+            comm.barrier().unwrap();
+            if comm.rank() != 1 {
+                let started = Stopwatch::start();
+                bound.enqueue(&stream).unwrap();
+                let error = comm.synchronize(&stream).unwrap_err();
+                assert_eq!(
+                    (error.kind(), error.peer()),
+                    (ErrorKind::Timeout, Some(1)),
+                    "{error}"
+                );
+                assert!(started.elapsed() < timeout + SOON, "{error}");
+            } else {
+                std::thread::sleep(timeout + Duration::from_secs(1));
+            }
+            all.wait();
+            comm.abort("the test is over");
+        },
+    );
+    let all = TimedBarrier::new(ranks);
+    threads_that_end(
+        ranks,
+        |config| config.timeout = timeout,
+        |comm| {
+            let collectives = copying(&comm);
+            if comm.rank() != 1 {
+                let error = bind(&comm, &collectives, 1000).unwrap_err();
+                assert_eq!(
+                    (error.kind(), error.peer()),
+                    (ErrorKind::Timeout, Some(1)),
+                    "{error}"
+                );
+            }
+            all.wait();
+            comm.abort("the test is over");
+        },
+    );
+}
+
+#[test]
+fn a_rank_that_dies_ends_bound_calls_of_the_others() {
+    let victim = 1;
+    let ranks = Ranks {
+        world: world(3),
+        ..Ranks::default()
+    };
+    let ended = ranks.start(|comm| {
+        let collectives = copying(&comm);
+        let bound = bind(&comm, &collectives, 100_000).unwrap();
+        let stream = comm.create_stream(Priority::Normal).unwrap();
+        for _ in 0..5 {
+            bound.enqueue(&stream).unwrap();
+        }
+        comm.synchronize(&stream).unwrap();
+        comm.barrier().unwrap();
+        if comm.rank() == victim {
+            kill_self();
+        }
+        let started = Stopwatch::start();
+        let again = || {
+            bound.enqueue(&stream)?;
+            comm.synchronize(&stream)
+        };
+        let error = again().unwrap_err();
+        assert_eq!(
+            (error.kind(), error.peer()),
+            (ErrorKind::PeerLost, Some(victim)),
+            "{error}"
+        );
+        assert!(started.elapsed() < SOON, "{error}");
+        let error = bound.enqueue(&stream).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::PeerLost, "{error}");
+        println!("survived");
+        std::process::exit(0);
+    });
+    assert_survived(ended.as_deref(), victim);
+}
