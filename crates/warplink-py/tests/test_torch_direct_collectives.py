@@ -35,6 +35,16 @@ def calls_on_host(comm):
         def __init__(self):
             self._collectives = Awaited(comm.collectives(path="direct"))
             self._stream, self._rank = comm.create_stream(), comm.rank
+            self._device, self._waits_block = torch.device("cpu"), False
+
+        def _begin(self):
+            return None, self._stream, False
+
+        def _end(self, stream, several):
+            assert (stream, several) == (None, False)
+
+        def _check(self):
+            pass
 
         def _enqueue(self, name, outputs, inputs, call, asynchronous, further=()):
             sources, targets = [readable(t) for t in inputs], [writable(t) for t in outputs]

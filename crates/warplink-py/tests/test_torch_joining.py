@@ -1,14 +1,18 @@
 """Members of a group decide alike what goes direct, also where joining fails on some of them."""
 
 import resource
+from datetime import timedelta
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
+from torch.distributed import distributed_c10d as c10d  # noqa: E402
+
 from conftest import Stopwatch, meet  # noqa: E402
 from test_torch_direct import begin, go_on  # noqa: E402
 from test_torch_group import on_ranks, start  # noqa: E402
+from test_torch_shortcuts import Library, Passing, now  # noqa: E402
 
 GPU = torch.device("cuda", 0)
 
@@ -73,7 +77,7 @@ def as_on_gpus(rank, world, place, monkeypatch, make_workspace):
 
     monkeypatch.setattr(group, "_may_go_direct", True)
     monkeypatch.setattr(group._options, "direct_messages", True)
-    monkeypatch.setattr(group, "_nccl", object())
+    monkeypatch.setattr(group, "_nccl", Library())
     monkeypatch.setattr(group, "_make_workspace", make)
     for place_of_it in (module, workspaces):
         monkeypatch.setattr(place_of_it, "is_recording", lambda device: False)
@@ -126,6 +130,8 @@ def no_streams(rank, world, _, place):
         for _ in range(3):
             assert group.direct_messages(GPU) is None
         assert tried == [GPU] and group.messages_path == "backend"
+        # All calls are NCCL's from then on, and go there by the short way.
+        assert {"allreduce", "alltoall_base"} <= set(vars(group))
         # Buffers and fused operations have their workspace all the same.
         assert group.direct_workspace(GPU) is group._workspaces["cuda"] and group.is_direct
     dist.barrier()
@@ -134,6 +140,39 @@ def no_streams(rank, world, _, place):
 
 def test_a_rank_that_fails_behind_the_workspace_leaves_all_without():
     on_ranks(no_streams, 2)
+
+
+def all_join(rank, world, _, place):
+    from warplink.torch import group as module
+
+    class Made:
+        def __init__(self, space, collectives, limit):
+            self.kept = collectives
+
+        def all_to_all_single_now(self, *arguments):
+            return True
+
+        def close(self):
+            pass
+
+    with pytest.MonkeyPatch.context() as patch:
+        dist, group, tried = as_on_gpus(rank, world, place, patch, on_the_host)
+        patch.setattr(module, "GpuCollectives", Made)
+        assert "alltoall_base" not in vars(group)
+        made = group.direct_messages(GPU)
+        assert isinstance(made, Made) and group.messages_path == "direct" and tried == [GPU]
+        ways = vars(group)
+        one = Passing(torch.ones(world))
+        assert group.alltoall_base(one, one, [], [], now(c10d.AllToAllOptions())) is None
+        assert group.allreduce([one], now(c10d.AllreduceOptions()))[0] == "allreduce"
+        group.set_timeout(timedelta(seconds=10))
+        dist.barrier()
+        dist.destroy_process_group()
+        assert "alltoall_base" not in ways and "allreduce" not in ways
+
+
+def test_calls_take_short_ways_once_it_is_known_which_go_direct():
+    on_ranks(all_join, 2)
 
 
 def lost_meanwhile(rank, world, _, place):

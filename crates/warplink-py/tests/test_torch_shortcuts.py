@@ -1,4 +1,4 @@
-"""Short ways to NCCL, without a GPU: tensors and NCCL are made up."""
+"""Short ways of calls on CUDA tensors, without a GPU: tensors and NCCL are made up."""
 
 import gc
 import weakref
@@ -7,6 +7,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from conftest import run_ranks  # noqa: E402
+from test_torch_direct_collectives import calls_on_host, numbers  # noqa: E402
 from test_torch_group import on_ranks, start  # noqa: E402
 
 
@@ -24,6 +26,35 @@ class Library:
         if name.startswith("__"):
             raise AttributeError(name)
         return lambda *arguments: (name, *arguments)
+
+
+class Passing:
+    """A tensor of the host that passes for one on a GPU."""
+
+    is_cuda, device = True, torch.device("cuda", 0)
+
+    def __init__(self, tensor):
+        self._tensor = tensor
+
+    def __getattr__(self, name):
+        return getattr(self._tensor, name)
+
+
+class Long:
+    """A group of which every call says that it took the long way."""
+
+    def _call(self, *arguments):
+        return "long"
+
+    allreduce = broadcast = reduce = _allgather_base = _reduce_scatter_base = alltoall_base = _call
+
+
+def now(options, op=None):
+    """Options of a call that is not asynchronous."""
+    options.asyncOp = False
+    if op is not None:
+        options.reduceOp = op
+    return options
 
 
 def short_and_long(rank, world, _, place):
@@ -97,3 +128,107 @@ def test_short_ways_hold_no_group():
         gc.enable()
     with pytest.raises(RuntimeError, match="gone"):
         kept([torch.ones(1)])
+
+
+def short_ways(rank, world, meeting):
+    from torch.distributed import distributed_c10d as c10d
+
+    import warplink
+    from warplink.torch import shortcuts
+    from warplink.torch.works import Noted
+
+    kinds = c10d.ReduceOp
+    with warplink.Job.join(rank, world, meeting, device="host") as job:
+        direct, works = calls_on_host(job.world()), Noted()
+        direct._device = Passing.device
+        group = Long()
+        shortcuts.open_to(group, Library())
+        shortcuts.open_past(group, direct, world, works, True, True)
+        names = ("allreduce", "_allgather_base", "_reduce_scatter_base", "alltoall_base")
+        names += ("all_gather_single", "reduce_scatter_single", "all_to_all_single")
+        assert sorted(vars(group)) == sorted(names)
+        every = [numbers(r, (world, 5), torch.float32, 1) for r in range(world)]
+        own, total = every[rank], torch.stack(every).sum(0)
+
+        def reduced(options):
+            return group.allreduce([Passing(found)], options)
+
+        found = own.clone()
+        assert reduced(now(c10d.AllreduceOptions())) is None
+        assert torch.equal(found, total)
+        for gathers in (group._allgather_base, group.all_gather_single):
+            whole = torch.zeros(world, world, 5)
+            assert gathers(Passing(whole), Passing(own), now(c10d.AllgatherOptions())) is None
+            assert torch.equal(whole, torch.stack(every))
+        for scatters in (group._reduce_scatter_base, group.reduce_scatter_single):
+            part = torch.zeros(5)
+            options = now(c10d.ReduceScatterOptions(), kinds.MAX)
+            assert scatters(Passing(part), Passing(own), options) is None
+            assert torch.equal(part, torch.stack(every).amax(0)[rank])
+        for exchange in (group.alltoall_base, group.all_to_all_single):
+            output = torch.zeros(world, 5)
+            assert exchange(Passing(output), Passing(own), [], [], now(c10d.AllToAllOptions())) is None
+            assert torch.equal(output, torch.stack([one[rank] for one in every]))
+        # Rank r sends p + 1 rows to rank p.
+        sent, received = [p + 1 for p in range(world)], [rank + 1] * world
+        values = torch.full((sum(sent), 3), float(rank))
+        output = torch.zeros(sum(received), 3)
+        assert group.alltoall_base(Passing(output), Passing(values), received, sent, now(c10d.AllToAllOptions())) is None
+        assert torch.equal(output, torch.arange(float(world)).repeat_interleave(rank + 1)[:, None].expand(-1, 3))
+        # What takes more goes the long way, alike on all ranks.
+        alike = Passing(own)
+        wide = Passing(torch.zeros(world, 10)[:, ::2])
+        elsewhere = Passing(own)
+        elsewhere.device = torch.device("cuda", 1)
+        found = own.clone()
+        assert reduced(c10d.AllreduceOptions()) == "long"
+        assert reduced(now(c10d.AllreduceOptions(), kinds.BAND)) == "long"
+        assert group.allreduce([alike, alike], now(c10d.AllreduceOptions())) == "long"
+        assert group.allreduce([own], now(c10d.AllreduceOptions())) == "long"
+        assert group.allreduce(alike) == "long"
+        for odd in (wide, elsewhere, Passing(torch.empty(0)), Passing(own.to_sparse())):
+            assert group.allreduce([odd], now(c10d.AllreduceOptions())) == "long"
+        assert group.alltoall_base(wide, alike, [], [], now(c10d.AllToAllOptions())) == "long"
+        assert group.alltoall_base(alike, alike, [], [], c10d.AllToAllOptions()) == "long"
+        assert group.alltoall_base(own, own, [], []) == "long"
+        works.works = []
+        assert reduced(now(c10d.AllreduceOptions())) == "long"
+        assert group.alltoall_base(alike, alike, [], [], now(c10d.AllToAllOptions())) == "long"
+        works.works = None
+        direct._waits_block = True
+        assert reduced(now(c10d.AllreduceOptions())) == "long"
+        assert torch.equal(found, own)
+        # What is wrong is told before other ranks wait.
+        with pytest.raises(ValueError, match="rows"):
+            group.alltoall_base(alike, alike, [world + 1] + [0] * (world - 1), sent, now(c10d.AllToAllOptions()))
+        with pytest.raises(ValueError, match="elements"):
+            group._allgather_base(Passing(torch.zeros(1)), alike, now(c10d.AllgatherOptions()))
+        shortcuts.close(group)
+        assert not vars(group)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_calls_that_need_no_work_take_the_short_way(world):
+    run_ranks(short_ways, world)
+
+
+@pytest.mark.parametrize("messages", [False, True])
+def test_what_does_not_go_direct_takes_the_short_way_to_nccl(messages):
+    from torch.distributed import distributed_c10d as c10d
+
+    from warplink.torch import shortcuts
+    from warplink.torch.works import Noted
+
+    group = Long()
+    shortcuts.open_to(group, Library())
+    shortcuts.open_past(group, None, 2, Noted(), messages, not messages)
+    one = Passing(torch.ones(2))
+    # Asynchronous, so that it is not short where it goes direct.
+    for call, arguments in [
+        ("allreduce", ([one], c10d.AllreduceOptions())),
+        ("broadcast", ([one], c10d.BroadcastOptions())),
+        ("_allgather_base", (one, one, c10d.AllgatherOptions())),
+        ("alltoall_base", (one, one, [], [], c10d.AllToAllOptions())),
+    ]:
+        goes_direct = messages if call == "alltoall_base" else not messages
+        assert getattr(group, call)(*arguments) == ("long" if goes_direct else (call, *arguments))

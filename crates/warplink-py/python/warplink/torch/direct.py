@@ -136,7 +136,9 @@ class GpuMessages:
         #: The stream of the last call, and what is behind that, once there are several groups.
         self._stream: torch.cuda.Stream | None = None
         self._done: torch.cuda.Event | None = None
-        _groups.setdefault(self._device.index, []).append(self)
+        #: All groups that go directly on this GPU, this one among them.
+        self._groups = _groups.setdefault(self._device.index, [])
+        self._groups.append(self)
 
     def exchange(self, messages: Sequence[Message], asynchronous: bool = True) -> GpuWork:
         """Does all ``messages`` at the same time."""
@@ -180,6 +182,42 @@ class GpuMessages:
 
         return self._enqueue("all_to_all", [output], [input], call, asynchronous)
 
+    def all_to_all_single_now(
+        self, output: torch.Tensor, input: torch.Tensor, received: list[int], sent: list[int]
+    ) -> bool:
+        """The same on the current stream without a work, as ``_now`` says."""
+        return self._now(output, input, self._collectives.all_to_all_v_at, (), (received, sent))
+
+    def _now(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        call: Callable[..., None],
+        before: tuple[Any, ...],
+        behind: tuple[Any, ...],
+    ) -> bool:
+        """Has the current stream do ``call``, given the arguments ``before``, the stream, the addresses of ``output`` and
+        ``input``, and the arguments ``behind``. Raises what went wrong so far, as a wait would.
+
+        False, with nothing done, where more than that is to be done: to tensors that are on another device or not
+        contiguous, and where waits block. ``_enqueue`` does all of it, for a multiple of the host's time."""
+        device = self._device
+        if self._waits_block or output.device != device or input.device != device:
+            return False
+        if not (_is_plain(output) and (input is output or _is_plain(input))):
+            return False
+        stream, borrowed, several = self._begin()
+        try:
+            # PyTorch keeps their memory until the stream is past it.
+            call(*before, borrowed, output.data_ptr(), input.data_ptr(), *behind)
+        except WarplinkError:
+            # What went wrong first, if that is why.
+            self._check()
+            raise
+        self._end(stream, several)
+        self._check()
+        return True
+
     def _enqueue(
         self,
         name: str,
@@ -217,11 +255,7 @@ class GpuMessages:
         call: Call,
     ) -> tuple[torch.cuda.Stream, warplink.Stream]:
         """Enqueues ``call`` on the current stream, which it gives, and gives it contiguous tensors."""
-        stream, borrowed = self._space.current_streams()
-        # What is recorded is for the application to order.
-        several = len(_groups[self._device.index]) > 1 and not is_recording(self._device)
-        if several:
-            self._follow_other_groups(stream)
+        stream, borrowed, several = self._begin()
         sources = [t if _is_plain(t) else readable(t) for t in inputs]
         targets = [t if _is_plain(t) else writable(t) for t in outputs]
         try:
@@ -230,18 +264,32 @@ class GpuMessages:
             # What went wrong first, if that is why.
             self._check()
             raise
-        self._stream = stream
-        if several:
-            self._done = self._done or torch.cuda.Event()
-            self._done.record(stream)
+        self._end(stream, several)
         for tensor, target in zip(outputs, targets):
             if target is not tensor:
                 settle(tensor, target)
         return stream, borrowed
 
+    def _begin(self) -> tuple[torch.cuda.Stream, warplink.Stream, bool]:
+        """The current stream, as PyTorch knows it and as Warplink does, which waits for the calls of other groups so far,
+        and whether there are others to wait for this one's."""
+        stream, borrowed = self._space.current_streams()
+        # What is recorded is for the application to order.
+        several = len(self._groups) > 1 and not is_recording(self._device)
+        if several:
+            self._follow_other_groups(stream)
+        return stream, borrowed, several
+
+    def _end(self, stream: torch.cuda.Stream, several: bool) -> None:
+        """Notes that ``stream`` was given a call, as ``_begin`` said."""
+        self._stream = stream
+        if several:
+            self._done = self._done or torch.cuda.Event()
+            self._done.record(stream)
+
     def _follow_other_groups(self, stream: torch.cuda.Stream) -> None:
         """Has ``stream`` wait for the last call of each other group, whatever becomes of that."""
-        for group in _groups[self._device.index]:
+        for group in self._groups:
             if group is self or group._stream is None:
                 continue
             if group._done is not None:
@@ -262,9 +310,8 @@ class GpuMessages:
     def close(self) -> None:
         """Ends what watches the calls. They are done all the same. Raises what went wrong with them, unless a call or a
         wait has."""
-        groups = _groups[self._device.index]
-        if self in groups:
-            groups.remove(self)
+        if self in self._groups:
+            self._groups.remove(self)
         self._watch.close()
         if not self._told:
             self._check()
@@ -287,4 +334,4 @@ class GpuMessages:
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     """Whether the elements of ``tensor`` are one after another in memory, as they are."""
-    return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+    return tensor.layout is torch.strided and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())

@@ -6,6 +6,7 @@ operator alone, which are the same on every rank, and whether anything else does
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Sequence
 
 import torch
@@ -24,7 +25,12 @@ OPERATORS = {"sum": "sum", "avg": "average", "product": "product", "min": "min",
 def reduction(op: Any, dtype: torch.dtype) -> tuple[str, str] | None:
     """Warplink's names of PyTorch's ``op`` and of the type; None where something else reduces by it. An average of
     integers is rounded as that likes."""
-    element, name = DTYPES.get(dtype), OPERATORS.get(plain_name(op) or "")
+    return _reduction(plain_name(op), dtype)
+
+
+@functools.lru_cache(maxsize=None)
+def _reduction(op: str | None, dtype: torch.dtype) -> tuple[str, str] | None:
+    element, name = DTYPES.get(dtype), OPERATORS.get(op or "")
     if element not in ELEMENTS or name is None or name == "average" and not dtype.is_floating_point:
         return None
     return name, element
@@ -94,6 +100,21 @@ class GpuCollectives(GpuMessages):
             self._call("reduce_scatter", stream, targets[0], flat, output, how)
 
         return self._enqueue("reduce_scatter", [output], list(inputs), call, asynchronous)
+
+    def now(
+        self,
+        kind: str,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        part: torch.Tensor,
+        how: tuple[str, str] | None = None,
+    ) -> bool:
+        """The collective ``kind``, without a root, from ``input`` to ``output``, of which ``part`` is the shorter, on the
+        current stream without a work, as ``_now`` says. False also where there are no elements."""
+        operator, element = (None, "u8") if how is None else how
+        count = part.nbytes if how is None else part.numel()
+        behind = (count, element, operator)
+        return count > 0 and self._now(output, input, self._collectives.call_at, (kind,), behind)
 
     def _between(
         self,

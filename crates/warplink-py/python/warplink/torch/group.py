@@ -181,7 +181,7 @@ class ProcessGroupWarplink(GroupCalls, GroupWorkspaces, dist.ProcessGroup):  # t
         register = self._register_default if alone else self._register_backend
         register(_CUDA, dist.ProcessGroup.BackendType.NCCL, self._nccl)
         if not self._may_go_direct:
-            shortcuts.open_to(self, self._nccl)
+            self._open_short_ways()
 
     # What serves a tensor
 
@@ -246,7 +246,17 @@ class ProcessGroupWarplink(GroupCalls, GroupWorkspaces, dist.ProcessGroup):  # t
                 # Members that tried again would wait for those that do not.
                 self._may_go_direct = False
                 self._on_gpu = self._join_on_gpu(device)
+                self._open_short_ways()
             return self._on_gpu
+
+    def _open_short_ways(self) -> None:
+        """Opens the short ways of calls on CUDA tensors, once it is known which go direct; under the lock."""
+        if self._closed:
+            return
+        shortcuts.open_to(self, self._nccl)
+        if (made := self._on_gpu) is not None:
+            messages, collectives = self._options.direct_messages, self._options.direct_collectives
+            shortcuts.open_past(self, made, self._size, self._direct_works, messages, collectives)
 
     def _join_on_gpu(self, device: torch.device) -> GpuCollectives | None:
         """What goes direct on ``device``; None, on all members alike, where one of them cannot."""

@@ -1,8 +1,9 @@
-"""Short ways to NCCL, for groups of which it does all calls on CUDA tensors.
+"""Short ways of calls on CUDA tensors: to NCCL where that does them, and past it where they go direct.
 
 What ``GroupCalls`` asks before each call is known for these: one tensor or two, on a GPU, with options of PyTorch's own.
-Everything else takes the long way. An entry in a group's ``__dict__`` comes before the method of its class, so a short way
-costs a call nothing but what is written here.
+Everything else takes the long way; of calls that go direct, also those that need a work, as they are asynchronous or
+coalesced. An entry in a group's ``__dict__`` comes before the method of its class, so a short way costs a call nothing
+but what is written here.
 """
 
 from __future__ import annotations
@@ -11,6 +12,10 @@ import weakref
 from typing import Any, Callable
 
 from torch.distributed import distributed_c10d as c10d
+
+from warplink.torch.direct_collectives import GpuCollectives, reduction
+from warplink.torch.shapes import bytes_of_parts, share
+from warplink.torch.works import Noted
 
 #: Calls of a list of tensors, with the type of their options.
 _OF_LISTS = {
@@ -26,27 +31,63 @@ _OF_PAIRS = {
     "alltoall_base": "all_to_all_single",
 }
 
+#: What goes direct where messages do; everything else does where collectives do.
+_MESSAGES = ("alltoall_base",)
+
+Way = Callable[..., Any]
+
 
 def open_to(group: Any, backend: Any) -> None:
     """Has calls of ``group`` on CUDA tensors go to ``backend`` by the short way."""
     ways = vars(group)
     for name, options in _OF_LISTS.items():
-        ways[name] = _of_list(getattr(backend, name), weakref.WeakMethod(getattr(group, name)), options)
+        ways[name] = _of_list(getattr(backend, name), _long(group, name), options)
     for name, newer in _OF_PAIRS.items():
-        ways[name] = _of_pair(getattr(backend, name), weakref.WeakMethod(getattr(group, name)))
+        ways[name] = _of_pair(getattr(backend, name), _long(group, name))
         ways[newer] = ways[name]
+
+
+def open_past(
+    group: Any, direct: GpuCollectives, size: int, works: Noted, messages: bool, collectives: bool
+) -> None:
+    """Has calls on CUDA tensors of ``group``, of ``size`` ranks, take the short way to ``direct``, and not to NCCL: those
+    of messages, of collectives, or of both. ``works`` notes works where calls are coalesced."""
+    for name in (*_OF_LISTS, *_OF_PAIRS):
+        if messages if name in _MESSAGES else collectives:
+            _close(group, name)
+    ways = vars(group)
+    made = {
+        "allreduce": _all_reduce,
+        "_allgather_base": _all_gather,
+        "_reduce_scatter_base": _reduce_scatter,
+        "alltoall_base": _all_to_all,
+    }
+    for name, make in made.items():
+        if messages if name in _MESSAGES else collectives:
+            ways[name] = make(direct, size, works, _long(group, name))
+            if name in _OF_PAIRS:
+                ways[_OF_PAIRS[name]] = ways[name]
 
 
 def close(group: Any) -> None:
     """Takes the short ways of ``group`` away."""
-    for name in (*_OF_LISTS, *_OF_PAIRS, *_OF_PAIRS.values()):
-        vars(group).pop(name, None)
+    for name in (*_OF_LISTS, *_OF_PAIRS):
+        _close(group, name)
+
+
+def _close(group: Any, name: str) -> None:
+    vars(group).pop(name, None)
+    vars(group).pop(_OF_PAIRS.get(name), None)
 
 
 # The long way is held weakly: it holds the group, which holds the short one.
 
 
-def _of_list(short: Callable[..., Any], long: weakref.WeakMethod[Any], options: type) -> Callable[..., Any]:
+def _long(group: Any, name: str) -> weakref.WeakMethod[Any]:
+    return weakref.WeakMethod(getattr(group, name))
+
+
+def _of_list(short: Way, long: weakref.WeakMethod[Any], options: type) -> Way:
     def call(tensors: Any, opts: Any = None, *rest: Any) -> Any:
         if type(opts) is options and type(tensors) is list and len(tensors) == 1 and tensors[0].is_cuda:
             return short(tensors, opts)
@@ -55,7 +96,7 @@ def _of_list(short: Callable[..., Any], long: weakref.WeakMethod[Any], options: 
     return call
 
 
-def _of_pair(short: Callable[..., Any], long: weakref.WeakMethod[Any]) -> Callable[..., Any]:
+def _of_pair(short: Way, long: weakref.WeakMethod[Any]) -> Way:
     def call(output: Any, input: Any, *rest: Any, **named: Any) -> Any:
         if rest and not named and output.is_cuda and input.is_cuda:
             return short(output, input, *rest)
@@ -64,8 +105,64 @@ def _of_pair(short: Callable[..., Any], long: weakref.WeakMethod[Any]) -> Callab
     return call
 
 
-def _alive(long: weakref.WeakMethod[Any]) -> Callable[..., Any]:
-    method: Callable[..., Any] | None = long()
+# Of calls that go direct and are done on the current stream, there is nothing to wait for: they give no work, as NCCL
+# gives none.
+
+
+def _all_reduce(direct: GpuCollectives, _size: int, works: Noted, long: weakref.WeakMethod[Any]) -> Way:
+    def call(tensors: Any, opts: Any = None, *rest: Any) -> Any:
+        if type(opts) is c10d.AllreduceOptions and type(tensors) is list and len(tensors) == 1:
+            tensor = tensors[0]
+            if tensor.is_cuda and not opts.asyncOp and works.works is None:
+                how = reduction(opts.reduceOp, tensor.dtype)
+                if how is not None and direct.now("all_reduce", tensor, tensor, tensor, how):
+                    return None
+        return _alive(long)(tensors, opts, *rest)
+
+    return call
+
+
+def _all_gather(direct: GpuCollectives, size: int, works: Noted, long: weakref.WeakMethod[Any]) -> Way:
+    def call(output: Any, input: Any, opts: Any = None) -> Any:
+        if type(opts) is c10d.AllgatherOptions and output.is_cuda and input.is_cuda:
+            if not opts.asyncOp and works.works is None:
+                share(size, output, input)
+                if direct.now("all_gather", output, input, input):
+                    return None
+        return _alive(long)(output, input, opts)
+
+    return call
+
+
+def _reduce_scatter(direct: GpuCollectives, size: int, works: Noted, long: weakref.WeakMethod[Any]) -> Way:
+    def call(output: Any, input: Any, opts: Any = None) -> Any:
+        if type(opts) is c10d.ReduceScatterOptions and output.is_cuda and input.is_cuda:
+            if not opts.asyncOp and works.works is None:
+                how = reduction(opts.reduceOp, output.dtype)
+                if how is not None:
+                    share(size, input, output)
+                    if direct.now("reduce_scatter", output, input, output, how):
+                        return None
+        return _alive(long)(output, input, opts)
+
+    return call
+
+
+def _all_to_all(direct: GpuCollectives, size: int, works: Noted, long: weakref.WeakMethod[Any]) -> Way:
+    def call(output: Any, input: Any, output_split_sizes: Any, input_split_sizes: Any, opts: Any = None) -> Any:
+        if type(opts) is c10d.AllToAllOptions and output.is_cuda and input.is_cuda:
+            if not opts.asyncOp and works.works is None:
+                received = bytes_of_parts(size, output, output_split_sizes, "output")
+                sent = bytes_of_parts(size, input, input_split_sizes, "input")
+                if direct.all_to_all_single_now(output, input, received, sent):
+                    return None
+        return _alive(long)(output, input, output_split_sizes, input_split_sizes, opts)
+
+    return call
+
+
+def _alive(long: weakref.WeakMethod[Any]) -> Way:
+    method: Way | None = long()
     if method is None:
         raise RuntimeError("the process group is gone")
     return method
