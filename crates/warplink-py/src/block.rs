@@ -38,6 +38,9 @@ impl Drop for Reset {
 }
 
 /// A block of a launch, for the function of a host kernel and as long as that runs.
+///
+/// Everything raises InvalidArgumentError once the function has returned, and on another thread than the one that runs
+/// it.
 #[pyclass(frozen, module = "warplink")]
 #[derive(Debug)]
 pub(crate) struct Block {
@@ -46,8 +49,11 @@ pub(crate) struct Block {
 }
 
 /// A channel, as a block has it: the calls of `warplink::Channel` in CUDA C++, made by the whole block. A
-/// place in a region is an offset in bytes, or a pair of the region's number and an offset. Calls raise
-/// PeerLostError when the peer is lost, InvalidArgumentError past the end of a region.
+/// place in a region is an offset in bytes, or a pair of the region's number and an offset.
+///
+/// Everything raises InvalidArgumentError where the block's calls do. Calls with places raise it past the end of a region,
+/// too, and for a number that no region has. Calls that move data, signal, flush, wait or poll raise what ended the
+/// device's work, such as PeerLostError, if something did, and ClosedError where the channel's proxy has ended.
 #[pyclass(frozen, module = "warplink")]
 #[derive(Debug)]
 pub(crate) struct BlockChannel {
@@ -134,7 +140,8 @@ impl Block {
         self.ask(|block| Ok(block.threads()))
     }
 
-    /// The integer that is argument `argument` of the launch.
+    /// The integer that is argument `argument` of the launch. Raises InvalidArgumentError where there is no such argument,
+    /// or it is something else; so for all arguments.
     fn integer(&self, argument: usize) -> PyResult<i128> {
         self.ask(|block| match block.i64(argument) {
             Ok(value) => Ok(value.into()),
@@ -170,7 +177,8 @@ impl Block {
             .collect())
     }
 
-    /// Blocks until the peers of all channels that are argument `argument` have called it too.
+    /// Blocks until the peers of all channels that are argument `argument` have called it too. Raises what ended the
+    /// device's work, such as PeerLostError, if something did.
     fn barrier(&self, py: Python<'_>, argument: usize) -> PyResult<()> {
         let number = self.number;
         py.detach(|| running(number, |block| block.barrier(&block.channels(argument)?)))
@@ -306,8 +314,9 @@ impl BlockChannel {
         self.call(py, |channel| Ok(channel.epoch()))
     }
 
-    /// Puts `nbytes` as packets of 16 bytes, of which 8 are data, with `flag`. `nbytes` and both places are
-    /// multiples of 8.
+    /// Puts `nbytes` as packets of 16 bytes, of which 8 are data, with `flag`. `nbytes` and the place of the data are
+    /// multiples of 8, that of the packets of 16. Raises InvalidArgumentError for others, and UnsupportedError on a channel
+    /// that is not direct.
     fn put_packets(
         &self,
         py: Python<'_>,
@@ -323,7 +332,7 @@ impl BlockChannel {
     }
 
     /// Reads what the peer put here by `put_packets` with the same flag, once it is there, from `source` here
-    /// to `target` here.
+    /// to `target` here. Raises InvalidArgumentError as that does.
     fn read_packets(
         &self,
         py: Python<'_>,

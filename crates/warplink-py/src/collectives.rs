@@ -29,8 +29,11 @@ const NOTHING: usize = 16;
 /// send_receive and all_to_all_v move elements of any type, also of sizes that only the device knows, and experts makes a
 /// layer of experts.
 ///
-/// Lengths that do not fit raise InvalidArgumentError. That ranks call something else raises MismatchError in
-/// Stream.synchronize.
+/// Calls raise InvalidArgumentError for lengths that do not fit, arrays that are not contiguous, that overlap in part or
+/// that are of another device, read-only targets and a root that is out of range; ParseError for an operator, and in
+/// reductions an element type, that there is not; TypeError for what is no array; UnsupportedError for a factor of
+/// integers, and for what the vendor's library cannot do where that does the call; and what ended the device's work, such as
+/// PeerLostError, if something did. That ranks call something else raises MismatchError in Stream.synchronize.
 #[pyclass(frozen, module = "warplink")]
 #[derive(Debug)]
 pub(crate) struct Collectives {
@@ -136,7 +139,7 @@ impl Collectives {
 
     /// What does the collective named `kind`, such as "all_reduce", as `path` says it; in a hybrid cube mesh, calls differ.
     /// `count` is the elements of a part: what one rank passes to one other or to all. `op` is for collectives that reduce,
-    /// `root` for those that have one.
+    /// `root` for those that have one. Raises ParseError for a kind, a type or an operator that there is not.
     #[pyo3(signature = (kind, count, dtype, op=None, root=None))]
     fn path_of(
         &self,
@@ -154,7 +157,8 @@ impl Collectives {
     /// move data, the threads of each, and into how many chunks a lane cuts its data. Arguments are those of path_of.
     ///
     /// Raises UnsupportedError where the algorithm that Communicator.collectives was given does not do the call, and where
-    /// the vendor's library does it; InvalidArgumentError for an operator or a root that the collective has not, or lacks.
+    /// the vendor's library does it; InvalidArgumentError for an operator or a root that the collective has not, or lacks;
+    /// ParseError as path_of does.
     #[pyo3(signature = (kind, count, dtype, op=None, root=None))]
     fn choice<'py>(
         &self,
@@ -226,7 +230,8 @@ impl Collectives {
     }
 
     /// `target` becomes the reduction of every rank's source. Where a factor is given, floats are multiplied by it before
-    /// they are summed.
+    /// they are summed. Raises InvalidArgumentError for a factor with another operator than "sum", and for arrays without an
+    /// element type; so for all reductions.
     #[pyo3(signature = (stream, target, source, op="sum", factor=None))]
     fn all_reduce(
         &self,
@@ -334,7 +339,8 @@ impl Collectives {
 
     /// The collective named `kind`, such as "all_reduce", between memory of the device at two addresses, as the methods
     /// of these names do between arrays. `count` is the elements that one rank passes to one other or to all: of the
-    /// shorter of the two, where one is longer. The caller keeps the memory until the stream is past it.
+    /// shorter of the two, where one is longer. The caller keeps the memory until the stream is past it. Raises ParseError
+    /// as path_of does, and InvalidArgumentError for an operator or a root that the collective has not, or lacks.
     #[pyo3(signature = (kind, stream, target, source, count, dtype, op=None, root=None))]
     #[allow(clippy::too_many_arguments, reason = "they are Python's keywords")]
     fn call_at(
@@ -369,7 +375,7 @@ impl Collectives {
 
     /// `all_to_all_v` of bytes between memory of the device at two addresses: of rank p come the p-th of `target_nbytes`,
     /// and to it go the p-th of `source_nbytes`, each part behind the one before. The caller keeps the memory until the
-    /// stream is past it.
+    /// stream is past it. Raises what all_to_all_v raises.
     fn all_to_all_v_at(
         &self,
         py: Python<'_>,
@@ -401,7 +407,8 @@ impl Collectives {
         Ok(())
     }
 
-    /// What follows in the stream waits until every rank's stream has come to it.
+    /// What follows in the stream waits until every rank's stream has come to it. Raises what ended the device's work, such
+    /// as PeerLostError, if something did.
     fn barrier(&self, py: Python<'_>, stream: &Stream) -> PyResult<()> {
         let (inner, live) = (self.inner()?, stream.live()?);
         py.detach(|| inner.barrier(live)).map_err(raise)?;
@@ -547,8 +554,9 @@ impl Collectives {
     /// a call; None takes the most that there may be. All ranks pass the same. Asks no other rank; blocks while
     /// kernels are compiled, the first time on a machine.
     ///
-    /// Raises InvalidArgumentError for options that do not fit together, UnsupportedError where `path` is "engine" and
-    /// for rows that are longer than a chunk of the workspace, OutOfMemoryError.
+    /// Raises InvalidArgumentError for options that do not fit together, ParseError for a type that there is not,
+    /// UnsupportedError where `path` is "engine" and for rows that are longer than a chunk of the workspace, and
+    /// OutOfMemoryError.
     #[pyo3(signature = (*, experts, top_k, max_tokens, elements, dtype, max_rows=None))]
     #[allow(clippy::too_many_arguments, reason = "they are Python's keywords")]
     fn experts(

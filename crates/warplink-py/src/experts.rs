@@ -18,8 +18,11 @@ type Arrays<'py> = (Bound<'py, PyAny>, Bound<'py, PyAny>, Bound<'py, PyAny>);
 /// Collectives.experts makes it. Which rows go where is only known in device memory: no rank waits for others than
 /// those that it exchanges rows with, and no host for any. Calls follow one another; for those that are under way at
 /// the same time, make several layers. Arrays are anything that Communicator.borrow takes, and are kept until the stream
-/// is past them; those of another shape or element type raise InvalidArgumentError. Memory without an element type has
-/// as many bytes.
+/// is past them. Memory without an element type has as many bytes.
+///
+/// Calls raise InvalidArgumentError for arrays of another shape or element type, that are not contiguous, that overlap where
+/// they are written or that are of another device, and for read-only targets; TypeError for what is no array; and what
+/// ended the device's work, such as PeerLostError, if something did.
 ///
 /// Both calls may be recorded into a graph, which serves every routing.
 #[pyclass(frozen, module = "warplink")]
@@ -137,8 +140,8 @@ impl Experts {
     /// rank p, in the order of its tokens, and `experts[p]` says for which of this rank's experts each is, from 0 on.
     /// Every rank calls it. Does not block.
     ///
-    /// More rows for a rank than `max_rows`, and ranks with other options, raise MismatchError in Stream.synchronize on
-    /// both ranks, and none of these rows arrive.
+    /// Raises InvalidArgumentError for more tokens than `max_tokens`. More rows for a rank than `max_rows`, and ranks with
+    /// other options, raise MismatchError in Stream.synchronize on both ranks, and none of these rows arrive.
     fn dispatch(
         &self,
         py: Python<'_>,
@@ -164,6 +167,8 @@ impl Experts {
     /// `[n, top_k]`. `source` is what `dispatch` gave, with the experts' results in the place of the rows. Sums are made
     /// in f32, in the order of the slots, and rounded once: they are the same from run to run. A token without an
     /// expert gets zeros. Every rank calls it. Does not block.
+    ///
+    /// Raises InvalidArgumentError for another number of tokens than the last dispatch had, and where there was none.
     fn combine(
         &self,
         py: Python<'_>,

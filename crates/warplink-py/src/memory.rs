@@ -64,7 +64,8 @@ impl Memory {
     }
 
     /// Copies `data` (bytes, bytearray) of the same length in. Blocks until that is done; ordered after
-    /// nothing in a stream. Raises InvalidArgumentError for another length, and for memory of a read-only array.
+    /// nothing in a stream. Raises InvalidArgumentError for another length, and for memory of a read-only array; TypeError
+    /// for what is not bytes; and what ended the device's work, such as PeerLostError, if something did.
     fn upload(&self, py: Python<'_>, data: &Bound<'_, PyAny>) -> PyResult<()> {
         if self.read_only {
             return Err(invalid(
@@ -74,7 +75,8 @@ impl Memory {
         upload(py, &self.place, &self.slice, data)
     }
 
-    /// All bytes. Blocks until they are copied; ordered after nothing in a stream.
+    /// All bytes. Blocks until they are copied; ordered after nothing in a stream. Raises what ended the device's work, such
+    /// as PeerLostError, if something did.
     fn download<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
         download(py, &self.place, &self.slice)
     }
@@ -93,7 +95,7 @@ impl Memory {
     }
 
     /// The memory as an array of `shape` and `dtype` ("f32", "bf16", "i64", …, or as NumPy and PyTorch name it),
-    /// which takes all of its bytes. Raises InvalidArgumentError where the lengths differ.
+    /// which takes all of its bytes. Raises InvalidArgumentError where the lengths differ, and for a type that there is not.
     fn view(&self, #[pyo3(from_py_with = whole)] shape: Vec<usize>, dtype: &str) -> PyResult<View> {
         Ok(View {
             read_only: self.read_only,

@@ -63,25 +63,27 @@ impl Region {
         Memory::new(self.slice.clone(), &self.place)
     }
 
-    /// Number of the registration; another one after the memory was registered anew.
+    /// Number of the registration; another one after the memory was registered anew. Raises ClosedError once it was closed.
     #[getter]
     fn generation(&self) -> PyResult<u64> {
         Ok(self.registered()?.generation())
     }
 
     /// Copies `data` (bytes, bytearray) of the same length in. Blocks until that is done; ordered after
-    /// nothing in a stream. Raises InvalidArgumentError for another length.
+    /// nothing in a stream. Raises InvalidArgumentError for another length, TypeError for what is not bytes, and
+    /// what ended the device's work, such as PeerLostError, if something did.
     fn upload(&self, py: Python<'_>, data: &Bound<'_, PyAny>) -> PyResult<()> {
         upload(py, &self.place, &self.slice, data)
     }
 
-    /// All bytes. Blocks until they are copied; ordered after nothing in a stream.
+    /// All bytes. Blocks until they are copied; ordered after nothing in a stream. Raises what ended the device's work, such
+    /// as PeerLostError, if something did.
     fn download<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
         download(py, &self.place, &self.slice)
     }
 
     /// The bytes from `start` to `stop` as a region of the same registration, without a copy. Raises
-    /// InvalidArgumentError out of bounds.
+    /// InvalidArgumentError out of bounds, and ClosedError once it was closed.
     #[pyo3(name = "slice")]
     fn part(
         &self,
@@ -93,14 +95,14 @@ impl Region {
     }
 
     /// The memory as an array of `shape` and `dtype` ("f32", "bf16", "i64", …, or as NumPy and PyTorch name it),
-    /// which takes all of its bytes. Raises InvalidArgumentError where the lengths differ.
+    /// which takes all of its bytes. Raises InvalidArgumentError where the lengths differ, and for a type that there is not.
     fn view(&self, #[pyo3(from_py_with = whole)] shape: Vec<usize>, dtype: &str) -> PyResult<View> {
         View::new(&self.slice, &self.place, shape, dtype)
     }
 
     /// Ends the registration and waits up to `timeout` seconds until no peer maps the memory. Nothing
-    /// else may hold the registration. Raises InvalidArgumentError where something does, TimeoutError,
-    /// with the peer, where one still uses it.
+    /// else may hold the registration. Does nothing the second time. Raises InvalidArgumentError where something holds it,
+    /// and for a timeout that is no number of seconds; TimeoutError, with the peer, where one still uses the memory.
     #[pyo3(signature = (timeout=60.0))]
     fn close(&self, py: Python<'_>, timeout: f64) -> PyResult<()> {
         let limit = seconds(timeout)?;
@@ -159,7 +161,7 @@ impl RemoteRegion {
         })
     }
 
-    /// The memory as an array of `shape` and `dtype`; see `Region.view`.
+    /// The memory as an array of `shape` and `dtype`; see `Region.view`. Raises the same.
     fn view(&self, #[pyo3(from_py_with = whole)] shape: Vec<usize>, dtype: &str) -> PyResult<View> {
         View::new(self.region.memory(), &self.place, shape, dtype)
     }
