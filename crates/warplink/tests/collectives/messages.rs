@@ -191,6 +191,37 @@ fn random_groups_are_right_for_every_number_of_ranks() {
     }
 }
 
+/// More messages of a rank to itself than a launch has room for beside the others, and longer ones than go along with them.
+#[test]
+fn messages_of_a_rank_to_itself_are_right_beside_others() {
+    threads_with(world(2), delayed, |comm| {
+        let collectives = comm.collectives_with(&small()).unwrap();
+        let stream = comm.create_stream(Priority::Normal).unwrap();
+        let mut random = Random::new(5);
+        for (others, own) in [(1, 3), (58, 2), (60, 40), (64, 2), (0, 3)] {
+            let mut message = |from, to, bytes| Planned {
+                from,
+                to,
+                bytes,
+                seed: random.next(),
+            };
+            let mut plan = Vec::new();
+            for number in 0..others {
+                let from = number % comm.world();
+                plan.push(message(from, (from + 1) % comm.world(), 100 + number));
+            }
+            let lengths = [(1 << 20) + 1, 1 << 20, 0, 7000];
+            for rank in 0..comm.world() {
+                plan.extend((0..own).map(|number| message(rank, rank, lengths[number % 4])));
+            }
+            let all = held(comm, &plan, 3);
+            enqueue(&collectives, &all, &stream).unwrap();
+            comm.synchronize(&stream).unwrap();
+            all.iter().for_each(|held| held.check(comm));
+        }
+    });
+}
+
 /// Groups of messages, as they are and in a graph, and parts of a size for each rank, of ranks that are processes.
 /// scripts/device-sanitizer.sh runs this: it is short.
 #[test]

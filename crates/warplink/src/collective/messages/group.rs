@@ -7,6 +7,13 @@ use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::p2p::Direction;
 
+/// The most bytes of a message of a rank to itself that go along in the launch of the others, by way of the workspace: a
+/// copy of the device's costs the host a call more. For longer ones that has more threads.
+const MAX_ALONG: usize = 1 << 20;
+
+/// What a rank gives itself: target and source.
+type Own<'a> = (&'a DeviceSlice, &'a DeviceSlice);
+
 /// A send or a receive of a group.
 #[derive(Clone, Copy, Debug)]
 pub struct Message<'a> {
@@ -141,10 +148,15 @@ impl Collectives {
         let copies = own(messages, rank)?;
         let others = messages.iter().filter(|message| message.peer != rank);
         if let Some(lines) = &inner.lines {
-            let entries: Vec<Entry<'_>> = others
+            let mut entries: Vec<Entry<'_>> = others
                 .map(|message| Entry::whole(message.peer, message.direction, message.memory))
                 .collect();
             check_count(entries.len())?;
+            let (along, copies) = divide(copies, entries.len());
+            for (target, source) in along {
+                entries.push(Entry::whole(rank, Direction::Send, source));
+                entries.push(Entry::whole(rank, Direction::Receive, target));
+            }
             return inner.turns.take(stream, || {
                 copy(&copies, stream)?;
                 lines.enqueue(&entries, stream)
@@ -171,10 +183,25 @@ impl Collectives {
     }
 }
 
-/// Enqueues what a rank gives itself: targets and sources.
-fn copy(copies: &[(&DeviceSlice, &DeviceSlice)], stream: &Stream) -> Result<()> {
+/// Enqueues what a rank gives itself.
+fn copy(copies: &[Own<'_>], stream: &Stream) -> Result<()> {
     let mut filled = copies.iter().filter(|(_, source)| source.bytes() > 0);
     filled.try_for_each(|(target, source)| stream.copy(target, source))
+}
+
+/// What of `copies` goes along in a launch of `others` messages, and what is copied before it.
+fn divide(copies: Vec<Own<'_>>, others: usize) -> (Vec<Own<'_>>, Vec<Own<'_>>) {
+    // A launch for nothing else costs as much as a copy.
+    let mut room = if others == 0 {
+        0
+    } else {
+        MAX_MESSAGES.saturating_sub(others) / 2
+    };
+    copies.into_iter().partition(|(_, source)| {
+        let goes = room > 0 && (1..=MAX_ALONG).contains(&source.bytes());
+        room -= usize::from(goes);
+        goes
+    })
 }
 
 fn not_linked() -> Error {
@@ -226,10 +253,7 @@ fn check(messages: &[Message<'_>], world: usize) -> Result<()> {
 }
 
 /// Targets and sources of the messages of this rank to itself.
-fn own<'a>(
-    messages: &[Message<'a>],
-    rank: Rank,
-) -> Result<Vec<(&'a DeviceSlice, &'a DeviceSlice)>> {
+fn own<'a>(messages: &[Message<'a>], rank: Rank) -> Result<Vec<Own<'a>>> {
     let of = |direction| {
         let own = messages.iter().filter(move |message| message.peer == rank);
         own.filter(move |message| message.direction == direction)
