@@ -15,8 +15,8 @@
 // leaves one, or a thread that ends in one, ends the process with a message. In C++, declare them noexcept.
 //
 // # Handles
-// Communicators, regions, streams, buffers, modules, kernels, collectives and layers of experts are numbers,
-// passed by value. Zero is none. One that was given back, or whose communicator was destroyed, is refused with
+// Communicators, regions, streams, buffers, modules, kernels, collectives, bound calls and layers of experts are
+// numbers, passed by value. Zero is none. One that was given back, or whose communicator was destroyed, is refused with
 // WARPLINK_STATUS_CLOSED, for as long as the process runs.
 //
 // # Pointers
@@ -419,6 +419,11 @@ typedef struct {
     /// Into how many chunks a lane cuts its data.
     uint64_t chunks;
 } warplink_collective_choice;
+
+/// A collective that is bound to its memory. Zero is none.
+typedef struct {
+    uint64_t id;
+} warplink_bound_call;
 
 /// A send or a receive of a group.
 typedef struct {
@@ -1013,6 +1018,28 @@ warplink_status warplink_collective(warplink_collectives collectives,
                                     void *output,
                                     const void *input,
                                     warplink_stream stream);
+
+/// Binds a call to memory, for calls that are made again and again on the same, so that the copy engine can do large
+/// all-gathers and all-to-alls. Arguments are those of `warplink_collective`; the memory stays allocated until
+/// `warplink_bound_call_free` was called and the streams of the call are done. Every rank binds the same call at the same
+/// time; blocks until all have. Ranks that bind different calls are WARPLINK_STATUS_MISMATCH, a rank that does not bind
+/// WARPLINK_STATUS_TIMEOUT, and a rank that cannot WARPLINK_STATUS_PEER_FAILED on the others.
+warplink_status warplink_bind_collective(warplink_collectives collectives,
+                                         const warplink_collective_call *call,
+                                         void *output,
+                                         const void *input,
+                                         warplink_bound_call *bound);
+
+/// Enqueues a bound call once. It counts as a call of its collectives, which all ranks make in the same order. Does not block.
+/// Errors are those of `warplink_collective`.
+warplink_status warplink_bound_call_enqueue(warplink_bound_call bound,
+                                            warplink_stream stream);
+
+/// How a bound call is done; "copy-engine" is the algorithm where the copy engine does it. Does not block.
+warplink_status warplink_bound_call_choice(warplink_bound_call bound, warplink_collective_choice *choice);
+
+/// Gives a bound call back. What was enqueued is done all the same. Does not block.
+warplink_status warplink_bound_call_free(warplink_bound_call bound);
 
 /// Does all `messages` at the same time, on any memory of the device that stays allocated until the stream is done. The
 /// n-th send to a rank is for the n-th receive there from this one, of as many bytes. Only the two ranks of a message

@@ -9,7 +9,7 @@ use std::ffi::{CStr, c_char, c_void};
 use std::ptr::null;
 use std::sync::Arc;
 use warplink::DType;
-use warplink::collective::{Algorithm, Call, CollectiveKind, CollectivePath};
+use warplink::collective::{self, Algorithm, Call, CollectiveKind, CollectivePath};
 use warplink::device::{AllocationKind, DeviceSlice, ReduceOp, VendorCommunicator};
 
 /// The types in the order of `warplink_element_type`.
@@ -67,6 +67,28 @@ pub struct CollectiveChoice {
     pub chunks: u64,
 }
 
+impl CollectiveChoice {
+    /// How the direct path does a call; that the library does it, if there is none.
+    pub(crate) fn of(choice: Option<collective::Choice>) -> Self {
+        match choice {
+            Some(choice) => Self {
+                path: path_text(CollectivePath::Direct),
+                algorithm: algorithm_text(choice.algorithm),
+                lanes: choice.lanes as u32,
+                threads: choice.threads as u32,
+                chunks: choice.chunks as u64,
+            },
+            None => Self {
+                path: path_text(CollectivePath::Engine),
+                algorithm: null(),
+                lanes: 0,
+                threads: 0,
+                chunks: 0,
+            },
+        }
+    }
+}
+
 /// The number of the operator that takes a factor.
 const SCALED_SUM: i32 = crate::types::ReduceOp::ScaledSum as i32;
 
@@ -113,6 +135,54 @@ impl CollectivesObject {
         Ok(unsafe { device.borrow(address, bytes, Arc::new(())) }?)
     }
 
+    /// Output and input of a call; where this rank does not use one, the other in its place.
+    ///
+    /// # Safety
+    /// As for [`memory`](Self::memory), of what this rank uses.
+    pub(crate) unsafe fn operands(
+        &self,
+        call: &Call,
+        output: *mut c_void,
+        input: *const c_void,
+    ) -> Outcome<(DeviceSlice, DeviceSlice)> {
+        let communicator = &self.job.communicator;
+        let (input_rows, output_rows) = call.kind.rows(communicator.world());
+        let bytes = |rows: usize| {
+            let bytes = call.count.checked_mul(call.dtype.size());
+            let bytes = bytes.and_then(|bytes| bytes.checked_mul(rows));
+            bytes.ok_or_else(|| {
+                Failure::invalid(
+                    format!("{} elements are more than memory can hold", call.count),
+                    "pass a smaller count",
+                )
+            })
+        };
+        let (input_bytes, output_bytes) = (bytes(input_rows)?, bytes(output_rows)?);
+        let own = communicator.rank();
+        let at_root = call.root.is_none_or(|root| root == own);
+        let reads = at_root || matches!(call.kind, CollectiveKind::Reduce | CollectiveKind::Gather);
+        let writes =
+            at_root || !matches!(call.kind, CollectiveKind::Reduce | CollectiveKind::Gather);
+        if reads && input_bytes > 0 {
+            pointer::check(input.cast::<u8>(), "input")?;
+        }
+        if writes && output_bytes > 0 {
+            pointer::check(output.cast::<u8>(), "output")?;
+        }
+        let place = |used: bool, address: u64, bytes: usize| {
+            // SAFETY: the caller vouches for it.
+            used.then(|| unsafe { self.memory(address, bytes) })
+                .transpose()
+        };
+        let input = place(reads, input as u64, input_bytes)?;
+        let output = place(writes, output as u64, output_bytes)?;
+        Ok(match (output, input) {
+            (Some(output), Some(input)) => (output, input),
+            (Some(used), None) | (None, Some(used)) => (used.clone(), used),
+            (None, None) => (self.nothing.clone(), self.nothing.clone()),
+        })
+    }
+
     /// As [`memory`](Self::memory), of what is called `name`. Fails for null, unless it has no bytes.
     ///
     /// # Safety
@@ -149,7 +219,7 @@ fn unknown(what: &str, value: i32, name: &str) -> Failure {
 
 impl CollectiveCall {
     /// The library's call.
-    fn call(&self) -> Outcome<Call> {
+    pub(crate) fn call(&self) -> Outcome<Call> {
         let number = |value: i32, from: i32| usize::try_from(value.checked_sub(from)?).ok();
         let kind = number(self.kind, 0).and_then(|kind| CollectiveKind::ALL.get(kind));
         let op = match self.op {
@@ -271,20 +341,11 @@ pub unsafe extern "C" fn warplink_collectives_choice(
         // SAFETY: the caller passes a call.
         let call = unsafe { pointer::load(call, "call") }?.call()?;
         let path = object.collectives.path_of(&call);
-        let mut made = CollectiveChoice {
-            path: path_text(path),
-            algorithm: null(),
-            lanes: 0,
-            threads: 0,
-            chunks: 0,
+        let made = match path {
+            CollectivePath::Direct => Some(object.collectives.choice(&call)?),
+            CollectivePath::Engine => None,
         };
-        if path == CollectivePath::Direct {
-            let choice = object.collectives.choice(&call)?;
-            made.algorithm = algorithm_text(choice.algorithm);
-            made.lanes = choice.lanes as u32;
-            made.threads = choice.threads as u32;
-            made.chunks = choice.chunks as u64;
-        }
+        let made = CollectiveChoice::of(made);
         // SAFETY: the caller passes a place for a choice.
         unsafe { pointer::store(choice, "choice", made) }
     })
@@ -313,7 +374,14 @@ const fn path_text(path: CollectivePath) -> *const c_char {
 
 /// The name of an algorithm as C has it.
 fn algorithm_text(algorithm: Algorithm) -> *const c_char {
-    let names = [c"one-shot", c"two-shot", c"chunks", c"direct", c"cube"];
+    let names = [
+        c"one-shot",
+        c"two-shot",
+        c"chunks",
+        c"direct",
+        c"copy-engine",
+        c"cube",
+    ];
     let name = algorithm.name().as_bytes();
     let known = names.into_iter().find(|text| text.to_bytes() == name);
     known.map_or(null(), CStr::as_ptr)
@@ -343,44 +411,9 @@ pub unsafe extern "C" fn warplink_collective(
         if call.kind == CollectiveKind::Barrier {
             return Ok(collectives.barrier(stream)?);
         }
-        let world = object.job.communicator.world();
-        let (input_rows, output_rows) = call.kind.rows(world);
-        let bytes = |rows: usize| {
-            let bytes = call.count.checked_mul(call.dtype.size());
-            let bytes = bytes.and_then(|bytes| bytes.checked_mul(rows));
-            bytes.ok_or_else(|| {
-                Failure::invalid(
-                    format!("{} elements are more than memory can hold", call.count),
-                    "pass a smaller count",
-                )
-            })
-        };
-        let (input_bytes, output_bytes) = (bytes(input_rows)?, bytes(output_rows)?);
-        let own = object.job.communicator.rank();
-        let at_root = call.root.is_none_or(|root| root == own);
-        let reads = at_root || matches!(call.kind, CollectiveKind::Reduce | CollectiveKind::Gather);
-        let writes =
-            at_root || !matches!(call.kind, CollectiveKind::Reduce | CollectiveKind::Gather);
-        if reads && input_bytes > 0 {
-            pointer::check(input.cast::<u8>(), "input")?;
-        }
-        if writes && output_bytes > 0 {
-            pointer::check(output.cast::<u8>(), "output")?;
-        }
-        let place = |used: bool, address: u64, bytes: usize| {
-            // SAFETY: the caller passes addresses of that many bytes of the device, and keeps them.
-            used.then(|| unsafe { object.memory(address, bytes) })
-                .transpose()
-        };
-        let input = place(reads, input as u64, input_bytes)?;
-        let output = place(writes, output as u64, output_bytes)?;
-        let (Some(input), Some(output)) = (
-            input.as_ref().or(output.as_ref()),
-            output.as_ref().or(input.as_ref()),
-        ) else {
-            return Ok(());
-        };
-        Ok(collectives.enqueue(&call, output, input, stream)?)
+        // SAFETY: the caller passes device memory, or null where it is not used, and keeps it.
+        let (output, input) = unsafe { object.operands(&call, output, input) }?;
+        Ok(collectives.enqueue(&call, &output, &input, stream)?)
     })
 }
 

@@ -4,6 +4,7 @@
 //! which counts up each time the entry is given back. So a number that was given back stays an error for ever,
 //! whatever the entry is used for later.
 
+use crate::bound_call::BoundCallObject;
 use crate::buffer::BufferObject;
 use crate::collectives::CollectivesObject;
 use crate::experts::ExpertsObject;
@@ -71,6 +72,13 @@ pub struct Experts {
     pub(crate) id: u64,
 }
 
+/// A collective that is bound to its memory. Zero is none.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct BoundCall {
+    pub(crate) id: u64,
+}
+
 /// Where the bits of a number's parts begin.
 const GENERATION: u32 = 32;
 const KIND: u32 = 56;
@@ -86,6 +94,7 @@ static MODULES: Table<ModuleObject> = Table::new("module", 5);
 static KERNELS: Table<KernelObject> = Table::new("kernel", 6);
 static COLLECTIVES: Table<CollectivesObject> = Table::new("group of collectives", 7);
 static EXPERTS: Table<ExpertsObject> = Table::new("layer of experts", 8);
+static BOUND_CALLS: Table<BoundCallObject> = Table::new("bound call", 9);
 
 /// A number that C holds, of one kind of object.
 pub(crate) trait Handle: Copy {
@@ -132,10 +141,12 @@ handles! {
     Kernel => KernelObject, KERNELS;
     Collectives => CollectivesObject, COLLECTIVES;
     Experts => ExpertsObject, EXPERTS;
+    BoundCall => BoundCallObject, BOUND_CALLS;
 }
 
 /// Takes everything that belongs to `job` out of the tables.
 pub(crate) fn take_all_of(job: &Arc<JobObject>) {
+    BOUND_CALLS.take_where(|bound| Arc::ptr_eq(&bound.job, job));
     EXPERTS.take_where(|experts| Arc::ptr_eq(&experts.job, job));
     COLLECTIVES.take_where(|collectives| Arc::ptr_eq(&collectives.job, job));
     KERNELS.take_where(|kernel| Arc::ptr_eq(&kernel.job, job));

@@ -21,6 +21,7 @@
 
 pub mod block;
 pub mod block_channel;
+pub mod bound_call;
 pub mod buffer;
 mod callback;
 pub mod channel;

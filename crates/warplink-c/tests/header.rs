@@ -5,7 +5,7 @@
 use std::path::PathBuf;
 
 /// In the order of the header.
-const SOURCES: [&str; 16] = [
+const SOURCES: [&str; 17] = [
     "version",
     "status",
     "handles",
@@ -19,6 +19,7 @@ const SOURCES: [&str; 16] = [
     "block",
     "block_channel",
     "collectives",
+    "bound_call",
     "messages",
     "experts",
     "log",

@@ -22,7 +22,7 @@ const MAY_BE_NULL: [(&str, &str); 11] = [
 ];
 
 /// Types of handles, and what messages call them.
-const HANDLES: [(&str, &str); 8] = [
+const HANDLES: [(&str, &str); 9] = [
     ("comm", "communicator"),
     ("region", "region"),
     ("stream", "stream"),
@@ -31,6 +31,7 @@ const HANDLES: [(&str, &str); 8] = [
     ("kernel", "kernel"),
     ("collectives", "group of collectives"),
     ("experts", "layer of experts"),
+    ("bound_call", "bound call"),
 ];
 
 /// Functions that give no status. They take no pointers but the log handler's text, and `programs/every_call.c` passes the

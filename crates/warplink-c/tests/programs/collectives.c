@@ -135,6 +135,44 @@ static void chosen(warplink_collectives open, warplink_stream stream, warplink_r
     OK(warplink_collectives_free(forced));
 }
 
+/* All-gathers and all-to-alls of one memory, again and again, by the copy engine. */
+static void bound(warplink_collectives open, warplink_stream stream, warplink_region region) {
+    warplink_collective_options options = warplink_collective_options_default();
+    warplink_collective_choice choice;
+    warplink_collectives copying;
+    warplink_bound_call call_of[2];
+    warplink_collective_call made = call(WARPLINK_COLLECTIVE_KIND_ALL_GATHER, WARPLINK_REDUCE_OP_NONE, -1, COUNT);
+    int32_t *words = (int32_t *)malloc(sizeof(int32_t) * COUNT * (size_t)size);
+    void *address = NULL;
+    HOLDS(words != NULL);
+    OK(warplink_region_address(region, &address));
+    int32_t *input = (int32_t *)address, *output = input + COUNT;
+    options.algorithm = "copy-engine";
+    OK(warplink_collectives_join(comm, &options, &copying));
+    FAILS(warplink_collective(copying, &made, output, input, stream), WARPLINK_STATUS_UNSUPPORTED, "copy-engine does not do");
+    OK(warplink_bind_collective(copying, &made, output, input, &call_of[0]));
+    OK(warplink_bind_collective(open, &made, output, input, &call_of[1]));
+    OK(warplink_bound_call_choice(call_of[0], &choice));
+    HOLDS(strcmp(choice.path, "direct") == 0 && strcmp(choice.algorithm, "copy-engine") == 0);
+    OK(warplink_bound_call_choice(call_of[1], &choice));
+    HOLDS(strcmp(choice.algorithm, "copy-engine") != 0);
+    for (int round = 0; round < 6; round++) {
+        for (int i = 0; i < COUNT; i++) words[i] = number(rank, i) + round;
+        OK(warplink_upload(span(region, 0, sizeof(int32_t) * COUNT), words));
+        OK(warplink_barrier(comm));
+        OK(warplink_bound_call_enqueue(call_of[round % 2], stream));
+        OK(warplink_stream_synchronize(stream));
+        OK(warplink_download(words, span(region, sizeof(int32_t) * COUNT, sizeof(int32_t) * COUNT * (uint64_t)size)));
+        for (int i = 0; i < COUNT * size; i++) HOLDS(words[i] == number(i / COUNT, i % COUNT) + round);
+        OK(warplink_barrier(comm));
+    }
+    FAILS(warplink_bind_collective(copying, &made, NULL, input, &call_of[0]), WARPLINK_STATUS_INVALID_ARGUMENT, "output is null");
+    for (int i = 0; i < 2; i++) OK(warplink_bound_call_free(call_of[i]));
+    FAILS(warplink_bound_call_enqueue(call_of[0], stream), WARPLINK_STATUS_CLOSED, "the bound call was given back");
+    OK(warplink_collectives_free(copying));
+    free(words);
+}
+
 /* By the vendor's library, and by a communicator of the library's that is there. It serves no ranks that share a GPU. */
 static void by_the_library(warplink_stream stream, warplink_region region) {
     warplink_collective_options ways = warplink_collective_options_default();
@@ -182,6 +220,7 @@ int main(int argc, char **argv) {
     scaled(collectives, stream, region);
     misuse(collectives, stream, memory);
     chosen(collectives, stream, region);
+    bound(collectives, stream, region);
     OK(warplink_collectives_free(collectives));
     {
         const warplink_collective_call made = call(WARPLINK_COLLECTIVE_KIND_BARRIER, WARPLINK_REDUCE_OP_NONE, -1, 0);

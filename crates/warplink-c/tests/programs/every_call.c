@@ -15,6 +15,7 @@ struct set {
     warplink_kernel kernel;
     warplink_collectives collectives;
     warplink_experts experts;
+    warplink_bound_call bound_call;
 };
 
 static struct set live, freed, made_up;
@@ -112,6 +113,7 @@ static void logs(void) {
 }
 
 static void make(struct set *set) {
+    void *address = NULL;
     set->comm = live.comm;
     OK(warplink_alloc(live.comm, 1 << 16, &set->region));
     OK(warplink_stream_create(live.comm, &set->stream));
@@ -119,9 +121,12 @@ static void make(struct set *set) {
     OK(warplink_kernel_get(set->module, "swap", &set->kernel));
     OK(warplink_collectives_join(live.comm, NULL, &set->collectives));
     OK(warplink_experts_create(set->collectives, &layer, &set->experts));
+    OK(warplink_region_address(set->region, &address));
+    OK(warplink_bind_collective(set->collectives, &call, address, address, &set->bound_call));
 }
 
 static void give_back(const struct set *set) {
+    OK(warplink_bound_call_free(set->bound_call));
     OK(warplink_experts_free(set->experts));
     OK(warplink_collectives_free(set->collectives));
     OK(warplink_kernel_free(set->kernel));
