@@ -1,9 +1,10 @@
 //! What Python says of collectives in words: options, operators and calls.
 
+use crate::array::Array;
 use crate::errors::{invalid, raise};
 use pyo3::prelude::*;
 use std::ffi::c_void;
-use warplink::collective::{Call, CollectiveOptions, CollectivePath};
+use warplink::collective::{Call, Choice, CollectiveKind, CollectiveOptions, CollectivePath};
 use warplink::device::{ReduceOp, VendorCommunicator};
 use warplink::{DType, Rank};
 
@@ -41,6 +42,53 @@ pub(crate) fn call(
         count,
         root,
     })
+}
+
+/// The call of a collective on a target and a source, of `world` ranks.
+pub(crate) fn call_on(
+    kind: CollectiveKind,
+    [target, source]: [&Array; 2],
+    op: Option<(&str, Option<f64>)>,
+    root: Option<Rank>,
+    world: usize,
+) -> PyResult<Call> {
+    let op = op.map(|(op, factor)| operator(op, factor)).transpose()?;
+    let dtype = if op.is_some() {
+        source.element("the source")?.dtype()?
+    } else {
+        DType::U8
+    };
+    // What the caller passed on every rank; what does not divide is found by the check of lengths.
+    let (input_rows, _) = kind.rows(world);
+    let bytes = match kind {
+        CollectiveKind::Broadcast | CollectiveKind::Scatter => target.slice.bytes(),
+        _ => source.slice.bytes() / input_rows.max(1),
+    };
+    if !bytes.is_multiple_of(dtype.size()) {
+        return Err(invalid(format!(
+            "{kind} of {bytes} bytes; expected whole elements of {dtype}"
+        )));
+    }
+    Ok(Call {
+        kind,
+        op,
+        dtype,
+        count: bytes / dtype.size(),
+        root,
+    })
+}
+
+/// A choice as Python has it.
+pub(crate) fn told(py: Python<'_>, choice: Choice) -> PyResult<Bound<'_, PyAny>> {
+    let arguments = (
+        choice.algorithm.name(),
+        choice.lanes,
+        choice.threads,
+        choice.chunks,
+    );
+    py.import("warplink.choice")?
+        .getattr("Choice")?
+        .call1(arguments)
 }
 
 /// The options of `Communicator.collectives`.

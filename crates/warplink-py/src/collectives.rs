@@ -1,7 +1,8 @@
 //! Collectives.
 
 use crate::array::Reader;
-use crate::collective_options::{call, operator, path_name};
+use crate::bound_call::BoundCall;
+use crate::collective_options::{call, call_on, path_name, told};
 use crate::errors::{invalid, raise};
 use crate::experts::Experts;
 use crate::owner::Detached;
@@ -10,7 +11,8 @@ use crate::place::Place;
 use crate::stream::Stream;
 use crate::watch::{Limits, Watch, Watched};
 use pyo3::prelude::*;
-use warplink::collective::{Call, CollectiveKind, ExpertOptions, Message};
+use std::sync::Arc;
+use warplink::collective::{CollectiveKind, ExpertOptions, Message};
 use warplink::device::{AllocationKind, DeviceSlice};
 use warplink::{DType, Rank};
 
@@ -43,7 +45,7 @@ pub(crate) struct Collectives {
     /// The memory of arrays without elements.
     nothing: DeviceSlice,
     /// Who is told of calls.
-    watched: Watched,
+    watched: Arc<Watched>,
 }
 
 impl Collectives {
@@ -58,7 +60,7 @@ impl Collectives {
             place: place.clone(),
             world,
             nothing: nothing.slice(0..0)?,
-            watched: Watched::default(),
+            watched: Arc::default(),
         })
     }
 
@@ -98,30 +100,7 @@ impl Collectives {
         let reader = self.reader(stream);
         let target = reader.for_targets().read(target, "the target")?;
         let source = reader.read(source, "the source")?;
-        let op = op.map(|(op, factor)| operator(op, factor)).transpose()?;
-        let dtype = if op.is_some() {
-            source.element("the source")?.dtype()?
-        } else {
-            DType::U8
-        };
-        // What the caller passed on every rank; what does not divide is found by the check of lengths.
-        let (input_rows, _) = kind.rows(self.world);
-        let bytes = match kind {
-            CollectiveKind::Broadcast | CollectiveKind::Scatter => target.slice.bytes(),
-            _ => source.slice.bytes() / input_rows.max(1),
-        };
-        if !bytes.is_multiple_of(dtype.size()) {
-            return Err(invalid(format!(
-                "{kind} of {bytes} bytes; expected whole elements of {dtype}"
-            )));
-        }
-        let call = Call {
-            kind,
-            op,
-            dtype,
-            count: bytes / dtype.size(),
-            root,
-        };
+        let call = call_on(kind, [&target, &source], op, root, self.world)?;
         py.detach(|| inner.enqueue(&call, &target.slice, &source.slice, live))
             .map_err(raise)?;
         self.watched.made();
@@ -135,6 +114,36 @@ impl Collectives {
     #[getter]
     fn path(&self) -> PyResult<&'static str> {
         Ok(path_name(self.inner()?.path()))
+    }
+
+    /// Binds the collective named `kind`, such as "all_gather", to memory, for calls that are made again and again on the
+    /// same: ranks tell one another where it lies once, so that the copy engine can do large all-gathers and all-to-alls.
+    /// Every rank binds the same at the same time; blocks until all have. Targets and sources are those of the method of
+    /// that name, and are kept by the BoundCall. `op` and `factor` are for collectives that reduce, `root` for those that
+    /// have one.
+    ///
+    /// Raises MismatchError where ranks bind different calls, PeerFailedError where another rank cannot, TimeoutError with
+    /// a rank that does not bind, and what the method of that name raises.
+    #[pyo3(signature = (kind, target, source, *, op=None, factor=None, root=None))]
+    #[allow(clippy::too_many_arguments, reason = "they are Python's keywords")]
+    fn bind(
+        &self,
+        py: Python<'_>,
+        kind: &str,
+        target: &Bound<'_, PyAny>,
+        source: &Bound<'_, PyAny>,
+        op: Option<&str>,
+        factor: Option<f64>,
+        root: Option<Rank>,
+    ) -> PyResult<BoundCall> {
+        let (inner, kind) = (self.inner()?, kind.parse().map_err(raise)?);
+        let reader = Reader::new(&self.place, None).with_empty(&self.nothing);
+        let target = reader.for_targets().read(target, "the target")?;
+        let source = reader.read(source, "the source")?;
+        let op = op.map(|op| (op, factor));
+        let call = call_on(kind, [&target, &source], op, root, self.world)?;
+        let bound = py.detach(|| inner.bind(&call, &target.slice, &source.slice));
+        Ok(BoundCall::new(bound.map_err(raise)?, &self.watched))
     }
 
     /// What does the collective named `kind`, such as "all_reduce", as `path` says it; in a hybrid cube mesh, calls differ.
@@ -171,15 +180,7 @@ impl Collectives {
     ) -> PyResult<Bound<'py, PyAny>> {
         let (inner, call) = (self.inner()?, call(kind, count, dtype, op, root)?);
         let choice = py.detach(|| inner.choice(&call)).map_err(raise)?;
-        let arguments = (
-            choice.algorithm.name(),
-            choice.lanes,
-            choice.threads,
-            choice.chunks,
-        );
-        py.import("warplink.choice")?
-            .getattr("Choice")?
-            .call1(arguments)
+        told(py, choice)
     }
 
     /// What does send_receive and all_to_all_v, as `path` says it; None where they do not reach the other ranks.

@@ -10,6 +10,7 @@
 
 mod array;
 mod block;
+mod bound_call;
 mod channel;
 mod collective_options;
 mod collectives;
@@ -44,6 +45,8 @@ use std::sync::OnceLock;
 mod _warplink {
     #[pymodule_export]
     use super::block::{Block, BlockChannel};
+    #[pymodule_export]
+    use super::bound_call::BoundCall;
     #[pymodule_export]
     use super::channel::{Connect, Connection, Connections};
     #[pymodule_export]

@@ -7,7 +7,7 @@ use crate::number::whole;
 use crate::place::Place;
 use pyo3::exceptions::PyAttributeError;
 use pyo3::prelude::*;
-use pyo3::types::{PyByteArray, PyBytes, PyCapsule, PyDict};
+use pyo3::types::{PyByteArray, PyBytes, PyCapsule, PyDict, PyMemoryView};
 use warplink::DeviceKind;
 use warplink::device::DeviceSlice;
 
@@ -251,8 +251,8 @@ pub(crate) fn upload(
     } else if let Ok(array) = data.cast::<PyByteArray>() {
         array.to_vec()
     } else {
-        // memoryview, and whatever else has the buffer protocol, which the limited API has no access to.
-        let bytes = py.get_type::<PyBytes>().call1((data,))?;
+        // Whatever else has the buffer protocol, which the limited API has no other access to.
+        let bytes = PyMemoryView::from(data)?.call_method0("tobytes")?;
         bytes.cast::<PyBytes>()?.as_bytes().to_vec()
     };
     py.detach(|| place.device.upload(slice, &bytes))

@@ -87,3 +87,43 @@ def adopted(rank, world, meeting):
 
 def test_a_communicator_of_the_library_is_adopted():
     run_ranks(adopted, 2)
+
+
+def bound(rank, world, meeting):
+    with join(rank, world, meeting, device="host") as job:
+        comm = job.world()
+        copying, collectives = comm.collectives(algorithm="copy-engine"), comm.collectives()
+        stream = comm.create_stream()
+        source, target = comm.alloc(4 * 1000), comm.alloc(4 * 1000 * world)
+        calls = [one.bind("all_gather", target, source) for one in (copying, collectives)]
+        assert calls[0].choice.algorithm == "copy-engine" != calls[1].choice.algorithm
+        assert repr(calls[0]) == "BoundCall('all_gather of 4000 bytes', by='copy-engine')"
+        for number in range(6):
+            source.upload(numpy.arange(1000, dtype=numpy.int32) + 1000 * rank + number)
+            comm.barrier()
+            calls[number % 2].enqueue(stream)
+            stream.synchronize()
+            got = numpy.frombuffer(target.download(), numpy.int32)
+            assert (got == numpy.arange(1000 * world) + number).all()
+            comm.barrier()
+        # Of other memory and other collectives, what kernels do.
+        total, part = numpy.zeros(10, numpy.float32), numpy.full(10, rank + 1, numpy.float32)
+        summed = collectives.bind("all_reduce", total, part, op="sum", factor=0.5)
+        for _ in range(2):
+            summed.enqueue(stream)
+            part[:] = total
+            stream.synchronize()
+        by_library = comm.collectives(path="engine").bind("broadcast", total, part, root=1)
+        assert by_library.choice is None and "by='engine'" in repr(by_library)
+        by_library.enqueue(stream)
+        stream.synchronize()
+        with pytest.raises(UnsupportedError, match="the algorithm copy-engine does not do"):
+            copying.bind("broadcast", total, part, root=1)
+        bytes = 4 if rank else 400
+        with pytest.raises(MismatchError, match="the peer calls all_gather of"):
+            copying.bind("all_gather", target.slice(0, bytes * world), source.slice(0, bytes))
+        comm.barrier()
+
+
+def test_a_bound_call_is_made_again_and_again():
+    run_ranks(bound, 3)

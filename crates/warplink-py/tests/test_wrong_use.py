@@ -213,6 +213,9 @@ def read_only(rank, world, meeting):
         refused("the target", executor.matmul_reduce_scatter, rows, square, kept)
         with pytest.raises(ValueError, match="read-only"):
             memory.upload(bytes(64))
+        for wrong in (64, [0] * 64, "text"):
+            with pytest.raises(TypeError):
+                region.upload(wrong)
         # Consumers are told, or get nothing.
         assert not numpy.asarray(view).flags.writeable
         with pytest.raises(BufferError, match="read-only"):

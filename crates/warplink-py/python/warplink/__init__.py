@@ -26,6 +26,7 @@ Whatever may block runs without the interpreter's lock. Errors are exceptions un
 from warplink._warplink import (
     Block,
     BlockChannel,
+    BoundCall,
     CapturedOverlap,
     CapturedPlan,
     CollectiveEngine,
@@ -71,6 +72,7 @@ __version__ = version()
 __all__ = [
     "Block",
     "BlockChannel",
+    "BoundCall",
     "CapturedOverlap",
     "CapturedPlan",
     "Choice",

@@ -341,9 +341,25 @@ class Watch:
     def close(self, limit: float = 1.0) -> None: ...
 
 @final
+class BoundCall:
+    @property
+    def choice(self) -> Choice | None: ...
+    def enqueue(self, stream: Stream) -> None: ...
+
+@final
 class Collectives:
     @property
     def path(self) -> str: ...
+    def bind(
+        self,
+        kind: str,
+        target: _Array,
+        source: _Array,
+        *,
+        op: str | None = None,
+        factor: float | None = None,
+        root: int | None = None,
+    ) -> BoundCall: ...
     def path_of(
         self, kind: str, count: int, dtype: str, op: str | None = None, root: int | None = None
     ) -> str: ...
