@@ -62,7 +62,7 @@ fn strangers_cannot_disturb_the_members() {
         let address = id.address();
 
         // A handshake that is cut off after every byte, with a proof that cannot be right.
-        let whole = [hello(4), frame(&[0; 32])].concat();
+        let whole = [hello(5), frame(&[0; 32])].concat();
         for length in 0..=whole.len() {
             intrude(address, &whole[..length]);
         }
@@ -76,10 +76,10 @@ fn strangers_cannot_disturb_the_members() {
         for length in [4097u32, 64 << 20, u32::MAX] {
             assert!(intrude(address, &[&length.to_le_bytes()[..], &[0; 8]].concat()).is_empty());
         }
-        let answer = intrude(address, &hello(5));
+        let answer = intrude(address, &hello(6));
         let text = String::from_utf8_lossy(&answer);
         assert!(
-            text.contains("version 4") && text.contains("version 5"),
+            text.contains("version 5") && text.contains("version 6"),
             "{text}"
         );
 

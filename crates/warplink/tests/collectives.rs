@@ -16,6 +16,8 @@ mod cube;
 mod data;
 #[path = "collectives/direct.rs"]
 mod direct;
+#[path = "collectives/disagreements.rs"]
+mod disagreements;
 #[path = "collectives/endurance.rs"]
 mod endurance;
 #[path = "collectives/expected.rs"]

@@ -7,6 +7,7 @@ use super::connection::{Identity, Link};
 use super::frame;
 use super::group_name::GroupName;
 use super::health::Health;
+use super::inquiry::Inquiries;
 use super::journal::Journal;
 use super::message::{
     self, Answer, Event, GroupDeclaration, MAX_REASON, RefusalKind, Reply, Request,
@@ -42,6 +43,8 @@ pub(crate) struct Client {
     /// Signalled when `phase` or `over` changes.
     pub(super) changed: Condvar,
     next: AtomicU64,
+    /// What is asked between ranks.
+    pub(super) inquiries: Inquiries,
     reader: Mutex<Option<JoinHandle<()>>>,
 }
 
@@ -130,6 +133,7 @@ impl Client {
             }),
             changed: Condvar::new(),
             next: AtomicU64::new(1),
+            inquiries: Inquiries::default(),
             reader: Mutex::new(None),
         });
         let reading = client.clone();
@@ -305,6 +309,13 @@ impl Client {
                 rank,
                 reason,
             } => self.group_failed(GroupName::from_bytes(group), rank as Rank, &reason),
+            Event::Asked {
+                group,
+                number,
+                by,
+                words,
+            } => self.asked(GroupName::from_bytes(group), number, by, &words.0),
+            Event::Said { number, by, words } => self.inquiries.said(number, by, words),
             Event::Forget { keys } => lock(&self.state).journal.forget(&keys),
             Event::Checkpoint { version } => lock(&self.state).journal.checkpoint(version),
         }
@@ -538,7 +549,7 @@ impl Client {
 
 impl State {
     /// The connection, if the store takes requests.
-    fn open_link(&self) -> Option<Arc<Outbox>> {
+    pub(super) fn open_link(&self) -> Option<Arc<Outbox>> {
         self.link.clone().filter(|_| self.open)
     }
 }

@@ -16,7 +16,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 /// must make the same calls in the same order. Threads that want to call at the same time each
 /// take a group of their own.
 pub struct Group {
-    client: Arc<Client>,
+    pub(super) client: Arc<Client>,
     members: Vec<Rank>,
     /// In ascending order, as the store wants them.
     sorted: Vec<u32>,

@@ -22,7 +22,7 @@ use zerocopy::byteorder::little_endian::{U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
 /// The version of the protocol between members and the store.
-pub(crate) const VERSION: u32 = 4;
+pub(crate) const VERSION: u32 = 5;
 const MAGIC: [u8; 4] = *b"WPLK";
 
 /// The first frame. Its layout stays the same in every version, so that each can name the other.

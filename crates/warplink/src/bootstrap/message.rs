@@ -13,6 +13,8 @@ pub(crate) const MAX_KEY: usize = 1024;
 pub(crate) const MAX_KEYS: usize = 1 << 16;
 /// The longest reason of an abort, in bytes.
 pub(crate) const MAX_REASON: usize = 4096;
+/// The longest question or answer of a rank to another, in bytes.
+pub(crate) const MAX_WORDS: usize = 4096;
 /// The most ranks in a job.
 pub(crate) const MAX_WORLD: usize = 1 << 16;
 
@@ -155,6 +157,20 @@ pub(crate) enum Request {
         members: Vec<u32>,
         reason: String,
     },
+    /// Something for ranks of a group, which their reading threads take, and answer by [`Self::Say`] where `number` is
+    /// not 0. Not answered by the store.
+    Ask {
+        group: [u8; 16],
+        number: u64,
+        to: Vec<u32>,
+        words: Bytes,
+    },
+    /// The answer to a question of `to`. Not answered.
+    Say {
+        number: u64,
+        to: u32,
+        words: Bytes,
+    },
 }
 
 /// A group that a rank makes of a parent's ranks.
@@ -255,6 +271,19 @@ pub(crate) enum Event {
         group: [u8; 16],
         rank: u32,
         reason: String,
+    },
+    /// A rank asks this one, or only tells it something, where `number` is 0.
+    Asked {
+        group: [u8; 16],
+        number: u64,
+        by: u32,
+        words: Bytes,
+    },
+    /// A rank answers the receiver's question of that number.
+    Said {
+        number: u64,
+        by: u32,
+        words: Bytes,
     },
 }
 
@@ -363,7 +392,14 @@ impl Request {
                     ),
                 ))
             }
+            Self::Ask { words, .. } | Self::Say { words, .. } if words.0.len() > MAX_WORDS => {
+                let length = words.0.len();
+                let message = format!("a rank says {length} bytes; expected at most {MAX_WORDS}");
+                Err(Refusal::new(RefusalKind::Invalid, message))
+            }
             Self::Fail { members, .. } => check_ranks(members, world),
+            Self::Ask { to, .. } => check_ranks(to, world),
+            Self::Say { to, .. } => check_ranks(&[*to], world),
             Self::Declare(group) => {
                 check_ranks(&group.members, world)?;
                 if group.members.len() != group.numbers.len() {

@@ -42,6 +42,7 @@
 //! | `unique_id.rs`, `secret.rs` | the id on the wire, keys and proofs |
 //! | `store.rs`, `group.rs`, `health.rs` | what a member can do and learn |
 //! | `client.rs`, `connection.rs` | a member's requests, its connection |
+//! | `inquiry.rs` | what a rank asks others whose programs may be busy |
 //! | `handover.rs`, `journal.rs`, `restore.rs` | another rank serves the store |
 //! | `heartbeat.rs`, `pulse.rs` | signs of life |
 //! | `server.rs` | the connections of all members, on the rank that serves |
@@ -64,6 +65,7 @@ mod handover;
 mod handshake;
 mod health;
 mod heartbeat;
+mod inquiry;
 mod journal;
 mod member;
 mod members;
@@ -91,6 +93,7 @@ pub use config::{JoinConfig, Rendezvous};
 pub use group::Group;
 pub(crate) use group_name::GroupName;
 pub use health::Health;
+pub(crate) use inquiry::Respondent;
 pub use member::Bootstrap;
 pub use secret::Secret;
 pub use store::{Store, Wait};

@@ -415,17 +415,36 @@ impl Table {
                     let message = format!("rank {rank} says that a group failed that it is not in");
                     return Err(Refusal::new(RefusalKind::Protocol, message));
                 }
-                let body = body(&Event::Failed {
+                let event = Event::Failed {
                     group,
                     rank,
                     reason,
-                });
-                self.out.extend(members.into_iter().map(|to| Outgoing {
-                    to,
-                    id: 0,
-                    body: body.clone(),
-                }));
+                };
+                self.send(members, &event);
                 Reply::Done
+            }
+            Request::Ask {
+                group,
+                number,
+                to,
+                words,
+            } => {
+                let by = rank;
+                self.send(
+                    to,
+                    &Event::Asked {
+                        group,
+                        number,
+                        by,
+                        words,
+                    },
+                );
+                return Ok(None);
+            }
+            Request::Say { number, to, words } => {
+                let by = rank;
+                self.send([to], &Event::Said { number, by, words });
+                return Ok(None);
             }
             // The connection's, before the table.
             Request::Alive | Request::GiveUp { .. } => return Ok(None),
@@ -482,9 +501,12 @@ impl Table {
     }
 
     fn broadcast(&mut self, event: &Event) {
+        self.send(self.present(), event);
+    }
+
+    fn send(&mut self, to: impl IntoIterator<Item = u32>, event: &Event) {
         let body = body(event);
-        let present = self.present();
-        self.out.extend(present.into_iter().map(|to| Outgoing {
+        self.out.extend(to.into_iter().map(|to| Outgoing {
             to,
             id: 0,
             body: body.clone(),

@@ -455,6 +455,52 @@ fn a_restored_table_has_the_newest_entry_of_every_key() {
 }
 
 #[test]
+fn questions_and_answers_go_to_whom_they_are_for() {
+    let mut table = full(3);
+    let told = |table: &mut Table| -> Vec<(u32, u64, Event)> {
+        let sent = table.take_outgoing().into_iter();
+        sent.map(|frame| (frame.to, frame.id, decode(&frame.body).unwrap()))
+            .collect()
+    };
+    let words = |length: usize| Bytes::from(&vec![7; length][..]);
+    let ask = |to: &[u32], length| Request::Ask {
+        group: [5; 16],
+        number: 9,
+        to: to.to_vec(),
+        words: words(length),
+    };
+    let say = |to, length| Request::Say {
+        number: 9,
+        to,
+        words: words(length),
+    };
+    table.handle(1, 0, ask(&[0, 2], message::MAX_WORDS));
+    let asked = || Event::Asked {
+        group: [5; 16],
+        number: 9,
+        by: 1,
+        words: words(message::MAX_WORDS),
+    };
+    assert_eq!(told(&mut table), [(0, 0, asked()), (2, 0, asked())]);
+    table.handle(2, 0, say(1, 3));
+    let (number, by, words) = (9, 2, words(3));
+    assert_eq!(
+        told(&mut table),
+        [(1, 0, Event::Said { number, by, words })]
+    );
+    // Refused: too long, or for no rank. Nobody is told.
+    for refused in [
+        ask(&[0], message::MAX_WORDS + 1),
+        ask(&[0, 3], 1),
+        say(0, message::MAX_WORDS + 1),
+        say(3, 1),
+    ] {
+        table.handle(1, 0, refused);
+        assert_eq!(told(&mut table), []);
+    }
+}
+
+#[test]
 fn the_failure_of_a_group_is_told_to_its_members_and_by_them_alone() {
     let fail = |members: &[u32]| Request::Fail {
         group: [7; 16],

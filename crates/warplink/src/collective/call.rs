@@ -160,8 +160,26 @@ impl Call {
         ]
     }
 
+    /// The call as ranks tell it of those that the engine does: with 16 bits for the root, since there may be more
+    /// ranks, and no algorithm.
+    pub(super) fn engine_words(&self) -> [u32; 4] {
+        let [what, rest @ ..] = self.words(0);
+        let root = self.root.map_or(0, |root| 1 + root.min(0xfffe) as u32);
+        let [second, third, fourth] = rest;
+        [what & 0xffff | root << 16, second, third, fourth]
+    }
+
     /// What was announced, in words.
     pub(super) fn describe(words: &[u32]) -> String {
+        Self::describe_with(words, 8)
+    }
+
+    /// What is told of a call of the engine, in words.
+    pub(super) fn describe_of_engine(words: &[u32]) -> String {
+        Self::describe_with(words, 16)
+    }
+
+    fn describe_with(words: &[u32], root_bits: u32) -> String {
         let [what, low, third, fourth] =
             [0, 1, 2, 3].map(|word| words.get(word).copied().unwrap_or(0));
         let size = |from: u32, bits: u32| (what >> from & ((1 << bits) - 1)) as usize;
@@ -191,7 +209,7 @@ impl Call {
         if let Some(op) = op.or_else(|| scales.then(|| ReduceOp::scaled_sum(factor))) {
             text += &format!(", {op}");
         }
-        if let Some(root) = size(16, 8).checked_sub(1) {
+        if let Some(root) = size(16, root_bits).checked_sub(1) {
             text += &format!(", root {root}");
         }
         text

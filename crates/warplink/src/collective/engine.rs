@@ -3,6 +3,7 @@
 use super::MAX_DIRECT_RANKS;
 use super::call::{Call, CollectiveKind};
 use super::launches::Overlap;
+use super::witness::Witness;
 use crate::device::{
     AllocationKind, Collective, CollectiveEngine, CollectiveRequest, Device, DeviceSlice, Priority,
     ReduceOp, Stream, VendorCommunicator,
@@ -23,6 +24,8 @@ pub(super) struct EngineCollectives {
     device: Arc<dyn Device>,
     engine: Arc<dyn CollectiveEngine>,
     barrier: DeviceSlice,
+    /// What ranks tell one another of the calls.
+    pub(super) witness: Arc<Witness>,
     /// For inputs that their outputs replace, each longer than the one before. Those before stay for graphs that name
     /// them.
     staging: Mutex<Vec<DeviceSlice>>,
@@ -56,6 +59,7 @@ impl EngineCollectives {
             world,
             engine,
             barrier,
+            witness: Witness::new(&context.group, &context.fault),
             staging: Mutex::default(),
         })
     }
@@ -82,8 +86,20 @@ impl EngineCollectives {
         self.engine.raw_communicator()
     }
 
-    /// Enqueues a call on input and output.
+    /// Enqueues a call on input and output, or records it into a graph. Calls come one after the other.
     pub(super) fn enqueue(
+        &self,
+        call: &Call,
+        tensors: &[&DeviceSlice],
+        overlap: Overlap,
+        (stream, is_recorded): (&Stream, bool),
+    ) -> Result<()> {
+        self.witness.note(call, is_recorded, || {
+            self.enqueue_noted(call, tensors, overlap, stream)
+        })
+    }
+
+    fn enqueue_noted(
         &self,
         call: &Call,
         tensors: &[&DeviceSlice],

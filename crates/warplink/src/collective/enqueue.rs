@@ -91,7 +91,7 @@ impl Collectives {
         let scales = call.op.is_some_and(|op| op.factor().is_some());
         if world == 1 && !scales {
             self.0.context.fault.check()?;
-            return self.in_turn(call, stream, || {
+            return self.in_turn(call, stream, |_| {
                 if output.address() == input.address() {
                     return Ok(());
                 }
@@ -157,24 +157,24 @@ impl Collectives {
         }
         let server = inner.server(call);
         let server = server.map_err(|error| error.with_operation(call.kind.name()))?;
-        self.in_turn(call, stream, || match server {
+        self.in_turn(call, stream, |is_recorded| match server {
             Server::Direct(direct) => {
                 direct.enqueue(&inner.machine, call, tensors, overlap, stream)
             }
-            Server::Engine(engine) => engine.enqueue(call, tensors, overlap, stream),
+            Server::Engine(engine) => engine.enqueue(call, tensors, overlap, (stream, is_recorded)),
         })
     }
 
-    /// Gives `stream` the work of a call, after that of the calls before.
+    /// Gives `stream` the work of a call, after that of the calls before. `work` is told whether a graph records it.
     pub(super) fn in_turn(
         &self,
         call: &Call,
         stream: &Stream,
-        work: impl FnOnce() -> Result<()>,
+        work: impl FnOnce(bool) -> Result<()>,
     ) -> Result<()> {
         let inner = &self.0;
         *lock(&inner.last) = Some(*call);
-        let enqueued = inner.used_by(stream, || inner.turns.take(stream, work));
+        let enqueued = inner.used_by(stream, || inner.turns.take_with(stream, work));
         enqueued.map_err(|error| error.with_operation(call.kind.name()))
     }
 

@@ -17,6 +17,7 @@
 //! | `join` | which path does the calls, and joining it |
 //! | `launches` | kernels of calls that were made before |
 //! | `messages` | sends and receives between pairs of ranks |
+//! | `record`, `witness` | the calls of the engine that ranks made, and what they tell one another of them |
 //! | `trouble` | what is told of calls that do not end, or that differ |
 //!
 //! # What makes one workspace safe for all
@@ -38,7 +39,9 @@ mod experts;
 mod join;
 mod launches;
 mod messages;
+mod record;
 mod trouble;
+mod witness;
 
 pub use algorithm::Algorithm;
 pub use bound::BoundCall;
@@ -121,6 +124,9 @@ impl Default for CollectiveOptions {
 /// Input and output may be the same memory; for all-gather and gather, the input may be this rank's part of the
 /// output, for reduce-scatter and scatter the output its part of the input. Other overlaps are refused.
 /// All-to-all in place by the vendor's library goes through a copy of the input, in memory that the collectives keep.
+///
+/// Where ranks call different things, that is an error of all: on the direct path in the call itself, on the other
+/// when ranks [`synchronize`](crate::Communicator::synchronize), perhaps some calls later.
 ///
 /// On the direct path, inputs are reduced in the order of ranks, and all ranks get the same results, bit for bit; on
 /// the other, results are what the vendor's library promises.

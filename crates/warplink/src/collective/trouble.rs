@@ -1,5 +1,6 @@
 //! What is told of calls that do not end, and of calls that differ.
 
+use super::witness::{Answered, Witness};
 use super::{Call, Collectives, Inner};
 use crate::deadline::Deadline;
 use crate::device::{InUse, Priority};
@@ -28,17 +29,37 @@ impl Known {
         lock(&self.0).iter().filter_map(Weak::upgrade).collect()
     }
 
-    /// Who did not come to a collective, where a wait timed out because of that; of one by the vendor's library, that it
-    /// is not done.
+    /// Tells the next ranks of calls of the vendor's library, where they were not told; how long to wait before that is
+    /// tried again, where it is too early. Does not block.
+    pub(crate) fn tell(&self) -> Option<Duration> {
+        let all = self.all();
+        let witnesses = all.iter().filter_map(|one| one.witness());
+        witnesses.filter_map(Witness::tell).max()
+    }
+
+    /// The calls of the vendor's library that differ, where another rank's failure ended a wait, or the library's. Asks
+    /// the other ranks.
+    pub(crate) fn explain_failure(&self) -> Option<Error> {
+        let all = self.all();
+        let mut asked = all.iter().filter_map(|one| one.witness()?.ask().mismatch());
+        asked.next()
+    }
+
+    /// Who did not come to a collective, where a wait timed out because of that; of one by the vendor's library, whose
+    /// calls differ or are missing, as far as the other ranks tell.
     pub(crate) fn explain_timeout(&self) -> Option<Error> {
         let all = self.all();
         let explained = all.iter().find_map(|one| awaited(one));
         explained.or_else(|| all.iter().find_map(|one| unfinished(one)))
     }
 
-    /// Fails where kernels have noted that another rank called something else.
+    /// Fails where kernels have noted that another rank called something else, or where that told so itself.
     pub(crate) fn check_agreement(&self) -> Result<()> {
         for collectives in self.all() {
+            if let Some(error) = collectives.witness().and_then(Witness::disagreement) {
+                collectives.context.fault.fail(error.clone());
+                return Err(error);
+            }
             if let Some(lines) = &collectives.lines
                 && let Some(error) = lines.disagreement()?
             {
@@ -101,10 +122,18 @@ fn awaited(collectives: &Inner) -> Option<Error> {
     )
 }
 
+impl Inner {
+    /// What ranks tell one another of calls of the vendor's library, where it does any.
+    fn witness(&self) -> Option<&Witness> {
+        let engine = self.path.engine().ok()??;
+        Some(&engine.witness)
+    }
+}
+
 /// The error of a wait that timed out, where the vendor's library has not done what it was given outside of graphs. It
-/// does not tell for whom it waits.
+/// does not tell for whom it waits, so the other ranks are asked.
 fn unfinished(collectives: &Inner) -> Option<Error> {
-    collectives.path.engine().ok()??;
+    let witness = collectives.witness()?;
     let behind = || {
         let stream = collectives.context.device.create_stream(Priority::Normal)?;
         collectives.turns.precede(&stream)?;
@@ -115,13 +144,28 @@ fn unfinished(collectives: &Inner) -> Option<Error> {
         return None;
     }
     let called = last_call(collectives);
-    let error = Error::new(
-        ErrorKind::Timeout,
-        format!("a call of the vendor's library is not done{called}"),
-    );
-    Some(error.with_operation("synchronize").with_help(
-        "make the same calls in the same order on every rank; the library does not tell which rank is missing",
-    ))
+    let told = |found: &str, help: &'static str| {
+        let text = format!("a call of the vendor's library is not done{found}{called}");
+        Error::new(ErrorKind::Timeout, text)
+            .with_operation("synchronize")
+            .with_help(help)
+    };
+    Some(match witness.ask() {
+        Answered::Mismatch(error) => {
+            collectives.context.fault.fail(error.clone());
+            error
+        }
+        Answered::Missing { first, text } => told(
+            &format!(": {text}"),
+            "make the same calls in the same order on every rank",
+        )
+        .with_peer(first),
+        Answered::Nothing => told(
+            "",
+            "look at what its stream waits for on each rank, and order launches of graphs alike; no rank is known that \
+             has made fewer calls",
+        ),
+    })
 }
 
 /// What errors add of the last collective, if there was one.

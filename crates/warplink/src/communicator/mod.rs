@@ -326,16 +326,19 @@ impl Communicator {
     ///
     /// # Errors
     /// [`ErrorKind::PeerLost`], which names the rank, when one is lost; [`ErrorKind::Timeout`], which
-    /// names a peer and a tag that are waited for.
+    /// names a peer and a tag that are waited for, or a rank that has not made a collective;
+    /// [`ErrorKind::Mismatch`], with the peer and both calls, where ranks call different collectives. Where the
+    /// vendor's library does them, the ranks compare their calls here, without waiting for one another: an earlier
+    /// call may be found to differ. After a timeout, it takes up to a second longer to ask the others.
     pub fn synchronize(&self, stream: &Stream) -> Result<()> {
         self.synchronize_until(stream, self.deadline())
     }
 
     /// As [`synchronize`](Self::synchronize), with a deadline of one's own.
     pub fn synchronize_until(&self, stream: &Stream, deadline: Deadline) -> Result<()> {
-        let synchronized = stream.synchronize(deadline);
+        let synchronized = self.wait_for(stream, deadline);
         let synchronized = synchronized.map_err(|error| match error.kind() {
-            ErrorKind::Timeout | ErrorKind::PeerFailed => self.explained(error),
+            ErrorKind::Timeout | ErrorKind::PeerFailed | ErrorKind::Driver => self.explained(error),
             _ => error,
         });
         let synchronized = self.fault.with_outcome(synchronized);
@@ -349,14 +352,28 @@ impl Communicator {
             .map_err(|error| error.with_rank(self.rank()))
     }
 
-    /// What this rank knows of the end of a wait that timed out, or that another rank's failure ended.
+    /// Blocks until `stream` is done, and has the other ranks compare their calls with this rank's meanwhile.
+    fn wait_for(&self, stream: &Stream, deadline: Deadline) -> Result<()> {
+        if let Some(moment) = self.known_collectives.tell()
+            && moment < deadline.remaining()
+        {
+            match stream.synchronize(Deadline::after(moment)) {
+                Err(error) if error.kind() == ErrorKind::Timeout => {}
+                ended => return ended,
+            }
+            self.known_collectives.tell();
+        }
+        stream.synchronize(deadline)
+    }
+
+    /// What this rank knows of the end of a wait that timed out, or that another rank's failure ended, or the device's.
     fn explained(&self, error: Error) -> Error {
         // What it found itself says more than what others tell.
         if let Err(found) = self.known_collectives.check_agreement() {
             return found;
         }
         if error.kind() != ErrorKind::Timeout {
-            return error;
+            return self.known_collectives.explain_failure().unwrap_or(error);
         }
         let explained = self.transfers.explain_timeout(&error);
         let explained = explained.or_else(|| self.known_collectives.explain_timeout());

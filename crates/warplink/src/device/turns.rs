@@ -57,10 +57,19 @@ impl Turns {
     /// threads do so one after the other, also where one fails that has given the stream some work. Does not block
     /// for work of the device.
     pub fn take(&self, stream: &Stream, enqueue: impl FnOnce() -> Result<()>) -> Result<()> {
+        self.take_with(stream, |_| enqueue())
+    }
+
+    /// As [`take`](Self::take), for an `enqueue` that is told whether a graph records what it gives.
+    pub fn take_with(
+        &self,
+        stream: &Stream,
+        enqueue: impl FnOnce(bool) -> Result<()>,
+    ) -> Result<()> {
         let mut last = lock(&self.last);
         let capture = stream.capture_id()?;
         last.begin(capture, stream)?;
-        let enqueued = enqueue();
+        let enqueued = enqueue(capture.is_some());
         enqueued.and(self.end_turn(&mut last, capture, stream))
     }
 

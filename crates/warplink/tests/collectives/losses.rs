@@ -369,15 +369,14 @@ fn call_late(path: Option<CollectivePath>) {
                 let synchronized = comm.synchronize(&stream);
                 all.wait();
                 let error = synchronized.unwrap_err();
-                // The library does not tell for whom it waits.
                 let by_library = path == Some(CollectivePath::Engine);
-                let peer = (!by_library).then_some(1);
-                assert_eq!((error.kind(), error.peer()), (ErrorKind::Timeout, peer));
+                assert_eq!((error.kind(), error.peer()), (ErrorKind::Timeout, Some(1)));
                 assert_says(&error, &["the communicator can still be used"]);
                 if by_library {
-                    let says = "a call of the vendor's library is not done";
+                    let says = "synchronize: a call of the vendor's library is not done: call 1, ";
+                    let other = ", was not made by rank 1, which has made none";
                     let last = format!("; the last that this rank called is {}", told(&case.call));
-                    assert_says(&error, &["synchronize", says, &last]);
+                    assert_says(&error, &[says, other, &last]);
                 }
                 made
             };

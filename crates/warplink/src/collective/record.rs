@@ -1,0 +1,403 @@
+//! The last calls of the engine that a rank made, and what differs from those of another.
+
+use super::call::Call;
+
+/// How many calls a rank keeps.
+const KEPT: usize = 256;
+
+/// The most of them that it tells another.
+pub(super) const MOST_STATED: u64 = 240;
+
+/// What a call says of itself ([`Call::engine_words`]).
+type Words = [u32; 4];
+
+/// Calls that a rank has made, numbered from 1. Those that are recorded into graphs have no numbers, since a graph makes
+/// them as often as it is launched.
+#[derive(Debug)]
+pub(super) struct Record {
+    made: u64,
+    /// A hash of all calls.
+    hash: u64,
+    /// A hash of when calls were recorded: of how many were made before each. Numbers of two ranks mean the same calls
+    /// where these are the same.
+    recordings: u64,
+    /// What the three were before the last call, while that is being made: it may fail, so that it counts, but is not
+    /// compared.
+    under_way: Option<[u64; 3]>,
+    /// The calls, by their numbers modulo its length.
+    last: Box<[Entry; KEPT]>,
+}
+
+/// A call, and the hashes after it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct Entry {
+    words: Words,
+    hash: u64,
+    recordings: u64,
+}
+
+/// What a rank tells of its record.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Statement {
+    /// How many calls it has made.
+    pub(super) made: u64,
+    recordings: u64,
+    /// The number of the last of `calls`, which follow one another, and what were recorded before that.
+    last: u64,
+    last_recordings: u64,
+    /// The hash of all calls before `calls`.
+    before: u64,
+    calls: Vec<Words>,
+}
+
+/// Where another rank has made another call.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Difference {
+    pub(super) number: u64,
+    /// This rank's call of that number and the other's; none where what differs is a call before that, which the
+    /// statement does not have.
+    pub(super) calls: Option<[String; 2]>,
+}
+
+/// `hash` with what follows.
+fn extend(hash: u64, [a, b, c, d]: Words) -> u64 {
+    let pair = |low: u32, high: u32| u64::from(high) << 32 | u64::from(low);
+    let hash = (hash ^ pair(a, b)).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    (hash.rotate_left(29) ^ pair(c, d)).wrapping_mul(0xd1b5_4a32_d192_ed03)
+}
+
+impl Default for Record {
+    fn default() -> Self {
+        Self {
+            made: 0,
+            hash: 0,
+            recordings: 0,
+            under_way: None,
+            last: Box::new([Entry::default(); KEPT]),
+        }
+    }
+}
+
+impl Record {
+    /// Notes a call that is about to be made, or recorded.
+    pub(super) fn begin(&mut self, call: &Call, is_recorded: bool) {
+        self.under_way = Some([self.made, self.hash, self.recordings]);
+        if is_recorded {
+            let made = self.made;
+            self.recordings = extend(self.recordings, [made as u32, (made >> 32) as u32, 1, 0]);
+            return;
+        }
+        let words = call.engine_words();
+        self.made += 1;
+        self.hash = extend(self.hash, words);
+        self.last[Self::place(self.made)] = Entry {
+            words,
+            hash: self.hash,
+            recordings: self.recordings,
+        };
+    }
+
+    /// The call that was begun was made, or was not, and is forgotten.
+    pub(super) fn end(&mut self, is_made: bool) {
+        let before = self.under_way.take();
+        if !is_made && let Some(before) = before {
+            [self.made, self.hash, self.recordings] = before;
+        }
+    }
+
+    /// How many calls this rank has made, without one that is under way.
+    pub(super) fn settled(&self) -> u64 {
+        self.under_way.map_or(self.made, |[made, ..]| made)
+    }
+
+    fn place(number: u64) -> usize {
+        (number % KEPT as u64) as usize
+    }
+
+    /// The call of that number, if it is kept. One that was not made may have taken the place of the oldest.
+    fn entry(&self, number: u64) -> Option<&Entry> {
+        let is_kept = (1..=self.made).contains(&number) && self.made - number < KEPT as u64 - 1;
+        is_kept.then(|| &self.last[Self::place(number)])
+    }
+
+    /// The call of that number in words, if it is kept.
+    pub(super) fn describe(&self, number: u64) -> Option<String> {
+        let entry = self.entry(number)?;
+        Some(Call::describe_of_engine(&entry.words))
+    }
+
+    /// The last `count` calls of this rank, of those up to the number `until`, as far as nothing was recorded between
+    /// them.
+    pub(super) fn statement(&self, until: u64, count: u64) -> Statement {
+        let last = until.min(self.settled());
+        let mut statement = Statement {
+            made: self.made,
+            recordings: self.recordings,
+            last,
+            last_recordings: 0,
+            before: 0,
+            calls: Vec::new(),
+        };
+        let Some(end) = self.entry(last) else {
+            return statement;
+        };
+        statement.last_recordings = end.recordings;
+        statement.before = end.hash;
+        let count = count.min(MOST_STATED);
+        for number in (last.saturating_sub(count) + 1..=last).rev() {
+            let entry = self.entry(number);
+            let Some(entry) = entry.filter(|entry| entry.recordings == end.recordings) else {
+                break;
+            };
+            // What precedes the first call is not always kept.
+            let before = match number {
+                1 => Some(0),
+                _ => self.entry(number - 1).map(|entry| entry.hash),
+            };
+            let Some(before) = before else { break };
+            statement.before = before;
+            statement.calls.push(entry.words);
+        }
+        statement.calls.reverse();
+        statement
+    }
+
+    /// The first of the calls that another rank tells of that is not as this rank's, as far as this rank has made and
+    /// kept them. Calls that ranks have made beside other recordings are not compared: what launches of graphs do has no
+    /// number.
+    pub(super) fn difference(&self, other: &Statement) -> Option<Difference> {
+        let mut hash = other.before;
+        for (number, theirs) in other.numbered() {
+            hash = extend(hash, *theirs);
+            let own = self.entry(number).filter(|_| number <= self.settled());
+            let Some(own) = own else {
+                continue;
+            };
+            if own.recordings != other.last_recordings || own.hash == hash {
+                continue;
+            }
+            let calls = (own.words != *theirs)
+                .then(|| [own.words, *theirs].map(|words| Call::describe_of_engine(&words)));
+            return Some(Difference { number, calls });
+        }
+        None
+    }
+
+    /// Whether the other rank has made fewer calls. It is not known beside other recordings.
+    pub(super) fn is_ahead_of(&self, other: &Statement) -> bool {
+        self.recordings == other.recordings && other.made < self.made
+    }
+}
+
+impl Statement {
+    fn numbered(&self) -> impl Iterator<Item = (u64, &Words)> {
+        let first = self.last + 1 - self.calls.len() as u64;
+        (first..).zip(&self.calls)
+    }
+
+    /// The last call that it tells of, in words.
+    pub(super) fn last_call(&self) -> Option<String> {
+        let words = self.calls.last()?;
+        Some(Call::describe_of_engine(words))
+    }
+
+    pub(super) fn to_bytes(&self) -> Vec<u8> {
+        let head = [
+            self.made,
+            self.recordings,
+            self.last,
+            self.last_recordings,
+            self.before,
+        ];
+        let head = head.iter().flat_map(|number| number.to_le_bytes());
+        let words = self.calls.as_flattened().iter();
+        head.chain(words.flat_map(|word| word.to_le_bytes()))
+            .collect()
+    }
+
+    /// What another rank sent; none where it is no statement.
+    pub(super) fn from_bytes(bytes: &[u8]) -> Option<Self> {
+        let (head, words) = bytes.split_first_chunk::<40>()?;
+        let (numbers, _) = head.as_chunks::<8>();
+        let &[made, recordings, last, last_recordings, before] = numbers else {
+            return None;
+        };
+        let (calls, []) = words.as_chunks::<16>() else {
+            return None;
+        };
+        let calls = calls.iter().map(|call| {
+            let (words, _) = call.as_chunks::<4>();
+            std::array::from_fn(|word| u32::from_le_bytes(words[word]))
+        });
+        let calls: Vec<Words> = calls.collect();
+        let [made, recordings, last, last_recordings, before] =
+            [made, recordings, last, last_recordings, before].map(u64::from_le_bytes);
+        let fits = last <= made && made < u64::MAX && calls.len() as u64 <= last;
+        fits.then_some(Self {
+            made,
+            recordings,
+            last,
+            last_recordings,
+            before,
+            calls,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::collective::CollectiveKind;
+    use crate::device::ReduceOp;
+    use crate::dtype::DType;
+    use proptest::prelude::*;
+
+    fn call(count: usize) -> Call {
+        Call {
+            kind: CollectiveKind::AllReduce,
+            op: Some(ReduceOp::Sum),
+            dtype: DType::I32,
+            count,
+            root: None,
+        }
+    }
+
+    fn make(record: &mut Record, counts: impl IntoIterator<Item = usize>) {
+        for count in counts {
+            record.begin(&call(count), false);
+            record.end(true);
+        }
+    }
+
+    fn record_call(record: &mut Record, count: usize) {
+        record.begin(&call(count), true);
+        record.end(true);
+    }
+
+    fn record(counts: impl IntoIterator<Item = usize>) -> Record {
+        let mut record = Record::default();
+        make(&mut record, counts);
+        record
+    }
+
+    #[test]
+    fn the_first_call_that_differs_is_found_with_its_number() {
+        let (own, other) = (record(1..=40), record((1..=34).chain([99, 98])));
+        let found = own.difference(&other.statement(40, 10)).unwrap();
+        let calls = [35, 99].map(|count| format!("all_reduce of {count} i32, sum"));
+        assert_eq!((found.number, found.calls), (35, Some(calls)));
+        assert!(own.is_ahead_of(&other.statement(40, 10)));
+        // One that is behind is answered with what it has made itself.
+        let answer = own.statement(36, 10);
+        assert_eq!((answer.made, answer.last), (40, 36));
+        assert_eq!(other.difference(&answer).unwrap().number, 35);
+        assert_eq!(own.difference(&record(1..=38).statement(40, 10)), None);
+        let last = record([7]).statement(40, 10).last_call();
+        assert_eq!(last.unwrap(), "all_reduce of 7 i32, sum");
+    }
+
+    #[test]
+    fn a_call_that_differs_is_found_when_it_is_not_told_any_more() {
+        let (own, other) = (
+            record(1..=2000),
+            record((1..=2000).map(|count| count.max(2))),
+        );
+        let found = own.difference(&other.statement(2000, 3)).unwrap();
+        assert_eq!((found.number, found.calls), (1998, None));
+        assert_eq!(own.difference(&record(1..=2000).statement(2000, 3)), None);
+    }
+
+    #[test]
+    fn what_is_not_kept_any_more_is_not_compared() {
+        let (own, other) = (record(1..=2000), record([5]));
+        assert_eq!(own.difference(&other.statement(9, 9)), None);
+        assert!(own.statement(9, 9).calls.is_empty());
+        assert!(own.describe(9).is_none());
+        assert!(own.describe(2000 - 254).is_some() && own.describe(2000 - 255).is_none());
+        // A call that was not made took the place of the oldest.
+        let mut own = record(1..=KEPT);
+        own.begin(&call(99), false);
+        own.end(false);
+        assert_eq!(own.settled(), KEPT as u64);
+        assert_eq!(own.describe(1), None);
+        assert_eq!(own.describe(2).unwrap(), "all_reduce of 2 i32, sum");
+        make(&mut own, [257]);
+        assert_eq!(own.difference(&record(1..=257).statement(257, 100)), None);
+    }
+
+    #[test]
+    fn a_call_that_is_under_way_counts_and_is_not_compared() {
+        let (mut own, other) = (record([1]), record([1, 2]));
+        own.begin(&call(9), false);
+        assert_eq!(own.difference(&other.statement(9, 9)), None);
+        let statement = own.statement(9, 9);
+        assert_eq!((statement.made, statement.last), (2, 1));
+        assert_eq!(other.difference(&statement), None);
+        assert!(!other.is_ahead_of(&statement));
+        own.end(false);
+        assert!(other.is_ahead_of(&own.statement(9, 9)));
+        own.begin(&call(9), false);
+        own.end(true);
+        assert_eq!(own.difference(&other.statement(9, 9)).unwrap().number, 2);
+    }
+
+    #[test]
+    fn calls_beside_other_graphs_are_not_compared() {
+        let (mut own, mut other) = (record([1]), record([1]));
+        record_call(&mut own, 2);
+        make(&mut own, [3, 4]);
+        // The other makes the call that a graph here makes, and has a graph later.
+        make(&mut other, [2]);
+        assert_eq!(own.difference(&other.statement(9, 9)), None);
+        record_call(&mut other, 2);
+        make(&mut other, [3, 4]);
+        assert_eq!(own.difference(&other.statement(9, 9)), None);
+        assert!(!other.is_ahead_of(&own.statement(9, 9)));
+        // One that fails is no recording.
+        let recordings = other.recordings;
+        other.begin(&call(9), true);
+        other.end(false);
+        assert_eq!((other.settled(), other.recordings), (4, recordings));
+        // Beside the same graphs they are.
+        let mut same = record([1]);
+        record_call(&mut same, 2);
+        make(&mut same, [3, 5]);
+        let found = own.difference(&same.statement(9, 9)).unwrap();
+        assert_eq!((found.number, found.calls.is_some()), (3, true));
+    }
+
+    #[test]
+    fn roots_of_many_ranks_differ() {
+        let to = |root| Call {
+            kind: CollectiveKind::Broadcast,
+            op: None,
+            root: Some(root),
+            ..call(3)
+        };
+        let (mut own, mut other) = (Record::default(), Record::default());
+        for (record, root) in [(&mut own, 700), (&mut other, 1400)] {
+            record.begin(&to(root), false);
+            record.end(true);
+        }
+        let found = own.difference(&other.statement(1, 1)).unwrap();
+        let [own, theirs] = found.calls.unwrap();
+        assert!(own.ends_with(", root 700") && theirs.ends_with(", root 1400"));
+    }
+
+    proptest! {
+        #[test]
+        fn a_statement_survives(counts in proptest::collection::vec(0usize..100, 0..40), until in 0u64..50) {
+            let statement = record(counts).statement(until, 16);
+            let bytes = statement.to_bytes();
+            prop_assert_eq!(Statement::from_bytes(&bytes), Some(statement));
+        }
+
+        #[test]
+        fn arbitrary_bytes_never_panic(bytes: Vec<u8>) {
+            if let Some(statement) = Statement::from_bytes(&bytes) {
+                let own = record(1..=300);
+                let _ = (own.difference(&statement), statement.last_call());
+            }
+        }
+    }
+}
