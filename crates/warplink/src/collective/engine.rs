@@ -52,6 +52,8 @@ impl EngineCollectives {
             stream.synchronize(context.deadline())?;
             Ok(barrier)
         };
+        // Before others may tell of calls.
+        let witness = Witness::new(&context.group, &context.fault);
         let barrier = context.agree_on(zeros())?;
         Ok(Self {
             device: context.device.clone(),
@@ -59,7 +61,7 @@ impl EngineCollectives {
             world,
             engine,
             barrier,
-            witness: Witness::new(&context.group, &context.fault),
+            witness,
             staging: Mutex::default(),
         })
     }

@@ -252,9 +252,9 @@ fn missing(record: &Record, asked: &[Rank], answers: &BTreeMap<Rank, Statement>)
         let call = record.describe(number);
         let call = call.map_or_else(String::new, |call| format!(", {call},"));
         let ranks = absent().map(|(rank, told)| match told.last_call() {
-            Some(last) => format!("rank {rank}, whose last is {last}"),
-            None if told.made > 0 => format!("rank {rank}, whose last is call {fewest}"),
-            None => format!("rank {rank}, which has made none"),
+            Some(last) => format!("rank {rank} (whose last is {last})"),
+            None if told.made > 0 => format!("rank {rank} (whose last is call {fewest})"),
+            None => format!("rank {rank} (which has made none)"),
         });
         let text = format!(
             "call {number}{call} was not made by {}",
@@ -312,15 +312,14 @@ mod tests {
         assert_eq!(told(&[Some(4), Some(5)]), None);
         let (first, text) = told(&[Some(3), None, Some(2), Some(9), Some(2)]).unwrap();
         assert_eq!(first, 3);
-        let last = "whose last is all_gather of 2 bytes";
-        let says = format!(
-            "call 3, all_gather of 3 bytes, was not made by rank 3, {last}, rank 5, {last}"
-        );
+        let last = "(whose last is all_gather of 2 bytes)";
+        let says =
+            format!("call 3, all_gather of 3 bytes, was not made by rank 3 {last}, rank 5 {last}");
         assert_eq!(text, says);
         let (first, text) = told(&[Some(0); 10]).unwrap();
         assert_eq!(first, 1);
         assert!(
-            text.ends_with("rank 8, which has made none and 2 more"),
+            text.ends_with("rank 8 (which has made none) and 2 more"),
             "{text}"
         );
     }

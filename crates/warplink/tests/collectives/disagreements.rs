@@ -1,12 +1,15 @@
 //! Ranks that do not call what the others do, where the vendor's library does the calls: it compares nothing, and does not
 //! tell for whom it waits.
 
-use crate::common::{Stopwatch, TimedBarrier, assert_says, threads_that_end, threads_with, world};
+use crate::common::{
+    Ranks, Stopwatch, TimedBarrier, assert_all_ended_well, assert_says, processes_of, resume,
+    stop_self, threads_that_end, threads_with, wait_until_stopped, world,
+};
 use crate::data::library;
 use crate::launches::{download, memory, sum, sums};
 use std::time::Duration;
 use warplink::device::{AllocationKind, DeviceSlice, Priority, ReduceOp, Stream};
-use warplink::{Collectives, Communicator, DType, Error, ErrorKind};
+use warplink::{Collectives, Communicator, DType, Deadline, Error, ErrorKind};
 
 /// How soon every other rank must have its error.
 const SOON: Duration = Duration::from_secs(5);
@@ -65,6 +68,13 @@ impl<'a> Caller<'a> {
         }
     }
 
+    /// Waits for a call that some rank has not made.
+    fn wait_in_vain(&self) -> Error {
+        let until = Deadline::after(Duration::from_millis(500));
+        let ended = self.comm.synchronize_until(&self.stream, until);
+        ended.expect_err("not all ranks have made the call")
+    }
+
     fn call_and_wait(&self, made: Made) -> Result<(), Error> {
         self.call(made)?;
         self.comm.synchronize(&self.stream)
@@ -72,7 +82,7 @@ impl<'a> Caller<'a> {
 }
 
 /// Runs ranks of which one makes another call than the others, once, and all the same ones before and after. All must
-/// soon get an error that says what was called.
+/// soon get an error that says what was called, and go on in another communicator.
 fn differ(usual: Made, other: Made, says: [&str; 2]) {
     let ranks = world(3);
     if ranks < 3 {
@@ -108,9 +118,19 @@ fn differ(usual: Made, other: Made, says: [&str; 2]) {
                 let again = caller.call_and_wait(USUAL).unwrap_err();
                 assert!(kinds.contains(&again.kind()), "{again}");
             }
-            // None leaves while another still waits.
+            // None goes on while another still waits.
             all.wait();
-            comm.abort("the test is over");
+            if caller.is_none() {
+                return comm.close().unwrap();
+            }
+            let left = comm.survivors().unwrap();
+            drop(caller);
+            drop(comm);
+            let anew = Caller::join(&left).unwrap();
+            assert_eq!(left.world(), ranks);
+            anew.call_and_wait(USUAL).unwrap();
+            drop(anew);
+            left.close().unwrap();
         },
     );
 }
@@ -158,7 +178,7 @@ fn absent(callers: usize, says: &[&str]) {
     let all = TimedBarrier::new(ranks);
     threads_with(
         ranks,
-        |config| config.timeout = Duration::from_secs(1),
+        |_| {},
         |comm| {
             let Some(caller) = Caller::join(comm) else {
                 return;
@@ -166,7 +186,11 @@ fn absent(callers: usize, says: &[&str]) {
             caller.call_and_wait(Made::Barrier).unwrap();
             let last = Made::Reduce(7, ReduceOp::Sum);
             caller.call_and_wait(last).unwrap();
-            let error = (comm.rank() < callers).then(|| caller.call_and_wait(USUAL).unwrap_err());
+            if comm.rank() < callers {
+                caller.call(USUAL).unwrap();
+            }
+            all.wait();
+            let error = (comm.rank() < callers).then(|| caller.wait_in_vain());
             all.wait();
             if let Some(error) = error {
                 println!("rank {}: {error}", comm.rank());
@@ -180,10 +204,7 @@ fn absent(callers: usize, says: &[&str]) {
             } else {
                 caller.call(USUAL).unwrap();
             }
-            // Others wait until then.
-            comm.synchronize_until(&caller.stream, warplink::Deadline::after(4 * SOON))
-                .unwrap();
-            comm.barrier().unwrap();
+            comm.synchronize(&caller.stream).unwrap();
             caller.call_and_wait(last).unwrap();
         },
     );
@@ -192,9 +213,47 @@ fn absent(callers: usize, says: &[&str]) {
 #[test]
 fn ranks_that_never_call_the_library_are_named_with_their_last_calls() {
     let call = "call 3, all_reduce of 10 i32, sum, was not made by";
-    let of = |rank| format!("rank {rank}, whose last is all_reduce of 7 i32, sum");
+    let of = |rank| format!("rank {rank} (whose last is all_reduce of 7 i32, sum)");
     absent(2, &[call, &of(2)]);
     absent(1, &[call, &format!("{}, {}", of(1), of(2))]);
+}
+
+/// One that is not taken for lost yet: it answers nothing.
+#[test]
+fn a_rank_that_is_stopped_is_named() {
+    if world(2) < 2 {
+        return;
+    }
+    let ranks = Ranks {
+        world: 2,
+        env: [("WARPLINK_HEARTBEAT_LIMIT".to_owned(), "60".to_owned())].into(),
+        ..Ranks::default()
+    };
+    let ended = ranks.start(|comm| {
+        let processes = processes_of(&comm);
+        let Some(caller) = Caller::join(&comm) else {
+            return;
+        };
+        caller.call_and_wait(USUAL).unwrap();
+        comm.barrier().unwrap();
+        if comm.rank() == OTHER {
+            stop_self();
+            caller.call(USUAL).unwrap();
+        } else {
+            caller.call(USUAL).unwrap();
+            wait_until_stopped(processes[OTHER]);
+            let error = caller.wait_in_vain();
+            resume(processes[OTHER]);
+            println!("{error}");
+            let ended = (error.kind(), error.peer());
+            assert_eq!(ended, (ErrorKind::Timeout, Some(OTHER)), "{error}");
+            assert_says(&error, &["is not done: no answer came from rank 1"]);
+        }
+        comm.synchronize(&caller.stream).unwrap();
+        drop(caller);
+        comm.close().unwrap();
+    });
+    assert_all_ended_well(ended.as_deref());
 }
 
 /// Each rank records its calls, or does not, as the others do with theirs: what a graph does has no number.
