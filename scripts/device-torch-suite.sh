@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs PyTorch's own tests of process groups on GPUs: by NCCL's backend, and with Warplink's process group in its place, as
-# it is by default and with direct collectives and messages. Prints which tests pass by NCCL and not by Warplink, and fails
-# where there is one. Reports go to $OUT.
+# it is by default and with direct collectives and messages. The first run says which tests pass;
+# the others run those, print which do not pass, and fail where there is one. Reports go to $OUT.
 #
 # With RANKS_PER_GPU=N, up to N ranks share a GPU, as in device-tests.sh, so that one GPU is enough. RUNS names the runs
 # (default: nccl warplink direct), WORKERS how many tests run at a time (pytest-xdist), FILTER chooses tests as pytest's -k
@@ -21,35 +21,45 @@ start_service
 export PYTHONPATH=$PYTHONPATH:$PWD/crates/warplink-py/tests
 export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NO_COLOR=1 BACKEND=nccl WORLD_SIZE=${WORLD_SIZE:-2}
 cd crates/warplink-py/tests
+
+# passed RUN: the names of the tests that passed in a run, as far as it came.
+passed() {
+    python3 - "$OUT/$1.xml" <<'PYTHON'
+import sys
+import xml.etree.ElementTree as tree
+
+cases = tree.parse(sys.argv[1]).getroot().iter("testcase")
+kinds = ("failure", "error", "skipped")
+names = [case.get("name") for case in cases if all(case.find(kind) is None for kind in kinds)]
+# What was interrupted has none.
+print(*sorted(filter(None, names)), sep="\n")
+PYTHON
+}
+
+first= failed=0
 for run in ${RUNS:-nccl warplink direct}; do
     unset WARPLINK_FOR_NCCL WARPLINK_DIRECT
     case $run in
         warplink) export WARPLINK_FOR_NCCL=1 ;;
         direct) export WARPLINK_FOR_NCCL=1 WARPLINK_DIRECT=1 ;;
     esac
+    chosen=(-k "${FILTER:-test}" pytorch_suite.py)
+    # What does not pass in the first run says nothing in the others.
+    [[ -z $first ]] || chosen=("@$OUT/$first.passed")
     start=$SECONDS
-    timeout --signal=INT --kill-after=20 "${LIMIT:-280}" python3 -m pytest -q -p no:cacheprovider --tb=short -n "${WORKERS:-6}" \
-        --junitxml="$OUT/$run.xml" -o junit_logging=no -k "${FILTER:-test}" pytorch_suite.py "$@" >"$OUT/$run.log" 2>&1
+    # An interrupt, so that what has run is reported.
+    timeout --signal=INT --kill-after=20 "${LIMIT:-280}" python3 -m pytest -q -p no:cacheprovider --tb=short \
+        -n "${WORKERS:-6}" --junitxml="$OUT/$run.xml" -o junit_logging=no "${chosen[@]}" "$@" >"$OUT/$run.log" 2>&1
     echo "$run: $(tail -n 1 "$OUT/$run.log") ($((SECONDS - start)) s)"
+    if [[ -z $first ]]; then
+        first=$run
+        passed "$run" | sed 's/^./pytorch_suite.py::TestProcessGroup::&/' >"$OUT/$run.passed"
+        [[ -s $OUT/$run.passed ]] || { echo "no test passed by $run" >&2; exit 1; }
+        continue
+    fi
+    missing=$(comm -23 <(sed 's/.*:://' "$OUT/$first.passed") <(passed "$run"))
+    expected=$(wc -l <"$OUT/$first.passed")
+    echo "$run: $((expected - $(grep -c . <<<"$missing"))) of the $expected tests that pass by $first"
+    [[ -z $missing ]] || { failed=1; sed 's/^/  /' <<<"$missing"; }
 done
-python3 - "$OUT" ${RUNS:-nccl warplink direct} <<'PYTHON'
-import pathlib, sys
-import xml.etree.ElementTree as tree
-
-folder, first, *others = pathlib.Path(sys.argv[1]), *sys.argv[2:]
-
-
-def passed(run):
-    cases = tree.parse(folder / f"{run}.xml").getroot().iter("testcase")
-    kinds = ("failure", "error", "skipped")
-    return {case.get("name") for case in cases if all(case.find(kind) is None for kind in kinds)}
-
-
-expected = passed(first)
-failed = not expected
-for run in others:
-    missing = sorted(expected - passed(run))
-    failed |= bool(missing)
-    print(f"{run}: {len(expected) - len(missing)} of the {len(expected)} tests that pass by {first}", *missing, sep="\n  ")
-sys.exit(failed)
-PYTHON
+exit $failed

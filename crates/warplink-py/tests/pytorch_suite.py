@@ -66,7 +66,11 @@ if os.environ.get("WARPLINK_FOR_NCCL") == "1":
             # It makes one of NCCL's itself.
             c10d.ProcessGroupNCCL = Nccl
             try:
-                super().__init__(store, rank, size, options._timeout, options=own, name=options.group_name)
+                # It serves what NCCL serves, since tests take the name for that.
+                devices = {"cuda": "warplink"}
+                super().__init__(
+                    store, rank, size, options._timeout, options=own, name=options.group_name, devices=devices
+                )
             finally:
                 c10d.ProcessGroupNCCL = ProcessGroupNCCL
 
@@ -81,9 +85,33 @@ if os.environ.get("WARPLINK_FOR_GLOO") == "1":
     suite.SEND_RECV_PROFILING_SUPPORTED_BACKENDS.clear()
 
 
+def own_gpu(device):
+    """What a test calls a rank's GPU, as the GPU that the rank has."""
+    if isinstance(device, bool) or device is None:
+        return device
+    if isinstance(device, int):
+        return gpus.gpu(device)
+    named = torch.device(device) if isinstance(device, str) else device
+    if isinstance(named, torch.device) and named.type == "cuda" and named.index is not None:
+        return torch.device("cuda", gpus.gpu(named.index))
+    return device
+
+
+class SharedGpus(torch.overrides.TorchFunctionMode):
+    """Has tensors on the GPU that a rank shares, where a test names that by the number of the rank."""
+
+    def __torch_function__(self, function, types, arguments=(), keywords=None):
+        keywords = dict(keywords or {})
+        if "device" in keywords:
+            keywords["device"] = own_gpu(keywords["device"])
+        if function in (torch.Tensor.cuda, torch.Tensor.to):
+            tensor, *others = arguments
+            arguments = (tensor, *(own_gpu(one) if isinstance(one, (int, str, torch.device)) else one for one in others))
+        return function(*arguments, **keywords)
+
+
 def share_gpus(rank):
-    """Lets tests of a rank, which want a GPU for each rank, run on one that it shares. Those that name a GPU by the number
-    of a rank cannot."""
+    """Lets tests of a rank, which want a GPU for each rank, run on one that it shares."""
     if gpus.RANKS_PER_GPU == 1:
         return
     gpus.prepare_sharing(rank)
@@ -92,6 +120,18 @@ def share_gpus(rank):
     count = torch.cuda.device_count() * gpus.RANKS_PER_GPU
     torch.cuda.device_count = lambda: count
     suite.init_multigpu_helper = lambda world_size, backend: {each: [gpus.gpu(each)] for each in range(world_size)}
+
+    def taking(function):
+        return lambda device=None, *others, **more: function(own_gpu(device), *others, **more)
+
+    for name in ("set_device", "synchronize", "current_stream", "get_device_properties", "get_device_capability"):
+        setattr(torch.cuda, name, taking(getattr(torch.cuda, name)))
+    # By which modules that run in parallel move their inputs.
+    move = torch.distributed.utils._recursive_to
+    torch.distributed.utils._recursive_to = lambda inputs, device, *others: move(inputs, own_gpu(device), *others)
+    enter = torch.cuda.device.__init__
+    torch.cuda.device.__init__ = lambda self, device: enter(self, own_gpu(device))
+    SharedGpus().__enter__()
 
 
 torch.backends.cuda.matmul.allow_tf32 = False

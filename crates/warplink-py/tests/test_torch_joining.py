@@ -175,6 +175,50 @@ def test_calls_take_short_ways_once_it_is_known_which_go_direct():
     on_ranks(all_join, 2)
 
 
+def in_a_barrier(rank, world, _, place):
+    from warplink.torch import group as module
+
+    class Made:
+        def __init__(self, space, collectives, limit):
+            self.kept = collectives
+
+        def close(self):
+            pass
+
+    own = torch.device("cuda", rank)
+
+    def make(group):
+        space = on_the_host(group)
+        space.device = own
+        return space
+
+    with pytest.MonkeyPatch.context() as patch:
+        dist, group, tried = as_on_gpus(rank, world, place, patch, make)
+        patch.setattr(module, "GpuCollectives", Made)
+        in_use, current, count = [rank == 0], [0], [world]
+        patch.setattr(torch.cuda, "is_initialized", lambda: in_use[0])
+        patch.setattr(torch.cuda, "current_device", lambda: current[0])
+        patch.setattr(torch.cuda, "device_count", lambda: count[0])
+        # A member has no GPU yet; then both have the same, of as many as there are members.
+        dist.barrier()
+        in_use[0] = True
+        dist.barrier()
+        assert tried == [] and group.messages_path == "backend"
+        current[0] = rank
+        dist.barrier()
+        assert tried == [own] and group.messages_path == "direct"
+        # Only one of them has a message, to itself.
+        if rank == 0:
+            assert isinstance(group.direct_messages(own), Made)
+        dist.barrier()
+        assert len(tried) == 1
+        dist.destroy_process_group()
+
+
+def test_members_join_in_a_barrier_once_each_has_a_gpu():
+    on_ranks(in_a_barrier, 2)
+
+
 def lost_meanwhile(rank, world, _, place):
     from warplink.errors import PeerLostError
     from warplink.torch import agreement

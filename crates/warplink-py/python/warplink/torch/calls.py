@@ -51,6 +51,10 @@ class GroupCalls:
         """What does collectives directly on ``device``; None where a backend does."""
         raise NotImplementedError
 
+    def _join_in_barrier(self, device: torch.device | None) -> None:
+        """Has members join for direct calls, if that is still open."""
+        raise NotImplementedError
+
     def _backend_for(self, kind: str) -> Any:
         """What serves tensors on devices of ``kind``; see ``_backend_of``."""
         raise NotImplementedError
@@ -311,6 +315,7 @@ class GroupCalls:
         self._check()
         opts = opts if opts is not None else c10d.BarrierOptions()
         device = getattr(opts, "device", None)
+        self._join_in_barrier(device if device is not None and device.type == "cuda" else None)
         kind = device.type if device is not None else "cpu"
         if kind == "cpu" and self._host is None and self._gloo is None:
             kind = "cuda"

@@ -81,7 +81,7 @@ class ProcessGroupWarplink(GroupCalls, GroupWorkspaces, dist.ProcessGroup):  # t
         # Held again by what is made under it.
         self._lock = threading.RLock()
         self._closed = False
-        self._monitored = 0
+        self._monitored = self._barriers = 0
         self._job: warplink.Job | None = None
         self._communicator: warplink.Communicator | None = None
         self._host_works = Works(rank)
@@ -248,6 +248,27 @@ class ProcessGroupWarplink(GroupCalls, GroupWorkspaces, dist.ProcessGroup):  # t
                 self._on_gpu = self._join_on_gpu(device)
                 self._open_short_ways()
             return self._on_gpu
+
+    def _join_in_barrier(self, device: torch.device | None) -> None:
+        """Has members join for direct calls in a barrier, which all of them make: after it, a few of them may exchange messages
+        alone. They join on ``device``, or on their current GPUs where all have one that is in use and no two the same,
+        unless there are too few."""
+        if not self._may_go_direct or self._nccl is None:
+            return
+        if device is None and torch.cuda.is_initialized():
+            device = torch.device("cuda", torch.cuda.current_device())
+        if device is not None and is_recording(device):
+            return
+        known = "" if device is None else f"{device.index or 0} {torch.cuda.device_count()}"
+        self._barriers += 1
+        key = f"barrier/{self._barriers}"
+        limit = self._timeout.total_seconds()
+        told = joining.all_gather(self._store, self._rank, self._size, key, known, limit, "barrier")
+        if device is None or not all(told):
+            return
+        devices, counts = zip(*(map(int, one.split()) for one in told), strict=True)
+        if len(set(devices)) == self._size or min(counts) < self._size:
+            self._direct_on(device)
 
     def _open_short_ways(self) -> None:
         """Opens the short ways of calls on CUDA tensors, once it is known which go direct; under the lock."""
