@@ -73,7 +73,13 @@ impl BoundCall {
             Way::Any { output, input } => collectives.enqueue(call, output, input, stream),
             Way::Copies(plan) => {
                 collectives.0.context.fault.check()?;
-                collectives.in_turn(call, stream, |_| plan.run(stream))
+                collectives.in_turn(call, stream, |is_recorded| {
+                    if is_recorded {
+                        plan.run_recorded(stream)
+                    } else {
+                        plan.run(stream)
+                    }
+                })
             }
         }
     }

@@ -141,6 +141,89 @@ fn bound_calls_may_be_captured_among_others() {
     });
 }
 
+/// Each graph that a bound call is recorded into may be launched as often as one likes, in any order among the others.
+#[test]
+fn a_bound_call_may_be_in_several_graphs() {
+    threads(world(3), |comm| {
+        let copied = copying(comm);
+        let stream = comm.create_stream(Priority::Normal).unwrap();
+        let bytes = |case: &Case| case.memory_bytes(comm.world());
+        let mut all: Vec<_> = cases(&[3000])
+            .into_iter()
+            .map(|case| {
+                let memory = comm.device().allocate(bytes(&case), AllocationKind::Plain);
+                let made = case.place(comm, memory.unwrap()).unwrap();
+                let call = made.bind(&copied).unwrap();
+                (made, call)
+            })
+            .collect();
+        // Of one run each, and of two.
+        let graphs = [1, 2].map(|runs| {
+            stream.begin_capture().unwrap();
+            for _ in 0..runs {
+                for (_, call) in &all {
+                    call.enqueue(&stream).unwrap();
+                }
+            }
+            stream.end_capture().unwrap()
+        });
+        for number in [0, 0, 1, 0, 1, 1, 0] {
+            all.iter_mut().for_each(|(made, _)| made.renewed(comm));
+            comm.barrier().unwrap();
+            graphs[number].launch(&stream).unwrap();
+            comm.synchronize(&stream).unwrap();
+            all.iter().for_each(|(made, _)| made.check(comm));
+            comm.barrier().unwrap();
+        }
+    });
+}
+
+/// Calls are made beside others that a graph records, on other streams.
+#[test]
+fn bound_calls_may_be_made_while_others_are_recorded() {
+    threads(world(2), |comm| {
+        let collectives = copying(comm);
+        let [first, second, eager] =
+            [(); 3].map(|()| comm.create_stream(Priority::Normal).unwrap());
+        let mut all: Vec<_> = cases(&[3000])
+            .into_iter()
+            .map(|case| {
+                let bytes = case.memory_bytes(comm.world());
+                let memory = comm.device().allocate(bytes, AllocationKind::Plain);
+                let made = case.place(comm, memory.unwrap()).unwrap();
+                let call = made.bind(&collectives).unwrap();
+                (made, call)
+            })
+            .collect();
+        for _ in 0..3 {
+            all.iter_mut().for_each(|(made, _)| made.renewed(comm));
+            comm.barrier().unwrap();
+            first.begin_capture().unwrap();
+            all[0].1.enqueue(&first).unwrap();
+            second.begin_capture().unwrap();
+            all[1].1.enqueue(&second).unwrap();
+            // One of a graph and one of none.
+            for place in [0, 2] {
+                all[place].1.enqueue(&eager).unwrap();
+            }
+            all[2].1.enqueue(&first).unwrap();
+            let graphs = [&first, &second].map(|stream| stream.end_capture().unwrap());
+            comm.synchronize(&eager).unwrap();
+            all[0].0.check(comm);
+            all[2].0.check(comm);
+            comm.barrier().unwrap();
+            all.iter_mut().for_each(|(made, _)| made.renewed(comm));
+            comm.barrier().unwrap();
+            for graph in &graphs {
+                graph.launch(&first).unwrap();
+            }
+            comm.synchronize(&first).unwrap();
+            all.iter().for_each(|(made, _)| made.check(comm));
+            comm.barrier().unwrap();
+        }
+    });
+}
+
 /// Every kind can be bound, on either path, of short data, which kernels move.
 #[test]
 fn what_the_copy_engine_does_not_do_goes_as_without_binding() {

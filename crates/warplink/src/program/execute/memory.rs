@@ -35,7 +35,7 @@ impl TensorMemory {
 /// The memory of every tensor of a rank program. What came from the pool goes back when this is dropped.
 #[derive(Debug)]
 pub(super) struct PlanMemory {
-    pool: Arc<Pool>,
+    pub(super) pool: Arc<Pool>,
     tensors: Vec<TensorMemory>,
 }
 

@@ -122,6 +122,21 @@ impl Plan {
         self.for_each_command(stream, Command::enqueue)
     }
 
+    /// As [`run`](Self::run), for a `stream` that records a graph while plans of the same executor may run outside of it:
+    /// on streams of its own.
+    pub(crate) fn run_recorded(&self, stream: &Stream) -> Result<()> {
+        self.check_capture(stream)?;
+        let parts = &self.parts;
+        let streams = match stream.capture_id()? {
+            Some(capture) => {
+                let kinds = &parts.program.streams;
+                &parts.memory.pool.recorded_streams(capture, kinds)?
+            }
+            None => &parts.streams,
+        };
+        self.for_each_command_on((stream, streams), Command::enqueue)
+    }
+
     /// Fails where `stream` captures a program that cannot be. Who records a run himself is told by the
     /// program's words and not by a driver's.
     fn check_capture(&self, stream: &Stream) -> Result<()> {
@@ -262,26 +277,28 @@ impl Plan {
     fn for_each_command(
         &self,
         caller: &Stream,
+        enqueue: impl FnMut(&Command, &Stream) -> Result<()>,
+    ) -> Result<()> {
+        self.for_each_command_on((caller, &self.parts.streams), enqueue)
+    }
+
+    fn for_each_command_on(
+        &self,
+        (caller, streams): (&Stream, &[Option<Stream>]),
         mut enqueue: impl FnMut(&Command, &Stream) -> Result<()>,
     ) -> Result<()> {
         // What other streams do joins back into the caller's.
         self.parts.note(caller);
         for command in &self.parts.commands {
-            let stream = self.parts.streams[command.stream]
-                .as_ref()
-                .unwrap_or(caller);
+            let stream = streams[command.stream].as_ref().unwrap_or(caller);
             enqueue(command, stream).map_err(|error| {
                 // But nothing does any more after this.
-                self.note_own_streams();
+                let own = streams.iter().flatten();
+                own.for_each(|stream| self.parts.note(stream));
                 self.locate(command, error)
             })?;
         }
         Ok(())
-    }
-
-    fn note_own_streams(&self) {
-        let streams = self.parts.streams.iter().flatten();
-        streams.for_each(|stream| self.parts.note(stream));
     }
 
     fn locate(&self, command: &Command, error: Error) -> Error {

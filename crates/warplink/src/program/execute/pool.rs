@@ -19,6 +19,24 @@ pub(super) struct Pool {
     // peers their mappings.
     free: Mutex<VecDeque<Region>>,
     streams: Mutex<BTreeMap<StreamKind, Stream>>,
+    // For graphs.
+    recording: Mutex<Vec<Recording>>,
+}
+
+/// Streams that a graph was recorded with, or still is.
+#[derive(Debug)]
+struct Recording {
+    /// The number of the capture.
+    capture: u64,
+    streams: BTreeMap<StreamKind, Stream>,
+}
+
+impl Recording {
+    /// Whether the graph is complete. Where a stream does not tell, it is not used any more.
+    fn is_over(&self) -> bool {
+        let mut streams = self.streams.values();
+        streams.all(|stream| matches!(stream.capture_id(), Ok(None)))
+    }
 }
 
 impl Pool {
@@ -28,6 +46,7 @@ impl Pool {
             memory: memory.clone(),
             free: Mutex::default(),
             streams: Mutex::default(),
+            recording: Mutex::default(),
         }
     }
 
@@ -62,12 +81,42 @@ impl Pool {
 
     /// The stream that all plans use for `kind`; `None` for the caller's.
     pub(super) fn stream(&self, kind: StreamKind) -> Result<Option<Stream>> {
+        self.stream_of(&mut lock(&self.streams), kind)
+    }
+
+    /// The streams that all plans use for `kinds` in the graph that `capture` records: those outside of graphs would be
+    /// part of it until it is complete, and of no use for anything else. Later graphs use them again.
+    pub(super) fn recorded_streams(
+        &self,
+        capture: u64,
+        kinds: &[StreamKind],
+    ) -> Result<Vec<Option<Stream>>> {
+        let mut all = lock(&self.recording);
+        let known = all.iter().position(|one| one.capture == capture);
+        let place = known.or_else(|| all.iter().position(Recording::is_over));
+        let place = place.unwrap_or_else(|| {
+            let streams = BTreeMap::new();
+            all.push(Recording { capture, streams });
+            all.len() - 1
+        });
+        let recording = &mut all[place];
+        recording.capture = capture;
+        let streams = kinds
+            .iter()
+            .map(|kind| self.stream_of(&mut recording.streams, *kind));
+        streams.collect()
+    }
+
+    fn stream_of(
+        &self,
+        streams: &mut BTreeMap<StreamKind, Stream>,
+        kind: StreamKind,
+    ) -> Result<Option<Stream>> {
         let priority = match kind {
             StreamKind::Caller => return Ok(None),
             StreamKind::Pool(_) => Priority::Normal,
             StreamKind::High(_) => Priority::High,
         };
-        let mut streams = lock(&self.streams);
         if let Some(stream) = streams.get(&kind) {
             return Ok(Some(stream.clone()));
         }
