@@ -92,10 +92,12 @@ impl Collectives {
     /// rank binds the same call at the same time. Blocks until all have: all succeed, or none. It also compiles the kernel of the
     /// call.
     ///
-    /// The memory must be such that peers can map it, where the copy engine is to do the call.
+    /// Where peers cannot map the memory, the call is made as without binding too, unless the options allow the copy engine
+    /// alone.
     ///
     /// # Errors
-    /// Of the arguments, those of [`enqueue`](Self::enqueue) and [`choice`](Self::choice);
+    /// Of the arguments, those of [`enqueue`](Self::enqueue); [`ErrorKind::Unsupported`] where the options ask for an
+    /// algorithm that does not do the call;
     /// [`ErrorKind::Mismatch`] where ranks bind different calls, with the peer and both calls;
     /// [`ErrorKind::PeerFailed`] where another rank fails; [`ErrorKind::Timeout`], which names a rank that does not bind.
     pub fn bind(
@@ -122,7 +124,11 @@ impl Collectives {
         input: &DeviceSlice,
     ) -> Result<BoundCall> {
         let inner = &self.0;
-        let (call, uses) = inner.context.agree_on(self.uses(call, output, input))?;
+        let context = &inner.context;
+        // Those that do not know of a fault yet would wait for a rank that does.
+        let checked = context.fault.check();
+        let checked = checked.and_then(|()| self.uses(call, output, input));
+        let (call, uses) = context.agree_on(checked)?;
         let overlap = self.overlap_of_all(&call, uses.overlap)?;
         let direct = matches!(inner.server(&call)?, Server::Direct(_));
         let copied = match overlap.filter(|_| direct) {
@@ -132,7 +138,7 @@ impl Collectives {
         let (choice, way) = match copied {
             Some((choice, plan)) => (Some(choice), Way::Copies(Box::new(plan))),
             None => {
-                inner.context.agree_on(self.prepare(&call))?;
+                context.agree_on(self.prepare(&call))?;
                 let choice = direct.then(|| inner.machine.choose(&call)).transpose()?;
                 let (output, input) = (output.clone(), input.clone());
                 (choice, Way::Any { output, input })
@@ -152,7 +158,7 @@ impl Collectives {
         let words = call.words(0);
         let mut told: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
         told.push(u8::from(own == Overlap::Shared));
-        let all = self.0.context.all_gather(&told)?;
+        let all = self.0.context.gather_in_step(&told)?;
         for (peer, theirs) in all.iter().enumerate() {
             let theirs = theirs.chunks_exact(4);
             let theirs =
@@ -189,9 +195,10 @@ impl Collectives {
     /// where no other way is allowed. Blocks until all ranks, on which it failed too, have asked.
     fn check_unmapped(&self, error: Error) -> Result<()> {
         let inner = &self.0;
-        inner.context.fault.check()?;
-        let other = inner.machine.forced.is_some() || !cannot_map(&error);
-        let all = inner.context.all_gather(&[u8::from(other)])?;
+        let fault = inner.context.fault.check();
+        let other = fault.is_err() || inner.machine.forced.is_some() || !cannot_map(&error);
+        let all = inner.context.gather_in_step(&[u8::from(other)])?;
+        fault?;
         if all.iter().all(|other| other == &[0]) {
             tracing::info!(%error, "a bound call goes by kernels");
             return Ok(());

@@ -8,6 +8,7 @@ use crate::common::{
 use crate::data::library;
 use crate::launches::{download, memory, sum, sums};
 use std::time::Duration;
+use warplink::collective::{BoundCall, Call, CollectiveKind};
 use warplink::device::{AllocationKind, DeviceSlice, Priority, ReduceOp, Stream};
 use warplink::{Collectives, Communicator, DType, Deadline, Error, ErrorKind};
 
@@ -68,6 +69,19 @@ impl<'a> Caller<'a> {
         }
     }
 
+    /// Binds a sum.
+    fn bind(&self, count: usize) -> Result<BoundCall, Error> {
+        let call = Call {
+            kind: CollectiveKind::AllReduce,
+            op: Some(ReduceOp::Sum),
+            dtype: DType::I32,
+            count,
+            root: None,
+        };
+        let memory = self.memory.slice(0..4 * count)?;
+        self.collectives.bind(&call, &memory, &memory)
+    }
+
     /// Waits for a call that some rank has not made.
     fn wait_in_vain(&self) -> Error {
         let until = Deadline::after(Duration::from_millis(500));
@@ -117,6 +131,10 @@ fn differ(usual: Made, other: Made, says: [&str; 2]) {
                 assert!(took < SOON, "{error} came after {took:?}");
                 let again = caller.call_and_wait(USUAL).unwrap_err();
                 assert!(kinds.contains(&again.kind()), "{again}");
+                let watch = Stopwatch::start();
+                let bound = caller.bind(10).unwrap_err();
+                assert!(kinds.contains(&bound.kind()), "{bound}");
+                assert!(watch.elapsed() < SOON, "{bound}");
             }
             // None goes on while another still waits.
             all.wait();

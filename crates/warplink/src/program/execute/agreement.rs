@@ -127,6 +127,17 @@ impl RankContext {
         Ok(())
     }
 
+    /// Every rank's bytes, of which each gives some. Blocks until every rank has called it. Where one no longer waits, it
+    /// fails on all: else those that come later would go on, and be a step ahead from then on.
+    pub(crate) fn gather_in_step(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
+        let gathered = self.group.gather_votes(bytes, self.deadline());
+        let gathered = gathered.map_err(|error| self.group.in_own_ranks(error))?;
+        match gathered.iter().position(Vec::is_empty) {
+            Some(rank) => Err(peer_failed(rank, &no_longer_waits(rank))),
+            None => Ok(gathered),
+        }
+    }
+
     /// Gives what was `made` where every rank made its own. Blocks until all have tried.
     pub(crate) fn agree_on<T>(&self, made: Result<T>) -> Result<T> {
         let failed = made.as_ref().err();
@@ -175,6 +186,10 @@ impl RankContext {
     }
 }
 
+fn no_longer_waits(rank: Rank) -> String {
+    format!("rank {rank}: its timeout passed while it waited for the others")
+}
+
 fn peer_failed(rank: Rank, message: &str) -> Error {
     Error::new(
         ErrorKind::PeerFailed,
@@ -203,7 +218,7 @@ impl Vote {
     fn decode(rank: Rank, bytes: &[u8]) -> Result<Self> {
         if bytes.is_empty() {
             return Ok(Self::Failed {
-                message: format!("rank {rank}: its timeout passed while it waited for the others"),
+                message: no_longer_waits(rank),
                 follows: true,
             });
         }
