@@ -39,6 +39,15 @@ impl Served {
         }
     }
 
+    /// The engine, if it was joined.
+    pub(super) fn joined_engine(&self) -> Option<&EngineCollectives> {
+        match self {
+            Self::Direct(_) => None,
+            Self::Engine(engine) => Some(engine),
+            Self::Both(_, engine) => engine.as_ref().ok(),
+        }
+    }
+
     /// The engine, for what the direct path does not do.
     pub(super) fn engine(&self) -> Result<Option<&EngineCollectives>> {
         match self {

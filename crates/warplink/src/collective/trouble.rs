@@ -1,6 +1,6 @@
 //! What is told of calls that do not end, and of calls that differ.
 
-use super::witness::{Answered, Witness};
+use super::witness::{Answered, PATIENCE, Witness};
 use super::{Call, Collectives, Inner};
 use crate::deadline::Deadline;
 use crate::device::{InUse, Priority};
@@ -41,7 +41,9 @@ impl Known {
     /// the other ranks.
     pub(crate) fn explain_failure(&self) -> Option<Error> {
         let all = self.all();
-        let mut asked = all.iter().filter_map(|one| one.witness()?.ask().mismatch());
+        let until = Deadline::after(PATIENCE);
+        let witnesses = all.iter().filter_map(|one| one.witness());
+        let mut asked = witnesses.filter_map(|witness| witness.ask(until).mismatch());
         asked.next()
     }
 
@@ -125,8 +127,7 @@ fn awaited(collectives: &Inner) -> Option<Error> {
 impl Inner {
     /// What ranks tell one another of calls of the vendor's library, where it does any.
     fn witness(&self) -> Option<&Witness> {
-        let engine = self.path.engine().ok()??;
-        Some(&engine.witness)
+        Some(&self.path.joined_engine()?.witness)
     }
 }
 
@@ -150,7 +151,7 @@ fn unfinished(collectives: &Inner) -> Option<Error> {
             .with_operation("synchronize")
             .with_help(help)
     };
-    Some(match witness.ask() {
+    Some(match witness.ask(Deadline::after(PATIENCE)) {
         Answered::Mismatch(error) => {
             collectives.context.fault.fail(error.clone());
             error

@@ -27,7 +27,7 @@ const MOST_TOLD: usize = 8;
 const ASKED: u64 = 16;
 
 /// How long answers are waited for.
-const PATIENCE: Duration = Duration::from_secs(1);
+pub(super) const PATIENCE: Duration = Duration::from_secs(1);
 
 /// The most ranks that one asks, those that follow it, so that the store of a large job is not held up where all ranks
 /// ask at once.
@@ -144,11 +144,11 @@ impl Witness {
         let found = told.find_map(|(peer, told)| Some((*peer, record.difference(told)?)));
         // What this rank has made all of says nothing more.
         statements.retain(|_, told| told.made > record.settled());
-        found.map(|(peer, difference)| mismatch(peer, &difference))
+        found.map(|(peer, difference)| self.mismatch(peer, &difference))
     }
 
-    /// Asks the other ranks for their calls. Blocks until all that are there have answered, for a second at most.
-    pub(super) fn ask(&self) -> Answered {
+    /// Asks the other ranks for their calls. Blocks until all that are there have answered, or `deadline`.
+    pub(super) fn ask(&self, deadline: Deadline) -> Answered {
         let (rank, world) = (self.group.rank(), self.group.world());
         let own = {
             let state = lock(&self.state);
@@ -158,7 +158,6 @@ impl Witness {
             return Answered::Nothing;
         }
         let asked = following(rank, world, MOST_ASKED);
-        let deadline = Deadline::after(PATIENCE);
         let answers = self.group.ask(&asked, &own.to_bytes(), deadline);
         let read = |(peer, words): &(Rank, Vec<u8>)| Some((*peer, Statement::from_bytes(words)?));
         let answers: BTreeMap<Rank, Statement> = answers.iter().filter_map(read).collect();
@@ -174,7 +173,27 @@ impl Witness {
         let own = state.record.statement(u64::MAX, MOST_STATED);
         drop(state);
         self.group.tell(&peers, &own.to_bytes());
-        Answered::Mismatch(mismatch(*peer, difference))
+        Answered::Mismatch(self.mismatch(*peer, difference))
+    }
+
+    /// The error of a call that is not as that of `peer`.
+    fn mismatch(&self, peer: Rank, difference: &Difference) -> Error {
+        let number = difference.number;
+        let text = match &difference.calls {
+            Some([own, theirs]) => format!(
+                "in a collective of the vendor's library, the peer calls {theirs}; expected {own}, as this rank calls (call \
+                 {number} of both)"
+            ),
+            None => format!(
+                "before call {number} of the vendor's library, the peer has called something else; expected what this rank \
+                 called"
+            ),
+        };
+        Error::new(ErrorKind::Mismatch, text)
+            .with_operation("synchronize")
+            .with_rank(self.group.rank())
+            .with_peer(peer)
+            .with_help("make the same calls in the same order on every rank")
     }
 }
 
@@ -205,7 +224,7 @@ impl Respondent for Witness {
             found
         };
         if let Some(difference) = found {
-            self.fault.fail(mismatch(by, &difference));
+            self.fault.fail(self.mismatch(by, &difference));
         }
     }
 }
@@ -214,25 +233,6 @@ impl Respondent for Witness {
 fn following(rank: Rank, world: usize, most: usize) -> Vec<Rank> {
     let steps = (1..world).take(most);
     steps.map(|step| (rank + step) % world).collect()
-}
-
-/// The error of a call that is not as that of `peer`.
-fn mismatch(peer: Rank, difference: &Difference) -> Error {
-    let number = difference.number;
-    let text = match &difference.calls {
-        Some([own, theirs]) => format!(
-            "in a collective of the vendor's library, the peer calls {theirs}; expected {own}, as this rank calls (call \
-             {number} of both)"
-        ),
-        None => format!(
-            "before call {number} of the vendor's library, the peer has called something else; expected what this rank \
-             called"
-        ),
-    };
-    Error::new(ErrorKind::Mismatch, text)
-        .with_operation("synchronize")
-        .with_peer(peer)
-        .with_help("make the same calls in the same order on every rank")
 }
 
 /// The ranks that have made fewest calls, where that is fewer than this rank has; else those that did not answer.
