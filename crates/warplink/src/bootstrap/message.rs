@@ -398,6 +398,11 @@ impl Request {
                 Err(Refusal::new(RefusalKind::Invalid, message))
             }
             Self::Fail { members, .. } => check_ranks(members, world),
+            // Each of them is sent all of it.
+            Self::Ask { to, .. } if to.len() > world => {
+                let message = format!("a rank asks {} ranks of {world}", to.len());
+                Err(Refusal::new(RefusalKind::Invalid, message))
+            }
             Self::Ask { to, .. } => check_ranks(to, world),
             Self::Say { to, .. } => check_ranks(&[*to], world),
             Self::Declare(group) => {

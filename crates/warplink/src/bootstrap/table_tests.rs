@@ -488,9 +488,10 @@ fn questions_and_answers_go_to_whom_they_are_for() {
         told(&mut table),
         [(1, 0, Event::Said { number, by, words })]
     );
-    // Refused: too long, or for no rank. Nobody is told.
+    // Refused: too long, for no rank, or for one again and again. Nobody is told.
     for refused in [
         ask(&[0], message::MAX_WORDS + 1),
+        ask(&[0; 4], 1),
         ask(&[0, 3], 1),
         say(0, message::MAX_WORDS + 1),
         say(3, 1),
