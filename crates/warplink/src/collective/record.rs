@@ -394,9 +394,21 @@ mod tests {
 
         #[test]
         fn arbitrary_bytes_never_panic(bytes: Vec<u8>) {
-            if let Some(statement) = Statement::from_bytes(&bytes) {
+            let _ = Statement::from_bytes(&bytes);
+        }
+
+        #[test]
+        fn arbitrary_statements_never_panic(
+            made in prop_oneof![0..400u64, proptest::num::u64::ANY],
+            last in prop_oneof![0..400u64, proptest::num::u64::ANY],
+            before: u64,
+            calls in proptest::collection::vec(proptest::array::uniform4(proptest::num::u32::ANY), 0..20),
+        ) {
+            let (recordings, last_recordings) = (0, 0);
+            let sent = Statement { made, recordings, last, last_recordings, before, calls };
+            if let Some(statement) = Statement::from_bytes(&sent.to_bytes()) {
                 let own = record(1..=300);
-                let _ = (own.difference(&statement), statement.last_call());
+                let _ = (own.difference(&statement), own.is_ahead_of(&statement), statement.last_call());
             }
         }
     }

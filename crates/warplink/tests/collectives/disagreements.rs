@@ -236,6 +236,40 @@ fn ranks_that_never_call_the_library_are_named_with_their_last_calls() {
     absent(1, &[call, &format!("{}, {}", of(1), of(2))]);
 }
 
+/// Ranks ask one another by the job's numbers.
+#[test]
+fn ranks_are_named_as_their_communicator_numbers_them() {
+    let ranks = world(3);
+    if ranks < 3 {
+        return;
+    }
+    let all = TimedBarrier::new(ranks);
+    threads_with(
+        ranks,
+        |_| {},
+        |everyone| {
+            let comm = everyone.subgroup(&[1, 2, 0]).unwrap();
+            let Some(caller) = Caller::join(&comm) else {
+                return;
+            };
+            if comm.rank() != OTHER {
+                caller.call(USUAL).unwrap();
+            }
+            all.wait();
+            let error = (comm.rank() != OTHER).then(|| caller.wait_in_vain());
+            all.wait();
+            if let Some(error) = error {
+                let ended = (error.kind(), error.peer());
+                assert_eq!(ended, (ErrorKind::Timeout, Some(OTHER)), "{error}");
+                assert_says(&error, &["was not made by rank 1 (which has made none)"]);
+            } else {
+                caller.call(USUAL).unwrap();
+            }
+            comm.synchronize(&caller.stream).unwrap();
+        },
+    );
+}
+
 /// One that is not taken for lost yet: it answers nothing.
 #[test]
 fn a_rank_that_is_stopped_is_named() {
