@@ -1,10 +1,11 @@
 //! Calls that are bound to their memory.
 
 use crate::common::{
-    Ranks, Stopwatch, TimedBarrier, assert_says, assert_survived, delays, kill_self, kind,
-    share_gpus, threads, threads_that_end, threads_with, world,
+    Ranks, Stopwatch, TimedBarrier, assert_all_ended_well, assert_says, assert_survived, delays,
+    kill_self, kind, share_gpus, threads, threads_that_end, threads_with, world,
 };
 use crate::expected::{Case, Random};
+use std::sync::Arc;
 use std::time::Duration;
 use warplink::collective::{
     Algorithm, BoundCall, Call, CollectiveKind, CollectiveOptions, CollectivePath,
@@ -464,4 +465,56 @@ fn a_rank_that_dies_ends_bound_calls_of_the_others() {
         std::process::exit(0);
     });
     assert_survived(ended.as_deref(), victim);
+}
+
+/// Where the model has the copy engine ahead, it is chosen, unless a rank's memory is of a kind that peers cannot map.
+#[test]
+fn memory_that_peers_cannot_map_is_bound_all_the_same() {
+    if kind() != DeviceKind::Host {
+        return;
+    }
+    let model = concat!(env!("CARGO_MANIFEST_DIR"), "/models/h200-2.json");
+    let ranks = Ranks {
+        world: 2,
+        env: [("WARPLINK_MODEL".to_owned(), model.to_owned())].into(),
+        ..Ranks::default()
+    };
+    let ended = ranks.start(|comm| {
+        const COUNT: usize = 64 << 20;
+        let collectives = comm.collectives().unwrap();
+        let stream = comm.create_stream(Priority::Normal).unwrap();
+        let memory = |bytes| {
+            comm.device()
+                .allocate(bytes, AllocationKind::Plain)
+                .unwrap()
+        };
+        let (output, input) = (memory(2 * COUNT), memory(COUNT));
+        let call = moved(CollectiveKind::AllGather, COUNT);
+        let bound = collectives.bind(&call, &output, &input).unwrap();
+        assert_eq!(bound.choice().unwrap().algorithm, Algorithm::CopyEngine);
+        // Of no file, on one rank.
+        let mut private = vec![0_u8; 2 * COUNT];
+        let address = private.as_mut_ptr() as u64;
+        // SAFETY: it is memory of the host, which is held, and accessed by the device alone.
+        let private = unsafe {
+            comm.device()
+                .borrow(address, private.len(), Arc::new(private))
+        };
+        let private = private.unwrap();
+        let output = if comm.rank() == 1 { &private } else { &output };
+        let part = |rank: usize| vec![1 + rank as u8; COUNT];
+        comm.device().upload(&input, &part(comm.rank())).unwrap();
+        let bound = collectives.bind(&call, output, &input).unwrap();
+        assert_ne!(bound.choice().unwrap().algorithm, Algorithm::CopyEngine);
+        bound.enqueue(&stream).unwrap();
+        comm.synchronize(&stream).unwrap();
+        let mut gathered = vec![0; 2 * COUNT];
+        comm.device().download(output, &mut gathered).unwrap();
+        assert!(gathered == [part(0), part(1)].concat());
+        let error = copying(&comm).bind(&call, output, &input).unwrap_err();
+        let expected = [ErrorKind::PeerFailed, ErrorKind::Unsupported][comm.rank()];
+        assert_eq!(error.kind(), expected, "{error}");
+        comm.close().unwrap();
+    });
+    assert_all_ended_well(ended.as_deref());
 }
