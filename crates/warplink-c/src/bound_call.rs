@@ -16,10 +16,10 @@ pub(crate) struct BoundCallObject {
 }
 
 /// Binds a call to memory, for calls that are made again and again on the same, so that the copy engine can do large
-/// all-gathers and all-to-alls. Arguments are those of `warplink_collective`; the memory stays allocated until
-/// `warplink_bound_call_free` was called and the streams of the call are done. Every rank binds the same call at the same
-/// time; blocks until all have. Ranks that bind different calls are WARPLINK_STATUS_MISMATCH, a rank that does not bind
-/// WARPLINK_STATUS_TIMEOUT, and a rank that cannot WARPLINK_STATUS_PEER_FAILED on the others.
+/// all-gathers and all-to-alls. Arguments are those of `warplink_collective`. Peers may have the memory mapped: it stays allocated
+/// until all ranks have called `warplink_bound_call_free` and the streams of the calls are done. Every rank binds the same
+/// call at the same time; blocks until all have. Ranks that bind different calls are WARPLINK_STATUS_MISMATCH. Where a rank
+/// does not bind, or has arguments that are refused, the others get WARPLINK_STATUS_TIMEOUT or WARPLINK_STATUS_PEER_FAILED.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warplink_bind_collective(
     collectives: Collectives,

@@ -122,8 +122,8 @@ impl Collectives {
     /// that name, and are kept by the BoundCall. `op` and `factor` are for collectives that reduce, `root` for those that
     /// have one.
     ///
-    /// Raises MismatchError where ranks bind different calls, PeerFailedError where another rank cannot, TimeoutError with
-    /// a rank that does not bind, and what the method of that name raises.
+    /// Raises MismatchError where ranks bind different calls, what the method of that name raises, and, where another rank
+    /// does not bind or has arguments that are refused, TimeoutError or PeerFailedError.
     #[pyo3(signature = (kind, target, source, *, op=None, factor=None, root=None))]
     #[allow(clippy::too_many_arguments, reason = "they are Python's keywords")]
     fn bind(
