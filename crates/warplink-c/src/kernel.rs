@@ -4,7 +4,6 @@ use crate::block;
 use crate::callback::{self, Callback};
 use crate::channel;
 use crate::handles::{Comm, Handle, Kernel, Module, Region, Stream};
-use crate::image;
 use crate::job::JobObject;
 use crate::memory::same_job;
 use crate::pointer;
@@ -364,7 +363,6 @@ unsafe fn read_source(source: &ModuleSource) -> Outcome<warplink::device::Module
                 "set cuda or image to null",
             ));
         }
-        image::check(image)?;
         made = made.with_cubin(image);
     }
     // SAFETY: as above.

@@ -28,7 +28,6 @@ pub mod channel;
 pub mod collectives;
 pub mod experts;
 pub mod handles;
-mod image;
 pub mod job;
 pub mod kernel;
 pub mod log;

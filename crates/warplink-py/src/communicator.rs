@@ -267,7 +267,7 @@ impl Communicator {
     ///
     /// Blocks, on a GPU perhaps until running kernels are done: load modules before anything waits for a peer.
     /// Kernels must reach no memory but what their arguments name. Raises UnsupportedError where there is no
-    /// code for the device, DriverError with the compiler's messages.
+    /// code for the device, InvalidArgumentError for an image that is cut off or none, DriverError with the compiler's messages.
     #[pyo3(signature = (name, *, cuda=None, image=None, options=Vec::new(), host=None))]
     fn load_module(
         &self,

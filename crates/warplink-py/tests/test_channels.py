@@ -146,6 +146,9 @@ def misused(rank, world, meeting):
         comm = job.world()
         with pytest.raises(TypeError, match="the host kernel mine is not callable"):
             comm.load_module("wrong", host={"mine": 3})
+        for image in (b"nonsense", b"\x7fELF\x02\x01", b""):
+            with pytest.raises(ValueError, match="load 'wrong': .*expected a whole cubin, a whole fat binary, or PTX"):
+                comm.load_module("wrong", image=image)
         with pytest.raises(NotImplementedError, match="host"):
             comm.load_module("wrong", cuda="extern \"C\" __global__ void f() {}").kernel("f").launch(
                 comm.create_stream(), []

@@ -231,6 +231,7 @@ pub trait Device: LinkQuery + Send + Sync + fmt::Debug {
     /// name. On the host device it is always sound.
     ///
     /// # Errors
+    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) for machine code that is cut off or none,
     /// [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported) where the source has no code for this
     /// device, [`ErrorKind::LibraryMissing`](crate::ErrorKind::LibraryMissing) without the compiler,
     /// [`ErrorKind::Driver`](crate::ErrorKind::Driver), with the compiler's messages, where it does not

@@ -34,6 +34,7 @@ mod fault;
 mod fault_set;
 pub(crate) mod host;
 mod identity;
+mod image;
 mod in_flight;
 mod interface;
 mod launch;

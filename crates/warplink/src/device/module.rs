@@ -1,5 +1,6 @@
 //! Code of the user's for a device: modules, the kernels in them, and launching these.
 
+use super::image;
 use super::launch::{Argument, Launch};
 use super::serial::SerialBackend;
 use super::stream::Stream;
@@ -89,6 +90,16 @@ impl ModuleSource {
     /// Its name.
     pub fn name(&self) -> &str {
         &self.name
+    }
+
+    /// Fails for machine code that is not whole.
+    pub(super) fn check_image(&self) -> Result<()> {
+        let Some(CudaCode::Image(image)) = &self.code else {
+            return Ok(());
+        };
+        // Without the zero that was added.
+        let given = image.split_last().map_or(&[][..], |(_, given)| given);
+        image::check(given).map_err(|error| error.with_operation(format!("load '{}'", self.name)))
     }
 
     pub(crate) fn code(&self) -> Option<&CudaCode> {

@@ -195,6 +195,7 @@ impl Device for CudaDevice {
 
     unsafe fn load_module(&self, source: &ModuleSource) -> Result<Module> {
         self.gpu.fault.check()?;
+        source.check_image()?;
         // SAFETY: the caller vouches for the code.
         let module = unsafe { UserModule::load(&self.gpu, source)? };
         Ok(Module::new(Arc::new(module)))

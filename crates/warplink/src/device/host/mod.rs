@@ -257,6 +257,7 @@ impl Device for HostDevice {
 
     unsafe fn load_module(&self, source: &ModuleSource) -> Result<Module> {
         self.fault.check()?;
+        source.check_image()?;
         Ok(Module::new(Arc::new(kernel::HostModule::load(source)?)))
     }
 

@@ -1,7 +1,7 @@
-//! Machine code that C passes: whether it is whole, and of a format that the driver takes. The driver finds the end of an
+//! Machine code of the caller's: whether it is whole, and of a format that the driver takes. The driver finds the end of an
 //! image by what is in it, so one that is cut off would have it read past the end.
 
-use crate::status::{Failure, Outcome};
+use crate::error::{Error, Result};
 
 /// ELF's number for machines that run CUDA.
 const CUDA_MACHINE: u64 = 190;
@@ -10,7 +10,7 @@ const CUDA_MACHINE: u64 = 190;
 const PTX_START: &str = ".version";
 
 /// Fails for what is neither a whole cubin, nor a whole fat binary, nor PTX.
-pub(crate) fn check(image: &[u8]) -> Outcome {
+pub(super) fn check(image: &[u8]) -> Result<()> {
     let expected = match image {
         [0x7f, b'E', b'L', b'F', 2, 1, ..] => {
             let machine = number(image, 0x12, 2);
@@ -42,11 +42,11 @@ pub(crate) fn check(image: &[u8]) -> Outcome {
     }
 }
 
-fn refused(message: String) -> Failure {
-    Failure::invalid(
-        format!("{message}; expected a whole cubin, a whole fat binary, or PTX"),
-        "pass all bytes of a file that nvcc made by -cubin, -fatbin or -ptx",
-    )
+fn refused(message: String) -> Error {
+    Error::invalid(format!(
+        "{message}; expected a whole cubin, a whole fat binary, or PTX"
+    ))
+    .with_help("pass all bytes of a file that nvcc made by -cubin, -fatbin or -ptx")
 }
 
 /// How many bytes an object of ELF has, by its tables, in which nvcc's end.
@@ -166,7 +166,7 @@ mod tests {
 
     #[test]
     fn what_is_refused_is_named() {
-        let text = |image: &[u8]| check(image).unwrap_err().into_error().to_string();
+        let text = |image: &[u8]| check(image).unwrap_err().to_string();
         let garbage = text(b"nonsense, and more");
         assert!(
             garbage.starts_with("the image starts with the bytes 6e 6f 6e 73 65 6e 73 65;"),
