@@ -3,7 +3,8 @@
 # it is by default and with direct collectives and messages. The first run says which tests pass;
 # the others run those, print which do not pass, and fail where there is one. Reports go to $OUT.
 #
-# With RANKS_PER_GPU=N, up to N ranks share a GPU, as in device-tests.sh, so that one GPU is enough. RUNS names the runs
+# With RANKS_PER_GPU=N, up to N ranks share a GPU, so that one GPU is enough. They take turns on it: CUDA's multi-process
+# service, which device-tests.sh uses, has no room for the ranks of so many tests. RUNS names the runs
 # (default: nccl warplink direct), WORKERS how many tests run at a time (pytest-xdist), FILTER chooses tests as pytest's -k
 # does, and arguments go to pytest.
 #
@@ -11,13 +12,12 @@
 # PyTorch.
 set -uo pipefail
 cd "$(dirname "$0")/.."
-. scripts/device-service.sh
 . scripts/device-package.sh
 OUT=$(realpath -m "${OUT:-device-out}")
 mkdir -p "$OUT"
-trap 'rm -rf "${package:-}"; stop_service' EXIT
+trap 'rm -rf "${package:-}"' EXIT
 use_package
-start_service
+[[ -z ${RANKS_PER_GPU:-} ]] || export WARPLINK_TEST_RANKS_PER_GPU=$RANKS_PER_GPU
 export PYTHONPATH=$PYTHONPATH:$PWD/crates/warplink-py/tests
 export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NO_COLOR=1 BACKEND=nccl WORLD_SIZE=${WORLD_SIZE:-2}
 cd crates/warplink-py/tests

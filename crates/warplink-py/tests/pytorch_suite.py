@@ -9,8 +9,8 @@ has used CUDA cannot use. ``test_pytorch_suite.py`` says which must pass.
 Many tests are for backends of certain names only. With WARPLINK_FOR_GLOO=1, the backend ``gloo`` is
 Warplink's process group, so that the tests for Gloo run on it. With WARPLINK_FOR_NCCL=1 it takes the place of
 ``nccl`` on GPUs, and with WARPLINK_DIRECT=1 too, what it serves itself goes direct. With
-WARPLINK_TEST_RANKS_PER_GPU=N, up to N ranks share a GPU, as ``scripts/device-service.sh`` lets them;
-``scripts/device-torch-suite.sh`` compares both backends so.
+WARPLINK_TEST_RANKS_PER_GPU=N, up to N ranks share a GPU; ``scripts/device-torch-suite.sh`` compares both backends
+so.
 """
 
 import os
