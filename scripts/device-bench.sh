@@ -2,8 +2,9 @@
 # Measures on all GPUs of this machine: the hardware model, transfers, host programs, overlapped GEMMs,
 # and PyTorch's fused operations beside them. Full tables and JSON go to $OUT/bench.tar.
 #
-# PARTS names the parts to run (default: tune p2p ring program overlap random torch; collective as well); COLLECTIVES those of the part collective, which PyTorch's symmetric memory is
-# measured for as well. With a command of an earlier commit in device-bin/base/, the parts
+# PARTS names the parts to run (default: tune p2p ring program overlap random torch; there are channel, collective, bound and
+# experts as well). COLLECTIVES names those of the part collective, for which PyTorch's symmetric memory is measured, too;
+# bound are collectives that are bound to their memory. With a command of an earlier commit in device-bin/base/, the parts
 # p2p, ring and overlap are measured with both, one after the other.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -57,6 +58,15 @@ for name in ${PARTS:-tune p2p ring program overlap random torch}; do
                 "${beside[@]}" --plot "$OUT/bench/$kind.svg" ${COLLECTIVE_ARGS:-}
         done
         ;;
+    bound)
+        for kind in all-gather all-to-all; do
+            place=out
+            [[ $kind == all-to-all ]] || place=both
+            part "bound-$kind" 60 device-bin/warplink bench collective "$kind" -n "$ranks" --bound --place "$place" \
+                --from 16MiB --peers nccl,nccl-symmetric ${BOUND_ARGS:-}
+        done
+        ;;
+    channel) part channel 120 device-bin/warplink bench channel -n "$ranks" ${CHANNEL_ARGS:-} ;;
     experts)
         for routing in random one-rank; do
             part "experts-$routing" 120 device-bin/warplink bench expert-parallel -n "$ranks" --routing "$routing" \
