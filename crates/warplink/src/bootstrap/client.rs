@@ -71,6 +71,8 @@ pub(super) struct State {
     pub(super) journal: Journal,
     /// Why groups cannot be used: their members made them differently, or one of them failed.
     ended_groups: Vec<(GroupName, Error)>,
+    /// Groups, and those that cannot be used once these cannot.
+    dependents: Vec<(GroupName, GroupName)>,
     /// Why there is no store any more, or that this rank has left it.
     pub(super) over: Option<Error>,
 }
@@ -129,6 +131,7 @@ impl Client {
                 given_up: None,
                 journal: Journal::default(),
                 ended_groups: Vec::new(),
+                dependents: Vec::new(),
                 over: None,
             }),
             changed: Condvar::new(),
@@ -379,13 +382,29 @@ impl Client {
         self.health.fail_group(group, &error);
     }
 
-    /// Ends what waits in `group` with `error`, now and later.
+    /// Has `group` end with `parent`, until it is forgotten.
+    pub(super) fn depend(&self, parent: GroupName, group: GroupName) {
+        lock(&self.state).dependents.push((parent, group));
+    }
+
+    /// A group that ended with another is no more.
+    pub(super) fn forget(&self, group: GroupName) {
+        let mut state = lock(&self.state);
+        state.dependents.retain(|(_, one)| *one != group);
+    }
+
+    /// Ends what waits in `group` and in those that depend on it with `error`, now and later.
     fn end_group(&self, group: GroupName, error: &Error) {
         let mut state = lock(&self.state);
         let link = state.open_link();
-        state.ended_groups.push((group, error.clone()));
+        let dependents = state.dependents.iter();
+        let dependents = dependents.filter(|(parent, _)| *parent == group);
+        let mut names: Vec<GroupName> = dependents.map(|(_, one)| *one).collect();
+        names.push(group);
+        let ended = names.iter().map(|name| (*name, error.clone()));
+        state.ended_groups.extend(ended);
         state.calls.retain(|&id, call| {
-            let ends = group.is_of(&call.request);
+            let ends = names.iter().any(|name| name.is_of(&call.request));
             if ends {
                 call.finish(Err(error.clone()));
                 if let Some(link) = &link

@@ -25,6 +25,16 @@ pub struct Group {
     /// This rank's place among the members.
     rank: Rank,
     name: GroupName,
+    /// Whether it ends with another group.
+    is_dependent: bool,
+}
+
+impl Drop for Group {
+    fn drop(&mut self) {
+        if self.is_dependent {
+            self.client.forget(self.name);
+        }
+    }
 }
 
 impl Group {
@@ -47,6 +57,7 @@ impl Group {
             instance,
             sequence: AtomicU64::new(0),
             name: GroupName::WORLD,
+            is_dependent: false,
         }
     }
 
@@ -54,6 +65,13 @@ impl Group {
     pub(crate) fn named(mut self, name: GroupName) -> Self {
         self.instance = name.instance();
         self.name = name;
+        self
+    }
+
+    /// The same, which ends when `parent` does: what waits in it fails with that one's error.
+    pub(crate) fn depending_on(mut self, parent: &Self) -> Self {
+        self.client.depend(parent.name, self.name);
+        self.is_dependent = true;
         self
     }
 

@@ -50,7 +50,7 @@ impl Communicator {
         let name = self.group.name().child("collectives", members, number);
         let group = self.job.bootstrap.named_group(members, name)?;
         Ok(RankContext {
-            group: Arc::new(group),
+            group: Arc::new(group.depending_on(&self.group)),
             ..self.rank_context()
         })
     }

@@ -8,7 +8,7 @@ use crate::expected::{Case, Random};
 use std::sync::Arc;
 use std::time::Duration;
 use warplink::collective::{
-    Algorithm, BoundCall, Call, CollectiveKind, CollectiveOptions, CollectivePath,
+    Algorithm, BoundCall, Call, CollectiveKind, CollectiveOptions, CollectivePath, Message,
 };
 use warplink::device::{AllocationKind, Priority};
 use warplink::{Collectives, Communicator, Config, DType, DeviceKind, Error, ErrorKind};
@@ -517,4 +517,47 @@ fn memory_that_peers_cannot_map_is_bound_all_the_same() {
         comm.close().unwrap();
     });
     assert_all_ended_well(ended.as_deref());
+}
+
+/// A rank that waits for others to bind learns of it at once when these can do no more work, though none is lost.
+#[test]
+fn a_communicator_that_fails_ends_the_wait_for_those_that_bind() {
+    let ranks = world(3);
+    if ranks < 3 {
+        return;
+    }
+    let all = TimedBarrier::new(ranks);
+    threads_that_end(
+        ranks,
+        |config| config.timeout = Duration::from_secs(60),
+        |comm| {
+            let collectives = comm.collectives().unwrap();
+            let copied = copying(&comm);
+            let started = Stopwatch::start();
+            let failed = match comm.rank() {
+                0 => bind(&comm, &copied, 1000).map(drop),
+                rank => {
+                    let stream = comm.create_stream(Priority::Normal).unwrap();
+                    let memory = comm.device().allocate(64, AllocationKind::Plain).unwrap();
+                    let part = memory.slice(0..8 * rank).unwrap();
+                    let message = match rank {
+                        1 => Message::send(2, &part),
+                        _ => Message::receive(1, &part),
+                    };
+                    collectives.send_receive(&[message], &stream).unwrap();
+                    comm.synchronize(&stream)
+                }
+            };
+            let error = failed.unwrap_err();
+            let expected = if comm.rank() == 0 {
+                ErrorKind::PeerFailed
+            } else {
+                ErrorKind::Mismatch
+            };
+            assert_eq!(error.kind(), expected, "{error}");
+            assert!(started.elapsed() < SOON, "{error}");
+            all.wait();
+            comm.abort("the test is over");
+        },
+    );
 }
