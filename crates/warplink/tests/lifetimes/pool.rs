@@ -118,7 +118,12 @@ fn trimming_gives_back_what_is_kept_here_and_unmaps_it_at_peers() {
             assert_eq!(comm.pooled_allocations_and_bytes(), (1, BYTES as u64));
             comm.trim(comm.deadline()).unwrap();
             assert_eq!(comm.pooled_allocations_and_bytes(), (0, 0));
-            assert_eq!(shared_mappings(), before);
+            // The thread that the peer's answer came to may be unmapping it still.
+            eventually(
+                "what was given back is still mapped",
+                || shared_mappings() == before,
+                || format!("{before}, now {}", shared_mappings()),
+            );
             assert_ne!(first, 0);
         }
         comm.barrier().unwrap();
