@@ -62,8 +62,8 @@ fn cases(counts: &[usize]) -> Vec<Case> {
 }
 
 #[test]
-fn copies_are_right_for_every_number_of_ranks() {
-    for ranks in (2..=8).map(world) {
+fn copies_are_right_for_few_and_many_ranks() {
+    for ranks in [2, 3, 5, 8].map(world) {
         threads_with(ranks, delayed, |comm| {
             let collectives = copying(comm);
             let streams = [Priority::Normal, Priority::High]
