@@ -102,7 +102,7 @@ impl Region {
 
     /// Ends the registration and waits up to `timeout` seconds until no peer maps the memory. Nothing
     /// else may hold the registration. Does nothing the second time. Raises InvalidArgumentError where something holds it,
-    /// and for a timeout that is no number of seconds; TimeoutError, with the peer, where one still uses the memory.
+    /// and for a timeout that is not a valid number of seconds; TimeoutError, with the peer, where one still uses the memory.
     #[pyo3(signature = (timeout=60.0))]
     fn close(&self, py: Python<'_>, timeout: f64) -> PyResult<()> {
         let limit = seconds(timeout)?;

@@ -72,7 +72,7 @@ pub(super) struct State {
     /// Why groups cannot be used: their members made them differently, or one of them failed.
     ended_groups: Vec<(GroupName, Error)>,
     /// Groups, and those that cannot be used once these cannot.
-    dependents: Vec<(GroupName, GroupName)>,
+    pub(super) dependents: Vec<(GroupName, GroupName)>,
     /// Why there is no store any more, or that this rank has left it.
     pub(super) over: Option<Error>,
 }
@@ -382,25 +382,13 @@ impl Client {
         self.health.fail_group(group, &error);
     }
 
-    /// Has `group` end with `parent`, until it is forgotten.
-    pub(super) fn depend(&self, parent: GroupName, group: GroupName) {
-        lock(&self.state).dependents.push((parent, group));
-    }
-
-    /// A group that ended with another is no more.
-    pub(super) fn forget(&self, group: GroupName) {
-        let mut state = lock(&self.state);
-        state.dependents.retain(|(_, one)| *one != group);
-    }
-
     /// Ends what waits in `group` and in those that depend on it with `error`, now and later.
     fn end_group(&self, group: GroupName, error: &Error) {
         let mut state = lock(&self.state);
         let link = state.open_link();
-        let dependents = state.dependents.iter();
-        let dependents = dependents.filter(|(parent, _)| *parent == group);
-        let mut names: Vec<GroupName> = dependents.map(|(_, one)| *one).collect();
-        names.push(group);
+        let mut names = vec![group];
+        let pairs = state.dependents.iter();
+        names.extend(pairs.filter_map(|(parent, one)| (*parent == group).then_some(*one)));
         let ended = names.iter().map(|name| (*name, error.clone()));
         state.ended_groups.extend(ended);
         state.calls.retain(|&id, call| {

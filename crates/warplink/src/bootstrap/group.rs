@@ -6,6 +6,7 @@ use super::message::{Bytes, GatherId, Purpose, Reply, Request};
 use super::store::wire_ranks;
 use crate::deadline::Deadline;
 use crate::error::{Error, ErrorKind, Rank, Result};
+use crate::sync::lock;
 use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -32,7 +33,8 @@ pub struct Group {
 impl Drop for Group {
     fn drop(&mut self) {
         if self.is_dependent {
-            self.client.forget(self.name);
+            let mut state = lock(&self.client.state);
+            state.dependents.retain(|(_, group)| *group != self.name);
         }
     }
 }
@@ -70,7 +72,8 @@ impl Group {
 
     /// The same, which ends when `parent` does: what waits in it fails with that one's error.
     pub(crate) fn depending_on(mut self, parent: &Self) -> Self {
-        self.client.depend(parent.name, self.name);
+        let pair = (parent.name, self.name);
+        lock(&self.client.state).dependents.push(pair);
         self.is_dependent = true;
         self
     }

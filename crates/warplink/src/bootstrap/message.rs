@@ -14,7 +14,7 @@ pub(crate) const MAX_KEYS: usize = 1 << 16;
 /// The longest reason of an abort, in bytes.
 pub(crate) const MAX_REASON: usize = 4096;
 /// The longest question or answer of a rank to another, in bytes.
-pub(crate) const MAX_WORDS: usize = 4096;
+pub(crate) const MAX_STATED_BYTES: usize = 4096;
 /// The most ranks in a job.
 pub(crate) const MAX_WORLD: usize = 1 << 16;
 
@@ -392,9 +392,12 @@ impl Request {
                     ),
                 ))
             }
-            Self::Ask { words, .. } | Self::Say { words, .. } if words.0.len() > MAX_WORDS => {
+            Self::Ask { words, .. } | Self::Say { words, .. }
+                if words.0.len() > MAX_STATED_BYTES =>
+            {
                 let length = words.0.len();
-                let message = format!("a rank says {length} bytes; expected at most {MAX_WORDS}");
+                let message =
+                    format!("a rank says {length} bytes; expected at most {MAX_STATED_BYTES}");
                 Err(Refusal::new(RefusalKind::Invalid, message))
             }
             Self::Fail { members, .. } => check_ranks(members, world),

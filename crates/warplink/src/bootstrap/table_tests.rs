@@ -474,12 +474,12 @@ fn questions_and_answers_go_to_whom_they_are_for() {
         to,
         words: words(length),
     };
-    table.handle(1, 0, ask(&[0, 2], message::MAX_WORDS));
+    table.handle(1, 0, ask(&[0, 2], message::MAX_STATED_BYTES));
     let asked = || Event::Asked {
         group: [5; 16],
         number: 9,
         by: 1,
-        words: words(message::MAX_WORDS),
+        words: words(message::MAX_STATED_BYTES),
     };
     assert_eq!(told(&mut table), [(0, 0, asked()), (2, 0, asked())]);
     table.handle(2, 0, say(1, 3));
@@ -490,10 +490,10 @@ fn questions_and_answers_go_to_whom_they_are_for() {
     );
     // Refused: too long, for no rank, or for one again and again. Nobody is told.
     for refused in [
-        ask(&[0], message::MAX_WORDS + 1),
+        ask(&[0], message::MAX_STATED_BYTES + 1),
         ask(&[0; 4], 1),
         ask(&[0, 3], 1),
-        say(0, message::MAX_WORDS + 1),
+        say(0, message::MAX_STATED_BYTES + 1),
         say(3, 1),
     ] {
         table.handle(1, 0, refused);

@@ -4,6 +4,7 @@ use super::Collectives;
 use super::algorithm::{Algorithm, copies_in_place};
 use super::call::Call;
 use super::choice::Choice;
+use super::enqueue::Uses;
 use super::join::{Server, cannot_map};
 use super::launches::Overlap;
 use crate::device::{DeviceSlice, Stream};
@@ -30,6 +31,7 @@ struct Bound {
 enum Way {
     /// As those on any memory.
     Any {
+        uses: Uses,
         output: DeviceSlice,
         input: DeviceSlice,
     },
@@ -70,7 +72,11 @@ impl BoundCall {
             ..
         } = &*self.0;
         match way {
-            Way::Any { output, input } => collectives.enqueue(call, output, input, stream),
+            Way::Any {
+                uses,
+                output,
+                input,
+            } => collectives.enqueue_checked(call, *uses, (output, input), stream),
             Way::Copies(plan) => {
                 collectives.0.context.fault.check()?;
                 collectives.in_turn(call, stream, |is_recorded| {
@@ -140,8 +146,12 @@ impl Collectives {
             None => {
                 context.agree_on(self.prepare(&call))?;
                 let choice = direct.then(|| inner.machine.choose(&call)).transpose()?;
-                let (output, input) = (output.clone(), input.clone());
-                (choice, Way::Any { output, input })
+                let way = Way::Any {
+                    uses,
+                    output: output.clone(),
+                    input: input.clone(),
+                };
+                (choice, way)
             }
         };
         Ok(BoundCall(Arc::new(Bound {
@@ -160,10 +170,8 @@ impl Collectives {
         told.push(u8::from(own == Overlap::Shared));
         let all = self.0.context.gather_in_step(&told)?;
         for (peer, theirs) in all.iter().enumerate() {
-            let theirs = theirs.chunks_exact(4);
-            let theirs =
-                theirs.map(|word| u32::from_le_bytes([word[0], word[1], word[2], word[3]]));
-            let theirs: Vec<u32> = theirs.collect();
+            let (theirs, _) = theirs.as_chunks::<4>();
+            let theirs: Vec<u32> = theirs.iter().copied().map(u32::from_le_bytes).collect();
             if theirs != words {
                 let text = Call::difference(&words, &theirs);
                 return Err(Error::new(ErrorKind::Mismatch, text)

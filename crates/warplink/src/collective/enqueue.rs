@@ -11,6 +11,7 @@ use crate::sync::lock;
 use std::ops::Range;
 
 /// What a rank does with the memory of a call.
+#[derive(Clone, Copy, Debug)]
 pub(super) struct Uses {
     reads: bool,
     writes: bool,
@@ -81,15 +82,24 @@ impl Collectives {
         input: &DeviceSlice,
         stream: &Stream,
     ) -> Result<()> {
-        let world = self.0.machine.world;
         let (call, uses) = self.uses(call, output, input)?;
-        let call = &call;
+        self.enqueue_checked(&call, uses, (output, input), stream)
+    }
+
+    /// The same, of a call that [`uses`](Self::uses) gave.
+    pub(super) fn enqueue_checked(
+        &self,
+        call: &Call,
+        uses: Uses,
+        (output, input): (&DeviceSlice, &DeviceSlice),
+        stream: &Stream,
+    ) -> Result<()> {
         if call.count == 0 {
             // Ranks meet all the same, so that one that calls something else is found.
             return self.launch(call, &[], Overlap::Apart, stream);
         }
         let scales = call.op.is_some_and(|op| op.factor().is_some());
-        if world == 1 && !scales {
+        if self.0.machine.world == 1 && !scales {
             self.0.context.fault.check()?;
             return self.in_turn(call, stream, |_| {
                 if output.address() == input.address() {

@@ -6,7 +6,7 @@ use super::call::Call;
 const KEPT: usize = 256;
 
 /// The most of them that it tells another.
-pub(super) const MOST_STATED: u64 = 240;
+pub(super) const MAX_STATED: u64 = 240;
 
 /// What a call says of itself ([`Call::engine_words`]).
 type Words = [u32; 4];
@@ -143,7 +143,7 @@ impl Record {
         };
         statement.last_recordings = end.recordings;
         statement.before = end.hash;
-        let count = count.min(MOST_STATED);
+        let count = count.min(MAX_STATED);
         for number in (last.saturating_sub(count) + 1..=last).rev() {
             let entry = self.entry(number);
             let Some(entry) = entry.filter(|entry| entry.recordings == end.recordings) else {

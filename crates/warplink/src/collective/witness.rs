@@ -5,7 +5,7 @@
 //! threads answer, whatever their programs do.
 
 use super::call::Call;
-use super::record::{Difference, MOST_STATED, Record, Statement};
+use super::record::{Difference, MAX_STATED, Record, Statement};
 use crate::bootstrap::{Group, Respondent};
 use crate::deadline::Deadline;
 use crate::device::Fault;
@@ -21,7 +21,7 @@ const INTERVAL: Duration = Duration::from_millis(100);
 const INTERVAL_PER_RANK: Duration = Duration::from_millis(1);
 
 /// The most ranks that a rank tells of its calls unasked, those that follow it.
-const MOST_TOLD: usize = 8;
+const MAX_TOLD: usize = 8;
 
 /// How many calls a rank asks with, and is told, unless calls before them differ.
 const ASKED: u64 = 16;
@@ -31,10 +31,10 @@ pub(super) const PATIENCE: Duration = Duration::from_secs(1);
 
 /// The most ranks that one asks, those that follow it, so that the store of a large job is not held up where all ranks
 /// ask at once.
-const MOST_ASKED: usize = 128;
+const MAX_ASKED: usize = 128;
 
 /// The most ranks that an error lists.
-const MOST_LISTED: usize = 8;
+const MAX_LISTED: usize = 8;
 
 /// This rank's calls, and what others say of theirs.
 pub(super) struct Witness {
@@ -129,7 +129,7 @@ impl Witness {
             state.told = Some((now, made));
             state.record.statement(made, made - told)
         };
-        let next = following(rank, world, MOST_TOLD);
+        let next = following(rank, world, MAX_TOLD);
         self.group.tell(&next, &statement.to_bytes());
         None
     }
@@ -157,7 +157,7 @@ impl Witness {
         if own.made == 0 {
             return Answered::Nothing;
         }
-        let asked = following(rank, world, MOST_ASKED);
+        let asked = following(rank, world, MAX_ASKED);
         let answers = self.group.ask(&asked, &own.to_bytes(), deadline);
         let read = |(peer, words): &(Rank, Vec<u8>)| Some((*peer, Statement::from_bytes(words)?));
         let answers: BTreeMap<Rank, Statement> = answers.iter().filter_map(read).collect();
@@ -170,7 +170,7 @@ impl Witness {
         };
         // So that these find it too, however long ago the call was.
         let peers: Vec<Rank> = differences.iter().map(|(peer, _)| *peer).collect();
-        let own = state.record.statement(u64::MAX, MOST_STATED);
+        let own = state.record.statement(u64::MAX, MAX_STATED);
         drop(state);
         self.group.tell(&peers, &own.to_bytes());
         Answered::Mismatch(self.mismatch(*peer, difference))
@@ -205,7 +205,7 @@ impl Respondent for Witness {
         let mut state = lock(&self.state);
         // The one that asks says it, when it has found which call differs.
         let count = match state.record.difference(&theirs) {
-            Some(_) => MOST_STATED,
+            Some(_) => MAX_STATED,
             None => ASKED,
         };
         let answer = state.record.statement(theirs.made, count);
@@ -239,7 +239,7 @@ fn following(rank: Rank, world: usize, most: usize) -> Vec<Rank> {
 fn missing(record: &Record, asked: &[Rank], answers: &BTreeMap<Rank, Statement>) -> Answered {
     let behind = || answers.iter().filter(|(_, told)| record.is_ahead_of(told));
     let listed = |ranks: Vec<String>| {
-        let more = ranks.len().saturating_sub(MOST_LISTED);
+        let more = ranks.len().saturating_sub(MAX_LISTED);
         let text = ranks[..ranks.len() - more].join(", ");
         match more {
             0 => text,

@@ -4,13 +4,13 @@ use crate::common::{
     Ranks, Stopwatch, TimedBarrier, assert_all_ended_well, assert_says, assert_survived, delays,
     kill_self, kind, share_gpus, threads, threads_that_end, threads_with, world,
 };
-use crate::expected::{Case, Random};
+use crate::expected::{Case, Made, Random};
 use std::sync::Arc;
 use std::time::Duration;
 use warplink::collective::{
     Algorithm, BoundCall, Call, CollectiveKind, CollectiveOptions, CollectivePath, Message,
 };
-use warplink::device::{AllocationKind, Priority};
+use warplink::device::{AllocationKind, Priority, Stream};
 use warplink::{Collectives, Communicator, Config, DType, DeviceKind, Error, ErrorKind};
 
 /// How soon a rank must have its error.
@@ -39,6 +39,21 @@ fn moved(kind: CollectiveKind, count: usize) -> Call {
         count,
         root: None,
     }
+}
+
+/// Runs calls by `enqueue` once on new inputs of each, and checks their outputs.
+fn round<C>(
+    comm: &Communicator,
+    all: &mut [(Made, C)],
+    stream: &Stream,
+    enqueue: impl Fn(&[(Made, C)]),
+) {
+    all.iter_mut().for_each(|(made, _)| made.renewed(comm));
+    comm.barrier().unwrap();
+    enqueue(all);
+    comm.synchronize(stream).unwrap();
+    all.iter().for_each(|(made, _)| made.check(comm));
+    comm.barrier().unwrap();
 }
 
 /// All-gathers, some in place, and all-to-alls.
@@ -122,21 +137,13 @@ fn bound_calls_may_be_captured_among_others() {
             }
             let graph = stream.end_capture().unwrap();
             for _ in 0..4 {
-                all.iter_mut().for_each(|(made, _)| made.renewed(comm));
-                comm.barrier().unwrap();
-                graph.launch(&stream).unwrap();
-                comm.synchronize(&stream).unwrap();
-                all.iter().for_each(|(made, _)| made.check(comm));
-                comm.barrier().unwrap();
+                round(comm, &mut all, &stream, |_| graph.launch(&stream).unwrap());
                 // And between its launches, one by one.
-                all.iter_mut().for_each(|(made, _)| made.renewed(comm));
-                comm.barrier().unwrap();
-                for (_, calls) in &all {
-                    calls[by].enqueue(&stream).unwrap();
-                }
-                comm.synchronize(&stream).unwrap();
-                all.iter().for_each(|(made, _)| made.check(comm));
-                comm.barrier().unwrap();
+                round(comm, &mut all, &stream, |all| {
+                    for (_, calls) in all {
+                        calls[by].enqueue(&stream).unwrap();
+                    }
+                });
             }
         }
     });
@@ -169,12 +176,9 @@ fn a_bound_call_may_be_in_several_graphs() {
             stream.end_capture().unwrap()
         });
         for number in [0, 0, 1, 0, 1, 1, 0] {
-            all.iter_mut().for_each(|(made, _)| made.renewed(comm));
-            comm.barrier().unwrap();
-            graphs[number].launch(&stream).unwrap();
-            comm.synchronize(&stream).unwrap();
-            all.iter().for_each(|(made, _)| made.check(comm));
-            comm.barrier().unwrap();
+            round(comm, &mut all, &stream, |_| {
+                graphs[number].launch(&stream).unwrap()
+            });
         }
     });
 }
