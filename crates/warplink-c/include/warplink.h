@@ -380,6 +380,8 @@ typedef struct {
     /// The only algorithm that is allowed on the direct path, such as "one-shot"; null to have one chosen for each
     /// call. docs/collectives.md lists them.
     const char *algorithm;
+    /// The most multiprocessors that a call takes on the direct path, at least 2; 0 for the fewest that are fast.
+    uint32_t multiprocessors;
 } warplink_collective_options;
 
 /// What does the collectives of all ranks. Zero is none.

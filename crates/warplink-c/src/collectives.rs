@@ -49,6 +49,8 @@ pub struct CollectiveOptions {
     /// The only algorithm that is allowed on the direct path, such as "one-shot"; null to have one chosen for each
     /// call. docs/collectives.md lists them.
     pub algorithm: *const c_char,
+    /// The most multiprocessors that a call takes on the direct path, at least 2; 0 for the fewest that are fast.
+    pub multiprocessors: u32,
 }
 
 /// How a call is done; texts are never freed.
@@ -249,6 +251,7 @@ pub extern "C" fn warplink_collective_options_default() -> CollectiveOptions {
         path: null(),
         communicator: std::ptr::null_mut(),
         algorithm: null(),
+        multiprocessors: 0,
     }
 }
 
@@ -294,6 +297,8 @@ pub unsafe extern "C" fn warplink_collectives_join(
             path,
             communicator,
             algorithm: algorithm.map(str::parse).transpose()?,
+            multiprocessors: (given.multiprocessors != 0).then_some(given.multiprocessors as usize),
+            ..warplink::collective::CollectiveOptions::default()
         };
         let nothing = job.communicator.device();
         let nothing = nothing.allocate(NOTHING, AllocationKind::Plain)?;

@@ -97,6 +97,7 @@ pub(crate) fn options(
     algorithm: Option<&str>,
     workspace_bytes: Option<usize>,
     communicator: Option<usize>,
+    multiprocessors: Option<usize>,
 ) -> PyResult<CollectiveOptions> {
     let path = match path {
         None => None,
@@ -124,5 +125,7 @@ pub(crate) fn options(
         workspace_bytes: workspace_bytes.unwrap_or(default.workspace_bytes),
         algorithm,
         path,
+        multiprocessors,
+        ..default
     })
 }

@@ -383,7 +383,8 @@ impl Communicator {
     /// `path` is the only one that is allowed: "direct", kernels that access the peers' memory, or "engine", the
     /// vendor's library; None takes the direct one where all ranks can map one another's memory and are not too
     /// many. `algorithm`, such as "one-shot", is the only one that the direct path may use, and `workspace_bytes` the
-    /// memory that it has on each rank. Without options, later calls give the same collectives again at once.
+    /// memory that it has on each rank. A call takes `multiprocessors` at most, at least 2, else the fewest that are fast.
+    /// Without options, later calls give the same collectives again at once.
     /// `communicator` is the address of a communicator of the vendor's library (`ncclComm_t` on GPUs) that the application
     /// has, of the same ranks in the same order: calls that go to the library use it instead of one made here. It stays
     /// the application's, which must not destroy it before nothing refers to these collectives and their streams are done;
@@ -391,7 +392,7 @@ impl Communicator {
     /// library that is loaded here, its calls block, and no other thread uses it meanwhile; another number than such an
     /// address crashes the process.
     /// Raises MismatchError where the options of the ranks differ, or the communicator has other ranks.
-    #[pyo3(signature = (*, path=None, algorithm=None, workspace_bytes=None, communicator=None))]
+    #[pyo3(signature = (*, path=None, algorithm=None, workspace_bytes=None, communicator=None, multiprocessors=None))]
     fn collectives(
         &self,
         py: Python<'_>,
@@ -399,9 +400,16 @@ impl Communicator {
         algorithm: Option<&str>,
         workspace_bytes: Option<usize>,
         communicator: Option<usize>,
+        multiprocessors: Option<usize>,
     ) -> PyResult<Collectives> {
         let inner = self.inner()?;
-        let options = collective_options::options(path, algorithm, workspace_bytes, communicator)?;
+        let options = collective_options::options(
+            path,
+            algorithm,
+            workspace_bytes,
+            communicator,
+            multiprocessors,
+        )?;
         let joined = py.detach(|| {
             let joined = if options == CollectiveOptions::default() {
                 inner.collectives()?

@@ -23,6 +23,7 @@ using namespace warplink;
 // Must match the host.
 constexpr u32 max_ranks = 8, max_messages = 64;
 constexpr u64 header_bytes = 64, any_units = ~0ull;
+constexpr u64 chunks = 4, least_chunk = 16 << 10;
 constexpr u64 receives = 1u << 8, tells = 1u << 9, wide = 1u << 10;
 
 struct Message {
@@ -119,7 +120,10 @@ struct End {
         const u64 all = message.count != 0 || units * unit < message.bytes ? units * unit : message.bytes;
         from = lane * each < all ? lane * each : all;
         to = all - from < each ? all : from + each;
-        step = at.chunk / unit * unit;
+        // Several chunks, so that one is copied out while the next one comes.
+        u64 piece = each / chunks < least_chunk ? least_chunk : each / chunks;
+        if (piece < unit) piece = unit;
+        step = (piece < at.chunk ? piece : at.chunk) / unit * unit;
     }
 
     // The count in device memory. What stands for an unknown one is none.

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Writes the hardware models that come with the library, next to this file.
+"""Writes the hardware models that estimates are compared with, next to this file.
 
-They hold figures that were measured on eight H200 one by one (docs/performance.md), a guess for any
-other GPU, and rough figures of a machine without one. Times of matrix multiplications come from a
+They hold figures that were measured on eight H200 one by one (docs/performance.md), and rough figures of a
+machine without a GPU. Times of matrix multiplications come from a
 formula here; a model that `warplink tune` has measured replaces these files. Where there is one of two
 H200, h200-2.json, that of eight takes from it what does not depend on their number.
 """
@@ -217,34 +217,6 @@ def with_measured(model):
     return model
 
 
-def generic_gpu():
-    """Figures between those of recent GPUs on NVLink and older ones: how they compare counts."""
-    model = h200()
-    model["name"] = "some GPU"
-    model["device"].update(model="", ranks=8, topology="unknown", multiprocessors=108)
-    model["source"] = {
-        "machine": "none",
-        "date": "2026-11-22",
-        "command": "models/generate.py",
-        "notes": "a guess for a GPU that nobody measured; run `warplink tune`",
-    }
-    model["uncertainty"] = 2.5
-    model["memory"].update(rate=2.0e12, sum_rate=2.0e12)
-    model["gemm"] = gpu_gemm(280e12, 20e12, 108, 3.0e-6, 2.0e12)
-    link = model["link"]
-    for name in ["put", "get"]:
-        slower = [[size, significant(time + size * (1 / 240e9 - 1 / 395e9))] for size, time in link[name]]
-        link[name] = slower
-    # Several blocks tell of their copies by additions in the peer's memory, which not every bus does.
-    link["kernels"] = {**link["kernels"], "limit": 256 * KIB, "store_blocks": [[256 * KIB, 1]]}
-    link["kernels_put"] = [point for point in link["kernels_put"] if point[0] <= 256 * KIB]
-    link["kernels_get"] = curve([(4 * KIB, 3.4), (16 * KIB, 3.6), (64 * KIB, 4.6), (256 * KIB, 9.7)])
-    link.update(put_ring=235e9, get_ring=225e9, put_rotated=230e9, get_rotated=215e9, stored=210e9)
-    for times in model["collectives"]:
-        times["times"] = [[size, significant(time * 1.65)] for size, time in times["times"]]
-    return model
-
-
 def host():
     sizes = [1, 16, 64, 256, 1024]
 
@@ -364,5 +336,5 @@ def host():
     }
 
 
-for name, make in [("h200-8", lambda: with_measured(h200())), ("generic-gpu", generic_gpu), ("host", host)]:
+for name, make in [("h200-8", lambda: with_measured(h200())), ("host", host)]:
     (HERE / f"{name}.json").write_text(json.dumps(make(), separators=(",", ":")) + "\n")

@@ -116,6 +116,7 @@ class Communicator:
         algorithm: str | None = None,
         workspace_bytes: int | None = None,
         communicator: int | None = None,
+        multiprocessors: int | None = None,
     ) -> Collectives: ...
     def watch(
         self, calls: Collectives | Turns, timeout: float, grace: float | None = None

@@ -24,8 +24,11 @@ fn machine(world: usize) -> Machine {
         packet_bytes: 64 << 10,
         plain_bytes: 128 << 10,
         most_lanes: 128,
+        forced_lanes: None,
+        forced_threads: None,
         forced: None,
         cube: None,
+        rates: [356e9, 334e9],
         estimates: Estimates::new(&shipped("h200-8").unwrap()).unwrap(),
     }
 }

@@ -10,15 +10,32 @@ use crate::program::expr::PART_UNIT;
 use crate::program::{Parameters, RankProgram, unroll};
 use crate::topology::CUBE_RANKS;
 
-/// The most data lanes of a launch.
-const MAX_LANES: usize = 128;
+/// How many lanes of a launch may move data. Programs list the same numbers, each with the lane that meets the other
+/// ranks: powers of two, and those that leave that lane room within a power of two.
+const LANES: [usize; 14] = [1, 2, 4, 7, 8, 15, 16, 31, 32, 63, 64, 95, 127, 128];
 
-/// The least and the most threads of a lane.
-const THREADS: [usize; 2] = [128, 1024];
+/// The threads that a lane may have, as programs list them.
+const THREADS: [usize; 4] = [128, 256, 512, 1024];
+const MOST_THREADS: usize = THREADS[THREADS.len() - 1];
 
-/// Bytes that a lane moves before another one is added, and bytes of each lane from which on it has the most threads.
-const LANE_BYTES: usize = 16 << 10;
-const BYTES_OF_MANY_THREADS: usize = 256 << 10;
+/// Bytes that a lane moves before another one is added, where it goes by chunks and where directly: more lanes meet
+/// more often, which costs some microseconds where memory is announced.
+const CHUNK_LANE_BYTES: usize = 16 << 10;
+const DIRECT_LANE_BYTES: usize = 128 << 10;
+
+/// Bytes per second that a lane adds to those of many that share a link, as they store at peers and load from them; more
+/// lanes take multiprocessors from others and gain less than 3 %. A lane alone is several times as fast (measured with
+/// scripts/device-sweep.sh, docs/performance.md).
+const LANE_STORES: f64 = 5e9;
+const LANE_LOADS: f64 = 9.5e9;
+
+/// Bytes from which on twice as many lanes gain those 3 %.
+const LONG: usize = 128 << 20;
+
+/// Threads of a lane; and of lanes that are so few that each has to do more, where it loads from peers.
+const USUAL_THREADS: usize = 512;
+const FEW_LANES: usize = 8;
+const FEW_LOADING_LANES: usize = 16;
 
 /// Of 64 parts of the data, how many lanes move while the copy engine starts, and the most lanes that do: what was fastest
 /// from 16 MiB on (docs/performance.md).
@@ -60,10 +77,15 @@ pub(super) struct Machine {
     pub(super) plain_bytes: usize,
     /// The most lanes that move data. Where ranks share a device, it has to have room for those of all.
     pub(super) most_lanes: usize,
+    /// How many lanes move data, and the threads of each, where options leave no choice.
+    pub(super) forced_lanes: Option<usize>,
+    pub(super) forced_threads: Option<usize>,
     /// The only algorithm that is allowed.
     pub(super) forced: Option<Algorithm>,
     /// The ranks at the positions of a hybrid cube mesh, if the links form one. [`Algorithm::Cube`] alone keeps to them.
     pub(super) cube: Option<[Rank; CUBE_RANKS]>,
+    /// Bytes per second that all lanes of a rank store at peers, and load from them.
+    pub(super) rates: [f64; 2],
     /// How long algorithms take.
     pub(super) estimates: Estimates,
 }
@@ -74,7 +96,7 @@ impl Machine {
     pub(super) fn most_lanes(multiprocessors: usize, ranks_per_device: usize) -> usize {
         (multiprocessors / ranks_per_device.max(1))
             .saturating_sub(1)
-            .clamp(1, MAX_LANES)
+            .clamp(1, LANES[LANES.len() - 1])
     }
 
     /// How `call` is done.
@@ -260,8 +282,8 @@ impl Machine {
             Room::Plain => self.chunks(algorithm, call),
             Room::Nothing => Choice {
                 algorithm,
-                lanes: round_down(self.most_lanes.clamp(1, EARLY_LANES)),
-                threads: THREADS[1],
+                lanes: self.lanes(EARLY_LANES, EARLY_LANES),
+                threads: self.threads(MOST_THREADS),
                 chunks: 1,
             },
         }
@@ -272,33 +294,49 @@ impl Machine {
             Algorithm::TwoShot => call.bytes() / self.world,
             _ => call.bytes(),
         };
-        let most = (self.kernels.packet_blocks as usize).clamp(1, self.most_lanes);
-        let least = (self.kernels.packet_threads as usize).clamp(THREADS[0], THREADS[1]);
-        let lanes = bytes.div_ceil(least * PACKET_BYTES);
-        let lanes = lanes.next_power_of_two().clamp(1, round_down(most));
-        let threads = bytes.div_ceil(lanes * PACKET_BYTES).next_power_of_two();
+        let least = (self.kernels.packet_threads as usize).clamp(THREADS[0], MOST_THREADS);
+        let wanted = bytes.div_ceil(least * PACKET_BYTES);
+        let lanes = self.lanes(wanted, self.kernels.packet_blocks as usize);
+        let threads = bytes.div_ceil(lanes * PACKET_BYTES);
         Choice {
             algorithm,
             lanes,
-            threads: threads.clamp(least.next_power_of_two(), THREADS[1]),
+            threads: self.threads(threads.max(least)),
             chunks: 1,
         }
     }
 
     pub(super) fn chunks(&self, algorithm: Algorithm, call: &Call) -> Choice {
         let bytes = call.bytes();
-        let most = self.kernels.store_blocks.iter();
-        let most = most.map(|(_, blocks)| *blocks as usize).max();
-        let most = most.unwrap_or(1).clamp(1, self.most_lanes);
-        let lanes = bytes.div_ceil(LANE_BYTES).next_power_of_two();
-        let mut lanes = lanes.clamp(1, round_down(most));
+        let [stored, loaded] = self.rates;
+        let direct = algorithm == Algorithm::Direct;
+        let most = if direct && call.kind.reduces() {
+            loaded / LANE_LOADS
+        } else {
+            stored / LANE_STORES
+        };
+        let most = if direct && bytes >= LONG {
+            2.0 * most
+        } else {
+            most
+        };
+        let each = if direct {
+            DIRECT_LANE_BYTES
+        } else {
+            CHUNK_LANE_BYTES
+        };
+        let mut lanes = self.lanes(bytes.div_ceil(each), most as usize);
         let room = |lanes: usize, chunks: usize| {
             let rows = lanes * algorithm.rows(call.kind, self.world, chunks);
             self.plain_bytes / call.dtype.size() / rows / CHUNK_UNIT * CHUNK_UNIT
         };
         // A small workspace has no room for chunks of many lanes.
         while lanes > 1 && room(lanes, usize::MAX) == 0 {
-            lanes /= 2;
+            lanes = LANES[..]
+                .iter()
+                .copied()
+                .rfind(|fewer| *fewer < lanes)
+                .unwrap_or(1);
         }
         let parts = match call.kind {
             CollectiveKind::AllReduce => part(call.count, self.world),
@@ -312,13 +350,38 @@ impl Machine {
         } else {
             piece.div_ceil(room(usize::MAX)).max(2)
         };
-        let many = bytes >= lanes * BYTES_OF_MANY_THREADS;
+        let loads = matches!(
+            call.kind,
+            CollectiveKind::ReduceScatter | CollectiveKind::Reduce
+        );
+        let few = if loads { FEW_LOADING_LANES } else { FEW_LANES };
+        let busy = direct && lanes <= few && bytes > few * each;
         Choice {
             algorithm,
             lanes,
-            threads: if many { THREADS[1] } else { THREADS[1] / 2 },
+            threads: self.threads(if busy { MOST_THREADS } else { USUAL_THREADS }),
             chunks,
         }
+    }
+
+    /// At least `wanted` lanes, as far as `most` and the options allow it.
+    fn lanes(&self, wanted: usize, most: usize) -> usize {
+        let most = most.min(self.most_lanes);
+        let (wanted, most) = match self.forced_lanes {
+            Some(forced) => (forced, forced.min(self.most_lanes)),
+            None => (wanted.min(most), most),
+        };
+        let allowed = LANES.into_iter().filter(|lanes| *lanes <= most);
+        let enough = allowed.clone().find(|lanes| *lanes >= wanted);
+        enough.or(allowed.last()).unwrap_or(1)
+    }
+
+    /// At least `wanted` threads of a lane, as far as options allow it.
+    fn threads(&self, wanted: usize) -> usize {
+        let wanted = self.forced_threads.unwrap_or(wanted);
+        let mut all = THREADS.into_iter();
+        all.find(|threads| *threads >= wanted)
+            .unwrap_or(MOST_THREADS)
     }
 
     /// The error of what the direct path does not do in a hybrid cube mesh.
@@ -368,11 +431,6 @@ fn packed(positions: &[Rank; CUBE_RANKS]) -> (i64, i64) {
 fn part(elements: usize, parts: usize) -> usize {
     let unit = PART_UNIT as usize;
     elements.div_ceil(unit * parts).saturating_mul(unit)
-}
-
-/// The largest power of two that is no larger.
-fn round_down(value: usize) -> usize {
-    1 << value.max(1).ilog2()
 }
 
 #[cfg(test)]

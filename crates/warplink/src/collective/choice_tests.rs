@@ -23,8 +23,11 @@ fn machine(model: &HardwareModel, world: usize) -> Machine {
         packet_bytes: 512 * KIB,
         plain_bytes: 4096 * KIB,
         most_lanes: 128,
+        forced_lanes: None,
+        forced_threads: None,
         forced: None,
         cube: None,
+        rates: [model.lanes().stored, model.lanes().loaded],
         estimates: Estimates::new(model).unwrap(),
     }
 }

@@ -12,10 +12,14 @@ use super::{
 use crate::device::InUse;
 use crate::device::Turns;
 use crate::error::{Error, ErrorKind, Rank, Result};
-use crate::program::cost::{DeviceDescription, HardwareModel};
+use crate::program::cost::HardwareModel;
 use crate::program::execute::RankContext;
 use crate::topology::{Topology, TopologyClass, rendezvous};
 use std::sync::{Arc, Mutex, OnceLock};
+
+/// Multiprocessors that calls leave to kernels of others by default, which may have to run beside them: NCCL's take up
+/// to 32, and one that has no room on a rank while it runs on another would wait for ever.
+const LEFT_TO_OTHERS: usize = 32;
 
 /// What does the calls.
 pub(super) enum Served {
@@ -78,7 +82,8 @@ impl Collectives {
         forced: Option<TopologyClass>,
     ) -> Result<Self> {
         let rank = context.rank();
-        let mut machine = context.agree_on(Self::machine(&context, options))?;
+        let model = context.hardware_model()?;
+        let mut machine = context.agree_on(Self::machine(&context, options, &model))?;
         let topology = topology(&context, forced)?;
         machine.cube = topology.as_ref().and_then(Topology::cube_positions);
         if machine.cube.is_some() {
@@ -90,7 +95,7 @@ impl Collectives {
         if let Some(peer) = all.iter().position(|other| other != told.as_bytes()) {
             return Err(Error::new(
                 ErrorKind::Mismatch,
-                "the ranks have other options or another hardware model; expected the same on all",
+                "the ranks have other options; expected the same on all",
             )
             .with_operation("join the collectives")
             .with_rank(rank)
@@ -119,7 +124,13 @@ impl Collectives {
         };
         let lines = match &path {
             Served::Direct(_) if machine.cube.is_none() => {
-                Some(Lines::join(&context, options.workspace_bytes / 2)?)
+                // Chunks that are long enough to hide the signals between them.
+                let factor = std::env::var("WARPLINK_X_FACTOR")
+                    .ok()
+                    .and_then(|v| v.parse().ok())
+                    .unwrap_or(2.0_f64);
+                let bytes = (options.workspace_bytes as f64 * factor) as usize;
+                Some(Lines::join(&context, bytes)?)
             }
             _ => None,
         };
@@ -193,7 +204,11 @@ impl Collectives {
         }
     }
 
-    fn machine(context: &RankContext, options: &CollectiveOptions) -> Result<Machine> {
+    fn machine(
+        context: &RankContext,
+        options: &CollectiveOptions,
+        model: &HardwareModel,
+    ) -> Result<Machine> {
         let world = context.world();
         if options.path == Some(CollectivePath::Direct) && world > MAX_DIRECT_RANKS {
             return Err(Error::new(
@@ -212,23 +227,35 @@ impl Collectives {
             .with_operation("join the collectives")
             .with_help("give the workspace more bytes"));
         }
-        let model = HardwareModel::find(&DeviceDescription::of(&*context.device), world)?;
+        if let Some(few @ (0 | 1)) = options.multiprocessors {
+            return Err(Error::invalid(format!(
+                "{few} multiprocessors; expected at least 2, one that moves data and one that meets the other ranks"
+            ))
+            .with_operation("join the collectives"));
+        }
         let (sharing, properties) = (context.ranks_per_device()?, context.device.properties());
-        let multiprocessors = match sharing {
+        let all = properties.multiprocessors;
+        let multiprocessors = match options.multiprocessors {
             // Lanes that are threads of the host need no room.
-            1 if properties.shared => usize::MAX,
-            _ => properties.multiprocessors,
+            _ if sharing == 1 && properties.shared => usize::MAX,
+            Some(most) => most.saturating_mul(sharing).min(all),
+            None => all.saturating_sub(LEFT_TO_OTHERS).max(all / 2),
         };
+        let lanes = model.lanes();
         // A fifth is for packets, of which half is data; each is in two halves by epoch.
         Ok(Machine {
             world,
             kernels: model.link.transfer_kernels(),
             packet_bytes: pages(options.workspace_bytes / 20),
             plain_bytes: pages(options.workspace_bytes / 5 * 2),
-            most_lanes: Machine::most_lanes(multiprocessors, sharing),
+            most_lanes: Machine::most_lanes(multiprocessors, sharing)
+                .min(options.multiprocessors.map_or(usize::MAX, |most| most - 1)),
+            rates: [lanes.stored, lanes.loaded],
+            forced_lanes: options.lanes,
+            forced_threads: options.threads,
             forced: options.algorithm,
             cube: None,
-            estimates: Estimates::new(&model)?,
+            estimates: Estimates::new(model)?,
         })
     }
 }

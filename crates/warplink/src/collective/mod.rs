@@ -92,6 +92,14 @@ pub struct CollectiveOptions {
     pub workspace_bytes: usize,
     /// The only algorithm that is allowed on the direct path; where there is none, the hardware model chooses.
     pub algorithm: Option<Algorithm>,
+    /// The most multiprocessors that a call takes on the direct path, at least 2; where there is none, as many as the
+    /// hardware model finds the fewest that are fast. For calls beside kernels that must not be held up.
+    pub multiprocessors: Option<usize>,
+    /// How many lanes (blocks) move data in a launch, and the threads of each, instead of those that the hardware model
+    /// finds fast: the least number that there are programs for and that is no smaller. To measure with.
+    pub lanes: Option<usize>,
+    /// See [`lanes`](Self::lanes).
+    pub threads: Option<usize>,
     /// The only path that is allowed. Where there is none, it is the direct one, unless there are more than
     /// [`MAX_DIRECT_RANKS`] ranks or one cannot map the memory of another. In a hybrid cube mesh, the direct one does what
     /// its links serve, and the other the rest.
@@ -106,6 +114,9 @@ impl Default for CollectiveOptions {
         Self {
             workspace_bytes: DEFAULT_WORKSPACE_BYTES,
             algorithm: None,
+            multiprocessors: None,
+            lanes: None,
+            threads: None,
             path: None,
             communicator: None,
         }

@@ -120,7 +120,7 @@ impl Communicator {
         let (described, world) = (job.device.clone(), group.world());
         let (memory, all) = (job.memory.clone(), job.bootstrap.world());
         let paths = PathModel::new(move || {
-            let model = HardwareModel::find(&DeviceDescription::of(&*described), world)?;
+            let (model, _) = HardwareModel::find(&DeviceDescription::of(&*described), world)?;
             // Ranks of other communicators transfer at the same time.
             let all: Vec<_> = (0..all).collect();
             let sharing = memory.ranks_per_device(&all)?;

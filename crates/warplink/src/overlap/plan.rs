@@ -51,6 +51,8 @@ impl OverlapPlan {
         tensors: Result<Vec<Bound>>,
     ) -> Result<Self> {
         let outer = options.outer;
+        // Before anything can fail on one rank alone, since ranks agree on it.
+        let agreed = executor.hardware_model();
         let local = || {
             if outer == 0 {
                 return Err(Error::invalid("outer is 0; expected at least 1"));
@@ -60,7 +62,7 @@ impl OverlapPlan {
             let parts = parts.collect::<Result<Vec<_>>>()?;
             let model = match &options.model {
                 Some(model) => model.clone(),
-                None => executor.hardware_model()?.clone(),
+                None => agreed?.clone(),
             };
             let choice = choose_first(executor, problem, options, &model)?;
             Ok((choice, tensors, parts, model))

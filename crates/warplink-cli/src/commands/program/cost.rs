@@ -117,10 +117,8 @@ impl Cost {
         }
         let device = device::open(&DeviceConfig::new(options.device(), 0))
             .context("open the device whose model is wanted; or give --model")?;
-        Ok(HardwareModel::find(
-            &DeviceDescription::of(&*device),
-            world,
-        )?)
+        let (model, _) = HardwareModel::find(&DeviceDescription::of(&*device), world)?;
+        Ok(model)
     }
 }
 

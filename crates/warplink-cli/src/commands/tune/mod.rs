@@ -100,7 +100,7 @@ impl Tune {
             self.check(comm.device().kind(), comm.world())?;
             let description = DeviceDescription::of(&**comm.device());
             // What cannot be measured stays as it is known or guessed.
-            let assumed = HardwareModel::find(&description, comm.world())?;
+            let (assumed, _) = HardwareModel::find(&description, comm.world())?;
             let model = rounded(&self.measure(comm, &assumed)?)?;
             if comm.rank() == 0 {
                 let path = self.path(&model)?;

@@ -2,7 +2,7 @@
 
 use super::Shape;
 use super::difference::{ANY_UNITS, difference};
-use super::table::{Decoded, HEADER_BYTES, decode};
+use super::table::{CHUNKS, Decoded, HEADER_BYTES, LEAST_CHUNK, decode};
 use crate::device::{Block, DeviceSlice, Fault};
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::p2p::Direction;
@@ -278,7 +278,9 @@ impl End<'_> {
             None => self.message.bytes.min(units * unit),
         };
         let from = all.min(self.lane * each);
-        let step = self.ends.shape.chunk / unit * unit;
+        // Several chunks, so that one is copied out while the next one comes.
+        let piece = (each / CHUNKS).max(LEAST_CHUNK).max(unit);
+        let step = piece.min(self.ends.shape.chunk) / unit * unit;
         (from..all.min(from + each), step)
     }
 

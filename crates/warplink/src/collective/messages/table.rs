@@ -12,6 +12,10 @@ pub(super) const MAX_MESSAGES: usize = 64;
 /// Bytes of what an end states of a message.
 pub(super) const HEADER_BYTES: usize = 64;
 
+/// Into how many chunks a lane cuts what it moves, as far as these have room and are no shorter than that.
+pub(super) const CHUNKS: usize = 4;
+pub(super) const LEAST_CHUNK: usize = 16 << 10;
+
 /// Words before the messages, and of each message.
 const FIXED_WORDS: usize = 2 * MAX_DIRECT_RANKS + 8;
 const MESSAGE_WORDS: usize = 6;

@@ -79,10 +79,8 @@ impl Device for CudaDevice {
     fn properties(&self) -> DeviceProperties {
         let kernel = self.gpu.transfer_kernel.get().and_then(Option::as_ref);
         DeviceProperties {
-            model: self.gpu.capabilities.name.clone(),
-            multiprocessors: self.gpu.capabilities.multiprocessors as usize,
-            shared: false,
             kernel_copies: kernel.is_some(),
+            ..self.gpu.properties()
         }
     }
 

@@ -10,9 +10,10 @@ use super::memory::block_pool::{Block, BlockPool};
 use super::memory::reaper::Reaper;
 use super::memory::staging::Staging;
 use super::nccl::watch::Watched;
+use super::properties;
 use super::stream::memory_ops;
 use super::stream::signals::Signals;
-use crate::device::Fault;
+use crate::device::{DeviceProperties, Fault};
 use crate::error::Result;
 use cudarc::driver::sys::CUdevice_attribute_enum;
 use std::fmt;
@@ -40,6 +41,8 @@ pub(super) struct Gpu {
     pub(super) transfer_kernel: OnceLock<Option<TransferKernel>>,
     /// Whether the driver records writes and waits into graphs; found out when the GPU is opened.
     captures_memory_ops: OnceLock<bool>,
+    /// Asked for once, since NVML takes milliseconds to start.
+    properties: OnceLock<DeviceProperties>,
 }
 
 impl Gpu {
@@ -69,7 +72,17 @@ impl Gpu {
             collectives: Watched::default(),
             transfer_kernel: OnceLock::new(),
             captures_memory_ops: OnceLock::new(),
+            properties: OnceLock::new(),
         }))
+    }
+
+    /// What the driver and NVML say about the GPU.
+    pub(super) fn properties(&self) -> DeviceProperties {
+        let properties = self.properties.get_or_init(|| {
+            let attribute = |which| self.context.driver.attribute(self.context.device, which);
+            properties::of(&self.capabilities, &attribute)
+        });
+        properties.clone()
     }
 
     /// Finds out, with a live word at `address`, what [`captures_memory_ops`](Self::captures_memory_ops)

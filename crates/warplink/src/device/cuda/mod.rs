@@ -33,6 +33,7 @@ mod kernels;
 mod memory;
 mod nccl;
 mod nvml;
+mod properties;
 mod stream;
 
 pub use super::library::{LibraryReport, libraries};

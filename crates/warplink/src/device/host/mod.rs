@@ -81,6 +81,14 @@ impl HostDevice {
     }
 }
 
+/// The name of the processors, empty where the system does not say.
+fn processor_name() -> String {
+    let text = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+    let mut lines = text.lines().filter_map(|line| line.split_once(':'));
+    let name = lines.find(|(key, _)| key.trim() == "model name");
+    name.map_or_else(String::new, |(_, name)| name.trim().to_owned())
+}
+
 /// Fails unless `slice` is the host device's.
 fn check_kind(slice: &DeviceSlice) -> Result<()> {
     if slice.kind() == DeviceKind::Host {
@@ -140,7 +148,13 @@ impl Device for HostDevice {
     fn properties(&self) -> DeviceProperties {
         DeviceProperties {
             model: "host".to_owned(),
+            version: processor_name(),
             multiprocessors: self.threads,
+            clock: 0.0,
+            products: [0.0; 2],
+            memory_rate: 0.0,
+            link_rate: 0.0,
+            linked: true,
             shared: true,
             kernel_copies: true,
         }

@@ -1,8 +1,9 @@
-//! Which model describes a device: one that a user measured, a shipped one, or a guess.
+//! Which model describes a device: one that a user measured, or what follows from what the device says of itself.
 
-use super::model::HardwareModel;
-use crate::device::Device;
-use crate::error::{Error, ErrorKind, Result};
+use super::figures::Figures;
+use super::model::{HardwareModel, Source};
+use crate::device::{Device, DeviceKind, DeviceProperties};
+use crate::error::{Error, Result};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 
@@ -12,117 +13,107 @@ pub const MODEL_VARIABLE: &str = "WARPLINK_MODEL";
 /// Where caches are, when they are not where such things usually are.
 const CACHE_VARIABLE: &str = "WARPLINK_CACHE_DIR";
 
-/// The models that come with the library. Those that name no device are guesses for all of their
-/// kind.
-const SHIPPED: [(&str, &str); 4] = [
+/// Models of known machines, to compare estimates with. Where they are not asked for by name, nothing follows them.
+const SHIPPED: [(&str, &str); 3] = [
     ("h200-8", include_str!("../../../models/h200-8.json")),
     ("h200-2", include_str!("../../../models/h200-2.json")),
-    (
-        "generic-gpu",
-        include_str!("../../../models/generic-gpu.json"),
-    ),
     ("host", include_str!("../../../models/host.json")),
 ];
 
 /// What tells which model describes a device.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct DeviceDescription {
-    /// Its kind, as [`DeviceKind`](crate::device::DeviceKind) is printed.
-    pub kind: String,
-    /// Its model, the same for all devices that are built alike.
-    pub model: String,
-    /// Its multiprocessors, or threads of processors.
-    pub multiprocessors: usize,
+    /// Its kind.
+    pub kind: DeviceKind,
+    /// What it says of itself.
+    pub properties: DeviceProperties,
 }
 
 impl DeviceDescription {
     /// That of `device`.
     pub fn of(device: &dyn Device) -> Self {
-        let properties = device.properties();
         Self {
-            kind: device.kind().to_string(),
-            model: properties.model,
-            multiprocessors: properties.multiprocessors,
+            kind: device.kind(),
+            properties: device.properties(),
         }
     }
 }
 
+/// Where a model comes from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Origin {
+    /// The file that `WARPLINK_MODEL` names.
+    Named,
+    /// What `warplink tune` measured.
+    Tuned,
+    /// What the device says of itself.
+    Derived,
+}
+
 impl HardwareModel {
-    /// The model for `world` ranks on such devices: the file that `WARPLINK_MODEL` names; else, of
-    /// the models in [`directory`], then of the shipped ones that name the device, the one measured
-    /// on the nearest number of ranks; else a guess for any device of its kind.
+    /// The model for `world` ranks on such devices: the file that `WARPLINK_MODEL` names; else, of the models in
+    /// [`directory`] that name the device, the one measured on the nearest number of ranks; else what follows from what
+    /// the device says of itself ([`derived`](Self::derived)).
     ///
-    /// Ranks that read different files may come to different choices: give all of them the same.
+    /// Ranks that read different files come to different models; where ranks have to choose alike, they agree on one
+    /// ([`Executor::hardware_model`](crate::program::Executor::hardware_model)).
     ///
     /// # Errors
-    /// [`ErrorKind::Io`] or [`ErrorKind::Parse`] for a
-    /// named file that cannot be read, and [`ErrorKind::Unsupported`]
-    /// where there is no model at all for such a device. A file of the directory that cannot be read
-    /// is passed over with a warning.
-    pub fn find(device: &DeviceDescription, world: usize) -> Result<Arc<Self>> {
+    /// [`ErrorKind::Io`](crate::ErrorKind::Io) or [`ErrorKind::Parse`](crate::ErrorKind::Parse) for a
+    /// named file that cannot be read. A file of the directory that cannot be read is passed over with a warning.
+    pub fn find(device: &DeviceDescription, world: usize) -> Result<(Arc<Self>, Origin)> {
         if let Some(path) = std::env::var_os(MODEL_VARIABLE).filter(|path| !path.is_empty()) {
             let read = Self::read(Path::new(&path)).map(Arc::new);
             let help = format!(
                 "let {MODEL_VARIABLE} name a model that `warplink tune` wrote, or unset it"
             );
-            return read.map_err(|error| error.with_help(help));
+            let read = read.map_err(|error| error.with_help(help))?;
+            return Ok((read, Origin::Named));
         }
         let measured = directory().map(|path| models_in(&path)).unwrap_or_default();
-        let known = nearest(&measured, device, world, true)
-            .or_else(|| nearest(all_shipped(), device, world, true));
-        if let Some(model) = known {
-            return Ok(model);
+        if let Some(model) = nearest(&measured, device, world) {
+            return Ok((model, Origin::Tuned));
         }
-        if let Some(guess) = nearest(all_shipped(), device, world, false) {
-            return Ok(Arc::new(guess.scaled_to(device.multiprocessors)));
+        let figures = Figures::expected(&device.properties);
+        let source = "what the driver says of the device; `warplink tune` measures it";
+        let model = Self::of_figures(device, &figures, world, source);
+        Ok((Arc::new(model), Origin::Derived))
+    }
+
+    /// The model that follows from figures, and `source`, which says where these come from.
+    pub(crate) fn of_figures(
+        device: &DeviceDescription,
+        figures: &Figures,
+        world: usize,
+        source: &str,
+    ) -> Self {
+        Self {
+            source: Source {
+                notes: source.to_owned(),
+                ..Source::default()
+            },
+            ..Self::derived(device.kind, &device.properties, figures, world)
         }
-        Err(Error::new(
-            ErrorKind::Unsupported,
-            format!(
-                "no hardware model describes devices of kind '{}'",
-                device.kind
-            ),
-        )
-        .with_device(device.model.clone())
-        .with_help("measure one with `warplink tune`"))
     }
 
     /// Reads the model in a file.
     ///
     /// # Errors
-    /// [`ErrorKind::Io`] where it cannot be read,
-    /// [`ErrorKind::Parse`] where it is not a model.
+    /// [`ErrorKind::Io`](crate::ErrorKind::Io) where it cannot be read,
+    /// [`ErrorKind::Parse`](crate::ErrorKind::Parse) where it is not a model.
     pub fn read(path: &Path) -> Result<Self> {
         let text = std::fs::read_to_string(path)
             .map_err(|error| Error::io(format!("read {}", path.display()), &error))?;
         Self::from_named(&path.display().to_string(), &text)
     }
 
-    /// A guess for a device with `multiprocessors`, from figures for another number of them.
-    fn scaled_to(&self, multiprocessors: usize) -> Self {
-        let mut model = self.clone();
-        let multiprocessors = multiprocessors.max(1);
-        let share = self.device.multiprocessors as f64 / multiprocessors as f64;
-        model.device.multiprocessors = multiprocessors;
-        model.memory.copy_occupancy = (self.memory.copy_occupancy * share).min(1.0);
-        if !self.device.shared {
-            model.memory.rate /= share;
-            model.memory.sum_rate /= share;
-            for grid in &mut model.gemm.grids {
-                grid.seconds
-                    .iter_mut()
-                    .for_each(|seconds| *seconds *= share);
-            }
-        }
-        model
-    }
-
-    /// Whether it describes such devices. With `named` it must name them; else it must be a guess.
-    fn describes(&self, device: &DeviceDescription, named: bool) -> bool {
+    /// Whether it was measured on such devices.
+    fn describes(&self, device: &DeviceDescription) -> bool {
         let model = &self.device.model;
-        self.device.kind == device.kind
-            && model.is_empty() != named
-            && device.model.to_lowercase().contains(&model.to_lowercase())
+        let named = device.properties.model.to_lowercase();
+        self.device.kind == device.kind.to_string()
+            && !model.is_empty()
+            && named.contains(&model.to_lowercase())
     }
 }
 
@@ -194,23 +185,32 @@ fn nearest(
     models: &[Arc<HardwareModel>],
     device: &DeviceDescription,
     world: usize,
-    named: bool,
 ) -> Option<Arc<HardwareModel>> {
     let distance = |model: &&Arc<HardwareModel>| model.device.ranks.abs_diff(world);
-    let fitting = models.iter().filter(|model| model.describes(device, named));
+    let fitting = models.iter().filter(|model| model.describes(device));
     fitting.min_by_key(distance).cloned()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::dtype::DType;
+    use crate::error::ErrorKind;
 
-    fn device(kind: &str, model: &str) -> DeviceDescription {
+    fn device(model: &str) -> DeviceDescription {
         DeviceDescription {
-            kind: kind.to_owned(),
-            model: model.to_owned(),
-            multiprocessors: 100,
+            kind: DeviceKind::Cuda,
+            properties: DeviceProperties {
+                model: model.to_owned(),
+                version: String::new(),
+                multiprocessors: 100,
+                clock: 0.0,
+                products: [0.0; 2],
+                memory_rate: 0.0,
+                link_rate: 0.0,
+                linked: false,
+                shared: false,
+                kernel_copies: true,
+            },
         }
     }
 
@@ -220,20 +220,10 @@ mod tests {
     }
 
     #[test]
-    fn a_model_that_names_the_device_goes_before_a_guess() {
-        let of = |text: &str, named| nearest(all_shipped(), &device("cuda", text), 4, named);
-        let known = "NVIDIA H200";
-        assert!(of(known, true).unwrap().name.contains("H200"));
-        assert!(of("something new", true).is_none());
-        assert!(of("something new", false).is_some());
-    }
-
-    #[test]
-    fn a_guess_follows_the_number_of_multiprocessors() {
-        let guess = shipped("generic-gpu").unwrap();
-        let half = guess.scaled_to(guess.device.multiprocessors / 2);
-        let seconds = |model: &HardwareModel| model.gemm.seconds(DType::BF16, 4096, 4096, 4096);
-        assert!((seconds(&half) / seconds(&guess) - 2.0).abs() < 1e-9);
+    fn a_model_is_for_the_devices_that_it_names() {
+        let of = |text: &str| nearest(all_shipped(), &device(text), 4);
+        assert!(of("NVIDIA H200").unwrap().name.contains("H200"));
+        assert!(of("something new").is_none());
     }
 
     #[test]
@@ -244,9 +234,9 @@ mod tests {
             Arc::new(model)
         };
         let models = [of_ranks(2), of_ranks(8)];
-        let device = device("cuda", "NVIDIA H200");
+        let device = device("NVIDIA H200");
         for (world, ranks) in [(1, 2), (2, 2), (4, 2), (6, 8), (64, 8)] {
-            let model = nearest(&models, &device, world, true).unwrap();
+            let model = nearest(&models, &device, world).unwrap();
             assert_eq!(model.device.ranks, ranks, "{world}");
         }
     }

@@ -17,6 +17,7 @@
 //! | [`curve`], [`gemm`], [`collective`] | measured times by size, and what lies between |
 //! | [`lanes`] | what lanes of kernel sections can do |
 //! | [`find`] | which model describes a device |
+//! | [`figures`], `derive`, `calibration` | the model of a machine that nobody tuned; figures that were measured there |
 //! | `link`, `symmetry` | which transfers belong together; whether all ranks do the same |
 //! | `build`, `operations`, `post` | from operations to steps of streams |
 //! | `launch`, `class`, `outline`, `section` | kernel sections: which lanes stand for all, and their steps |
@@ -48,10 +49,13 @@
 
 mod bound;
 mod build;
+pub(crate) mod calibration;
 mod class;
 pub mod collective;
 pub mod curve;
+mod derive;
 mod fields;
+pub mod figures;
 pub mod find;
 pub mod gemm;
 pub mod lanes;
@@ -71,7 +75,8 @@ mod step;
 mod symmetry;
 
 pub use bound::{Bound, Path};
-pub use find::DeviceDescription;
+pub use figures::Figures;
+pub use find::{DeviceDescription, Origin};
 pub use model::HardwareModel;
 pub use report::{Busy, Cost, Span};
 

@@ -53,7 +53,7 @@ pub struct HardwareModel {
 }
 
 /// Which devices a model describes.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct DeviceMatch {
     /// The kind of device, as [`DeviceKind`](crate::device::DeviceKind) is printed.
     pub kind: String,

@@ -19,6 +19,7 @@ mod context;
 mod kernel;
 mod lane;
 mod lane_times;
+mod machine;
 mod matmuls;
 mod memory;
 mod plan;
@@ -43,7 +44,7 @@ pub use trace::Trace;
 pub use trace_span::TraceSpan;
 pub(crate) use workspace::{Announced, SharedKernel, SharedWorkspace};
 
-use super::cost::{DeviceDescription, HardwareModel};
+use super::cost::HardwareModel;
 use super::ir::Program;
 use super::parameters::Parameters;
 use super::rank_program::RankProgram;
@@ -124,15 +125,17 @@ impl Executor {
         &*self.context.device
     }
 
-    /// The model of the machine, as [`HardwareModel::find`] finds it on the first call.
+    /// The model of the machine, the same on all ranks. On the first call, ranks agree on it, and measure a machine that
+    /// was never measured, which takes a fraction of a second: every rank makes it at the same time, and it blocks until
+    /// all have.
     ///
     /// # Errors
-    /// As that.
+    /// As [`HardwareModel::find`] on any rank, on all.
     pub fn hardware_model(&self) -> Result<&Arc<HardwareModel>> {
         if let Some(model) = self.model.get() {
             return Ok(model);
         }
-        let found = HardwareModel::find(&DeviceDescription::of(self.device()), self.world())?;
+        let found = self.context.hardware_model()?;
         Ok(self.model.get_or_init(|| found))
     }
 

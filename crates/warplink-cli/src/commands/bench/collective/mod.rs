@@ -71,6 +71,15 @@ pub(crate) struct Collective {
     /// The only algorithm that is allowed [default: chosen by size]
     #[arg(long, value_name = "NAME")]
     algorithm: Option<Algorithm>,
+    /// The most multiprocessors that a call of Warplink's takes
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(2..))]
+    multiprocessors: Option<u16>,
+    /// How many blocks move data in a call of Warplink's [default: chosen by size]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=128))]
+    lanes: Option<u16>,
+    /// How many threads each block has [default: chosen by size]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
+    threads: Option<u16>,
     /// Bind Warplink's calls to their memory before they are measured, so that the copy engine may do them
     #[arg(long)]
     bound: bool,
@@ -310,6 +319,9 @@ impl Collective {
         let largest = sizes.last().copied().unwrap_or(0);
         let options = CollectiveOptions {
             algorithm: self.algorithm,
+            multiprocessors: self.multiprocessors.map(usize::from),
+            lanes: self.lanes.map(usize::from),
+            threads: self.threads.map(usize::from),
             ..CollectiveOptions::default()
         };
         let rig = Rig::new(comm, what, largest, (&options, self.bound), &self.peers)?;

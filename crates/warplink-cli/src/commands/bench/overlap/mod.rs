@@ -253,7 +253,11 @@ impl Overlap {
             Some(link) => link * 1e9,
             None => {
                 let device = DeviceDescription::of(&**comm.device());
-                HardwareModel::find(&device, comm.world())?.link.put.peak()
+                HardwareModel::find(&device, comm.world())?
+                    .0
+                    .link
+                    .put
+                    .peak()
             }
         };
         let settings = Settings {

@@ -77,7 +77,10 @@ function_table! {
         nvmlDeviceGetNvLinkRemotePciInfo_v2(Handle, c_uint, *mut PciInfo) -> c_int;
         nvmlDeviceGetP2PStatus(Handle, Handle, c_int, *mut c_int) -> c_int;
     }
-    optional {}
+    optional {
+        nvmlDeviceGetMaxPcieLinkGeneration(Handle, *mut c_uint) -> c_int;
+        nvmlDeviceGetMaxPcieLinkWidth(Handle, *mut c_uint) -> c_int;
+    }
 }
 
 impl Nvml {

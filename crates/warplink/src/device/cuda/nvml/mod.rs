@@ -6,7 +6,7 @@ mod ffi;
 use self::ffi::{Handle, Nvml, PciInfo, code, p2p, remote};
 use crate::device::{DeviceLink, DeviceLinks, LinkEnd, PciAddress};
 use crate::error::Result;
-use std::ffi::c_uint;
+use std::ffi::{c_int, c_uint};
 
 /// More links than any GPU has, in case the library goes on for ever.
 const MAX_LINKS: c_uint = 64;
@@ -53,6 +53,19 @@ impl NvmlGpu {
             }
         }
         Ok(DeviceLinks { links })
+    }
+
+    /// Bytes per second that the bus takes in one direction; none where NVML does not say.
+    pub(super) fn bus_rate(&self) -> Option<f64> {
+        let ask = |function: Option<unsafe extern "C" fn(Handle, *mut c_uint) -> c_int>| {
+            let mut answer = 0;
+            // SAFETY: the handle is NVML's, and `answer` an output parameter for one integer.
+            let status = unsafe { function?(self.handle, &mut answer) };
+            (status == code::SUCCESS).then_some(answer)
+        };
+        let generation = ask(self.nvml.nvmlDeviceGetMaxPcieLinkGeneration)?;
+        let width = ask(self.nvml.nvmlDeviceGetMaxPcieLinkWidth)?;
+        Some(lane_rate(generation) * f64::from(width))
     }
 
     /// Whether this GPU reads and writes the memory of the one at `peer` by itself. False also where
@@ -133,6 +146,16 @@ fn version_of(number: c_uint) -> Option<(u8, u8)> {
     }
 }
 
+/// Bytes per second of a lane of PCI Express of a generation, from 2.5 GT/s on: with 8 bits in 10 up to the second, then
+/// 128 in 130. Newer generations than are known double it.
+fn lane_rate(generation: c_uint) -> f64 {
+    match generation {
+        0 | 1 => 0.25e9,
+        2 => 0.5e9,
+        3.. => 0.985e9 * f64::from(1 << (generation - 3).min(8)),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -152,6 +175,13 @@ mod tests {
                 error.to_string().contains("install the NVIDIA driver"),
                 "{error}"
             );
+        }
+    }
+
+    #[test]
+    fn rates_of_the_bus_follow_its_generation() {
+        for (generation, rate) in [(1, 0.25e9), (3, 0.985e9), (5, 3.94e9), (6, 7.88e9)] {
+            assert_eq!(lane_rate(generation), rate);
         }
     }
 

@@ -1,0 +1,110 @@
+//! What the driver and NVML say about a GPU's rates.
+
+use super::capabilities::Capabilities;
+use super::nvml::NvmlGpu;
+use crate::device::{DeviceLink, DeviceProperties, PciAddress};
+use cudarc::driver::sys::CUdevice_attribute_enum as Attribute;
+
+/// Those of a GPU, of which `attribute` tells an attribute.
+pub(super) fn of(
+    capabilities: &Capabilities,
+    attribute: &dyn Fn(Attribute) -> i32,
+) -> DeviceProperties {
+    let positive = |which| f64::from(attribute(which).max(0));
+    let clock = 1e3 * positive(Attribute::CU_DEVICE_ATTRIBUTE_CLOCK_RATE);
+    // Both edges of the clock carry a bit.
+    let memory_rate = 2e3
+        * positive(Attribute::CU_DEVICE_ATTRIBUTE_MEMORY_CLOCK_RATE)
+        * positive(Attribute::CU_DEVICE_ATTRIBUTE_GLOBAL_MEMORY_BUS_WIDTH)
+        / 8.0;
+    let all = clock * f64::from(capabilities.multiprocessors);
+    let products = operations(capabilities.compute_capability).map(|each| each * all);
+    let (link_rate, linked) = link_rate(attribute);
+    let (major, minor) = capabilities.driver_version;
+    DeviceProperties {
+        model: capabilities.name.clone(),
+        version: format!("CUDA {major}.{minor}"),
+        multiprocessors: capabilities.multiprocessors as usize,
+        clock,
+        products,
+        memory_rate,
+        link_rate,
+        linked,
+        shared: false,
+        kernel_copies: false,
+    }
+}
+
+/// Operations that a multiprocessor does in a cycle in products of 16-bit and of 32-bit floats, by architecture (the
+/// programming guide's table of arithmetic throughput, and the whitepapers). One that is not known counts as the newest
+/// that is.
+const fn operations((major, minor): (u32, u32)) -> [f64; 2] {
+    match (major, minor) {
+        (..=7, _) => [1024.0, 128.0],
+        (8, 0) => [2048.0, 128.0],
+        (8, _) | (12, _) => [1024.0, 256.0],
+        (9, _) => [4096.0, 256.0],
+        _ => [8192.0, 256.0],
+    }
+}
+
+/// Bytes per second to all peers in one direction, and whether that is by links.
+fn link_rate(attribute: &dyn Fn(Attribute) -> i32) -> (f64, bool) {
+    let address = || -> Option<PciAddress> {
+        Some(PciAddress {
+            domain: attribute(Attribute::CU_DEVICE_ATTRIBUTE_PCI_DOMAIN_ID)
+                .try_into()
+                .ok()?,
+            bus: attribute(Attribute::CU_DEVICE_ATTRIBUTE_PCI_BUS_ID)
+                .try_into()
+                .ok()?,
+            device: attribute(Attribute::CU_DEVICE_ATTRIBUTE_PCI_DEVICE_ID)
+                .try_into()
+                .ok()?,
+            function: 0,
+        })
+    };
+    let Some(nvml) = address().and_then(|address| NvmlGpu::open(address).ok()) else {
+        return (0.0, false);
+    };
+    let links = nvml.links().map(|links| links.links).unwrap_or_default();
+    let rate: f64 = links.iter().map(rate_of).sum();
+    if rate > 0.0 {
+        return (rate, true);
+    }
+    (nvml.bus_rate().unwrap_or(0.0), false)
+}
+
+/// Bytes per second of a link in one direction, by the version of NVLink. One that is not known counts as the newest
+/// that is.
+fn rate_of(link: &DeviceLink) -> f64 {
+    match link.version {
+        Some((1, _)) => 20e9,
+        Some((2..=4, _)) => 25e9,
+        _ => 50e9,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::device::LinkEnd;
+
+    #[test]
+    fn links_are_as_fast_as_their_version() {
+        for (version, rate) in [
+            (Some((1, 0)), 20e9),
+            (Some((2, 2)), 25e9),
+            (Some((4, 0)), 25e9),
+            (Some((5, 0)), 50e9),
+            (None, 50e9),
+        ] {
+            let link = DeviceLink {
+                number: 0,
+                version,
+                end: LinkEnd::Switch,
+            };
+            assert_eq!(rate_of(&link), rate, "{version:?}");
+        }
+    }
+}

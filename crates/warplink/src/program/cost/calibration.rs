@@ -1,0 +1,164 @@
+//! Figures that were measured on a machine, kept in a file for the next job there.
+
+use super::figures::Figures;
+use super::find;
+use crate::error::{Error, ErrorKind, Result};
+use serde::{Deserialize, Serialize};
+use sha2::{Digest, Sha256};
+use std::collections::HashMap;
+use std::fs::{self, File};
+use std::io::{Read, Write};
+use std::path::{Path, PathBuf};
+use std::sync::Mutex;
+
+use crate::sync::lock;
+
+/// The version of the file's format.
+const FORMAT: u32 = 1;
+
+/// More than such a file has.
+const MAX_BYTES: u64 = 64 << 10;
+
+/// What was measured in this process, where a file may not be written.
+static MEASURED: Mutex<Option<HashMap<String, Figures>>> = Mutex::new(None);
+
+#[derive(Debug, Serialize, Deserialize)]
+struct Calibration {
+    format: u32,
+    /// What tells the machine from others: every rank's device, its driver, its links.
+    machine: String,
+    figures: Figures,
+}
+
+/// The figures of the machine that `machine` tells from others, if it was measured. A file that does not fit is passed
+/// over with a warning.
+pub(crate) fn known(machine: &str) -> Option<Figures> {
+    if let Some(figures) = lock(&MEASURED).as_ref().and_then(|all| all.get(machine)) {
+        return Some(figures.clone());
+    }
+    let path = path(machine)?;
+    match read(&path, machine) {
+        Ok(figures) => figures,
+        Err(error) => {
+            tracing::warn!(%error, "the measurement of this machine is made anew");
+            None
+        }
+    }
+}
+
+/// Keeps figures for this process and later ones. Where they cannot be written, later ones measure again.
+pub(crate) fn keep(machine: &str, figures: &Figures) {
+    lock(&MEASURED)
+        .get_or_insert_default()
+        .insert(machine.to_owned(), figures.clone());
+    let Some(path) = path(machine) else { return };
+    if let Err(error) = write(&path, machine, figures) {
+        tracing::warn!(%error, "the measurement of this machine is not kept, and made again by the next job");
+    }
+}
+
+/// The file for a machine; none where there is no directory for caches.
+fn path(machine: &str) -> Option<PathBuf> {
+    let hash = Sha256::digest(machine);
+    let name: String = hash[..8].iter().map(|byte| format!("{byte:02x}")).collect();
+    Some(find::directory()?.join("calibrated").join(name + ".json"))
+}
+
+fn read(path: &Path, machine: &str) -> Result<Option<Figures>> {
+    let operation = || format!("read {}", path.display());
+    let io = |error: &std::io::Error| Error::io(operation(), error);
+    let metadata = match fs::metadata(path) {
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
+        metadata => metadata.map_err(|error| io(&error))?,
+    };
+    let wrong = |message: String| Error::new(ErrorKind::Parse, message).with_operation(operation());
+    if !metadata.is_file() || metadata.len() > MAX_BYTES {
+        return Err(wrong(format!(
+            "not a regular file of at most {MAX_BYTES} bytes"
+        )));
+    }
+    let mut text = String::new();
+    let file = File::open(path).map_err(|error| io(&error))?;
+    file.take(MAX_BYTES)
+        .read_to_string(&mut text)
+        .map_err(|error| io(&error))?;
+    let read: Calibration =
+        serde_json::from_str(&text).map_err(|error| wrong(error.to_string()))?;
+    if read.format != FORMAT || read.machine != machine {
+        return Err(wrong(
+            "it is of another version or machine than its name says".to_owned(),
+        ));
+    }
+    read.figures.check()?;
+    Ok(Some(read.figures))
+}
+
+/// Writes under another name first, so that nobody reads half of it.
+fn write(path: &Path, machine: &str, figures: &Figures) -> Result<()> {
+    let calibration = Calibration {
+        format: FORMAT,
+        machine: machine.to_owned(),
+        figures: figures.clone(),
+    };
+    let text = serde_json::to_string(&calibration)
+        .map_err(|error| Error::new(ErrorKind::Internal, error.to_string()))?;
+    let io = |error: std::io::Error| Error::io(format!("write {}", path.display()), &error);
+    if let Some(directory) = path.parent() {
+        fs::create_dir_all(directory).map_err(io)?;
+    }
+    let partial = path.with_extension(format!("{}.partial", std::process::id()));
+    let written = File::create(&partial).and_then(|mut file| {
+        file.write_all(text.as_bytes())?;
+        fs::rename(&partial, path)
+    });
+    written.map_err(|error| {
+        // A full disk keeps the first part.
+        let _ = fs::remove_file(&partial);
+        io(error)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn figures() -> Figures {
+        Figures {
+            memory: 1e12,
+            put: 3e11,
+            stored: 3e11,
+            loaded: 3e11,
+            products: 5e14,
+            launch: 1e-6,
+        }
+    }
+
+    /// Each is measured anew instead of being taken.
+    #[test]
+    fn what_does_not_fit_is_refused() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("calibrated/one.json");
+        assert!(read(&path, "this").unwrap().is_none());
+        write(&path, "this", &figures()).unwrap();
+        assert_eq!(read(&path, "this").unwrap(), Some(figures()));
+        assert!(read(&path, "another").is_err());
+        let whole = fs::read_to_string(&path).unwrap();
+        for text in [
+            String::new(),
+            whole[..whole.len() / 2].to_owned(),
+            whole.replace("\"format\":1", "\"format\":2"),
+            whole.replace("1e-6", "-1"),
+            whole.replace("300000000000.0", "1e30"),
+            whole.clone() + &" ".repeat(MAX_BYTES as usize),
+        ] {
+            fs::write(&path, text).unwrap();
+            assert!(read(&path, "this").is_err());
+        }
+        fs::remove_file(&path).unwrap();
+        fs::create_dir(&path).unwrap();
+        assert!(read(&path, "this").is_err());
+        assert!(write(&path, "this", &figures()).is_err());
+        let left = fs::read_dir(path.parent().unwrap()).unwrap().count();
+        assert_eq!(left, 1, "something partial is left");
+    }
+}

@@ -1,0 +1,115 @@
+//! What a model of a machine that nobody tuned follows from: some rates, of which the device tells those that its parts
+//! are built for, and a short measurement those that are reached.
+
+use super::fields::refused;
+use crate::device::DeviceProperties;
+use crate::error::Result;
+use serde::{Deserialize, Serialize};
+
+/// The shares of what its parts are built for that a GPU reaches: of memory, products, the copy engine's puts over a
+/// link, stores and loads of kernels over it. Links lose to headers (a packet of 16 bytes for 128 of data) and
+/// loads to requests besides.
+const MEMORY: f64 = 0.85;
+const PRODUCTS: f64 = 0.7;
+const PUT: f64 = 0.87;
+const STORED: f64 = 0.79;
+const LOADED: f64 = 0.74;
+
+/// A GPU that does not say what it is built for: a slow one, so that nothing is chosen for its rate alone.
+const SOME_CLOCK: f64 = 1.4e9;
+const SOME_MEMORY: f64 = 1e12;
+const SOME_LINK: f64 = 25e9;
+
+/// Rates of a machine, in bytes and operations per second, and the time of a launch in seconds.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Figures {
+    /// Bytes read and written within a device's memory by a copy.
+    pub memory: f64,
+    /// Bytes that every rank puts to its neighbour by the copy engine, all ranks at once.
+    pub put: f64,
+    /// The same by stores of a kernel of many blocks.
+    pub stored: f64,
+    /// The same by loads of one from the neighbour.
+    pub loaded: f64,
+    /// Operations of a large product of matrices of 16-bit floats.
+    pub products: f64,
+    /// Seconds of a kernel that does next to nothing, one of many in a graph.
+    pub launch: f64,
+}
+
+impl Figures {
+    /// What is to be expected of a device, before anything is measured.
+    pub fn expected(device: &DeviceProperties) -> Self {
+        if device.shared {
+            // Of one processor of these years; a measurement says more.
+            return Self {
+                memory: 10e9,
+                put: 5e9,
+                stored: 5e9,
+                loaded: 5e9,
+                products: 30e9,
+                launch: 3e-6,
+            };
+        }
+        let or = |said: f64, some: f64| if said > 0.0 { said } else { some };
+        let memory = MEMORY * or(device.memory_rate, SOME_MEMORY);
+        let link = or(device.link_rate, SOME_LINK);
+        let clock = or(device.clock, SOME_CLOCK);
+        let all = 1024.0 * clock * device.multiprocessors.max(1) as f64;
+        Self {
+            memory,
+            put: PUT * link,
+            stored: STORED * link,
+            loaded: LOADED * link,
+            products: PRODUCTS * or(device.products[0], all),
+            launch: 1.4e-6,
+        }
+    }
+
+    /// Fails unless every figure can be.
+    pub fn check(&self) -> Result<()> {
+        for (name, rate) in [
+            ("memory", self.memory),
+            ("put", self.put),
+            ("stored", self.stored),
+            ("loaded", self.loaded),
+            ("products", self.products),
+        ] {
+            // Between a floppy disk's and more than anything will have.
+            if !(1e4..=1e18).contains(&rate) {
+                return Err(refused(name, rate, "a rate between 1e4 and 1e18 a second"));
+            }
+        }
+        if !(1e-9..=1.0).contains(&self.launch) {
+            return Err(refused("launch", self.launch, "between 1e-9 and 1 second"));
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Nothing that a device may leave out makes a figure that cannot be.
+    #[test]
+    fn every_device_has_figures() {
+        for shared in [false, true] {
+            for said in [0.0, 1e12] {
+                let device = DeviceProperties {
+                    model: String::new(),
+                    version: String::new(),
+                    multiprocessors: 0,
+                    clock: said / 1e3,
+                    products: [said; 2],
+                    memory_rate: said,
+                    link_rate: said,
+                    linked: false,
+                    shared,
+                    kernel_copies: false,
+                };
+                Figures::expected(&device).check().unwrap();
+            }
+        }
+    }
+}

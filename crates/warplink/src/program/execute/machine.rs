@@ -1,0 +1,365 @@
+//! Which model of the machine the ranks of a communicator use: the same on all, so that they choose alike.
+//!
+//! Ranks tell one another which model each found, and take rank 0's. Where that only says what the devices say of
+//! themselves, the ranks measure together what a choice depends on most, which takes some tens of milliseconds, once for a
+//! machine: rank 0 keeps the figures for later jobs (`cost/calibration.rs`).
+
+use super::RankContext;
+use crate::device::{
+    AllocationKind, Device, DeviceSlice, Event, KernelCopy, MatmulSpec, Priority, Stream, StreamOp,
+};
+use crate::dtype::DType;
+use crate::error::{Error, ErrorKind, Result};
+use crate::memory::{HANDLE_BYTES, Region, RemoteRegion};
+use crate::program::cost::{DeviceDescription, Figures, HardwareModel, Origin, calibration};
+use sha2::{Digest, Sha256};
+use std::sync::Arc;
+
+/// Bytes of what is copied, on devices of their own and where ranks share processors.
+const BYTES: usize = 32 << 20;
+const SHARED_BYTES: usize = 1 << 20;
+
+/// How often each figure is measured; the best counts, since only what disturbs changes it.
+const SAMPLES: usize = 4;
+
+/// Launches of a graph, and bytes that each copies.
+const LAUNCHES: usize = 16;
+const SHORT: usize = 64;
+
+/// Blocks of a kernel that copies to a peer.
+const BLOCKS: u32 = 64;
+
+/// The extent of the matrices that are multiplied where ranks share processors. Elsewhere the time of products follows
+/// the clock, and a library that multiplies takes longer to load than all else here.
+const EXTENT: usize = 192;
+
+/// What a rank says of itself: a hash of its model, and of what tells its device from others.
+const TOLD_BYTES: usize = 32;
+
+impl RankContext {
+    /// The model of the machine that all ranks use. Blocks until every rank has called it, and where this machine was
+    /// never measured, while it is.
+    ///
+    /// # Errors
+    /// Those of [`HardwareModel::find`] on any rank, on all.
+    pub(crate) fn hardware_model(&self) -> Result<Arc<HardwareModel>> {
+        let description = DeviceDescription::of(&*self.device);
+        let found = HardwareModel::find(&description, self.world());
+        let (own, origin) = self.agree_on(found)?;
+        let text = own.to_json()?;
+        let told = Told {
+            origin,
+            model: Sha256::digest(&text).into(),
+            device: identity(&*self.device, &description),
+        };
+        let all = self.gather_in_step(&told.encode())?;
+        let all: Vec<Told> = all
+            .iter()
+            .map(|bytes| Told::decode(bytes))
+            .collect::<Result<_>>()?;
+        let first = &all[0];
+        let mut model = own;
+        if all.iter().any(|other| other.model != first.model) {
+            // Everybody takes part, and only the first one's counts.
+            let texts = self.gather_in_step(text.as_bytes())?;
+            if told.model != first.model {
+                tracing::warn!(
+                    own = %model.name,
+                    "ranks have different hardware models; rank 0's is used on all"
+                );
+                let text = String::from_utf8_lossy(&texts[0]);
+                model = Arc::new(HardwareModel::from_json(&text)?);
+            }
+        }
+        if first.origin != Origin::Derived || !self.can_measure(&all)? {
+            return Ok(model);
+        }
+        let machine: Vec<&str> = all.iter().map(|told| &*told.device).collect();
+        let machine = machine.join("; ");
+        let known = (self.rank() == 0)
+            .then(|| calibration::known(&machine))
+            .flatten();
+        let known = self.gather_in_step(&encode(&known)?)?;
+        let figures = match decode(&known[0])? {
+            Some(figures) => figures,
+            None => {
+                let Some(figures) = self.measured(&description)? else {
+                    return Ok(model);
+                };
+                if self.rank() == 0 {
+                    calibration::keep(&machine, &figures);
+                }
+                figures
+            }
+        };
+        let source = "what the driver says of the device, and a short measurement; `warplink tune` refines it";
+        let world = self.world();
+        let model = HardwareModel::of_figures(&description, &figures, world, source);
+        tracing::debug!(model = %model.name, ?figures, "the machine's model");
+        Ok(Arc::new(model))
+    }
+
+    /// Whether figures would say something of the machine: its ranks have devices of their own there, alike. The same on
+    /// all ranks.
+    fn can_measure(&self, all: &[Told]) -> Result<bool> {
+        let near = (0..self.world()).map(|rank| self.memory.is_near(self.group.job_rank(rank)?));
+        let near = near
+            .collect::<Result<Vec<bool>>>()?
+            .into_iter()
+            .all(|near| near);
+        let alike = all.iter().all(|told| told.model == all[0].model);
+        Ok(near && alike && self.world() > 1 && self.ranks_per_device()? == 1)
+    }
+
+    /// What the machine reaches, as the slowest rank finds; `None` where a rank has no memory to measure with.
+    fn measured(&self, description: &DeviceDescription) -> Result<Option<Figures>> {
+        let shared = description.properties.shared;
+        let bytes = if shared { SHARED_BYTES } else { BYTES };
+        let allocate = || self.memory.allocate(bytes, AllocationKind::Plain);
+        let regions = allocate().and_then(|own| Ok([own, allocate()?]));
+        let all = self.gather_in_step(&[u8::from(regions.is_ok())])?;
+        let (Ok(regions), true) = (regions, all.iter().all(|has| has == &[1])) else {
+            tracing::warn!(
+                "a rank has no memory to measure the machine with; it is taken for what its devices say"
+            );
+            return Ok(None);
+        };
+        let own = Measurement::new(self, regions)?.figures(description)?;
+        let all = self.gather_in_step(&encode(&Some(own))?)?;
+        let all = all.iter().map(|bytes| decode(bytes));
+        let all: Vec<Figures> = all.filter_map(Result::transpose).collect::<Result<_>>()?;
+        let least = |of: fn(&Figures) -> f64| all.iter().map(of).fold(f64::INFINITY, f64::min);
+        let figures = Figures {
+            memory: least(|one| one.memory),
+            put: least(|one| one.put),
+            stored: least(|one| one.stored),
+            loaded: least(|one| one.loaded),
+            products: least(|one| one.products),
+            launch: all.iter().map(|one| one.launch).fold(0.0, f64::max),
+        };
+        figures.check()?;
+        Ok(Some(figures))
+    }
+}
+
+/// What tells a device and all that figures depend on from others.
+fn identity(device: &dyn Device, description: &DeviceDescription) -> String {
+    let properties = &description.properties;
+    // That of a machine's processors changes when it starts anew.
+    let device = if properties.shared {
+        String::new()
+    } else {
+        format!("{:?}", device.identity())
+    };
+    format!(
+        "{} {device} {} {} {:.0} {:.0}",
+        properties.model,
+        properties.version,
+        properties.multiprocessors,
+        properties.link_rate / 1e6,
+        properties.clock / 1e6
+    )
+}
+
+/// What a rank says of itself.
+struct Told {
+    origin: Origin,
+    model: [u8; TOLD_BYTES],
+    device: String,
+}
+
+impl Told {
+    fn encode(&self) -> Vec<u8> {
+        let mut bytes = vec![match self.origin {
+            Origin::Named => 0,
+            Origin::Tuned => 1,
+            Origin::Derived => 2,
+        }];
+        bytes.extend_from_slice(&self.model);
+        bytes.extend_from_slice(self.device.as_bytes());
+        bytes
+    }
+
+    fn decode(bytes: &[u8]) -> Result<Self> {
+        let wrong = || {
+            Error::new(
+                ErrorKind::Protocol,
+                "a rank tells of its model in another way",
+            )
+        };
+        let (origin, rest) = bytes.split_first().ok_or_else(wrong)?;
+        let (model, device) = rest.split_first_chunk().ok_or_else(wrong)?;
+        Ok(Self {
+            origin: match origin {
+                0 => Origin::Named,
+                1 => Origin::Tuned,
+                _ => Origin::Derived,
+            },
+            model: *model,
+            device: String::from_utf8_lossy(device).into_owned(),
+        })
+    }
+}
+
+fn encode(figures: &Option<Figures>) -> Result<Vec<u8>> {
+    serde_json::to_vec(figures).map_err(|error| Error::new(ErrorKind::Internal, error.to_string()))
+}
+
+fn decode(bytes: &[u8]) -> Result<Option<Figures>> {
+    let figures: Option<Figures> = serde_json::from_slice(bytes).map_err(|error| {
+        Error::new(
+            ErrorKind::Protocol,
+            format!("a rank's figures cannot be read: {error}"),
+        )
+    })?;
+    figures.iter().try_for_each(Figures::check)?;
+    Ok(figures)
+}
+
+/// What figures are measured with.
+struct Measurement<'a> {
+    context: &'a RankContext,
+    own: Region,
+    into: Region,
+    /// Memory of the neighbour, where every rank maps its neighbour's.
+    neighbour: Option<RemoteRegion>,
+    stream: Stream,
+    begin: Event,
+    end: Event,
+    counter: DeviceSlice,
+}
+
+impl<'a> Measurement<'a> {
+    fn new(context: &'a RankContext, [own, into]: [Region; 2]) -> Result<Self> {
+        let device = &context.device;
+        let neighbour = neighbours(context, &into)?;
+        let stream = device.create_stream(Priority::Normal)?;
+        // What is moved is not zeros, which some devices move faster.
+        stream.fill(own.memory(), 0x3c)?;
+        stream.fill(into.memory(), 0xc3)?;
+        Ok(Self {
+            context,
+            own,
+            into,
+            neighbour,
+            begin: device.create_event(true)?,
+            end: device.create_event(true)?,
+            counter: device.allocate_signals(SHORT)?,
+            stream,
+        })
+    }
+
+    fn figures(&self, description: &DeviceDescription) -> Result<Figures> {
+        let expected = Figures::expected(&description.properties);
+        let (own, into) = (self.own.memory(), self.into.memory());
+        let bytes = own.bytes() as f64;
+        let rate = |seconds: f64| bytes / seconds;
+        let memory = 2.0 * rate(self.best(&|| self.stream.copy(into, own))?);
+        let launch = self.launch()?;
+        let products = if description.properties.shared {
+            self.products()?
+        } else {
+            expected.products
+        };
+        let Some(neighbour) = &self.neighbour else {
+            return Ok(Figures {
+                memory,
+                launch,
+                products,
+                ..expected
+            });
+        };
+        let theirs = neighbour.memory();
+        let put = rate(self.best(&|| self.stream.copy(theirs, own))?);
+        let (stored, loaded) = if description.properties.shared {
+            (put, put)
+        } else {
+            (
+                rate(self.best(&|| self.kernel_copy(theirs, own, BLOCKS))?),
+                rate(self.best(&|| self.kernel_copy(own, theirs, BLOCKS))?),
+            )
+        };
+        Ok(Figures {
+            memory,
+            put,
+            stored,
+            loaded,
+            products,
+            launch,
+        })
+    }
+
+    /// Seconds of a launch that does next to nothing.
+    fn launch(&self) -> Result<f64> {
+        let own = self.own.memory().slice(0..SHORT)?;
+        let into = self.into.memory().slice(0..SHORT)?;
+        self.stream.begin_capture()?;
+        let recorded = (0..LAUNCHES).try_for_each(|_| self.kernel_copy(&into, &own, 1));
+        let graph = self.stream.end_capture();
+        recorded?;
+        let graph = graph?;
+        let all = self.best(&|| graph.launch(&self.stream))?;
+        Ok(all / LAUNCHES as f64)
+    }
+
+    /// Operations per second of a product.
+    fn products(&self) -> Result<f64> {
+        let spec = MatmulSpec::new(EXTENT, EXTENT, EXTENT, DType::F32);
+        let bytes = EXTENT * EXTENT * DType::F32.size();
+        let part = |memory: &DeviceSlice, number: usize| {
+            memory.slice(number * bytes..(number + 1) * bytes)
+        };
+        let (a, b) = (part(self.own.memory(), 0)?, part(self.own.memory(), 1)?);
+        let c = part(self.into.memory(), 0)?;
+        let compute = self.context.device.compute()?;
+        compute.prepare_matmul(&spec)?;
+        let seconds = self.best(&|| compute.matmul(&self.stream, &spec, &a, &b, &c, None))?;
+        Ok(2.0 * (EXTENT as f64).powi(3) / seconds)
+    }
+
+    fn kernel_copy(&self, target: &DeviceSlice, source: &DeviceSlice, blocks: u32) -> Result<()> {
+        self.stream.sequence(&[StreamOp::KernelCopy(KernelCopy {
+            target,
+            source,
+            blocks,
+            arrivals: [None; 2],
+            counter: &self.counter.word(0)?,
+        })])
+    }
+
+    /// The shortest time that `work` takes while all ranks do it. The first run loads what is missing.
+    fn best(&self, work: &dyn Fn() -> Result<()>) -> Result<f64> {
+        let mut best = f64::INFINITY;
+        for sample in 0..=SAMPLES {
+            self.context.barrier()?;
+            self.stream.record(&self.begin)?;
+            work()?;
+            self.stream.record(&self.end)?;
+            self.stream.synchronize(self.context.deadline())?;
+            let seconds = f64::from(self.end.elapsed_since(&self.begin)?) / 1e3;
+            if sample > 0 {
+                best = best.min(seconds);
+            }
+        }
+        // Clocks have steps.
+        Ok(best.max(1e-9))
+    }
+}
+
+/// The next rank's memory, where every rank maps that of its next one.
+fn neighbours(context: &RankContext, into: &Region) -> Result<Option<RemoteRegion>> {
+    let (rank, world) = (context.rank(), context.world());
+    let (next, last) = ((rank + 1) % world, (rank + world - 1) % world);
+    let job = |rank| context.group.job_rank(rank);
+    let handle = context.memory.export_handle(into, job(last)?);
+    // A byte, since nobody tells nothing.
+    let mut told = vec![u8::from(handle.is_ok())];
+    told.extend_from_slice(handle.as_ref().map_or(&[0; HANDLE_BYTES], |handle| handle));
+    let all = context.gather_in_step(&told)?;
+    let opened = match all[next].split_first() {
+        Some((1, handle)) => context.memory.open_handle(job(next)?, handle).ok(),
+        _ => None,
+    };
+    let all = context.gather_in_step(&[u8::from(opened.is_some())])?;
+    Ok(opened.filter(|_| all.iter().all(|opened| opened == &[1])))
+}
