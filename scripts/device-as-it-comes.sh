@@ -6,7 +6,7 @@
 #   collective       every kind, 1 KiB to 1 GiB, in place and not, eager and captured, beside NCCL and its symmetric memory
 #   multiprocessors  64 MiB and 1 GiB with 8, 16, 32 and 64 multiprocessors, beside NCCL with as many
 #   forced           beside the fastest number of lanes and threads that can be forced
-# KINDS names the collectives, ARGS more arguments of the first part.
+# KINDS names the collectives, PLACE and ARGS the place and more arguments of the first part.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 [ -x device-bin/warplink ] || { echo 'device-bin/warplink is missing; run scripts/device-build.sh first' >&2; exit 2; }
@@ -33,7 +33,7 @@ in_place() { case $1 in all-to-all | send-receive | gather | scatter | broadcast
 for part in ${PARTS:-collective multiprocessors forced}; do
     for kind in ${KINDS:-all-reduce all-gather reduce-scatter all-to-all broadcast reduce gather scatter send-receive}; do
         case $part in
-        collective) bench "$kind" "$kind" --place "$(in_place "$kind")" --peers nccl,nccl-symmetric ${ARGS:-} ;;
+        collective) bench "$kind" "$kind" --place "${PLACE:-$(in_place "$kind")}" --peers nccl,nccl-symmetric ${ARGS:-} ;;
         multiprocessors)
             case $kind in all-reduce | all-gather | reduce-scatter) ;; *) continue ;; esac
             for most in 8 16 32 64; do

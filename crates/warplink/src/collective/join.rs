@@ -9,17 +9,12 @@ use super::{
     Call, CollectiveOptions, CollectivePath, Collectives, Inner, MAX_DIRECT_RANKS,
     MIN_BYTES_PER_RANK,
 };
-use crate::device::InUse;
-use crate::device::Turns;
+use crate::device::{DeviceProperties, InUse, Turns};
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::program::cost::HardwareModel;
 use crate::program::execute::RankContext;
 use crate::topology::{Topology, TopologyClass, rendezvous};
 use std::sync::{Arc, Mutex, OnceLock};
-
-/// Multiprocessors that calls leave to kernels of others by default, which may have to run beside them: NCCL's take up
-/// to 32, and one that has no room on a rank while it runs on another would wait for ever.
-const LEFT_TO_OTHERS: usize = 32;
 
 /// What does the calls.
 pub(super) enum Served {
@@ -124,12 +119,7 @@ impl Collectives {
         };
         let lines = match &path {
             Served::Direct(_) if machine.cube.is_none() => {
-                // Chunks that are long enough to hide the signals between them.
-                let factor = std::env::var("WARPLINK_X_FACTOR")
-                    .ok()
-                    .and_then(|v| v.parse().ok())
-                    .unwrap_or(2.0_f64);
-                let bytes = (options.workspace_bytes as f64 * factor) as usize;
+                let bytes = messages_bytes(options.workspace_bytes, &context.device.properties());
                 Some(Lines::join(&context, bytes)?)
             }
             _ => None,
@@ -239,7 +229,7 @@ impl Collectives {
             // Lanes that are threads of the host need no room.
             _ if sharing == 1 && properties.shared => usize::MAX,
             Some(most) => most.saturating_mul(sharing).min(all),
-            None => all.saturating_sub(LEFT_TO_OTHERS).max(all / 2),
+            None => all,
         };
         let lanes = model.lanes();
         // A fifth is for packets, of which half is data; each is in two halves by epoch.
@@ -277,6 +267,16 @@ fn topology(context: &RankContext, forced: Option<TopologyClass>) -> Result<Opti
     }
     let gather = |bytes: Vec<u8>| context.all_gather(&bytes);
     rendezvous(&*context.device, context.rank(), forced, gather).map(Some)
+}
+
+/// Bytes for messages: so many that a chunk takes longer than the signals between two of them. Where ranks share
+/// processors, signals cost more than chunks gain.
+fn messages_bytes(workspace: usize, device: &DeviceProperties) -> usize {
+    if device.shared {
+        workspace / 2
+    } else {
+        workspace.saturating_mul(4)
+    }
 }
 
 /// Bytes rounded down to pages.

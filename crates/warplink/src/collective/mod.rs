@@ -87,8 +87,8 @@ pub enum CollectivePath {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CollectiveOptions {
     /// Bytes of the workspace of each rank, of which a fifth is for packets, in a hybrid cube mesh all; at least 64 KiB
-    /// for each rank. Parts of it are rounded down to pages of 4 KiB. Messages between pairs of ranks have half as
-    /// many of their own.
+    /// for each rank. Parts of it are rounded down to pages of 4 KiB. Messages between pairs of ranks have four
+    /// times as many of their own, on the host device half as many.
     pub workspace_bytes: usize,
     /// The only algorithm that is allowed on the direct path; where there is none, the hardware model chooses.
     pub algorithm: Option<Algorithm>,

@@ -37,9 +37,9 @@ use table::{HEADER_BYTES, Table};
 /// The most messages of a group.
 pub const MAX_MESSAGES: usize = table::MAX_MESSAGES;
 
-/// Lanes of all peers in one direction: a launch takes twice as many multiprocessors, and no more, so that kernels of
-/// others which it may have to wait for find room.
-const LANES: usize = 32;
+/// Lanes of all peers in one direction. Two of their blocks fit on a multiprocessor, so a launch that sends and receives
+/// needs no more multiprocessors than this, and kernels of others find room beside it.
+const LANES: usize = 64;
 
 /// Bytes from which on a message gets another lane.
 const LANE_BYTES: usize = 32 << 10;
@@ -83,11 +83,7 @@ impl Shape {
         bytes: usize,
     ) -> Self {
         // A lane has a block in each direction.
-        let lanes = std::env::var("WARPLINK_X_LANES")
-            .ok()
-            .and_then(|v| v.parse().ok())
-            .unwrap_or(LANES);
-        let lanes = lanes.min(multiprocessors / 2) / (world * ranks_per_device);
+        let lanes = LANES.min(multiprocessors / 2) / (world * ranks_per_device);
         let lanes = 1 << lanes.max(1).ilog2();
         Self {
             rank,
