@@ -22,7 +22,8 @@ use std::fmt::Write as _;
 use std::io::Write as _;
 use std::process::ExitCode;
 use warplink::DeviceKind;
-use warplink::device::{self, cuda};
+use warplink::device::{self, DeviceConfig, cuda};
+use warplink::program::cost::{DeviceDescription, HardwareModel, Origin, find};
 
 /// Check what works on this machine and how to fix what does not
 ///
@@ -158,6 +159,7 @@ impl Doctor {
             checks.extend(trial::on_gpus(options.ranks.unwrap_or(count).max(2), count));
         }
         checks.extend(libraries(&gpus));
+        checks.push(Check::new("choices", "hardware model", model(wanted)));
         drop(progress);
 
         let report = Report {
@@ -179,6 +181,35 @@ impl Doctor {
         } else {
             ExitCode::FAILURE
         })
+    }
+}
+
+/// Which model of this machine decides what is fastest here, and why that one.
+fn model(kind: DeviceKind) -> Found {
+    let found = device::open(&DeviceConfig::new(kind, 0))
+        .and_then(|device| HardwareModel::find(&DeviceDescription::of(&*device), 2));
+    let measure = "measure this machine with `warplink tune`";
+    match found {
+        Err(error) => Found::warning(error.to_string(), error.help().unwrap_or(measure)),
+        Ok((model, Origin::Named)) => Found::ok(format!(
+            "'{}', of the file that {} names",
+            model.name,
+            find::MODEL_VARIABLE
+        )),
+        Ok((model, Origin::Tuned)) => Found::ok(format!(
+            "'{}', measured by `{}` on {}",
+            model.name, model.source.command, model.source.date
+        )),
+        Ok((_, Origin::Derived)) => match find::calibrations() {
+            Some(directory) => Found::ok(format!(
+                "from what the device says of itself, and a short measurement by the first job of several ranks, kept in {}",
+                directory.display()
+            )),
+            None => Found::warning(
+                "from what the device says of itself, and a short measurement that each job makes anew, since there is no directory for caches",
+                "set HOME or WARPLINK_CACHE_DIR",
+            ),
+        },
     }
 }
 

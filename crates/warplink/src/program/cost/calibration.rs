@@ -61,7 +61,7 @@ pub(crate) fn keep(machine: &str, figures: &Figures) {
 fn path(machine: &str) -> Option<PathBuf> {
     let hash = Sha256::digest(machine);
     let name: String = hash[..8].iter().map(|byte| format!("{byte:02x}")).collect();
-    Some(find::directory()?.join("calibrated").join(name + ".json"))
+    Some(find::calibrations()?.join(name + ".json"))
 }
 
 fn read(path: &Path, machine: &str) -> Result<Option<Figures>> {

@@ -131,6 +131,11 @@ pub fn directory() -> Option<PathBuf> {
         .map(|path| path.join("models"))
 }
 
+/// Where figures are kept that jobs measured; none where the environment names no place for it.
+pub fn calibrations() -> Option<PathBuf> {
+    Some(directory()?.join("calibrated"))
+}
+
 /// The model that comes with the library under this name.
 pub fn shipped(name: &str) -> Option<Arc<HardwareModel>> {
     let position = SHIPPED.iter().position(|(known, _)| *known == name)?;
