@@ -133,6 +133,43 @@ fn every_call_is_chosen_on_every_machine() {
     }
 }
 
+/// docs/performance.md: few lanes share a link as well as many, until data is long. A bound is used up, though it leaves one
+/// lane less than a power of two.
+#[test]
+fn lanes_follow_the_link_and_the_bound() {
+    use CollectiveKind::{AllGather, AllReduce, ReduceScatter};
+    let model = shipped("h200-2").unwrap();
+    for (most_lanes, kind, bytes, lanes, threads) in [
+        (128, AllGather, 128 * MIB, 128, 512),
+        (128, AllGather, 32 * MIB, 64, 512),
+        (128, AllReduce, 64 * MIB, 32, 512),
+        (128, AllReduce, 256 * MIB, 64, 512),
+        (128, ReduceScatter, 32 * MIB, 32, 512),
+        (107, AllGather, 128 * MIB, 64, 512),
+        (63, AllGather, 128 * MIB, 63, 512),
+        (31, AllGather, 128 * MIB, 31, 512),
+        (15, ReduceScatter, 128 * MIB, 15, 1024),
+        (7, AllReduce, 128 * MIB, 7, 1024),
+        (1, AllGather, 128 * MIB, 1, 1024),
+        (128, AllGather, 128 * KIB, 1, 512),
+    ] {
+        let machine = Machine {
+            most_lanes,
+            ..machine(&model, 2)
+        };
+        let choice = machine.shape(Algorithm::Direct, &call(kind, bytes));
+        let told = format!("{kind} of {bytes} bytes, at most {most_lanes}");
+        assert_eq!((choice.lanes, choice.threads), (lanes, threads), "{told}");
+    }
+    // A link of a tenth of the rate needs a tenth of the lanes.
+    let slow = Machine {
+        rates: [35e9, 33e9],
+        ..machine(&model, 2)
+    };
+    let choice = slow.shape(Algorithm::Direct, &call(AllGather, 32 * MIB));
+    assert_eq!(choice.lanes, 4);
+}
+
 /// So what a rank has called before does not matter, nor in which order.
 #[test]
 fn calls_of_about_the_same_length_go_alike() {
