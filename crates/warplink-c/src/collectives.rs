@@ -294,6 +294,7 @@ pub unsafe extern "C" fn warplink_collectives_join(
             path,
             communicator,
             algorithm: algorithm.map(str::parse).transpose()?,
+            ..Default::default()
         };
         let nothing = job.communicator.device();
         let nothing = nothing.allocate(NOTHING, AllocationKind::Plain)?;

@@ -124,5 +124,6 @@ pub(crate) fn options(
         workspace_bytes: workspace_bytes.unwrap_or(default.workspace_bytes),
         algorithm,
         path,
+        ..default
     })
 }

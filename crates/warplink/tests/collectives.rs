@@ -42,6 +42,8 @@ mod messages;
 mod on_device;
 #[path = "collectives/parts.rs"]
 mod parts;
+#[path = "collectives/pieces.rs"]
+mod pieces;
 #[path = "collectives/reductions.rs"]
 mod reductions;
 #[path = "collectives/repeated.rs"]

@@ -13,8 +13,8 @@ use std::ops::Range;
 /// What a rank does with the memory of a call.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Uses {
-    reads: bool,
-    writes: bool,
+    pub(super) reads: bool,
+    pub(super) writes: bool,
     pub(super) overlap: Overlap,
 }
 
@@ -97,6 +97,9 @@ impl Collectives {
         if call.count == 0 {
             // Ranks meet all the same, so that one that calls something else is found.
             return self.launch(call, &[], Overlap::Apart, stream);
+        }
+        if let Some(bytes) = self.too_long(call) {
+            return self.enqueue_pieces(call, uses, (output, input), bytes, stream);
         }
         let scales = call.op.is_some_and(|op| op.factor().is_some());
         if self.0.machine.world == 1 && !scales {
@@ -207,6 +210,12 @@ impl Collectives {
         };
         if inner.machine.world == 1 && call.op.and_then(ReduceOp::factor).is_none() {
             return Ok(());
+        }
+        if let Some(bytes) = self.too_long(&call) {
+            return match self.piece(&call, bytes) {
+                Some(piece) => self.prepare(&piece),
+                None => Ok(()),
+            };
         }
         for aligned in [true, false] {
             for overlap in [Overlap::Apart, Overlap::Shared] {
