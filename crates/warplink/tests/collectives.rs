@@ -32,6 +32,8 @@ mod fallback;
 mod launches;
 #[path = "collectives/layer.rs"]
 mod layer;
+#[path = "collectives/lent.rs"]
+mod lent;
 #[path = "collectives/losses.rs"]
 mod losses;
 #[path = "collectives/memories.rs"]

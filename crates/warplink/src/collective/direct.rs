@@ -94,9 +94,8 @@ impl Direct {
         &self,
         machine: &Machine,
         call: &Call,
-        tensors: &[&DeviceSlice],
-        overlap: Overlap,
-        stream: &Stream,
+        (tensors, overlap): (&[&DeviceSlice], Overlap),
+        (stream, is_recorded): (&Stream, bool),
     ) -> Result<()> {
         let mut starts = tensors.iter().map(|tensor| tensor.address());
         let shape = Shape {
@@ -107,7 +106,7 @@ impl Direct {
         let kernel = self.kernel(machine, &shape, Readying::WithCode)?;
         // In place, what peers store would replace what is still to be sent.
         let reachable = overlap == Overlap::Apart || call.kind != CollectiveKind::AllToAll;
-        kernel.enqueue(stream, tensors, reachable)
+        kernel.enqueue((stream, is_recorded), tensors, reachable)
     }
 
     fn kernel(

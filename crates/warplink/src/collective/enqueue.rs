@@ -172,7 +172,8 @@ impl Collectives {
         let server = server.map_err(|error| error.with_operation(call.kind.name()))?;
         self.in_turn(call, stream, |is_recorded| match server {
             Server::Direct(direct) => {
-                direct.enqueue(&inner.machine, call, tensors, overlap, stream)
+                let tensors = (tensors, overlap);
+                direct.enqueue(&inner.machine, call, tensors, (stream, is_recorded))
             }
             Server::Engine(engine) => engine.enqueue(call, tensors, overlap, (stream, is_recorded)),
         })

@@ -373,11 +373,11 @@ pub(crate) enum Announced {
 }
 
 impl SharedKernel {
-    /// Enqueues a launch on `tensors`, by their numbers in the program; peers may access them if `reachable`. Does not
-    /// block.
+    /// Enqueues a launch on `tensors`, by their numbers in the program; peers may access them if `reachable`. A graph may
+    /// record it. Does not block.
     pub(crate) fn enqueue(
         &self,
-        stream: &Stream,
+        (stream, is_recorded): (&Stream, bool),
         tensors: &[&DeviceSlice],
         reachable: bool,
     ) -> Result<()> {
@@ -389,7 +389,7 @@ impl SharedKernel {
         }
         for (word, id, offset) in self.places.iter().filter(|_| reachable) {
             let tensor = tensors.get(*id).ok_or_else(missing)?;
-            let (number, start) = self.publication.place(tensor, stream);
+            let (number, start) = self.publication.place(tensor, stream, is_recorded);
             own[*word] = number;
             own[*word + 1] = start + offset;
         }
