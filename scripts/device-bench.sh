@@ -8,11 +8,12 @@
 # p2p, ring and overlap are measured with both, one after the other.
 set -uo pipefail
 cd "$(dirname "$0")/.."
+. scripts/device-environment.sh
 [ -x device-bin/warplink ] || { echo 'device-bin/warplink is missing; run scripts/device-build.sh first' >&2; exit 2; }
 failed=0
 OUT=${OUT:-device-out}
 mkdir -p "$OUT/bench"
-export CUDA_DEVICE_MAX_CONNECTIONS=32 NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NO_COLOR=1
+export CUDA_DEVICE_MAX_CONNECTIONS=32 NO_COLOR=1
 ranks=${RANKS:-$(nvidia-smi -L | wc -l)}
 part() { # name, limit in seconds, command
     local name=$1 limit=$2 start=$SECONDS

@@ -13,10 +13,11 @@
 # PATH, in /usr/local/cuda/bin or named by NVCC.
 set -uo pipefail
 cd "$(dirname "$0")/.."
+. scripts/device-environment.sh
 OUT=${OUT:-device-out}
 logs=$(mktemp -d)
 mkdir -p "$OUT"
-export WARPLINK_TEST_DEVICE=${WARPLINK_TEST_DEVICE:-cuda} CUDA_DEVICE_MAX_CONNECTIONS=32 NCCL_NVLS_ENABLE=0 NO_COLOR=1
+export WARPLINK_TEST_DEVICE=${WARPLINK_TEST_DEVICE:-cuda} CUDA_DEVICE_MAX_CONNECTIONS=32 NO_COLOR=1
 export WARPLINK_DEVICE=$WARPLINK_TEST_DEVICE
 unset WARPLINK_ID WARPLINK_ADDRESS WARPLINK_SECRET WARPLINK_RANK WARPLINK_WORLD WARPLINK_LOCAL_RANK
 . scripts/device-service.sh

@@ -11,9 +11,10 @@
 # seconds a table may take: what is done by then is printed. ARGS are more arguments, such as `--phase graph`.
 set -uo pipefail
 cd "$(dirname "$0")/.."
+. scripts/device-environment.sh
 OUT=${OUT:-device-out}
 mkdir -p "$OUT"
-export NCCL_NVLS_ENABLE=0 NO_COLOR=1 WARPLINK_DEVICE=cuda
+export NO_COLOR=1 WARPLINK_DEVICE=cuda
 PATH=$PATH:$(dirname "$(command -v nvidia-smi || echo /usr/local/nvidia/bin/nvidia-smi)")
 PARTS=${PARTS:-two-last two-first eight-last eight-first}
 logs=$(mktemp -d)

@@ -8,6 +8,7 @@
 # PyTorch. Tests of CuPy's and JAX's arrays are left out where these are not installed.
 set -uo pipefail
 cd "$(dirname "$0")/.."
+. scripts/device-environment.sh
 . scripts/device-service.sh
 . scripts/device-package.sh
 OUT=$(realpath -m "${OUT:-device-out}")
@@ -15,7 +16,7 @@ mkdir -p "$OUT"
 trap 'rm -rf "${package:-}"; stop_service' EXIT
 use_package
 start_service
-export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-32} NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NO_COLOR=1
+export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-32} NO_COLOR=1
 cd crates/warplink-py/tests
 timeout --kill-after=5 "${LIMIT:-300}" python3 -m pytest -p no:cacheprovider -rfEs --durations=8 -v "$@" \
     ${TESTS:-$(echo test_cuda_*.py)} >"$OUT/python.log" 2>&1

@@ -9,6 +9,7 @@
 # TOOLS one of the tools. Logs go to $OUT/sanitizer.tar; an error of either tool fails the script.
 set -uo pipefail
 cd "$(dirname "$0")/.."
+. scripts/device-environment.sh
 OUT=${OUT:-device-out}
 logs=$(mktemp -d)
 . scripts/device-service.sh

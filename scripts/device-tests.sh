@@ -12,10 +12,11 @@
 # TEST_FILTER=thousands_of_mixed_calls, which wants a LIMIT for a million calls.
 set -uo pipefail
 cd "$(dirname "$0")/.."
+. scripts/device-environment.sh
 OUT=${OUT:-device-out}
 logs=$(mktemp -d)
 mkdir -p "$OUT"
-export WARPLINK_TEST_DEVICE=cuda CUDA_DEVICE_MAX_CONNECTIONS=32 NCCL_NVLS_ENABLE=0 NO_COLOR=1
+export WARPLINK_TEST_DEVICE=cuda CUDA_DEVICE_MAX_CONNECTIONS=32 NO_COLOR=1
 # Ranks that are processes have a limit of their own: a shorter one, so that what they printed is told.
 if [[ -n ${LIMIT:-} ]]; then export WARPLINK_TEST_LIMIT=$((LIMIT > 30 ? LIMIT - 15 : LIMIT)); fi
 . scripts/device-service.sh

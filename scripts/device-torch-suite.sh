@@ -12,6 +12,7 @@
 # PyTorch.
 set -uo pipefail
 cd "$(dirname "$0")/.."
+. scripts/device-environment.sh
 . scripts/device-package.sh
 OUT=$(realpath -m "${OUT:-device-out}")
 mkdir -p "$OUT"
@@ -19,7 +20,7 @@ trap 'rm -rf "${package:-}"' EXIT
 use_package
 [[ -z ${RANKS_PER_GPU:-} ]] || export WARPLINK_TEST_RANKS_PER_GPU=$RANKS_PER_GPU
 export PYTHONPATH=$PYTHONPATH:$PWD/crates/warplink-py/tests
-export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NO_COLOR=1 BACKEND=nccl WORLD_SIZE=${WORLD_SIZE:-2}
+export NO_COLOR=1 BACKEND=nccl WORLD_SIZE=${WORLD_SIZE:-2}
 cd crates/warplink-py/tests
 
 # passed RUN: the names of the tests that passed in a run, as far as it came.

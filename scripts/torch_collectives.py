@@ -16,8 +16,7 @@ import json
 import os
 import statistics
 
-os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+import without_multicast  # noqa: F401
 
 import torch
 import torch.distributed as dist

@@ -21,8 +21,7 @@ import time
 
 RANK, RANKS = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
-os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+import without_multicast  # noqa: F401
 
 import torch
 import torch.distributed as dist

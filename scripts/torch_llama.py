@@ -24,8 +24,7 @@ import statistics
 import sys
 import time
 
-os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+import without_multicast  # noqa: F401
 # The report tells of graphs that are compiled, not of those from a cache.
 os.environ.setdefault("TORCHINDUCTOR_FORCE_DISABLE_CACHES", "1")
 

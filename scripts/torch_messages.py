@@ -15,7 +15,7 @@ import os
 import statistics
 import time
 
-os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+import without_multicast  # noqa: F401
 
 import torch
 import torch.distributed as dist

@@ -18,8 +18,7 @@ import random
 import statistics
 import time
 
-os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+import without_multicast  # noqa: F401
 
 import torch
 import torch.distributed as dist

@@ -12,6 +12,9 @@ from typing import Any, Callable
 import pytest
 from gpus import prepare_sharing
 
+# Before any process is started: NVLink multicast cannot be used on every machine that tests run on.
+os.environ.update(NCCL_NVLS_ENABLE="0", TORCH_SYMM_MEM_DISABLE_MULTICAST="1", NVSHMEM_DISABLE_NVLS="1")
+
 #: Seconds after which ranks are ended; a hang is a failure.
 LIMIT = 120.0
 

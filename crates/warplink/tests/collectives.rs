@@ -32,6 +32,8 @@ mod fallback;
 mod launches;
 #[path = "collectives/layer.rs"]
 mod layer;
+#[path = "collectives/lent.rs"]
+mod lent;
 #[path = "collectives/losses.rs"]
 mod losses;
 #[path = "collectives/memories.rs"]
@@ -42,6 +44,8 @@ mod messages;
 mod on_device;
 #[path = "collectives/parts.rs"]
 mod parts;
+#[path = "collectives/pieces.rs"]
+mod pieces;
 #[path = "collectives/reductions.rs"]
 mod reductions;
 #[path = "collectives/repeated.rs"]

@@ -10,10 +10,9 @@ use warplink::{DType, ErrorKind};
 
 #[test]
 fn every_kernel_compiles_for_every_architecture() {
-    let architectures = ["sm_80", "sm_90", "sm_100"];
-    match cuda::compile_all(&architectures) {
+    match cuda::compile_all(&cuda::ARCHITECTURES) {
         Ok(compiled) => {
-            assert!(compiled.len() >= architectures.len());
+            assert!(compiled.len() >= cuda::ARCHITECTURES.len());
             for kernel in compiled {
                 println!(
                     "{} for {}: {} bytes",
@@ -48,7 +47,7 @@ fn kernels_that_include_the_header_compile_for_every_architecture() {
         ),
     ];
     for (name, text) in files {
-        for architecture in ["sm_80", "sm_90", "sm_100"] {
+        for architecture in cuda::ARCHITECTURES {
             match cuda::compile(name, text, architecture) {
                 Ok(code) => assert!(!code.is_empty()),
                 Err(error) if error.kind() == ErrorKind::LibraryMissing => return,
@@ -130,8 +129,8 @@ fn every_section_compiles_for_every_architecture() {
                     Err(error) => panic!("{name}: {error}\n{traced}"),
                 }
             }
-            let all = ["sm_80", "sm_90", "sm_100"];
-            let architectures = if world == 2 { &all[..] } else { &all[1..2] };
+            let all = &cuda::ARCHITECTURES[..];
+            let architectures = if world == 2 { all } else { &all[1..2] };
             for architecture in architectures {
                 match cuda::compile(&name, &text, architecture) {
                     Ok(code) => assert!(!code.is_empty()),
@@ -208,7 +207,8 @@ fn reduction_compiles(program: &Program, dtype: DType, op: ReduceOp, aligned: bo
             continue;
         };
         let kernel = section.kernel(aligned).expect("a kernel");
-        for architecture in ["sm_80", "sm_90"] {
+        // One without instructions for floats of 8 bits, and one with them.
+        for architecture in &cuda::ARCHITECTURES[..2] {
             match cuda::compile("all_reduce", &kernel, architecture) {
                 Ok(code) => assert!(!code.is_empty()),
                 Err(error) if error.kind() == ErrorKind::LibraryMissing => return,

@@ -75,11 +75,10 @@ fn start(options: &Options, ranks_per_gpu: Option<usize>) -> Result<ExitCode> {
         // The link leads to the running binary also after its file was replaced.
         program: "/proc/self/exe".into(),
         args: std::env::args_os().skip(1).collect(),
-        env: vec![
-            Variable::new("WARPLINK_DEVICE", options.device().to_string()),
-            // NCCL must not use NVLink multicast.
-            Variable::new("NCCL_NVLS_ENABLE", "0".to_owned()),
-        ],
+        env: vec![Variable::new(
+            "WARPLINK_DEVICE",
+            options.device().to_string(),
+        )],
         output: if options.json {
             Output::Rank0Kept
         } else {

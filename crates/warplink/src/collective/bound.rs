@@ -137,7 +137,9 @@ impl Collectives {
         let (call, uses) = context.agree_on(checked)?;
         let overlap = self.overlap_of_all(&call, uses.overlap)?;
         let direct = matches!(inner.server(&call)?, Server::Direct(_));
-        let copied = match overlap.filter(|_| direct) {
+        // The lanes beside the copy engine are a launch.
+        let copies = direct && self.too_long(&call).is_none();
+        let copied = match overlap.filter(|_| copies) {
             Some(overlap) => self.by_copies(&call, (output, input), overlap)?,
             None => None,
         };

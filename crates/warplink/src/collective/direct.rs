@@ -1,9 +1,10 @@
 //! The direct path: kernels of our own over a shared workspace.
 
+use super::MAX_LAUNCH_BYTES;
 use super::algorithm::Algorithm;
 use super::call::{Call, CollectiveKind};
 use super::choice::Machine;
-use super::launches::{self, Launches, Overlap, Shape};
+use super::launches::{Launches, Overlap, Shape};
 use crate::device::{DeviceSlice, Readying, ReduceOp, Stream};
 use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Rank, Result};
@@ -15,18 +16,27 @@ use std::sync::Arc;
 /// The most lanes of a kernel that shares the workspace.
 const MAX_LANES: usize = 129;
 
+/// A launch takes as many bytes at least: some elements of each rank.
+const MIN_LAUNCH_BYTES: usize = 4096;
+
 /// What a rank has for it.
 pub(super) struct Direct {
     rank: Rank,
     pub(super) workspace: SharedWorkspace,
     launches: Launches,
+    /// The most bytes of a tensor of a launch.
+    pub(super) launch_bytes: usize,
     /// Where ranks announce, in the area of packets.
     pub(super) announcements: ScratchInstance,
 }
 
 impl Direct {
     /// Allocates a workspace and maps those of the peers. Blocks until all ranks do so: all succeed, or none.
-    pub(super) fn join(context: &RankContext, machine: &Machine) -> Result<Self> {
+    pub(super) fn join(
+        context: &RankContext,
+        machine: &Machine,
+        launch_bytes: usize,
+    ) -> Result<Self> {
         let rank = context.rank();
         // One program of each kind of room has all the scratch that others have.
         let mut scratch = Vec::new();
@@ -63,6 +73,7 @@ impl Direct {
                 positions.is_none_or(|positions| topology::is_cube_link(positions, rank, peer))
             })?,
             launches: Launches::default(),
+            launch_bytes: launch_bytes.clamp(MIN_LAUNCH_BYTES, MAX_LAUNCH_BYTES),
             announcements,
         })
     }
@@ -83,9 +94,8 @@ impl Direct {
         &self,
         machine: &Machine,
         call: &Call,
-        tensors: &[&DeviceSlice],
-        overlap: Overlap,
-        stream: &Stream,
+        (tensors, overlap): (&[&DeviceSlice], Overlap),
+        (stream, is_recorded): (&Stream, bool),
     ) -> Result<()> {
         let mut starts = tensors.iter().map(|tensor| tensor.address());
         let shape = Shape {
@@ -96,7 +106,7 @@ impl Direct {
         let kernel = self.kernel(machine, &shape, Readying::WithCode)?;
         // In place, what peers store would replace what is still to be sent.
         let reachable = overlap == Overlap::Apart || call.kind != CollectiveKind::AllToAll;
-        kernel.enqueue(stream, tensors, reachable)
+        kernel.enqueue((stream, is_recorded), tensors, reachable)
     }
 
     fn kernel(
@@ -105,8 +115,7 @@ impl Direct {
         shape: &Shape,
         readying: Readying,
     ) -> Result<Arc<SharedKernel>> {
-        self.launches.get(shape, || {
-            launches::make(&self.workspace, machine, self.rank, shape, readying)
-        })
+        self.launches
+            .get(shape, &self.workspace, machine, self.rank, readying)
     }
 }

@@ -13,8 +13,8 @@ use std::ops::Range;
 /// What a rank does with the memory of a call.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Uses {
-    reads: bool,
-    writes: bool,
+    pub(super) reads: bool,
+    pub(super) writes: bool,
     pub(super) overlap: Overlap,
 }
 
@@ -98,6 +98,9 @@ impl Collectives {
             // Ranks meet all the same, so that one that calls something else is found.
             return self.launch(call, &[], Overlap::Apart, stream);
         }
+        if let Some(bytes) = self.too_long(call) {
+            return self.enqueue_pieces(call, uses, (output, input), bytes, stream);
+        }
         let scales = call.op.is_some_and(|op| op.factor().is_some());
         if self.0.machine.world == 1 && !scales {
             self.0.context.fault.check()?;
@@ -169,7 +172,8 @@ impl Collectives {
         let server = server.map_err(|error| error.with_operation(call.kind.name()))?;
         self.in_turn(call, stream, |is_recorded| match server {
             Server::Direct(direct) => {
-                direct.enqueue(&inner.machine, call, tensors, overlap, stream)
+                let tensors = (tensors, overlap);
+                direct.enqueue(&inner.machine, call, tensors, (stream, is_recorded))
             }
             Server::Engine(engine) => engine.enqueue(call, tensors, overlap, (stream, is_recorded)),
         })
@@ -207,6 +211,12 @@ impl Collectives {
         };
         if inner.machine.world == 1 && call.op.and_then(ReduceOp::factor).is_none() {
             return Ok(());
+        }
+        if let Some(bytes) = self.too_long(&call) {
+            return match self.piece(&call, bytes) {
+                Some(piece) => self.prepare(&piece),
+                None => Ok(()),
+            };
         }
         for aligned in [true, false] {
             for overlap in [Overlap::Apart, Overlap::Shared] {

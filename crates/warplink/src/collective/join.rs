@@ -110,7 +110,11 @@ impl Collectives {
                     .with_peer(peer)
                     .with_help("leave the path open"));
                 }
-                Served::Direct(Box::new(Direct::join(&context, &machine)?))
+                Served::Direct(Box::new(Direct::join(
+                    &context,
+                    &machine,
+                    options.launch_bytes,
+                )?))
             }
             Some(CollectivePath::Engine) => {
                 Served::Engine(EngineCollectives::join(&context, options.communicator)?)
@@ -161,7 +165,7 @@ impl Collectives {
             let error = engine.err();
             tracing::warn!(%obstacle, ?error, "collectives go directly, without the vendor's library");
         }
-        let joined = Direct::join(context, machine);
+        let joined = Direct::join(context, machine, options.launch_bytes);
         // Whether this rank failed for a reason that another path does not mend; its peers know only that it failed.
         let hopeless = joined
             .as_ref()

@@ -16,6 +16,8 @@
 //! | `experts` | rows of tokens to the ranks of their experts, and back |
 //! | `join` | which path does the calls, and joining it |
 //! | `launches` | kernels of calls that were made before |
+//! | `pieces` | calls on more memory than one launch takes |
+//! | `recent` | a map that keeps what was used last |
 //! | `messages` | sends and receives between pairs of ranks |
 //! | `record`, `witness` | the calls of the engine that ranks made, and what they tell one another of them |
 //! | `trouble` | what is told of calls that do not end, or that differ |
@@ -39,6 +41,8 @@ mod experts;
 mod join;
 mod launches;
 mod messages;
+mod pieces;
+mod recent;
 mod record;
 mod trouble;
 mod witness;
@@ -55,6 +59,7 @@ use crate::device::{DeviceSlice, InUse, ReduceOp, Stream, VendorCommunicator};
 use crate::dtype::DType;
 use crate::error::{Rank, Result};
 use crate::program::execute::{Executor, RankContext};
+use crate::program::section::MAX_TENSOR_BYTES;
 use choice::Machine;
 use engine::EngineCollectives;
 use join::Served;
@@ -70,6 +75,9 @@ pub const DEFAULT_WORKSPACE_BYTES: usize = 10 << 20;
 
 /// The fewest bytes of a workspace for each rank.
 const MIN_BYTES_PER_RANK: usize = 64 << 10;
+
+/// The most bytes of input or output that one launch of the direct path takes.
+pub const MAX_LAUNCH_BYTES: usize = MAX_TENSOR_BYTES;
 
 /// The most ranks that the direct path serves.
 pub const MAX_DIRECT_RANKS: usize = 8;
@@ -107,6 +115,9 @@ pub struct CollectiveOptions {
     /// The communicator of the vendor's library that calls by [`CollectivePath::Engine`] use, of the same ranks in the
     /// same order. Where there is none, one is made.
     pub communicator: Option<VendorCommunicator>,
+    /// The most bytes of input or output that one launch of the direct path takes, [`MAX_LAUNCH_BYTES`] at most. Longer calls
+    /// are several, with the same results.
+    pub launch_bytes: usize,
 }
 
 impl Default for CollectiveOptions {
@@ -119,6 +130,7 @@ impl Default for CollectiveOptions {
             threads: None,
             path: None,
             communicator: None,
+            launch_bytes: MAX_LAUNCH_BYTES,
         }
     }
 }

@@ -78,6 +78,21 @@ impl SerialKernels {
         Ok(SerialKernel { kernel, ready })
     }
 
+    /// A kernel of the code of `like`, which is launched in the same way.
+    pub(crate) fn again(
+        &self,
+        like: &SerialKernel,
+        launch: &Launch,
+        readying: Readying,
+    ) -> Result<SerialKernel> {
+        let readying = match readying {
+            // The code was loaded for another kernel, perhaps long ago.
+            Readying::WithCode => Readying::Never,
+            other => other,
+        };
+        self.ready(like.kernel.clone(), launch, readying)
+    }
+
     fn backend(
         &self,
         identity: usize,
@@ -105,6 +120,12 @@ impl SerialKernels {
 }
 
 impl SerialKernel {
+    /// Whether launches with other words may have the same kernel. On a device that takes closures, they hold what others
+    /// find in the words.
+    pub(crate) fn is_code(&self) -> bool {
+        self.kernel.0.identity().is_some()
+    }
+
     /// Enqueues a launch, after all that were given to any stream before. Does not block.
     ///
     /// # Errors

@@ -62,10 +62,20 @@ pub fn tell(text: impl Display) {
 
 /// The device under test.
 pub fn kind() -> DeviceKind {
-    match std::env::var("WARPLINK_TEST_DEVICE") {
-        Ok(name) => name.parse().unwrap(),
-        Err(_) => DeviceKind::Host,
+    let Ok(name) = std::env::var("WARPLINK_TEST_DEVICE") else {
+        return DeviceKind::Host;
+    };
+    let kind = name.parse().unwrap();
+    if kind == DeviceKind::Cuda {
+        // NVLink multicast cannot be used on every machine that tests run on, and a process cannot set this for itself.
+        let multicast = std::env::var("NCCL_NVLS_ENABLE");
+        assert_eq!(
+            multicast.as_deref(),
+            Ok("0"),
+            "tests on GPUs need what .cargo/config.toml or scripts/device-environment.sh sets"
+        );
     }
+    kind
 }
 
 /// How many ranks share a GPU; above 1 where `WARPLINK_TEST_RANKS_PER_GPU` says so and CUDA's

@@ -182,7 +182,7 @@ fn peer_access(gpus: &[Capabilities]) -> Found {
 pub(super) fn compile(gpus: &[Gpu]) -> Found {
     let present: BTreeSet<&str> = gpus.iter().map(|gpu| gpu.architecture.as_str()).collect();
     let architectures: Vec<&str> = if present.is_empty() {
-        vec!["sm_80", "sm_90", "sm_100"]
+        cuda::ARCHITECTURES.to_vec()
     } else {
         present.into_iter().collect()
     };
@@ -202,18 +202,11 @@ pub(super) fn compile(gpus: &[Gpu]) -> Found {
 /// Variables that change how GPUs behave.
 pub(super) fn environment() -> Vec<Check> {
     let variable = |name| std::env::var(name).ok();
-    vec![
-        Check::new(
-            AREA,
-            "CUDA_DEVICE_MAX_CONNECTIONS",
-            connections(variable("CUDA_DEVICE_MAX_CONNECTIONS").as_deref()),
-        ),
-        Check::new(
-            AREA,
-            "NCCL_NVLS_ENABLE",
-            multicast(variable("NCCL_NVLS_ENABLE").as_deref()),
-        ),
-    ]
+    vec![Check::new(
+        AREA,
+        "CUDA_DEVICE_MAX_CONNECTIONS",
+        connections(variable("CUDA_DEVICE_MAX_CONNECTIONS").as_deref()),
+    )]
 }
 
 fn connections(value: Option<&str>) -> Found {
@@ -226,21 +219,6 @@ fn connections(value: Option<&str>) -> Found {
         Some((value, Ok(8..))) => Found::ok(value),
         Some((value, _)) => Found::warning(
             format!("{value}; streams that share a queue block one another while one waits"),
-            help,
-        ),
-    }
-}
-
-fn multicast(value: Option<&str>) -> Found {
-    let help = "export NCCL_NVLS_ENABLE=0";
-    match value {
-        Some("0") => Found::ok("0"),
-        None => Found::warning(
-            "not set; Warplink does not start NCCL, which might use NVLink multicast",
-            help,
-        ),
-        Some(value) => Found::warning(
-            format!("{value}; Warplink does not start NCCL, which might use NVLink multicast"),
             help,
         ),
     }
@@ -273,10 +251,6 @@ mod tests {
         assert_eq!(connections(Some("32")).status, Status::Ok);
         for value in [None, Some("1"), Some("many")] {
             assert_eq!(connections(value).status, Status::Warning);
-        }
-        assert_eq!(multicast(Some("0")).status, Status::Ok);
-        for value in [None, Some("1")] {
-            assert_eq!(multicast(value).status, Status::Warning);
         }
     }
 }

@@ -138,8 +138,7 @@ fn run_ranks(kind: DeviceKind, ranks: usize, what: What) -> Result<Vec<RankRepor
     // The link leads to the running binary also after its file was replaced.
     let mut child = Command::new("/proc/self/exe")
         .args(["launch", "--device", &device, "-n", &count])
-        // NCCL must not use multicast, whatever the caller has set.
-        .args(["--env", "NCCL_NVLS_ENABLE=0", "--grace", "1"])
+        .args(["--grace", "1"])
         .args(["--", "/proc/self/exe", TRIAL_COMMAND, argument])
         .env("WARPLINK_TIMEOUT", RANK_TIMEOUT.as_secs().to_string())
         .stdin(Stdio::null())

@@ -243,7 +243,6 @@ fn start(options: &Options, ranks: usize) -> Result<ExitCode> {
     let env = vec![
         Variable::new(INNER, inner.as_text()),
         Variable::new("WARPLINK_DEVICE", options.device().to_string()),
-        Variable::new("NCCL_NVLS_ENABLE", "0"),
     ];
     let plan = LaunchPlan {
         ranks: 1,

@@ -44,6 +44,10 @@ use super::Device;
 use crate::error::Result;
 use std::sync::Arc;
 
+/// The architectures that kernels are kept compiling for: one of each generation that is served. A GPU of another one of
+/// the same generation has its own compiled for it.
+pub const ARCHITECTURES: [&str; 4] = ["sm_80", "sm_90", "sm_100", "sm_120"];
+
 /// How many GPUs this process sees.
 ///
 /// # Errors

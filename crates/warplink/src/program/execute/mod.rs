@@ -38,11 +38,12 @@ pub(crate) use agreement::Digest;
 pub use bind::Prepared;
 pub(crate) use context::{EngineSource, RankContext};
 pub use kernel::KernelReport;
+pub(crate) use lane::TellDifference;
 pub use memory::Bindings;
 pub use plan::{CapturedPlan, Plan};
 pub use trace::Trace;
 pub use trace_span::TraceSpan;
-pub(crate) use workspace::{Announced, SharedKernel, SharedWorkspace};
+pub(crate) use workspace::{Announced, CodeWanted, SharedKernel, SharedWorkspace};
 
 use super::cost::HardwareModel;
 use super::ir::Program;

@@ -56,6 +56,29 @@ pub(crate) struct SharedKernel {
     places: Vec<(usize, TensorId, u64)>,
     publication: Arc<Publication>,
     signals: DeviceSlice,
+    code: Code,
+}
+
+/// Which sections the code of a kernel serves.
+#[derive(Clone)]
+struct Code {
+    /// One that it was written for; it serves those of the same program whose sizes and integers are no further from 0.
+    largest: Arc<SectionInstance>,
+    aligned: Vec<bool>,
+}
+
+/// What a kernel is to be made for.
+pub(crate) struct CodeWanted<'a> {
+    /// Its scratch lies in the workspace; its tensors are given at each launch.
+    pub(crate) section: Arc<SectionInstance>,
+    /// Whether tensors start at multiples of 16 bytes.
+    pub(crate) aligned: bool,
+    /// Whether launches are readied.
+    pub(crate) readying: Readying,
+    /// A kernel of the same program, rank, lanes and threads, whose code may serve.
+    pub(crate) model: Option<&'a SharedKernel>,
+    /// The same section with larger sizes, which the code is to serve where it has the same text.
+    pub(crate) largest: Option<SectionInstance>,
 }
 
 impl SharedWorkspace {
@@ -100,24 +123,10 @@ impl SharedWorkspace {
         Ok((state.slice(0..words)?, state.slice(words..state.bytes())?))
     }
 
-    /// The kernel of a section, compiled where no other of the same text was before. Its scratch lies in this
-    /// workspace; its tensors are given at each launch, and `aligned` promises that they start at multiples of
-    /// 16 bytes. `tell` explains what another rank announces. Launches are readied, where `readying` says so.
-    ///
-    /// # Errors
-    /// [`ErrorKind::Unsupported`] for a section that accesses tensors of other ranks without announcing them;
-    /// what compiling says.
-    pub(crate) fn kernel(
-        &self,
-        section: Arc<SectionInstance>,
-        aligned: bool,
-        tell: Arc<TellDifference>,
-        readying: Readying,
-    ) -> Result<SharedKernel> {
-        let reach = self.kernels.reach.clone();
-        let mut bound = reach.addresses(&section);
-        let tables = self.publication.tables().clone();
-        bound.tables = tables.address();
+    /// What launches of a section are bound to, but for its tensors on this rank.
+    fn bind(&self, section: &SectionInstance, aligned: bool) -> Bound {
+        let mut bound = self.kernels.reach.addresses(section);
+        bound.tables = self.publication.tables().address();
         let mut addresses = Vec::new();
         for (number, tensor) in section.tensors.iter().enumerate() {
             let SectionMemory::Tensor(id) = tensor.memory else {
@@ -128,7 +137,7 @@ impl SharedWorkspace {
             // Stands for an address of which nothing else is known.
             bound.tensors[number][self.rank] = if aligned { 16 + offset } else { 1 };
         }
-        let first_place = bound.first_place(&section);
+        let first_place = bound.first_place(section);
         let announced = if section.published {
             section.announced()
         } else {
@@ -143,10 +152,65 @@ impl SharedWorkspace {
             let (id, offset) = addresses.iter().find_map(own)?;
             Some((first_place + 2 * number, id, offset))
         });
-        let places = places.collect();
-        let fault = self.fault.clone();
-        let (lanes, written, bases) = (section.clone(), section.clone(), bound.clone());
-        let text = move || kernel_text(&written, &bases.aligned(&written));
+        Bound {
+            places: places.collect(),
+            first_place,
+            words: bound.words(section).to_vec(),
+            aligned: bound.aligned(section),
+            addresses,
+        }
+    }
+
+    /// The kernel of a section by the code of the model, if that serves it: without any text.
+    pub(crate) fn kernel_like(&self, wanted: &CodeWanted<'_>) -> Option<Result<SharedKernel>> {
+        let model = wanted.model.filter(|model| model.kernel.is_code())?;
+        let bound = self.bind(&wanted.section, wanted.aligned);
+        if !model.code.serves(&wanted.section, &bound.aligned) {
+            return None;
+        }
+        let kernel = self
+            .serial
+            .again(&model.kernel, &model.launch, wanted.readying);
+        Some(kernel.map(|kernel| self.shared(bound, kernel, model.launch, model.code.clone())))
+    }
+
+    fn shared(
+        &self,
+        bound: Bound,
+        kernel: SerialKernel,
+        launch: Launch,
+        code: Code,
+    ) -> SharedKernel {
+        SharedKernel {
+            kernel,
+            launch,
+            launched: Mutex::new(bound.words.clone()),
+            words: bound.words,
+            addresses: bound.addresses,
+            places: bound.places,
+            publication: self.publication.clone(),
+            signals: self.kernels.signals.region().memory().clone(),
+            code,
+        }
+    }
+
+    /// The kernel of a section, compiled where no other of the same text was before. `tell` explains what another rank
+    /// announces.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unsupported`] for a section that accesses tensors of other ranks without announcing them;
+    /// what compiling says.
+    pub(crate) fn kernel(
+        &self,
+        wanted: &CodeWanted<'_>,
+        tell: Arc<TellDifference>,
+    ) -> Result<SharedKernel> {
+        let section = wanted.section.clone();
+        let bound = self.bind(&section, wanted.aligned);
+        let (reach, fault) = (self.kernels.reach.clone(), self.fault.clone());
+        let (tables, first_place) = (self.publication.tables().clone(), bound.first_place);
+        let (lanes, written, aligned) = (section.clone(), section.clone(), bound.aligned.clone());
+        let text = move || kernel_text(&written, &aligned);
         let lane = move |block: &Block<'_>| {
             let input = LaneInput {
                 section: &lanes,
@@ -165,22 +229,24 @@ impl SharedWorkspace {
                 }
             })
         };
-        let SectionKernel {
-            kernel,
-            launch,
-            signals,
-        } = self.kernels.load(&*self.device, &section, text, lane)?;
-        let words = bound.words(&section).to_vec();
-        Ok(SharedKernel {
-            kernel: self.serial.ready(kernel, &launch, readying)?,
-            launch,
-            launched: Mutex::new(words.clone()),
-            words,
-            addresses,
-            places,
-            publication: self.publication.clone(),
-            signals,
-        })
+        let SectionKernel { kernel, launch, .. } =
+            self.kernels.load(&*self.device, &section, text, lane)?;
+        let kernel = self.serial.ready(kernel, &launch, wanted.readying)?;
+        let mut largest = None;
+        if let Some(larger) = wanted.largest.as_ref().filter(|_| kernel.is_code()) {
+            let aligned = self.bind(larger, wanted.aligned).aligned;
+            let same = |text: String| kernel_text(&section, &bound.aligned).map(|own| own == text);
+            let text = kernel_text(larger, &aligned);
+            // What is too large for a kernel has none.
+            if aligned == bound.aligned && text.and_then(same).unwrap_or(false) {
+                largest = Some(Arc::new(larger.clone()));
+            }
+        }
+        let code = Code {
+            largest: largest.unwrap_or(section),
+            aligned: bound.aligned.clone(),
+        };
+        Ok(self.shared(bound, kernel, launch, code))
     }
 
     /// How many lanes of launches so far have found all that was announced reachable. Blocks for as long as reading
@@ -257,6 +323,46 @@ impl SharedWorkspace {
     }
 }
 
+/// What launches of a section are bound to.
+struct Bound {
+    words: Vec<u64>,
+    /// As those of [`SharedKernel`].
+    addresses: Vec<(usize, TensorId, u64)>,
+    places: Vec<(usize, TensorId, u64)>,
+    first_place: usize,
+    aligned: Vec<bool>,
+}
+
+impl Code {
+    /// Whether it serves a section of the same program, rank, lanes and threads. The text depends on integers by their signs
+    /// and by how large they may be, and so do extents and strides: what it takes into account of the largest holds for all
+    /// that are smaller.
+    fn serves(&self, section: &SectionInstance, aligned: &[bool]) -> bool {
+        let of = &*self.largest;
+        let within = |most: i64, value: i64| most.min(0) <= value && value <= most.max(0);
+        let integers = of.integers.iter().zip(&section.integers);
+        let tensors = of.tensors.iter().zip(&section.tensors);
+        let sizes = |of: &[usize], section: &[usize]| {
+            of.len() == section.len() && of.iter().zip(section).all(|(of, own)| own <= of)
+        };
+        self.aligned == aligned
+            && of.period == section.period
+            && of.shared_tensors == section.shared_tensors
+            && of.published == section.published
+            && (of.integers.len(), of.tensors.len())
+                == (section.integers.len(), section.tensors.len())
+            && integers
+                .into_iter()
+                .all(|((name, most), (other, value))| name == other && within(*most, *value))
+            && tensors.into_iter().all(|(most, own)| {
+                most.name == own.name
+                    && most.strides.last() == own.strides.last()
+                    && sizes(&most.shape, &own.shape)
+                    && sizes(&most.strides, &own.strides)
+            })
+    }
+}
+
 /// An announcement of another rank's that does not fit.
 #[derive(Debug)]
 pub(crate) enum Announced {
@@ -267,11 +373,11 @@ pub(crate) enum Announced {
 }
 
 impl SharedKernel {
-    /// Enqueues a launch on `tensors`, by their numbers in the program; peers may access them if `reachable`. Does not
-    /// block.
+    /// Enqueues a launch on `tensors`, by their numbers in the program; peers may access them if `reachable`. A graph may
+    /// record it. Does not block.
     pub(crate) fn enqueue(
         &self,
-        stream: &Stream,
+        (stream, is_recorded): (&Stream, bool),
         tensors: &[&DeviceSlice],
         reachable: bool,
     ) -> Result<()> {
@@ -283,7 +389,7 @@ impl SharedKernel {
         }
         for (word, id, offset) in self.places.iter().filter(|_| reachable) {
             let tensor = tensors.get(*id).ok_or_else(missing)?;
-            let (number, start) = self.publication.place(tensor, stream);
+            let (number, start) = self.publication.place(tensor, stream, is_recorded);
             own[*word] = number;
             own[*word + 1] = start + offset;
         }
@@ -305,4 +411,74 @@ impl fmt::Debug for SharedKernel {
 fn missing() -> Error {
     Error::new(ErrorKind::Internal, "a launch without one of its tensors")
         .with_operation("launch a kernel")
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use crate::dtype::DType;
+    use crate::program::{OperationKind, Parameters, Program, unroll};
+
+    /// A section of the program of all-reduce by chunks, as calls have it.
+    fn section(count: i64, chunks: i64, published: bool) -> SectionInstance {
+        let text = include_str!("../../collective/programs/all_reduce_chunks.wlp");
+        let mut parameters = Parameters::new()
+            .with("T", DType::F32)
+            .with("op", crate::device::ReduceOp::Sum)
+            .with("lanes", 5_i64)
+            .with("threads", 512_i64);
+        let given = [
+            ("n", count),
+            ("chunks", chunks),
+            ("room", 1 << 20),
+            ("direct", 1),
+            ("what", 77),
+            ("length", count as i32 as i64),
+            ("upper", count >> 32),
+            ("factor", 0),
+        ];
+        for (name, value) in given {
+            parameters.insert(name, value);
+        }
+        let program = unroll(&Program::parse(text).unwrap(), 1, 2, 1, &parameters).unwrap();
+        let OperationKind::Kernel(section) = &program.operations[0].kind else {
+            unreachable!("a collective is a kernel");
+        };
+        SectionInstance {
+            sizes_vary: true,
+            published,
+            ..(**section).clone()
+        }
+    }
+
+    fn text(section: &SectionInstance) -> String {
+        kernel_text(section, &vec![true; section.tensors.len()]).unwrap()
+    }
+
+    #[test]
+    fn code_serves_sections_of_its_text_that_are_no_larger() {
+        let largest = section((1 << 20) - 1, 2, true);
+        let aligned = vec![true; largest.tensors.len()];
+        let code = Code {
+            largest: Arc::new(largest.clone()),
+            aligned: aligned.clone(),
+        };
+        for (count, chunks) in [(1, 1), (1000, 1), ((1 << 19) + 3, 2), ((1 << 20) - 1, 2)] {
+            let smaller = section(count, chunks, true);
+            assert!(code.serves(&smaller, &aligned), "{count}");
+            assert_eq!(text(&smaller), text(&largest), "{count}");
+            assert!(!code.serves(&smaller, &vec![false; aligned.len()]));
+            assert!(!code.serves(&section(count, chunks, false), &aligned));
+        }
+        // More elements need wider integers somewhere, and a negative one other operators.
+        for larger in [
+            section(1 << 20, 2, true),
+            section(1000, 3, true),
+            section(3 << 30, 2, true),
+        ] {
+            assert!(!code.serves(&larger, &aligned));
+        }
+        assert_ne!(text(&section(3 << 30, 2, true)), text(&largest));
+    }
 }

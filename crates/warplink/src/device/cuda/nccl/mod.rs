@@ -18,10 +18,6 @@ use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
-/// NCCL uses multicast where it can, unless this variable says "0", and multicast must not be used
-/// on every machine.
-const MULTICAST_VARIABLE: &str = "NCCL_NVLS_ENABLE";
-
 /// Bytes of NCCL's unique id.
 pub(super) const UNIQUE_ID: usize = 128;
 
@@ -80,10 +76,8 @@ function_table! {
 }
 
 impl Nccl {
-    /// NCCL, if it can be had without multicast.
+    /// NCCL, as its user has set it up.
     pub(super) fn get() -> Result<&'static Self> {
-        // Before loading: NCCL may read its environment as soon as it is there.
-        check_multicast(std::env::var(MULTICAST_VARIABLE).ok().as_deref())?;
         static LIBRARY: OnceLock<Nccl> = OnceLock::new();
         if let Some(library) = LIBRARY.get() {
             return Ok(library);
@@ -151,21 +145,6 @@ fn text(text: *const c_char) -> Option<String> {
             .to_string_lossy()
             .into_owned(),
     )
-}
-
-fn check_multicast(value: Option<&str>) -> Result<()> {
-    if value == Some("0") {
-        return Ok(());
-    }
-    let text = format!(
-        "{MULTICAST_VARIABLE} is {}, and NCCL would use NVLink multicast",
-        value.unwrap_or("not set")
-    );
-    Err(Error::new(ErrorKind::Unsupported, text)
-        .with_operation("load NCCL")
-        .with_help(format!(
-            "set {MULTICAST_VARIABLE}=0 in the environment of every rank"
-        )))
 }
 
 /// A communicator of NCCL's.
@@ -407,18 +386,6 @@ impl fmt::Debug for NcclComm {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn refuses_to_start_unless_multicast_is_off() {
-        assert!(check_multicast(Some("0")).is_ok());
-        for value in [None, Some("1"), Some(""), Some("2")] {
-            let error = check_multicast(value).unwrap_err();
-            assert!(
-                error.to_string().contains("set NCCL_NVLS_ENABLE=0"),
-                "{error}"
-            );
-        }
-    }
 
     #[test]
     fn the_library_has_every_function_where_it_is_found() {

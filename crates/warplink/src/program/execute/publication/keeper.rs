@@ -373,7 +373,9 @@ impl Keeper {
                 lent.insert(number);
             }
         }
-        let old = lock(&self.known).by_age();
+        let states = self.own.values();
+        let gone = states.filter(|own| matches!(own, Own::Leaving | Own::Withdrawn { .. }));
+        let old = lock(&self.known).by_age(gone.count() + leaving.len());
         let old = old.into_iter().filter(|number| lent.contains(number));
         leaving.extend(old.take(FEW_ENTRIES));
         for number in leaving {

@@ -72,6 +72,8 @@ enum Place {
         uses: Arc<InUse<Departure>>,
         /// The number of the last call that met it.
         met: u64,
+        /// Whether a graph has recorded a call that met it: its launches use it, and tell nobody.
+        is_recorded: bool,
     },
     /// It cannot be published.
     Never(Weak<dyn Backing>),
@@ -160,14 +162,25 @@ impl Publication {
 
     /// Where a launch on `stream` says that `slice` lies: the number of its allocation and the first byte in that.
     /// Publishes an allocation that was not met before. Does not block.
-    pub(crate) fn place(&self, slice: &DeviceSlice, stream: &Stream) -> (u64, u64) {
+    pub(crate) fn place(
+        &self,
+        slice: &DeviceSlice,
+        stream: &Stream,
+        is_recorded: bool,
+    ) -> (u64, u64) {
         let identity = slice.backing().identity();
         let mut known = lock(&self.known);
         known.met += 1;
         let now = known.met;
         let (number, uses, is_new) = match known.by_identity.get_mut(&identity) {
-            Some(Place::Entry { number, uses, met }) => {
+            Some(Place::Entry {
+                number,
+                uses,
+                met,
+                is_recorded: before,
+            }) => {
                 *met = now;
+                *before |= is_recorded;
                 (*number, uses.clone(), false)
             }
             Some(Place::Never(_)) => return (UNPUBLISHED, 0),
@@ -184,6 +197,7 @@ impl Publication {
                     number,
                     uses: uses.clone(),
                     met: now,
+                    is_recorded,
                 };
                 known.by_identity.insert(identity, place);
                 (number, uses, true)
@@ -273,18 +287,24 @@ impl Events {
 }
 
 impl Known {
-    /// The numbers in use, from the one that was not met for longest on, where few are free; else none.
-    fn by_age(&self) -> Vec<u64> {
-        if self.free.len() >= FEW_ENTRIES {
+    /// The numbers in use, from the one that was not met for longest on, where few are free or among the `leaving`, which
+    /// will be; else none. Those that graphs use come last.
+    fn by_age(&self, leaving: usize) -> Vec<u64> {
+        if self.free.len() + leaving >= FEW_ENTRIES {
             return Vec::new();
         }
         let entries = self.by_identity.values().filter_map(|place| match place {
-            Place::Entry { number, met, .. } => Some((*met, *number)),
+            Place::Entry {
+                number,
+                met,
+                is_recorded,
+                ..
+            } => Some((*is_recorded, *met, *number)),
             Place::Never(_) => None,
         });
-        let mut entries: Vec<(u64, u64)> = entries.collect();
+        let mut entries: Vec<(bool, u64, u64)> = entries.collect();
         entries.sort_unstable();
-        entries.into_iter().map(|(_, number)| number).collect()
+        entries.into_iter().map(|(_, _, number)| number).collect()
     }
 
     /// Takes the entry of a number out; whether it may still be in use.

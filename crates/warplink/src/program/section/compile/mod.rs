@@ -42,7 +42,7 @@ pub(crate) const TIMES_HEADER: usize = 3;
 const MAX_WORDS: usize = 500;
 
 /// The largest tensor, so that a step counts its packets in 32 bits: those of 16 bytes, or of 8, which hold 4 of data.
-const MAX_TENSOR_BYTES: usize = 16 << 30;
+pub(crate) const MAX_TENSOR_BYTES: usize = 16 << 30;
 const MAX_TENSOR_BYTES_OF_PACKETS8: usize = 8 << 30;
 
 /// What a launch is bound to.

@@ -1,0 +1,143 @@
+//! Calls on more memory than one launch takes: several calls, with the same results bit for bit, since inputs are reduced in
+//! the order of ranks whatever the length is.
+//!
+//! What has one part is cut along it. A reduce-scatter is a reduction to each rank in turn. What only moves parts between
+//! ranks is one group of messages, which may have any length.
+
+use super::call::{Call, CollectiveKind};
+use super::enqueue::Uses;
+use super::join::Server;
+use super::launches::Overlap;
+use super::{Collectives, Message};
+use crate::device::{DeviceSlice, Stream};
+use crate::error::{Error, ErrorKind, Result};
+use std::ops::Range;
+
+/// Elements that pieces have multiples of, so that all of them are aligned as the whole is.
+const UNIT: usize = 256;
+
+impl Collectives {
+    /// How many bytes a launch takes, where a call that was checked has more and the direct path does it.
+    pub(super) fn too_long(&self, call: &Call) -> Option<usize> {
+        let world = self.0.machine.world;
+        let (input, output) = call.kind.rows(world);
+        let bytes = call.bytes().saturating_mul(input.max(output));
+        // Nothing is launched that is a copy.
+        if world == 1 && call.op.is_none() {
+            return None;
+        }
+        match self.0.server(call) {
+            Ok(Server::Direct(direct)) if bytes > direct.launch_bytes => Some(direct.launch_bytes),
+            _ => None,
+        }
+    }
+
+    /// The longest of the calls that do a long one, each on at most `bytes` of memory; none where messages do it.
+    pub(super) fn piece(&self, call: &Call, bytes: usize) -> Option<Call> {
+        let count = (bytes / call.dtype.size() / UNIT * UNIT).max(1);
+        let count = count.min(call.count);
+        match call.kind {
+            CollectiveKind::AllReduce | CollectiveKind::Broadcast | CollectiveKind::Reduce => {
+                Some(Call { count, ..*call })
+            }
+            CollectiveKind::ReduceScatter => Some(Call {
+                kind: CollectiveKind::Reduce,
+                root: Some(0),
+                count,
+                ..*call
+            }),
+            _ => None,
+        }
+    }
+
+    /// Enqueues a call that was checked as several, each on at most `bytes` of memory. Does not block.
+    pub(super) fn enqueue_pieces(
+        &self,
+        call: &Call,
+        uses: Uses,
+        (output, input): (&DeviceSlice, &DeviceSlice),
+        bytes: usize,
+        stream: &Stream,
+    ) -> Result<()> {
+        let input = if uses.reads { input } else { output };
+        let output = if uses.writes { output } else { input };
+        let Some(piece) = self.piece(call, bytes) else {
+            return self.move_parts(call, uses, (output, input), stream);
+        };
+        let size = call.dtype.size();
+        let (scatters, roots) = match call.kind {
+            CollectiveKind::ReduceScatter => (true, self.0.machine.world),
+            _ => (false, 1),
+        };
+        for root in 0..roots {
+            for from in (0..call.count).step_by(piece.count) {
+                let count = piece.count.min(call.count - from);
+                let range = |row: usize| {
+                    let first = (row * call.count + from) * size;
+                    first..first + count * size
+                };
+                let root = if scatters { Some(root) } else { call.root };
+                let piece = Call {
+                    count,
+                    root,
+                    ..piece
+                };
+                let of_root = range(root.filter(|_| scatters).unwrap_or(0));
+                let (output, input) = (output.slice(range(0))?, input.slice(of_root)?);
+                // What a rank does not write in this call may be what it reads.
+                self.enqueue(&piece, &output, &input, stream)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// A call that only moves parts, as a group of messages.
+    fn move_parts(
+        &self,
+        call: &Call,
+        uses: Uses,
+        (output, input): (&DeviceSlice, &DeviceSlice),
+        stream: &Stream,
+    ) -> Result<()> {
+        let in_place = uses.overlap == Overlap::Shared;
+        if in_place && call.kind == CollectiveKind::AllToAll {
+            let text = format!("{call} in place is longer than one launch takes");
+            return Err(Error::new(ErrorKind::Unsupported, text)
+                .with_operation(call.kind.name())
+                .with_help("give it an output of its own, or make several calls"));
+        }
+        let (rank, world) = (self.0.context.rank(), self.0.machine.world);
+        let part = |memory: &DeviceSlice, rows: usize, row: usize| {
+            let row = if rows == 1 { 0 } else { row };
+            let range: Range<usize> = row * call.bytes()..(row + 1) * call.bytes();
+            memory.slice(range)
+        };
+        let (input_rows, output_rows) = call.kind.rows(world);
+        let goes = |from: usize, to: usize| match call.kind {
+            CollectiveKind::Gather => call.root == Some(to),
+            CollectiveKind::Scatter => call.root == Some(from),
+            _ => true,
+        };
+        let (mut sent, mut received) = (Vec::new(), Vec::new());
+        // Each rank begins with another peer.
+        for peer in (0..world).map(|step| (rank + step) % world) {
+            // In place, its own part is where it belongs.
+            if peer == rank && in_place {
+                continue;
+            }
+            if goes(rank, peer) {
+                sent.push((peer, part(input, input_rows, peer)?));
+            }
+            if goes(peer, rank) {
+                received.push((peer, part(output, output_rows, peer)?));
+            }
+        }
+        let sent = sent.iter().map(|(peer, part)| Message::send(*peer, part));
+        let received = received
+            .iter()
+            .map(|(peer, part)| Message::receive(*peer, part));
+        let messages: Vec<Message<'_>> = sent.chain(received).collect();
+        self.send_receive(&messages, stream)
+            .map_err(|error| error.with_operation(call.kind.name()))
+    }
+}

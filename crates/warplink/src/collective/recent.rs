@@ -1,0 +1,135 @@
+//! A map that keeps what was used last.
+
+use rustc_hash::FxHashMap;
+use std::fmt;
+use std::hash::Hash;
+
+/// A map of at most so many entries: a new one takes the place of that which was not used for longest. Looking one up and
+/// adding one take the same time, however many there are.
+pub(super) struct Recent<K, V> {
+    places: FxHashMap<K, usize>,
+    entries: Vec<Entry<K, V>>,
+    /// The entry that was used last; the one before it in the ring was not used for longest.
+    newest: usize,
+    capacity: usize,
+}
+
+struct Entry<K, V> {
+    key: K,
+    value: V,
+    /// The entries that were used next before and next after, in a ring.
+    older: usize,
+    newer: usize,
+}
+
+impl<K: Copy + Eq + Hash, V> Recent<K, V> {
+    /// An empty map of at most `capacity` entries, at least one.
+    pub(super) fn new(capacity: usize) -> Self {
+        Self {
+            places: FxHashMap::default(),
+            entries: Vec::new(),
+            newest: 0,
+            capacity: capacity.max(1),
+        }
+    }
+
+    /// The value of a key, which counts as used.
+    pub(super) fn get(&mut self, key: &K) -> Option<&V> {
+        let place = *self.places.get(key)?;
+        self.renew(place);
+        self.entries.get(place).map(|entry| &entry.value)
+    }
+
+    /// Adds or replaces an entry, which counts as used; the value that it takes the place of, to be dropped outside of locks.
+    pub(super) fn insert(&mut self, key: K, value: V) -> Option<V> {
+        if let Some(place) = self.places.get(&key).copied() {
+            self.renew(place);
+            return Some(std::mem::replace(&mut self.entries[place].value, value));
+        }
+        if self.entries.len() < self.capacity {
+            let place = self.entries.len();
+            // In a ring of its own, from which it is taken.
+            let (older, newer) = (place, place);
+            self.entries.push(Entry {
+                key,
+                value,
+                older,
+                newer,
+            });
+            self.places.insert(key, place);
+            self.put_first(place);
+            return None;
+        }
+        // The ring goes on from the oldest: it becomes the newest where it is.
+        let oldest = self.entries[self.newest].newer;
+        let entry = &mut self.entries[oldest];
+        self.places.remove(&entry.key);
+        entry.key = key;
+        let before = std::mem::replace(&mut entry.value, value);
+        self.places.insert(key, oldest);
+        self.newest = oldest;
+        Some(before)
+    }
+
+    fn renew(&mut self, place: usize) {
+        if place == self.newest {
+            return;
+        }
+        let (older, newer) = (self.entries[place].older, self.entries[place].newer);
+        self.entries[older].newer = newer;
+        self.entries[newer].older = older;
+        self.put_first(place);
+    }
+
+    /// Puts an entry that is not in the ring behind the newest.
+    fn put_first(&mut self, place: usize) {
+        if self.entries.len() > 1 {
+            let (newest, oldest) = (self.newest, self.entries[self.newest].newer);
+            self.entries[newest].newer = place;
+            self.entries[oldest].older = place;
+            let entry = &mut self.entries[place];
+            (entry.older, entry.newer) = (newest, oldest);
+        }
+        self.newest = place;
+    }
+}
+
+impl<K, V> fmt::Debug for Recent<K, V> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Recent({} of {})", self.entries.len(), self.capacity)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn what_was_not_used_for_longest_makes_room(
+            capacity in 1..6_usize,
+            steps in proptest::collection::vec((0..9_u8, any::<bool>()), 0..80),
+        ) {
+            let mut recent = Recent::new(capacity);
+            // The same, slowly: the newest at the end.
+            let mut all: Vec<(u8, usize)> = Vec::new();
+            for (number, (key, insert)) in steps.into_iter().enumerate() {
+                let known = all.iter().position(|(other, _)| *other == key);
+                let known = known.map(|place| all.remove(place));
+                if insert {
+                    let expected = match known {
+                        Some((_, value)) => Some(value),
+                        None if all.len() == capacity => Some(all.remove(0).1),
+                        None => None,
+                    };
+                    prop_assert_eq!(recent.insert(key, number), expected);
+                    all.push((key, number));
+                } else {
+                    prop_assert_eq!(recent.get(&key).copied(), known.map(|(_, value)| value));
+                    all.extend(known);
+                }
+            }
+        }
+    }
+}

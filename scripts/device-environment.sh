@@ -1,0 +1,3 @@
+# For scripts that start ranks on GPUs, sourced by them. NVLink multicast cannot be used on every machine that tests run on,
+# so Warplink's peers do without it there. The library itself uses NCCL as its user has set it up.
+export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1
