@@ -69,11 +69,14 @@ pub mod deadline;
 pub mod device;
 pub mod dtype;
 pub mod error;
+#[doc(hidden)]
+pub mod file;
 pub mod job;
 pub mod memory;
 pub mod overlap;
 pub mod p2p;
 pub mod program;
+mod shortage;
 pub mod signal;
 pub mod sync;
 pub mod topology;

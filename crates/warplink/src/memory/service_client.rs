@@ -1,11 +1,12 @@
 //! What a rank asks of a peer's [service](super::service).
 
 use super::message::{Request, TOKEN_BYTES};
-use super::service::ANSWER_BYTES;
+use super::service::{ANSWER_BYTES, DONE, SHORT};
 use super::socket::{MAX_WAIT, address, io, is_same_user, limit, socket};
 use crate::deadline::Deadline;
 use crate::device::Piece;
 use crate::error::{Error, ErrorKind, Result};
+use crate::shortage::Shortage;
 use rustix::io::Errno;
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendFlags};
 use std::io::IoSliceMut;
@@ -16,6 +17,9 @@ use std::time::Duration;
 /// Between two attempts at what the service refuses for lack of something.
 const PAUSE: Duration = Duration::from_millis(10);
 
+/// How long a request is sent again that cannot be carried out for lack of descriptors, here or there.
+const MAX_SHORTAGE: Duration = Duration::from_secs(3);
+
 /// A request that was sent and not answered yet.
 #[derive(Debug)]
 pub(super) struct Asked {
@@ -23,7 +27,8 @@ pub(super) struct Asked {
 }
 
 /// Sends `request`, which may be handled twice, to the service called `name` and waits for the answer.
-/// Asks again where the service drops the connection, as it does when it is short of something.
+/// Asks again where the service drops the connection or this process has no descriptor for one: something is short,
+/// which may pass.
 ///
 /// # Errors
 /// [`ErrorKind::PeerLost`] where nobody listens, [`ErrorKind::InvalidHandle`] where it is refused,
@@ -33,12 +38,14 @@ pub(super) fn ask(
     token: &[u8; TOKEN_BYTES],
     request: Request,
 ) -> Result<Option<Piece>> {
-    let deadline = Deadline::after(MAX_WAIT);
-    loop {
+    let deadline = Deadline::after(MAX_SHORTAGE);
+    let ask_once = || {
         let connection = socket()?;
         limit(&connection)?;
-        let answer = send(connection, name, token, request).and_then(Asked::finish);
-        match answer {
+        send(connection, name, token, request).and_then(Asked::finish)
+    };
+    loop {
+        match ask_once() {
             Err(error) if error.kind() == ErrorKind::Io && !deadline.passed() => {
                 tracing::debug!(%error, "a peer's service did not answer; asking again");
                 std::thread::sleep(PAUSE);
@@ -122,7 +129,7 @@ fn closed() -> Error {
     )
 }
 
-fn read_answer(connection: &OwnedFd) -> Result<Option<Piece>> {
+pub(super) fn read_answer(connection: &OwnedFd) -> Result<Option<Piece>> {
     let mut answer = [0; ANSWER_BYTES];
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
@@ -149,7 +156,20 @@ fn read_answer(connection: &OwnedFd) -> Result<Option<Piece>> {
         return Err(closed());
     }
     let [s0, s1, s2, s3, bytes @ ..] = answer;
-    if u32::from_le_bytes([s0, s1, s2, s3]) != 0 {
+    let (status, number) = (
+        u32::from_le_bytes([s0, s1, s2, s3]),
+        u64::from_le_bytes(bytes),
+    );
+    if status == SHORT {
+        let shortage = Shortage::of_descriptors(Some(number));
+        return Err(
+            Error::new(ErrorKind::Io, format!("the peer: {}", shortage.message))
+                .with_operation("ask a peer's service")
+                .with_help(shortage.help)
+                .with_code(Errno::MFILE.raw_os_error().into()),
+        );
+    }
+    if status != DONE {
         return Err(Error::new(
             ErrorKind::InvalidHandle,
             "the peer refused: it does not share this region any more",
@@ -157,7 +177,7 @@ fn read_answer(connection: &OwnedFd) -> Result<Option<Piece>> {
         .with_operation("ask a peer's service")
         .with_help("exchange the region anew"));
     }
-    let bytes = usize::try_from(u64::from_le_bytes(bytes)).map_err(|_| {
+    let bytes = usize::try_from(number).map_err(|_| {
         Error::new(
             ErrorKind::Protocol,
             "the peer's memory is longer than this process can address",

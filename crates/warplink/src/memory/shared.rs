@@ -141,6 +141,9 @@ impl Shared {
             number,
             message,
         } = request;
+        if let Some(peers) = self.peers.get() {
+            peers.service(from)?;
+        }
         if number != 0 {
             let mut heard = lock(&self.heard);
             let last = heard.entry(from).or_default();

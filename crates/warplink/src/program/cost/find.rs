@@ -12,6 +12,9 @@ pub const MODEL_VARIABLE: &str = "WARPLINK_MODEL";
 /// Where caches are, when they are not where such things usually are.
 const CACHE_VARIABLE: &str = "WARPLINK_CACHE_DIR";
 
+/// The longest file that is read as a model; `warplink tune` writes some 100 KiB.
+const MAX_MODEL_BYTES: usize = 16 << 20;
+
 /// The models that come with the library. Those that name no device are guesses for all of their
 /// kind.
 const SHIPPED: [(&str, &str); 4] = [
@@ -87,14 +90,13 @@ impl HardwareModel {
         .with_help("measure one with `warplink tune`"))
     }
 
-    /// Reads the model in a file.
+    /// Reads the model in a regular file of 16 MiB at most.
     ///
     /// # Errors
     /// [`ErrorKind::Io`] where it cannot be read,
     /// [`ErrorKind::Parse`] where it is not a model.
     pub fn read(path: &Path) -> Result<Self> {
-        let text = std::fs::read_to_string(path)
-            .map_err(|error| Error::io(format!("read {}", path.display()), &error))?;
+        let text = crate::file::read_regular(path, MAX_MODEL_BYTES)?;
         Self::from_named(&path.display().to_string(), &text)
     }
 
@@ -261,6 +263,8 @@ mod tests {
         }
         std::fs::write(directory.path().join("bad.json"), "{}").unwrap();
         assert_eq!(models_in(directory.path()).len(), 1);
+        let endless = HardwareModel::read(Path::new("/dev/zero")).unwrap_err();
+        assert_eq!(endless.kind(), ErrorKind::Io);
         let missing = HardwareModel::read(&directory.path().join("none")).unwrap_err();
         assert_eq!(missing.kind(), ErrorKind::Io);
     }
