@@ -4,7 +4,7 @@
 use std::sync::LazyLock;
 use warplink::program::cost::{HardwareModel, simulate};
 use warplink::program::parameters::ParameterKind;
-use warplink::program::{Parameters, Program, RankProgram, unroll};
+use warplink::program::{Parameters, Program, RankProgram, Value, unroll};
 
 /// A few programs of two ranks, with transfers, kernels, products and collectives of the engine.
 static PROGRAMS: LazyLock<Vec<Vec<RankProgram>>> = LazyLock::new(|| {
@@ -18,8 +18,8 @@ static PROGRAMS: LazyLock<Vec<Vec<RankProgram>>> = LazyLock::new(|| {
         let program = Program::parse(text).expect("a program");
         let given = program.parameters.iter().filter_map(|parameter| {
             let value = match parameter.kind {
-                ParameterKind::Integer => 64.into(),
-                ParameterKind::List => vec![64].into(),
+                ParameterKind::Integer => Value::Integer(64),
+                ParameterKind::List => Value::List(vec![64]),
                 ParameterKind::OneOf(_) => return None,
             };
             Some((parameter.name.clone(), value))

@@ -81,6 +81,8 @@ pub mod signal;
 pub mod sync;
 pub mod topology;
 mod transport;
+#[doc(hidden)]
+pub mod variables;
 
 pub use collective::Collectives;
 pub use communicator::Communicator;

@@ -335,13 +335,13 @@ mod tests {
             _ => Err(Error::new(ErrorKind::Closed, "gone")),
         });
         let service = Service::start([5; 16], handler).unwrap();
-        let piece = ask(service.name(), &[5; 16], descriptor_of(7)).unwrap();
+        let piece = ask(service.name(), &[5; 16], descriptor_of(7), MAX_WAIT).unwrap();
         assert_eq!(piece.unwrap().bytes, 1 << 40);
-        let refused = ask(service.name(), &[5; 16], descriptor_of(8)).unwrap_err();
+        let refused = ask(service.name(), &[5; 16], descriptor_of(8), MAX_WAIT).unwrap_err();
         assert_eq!(refused.kind(), ErrorKind::InvalidHandle);
         service.stop();
         assert_eq!(
-            ask(service.name(), &[5; 16], descriptor_of(7))
+            ask(service.name(), &[5; 16], descriptor_of(7), MAX_WAIT)
                 .unwrap_err()
                 .kind(),
             ErrorKind::PeerLost
@@ -360,7 +360,7 @@ mod tests {
         rustix::net::connect(&stray, &address(service.name()).unwrap()).unwrap();
         rustix::net::send(&stray, b"short", SendFlags::NOSIGNAL).unwrap();
         assert!(
-            ask(service.name(), &[5; 16], descriptor_of(7))
+            ask(service.name(), &[5; 16], descriptor_of(7), MAX_WAIT)
                 .unwrap()
                 .is_none()
         );
@@ -375,9 +375,13 @@ mod tests {
             let connection = rustix::net::accept(&listener).unwrap();
             answer(&connection, &[5; 16], &(Box::new(|_| Ok(None)) as Handler)).unwrap();
         });
-        assert!(ask(&name, &[5; 16], descriptor_of(7)).unwrap().is_none());
+        assert!(
+            ask(&name, &[5; 16], descriptor_of(7), MAX_WAIT)
+                .unwrap()
+                .is_none()
+        );
         serving.join().unwrap();
-        let error = ask(&name, &[5; 16], descriptor_of(7)).unwrap_err();
+        let error = ask(&name, &[5; 16], descriptor_of(7), MAX_WAIT).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::PeerLost);
     }
 
@@ -393,7 +397,7 @@ mod tests {
             .collect();
         for _ in 0..10 {
             let begun = Instant::now();
-            ask(service.name(), &[5; 16], descriptor_of(7)).unwrap();
+            ask(service.name(), &[5; 16], descriptor_of(7), MAX_WAIT).unwrap();
             assert!(begun.elapsed() < Duration::from_secs(1), "held up");
         }
         let begun = Instant::now();

@@ -63,7 +63,8 @@ impl HardwareModel {
     /// where there is no model at all for such a device. A file of the directory that cannot be read
     /// is passed over with a warning.
     pub fn find(device: &DeviceDescription, world: usize) -> Result<Arc<Self>> {
-        if let Some(path) = std::env::var_os(MODEL_VARIABLE).filter(|path| !path.is_empty()) {
+        if let Some(path) = crate::variables::read(MODEL_VARIABLE)?.filter(|path| !path.is_empty())
+        {
             let read = Self::read(Path::new(&path)).map(Arc::new);
             let help = format!(
                 "let {MODEL_VARIABLE} name a model that `warplink tune` wrote, or unset it"

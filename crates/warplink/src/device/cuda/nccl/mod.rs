@@ -83,7 +83,7 @@ impl Nccl {
     /// NCCL, if it can be had without multicast.
     pub(super) fn get() -> Result<&'static Self> {
         // Before loading: NCCL may read its environment as soon as it is there.
-        check_multicast(std::env::var(MULTICAST_VARIABLE).ok().as_deref())?;
+        check_multicast(crate::variables::read(MULTICAST_VARIABLE)?.as_deref())?;
         static LIBRARY: OnceLock<Nccl> = OnceLock::new();
         if let Some(library) = LIBRARY.get() {
             return Ok(library);
