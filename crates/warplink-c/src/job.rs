@@ -374,8 +374,8 @@ unsafe fn configuration(
         device.parse::<DeviceKind>()?;
     }
     let mut config = Config::from_variables(join, |name| match (name, device) {
-        ("WARPLINK_DEVICE", Some(device)) => Some(device.to_owned()),
-        _ => std::env::var(name).ok(),
+        ("WARPLINK_DEVICE", Some(device)) => Some(device.into()),
+        _ => std::env::var_os(name),
     })?;
     config.join.local_rank = local_rank;
     if options.timeout != 0.0 {

@@ -52,8 +52,6 @@ enum Command {
     FaultRank(commands::faults::FaultRank),
     #[command(name = launch::RANK_COMMAND, hide = true)]
     Rank(launch::RankArgs),
-    #[command(name = launch::GUARD_COMMAND, hide = true)]
-    Guard,
 }
 
 fn main() -> ExitCode {
@@ -65,13 +63,38 @@ fn main() -> ExitCode {
         Err(error) => return refuse(error),
     };
     let json = cli.options.json;
+    if let Err(error) = options::check_variables() {
+        report::print_error(&error, json);
+        return ExitCode::FAILURE;
+    }
     options::start_log(cli.options.verbose);
-    let done = run(cli.command, cli.options);
+    let done = if launch::is_guarded() {
+        launch::follow();
+        run(cli.command, cli.options)
+    } else if cli.command.starts_ranks() {
+        launch::guard(json)
+    } else {
+        run(cli.command, cli.options)
+    };
     match done {
         Ok(code) => code,
         Err(error) => {
             report::print_error(&error, json);
-            ExitCode::FAILURE
+            commands::ranks::failure_code(&error)
+        }
+    }
+}
+
+impl Command {
+    /// Whether it starts ranks, or may.
+    fn starts_ranks(&self) -> bool {
+        match self {
+            Self::Launch(_) => true,
+            Self::Bench(_) | Self::Demo(_) | Self::Topo(_) | Self::Tune(_) | Self::Faults(_) => {
+                !commands::ranks::is_rank()
+            }
+            Self::Program(program) => program.starts_ranks() && !commands::ranks::is_rank(),
+            _ => false,
         }
     }
 }
@@ -104,7 +127,6 @@ fn run(command: Command, options: Options) -> Result<ExitCode> {
         Command::Topo(command) => command.run(options),
         Command::Tune(command) => command.run(options),
         Command::Rank(args) => Ok(launch::become_rank(&args)),
-        Command::Guard => launch::guard(),
     }
 }
 

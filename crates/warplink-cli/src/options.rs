@@ -7,7 +7,7 @@ use std::io;
 use std::str::FromStr;
 use tracing_subscriber::EnvFilter;
 use warplink::DeviceKind;
-use warplink::device;
+use warplink::{device, variables};
 
 /// The most ranks that one machine may start: far more than is useful, few enough to catch a typing
 /// error.
@@ -46,7 +46,7 @@ impl Options {
     /// With the device that the environment names, where no argument does. Not by `clap`, which takes a variable for
     /// an argument, and then shows no help where there is none.
     pub(crate) fn with_environment(mut self) -> Result<Self> {
-        let named = std::env::var(DEVICE_VARIABLE).ok();
+        let named = variables::read(DEVICE_VARIABLE)?;
         let named = named.filter(|name| !name.is_empty());
         if self.device.is_none() {
             let device = named.map(|name| name.parse()).transpose();
@@ -157,6 +157,24 @@ fn rank_count(text: &str) -> Result<usize, String> {
     }
 }
 
+/// Fails where a variable that this command or the library reads is not UTF-8: it would count as not set.
+pub(crate) fn check_variables() -> Result<()> {
+    let of_others = [
+        "CUDA_DEVICE_MAX_CONNECTIONS",
+        "CUDA_VISIBLE_DEVICES",
+        "NCCL_NVLS_ENABLE",
+        "UCX_LOG_LEVEL",
+        "UCX_TLS",
+    ];
+    for (name, _) in std::env::vars_os() {
+        let name = name.to_string_lossy();
+        if name.starts_with("WARPLINK_") || of_others.contains(&&*name) {
+            variables::read(&name)?;
+        }
+    }
+    Ok(())
+}
+
 /// Sends the library's log to standard error. `WARPLINK_LOG` overrides the number of `-v`, with the
 /// filters of the `tracing` crates; a wrong one is reported, and counts as not set.
 pub(crate) fn start_log(verbose: u8) {
@@ -167,7 +185,8 @@ pub(crate) fn start_log(verbose: u8) {
         2 => "debug",
         _ => "trace",
     };
-    let given = std::env::var(LOG_VARIABLE).ok();
+    // Refused before where it is no text.
+    let given = variables::read(LOG_VARIABLE).unwrap_or_default();
     let given = given.filter(|text| !text.trim().is_empty());
     let filter = given.and_then(|text| match EnvFilter::try_new(&text) {
         Ok(filter) => Some(filter),

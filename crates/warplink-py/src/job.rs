@@ -162,8 +162,8 @@ impl Job {
             device.parse::<DeviceKind>().map_err(raise)?;
         }
         let variables = |name: &str| match (name, &device) {
-            ("WARPLINK_DEVICE", Some(device)) => Some(device.clone()),
-            _ => std::env::var(name).ok(),
+            ("WARPLINK_DEVICE", Some(device)) => Some(device.into()),
+            _ => std::env::var_os(name),
         };
         let mut config = Config::from_variables(join, variables).map_err(raise)?;
         if let Some(limit) = timeout.map(seconds).transpose()? {

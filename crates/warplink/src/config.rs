@@ -8,6 +8,8 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::memory::IdleMappings;
 use crate::p2p::{Path, Protocol};
 use crate::topology::{CLASS_VARIABLE, TopologyClass};
+use crate::variables;
+use std::ffi::OsString;
 use std::str::FromStr;
 use std::time::Duration;
 
@@ -140,32 +142,41 @@ impl Config {
     ///
     /// The GPU is the one with the local rank's ordinal, or the only one that the process sees.
     pub fn from_env() -> Result<Self> {
-        Self::from_variables(JoinConfig::from_env()?, |name| std::env::var(name).ok())
+        Self::from_variables(JoinConfig::from_env()?, |name| std::env::var_os(name))
     }
 
     /// As [`from_env`](Self::from_env), with the ranks given and the variables looked up by `get`.
-    pub fn from_variables(join: JoinConfig, get: impl Fn(&str) -> Option<String>) -> Result<Self> {
+    ///
+    /// # Errors
+    /// [`ErrorKind::Parse`] for a value that is not as it should be, or not UTF-8.
+    pub fn from_variables(
+        join: JoinConfig,
+        get: impl Fn(&str) -> Option<OsString>,
+    ) -> Result<Self> {
         // An empty variable counts as not set.
-        let get = |name: &str| get(name).filter(|value| !value.is_empty());
-        let kind = Self::device_kind(get)?;
+        let get = |name: &str| {
+            let value = variables::text(name, get(name))?;
+            Ok::<_, Error>(value.filter(|value| !value.is_empty()))
+        };
+        let kind = Self::kind_of(get("WARPLINK_DEVICE")?)?;
         let mut config = Self::new(join, kind);
         config.device.ordinal = match kind {
             DeviceKind::Host => 0,
             DeviceKind::Cuda => gpu_ordinal(config.join.local_rank, device::count(kind)?)?,
         };
-        if let Some(protocol) = get(PROTOCOL_VARIABLE) {
+        if let Some(protocol) = get(PROTOCOL_VARIABLE)? {
             config.protocol = variable(PROTOCOL_VARIABLE, &protocol, "get or put")?;
         }
-        config.network_devices = get("WARPLINK_NETWORK_DEVICES");
-        if let Some(access) = get(ACCESS_VARIABLE) {
+        config.network_devices = get("WARPLINK_NETWORK_DEVICES")?;
+        if let Some(access) = get(ACCESS_VARIABLE)? {
             config.staging.access =
                 variable::<DeviceAccess>(ACCESS_VARIABLE, &access, "auto, staged or direct")?;
         }
-        if let Some(class) = get(CLASS_VARIABLE) {
+        if let Some(class) = get(CLASS_VARIABLE)? {
             let expected = "fully-connected, hybrid-cube-mesh or unknown";
             config.topology = Some(variable(CLASS_VARIABLE, &class, expected)?);
         }
-        let number = |name: &str, unit: &str| match get(name) {
+        let number = |name: &str, unit: &str| match get(name)? {
             None => Ok(None),
             Some(text) => match text.parse::<u64>() {
                 Ok(number) => Ok(Some(number)),
@@ -193,8 +204,12 @@ impl Config {
     }
 
     /// The device that the variables ask for; a GPU where there is one if they do not.
-    pub(crate) fn device_kind(get: impl Fn(&str) -> Option<String>) -> Result<DeviceKind> {
-        match get("WARPLINK_DEVICE") {
+    pub(crate) fn device_kind() -> Result<DeviceKind> {
+        Self::kind_of(variables::read("WARPLINK_DEVICE")?)
+    }
+
+    fn kind_of(name: Option<String>) -> Result<DeviceKind> {
+        match name {
             Some(name) => variable("WARPLINK_DEVICE", &name, "host or cuda"),
             None => Ok(DeviceKind::detect()),
         }

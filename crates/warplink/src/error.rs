@@ -3,6 +3,7 @@
 //! An error prints as one line: `rank 1: join: MESSAGE; EXPECTED (peer 3, key k); help: HELP`. Rank,
 //! operation, peer, key, device, code and help appear where they are known.
 
+use crate::shortage::Shortage;
 use std::borrow::Cow;
 use std::fmt;
 
@@ -104,6 +105,9 @@ impl Error {
 
     /// A failed operating-system call.
     pub fn io(operation: impl Into<Cow<'static, str>>, error: &std::io::Error) -> Self {
+        if let Some(shortage) = Shortage::of(error) {
+            return Self::short_of(operation, error, shortage);
+        }
         let kind = match error.kind() {
             std::io::ErrorKind::AddrInUse => ErrorKind::AddressInUse,
             std::io::ErrorKind::OutOfMemory => ErrorKind::OutOfMemory,
@@ -116,6 +120,28 @@ impl Error {
             _ => Cow::Owned(error.to_string()),
         };
         let made = Self::new(kind, message).with_operation(operation);
+        match error.raw_os_error() {
+            Some(code) => made.with_code(code.into()),
+            None => made,
+        }
+    }
+
+    /// A thread that could not be started.
+    pub(crate) fn thread(operation: &'static str, error: &std::io::Error) -> Self {
+        match Shortage::of_threads(error) {
+            Some(shortage) => Self::short_of(operation, error, shortage),
+            None => Self::io(operation, error),
+        }
+    }
+
+    fn short_of(
+        operation: impl Into<Cow<'static, str>>,
+        error: &std::io::Error,
+        shortage: Shortage,
+    ) -> Self {
+        let made = Self::new(ErrorKind::Io, shortage.message)
+            .with_operation(operation)
+            .with_help(shortage.help);
         match error.raw_os_error() {
             Some(code) => made.with_code(code.into()),
             None => made,

@@ -36,7 +36,7 @@ impl Job {
         let thread = std::thread::Builder::new()
             .name(format!("warplink-join-{}", config.join.rank))
             .spawn(move || Self::join(&config))
-            .map_err(|error| Error::io("start the thread that joins", &error))?;
+            .map_err(|error| Error::thread("start the thread that joins", &error))?;
         Ok(PendingJob { thread })
     }
 

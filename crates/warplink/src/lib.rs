@@ -69,15 +69,20 @@ pub mod deadline;
 pub mod device;
 pub mod dtype;
 pub mod error;
+#[doc(hidden)]
+pub mod file;
 pub mod job;
 pub mod memory;
 pub mod overlap;
 pub mod p2p;
 pub mod program;
+mod shortage;
 pub mod signal;
 pub mod sync;
 pub mod topology;
 mod transport;
+#[doc(hidden)]
+pub mod variables;
 
 pub use collective::Collectives;
 pub use communicator::Communicator;

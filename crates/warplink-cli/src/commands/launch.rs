@@ -72,6 +72,7 @@ impl Launch {
             },
             grace: self.grace,
             ranks_per_gpu: options.ranks_per_gpu()?,
+            consequence: None,
         };
         let outcome = launch::run(&plan)?;
         if options.json {

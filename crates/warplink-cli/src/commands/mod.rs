@@ -6,6 +6,6 @@ pub(crate) mod doctor;
 pub(crate) mod faults;
 pub(crate) mod launch;
 pub(crate) mod program;
-mod ranks;
+pub(crate) mod ranks;
 pub(crate) mod topo;
 pub(crate) mod tune;

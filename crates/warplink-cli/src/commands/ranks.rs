@@ -3,12 +3,34 @@
 
 use crate::launch::{self, LaunchPlan, Output, Variable};
 use crate::options::Options;
-use crate::report;
+use crate::report::{self, JsonError};
 use anyhow::{Context, Result};
 use std::process::ExitCode;
 use std::time::Duration;
 use warplink::bootstrap::JoinConfig;
 use warplink::{Communicator, Config, DeviceKind};
+
+/// The variable with the code that a rank exits with where it fails because another rank did.
+const CONSEQUENCE_VARIABLE: &str = "WARPLINK_CONSEQUENCE";
+
+/// That code.
+const CONSEQUENCE: u8 = 70;
+
+/// Whether this process is one of the ranks of a job.
+pub(crate) fn is_rank() -> bool {
+    std::env::var_os("WARPLINK_RANK").is_some()
+}
+
+/// What a process exits with that fails with `error`. It tells the launcher of a rank whether another rank is the
+/// cause.
+pub(crate) fn failure_code(error: &anyhow::Error) -> ExitCode {
+    let asked = std::env::var_os(CONSEQUENCE_VARIABLE).is_some();
+    if asked && report::is_consequence(error) {
+        ExitCode::from(CONSEQUENCE)
+    } else {
+        ExitCode::FAILURE
+    }
+}
 
 /// Runs `body` in every rank. In the process that was called, that means starting the ranks and
 /// waiting for them; in a rank (started so, or by `warplink launch`, torchrun or mpirun with
@@ -27,7 +49,7 @@ pub(crate) fn run_checked(
     check: impl FnOnce(DeviceKind, usize) -> Result<()>,
     body: impl FnOnce(&Communicator) -> Result<ExitCode>,
 ) -> Result<ExitCode> {
-    if std::env::var_os("WARPLINK_RANK").is_none() {
+    if !is_rank() {
         let sharing = options.ranks_per_gpu()?;
         let (kind, ranks) = (options.device(), options.ranks()?);
         check_environment(kind, ranks)?;
@@ -45,7 +67,7 @@ pub(crate) fn run_checked(
             // Printed first, so that the cause appears before the errors that follow from it.
             report::print_error(&error, options.json);
             comm.abort(&format!("{error:#}"));
-            Ok(ExitCode::FAILURE)
+            Ok(failure_code(&error))
         }
     }
 }
@@ -63,34 +85,53 @@ fn check_environment(kind: DeviceKind, ranks: usize) -> Result<()> {
         name => std::env::var_os(name),
     };
     let join = JoinConfig::from_variables(get)?;
-    Config::from_variables(join, |name| get(name)?.into_string().ok())?;
+    Config::from_variables(join, get)?;
     Ok(())
 }
 
-/// With `--json`, prints the first line that rank 0 wrote, which is its result or its error, and an error of
-/// the same form where it ended without one.
+/// Starts the ranks of this command.
 fn start(options: &Options, ranks_per_gpu: Option<usize>) -> Result<ExitCode> {
+    launch_self(
+        options,
+        options.ranks()?,
+        ranks_per_gpu,
+        Variable::new(CONSEQUENCE_VARIABLE, "1"),
+    )
+}
+
+/// Starts this command again as `ranks` ranks, with a variable more. With `--json`, prints the first line that rank 0
+/// wrote, which is its result; where ranks failed, the error of the one that is the cause.
+pub(crate) fn launch_self(
+    options: &Options,
+    ranks: usize,
+    ranks_per_gpu: Option<usize>,
+    variable: Variable,
+) -> Result<ExitCode> {
     let plan = LaunchPlan {
-        ranks: options.ranks()?,
+        ranks,
         // The link leads to the running binary also after its file was replaced.
         program: "/proc/self/exe".into(),
         args: std::env::args_os().skip(1).collect(),
-        env: vec![Variable::new(
-            "WARPLINK_DEVICE",
-            options.device().to_string(),
-        )],
+        env: vec![
+            variable,
+            Variable::new("WARPLINK_DEVICE", options.device().to_string()),
+        ],
         output: if options.json {
-            Output::Rank0Kept
+            Output::Kept
         } else {
             Output::Rank0Only
         },
         grace: Duration::from_secs(5),
         ranks_per_gpu,
+        consequence: Some(CONSEQUENCE.into()),
     };
     let outcome = launch::run(&plan)?;
     if options.json {
-        let mut lines = outcome.kept.split_inclusive(|byte| *byte == b'\n');
-        match lines.next().filter(|line| line.ends_with(b"\n")) {
+        let result = outcome.first_line(0).filter(|line| !JsonError::is_in(line));
+        let cause = outcome
+            .first_failure
+            .and_then(|rank| outcome.first_line(rank));
+        match result.or(cause) {
             Some(line) => report::print_bytes(line)?,
             None => outcome.failure().print(),
         }

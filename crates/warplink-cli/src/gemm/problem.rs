@@ -6,12 +6,14 @@ use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::path::Path;
 use warplink::device::MatmulSpec;
+use warplink::file;
 use warplink::overlap::{
     AllGatherMatmul, AllGatherMatmulLowering, Lowering, MatmulReduceScatter,
     MatmulReduceScatterLowering,
 };
 use warplink::program::cost::HardwareModel;
 use warplink::program::lower::{Choice, Problem as _, choose};
+use warplink::program::text::MAX_TEXT_BYTES;
 use warplink::{DType, DeviceKind};
 
 /// Which operation.
@@ -65,7 +67,7 @@ impl Op {
                 selected.extend(own.iter().find(|lowering| lowering.name() == name).cloned());
                 continue;
             }
-            let text = std::fs::read_to_string(name).with_context(|| format!("read {name}"))?;
+            let text = file::read_regular(Path::new(name), MAX_TEXT_BYTES)?;
             let stem = Path::new(name).file_stem().unwrap_or_default();
             let lowering = Lowering::parse(&stem.to_string_lossy(), &text)
                 .with_context(|| format!("parse {name}"))?;

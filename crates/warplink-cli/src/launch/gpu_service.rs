@@ -4,6 +4,7 @@
 //! Each launch has a service of its own, in private directories. It carries the mark of the launch, so
 //! that it ends also when the launcher is killed.
 
+use super::guard;
 use super::leftovers::Mark;
 use super::service_control::ServiceControl;
 use anyhow::{Context, Result, anyhow, bail, ensure};
@@ -14,6 +15,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
+use warplink::variables;
 
 /// The variable with the GPUs that a process sees.
 const VISIBLE: &str = "CUDA_VISIBLE_DEVICES";
@@ -43,8 +45,8 @@ impl GpuSharing {
     /// # Errors
     /// Where `CUDA_VISIBLE_DEVICES` lists fewer GPUs than they need.
     pub(super) fn new(ranks: usize, ranks_per_gpu: usize) -> Result<Self> {
-        let visible = env::var(VISIBLE).ok();
-        let queues = env::var(CONNECTIONS).ok();
+        let visible = variables::read(VISIBLE)?;
+        let queues = variables::read(CONNECTIONS)?;
         Self::with(ranks, ranks_per_gpu, visible.as_deref(), queues.as_deref())
     }
 
@@ -99,16 +101,15 @@ pub(super) struct GpuService {
 }
 
 impl GpuService {
-    /// Starts the service, and waits until it answers. `made` is told its directory before anything is
-    /// in it.
+    /// Starts the service, and waits until it answers.
     ///
     /// # Errors
     /// Where the command that starts it is missing or fails, or the service does not answer.
-    pub(super) fn start(mark: &Mark, made: impl FnOnce(&Path) -> Result<()>) -> Result<Self> {
+    pub(super) fn start(mark: &Mark) -> Result<Self> {
         let random = getrandom::u64().map_err(|error| anyhow!("name a directory: {error}"))?;
-        let directory = env::temp_dir().join(format!("warplink-mps-{random:016x}"));
+        let name = format!("{}{random:016x}", prefix(guard::id()));
+        let directory = env::temp_dir().join(name);
         let control = ServiceControl::find()?.of(mark, variables(&directory));
-        made(&directory)?;
         let service = Self { control, directory };
         for folder in [&service.directory, &service.pipes(), &service.logs()] {
             let made = DirBuilder::new().mode(0o700).create(folder);
@@ -176,6 +177,25 @@ impl Drop for GpuService {
         }
         // Dropping it kills what is left of it by its mark; the directories are not needed for that.
         let _ = std::fs::remove_dir_all(&self.directory);
+    }
+}
+
+/// What the names of the directories of a launch begin with that this process guards.
+fn prefix(guard: u32) -> String {
+    format!("warplink-mps-{guard}-")
+}
+
+/// Removes what services leave whose launcher was killed. This process was its guard.
+pub(super) fn remove_directories() {
+    let prefix = prefix(std::process::id());
+    for entry in std::fs::read_dir(env::temp_dir())
+        .into_iter()
+        .flatten()
+        .flatten()
+    {
+        if entry.file_name().to_string_lossy().starts_with(&prefix) {
+            let _ = std::fs::remove_dir_all(entry.path());
+        }
     }
 }
 

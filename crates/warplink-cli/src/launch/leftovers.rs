@@ -1,8 +1,7 @@
 //! Ends the processes that ranks started, also those that left their rank's process group or session.
 //!
-//! Two things find them. The launcher is their *subreaper*: a process whose parent has ended becomes
-//! its child. And all of them inherit a variable with a mark of their launch, by which the guard finds
-//! them once the launcher is gone.
+//! Two things find them. The launcher is their *subreaper*, and its guard after it: a process whose parent has
+//! ended becomes its child. And all of them inherit a variable with a mark of their launch.
 
 use anyhow::{Result, anyhow};
 use rustix::io::Errno;
@@ -29,19 +28,8 @@ impl Mark {
     /// A new mark. Makes this process the parent of what its ranks leave.
     pub(super) fn new() -> Result<Self> {
         let random = getrandom::u64().map_err(|error| anyhow!("make a mark: {error}"))?;
-        // Without it, the mark alone finds them.
-        let _ = set_child_subreaper(Some(getpid()));
+        adopt();
         Ok(Self(format!("{random:016x}")))
-    }
-
-    /// The mark in this text, which a launcher sent.
-    pub(super) fn from_text(text: &str) -> Option<Self> {
-        let digits = text.len() == 16 && text.bytes().all(|byte| byte.is_ascii_hexdigit());
-        digits.then(|| Self(text.to_owned()))
-    }
-
-    pub(super) fn as_text(&self) -> &str {
-        &self.0
     }
 
     /// Marks what `command` will start, beside the marks of the launches around this one.
@@ -52,38 +40,9 @@ impl Mark {
         command.env(VARIABLE, value);
     }
 
-    /// Kills every marked process, and every child of this process but `keep`.
-    pub(super) fn kill_all(&self, keep: Option<Pid>) {
-        for _ in 0..MAX_ROUNDS {
-            let mut found = false;
-            for pid in processes() {
-                if Some(pid) == keep || pid == getpid() {
-                    continue;
-                }
-                // Held before it is looked at, so that the number cannot stand for another process.
-                let process = match pidfd_open(pid, PidfdFlags::empty()) {
-                    Ok(process) => Some(process),
-                    // An old kernel; the number has to do.
-                    Err(Errno::NOSYS) => None,
-                    Err(_) => continue,
-                };
-                let is_child = parent(pid) == Some(getpid());
-                if is_child || self.is_on(pid) {
-                    found = true;
-                    let _ = match process {
-                        Some(process) => pidfd_send_signal(&process, Signal::KILL),
-                        None => kill_process(pid, Signal::KILL),
-                    };
-                }
-                if is_child {
-                    let _ = waitpid(Some(pid), WaitOptions::NOHANG);
-                }
-            }
-            if !found {
-                return;
-            }
-            std::thread::sleep(PAUSE);
-        }
+    /// Kills every marked process, and every child of this process.
+    pub(super) fn kill_all(&self) {
+        kill(|pid| self.is_on(pid));
     }
 
     /// Whether the process inherited the mark. One of another user cannot be asked.
@@ -99,6 +58,48 @@ impl Mark {
                         .any(|mark| mark == self.0.as_bytes())
                 })
         })
+    }
+}
+
+/// Makes this process the parent of processes below it whose own parent ends.
+pub(super) fn adopt() {
+    // Without it, the mark alone finds them.
+    let _ = set_child_subreaper(Some(getpid()));
+}
+
+/// Kills every child of this process, those that become its children by that as well.
+pub(super) fn kill_children() {
+    kill(|_| false);
+}
+
+/// Kills every child of this process and every process that `also` holds for.
+fn kill(also: impl Fn(Pid) -> bool) {
+    for _ in 0..MAX_ROUNDS {
+        let mut found = false;
+        for pid in processes().into_iter().filter(|pid| *pid != getpid()) {
+            // Held before it is looked at, so that the number cannot stand for another process.
+            let process = match pidfd_open(pid, PidfdFlags::empty()) {
+                Ok(process) => Some(process),
+                // An old kernel; the number has to do.
+                Err(Errno::NOSYS) => None,
+                Err(_) => continue,
+            };
+            let is_child = parent(pid) == Some(getpid());
+            if is_child || also(pid) {
+                found = true;
+                let _ = match process {
+                    Some(process) => pidfd_send_signal(&process, Signal::KILL),
+                    None => kill_process(pid, Signal::KILL),
+                };
+            }
+            if is_child {
+                let _ = waitpid(Some(pid), WaitOptions::NOHANG);
+            }
+        }
+        if !found {
+            return;
+        }
+        std::thread::sleep(PAUSE);
     }
 }
 
@@ -140,15 +141,6 @@ pub(super) fn is_stopped(pid: Pid) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn a_mark_survives_as_text() {
-        let mark = Mark("0123456789abcdef".to_owned());
-        assert_eq!(Mark::from_text(mark.as_text()), Some(mark));
-        for text in ["", "0123", "0123456789abcdeg", "0123456789abcdef0"] {
-            assert_eq!(Mark::from_text(text), None);
-        }
-    }
 
     #[test]
     fn this_process_is_neither_stopped_nor_marked() {

@@ -3,10 +3,12 @@
 //! Each rank leads a process group of its own, so that it can be signalled with what it starts. A rank
 //! is first this command itself (`become_rank`), which ties its life to the launcher's and then turns
 //! into the program. What ranks leave is killed, whatever group or session it is in (`leftovers`); if
-//! the launcher is killed, a second process, the guard, does that.
+//! the launcher is killed, its parent, the guard, does that.
 
 mod environment;
+mod exits;
 mod gpu_service;
+mod guard;
 mod leftovers;
 mod outcome;
 mod output;
@@ -16,8 +18,9 @@ mod supervise;
 
 pub(crate) use environment::Variable;
 pub(crate) use gpu_service::queues_of_each;
+pub(crate) use guard::{ending_signals, follow, guard, is_guarded};
 pub(crate) use outcome::Outcome;
-pub(crate) use rank::{GUARD_COMMAND, RANK_COMMAND, RankArgs, become_rank, guard};
+pub(crate) use rank::{RANK_COMMAND, RankArgs, become_rank};
 pub(crate) use service_control::ServiceControl;
 
 use crate::report;
@@ -50,6 +53,8 @@ pub(crate) struct LaunchPlan {
     pub(crate) grace: Duration,
     /// How many ranks share a GPU, where any do.
     pub(crate) ranks_per_gpu: Option<usize>,
+    /// The code with which a rank exits that fails because another did; it counts as 1.
+    pub(crate) consequence: Option<i32>,
 }
 
 /// Where the output of ranks goes.
@@ -62,8 +67,8 @@ pub(crate) enum Output {
     /// Rank 0 writes to the launcher's streams itself; of the others, only standard error is shown,
     /// prefixed.
     Rank0Only,
-    /// The same, but what rank 0 writes to standard output is kept in the [`Outcome`].
-    Rank0Kept,
+    /// The same, but what ranks write to standard output is kept in the [`Outcome`].
+    Kept,
     /// Every rank writes to the launcher's streams itself.
     #[expect(dead_code, reason = "for the subcommands that start themselves")]
     Inherit,
@@ -91,14 +96,13 @@ pub(crate) fn run(plan: &LaunchPlan) -> Result<Outcome> {
     let sharing = sharing
         .map(|each| GpuSharing::new(plan.ranks, each))
         .transpose()?;
-    let supervisor = supervise::Supervisor::new()?;
+    let supervisor = supervise::Supervisor::new(plan.consequence)?;
     let environment = Environment::new(plan.ranks)?;
     let printer = Arc::new(Printer::new());
     let mark = Mark::new()?;
-    let mut ranks = Ranks::new(plan.ranks, mark.clone())?;
+    let mut ranks = Ranks::new(plan.ranks, mark.clone());
     if sharing.is_some() {
-        let service = GpuService::start(&mark, |directory| ranks.clean_up(directory))?;
-        ranks.share(service);
+        ranks.share(GpuService::start(&mark)?);
     }
     for rank in 0..plan.ranks {
         let mut command = rank::command(&program, &plan.args);
@@ -119,7 +123,7 @@ pub(crate) fn run(plan: &LaunchPlan) -> Result<Outcome> {
             (Some(stream), Stream::Prefixed(target)) => {
                 supervisor.pump(rank, stream, target, &printer)?;
             }
-            (Some(stream), Stream::Kept) => supervisor.keep(stream)?,
+            (Some(stream), Stream::Kept) => supervisor.keep(rank, stream)?,
             _ => {}
         }
         if let (Some(stream), Stream::Prefixed(target)) = (started.stderr.take(), err) {
@@ -156,8 +160,9 @@ fn targets(output: Output, rank: usize) -> [Stream; 2] {
         (Output::Prefixed, _) => [Prefixed(Target::Stdout), Prefixed(Target::Stderr)],
         (Output::PrefixedToStderr, _) => [Prefixed(Target::Stderr), Prefixed(Target::Stderr)],
         (Output::Rank0Only, 0) | (Output::Inherit, _) => [Inherited, Inherited],
-        (Output::Rank0Kept, 0) => [Kept, Inherited],
-        (Output::Rank0Only | Output::Rank0Kept, _) => [Dropped, Prefixed(Target::Stderr)],
+        (Output::Kept, 0) => [Kept, Inherited],
+        (Output::Kept, _) => [Kept, Prefixed(Target::Stderr)],
+        (Output::Rank0Only, _) => [Dropped, Prefixed(Target::Stderr)],
     }
 }
 

@@ -1,20 +1,24 @@
 //! How the ranks of a launch ended, and what that makes the exit code.
 
 use crate::report::JsonError;
+use signal_hook::consts::{SIGBUS, SIGFPE, SIGILL, SIGKILL, SIGSEGV};
 use std::process::ExitCode;
 use std::time::Duration;
+
+/// The signals that end no rank because another one failed.
+const FIRST_CAUSES: [i32; 5] = [SIGKILL, SIGSEGV, SIGBUS, SIGILL, SIGFPE];
 
 /// How ranks ended.
 #[derive(Debug)]
 pub(crate) struct Outcome {
     /// By rank.
     pub(crate) exits: Vec<RankExit>,
-    /// The rank that failed before the others.
+    /// The rank whose failure is the cause of the others'.
     pub(crate) first_failure: Option<usize>,
     /// The first signal that the launcher passed on.
     pub(super) signalled: Option<i32>,
-    /// What rank 0 wrote, where that was kept.
-    pub(crate) kept: Vec<u8>,
+    /// What each rank wrote to standard output, where that was kept.
+    pub(crate) kept: Vec<Vec<u8>>,
     /// What to exit with where no rank failed: not 0 where the launcher itself gave up.
     pub(super) otherwise: u8,
     /// Why no rank was started.
@@ -32,6 +36,27 @@ impl Outcome {
             otherwise: code,
             error: Some(error),
         }
+    }
+
+    /// The first line that a rank wrote, where that was kept.
+    pub(crate) fn first_line(&self, rank: usize) -> Option<&[u8]> {
+        let mut lines = self.kept.get(rank)?.split_inclusive(|byte| *byte == b'\n');
+        lines.next().filter(|line| line.ends_with(b"\n"))
+    }
+
+    /// Of the ranks that `failed`, in the order in which they ended, the one that is the cause. What only a signal from
+    /// outside or a fault of its own does to a process follows from nothing that another rank did.
+    pub(super) fn cause(&self, failed: &[usize]) -> Option<usize> {
+        let find = |is: fn(&RankExit) -> bool| {
+            let mut failed = failed.iter().copied();
+            failed.find(|rank| self.exits.get(*rank).is_some_and(is))
+        };
+        find(|exit| {
+            exit.signal
+                .is_some_and(|signal| FIRST_CAUSES.contains(&signal))
+        })
+        .or_else(|| find(|exit| !exit.follows))
+        .or_else(|| failed.first().copied())
     }
 
     /// The code of the first rank that failed, 128 and the signal's number where one ended it.
@@ -74,6 +99,8 @@ pub(crate) struct RankExit {
     pub(crate) signal: Option<i32>,
     /// How long it ran.
     pub(crate) after: Duration,
+    /// Whether it said that it failed because another rank did.
+    pub(super) follows: bool,
 }
 
 impl RankExit {
@@ -116,7 +143,7 @@ mod tests {
         let exit = |&(code, signal)| RankExit {
             code,
             signal,
-            after: Duration::ZERO,
+            ..RankExit::default()
         };
         Outcome {
             exits: exits.iter().map(exit).collect(),
@@ -143,6 +170,26 @@ mod tests {
     }
 
     #[test]
+    fn the_cause_is_no_consequence() {
+        let follower = (Some(1), None);
+        let cases = [
+            (vec![(Some(3), None), (Some(4), None)], 0),
+            (vec![follower, (None, Some(9))], 1),
+            (vec![follower, (Some(3), None), (None, Some(11))], 2),
+            (vec![follower, (None, Some(6))], 1),
+            (vec![follower, follower], 0),
+        ];
+        for (exits, cause) in cases {
+            let mut outcome = outcome(&exits, None);
+            for exit in &mut outcome.exits {
+                exit.follows = exit.code == Some(1);
+            }
+            let failed: Vec<usize> = (0..exits.len()).collect();
+            assert_eq!(outcome.cause(&failed), Some(cause), "{exits:?}");
+        }
+    }
+
+    #[test]
     fn a_job_without_a_result_names_its_cause() {
         let text = |outcome: &Outcome| serde_json::to_string(&outcome.failure()).unwrap();
         let mut killed = outcome(&[(None, Some(15)), (None, Some(9))], Some(1));
@@ -163,7 +210,7 @@ mod tests {
             RankExit {
                 code,
                 signal,
-                after: Duration::ZERO,
+                ..RankExit::default()
             }
             .describe()
         };

@@ -1,6 +1,7 @@
-//! The processes of a launch: ranks, and the guard that ends what ranks leave.
+//! The processes of a launch.
 
 use super::gpu_service::GpuService;
+use super::guard;
 use super::leftovers::{Mark, is_stopped};
 use super::this_command;
 use crate::report;
@@ -8,22 +9,13 @@ use anyhow::{Context, Result};
 use clap::Args;
 use rustix::process::{Pid, Signal, getppid, kill_process_group, set_parent_process_death_signal};
 use std::ffi::OsString;
-use std::io::{self, BufRead, Write};
+use std::io;
 use std::os::unix::process::CommandExt;
 use std::path::Path;
-use std::process::{self, Child, ChildStdin, Command, ExitCode, Stdio};
+use std::process::{self, Child, Command, ExitCode};
 
 /// The hidden subcommand that turns into a rank's program.
 pub(crate) const RANK_COMMAND: &str = "__rank";
-/// The hidden subcommand that waits for the launcher's death.
-pub(crate) const GUARD_COMMAND: &str = "__guard";
-
-/// What the guard reads when the launcher has ended everything itself.
-const DONE: &str = "done";
-/// What the guard reads before the mark of the launch.
-const MARKED: &str = "mark ";
-/// What the guard reads before a directory that is to be removed.
-const DIRECTORY: &str = "directory ";
 
 /// The arguments of the hidden subcommand that becomes a rank.
 #[derive(Debug, Args)]
@@ -44,6 +36,7 @@ pub(super) fn command(program: &Path, args: &[OsString]) -> Command {
         .arg("--parent")
         .arg(process::id().to_string());
     command.arg("--").arg(program).args(args);
+    guard::hide(&mut command);
     command
 }
 
@@ -72,84 +65,22 @@ pub(crate) fn become_rank(args: &RankArgs) -> ExitCode {
     })
 }
 
-/// Waits until the launcher closes its end of standard input, which it also does by dying. Unless
-/// it has said that it is done, kills the process groups that it has named and what carries its mark, and
-/// removes the directories that it has named.
-pub(crate) fn guard() -> Result<ExitCode> {
-    let (mut groups, mut mark, mut directories) = (Vec::new(), None, Vec::new());
-    for line in io::stdin().lock().lines() {
-        // A line that cannot be read ends the wait as the end of input does.
-        let Ok(line) = line else { break };
-        if line == DONE {
-            return Ok(ExitCode::SUCCESS);
-        }
-        if let Some(text) = line.strip_prefix(MARKED) {
-            mark = Mark::from_text(text);
-            continue;
-        }
-        if let Some(path) = line.strip_prefix(DIRECTORY) {
-            directories.push(path.to_owned());
-            continue;
-        }
-        groups.extend(line.parse().ok().and_then(Pid::from_raw));
-    }
-    for group in groups {
-        // It fails for a group of which nothing is left.
-        let _ = kill_process_group(group, Signal::KILL);
-    }
-    if let Some(mark) = mark {
-        mark.kill_all(None);
-    }
-    for directory in directories {
-        // It fails for one that was never made.
-        let _ = std::fs::remove_dir_all(directory);
-    }
-    Ok(ExitCode::SUCCESS)
-}
-
 /// The ranks that run. Dropping it kills them and all that they started.
 #[derive(Debug)]
 pub(super) struct Ranks {
     children: Vec<Child>,
-    guard: Child,
-    guard_input: Option<ChildStdin>,
     mark: Mark,
     /// What lets them share GPUs.
     service: Option<GpuService>,
 }
 
 impl Ranks {
-    /// No ranks yet, but the guard.
-    pub(super) fn new(capacity: usize, mark: Mark) -> Result<Self> {
-        let mut guard = this_command()
-            .arg(GUARD_COMMAND)
-            // In a group of its own, it does not get the signals of the launcher's terminal.
-            .process_group(0)
-            .stdin(Stdio::piped())
-            .stdout(Stdio::null())
-            .stderr(Stdio::null())
-            .spawn()
-            .context("start the guard of the ranks")?;
-        let mut guard_input = guard.stdin.take();
-        if let Some(input) = &mut guard_input {
-            writeln!(input, "{MARKED}{}", mark.as_text()).context("tell the guard")?;
-        }
-        Ok(Self {
+    /// No ranks yet.
+    pub(super) fn new(capacity: usize, mark: Mark) -> Self {
+        Self {
             children: Vec::with_capacity(capacity),
-            guard,
-            guard_input,
             mark,
             service: None,
-        })
-    }
-
-    /// Has `directory` removed also where this process is killed.
-    pub(super) fn clean_up(&mut self, directory: &Path) -> Result<()> {
-        match &mut self.guard_input {
-            Some(input) => {
-                writeln!(input, "{DIRECTORY}{}", directory.display()).context("tell the guard")
-            }
-            None => Ok(()),
         }
     }
 
@@ -168,9 +99,6 @@ impl Ranks {
     /// Starts one more. Its process group must be its own.
     pub(super) fn start(&mut self, command: &mut Command) -> Result<&mut Child> {
         let child = command.spawn()?;
-        if let Some(input) = &mut self.guard_input {
-            writeln!(input, "{}", child.id()).context("tell the guard")?;
-        }
         self.children.push(child);
         self.children.last_mut().context("no rank was started")
     }
@@ -209,12 +137,7 @@ impl Drop for Ranks {
         }
         // After the ranks, which it serves, and before what is left is killed.
         self.service = None;
-        self.mark.kill_all(pid(&self.guard));
-        if let Some(mut input) = self.guard_input.take() {
-            // A guard that is gone needs no word.
-            let _ = writeln!(input, "{DONE}");
-        }
-        let _ = self.guard.wait();
+        self.mark.kill_all();
     }
 }
 

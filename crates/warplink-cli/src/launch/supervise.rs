@@ -1,5 +1,7 @@
 //! Watches ranks, their output and the launcher's signals until everything has ended.
 
+use super::exits::Exits;
+use super::guard;
 use super::outcome::{self, Outcome, RankExit};
 use super::output::{self, Printer, Target};
 use super::rank::{self, Ranks};
@@ -7,7 +9,7 @@ use crate::report;
 use anyhow::{Context, Result};
 use rustix::io::Errno;
 use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, waitid};
-use signal_hook::consts::{SIGHUP, SIGINT, SIGPIPE, SIGQUIT, SIGTERM};
+use signal_hook::consts::{SIGKILL, SIGPIPE};
 use signal_hook::iterator::{Handle, Signals};
 use std::collections::BTreeSet;
 use std::io::{self, Read};
@@ -41,23 +43,20 @@ pub(super) struct Supervisor {
     /// Closes when the last thread that passes on output has come to its end.
     drained: Receiver<()>,
     pumping: Sender<()>,
-    /// What was read of a stream that is kept.
-    kept: Arc<Mutex<Vec<u8>>>,
+    /// What was read of each rank's stream that is kept.
+    kept: Arc<Mutex<Vec<Vec<u8>>>>,
     signals: Handle,
+    exits: Option<Exits>,
+    consequence: Option<i32>,
     started: Instant,
 }
 
 impl Supervisor {
     /// From here on, the launcher's signals are events, and no longer end it.
-    pub(super) fn new() -> Result<Self> {
+    pub(super) fn new(consequence: Option<i32>) -> Result<Self> {
         let (sender, events) = mpsc::channel();
         let (pumping, drained) = mpsc::channel();
-        let mut handled = vec![SIGINT, SIGTERM, SIGQUIT];
-        // Under nohup it stays ignored, by the ranks as well.
-        if !is_ignored(SIGHUP) {
-            handled.push(SIGHUP);
-        }
-        let mut signals = Signals::new(handled).context("handle signals")?;
+        let mut signals = Signals::new(guard::ending_signals()).context("handle signals")?;
         let handle = signals.handle();
         let to = sender.clone();
         spawn("signals", move || {
@@ -73,6 +72,8 @@ impl Supervisor {
             pumping,
             kept: Arc::default(),
             signals: handle,
+            exits: Exits::new(),
+            consequence,
             started: Instant::now(),
         })
     }
@@ -99,8 +100,10 @@ impl Supervisor {
     }
 
     /// Keeps a rank's output for the [`Outcome`].
-    pub(super) fn keep(&self, mut stream: impl Read + Send + 'static) -> Result<()> {
+    pub(super) fn keep(&self, rank: usize, mut stream: impl Read + Send + 'static) -> Result<()> {
         let (kept, open) = (Arc::clone(&self.kept), self.pumping.clone());
+        let length = lock(&kept).len().max(rank + 1);
+        lock(&kept).resize(length, Vec::new());
         spawn("output", move || {
             let mut chunk = vec![0; 1 << 16];
             loop {
@@ -108,7 +111,7 @@ impl Supervisor {
                     Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                     // A pipe that cannot be read ends as one that is closed.
                     Ok(0) | Err(_) => break,
-                    Ok(length) => lock(&kept).extend_from_slice(&chunk[..length]),
+                    Ok(length) => lock(&kept)[rank].extend_from_slice(&chunk[..length]),
                 }
             }
             drop(open);
@@ -118,17 +121,18 @@ impl Supervisor {
     /// Watches for a rank's end, and leaves it to be reaped later.
     pub(super) fn watch(&self, rank: usize, child: &Child) -> Result<()> {
         let pid = rank::pid(child).context("a rank has no process id")?;
-        let (events, started) = (self.sender.clone(), Instant::now());
-        spawn("exit", move || {
-            let exit = wait_for(pid);
-            let _ = events.send(Event::Exited(
-                rank,
-                RankExit {
-                    after: started.elapsed(),
-                    ..exit
-                },
-            ));
-        })
+        let (started, consequence) = (Instant::now(), self.consequence);
+        let events = self.sender.clone();
+        let ended = move || {
+            let exit = wait_for(pid, consequence);
+            let after = started.elapsed();
+            // The receiver is gone only when all has ended.
+            let _ = events.send(Event::Exited(rank, RankExit { after, ..exit }));
+        };
+        match &self.exits {
+            Some(exits) => exits.watch(pid, Box::new(ended)),
+            None => spawn("exit", ended),
+        }
     }
 
     /// Waits for all ranks, ends them when one fails, passes signals on to them, and ends what they
@@ -144,6 +148,7 @@ impl Supervisor {
                 error: None,
             },
             running: ranks.len(),
+            failed: Vec::new(),
             ending: false,
             timers: BTreeSet::new(),
             grace,
@@ -159,6 +164,7 @@ impl Supervisor {
                 }
             }
         }
+        watch.decide();
         drop(ranks);
         drop(self.pumping);
         // What arrives is the end of the channel, or nothing in time.
@@ -194,6 +200,8 @@ impl Supervisor {
 struct Watch {
     outcome: Outcome,
     running: usize,
+    /// The ranks that failed before the launcher ended any, in the order in which they did.
+    failed: Vec<usize>,
     ending: bool,
     /// What is to be done, and when; the next first.
     timers: BTreeSet<(Instant, Timer)>,
@@ -218,7 +226,10 @@ impl Watch {
 
     fn expire(&mut self, timer: Timer, ranks: &Ranks) {
         match timer {
-            Timer::End => self.end(ranks),
+            Timer::End => {
+                self.decide();
+                self.end(ranks);
+            }
             Timer::Kill => ranks.signal(Signal::KILL),
             Timer::KillStopped => {
                 ranks.kill_stopped();
@@ -230,6 +241,11 @@ impl Watch {
     fn handle(&mut self, event: Event, ranks: &Ranks) {
         match event {
             Event::Exited(rank, exit) => self.exited(rank, exit),
+            Event::Signal(_) if guard::is_lost() => {
+                self.outcome.signalled = Some(SIGKILL);
+                report::print_message("the guard was killed; killing the ranks");
+                ranks.signal(Signal::KILL);
+            }
             Event::Signal(number) => {
                 let again = self.outcome.signalled.is_some();
                 let signal = if again {
@@ -271,10 +287,23 @@ impl Watch {
         if let Some(place) = self.outcome.exits.get_mut(rank) {
             *place = exit;
         }
-        if !exit.failed() || self.outcome.first_failure.is_some() || self.outcome.otherwise != 0 {
+        if !exit.failed() || self.ending || self.outcome.otherwise != 0 {
             return;
         }
+        self.failed.push(rank);
+        if self.failed.len() == 1 {
+            self.after(SETTLE_TIME, Timer::End);
+        }
+    }
+
+    /// Finds the cause of the failures so far, and reports it.
+    fn decide(&mut self) {
+        let failed = std::mem::take(&mut self.failed);
+        let Some(rank) = self.outcome.cause(&failed) else {
+            return;
+        };
         self.outcome.first_failure = Some(rank);
+        let exit = self.outcome.exits[rank];
         // What follows from the launcher's signal is no news.
         let signalled = self.outcome.signalled;
         if !signalled.is_some_and(|signal| exit.is_by(signal)) {
@@ -285,7 +314,6 @@ impl Watch {
             };
             report::print_message(&format!("rank {rank} {}{rest}", exit.describe()));
         }
-        self.after(SETTLE_TIME, Timer::End);
     }
 
     fn end(&mut self, ranks: &Ranks) {
@@ -297,17 +325,20 @@ impl Watch {
     }
 }
 
-/// Blocks until the process has ended, and leaves it as it is.
-fn wait_for(pid: Pid) -> RankExit {
+/// Blocks until the process has ended, and leaves it as it is. The code `consequence` says that another rank failed first.
+fn wait_for(pid: Pid, consequence: Option<i32>) -> RankExit {
     loop {
         match waitid(
             WaitId::Pid(pid),
             WaitIdOptions::EXITED | WaitIdOptions::NOWAIT,
         ) {
             Ok(Some(status)) => {
+                let code = status.exit_status();
+                let follows = code.is_some() && code == consequence;
                 return RankExit {
-                    code: status.exit_status(),
+                    code: if follows { Some(1) } else { code },
                     signal: status.terminating_signal(),
+                    follows,
                     after: Duration::ZERO,
                 };
             }
@@ -318,18 +349,8 @@ fn wait_for(pid: Pid) -> RankExit {
 }
 
 /// The bytes are as good after a panic as before it.
-fn lock(kept: &Mutex<Vec<u8>>) -> MutexGuard<'_, Vec<u8>> {
+fn lock<T>(kept: &Mutex<T>) -> MutexGuard<'_, T> {
     kept.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// Whether this process was started with a signal ignored.
-fn is_ignored(signal: i32) -> bool {
-    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
-    let mask = status
-        .lines()
-        .find_map(|line| line.strip_prefix("SigIgn:"))
-        .and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok());
-    mask.is_some_and(|mask| mask & (1 << (signal - 1)) != 0)
 }
 
 fn spawn(name: &str, body: impl FnOnce() + Send + 'static) -> Result<()> {

@@ -6,6 +6,7 @@ use serde::Serialize;
 use serde_json::Value;
 use std::fmt;
 use std::io;
+use warplink::ErrorKind;
 
 /// What stands between a message and what to do about it.
 const HELP: &str = "; help: ";
@@ -102,6 +103,11 @@ impl JsonError {
         made
     }
 
+    /// Whether a line is such an object, and no result.
+    pub(crate) fn is_in(line: &[u8]) -> bool {
+        line.starts_with(br#"{"error":"#)
+    }
+
     /// Prints it in place of the result.
     pub(crate) fn print(&self) {
         if let Err(error) = print_json(&Envelope { error: self }) {
@@ -135,6 +141,17 @@ impl From<&anyhow::Error> for JsonError {
     }
 }
 
+/// Whether an error of a rank says no more than that another rank failed, left or is gone.
+pub(crate) fn is_consequence(error: &anyhow::Error) -> bool {
+    let kind = error
+        .downcast_ref::<warplink::Error>()
+        .map(warplink::Error::kind);
+    matches!(
+        kind,
+        Some(ErrorKind::PeerLost | ErrorKind::PeerLeft | ErrorKind::PeerFailed)
+    )
+}
+
 /// `InvalidArgument` as `invalid-argument`.
 fn kebab_case(name: &str) -> String {
     let mut text = String::new();
@@ -161,7 +178,6 @@ mod tests {
     use super::*;
     use anyhow::Context as _;
     use serde_json::json;
-    use warplink::ErrorKind;
 
     fn value(error: &anyhow::Error) -> Value {
         serde_json::to_value(JsonError::from(error)).unwrap()

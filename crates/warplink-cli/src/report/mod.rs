@@ -6,16 +6,15 @@
 
 pub(crate) mod bytes;
 pub(crate) mod error;
+mod file;
 pub(crate) mod progress;
 pub(crate) mod table;
 
 use anyhow::{Context, Result};
-pub(crate) use error::{JsonError, RefusedProgram, print_error};
+pub(crate) use error::{JsonError, RefusedProgram, is_consequence, print_error};
+pub(crate) use file::{check_output, write_file, write_trace};
 use serde::Serialize;
-use std::fs::File;
 use std::io::{self, IsTerminal, Write};
-use std::path::Path;
-use warplink::program::Trace;
 
 /// Whether what goes to `target` may have colours: where it is a terminal, unless `NO_COLOR` is set.
 pub(crate) fn has_colour(target: &impl IsTerminal) -> bool {
@@ -50,34 +49,6 @@ pub(crate) fn print_bytes(text: &[u8]) -> Result<()> {
     out.write_all(text)
         .and_then(|()| out.flush())
         .context("write the result to standard output")
-}
-
-/// Checks that a file can be written, so that a wrong path is reported before the work. Leaves no
-/// empty file behind.
-pub(crate) fn check_output(path: &Path) -> Result<()> {
-    let there = path.exists();
-    File::options()
-        .create(true)
-        .append(true)
-        .open(path)
-        .and_then(|_| {
-            if there {
-                return Ok(());
-            }
-            match std::fs::remove_file(path) {
-                // Another rank has checked the same file, and removed it.
-                Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
-                other => other,
-            }
-        })
-        .with_context(|| format!("open {} for writing", path.display()))
-}
-
-/// Writes the trace of a run in the format that Perfetto opens.
-pub(crate) fn write_trace(path: &Path, trace: &Trace) -> Result<()> {
-    let events: Vec<_> = trace.to_perfetto();
-    let text = serde_json::to_vec(&events).context("write the trace as JSON")?;
-    std::fs::write(path, text).with_context(|| format!("write {}", path.display()))
 }
 
 /// Prints a line on standard error.

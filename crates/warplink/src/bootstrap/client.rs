@@ -143,7 +143,7 @@ impl Client {
         let reader = thread::Builder::new()
             .name("warplink-client".into())
             .spawn(move || reading.run(link))
-            .map_err(|error| Error::io("start a thread", &error))?;
+            .map_err(|error| Error::thread("start a thread", &error))?;
         *lock(&client.reader) = Some(reader);
         Ok(client)
     }

@@ -28,7 +28,7 @@ impl Heartbeat {
         let thread = std::thread::Builder::new()
             .name("warplink-heart".into())
             .spawn(move || run(&told, &client, &server, limit))
-            .map_err(|error| Error::io("start a thread", &error))?;
+            .map_err(|error| Error::thread("start a thread", &error))?;
         Ok(Self {
             stopping,
             thread: Mutex::new(Some(thread)),

@@ -85,7 +85,7 @@ impl Outbox {
             let drain = thread::Builder::new()
                 .name("warplink-send".into())
                 .spawn(move || outbox.drain())
-                .map_err(|error| Error::io("start a sending thread", &error))?;
+                .map_err(|error| Error::thread("start a sending thread", &error))?;
             queue.draining = true;
             // The thread before it has nothing left to do but to end.
             queue.drain = Some(drain);

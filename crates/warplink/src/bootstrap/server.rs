@@ -486,5 +486,5 @@ fn spawn(name: &str, body: impl FnOnce() + Send + 'static) -> Result<JoinHandle<
     thread::Builder::new()
         .name(name.into())
         .spawn(body)
-        .map_err(|error| Error::io("start a thread", &error))
+        .map_err(|error| Error::thread("start a thread", &error))
 }

@@ -17,15 +17,16 @@ impl Communicator {
     /// where none did.
     pub fn run_threads(world: usize, body: impl Fn(&Self) -> Result<()> + Sync) -> Result<()> {
         let id = UniqueId::create(Ipv4Addr::LOCALHOST.into(), 0)?;
-        let variable = |name: &str| std::env::var(name).ok();
-        let gpus = match Config::device_kind(variable)? {
+        let gpus = match Config::device_kind()? {
             DeviceKind::Host => world,
             DeviceKind::Cuda => device::count(DeviceKind::Cuda)?,
         };
         let run = |rank: Rank| {
             let join = JoinConfig::new(Rendezvous::Id(id.clone()), rank, world)
                 .with_local_rank(rank % gpus.max(1));
-            let comm = Self::join(&Config::from_variables(join, variable)?)?;
+            let comm = Self::join(&Config::from_variables(join, |name| {
+                std::env::var_os(name)
+            })?)?;
             body(&comm)?;
             comm.close()
         };

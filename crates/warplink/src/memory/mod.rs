@@ -16,6 +16,8 @@ mod cache_loom;
 #[cfg(all(test, not(loom)))]
 mod cache_tests;
 mod exports;
+#[cfg(any(test, fuzzing))]
+pub mod fuzzing;
 mod handle;
 mod limits;
 mod mapping;

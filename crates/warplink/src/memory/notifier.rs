@@ -12,6 +12,7 @@ use super::service_client::{self, Asked};
 use super::shared::Shared;
 use crate::deadline::Deadline;
 use crate::error::{Error, ErrorKind, Rank, Result};
+use crate::shortage::Throttle;
 use crate::sync::lock;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::io::Errno;
@@ -116,7 +117,7 @@ impl Notifier {
         let thread = std::thread::Builder::new()
             .name("warplink-notifier".to_owned())
             .spawn(move || run(&queue, &shared, aging_interval(max_idle_age)))
-            .map_err(|error| Error::io("start the notifier thread", &error))?;
+            .map_err(|error| Error::thread("start the notifier thread", &error))?;
         Ok(Self {
             outbox,
             thread: Mutex::new(Some(thread)),
@@ -135,6 +136,8 @@ impl Notifier {
         }
     }
 }
+
+static CANNOT_WAIT: Throttle = Throttle::new();
 
 /// What one peer is told.
 #[derive(Debug, Default)]
@@ -300,7 +303,9 @@ impl Lines {
             Ok(_) | Err(Errno::INTR) => {}
             Err(errno) => {
                 // The limit of descriptors was lowered, or memory is short, which may pass.
-                tracing::warn!(%errno, "cannot wait for the answers of peers; trying again");
+                if let Some(omitted) = CANNOT_WAIT.due() {
+                    tracing::warn!(%errno, omitted, "cannot wait for the answers of peers; trying again");
+                }
                 std::thread::sleep(PAUSE);
             }
         }

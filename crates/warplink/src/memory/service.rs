@@ -12,10 +12,12 @@ use super::message::{MAX_REQUEST_BYTES, Request, TOKEN_BYTES};
 use super::socket::{MAX_WAIT, address, io, is_same_user, socket};
 use crate::device::Piece;
 use crate::error::{Error, ErrorKind, Result};
+use crate::shortage::Throttle;
 use crate::sync::lock;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketFlags};
+use rustix::process::{Resource, getrlimit};
 use std::collections::VecDeque;
 use std::fmt;
 use std::io::IoSlice;
@@ -32,8 +34,17 @@ const PAUSE: Duration = Duration::from_millis(10);
 /// The most connections that are accepted before requests are looked at again.
 const MAX_ACCEPTED: usize = 64;
 
-/// Bytes of an answer: whether the request is refused, and the length of the piece.
+/// Bytes of an answer: what became of the request, and the length of the piece or, of one that is [`SHORT`], the
+/// limit.
 pub(super) const ANSWER_BYTES: usize = 12;
+/// What became of a request.
+pub(super) const DONE: u32 = 0;
+pub(super) const REFUSED: u32 = 1;
+/// The process has no file descriptor for the answer.
+pub(super) const SHORT: u32 = 2;
+
+static CANNOT_WAIT: Throttle = Throttle::new();
+static CANNOT_ACCEPT: Throttle = Throttle::new();
 
 /// Answers requests: a piece of memory where one was asked for, else nothing; an error refuses.
 pub(super) type Handler = Box<dyn Fn(Request) -> Result<Option<Piece>> + Send + Sync>;
@@ -85,7 +96,7 @@ impl Service {
         let thread = std::thread::Builder::new()
             .name("warplink-service".to_owned())
             .spawn(move || Server::new(&token, &handler).run(&listener, &stopped))
-            .map_err(|error| Error::io("start the service thread", &error))?;
+            .map_err(|error| Error::thread("start the service thread", &error))?;
         Ok(Self {
             name,
             stop,
@@ -132,6 +143,13 @@ struct Server<'a> {
     handler: &'a Handler,
     /// The oldest first.
     pending: VecDeque<Pending>,
+    /// Given up for a connection when no other descriptor is left.
+    reserve: Option<OwnedFd>,
+}
+
+/// A descriptor that stands for another.
+fn reserve() -> Option<OwnedFd> {
+    eventfd(0, EventfdFlags::CLOEXEC).ok()
 }
 
 impl<'a> Server<'a> {
@@ -140,6 +158,7 @@ impl<'a> Server<'a> {
             token,
             handler,
             pending: VecDeque::new(),
+            reserve: reserve(),
         }
     }
 
@@ -165,7 +184,9 @@ impl<'a> Server<'a> {
                 Err(errno) => {
                     // The limit of descriptors was lowered, or memory is short: requests lie in the
                     // backlog until it is over.
-                    tracing::warn!(%errno, "the memory service cannot wait for requests; trying again");
+                    if let Some(omitted) = CANNOT_WAIT.due() {
+                        tracing::warn!(%errno, omitted, "the memory service cannot wait for requests; trying again");
+                    }
                     if rustix::io::read(stop, &mut [0; 8]).is_ok() {
                         return;
                     }
@@ -181,6 +202,9 @@ impl<'a> Server<'a> {
                 return;
             }
             self.answer_ready(requests);
+            if self.reserve.is_none() {
+                self.reserve = reserve();
+            }
             if *connecting {
                 self.accept_all(listener);
             }
@@ -207,12 +231,13 @@ impl<'a> Server<'a> {
                 Ok(connection) => connection,
                 Err(Errno::AGAIN) => return,
                 Err(Errno::INTR | Errno::CONNABORTED) => continue,
+                // The one that is kept for this is enough for a connection, and for all answers without a piece.
+                Err(Errno::MFILE | Errno::NFILE) if self.reserve.take().is_some() => continue,
                 Err(errno) => {
-                    tracing::warn!(
-                        %errno,
-                        "a peer's request could not be accepted; raise the limit of file \
-                         descriptors with ulimit -n if they are used up"
-                    );
+                    if let Some(omitted) = CANNOT_ACCEPT.due() {
+                        let error = Error::io("accept a peer's request", &errno.into());
+                        tracing::warn!(%error, omitted, "a peer's request could not be accepted; trying again");
+                    }
                     // A connection without a request gives its descriptor back; its peer asks again.
                     self.pending.pop_front();
                     std::thread::sleep(PAUSE);
@@ -246,11 +271,20 @@ pub(super) fn answer(
     handler: &Handler,
 ) -> Result<()> {
     let request = read_request(connection, token)?;
-    let (status, piece) = match handler(request) {
-        Ok(piece) => (0u32, piece),
+    let limit = || getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
+    let (status, piece, number) = match handler(request) {
+        Ok(None) => (DONE, None, 0),
+        Ok(Some(piece)) => {
+            let bytes = piece.bytes as u64;
+            (DONE, Some(piece), bytes)
+        }
+        Err(error) if error.code() == Some(Errno::MFILE.raw_os_error().into()) => {
+            tracing::debug!(?request, %error, "a request could not be answered");
+            (SHORT, None, limit())
+        }
         Err(error) => {
             tracing::debug!(?request, %error, "a request was refused");
-            (1, None)
+            (REFUSED, None, 0)
         }
     };
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
@@ -259,10 +293,9 @@ pub(super) fn answer(
     if let Some(descriptors) = &descriptors {
         control.push(SendAncillaryMessage::ScmRights(descriptors));
     }
-    let bytes = piece.as_ref().map_or(0, |piece| piece.bytes as u64);
     let mut answer = [0; ANSWER_BYTES];
     answer[..4].copy_from_slice(&status.to_le_bytes());
-    answer[4..].copy_from_slice(&bytes.to_le_bytes());
+    answer[4..].copy_from_slice(&number.to_le_bytes());
     rustix::net::sendmsg(
         connection,
         &[IoSlice::new(&answer)],
@@ -302,13 +335,13 @@ mod tests {
             _ => Err(Error::new(ErrorKind::Closed, "gone")),
         });
         let service = Service::start([5; 16], handler).unwrap();
-        let piece = ask(service.name(), &[5; 16], descriptor_of(7)).unwrap();
+        let piece = ask(service.name(), &[5; 16], descriptor_of(7), MAX_WAIT).unwrap();
         assert_eq!(piece.unwrap().bytes, 1 << 40);
-        let refused = ask(service.name(), &[5; 16], descriptor_of(8)).unwrap_err();
+        let refused = ask(service.name(), &[5; 16], descriptor_of(8), MAX_WAIT).unwrap_err();
         assert_eq!(refused.kind(), ErrorKind::InvalidHandle);
         service.stop();
         assert_eq!(
-            ask(service.name(), &[5; 16], descriptor_of(7))
+            ask(service.name(), &[5; 16], descriptor_of(7), MAX_WAIT)
                 .unwrap_err()
                 .kind(),
             ErrorKind::PeerLost
@@ -327,7 +360,7 @@ mod tests {
         rustix::net::connect(&stray, &address(service.name()).unwrap()).unwrap();
         rustix::net::send(&stray, b"short", SendFlags::NOSIGNAL).unwrap();
         assert!(
-            ask(service.name(), &[5; 16], descriptor_of(7))
+            ask(service.name(), &[5; 16], descriptor_of(7), MAX_WAIT)
                 .unwrap()
                 .is_none()
         );
@@ -342,9 +375,13 @@ mod tests {
             let connection = rustix::net::accept(&listener).unwrap();
             answer(&connection, &[5; 16], &(Box::new(|_| Ok(None)) as Handler)).unwrap();
         });
-        assert!(ask(&name, &[5; 16], descriptor_of(7)).unwrap().is_none());
+        assert!(
+            ask(&name, &[5; 16], descriptor_of(7), MAX_WAIT)
+                .unwrap()
+                .is_none()
+        );
         serving.join().unwrap();
-        let error = ask(&name, &[5; 16], descriptor_of(7)).unwrap_err();
+        let error = ask(&name, &[5; 16], descriptor_of(7), MAX_WAIT).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::PeerLost);
     }
 
@@ -360,7 +397,7 @@ mod tests {
             .collect();
         for _ in 0..10 {
             let begun = Instant::now();
-            ask(service.name(), &[5; 16], descriptor_of(7)).unwrap();
+            ask(service.name(), &[5; 16], descriptor_of(7), MAX_WAIT).unwrap();
             assert!(begun.elapsed() < Duration::from_secs(1), "held up");
         }
         let begun = Instant::now();

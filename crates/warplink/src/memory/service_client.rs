@@ -1,13 +1,16 @@
 //! What a rank asks of a peer's [service](super::service).
 
 use super::message::{Request, TOKEN_BYTES};
-use super::service::ANSWER_BYTES;
+use super::service::{ANSWER_BYTES, DONE, SHORT};
 use super::socket::{MAX_WAIT, address, io, is_same_user, limit, socket};
 use crate::deadline::Deadline;
 use crate::device::Piece;
 use crate::error::{Error, ErrorKind, Result};
+use crate::shortage::Shortage;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
-use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendFlags};
+use rustix::net::sockopt::socket_peercred;
+use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendFlags};
 use std::io::IoSliceMut;
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -16,14 +19,22 @@ use std::time::Duration;
 /// Between two attempts at what the service refuses for lack of something.
 const PAUSE: Duration = Duration::from_millis(10);
 
+/// How long a request is sent again that cannot be carried out for lack of descriptors, here or there.
+const MAX_SHORTAGE: Duration = Duration::from_secs(3);
+
+/// Between two looks at whether the peer can answer.
+const SLICE: Duration = Duration::from_millis(500);
+
 /// A request that was sent and not answered yet.
 #[derive(Debug)]
 pub(super) struct Asked {
     connection: OwnedFd,
 }
 
-/// Sends `request`, which may be handled twice, to the service called `name` and waits for the answer.
-/// Asks again where the service drops the connection, as it does when it is short of something.
+/// Sends `request`, which may be handled twice, to the service called `name` and waits for the answer, for `max_wait` at
+/// most.
+/// Asks again where the service drops the connection or this process has no descriptor for one: something is short,
+/// which may pass.
 ///
 /// # Errors
 /// [`ErrorKind::PeerLost`] where nobody listens, [`ErrorKind::InvalidHandle`] where it is refused,
@@ -32,13 +43,18 @@ pub(super) fn ask(
     name: &[u8],
     token: &[u8; TOKEN_BYTES],
     request: Request,
+    max_wait: Duration,
 ) -> Result<Option<Piece>> {
-    let deadline = Deadline::after(MAX_WAIT);
-    loop {
+    let deadline = Deadline::after(MAX_SHORTAGE.min(max_wait));
+    let ask_once = || {
         let connection = socket()?;
         limit(&connection)?;
-        let answer = send(connection, name, token, request).and_then(Asked::finish);
-        match answer {
+        let asked = send(connection, name, token, request)?;
+        asked.wait(max_wait)?;
+        asked.finish()
+    };
+    loop {
+        match ask_once() {
             Err(error) if error.kind() == ErrorKind::Io && !deadline.passed() => {
                 tracing::debug!(%error, "a peer's service did not answer; asking again");
                 std::thread::sleep(PAUSE);
@@ -108,6 +124,46 @@ impl AsFd for Asked {
 }
 
 impl Asked {
+    /// Waits until the answer is there, or `max_wait` has passed. Less where the peer has no descriptor left to accept
+    /// this connection by.
+    fn wait(&self, max_wait: Duration) -> Result<()> {
+        let deadline = Deadline::after(max_wait);
+        let shortage_deadline = Deadline::after(MAX_SHORTAGE);
+        loop {
+            let slice = deadline.remaining().min(SLICE);
+            let slice = Timespec {
+                tv_sec: slice.as_secs().cast_signed(),
+                tv_nsec: slice.subsec_nanos().into(),
+            };
+            match poll(&mut [PollFd::new(self, PollFlags::IN)], Some(&slice)) {
+                Ok(0) | Err(Errno::INTR) => {}
+                Ok(_) => return Ok(()),
+                Err(errno) => return Err(io("wait for an answer")(errno)),
+            }
+            let late = deadline.passed();
+            if (late || shortage_deadline.passed())
+                && let Some(limit) = self.exhausted()
+            {
+                return Err(peer_is_short(limit));
+            }
+            if late {
+                return Err(unanswered(max_wait));
+            }
+        }
+    }
+
+    /// The limit of the peer's descriptors, if it has as many.
+    fn exhausted(&self) -> Option<u64> {
+        let peer = socket_peercred(&self.connection).ok()?.pid.as_raw_nonzero();
+        let open = std::fs::read_dir(format!("/proc/{peer}/fd")).ok()?.count();
+        let limits = std::fs::read_to_string(format!("/proc/{peer}/limits")).ok()?;
+        let limit = limits
+            .lines()
+            .find_map(|line| line.strip_prefix("Max open files"))?;
+        let limit = limit.split_whitespace().next()?.parse().ok()?;
+        (open as u64 >= limit).then_some(limit)
+    }
+
     /// Waits for the answer.
     pub(super) fn finish(self) -> Result<Option<Piece>> {
         read_answer(&self.connection)
@@ -122,7 +178,23 @@ fn closed() -> Error {
     )
 }
 
-fn read_answer(connection: &OwnedFd) -> Result<Option<Piece>> {
+fn unanswered(waited: Duration) -> Error {
+    Error::new(
+        ErrorKind::Timeout,
+        format!("timed out after {waited:?} waiting for the peer's memory service to answer"),
+    )
+    .with_help("check that the peer's process is not stopped")
+}
+
+fn peer_is_short(limit: u64) -> Error {
+    let shortage = Shortage::of_descriptors(Some(limit));
+    Error::new(ErrorKind::Io, format!("the peer: {}", shortage.message))
+        .with_operation("ask a peer's service")
+        .with_help(shortage.help)
+        .with_code(Errno::MFILE.raw_os_error().into())
+}
+
+pub(super) fn read_answer(connection: &OwnedFd) -> Result<Option<Piece>> {
     let mut answer = [0; ANSWER_BYTES];
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
@@ -133,14 +205,14 @@ fn read_answer(connection: &OwnedFd) -> Result<Option<Piece>> {
         RecvFlags::CMSG_CLOEXEC,
     )
     .map_err(|errno| match errno {
-        Errno::AGAIN => Error::new(
-            ErrorKind::Timeout,
-            format!("timed out after {MAX_WAIT:?} waiting for the peer's memory service to answer"),
-        )
-        .with_help("check that the peer's process is not stopped"),
+        Errno::AGAIN => unanswered(MAX_WAIT),
         Errno::CONNRESET => closed(),
         other => io("read an answer")(other),
     })?;
+    if received.flags.contains(ReturnFlags::CTRUNC) {
+        // The descriptor that came found no place in this process.
+        return Err(io("receive a peer's descriptor")(Errno::MFILE));
+    }
     let descriptor = control.drain().find_map(|message| match message {
         RecvAncillaryMessage::ScmRights(mut descriptors) => descriptors.next(),
         _ => None,
@@ -149,7 +221,14 @@ fn read_answer(connection: &OwnedFd) -> Result<Option<Piece>> {
         return Err(closed());
     }
     let [s0, s1, s2, s3, bytes @ ..] = answer;
-    if u32::from_le_bytes([s0, s1, s2, s3]) != 0 {
+    let (status, number) = (
+        u32::from_le_bytes([s0, s1, s2, s3]),
+        u64::from_le_bytes(bytes),
+    );
+    if status == SHORT {
+        return Err(peer_is_short(number));
+    }
+    if status != DONE {
         return Err(Error::new(
             ErrorKind::InvalidHandle,
             "the peer refused: it does not share this region any more",
@@ -157,7 +236,7 @@ fn read_answer(connection: &OwnedFd) -> Result<Option<Piece>> {
         .with_operation("ask a peer's service")
         .with_help("exchange the region anew"));
     }
-    let bytes = usize::try_from(u64::from_le_bytes(bytes)).map_err(|_| {
+    let bytes = usize::try_from(number).map_err(|_| {
         Error::new(
             ErrorKind::Protocol,
             "the peer's memory is longer than this process can address",

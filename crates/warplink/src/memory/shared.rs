@@ -9,11 +9,17 @@ use super::notifier::Outbox;
 use super::peers::Peers;
 use super::publications::{Heard, Publications};
 use super::service_client::{self, Asked};
+use super::socket::MAX_WAIT;
 use crate::device::{Device, Piece};
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::sync::lock;
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, OnceLock};
+use std::time::{Duration, Instant};
+
+/// How long after a request that was not answered peers get less time to answer others, and how much that is.
+const AFTER_FAILURE: Duration = Duration::from_secs(1);
+const MAX_WAIT_AFTER_FAILURE: Duration = Duration::from_millis(100);
 
 /// The key of a mapping: whose memory, and which allocation of it.
 pub(super) type MappingKey = (Rank, u64);
@@ -37,6 +43,8 @@ pub(super) struct Shared {
     pub(super) slot_released: OnceLock<SlotReleasedHandler>,
     pub(super) publications: Publications,
     pub(super) reclaimers: Mutex<Vec<Reclaimer>>,
+    /// When a peer last did not answer.
+    pub(super) ask_failed: Mutex<Option<Instant>>,
 }
 
 impl Shared {
@@ -118,7 +126,19 @@ impl Shared {
             number: 0,
             message,
         };
-        service_client::ask(self.peers()?.service(peer)?, &self.token, request)
+        // One that is not answered is seldom the only one, and their times add up.
+        let failed = *lock(&self.ask_failed);
+        let max_wait = match failed {
+            Some(at) if at.elapsed() < AFTER_FAILURE => MAX_WAIT_AFTER_FAILURE,
+            _ => MAX_WAIT,
+        };
+        let name = self.peers()?.service(peer)?;
+        service_client::ask(name, &self.token, request, max_wait)
+            .inspect_err(|error| {
+                if service_client::may_pass(error.kind()) {
+                    *lock(&self.ask_failed) = Some(Instant::now());
+                }
+            })
             .map_err(|error| error.with_rank(self.rank).with_peer(peer))
     }
 
@@ -141,6 +161,9 @@ impl Shared {
             number,
             message,
         } = request;
+        if let Some(peers) = self.peers.get() {
+            peers.service(from)?;
+        }
         if number != 0 {
             let mut heard = lock(&self.heard);
             let last = heard.entry(from).or_default();

@@ -5,6 +5,7 @@ use serde::Serialize;
 use std::collections::BTreeSet;
 use warplink::DeviceKind;
 use warplink::device::cuda::{self, Capabilities};
+use warplink::variables;
 
 const AREA: &str = "GPUs";
 
@@ -201,7 +202,7 @@ pub(super) fn compile(gpus: &[Gpu]) -> Found {
 
 /// Variables that change how GPUs behave.
 pub(super) fn environment() -> Vec<Check> {
-    let variable = |name| std::env::var(name).ok();
+    let variable = |name| variables::read(name).unwrap_or_default();
     vec![Check::new(
         AREA,
         "CUDA_DEVICE_MAX_CONNECTIONS",

@@ -8,6 +8,7 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
+use warplink::variables;
 
 /// The longest that a process takes to try a GPU: it may have to start the multi-process service, and to
 /// compile the library's kernels.
@@ -36,9 +37,9 @@ impl Gpus {
     /// # Errors
     /// Where there are too few.
     pub(super) fn new(count: usize, each: Option<usize>, ranks: usize) -> Result<Self> {
-        let names: Vec<String> = match std::env::var("CUDA_VISIBLE_DEVICES") {
-            Ok(list) => list.split(',').map(|name| name.trim().to_owned()).collect(),
-            Err(_) => (0..count).map(|gpu| gpu.to_string()).collect(),
+        let names: Vec<String> = match variables::read("CUDA_VISIBLE_DEVICES")? {
+            Some(list) => list.split(',').map(|name| name.trim().to_owned()).collect(),
+            None => (0..count).map(|gpu| gpu.to_string()).collect(),
         };
         let needed = ranks.div_ceil(each.unwrap_or(1));
         ensure!(

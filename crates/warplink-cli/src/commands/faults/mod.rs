@@ -21,7 +21,8 @@ mod table;
 pub(crate) use probe::{PROBE_COMMAND, run as probe_gpu};
 pub(crate) use rank::{FAULT_RANK_COMMAND, FaultRank};
 
-use crate::launch::{self, LaunchPlan, Output, Variable};
+use crate::commands::ranks::launch_self;
+use crate::launch::{self, Variable};
 use crate::options::Options;
 use crate::report;
 use anyhow::{Context, Result, ensure};
@@ -32,13 +33,13 @@ use job::JobSettings;
 use judge::Judged;
 use runner::Runner;
 use serde::Serialize;
-use signal_hook::consts::{SIGINT, SIGTERM};
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Instant;
+use warplink::variables;
 use warplink::{DeviceKind, device};
 
 /// Set in the process that starts the ranks, with the GPUs that they share.
@@ -56,9 +57,9 @@ const JOBS: usize = 3;
 ///
 /// Where ranks share GPUs, a killed one may break the multi-process service for all processes; it is then
 /// started again, and what it spoiled runs once more. Each finished cell is reported on standard error; on
-/// SIGINT (Ctrl-C) or SIGTERM, the table of finished cells is printed.
+/// SIGINT (Ctrl-C), SIGTERM, SIGHUP or SIGQUIT, the table of finished cells is printed.
 ///
-/// The exit code is 1 where a cell is wrong, and else 130 after SIGINT and 143 after SIGTERM.
+/// The exit code is 1 where a cell is wrong, and else 128 plus the number of the signal, such as 130 after SIGINT.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:\n  \
     warplink faults -n 4 --device host\n  \
@@ -84,7 +85,7 @@ pub(crate) struct Faults {
 
 impl Faults {
     pub(crate) fn run(self, options: &Options) -> Result<ExitCode> {
-        let inner = std::env::var(INNER).ok();
+        let inner = variables::read(INNER)?;
         let inner = inner.map(|text| Inner::from_text(&text)).transpose()?;
         let ranks = match &inner {
             Some(inner) => inner.ranks,
@@ -134,7 +135,7 @@ impl Faults {
         };
         // What is done by then is printed also where this command is to end early.
         let ending = Arc::new(AtomicUsize::new(0));
-        for signal in [SIGINT, SIGTERM] {
+        for signal in launch::ending_signals() {
             signal_hook::flag::register_usize(signal, ending.clone(), signal as usize)
                 .context("handle signals")?;
         }
@@ -240,20 +241,8 @@ fn start(options: &Options, ranks: usize) -> Result<ExitCode> {
         )?,
     };
     let inner = Inner { ranks, gpus };
-    let env = vec![
-        Variable::new(INNER, inner.as_text()),
-        Variable::new("WARPLINK_DEVICE", options.device().to_string()),
-    ];
-    let plan = LaunchPlan {
-        ranks: 1,
-        program: "/proc/self/exe".into(),
-        args: std::env::args_os().skip(1).collect(),
-        env,
-        output: Output::Rank0Only,
-        grace: Duration::from_secs(5),
-        ranks_per_gpu: options.ranks_per_gpu()?,
-    };
-    Ok(launch::run(&plan)?.exit_code())
+    let inner = Variable::new(INNER, inner.as_text());
+    launch_self(options, 1, options.ranks_per_gpu()?, inner)
 }
 
 /// What was chosen, or all there is.

@@ -11,14 +11,14 @@ pub(crate) use cost::named_model;
 
 use crate::options::{Options, Unused, without_ranks};
 use crate::report::{JsonError, RefusedProgram, counted, print_json, print_text};
-use anyhow::{Context, Result, ensure};
+use anyhow::{Result, ensure};
 use clap::{Args, Subcommand};
 use serde::Serialize;
-use std::io::Read as _;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use warplink::DType;
 use warplink::device::ReduceOp;
+use warplink::file;
 use warplink::program::parameters::ParameterKind;
 use warplink::program::{self, Diagnostic, Parameters, Report, Value, verify};
 
@@ -42,6 +42,11 @@ enum What {
 }
 
 impl Program {
+    /// Whether it starts ranks.
+    pub(crate) fn starts_ranks(&self) -> bool {
+        matches!(self.what, What::Run(_))
+    }
+
     /// Options that it does not use.
     pub(crate) fn unused(&self) -> &'static [Unused] {
         match self.what {
@@ -136,9 +141,17 @@ impl Text {
 impl Source {
     /// Reads the program.
     pub(crate) fn read(&self) -> Result<Text> {
-        let name = self.file.display();
+        self.read_by(file::read_text)
+    }
+
+    /// The same for a command whose ranks read it again.
+    pub(crate) fn read_for_ranks(&self) -> Result<Text> {
+        self.read_by(file::read_regular)
+    }
+
+    fn read_by(&self, read: fn(&Path, usize) -> warplink::Result<String>) -> Result<Text> {
         let parameters = self.parameters()?;
-        let text = read_limited(&self.file).with_context(|| format!("read {name}"))?;
+        let text = read(&self.file, program::text::MAX_TEXT_BYTES)?;
         let program = program::Program::parse_text(&text)
             .map_err(|error| diagnostics::not_a_program(&self.file, &error))?;
         Ok(Text {
@@ -167,24 +180,6 @@ impl Source {
         }
         Ok(parameters)
     }
-}
-
-/// The text of a file, if it is not longer than a program may be: what is too long is not read.
-fn read_limited(file: &Path) -> std::io::Result<String> {
-    let limit = program::text::MAX_TEXT_BYTES;
-    let mut text = String::new();
-    let read = std::fs::File::open(file)?
-        .take(limit as u64 + 1)
-        .read_to_string(&mut text);
-    if text.len() > limit {
-        let message = format!("the file is too long for a program; expected at most {limit} bytes");
-        return Err(std::io::Error::new(
-            std::io::ErrorKind::FileTooLarge,
-            message,
-        ));
-    }
-    read?;
-    Ok(text)
 }
 
 /// `m=4096`, `n=1024,512`, `T=bf16`.

@@ -73,7 +73,7 @@ struct Outcome {
 impl Run {
     pub(super) fn run(self, options: &Options) -> Result<ExitCode> {
         // Before any rank starts, so that what is wrong is said once.
-        let text = self.source.read()?;
+        let text = self.source.read_for_ranks()?;
         if let Some(path) = &self.trace {
             report::check_output(path)?;
         }

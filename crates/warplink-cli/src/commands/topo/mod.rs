@@ -11,6 +11,7 @@ use anyhow::{Context, Result};
 use clap::Args;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use warplink::file;
 use warplink::topology::Topology;
 
 /// Show what connects the ranks: links, NUMA nodes, network devices
@@ -52,7 +53,7 @@ impl Topo {
     fn show(&self, topology: &Topology, options: &Options) -> Result<()> {
         if let Some(path) = &self.svg {
             let drawing = draw::draw(topology)?;
-            std::fs::write(path, drawing).with_context(|| format!("write {}", path.display()))?;
+            report::write_file(path, drawing.as_bytes())?;
         }
         if options.json {
             report::print_json(topology)
@@ -62,8 +63,11 @@ impl Topo {
     }
 }
 
+/// The longest file that is read as a topology; one of 64 ranks has some 500 KiB.
+const MAX_MESH_BYTES: usize = 16 << 20;
+
 /// The topology in a file.
 fn recorded(path: &Path) -> Result<Topology> {
-    let text = std::fs::read_to_string(path).with_context(|| format!("read {}", path.display()))?;
+    let text = file::read_text(path, MAX_MESH_BYTES)?;
     Topology::from_json(&text).with_context(|| format!("read {}", path.display()))
 }

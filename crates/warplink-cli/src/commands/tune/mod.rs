@@ -17,7 +17,7 @@ use crate::gemm::gemm_dtype;
 use crate::options::Options;
 use crate::report::bytes::Bytes;
 use crate::report::progress::Progress;
-use crate::report::{check_output, counted, print_json, print_text};
+use crate::report::{check_output, counted, print_json, print_text, write_file};
 use anyhow::{Context, Result, anyhow, ensure};
 use clap::Args;
 use rig::Rig;
@@ -274,22 +274,12 @@ fn rounded(model: &HardwareModel) -> Result<HardwareModel> {
     serde_json::from_value(value).context("round the figures")
 }
 
-/// Writes the model under another name first, so that nobody reads half of it. A model with a figure
-/// that cannot be is written, too, so that what was measured is not lost.
+/// Writes the model. One with a figure that cannot be is written, too, so that what was measured is not lost.
 fn write(path: &Path, model: &HardwareModel) -> Result<()> {
     let text = model.to_json()?;
-    let checked = HardwareModel::from_json(&text);
-    let parent = path
-        .parent()
-        .filter(|parent| !parent.as_os_str().is_empty());
-    if let Some(parent) = parent {
-        std::fs::create_dir_all(parent).with_context(|| format!("make {}", parent.display()))?;
-    }
-    let partial = path.with_extension(format!("{}.partial", std::process::id()));
-    std::fs::write(&partial, text + "\n")
-        .and_then(|()| std::fs::rename(&partial, path))
-        .with_context(|| format!("write {}", path.display()))?;
-    checked.with_context(|| format!("check what was written to {}", path.display()))?;
+    write_file(path, format!("{text}\n").as_bytes())?;
+    HardwareModel::from_json(&text)
+        .with_context(|| format!("check what was written to {}", path.display()))?;
     Ok(())
 }
 

@@ -281,7 +281,7 @@ fn run(body: &HostKernel, launch: Launch, arguments: &[Argument], context: &Cont
             let thread = std::thread::Builder::new()
                 .name(format!("warplink-block-{index}"))
                 .spawn_scoped(scope, move || run_block(body, &block))
-                .map_err(|error| Error::io("start a block's thread", &error))?;
+                .map_err(|error| Error::thread("start a block's thread", &error))?;
             others.push(thread);
         }
         let first = run_block(body, &first);

@@ -31,7 +31,7 @@ impl LateUnmapping {
                     }
                 }
             })
-            .map_err(|error| Error::io("start the thread that unmaps late", &error))?;
+            .map_err(|error| Error::thread("start the thread that unmaps late", &error))?;
         Ok(Self(sender))
     }
 

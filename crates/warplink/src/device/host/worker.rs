@@ -30,7 +30,7 @@ impl Worker {
         std::thread::Builder::new()
             .name(format!("warplink-stream-{number}"))
             .spawn(move || work(&worker, &Context::new(fault, faults, delays, number)))
-            .map_err(|error| Error::io("start a stream's thread", &error))?;
+            .map_err(|error| Error::thread("start a stream's thread", &error))?;
         Ok(Self { shared })
     }
 

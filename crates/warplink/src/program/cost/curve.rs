@@ -1,5 +1,6 @@
 //! Seconds by bytes: measured points, and what lies between and beyond them.
 
+use super::fields::{MAX_SECONDS, MIN_SECONDS};
 use crate::error::{Error, ErrorKind, Result};
 use serde::{Deserialize, Serialize};
 
@@ -49,14 +50,14 @@ impl Curve {
         let positive = self
             .0
             .iter()
-            .all(|(bytes, seconds)| *bytes > 0 && seconds.is_finite() && *seconds > 0.0);
+            .all(|(bytes, seconds)| *bytes > 0 && (MIN_SECONDS..=MAX_SECONDS).contains(seconds));
         if rising && positive {
             return Ok(());
         }
         Err(Error::new(
             ErrorKind::Parse,
             format!(
-                "'{name}' is not a list of [bytes, seconds]; expected rising sizes and positive times"
+                "'{name}' is not a list of [bytes, seconds]; expected rising sizes and {MIN_SECONDS:e} to {MAX_SECONDS:e} seconds"
             ),
         ))
     }

@@ -1,6 +1,18 @@
 //! What is said of a field of a hardware model that does not fit.
 
 use crate::error::{Error, ErrorKind};
+use std::ops::RangeInclusive;
+
+/// The longest time of one operation that makes sense, in seconds.
+pub(super) const MAX_SECONDS: f64 = 1e6;
+/// The shortest time that a measured operation may take, in seconds.
+pub(super) const MIN_SECONDS: f64 = 1e-12;
+/// Bytes per second that make sense.
+pub(super) const RATES: RangeInclusive<f64> = 1.0..=1e18;
+/// The largest ratio of two times that makes sense.
+pub(super) const MAX_RATIO: f64 = 1e4;
+/// The largest number of anything that a device has.
+pub(super) const MAX_COUNT: f64 = 1e9;
 
 /// The error of a field that is `value`, where `expected` says what it should be.
 pub(super) fn refused(name: &str, value: f64, expected: &str) -> Error {
@@ -8,4 +20,57 @@ pub(super) fn refused(name: &str, value: f64, expected: &str) -> Error {
         ErrorKind::Parse,
         format!("'{name}' is {value}; expected {expected}"),
     )
+}
+
+/// The error of a time of something that may take no time.
+pub(super) fn refused_seconds(name: &str, seconds: f64) -> Error {
+    refused(name, seconds, &format!("0 to {MAX_SECONDS:e} seconds"))
+}
+
+/// The error of a rate.
+pub(super) fn refused_rate(name: &str, rate: f64) -> Error {
+    let expected = format!("{:e} to {:e} bytes a second", RATES.start(), RATES.end());
+    refused(name, rate, &expected)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::HardwareModel;
+    use super::super::find::all_shipped;
+    use serde_json::{Value, json};
+
+    /// Each figure of a model, by the way to it.
+    fn figures(value: &Value, path: String, found: &mut Vec<String>) {
+        match value {
+            Value::Number(number) if number.is_f64() => found.push(path),
+            // One of a list stands for all.
+            Value::Array(values) => {
+                if let Some(last) = values.last() {
+                    figures(last, format!("{path}/{}", values.len() - 1), found);
+                }
+            }
+            Value::Object(fields) => fields
+                .iter()
+                .for_each(|(name, value)| figures(value, format!("{path}/{name}"), found)),
+            _ => {}
+        }
+    }
+
+    #[test]
+    fn no_figure_may_be_absurd() {
+        for model in all_shipped() {
+            let whole: Value = serde_json::from_str(&model.to_json().unwrap()).unwrap();
+            let mut found = Vec::new();
+            figures(&whole, String::new(), &mut found);
+            assert!(found.len() > 20, "{}", found.len());
+            for path in found {
+                for absurd in [1e30, -1.0] {
+                    let mut changed = whole.clone();
+                    *changed.pointer_mut(&path).unwrap() = json!(absurd);
+                    let read = HardwareModel::from_json(&changed.to_string());
+                    assert!(read.is_err(), "{path} is {absurd}");
+                }
+            }
+        }
+    }
 }

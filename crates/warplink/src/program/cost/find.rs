@@ -13,6 +13,9 @@ pub const MODEL_VARIABLE: &str = "WARPLINK_MODEL";
 /// Where caches are, when they are not where such things usually are.
 const CACHE_VARIABLE: &str = "WARPLINK_CACHE_DIR";
 
+/// The longest file that is read as a model; `warplink tune` writes some 100 KiB.
+const MAX_MODEL_BYTES: usize = 16 << 20;
+
 /// Models of known machines, to compare estimates with. Where they are not asked for by name, nothing follows them.
 const SHIPPED: [(&str, &str); 3] = [
     ("h200-8", include_str!("../../../models/h200-8.json")),
@@ -62,7 +65,8 @@ impl HardwareModel {
     /// [`ErrorKind::Io`](crate::ErrorKind::Io) or [`ErrorKind::Parse`](crate::ErrorKind::Parse) for a
     /// named file that cannot be read. A file of the directory that cannot be read is passed over with a warning.
     pub fn find(device: &DeviceDescription, world: usize) -> Result<(Arc<Self>, Origin)> {
-        if let Some(path) = std::env::var_os(MODEL_VARIABLE).filter(|path| !path.is_empty()) {
+        if let Some(path) = crate::variables::read(MODEL_VARIABLE)?.filter(|path| !path.is_empty())
+        {
             let read = Self::read(Path::new(&path)).map(Arc::new);
             let help = format!(
                 "let {MODEL_VARIABLE} name a model that `warplink tune` wrote, or unset it"
@@ -96,14 +100,13 @@ impl HardwareModel {
         }
     }
 
-    /// Reads the model in a file.
+    /// Reads the model in a regular file of 16 MiB at most.
     ///
     /// # Errors
     /// [`ErrorKind::Io`](crate::ErrorKind::Io) where it cannot be read,
     /// [`ErrorKind::Parse`](crate::ErrorKind::Parse) where it is not a model.
     pub fn read(path: &Path) -> Result<Self> {
-        let text = std::fs::read_to_string(path)
-            .map_err(|error| Error::io(format!("read {}", path.display()), &error))?;
+        let text = crate::file::read_regular(path, MAX_MODEL_BYTES)?;
         Self::from_named(&path.display().to_string(), &text)
     }
 
@@ -256,6 +259,8 @@ mod tests {
         }
         std::fs::write(directory.path().join("bad.json"), "{}").unwrap();
         assert_eq!(models_in(directory.path()).len(), 1);
+        let endless = HardwareModel::read(Path::new("/dev/zero")).unwrap_err();
+        assert_eq!(endless.kind(), ErrorKind::Io);
         let missing = HardwareModel::read(&directory.path().join("none")).unwrap_err();
         assert_eq!(missing.kind(), ErrorKind::Io);
     }

@@ -1,5 +1,6 @@
 //! Seconds of a matrix multiplication by shape: measured grids, and what lies between and beyond.
 
+use super::fields::{MAX_SECONDS, MIN_SECONDS};
 use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Result};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
@@ -117,15 +118,15 @@ impl Grid {
         let positive = self
             .seconds
             .iter()
-            .all(|seconds| seconds.is_finite() && *seconds > 0.0);
+            .all(|seconds| (MIN_SECONDS..=MAX_SECONDS).contains(seconds));
         if rising(&self.m) && rising(&self.k) && rising(&self.n) && whole && positive {
             return Ok(());
         }
         Err(Error::new(
             ErrorKind::Parse,
             format!(
-                "the grid of {} is incomplete; expected rising sizes and a positive time for each \
-                 combination",
+                "the grid of {} is incomplete; expected rising sizes, and {MIN_SECONDS:e} to {MAX_SECONDS:e} \
+                 seconds for each combination",
                 self.dtype
             ),
         ))

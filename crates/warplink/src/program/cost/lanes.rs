@@ -1,6 +1,6 @@
 //! What lanes of kernel sections can do: the part of a hardware model by which a launch is simulated step by step.
 
-use super::fields::refused;
+use super::fields::{MAX_SECONDS, RATES, refused, refused_rate, refused_seconds};
 use crate::error::Result;
 use serde::{Deserialize, Serialize};
 
@@ -44,16 +44,18 @@ pub struct Lanes {
 
 impl Lanes {
     pub(super) fn check(&self) -> Result<()> {
+        if self.block_threads == 0 {
+            return Err(refused("lanes.block_threads", 0.0, "1 or more"));
+        }
         for (name, rate) in [
-            ("lanes.block_threads", self.block_threads as f64),
             ("lanes.block_own", self.block_own),
             ("lanes.block_stored", self.block_stored),
             ("lanes.block_loaded", self.block_loaded),
             ("lanes.stored", self.stored),
             ("lanes.loaded", self.loaded),
         ] {
-            if !(rate.is_finite() && rate > 0.0) {
-                return Err(refused(name, rate, "a number above 0"));
+            if !RATES.contains(&rate) {
+                return Err(refused_rate(name, rate));
             }
         }
         for (name, seconds) in [
@@ -65,8 +67,8 @@ impl Lanes {
             ("lanes.load", self.load),
             ("lanes.peer_load", self.peer_load),
         ] {
-            if !(seconds.is_finite() && seconds >= 0.0) {
-                return Err(refused(name, seconds, "0 or more"));
+            if !(0.0..=MAX_SECONDS).contains(&seconds) {
+                return Err(refused_seconds(name, seconds));
             }
         }
         Ok(())

@@ -5,7 +5,9 @@
 
 use super::collective::Collectives;
 use super::curve::Curve;
-use super::fields::refused;
+use super::fields::{
+    MAX_COUNT, MAX_RATIO, MAX_SECONDS, RATES, refused, refused_rate, refused_seconds,
+};
 use super::gemm::{Gemm, Grid};
 use super::lanes::{BLOCK_THREADS, Lanes};
 use crate::error::{Error, ErrorKind, Result};
@@ -341,11 +343,32 @@ impl HardwareModel {
             )
             .with_help("measure the machine again with `warplink tune`"));
         }
-        if !(self.uncertainty.is_finite() && self.uncertainty >= 1.0) {
-            return Err(refused("uncertainty", self.uncertainty, "1 or more"));
+        if !(1.0..=MAX_RATIO).contains(&self.uncertainty) {
+            let expected = format!("1 to {MAX_RATIO:e}");
+            return Err(refused("uncertainty", self.uncertainty, &expected));
         }
-        self.gemm.grids.iter().try_for_each(Grid::check)?;
+        let gemm = &self.gemm;
+        gemm.grids.iter().try_for_each(Grid::check)?;
         self.collectives.check()?;
+        for (name, share) in [
+            ("gemm.tail_filled", gemm.tail_filled),
+            ("memory.copy_occupancy", self.memory.copy_occupancy),
+            ("memory.sum_occupancy", self.memory.sum_occupancy),
+            ("link.stored_exposed", self.link.stored_exposed),
+        ] {
+            if !(0.0..=1.0).contains(&share) {
+                return Err(refused(name, share, "0 to 1"));
+            }
+        }
+        for (name, count) in [
+            ("gemm.tile_sharers", gemm.tile_sharers),
+            ("device.multiprocessors", self.device.multiprocessors as f64),
+            ("device.ranks", self.device.ranks as f64),
+        ] {
+            if !(1.0..=MAX_COUNT).contains(&count) {
+                return Err(refused(name, count, &format!("1 to {MAX_COUNT:e}")));
+            }
+        }
         for (name, curve) in [
             ("memory.copy", &self.memory.copy),
             ("link.kernel_put", &self.link.kernel_put),
@@ -377,20 +400,23 @@ impl HardwareModel {
             ("link.put_rotated", link.put_rotated),
             ("link.get_rotated", link.get_rotated),
             ("link.stored", link.stored),
+        ] {
+            if !RATES.contains(&rate) {
+                return Err(refused_rate(name, rate));
+            }
+        }
+        for (name, speed) in [
             ("interference.matmul_beside_put", beside.matmul_beside_put),
             ("interference.matmul_beside_get", beside.matmul_beside_get),
             ("interference.copy_beside_matmul", beside.copy_beside_matmul),
-            ("device.multiprocessors", self.device.multiprocessors as f64),
         ] {
-            if !(rate.is_finite() && rate > 0.0) {
-                return Err(refused(name, rate, "a number above 0"));
+            if !(1.0 / MAX_RATIO..=MAX_RATIO).contains(&speed) {
+                let expected = format!("{:e} to {MAX_RATIO:e}", 1.0 / MAX_RATIO);
+                return Err(refused(name, speed, &expected));
             }
         }
         for (name, seconds) in [
             ("memory.kernel", self.memory.kernel),
-            ("memory.copy_occupancy", self.memory.copy_occupancy),
-            ("memory.sum_occupancy", self.memory.sum_occupancy),
-            ("link.stored_exposed", link.stored_exposed),
             ("latency.word", latency.word),
             ("latency.more_words", latency.more_words),
             ("latency.kernel_word", latency.kernel_word),
@@ -408,8 +434,8 @@ impl HardwareModel {
             ("host.collective", host.collective),
             ("host.graph", host.graph),
         ] {
-            if !(seconds.is_finite() && seconds >= 0.0) {
-                return Err(refused(name, seconds, "0 or more"));
+            if !(0.0..=MAX_SECONDS).contains(&seconds) {
+                return Err(refused_seconds(name, seconds));
             }
         }
         Ok(())

@@ -149,13 +149,15 @@ impl Simulation<'_> {
             while let Some(stream) = self.ready.pop() {
                 self.step(stream);
             }
-            let work = self.resources.next().map(|seconds| self.now + seconds);
-            let timer = self.timers.peek().map(|Reverse(timer)| timer.time);
-            let Some(time) = [work, timer].into_iter().flatten().reduce(f64::min) else {
+            let work = self.resources.next();
+            let timer = self.timers.peek();
+            let timer = timer.map(|Reverse(timer)| (timer.time - self.now).max(0.0));
+            let Some(seconds) = [work, timer].into_iter().flatten().reduce(f64::min) else {
                 return;
             };
-            self.resources.advance((time - self.now).max(0.0));
-            self.now = self.now.max(time);
+            // By what is left and not by the difference of two times, which may be 0 where they are large.
+            self.resources.advance(seconds);
+            self.now += seconds;
             self.resources.take_done(&mut done);
             for active in done.drain(..) {
                 let work = &self.schedule.works[active.work as usize];

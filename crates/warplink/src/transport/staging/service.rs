@@ -41,7 +41,8 @@ impl Service {
         let spawned = std::thread::Builder::new()
             .name("warplink-staging".to_owned())
             .spawn(move || own.run());
-        let thread = spawned.map_err(|error| Error::io("start the thread of staging", &error))?;
+        let thread =
+            spawned.map_err(|error| Error::thread("start the thread of staging", &error))?;
         state.thread = Some(thread);
         Ok(())
     }

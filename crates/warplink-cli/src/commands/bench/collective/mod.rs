@@ -11,7 +11,7 @@ use crate::commands::ranks;
 use crate::options::{Options, step};
 use crate::report::bytes::Bytes;
 use crate::report::progress::Progress;
-use crate::report::{check_output, print_json, print_text};
+use crate::report::{check_output, print_json, print_text, write_file};
 use anyhow::{Context, Result, bail, ensure};
 use clap::{Args, ValueEnum};
 use measure::Rig;
@@ -202,8 +202,7 @@ impl Collective {
                 }
                 if let Some(path) = &self.plot {
                     let drawing = plot::draw(&report).context("draw the figures")?;
-                    std::fs::write(path, drawing)
-                        .with_context(|| format!("write {}", path.display()))?;
+                    write_file(path, drawing.as_bytes())?;
                 }
             }
             Ok(if report.is_right() {
@@ -345,7 +344,8 @@ impl Collective {
 
 /// What another program measured.
 fn read(path: &Path) -> Result<Beside> {
-    let text = std::fs::read_to_string(path).with_context(|| format!("read {}", path.display()))?;
+    // Every rank reads it.
+    let text = warplink::file::read_regular(path, 16 << 20)?;
     serde_json::from_str(&text).with_context(|| format!("read the figures in {}", path.display()))
 }
 

@@ -12,7 +12,7 @@ use crate::commands::ranks;
 use crate::gemm::{Op, Problem, check_lowerings, common_seed, gemm_dtype, lowering_name};
 use crate::options::Options;
 use crate::report::progress::Progress;
-use crate::report::{check_output, print_json, print_text};
+use crate::report::{check_output, print_json, print_text, write_file};
 use anyhow::{Context, Result};
 use clap::Args;
 use measure::{Figures, Settings};
@@ -214,11 +214,11 @@ impl Overlap {
     fn write(&self, report: &Report) -> Result<()> {
         if let Some(path) = &self.output {
             let text = serde_json::to_vec_pretty(report).context("write the figures as JSON")?;
-            std::fs::write(path, text).with_context(|| format!("write {}", path.display()))?;
+            write_file(path, &text)?;
         }
         if let Some(path) = &self.plot {
             let drawing = plot::draw(report).context("draw the figures")?;
-            std::fs::write(path, drawing).with_context(|| format!("write {}", path.display()))?;
+            write_file(path, drawing.as_bytes())?;
         }
         Ok(())
     }

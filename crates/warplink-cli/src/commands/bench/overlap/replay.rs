@@ -7,8 +7,12 @@ use anyhow::{Context, Result};
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
 use warplink::DType;
+use warplink::file::read_text;
 use warplink::overlap::DEFAULT_STREAMS;
 use warplink::program::cost::HardwareModel;
+
+/// The longest report that is read; one of 1,000 shapes has 10 MiB.
+const MAX_REPORT_BYTES: usize = 256 << 20;
 
 /// A report that `bench overlap --output` wrote.
 #[derive(Deserialize)]
@@ -93,8 +97,8 @@ impl Replay {
 
 /// Chooses anew for every shape in `file`.
 pub(super) fn replay(file: &Path, model: &HardwareModel) -> Result<Replay> {
-    let bytes = std::fs::read(file).with_context(|| format!("read {}", file.display()))?;
-    let measured: Measured = serde_json::from_slice(&bytes)
+    let text = read_text(file, MAX_REPORT_BYTES)?;
+    let measured: Measured = serde_json::from_str(&text)
         .with_context(|| format!("{} is not a report of bench overlap", file.display()))?;
     let mut shapes = Vec::new();
     for shape in &measured.shapes {

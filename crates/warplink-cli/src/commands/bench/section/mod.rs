@@ -108,7 +108,7 @@ struct Memory {
 
 impl Section {
     pub(crate) fn run(self, options: &Options) -> Result<ExitCode> {
-        let text = self.source.read()?;
+        let text = self.source.read_for_ranks()?;
         ranks::run_checked(
             options,
             |kind, world| {

@@ -77,7 +77,7 @@ impl Reaper {
         std::thread::Builder::new()
             .name(format!("warplink-free-{}", context.ordinal))
             .spawn(move || own.run(&context))
-            .map_err(|error| Error::io("start the thread that frees device memory", &error))?;
+            .map_err(|error| Error::thread("start the thread that frees device memory", &error))?;
         Ok(Self(shared))
     }
 

@@ -188,7 +188,7 @@ impl NcclComm {
                 // Nobody waits any more where the wait was ended; the drop takes it down.
                 let _ = done.send(joined);
             });
-        spawned.map_err(|error| Error::io("start the thread that joins NCCL", &error))?;
+        spawned.map_err(|error| Error::thread("start the thread that joins NCCL", &error))?;
         loop {
             match result.recv_timeout(Duration::from_millis(10)) {
                 Ok(joined) => return joined,

@@ -157,7 +157,7 @@ impl Signals {
         std::thread::Builder::new()
             .name(format!("warplink-fault-{}", context.ordinal))
             .spawn(move || poisoner.run())
-            .map_err(|error| Error::io("start the thread that ends waits", &error))?;
+            .map_err(|error| Error::thread("start the thread that ends waits", &error))?;
         Ok(signals)
     }
 

@@ -106,7 +106,7 @@ impl UcxNetwork {
                 }
             });
         let thread =
-            spawned.map_err(|error| Error::io("start the thread of the network", &error))?;
+            spawned.map_err(|error| Error::thread("start the thread of the network", &error))?;
         let (address, reaches_device) = result.recv().map_err(|_| ended())??;
         Ok(Self {
             link: Arc::new(Link { commands, wake }),

@@ -1,0 +1,124 @@
+//! The guard: the process that was called, which starts the launcher as a child and sees to it that nothing is left.
+//!
+//! Each of the two ends what is left when the other is gone. Both are *subreapers*, to whom processes whose parents
+//! have ended are given as children: those of a launcher that was killed become the guard's, and those of a killed guard
+//! stay the launcher's, which gets a signal by the guard's death.
+
+use super::leftovers::kill_children;
+use super::{gpu_service, outcome, this_command};
+use crate::report::{self, JsonError};
+use anyhow::{Context, Result};
+use rustix::process::{
+    Pid, PidfdFlags, Signal, WaitId, WaitIdOptions, getppid, pidfd_open, pidfd_send_signal,
+    set_parent_process_death_signal, waitid,
+};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM};
+use signal_hook::iterator::Signals;
+use std::os::unix::process::CommandExt;
+use std::process::{self, Command, ExitCode};
+use std::thread;
+
+/// The variable with the guard's process id, which is the parent of the launcher.
+const VARIABLE: &str = "WARPLINK_GUARD";
+
+/// The signals that end a launch, without those that were ignored when this process was started, as `nohup` and a shell's
+/// `&` do: these stay ignored, by the ranks as well.
+pub(crate) fn ending_signals() -> impl Iterator<Item = i32> {
+    let signals = [SIGINT, SIGTERM, SIGQUIT, SIGHUP];
+    signals.into_iter().filter(|signal| !is_ignored(*signal))
+}
+
+/// Whether this process is the child of a guard.
+pub(crate) fn is_guarded() -> bool {
+    let guard = std::env::var_os(VARIABLE);
+    guard.is_some_and(|guard| guard == *Pid::as_raw(getppid()).to_string())
+}
+
+/// In the child of a guard: gets [`Signal::TERM`] when the guard ends.
+pub(crate) fn follow() {
+    // Without it, the guard's death goes unnoticed.
+    let _ = set_parent_process_death_signal(Some(Signal::TERM));
+}
+
+/// The process that outlives the launcher: its guard, or itself.
+pub(super) fn id() -> u32 {
+    if is_guarded() {
+        Pid::as_raw(getppid()).cast_unsigned()
+    } else {
+        process::id()
+    }
+}
+
+/// Whether this process has lost the guard that it had.
+pub(super) fn is_lost() -> bool {
+    std::env::var_os(VARIABLE).is_some() && !is_guarded()
+}
+
+/// Keeps `command` from taking this process for a guard.
+pub(super) fn hide(command: &mut Command) {
+    command.env_remove(VARIABLE);
+}
+
+/// Runs this command again as a child, and passes signals on to it. Kills what it leaves where it is killed itself.
+pub(crate) fn guard(json: bool) -> Result<ExitCode> {
+    super::leftovers::adopt();
+    let mut signals = Signals::new(ending_signals()).context("handle signals")?;
+    let child = this_command()
+        .args(std::env::args_os().skip(1))
+        .env(VARIABLE, process::id().to_string())
+        // In a group of its own, it gets a terminal's signals from here only, and so once.
+        .process_group(0)
+        .spawn()
+        .context("start the launcher")?;
+    let pid = i32::try_from(child.id()).ok().and_then(Pid::from_raw);
+    let pid = pid.context("the launcher has no process id")?;
+    // It is not reaped before the end, so that the number cannot stand for another process.
+    let pass_on = move |signal| match pidfd_open(pid, PidfdFlags::empty()) {
+        Ok(launcher) => pidfd_send_signal(&launcher, signal),
+        Err(_) => rustix::process::kill_process(pid, signal),
+    };
+    thread::Builder::new()
+        .name("signals".into())
+        .spawn(move || {
+            for signal in signals.forever() {
+                if let Some(signal) = Signal::from_named_raw(signal) {
+                    let _ = pass_on(signal);
+                }
+            }
+        })
+        .context("start a thread")?;
+    let events = WaitIdOptions::EXITED | WaitIdOptions::STOPPED;
+    let killed = loop {
+        let status = match waitid(WaitId::Pid(pid), events) {
+            Ok(Some(status)) => status,
+            Ok(None) | Err(rustix::io::Errno::INTR) => continue,
+            Err(error) => return Err(error).context("wait for the launcher"),
+        };
+        if let Some(code) = status.exit_status() {
+            return Ok(ExitCode::from(u8::try_from(code).unwrap_or(1)));
+        }
+        if let Some(signal) = status.terminating_signal() {
+            break signal;
+        }
+        // Stopped, it could not end the ranks.
+        let _ = pass_on(Signal::CONT);
+    };
+    kill_children();
+    gpu_service::remove_directories();
+    let text = format!("the launcher was ended by {}", outcome::name(killed));
+    report::print_message(&format!("error: {text} ({killed}); its ranks were killed"));
+    if json {
+        JsonError::new("interrupted", &text).print();
+    }
+    Ok(ExitCode::from(u8::try_from(128 + killed).unwrap_or(1)))
+}
+
+/// Whether this process was started with a signal ignored.
+fn is_ignored(signal: i32) -> bool {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let mask = status
+        .lines()
+        .find_map(|line| line.strip_prefix("SigIgn:"))
+        .and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok());
+    mask.is_some_and(|mask| mask & (1 << (signal - 1)) != 0)
+}

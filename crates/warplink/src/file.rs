@@ -1,0 +1,92 @@
+//! Reading files that a user or the environment names.
+
+use crate::error::{Error, ErrorKind, Result};
+use rustix::fs::OFlags;
+use std::fs::File;
+use std::io::{self, Read};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::Path;
+
+/// Reads text of at most `limit` bytes from a file, a pipe or a device. A longer one is not read to its end.
+///
+/// # Errors
+/// [`ErrorKind::Io`] where it cannot be read or is too long, [`ErrorKind::Parse`] where it is not UTF-8.
+pub fn read_text(path: &Path, limit: usize) -> Result<String> {
+    read(path, limit, File::open(path))
+}
+
+/// As [`read_text`], from a regular file only: one that several processes read, or none waits for.
+///
+/// # Errors
+/// As [`read_text`], and [`ErrorKind::Io`] for anything but a regular file.
+pub fn read_regular(path: &Path, limit: usize) -> Result<String> {
+    // Opening a pipe would wait for a writer.
+    let flags = OFlags::NONBLOCK.bits().cast_signed();
+    let file = File::options().read(true).custom_flags(flags).open(path);
+    read(path, limit, file.and_then(regular))
+}
+
+fn regular(file: File) -> io::Result<File> {
+    if file.metadata()?.is_file() {
+        return Ok(file);
+    }
+    let message = "it is not a regular file; expected one";
+    Err(io::Error::new(io::ErrorKind::InvalidInput, message))
+}
+
+fn read(path: &Path, limit: usize, file: io::Result<File>) -> Result<String> {
+    let failed = |error: io::Error| Error::io(format!("read {}", path.display()), &error);
+    let mut bytes = Vec::new();
+    let most = limit as u64 + 1;
+    file.and_then(|file| file.take(most).read_to_end(&mut bytes))
+        .map_err(failed)?;
+    if bytes.len() > limit {
+        let message = format!("the file is too long; expected at most {limit} bytes");
+        return Err(failed(io::Error::new(io::ErrorKind::FileTooLarge, message)));
+    }
+    String::from_utf8(bytes).map_err(|error| {
+        let at = error.utf8_error().valid_up_to();
+        let message = format!("byte {at} is not UTF-8; expected text");
+        Error::new(ErrorKind::Parse, message).with_operation(format!("read {}", path.display()))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_short_text_of_regular_files_is_read() {
+        let folder = tempfile::tempdir().unwrap();
+        let write = |name: &str, bytes: &[u8]| {
+            let path = folder.path().join(name);
+            std::fs::write(&path, bytes).unwrap();
+            path
+        };
+        let text = write("text", b"four");
+        let link = folder.path().join("link");
+        std::os::unix::fs::symlink(&text, &link).unwrap();
+        let pipe = folder.path().join("pipe");
+        rustix::fs::mkfifoat(rustix::fs::CWD, &pipe, rustix::fs::Mode::RUSR).unwrap();
+        let cases = [
+            (text.clone(), Ok("four")),
+            (link, Ok("four")),
+            (write("empty", b""), Ok("")),
+            (write("long", b"fiver"), Err(ErrorKind::Io)),
+            (write("binary", b"a\xff"), Err(ErrorKind::Parse)),
+            (folder.path().to_owned(), Err(ErrorKind::Io)),
+            (pipe, Err(ErrorKind::Io)),
+            ("/dev/null".into(), Err(ErrorKind::Io)),
+            ("/dev/zero".into(), Err(ErrorKind::Io)),
+            (folder.path().join("none"), Err(ErrorKind::Io)),
+        ];
+        for (path, expected) in cases {
+            let read = read_regular(&path, 4);
+            let read = read.as_deref().map_err(Error::kind);
+            assert_eq!(read, expected, "{}", path.display());
+        }
+        assert_eq!(read_text(Path::new("/dev/null"), 4).unwrap(), "");
+        assert!(read_text(Path::new("/dev/zero"), 4).is_err());
+        assert!(read_text(folder.path(), 4).is_err());
+    }
+}

@@ -1,0 +1,136 @@
+//! What the system is short of: which resource, its limit, and the remedy. And warnings of what may happen again
+//! and again.
+
+use crate::sync::lock;
+use rustix::io::Errno;
+use rustix::process::{Resource, getrlimit};
+use std::io;
+use std::sync::Mutex;
+use std::time::{Duration, Instant};
+
+/// How often one warning is given at most.
+const INTERVAL: Duration = Duration::from_secs(10);
+
+/// A resource that is used up.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Shortage {
+    pub(crate) message: String,
+    pub(crate) help: &'static str,
+}
+
+impl Shortage {
+    /// The one that a system call failed for; none for any other reason.
+    pub(crate) fn of(error: &io::Error) -> Option<Self> {
+        match Errno::from_io_error(error)? {
+            Errno::MFILE => Some(Self::of_descriptors(getrlimit(Resource::Nofile).current)),
+            Errno::NFILE => Some(Self {
+                message: format!(
+                    "too many open files: the file descriptors of this machine are used up; its limit is {}",
+                    system_limit("/proc/sys/fs/file-max")
+                ),
+                help: "close other programs, or have the administrator raise the sysctl fs.file-max",
+            }),
+            _ => None,
+        }
+    }
+
+    /// Of a process that may have `limit` descriptors.
+    pub(crate) fn of_descriptors(limit: Option<u64>) -> Self {
+        Self {
+            message: format!(
+                "too many open files: the file descriptors of the process are used up; its limit is {}",
+                limit.map_or_else(|| "unknown".to_owned(), |limit| limit.to_string())
+            ),
+            help: "raise the limit before the ranks start, for example with `ulimit -n 4096`",
+        }
+    }
+
+    /// The one for which a thread could not be started.
+    pub(crate) fn of_threads(error: &io::Error) -> Option<Self> {
+        if Errno::from_io_error(error)? != Errno::AGAIN {
+            return Self::of(error);
+        }
+        let limit = getrlimit(Resource::Nproc).current;
+        let limit = limit.map_or_else(|| "none".to_owned(), |limit| limit.to_string());
+        let machine = system_limit("/proc/sys/kernel/threads-max");
+        Some(Self {
+            message: format!(
+                "no more threads can be started; the user's limit is {limit}, the machine's is {machine}, and the \
+                 process's control group may have a lower one"
+            ),
+            help: "raise the limit with `ulimit -u` or that of the container (pids.max), or start fewer ranks",
+        })
+    }
+}
+
+fn system_limit(path: &str) -> String {
+    let text = std::fs::read_to_string(path);
+    text.map_or_else(|_| "unknown".to_owned(), |text| text.trim().to_owned())
+}
+
+/// Limits the rate of one warning.
+#[derive(Debug)]
+pub(crate) struct Throttle(Mutex<(Option<Instant>, u64)>);
+
+impl Throttle {
+    pub(crate) const fn new() -> Self {
+        Self(Mutex::new((None, 0)))
+    }
+
+    /// Whether the warning is to be given now, and how many were left out since the last.
+    pub(crate) fn due(&self) -> Option<u64> {
+        let (last, omitted) = &mut *lock(&self.0);
+        if last.is_some_and(|at| at.elapsed() < INTERVAL) {
+            *omitted += 1;
+            return None;
+        }
+        *last = Some(Instant::now());
+        Some(std::mem::take(omitted))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::error::{Error, ErrorKind};
+
+    #[test]
+    fn a_shortage_names_its_limit_and_its_remedy() {
+        let limit = getrlimit(Resource::Nofile).current.unwrap();
+        let of_errno = |errno: Errno| io::Error::from(errno);
+        let cases = [
+            (
+                Error::io("open", &of_errno(Errno::MFILE)),
+                &["open files", &limit.to_string(), "ulimit -n"],
+            ),
+            (
+                Error::io("open", &of_errno(Errno::NFILE)),
+                &["open files", "machine", "fs.file-max"],
+            ),
+            (
+                Error::thread("start a thread", &of_errno(Errno::AGAIN)),
+                &["threads", "limit", "ulimit -u"],
+            ),
+            (
+                Error::thread("start a thread", &of_errno(Errno::MFILE)),
+                &["open files", "limit", "ulimit -n"],
+            ),
+        ];
+        for (error, words) in cases {
+            assert_eq!(error.kind(), ErrorKind::Io, "{error}");
+            for word in words {
+                assert!(error.to_string().contains(word), "{error}: {word}");
+            }
+        }
+        // Of a socket, it is its limit of time.
+        let late = Error::io("read", &of_errno(Errno::AGAIN));
+        assert_eq!(late.kind(), ErrorKind::Timeout);
+    }
+
+    #[test]
+    fn a_warning_is_given_once_in_a_while() {
+        let throttle = Throttle::new();
+        let given = (0..1000).filter_map(|_| throttle.due()).count();
+        assert_eq!(given, 1);
+    }
+}

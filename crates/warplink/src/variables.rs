@@ -1,0 +1,29 @@
+//! Variables of the environment, as text.
+
+use crate::error::{Error, ErrorKind, Result};
+use std::ffi::OsString;
+
+/// The value of a variable of this process.
+///
+/// # Errors
+/// [`ErrorKind::Parse`] where it is not UTF-8.
+pub fn read(name: &str) -> Result<Option<String>> {
+    text(name, std::env::var_os(name))
+}
+
+/// A variable's value as text.
+///
+/// # Errors
+/// As [`read`].
+pub(crate) fn text(name: &str, value: Option<OsString>) -> Result<Option<String>> {
+    let refused = |_| {
+        Error::new(
+            ErrorKind::Parse,
+            format!("{name} is not UTF-8; expected text"),
+        )
+        .with_help(format!("set {name} to text, or unset it"))
+    };
+    value
+        .map(|value| value.into_string().map_err(refused))
+        .transpose()
+}
