@@ -214,10 +214,10 @@ impl Collectives {
         }
         let model = HardwareModel::find(&DeviceDescription::of(&*context.device), world)?;
         let (sharing, properties) = (context.ranks_per_device()?, context.device.properties());
-        let multiprocessors = match sharing {
-            // Lanes that are threads of the host need no room.
-            1 if properties.shared => usize::MAX,
-            _ => properties.multiprocessors,
+        // All ranks of a machine share its processors, where these run the lanes.
+        let multiprocessors = match properties.shared {
+            true => properties.multiprocessors / world + 1,
+            false => properties.multiprocessors,
         };
         // A fifth is for packets, of which half is data; each is in two halves by epoch.
         Ok(Machine {

@@ -8,15 +8,16 @@
 
 use super::context::RankContext;
 use super::kernel::{BoundKernels, KernelMemory};
-use super::lane::{LaneInput, Published, TellDifference, packet_flag, run_lane};
+use super::known_steps::KnownSteps;
+use super::lane::{SectionLanes, TellDifference, packet_flag};
 use super::publication::Publication;
 use super::reach::{
     DIRECT_BYTES, EPOCH_BYTES, Reach, UNKNOWN_MEMORY, VERDICT_BYTES, VERDICT_WORDS_BYTES,
 };
 use super::section_kernel::SectionKernel;
 use crate::device::{
-    Block, Device, DeviceSlice, Fault, Launch, Readying, SerialArguments, SerialKernel,
-    SerialKernels, Stream,
+    Device, DeviceSlice, Fault, Launch, Readying, SerialArguments, SerialKernel, SerialKernels,
+    Stream,
 };
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::program::rank_program::TensorId;
@@ -114,8 +115,7 @@ impl SharedWorkspace {
         tell: Arc<TellDifference>,
         readying: Readying,
     ) -> Result<SharedKernel> {
-        let reach = self.kernels.reach.clone();
-        let mut bound = reach.addresses(&section);
+        let mut bound = self.kernels.reach.addresses(&section);
         let tables = self.publication.tables().clone();
         bound.tables = tables.address();
         let mut addresses = Vec::new();
@@ -144,32 +144,22 @@ impl SharedWorkspace {
             Some((first_place + 2 * number, id, offset))
         });
         let places = places.collect();
-        let fault = self.fault.clone();
-        let (lanes, written, bases) = (section.clone(), section.clone(), bound.clone());
+        let (written, bases) = (section.clone(), bound.clone());
         let text = move || kernel_text(&written, &bases.aligned(&written));
-        let lane = move |block: &Block<'_>| {
-            let input = LaneInput {
-                section: &lanes,
-                reach: &reach,
-                tensors: block.memory(2)?,
-                published: lanes.published.then_some(Published {
-                    tables: &tables,
-                    places: block.words(0)?.get(first_place..).unwrap_or(&[]),
-                }),
-                tell: &*tell,
-                times: None,
-            };
-            run_lane(block, input).inspect_err(|error| {
-                if error.kind() == ErrorKind::Mismatch {
-                    fault.fail(error.clone());
-                }
-            })
+        let lanes = SectionLanes {
+            section: section.clone(),
+            reach: self.kernels.reach.clone(),
+            tell,
+            launched: Some((tables, first_place)),
+            fault: Some(self.fault.clone()),
+            times: None,
+            known: KnownSteps::default(),
         };
         let SectionKernel {
             kernel,
             launch,
             signals,
-        } = self.kernels.load(&*self.device, &section, text, lane)?;
+        } = self.kernels.load(&*self.device, &section, text, lanes)?;
         let words = bound.words(&section).to_vec();
         Ok(SharedKernel {
             kernel: self.serial.ready(kernel, &launch, readying)?,
