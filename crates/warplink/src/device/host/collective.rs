@@ -190,7 +190,7 @@ impl HostCollectives {
 
 impl CollectiveEngine for HostCollectives {
     fn name(&self) -> String {
-        "host collectives".to_owned()
+        "a substitute for NCCL over shared memory".to_owned()
     }
 
     fn enqueue(&self, stream: &Stream, request: &CollectiveRequest) -> Result<()> {

@@ -418,3 +418,120 @@ pub(super) fn aborted() -> Error {
     Error::new(ErrorKind::Closed, "the collectives were aborted")
         .with_help("join again with the ranks that are left")
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::device::{FaultSet, ReduceOp, Said};
+    use crate::dtype::DType;
+    use std::sync::Arc;
+    use std::time::Duration;
+
+    fn context() -> Context {
+        Context::new(Arc::default(), Arc::<FaultSet>::default(), None, 1)
+    }
+
+    /// One thread for each rank, which are given their exchange and number.
+    fn ranks(world: usize, body: impl Fn(&Exchange) + Sync) {
+        let outboxes = (0..world).map(|_| memory::allocate(outbox_bytes(world)).unwrap());
+        let outboxes: Vec<DeviceSlice> = outboxes.collect();
+        std::thread::scope(|scope| {
+            for rank in 0..world {
+                let exchange = Exchange::new(rank, outboxes.clone(), 2).unwrap();
+                let body = &body;
+                scope.spawn(move || body(&exchange));
+            }
+        });
+    }
+
+    fn memory_of(values: &[i32]) -> DeviceSlice {
+        let bytes: Vec<u8> = values
+            .iter()
+            .flat_map(|value| value.to_le_bytes())
+            .collect();
+        let slice = memory::allocate(bytes.len()).unwrap();
+        memory::write_bytes(&slice, &bytes).unwrap();
+        slice
+    }
+
+    fn values(slice: &DeviceSlice) -> Vec<i32> {
+        let mut bytes = vec![0; slice.bytes()];
+        memory::read_bytes(slice, &mut bytes).unwrap();
+        let values = bytes.as_chunks::<4>().0.iter();
+        values.map(|bytes| i32::from_le_bytes(*bytes)).collect()
+    }
+
+    fn said(exchange: &Exchange, told: u8) -> Vec<Said> {
+        let others = (0..exchange.world()).filter(|peer| *peer != exchange.rank);
+        let said = others.map(|peer| Said {
+            peer,
+            told: vec![told; 112],
+            expected: vec![1; 112],
+        });
+        said.collect()
+    }
+
+    #[test]
+    fn what_is_sent_is_reduced_in_place_whatever_its_length() {
+        for (world, count) in [(2, 1), (2, 100_001), (3, 16_356), (3, 16_357), (4, 40_000)] {
+            ranks(world, |exchange| {
+                let own: Vec<i32> = (0..count)
+                    .map(|at| at * (exchange.rank as i32 + 1))
+                    .collect();
+                let memory = memory_of(&own);
+                let mut call = exchange.reduced(
+                    &vec![memory.clone(); world],
+                    Reduction {
+                        op: ReduceOp::Sum,
+                        dtype: DType::I32,
+                        own: memory.clone(),
+                        target: memory.clone(),
+                    },
+                );
+                call.said = said(exchange, 1);
+                let limit = Deadline::after(Duration::from_secs(20));
+                assert_eq!(exchange.call(&context(), &call, Some(limit)).unwrap(), None);
+                let factor = (1..=world as i32).sum::<i32>();
+                let expected: Vec<i32> = (0..count).map(|at| at * factor).collect();
+                assert_eq!(values(&memory), expected, "rank {}", exchange.rank);
+            });
+        }
+    }
+
+    #[test]
+    fn who_says_something_else_is_named_and_nothing_is_written() {
+        ranks(2, |exchange| {
+            let peer = 1 - exchange.rank;
+            let memory = memory_of(&[-1; 1000]);
+            let call = RankCall {
+                said: said(exchange, if exchange.rank == 0 { 1 } else { 2 }),
+                sends: vec![(peer, memory_of(&[5; 1000]))],
+                receives: vec![(peer, memory.clone())],
+                reduction: None,
+            };
+            let limit = Deadline::after(Duration::from_secs(20));
+            let other = exchange.call(&context(), &call, Some(limit)).unwrap();
+            let (expected, written) = if exchange.rank == 0 {
+                (Some((1, vec![2; 112])), -1)
+            } else {
+                (None, 5)
+            };
+            assert_eq!((other, values(&memory)[999]), (expected, written));
+        });
+    }
+
+    #[test]
+    fn a_call_that_a_peer_does_not_make_ends_at_its_deadline() {
+        ranks(2, |exchange| {
+            if exchange.rank == 0 {
+                let call = RankCall {
+                    said: said(exchange, 1),
+                    ..RankCall::default()
+                };
+                let limit = Deadline::after(Duration::from_millis(50));
+                let late = exchange.call(&context(), &call, Some(limit)).unwrap_err();
+                assert_eq!(late.kind(), ErrorKind::Timeout);
+            }
+        });
+    }
+}

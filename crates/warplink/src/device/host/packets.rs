@@ -179,3 +179,38 @@ fn last_of(line: &[AtomicU64]) -> Result<(&AtomicU64, &[AtomicU64])> {
     let split = line.split_last();
     split.ok_or_else(|| Error::new(ErrorKind::Internal, "a line has words"))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::memory;
+    use super::*;
+    use crate::device::FaultSet;
+    use std::sync::Arc;
+
+    #[test]
+    fn what_is_stored_as_packets_is_read_whole_or_not_at_all() {
+        let context = Context::new(Arc::default(), Arc::<FaultSet>::default(), None, 1);
+        for (lines, data, packed) in [(false, 4, 8), (true, LINE.0, LINE.1)] {
+            for bytes in [1, 3, 4, 7, 8, 119, 120, 121, 247, 960] {
+                // Packets of 16 bytes are filled up.
+                let packets = bytes.div_ceil(data).next_multiple_of(2);
+                let memory = memory::allocate(packets * packed).unwrap();
+                let sent: Vec<u8> = (0..bytes).map(|at| at as u8 ^ 0x5a).collect();
+                let mut found = vec![0; bytes];
+                let read = |found: &mut Vec<u8>, flag| {
+                    Arrivals::new(&memory, found, flag, lines)
+                        .unwrap()
+                        .take()
+                        .unwrap()
+                };
+                assert!(!read(&mut found, 7), "{bytes} bytes before they were sent");
+                store(&context, &memory, &sent, 7, lines).unwrap();
+                assert!(read(&mut found, 7), "{bytes} bytes");
+                assert_eq!(found, sent);
+                assert!(!read(&mut found, 8), "{bytes} bytes of another launch");
+                let too_many = &mut vec![0; data * packets + 1];
+                assert!(Arrivals::new(&memory, too_many, 7, lines).is_err());
+            }
+        }
+    }
+}
