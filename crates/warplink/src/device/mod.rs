@@ -70,7 +70,7 @@ pub use fault::Fault;
 pub(crate) use fault_set::{FaultSet, Noted};
 pub use host::channel::BlockChannel;
 pub use host::kernel::Block;
-pub(crate) use host::lane::combine;
+pub(crate) use host::lane::{Values, combine};
 pub use host::signals::BlockSignals;
 pub use identity::DeviceIdentity;
 pub(crate) use identity::{combined_identity, machine_identity};

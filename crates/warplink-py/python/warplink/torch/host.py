@@ -234,8 +234,7 @@ class HostCollectives:
         """A flat tensor becomes its reduction over all ranks, the same bits on each."""
         what = f"all_reduce {name}"
         others = [peer for peer in range(self.size) if peer != self.rank]
-        # Of two ranks, each sends all of it in either way.
-        if self.size == 2 or flat.numel() * flat.element_size() <= ONE_SHOT_BYTES:
+        if flat.numel() * flat.element_size() <= ONE_SHOT_BYTES:
             self._reduce_received(what, name, [(peer, flat) for peer in others], flat, flat, limit)
             return
         # Two shots: each rank reduces a piece, then all gather the pieces.

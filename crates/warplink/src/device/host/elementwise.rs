@@ -1,7 +1,7 @@
 //! Element-wise operations on the host.
 
 use super::extremes::Extremes;
-use super::lane::{COMBINED_BYTES, combine};
+use super::lane::{Values, combine};
 use super::memory;
 use crate::device::{DeviceSlice, Elementwise, ElementwiseOp, Operand, ReduceOp};
 use crate::dtype::{DType, Element};
@@ -99,18 +99,11 @@ pub(super) fn reduce(
     target: &DeviceSlice,
     sources: &[DeviceSlice],
 ) -> Result<()> {
-    let mut values = vec![Vec::new(); sources.len()];
-    let mut result = Vec::new();
-    for from in (0..target.bytes()).step_by(COMBINED_BYTES) {
-        let range = from..target.bytes().min(from + COMBINED_BYTES);
-        for (source, bytes) in sources.iter().zip(&mut values) {
-            bytes.resize(range.len(), 0);
-            memory::read_bytes(&source.slice(range.clone())?, bytes)?;
-        }
-        combine(op, dtype, &values, &mut result);
-        memory::write_bytes(&target.slice(range)?, &result)?;
-    }
-    Ok(())
+    let sources = sources.iter().map(|source| source as &dyn Values);
+    let sources: Vec<&dyn Values> = sources.collect();
+    combine(op, dtype, &sources, &mut |from, bytes| {
+        memory::write_to(target, from, bytes)
+    })
 }
 
 /// Calls `with` for each contiguous piece of an operand and its place among all bytes, in order of the

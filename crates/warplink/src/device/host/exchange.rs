@@ -5,7 +5,6 @@
 //! doorbell of its own, which peers ring when they have posted or taken a chunk.
 
 use super::doorbell::{self, BellWords, Doorbell};
-use super::lane::{COMBINED_BYTES, combine};
 use super::operation::Context;
 use super::{elementwise, memory, words};
 use crate::deadline::Deadline;
@@ -122,11 +121,6 @@ impl Exchange {
     ) -> Result<Other> {
         let mut sends = self.moves(call, true)?;
         let mut receives = self.moves(call, false)?;
-        let mut combined = call.reduction.as_ref().map(|reduction| Combined {
-            reduction,
-            buffers: vec![Vec::new(); receives.len() + 1],
-            result: Vec::new(),
-        });
         if let Some(reduction) = &call.reduction {
             receives.sort_by_key(|side| side.peer);
             let bytes = reduction.target.bytes();
@@ -152,11 +146,11 @@ impl Exchange {
                     return Ok(Some(other));
                 }
             }
-            match &mut combined {
-                Some(combined) if !receives.is_empty() => {
+            match &call.reduction {
+                Some(reduction) if !receives.is_empty() => {
                     // What is overwritten has been sent.
                     let sent = sends.iter().map(|side| side.position).min();
-                    moved |= self.combine(context, combined, &mut receives, sent)?;
+                    moved |= self.combine(context, reduction, &mut receives, sent)?;
                 }
                 Some(_) => {}
                 None => {
@@ -295,7 +289,7 @@ impl Exchange {
     fn combine(
         &self,
         context: &Context,
-        combined: &mut Combined<'_>,
+        reduction: &Reduction,
         sides: &mut [Move],
         sent: Option<usize>,
     ) -> Result<bool> {
@@ -315,49 +309,23 @@ impl Exchange {
         context.delay();
         let head = sides.first().map_or(0, |side| side.said.len());
         let start = first.range.start.max(head);
-        for from in (start..first.range.end).step_by(COMBINED_BYTES) {
-            let piece = from..first.range.end.min(from + COMBINED_BYTES);
-            let inside = piece.start - first.range.start..piece.end - first.range.start;
-            let here = piece.start - head..piece.end - head;
-            let mut buffers = combined.buffers.iter_mut();
-            let mut own = Some(combined.reduction.own.slice(here.clone())?);
-            let mut load = |slice: &DeviceSlice| match buffers.next() {
-                Some(buffer) => {
-                    buffer.resize(slice.bytes(), 0);
-                    memory::read_bytes(slice, buffer)
-                }
-                None => Ok(()),
-            };
+        if start < first.range.end {
+            let inside = start - first.range.start..first.range.end - first.range.start;
+            let here = start - head..first.range.end - head;
+            let there = sides.iter().zip(&chunks);
+            let there = there.map(|(side, chunk)| side.chunks(chunk, inside.clone()));
+            let mut sources = there.collect::<Result<Vec<_>>>()?;
             // In the order of ranks, so that all ranks get the same bits.
-            for (side, chunk) in sides.iter().zip(&chunks) {
-                if side.peer > self.rank
-                    && let Some(own) = own.take()
-                {
-                    load(&own)?;
-                }
-                load(&side.chunks(chunk, inside.clone())?)?;
-            }
-            if let Some(own) = own {
-                load(&own)?;
-            }
-            let Reduction {
-                op, dtype, target, ..
-            } = combined.reduction;
-            combine(*op, *dtype, &combined.buffers, &mut combined.result);
-            memory::write_bytes(&target.slice(here)?, &combined.result)?;
+            let before = sides.iter().filter(|side| side.peer < self.rank).count();
+            sources.insert(before, reduction.own.slice(here.clone())?);
+            let target = reduction.target.slice(here)?;
+            elementwise::reduce(reduction.op, reduction.dtype, &target, &sources)?;
         }
         for (side, chunk) in sides.iter_mut().zip(&chunks) {
             self.done(side, chunk)?;
         }
         Ok(true)
     }
-}
-
-/// A reduction under way, and what is read and combined for it.
-struct Combined<'a> {
-    reduction: &'a Reduction,
-    buffers: Vec<Vec<u8>>,
-    result: Vec<u8>,
 }
 
 /// The next chunk of a move: its number, and which bytes of the move it has.

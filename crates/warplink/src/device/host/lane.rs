@@ -8,14 +8,17 @@ use super::kernel::Block;
 use super::{check_kind, check_lengths, memory, packets, words};
 use crate::device::{DeviceSlice, ReduceOp, Word};
 use crate::dtype::{DType, Element, F8E4M3, F8E5M2};
-use crate::error::Result;
+use crate::error::{Error, ErrorKind, Result};
 use std::ops::{Add, Mul};
 
-/// The most bytes of each source that are combined at once.
-pub(super) const COMBINED_BYTES: usize = 8 << 10;
+/// The most bytes of each source of a lane that are there before the next.
+const COMBINED_BYTES: usize = 8 << 10;
 
-/// Elements that are combined side by side.
-const SUMS: usize = 256;
+/// The most bytes of each that are combined before the next: these stay in the nearest cache.
+const PIECE_BYTES: usize = 2 << 10;
+
+/// Takes a piece of what was combined, and where it begins.
+pub(crate) type Write<'a> = dyn FnMut(usize, &[u8]) -> Result<()> + 'a;
 
 impl Block<'_> {
     /// Fails where the waits are ended; sleeps for a while, where tests ask for it.
@@ -112,35 +115,71 @@ impl Block<'_> {
     }
 }
 
-/// Combines sources of one length element by element, in order, into `result`: floats of 8 and 16 bits in single
-/// precision, rounded once at the end, the others in their own type. Integers wrap.
-pub(crate) fn combine(op: ReduceOp, dtype: DType, sources: &[Vec<u8>], result: &mut Vec<u8>) {
-    result.clear();
+/// Bytes of one length that are combined with others.
+pub(crate) trait Values {
+    fn length(&self) -> usize;
+    /// Reads those from `from` on, which there are.
+    fn read(&self, from: usize, bytes: &mut [u8]) -> Result<()>;
+}
+
+impl Values for Vec<u8> {
+    fn length(&self) -> usize {
+        self.len()
+    }
+
+    fn read(&self, from: usize, bytes: &mut [u8]) -> Result<()> {
+        let there = self.get(from..from + bytes.len());
+        bytes.copy_from_slice(there.ok_or_else(too_short)?);
+        Ok(())
+    }
+}
+
+impl Values for DeviceSlice {
+    fn length(&self) -> usize {
+        self.bytes()
+    }
+
+    fn read(&self, from: usize, bytes: &mut [u8]) -> Result<()> {
+        memory::read_from(self, from, bytes)
+    }
+}
+
+fn too_short() -> Error {
+    Error::new(ErrorKind::Internal, "what is combined is of one length")
+}
+
+/// Combines sources of one length element by element, in order: floats of 8 and 16 bits in single precision, rounded
+/// once at the end, the others in their own type. Integers wrap. `write` gets piece after piece, and where it begins.
+pub(crate) fn combine(
+    op: ReduceOp,
+    dtype: DType,
+    sources: &[&dyn Values],
+    write: &mut Write<'_>,
+) -> Result<()> {
     if let ([source], None) = (sources, op.factor()) {
         // As it is, also what its type would round.
-        result.extend_from_slice(source);
-        return;
+        let mut piece = [0; PIECE_BYTES];
+        for from in (0..source.length()).step_by(PIECE_BYTES) {
+            let piece = &mut piece[..PIECE_BYTES.min(source.length() - from)];
+            source.read(from, piece)?;
+            write(from, piece)?;
+        }
+        return Ok(());
     }
     match dtype {
-        DType::F16 => fold(op, sources, result, half::f16::to_f32, half::f16::from_f32),
-        DType::BF16 => fold(
-            op,
-            sources,
-            result,
-            half::bf16::to_f32,
-            half::bf16::from_f32,
-        ),
-        DType::F8E4M3 => fold(op, sources, result, F8E4M3::to_f32, F8E4M3::from_f32),
-        DType::F8E5M2 => fold(op, sources, result, F8E5M2::to_f32, F8E5M2::from_f32),
-        DType::F32 => fold(op, sources, result, |x: f32| x, |x| x),
-        DType::F64 => fold(op, sources, result, |x: f64| x, |x| x),
+        DType::F16 => fold(op, sources, write, half::f16::to_f32, half::f16::from_f32),
+        DType::BF16 => fold(op, sources, write, half::bf16::to_f32, half::bf16::from_f32),
+        DType::F8E4M3 => fold(op, sources, write, F8E4M3::to_f32, F8E4M3::from_f32),
+        DType::F8E5M2 => fold(op, sources, write, F8E5M2::to_f32, F8E5M2::from_f32),
+        DType::F32 => fold(op, sources, write, |x: f32| x, |x| x),
+        DType::F64 => fold(op, sources, write, |x: f64| x, |x| x),
         // In 32 bits, as kernels do, which the average shows.
-        DType::I8 => fold(op, sources, result, |x: i8| i32::from(x), |x| x as i8),
-        DType::U8 => fold(op, sources, result, |x: u8| u32::from(x), |x| x as u8),
-        DType::I32 => fold(op, sources, result, |x: i32| x, |x| x),
-        DType::U32 => fold(op, sources, result, |x: u32| x, |x| x),
-        DType::I64 => fold(op, sources, result, |x: i64| x, |x| x),
-        DType::U64 => fold(op, sources, result, |x: u64| x, |x| x),
+        DType::I8 => fold(op, sources, write, |x: i8| i32::from(x), |x| x as i8),
+        DType::U8 => fold(op, sources, write, |x: u8| u32::from(x), |x| x as u8),
+        DType::I32 => fold(op, sources, write, |x: i32| x, |x| x),
+        DType::U32 => fold(op, sources, write, |x: u32| x, |x| x),
+        DType::I64 => fold(op, sources, write, |x: i64| x, |x| x),
+        DType::U64 => fold(op, sources, write, |x: u64| x, |x| x),
     }
 }
 
@@ -188,58 +227,60 @@ summands! {
 /// Chooses the loop for the operator once, so that processors do several elements at a time.
 fn fold<T: Element, A: Summand>(
     op: ReduceOp,
-    sources: &[Vec<u8>],
-    result: &mut Vec<u8>,
+    sources: &[&dyn Values],
+    write: &mut Write<'_>,
     widen: impl Fn(T) -> A + Copy,
     round: impl Fn(A) -> T + Copy,
-) {
+) -> Result<()> {
     let count = sources.len();
     match op {
-        ReduceOp::Sum => fold_by(sources, result, widen, round, A::plus),
-        ReduceOp::Product => fold_by(sources, result, widen, round, A::times),
-        ReduceOp::Max => fold_by(sources, result, widen, round, A::larger),
-        ReduceOp::Min => fold_by(sources, result, widen, round, A::smaller),
+        ReduceOp::Sum => fold_by(sources, write, widen, round, A::plus),
+        ReduceOp::Product => fold_by(sources, write, widen, round, A::times),
+        ReduceOp::Max => fold_by(sources, write, widen, round, A::larger),
+        ReduceOp::Min => fold_by(sources, write, widen, round, A::smaller),
         ReduceOp::Average => {
             let round = move |sum: A| round(sum.divided(count));
-            fold_by(sources, result, widen, round, A::plus);
+            fold_by(sources, write, widen, round, A::plus)
         }
         ReduceOp::ScaledSum(factor) => {
             let factor = A::of(factor.value());
             let widen = move |value: T| widen(value).times(factor);
-            fold_by(sources, result, widen, round, A::plus);
+            fold_by(sources, write, widen, round, A::plus)
         }
     }
 }
 
 fn fold_by<T: Element, A: Summand>(
-    sources: &[Vec<u8>],
-    result: &mut Vec<u8>,
+    sources: &[&dyn Values],
+    write: &mut Write<'_>,
     widen: impl Fn(T) -> A,
     round: impl Fn(A) -> T,
     combine: impl Fn(A, A) -> A,
-) {
+) -> Result<()> {
     let value = |bytes: &[u8]| T::read_from_bytes(bytes).map(&widen).ok();
     let Some((first, others)) = sources.split_first() else {
-        return;
+        return Ok(());
     };
     let size = size_of::<T>();
-    result.resize(first.len(), 0);
-    let mut sums = [A::of(0.0); SUMS];
-    let blocks = result
-        .chunks_mut(SUMS * size)
-        .zip(first.chunks(SUMS * size));
-    for (number, (result, first)) in blocks.enumerate() {
-        for (sum, bytes) in sums.iter_mut().zip(first.chunks_exact(size)) {
+    let step = PIECE_BYTES / 8 * size;
+    let mut piece = [0; PIECE_BYTES];
+    let mut sums = [A::of(0.0); PIECE_BYTES / 8];
+    for from in (0..first.length()).step_by(step) {
+        let piece = &mut piece[..step.min(first.length() - from)];
+        first.read(from, piece)?;
+        for (sum, bytes) in sums.iter_mut().zip(piece.chunks_exact(size)) {
             *sum = value(bytes).unwrap_or(*sum);
         }
         for other in others {
-            let other = other.get(number * SUMS * size..).unwrap_or_default();
-            for (sum, bytes) in sums.iter_mut().zip(other.chunks_exact(size)) {
+            other.read(from, piece)?;
+            for (sum, bytes) in sums.iter_mut().zip(piece.chunks_exact(size)) {
                 *sum = value(bytes).map_or(*sum, |value| combine(*sum, value));
             }
         }
-        for (sum, bytes) in sums.iter().zip(result.chunks_exact_mut(size)) {
+        for (sum, bytes) in sums.iter().zip(piece.chunks_exact_mut(size)) {
             bytes.copy_from_slice(round(*sum).as_bytes());
         }
+        write(from, piece)?;
     }
+    Ok(())
 }

@@ -5,7 +5,7 @@ use super::lane_times::LaneClock;
 use super::publication::Tables;
 use super::reach::Reach;
 use crate::device::{
-    Block, BlockSignals, DeviceSlice, Fault, HostLanes, LaneFuture, ReduceOp, combine,
+    Block, BlockSignals, DeviceSlice, Fault, HostLanes, LaneFuture, ReduceOp, Values, combine,
 };
 use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Rank, Result};
@@ -336,7 +336,14 @@ impl Lane<'_> {
         let result = match (operator, &values[..]) {
             (None, [value]) => value,
             (Some(operator), values) => {
-                combine(operator, dtype, values, combined);
+                combined.resize(bytes, 0);
+                let values: Vec<&dyn Values> = values.iter().map(|it| it as &dyn Values).collect();
+                combine(operator, dtype, &values, &mut |from, piece| {
+                    let target = combined.get_mut(from..from + piece.len());
+                    let target = target.ok_or_else(|| internal("what is combined is too long"))?;
+                    target.copy_from_slice(piece);
+                    Ok(())
+                })?;
                 combined
             }
             (None, _) => return Err(internal("a move has one source")),
