@@ -8,6 +8,7 @@ mod common;
 
 use common::{stderr, stdout, warplink};
 use serde_json::Value;
+use std::time::{Duration, Instant};
 
 const QUICK: [&str; 10] = [
     "--device",
@@ -168,6 +169,39 @@ fn messages_are_told_by_what_sends_them() {
     }
 }
 
+/// Lanes leave the processors to the ranks that they wait for, also where these are more than there are processors.
+#[test]
+fn ranks_that_share_processors_end_in_their_time() {
+    const LIMIT: Duration = Duration::from_secs(20);
+    for (ranks, name) in [
+        ("2", "all-reduce"),
+        ("8", "all-reduce"),
+        ("8", "send-receive"),
+    ] {
+        let start = Instant::now();
+        let own = ["bench", "collective", name, "--device", "host", "-n", ranks];
+        let sizes = ["--from", "1KiB", "--to", "1KiB", "--json"];
+        let output = warplink(&[&own[..], &sizes].concat()).output().unwrap();
+        assert!(output.status.success(), "{}", stderr(&output));
+        assert!(
+            start.elapsed() < LIMIT,
+            "{name} of {ranks}: {:?}",
+            start.elapsed()
+        );
+        let report: Value = serde_json::from_str(&stdout(&output)).unwrap();
+        for row in report["rows"].as_array().unwrap() {
+            let methods = row["methods"].as_array().unwrap();
+            assert_eq!(methods[1]["method"], "substitute", "{row}");
+            // Neither is optimized here, and both are disturbed by other tests: the least time says most.
+            let [own, other] = [0, 1].map(|at| methods[at]["seconds"]["least"].as_f64().unwrap());
+            assert!(
+                own < 12.0 * other,
+                "{name} of {ranks}: {own} s and {other} s"
+            );
+        }
+    }
+}
+
 #[test]
 fn a_table_and_a_drawing_come_out() {
     let folder = tempfile::tempdir().unwrap();
@@ -179,6 +213,8 @@ fn a_table_and_a_drawing_come_out() {
         "all-reduce of bf16, sum, 2 ranks",
         "host us",
         "bus GB/s",
+        "substitute us",
+        "compared with a substitute for NCCL",
         "speedup",
         "4 KiB",
     ] {
@@ -303,6 +339,10 @@ fn arguments_that_do_not_go_together_are_refused_once() {
             "which does calls that are bound; help: pass --bound",
         ),
         (&["send-receive", "--bound"], "--bound is for collectives"),
+        (
+            &["all-gather", "--peers", "nccl"],
+            "--peers has nccl; expected substitute or none on host",
+        ),
         (
             &["all-gather", "--from", "1MiB"],
             "--from is 1 MiB and --to is 4 KiB; expected --from to be at most --to",

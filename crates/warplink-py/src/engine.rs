@@ -3,10 +3,17 @@
 use crate::array::Reader;
 use crate::errors::raise;
 use crate::place::Place;
+use crate::region::seconds;
 use crate::stream::Stream;
 use pyo3::prelude::*;
+use pyo3::pybacked::PyBackedBytes;
+use pyo3::types::PyBytes;
 use std::sync::Arc;
-use warplink::device::{self, CollectiveRequest};
+use warplink::Deadline;
+use warplink::device::{self, CollectiveRequest, DeviceSlice, RankCall, Reduction, Said};
+
+/// A peer, and the address and bytes of what goes to it or comes from it.
+type Piece = (usize, u64, usize);
 
 /// The vendor's library of a communicator: NCCL on GPUs, a substitute over shared memory on the host device.
 ///
@@ -66,6 +73,52 @@ impl CollectiveEngine {
         let stream = stream.live()?;
         py.detach(|| self.engine.enqueue(stream, &request))
             .map_err(raise)
+    }
+
+    /// Tells each peer what is called, `(peer, told, expected)`, and then sends and receives, `(peer, address, bytes)`, on
+    /// this thread; with a reduction, `(operator, element type, own, target)`, what is received is combined, and `own` and
+    /// `target` are addresses. The caller holds all memory until this returns: None, or a peer that tells something else
+    /// than is expected, and what it tells. For warplink.torch.
+    #[pyo3(signature = (said, sends, receives, timeout, reduction=None))]
+    fn _call(
+        &self,
+        py: Python<'_>,
+        said: Vec<(usize, PyBackedBytes, PyBackedBytes)>,
+        sends: Vec<Piece>,
+        receives: Vec<Piece>,
+        timeout: f64,
+        reduction: Option<(&str, &str, u64, u64)>,
+    ) -> PyResult<Option<(usize, Py<PyBytes>)>> {
+        let pieces = |pieces: &[Piece]| -> PyResult<Vec<(usize, DeviceSlice)>> {
+            let slices = pieces.iter().map(|(peer, address, bytes)| {
+                Ok((*peer, self.place.borrow_unowned(*address, *bytes)?))
+            });
+            slices.collect()
+        };
+        let said = said.into_iter().map(|(peer, told, expected)| Said {
+            peer,
+            told: told.to_vec(),
+            expected: expected.to_vec(),
+        });
+        let reduction = reduction.map(|(op, dtype, own, target)| {
+            let bytes = receives.first().map_or(0, |(_, _, bytes)| *bytes);
+            PyResult::Ok(Reduction {
+                op: op.parse().map_err(raise)?,
+                dtype: dtype.parse().map_err(raise)?,
+                own: self.place.borrow_unowned(own, bytes)?,
+                target: self.place.borrow_unowned(target, bytes)?,
+            })
+        });
+        let call = RankCall {
+            said: said.collect(),
+            sends: pieces(&sends)?,
+            receives: pieces(&receives)?,
+            reduction: reduction.transpose()?,
+        };
+        let deadline = Deadline::after(seconds(timeout)?);
+        let other = py.detach(|| self.engine.call(&call, deadline));
+        let other = other.map_err(raise)?;
+        Ok(other.map(|(peer, said)| (peer, PyBytes::new(py, &said).unbind())))
     }
 
     /// Ends what is under way: streams that do it fail, and later calls raise ClosedError.

@@ -487,6 +487,14 @@ class CollectiveEngine:
         sends: Sequence[tuple[int, _Array]] = ...,
         receives: Sequence[tuple[int, _Array]] = ...,
     ) -> None: ...
+    def _call(
+        self,
+        said: Sequence[tuple[int, bytes, bytes]],
+        sends: Sequence[tuple[int, int, int]],
+        receives: Sequence[tuple[int, int, int]],
+        timeout: float,
+        reduction: tuple[str, str, int, int] | None = ...,
+    ) -> tuple[int, bytes] | None: ...
     def abort(self) -> None: ...
 
 @final

@@ -228,10 +228,13 @@ impl Collectives {
             .with_operation("join the collectives"));
         }
         let (sharing, properties) = (context.ranks_per_device()?, context.device.properties());
-        let all = properties.multiprocessors;
+        let all = if properties.shared {
+            // All ranks of a machine share its processors, where these run the lanes.
+            properties.multiprocessors / world + 1
+        } else {
+            properties.multiprocessors
+        };
         let multiprocessors = match options.multiprocessors {
-            // Lanes that are threads of the host need no room.
-            _ if sharing == 1 && properties.shared => usize::MAX,
             Some(most) => most.saturating_mul(sharing).min(all),
             None => all,
         };

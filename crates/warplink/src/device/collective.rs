@@ -3,6 +3,7 @@
 use super::reduce_op::ReduceOp;
 use super::slice::DeviceSlice;
 use super::stream::Stream;
+use crate::deadline::Deadline;
 use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Rank, Result};
 use std::ffi::c_void;
@@ -115,6 +116,43 @@ impl CollectiveRequest {
     }
 }
 
+/// A set of sends and receives that a rank does at once, after it has told its peers what it calls.
+#[derive(Clone, Debug, Default)]
+pub struct RankCall {
+    /// What it tells each peer, and what that is expected to tell. Every peer tells as many bytes.
+    pub said: Vec<Said>,
+    /// To whom, and what.
+    pub sends: Vec<(Rank, DeviceSlice)>,
+    /// From whom, and where to.
+    pub receives: Vec<(Rank, DeviceSlice)>,
+    /// How what is received is combined; it is as long as the memory of each receive, which is not written then.
+    pub reduction: Option<Reduction>,
+}
+
+/// What two ranks tell each other of a call.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Said {
+    /// The other rank.
+    pub peer: Rank,
+    /// What this rank tells.
+    pub told: Vec<u8>,
+    /// What the other is expected to tell.
+    pub expected: Vec<u8>,
+}
+
+/// A reduction of what all peers send with what this rank has, in the order of ranks.
+#[derive(Clone, Debug)]
+pub struct Reduction {
+    /// The operator.
+    pub op: ReduceOp,
+    /// The type of the elements.
+    pub dtype: DType,
+    /// What this rank has.
+    pub own: DeviceSlice,
+    /// What is written; it may be what is sent.
+    pub target: DeviceSlice,
+}
+
 /// A communicator of the vendor's library that the application has (`ncclComm_t` on GPUs), to be adopted: calls that
 /// go to the library use it, where it would make one of its own otherwise.
 ///
@@ -162,6 +200,21 @@ pub trait CollectiveEngine: Send + Sync + fmt::Debug {
     /// together or a rank is out of range;
     /// [`ErrorKind::Closed`](crate::ErrorKind::Closed) once the engine was aborted.
     fn enqueue(&self, stream: &Stream, request: &CollectiveRequest) -> Result<()>;
+
+    /// Does `call` on this thread, and blocks until it is done. Where a peer tells something else than was expected, that
+    /// is given, with the peer, and nothing more can be done with the engine.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Timeout`](crate::ErrorKind::Timeout) after the deadline;
+    /// [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported) where the engine works in streams alone.
+    fn call(&self, _: &RankCall, _: Deadline) -> Result<Option<(Rank, Vec<u8>)>> {
+        Err(Error::new(
+            ErrorKind::Unsupported,
+            format!("{} does no call outside of streams", self.name()),
+        )
+        .with_operation("call")
+        .with_help("enqueue it"))
+    }
 
     /// Tells the engine of memory that later requests name, which it may then access at all ranks directly.
     /// Every rank calls it at the same time with as many bytes. Blocks until all have. The engine keeps the

@@ -58,7 +58,8 @@ pub use buffer::DeviceBuffer;
 pub use channel::{At, ChannelArray, ChannelHandle, ChannelMemory, Fifo, FifoReader};
 use collective::check_adopted;
 pub use collective::{
-    AllGatherBytes, Collective, CollectiveEngine, CollectiveRequest, VendorCommunicator,
+    AllGatherBytes, Collective, CollectiveEngine, CollectiveRequest, RankCall, Reduction, Said,
+    VendorCommunicator,
 };
 pub use compute::{Compute, MatmulSpec, PreparedLaunch};
 pub use config::{Delays, DeviceConfig, DeviceKind};
@@ -69,7 +70,7 @@ pub use fault::Fault;
 pub(crate) use fault_set::{FaultSet, Noted};
 pub use host::channel::BlockChannel;
 pub use host::kernel::Block;
-pub(crate) use host::lane::combine;
+pub(crate) use host::lane::{Values, combine};
 pub use host::signals::BlockSignals;
 pub use identity::DeviceIdentity;
 pub(crate) use identity::{combined_identity, machine_identity};
@@ -77,6 +78,7 @@ pub(crate) use in_flight::{InFlight, InUse};
 pub use interface::{AllocationKind, Device, Export, Opening, Piece, Segment};
 pub use launch::{Argument, Launch};
 pub use links::{DeviceLink, DeviceLinks, LinkEnd, LinkQuery};
+pub(crate) use module::{HostLanes, LaneFuture};
 pub use module::{Kernel, KernelResources, Module, ModuleSource};
 pub(crate) use packets::{MAX_BLOCKS as MAX_PACKET_BLOCKS, PACKET, PacketShape};
 pub use packets::{PacketLine, PacketPart};

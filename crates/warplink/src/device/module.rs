@@ -7,6 +7,7 @@ use super::stream::Stream;
 use crate::error::{Error, Result};
 use std::collections::BTreeMap;
 use std::fmt;
+use std::pin::Pin;
 use std::sync::Arc;
 
 /// What a module is made of: CUDA C++ or machine code for GPUs, closures for the host device, or both,
@@ -16,11 +17,33 @@ pub struct ModuleSource {
     name: String,
     code: Option<CudaCode>,
     options: Vec<String>,
-    host: BTreeMap<String, Arc<HostKernel>>,
+    host: BTreeMap<String, HostKernel>,
 }
 
 /// A kernel of the host device.
-pub(crate) type HostKernel = dyn Fn(&super::Block<'_>) -> Result<()> + Send + Sync;
+#[derive(Clone)]
+pub(crate) enum HostKernel {
+    /// Blocks that run all at the same time, and may wait for one another in any way.
+    Blocks(Arc<BlockBody>),
+    /// Lanes of one of so many ranks, which share the machine.
+    Lanes {
+        ranks: usize,
+        body: Arc<dyn HostLanes>,
+    },
+}
+
+/// What one block of a launch does.
+pub(crate) type BlockBody = dyn Fn(&super::Block<'_>) -> Result<()> + Send + Sync;
+
+/// Lanes on a device that takes closures for kernels: blocks that wait by futures alone, so that one thread runs several.
+/// Argument 1 of a launch is the signals of the rank, whose doorbell is rung by whoever stores what a lane may wait for.
+pub(crate) trait HostLanes: Send + Sync {
+    /// What the lane of `block` does.
+    fn run<'a>(&'a self, block: &'a super::Block<'a>) -> LaneFuture<'a>;
+}
+
+/// A lane under way.
+pub(crate) type LaneFuture<'a> = Pin<Box<dyn Future<Output = Result<()>> + 'a>>;
 
 /// Code for a GPU.
 #[derive(Clone)]
@@ -83,7 +106,21 @@ impl ModuleSource {
         name: impl Into<String>,
         body: impl Fn(&super::Block<'_>) -> Result<()> + Send + Sync + 'static,
     ) -> Self {
-        self.host.insert(name.into(), Arc::new(body));
+        let body = HostKernel::Blocks(Arc::new(body));
+        self.host.insert(name.into(), body);
+        self
+    }
+
+    /// With the kernel `name` of the host device, whose blocks are lanes of one of `ranks` ranks.
+    pub(crate) fn with_host_lanes(
+        mut self,
+        name: impl Into<String>,
+        ranks: usize,
+        lanes: impl HostLanes + 'static,
+    ) -> Self {
+        let body = Arc::new(lanes);
+        self.host
+            .insert(name.into(), HostKernel::Lanes { ranks, body });
         self
     }
 
@@ -110,7 +147,7 @@ impl ModuleSource {
         &self.options
     }
 
-    pub(crate) fn host_kernels(&self) -> &BTreeMap<String, Arc<HostKernel>> {
+    pub(crate) fn host_kernels(&self) -> &BTreeMap<String, HostKernel> {
         &self.host
     }
 }

@@ -1,9 +1,9 @@
 """Collectives of CPU tensors over the host device.
 
-Bytes move by the communicator's own collectives, in shared memory; what is computed is computed by
-PyTorch, so that every type and reduction is there. Every collective begins with a packet of one length
-to and from each peer: a header (what it is, its number, and how many bytes either side sends), and the
-first of the data. Ranks that call something else get an error that says so, instead of one another's data.
+Bytes move in shared memory, by the communicator's engine on this thread. Sums and products of common types are
+computed as they arrive; all else is computed by PyTorch, so that every type and reduction is there. Every collective
+begins with a header to and from each peer (what it is, its number, and how many bytes either side sends), in front of
+the data. Ranks that call something else get an error that says so, instead of one another's data.
 """
 
 from __future__ import annotations
@@ -30,13 +30,24 @@ from warplink.torch.works import HostWork, Result, Worker, Works, bare
 #: Number, root, bytes to the peer, bytes from the peer, operation, element type.
 HEADER = struct.Struct("<QqQQ56s24s")
 
-#: Bytes of the packet that every collective begins with: the header, and the first of the data.
-PACKET_BYTES = 4096
-
 #: Up to this many bytes, every rank sends all of a tensor to all others to reduce it.
 ONE_SHOT_BYTES = 128 << 10
 
+#: What the engine reduces with the same bits as PyTorch: the names of types, and of reductions.
+REDUCED_TYPES = {
+    torch.float32: "f32",
+    torch.float64: "f64",
+    torch.float16: "f16",
+    torch.bfloat16: "bf16",
+    torch.int32: "i32",
+    torch.int64: "i64",
+}
+REDUCTIONS = {"sum": "sum", "product": "product", "avg": "average"}
+
 Pieces = list[tuple[int, torch.Tensor]]
+
+#: Operator, element type, and the addresses of what this rank has and of what is written.
+Reduction = tuple[str, str, int, int]
 
 
 class HostCollectives:
@@ -112,24 +123,6 @@ class HostCollectives:
 
     # Moving bytes
 
-    def _move(
-        self,
-        sends: Pieces,
-        receives: Pieces,
-        limit: float,
-        direct: warplink.Collectives | None = None,
-    ) -> None:
-        """Sends and receives bytes, all at once; by the engine unless ``direct`` is given."""
-        outward = [(peer, data) for peer, data in sends if data.numel()]
-        inward = [(peer, data) for peer, data in receives if data.numel()]
-        if not outward and not inward:
-            return
-        if direct is not None:
-            direct.send_receive(self._stream, outward, inward)
-        else:
-            self._engine.exchange(self._stream, outward, inward)
-        self._stream.synchronize(limit)
-
     def _exchange(
         self,
         name: str,
@@ -138,46 +131,66 @@ class HostCollectives:
         receives: Pieces,
         limit: float,
         root: int = -1,
+        reduction: Reduction | None = None,
         direct: warplink.Collectives | None = None,
     ) -> None:
-        """Agrees with every peer on what is done, then moves what is to be moved.
+        """Agrees with every peer on what is done, then sends and receives, all at once; by ``direct`` if it is given.
+        With a reduction, what is received is combined, and the receives only say how long it is.
 
         Raises MismatchError, which names the peer, where one does something else.
         """
-        others = [peer for peer in range(self.size) if peer != self.rank]
-        if not others:
+        if self.size == 1:
             return
-        outward = {peer: as_bytes(piece) for peer, piece in sends}
-        inward = {peer: as_bytes(piece) for peer, piece in receives}
-        kind = str(dtype).removeprefix("torch.").encode()
+        outward = {peer: _place(piece) for peer, piece in sends}
+        inward = {peer: _place(piece) for peer, piece in receives}
+        what, kind = name.encode(), str(dtype).removeprefix("torch.").encode()
         number = self._number
         self._number += 1
-        own = torch.zeros((self.size, PACKET_BYTES), dtype=torch.uint8)
-        theirs = torch.empty((self.size, PACKET_BYTES), dtype=torch.uint8)
-        for peer in others:
-            to, back = _length(outward.get(peer)), _length(inward.get(peer))
-            header = HEADER.pack(number, root, to, back, name.encode(), kind)
-            own[peer, : HEADER.size] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
-            if to:
-                inline, _ = _packed(outward[peer])
-                own[peer, HEADER.size : HEADER.size + inline.numel()] = inline
-        self._move([(p, own[p]) for p in others], [(p, theirs[p]) for p in others], limit)
-        for peer in others:
-            told_by = HEADER.unpack(bytes(theirs[peer, : HEADER.size].tolist()))
-            sent, expected = _length(inward.get(peer)), _length(outward.get(peer))
-            wanted = (number, root, sent, expected, name.encode(), kind)
-            told = (*told_by[:4], told_by[4].rstrip(b"\0"), told_by[5].rstrip(b"\0"))
-            if told != wanted:
-                raise _mismatch(self.rank, peer, told, wanted)
-            if sent:
-                inline, _ = _packed(inward[peer])
-                inline.copy_(theirs[peer, HEADER.size : HEADER.size + inline.numel()])
-        self._move(
-            [(peer, _packed(piece)[1]) for peer, piece in outward.items()],
-            [(peer, _packed(piece)[1]) for peer, piece in inward.items()],
-            limit,
-            direct,
-        )
+        said = []
+        for peer in range(self.size):
+            if peer != self.rank:
+                to, back = (bytes_of.get(peer, (0, 0))[1] for bytes_of in (outward, inward))
+                told = HEADER.pack(number, root, to, back, what, kind)
+                said.append((peer, told, HEADER.pack(number, root, back, to, what, kind)))
+        pieces = [[], []] if direct is not None else [
+            [(peer, at, count) for peer, (at, count) in ends.items() if count]
+            for ends in (outward, inward)
+        ]
+        other = self._engine._call(said, *pieces, limit, reduction)
+        if other is not None:
+            peer, told = other
+            expected = next(expected for at, _, expected in said if at == peer)
+            raise _mismatch(self.rank, peer, HEADER.unpack(told), HEADER.unpack(expected))
+        if direct is not None:
+            ends = ([(p, as_bytes(t)) for p, t in each if t.numel()] for each in (sends, receives))
+            direct.send_receive(self._stream, *ends)
+            self._stream.synchronize(limit)
+
+    def _reduce_received(
+        self,
+        what: str,
+        name: str,
+        sends: Pieces,
+        own: torch.Tensor,
+        target: torch.Tensor | None,
+        limit: float,
+        root: int = -1,
+    ) -> torch.Tensor:
+        """The reduction of what each peer sends with ``own``, in the order of ranks; in ``target``, as long as ``own``, if
+        that is given, which may be what is sent."""
+        others = [peer for peer in range(self.size) if peer != self.rank]
+        kind = REDUCED_TYPES.get(own.dtype)
+        exact = name != "avg" or own.is_floating_point()
+        if kind is not None and name in REDUCTIONS and exact and others and own.numel():
+            total = torch.empty_like(own) if target is None else target
+            reduction = (REDUCTIONS[name], kind, own.data_ptr(), total.data_ptr())
+            receives = [(peer, total) for peer in others]
+            self._exchange(what, own.dtype, sends, receives, limit, root, reduction)
+            return total
+        parts = own.new_empty((self.size, *own.shape))
+        self._exchange(what, own.dtype, sends, [(p, parts[p]) for p in others], limit, root)
+        total = reduce_parts([own if p == self.rank else parts[p] for p in range(self.size)], name)
+        return total if target is None else target.copy_(total)
 
     # Collectives; each gives the body of an operation
 
@@ -210,44 +223,26 @@ class HostCollectives:
                 if tensor.is_sparse:
                     self._all_reduce_sparse(tensor, limit)
                     continue
-                total = self._all_reduced(readable(tensor).reshape(-1), name, limit)
-                tensor.detach().copy_(total.view(tensor.shape))
+                own = readable(tensor)
+                self._all_reduced_in_place(own.view(-1), name, limit)
+                settle(tensor, own)
             return tensors
 
         return self.submit("all_reduce", body, timeout, outputs=plain)
 
-    def _all_reduced(self, flat: torch.Tensor, name: str, limit: float) -> torch.Tensor:
-        """The reduction of a flat tensor over all ranks, the same bits on each."""
+    def _all_reduced_in_place(self, flat: torch.Tensor, name: str, limit: float) -> None:
+        """A flat tensor becomes its reduction over all ranks, the same bits on each."""
         what = f"all_reduce {name}"
-        # Of two ranks, each sends all of it in either way.
-        if self.size == 2 or flat.numel() * flat.element_size() <= ONE_SHOT_BYTES:
-            parts = flat.new_empty((self.size, flat.numel()))
-            others = [peer for peer in range(self.size) if peer != self.rank]
-            sends = [(peer, flat) for peer in others]
-            self._exchange(what, flat.dtype, sends, [(p, parts[p]) for p in others], limit)
-            pieces = [flat if peer == self.rank else parts[peer] for peer in range(self.size)]
-            return reduce_parts(pieces, name)
+        others = [peer for peer in range(self.size) if peer != self.rank]
+        if flat.numel() * flat.element_size() <= ONE_SHOT_BYTES:
+            self._reduce_received(what, name, [(peer, flat) for peer in others], flat, flat, limit)
+            return
         # Two shots: each rank reduces a piece, then all gather the pieces.
         bounds = [flat.numel() * peer // self.size for peer in range(self.size + 1)]
         pieces = [flat[bounds[peer] : bounds[peer + 1]] for peer in range(self.size)]
-        own = self._reduced_piece(what, pieces, name, limit)
-        total = torch.empty_like(flat)
-        gathered = [total[bounds[peer] : bounds[peer + 1]] for peer in range(self.size)]
-        gathered[self.rank].copy_(own)
-        self._gather_into(what, gathered, gathered[self.rank], limit)
-        return total
-
-    def _reduced_piece(
-        self, what: str, pieces: list[torch.Tensor], name: str, limit: float
-    ) -> torch.Tensor:
-        """This rank's piece, reduced over the ranks; ``pieces[p]`` goes to rank p."""
         own = pieces[self.rank]
-        parts = own.new_empty((self.size, own.numel()))
-        others = [peer for peer in range(self.size) if peer != self.rank]
-        sends = [(peer, pieces[peer]) for peer in others]
-        self._exchange(what, own.dtype, sends, [(p, parts[p]) for p in others], limit)
-        flat = own.reshape(-1)
-        return reduce_parts([flat if p == self.rank else parts[p] for p in range(self.size)], name)
+        self._reduce_received(what, name, [(p, pieces[p]) for p in others], own, own, limit)
+        self._gather_into(what, pieces, own, limit)
 
     def _gather_into(
         self, what: str, targets: list[torch.Tensor], own: torch.Tensor, limit: float
@@ -287,11 +282,8 @@ class HostCollectives:
                 if self.rank != root:
                     self._exchange(what, tensor.dtype, [(root, own)], [], limit, root)
                     continue
-                parts = own.new_empty((self.size, *own.shape))
-                receives = [(peer, parts[peer]) for peer in range(self.size) if peer != root]
-                self._exchange(what, tensor.dtype, [], receives, limit, root)
-                pieces = [own if peer == root else parts[peer] for peer in range(self.size)]
-                tensor.detach().copy_(reduce_parts(pieces, name))
+                total = self._reduce_received(what, name, [], own, None, limit, root)
+                tensor.detach().copy_(total)
             return tensors
 
         if self.rank != root:
@@ -348,7 +340,9 @@ class HostCollectives:
         def body(limit: float) -> Result:
             for target, sources in zip(outputs, inputs, strict=True):
                 pieces = [readable(source) for source in sources]
-                total = self._reduced_piece(f"reduce_scatter {name}", pieces, name, limit)
+                sends = [(peer, piece) for peer, piece in enumerate(pieces) if peer != self.rank]
+                own, what = pieces[self.rank], f"reduce_scatter {name}"
+                total = self._reduce_received(what, name, sends, own, None, limit)
                 target.detach().copy_(total.view(target.shape))
             return outputs
 
@@ -432,14 +426,9 @@ class HostCollectives:
         return self.submit("barrier", body, timeout)
 
 
-def _length(data: torch.Tensor | None) -> int:
-    return 0 if data is None else data.numel()
-
-
-def _packed(data: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What of ``data`` goes with the header, and what goes after it."""
-    split = PACKET_BYTES - HEADER.size
-    return data[:split], data[split:]
+def _place(data: torch.Tensor) -> tuple[int, int]:
+    """Where a contiguous tensor lies, and its bytes."""
+    return data.data_ptr(), data.numel() * data.element_size()
 
 
 def _mismatch(rank: int, peer: int, told: tuple[Any, ...], wanted: tuple[Any, ...]) -> WarplinkError:
@@ -449,7 +438,7 @@ def _mismatch(rank: int, peer: int, told: tuple[Any, ...], wanted: tuple[Any, ..
         number, root, to, back, name, kind = header
         rooted = f" of rank {root}" if root >= 0 else ""
         return (
-            f"{name.decode(errors='replace')}{rooted}, {kind.decode(errors='replace')}, "
+            f"{_text(name)}{rooted}, {_text(kind)}, "
             f"{to} bytes one way and {back} the other, as collective {number}"
         )
 
@@ -458,3 +447,7 @@ def _mismatch(rank: int, peer: int, told: tuple[Any, ...], wanted: tuple[Any, ..
         "help: call the same collectives in the same order with the same sizes on every rank"
     )
     return from_kind("mismatch", message, rank=rank, peer=peer)
+
+
+def _text(name: bytes) -> str:
+    return name.rstrip(b"\0").decode(errors="replace")

@@ -3,7 +3,7 @@
 use super::Shape;
 use super::difference::{ANY_UNITS, difference};
 use super::table::{CHUNKS, Decoded, HEADER_BYTES, LEAST_CHUNK, decode};
-use crate::device::{Block, DeviceSlice, Fault};
+use crate::device::{Block, DeviceSlice, Fault, HostLanes, LaneFuture};
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::p2p::Direction;
 use std::ops::Range;
@@ -36,9 +36,15 @@ struct End<'a> {
     lane: usize,
 }
 
+impl HostLanes for Ends {
+    fn run<'a>(&'a self, block: &'a Block<'a>) -> LaneFuture<'a> {
+        Box::pin(self.messages(block))
+    }
+}
+
 impl Ends {
     /// Does the messages of which the block has a lane.
-    pub(super) fn run(&self, block: &Block<'_>) -> Result<()> {
+    async fn messages(&self, block: &Block<'_>) -> Result<()> {
         let memory = block.memory(2)?;
         for message in decode(block.words(0)?) {
             let index = block.index() as usize;
@@ -54,8 +60,8 @@ impl Ends {
                 lane: index - message.first,
             };
             let done = match message.direction {
-                Direction::Send => end.send(),
-                Direction::Receive => end.receive(),
+                Direction::Send => end.send().await,
+                Direction::Receive => end.receive().await,
             };
             done.inspect_err(|error| {
                 if error.kind() == ErrorKind::Mismatch {
@@ -68,9 +74,9 @@ impl Ends {
 }
 
 impl End<'_> {
-    fn send(&self) -> Result<()> {
+    async fn send(&self) -> Result<()> {
         let (shape, peer) = (&self.ends.shape, self.message.peer);
-        self.awaits(self.room(peer))?;
+        self.awaits(self.room(peer)).await?;
         let theirs = self.stated(self.room(peer))?;
         let units = match self.message.memory.1 {
             Some(_) => self.count()?,
@@ -94,11 +100,10 @@ impl End<'_> {
             self.block.pause()?;
             let bytes = step.min(range.end - from);
             if number >= 2 {
-                self.wait(self.room(peer))?;
+                self.wait(self.room(peer)).await?;
             }
             let chunk = self.chunk(peer, shape.rank, number)?.slice(0..bytes)?;
-            self.block
-                .store(&chunk, &self.gather(from..from + bytes)?)?;
+            self.gather(from..from + bytes, &chunk)?;
             self.signal(self.data(shape.rank))?;
             from += bytes;
             number += 1;
@@ -108,7 +113,7 @@ impl End<'_> {
         }
     }
 
-    fn receive(&self) -> Result<()> {
+    async fn receive(&self) -> Result<()> {
         let (shape, peer) = (&self.ends.shape, self.message.peer);
         let expected = match self.message.memory.1 {
             _ if self.message.tells => ANY_UNITS,
@@ -118,7 +123,7 @@ impl End<'_> {
         let own = self.header(expected);
         self.state(peer, self.room(shape.rank), own)?;
         self.signal(self.room(shape.rank))?;
-        self.awaits(self.data(peer))?;
+        self.awaits(self.data(peer)).await?;
         let theirs = self.stated(self.data(peer))?;
         let fits = own.bytes == theirs.bytes
             && own.unit == theirs.unit
@@ -135,13 +140,12 @@ impl End<'_> {
             self.block.pause()?;
             let bytes = step.min(range.end - from);
             if number > 0 {
-                self.wait(self.data(peer))?;
+                self.wait(self.data(peer)).await?;
             }
             let chunk = self.chunk(shape.rank, peer, number)?.slice(0..bytes)?;
             let target = self.memory(self.message.memory.0)?;
-            let bytes_there = self.block.load(&chunk)?;
             self.block
-                .store(&target.slice(from..from + bytes)?, &bytes_there)?;
+                .copy(&target.slice(from..from + bytes)?, &chunk)?;
             from += bytes;
             // Whether a chunk is to come where this one was.
             if range.end.saturating_sub(from) > step {
@@ -164,16 +168,16 @@ impl End<'_> {
     /// Counts up a signal of the peer's.
     fn signal(&self, number: usize) -> Result<()> {
         let signals = &self.ends.signals[self.message.peer];
-        self.block.signals_at(signals).add(number)
+        self.block.signals_at(signals).tell(number)
     }
 
-    fn wait(&self, number: usize) -> Result<()> {
+    async fn wait(&self, number: usize) -> Result<()> {
         let signals = &self.ends.signals[self.ends.shape.rank];
-        self.block.signals_at(signals).wait(number)
+        self.block.signals_at(signals).arrived(number).await
     }
 
     /// Waits for the peer to begin, and tells that it does.
-    fn awaits(&self, number: usize) -> Result<()> {
+    async fn awaits(&self, number: usize) -> Result<()> {
         let world = self.ends.shape.world;
         let receives = self.message.direction == Direction::Receive;
         let place = if receives { world } else { 0 } + self.message.peer;
@@ -181,7 +185,7 @@ impl End<'_> {
         if self.lane == 0 {
             self.block.set(&word, 1);
         }
-        self.wait(number)?;
+        self.wait(number).await?;
         if self.lane == 0 {
             self.block.set(&word, 0);
         }
@@ -284,20 +288,20 @@ impl End<'_> {
         (from..all.min(from + each), step)
     }
 
-    /// The bytes `range` of what is sent.
-    fn gather(&self, range: Range<usize>) -> Result<Vec<u8>> {
+    /// Copies the bytes `range` of what is sent to `chunk`.
+    fn gather(&self, range: Range<usize>, chunk: &DeviceSlice) -> Result<()> {
         let data = self.memory(self.message.memory.0)?;
         let Some(index) = self.message.memory.2 else {
-            return self.block.load(&data.slice(range)?);
+            return self.block.copy(chunk, &data.slice(range)?);
         };
         let (index, unit) = (self.memory(index)?, self.message.unit);
-        let mut bytes = Vec::with_capacity(range.len());
-        for place in range.start / unit..range.end / unit {
-            let number = self.number(index, place)?;
+        for (place, from) in range.clone().step_by(unit).enumerate() {
+            let number = self.number(index, range.start / unit + place)?;
             let row = data.slice(number * unit..(number + 1) * unit)?;
-            bytes.extend(self.block.load(&row)?);
+            let at = from - range.start;
+            self.block.copy(&chunk.slice(at..at + unit)?, &row)?;
         }
-        Ok(bytes)
+        Ok(())
     }
 
     fn refusal(&self, theirs: u64, units: u64) -> Error {

@@ -116,13 +116,7 @@ impl Shape {
 
 /// The multiprocessors of the rank that has the fewest. Every rank calls it at the same time.
 fn fewest_multiprocessors(context: &RankContext) -> Result<usize> {
-    let properties = context.device.properties();
-    // Blocks that are threads of the host need no room.
-    let own = if properties.shared {
-        u64::MAX
-    } else {
-        properties.multiprocessors as u64
-    };
+    let own = context.device.properties().multiprocessors as u64;
     let all = context.all_gather(&own.to_le_bytes())?;
     let all = all.iter().filter_map(|one| one.as_slice().try_into().ok());
     let fewest = all.map(u64::from_le_bytes).min().unwrap_or(own);
@@ -159,7 +153,7 @@ impl Lines {
         };
         let source = ModuleSource::new("messages")
             .with_cuda(include_str!("../../../kernels/messages.cu"))
-            .with_host_kernel(KERNEL, move |block| ends.run(block));
+            .with_host_lanes(KERNEL, shape.world, ends);
         // SAFETY: the kernel accesses the workspaces as their shape says, and of a launch the memory of its
         // messages, whose lengths the table has.
         let loaded = unsafe { context.device.load_module(&source) };

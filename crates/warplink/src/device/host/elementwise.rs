@@ -1,7 +1,7 @@
 //! Element-wise operations on the host.
 
 use super::extremes::Extremes;
-use super::lane::combine;
+use super::lane::{Values, combine};
 use super::memory;
 use crate::device::{DeviceSlice, Elementwise, ElementwiseOp, Operand, ReduceOp};
 use crate::dtype::{DType, Element};
@@ -99,13 +99,11 @@ pub(super) fn reduce(
     target: &DeviceSlice,
     sources: &[DeviceSlice],
 ) -> Result<()> {
-    let read = |source: &DeviceSlice| {
-        let mut bytes = vec![0; source.bytes()];
-        memory::read_bytes(source, &mut bytes)?;
-        Ok(bytes)
-    };
-    let sources = sources.iter().map(read).collect::<Result<Vec<_>>>()?;
-    memory::write_bytes(target, &combine(op, dtype, &sources))
+    let sources = sources.iter().map(|source| source as &dyn Values);
+    let sources: Vec<&dyn Values> = sources.collect();
+    combine(op, dtype, &sources, &mut |from, bytes| {
+        memory::write_to(target, from, bytes)
+    })
 }
 
 /// Calls `with` for each contiguous piece of an operand and its place among all bytes, in order of the

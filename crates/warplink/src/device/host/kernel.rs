@@ -1,6 +1,7 @@
 //! Kernels of the host device: a closure for each block.
 
 use super::channel::BlockChannel;
+use super::lanes::{self, Share};
 use super::operation::{Context, Operation};
 use super::{check_kind, memory, stream};
 use crate::device::module::{HostKernel, KernelBackend, ModuleBackend, unknown_kernel};
@@ -21,6 +22,22 @@ pub struct Block<'a> {
     launch: Launch,
     arguments: &'a [Argument],
     context: Context,
+}
+
+impl<'a> Block<'a> {
+    pub(super) fn new(
+        index: u32,
+        launch: Launch,
+        arguments: &'a [Argument],
+        context: Context,
+    ) -> Self {
+        Self {
+            index,
+            launch,
+            arguments,
+            context,
+        }
+    }
 }
 
 impl Block<'_> {
@@ -178,11 +195,13 @@ fn mismatch(number: usize, argument: &Argument, expected: &str) -> Error {
 #[derive(Clone)]
 pub(super) struct HostModule {
     name: String,
-    kernels: BTreeMap<String, Arc<HostKernel>>,
+    kernels: BTreeMap<String, HostKernel>,
+    /// Hardware threads of the machine.
+    processors: usize,
 }
 
 impl HostModule {
-    pub(super) fn load(source: &ModuleSource) -> Result<Self> {
+    pub(super) fn load(source: &ModuleSource, processors: usize) -> Result<Self> {
         if source.host_kernels().is_empty() {
             return Err(Error::new(
                 ErrorKind::Unsupported,
@@ -195,6 +214,7 @@ impl HostModule {
         Ok(Self {
             name: source.name().to_owned(),
             kernels: source.host_kernels().clone(),
+            processors,
         })
     }
 }
@@ -206,6 +226,7 @@ impl ModuleBackend for HostModule {
         Ok(Arc::new(HostKernelBackend {
             name: name.to_owned(),
             body,
+            processors: self.processors,
         }))
     }
 }
@@ -218,7 +239,8 @@ impl fmt::Debug for HostModule {
 
 struct HostKernelBackend {
     name: String,
-    body: Arc<HostKernel>,
+    body: HostKernel,
+    processors: usize,
 }
 
 impl HostKernelBackend {
@@ -252,9 +274,20 @@ impl KernelBackend for HostKernelBackend {
         }
         let _noted = stream.depend_on(arguments.iter().flat_map(Argument::faults));
         let (body, launch, arguments) = (self.body.clone(), *launch, arguments.to_vec());
-        let name = self.name.clone();
+        let (name, processors) = (self.name.clone(), self.processors);
         stream.enqueue(Operation::Task(Arc::new(move |context: &Context| {
-            run(&*body, launch, &arguments, context).map_err(|error| error.with_key(&*name))
+            let ended = match &body {
+                HostKernel::Blocks(body) => together(launch.blocks as usize, |index| {
+                    let context = context.for_block();
+                    let block = Block::new(index as u32, launch, &arguments, context);
+                    move || body(&block)
+                }),
+                HostKernel::Lanes { ranks, body } => {
+                    let share = Share::of(processors, *ranks);
+                    lanes::run(&**body, share, launch, &arguments, context)
+                }
+            };
+            ended.map_err(|error| error.with_key(&*name))
         })))
     }
 }
@@ -265,36 +298,34 @@ impl fmt::Debug for HostKernelBackend {
     }
 }
 
-/// Runs all blocks at the same time, and gives the error of the first that failed.
-fn run(body: &HostKernel, launch: Launch, arguments: &[Argument], context: &Context) -> Result<()> {
-    let block = |index: u32| Block {
-        index,
-        launch,
-        arguments,
-        context: context.for_block(),
-    };
-    let first = block(0);
+/// Runs what `work` gives for each of so many threads, all at the same time, and gives the error of the first that
+/// failed.
+pub(super) fn together<W: FnOnce() -> Result<()> + Send>(
+    threads: usize,
+    work: impl Fn(usize) -> W,
+) -> Result<()> {
+    let run = |work: W| catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|_| Err(panicked()));
+    let first = work(0);
+    if threads <= 1 {
+        return run(first);
+    }
     std::thread::scope(|scope| {
         let mut others = Vec::new();
-        for index in 1..launch.blocks {
-            let block = block(index);
+        for index in 1..threads {
+            let work = work(index);
             let thread = std::thread::Builder::new()
                 .name(format!("warplink-block-{index}"))
-                .spawn_scoped(scope, move || run_block(body, &block))
+                .spawn_scoped(scope, move || run(work))
                 .map_err(|error| Error::thread("start a block's thread", &error))?;
             others.push(thread);
         }
-        let first = run_block(body, &first);
+        let first = run(first);
         let others = others.into_iter().map(|thread| thread.join());
         let results: Vec<Result<()>> = others
             .map(|ended| ended.unwrap_or_else(|_| Err(panicked())))
             .collect();
         first.and(results.into_iter().collect())
     })
-}
-
-fn run_block(body: &HostKernel, block: &Block<'_>) -> Result<()> {
-    catch_unwind(AssertUnwindSafe(|| body(block))).unwrap_or_else(|_| Err(panicked()))
 }
 
 fn panicked() -> Error {

@@ -5,11 +5,20 @@
 
 use super::extremes::Extremes;
 use super::kernel::Block;
-use super::{check_kind, memory, packets, words};
+use super::{check_kind, check_lengths, memory, packets, words};
 use crate::device::{DeviceSlice, ReduceOp, Word};
 use crate::dtype::{DType, Element, F8E4M3, F8E5M2};
-use crate::error::Result;
+use crate::error::{Error, ErrorKind, Result};
 use std::ops::{Add, Mul};
+
+/// The most bytes of each source of a lane that are there before the next.
+const COMBINED_BYTES: usize = 8 << 10;
+
+/// The most bytes of each that are combined before the next: these stay in the nearest cache.
+const PIECE_BYTES: usize = 2 << 10;
+
+/// Takes a piece of what was combined, and where it begins.
+pub(crate) type Write<'a> = dyn FnMut(usize, &[u8]) -> Result<()> + 'a;
 
 impl Block<'_> {
     /// Fails where the waits are ended; sleeps for a while, where tests ask for it.
@@ -19,18 +28,37 @@ impl Block<'_> {
         Ok(())
     }
 
+    /// Copies `source` to `target`, of the same length.
+    pub(crate) fn copy(&self, target: &DeviceSlice, source: &DeviceSlice) -> Result<()> {
+        check_kind(target)?;
+        check_kind(source)?;
+        check_lengths(target, source)?;
+        self.context().copy(target, source)
+    }
+
+    /// The most bytes to be combined at once: what stays in the nearest cache, or all where tests delay each access.
+    pub(crate) fn combined_bytes(&self) -> usize {
+        self.context().delays.map_or(COMBINED_BYTES, |_| usize::MAX)
+    }
+
     /// The bytes of `source`.
     pub(crate) fn load(&self, source: &DeviceSlice) -> Result<Vec<u8>> {
-        check_kind(source)?;
-        let mut bytes = vec![0; source.bytes()];
-        let half = bytes.len() / 2;
-        let (first, second) = bytes.split_at_mut(half);
-        memory::read_bytes(&source.slice(half..source.bytes())?, second)?;
-        self.context().delay();
-        if half > 0 {
-            memory::read_bytes(&source.slice(0..half)?, first)?;
-        }
+        let mut bytes = Vec::new();
+        self.load_into(source, &mut bytes)?;
         Ok(bytes)
+    }
+
+    /// Replaces `bytes` by those of `source`.
+    pub(crate) fn load_into(&self, source: &DeviceSlice, bytes: &mut Vec<u8>) -> Result<()> {
+        check_kind(source)?;
+        bytes.resize(source.bytes(), 0);
+        let (first, second) = bytes.split_at_mut(source.bytes() / 2);
+        memory::read_bytes(&source.slice(first.len()..source.bytes())?, second)?;
+        self.context().delay();
+        if first.is_empty() {
+            return Ok(());
+        }
+        memory::read_bytes(&source.slice(0..first.len())?, first)
     }
 
     /// Writes `bytes` to `target`, of the same length.
@@ -45,19 +73,18 @@ impl Block<'_> {
         memory::write_bytes(&target.slice(0..first.len())?, first)
     }
 
-    /// As many `bytes` of data as packets at `source` hold, once all have `flag`; with `lines`, packets of
+    /// Replaces `data` by as many `bytes` as packets at `source` hold, once all have `flag`; with `lines`, packets of
     /// 128 bytes.
-    pub(crate) fn load_packets(
+    pub(crate) async fn load_packets(
         &self,
         source: &DeviceSlice,
-        bytes: usize,
+        (data, bytes): (&mut Vec<u8>, usize),
         flag: u64,
         lines: bool,
-    ) -> Result<Vec<u8>> {
+    ) -> Result<()> {
         check_kind(source)?;
-        let mut data = vec![0; bytes];
-        packets::load(self.context(), source, &mut data, flag, lines)?;
-        Ok(data)
+        data.resize(bytes, 0);
+        packets::arrived(self.context(), source, data, flag, lines).await
     }
 
     /// Stores `bytes` as packets with `flag` at `target`.
@@ -88,57 +115,101 @@ impl Block<'_> {
     }
 }
 
-/// Combines sources of one length element by element, in order: floats of 8 and 16 bits in single precision,
-/// rounded once at the end, the others in their own type. Integers wrap.
-pub(crate) fn combine(op: ReduceOp, dtype: DType, sources: &[Vec<u8>]) -> Vec<u8> {
+/// Bytes of one length that are combined with others.
+pub(crate) trait Values {
+    fn length(&self) -> usize;
+    /// Reads those from `from` on, which there are.
+    fn read(&self, from: usize, bytes: &mut [u8]) -> Result<()>;
+}
+
+impl Values for Vec<u8> {
+    fn length(&self) -> usize {
+        self.len()
+    }
+
+    fn read(&self, from: usize, bytes: &mut [u8]) -> Result<()> {
+        let there = self.get(from..from + bytes.len());
+        bytes.copy_from_slice(there.ok_or_else(too_short)?);
+        Ok(())
+    }
+}
+
+impl Values for DeviceSlice {
+    fn length(&self) -> usize {
+        self.bytes()
+    }
+
+    fn read(&self, from: usize, bytes: &mut [u8]) -> Result<()> {
+        memory::read_from(self, from, bytes)
+    }
+}
+
+fn too_short() -> Error {
+    Error::new(ErrorKind::Internal, "what is combined is of one length")
+}
+
+/// Combines sources of one length element by element, in order: floats of 8 and 16 bits in single precision, rounded
+/// once at the end, the others in their own type. Integers wrap. `write` gets piece after piece, and where it begins.
+pub(crate) fn combine(
+    op: ReduceOp,
+    dtype: DType,
+    sources: &[&dyn Values],
+    write: &mut Write<'_>,
+) -> Result<()> {
     if let ([source], None) = (sources, op.factor()) {
         // As it is, also what its type would round.
-        return source.clone();
+        let mut piece = [0; PIECE_BYTES];
+        for from in (0..source.length()).step_by(PIECE_BYTES) {
+            let piece = &mut piece[..PIECE_BYTES.min(source.length() - from)];
+            source.read(from, piece)?;
+            write(from, piece)?;
+        }
+        return Ok(());
     }
     match dtype {
-        DType::F16 => fold(op, sources, half::f16::to_f32, half::f16::from_f32),
-        DType::BF16 => fold(op, sources, half::bf16::to_f32, half::bf16::from_f32),
-        DType::F8E4M3 => fold(op, sources, F8E4M3::to_f32, F8E4M3::from_f32),
-        DType::F8E5M2 => fold(op, sources, F8E5M2::to_f32, F8E5M2::from_f32),
-        DType::F32 => fold(op, sources, |x: f32| x, |x| x),
-        DType::F64 => fold(op, sources, |x: f64| x, |x| x),
+        DType::F16 => fold(op, sources, write, half::f16::to_f32, half::f16::from_f32),
+        DType::BF16 => fold(op, sources, write, half::bf16::to_f32, half::bf16::from_f32),
+        DType::F8E4M3 => fold(op, sources, write, F8E4M3::to_f32, F8E4M3::from_f32),
+        DType::F8E5M2 => fold(op, sources, write, F8E5M2::to_f32, F8E5M2::from_f32),
+        DType::F32 => fold(op, sources, write, |x: f32| x, |x| x),
+        DType::F64 => fold(op, sources, write, |x: f64| x, |x| x),
         // In 32 bits, as kernels do, which the average shows.
-        DType::I8 => fold(op, sources, |x: i8| i32::from(x), |x| x as i8),
-        DType::U8 => fold(op, sources, |x: u8| u32::from(x), |x| x as u8),
-        DType::I32 => fold(op, sources, |x: i32| x, |x| x),
-        DType::U32 => fold(op, sources, |x: u32| x, |x| x),
-        DType::I64 => fold(op, sources, |x: i64| x, |x| x),
-        DType::U64 => fold(op, sources, |x: u64| x, |x| x),
+        DType::I8 => fold(op, sources, write, |x: i8| i32::from(x), |x| x as i8),
+        DType::U8 => fold(op, sources, write, |x: u8| u32::from(x), |x| x as u8),
+        DType::I32 => fold(op, sources, write, |x: i32| x, |x| x),
+        DType::U32 => fold(op, sources, write, |x: u32| x, |x| x),
+        DType::I64 => fold(op, sources, write, |x: i64| x, |x| x),
+        DType::U64 => fold(op, sources, write, |x: u64| x, |x| x),
     }
 }
 
 /// What values are combined as.
-trait Summand: Copy {
-    fn combine(op: ReduceOp, a: Self, b: Self) -> Self;
+trait Summand: Extremes {
+    fn plus(self, other: Self) -> Self;
+    fn times(self, other: Self) -> Self;
     /// What becomes of the sum of `count` values for their average.
     fn divided(self, count: usize) -> Self;
-    /// A value times a factor, which only floats have.
-    fn times(self, factor: f64) -> Self;
+    /// A number that the type has.
+    fn of(number: f64) -> Self;
 }
 
 macro_rules! summands {
     ($($type:ty: $add:ident $multiply:ident;)*) => {$(
         impl Summand for $type {
-            fn combine(op: ReduceOp, a: Self, b: Self) -> Self {
-                match op {
-                    ReduceOp::Sum | ReduceOp::Average | ReduceOp::ScaledSum(_) => a.$add(b),
-                    ReduceOp::Product => a.$multiply(b),
-                    ReduceOp::Max => a.larger(b),
-                    ReduceOp::Min => a.smaller(b),
-                }
+            fn plus(self, other: Self) -> Self {
+                self.$add(other)
+            }
+
+            fn times(self, other: Self) -> Self {
+                self.$multiply(other)
             }
 
             fn divided(self, count: usize) -> Self {
                 self / count as Self
             }
 
-            fn times(self, factor: f64) -> Self {
-                self.$multiply(factor as Self)
+            fn of(factor: f64) -> Self {
+                factor as Self
             }
         }
     )*};
@@ -153,30 +224,63 @@ summands! {
     u64: wrapping_add wrapping_mul;
 }
 
+/// Chooses the loop for the operator once, so that processors do several elements at a time.
 fn fold<T: Element, A: Summand>(
     op: ReduceOp,
-    sources: &[Vec<u8>],
-    widen: fn(T) -> A,
-    round: fn(A) -> T,
-) -> Vec<u8> {
-    let size = size_of::<T>();
-    let elements = sources.first().map_or(0, |source| source.len() / size);
-    let mut all = Vec::with_capacity(elements * size);
-    for index in 0..elements {
-        let values = sources.iter().filter_map(|source| {
-            let bytes = source.get(index * size..(index + 1) * size)?;
-            let value = T::read_from_bytes(bytes).ok().map(widen)?;
-            Some(match op.factor() {
-                Some(factor) => value.times(factor.value()),
-                None => value,
-            })
-        });
-        if let Some(mut value) = values.reduce(|a, b| A::combine(op, a, b)) {
-            if op == ReduceOp::Average {
-                value = value.divided(sources.len());
-            }
-            all.extend_from_slice(round(value).as_bytes());
+    sources: &[&dyn Values],
+    write: &mut Write<'_>,
+    widen: impl Fn(T) -> A + Copy,
+    round: impl Fn(A) -> T + Copy,
+) -> Result<()> {
+    let count = sources.len();
+    match op {
+        ReduceOp::Sum => fold_by(sources, write, widen, round, A::plus),
+        ReduceOp::Product => fold_by(sources, write, widen, round, A::times),
+        ReduceOp::Max => fold_by(sources, write, widen, round, A::larger),
+        ReduceOp::Min => fold_by(sources, write, widen, round, A::smaller),
+        ReduceOp::Average => {
+            let round = move |sum: A| round(sum.divided(count));
+            fold_by(sources, write, widen, round, A::plus)
+        }
+        ReduceOp::ScaledSum(factor) => {
+            let factor = A::of(factor.value());
+            let widen = move |value: T| widen(value).times(factor);
+            fold_by(sources, write, widen, round, A::plus)
         }
     }
-    all
+}
+
+fn fold_by<T: Element, A: Summand>(
+    sources: &[&dyn Values],
+    write: &mut Write<'_>,
+    widen: impl Fn(T) -> A,
+    round: impl Fn(A) -> T,
+    combine: impl Fn(A, A) -> A,
+) -> Result<()> {
+    let value = |bytes: &[u8]| T::read_from_bytes(bytes).map(&widen).ok();
+    let Some((first, others)) = sources.split_first() else {
+        return Ok(());
+    };
+    let size = size_of::<T>();
+    let step = PIECE_BYTES / 8 * size;
+    let mut piece = [0; PIECE_BYTES];
+    let mut sums = [A::of(0.0); PIECE_BYTES / 8];
+    for from in (0..first.length()).step_by(step) {
+        let piece = &mut piece[..step.min(first.length() - from)];
+        first.read(from, piece)?;
+        for (sum, bytes) in sums.iter_mut().zip(piece.chunks_exact(size)) {
+            *sum = value(bytes).unwrap_or(*sum);
+        }
+        for other in others {
+            other.read(from, piece)?;
+            for (sum, bytes) in sums.iter_mut().zip(piece.chunks_exact(size)) {
+                *sum = value(bytes).map_or(*sum, |value| combine(*sum, value));
+            }
+        }
+        for (sum, bytes) in sums.iter().zip(piece.chunks_exact_mut(size)) {
+            bytes.copy_from_slice(round(*sum).as_bytes());
+        }
+        write(from, piece)?;
+    }
+    Ok(())
 }

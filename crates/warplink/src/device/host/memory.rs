@@ -294,6 +294,36 @@ pub(super) fn read_bytes(source: &DeviceSlice, bytes: &mut [u8]) -> Result<()> {
     Ok(())
 }
 
+/// As [`write_bytes`], from byte `from` of the target on, which is longer.
+pub(super) fn write_to(target: &DeviceSlice, from: usize, bytes: &[u8]) -> Result<()> {
+    check_inside(target, from, bytes.len())?;
+    let start = target.address() as usize + from;
+    // SAFETY: as for `write_bytes`.
+    unsafe { ptr::copy_nonoverlapping(bytes.as_ptr(), start as *mut u8, bytes.len()) }
+    Ok(())
+}
+
+/// As [`read_bytes`], from byte `from` of the source on, which is longer.
+pub(super) fn read_from(source: &DeviceSlice, from: usize, bytes: &mut [u8]) -> Result<()> {
+    check_inside(source, from, bytes.len())?;
+    let start = source.address() as usize + from;
+    // SAFETY: as for `write_bytes`.
+    unsafe { ptr::copy_nonoverlapping(start as *const u8, bytes.as_mut_ptr(), bytes.len()) }
+    Ok(())
+}
+
+fn check_inside(slice: &DeviceSlice, from: usize, bytes: usize) -> Result<()> {
+    let end = from.checked_add(bytes);
+    if end.is_some_and(|end| end <= slice.bytes()) {
+        return Ok(());
+    }
+    Err(Error::invalid(format!(
+        "{bytes} bytes from {from} on pass the end of the slice's {}",
+        slice.bytes()
+    ))
+    .with_operation("copy between host and device"))
+}
+
 fn check_length(slice: &DeviceSlice, bytes: usize) -> Result<()> {
     if slice.bytes() == bytes {
         return Ok(());

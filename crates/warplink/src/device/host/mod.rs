@@ -9,12 +9,15 @@ mod capture;
 pub(crate) mod channel;
 mod collective;
 mod compute;
+mod doorbell;
 mod elementwise;
 mod event;
+mod exchange;
 mod extremes;
 mod graph;
 pub(crate) mod kernel;
 pub(crate) mod lane;
+mod lanes;
 mod mapping;
 mod mark;
 mod memory;
@@ -58,14 +61,18 @@ pub(crate) struct HostDevice {
 
 impl HostDevice {
     pub(crate) fn open(delays: Option<Delays>) -> Arc<dyn Device> {
-        Arc::new(Self {
+        Arc::new(Self::new(delays))
+    }
+
+    fn new(delays: Option<Delays>) -> Self {
+        Self {
             identity: DeviceIdentity(machine_identity()),
             fault: Arc::default(),
             delays,
             threads: std::thread::available_parallelism().map_or(1, usize::from),
             streams: AtomicU64::new(1),
             late_unmapping: OnceLock::new(),
-        })
+        }
     }
 
     /// What unmaps late, where tests ask for delays.
@@ -272,7 +279,10 @@ impl Device for HostDevice {
     unsafe fn load_module(&self, source: &ModuleSource) -> Result<Module> {
         self.fault.check()?;
         source.check_image()?;
-        Ok(Module::new(Arc::new(kernel::HostModule::load(source)?)))
+        Ok(Module::new(Arc::new(kernel::HostModule::load(
+            source,
+            self.threads,
+        )?)))
     }
 
     fn create_fifo(&self, slots: usize) -> Result<(Arc<Fifo>, FifoReader)> {
@@ -299,7 +309,10 @@ impl Device for HostDevice {
         all_gather: AllGatherBytes<'_>,
     ) -> Result<Arc<dyn CollectiveEngine>> {
         Ok(Arc::new(collective::HostCollectives::join(
-            rank, world, fault, all_gather,
+            self,
+            (rank, world),
+            fault,
+            all_gather,
         )?))
     }
 
@@ -310,7 +323,7 @@ impl Device for HostDevice {
         world: usize,
         fault: &Arc<Fault>,
     ) -> Result<Arc<dyn CollectiveEngine>> {
-        let adopted = collective::HostCollectives::adopt(communicator, (rank, world), fault)?;
+        let adopted = collective::HostCollectives::adopt(self, communicator, (rank, world), fault)?;
         Ok(Arc::new(adopted))
     }
 }

@@ -7,6 +7,7 @@ use crate::device::{Delays, DeviceSlice, Fault, FaultSet, Word};
 use crate::error::{Error, ErrorKind, Result};
 use std::fmt;
 use std::sync::Arc;
+use std::task::Poll;
 use std::time::Duration;
 
 /// Host code as an operation; graphs run it again and again.
@@ -97,6 +98,21 @@ impl Context {
     pub(super) fn check(&self) -> Result<()> {
         self.fault.check()?;
         self.faults.check()
+    }
+
+    /// Lets the other lanes of the thread go on; fails where the waits are ended.
+    pub(super) async fn turn(&self) -> Result<()> {
+        self.check()?;
+        let mut given = false;
+        std::future::poll_fn(|_| {
+            if std::mem::replace(&mut given, true) {
+                Poll::Ready(())
+            } else {
+                Poll::Pending
+            }
+        })
+        .await;
+        Ok(())
     }
 
     /// The same thread, for the marks of one launch of a graph by a stream that `faults` concern;

@@ -119,7 +119,9 @@ fn open(peer: Rank, bytes: usize, place: &[u8]) -> Result<DeviceSlice> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::device::host::collective::{BOX, HostCollectives};
+    use crate::device::host::HostDevice;
+    use crate::device::host::collective::HostCollectives;
+    use crate::device::host::exchange::outbox_bytes;
     use std::sync::Arc;
 
     /// What a peer says where its outbox is, from what this rank says.
@@ -132,7 +134,8 @@ mod tests {
         failure: &str,
     ) -> (Result<HostCollectives>, Vec<u8>) {
         let mut told = Vec::new();
-        let joined = HostCollectives::join(0, 2, &Arc::default(), &mut |own| {
+        let device = HostDevice::new(None);
+        let joined = HostCollectives::join(&device, (0, 2), &Arc::default(), &mut |own| {
             let peers = match told.len() {
                 0 => place(&own),
                 _ => failure.as_bytes().to_vec(),
@@ -168,7 +171,7 @@ mod tests {
 
     #[test]
     fn where_one_rank_cannot_join_none_does() {
-        let peers = OwnOutbox::new(1, 2 * BOX).unwrap();
+        let peers = OwnOutbox::new(1, outbox_bytes(2)).unwrap();
         let (joined, told) = join_with(|_| peers.place(), "");
         assert!(joined.is_ok() && told.is_empty());
         let (joined, _) = join_with(|_| peers.place(), "out of memory");

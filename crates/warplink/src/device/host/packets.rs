@@ -2,12 +2,16 @@
 
 use super::operation::Context;
 use super::words;
-use crate::device::{DeviceSlice, Word};
+use crate::device::DeviceSlice;
 use crate::error::{Error, ErrorKind, Result};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 /// Data bytes and all bytes of a packet of 128 bytes.
 pub(super) const LINE: (usize, usize) = (120, 128);
+
+/// Words of data in it; its flag follows.
+const LINE_WORDS: usize = LINE.0 / 8;
 
 /// Longest pause of a thread that looks for something again and again.
 const NAP: Duration = Duration::from_micros(50);
@@ -25,28 +29,28 @@ pub(super) fn store(
     lines: bool,
 ) -> Result<()> {
     context.delay();
+    let words = words::all_of(target)?;
     if !lines {
-        let words = target.bytes() / 8;
-        for packet in 0..words {
-            let mut data = [0; 4];
-            copy_within(&mut data, bytes, 4 * packet);
-            let value = u64::from(flag as u32) << 32 | u64::from(u32::from_le_bytes(data));
-            words::set(&target.word(8 * packet)?, value.to_le());
-            if packet == words / 2 {
-                context.delay();
+        let flag = u64::from(flag as u32) << 32;
+        let (first, second) = words.split_at(words.len() / 2);
+        let (early, late) = bytes.split_at(bytes.len().min(4 * first.len()));
+        for (words, bytes) in [(first, early), (second, late)] {
+            for (word, data) in words.iter().zip(filled::<4>(bytes)) {
+                let value = flag | u64::from(u32::from_le_bytes(data));
+                word.store(value.to_le(), Ordering::Release);
             }
+            context.delay();
         }
         return Ok(());
     }
-    for (number, line) in words_of_lines(target).enumerate() {
-        let [words @ .., flag_word] = &line?;
-        for (place, word) in words.iter().enumerate() {
-            let mut data = [0; 8];
-            copy_within(&mut data, bytes, LINE.0 * number + 8 * place);
-            words::set(word, u64::from_ne_bytes(data));
+    let mut data = filled::<8>(bytes);
+    for line in words.chunks_exact(LINE_WORDS + 1) {
+        let (flag_word, words) = last_of(line)?;
+        for (word, data) in words.iter().zip(&mut data) {
+            word.store(u64::from_ne_bytes(data), Ordering::Release);
         }
         context.delay();
-        words::set(flag_word, flag);
+        flag_word.store(flag, Ordering::Release);
     }
     Ok(())
 }
@@ -59,29 +63,89 @@ pub(super) fn load(
     flag: u64,
     lines: bool,
 ) -> Result<()> {
-    if !lines {
-        for (packet, data) in bytes.chunks_mut(4).enumerate() {
-            let word = source.word(8 * packet)?;
-            let value = || u64::from_le(words::load(&word));
-            spin(context, || Ok(value() >> 32 == u64::from(flag as u32)))?;
-            let found = (value() as u32).to_le_bytes();
-            data.copy_from_slice(&found[..data.len()]);
-        }
-        return Ok(());
-    }
-    for (line, data) in words_of_lines(source).zip(bytes.chunks_mut(LINE.0)) {
-        let [words @ .., flag_word] = &line?;
-        spin(context, || Ok(words::load(flag_word) == flag))?;
-        for (word, data) in words.iter().zip(data.chunks_mut(8)) {
-            let found = words::load(word).to_ne_bytes();
-            data.copy_from_slice(&found[..data.len()]);
-        }
+    let mut arrivals = Arrivals::new(source, bytes, flag, lines)?;
+    spin(context, || arrivals.take())
+}
+
+/// As [`load`], for a lane, which lets the others go on meanwhile.
+pub(super) async fn arrived(
+    context: &Context,
+    source: &DeviceSlice,
+    bytes: &mut [u8],
+    flag: u64,
+    lines: bool,
+) -> Result<()> {
+    let mut arrivals = Arrivals::new(source, bytes, flag, lines)?;
+    while !arrivals.take()? {
+        context.turn().await?;
     }
     Ok(())
 }
 
+/// Packets that are waited for.
+struct Arrivals<'a> {
+    words: &'a [AtomicU64],
+    bytes: &'a mut [u8],
+    flag: u64,
+    lines: bool,
+    /// How many packets have come.
+    taken: usize,
+}
+
+impl<'a> Arrivals<'a> {
+    fn new(source: &'a DeviceSlice, bytes: &'a mut [u8], flag: u64, lines: bool) -> Result<Self> {
+        let words = words::all_of(source)?;
+        let data = if lines {
+            words.len() / (LINE_WORDS + 1) * LINE.0
+        } else {
+            4 * words.len()
+        };
+        if bytes.len() > data {
+            let what = "packets that hold less than is read of them";
+            return Err(Error::new(ErrorKind::Internal, what));
+        }
+        Ok(Self {
+            words,
+            bytes,
+            flag,
+            lines,
+            taken: 0,
+        })
+    }
+
+    /// Takes what has come; whether that was the rest.
+    fn take(&mut self) -> Result<bool> {
+        if !self.lines {
+            let words = self.words.iter().zip(self.bytes.chunks_mut(4));
+            for (word, data) in words.skip(self.taken) {
+                let value = u64::from_le(word.load(Ordering::Acquire));
+                if value >> 32 != u64::from(self.flag as u32) {
+                    return Ok(false);
+                }
+                data.copy_from_slice(&(value as u32).to_le_bytes()[..data.len()]);
+                self.taken += 1;
+            }
+            return Ok(true);
+        }
+        let lines = self.words.chunks_exact(LINE_WORDS + 1);
+        let lines = lines.zip(self.bytes.chunks_mut(LINE.0));
+        for (line, data) in lines.skip(self.taken) {
+            let (flag_word, words) = last_of(line)?;
+            if flag_word.load(Ordering::Acquire) != self.flag {
+                return Ok(false);
+            }
+            for (word, data) in words.iter().zip(data.chunks_mut(8)) {
+                let found = word.load(Ordering::Acquire).to_ne_bytes();
+                data.copy_from_slice(&found[..data.len()]);
+            }
+            self.taken += 1;
+        }
+        Ok(true)
+    }
+}
+
 /// Looks until `ready`, or until the waits are ended.
-pub(super) fn spin(context: &Context, ready: impl Fn() -> Result<bool>) -> Result<()> {
+pub(super) fn spin(context: &Context, mut ready: impl FnMut() -> Result<bool>) -> Result<()> {
     let mut looks = 0;
     while !ready()? {
         looks += 1;
@@ -101,20 +165,52 @@ pub(super) fn pause(context: &Context, looks: u32) -> Result<()> {
     Ok(())
 }
 
-/// The bytes from `at` on, as many as there are.
-fn copy_within(data: &mut [u8], bytes: &[u8], at: usize) {
-    let there = bytes.get(at..).unwrap_or_default();
-    let count = there.len().min(data.len());
-    data[..count].copy_from_slice(&there[..count]);
+/// `bytes` in pieces of a length, of which the last is filled up with zeros and followed by zeros.
+fn filled<const LENGTH: usize>(bytes: &[u8]) -> impl Iterator<Item = [u8; LENGTH]> + '_ {
+    let (whole, rest) = bytes.as_chunks::<LENGTH>();
+    let mut last = [0; LENGTH];
+    last[..rest.len()].copy_from_slice(rest);
+    let zeros = std::iter::repeat([0; LENGTH]);
+    whole.iter().copied().chain([last]).chain(zeros)
 }
 
-/// The words of each packet of 128 bytes.
-fn words_of_lines(lines: &DeviceSlice) -> impl Iterator<Item = Result<[Word; 16]>> + '_ {
-    (0..lines.bytes() / LINE.1).map(move |line| {
-        let words: Result<Vec<Word>> = (0..16)
-            .map(|word| lines.word(LINE.1 * line + 8 * word))
-            .collect();
-        let words = words?.try_into();
-        words.map_err(|_| Error::new(ErrorKind::Internal, "a line has 16 words"))
-    })
+/// The last word of a packet of 128 bytes, and those before.
+fn last_of(line: &[AtomicU64]) -> Result<(&AtomicU64, &[AtomicU64])> {
+    let split = line.split_last();
+    split.ok_or_else(|| Error::new(ErrorKind::Internal, "a line has words"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::memory;
+    use super::*;
+    use crate::device::FaultSet;
+    use std::sync::Arc;
+
+    #[test]
+    fn what_is_stored_as_packets_is_read_whole_or_not_at_all() {
+        let context = Context::new(Arc::default(), Arc::<FaultSet>::default(), None, 1);
+        for (lines, data, packed) in [(false, 4, 8), (true, LINE.0, LINE.1)] {
+            for bytes in [1, 3, 4, 7, 8, 119, 120, 121, 247, 960] {
+                // Packets of 16 bytes are filled up.
+                let packets = bytes.div_ceil(data).next_multiple_of(2);
+                let memory = memory::allocate(packets * packed).unwrap();
+                let sent: Vec<u8> = (0..bytes).map(|at| at as u8 ^ 0x5a).collect();
+                let mut found = vec![0; bytes];
+                let read = |found: &mut Vec<u8>, flag| {
+                    Arrivals::new(&memory, found, flag, lines)
+                        .unwrap()
+                        .take()
+                        .unwrap()
+                };
+                assert!(!read(&mut found, 7), "{bytes} bytes before they were sent");
+                store(&context, &memory, &sent, 7, lines).unwrap();
+                assert!(read(&mut found, 7), "{bytes} bytes");
+                assert_eq!(found, sent);
+                assert!(!read(&mut found, 8), "{bytes} bytes of another launch");
+                let too_many = &mut vec![0; data * packets + 1];
+                assert!(Arrivals::new(&memory, too_many, 7, lines).is_err());
+            }
+        }
+    }
 }

@@ -1,16 +1,28 @@
 //! Signals for kernels of the host device, with the meanings of `warplink/signals.cuh`.
 
+use super::doorbell::{self, Doorbell};
 use super::kernel::Block;
 use super::operation::Context;
 use super::words::{self, AwaitedWord};
-use crate::device::{DeviceSlice, Word};
-use crate::error::Result;
+use crate::device::{Argument, DeviceSlice, Word};
+use crate::error::{Error, ErrorKind, Result};
 
 /// Bytes of a signal; what all of them share comes first.
 const SIGNAL_BYTES: usize = 64;
 
+/// Where the doorbell of a rank's lanes is in what its signals share, of which GPUs use the first words.
+const DOORBELL: usize = 48;
+
 /// Where the count of waits is in a signal.
 const AWAITED: usize = 8;
+
+/// The doorbell of the lanes that are launched with `arguments`.
+pub(super) fn doorbell(arguments: &[Argument]) -> Result<Doorbell> {
+    match arguments.get(1) {
+        Some(Argument::Slice(signals)) => Doorbell::at(signals, DOORBELL),
+        _ => Err(Error::new(ErrorKind::Internal, "lanes without signals")),
+    }
+}
 
 /// Signals, as a block of a kernel of the host device has them: of this rank, to wait for, or a peer's, to
 /// count up. The calls are those of `warplink::Signals` and `warplink::RemoteSignals`.
@@ -42,7 +54,7 @@ impl Block<'_> {
 impl BlockSignals<'_> {
     /// Blocks until signal `number` was counted up once more than was waited for.
     pub fn wait(&self, number: usize) -> Result<()> {
-        let ticket = words::increment(&self.word(number, AWAITED)?) + 1;
+        let ticket = words::count_up(&self.word(number, AWAITED)?) + 1;
         self.wait_until(number, ticket)
     }
 
@@ -71,6 +83,30 @@ impl BlockSignals<'_> {
         self.context.check()?;
         self.context.delay();
         words::increment(&self.word(number, 0)?);
+        Ok(())
+    }
+
+    /// As [`wait`](Self::wait), for a lane, which lets the others go on meanwhile.
+    pub(crate) async fn arrived(&self, number: usize) -> Result<()> {
+        let ticket = words::count_up(&self.word(number, AWAITED)?) + 1;
+        let word = self.word(number, 0)?;
+        while (words::load(&word).wrapping_sub(ticket) as i64) < 0 {
+            self.context.turn().await?;
+        }
+        Ok(())
+    }
+
+    /// Counts the signal `number` of a rank's lanes up by one, after everything that the block did before.
+    pub(crate) fn tell(&self, number: usize) -> Result<()> {
+        self.context.check()?;
+        self.context.delay();
+        words::count_up(&self.word(number, 0)?);
+        self.ring()
+    }
+
+    /// Has the rank's lanes look for what was stored for them.
+    pub(crate) fn ring(&self) -> Result<()> {
+        doorbell::ring(&Doorbell::at(self.words, DOORBELL)?);
         Ok(())
     }
 

@@ -2,7 +2,8 @@
 
 use super::mapping::Mapping;
 use super::memory::Allocation;
-use crate::device::{Backing, Word};
+use crate::device::{Backing, DeviceSlice, Word};
+use crate::error::Result;
 use rustix::thread::futex;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
@@ -71,7 +72,8 @@ pub(super) fn store(word: &Word, value: u64) {
     wake(word);
 }
 
-fn wake(word: &Word) {
+/// Wakes those that sleep on it.
+pub(super) fn wake(word: &Word) {
     if let Err(errno) = futex::wake(low_half(word), futex::Flags::empty(), i32::MAX as u32) {
         tracing::error!(address = word.address(), %errno, "waking waiters failed");
     }
@@ -85,9 +87,14 @@ pub(super) fn set(word: &Word, value: u64) {
 /// Adds one to a word after all earlier writes of this thread, and wakes those that sleep on it. The value
 /// before.
 pub(super) fn increment(word: &Word) -> u64 {
-    let before = atomic(word).fetch_add(1, Ordering::AcqRel);
+    let before = count_up(word);
     wake(word);
     before
+}
+
+/// As [`increment`], for words that nobody sleeps on.
+pub(super) fn count_up(word: &Word) -> u64 {
+    atomic(word).fetch_add(1, Ordering::AcqRel)
 }
 
 /// Takes one count of `awaited` where `word` is further; whether it did.
@@ -108,6 +115,16 @@ pub(super) fn load(word: &impl MappedWord) -> u64 {
     atomic(word).load(Ordering::Acquire)
 }
 
+/// The words of a slice that begins at a multiple of 8, as far as they are whole.
+pub(super) fn all_of(slice: &DeviceSlice) -> Result<&[AtomicU64]> {
+    let first = slice.word(0)?;
+    // SAFETY: they are mapped and aligned for as long as the slice is borrowed, and every process accesses them
+    // atomically only while anybody waits for them.
+    Ok(unsafe {
+        std::slice::from_raw_parts(first.address() as *const AtomicU64, slice.bytes() / 8)
+    })
+}
+
 /// Sleeps until the word is not `seen`, is written, or `limit` has passed.
 pub(super) fn sleep_while(word: &impl MappedWord, seen: u64, limit: Duration) {
     let limit = futex::Timespec {
@@ -124,7 +141,7 @@ pub(super) fn sleep_while(word: &impl MappedWord, seen: u64, limit: Duration) {
     );
 }
 
-fn atomic(word: &impl MappedWord) -> &AtomicU64 {
+pub(super) fn atomic(word: &impl MappedWord) -> &AtomicU64 {
     // SAFETY: a word is 8 mapped bytes, aligned, for as long as it is borrowed here, and every
     // process accesses words atomically only.
     unsafe { AtomicU64::from_ptr(word.address() as *mut u64) }

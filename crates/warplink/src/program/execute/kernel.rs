@@ -5,7 +5,8 @@
 //! before any of them runs.
 
 use super::context::RankContext;
-use super::lane::{LaneInput, run_lane, tell_difference};
+use super::known_steps::KnownSteps;
+use super::lane::{SectionLanes, tell_difference};
 use super::lane_times::LaneTimes;
 use super::memory::{PlanMemory, TensorMemory};
 use super::reach::Reach;
@@ -299,8 +300,16 @@ impl BoundKernels {
         times: Option<&LaneTimes>,
     ) -> Result<KernelLaunch> {
         let addresses = Arc::new(self.reach.addresses(section));
-        let (traced, clock) = (times.is_some(), times.map(LaneTimes::clock));
-        let (lanes, reach) = (section.clone(), self.reach.clone());
+        let traced = times.is_some();
+        let lanes = SectionLanes {
+            section: section.clone(),
+            reach: self.reach.clone(),
+            tell: Arc::new(tell_difference),
+            launched: None,
+            fault: None,
+            times: times.map(LaneTimes::clock),
+            known: KnownSteps::default(),
+        };
         let (written, bound) = (section.clone(), addresses.clone());
         let text = move || {
             let aligned = bound.aligned(&written);
@@ -314,17 +323,7 @@ impl BoundKernels {
             kernel,
             launch,
             signals,
-        } = self.load(device, section, text, move |block| {
-            let input = LaneInput {
-                section: &lanes,
-                reach: &reach,
-                tensors: &[],
-                published: None,
-                tell: &tell_difference,
-                times: clock.as_ref(),
-            };
-            run_lane(block, input)
-        })?;
+        } = self.load(device, section, text, lanes)?;
         let words = addresses.words(section);
         let words = Argument::Words(match times {
             Some(times) => words.iter().copied().chain(times.words()).collect(),

@@ -1,15 +1,19 @@
 //! A lane of a kernel section, run by a device that takes closures for kernels.
 
+use super::known_steps::KnownSteps;
 use super::lane_times::LaneClock;
 use super::publication::Tables;
 use super::reach::Reach;
-use crate::device::{Block, BlockSignals, DeviceSlice, ReduceOp, combine};
+use crate::device::{
+    Block, BlockSignals, DeviceSlice, Fault, HostLanes, LaneFuture, ReduceOp, Values, combine,
+};
 use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::program::section::{
     LaneStep, LaneStepKind, Packing, Part, SectionInstance, SectionMemory, SectionTensor,
 };
 use std::ops::Range;
+use std::sync::Arc;
 
 /// Bits of the offset in what is told of a tensor. Must match the kernels.
 const OFFSET_BITS: u32 = 48;
@@ -47,33 +51,83 @@ pub(crate) type TellDifference = dyn Fn(&[u32], &[u32]) -> String + Send + Sync;
 
 /// What a lane is run on.
 #[derive(Clone, Copy)]
-pub(super) struct LaneInput<'a> {
-    pub(super) section: &'a SectionInstance,
-    pub(super) reach: &'a Reach,
+struct LaneInput<'a> {
+    section: &'a SectionInstance,
+    reach: &'a Reach,
     /// The own tensors of this launch, by number; those that are not here are in the reach.
-    pub(super) tensors: &'a [DeviceSlice],
+    tensors: &'a [DeviceSlice],
     /// How tensors that are announced are found; none where they are in the reach.
-    pub(super) published: Option<Published<'a>>,
-    pub(super) tell: &'a TellDifference,
+    published: Option<Published<'a>>,
+    tell: &'a TellDifference,
     /// Where it stores when its steps start, for a trace.
-    pub(super) times: Option<&'a LaneClock>,
+    times: Option<&'a LaneClock>,
+    known: &'a KnownSteps,
+}
+
+/// The lanes of a section, as they are launched again and again.
+pub(super) struct SectionLanes {
+    pub(super) section: Arc<SectionInstance>,
+    pub(super) reach: Arc<Reach>,
+    pub(super) tell: Arc<TellDifference>,
+    /// What finds the tensors that ranks announce, and from which word of a launch on it is said where they lie, where a
+    /// launch is given this rank's tensors.
+    pub(super) launched: Option<(Arc<Tables>, usize)>,
+    /// Raised where ranks call different things, to end what waits for them.
+    pub(super) fault: Option<Arc<Fault>>,
+    pub(super) times: Option<LaneClock>,
+    pub(super) known: KnownSteps,
+}
+
+impl SectionLanes {
+    async fn run_lane(&self, block: &Block<'_>) -> Result<()> {
+        let (tensors, places) = match &self.launched {
+            Some((_, first)) => (block.memory(2)?, block.words(0)?.get(*first..)),
+            None => (&[][..], None),
+        };
+        let tables = self.launched.as_ref().map(|(tables, _)| &**tables);
+        let input = LaneInput {
+            section: &self.section,
+            reach: &self.reach,
+            tensors,
+            published: tables
+                .filter(|_| self.section.published)
+                .map(|tables| Published {
+                    tables,
+                    places: places.unwrap_or_default(),
+                }),
+            tell: &*self.tell,
+            times: self.times.as_ref(),
+            known: &self.known,
+        };
+        run_lane(block, input).await.inspect_err(|error| {
+            if let (ErrorKind::Mismatch, Some(fault)) = (error.kind(), &self.fault) {
+                fault.fail(error.clone());
+            }
+        })
+    }
+}
+
+impl HostLanes for SectionLanes {
+    fn run<'a>(&'a self, block: &'a Block<'a>) -> LaneFuture<'a> {
+        Box::pin(self.run_lane(block))
+    }
 }
 
 /// What finds the tensors that ranks announce.
 #[derive(Clone, Copy)]
-pub(super) struct Published<'a> {
-    pub(super) tables: &'a Tables,
+struct Published<'a> {
+    tables: &'a Tables,
     /// For each tensor that is announced, the number of its allocation, and from which byte of it.
-    pub(super) places: &'a [u64],
+    places: &'a [u64],
 }
 
 /// Runs the lane that `block` is.
-pub(super) fn run_lane(block: &Block<'_>, input: LaneInput<'_>) -> Result<()> {
+async fn run_lane(block: &Block<'_>, input: LaneInput<'_>) -> Result<()> {
     let LaneInput { section, reach, .. } = input;
     let (epoch_word, ended_word) = (reach.state.word(0)?, reach.state.word(8)?);
     let epoch = block.value(&epoch_word);
     let lane = block.index() as usize;
-    let announced = section.announced().into_iter();
+    let announced = input.known.announced(section).iter().copied();
     let mut run = Lane {
         block,
         input,
@@ -82,24 +136,25 @@ pub(super) fn run_lane(block: &Block<'_>, input: LaneInput<'_>) -> Result<()> {
         lane,
         epoch,
         located: announced.map(Located::new).collect(),
+        buffers: Buffers::default(),
     };
     let mut times = input.times.map(|clock| clock.start(lane, epoch));
-    let mut steps = section.steps(lane, epoch)?;
-    let mut missing = 0;
+    let mut missing = Vec::new();
+    let mut steps = input.known.steps(section, lane, epoch, &missing)?;
     let mut next = 0;
     while let Some(step) = steps.get(next) {
         if let Some(times) = &mut times {
             times.step(&step.site);
         }
         block.pause()?;
-        run.perform(step).map_err(|error| {
+        run.perform(step).await.map_err(|error| {
             error.with_operation(format!("kernel of rank {}, {}", section.rank, step.site))
         })?;
         next += 1;
         // What was done so far does not depend on it.
-        if run.missing() != missing {
-            missing = run.missing();
-            steps = section.steps_where(lane, epoch, &|tensor| run.is_reachable(tensor))?;
+        if run.missing().ne(missing.iter().copied()) {
+            missing = run.missing().collect();
+            steps = input.known.steps(section, lane, epoch, &missing)?;
         }
     }
     if let Some(times) = times {
@@ -122,17 +177,26 @@ struct Lane<'a> {
     lane: usize,
     epoch: u64,
     located: Vec<Located>,
+    buffers: Buffers,
+}
+
+/// What a lane reads and combines, whose memory it uses again.
+#[derive(Default)]
+struct Buffers {
+    values: Vec<Vec<u8>>,
+    combined: Vec<u8>,
 }
 
 impl Lane<'_> {
-    fn perform(&mut self, step: &LaneStep) -> Result<()> {
+    async fn perform(&mut self, step: &LaneStep) -> Result<()> {
         let (rank, world) = (self.section.rank, self.section.world);
         let (operator, dtype, elements, targets, sources) = match &step.kind {
             LaneStepKind::Signal { peer, lane } => {
-                return self.signals(*peer)?.add(lane * world + rank);
+                return self.signals(*peer)?.tell(lane * world + rank);
             }
             LaneStepKind::Wait(peer) => {
-                return self.signals(rank)?.wait(self.lane * world + peer);
+                let number = self.lane * world + peer;
+                return self.signals(rank)?.arrived(number).await;
             }
             LaneStepKind::Announce {
                 values,
@@ -144,7 +208,7 @@ impl Lane<'_> {
                 tensors,
                 peer,
                 source,
-            } => return self.agree(values, tensors, *peer, source),
+            } => return self.agree(values, tensors, *peer, source).await,
             LaneStepKind::Move {
                 operator,
                 dtype,
@@ -161,8 +225,30 @@ impl Lane<'_> {
         if self.epoch % 2 == 1 {
             pieces.reverse();
         }
-        for piece in pieces.into_iter().filter(|piece| !piece.is_empty()) {
-            self.piece((operator, dtype), &piece, targets, sources)?;
+        let is_plain = |part: &Part| {
+            let scratch = self.section.scratch_of(part.tensor);
+            scratch.is_none_or(|scratch| !scratch.packing.is_packets())
+        };
+        if let (None, [source]) = (operator, &sources[..])
+            && targets.iter().chain(sources).all(is_plain)
+        {
+            for piece in pieces.into_iter().filter(|piece| !piece.is_empty()) {
+                let source = self.operand(source, &piece)?;
+                for target in targets {
+                    let target = self.operand(target, &piece)?;
+                    self.block.copy(&target.memory, &source.memory)?;
+                }
+            }
+            return Ok(());
+        }
+        let most = (self.block.combined_bytes() / dtype.size() / unit).max(1) * unit;
+        for piece in pieces {
+            let starts = piece.clone().step_by(most);
+            for from in starts {
+                let piece = from..piece.end.min(from.saturating_add(most));
+                self.piece((operator, dtype), &piece, targets, sources)
+                    .await?;
+            }
         }
         Ok(())
     }
@@ -176,15 +262,14 @@ impl Lane<'_> {
             let own = self.locate(*tensor)?;
             announced.extend([own as u32, (own >> 32) as u32]);
         }
-        let Operand { memory, packing } = self.operand(target, &(0..words))?;
+        let operand = self.operand(target, &(0..words))?;
         let bytes: Vec<u8> = announced.iter().flat_map(|v| v.to_le_bytes()).collect();
-        let flag = self.flag(packing);
-        self.block.store_packets(&memory, &bytes, flag, false)
+        self.store(target, &operand, &bytes)
     }
 
     /// Waits for what a peer announces, and fails where it is anything else than `values`; notes where its `tensors`
     /// are.
-    fn agree(
+    async fn agree(
         &mut self,
         values: &[u32],
         tensors: &[usize],
@@ -192,9 +277,9 @@ impl Lane<'_> {
         source: &Part,
     ) -> Result<()> {
         let words = LaneStepKind::announced_words(values, tensors);
-        let Operand { memory, packing } = self.operand(source, &(0..words))?;
-        let (bytes, flag) = (4 * words, self.flag(packing));
-        let came = self.block.load_packets(&memory, bytes, flag, false)?;
+        let operand = self.operand(source, &(0..words))?;
+        let mut came = Vec::new();
+        self.load(&operand, (&mut came, 4 * words)).await?;
         let theirs: Vec<u32> = came
             .chunks_exact(4)
             .map(|word| u32::from_le_bytes([word[0], word[1], word[2], word[3]]))
@@ -233,41 +318,64 @@ impl Lane<'_> {
     }
 
     /// Does a step for some of its elements.
-    fn piece(
-        &self,
+    async fn piece(
+        &mut self,
         (operator, dtype): (Option<ReduceOp>, DType),
         piece: &Range<usize>,
         targets: &[Part],
         sources: &[Part],
     ) -> Result<()> {
         let bytes = piece.len() * dtype.size();
-        let mut values = Vec::with_capacity(sources.len());
-        for source in sources {
-            let Operand { memory, packing } = self.operand(source, piece)?;
-            values.push(if packing.is_packets() {
-                let lines = packing == Packing::Packets128;
-                self.block
-                    .load_packets(&memory, bytes, self.flag(packing), lines)?
-            } else {
-                self.block.load(&memory)?
-            });
+        let mut buffers = std::mem::take(&mut self.buffers);
+        let Buffers { values, combined } = &mut buffers;
+        values.resize(sources.len(), Vec::new());
+        for (source, value) in sources.iter().zip(&mut *values) {
+            let operand = self.operand(source, piece)?;
+            self.load(&operand, (value, bytes)).await?;
         }
-        let result = match (operator, values.len()) {
-            (None, 1) => values.swap_remove(0),
-            (Some(operator), _) => combine(operator, dtype, &values),
+        let result = match (operator, &values[..]) {
+            (None, [value]) => value,
+            (Some(operator), values) => {
+                combined.resize(bytes, 0);
+                let values: Vec<&dyn Values> = values.iter().map(|it| it as &dyn Values).collect();
+                combine(operator, dtype, &values, &mut |from, piece| {
+                    let target = combined.get_mut(from..from + piece.len());
+                    let target = target.ok_or_else(|| internal("what is combined is too long"))?;
+                    target.copy_from_slice(piece);
+                    Ok(())
+                })?;
+                combined
+            }
             (None, _) => return Err(internal("a move has one source")),
         };
         for target in targets {
-            let Operand { memory, packing } = self.operand(target, piece)?;
-            if packing.is_packets() {
-                let lines = packing == Packing::Packets128;
-                self.block
-                    .store_packets(&memory, &result, self.flag(packing), lines)?;
-            } else {
-                self.block.store(&memory, &result)?;
-            }
+            self.store(target, &self.operand(target, piece)?, result)?;
         }
+        self.buffers = buffers;
         Ok(())
+    }
+
+    /// Replaces `data` by so many bytes of an operand, once they are there.
+    async fn load(&self, source: &Operand, (data, bytes): (&mut Vec<u8>, usize)) -> Result<()> {
+        let Operand { memory, packing } = source;
+        if !packing.is_packets() {
+            return self.block.load_into(memory, data);
+        }
+        let (flag, lines) = (self.flag(*packing), *packing == Packing::Packets128);
+        self.block
+            .load_packets(memory, (data, bytes), flag, lines)
+            .await
+    }
+
+    /// Stores `bytes` in an operand, which is of `part`, and tells its rank where that waits for them.
+    fn store(&self, part: &Part, target: &Operand, bytes: &[u8]) -> Result<()> {
+        let Operand { memory, packing } = target;
+        if !packing.is_packets() {
+            return self.block.store(memory, bytes);
+        }
+        let (flag, lines) = (self.flag(*packing), *packing == Packing::Packets128);
+        self.block.store_packets(memory, bytes, flag, lines)?;
+        self.signals(part.rank)?.ring()
     }
 
     /// The flag of this launch's packets, which is never what memory holds before the first.
@@ -332,9 +440,10 @@ impl Lane<'_> {
         Ok(())
     }
 
-    /// How many announced tensors are known not to be reachable.
-    fn missing(&self) -> usize {
-        self.located.iter().filter(|it| it.missing).count()
+    /// The announced tensors that are known not to be reachable.
+    fn missing(&self) -> impl Iterator<Item = usize> {
+        let missing = self.located.iter().filter(|it| it.missing);
+        missing.map(|it| it.tensor)
     }
 
     fn is_reachable(&self, tensor: usize) -> bool {

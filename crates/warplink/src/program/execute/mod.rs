@@ -17,6 +17,7 @@ mod bind;
 mod command;
 mod context;
 mod kernel;
+mod known_steps;
 mod lane;
 mod lane_times;
 mod machine;

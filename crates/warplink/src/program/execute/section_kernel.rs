@@ -1,7 +1,8 @@
 //! The kernel of a section, on the workspace and the signals that kernels are bound to.
 
 use super::kernel::BoundKernels;
-use crate::device::{Block, Device, DeviceSlice, Kernel, Launch, ModuleSource};
+use super::lane::SectionLanes;
+use crate::device::{Device, DeviceSlice, Kernel, Launch, ModuleSource};
 use crate::error::Result;
 use crate::program::section::{KERNEL, SectionInstance};
 
@@ -15,17 +16,17 @@ pub(super) struct SectionKernel {
 
 impl BoundKernels {
     /// Compiles and loads the kernel of `section`: `text` for devices that take code, where no kernel of the same text
-    /// was loaded before, `lane` for those that take closures.
+    /// was loaded before, `lanes` for those that take closures.
     pub(super) fn load(
         &self,
         device: &dyn Device,
         section: &SectionInstance,
         text: impl Fn() -> Result<String> + Send + Sync + 'static,
-        lane: impl Fn(&Block<'_>) -> Result<()> + Send + Sync + 'static,
+        lanes: SectionLanes,
     ) -> Result<SectionKernel> {
         let source = ModuleSource::new("kernel section")
             .with_written_cuda(text)
-            .with_host_kernel(KERNEL, lane);
+            .with_host_lanes(KERNEL, section.world, lanes);
         // SAFETY: the kernel accesses what the section says of the workspace, of the memory that a plan holds, and of
         // the tensors of a launch; the verifier has checked that this stays within them, and a launch that they have
         // the section's lengths.

@@ -8,15 +8,16 @@
 
 use super::context::RankContext;
 use super::kernel::{BoundKernels, KernelMemory};
-use super::lane::{LaneInput, Published, TellDifference, packet_flag, run_lane};
+use super::known_steps::KnownSteps;
+use super::lane::{SectionLanes, TellDifference, packet_flag};
 use super::publication::Publication;
 use super::reach::{
     DIRECT_BYTES, EPOCH_BYTES, Reach, UNKNOWN_MEMORY, VERDICT_BYTES, VERDICT_WORDS_BYTES,
 };
 use super::section_kernel::SectionKernel;
 use crate::device::{
-    Block, Device, DeviceSlice, Fault, Launch, Readying, SerialArguments, SerialKernel,
-    SerialKernels, Stream,
+    Device, DeviceSlice, Fault, Launch, Readying, SerialArguments, SerialKernel, SerialKernels,
+    Stream,
 };
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::program::rank_program::TensorId;
@@ -207,30 +208,19 @@ impl SharedWorkspace {
     ) -> Result<SharedKernel> {
         let section = wanted.section.clone();
         let bound = self.bind(&section, wanted.aligned);
-        let (reach, fault) = (self.kernels.reach.clone(), self.fault.clone());
-        let (tables, first_place) = (self.publication.tables().clone(), bound.first_place);
-        let (lanes, written, aligned) = (section.clone(), section.clone(), bound.aligned.clone());
+        let (written, aligned) = (section.clone(), bound.aligned.clone());
         let text = move || kernel_text(&written, &aligned);
-        let lane = move |block: &Block<'_>| {
-            let input = LaneInput {
-                section: &lanes,
-                reach: &reach,
-                tensors: block.memory(2)?,
-                published: lanes.published.then_some(Published {
-                    tables: &tables,
-                    places: block.words(0)?.get(first_place..).unwrap_or(&[]),
-                }),
-                tell: &*tell,
-                times: None,
-            };
-            run_lane(block, input).inspect_err(|error| {
-                if error.kind() == ErrorKind::Mismatch {
-                    fault.fail(error.clone());
-                }
-            })
+        let lanes = SectionLanes {
+            section: section.clone(),
+            reach: self.kernels.reach.clone(),
+            tell,
+            launched: Some((self.publication.tables().clone(), bound.first_place)),
+            fault: Some(self.fault.clone()),
+            times: None,
+            known: KnownSteps::default(),
         };
         let SectionKernel { kernel, launch, .. } =
-            self.kernels.load(&*self.device, &section, text, lane)?;
+            self.kernels.load(&*self.device, &section, text, lanes)?;
         let kernel = self.serial.ready(kernel, &launch, wanted.readying)?;
         let mut largest = None;
         if let Some(larger) = wanted.largest.as_ref().filter(|_| kernel.is_code()) {

@@ -62,7 +62,7 @@ impl<'a> Rig<'a> {
         };
         for &peer in peers {
             let method = match peer {
-                Peer::Nccl => {
+                Peer::Nccl | Peer::Substitute => {
                     vendor(comm).map(|(collectives, name)| (collectives, name, memory.clone()))
                 }
                 Peer::NcclSymmetric => registered(comm, largest),

@@ -83,13 +83,13 @@ pub(crate) struct Collective {
     /// Bind Warplink's calls to their memory before they are measured, so that the copy engine may do them
     #[arg(long)]
     bound: bool,
-    /// What it is compared with
-    #[arg(long, value_enum, value_delimiter = ',', default_value = "nccl")]
+    /// What it is compared with [default: nccl on cuda, substitute on host]
+    #[arg(long, value_enum, value_delimiter = ',')]
     peers: Vec<Peer>,
     /// Samples per time
     #[arg(long, value_name = "N", default_value = "9", value_parser = clap::value_parser!(u16).range(1..))]
     samples: u16,
-    /// Calls in a sample [default: 4 to 50, by size]
+    /// Calls in a sample [default: 4 to 50, by size, and on the host device by the processors of a rank]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
     calls: Option<u16>,
     /// Show figures of another program as well, such as scripts/torch_collectives.py
@@ -133,10 +133,12 @@ enum Submissions {
 /// What Warplink is compared with.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum Peer {
-    /// The vendor's library (a substitute on the host device)
+    /// The vendor's library
     Nccl,
     /// The vendor's library, with memory registered in advance
     NcclSymmetric,
+    /// What stands for a vendor's library on the host device, over shared memory
+    Substitute,
     /// Nothing
     None,
 }
@@ -146,7 +148,16 @@ impl Peer {
         match self {
             Self::Nccl => "nccl",
             Self::NcclSymmetric => "nccl-symmetric",
+            Self::Substitute => "substitute",
             Self::None => "none",
+        }
+    }
+
+    /// Those of a device.
+    const fn of(kind: DeviceKind) -> &'static [Self] {
+        match kind {
+            DeviceKind::Cuda => &[Self::Nccl, Self::NcclSymmetric, Self::None],
+            DeviceKind::Host => &[Self::Substitute, Self::None],
         }
     }
 }
@@ -288,6 +299,15 @@ impl Collective {
                 self.dtype
             );
         }
+        let peers = Peer::of(kind);
+        if let Some(other) = self.peers.iter().find(|peer| !peers.contains(peer)) {
+            let names: Vec<&str> = peers.iter().map(|peer| peer.name()).collect();
+            bail!(
+                "--peers has {}; expected {} on {kind}",
+                other.name(),
+                names.join(" or ")
+            );
+        }
         if let Some(beside) = beside {
             beside.check(self.what(), world)?;
         }
@@ -296,6 +316,13 @@ impl Collective {
 
     fn places(&self) -> &'static [Place] {
         self.place.list()
+    }
+
+    fn peers(&self, kind: DeviceKind) -> Vec<Peer> {
+        match (self.peers.as_slice(), Peer::of(kind)) {
+            ([], peers) => peers.iter().copied().take(1).collect(),
+            (peers, _) => peers.to_vec(),
+        }
     }
 
     fn largest(&self, kind: DeviceKind) -> u64 {
@@ -323,14 +350,17 @@ impl Collective {
             threads: self.threads.map(usize::from),
             ..CollectiveOptions::default()
         };
-        let rig = Rig::new(comm, what, largest, (&options, self.bound), &self.peers)?;
+        let peers = self.peers(comm.device().kind());
+        let rig = Rig::new(comm, what, largest, (&options, self.bound), &peers)?;
         let steps = sizes.len() * self.places().len() * self.submission.list().len();
         let progress = (comm.rank() == 0).then(|| Progress::new(steps as u64, "collective"));
         let mut rows: Vec<Row> = Vec::new();
         for bytes in sizes {
             for &place in self.places() {
                 for &submission in self.submission.list() {
-                    let calls = self.calls.map_or_else(|| default_calls(bytes), usize::from);
+                    let calls = self
+                        .calls
+                        .map_or_else(|| default_calls(comm, bytes), usize::from);
                     rows.push(rig.row(bytes, place, submission, self.samples.into(), calls)?);
                     if let Some(progress) = &progress {
                         progress.step(format!("{}", Bytes(bytes as u64)));
@@ -349,12 +379,18 @@ fn read(path: &Path) -> Result<Beside> {
     serde_json::from_str(&text).with_context(|| format!("read the figures in {}", path.display()))
 }
 
-/// Calls in a sample: enough that starting and ending it do not count.
-fn default_calls(bytes: usize) -> usize {
-    match bytes {
+/// Calls in a sample: enough that starting and ending it do not count. Ranks that share a processor take as much longer for
+/// each.
+fn default_calls(comm: &Communicator, bytes: usize) -> usize {
+    let calls = match bytes {
         ..=0x10_0000 => 50,
         0x10_0001..=0x100_0000 => 20,
         0x100_0001..=0x1000_0000 => 8,
         _ => 4,
+    };
+    let device = comm.device().properties();
+    if !device.shared {
+        return calls;
     }
+    (calls * device.multiprocessors / comm.world()).clamp(4, calls)
 }

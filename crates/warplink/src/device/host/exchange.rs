@@ -1,0 +1,505 @@
+//! Moves bytes between host ranks, through outboxes in memory that they share.
+//!
+//! Every rank has an outbox: for each peer some chunks, a count of chunks posted and a count of chunks that the peer has
+//! taken. Sends and receives advance together, chunk by chunk, in whatever order the peers allow. Who waits sleeps on a
+//! doorbell of its own, which peers ring when they have posted or taken a chunk.
+
+use super::doorbell::{self, BellWords, Doorbell};
+use super::operation::Context;
+use super::{elementwise, memory, words};
+use crate::deadline::Deadline;
+use crate::device::{DeviceSlice, RankCall, Reduction, Word};
+use crate::error::{Error, ErrorKind, Rank, Result};
+use std::ops::Range;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// Bytes of a chunk, and how many there are for a peer.
+const CHUNK: usize = 64 << 10;
+const CHUNKS: u64 = 2;
+
+/// The counts of chunks lie on cache lines of their own. Between them, bytes of the first peer's tell whose outbox it is.
+pub(super) const HEADER: usize = 128;
+const TAKEN: usize = 64;
+
+const BOX: usize = HEADER + CHUNKS as usize * CHUNK;
+
+/// The most bytes that ranks say of a call.
+const MAX_SAID: usize = CHUNK / 2;
+
+/// Bytes of an outbox: after the chunks comes the doorbell of its rank.
+pub(super) const fn outbox_bytes(world: usize) -> usize {
+    BOX * world + 64
+}
+
+/// The outboxes of all ranks.
+#[derive(Debug)]
+pub(super) struct Exchange {
+    pub(super) rank: Rank,
+    outboxes: Vec<DeviceSlice>,
+    bells: Vec<Doorbell>,
+    /// How often a rank looks for what it waits for before it sleeps.
+    looks: u32,
+    aborted: AtomicBool,
+}
+
+/// A send or a receive under way.
+struct Move {
+    peer: Rank,
+    chunks: DeviceSlice,
+    posted: Word,
+    taken: Word,
+    sends: bool,
+    /// What comes before the data: what is said to a peer, or what it is expected to say.
+    said: Vec<u8>,
+    data: Option<DeviceSlice>,
+    position: usize,
+    end: usize,
+}
+
+/// What a peer said that is something else than was expected.
+type Other = Option<(Rank, Vec<u8>)>;
+
+impl Exchange {
+    pub(super) fn new(rank: Rank, outboxes: Vec<DeviceSlice>, processors: usize) -> Result<Self> {
+        let place = BOX * outboxes.len();
+        let bells = outboxes.iter().map(|outbox| Doorbell::at(outbox, place));
+        Ok(Self {
+            rank,
+            bells: bells.collect::<Result<_>>()?,
+            looks: doorbell::looks(processors, outboxes.len()),
+            outboxes,
+            aborted: AtomicBool::new(false),
+        })
+    }
+
+    pub(super) fn world(&self) -> usize {
+        self.outboxes.len()
+    }
+
+    pub(super) fn abort(&self) {
+        self.aborted.store(true, Ordering::Release);
+    }
+
+    /// What goes to other ranks, or comes from them.
+    pub(super) fn of_others(&self, all: &[DeviceSlice]) -> Vec<(Rank, DeviceSlice)> {
+        let others = all.iter().cloned().enumerate();
+        others.filter(|(peer, _)| *peer != self.rank).collect()
+    }
+
+    /// The call that sends `parts[p]` to rank p, and reduces what comes.
+    pub(super) fn reduced(&self, parts: &[DeviceSlice], reduction: Reduction) -> RankCall {
+        let receives = vec![reduction.target.clone(); self.world()];
+        RankCall {
+            said: Vec::new(),
+            sends: self.of_others(parts),
+            receives: self.of_others(&receives),
+            reduction: Some(reduction),
+        }
+    }
+
+    /// Sends and receives, all at once.
+    pub(super) fn advance(
+        &self,
+        context: &Context,
+        sends: &[(Rank, DeviceSlice)],
+        receives: &[(Rank, DeviceSlice)],
+    ) -> Result<()> {
+        let call = RankCall {
+            sends: sends.to_vec(),
+            receives: receives.to_vec(),
+            ..RankCall::default()
+        };
+        self.call(context, &call, None).map(drop)
+    }
+
+    /// Does a call, where peers say of it what is expected; what the first of the others said.
+    pub(super) fn call(
+        &self,
+        context: &Context,
+        call: &RankCall,
+        deadline: Option<Deadline>,
+    ) -> Result<Other> {
+        let mut sends = self.moves(call, true)?;
+        let mut receives = self.moves(call, false)?;
+        if let Some(reduction) = &call.reduction {
+            receives.sort_by_key(|side| side.peer);
+            let bytes = reduction.target.bytes();
+            let data = receives.iter().filter_map(|side| side.data.as_ref());
+            let mut all = data.chain([&reduction.own]);
+            if all.any(|one| one.bytes() != bytes) {
+                return Err(Error::invalid("a reduction of parts of different lengths"));
+            }
+            if receives.is_empty() {
+                let Reduction { op, dtype, own, .. } = reduction;
+                let own = std::slice::from_ref(own);
+                elementwise::reduce(*op, *dtype, &reduction.target, own)?;
+            }
+        }
+        loop {
+            let seen = self.bells[self.rank].count();
+            let mut moved = false;
+            for side in first_of_each(&mut sends) {
+                moved |= self.step(context, side)?;
+            }
+            for number in 0..receives.len() {
+                if let Some(other) = self.other_said(&mut receives, number)? {
+                    return Ok(Some(other));
+                }
+            }
+            match &call.reduction {
+                Some(reduction) if !receives.is_empty() => {
+                    // What is overwritten has been sent.
+                    let sent = sends.iter().map(|side| side.position).min();
+                    moved |= self.combine(context, reduction, &mut receives, sent)?;
+                }
+                Some(_) => {}
+                None => {
+                    for side in first_of_each(&mut receives) {
+                        moved |= self.step(context, side)?;
+                    }
+                }
+            }
+            sends.retain(Move::goes_on);
+            receives.retain(Move::goes_on);
+            if sends.is_empty() && receives.is_empty() {
+                return Ok(None);
+            }
+            if moved {
+                continue;
+            }
+            context.check()?;
+            if self.aborted.load(Ordering::Acquire) {
+                return Err(aborted());
+            }
+            if let Some(deadline) = deadline.filter(Deadline::passed) {
+                return Err(deadline.expired("what other ranks send"));
+            }
+            doorbell::rest(&self.bells[self.rank], seen, self.looks);
+        }
+    }
+
+    /// The sends or the receives of a call.
+    fn moves(&self, call: &RankCall, sends: bool) -> Result<Vec<Move>> {
+        let data = if sends { &call.sends } else { &call.receives };
+        let mut moves = Vec::new();
+        for head in &call.said {
+            let said = if sends { &head.told } else { &head.expected };
+            moves.push(self.side(head.peer, sends, said.clone(), None)?);
+        }
+        for (peer, data) in data {
+            let mut with_head = moves.iter_mut().take(call.said.len());
+            match with_head.find(|side: &&mut Move| side.peer == *peer && side.data.is_none()) {
+                Some(side) => {
+                    side.end += data.bytes();
+                    side.data = Some(data.clone());
+                }
+                None => moves.push(self.side(*peer, sends, Vec::new(), Some(data))?),
+            }
+        }
+        moves.retain(Move::goes_on);
+        Ok(moves)
+    }
+
+    fn side(
+        &self,
+        peer: Rank,
+        sends: bool,
+        said: Vec<u8>,
+        data: Option<&DeviceSlice>,
+    ) -> Result<Move> {
+        let (from, to) = if sends {
+            (self.rank, peer)
+        } else {
+            (peer, self.rank)
+        };
+        let outbox = self.outboxes.get(from).filter(|_| to < self.world());
+        let outbox = outbox.ok_or_else(|| {
+            Error::invalid(format!("rank {peer} is out of range")).with_peer(peer)
+        })?;
+        // So elements of the data are whole in each chunk.
+        if said.len() > MAX_SAID || !said.len().is_multiple_of(16) {
+            return Err(Error::invalid(format!(
+                "{} bytes are said of a call; expected a multiple of 16, at most {MAX_SAID}",
+                said.len()
+            )));
+        }
+        let start = to * BOX;
+        Ok(Move {
+            peer,
+            chunks: outbox.slice(start + HEADER..start + BOX)?,
+            posted: outbox.word(start)?,
+            taken: outbox.word(start + TAKEN)?,
+            sends,
+            end: said.len() + data.map_or(0, DeviceSlice::bytes),
+            said,
+            data: data.cloned(),
+            position: 0,
+        })
+    }
+
+    /// Moves one chunk if the other side is ready for it.
+    fn step(&self, context: &Context, side: &mut Move) -> Result<bool> {
+        let Some(chunk) = side.next()? else {
+            return Ok(false);
+        };
+        context.delay();
+        let data = side.data_of(&chunk)?;
+        if side.sends {
+            if side.position == 0 && !side.said.is_empty() {
+                memory::write_bytes(&side.chunks(&chunk, 0..side.said.len())?, &side.said)?;
+            }
+            if let Some((own, there)) = data {
+                memory::copy(&there, &own);
+            }
+        } else if let Some((own, there)) = data {
+            memory::copy(&own, &there);
+        }
+        self.done(side, &chunk)?;
+        Ok(true)
+    }
+
+    /// Counts a chunk, and tells the peer.
+    fn done(&self, side: &mut Move, chunk: &Chunk) -> Result<()> {
+        let word = if side.sends {
+            &side.posted
+        } else {
+            &side.taken
+        };
+        words::set(word, chunk.number + 1);
+        side.position = chunk.range.end;
+        doorbell::ring(&self.bells[side.peer]);
+        Ok(())
+    }
+
+    /// What a peer said that is something else than was expected, where its first chunk has come.
+    fn other_said(&self, receives: &mut [Move], number: usize) -> Result<Other> {
+        let side = &receives[number];
+        if side.position > 0 || side.said.is_empty() {
+            return Ok(None);
+        }
+        let Some(chunk) = side.next()? else {
+            return Ok(None);
+        };
+        let mut said = vec![0; side.said.len()];
+        memory::read_bytes(&side.chunks(&chunk, 0..said.len())?, &mut said)?;
+        Ok((said != side.said).then_some((side.peer, said)))
+    }
+
+    /// Combines one chunk of all peers with this rank's, once all have come and what is overwritten has been sent.
+    fn combine(
+        &self,
+        context: &Context,
+        reduction: &Reduction,
+        sides: &mut [Move],
+        sent: Option<usize>,
+    ) -> Result<bool> {
+        let chunks = sides
+            .iter()
+            .map(Move::next)
+            .collect::<Result<Option<Vec<_>>>>()?;
+        let Some(chunks) = chunks else {
+            return Ok(false);
+        };
+        let Some(first) = chunks.first() else {
+            return Ok(false);
+        };
+        if sent.is_some_and(|sent| sent < first.range.end) {
+            return Ok(false);
+        }
+        context.delay();
+        let head = sides.first().map_or(0, |side| side.said.len());
+        let start = first.range.start.max(head);
+        if start < first.range.end {
+            let inside = start - first.range.start..first.range.end - first.range.start;
+            let here = start - head..first.range.end - head;
+            let there = sides.iter().zip(&chunks);
+            let there = there.map(|(side, chunk)| side.chunks(chunk, inside.clone()));
+            let mut sources = there.collect::<Result<Vec<_>>>()?;
+            // In the order of ranks, so that all ranks get the same bits.
+            let before = sides.iter().filter(|side| side.peer < self.rank).count();
+            sources.insert(before, reduction.own.slice(here.clone())?);
+            let target = reduction.target.slice(here)?;
+            elementwise::reduce(reduction.op, reduction.dtype, &target, &sources)?;
+        }
+        for (side, chunk) in sides.iter_mut().zip(&chunks) {
+            self.done(side, chunk)?;
+        }
+        Ok(true)
+    }
+}
+
+/// The next chunk of a move: its number, and which bytes of the move it has.
+struct Chunk {
+    number: u64,
+    range: Range<usize>,
+}
+
+impl Move {
+    fn goes_on(&self) -> bool {
+        self.position < self.end
+    }
+
+    /// The next chunk, if the other side has done its part for it.
+    fn next(&self) -> Result<Option<Chunk>> {
+        let (posted, taken) = (words::load(&self.posted), words::load(&self.taken));
+        let (number, ready) = if self.sends {
+            (posted, posted.wrapping_sub(taken) < CHUNKS)
+        } else {
+            (taken, posted != taken)
+        };
+        let range = self.position..(self.position + CHUNK).min(self.end);
+        Ok(ready.then_some(Chunk { number, range }))
+    }
+
+    /// The bytes `range` of a chunk.
+    fn chunks(&self, chunk: &Chunk, range: Range<usize>) -> Result<DeviceSlice> {
+        let start = (chunk.number % CHUNKS) as usize * CHUNK;
+        self.chunks.slice(start + range.start..start + range.end)
+    }
+
+    /// The data of a chunk: this rank's memory, and the chunk's.
+    fn data_of(&self, chunk: &Chunk) -> Result<Option<(DeviceSlice, DeviceSlice)>> {
+        let head = self.said.len();
+        let (from, to) = (chunk.range.start.max(head), chunk.range.end);
+        let Some(data) = self.data.as_ref().filter(|_| from < to) else {
+            return Ok(None);
+        };
+        let there = from - chunk.range.start..to - chunk.range.start;
+        let own = data.slice(from - head..to - head)?;
+        Ok(Some((own, self.chunks(chunk, there)?)))
+    }
+}
+
+/// The first move of each peer: two of one pair and direction share its chunks.
+fn first_of_each(moves: &mut [Move]) -> impl Iterator<Item = &mut Move> {
+    let mut busy: Vec<Rank> = Vec::new();
+    moves.iter_mut().filter(move |side| {
+        let first = !busy.contains(&side.peer);
+        if first {
+            busy.push(side.peer);
+        }
+        first
+    })
+}
+
+pub(super) fn aborted() -> Error {
+    Error::new(ErrorKind::Closed, "the collectives were aborted")
+        .with_help("join again with the ranks that are left")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::device::{FaultSet, ReduceOp, Said};
+    use crate::dtype::DType;
+    use std::sync::Arc;
+    use std::time::Duration;
+
+    fn context() -> Context {
+        Context::new(Arc::default(), Arc::<FaultSet>::default(), None, 1)
+    }
+
+    /// One thread for each rank, which are given their exchange and number.
+    fn ranks(world: usize, body: impl Fn(&Exchange) + Sync) {
+        let outboxes = (0..world).map(|_| memory::allocate(outbox_bytes(world)).unwrap());
+        let outboxes: Vec<DeviceSlice> = outboxes.collect();
+        std::thread::scope(|scope| {
+            for rank in 0..world {
+                let exchange = Exchange::new(rank, outboxes.clone(), 2).unwrap();
+                let body = &body;
+                scope.spawn(move || body(&exchange));
+            }
+        });
+    }
+
+    fn memory_of(values: &[i32]) -> DeviceSlice {
+        let bytes: Vec<u8> = values
+            .iter()
+            .flat_map(|value| value.to_le_bytes())
+            .collect();
+        let slice = memory::allocate(bytes.len()).unwrap();
+        memory::write_bytes(&slice, &bytes).unwrap();
+        slice
+    }
+
+    fn values(slice: &DeviceSlice) -> Vec<i32> {
+        let mut bytes = vec![0; slice.bytes()];
+        memory::read_bytes(slice, &mut bytes).unwrap();
+        let values = bytes.as_chunks::<4>().0.iter();
+        values.map(|bytes| i32::from_le_bytes(*bytes)).collect()
+    }
+
+    fn said(exchange: &Exchange, told: u8) -> Vec<Said> {
+        let others = (0..exchange.world()).filter(|peer| *peer != exchange.rank);
+        let said = others.map(|peer| Said {
+            peer,
+            told: vec![told; 112],
+            expected: vec![1; 112],
+        });
+        said.collect()
+    }
+
+    #[test]
+    fn what_is_sent_is_reduced_in_place_whatever_its_length() {
+        for (world, count) in [(2, 1), (2, 100_001), (3, 16_356), (3, 16_357), (4, 40_000)] {
+            ranks(world, |exchange| {
+                let own: Vec<i32> = (0..count)
+                    .map(|at| at * (exchange.rank as i32 + 1))
+                    .collect();
+                let memory = memory_of(&own);
+                let mut call = exchange.reduced(
+                    &vec![memory.clone(); world],
+                    Reduction {
+                        op: ReduceOp::Sum,
+                        dtype: DType::I32,
+                        own: memory.clone(),
+                        target: memory.clone(),
+                    },
+                );
+                call.said = said(exchange, 1);
+                let limit = Deadline::after(Duration::from_secs(20));
+                assert_eq!(exchange.call(&context(), &call, Some(limit)).unwrap(), None);
+                let factor = (1..=world as i32).sum::<i32>();
+                let expected: Vec<i32> = (0..count).map(|at| at * factor).collect();
+                assert_eq!(values(&memory), expected, "rank {}", exchange.rank);
+            });
+        }
+    }
+
+    #[test]
+    fn who_says_something_else_is_named_and_nothing_is_written() {
+        ranks(2, |exchange| {
+            let peer = 1 - exchange.rank;
+            let memory = memory_of(&[-1; 1000]);
+            let call = RankCall {
+                said: said(exchange, if exchange.rank == 0 { 1 } else { 2 }),
+                sends: vec![(peer, memory_of(&[5; 1000]))],
+                receives: vec![(peer, memory.clone())],
+                reduction: None,
+            };
+            let limit = Deadline::after(Duration::from_secs(20));
+            let other = exchange.call(&context(), &call, Some(limit)).unwrap();
+            let (expected, written) = if exchange.rank == 0 {
+                (Some((1, vec![2; 112])), -1)
+            } else {
+                (None, 5)
+            };
+            assert_eq!((other, values(&memory)[999]), (expected, written));
+        });
+    }
+
+    #[test]
+    fn a_call_that_a_peer_does_not_make_ends_at_its_deadline() {
+        ranks(2, |exchange| {
+            if exchange.rank == 0 {
+                let call = RankCall {
+                    said: said(exchange, 1),
+                    ..RankCall::default()
+                };
+                let limit = Deadline::after(Duration::from_millis(50));
+                let late = exchange.call(&context(), &call, Some(limit)).unwrap_err();
+                assert_eq!(late.kind(), ErrorKind::Timeout);
+            }
+        });
+    }
+}
