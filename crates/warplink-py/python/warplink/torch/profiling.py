@@ -41,7 +41,7 @@ class Source:
         return {
             "Collective name": kind,
             "dtype": "" if some is None else str(some.dtype).removeprefix("torch."),
-            "In msg nelems": sum(tensor.numel() for tensor in inputs),
+            "In msg nelems": sum(tensor.numel() for tensor in inputs or outputs),
             "Out msg nelems": sum(tensor.numel() for tensor in outputs),
             "Group size": self.size,
             "Rank": self.rank,
