@@ -408,13 +408,50 @@ def buffers(rank, world, _, place):
         assert (theirs == peer).all()
     with pytest.raises(ValueError, match="buffer's 4096"):
         group.get_p2p_buffer(0, (1025,), torch.float32)
+    other = group.get_p2p_buffer(rank, (4, 8), torch.float32, storage_offset=16, buffer=1)
+    other.fill_(10 + rank)
+    work = group.intra_node_barrier()
+    assert work.wait() and work.is_completed() and work.exception() is None
+    for peer in range(world):
+        # Each buffer has memory of its own.
+        theirs = group.get_p2p_buffer(peer, (4, 8), torch.float32, storage_offset=16)
+        assert (theirs == peer).all()
+        theirs = group.get_p2p_buffer(peer, (4, 8), torch.float32, storage_offset=16, buffer=1)
+        assert (theirs == 10 + peer).all()
     group.intra_node_barrier()
-    del own, theirs
+    del own, other, theirs
     dist.destroy_process_group()
 
 
 def test_buffers_that_peers_reach():
     on_ranks(buffers, 3)
+
+
+def barriers_of_parts(rank, world, _, place):
+    import warplink.torch
+
+    dist = start(rank, world, place)
+    group = warplink.torch.get_warplink_group()
+    own = group.get_p2p_buffer(rank, (1,), torch.int32)
+    own.zero_()
+    group.intra_node_barrier()
+    if rank < 2:
+        for step in range(1, 20):
+            own.fill_(step)
+            # The third member is in another call.
+            group.intra_node_barrier(ranks=[1, 0]).wait()
+            assert group.get_p2p_buffer(1 - rank, (1,), torch.int32).item() == step
+            group.intra_node_barrier(ranks=[0, 1])
+    for wrong in ([0, 0, rank], [rank, world], [(rank + 1) % world], []):
+        with pytest.raises(ValueError, match="expected different ones below 3, and this one"):
+            group.intra_node_barrier(ranks=wrong)
+    group.intra_node_barrier()
+    del own
+    dist.destroy_process_group()
+
+
+def test_a_barrier_of_some_members_asks_no_others():
+    on_ranks(barriers_of_parts, 3)
 
 
 def memory(rank, world, _, place):

@@ -107,9 +107,10 @@ impl Launches {
                 ..shape.call
             };
             // More of what is longer.
-            let chunks = match count == shape.call.count {
-                true => choice.chunks,
-                false => machine.shape(choice.algorithm, &call).chunks,
+            let chunks = if count == shape.call.count {
+                choice.chunks
+            } else {
+                machine.shape(choice.algorithm, &call).chunks
             };
             let choice = Choice { chunks, ..choice };
             let program = machine.rank_program(rank, &call, &choice)?;

@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 from datetime import timedelta
-from typing import Any
+from typing import Any, Sequence
 
 import torch
 import torch.distributed as dist
@@ -30,7 +30,7 @@ from warplink.torch.host_backend import HostBackend
 from warplink.torch.messages import Messages
 from warplink.torch.monitored import monitored_barrier
 from warplink.torch.options import Options
-from warplink.torch.works import Noted, Works
+from warplink.torch.works import Noted, Works, given_to
 from warplink.torch.workspace import Workspace, is_recording
 from warplink.torch.workspaces import GroupWorkspaces
 
@@ -335,19 +335,28 @@ class ProcessGroupWarplink(GroupCalls, GroupWorkspaces, dist.ProcessGroup):  # t
         dtype: torch.dtype,
         storage_offset: int = 0,
         device: str | torch.device | None = None,
+        buffer: int = 0,
     ) -> torch.Tensor:
         """The buffer of ``rank``, mapped here, as a tensor of ``shape`` and ``dtype``.
 
-        ``storage_offset`` is in elements. Without ``device``, it is memory of the current GPU where the
-        group has NCCL, else the host device's. Every member makes its first call at the same time,
+        ``storage_offset`` is in elements. A group has as many buffers as numbers of a ``buffer`` are used, each of
+        ``get_buffer_size`` bytes. Without ``device``, it is memory of the current GPU where the
+        group has NCCL, else the host device's. Every member makes its first call for a buffer at the same time,
         which blocks until all have. What is read is ordered by ``intra_node_barrier``. Raises
         InvalidArgumentError where the tensor does not fit into ``get_buffer_size``.
         """
-        return self.workspace(device).tensor(rank, list(shape), dtype, storage_offset)
+        return self.workspace(device).tensor(buffer, rank, list(shape), dtype, storage_offset)
 
-    def intra_node_barrier(self, device: str | torch.device | None = None) -> None:
-        """A barrier of the members' current streams (on CPU, of the callers)."""
-        self.workspace(device).barrier()
+    def intra_node_barrier(
+        self, device: str | torch.device | None = None, ranks: Sequence[int] | None = None
+    ) -> dist.Work:
+        """A barrier of the current streams of ``ranks``, or of all members; on CPU, of the callers, and it is over when this
+        returns. Only those in ``ranks`` call it, all of them with the same ones; the first call with some ranks blocks until
+        all of them have made it. The first barrier of a group is one of all members, or comes after another call that
+        makes what they share on ``device``."""
+        space = self.workspace(device)
+        space.barrier(ranks)
+        return given_to(space)
 
     # Names, numbers and the end
 

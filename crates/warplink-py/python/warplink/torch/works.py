@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from warplink.errors import WarplinkError, from_kind
 from warplink.torch import profiling
-from warplink.torch.workspace import current_handle, is_recording
+from warplink.torch.workspace import Workspace, current_handle, is_recording
 
 #: What an operation gives: the tensors that its future holds.
 Result = Any
@@ -260,6 +260,14 @@ class WorkGroup(dist.Work):
         return futures.then(
             lambda all_of_them: [t for one in all_of_them.value() for t in (one.value() or [])]
         )
+
+
+def given_to(space: Workspace) -> dist.Work:
+    """What the caller's current stream was given of ``space`` so far; on the host device, that is done."""
+    if space.device.type != "cuda":
+        return WorkGroup([])
+    current, borrowed = space.current_streams()
+    return GpuWork([], current, None, space.check, borrowed.synchronize)
 
 
 class Worker:

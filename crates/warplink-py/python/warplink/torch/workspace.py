@@ -101,8 +101,10 @@ class Workspace:
         self._recorded: set[Any] = set()
         self._job = job
         self._buffer_size = buffer_size
-        self._buffers: list[Any] | None = None
-        self._barrier: warplink.StreamBarrier | None = None
+        #: Every rank's buffer of each number.
+        self._buffers: dict[int, list[Any]] = {}
+        #: Barriers by the ranks that they are of.
+        self._barriers: dict[tuple[int, ...], warplink.StreamBarrier] = {}
         self._own_stream: warplink.Stream | None = None
         #: Streams of PyTorch's by their handles, which PyTorch never frees, as it knows them and as Warplink does.
         self._borrowed: dict[int, tuple[torch.cuda.Stream, warplink.Stream]] = {}
@@ -114,7 +116,7 @@ class Workspace:
         the work of earlier turns; MismatchError where that or this took too long, and ranks called other things."""
         with self._lock:
             try:
-                self._check()
+                self.check()
                 stream = self.stream
                 self._turns.begin(stream)
                 try:
@@ -136,7 +138,7 @@ class Workspace:
 
         Raises MismatchError where a member calls something else, with a plan or without."""
         with self._lock, self._explained():
-            self._check()
+            self.check()
             self._note(call)
             if call not in self._compared:
                 check_alike(self.communicator, call)
@@ -256,9 +258,9 @@ class Workspace:
             stream.synchronize()
 
     def tensor(
-        self, rank: int, shape: list[int], dtype: torch.dtype, storage_offset: int
+        self, buffer: int, rank: int, shape: list[int], dtype: torch.dtype, storage_offset: int
     ) -> torch.Tensor:
-        """A tensor in the buffer of ``rank``."""
+        """A tensor in the buffer of ``rank`` with the number ``buffer``."""
         first = storage_offset * dtype.itemsize
         last = first + math.prod(shape) * dtype.itemsize
         if not 0 <= first < last <= self._buffer_size:
@@ -266,7 +268,7 @@ class Workspace:
                 f"{shape} of {dtype} at offset {storage_offset} takes bytes {first} to {last}; "
                 f"expected some of the buffer's {self._buffer_size}"
             )
-        buffers = self._exchange_buffers()
+        buffers = self._exchange_buffers(buffer)
         if not 0 <= rank < len(buffers):
             raise InvalidArgumentError(f"there is no rank {rank}; expected one below {len(buffers)}")
         # As bytes, since not every element type of PyTorch has a name in Warplink.
@@ -274,16 +276,18 @@ class Workspace:
         with torch.inference_mode(False):
             return torch.from_dlpack(view).view(dtype).view(shape)
 
-    def _exchange_buffers(self) -> list[Any]:
-        """Every rank's buffer, mapped here; made at the first call, by all ranks at the same time."""
+    def _exchange_buffers(self, number: int) -> list[Any]:
+        """Every rank's buffer of a number, mapped here; made at the first call, by all ranks at the same time."""
         with self._lock:
-            if self._buffers is not None:
-                return self._buffers
+            if (known := self._buffers.get(number)) is not None:
+                return known
             if is_recording(self.device):
                 raise new_in_a_graph(self.communicator.rank, "get_p2p_buffer")
+            check_alike(self.communicator, ("get_p2p_buffer", number))
             own = self.communicator.alloc(self._buffer_size)
-            self._buffers = self._open(own, self.communicator.all_gather_bytes(self._handles(own)))
-            return self._buffers
+            made = self._open(own, self.communicator.all_gather_bytes(self._handles(own)))
+            self._buffers[number] = made
+            return made
 
     def reaches_all(self) -> bool:
         """Whether every member maps memory of every other one, the same on all of them; tells the log why not. All
@@ -320,15 +324,27 @@ class Workspace:
             opened.append(comm.open_handle(peer, mine[4 : 4 + length]))
         return opened
 
-    def barrier(self) -> None:
-        """A barrier of the members' current streams."""
+    def barrier(self, ranks: Sequence[int] | None = None) -> None:
+        """A barrier of the current streams of ``ranks``, this one among them, or of all members."""
+        comm = self.communicator
+        members = tuple(range(comm.size)) if ranks is None else tuple(sorted(ranks))
+        others = set(members) - {comm.rank}
+        if len(others) + 1 != len(members) or not others <= set(range(comm.size)):
+            raise InvalidArgumentError(
+                f"a barrier of ranks {list(members)} on rank {comm.rank}; expected different ones below {comm.size}, and "
+                "this one"
+            )
         with self.turn() as stream:
-            if self._barrier is None and is_recording(self.device):
-                raise new_in_a_graph(self.communicator.rank, "intra_node_barrier")
-            self._note("intra_node_barrier")
-            if self._barrier is None:
-                self._barrier = self.communicator.stream_barrier()
-            self._barrier.enqueue(stream)
+            barrier = self._barriers.get(members)
+            if barrier is None and is_recording(self.device):
+                raise new_in_a_graph(comm.rank, "intra_node_barrier")
+            if len(members) == comm.size:
+                # Of a part, the others make other calls meanwhile.
+                self._note("intra_node_barrier")
+            if barrier is None:
+                of = comm if len(members) == comm.size else comm.subgroup(members)
+                barrier = self._barriers[members] = of.stream_barrier()
+            barrier.enqueue(stream)
         with self._explained():
             self.settle(stream)
 
@@ -342,7 +358,7 @@ class Workspace:
         if self._watch is not None:
             self._watch.timeout = timeout
 
-    def _check(self) -> None:
+    def check(self) -> None:
         """Raises what went wrong so far."""
         try:
             if self._watch is not None:
@@ -360,12 +376,13 @@ class Workspace:
         """Lets go of everything. Tensors of the buffers must not be used any more. Raises what went wrong with the work
         of turns, unless a turn has."""
         self.plans.clear()
-        self._buffers, self._barrier = None, None
+        self._buffers.clear()
+        self._barriers.clear()
         try:
             if self._watch is not None:
                 self._watch.close()
                 if not self._told:
-                    self._check()
+                    self.check()
         finally:
             if self._job is not None:
                 joining.leave(self._job)
