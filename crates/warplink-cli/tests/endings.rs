@@ -180,6 +180,39 @@ fn nothing_is_left_in_other_sessions_when_the_launcher_is_killed() {
     );
 }
 
+/// Of the launcher and its guard, either may be killed, and the other stopped meanwhile.
+#[test]
+fn nothing_is_left_when_the_launcher_or_its_guard_is_killed() {
+    let send = |name: &str, pid: &str| {
+        let sent = std::process::Command::new("kill")
+            .args(["-s", name, pid])
+            .status();
+        assert!(sent.unwrap().success());
+    };
+    for (stopped, killed) in [(None, 0), (None, 1), (Some(1), 0), (Some(0), 1)] {
+        let script = "env -i setsid sleep MARK & setsid sleep MARK & sleep MARK";
+        let mut running = Running::start(2, script, 6);
+        let guard = running.child.id().to_string();
+        let children = format!("/proc/{guard}/task/{guard}/children");
+        let launcher = std::fs::read_to_string(children).unwrap();
+        let pids = [guard.as_str(), launcher.trim()];
+        if let Some(stopped) = stopped {
+            send("STOP", pids[stopped]);
+        }
+        send("KILL", pids[killed]);
+        if stopped == Some(0) {
+            send("CONT", pids[0]);
+        }
+        running.child.wait().unwrap();
+        let none_is_left = within(SOON, || running.sleeping() == 0);
+        assert!(
+            none_is_left,
+            "{stopped:?} {killed}: {} are left",
+            running.sleeping()
+        );
+    }
+}
+
 #[test]
 fn stopped_ranks_are_killed_after_the_grace_time() {
     // Rank 1 stops before it sleeps.

@@ -34,10 +34,10 @@ pub(crate) fn is_guarded() -> bool {
     guard.is_some_and(|guard| guard == *Pid::as_raw(getppid()).to_string())
 }
 
-/// In the child of a guard: gets [`Signal::TERM`] when the guard ends.
+/// In the child of a guard: gets [`Signal::CONT`] when the guard ends, which it takes also where it is stopped.
 pub(crate) fn follow() {
     // Without it, the guard's death goes unnoticed.
-    let _ = set_parent_process_death_signal(Some(Signal::TERM));
+    let _ = set_parent_process_death_signal(Some(Signal::CONT));
 }
 
 /// The process that outlives the launcher: its guard, or itself.

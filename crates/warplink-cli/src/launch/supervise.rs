@@ -9,7 +9,7 @@ use crate::report;
 use anyhow::{Context, Result};
 use rustix::io::Errno;
 use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, waitid};
-use signal_hook::consts::{SIGKILL, SIGPIPE};
+use signal_hook::consts::{SIGCONT, SIGKILL, SIGPIPE};
 use signal_hook::iterator::{Handle, Signals};
 use std::collections::BTreeSet;
 use std::io::{self, Read};
@@ -56,7 +56,8 @@ impl Supervisor {
     pub(super) fn new(consequence: Option<i32>) -> Result<Self> {
         let (sender, events) = mpsc::channel();
         let (pumping, drained) = mpsc::channel();
-        let mut signals = Signals::new(guard::ending_signals()).context("handle signals")?;
+        let mut signals =
+            Signals::new(guard::ending_signals().chain([SIGCONT])).context("handle signals")?;
         let handle = signals.handle();
         let to = sender.clone();
         spawn("signals", move || {
@@ -153,6 +154,10 @@ impl Supervisor {
             timers: BTreeSet::new(),
             grace,
         };
+        // Its signal may have come before it was handled.
+        if guard::is_lost() {
+            watch.follow_guard(&ranks);
+        }
         while watch.running > 0 {
             let next = watch.timers.first().map(|(at, _)| *at);
             match self.next(next) {
@@ -241,11 +246,8 @@ impl Watch {
     fn handle(&mut self, event: Event, ranks: &Ranks) {
         match event {
             Event::Exited(rank, exit) => self.exited(rank, exit),
-            Event::Signal(_) if guard::is_lost() => {
-                self.outcome.signalled = Some(SIGKILL);
-                report::print_message("the guard was killed; killing the ranks");
-                ranks.signal(Signal::KILL);
-            }
+            Event::Signal(_) if guard::is_lost() => self.follow_guard(ranks),
+            Event::Signal(SIGCONT) => {}
             Event::Signal(number) => {
                 let again = self.outcome.signalled.is_some();
                 let signal = if again {
@@ -268,6 +270,14 @@ impl Watch {
                 self.end(ranks);
             }
         }
+    }
+
+    /// The guard was killed, and so are the ranks.
+    fn follow_guard(&mut self, ranks: &Ranks) {
+        if self.outcome.signalled.replace(SIGKILL) != Some(SIGKILL) {
+            report::print_message("the guard was killed; killing the ranks");
+        }
+        ranks.signal(Signal::KILL);
     }
 
     /// Reports why the ranks' output is lost, and returns what to exit with.

@@ -175,7 +175,6 @@ mod tests {
         }
         let after = fs::metadata(path("old")).unwrap();
         assert_eq!(after.mode(), before.mode());
-        assert_ne!(after.ino(), before.ino(), "it was written over");
         assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 6);
     }
 

@@ -20,7 +20,7 @@ use std::time::Duration;
 const PAUSE: Duration = Duration::from_millis(10);
 
 /// How long a request is sent again that cannot be carried out for lack of descriptors, here or there.
-const MAX_SHORTAGE: Duration = Duration::from_secs(3);
+const MAX_SHORTAGE: Duration = Duration::from_secs(2);
 
 /// Between two looks at whether the peer can answer.
 const SLICE: Duration = Duration::from_millis(500);
@@ -166,7 +166,11 @@ impl Asked {
 
     /// Waits for the answer.
     pub(super) fn finish(self) -> Result<Option<Piece>> {
-        read_answer(&self.connection)
+        read_answer(&self.connection).map_err(|error| match error.kind() {
+            // It drops connections without a request to accept others.
+            ErrorKind::Io => self.exhausted().map_or(error, peer_is_short),
+            _ => error,
+        })
     }
 }
 

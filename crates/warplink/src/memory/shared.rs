@@ -18,7 +18,7 @@ use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
 /// How long after a request that was not answered peers get less time to answer others, and how much that is.
-const AFTER_FAILURE: Duration = Duration::from_secs(1);
+const AFTER_FAILURE: Duration = Duration::from_secs(10);
 const MAX_WAIT_AFTER_FAILURE: Duration = Duration::from_millis(100);
 
 /// The key of a mapping: whose memory, and which allocation of it.
