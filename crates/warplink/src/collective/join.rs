@@ -215,9 +215,10 @@ impl Collectives {
         let model = HardwareModel::find(&DeviceDescription::of(&*context.device), world)?;
         let (sharing, properties) = (context.ranks_per_device()?, context.device.properties());
         // All ranks of a machine share its processors, where these run the lanes.
-        let multiprocessors = match properties.shared {
-            true => properties.multiprocessors / world + 1,
-            false => properties.multiprocessors,
+        let multiprocessors = if properties.shared {
+            properties.multiprocessors / world + 1
+        } else {
+            properties.multiprocessors
         };
         // A fifth is for packets, of which half is data; each is in two halves by epoch.
         Ok(Machine {
