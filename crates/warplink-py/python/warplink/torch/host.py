@@ -153,18 +153,21 @@ class HostCollectives:
                 to, back = (bytes_of.get(peer, (0, 0))[1] for bytes_of in (outward, inward))
                 told = HEADER.pack(number, root, to, back, what, kind)
                 said.append((peer, told, HEADER.pack(number, root, back, to, what, kind)))
-        pieces = [[], []] if direct is not None else [
-            [(peer, at, count) for peer, (at, count) in ends.items() if count]
+        to_send, to_receive = (
+            [(peer, at, count) for peer, (at, count) in ends.items() if count and direct is None]
             for ends in (outward, inward)
-        ]
-        other = self._engine._call(said, *pieces, limit, reduction)
+        )
+        other = self._engine._call(said, to_send, to_receive, limit, reduction)
         if other is not None:
             peer, told = other
             expected = next(expected for at, _, expected in said if at == peer)
             raise _mismatch(self.rank, peer, HEADER.unpack(told), HEADER.unpack(expected))
         if direct is not None:
-            ends = ([(p, as_bytes(t)) for p, t in each if t.numel()] for each in (sends, receives))
-            direct.send_receive(self._stream, *ends)
+            outgoing, incoming = (
+                [(peer, as_bytes(piece)) for peer, piece in ends if piece.numel()]
+                for ends in (sends, receives)
+            )
+            direct.send_receive(self._stream, outgoing, incoming)
             self._stream.synchronize(limit)
 
     def _reduce_received(
@@ -235,7 +238,8 @@ class HostCollectives:
         """A flat tensor becomes its reduction over all ranks, the same bits on each."""
         what = f"all_reduce {name}"
         others = [peer for peer in range(self.size) if peer != self.rank]
-        if flat.numel() * flat.element_size() <= ONE_SHOT_BYTES:
+        # Of two ranks, each sends as much in two shots.
+        if self.size == 2 or flat.numel() * flat.element_size() <= ONE_SHOT_BYTES:
             self._reduce_received(what, name, [(peer, flat) for peer in others], flat, flat, limit)
             return
         # Two shots: each rank reduces a piece, then all gather the pieces.

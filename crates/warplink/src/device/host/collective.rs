@@ -141,7 +141,7 @@ impl HostCollectives {
 
     /// Whether every rank sends all of `source` to all others to reduce it.
     fn is_one_shot(&self, source: &DeviceSlice) -> bool {
-        source.bytes() <= ONE_SHOT_BYTES
+        self.world() <= 2 || source.bytes() <= ONE_SHOT_BYTES
     }
 
     /// Each rank reduces a part, then all gather the parts.

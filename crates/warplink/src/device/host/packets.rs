@@ -191,7 +191,7 @@ mod tests {
     fn what_is_stored_as_packets_is_read_whole_or_not_at_all() {
         let context = Context::new(Arc::default(), Arc::<FaultSet>::default(), None, 1);
         for (lines, data, packed) in [(false, 4, 8), (true, LINE.0, LINE.1)] {
-            for bytes in [1, 3, 4, 7, 8, 119, 120, 121, 247, 960] {
+            for bytes in [1_usize, 3, 4, 7, 8, 119, 120, 121, 247, 960] {
                 // Packets of 16 bytes are filled up.
                 let packets = bytes.div_ceil(data).next_multiple_of(2);
                 let memory = memory::allocate(packets * packed).unwrap();
