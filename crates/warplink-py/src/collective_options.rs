@@ -18,6 +18,8 @@ pub(crate) const fn path_name(path: CollectivePath) -> &'static str {
 
 /// The operator `op`; of a sum, what values are multiplied by beforehand may be given.
 pub(crate) fn operator(op: &str, factor: Option<f64>) -> PyResult<ReduceOp> {
+    // PyTorch's name.
+    let op = if op == "avg" { "average" } else { op };
     match (op, factor) {
         (op, None) => op.parse().map_err(raise),
         ("sum", Some(factor)) => Ok(ReduceOp::scaled_sum(factor)),

@@ -3,6 +3,7 @@
 use crate::array::Reader;
 use crate::bound_call::BoundCall;
 use crate::collective_options::{call, call_on, path_name, told};
+use crate::element::type_name;
 use crate::errors::{invalid, raise};
 use crate::experts::Experts;
 use crate::owner::Detached;
@@ -154,11 +155,11 @@ impl Collectives {
         &self,
         kind: &str,
         count: usize,
-        dtype: &str,
+        #[pyo3(from_py_with = type_name)] dtype: String,
         op: Option<&str>,
         root: Option<Rank>,
     ) -> PyResult<&'static str> {
-        let call = call(kind, count, dtype, op, root)?;
+        let call = call(kind, count, &dtype, op, root)?;
         Ok(path_name(self.inner()?.path_of(&call)))
     }
 
@@ -174,11 +175,11 @@ impl Collectives {
         py: Python<'py>,
         kind: &str,
         count: usize,
-        dtype: &str,
+        #[pyo3(from_py_with = type_name)] dtype: String,
         op: Option<&str>,
         root: Option<Rank>,
     ) -> PyResult<Bound<'py, PyAny>> {
-        let (inner, call) = (self.inner()?, call(kind, count, dtype, op, root)?);
+        let (inner, call) = (self.inner()?, call(kind, count, &dtype, op, root)?);
         let choice = py.detach(|| inner.choice(&call)).map_err(raise)?;
         told(py, choice)
     }
@@ -352,12 +353,12 @@ impl Collectives {
         target: u64,
         source: u64,
         count: usize,
-        dtype: &str,
+        #[pyo3(from_py_with = type_name)] dtype: String,
         op: Option<&str>,
         root: Option<Rank>,
     ) -> PyResult<()> {
         let (inner, live) = (self.inner()?, stream.live()?);
-        let call = call(kind, count, dtype, op, root)?;
+        let call = call(kind, count, &dtype, op, root)?;
         let (input_rows, output_rows) = call.kind.rows(self.world);
         let memory = |address: u64, rows: usize| {
             let bytes = rows.checked_mul(call.dtype.size());
@@ -567,7 +568,7 @@ impl Collectives {
         top_k: usize,
         max_tokens: usize,
         elements: usize,
-        dtype: &str,
+        #[pyo3(from_py_with = type_name)] dtype: String,
         max_rows: Option<usize>,
     ) -> PyResult<Experts> {
         let inner = self.inner()?;

@@ -4,6 +4,7 @@ use crate::array::Array;
 use crate::channel::{self, Connect, Connections};
 use crate::collective_options;
 use crate::collectives::Collectives;
+use crate::element::type_name;
 use crate::engine::CollectiveEngine;
 use crate::errors::raise;
 use crate::executor::Executor;
@@ -15,6 +16,7 @@ use crate::place::Place;
 use crate::region::{Region, RemoteRegion, seconds};
 use crate::stream::{Event, Stream, Turns};
 use crate::transfer::{self, StreamBarrier, Transfer};
+use crate::wait::interruptible;
 use crate::watch::{Limits, Watch};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
@@ -111,7 +113,7 @@ impl Communicator {
         key: i64,
     ) -> PyResult<Self> {
         let inner = self.inner()?;
-        let made = py.detach(|| inner.split(color, key)).map_err(raise)?;
+        let made = interruptible(py, move || inner.split(color, key))?;
         Ok(self.another(made))
     }
 
@@ -120,7 +122,7 @@ impl Communicator {
     /// TimeoutError after the job's timeout.
     fn survivors(&self, py: Python<'_>) -> PyResult<Self> {
         let inner = self.inner()?;
-        let made = py.detach(|| inner.survivors()).map_err(raise)?;
+        let made = interruptible(py, move || inner.survivors())?;
         Ok(self.another(made))
     }
 
@@ -128,7 +130,7 @@ impl Communicator {
     /// which name the rank, when one is gone, and TimeoutError, which names one that did not call it.
     fn barrier(&self, py: Python<'_>) -> PyResult<()> {
         let inner = self.inner()?;
-        py.detach(|| inner.barrier()).map_err(raise)
+        interruptible(py, move || inner.barrier())
     }
 
     /// Every rank's bytes, in rank order. Blocks until every rank has called it. For small data: it
@@ -139,7 +141,7 @@ impl Communicator {
         data: &[u8],
     ) -> PyResult<Vec<Bound<'py, PyBytes>>> {
         let (inner, data) = (self.inner()?, data.to_vec());
-        let all = py.detach(|| inner.all_gather_bytes(&data)).map_err(raise)?;
+        let all = interruptible(py, move || inner.all_gather_bytes(&data))?;
         Ok(all.iter().map(|bytes| PyBytes::new(py, bytes)).collect())
     }
 
@@ -187,10 +189,15 @@ impl Communicator {
     /// Contiguous memory of the device at `address` as an array of `shape` and `dtype`, kept by the caller
     /// as long as anything uses it: for what is called too often for an object that keeps it, such as the
     /// tensors of a run. Raises InvalidArgumentError where it is not memory of the device.
-    fn view_at(&self, address: u64, shape: Vec<usize>, dtype: &str) -> PyResult<View> {
-        let bytes = View::bytes_of(&shape, dtype)?;
+    fn view_at(
+        &self,
+        address: u64,
+        shape: Vec<usize>,
+        #[pyo3(from_py_with = type_name)] dtype: String,
+    ) -> PyResult<View> {
+        let bytes = View::bytes_of(&shape, &dtype)?;
         let slice = self.place.borrow_unowned(address, bytes)?;
-        View::new(&slice, &self.place, shape, dtype)
+        View::new(&slice, &self.place, shape, &dtype)
     }
 
     /// A handle of `region` for `peer` to `open_handle`, by whatever way it gets there. It is good for

@@ -7,6 +7,7 @@
 
 use crate::element::Element;
 use crate::errors::invalid;
+use pyo3::exceptions::PyBufferError;
 use pyo3::prelude::*;
 use pyo3::types::{PyCapsule, PyCapsuleMethods};
 use std::ffi::{CStr, c_void};
@@ -70,9 +71,81 @@ pub(crate) struct Described {
     pub(crate) read_only: Option<bool>,
 }
 
+/// What a capsule holds, of one version of DLPack.
+trait Managed: Sized {
+    /// The name of an unused capsule.
+    const NAME: &'static CStr;
+
+    /// One without a context, which `deleter` frees.
+    fn new(tensor: DLTensor, read_only: bool, deleter: unsafe extern "C" fn(*mut Self)) -> Self;
+    fn tensor(&mut self) -> &mut DLTensor;
+    fn context(&mut self) -> &mut *mut c_void;
+    fn deleter(&self) -> Option<unsafe extern "C" fn(*mut Self)>;
+}
+
+impl Managed for DLManagedTensor {
+    const NAME: &'static CStr = NAME;
+
+    fn new(tensor: DLTensor, _: bool, deleter: unsafe extern "C" fn(*mut Self)) -> Self {
+        Self {
+            tensor,
+            context: std::ptr::null_mut(),
+            deleter: Some(deleter),
+        }
+    }
+
+    fn tensor(&mut self) -> &mut DLTensor {
+        &mut self.tensor
+    }
+
+    fn context(&mut self) -> &mut *mut c_void {
+        &mut self.context
+    }
+
+    fn deleter(&self) -> Option<unsafe extern "C" fn(*mut Self)> {
+        self.deleter
+    }
+}
+
+impl Managed for DLManagedTensorVersioned {
+    const NAME: &'static CStr = VERSIONED;
+
+    fn new(tensor: DLTensor, read_only: bool, deleter: unsafe extern "C" fn(*mut Self)) -> Self {
+        Self {
+            major: VERSION.0,
+            minor: VERSION.1,
+            context: std::ptr::null_mut(),
+            deleter: Some(deleter),
+            flags: if read_only { READ_ONLY } else { 0 },
+            tensor,
+        }
+    }
+
+    fn tensor(&mut self) -> &mut DLTensor {
+        &mut self.tensor
+    }
+
+    fn context(&mut self) -> &mut *mut c_void {
+        &mut self.context
+    }
+
+    fn deleter(&self) -> Option<unsafe extern "C" fn(*mut Self)> {
+        self.deleter
+    }
+}
+
+/// Memory to be handed out.
+pub(crate) struct Shared<'a> {
+    pub(crate) address: u64,
+    pub(crate) device: (i32, i32),
+    pub(crate) element: Element,
+    pub(crate) shape: &'a [usize],
+    pub(crate) read_only: bool,
+}
+
 /// A tensor to be handed out: what the deleter frees.
-struct Handed<K> {
-    managed: DLManagedTensor,
+struct Handed<M, K> {
+    managed: M,
     shape: Vec<i64>,
     strides: Vec<i64>,
     _keep: K,
@@ -145,87 +218,104 @@ unsafe fn read(pointer: *const i64, count: usize) -> Option<Vec<i64>> {
     Some(unsafe { std::slice::from_raw_parts(pointer, count) }.to_vec())
 }
 
-/// A capsule for contiguous memory at `address`; `keep` is held until its consumer is done. `keep` is
-/// dropped on any thread.
+/// A capsule for contiguous memory; `keep` is held until its consumer is done, and is dropped on any thread. It is of
+/// DLPack 1 if the consumer knows that, as `max_version` says: what is of an older version, some take for read-only.
+///
+/// Raises BufferError for read-only memory where the consumer could not be told.
 pub(crate) fn hand_out<'py, K: Send + 'static>(
     py: Python<'py>,
-    address: u64,
-    device: (i32, i32),
-    element: Element,
-    shape: &[usize],
+    memory: &Shared<'_>,
+    max_version: Option<(u32, u32)>,
     keep: K,
 ) -> PyResult<Bound<'py, PyCapsule>> {
-    let shape: Vec<i64> = shape.iter().map(|&extent| extent as i64).collect();
+    if max_version >= Some(VERSION) {
+        return hand_out_as::<DLManagedTensorVersioned, K>(py, memory, keep);
+    }
+    if memory.read_only {
+        return Err(PyBufferError::new_err(
+            "the view is of a read-only array; expected one that can be written, or numpy.asarray",
+        ));
+    }
+    hand_out_as::<DLManagedTensor, K>(py, memory, keep)
+}
+
+fn hand_out_as<'py, M: Managed, K: Send + 'static>(
+    py: Python<'py>,
+    memory: &Shared<'_>,
+    keep: K,
+) -> PyResult<Bound<'py, PyCapsule>> {
+    let shape: Vec<i64> = memory.shape.iter().map(|&extent| extent as i64).collect();
     let mut strides = vec![1; shape.len()];
     for index in (1..shape.len()).rev() {
         strides[index - 1] = strides[index] * shape[index].max(1);
     }
     let mut handed = Box::new(Handed {
-        managed: DLManagedTensor {
-            tensor: DLTensor {
-                data: address as *mut c_void,
-                device_type: device.0,
-                device_id: device.1,
+        managed: M::new(
+            DLTensor {
+                data: memory.address as *mut c_void,
+                device_type: memory.device.0,
+                device_id: memory.device.1,
                 dimensions: shape.len() as i32,
-                code: element.code,
-                bits: element.bits,
+                code: memory.element.code,
+                bits: memory.element.bits,
                 lanes: 1,
                 shape: std::ptr::null_mut(),
                 strides: std::ptr::null_mut(),
                 byte_offset: 0,
             },
-            context: std::ptr::null_mut(),
-            deleter: Some(delete::<K>),
-        },
+            memory.read_only,
+            delete::<M, K>,
+        ),
         shape,
         strides,
         _keep: keep,
     });
-    handed.managed.tensor.shape = handed.shape.as_mut_ptr();
-    handed.managed.tensor.strides = handed.strides.as_mut_ptr();
+    handed.managed.tensor().shape = handed.shape.as_mut_ptr();
+    handed.managed.tensor().strides = handed.strides.as_mut_ptr();
     let handed = Box::into_raw(handed);
     // SAFETY: `handed` is valid and stays so until `delete`. It is stored in the tensor itself, so
     // that `delete` has a pointer to the whole and not one to its first field only.
     let managed = unsafe {
-        (*handed).managed.context = handed.cast();
+        *(*handed).managed.context() = handed.cast();
         &raw mut (*handed).managed
     };
     let Some(pointer) = NonNull::new(managed.cast::<c_void>()) else {
         return Err(invalid("the DLPack tensor could not be allocated"));
     };
-    // SAFETY: the pointer is a DLManagedTensor, as consumers of a capsule of this name expect, and
+    // SAFETY: the pointer is to an `M`, as consumers of a capsule of this name expect, and
     // `destroy` frees it exactly where no consumer has taken it.
-    let capsule =
-        unsafe { PyCapsule::new_with_pointer_and_destructor(py, pointer, NAME, Some(destroy)) };
+    let capsule = unsafe {
+        PyCapsule::new_with_pointer_and_destructor(py, pointer, M::NAME, Some(destroy::<M>))
+    };
     capsule.inspect_err(|_| {
         // SAFETY: nobody else has seen the tensor.
-        unsafe { delete::<K>(managed) }
+        unsafe { delete::<M, K>(managed) }
     })
 }
 
 /// Frees a tensor that was handed out; its consumer calls it once.
 ///
 /// # Safety
-/// `managed` must come from [`hand_out`] with the same `K`, and must not be used any more.
-unsafe extern "C" fn delete<K>(managed: *mut DLManagedTensor) {
-    // SAFETY: the caller's promise: `context` is the box that `hand_out` made.
-    drop(unsafe { Box::from_raw((*managed).context.cast::<Handed<K>>()) });
+/// `managed` must come from [`hand_out_as`] with the same types, and must not be used any more.
+unsafe extern "C" fn delete<M: Managed, K>(managed: *mut M) {
+    // SAFETY: the caller's promise: the context is the box that `hand_out_as` made.
+    drop(unsafe { Box::from_raw((*(*managed).context()).cast::<Handed<M, K>>()) });
 }
 
 /// Frees the tensor of a capsule that nobody consumed.
 ///
 /// # Safety
-/// Called by the interpreter, with a capsule that [`hand_out`] made.
-unsafe extern "C" fn destroy(capsule: *mut pyo3::ffi::PyObject) {
+/// Called by the interpreter, with a capsule that [`hand_out_as`] made of an `M`.
+unsafe extern "C" fn destroy<M: Managed>(capsule: *mut pyo3::ffi::PyObject) {
     // SAFETY: the interpreter calls this attached, with a valid capsule. A consumer renames it, and
     // then the tensor is the consumer's.
     unsafe {
-        if pyo3::ffi::PyCapsule_IsValid(capsule, NAME.as_ptr()) == 0 {
+        if pyo3::ffi::PyCapsule_IsValid(capsule, M::NAME.as_ptr()) == 0 {
             return;
         }
-        let managed = pyo3::ffi::PyCapsule_GetPointer(capsule, NAME.as_ptr());
-        let managed = managed.cast::<DLManagedTensor>();
-        if let Some(deleter) = (*managed).deleter {
+        let managed = pyo3::ffi::PyCapsule_GetPointer(capsule, M::NAME.as_ptr());
+        let managed = managed.cast::<M>();
+        if let Some(deleter) = (*managed).deleter() {
             deleter(managed);
         }
     }

@@ -2,6 +2,7 @@
 
 use crate::errors::invalid;
 use pyo3::prelude::*;
+use pyo3::types::{PyString, PyType};
 use warplink::DType;
 
 /// Codes of DLPack's `DLDataTypeCode`.
@@ -51,6 +52,31 @@ const ALL: [Element; 15] = [
     element("c128", COMPLEX, 128, Some("<c16")),
     element("bool", BOOL, 8, Some("|b1")),
 ];
+
+/// The name of an element type, as `from_py_with` of an argument: Warplink's name where it has one. A type is named by
+/// text, or is NumPy's or PyTorch's own (`numpy.float32`, `numpy.dtype`, `torch.float32`).
+pub(crate) fn type_name(object: &Bound<'_, PyAny>) -> PyResult<String> {
+    let named = if object.is_instance_of::<PyString>() {
+        object.clone()
+    } else if object.is_instance_of::<PyType>() {
+        object.getattr("__name__")?
+    } else {
+        match object.getattr("name") {
+            Ok(name) if name.is_instance_of::<PyString>() => name,
+            _ => object.str()?.into_any(),
+        }
+    };
+    let name: String = named.extract()?;
+    let plain = name.trim_start_matches("torch.").trim_end_matches('_');
+    let known = Element::named(plain).map(|element| element.name);
+    let name = match (plain, known) {
+        (_, Ok(name)) => name,
+        ("float8_e4m3fn", _) => "f8e4m3",
+        ("float8_e5m2", _) => "f8e5m2",
+        _ => &name,
+    };
+    Ok(name.to_owned())
+}
 
 impl Element {
     /// The element type of that name: Warplink's, NumPy's or PyTorch's.

@@ -4,6 +4,7 @@ use crate::communicator::{Communicator, joined};
 use crate::errors::raise;
 use crate::owner::Detached;
 use crate::region::seconds;
+use crate::wait::{interruptible, within};
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 use std::net::IpAddr;
@@ -96,7 +97,8 @@ pub(crate) struct Job {
 
 impl Job {
     fn start(py: Python<'_>, config: &Config) -> PyResult<Self> {
-        let job = py.detach(|| warplink::Job::join(config)).map_err(raise)?;
+        let given = config.clone();
+        let job = interruptible(py, move || warplink::Job::join(&given))?;
         Ok(Self {
             job: Detached::new(job),
             ordinal: config.device.ordinal as i32,
@@ -215,12 +217,16 @@ impl Job {
         Ok(self.inner()?.device().kind().to_string())
     }
 
-    /// Leaves in order. Blocks until every rank has. Does nothing the second time. Raises TimeoutError
-    /// where streams still wait for peers, PeerLostError where a peer does not close.
-    fn close(&self, py: Python<'_>) -> PyResult<()> {
-        match self.job.take() {
-            Some(job) => py.detach(|| job.close()).map_err(raise),
-            None => Ok(()),
+    /// Leaves in order. Blocks until every rank has, or for `limit` seconds: False where it goes on after that, on a
+    /// thread of its own. Does nothing the second time. Raises TimeoutError where streams still wait for peers,
+    /// PeerLostError where a peer does not close.
+    #[pyo3(signature = (limit=None))]
+    fn close(&self, py: Python<'_>, limit: Option<f64>) -> PyResult<bool> {
+        let limit = limit.map(seconds).transpose()?;
+        match (self.job.take(), limit) {
+            (None, _) => Ok(true),
+            (Some(job), None) => interruptible(py, || job.close()).map(|()| true),
+            (Some(job), Some(limit)) => Ok(within(py, limit, || job.close())?.is_some()),
         }
     }
 
@@ -247,7 +253,7 @@ impl Job {
         _traceback: &Bound<'_, PyAny>,
     ) -> PyResult<()> {
         if value.is_none() {
-            return self.close(py);
+            return self.close(py, None).map(drop);
         }
         let reason = value.str()?.to_string();
         self.abort(py, &reason);

@@ -34,6 +34,7 @@ mod region;
 mod stream;
 mod transfer;
 mod untold;
+mod wait;
 mod watch;
 
 use pyo3::exceptions::PyImportError;

@@ -1,7 +1,7 @@
 //! Device memory, and views of it with a shape and an element type.
 
 use crate::dlpack;
-use crate::element::Element;
+use crate::element::{Element, type_name};
 use crate::errors::{invalid, raise};
 use crate::number::whole;
 use crate::place::Place;
@@ -96,10 +96,14 @@ impl Memory {
 
     /// The memory as an array of `shape` and `dtype` ("f32", "bf16", "i64", …, or as NumPy and PyTorch name it),
     /// which takes all of its bytes. Raises InvalidArgumentError where the lengths differ, and for a type that there is not.
-    fn view(&self, #[pyo3(from_py_with = whole)] shape: Vec<usize>, dtype: &str) -> PyResult<View> {
+    fn view(
+        &self,
+        #[pyo3(from_py_with = whole)] shape: Vec<usize>,
+        #[pyo3(from_py_with = type_name)] dtype: String,
+    ) -> PyResult<View> {
         Ok(View {
             read_only: self.read_only,
-            ..View::new(&self.slice, &self.place, shape, dtype)?
+            ..View::new(&self.slice, &self.place, shape, &dtype)?
         })
     }
 
@@ -202,35 +206,30 @@ impl View {
 
     /// A DLPack capsule of this memory. The memory is ordered after nothing: what streams of Warplink
     /// write to it is there once the consumer's stream waits for them. Raises BufferError for memory of a read-only
-    /// array, of which DLPack without a version does not tell.
+    /// array where the consumer asks for DLPack without a version, which does not tell of that.
     #[pyo3(signature = (*, stream=None, max_version=None, dl_device=None, copy=None))]
     fn __dlpack__<'py>(
         &self,
         py: Python<'py>,
         stream: Option<&Bound<'py, PyAny>>,
-        max_version: Option<&Bound<'py, PyAny>>,
+        max_version: Option<(u32, u32)>,
         dl_device: Option<(i32, i32)>,
         copy: Option<bool>,
     ) -> PyResult<Bound<'py, PyCapsule>> {
-        let _ = (stream, max_version);
-        if self.read_only {
-            return Err(pyo3::exceptions::PyBufferError::new_err(
-                "the view is of a read-only array; expected one that can be written, or numpy.asarray",
-            ));
-        }
+        let _ = stream;
         if dl_device.is_some_and(|device| device != self.place.dlpack()) || copy == Some(true) {
             return Err(pyo3::exceptions::PyBufferError::new_err(
                 "the view is handed out in place; expected no copy and no other device",
             ));
         }
-        dlpack::hand_out(
-            py,
-            self.slice.address(),
-            self.place.dlpack(),
-            self.element,
-            &self.shape,
-            self.slice.clone(),
-        )
+        let memory = dlpack::Shared {
+            address: self.slice.address(),
+            device: self.place.dlpack(),
+            element: self.element,
+            shape: &self.shape,
+            read_only: self.read_only,
+        };
+        dlpack::hand_out(py, &memory, max_version, self.slice.clone())
     }
 
     fn __repr__(&self) -> String {

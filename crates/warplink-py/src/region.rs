@@ -1,5 +1,6 @@
 //! Memory that peers may reach.
 
+use crate::element::type_name;
 use crate::errors::raise;
 use crate::memory::{Memory, View, download, upload};
 use crate::number::whole;
@@ -96,8 +97,12 @@ impl Region {
 
     /// The memory as an array of `shape` and `dtype` ("f32", "bf16", "i64", …, or as NumPy and PyTorch name it),
     /// which takes all of its bytes. Raises InvalidArgumentError where the lengths differ, and for a type that there is not.
-    fn view(&self, #[pyo3(from_py_with = whole)] shape: Vec<usize>, dtype: &str) -> PyResult<View> {
-        View::new(&self.slice, &self.place, shape, dtype)
+    fn view(
+        &self,
+        #[pyo3(from_py_with = whole)] shape: Vec<usize>,
+        #[pyo3(from_py_with = type_name)] dtype: String,
+    ) -> PyResult<View> {
+        View::new(&self.slice, &self.place, shape, &dtype)
     }
 
     /// Ends the registration and waits up to `timeout` seconds until no peer maps the memory. Nothing
@@ -162,8 +167,12 @@ impl RemoteRegion {
     }
 
     /// The memory as an array of `shape` and `dtype`; see `Region.view`. Raises the same.
-    fn view(&self, #[pyo3(from_py_with = whole)] shape: Vec<usize>, dtype: &str) -> PyResult<View> {
-        View::new(self.region.memory(), &self.place, shape, dtype)
+    fn view(
+        &self,
+        #[pyo3(from_py_with = whole)] shape: Vec<usize>,
+        #[pyo3(from_py_with = type_name)] dtype: String,
+    ) -> PyResult<View> {
+        View::new(self.region.memory(), &self.place, shape, &dtype)
     }
 
     fn __repr__(&self) -> String {

@@ -5,10 +5,11 @@ use crate::errors::raise;
 use crate::owner::{Detached, OfProcess};
 use crate::place::Place;
 use crate::region::seconds;
+use crate::wait::{SIGNAL_INTERVAL, interruptible};
 use crate::watch::{Limits, Watch, Watched};
 use pyo3::prelude::*;
 use std::sync::Arc;
-use warplink::Deadline;
+use warplink::{Deadline, ErrorKind};
 
 /// An ordered queue of device work. Methods only enqueue unless they say otherwise.
 #[pyclass(frozen, module = "warplink")]
@@ -160,13 +161,26 @@ impl Stream {
         let communicator = self.communicator.with(Clone::clone);
         let stream = self.live()?;
         let limit = limit.map(Deadline::after);
-        py.detach(|| match (&communicator, limit) {
-            (Some(communicator), None) => communicator.synchronize(stream),
-            (Some(communicator), Some(limit)) => communicator.synchronize_until(stream, limit),
-            (None, Some(limit)) => stream.synchronize(limit),
-            (None, None) => Ok(()),
-        })
-        .map_err(raise)
+        let limit = match (limit, &communicator) {
+            (Some(limit), _) => limit,
+            (None, Some(communicator)) => communicator.deadline(),
+            (None, None) => return Ok(()),
+        };
+        // Most waits are short, and need no thread.
+        let probe = Deadline::after(SIGNAL_INTERVAL.min(limit.remaining()));
+        let takes_long = py
+            .detach(|| stream.synchronize(probe))
+            .is_err_and(|error| error.kind() == ErrorKind::Timeout);
+        let stream = stream.clone();
+        let wait = move || match communicator {
+            Some(communicator) => communicator.synchronize_until(&stream, limit),
+            None => stream.synchronize(limit),
+        };
+        if takes_long && !limit.passed() {
+            interruptible(py, wait)
+        } else {
+            py.detach(wait).map_err(raise)
+        }
     }
 
     /// Whether everything enqueued so far is done. Does not block.

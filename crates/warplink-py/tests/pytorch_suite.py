@@ -47,6 +47,8 @@ if os.environ.get("WARPLINK_FOR_GLOO") == "1":
         # Newer releases name further options.
         def __init__(self, store, rank, size, timeout, **_):
             super().__init__(store, rank, size, timeout, devices={"cpu": "warplink"})
+            # Tests look for its events.
+            self._source.backend = "gloo"
 
     c10d.ProcessGroupGloo = ProcessGroupGloo
 
@@ -71,6 +73,8 @@ if os.environ.get("WARPLINK_FOR_NCCL") == "1":
                 super().__init__(
                     store, rank, size, options._timeout, options=own, name=options.group_name, devices=devices
                 )
+                # Tests look for its events.
+                self._source.backend = "nccl"
             finally:
                 c10d.ProcessGroupNCCL = ProcessGroupNCCL
 
@@ -78,11 +82,9 @@ if os.environ.get("WARPLINK_FOR_NCCL") == "1":
 
 from torch.testing._internal.distributed import distributed_test as suite  # noqa: E402
 
-if os.environ.get("WARPLINK_FOR_GLOO") == "1":
-    # The tests look for the events that Gloo's C++ adds to PyTorch's profiler, with shapes of tensors,
-    # for which Python has no call. The results are compared all the same.
-    suite.PROFILING_SUPPORTED_BACKENDS.clear()
-    suite.SEND_RECV_PROFILING_SUPPORTED_BACKENDS.clear()
+# Their profilers are to see every call.
+suite.PROFILING_SUPPORTED_BACKENDS.append("warplink")
+suite.SEND_RECV_PROFILING_SUPPORTED_BACKENDS.append("warplink")
 
 
 def own_gpu(device):

@@ -1,7 +1,7 @@
 """PyTorch's own tests of process groups pass, as they do with Gloo.
 
 They run twice: under the name ``warplink``, and in the place of ``gloo``, since many are for Gloo by
-name. What Gloo passes passes, but for the exceptions below.
+name. What Gloo passes passes, the events that profilers see included, but for the exceptions below.
 """
 
 import os
@@ -20,8 +20,7 @@ SUITE = pathlib.Path(__file__).parent / "pytorch_suite.py"
 #: Seconds that one run may take.
 LIMIT = 900
 
-#: Tests that pass with Gloo and cannot pass in its place, and why. Beside them, the events that Gloo
-#: adds to the profiler are not looked for; see ``pytorch_suite.py``.
+#: Tests that pass with Gloo and cannot pass in its place, and why.
 EXCEPTIONS = {
     "test_ddp_logging_data_cpu": "it compares the group's own name with 'gloo', and PyTorch's C++ reads "
     "Gloo's options from any group of that name; under the name of warplink it passes",

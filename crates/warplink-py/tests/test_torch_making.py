@@ -167,3 +167,23 @@ def made_quietly(rank, world, _, place):
 
 def test_the_callers_of_this_release_tell_the_backends():
     on_ranks(made_quietly, 2)
+
+
+def test_no_property_of_the_host_backend_asks_itself():
+    from torch._C._distributed_c10d import Backend
+
+    from warplink.torch.host_backend import HostBackend
+
+    if not isinstance(vars(Backend).get("options"), property):
+        pytest.skip("PyTorch has no backends in Python")
+    backend = HostBackend(0, 1)
+    for name, value in vars(Backend).items():
+        if isinstance(value, property):
+            try:
+                getattr(backend, name)
+            except RecursionError:
+                raise
+            except RuntimeError as error:
+                # What no backend has to have.
+                assert "does not support" in str(error), name
+    assert backend.options.backend == "warplink"

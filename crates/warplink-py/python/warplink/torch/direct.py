@@ -15,7 +15,7 @@ import torch
 
 import warplink
 from warplink.errors import ClosedError, InvalidArgumentError, UnsupportedError, WarplinkError
-from warplink.torch import error_handling
+from warplink.torch import error_handling, profiling
 from warplink.torch.agreement import made_by_all
 from warplink.torch.arithmetic import as_bytes, readable, settle, writable
 from warplink.torch.shapes import check_plain
@@ -89,8 +89,10 @@ class HostBatches:
 
     def exchange(self, messages: Sequence[Message]) -> HostWork:
         """Does all ``messages`` at the same time."""
-        check_plain((m.tensor for m in messages if m.sends), (m.tensor for m in messages if not m.sends))
-        work, limit = self._works.start("batch_isend_irecv"), self.timeout
+        sent = [m.tensor for m in messages if m.sends]
+        received = [m.tensor for m in messages if not m.sends]
+        check_plain(sent, received)
+        work, limit = self._works.start("batch_isend_irecv", sent, received), self.timeout
 
         def body() -> list[torch.Tensor]:
             held = [readable(m.tensor) if m.sends else writable(m.tensor) for m in messages]
@@ -99,10 +101,10 @@ class HostBatches:
             for sends, receives in rounds(batch, collectives.size, collectives.max_messages):
                 collectives.send_receive(self._stream, sends, receives)
             self._stream.synchronize(limit)
-            received = [(m.tensor, data) for m, data in zip(messages, held) if not m.sends]
-            for tensor, data in received:
-                settle(tensor, data)
-            return [tensor for tensor, _ in received]
+            for message, data in zip(messages, held):
+                if not message.sends:
+                    settle(message.tensor, data)
+            return received
 
         if not self._worker.submit(lambda: work.run(body)):
             work.finish(error=ClosedError("the process group was destroyed"))
@@ -123,9 +125,14 @@ class GpuMessages:
     """
 
     def __init__(
-        self, space: Workspace, collectives: warplink.Collectives, timeout: float
+        self,
+        space: Workspace,
+        collectives: warplink.Collectives,
+        timeout: float,
+        source: profiling.Source,
     ) -> None:
         self._space = space
+        self._source = source
         self._watch = space.communicator.watch(collectives, timeout, error_handling.grace())
         self._waits_block = error_handling.waits_block()
         #: Whether a call or a wait has raised what the watch found.
@@ -186,10 +193,12 @@ class GpuMessages:
         self, output: torch.Tensor, input: torch.Tensor, received: list[int], sent: list[int]
     ) -> bool:
         """The same on the current stream without a work, as ``_now`` says."""
-        return self._now(output, input, self._collectives.all_to_all_v_at, (), (received, sent))
+        call = self._collectives.all_to_all_v_at
+        return self._now("all_to_all", output, input, call, (), (received, sent))
 
     def _now(
         self,
+        name: str,
         output: torch.Tensor,
         input: torch.Tensor,
         call: Callable[..., None],
@@ -206,6 +215,7 @@ class GpuMessages:
             return False
         if not (_is_plain(output) and (input is output or _is_plain(input))):
             return False
+        call = profiling.recorded(self._source, name, call, [input], [output])
         stream, borrowed, several = self._begin()
         try:
             # PyTorch keeps their memory until the stream is past it.
@@ -235,6 +245,7 @@ class GpuMessages:
                     f"{name}: a tensor is on {tensor.device}; expected {self._device}, as in the group's first call"
                 )
         result, check = [*outputs, *further], self._check
+        call = profiling.recorded(self._source, name, call, inputs, result)
         limit = self.timeout if self._waits_block else None
         if not asynchronous:
             stream, borrowed = self._run(outputs, inputs, call)

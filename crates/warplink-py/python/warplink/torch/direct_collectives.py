@@ -114,7 +114,7 @@ class GpuCollectives(GpuMessages):
         operator, element = (None, "u8") if how is None else how
         count = part.nbytes if how is None else part.numel()
         behind = (count, element, operator)
-        return count > 0 and self._now(output, input, self._collectives.call_at, (kind,), behind)
+        return count > 0 and self._now(kind, output, input, self._collectives.call_at, (kind,), behind)
 
     def _between(
         self,

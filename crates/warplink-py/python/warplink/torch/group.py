@@ -17,16 +17,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Backend as C10dBackend
 from torch.distributed import distributed_c10d as c10d
 
 import warplink
 from warplink.errors import ClosedError, InvalidArgumentError, UnsupportedError, WarplinkError
-from warplink.torch import agreement, direct, joining, shortcuts
+from warplink.torch import agreement, direct, joining, profiling, shortcuts
 from warplink.torch.calls import GroupCalls
 from warplink.torch.direct import GpuMessages, HostBatches
 from warplink.torch.direct_collectives import GpuCollectives
 from warplink.torch.host import HostCollectives
+from warplink.torch.host_backend import HostBackend
 from warplink.torch.messages import Messages
 from warplink.torch.monitored import monitored_barrier
 from warplink.torch.options import Options
@@ -39,13 +39,6 @@ LEAVE_AT_EXIT_SECONDS = 1.0
 
 _CPU = torch.device("cpu")
 _CUDA = torch.device("cuda")
-
-
-class _HostBackend(C10dBackend):
-    """What PyTorch's C++ knows of the host device. Calls do not come to it: the group takes them itself."""
-
-    def getBackendName(self) -> str:
-        return "warplink"
 
 
 class ProcessGroupWarplink(GroupCalls, GroupWorkspaces, dist.ProcessGroup):  # type: ignore[misc]
@@ -84,7 +77,9 @@ class ProcessGroupWarplink(GroupCalls, GroupWorkspaces, dist.ProcessGroup):  # t
         self._monitored = self._barriers = 0
         self._job: warplink.Job | None = None
         self._communicator: warplink.Communicator | None = None
-        self._host_works = Works(rank)
+        everyone = list(global_ranks or range(size))
+        self._source = profiling.Source("warplink", rank, size, name, ranks=everyone)
+        self._host_works = Works(self._source)
         self._direct_works = Noted()
         self._host: HostCollectives | None = None
         self._messages: Messages | None = None
@@ -140,7 +135,7 @@ class ProcessGroupWarplink(GroupCalls, GroupWorkspaces, dist.ProcessGroup):  # t
         """Tells PyTorch's C++ that something serves CPU tensors: it keeps a group's name with what does, and newer
         releases ask for the name as soon as there is a group."""
         try:
-            backend = _HostBackend(self._rank, self._size)
+            backend = HostBackend(self._rank, self._size)
         except TypeError:
             # PyTorch 2.11 has no backends in Python, and does not ask.
             return
@@ -295,7 +290,7 @@ class ProcessGroupWarplink(GroupCalls, GroupWorkspaces, dist.ProcessGroup):  # t
         joined = direct.join(space.communicator)
         if joined is None:
             return None
-        made = functools.partial(GpuCollectives, space, joined, limit)
+        made = functools.partial(GpuCollectives, space, joined, limit, self._source)
         return agreement.made_by_all(space.communicator, "making direct calls", made)
 
     @property
@@ -381,11 +376,11 @@ class ProcessGroupWarplink(GroupCalls, GroupWorkspaces, dist.ProcessGroup):  # t
         return self._store
 
     def _set_group_name(self, name: Any) -> None:
-        self._group_name = name
+        self._group_name = self._source.name = name
         super()._set_group_name(name)
 
     def _set_group_desc(self, desc: str) -> None:
-        self._group_desc = desc
+        self._group_desc = self._source.description = desc
         super()._set_group_desc(desc)
 
     @property
@@ -539,7 +534,13 @@ class ProcessGroupWarplink(GroupCalls, GroupWorkspaces, dist.ProcessGroup):  # t
 
     def leave_at_exit(self) -> None:
         """What the end of the interpreter does with a group that was not destroyed."""
-        if self._job is None or self._closed or os.getpid() != self._process:
+        if self._closed or os.getpid() != self._process:
+            return
+        if self._job is None:
+            # A part of another group, with which it leaves.
+            for part in (self._host, self._messages, self._batches):
+                if part is not None:
+                    part.close()
             return
         failure = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
         if failure is not None:

@@ -80,9 +80,10 @@ class HostCollectives:
         outputs: Iterable[torch.Tensor] = (),
     ) -> HostWork:
         """Has ``body`` (given the limit in seconds) done in turn, which reads ``inputs`` and writes ``outputs``."""
+        inputs, outputs = list(inputs), list(outputs)
         check_plain(inputs, outputs)
         limit = self.timeout if timeout is None else timeout
-        work = self._works.start(name)
+        work = self._works.start(name, inputs, outputs)
 
         def failed(error: BaseException) -> BaseException:
             if isinstance(error, TimeoutError):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pathlib
 import socket
-import threading
 import time
 from datetime import timedelta
 
@@ -118,14 +117,8 @@ def leave(job: warplink.Job, limit: float = LEAVE_SECONDS) -> bool:
     Never raises: a group that is destroyed owes nobody anything.
     """
 
-    def close() -> None:
-        try:
-            job.close()
-        except warplink.WarplinkError:
-            # A peer ended without leaving, which ends the job as well.
-            pass
-
-    thread = threading.Thread(target=close, name="warplink-leave", daemon=True)
-    thread.start()
-    thread.join(limit)
-    return not thread.is_alive()
+    try:
+        return job.close(limit)
+    except warplink.WarplinkError:
+        # A peer ended without leaving, which ends the job as well.
+        return True

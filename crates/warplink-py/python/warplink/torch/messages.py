@@ -83,7 +83,7 @@ class Messages:
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> HostWork:
         """Sends ``tensor`` to ``peer``. It is done when the peer has read it."""
         check_plain([tensor], [])
-        work, limit = self._works.start("send"), self.timeout
+        work, limit = self._works.start("send", [tensor]), self.timeout
         with self._lock:
             if self._failure is not None:
                 work.finish(error=self._failure)
@@ -111,7 +111,8 @@ class Messages:
     def receive(self, tensor: torch.Tensor, source: int | None, tag: int) -> HostWork:
         """Receives into ``tensor`` from ``source``, or from any rank."""
         check_plain([], [tensor])
-        work, limit = self._works.start("recv"), self.timeout
+        name = "recvAnySource" if source is None else "recv"
+        work, limit = self._works.start(name, [], [tensor]), self.timeout
         posted = _Posted(work, tensor, source, tag, limit, time.monotonic() + limit)
         with self._lock:
             if self._failure is not None:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from warplink.autoload import name_backend
 from warplink.torch.direct import Message
 from warplink.torch.group import ProcessGroupWarplink
 from warplink.torch.options import Options
@@ -36,17 +37,13 @@ def is_direct_group(group: dist.ProcessGroup | None = None) -> bool:
 
 
 def register() -> None:
-    """Registers the backend, once."""
-    if hasattr(dist.Backend, "WARPLINK"):
-        return
-    dist.Backend.register_backend(
-        "warplink", _create, extended_api=True, devices=["cpu", "cuda"]
-    )
+    """Registers the backend. To be called once."""
+    name_backend()
     _batch_together()
     atexit.register(_leave_at_exit)
 
 
-def _create(options: Any, backend_options: Any) -> ProcessGroupWarplink:
+def create(options: Any, backend_options: Any) -> ProcessGroupWarplink:
     """What ``torch.distributed`` makes a group with."""
     devices, gloo, bound, split_from = _configuration()
     ranks = list(options.global_ranks_in_group)
@@ -139,5 +136,6 @@ def _batch_together() -> None:
 
 
 def _leave_at_exit() -> None:
-    for group in list(_groups):
+    # Parts of a group before the group.
+    for group in sorted(_groups, key=lambda group: group._job is not None):
         group.leave_at_exit()

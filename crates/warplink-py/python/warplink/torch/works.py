@@ -7,12 +7,13 @@ import copy
 import queue
 import threading
 from datetime import timedelta
-from typing import Any, Callable
+from typing import Any, Callable, Sequence
 
 import torch
 import torch.distributed as dist
 
 from warplink.errors import WarplinkError, from_kind
+from warplink.torch import profiling
 from warplink.torch.workspace import current_handle, is_recording
 
 #: What an operation gives: the tensors that its future holds.
@@ -43,10 +44,13 @@ def bare(error: BaseException) -> BaseException:
 class HostWork(dist.Work):
     """An operation on CPU tensors under way; what works on it does so in the mode of the thread that made it."""
 
-    def __init__(self, name: str, rank: int, completer: Completer) -> None:
+    def __init__(
+        self, name: str, rank: int, completer: Completer, event: profiling.Event | None = None
+    ) -> None:
         super().__init__()
         self._name, self._rank = name, rank
         self._completer = completer
+        self._event = event
         self._is_inference = torch.is_inference_mode_enabled()
         self._lock = threading.Lock()
         self._has_ended = False
@@ -82,6 +86,8 @@ class HostWork(dist.Work):
             self._result, self._error, self._source = result, error, source
             self._has_ended = True
             future = self._future
+        if self._event is not None:
+            self._event.end()
         if future is None:
             self._done.set()
         else:
@@ -272,10 +278,11 @@ class Worker:
             if self._stopped:
                 return False
             if self._thread is None:
-                self._thread = threading.Thread(
+                thread = threading.Thread(
                     target=_serve, args=(self._queue,), name=self._name, daemon=True
                 )
-                self._thread.start()
+                thread.start()
+                self._thread = thread
             self._queue.put(job)
             return True
 
@@ -309,7 +316,11 @@ class Completer:
             if self._idle:
                 self._idle -= 1
                 return
-        threading.Thread(target=self._serve, name="warplink-futures", daemon=True).start()
+        try:
+            threading.Thread(target=self._serve, name="warplink-futures", daemon=True).start()
+        except RuntimeError:
+            # The interpreter ends, and starts no thread any more.
+            self._jobs.get_nowait()()
 
     def _serve(self) -> None:
         torch.set_grad_enabled(False)
@@ -336,14 +347,17 @@ class Completer:
 class Works:
     """Makes the works of one group's CPU tensors."""
 
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
+    def __init__(self, source: profiling.Source) -> None:
+        self.source = source
         self.noted = Noted()
         self._completer = Completer()
 
-    def start(self, name: str) -> HostWork:
+    def start(
+        self, name: str, inputs: Sequence[torch.Tensor] = (), outputs: Sequence[torch.Tensor] = ()
+    ) -> HostWork:
         """A work of an operation that begins, noted where calls are coalesced."""
-        work = HostWork(name, self.rank, self._completer)
+        event = profiling.begin(self.source, name, inputs, outputs)
+        work = HostWork(name, self.source.rank, self._completer, event)
         self.noted.extend([work])
         return work
 

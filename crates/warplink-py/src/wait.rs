@@ -1,0 +1,75 @@
+//! Waits that Ctrl-C ends.
+//!
+//! Python runs handlers of signals on its main thread alone, between instructions. A wait of the library there would
+//! hold them back until it ends, so it goes on in a thread of its own, which is left behind where a handler raises.
+
+use crate::errors::raise;
+use pyo3::prelude::*;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
+use std::time::Duration;
+use warplink::{Error, ErrorKind, Result};
+
+/// How often the main thread lets Python handle signals.
+pub(crate) const SIGNAL_INTERVAL: Duration = Duration::from_millis(50);
+
+/// What `wait` gives, without the interpreter's lock. Raises what a signal's handler raises meanwhile.
+pub(crate) fn interruptible<T: Send + 'static>(
+    py: Python<'_>,
+    wait: impl FnOnce() -> Result<T> + Send + 'static,
+) -> PyResult<T> {
+    if !on_main_thread(py)? {
+        return py.detach(wait).map_err(raise);
+    }
+    let mut ended = begin(wait)?;
+    loop {
+        let waited = &mut ended;
+        match py.detach(move || waited.recv_timeout(SIGNAL_INTERVAL)) {
+            Ok(result) => return result.map_err(raise),
+            Err(RecvTimeoutError::Timeout) => py.check_signals()?,
+            Err(RecvTimeoutError::Disconnected) => return Err(raise(panicked())),
+        }
+    }
+}
+
+/// As [`interruptible`], for `limit` at most; nothing where it takes longer, which leaves it behind.
+pub(crate) fn within<T: Send + 'static>(
+    py: Python<'_>,
+    limit: Duration,
+    wait: impl FnOnce() -> Result<T> + Send + 'static,
+) -> PyResult<Option<T>> {
+    let ended = begin(wait)?;
+    match py.detach(move || ended.recv_timeout(limit)) {
+        Ok(result) => result.map(Some).map_err(raise),
+        Err(RecvTimeoutError::Timeout) => Ok(None),
+        Err(RecvTimeoutError::Disconnected) => Err(raise(panicked())),
+    }
+}
+
+/// Has a thread wait. The library starts it, since Python starts none while it ends.
+fn begin<T: Send + 'static>(
+    wait: impl FnOnce() -> Result<T> + Send + 'static,
+) -> PyResult<Receiver<Result<T>>> {
+    let (sender, ended) = channel();
+    let body = move || {
+        // Nobody listens any more where a signal ended the wait.
+        let _ = sender.send(wait());
+    };
+    let thread = std::thread::Builder::new().name("warplink-py-wait".to_owned());
+    thread.spawn(body).map_err(|error| {
+        let text = format!("starting a thread that waits failed: {error}");
+        raise(Error::new(ErrorKind::Io, text))
+    })?;
+    Ok(ended)
+}
+
+fn panicked() -> Error {
+    Error::new(ErrorKind::Internal, "a thread that waits panicked")
+}
+
+/// Whether Python handles signals on this thread.
+fn on_main_thread(py: Python<'_>) -> PyResult<bool> {
+    let threading = py.import("threading")?;
+    let main = threading.call_method0("main_thread")?;
+    let own = threading.call_method0("get_ident")?;
+    main.getattr("ident")?.eq(own)
+}
