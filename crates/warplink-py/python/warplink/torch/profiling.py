@@ -19,7 +19,7 @@ import torch
 from torch._C._profiler import _RecordFunctionFast
 from torch.autograd import profiler
 
-_begin: Any = torch._C._autograd._record_function_with_args_enter  # type: ignore[attr-defined]
+_begin: Any = torch._C._autograd._record_function_with_args_enter
 
 
 @dataclass
@@ -52,16 +52,28 @@ class Source:
 
 
 class Event:
-    """An event that began. ``end`` ends it, once; another thread calls it, or profilers take it for one of this thread."""
+    """An event that began."""
 
     def __init__(self, source: Source, kind: str, tensors: Sequence[torch.Tensor]) -> None:
         record = _begin(f"{source.backend}:{kind}", *tensors)
+        self._thread = threading.get_ident()
         self._ended: torch.futures.Future[None] = torch.futures.Future()
         # What ends it does so for the profiler of the thread that made the call.
         torch.ops.profiler._call_end_callbacks_on_jit_fut._RecordFunction(record, self._ended)
 
     def end(self) -> None:
-        self._ended.set_result(None)
+        """Ends it, once. Profilers take an event for asynchronous that another thread ends."""
+        if threading.get_ident() != self._thread:
+            self._ended.set_result(None)
+            return
+        thread = threading.Thread(target=self._ended.set_result, args=(None,), name="warplink-profile")
+        try:
+            thread.start()
+        except RuntimeError:
+            # The interpreter ends, and starts no thread any more.
+            self._ended.set_result(None)
+        else:
+            thread.join()
 
 
 def begin(
@@ -91,9 +103,7 @@ def recorded(
             try:
                 call(*arguments)
             finally:
-                thread = threading.Thread(target=event.end, name="warplink-profile")
-                thread.start()
-                thread.join()
+                event.end()
 
     return run
 
