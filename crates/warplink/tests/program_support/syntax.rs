@@ -277,8 +277,10 @@ fn scratch() -> impl Strategy<Value = Scratch> {
     ];
     let packing = prop::sample::select(&Packing::ALL[..]);
     let shape = prop::collection::vec(expr(), 1..4);
-    (name(), packing, dtype, shape).prop_map(|(name, packing, dtype, shape)| Scratch {
+    let parts = (name(), any::<bool>(), packing, dtype, shape);
+    parts.prop_map(|(name, persists, packing, dtype, shape)| Scratch {
         name,
+        persistent: persists && !packing.is_packets(),
         packing,
         dtype,
         shape,

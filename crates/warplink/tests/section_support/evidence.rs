@@ -303,6 +303,9 @@ impl Case<'_> {
                 break;
             }
         }
+        // What is always overwritten before it is read is waited for in every order.
+        let hangs = first.is_some_and(|first| first.stuck);
+        let shown = shown.or_else(|| hangs.then(|| "race: hangs".to_owned()));
         shown.ok_or_else(|| "every order gives the same".to_owned())
     }
 }

@@ -154,7 +154,7 @@ impl Stage<'_> {
             stage: self,
             schedule,
             random: Random::new(mix(schedule.seed ^ 0x5ec7)),
-            memory: Memory::new(self.ranks),
+            memory: Memory::new(self.ranks, self.kernels),
             words: HashMap::new(),
             lanes: (0..world).map(|_| Vec::new()).collect(),
             launch: vec![None; world],
@@ -305,7 +305,10 @@ impl Play<'_> {
                 cell,
                 flag,
                 values,
-            } => self.memory.store((by, rank), &place, cell, (flag, &values)),
+            } => {
+                let by = (by, rank, store.step.launch);
+                self.memory.store(by, &place, cell, (flag, &values));
+            }
         }
     }
 
@@ -410,7 +413,7 @@ impl Play<'_> {
                     while let Some(own) = self.own_store(id, source, place.2) {
                         self.land(rank, lane, own);
                     }
-                    let by = (id.by(element / it.unit, number), rank);
+                    let by = (id.by(element / it.unit, number), rank, launch);
                     let value = self.memory.load(by, source, element);
                     let early = &mut self.lanes[rank][lane].early;
                     early.insert((step, number, element), value);
@@ -446,7 +449,7 @@ impl Play<'_> {
                 all.push(match early.remove(&(id.step, number, element)) {
                     Some(value) => value,
                     None => {
-                        let by = (id.by(unit, number), id.rank);
+                        let by = (id.by(unit, number), id.rank, id.launch);
                         self.memory.load(by, source, element)
                     }
                 });

@@ -73,6 +73,82 @@ fn launches_of_one_remainder_are_followed_beside_one_another() {
     }
 }
 
+/// What scratch holds when a run begins is not to be read, but where it says so, and then in every order of launches.
+#[test]
+fn a_run_reads_what_it_wrote() {
+    let text = |scratch: &str, first: &str, second: &str| {
+        format!(
+            "program p(n) {{
+                input X: f32[n]
+                output Y: f32[n]
+                scratch {scratch}R: f32[2, n]
+                kernel lane in 0..1 threads 64 {{
+                    {first}
+                    barrier
+                }}
+                kernel lane in 0..1 threads 64 {{
+                    {second}
+                    Y = copy(R[0])
+                    barrier
+                }}
+            }}"
+        )
+    };
+    let put = "put X to R[0] on 1 - rank";
+    let alternate = "put X to R[epoch % 4 / 2] on 1 - rank";
+    // In one run, a kernel may read what the one before has put.
+    accepted(&text("", put, ""));
+    accepted(&text("", "", &format!("{put}; barrier")));
+    accepted(&text("persistent ", alternate, ""));
+    accepted(&text(
+        "persistent ",
+        "if epoch % 4 == 0 { R[0] = copy(X) }",
+        "",
+    ));
+    for first in [alternate, "if epoch % 4 == 0 { R[0] = copy(X) }"] {
+        let why = "which nothing wrote in this run of the program since";
+        refused(&text("", first, ""), DiagnosticKind::UnwrittenRead, why);
+    }
+    // Nothing was written before the first run.
+    for scratch in ["", "persistent "] {
+        let late = text(scratch, "if epoch % 4 == 2 { R[0] = copy(X) }", "");
+        refused(
+            &late,
+            DiagnosticKind::UnwrittenRead,
+            "which nothing wrote before",
+        );
+    }
+}
+
+/// A launch that reads scratch may come behind one that went directly, and the other way around.
+#[test]
+fn what_a_direct_launch_left_is_not_read_through_scratch() {
+    for (direct, through) in [
+        ("S = copy(X)", "Z = copy(S)"),
+        ("put X to S on 1 - rank; barrier", "Z = copy(S)"),
+        ("Z = copy(S)", "S = copy(X)"),
+        (
+            "if epoch % 2 == 0 { S = copy(X) }; Z = copy(S)",
+            "S = copy(X)",
+        ),
+    ] {
+        let body = format!("if reachable(Y) {{ {direct} }} else {{ {through} }}");
+        refused(
+            &kernel(1, "Y", &body),
+            DiagnosticKind::UnwrittenRead,
+            "'S' of rank",
+        );
+        let all = format!(
+            "S = copy(X); {}",
+            body.replace("put X to S on 1 - rank; ", "")
+        );
+        accepted(&kernel(1, "Y", &all));
+        // What persists depends on the launches before.
+        let text = kernel(1, "Y", &all).replace("scratch S", "scratch persistent S");
+        refused(&text, DiagnosticKind::Malformed, "which tensors it reached");
+    }
+}
+
 /// Two kernels may each repeat after few launches, and both together only after too many to follow.
 #[test]
 fn kernels_repeat_together_after_few_launches() {

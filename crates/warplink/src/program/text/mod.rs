@@ -24,8 +24,8 @@
 //!           | "wait" transfer [each] {"," transfer [each]}
 //!           | "get_stream" NAME | "set_stream" stream | "synchronize" stream
 //!           | "fork" stream [each] {"," stream [each]} block
-//!           | "scratch" NAME ":" ["packets8" | "packets16" | "packets128"] (DTYPE | NAME)
-//!             "[" integer {"," integer} "]"
+//!           | "scratch" ["persistent"] NAME ":" ["packets8" | "packets16" | "packets128"] (DTYPE | NAME)
+//!             "[" integer {"," integer} "]"             no packets persist
 //!           | "kernel" NAME "in" "0" ".." integer "threads" integer "{" {step separator} "}"
 //!           | "for" NAME "in" integer ".." integer block
 //!           | "if" condition block ["else" (block | "if" …)]

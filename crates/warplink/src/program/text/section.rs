@@ -13,6 +13,9 @@ use crate::program::section::{
 impl Parser<'_> {
     /// What follows `scratch`.
     pub(super) fn scratch(&mut self) -> Parsed<Scratch> {
+        let first = self.peek();
+        let persistent = first.text == "persistent" && self.peek_at(1).text != ":";
+        self.at += usize::from(persistent);
         let name = self.name("a name for the scratch")?;
         self.expect(":")?;
         // A type of that name may be a parameter; then its brackets follow.
@@ -21,6 +24,10 @@ impl Parser<'_> {
             .find(|packing| packing.is_packets() && self.is(packing.name()))
             .filter(|_| self.peek_at(1).kind == TokenKind::Word);
         self.at += usize::from(packing.is_some());
+        if persistent && packing.is_some() {
+            let message = "packets are read in the launch that stores them; expected plain scratch to persist";
+            return Err(self.wrong(first, message.to_owned()));
+        }
         let dtype = self.element_type()?;
         self.expect("[")?;
         let mut shape = vec![self.integer()?];
@@ -32,6 +39,7 @@ impl Parser<'_> {
         }
         Ok(Scratch {
             name,
+            persistent,
             packing: packing.unwrap_or(Packing::Plain),
             dtype,
             shape,

@@ -49,6 +49,7 @@ impl<'p> Unroller<'p> {
         };
         let instance = ScratchInstance {
             name: Arc::from(name.as_str()),
+            persistent: scratch.persistent,
             packing: scratch.packing,
             dtype,
             shape,

@@ -55,7 +55,7 @@ pub(super) fn check(
             }
         }
         if sections.len() == ranks.len() {
-            launches.push(Launch::new(sections));
+            launches.push(Launch::new(sections, launches.is_empty()));
             operations.push(places);
         }
     }

@@ -78,6 +78,8 @@ pub(super) enum Wrong {
     Unordered(Actor, Was),
     /// It reads bytes that nothing wrote.
     Unwritten,
+    /// It reads bytes that nothing wrote since this step of an earlier run.
+    Stale(Actor),
     /// It waits for packets that were overwritten before it read them.
     Overwritten(Actor),
     /// It stores packets where packets of the same launch were stored.
@@ -177,9 +179,11 @@ impl Bytes {
         }
     }
 
+    /// Reads what launches from `since` on have written.
     pub(super) fn read(
         &mut self,
         range: &Range<usize>,
+        since: u32,
         stamp: Stamp,
         knows: &Knowledge,
         mut tell: impl FnMut(Wrong),
@@ -191,6 +195,7 @@ impl Bytes {
                 Some(write) if !knows.sees(&write) => {
                     tell(Wrong::Unordered(write.actor, Was::Write));
                 }
+                Some(write) if write.actor.launch < since => tell(Wrong::Stale(write.actor)),
                 Some(_) => {}
             }
             if cell.written_in != launch {

@@ -24,7 +24,7 @@ pub(super) fn report(run: &Run<'_>, diagnostics: &mut Diagnostics<'_>) {
     let (unwritten, races): (Vec<&Finding>, Vec<&Finding>) = run
         .findings
         .iter()
-        .partition(|finding| finding.wrong == Wrong::Unwritten);
+        .partition(|finding| matches!(finding.wrong, Wrong::Unwritten | Wrong::Stale(_)));
     for finding in &races {
         say(run, finding, diagnostics);
     }
@@ -135,6 +135,17 @@ fn say(run: &Run<'_>, finding: &Finding, diagnostics: &mut Diagnostics<'_>) {
                 format!(
                     "{} reads '{name}' of rank {owner}, which nothing wrote before",
                     told(run, said, actor, &places[0])
+                )
+            });
+        }
+        Wrong::Stale(other) => {
+            let places = vec![place(run, actor), place(run, other)];
+            diagnostics.add(DiagnosticKind::UnwrittenRead, places.clone(), |said| {
+                format!(
+                    "{} reads '{name}' of rank {owner}, which nothing wrote in this run of the program since {} \
+                     did in an earlier one; expected it to be written in each run, or 'scratch persistent {name}'",
+                    told(run, said, actor, &places[0]),
+                    told(run, said, other, &places[1])
                 )
             });
         }

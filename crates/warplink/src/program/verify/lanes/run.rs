@@ -68,6 +68,8 @@ pub(super) struct Run<'a> {
     pub(super) ranks: &'a [RankProgram],
     pub(super) kernels: &'a [Launch<'a>],
     pub(super) sequence: &'a [usize],
+    /// For each launch, the one with which its program's run began.
+    begun: Vec<u32>,
     /// Lanes of a rank at most.
     pub(super) width: usize,
     pub(super) lanes: Vec<Lane>,
@@ -105,6 +107,13 @@ impl<'a> Run<'a> {
         if world * width > MAX_ALL_LANES {
             return Err(too_large());
         }
+        let mut first = 0;
+        let begun = sequence.iter().enumerate().map(|(launch, kernel)| {
+            if kernels[*kernel].begins {
+                first = launch as u32;
+            }
+            first
+        });
         let clocks = Clocks::new(world * (width + 1));
         let knows = || Knowledge {
             seen: clocks.clock(),
@@ -121,6 +130,7 @@ impl<'a> Run<'a> {
             ranks,
             kernels,
             sequence,
+            begun: begun.collect(),
             width,
             lanes: (0..world * width).map(lane).collect(),
             streams: (0..world)
@@ -425,6 +435,11 @@ impl<'a> Run<'a> {
         for source in sources {
             let (place, range) = self.bytes_of(number, source, elements);
             let filled = self.filled_end(number, source, elements);
+            let scratch = self.section(number, source.rank).scratch_of(source.tensor);
+            let since = match scratch {
+                Some(scratch) if !scratch.persistent => self.begun[number],
+                _ => 0,
+            };
             let Some(bytes) = self.memory[source.rank].get_mut(&place) else {
                 continue;
             };
@@ -433,7 +448,7 @@ impl<'a> Run<'a> {
                 Place::Area(packing) if packing.is_packets() => {
                     bytes.read_packets(&range, filled, flag, stamp, &mut knows, tell);
                 }
-                _ => bytes.read(&range, stamp, &knows, tell),
+                _ => bytes.read(&range, since, stamp, &knows, tell),
             }
         }
         self.lanes[index].knows = knows.clone();
