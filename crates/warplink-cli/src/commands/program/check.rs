@@ -1,9 +1,10 @@
-//! Whether a run gave what the program means.
+//! Whether runs give what the program means.
 
 use anyhow::{Context, Result};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use warplink::Communicator;
+use warplink::device::DeviceSlice;
 use warplink::program::evaluate::{Comparison, Effort, Evaluator, Values};
 use warplink::program::ir::Role;
 use warplink::program::{Plan, TensorId, TensorInstance};
@@ -11,12 +12,15 @@ use warplink::program::{Plan, TensorId, TensorInstance};
 use super::inputs::Inputs;
 use super::{Source, Text};
 
-/// The values that a run is compared with.
+/// How many runs are compared in a row, each with inputs of its own: what an earlier run left behind shows, in as many
+/// slots as programs commonly have.
+const RUNS: u64 = 4;
+
+/// What runs are compared with.
 pub(super) struct Check {
     rank: usize,
-    values: Values,
-    /// This rank's outputs.
-    outputs: Vec<(TensorId, TensorInstance)>,
+    evaluator: Evaluator,
+    inputs: Inputs,
 }
 
 /// How a tensor of a rank compares.
@@ -35,7 +39,7 @@ pub(super) struct Compared {
 }
 
 impl Check {
-    /// Evaluates the program.
+    /// Prepares to evaluate the program.
     ///
     /// # Errors
     /// Why the values cannot be checked, in words.
@@ -55,45 +59,81 @@ impl Check {
                 effort.elements, effort.steps, limit.elements, limit.steps
             ));
         }
-        let values = evaluator
-            .run(|rank, id, tensor| inputs.of(rank, id, tensor))
-            .map_err(|error| error.to_string())?;
-        let tensors = &evaluator.ranks()[comm.rank()].tensors;
-        let outputs = tensors.iter().enumerate();
-        let outputs = outputs.filter(|(_, tensor)| tensor.role == Role::Output);
+        if evaluator.keeps() {
+            return Err(
+                "they depend on what earlier runs left in scratch that persists".to_owned(),
+            );
+        }
         Ok(Self {
             rank: comm.rank(),
-            values,
-            outputs: outputs.map(|(id, t)| (id, t.clone())).collect(),
+            evaluator,
+            inputs,
         })
     }
 
-    /// Fills the outputs with what no run leaves there.
-    pub(super) fn clear(&self, comm: &Communicator, plan: &Plan) -> Result<()> {
-        for (_, tensor) in &self.outputs {
-            if let Some(slice) = plan.tensor(&tensor.name) {
-                comm.device().upload(slice, &vec![0xff; tensor.bytes])?;
-            }
-        }
-        Ok(())
-    }
-
-    /// Compares the outputs of the last run.
-    pub(super) fn compare(
+    /// Compares the outputs of some runs by `launch`, each with new inputs: those of run `first` and further ones.
+    pub(super) fn runs(
         &self,
         comm: &Communicator,
         plan: &Plan,
+        (first, how): (u64, &str),
+        launch: impl Fn() -> Result<()>,
+    ) -> Result<Vec<Compared>> {
+        let mut all = Vec::new();
+        for run in first..first + RUNS {
+            let inputs = self.inputs.of_run(run);
+            for (id, tensor, slice) in self.tensors(plan)? {
+                let bytes = match tensor.role {
+                    Role::Input => inputs.of(self.rank, id, tensor),
+                    // What no run leaves there.
+                    _ => vec![0xff; tensor.bytes],
+                };
+                comm.device().upload(slice, &bytes)?;
+            }
+            launch()?;
+            let values = self
+                .evaluator
+                .run(|rank, id, tensor| inputs.of(rank, id, tensor))?;
+            all.extend(self.compare(comm, plan, &values, how)?);
+        }
+        Ok(all)
+    }
+
+    /// This rank's inputs and outputs.
+    fn tensors<'a>(
+        &'a self,
+        plan: &'a Plan,
+    ) -> Result<Vec<(TensorId, &'a TensorInstance, &'a DeviceSlice)>> {
+        let all = self.evaluator.ranks().get(self.rank);
+        let all = all
+            .into_iter()
+            .flat_map(|own| own.tensors.iter().enumerate());
+        let bound = all.filter(|(_, tensor)| tensor.role != Role::Local);
+        bound
+            .map(|(id, tensor)| {
+                let slice = plan.tensor(&tensor.name);
+                let slice = slice.with_context(|| format!("'{}' has no memory", tensor.name))?;
+                Ok((id, tensor, slice))
+            })
+            .collect()
+    }
+
+    /// Compares the outputs of the last run.
+    fn compare(
+        &self,
+        comm: &Communicator,
+        plan: &Plan,
+        values: &Values,
         how: &str,
     ) -> Result<Vec<Compared>> {
         let mut all = Vec::new();
-        for (id, tensor) in &self.outputs {
-            let slice = plan
-                .tensor(&tensor.name)
-                .context("an output has no memory")?;
-            let mut bytes = vec![0; tensor.bytes];
-            comm.device().download(slice, &mut bytes)?;
-            let comparison = self.values.compare(self.rank, *id, &bytes)?;
-            all.push(Compared::new(tensor, self.rank, &comparison, how));
+        for (id, tensor, slice) in self.tensors(plan)? {
+            if tensor.role == Role::Output {
+                let mut bytes = vec![0; tensor.bytes];
+                comm.device().download(slice, &mut bytes)?;
+                let comparison = values.compare(self.rank, id, &bytes)?;
+                all.push(Compared::new(tensor, self.rank, &comparison, how));
+            }
         }
         Ok(all)
     }

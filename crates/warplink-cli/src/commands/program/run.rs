@@ -15,14 +15,15 @@ use serde::Serialize;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use warplink::Communicator;
-use warplink::device::{AllocationKind, Priority};
+use warplink::device::{AllocationKind, Priority, Stream};
 use warplink::program::ir::Role;
 use warplink::program::{Bindings, Executor, Plan, PrepareOptions, Trace};
 
 /// Run a program on random inputs
 ///
-/// Verifies the program, binds random inputs, and times it on the device. Compares the outputs with what
-/// the program means, computed on the host; the exit status is 1 if a value is wrong. Times are medians
+/// Verifies the program, binds random inputs, and times it on the device. Then runs it on other inputs each time, also
+/// in a graph, and compares the outputs with what the program means, computed on the host; the exit status is 1 if a
+/// value is wrong. Times are medians
 /// over all samples; the slowest rank counts. A trace can be opened in Perfetto (ui.perfetto.dev); it has
 /// a track per rank and stream, and one per lane of its kernels with the steps of that lane.
 #[derive(Debug, Args)]
@@ -140,24 +141,33 @@ impl Run {
             Check::new(comm, &self.source, text, Inputs::new(seed))
         };
         let clock = Clock::new(comm, Priority::Normal)?;
-        let work = |stream: &warplink::device::Stream| Ok(plan.run(stream)?);
+        let stream = &clock.stream;
+        let work = |stream: &Stream| Ok(plan.run(stream)?);
+        let measure = |submission| clock.measure(self.samples.into(), submission, &work);
         let mut compared = Vec::new();
-        let mut measure = |submission, how: &str| -> Result<Times> {
-            if let Ok(check) = &check {
-                check.clear(comm, &plan)?;
-            }
-            let times = clock.measure(self.samples.into(), submission, &work)?;
-            if let Ok(check) = &check {
-                compared.extend(check.compare(comm, &plan, how)?);
-            }
-            Ok(times)
-        };
-        let eager = measure(Submission::Eager, "in an eager run")?;
+        let eager = measure(Submission::Eager)?;
+        if let Ok(check) = &check {
+            let run = || -> Result<()> {
+                plan.run(stream)?;
+                Ok(comm.synchronize(stream)?)
+            };
+            compared.extend(check.runs(comm, &plan, (1, "in an eager run"), run)?);
+        }
         let eager_only = plan.eager_only().map(ToString::to_string);
         let captured = match eager_only {
-            None => Some(measure(Submission::Captured, "in a graph")?),
+            None => Some(measure(Submission::Captured)?),
             Some(_) => None,
         };
+        if let (Ok(check), Some(_)) = (&check, &captured) {
+            stream.begin_capture()?;
+            plan.run(stream)?;
+            let graph = stream.end_capture()?;
+            let run = || -> Result<()> {
+                graph.launch(stream)?;
+                Ok(comm.synchronize(stream)?)
+            };
+            compared.extend(check.runs(comm, &plan, (100, "in a graph"), run)?);
+        }
         let values = check::gather(comm, &compared)?;
         let trace = match self.trace {
             Some(_) => plan.trace(&clock.stream),

@@ -106,6 +106,12 @@ impl Evaluator {
         &self.ranks
     }
 
+    /// Whether a run may read what earlier ones left in scratch, which an evaluation does not know.
+    pub fn keeps(&self) -> bool {
+        let mut scratch = self.ranks.iter().flat_map(|program| &program.scratch);
+        scratch.any(|scratch| scratch.persistent)
+    }
+
     /// What an evaluation costs.
     pub fn effort(&self) -> Effort {
         let tensors = self.ranks.iter().flat_map(|program| &program.tensors);
