@@ -206,7 +206,10 @@ impl Case<'_> {
                 }
                 shown => shown,
             },
-            Kind::LostSignal => self.some_order(diagnostic, |outcome| outcome.left_over),
+            Kind::LostSignal => self.some_order(diagnostic, |outcome| {
+                let outlives = |fault: &Fault| matches!(fault, Fault::OutlivingSignal { .. });
+                outcome.left_over || outcome.faults.iter().any(outlives)
+            }),
             Kind::UnwrittenRead => self.fault(diagnostic, |fault| {
                 matches!(fault, Fault::UnwrittenRead { .. })
             }),

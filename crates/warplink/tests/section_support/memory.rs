@@ -16,6 +16,8 @@ pub(crate) enum Fault {
     UnwrittenOutput { rank: usize, memory: usize },
     /// An input is written.
     InputWritten { rank: usize, memory: usize },
+    /// A signal is waited for in another run than that in which it was sent.
+    OutlivingSignal { rank: usize },
     /// A rank finds other words than it expects.
     Disagreement { rank: usize },
 }

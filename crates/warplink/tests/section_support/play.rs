@@ -138,8 +138,8 @@ struct Play<'a> {
     schedule: &'a Schedule,
     random: Random,
     memory: Memory,
-    /// For each rank, lane and sender: signals that came, and how many were waited for.
-    words: HashMap<(usize, usize, usize), (u64, u64)>,
+    /// For each rank, lane and sender: the runs that sent signals, and how many were waited for.
+    words: HashMap<(usize, usize, usize), (Vec<usize>, usize)>,
     lanes: Vec<Vec<Lane>>,
     /// The launch that each rank is at; none before its stream has come to the first.
     launch: Vec<Option<usize>>,
@@ -169,7 +169,7 @@ impl Stage<'_> {
                 .launch
                 .iter()
                 .any(|at| *at != Some(self.launches.len())),
-            left_over: words.any(|(came, awaited)| came > awaited),
+            left_over: words.any(|(came, awaited)| came.len() > *awaited),
             order: play.memory.order(),
             outputs: play.outputs,
             faults: play.memory.faults,
@@ -297,7 +297,9 @@ impl Play<'_> {
         match store.what {
             Stored::Signal { peer, to } => {
                 self.memory.settle(rank);
-                self.words.entry((peer, to, rank)).or_default().0 += 1;
+                let run = store.step.launch / self.stage.kernels;
+                let word = self.words.entry((peer, to, rank)).or_default();
+                word.0.push(run);
             }
             Stored::Cell {
                 by,
@@ -339,8 +341,11 @@ impl Play<'_> {
             }
             Act::Wait(from) => {
                 let word = self.words.entry((rank, lane, *from)).or_default();
-                if word.0 <= word.1 {
+                let Some(sent) = word.0.get(word.1) else {
                     return false;
+                };
+                if *sent != launch / stage.kernels {
+                    self.memory.faults.insert(Fault::OutlivingSignal { rank });
                 }
                 word.1 += 1;
             }

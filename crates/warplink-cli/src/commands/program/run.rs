@@ -41,6 +41,9 @@ pub(super) struct Run {
     /// Seed of the inputs [default: random]
     #[arg(long, value_name = "SEED")]
     seed: Option<u64>,
+    /// Announced tensor that kernels are to take for out of reach, on the host device; may be repeated
+    #[arg(long, value_name = "TENSOR")]
+    unreachable: Vec<String>,
     /// Run even if the verifier finds violations; the program may hang until the timeout
     #[arg(long)]
     unverified: bool,
@@ -66,6 +69,9 @@ struct Outcome {
     seed: u64,
     /// For each output, the rank and run with the largest error; empty where nothing was compared.
     values: Vec<Compared>,
+    /// What is doubtful, though not wrong.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    warnings: Vec<String>,
     /// Why nothing was.
     #[serde(skip_serializing_if = "Option::is_none")]
     not_checked: Option<String>,
@@ -99,7 +105,9 @@ impl Run {
                     let not_checked = outcome.not_checked.iter();
                     let not_checked =
                         not_checked.map(|why| format!("values are not checked: {why}"));
-                    let rest = eager_only.chain(values).chain(not_checked);
+                    let warnings = outcome.warnings.iter();
+                    let warnings = warnings.map(|what| format!("warning: {what}"));
+                    let rest = eager_only.chain(values).chain(warnings).chain(not_checked);
                     let operations = match outcome.operations {
                         1 => "1 operation".to_owned(),
                         several => format!("{several} operations"),
@@ -138,7 +146,13 @@ impl Run {
         let check = if self.no_check {
             Err("as --no-check says".to_owned())
         } else {
-            Check::new(comm, &self.source, text, Inputs::new(seed))
+            Check::new(
+                comm,
+                &self.source,
+                text,
+                Inputs::new(seed),
+                &self.unreachable,
+            )
         };
         let clock = Clock::new(comm, Priority::Normal)?;
         let stream = &clock.stream;
@@ -183,6 +197,7 @@ impl Run {
             eager_only,
             seed,
             values,
+            warnings: check.as_ref().map(Check::warnings).unwrap_or_default(),
             not_checked: check.err(),
         };
         Ok((outcome, trace))
@@ -199,7 +214,9 @@ impl Run {
             streams: self.source.streams.into(),
             verify: !self.unverified,
         };
-        let prepared = executor.prepare(&text.program, &text.parameters, options)?;
+        let prepared = executor
+            .prepare(&text.program, &text.parameters, options)?
+            .without_reaching(&self.unreachable)?;
         let mut bindings = Bindings::new();
         let tensors = &prepared.rank_program().tensors;
         let all = tensors.iter().map(|tensor| tensor.bytes as u128).sum();

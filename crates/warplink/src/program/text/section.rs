@@ -167,17 +167,7 @@ impl Parser<'_> {
         self.expect("(")?;
         let mut sources = Vec::new();
         loop {
-            // The operator comes last, before the parenthesis: a word for one, which may be a tensor's name elsewhere,
-            // or a parameter's name.
-            let token = self.peek();
-            let last = !sources.is_empty() && self.peek_at(1).text == ")";
-            let operator = match token.text.parse() {
-                Ok(operator) => Some(Operator::Fixed(operator)),
-                Err(_) => Some(Operator::Parameter(token.text.to_owned()))
-                    .filter(|_| token.kind == TokenKind::Word && is_name(token.text)),
-            };
-            if let Some(operator) = operator.filter(|_| last) {
-                self.at += 1;
+            if let Some(operator) = self.last_operator(!sources.is_empty()) {
                 self.expect(")")?;
                 return Ok(Move {
                     verb: Verb::Reduce(operator),
@@ -193,6 +183,21 @@ impl Parser<'_> {
                     .expected("',' and, at the end, the operator: sum, product, max, min, average or a parameter"));
             }
         }
+    }
+
+    /// The operator, which comes last, before the parenthesis, if there is something `before` it: a word for one, which
+    /// may be a tensor's name elsewhere, or a parameter's name.
+    pub(super) fn last_operator(&mut self, before: bool) -> Option<Operator> {
+        let token = self.peek();
+        let last = before && self.peek_at(1).text == ")";
+        let operator = match token.text.parse() {
+            Ok(operator) => Some(Operator::Fixed(operator)),
+            Err(_) => Some(Operator::Parameter(token.text.to_owned()))
+                .filter(|_| token.kind == TokenKind::Word && is_name(token.text)),
+        };
+        let operator = operator.filter(|_| last);
+        self.at += usize::from(operator.is_some());
+        operator
     }
 
     fn source(&mut self) -> Parsed<Source> {

@@ -132,6 +132,7 @@ impl<'p> Unroller<'p> {
             period,
             shared_tensors: false,
             published: false,
+            withheld: Vec::new(),
             sizes_vary: false,
             site: self.here(),
         };

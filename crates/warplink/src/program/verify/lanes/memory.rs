@@ -151,6 +151,17 @@ impl Bytes {
             .all(|cell| cell.packets_of.iter().rev().any(|of| *of == flag))
     }
 
+    /// The lanes that stored the packets of launch `flag`.
+    pub(super) fn senders(&mut self, range: &Range<usize>, flag: u64) -> impl Iterator<Item = u32> {
+        let sent = self.within(range).filter_map(move |cell| {
+            let sender = cell.sender.as_ref()?;
+            (sender.flag == flag).then_some(cell.write?.actor.lane)
+        });
+        // What one step stored is many cells of one lane.
+        let mut last = None;
+        sent.filter(move |lane| last.replace(*lane) != Some(*lane))
+    }
+
     /// Reads packets that are there, or were; of the last one, what lies before `filled`.
     pub(super) fn read_packets(
         &mut self,

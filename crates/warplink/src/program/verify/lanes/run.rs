@@ -4,14 +4,14 @@ use super::agreement::Announcements;
 use super::memory::{Actor, Bytes, Knowledge, Stamp, Wrong};
 use super::{Launch, MAX_ALL_LANES, MAX_HELD_STEPS, MAX_STEPS, RankAccesses, too_large};
 use crate::error::Rank;
-use crate::program::diagnostic::Diagnostic;
+use crate::program::diagnostic::{Diagnostic, DiagnosticKind};
 use crate::program::ir::Program;
-use crate::program::rank_program::RankProgram;
+use crate::program::rank_program::{Range, RankProgram};
 use crate::program::section::{
     LaneStep, LaneStepKind, Packing, Part, SectionInstance, SectionMemory,
 };
 use crate::program::verify::clock::Clocks;
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 /// The most findings that are kept.
 const MAX_FINDINGS: usize = 4096;
@@ -36,8 +36,8 @@ pub(super) struct Finding {
 /// Signals from a rank to a lane of another.
 #[derive(Debug, Default)]
 pub(super) struct Word {
-    /// What the senders of those not waited for knew.
-    sent: VecDeque<Knowledge>,
+    /// Who sent those that were not waited for, and what they knew.
+    sent: VecDeque<(Actor, Knowledge)>,
     pub(super) signalled: u64,
     pub(super) awaited: u64,
     pub(super) last: Option<Actor>,
@@ -91,8 +91,12 @@ pub(super) struct Run<'a> {
     pub(super) announcements: Announcements,
     /// Signals of two lanes to one word, in the same launch.
     pub(super) crossed: Vec<(Actor, Actor)>,
-    /// Kernels whose accesses differ from launch to launch.
-    pub(super) unsteady: Vec<(usize, Rank)>,
+    /// Signals that are waited for in another run than that in which they were sent, and where.
+    pub(super) outlived: Vec<(Actor, Actor)>,
+    /// Of each kernel, which lanes learn from which others.
+    pub(super) taught: Vec<BTreeSet<(usize, usize)>>,
+    /// What a rank's launch accesses, and another of the same kernel does not.
+    pub(super) unsteady: Vec<(Rank, usize, Range)>,
 }
 
 impl<'a> Run<'a> {
@@ -105,7 +109,15 @@ impl<'a> Run<'a> {
         let widths = kernels.iter().flat_map(|kernel| &kernel.sections);
         let width = widths.map(|section| section.lanes).max().unwrap_or(1);
         if world * width > MAX_ALL_LANES {
-            return Err(too_large());
+            let message = format!(
+                "the kernels are too large to verify: {world} ranks have {width} lanes each; expected at most \
+                 {MAX_ALL_LANES} lanes of all ranks"
+            );
+            return Err(Diagnostic::new(
+                DiagnosticKind::Malformed,
+                message,
+                Vec::new(),
+            ));
         }
         let mut first = 0;
         let begun = sequence.iter().enumerate().map(|(launch, kernel)| {
@@ -152,6 +164,8 @@ impl<'a> Run<'a> {
             waits: vec![vec![false; world]; kernels.len()],
             announcements: Announcements::default(),
             crossed: Vec::new(),
+            outlived: Vec::new(),
+            taught: vec![BTreeSet::new(); kernels.len()],
             unsteady: Vec::new(),
         };
         for rank in 0..world {
@@ -292,8 +306,11 @@ impl<'a> Run<'a> {
                 tick(&mut state.knows, index);
                 let knows = state.knows.clone();
                 let word = self.words.entry((peer, to, rank)).or_default();
+                if to != lane {
+                    self.taught[self.sequence[number]].insert((lane, to));
+                }
                 let other = word.last.replace(actor);
-                word.sent.push_back(knows);
+                word.sent.push_back((actor, knows));
                 word.signalled += 1;
                 // Of two lanes of one launch, nothing says whose signal comes first.
                 if let Some(other) = other
@@ -306,10 +323,15 @@ impl<'a> Run<'a> {
             }
             LaneStepKind::Wait(peer) => {
                 let word = self.words.entry((rank, lane, *peer)).or_default();
-                let Some(knows) = word.sent.pop_front() else {
+                let Some((sender, knows)) = word.sent.pop_front() else {
                     return false;
                 };
                 word.awaited += 1;
+                if self.begun[sender.launch as usize] != self.begun[number]
+                    && self.outlived.len() < MAX_FINDINGS
+                {
+                    self.outlived.push((sender, actor));
+                }
                 join(&mut state.knows, &knows);
                 tick(&mut state.knows, index);
             }
@@ -446,6 +468,10 @@ impl<'a> Run<'a> {
             let tell = |wrong| found.push((false, *source, wrong));
             match place {
                 Place::Area(packing) if packing.is_packets() => {
+                    let (taught, lane) = (&mut self.taught[self.sequence[number]], actor.lane);
+                    for sender in bytes.senders(&range, flag).filter(|sender| *sender != lane) {
+                        taught.insert((sender as usize, lane as usize));
+                    }
                     bytes.read_packets(&range, filled, flag, stamp, &mut knows, tell);
                 }
                 _ => bytes.read(&range, since, stamp, &knows, tell),
