@@ -110,10 +110,7 @@ fn a_wrong_value_fails_the_command() {
     let output = run(&file, &[&sizes[..], &["--unverified"]].concat());
     assert!(!output.status.success());
     let text = stdout(&output);
-    assert!(
-        text.contains("'C' of rank 0 is wrong in an eager run"),
-        "{text}"
-    );
+    assert!(text.contains("'C' of rank 0 is wrong in "), "{text}");
     assert!(
         text.contains("elements are wrong, the first is 0"),
         "{text}"
@@ -167,7 +164,7 @@ fn an_output_that_is_not_what_is_expected_fails_the_command() {
         let said = stderr(&output);
         assert_eq!(output.status.success(), from == "r", "{said}");
         assert!(
-            from == "r" || said.contains("expectation: rank 0, line 21"),
+            from == "r" || said.contains("expectation: rank 0, line 20"),
             "{said}"
         );
     }
