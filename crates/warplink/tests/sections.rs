@@ -7,6 +7,8 @@ mod beside;
 mod common;
 #[path = "sections/examples.rs"]
 mod examples;
+#[path = "sections/expected.rs"]
+mod expected;
 #[path = "sections/faulty.rs"]
 mod faulty;
 #[path = "common/faulty.rs"]

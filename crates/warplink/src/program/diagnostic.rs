@@ -37,6 +37,8 @@ pub enum DiagnosticKind {
     UnwrittenRead,
     /// An output is not written in full.
     UnwrittenOutput,
+    /// An output is not what the program expects of it.
+    Expectation,
     /// A stream's work is not joined to the caller's stream at the end.
     Unjoined,
     /// The program runs, but not as a graph.
@@ -45,7 +47,7 @@ pub enum DiagnosticKind {
 
 impl DiagnosticKind {
     /// Every kind.
-    pub const ALL: [Self; 16] = [
+    pub const ALL: [Self; 17] = [
         Self::Requirement,
         Self::Malformed,
         Self::OutOfBounds,
@@ -60,6 +62,7 @@ impl DiagnosticKind {
         Self::Race,
         Self::UnwrittenRead,
         Self::UnwrittenOutput,
+        Self::Expectation,
         Self::Unjoined,
         Self::EagerOnly,
     ];
@@ -81,6 +84,7 @@ impl DiagnosticKind {
             Self::Race => "race",
             Self::UnwrittenRead => "unwritten-read",
             Self::UnwrittenOutput => "unwritten-output",
+            Self::Expectation => "expectation",
             Self::Unjoined => "unjoined",
             Self::EagerOnly => "eager-only",
         }

@@ -10,7 +10,7 @@ pub use super::construct::{
 };
 use super::expr::{Condition, Expr};
 use super::parameters::Parameter;
-use super::section::ir::{Scratch, Section};
+use super::section::ir::{Operator, Place, Scratch, Section};
 pub use super::site::Position;
 pub use crate::device::{Collective, ElementwiseOp};
 use crate::dtype::DType;
@@ -165,10 +165,41 @@ pub enum StatementKind {
     Scratch(Scratch),
     /// `kernel lane in 0..lanes threads 512 { … }`: launches a kernel on the current stream.
     Kernel(Section),
+    /// `inout X = Y[rank]`: that the caller may have a tensor be a part of another.
+    InOut {
+        /// The name of the tensor that is all of the part.
+        tensor: String,
+        /// The part.
+        part: TensorRef,
+    },
+    /// `expect Y = sum(X on r for r in 0..world)`: what an output is at the end of a run.
+    Expect(Expectation),
     /// `for j in 0..world { … }`.
     For(Loop<Statement>),
     /// `if rank == 0 { … } else { … }`.
     If(Branch<Statement>),
+}
+
+/// What an output is to be, as a function of inputs of all ranks.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Expectation {
+    /// The output, or a part of it.
+    pub target: TensorRef,
+    /// How more than one term is combined, in order.
+    pub operator: Option<Operator>,
+    /// What it is made of; one where there is no operator.
+    pub terms: Vec<Each<Term>>,
+    /// A vector that is added to each row; one that the caller leaves out adds nothing.
+    pub plus: Option<Place>,
+}
+
+/// What an output is made of.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Term {
+    /// `X on r`: an input of a rank.
+    Place(Place),
+    /// `matmul(A on r, B)`: a product of inputs.
+    Product(Place, Place),
 }
 
 /// What a call gives to a program.

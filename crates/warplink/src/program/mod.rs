@@ -48,8 +48,8 @@ pub use expr::{Condition, Expr};
 pub use ir::{Backend, Direction, Program, Protocol};
 pub use parameters::{Parameters, Value};
 pub use rank_program::{
-    Call, Operation, OperationKind, Range, RankProgram, Site, StreamKind, TensorId, TensorInstance,
-    TransferId, TransferInstance,
+    Call, Expected, ExpectedTerm, Operand, Operation, OperationKind, Range, RankProgram, Site,
+    StreamKind, TensorId, TensorInstance, TransferId, TransferInstance,
 };
 pub use unroll::unroll;
 pub use verify::{Report, verify};

@@ -9,8 +9,9 @@ use super::section::instance::{SectionInstance, SectionMemory};
 use super::section::layout::ScratchInstance;
 pub use super::site::{Call, Site};
 pub use super::tensor::{Range, TensorId, TensorInstance};
+use crate::device::ReduceOp;
 use crate::dtype::DType;
-use crate::error::Rank;
+use crate::error::{Error, Rank, Result};
 use std::collections::{BTreeSet, HashMap, HashSet};
 use std::fmt;
 use std::sync::Arc;
@@ -41,8 +42,58 @@ pub struct RankProgram {
     pub exchanges: Vec<Vec<TransferId>>,
     /// What the host enqueues (or, for `Share`, does), in order.
     pub operations: Vec<Operation>,
+    /// Tensors that may be a part of another one's memory, and which: all at once.
+    pub in_place: Vec<(TensorId, Range)>,
+    /// What outputs are at the end.
+    pub expected: Vec<Expected>,
     /// How tensors are cut of which parts are accessed that are not contiguous.
     pub(super) grids: HashMap<TensorId, Arc<Grid>>,
+}
+
+/// What a part of an output is at the end of a run.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Expected {
+    /// The part; every axis of it that has more than one element.
+    pub target: Area,
+    /// How the terms are combined, in order.
+    pub operator: Option<ReduceOp>,
+    /// What it is made of.
+    pub terms: Vec<ExpectedTerm>,
+    /// What is added to each row.
+    pub plus: Option<Operand>,
+    /// The statement.
+    pub site: Site,
+}
+
+/// What an output is made of.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum ExpectedTerm {
+    /// An input.
+    Operand(Operand),
+    /// A product.
+    Product {
+        /// The left matrix, row by row.
+        a: Operand,
+        /// The right one.
+        b: Operand,
+        /// Its columns.
+        columns: usize,
+        /// Its rows.
+        depth: usize,
+    },
+}
+
+/// A part of a rank's input.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Operand {
+    /// Whose it is.
+    pub rank: Rank,
+    /// The tensor's name, which has another number on another rank.
+    pub name: Arc<str>,
+    /// How long the tensor is on the rank that says so.
+    pub bytes: usize,
+    /// The part, with this rank's number of the tensor.
+    pub area: Area,
 }
 
 impl RankProgram {
@@ -50,6 +101,46 @@ impl RankProgram {
     pub fn is_output(&self, name: &str) -> bool {
         let mut tensors = self.tensors.iter();
         tensors.any(|tensor| *tensor.name == *name && tensor.role == Role::Output)
+    }
+
+    /// The names of the tensors that its kernels announce.
+    pub fn announced(&self) -> BTreeSet<&str> {
+        let sections = self
+            .operations
+            .iter()
+            .filter_map(|operation| match &operation.kind {
+                OperationKind::Kernel(section) => Some(section),
+                _ => None,
+            });
+        let names = sections.flat_map(|section| {
+            let announced = section.announced().into_iter();
+            announced.map(|tensor| section.tensors[tensor].name.as_str())
+        });
+        names.collect()
+    }
+
+    /// Has kernels take announced tensors of these names for out of reach.
+    ///
+    /// # Errors
+    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) for a name that no kernel announces.
+    pub fn withhold(&mut self, names: &[String]) -> Result<()> {
+        let announced = self.announced();
+        if let Some(name) = names.iter().find(|name| !announced.contains(name.as_str())) {
+            let all: Vec<&str> = announced.into_iter().collect();
+            return Err(Error::invalid(format!(
+                "'{name}' is not announced by any kernel; expected one of: {}",
+                all.join(", ")
+            )));
+        }
+        for operation in &mut self.operations {
+            if let OperationKind::Kernel(section) = &mut operation.kind {
+                let withheld = section.announced().into_iter();
+                let withheld = withheld.filter(|at| names.contains(&section.tensors[*at].name));
+                let withheld = withheld.collect();
+                Arc::make_mut(section).withheld = withheld;
+            }
+        }
+        Ok(())
     }
 
     /// Whether anything in it is done by the collective engine.

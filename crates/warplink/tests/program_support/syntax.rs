@@ -4,9 +4,9 @@ use proptest::prelude::*;
 use warplink::program::expr::{Comparison, Operator};
 use warplink::program::ir::{
     Argument, ArgumentValue, Arm, AxisSelection, Branch, Collective, Declaration, Each,
-    ElementType, ElementwiseOp, Loop, Order, Over, Position, PostedMatmul, Product, Role,
-    Selection, Sharding, ShareItem, ShareItemKind, Statement, StatementKind, StreamRef, TensorRef,
-    Transfer, TransferRef,
+    ElementType, ElementwiseOp, Expectation, Loop, Order, Over, Position, PostedMatmul, Product,
+    Role, Selection, Sharding, ShareItem, ShareItemKind, Statement, StatementKind, StreamRef,
+    TensorRef, Term, Transfer, TransferRef,
 };
 use warplink::program::parameters::{Parameter, ParameterKind};
 use warplink::program::section::{
@@ -277,8 +277,10 @@ fn scratch() -> impl Strategy<Value = Scratch> {
     ];
     let packing = prop::sample::select(&Packing::ALL[..]);
     let shape = prop::collection::vec(expr(), 1..4);
-    (name(), packing, dtype, shape).prop_map(|(name, packing, dtype, shape)| Scratch {
+    let parts = (name(), any::<bool>(), packing, dtype, shape);
+    parts.prop_map(|(name, persists, packing, dtype, shape)| Scratch {
         name,
+        persistent: persists && !packing.is_packets(),
         packing,
         dtype,
         shape,
@@ -414,6 +416,30 @@ fn call() -> impl Strategy<Value = StatementKind> {
     })
 }
 
+fn expectation() -> impl Strategy<Value = Expectation> {
+    let place =
+        || (tensor(), prop::option::of(expr())).prop_map(|(tensor, on)| Place { tensor, on });
+    let product = (place(), place()).prop_map(|(a, b)| Term::Product(a, b));
+    let term = prop_oneof![place().prop_map(Term::Place), product];
+    let operator = prop_oneof![
+        Just(SectionOperator::Fixed(ReduceOp::Sum)),
+        Just(SectionOperator::Fixed(ReduceOp::Average)),
+        name().prop_map(SectionOperator::Parameter),
+    ];
+    let reduced =
+        (operator, each(term.clone())).prop_map(|(operator, terms)| (Some(operator), terms));
+    let one = term.prop_map(|term| (None, vec![term.into()]));
+    let value = prop_oneof![reduced, one];
+    (target(), value, prop::option::of(place())).prop_map(|(target, (operator, terms), plus)| {
+        Expectation {
+            target,
+            operator,
+            terms,
+            plus,
+        }
+    })
+}
+
 pub(crate) fn statements() -> impl Strategy<Value = Vec<Statement>> {
     let selected = tensor().prop_filter("selects", |tensor| !tensor.selections.is_empty());
     let leaf = prop_oneof![
@@ -440,6 +466,8 @@ pub(crate) fn statements() -> impl Strategy<Value = Vec<Statement>> {
             }
         ),
         call(),
+        expectation().prop_map(StatementKind::Expect),
+        (name(), tensor()).prop_map(|(tensor, part)| StatementKind::InOut { tensor, part }),
         (name(), each(expr()))
             .prop_map(|(name, elements)| StatementKind::LetList { name, elements }),
         share().prop_map(StatementKind::Share),

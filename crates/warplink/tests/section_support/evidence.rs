@@ -206,7 +206,10 @@ impl Case<'_> {
                 }
                 shown => shown,
             },
-            Kind::LostSignal => self.some_order(diagnostic, |outcome| outcome.left_over),
+            Kind::LostSignal => self.some_order(diagnostic, |outcome| {
+                let outlives = |fault: &Fault| matches!(fault, Fault::OutlivingSignal { .. });
+                outcome.left_over || outcome.faults.iter().any(outlives)
+            }),
             Kind::UnwrittenRead => self.fault(diagnostic, |fault| {
                 matches!(fault, Fault::UnwrittenRead { .. })
             }),
@@ -303,6 +306,9 @@ impl Case<'_> {
                 break;
             }
         }
+        // What is always overwritten before it is read is waited for in every order.
+        let hangs = first.is_some_and(|first| first.stuck);
+        let shown = shown.or_else(|| hangs.then(|| "race: hangs".to_owned()));
         shown.ok_or_else(|| "every order gives the same".to_owned())
     }
 }

@@ -10,12 +10,14 @@ use warplink::program::ir::Role;
 /// What is wrong with an access, whatever its value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Fault {
-    /// Memory is read that nothing wrote, in this run or, of scratch, ever.
+    /// Memory is read that nothing wrote in this run or, of scratch that persists, ever.
     UnwrittenRead { rank: usize, memory: usize },
     /// An output has a part that nothing wrote.
     UnwrittenOutput { rank: usize, memory: usize },
     /// An input is written.
     InputWritten { rank: usize, memory: usize },
+    /// A signal is waited for in another run than that in which it was sent.
+    OutlivingSignal { rank: usize },
     /// A rank finds other words than it expects.
     Disagreement { rank: usize },
 }
@@ -23,6 +25,8 @@ pub(crate) enum Fault {
 pub(super) struct Memory {
     /// For each rank, its tensors and then its scratch.
     all: Vec<Vec<Content>>,
+    /// How many launches a run has.
+    kernels: usize,
     inputs: Vec<Vec<bool>>,
     /// The sum of what stands for each read.
     reads: u64,
@@ -32,6 +36,9 @@ pub(super) struct Memory {
 struct Content {
     /// Elements in a packet; 0 of plain memory.
     packet: usize,
+    /// Whether what an earlier run stored is gone. It is, to whoever reads it: another rank may be in the next run
+    /// before this one is.
+    spoilt: bool,
     cells: Vec<Cell>,
 }
 
@@ -44,15 +51,18 @@ struct Cell {
     /// Stands for all writes so far, in their order.
     history: u64,
     written: bool,
+    /// The run whose launch wrote it last.
+    run: usize,
     /// What stands for a use by its rank's stream that other ranks need not see yet; 0 for none.
     touched: u64,
 }
 
 impl Memory {
-    pub(super) fn new(ranks: &[RankProgram]) -> Self {
+    pub(super) fn new(ranks: &[RankProgram], kernels: usize) -> Self {
         let contents = |program: &RankProgram| {
             let tensors = program.tensors.iter().map(|tensor| Content {
                 packet: 0,
+                spoilt: false,
                 cells: vec![Cell::of(1, f64::NAN); tensor.bytes / tensor.dtype.size()],
             });
             let scratch = program.scratch.iter().enumerate().map(|(id, scratch)| {
@@ -61,6 +71,7 @@ impl Memory {
                 let length = if packets { packet(program, id) } else { 1 };
                 Content {
                     packet: if packets { length } else { 0 },
+                    spoilt: !scratch.persistent,
                     cells: vec![Cell::of(length, 0.0); elements.div_ceil(length)],
                 }
             });
@@ -75,6 +86,7 @@ impl Memory {
         Self {
             all: ranks.iter().map(contents).collect(),
             inputs: ranks.iter().map(inputs).collect(),
+            kernels,
             reads: 0,
             faults: BTreeSet::new(),
         }
@@ -97,25 +109,37 @@ impl Memory {
         self.all[of.rank][of.memory].cells[cell].flag
     }
 
-    /// The value of an element, for `by`, which is of rank `from`.
-    pub(super) fn load(&mut self, (by, from): (u64, usize), of: &Operand, element: usize) -> f64 {
+    /// The value of an element, for `by` in a launch, which is of rank `from`.
+    pub(super) fn load(
+        &mut self,
+        (by, from, launch): (u64, usize, usize),
+        of: &Operand,
+        element: usize,
+    ) -> f64 {
         let (cell, within) = self.cell(of, element);
+        let run = launch / self.kernels;
+        let spoilt = self.all[of.rank][of.memory].spoilt;
         let content = &mut self.all[of.rank][of.memory].cells[cell];
         content.settle_for(from == of.rank);
-        if !content.written {
+        let stale = spoilt && content.run < run;
+        if !content.written || stale {
             let (rank, memory) = (of.rank, of.memory);
             self.faults.insert(Fault::UnwrittenRead { rank, memory });
         }
         let place = mix(((of.rank << 40) | (of.memory << 20) | cell) as u64);
         let read = mix(by ^ place ^ mix(content.history));
         self.reads = self.reads.wrapping_add(read);
-        content.values[within]
+        if stale {
+            f64::NAN
+        } else {
+            content.values[within]
+        }
     }
 
-    /// Stores into a cell, for `by`, which is of rank `from`: an element, or a packet with its flag.
+    /// Stores into a cell, for `by` in a launch, which is of rank `from`: an element, or a packet with its flag.
     pub(super) fn store(
         &mut self,
-        (by, from): (u64, usize),
+        (by, from, launch): (u64, usize, usize),
         of: &Operand,
         cell: usize,
         (flag, values): (u64, &[f64]),
@@ -129,6 +153,7 @@ impl Memory {
         cell.values.fill(0.0);
         cell.values[..values.len()].copy_from_slice(values);
         (cell.flag, cell.written) = (flag, true);
+        cell.run = launch / self.kernels;
         cell.history = mix(cell.history ^ by);
     }
 
@@ -177,7 +202,7 @@ impl Memory {
             };
             for element in 0..self.all[rank][memory].cells.len() {
                 if self.all[rank][memory].cells[element].written {
-                    outputs.push(self.load((by, rank), &whole, element));
+                    outputs.push(self.load((by, rank, launch), &whole, element));
                 } else {
                     self.faults.insert(Fault::UnwrittenOutput { rank, memory });
                     outputs.push(f64::NAN);

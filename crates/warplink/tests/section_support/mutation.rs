@@ -83,12 +83,12 @@ fn replace(line: &mut String, with: String) -> bool {
     changed
 }
 
-/// Another packing, or fewer slots or ranks.
+/// Another packing, fewer slots or ranks, or what an earlier run wrote.
 fn change_declaration(line: &str, random: &mut Random) -> String {
     if !line.starts_with("scratch") {
         return line.to_owned();
     }
-    match random.below(3) {
+    match random.below(4) {
         0 => {
             let packings = ["packets8 ", "packets16 ", "packets128 ", ""];
             let with = packings[random.below(4)];
@@ -101,6 +101,8 @@ fn change_declaration(line: &str, random: &mut Random) -> String {
             }
         }
         1 => line.replace("[2,", "[1,"),
+        2 if line.contains(" persistent ") => line.replace(" persistent ", " "),
+        2 => line.replacen("scratch ", "scratch persistent ", 1),
         _ => line.replace("world", "2"),
     }
 }

@@ -138,8 +138,8 @@ struct Play<'a> {
     schedule: &'a Schedule,
     random: Random,
     memory: Memory,
-    /// For each rank, lane and sender: signals that came, and how many were waited for.
-    words: HashMap<(usize, usize, usize), (u64, u64)>,
+    /// For each rank, lane and sender: the runs that sent signals, and how many were waited for.
+    words: HashMap<(usize, usize, usize), (Vec<usize>, usize)>,
     lanes: Vec<Vec<Lane>>,
     /// The launch that each rank is at; none before its stream has come to the first.
     launch: Vec<Option<usize>>,
@@ -154,7 +154,7 @@ impl Stage<'_> {
             stage: self,
             schedule,
             random: Random::new(mix(schedule.seed ^ 0x5ec7)),
-            memory: Memory::new(self.ranks),
+            memory: Memory::new(self.ranks, self.kernels),
             words: HashMap::new(),
             lanes: (0..world).map(|_| Vec::new()).collect(),
             launch: vec![None; world],
@@ -169,7 +169,7 @@ impl Stage<'_> {
                 .launch
                 .iter()
                 .any(|at| *at != Some(self.launches.len())),
-            left_over: words.any(|(came, awaited)| came > awaited),
+            left_over: words.any(|(came, awaited)| came.len() > *awaited),
             order: play.memory.order(),
             outputs: play.outputs,
             faults: play.memory.faults,
@@ -297,7 +297,9 @@ impl Play<'_> {
         match store.what {
             Stored::Signal { peer, to } => {
                 self.memory.settle(rank);
-                self.words.entry((peer, to, rank)).or_default().0 += 1;
+                let run = store.step.launch / self.stage.kernels;
+                let word = self.words.entry((peer, to, rank)).or_default();
+                word.0.push(run);
             }
             Stored::Cell {
                 by,
@@ -305,7 +307,10 @@ impl Play<'_> {
                 cell,
                 flag,
                 values,
-            } => self.memory.store((by, rank), &place, cell, (flag, &values)),
+            } => {
+                let by = (by, rank, store.step.launch);
+                self.memory.store(by, &place, cell, (flag, &values));
+            }
         }
     }
 
@@ -336,8 +341,11 @@ impl Play<'_> {
             }
             Act::Wait(from) => {
                 let word = self.words.entry((rank, lane, *from)).or_default();
-                if word.0 <= word.1 {
+                let Some(sent) = word.0.get(word.1) else {
                     return false;
+                };
+                if *sent != launch / stage.kernels {
+                    self.memory.faults.insert(Fault::OutlivingSignal { rank });
                 }
                 word.1 += 1;
             }
@@ -410,7 +418,7 @@ impl Play<'_> {
                     while let Some(own) = self.own_store(id, source, place.2) {
                         self.land(rank, lane, own);
                     }
-                    let by = (id.by(element / it.unit, number), rank);
+                    let by = (id.by(element / it.unit, number), rank, launch);
                     let value = self.memory.load(by, source, element);
                     let early = &mut self.lanes[rank][lane].early;
                     early.insert((step, number, element), value);
@@ -446,7 +454,7 @@ impl Play<'_> {
                 all.push(match early.remove(&(id.step, number, element)) {
                     Some(value) => value,
                     None => {
-                        let by = (id.by(unit, number), id.rank);
+                        let by = (id.by(unit, number), id.rank, id.launch);
                         self.memory.load(by, source, element)
                     }
                 });

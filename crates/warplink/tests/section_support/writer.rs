@@ -286,8 +286,13 @@ impl Writer<'_> {
         let answers = slots < 2 || !self.random.chance(3);
         let (operator, source) = (self.operator(), self.source());
         let packing = if packets { "packets128 " } else { "" };
+        let persistent = if !packets && self.random.chance(4) {
+            "persistent "
+        } else {
+            ""
+        };
         self.declare(format!(
-            "scratch R{number}: {packing}T[{slots}, lanes, part(part(n, lanes), {chunks})]"
+            "scratch {persistent}R{number}: {packing}T[{slots}, lanes, part(part(n, lanes), {chunks})]"
         ));
         let output = self.output();
         let slot = format!("(epoch * {chunks} + c) % {slots}");

@@ -54,9 +54,19 @@ fn each_is_refused_for_its_violation() {
     assert!(count >= 25, "only {count} programs");
 }
 
+/// The announced tensors that a text says are out of reach, where it does.
+fn unreachable(text: &str) -> Vec<String> {
+    let line = text
+        .lines()
+        .find_map(|line| line.strip_prefix("# unreachable:"));
+    let names = line.into_iter().flat_map(str::split_whitespace);
+    names.map(str::to_owned).collect()
+}
+
 /// Runs a program unverified on ranks of the host device, under delays; how it fails on one of them, if it
 /// does.
-fn failure(program: &Program, world: usize, seed: u64) -> Option<String> {
+fn failure(text: &str, world: usize, seed: u64) -> Option<String> {
+    let program = &Program::parse(text).unwrap();
     let id = UniqueId::create(IpAddr::V4(Ipv4Addr::LOCALHOST), 0).unwrap();
     let failed = AtomicBool::new(false);
     std::thread::scope(|scope| {
@@ -76,6 +86,7 @@ fn failure(program: &Program, world: usize, seed: u64) -> Option<String> {
                         eager: LAUNCHES,
                         captured: 0,
                         verify: false,
+                        unreachable: unreachable(text),
                     };
                     let played = play(&comm, program, &parameters(), launches);
                     // A rank that is done keeps its memory until the others are.
@@ -100,10 +111,9 @@ fn failure(program: &Program, world: usize, seed: u64) -> Option<String> {
 fn each_is_seen_to_fail() {
     let mut wrong = Vec::new();
     for (name, text) in in_folder("faulty-sections") {
-        let program = Program::parse(&text).unwrap();
         let worlds = header(&text, "world");
         let world: usize = worlds.last().unwrap().parse().unwrap();
-        match (0..TRIES).find_map(|seed| failure(&program, world, seed)) {
+        match (0..TRIES).find_map(|seed| failure(&text, world, seed)) {
             Some(how) => println!("{name}: {}", how.lines().next().unwrap_or("")),
             None => wrong.push(name),
         }

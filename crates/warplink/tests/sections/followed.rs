@@ -1,7 +1,8 @@
 //! What only shows in some launches, lanes, cases or elements: the verifier has to follow these, too.
 
-use crate::common::{threads_with, world};
+use crate::common::{threads_with, time_on_processor, world};
 use crate::play::{Launches, play};
+use std::time::Duration;
 use warplink::program::{
     Diagnostic, DiagnosticKind, OperationKind, Parameters, Program, unroll, verify,
 };
@@ -70,6 +71,274 @@ fn launches_of_one_remainder_are_followed_beside_one_another() {
             }}"
         );
         refused(&text, DiagnosticKind::Race, "'S' of rank 1");
+    }
+}
+
+/// What scratch holds when a run begins is not to be read, but where it says so, and then in every order of launches.
+#[test]
+fn a_run_reads_what_it_wrote() {
+    let text = |scratch: &str, first: &str, second: &str| {
+        format!(
+            "program p(n) {{
+                input X: f32[n]
+                output Y: f32[n]
+                scratch {scratch}R: f32[2, n]
+                kernel lane in 0..1 threads 64 {{
+                    {first}
+                    barrier
+                }}
+                kernel lane in 0..1 threads 64 {{
+                    {second}
+                    Y = copy(R[0])
+                    barrier
+                }}
+            }}"
+        )
+    };
+    let put = "put X to R[0] on 1 - rank";
+    let alternate = "put X to R[epoch % 4 / 2] on 1 - rank";
+    // In one run, a kernel may read what the one before has put.
+    accepted(&text("", put, ""));
+    accepted(&text("", "", &format!("{put}; barrier")));
+    accepted(&text("persistent ", alternate, ""));
+    for first in [alternate, "if epoch % 4 == 0 { R[0] = copy(X) }"] {
+        let why = "which nothing wrote in this run of the program since";
+        refused(&text("", first, ""), DiagnosticKind::UnwrittenRead, why);
+    }
+    // Nothing was written before the first run.
+    for scratch in ["", "persistent "] {
+        let late = text(scratch, "if epoch % 4 == 2 { R[0] = copy(X) }", "");
+        refused(
+            &late,
+            DiagnosticKind::UnwrittenRead,
+            "which nothing wrote before",
+        );
+    }
+}
+
+/// A launch that reads scratch may come behind one that went directly, and the other way around.
+#[test]
+fn what_a_direct_launch_left_is_not_read_through_scratch() {
+    for (direct, through) in [
+        ("S = copy(X)", "Z = copy(S)"),
+        ("put X to S on 1 - rank; barrier", "Z = copy(S)"),
+        ("Z = copy(S)", "S = copy(X)"),
+        (
+            "if epoch % 2 == 0 { S = copy(X) }; Z = copy(S)",
+            "S = copy(X)",
+        ),
+    ] {
+        let body = format!("if reachable(Y) {{ {direct} }} else {{ {through} }}");
+        refused(
+            &kernel(1, "Y", &body),
+            DiagnosticKind::UnwrittenRead,
+            "'S' of rank",
+        );
+        let all = format!(
+            "S = copy(X); {}",
+            body.replace("put X to S on 1 - rank; ", "")
+        );
+        accepted(&kernel(1, "Y", &all));
+        // What persists depends on the launches before.
+        let text = kernel(1, "Y", &all).replace("scratch S", "scratch persistent S");
+        refused(&text, DiagnosticKind::Malformed, "which tensors it reached");
+    }
+}
+
+/// A signal is for a wait of the same run, however long it is until launches do the same again.
+#[test]
+fn signals_end_with_their_run() {
+    let text = |first: &str, second: &str| {
+        format!(
+            "program p(n) {{
+                input X: f32[n]
+                output Y: f32[n]
+                kernel lane in 0..1 threads 64 {{
+                    Y = copy(X)
+                    {first}
+                }}
+                kernel lane in 0..1 threads 64 {{
+                    {second}
+                }}
+            }}"
+        )
+    };
+    let sent = |period: u32, at: u32| format!("if epoch % {period} == {at} {{ signal 1 - rank }}");
+    let awaited = |period: u32, at: u32| format!("if epoch % {period} == {at} {{ wait 1 - rank }}");
+    accepted(&text("signal 1 - rank", "wait 1 - rank"));
+    accepted(&text(&sent(4, 0), &awaited(4, 1)));
+    accepted(&text("signal 1 - rank; wait 1 - rank", "barrier"));
+    // The second kernel of a run for the first of the next; the first for that of another run.
+    for (first, second) in [
+        (awaited(4, 2), sent(4, 1)),
+        (sent(4, 0) + "; " + &awaited(4, 2), String::new()),
+        (sent(6, 0) + "; " + &awaited(6, 2), String::new()),
+        (sent(8, 0) + "; " + &awaited(8, 6), String::new()),
+        (sent(6, 2), awaited(6, 5)),
+        (
+            "signal 1 - rank".to_owned(),
+            awaited(4, 3) + "; " + &awaited(4, 3),
+        ),
+    ] {
+        refused(&text(&first, &second), DiagnosticKind::LostSignal, "");
+    }
+}
+
+/// Three lanes may each find other tensors reachable; where they wait for one another, that is refused.
+#[test]
+fn three_lanes_do_not_wait_for_one_another_by_what_they_reach() {
+    // Each waits before it signals in a case of its own.
+    let circle = |lanes: usize| {
+        let cases = [
+            "reachable(X) and not reachable(Y)",
+            "reachable(Y) and not reachable(X)",
+            "reachable(X) and reachable(Y)",
+        ];
+        let lane = |lane: usize| {
+            let next = (lane + 1) % lanes;
+            format!(
+                "if lane == {lane} {{
+                    if {} {{ wait rank; signal rank at {next} }} else {{ signal rank at {next}; wait rank }}
+                }}\n",
+                cases[lane % 3]
+            )
+        };
+        kernel(lanes, "X, Y", &(0..lanes).map(lane).collect::<String>())
+    };
+    refused(
+        &circle(3),
+        DiagnosticKind::Malformed,
+        "lanes 0, 1 and 2 wait for one another",
+    );
+    refused(
+        &circle(4),
+        DiagnosticKind::Malformed,
+        "lanes 0, 1 and 2 wait for one another",
+    );
+    let found = verdict(&circle(2), 16).unwrap_err();
+    assert_eq!(found[0].kind, DiagnosticKind::Deadlock, "{}", found[0]);
+    // By packets, and with a lane that two others wait for.
+    let packets = |lanes: usize| {
+        let text = kernel(
+            lanes,
+            "Y",
+            "P[slot][lane] = copy(X)
+            if reachable(Y) { barrier }
+            if lane > 0 { Q[lane] = copy(P[slot][lane - 1]) }",
+        );
+        text.replace(
+            "scratch S:",
+            &format!(
+                "scratch P: packets16 f32[2, {lanes}, n]; scratch Q: f32[{lanes}, n]; scratch S:"
+            ),
+        )
+    };
+    refused(&packets(3), DiagnosticKind::Malformed, "lanes 0, 1 and 2");
+    accepted(&packets(2));
+    let star = |lanes: usize| {
+        let waits = "wait rank; ".repeat(lanes - 1);
+        let body = format!(
+            "if lane > 0 {{ if reachable(Y) {{ signal rank at 0 }} else {{ signal rank at 0 }} }} else {{ {waits} }}"
+        );
+        kernel(lanes, "Y", &body)
+    };
+    accepted(&star(2));
+    assert!(verdict(&star(3), 16).is_err());
+    // Where nothing is asked, any number may.
+    accepted(
+        &circle(3)
+            .replace("reachable(X)", "n > 0")
+            .replace("reachable(Y)", "n > 0"),
+    );
+}
+
+/// What is too large to verify or to compile is refused at once, and says so.
+#[test]
+fn too_many_lanes_and_too_large_scratch_are_refused_at_once() {
+    let text = "program p(n, lanes, room) {
+        input X: f32[n]
+        output Y: f32[n]
+        scratch S: f32[room]
+        kernel lane in 0..lanes threads 64 {
+            barrier
+            Y[lane of lanes] = copy(X[lane of lanes])
+            if lane == 0 { S[0..n] = copy(X) }
+        }
+    }";
+    let program = Program::parse(text).unwrap();
+    for (world, lanes, room, words) in [
+        (16, 1024, 64, "16 ranks have 1024 lanes each"),
+        (64, 256, 64, "64 ranks have 256 lanes each"),
+        (1024, 9, 64, "1024 ranks have 9 lanes each"),
+        (2, 4, 1_i64 << 33, "'S' is larger than 17179869184 bytes"),
+    ] {
+        let given = Parameters::new()
+            .with("n", 64)
+            .with("lanes", lanes)
+            .with("room", room);
+        let (found, took) = time_on_processor(|| verify(&program, world, 1, &given));
+        let found = found.unwrap_err();
+        assert!(found[0].message.contains(words), "{}", found[0]);
+        assert!(took < Duration::from_secs(10), "{words}: {took:?}");
+    }
+    let given = Parameters::new()
+        .with("n", 64)
+        .with("lanes", 4)
+        .with("room", 1_i64 << 32);
+    verify(&program, 2, 1, &given).unwrap();
+}
+
+/// What is told of an access that a launch does not wait for is where the wait is missing: at its end or its beginning.
+#[test]
+fn a_missing_barrier_is_told_where_it_is_missing() {
+    let text = |before: &str, body: &str, after: &str| {
+        format!(
+            "program p(n) {{
+                input X: f32[n]
+                output Y: f32[world, n]
+                kernel lane in 0..1 threads 64 {{
+                    {before}
+                    {body}
+                    {after}
+                }}
+            }}"
+        )
+    };
+    let put = "Y[rank] on r for r in 0..world = reduce(X, sum)";
+    let get = "for r in 0..world { Y[r] = copy(X on r) }";
+    let reduce = "for r in 0..world { Y[r] = reduce(X on r, X, sum) }";
+    for body in [put, get, reduce] {
+        accepted(&text("barrier", body, "barrier"));
+        let ends = text("barrier", body, "");
+        refused(
+            &ends,
+            DiagnosticKind::Race,
+            "which does not wait until that is done before its launch",
+        );
+        let begins = text("", body, "barrier");
+        refused(
+            &begins,
+            DiagnosticKind::Race,
+            "without waiting until that rank's launch",
+        );
+    }
+    // What differs from launch to launch is told at its step.
+    for (epoch, line) in [("epoch % 2 == 1", 8), ("epoch % 3 == 0", 8)] {
+        let text = format!(
+            "program p(n) {{
+                input X: f32[n]
+                input W: f32[n]
+                output Y: f32[n]
+                scratch S: f32[n]
+                kernel lane in 0..1 threads 64 {{
+                    Y = copy(X)
+                    if {epoch} {{ S = copy(W) }}
+                }}
+            }}"
+        );
+        let found = verdict(&text, 16).unwrap_err();
+        assert_eq!(found[0].kind, DiagnosticKind::Malformed, "{}", found[0]);
+        assert_eq!(found[0].lines(), [line], "{}", found[0]);
     }
 }
 

@@ -101,9 +101,10 @@ fn check(comm: &Communicator, program: &Program, parameters: &Parameters, n: i64
         eager: 2,
         captured: 2,
         verify: false,
+        ..Launches::default()
     };
     let place = (comm.rank(), comm.world());
-    let checked = play_with(comm, program, parameters, launches, inputs, |round| {
+    let checked = play_with(comm, program, parameters, &launches, inputs, |round| {
         Ok(Box::new(move |_, tensor, bytes| {
             let (dtype, size) = (tensor.dtype, tensor.dtype.size());
             let row = (dtype, n as usize);

@@ -8,7 +8,7 @@ use warplink::program::{Bindings, Parameters, PrepareOptions, Program, TensorId,
 use warplink::{Communicator, DType, Error};
 
 /// How a program is launched.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub(crate) struct Launches {
     /// Without a graph, first.
     pub(crate) eager: usize,
@@ -16,6 +16,8 @@ pub(crate) struct Launches {
     pub(crate) captured: usize,
     /// Whether it is verified before it runs.
     pub(crate) verify: bool,
+    /// Announced tensors that are taken for out of reach.
+    pub(crate) unreachable: Vec<String>,
 }
 
 impl Default for Launches {
@@ -24,6 +26,7 @@ impl Default for Launches {
             eager: 3,
             captured: 3,
             verify: true,
+            unreachable: Vec::new(),
         }
     }
 }
@@ -55,8 +58,9 @@ pub(crate) fn play(
 ) -> Result<(), String> {
     let said = |error: Error| error.to_string();
     let rank = comm.rank();
+    // Whatever is out of reach, it means the same as where all is reached.
     let evaluator = Evaluator::new(program, comm.world(), 2, parameters).map_err(said)?;
-    play_with(comm, program, parameters, launches, elements, |round| {
+    play_with(comm, program, parameters, &launches, elements, |round| {
         let expected = evaluator
             .run(|rank, _, tensor| elements(rank, round, tensor))
             .map_err(said)?;
@@ -89,7 +93,7 @@ pub(crate) fn play_with<'a>(
     comm: &Communicator,
     program: &Program,
     parameters: &Parameters,
-    launches: Launches,
+    launches: &Launches,
     inputs: impl Fn(usize, usize, &TensorInstance) -> Vec<u8>,
     checks: impl Fn(usize) -> Result<Check<'a>, String>,
 ) -> Result<(), String> {
@@ -102,6 +106,7 @@ pub(crate) fn play_with<'a>(
     let executor = comm.executor();
     let prepared = executor
         .prepare(program, parameters, options)
+        .and_then(|prepared| prepared.without_reaching(&launches.unreachable))
         .map_err(said)?;
     let device = comm.device();
     let tensors = prepared.rank_program().tensors.clone();

@@ -65,3 +65,27 @@ fn a_launch_that_meets_nobody_may_not_share() {
     let said = found[0].to_string();
     assert!(said.contains("of 'all_reduce_one_shot'"), "{said}");
 }
+
+/// Scratch that persists would lie under that of others.
+#[test]
+fn scratch_that_persists_is_not_shared() {
+    let text = |persistent: &str| {
+        let text = format!(
+            "program keeps(n) {{
+                input X: f32[n]
+                output Y: f32[n]
+                scratch {persistent}S: f32[n]
+                kernel lane in 0..1 threads 32 {{
+                    S = copy(X)
+                    Y = copy(S)
+                }}
+            }}"
+        );
+        Program::parse(&text).unwrap()
+    };
+    let given = Parameters::new().with("n", 16);
+    let (plain, keeps) = (text(""), text("persistent "));
+    verify_sharing(&[(&plain, &given), (&plain, &given)], 2, 1).unwrap();
+    let found = verify_sharing(&[(&plain, &given), (&keeps, &given)], 2, 1).unwrap_err();
+    assert_eq!(found[0].kind, DiagnosticKind::Malformed, "{}", found[0]);
+}

@@ -1,9 +1,11 @@
-//! Whether a run gave what the program means.
+//! Whether runs give what the program means.
 
 use anyhow::{Context, Result};
 use serde::{Deserialize, Serialize};
+use std::cell::RefCell;
 use std::fmt;
 use warplink::Communicator;
+use warplink::device::DeviceSlice;
 use warplink::program::evaluate::{Comparison, Effort, Evaluator, Values};
 use warplink::program::ir::Role;
 use warplink::program::{Plan, TensorId, TensorInstance};
@@ -11,12 +13,17 @@ use warplink::program::{Plan, TensorId, TensorInstance};
 use super::inputs::Inputs;
 use super::{Source, Text};
 
-/// The values that a run is compared with.
+/// How many runs are compared in a row, each with inputs of its own: what an earlier run left behind shows, in as many
+/// slots as programs commonly have.
+const RUNS: u64 = 4;
+
+/// What runs are compared with.
 pub(super) struct Check {
     rank: usize,
-    values: Values,
-    /// This rank's outputs.
-    outputs: Vec<(TensorId, TensorInstance)>,
+    evaluator: Evaluator,
+    inputs: Inputs,
+    /// Outputs whose sums depend on the rank, in words.
+    reordered: RefCell<Vec<String>>,
 }
 
 /// How a tensor of a rank compares.
@@ -35,7 +42,7 @@ pub(super) struct Compared {
 }
 
 impl Check {
-    /// Evaluates the program.
+    /// Prepares to evaluate the program.
     ///
     /// # Errors
     /// Why the values cannot be checked, in words.
@@ -44,10 +51,13 @@ impl Check {
         source: &Source,
         text: &Text,
         inputs: Inputs,
+        unreachable: &[String],
     ) -> Result<Self, String> {
         let streams = source.streams.into();
         let evaluator = Evaluator::new(&text.program, comm.world(), streams, &text.parameters)
-            .map_err(|_| "the program does not pass the verifier".to_owned())?;
+            .map_err(|_| "the program does not pass the verifier".to_owned())?
+            .without_reaching(unreachable)
+            .map_err(|error| error.to_string())?;
         let (effort, limit) = (evaluator.effort(), Effort::LIMIT);
         if !effort.is_within(&limit) {
             return Err(format!(
@@ -55,45 +65,98 @@ impl Check {
                 effort.elements, effort.steps, limit.elements, limit.steps
             ));
         }
-        let values = evaluator
-            .run(|rank, id, tensor| inputs.of(rank, id, tensor))
-            .map_err(|error| error.to_string())?;
-        let tensors = &evaluator.ranks()[comm.rank()].tensors;
-        let outputs = tensors.iter().enumerate();
-        let outputs = outputs.filter(|(_, tensor)| tensor.role == Role::Output);
+        if evaluator.keeps() {
+            return Err(
+                "they depend on what earlier runs left in scratch that persists".to_owned(),
+            );
+        }
         Ok(Self {
             rank: comm.rank(),
-            values,
-            outputs: outputs.map(|(id, t)| (id, t.clone())).collect(),
+            evaluator,
+            inputs,
+            reordered: RefCell::default(),
         })
     }
 
-    /// Fills the outputs with what no run leaves there.
-    pub(super) fn clear(&self, comm: &Communicator, plan: &Plan) -> Result<()> {
-        for (_, tensor) in &self.outputs {
-            if let Some(slice) = plan.tensor(&tensor.name) {
-                comm.device().upload(slice, &vec![0xff; tensor.bytes])?;
-            }
-        }
-        Ok(())
-    }
-
-    /// Compares the outputs of the last run.
-    pub(super) fn compare(
+    /// Compares the outputs of some runs by `launch`, each with new inputs: those of run `first` and further ones.
+    pub(super) fn runs(
         &self,
         comm: &Communicator,
         plan: &Plan,
+        (first, how): (u64, &str),
+        launch: impl Fn() -> Result<()>,
+    ) -> Result<Vec<Compared>> {
+        let mut all = Vec::new();
+        self.reordered.borrow_mut().clear();
+        for run in first..first + RUNS {
+            let inputs = self.inputs.of_run(run);
+            for (id, tensor, slice) in self.tensors(plan)? {
+                let bytes = match tensor.role {
+                    Role::Input => inputs.of(self.rank, id, tensor),
+                    // What no run leaves there.
+                    _ => vec![0xff; tensor.bytes],
+                };
+                comm.device().upload(slice, &bytes)?;
+            }
+            launch()?;
+            let values = self
+                .evaluator
+                .run(|rank, id, tensor| inputs.of(rank, id, tensor))?;
+            if run == first {
+                let reordered = self.evaluator.reordered(&values).into_iter();
+                let said = reordered.map(|(name, rank)| {
+                    format!(
+                        "'{name}' is added up in another order on rank {rank} than on rank 0, so that their sums may \
+                         differ; help: take sources in the same order on every rank"
+                    )
+                });
+                self.reordered.borrow_mut().extend(said);
+            }
+            all.extend(self.compare(comm, plan, &values, how)?);
+        }
+        Ok(all)
+    }
+
+    /// What is doubtful in the last runs, though it is not wrong.
+    pub(super) fn warnings(&self) -> Vec<String> {
+        self.reordered.borrow().clone()
+    }
+
+    /// This rank's inputs and outputs.
+    fn tensors<'a>(
+        &'a self,
+        plan: &'a Plan,
+    ) -> Result<Vec<(TensorId, &'a TensorInstance, &'a DeviceSlice)>> {
+        let all = self.evaluator.ranks().get(self.rank);
+        let all = all
+            .into_iter()
+            .flat_map(|own| own.tensors.iter().enumerate());
+        let bound = all.filter(|(_, tensor)| tensor.role != Role::Local);
+        bound
+            .map(|(id, tensor)| {
+                let slice = plan.tensor(&tensor.name);
+                let slice = slice.with_context(|| format!("'{}' has no memory", tensor.name))?;
+                Ok((id, tensor, slice))
+            })
+            .collect()
+    }
+
+    /// Compares the outputs of the last run.
+    fn compare(
+        &self,
+        comm: &Communicator,
+        plan: &Plan,
+        values: &Values,
         how: &str,
     ) -> Result<Vec<Compared>> {
         let mut all = Vec::new();
-        for (id, tensor) in &self.outputs {
-            let slice = plan
-                .tensor(&tensor.name)
-                .context("an output has no memory")?;
-            let mut bytes = vec![0; tensor.bytes];
-            comm.device().download(slice, &mut bytes)?;
-            let comparison = self.values.compare(self.rank, *id, &bytes)?;
-            all.push(Compared::new(tensor, self.rank, &comparison, how));
+        for (id, tensor, slice) in self.tensors(plan)? {
+            if tensor.role == Role::Output {
+                let mut bytes = vec![0; tensor.bytes];
+                comm.device().download(slice, &mut bytes)?;
+                let comparison = values.compare(self.rank, id, &bytes)?;
+                all.push(Compared::new(tensor, self.rank, &comparison, how));
+            }
         }
         Ok(all)
     }

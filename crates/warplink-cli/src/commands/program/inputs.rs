@@ -16,6 +16,13 @@ impl Inputs {
         Self { seed }
     }
 
+    /// Those of a run that follows.
+    pub(super) fn of_run(self, run: u64) -> Self {
+        Self {
+            seed: self.seed.wrapping_add(run),
+        }
+    }
+
     /// The bytes of an input of a rank.
     pub(super) fn of(self, rank: usize, index: TensorId, tensor: &TensorInstance) -> Vec<u8> {
         // They differ from rank to rank, so that what comes from a wrong one shows.

@@ -15,14 +15,15 @@ use serde::Serialize;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use warplink::Communicator;
-use warplink::device::{AllocationKind, Priority};
+use warplink::device::{AllocationKind, Priority, Stream};
 use warplink::program::ir::Role;
 use warplink::program::{Bindings, Executor, Plan, PrepareOptions, Trace};
 
 /// Run a program on random inputs
 ///
-/// Verifies the program, binds random inputs, and times it on the device. Compares the outputs with what
-/// the program means, computed on the host; the exit status is 1 if a value is wrong. Times are medians
+/// Verifies the program, binds random inputs, and times it on the device. Then runs it on other inputs each time, also
+/// in a graph, and compares the outputs with what the program means, computed on the host; the exit status is 1 if a
+/// value is wrong. Times are medians
 /// over all samples; the slowest rank counts. A trace can be opened in Perfetto (ui.perfetto.dev); it has
 /// a track per rank and stream, and one per lane of its kernels with the steps of that lane.
 #[derive(Debug, Args)]
@@ -40,6 +41,9 @@ pub(super) struct Run {
     /// Seed of the inputs [default: random]
     #[arg(long, value_name = "SEED")]
     seed: Option<u64>,
+    /// Announced tensor that kernels are to take for out of reach, on the host device; may be repeated
+    #[arg(long, value_name = "TENSOR")]
+    unreachable: Vec<String>,
     /// Run even if the verifier finds violations; the program may hang until the timeout
     #[arg(long)]
     unverified: bool,
@@ -65,6 +69,9 @@ struct Outcome {
     seed: u64,
     /// For each output, the rank and run with the largest error; empty where nothing was compared.
     values: Vec<Compared>,
+    /// What is doubtful, though not wrong.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    warnings: Vec<String>,
     /// Why nothing was.
     #[serde(skip_serializing_if = "Option::is_none")]
     not_checked: Option<String>,
@@ -98,7 +105,9 @@ impl Run {
                     let not_checked = outcome.not_checked.iter();
                     let not_checked =
                         not_checked.map(|why| format!("values are not checked: {why}"));
-                    let rest = eager_only.chain(values).chain(not_checked);
+                    let warnings = outcome.warnings.iter();
+                    let warnings = warnings.map(|what| format!("warning: {what}"));
+                    let rest = eager_only.chain(values).chain(warnings).chain(not_checked);
                     let operations = match outcome.operations {
                         1 => "1 operation".to_owned(),
                         several => format!("{several} operations"),
@@ -137,27 +146,42 @@ impl Run {
         let check = if self.no_check {
             Err("as --no-check says".to_owned())
         } else {
-            Check::new(comm, &self.source, text, Inputs::new(seed))
+            Check::new(
+                comm,
+                &self.source,
+                text,
+                Inputs::new(seed),
+                &self.unreachable,
+            )
         };
         let clock = Clock::new(comm, Priority::Normal)?;
-        let work = |stream: &warplink::device::Stream| Ok(plan.run(stream)?);
+        let stream = &clock.stream;
+        let work = |stream: &Stream| Ok(plan.run(stream)?);
+        let measure = |submission| clock.measure(self.samples.into(), submission, &work);
         let mut compared = Vec::new();
-        let mut measure = |submission, how: &str| -> Result<Times> {
-            if let Ok(check) = &check {
-                check.clear(comm, &plan)?;
-            }
-            let times = clock.measure(self.samples.into(), submission, &work)?;
-            if let Ok(check) = &check {
-                compared.extend(check.compare(comm, &plan, how)?);
-            }
-            Ok(times)
-        };
-        let eager = measure(Submission::Eager, "in an eager run")?;
+        let eager = measure(Submission::Eager)?;
+        if let Ok(check) = &check {
+            let run = || -> Result<()> {
+                plan.run(stream)?;
+                Ok(comm.synchronize(stream)?)
+            };
+            compared.extend(check.runs(comm, &plan, (1, "in an eager run"), run)?);
+        }
         let eager_only = plan.eager_only().map(ToString::to_string);
         let captured = match eager_only {
-            None => Some(measure(Submission::Captured, "in a graph")?),
+            None => Some(measure(Submission::Captured)?),
             Some(_) => None,
         };
+        if let (Ok(check), Some(_)) = (&check, &captured) {
+            stream.begin_capture()?;
+            plan.run(stream)?;
+            let graph = stream.end_capture()?;
+            let run = || -> Result<()> {
+                graph.launch(stream)?;
+                Ok(comm.synchronize(stream)?)
+            };
+            compared.extend(check.runs(comm, &plan, (100, "in a graph"), run)?);
+        }
         let values = check::gather(comm, &compared)?;
         let trace = match self.trace {
             Some(_) => plan.trace(&clock.stream),
@@ -173,6 +197,7 @@ impl Run {
             eager_only,
             seed,
             values,
+            warnings: check.as_ref().map(Check::warnings).unwrap_or_default(),
             not_checked: check.err(),
         };
         Ok((outcome, trace))
@@ -189,7 +214,9 @@ impl Run {
             streams: self.source.streams.into(),
             verify: !self.unverified,
         };
-        let prepared = executor.prepare(&text.program, &text.parameters, options)?;
+        let prepared = executor
+            .prepare(&text.program, &text.parameters, options)?
+            .without_reaching(&self.unreachable)?;
         let mut bindings = Bindings::new();
         let tensors = &prepared.rank_program().tensors;
         let all = tensors.iter().map(|tensor| tensor.bytes as u128).sum();

@@ -233,7 +233,7 @@ impl Workspace {
 }
 
 /// Combines sources in order: sums of small floats in single precision, rounded at the end.
-fn combine(
+pub(super) fn combine(
     operator: Option<ReduceOp>,
     dtype: DType,
     sources: &[Vec<Value>],

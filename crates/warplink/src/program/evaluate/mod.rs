@@ -7,6 +7,7 @@
 mod collective;
 mod compare;
 mod elementwise;
+mod expect;
 mod kernel;
 mod value;
 
@@ -27,7 +28,7 @@ use collective::Gathering;
 use kernel::Workspace;
 use std::borrow::Cow;
 use std::collections::{HashMap, VecDeque};
-use value::Value;
+use value::{Made, Value};
 
 /// What an evaluation costs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -54,6 +55,8 @@ impl Effort {
 /// The programs of all ranks, ready to be evaluated.
 #[derive(Debug)]
 pub struct Evaluator {
+    /// The program's name.
+    name: String,
     ranks: Vec<RankProgram>,
     /// Operations in an order in which they may be done.
     order: Vec<(Rank, usize)>,
@@ -94,6 +97,7 @@ impl Evaluator {
         let refuse = |diagnostics: Vec<Diagnostic>| refused(&program.name, &diagnostics);
         let order = order(program, &ranks).map_err(refuse)?;
         Ok(Self {
+            name: program.name.clone(),
             ranks,
             order: order.operations,
             partners: order.partners,
@@ -101,9 +105,26 @@ impl Evaluator {
         })
     }
 
+    /// The same, where kernels take announced tensors of these names for out of reach.
+    ///
+    /// # Errors
+    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) for a name that none announces.
+    pub fn without_reaching(mut self, names: &[String]) -> Result<Self> {
+        for program in &mut self.ranks {
+            program.withhold(names)?;
+        }
+        Ok(self)
+    }
+
     /// The program of each rank.
     pub fn ranks(&self) -> &[RankProgram] {
         &self.ranks
+    }
+
+    /// Whether a run may read what earlier ones left in scratch, which an evaluation does not know.
+    pub fn keeps(&self) -> bool {
+        let mut scratch = self.ranks.iter().flat_map(|program| &program.scratch);
+        scratch.any(|scratch| scratch.persistent)
     }
 
     /// What an evaluation costs.
@@ -116,13 +137,15 @@ impl Evaluator {
         });
         Effort {
             elements,
-            steps: operations.sum(),
+            steps: operations.sum::<u128>() + self.expected_steps(),
         }
     }
 
     /// Evaluates one run; `input` gives the bytes of each rank's inputs.
     ///
     /// # Errors
+    /// [`ErrorKind::Verification`](crate::ErrorKind::Verification) where an output is not what the program expects of
+    /// it.
     /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) where `input` gives another
     /// length than the tensor's.
     pub fn run(
@@ -143,8 +166,12 @@ impl Evaluator {
                             instance.bytes
                         )));
                     }
-                    let exact = value::decode(instance.dtype, &bytes).map(Value::exact);
-                    exact.collect()
+                    let exact = value::decode(instance.dtype, &bytes).enumerate();
+                    let input = |(index, value): (usize, f64)| Value {
+                        made: Made::element((rank as u64) << 48 ^ (id as u64) << 36 ^ index as u64),
+                        ..Value::exact(value)
+                    };
+                    exact.map(input).collect()
                 } else {
                     vec![Value::UNKNOWN; instance.bytes / instance.dtype.size()]
                 };
@@ -166,7 +193,10 @@ impl Evaluator {
         for &(rank, operation) in &self.order {
             run.perform(rank, operation)?;
         }
-        Ok(run.memory)
+        match &self.unmet(&run.memory)[..] {
+            [] => Ok(run.memory),
+            unmet => Err(refused(&self.name, unmet)),
+        }
     }
 }
 

@@ -14,6 +14,47 @@ const EXACT: f64 = (1_u64 << 53) as f64;
 pub(super) struct Value {
     pub(super) value: f64,
     pub(super) bound: f64,
+    pub(super) made: Made,
+}
+
+/// What a value was added up from: numbers that stand for it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Made {
+    /// The elements, whatever their order.
+    of: u64,
+    /// The elements in the order in which they were added.
+    order: u64,
+}
+
+impl Made {
+    /// Of one element alone, which has this number.
+    pub(super) const fn element(number: u64) -> Self {
+        let number = mixed(number);
+        Self {
+            of: number,
+            order: number,
+        }
+    }
+
+    const fn and(self, other: Self) -> Self {
+        Self {
+            of: self.of.wrapping_add(other.of),
+            order: mixed(self.order.rotate_left(1) ^ mixed(other.order)),
+        }
+    }
+
+    /// Whether the same elements were added in another order.
+    pub(super) const fn is_reordered(self, other: Self) -> bool {
+        self.of == other.of && self.order != other.order
+    }
+}
+
+/// A number whose bits all depend on all bits of `number`.
+const fn mixed(number: u64) -> u64 {
+    let number = number.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    let number = (number ^ (number >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let number = (number ^ (number >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    number ^ (number >> 31)
 }
 
 /// A sum of products.
@@ -30,10 +71,15 @@ impl Value {
     pub(super) const UNKNOWN: Self = Self {
         value: f64::NAN,
         bound: f64::INFINITY,
+        made: Made { of: 0, order: 0 },
     };
 
     pub(super) const fn exact(value: f64) -> Self {
-        Self { value, bound: 0.0 }
+        Self {
+            value,
+            bound: 0.0,
+            made: Made { of: 0, order: 0 },
+        }
     }
 
     pub(super) fn plus(self, other: Self) -> Self {
@@ -42,6 +88,7 @@ impl Value {
         Self {
             value: self.value + other.value,
             bound: self.bound + other.bound,
+            made: self.made.and(other.made),
         }
     }
 
@@ -50,6 +97,7 @@ impl Value {
         Self {
             value: self.value * other.value,
             bound: self.bound * other.value.abs() + own * other.bound,
+            made: self.made.and(other.made),
         }
     }
 
@@ -75,11 +123,15 @@ impl Value {
         let value = self.value / count as f64;
         if dtype.is_float() {
             let bound = self.bound / count as f64;
-            return Self { value, bound };
+            return Self {
+                value,
+                bound,
+                ..self
+            };
         }
         Self {
             value: value.trunc(),
-            bound: self.bound,
+            ..self
         }
     }
 
@@ -95,6 +147,8 @@ impl Value {
         Self {
             value: choose(self.value, other.value),
             bound: self.bound.max(other.bound),
+            // No order of these matters.
+            made: Made::default(),
         }
     }
 
@@ -112,6 +166,7 @@ impl Value {
         Self {
             value: self.value.trunc().clamp(least, most),
             bound: self.bound + fraction,
+            ..self
         }
     }
 
@@ -126,19 +181,19 @@ impl Value {
             // Integers wrap.
             DType::I32 => Self {
                 value: f64::from(self.value as i64 as i32),
-                bound: self.bound,
+                ..self
             },
             DType::U8 => Self {
                 value: f64::from(self.value as i64 as u8),
-                bound: self.bound,
+                ..self
             },
             DType::I8 => Self {
                 value: f64::from(self.value as i64 as i8),
-                bound: self.bound,
+                ..self
             },
             DType::U32 => Self {
                 value: f64::from(self.value as i64 as u32),
-                bound: self.bound,
+                ..self
             },
             DType::U64 if self.value < 0.0 => Self {
                 bound: f64::INFINITY,
@@ -178,6 +233,7 @@ impl Product {
         Value {
             value: self.sum,
             bound: self.bound + MARGIN * rounding,
+            made: Made::default(),
         }
     }
 }
@@ -248,7 +304,8 @@ mod tests {
     #[test]
     fn integers_wrap_and_are_exact() {
         let sum = Value::exact(f64::from(i32::MAX)).plus(Value::exact(1.0));
-        assert_eq!(sum.stored(DType::I32), Value::exact(f64::from(i32::MIN)));
+        let sum = sum.stored(DType::I32);
+        assert_eq!((sum.value, sum.bound), (f64::from(i32::MIN), 0.0));
         assert_eq!(Value::exact(300.0).stored(DType::U8), Value::exact(44.0));
     }
 
@@ -259,8 +316,8 @@ mod tests {
         assert_eq!(cast(3e9, DType::I32), Value::exact(f64::from(i32::MAX)));
         assert_eq!(cast(-1.0, DType::U8), Value::exact(0.0));
         let uncertain = Value {
-            value: 3.0,
             bound: 1e-6,
+            ..Value::exact(3.0)
         };
         assert!(uncertain.cast(DType::I32).bound >= 1.0);
         let rounded = cast(3.001, DType::BF16);
@@ -272,12 +329,12 @@ mod tests {
     fn a_product_may_be_as_far_off_as_its_factors() {
         let (a, b) = (
             Value {
-                value: -3.0,
                 bound: 0.5,
+                ..Value::exact(-3.0)
             },
             Value {
-                value: 2.0,
                 bound: 0.25,
+                ..Value::exact(2.0)
             },
         );
         let product = a.times(b);
@@ -288,8 +345,8 @@ mod tests {
         assert_eq!(
             a.smaller(b),
             Value {
-                value: -3.0,
-                bound: 0.5
+                bound: 0.5,
+                ..Value::exact(-3.0)
             }
         );
     }

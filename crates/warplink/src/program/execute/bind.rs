@@ -8,7 +8,8 @@ use super::plan::{Plan, PlanParts};
 use super::pool::Pool;
 use super::replaced::replaceable;
 use super::resolve::{Engines, Resolver};
-use crate::error::{Error, Result};
+use crate::device::DeviceKind;
+use crate::error::{Error, ErrorKind, Result};
 use crate::memory::Region;
 use crate::p2p::{Direction, Protocol, Transfer, TransferRequest};
 use crate::program::diagnostic::Diagnostic;
@@ -44,6 +45,22 @@ impl Prepared {
     /// The program as this rank runs it.
     pub fn rank_program(&self) -> &RankProgram {
         &self.program
+    }
+
+    /// The same, where kernels take announced tensors of these names for out of reach: what they do then is seen
+    /// without memory that is. Every rank names the same.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported) where kernels find out for themselves, on all but the
+    /// host device; [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) for a name that none announces.
+    pub fn without_reaching(mut self, names: &[String]) -> Result<Self> {
+        if self.context.device.kind() != DeviceKind::Host && !names.is_empty() {
+            let message = "kernels find out on the device what they reach";
+            return Err(Error::new(ErrorKind::Unsupported, message)
+                .with_help("say what is unreachable on the host device"));
+        }
+        Arc::make_mut(&mut self.program).withhold(names)?;
+        Ok(self)
     }
 
     /// Why the program cannot run as a graph, if the verifier found that it cannot.

@@ -448,7 +448,8 @@ impl Lane<'_> {
 
     fn is_reachable(&self, tensor: usize) -> bool {
         let mut located = self.located.iter();
-        located.all(|it| it.tensor != tensor || !it.missing)
+        !self.section.withheld.contains(&tensor)
+            && located.all(|it| it.tensor != tensor || !it.missing)
     }
 
     /// A peer's tensor, as it has announced it.

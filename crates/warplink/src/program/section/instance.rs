@@ -43,6 +43,8 @@ pub struct SectionInstance {
     /// Whether tensors that are announced are found by what their owners have published, and not where an exchange
     /// before the launch has found them.
     pub published: bool,
+    /// Announced tensors, by index, that are taken for out of reach, so that what is done then is seen.
+    pub withheld: Vec<usize>,
     /// Whether its kernel is to be that of instances with other sizes, too, where some that are equal here differ.
     pub sizes_vary: bool,
     /// Where it stands.

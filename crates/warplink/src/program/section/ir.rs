@@ -6,11 +6,13 @@ use crate::program::expr::{Condition, Expr};
 use crate::program::site::Position;
 
 /// `scratch P: packets16 T[2, world, n]`: memory of the workspace, the same on every rank, which peers
-/// write. It keeps what it holds from one launch to the next.
+/// write. What it holds when a run of the program begins is not to be read, unless it is declared to persist.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Scratch {
     /// Its name.
     pub name: String,
+    /// `scratch persistent S: f32[n]`: whether what an earlier run wrote may be read.
+    pub persistent: bool,
     /// What its memory holds beside the data.
     pub packing: Packing,
     /// Its element type.

@@ -28,6 +28,8 @@ pub type ScratchId = usize;
 pub struct ScratchInstance {
     /// Its name in the program.
     pub name: Arc<str>,
+    /// Whether what an earlier run wrote may be read.
+    pub persistent: bool,
     /// How it holds data.
     pub packing: Packing,
     /// Its element type.

@@ -25,7 +25,7 @@ mod resolve;
 mod view;
 
 pub(crate) use compile::{
-    Addresses, KERNEL, MAX_TENSOR_BYTES, TIMES_HEADER, UNPUBLISHED, text as kernel_text,
+    Addresses, KERNEL, MAX_TENSOR_BYTES, TIMES_HEADER, UNPUBLISHED, text as kernel_text, too_large,
     traced_text as traced_kernel_text,
 };
 pub use instance::{SectionInstance, SectionMemory, SectionTensor};

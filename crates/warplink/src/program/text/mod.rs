@@ -24,9 +24,13 @@
 //!           | "wait" transfer [each] {"," transfer [each]}
 //!           | "get_stream" NAME | "set_stream" stream | "synchronize" stream
 //!           | "fork" stream [each] {"," stream [each]} block
-//!           | "scratch" NAME ":" ["packets8" | "packets16" | "packets128"] (DTYPE | NAME)
-//!             "[" integer {"," integer} "]"
+//!           | "scratch" ["persistent"] NAME ":" ["packets8" | "packets16" | "packets128"] (DTYPE | NAME)
+//!             "[" integer {"," integer} "]"             no packets persist
 //!           | "kernel" NAME "in" "0" ".." integer "threads" integer "{" {step separator} "}"
+//!           | "inout" NAME "=" tensor
+//!           | "expect" tensor "=" ("copy" "(" input ")" | term
+//!                        | operator "(" term [each] {"," term [each]} ")"
+//!                        | "reduce" "(" term [each] {"," term [each]} "," (operator | NAME) ")") ["+" input]
 //!           | "for" NAME "in" integer ".." integer block
 //!           | "if" condition block ["else" (block | "if" …)]
 //! list      = "[" integer [each] {"," integer [each]} "]"
@@ -60,6 +64,8 @@
 //!           | "agree" integer {"," integer} ["with" NAME {"," NAME}] "in" tensor
 //! receiver  = integer ["at" integer]                   a rank, and one of its lanes
 //! place     = tensor ["on" integer]
+//! input     = tensor ["on" integer]
+//! term      = input | ("matmul" | "linear") "(" input "," input ")"
 //! source    = place ["if" condition "else" place]
 //! ```
 //!
@@ -74,6 +80,7 @@
 
 mod call;
 mod collective;
+mod expect;
 mod operand;
 mod parse;
 mod print;

@@ -177,6 +177,20 @@ impl Parser<'_> {
         let first = self.peek();
         let position = self.position();
         if first.kind == TokenKind::Word && is_name(first.text) {
+            // Two words in a row are no assignment.
+            if first.text == "expect" && self.peek_at(1).kind == TokenKind::Word {
+                self.at += 1;
+                let kind = StatementKind::Expect(self.expectation()?);
+                return Ok(Statement { position, kind });
+            }
+            if first.text == "inout" && self.peek_at(1).kind == TokenKind::Word {
+                self.at += 1;
+                let tensor = self.name("a tensor's name")?;
+                self.expect("=")?;
+                let part = self.tensor()?;
+                let kind = StatementKind::InOut { tensor, part };
+                return Ok(Statement { position, kind });
+            }
             let kind = match self.peek_at(1).text {
                 "(" => self.program_call()?,
                 _ => self.assignment()?,

@@ -212,6 +212,8 @@ impl Display for Indented<'_, Statement> {
                 section.fmt(f)?;
                 block(f, self.0, &section.body)?;
             }
+            StatementKind::InOut { tensor, part } => write!(f, "inout {tensor} = {part}")?,
+            StatementKind::Expect(expectation) => expectation.fmt(f)?,
             StatementKind::For(repetition) => print_loop(f, self.0, repetition)?,
             StatementKind::If(branch) => print_branch(f, self.0, branch)?,
         }

@@ -8,7 +8,8 @@ use std::fmt::{self, Display, Formatter};
 
 impl Display for Scratch {
     fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
-        write!(f, "scratch {}: ", self.name)?;
+        let persistent = if self.persistent { "persistent " } else { "" };
+        write!(f, "scratch {persistent}{}: ", self.name)?;
         if self.packing.is_packets() {
             write!(f, "{} ", self.packing.name())?;
         }

@@ -13,6 +13,9 @@ use crate::program::section::{
 impl Parser<'_> {
     /// What follows `scratch`.
     pub(super) fn scratch(&mut self) -> Parsed<Scratch> {
+        let first = self.peek();
+        let persistent = first.text == "persistent" && self.peek_at(1).text != ":";
+        self.at += usize::from(persistent);
         let name = self.name("a name for the scratch")?;
         self.expect(":")?;
         // A type of that name may be a parameter; then its brackets follow.
@@ -21,6 +24,10 @@ impl Parser<'_> {
             .find(|packing| packing.is_packets() && self.is(packing.name()))
             .filter(|_| self.peek_at(1).kind == TokenKind::Word);
         self.at += usize::from(packing.is_some());
+        if persistent && packing.is_some() {
+            let message = "packets are read in the launch that stores them; expected plain scratch to persist";
+            return Err(self.wrong(first, message.to_owned()));
+        }
         let dtype = self.element_type()?;
         self.expect("[")?;
         let mut shape = vec![self.integer()?];
@@ -32,6 +39,7 @@ impl Parser<'_> {
         }
         Ok(Scratch {
             name,
+            persistent,
             packing: packing.unwrap_or(Packing::Plain),
             dtype,
             shape,
@@ -159,17 +167,7 @@ impl Parser<'_> {
         self.expect("(")?;
         let mut sources = Vec::new();
         loop {
-            // The operator comes last, before the parenthesis: a word for one, which may be a tensor's name elsewhere,
-            // or a parameter's name.
-            let token = self.peek();
-            let last = !sources.is_empty() && self.peek_at(1).text == ")";
-            let operator = match token.text.parse() {
-                Ok(operator) => Some(Operator::Fixed(operator)),
-                Err(_) => Some(Operator::Parameter(token.text.to_owned()))
-                    .filter(|_| token.kind == TokenKind::Word && is_name(token.text)),
-            };
-            if let Some(operator) = operator.filter(|_| last) {
-                self.at += 1;
+            if let Some(operator) = self.last_operator(!sources.is_empty()) {
                 self.expect(")")?;
                 return Ok(Move {
                     verb: Verb::Reduce(operator),
@@ -185,6 +183,21 @@ impl Parser<'_> {
                     .expected("',' and, at the end, the operator: sum, product, max, min, average or a parameter"));
             }
         }
+    }
+
+    /// The operator, which comes last, before the parenthesis, if there is something `before` it: a word for one, which
+    /// may be a tensor's name elsewhere, or a parameter's name.
+    pub(super) fn last_operator(&mut self, before: bool) -> Option<Operator> {
+        let token = self.peek();
+        let last = before && self.peek_at(1).text == ")";
+        let operator = match token.text.parse() {
+            Ok(operator) => Some(Operator::Fixed(operator)),
+            Err(_) => Some(Operator::Parameter(token.text.to_owned()))
+                .filter(|_| token.kind == TokenKind::Word && is_name(token.text)),
+        };
+        let operator = operator.filter(|_| last);
+        self.at += usize::from(operator.is_some());
+        operator
     }
 
     fn source(&mut self) -> Parsed<Source> {

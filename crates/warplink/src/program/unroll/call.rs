@@ -25,7 +25,7 @@ pub(super) struct Called<'p> {
     /// The programs that it may call.
     programs: &'p [Subprogram],
     /// The tensors that it is lent by the caller, by their names in it; none in the program that is run.
-    lent: Option<HashMap<String, View>>,
+    pub(super) lent: Option<HashMap<String, View>>,
     /// Blocks that were open at the call.
     blocks: usize,
 }

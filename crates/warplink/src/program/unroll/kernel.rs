@@ -49,6 +49,7 @@ impl<'p> Unroller<'p> {
         };
         let instance = ScratchInstance {
             name: Arc::from(name.as_str()),
+            persistent: scratch.persistent,
             packing: scratch.packing,
             dtype,
             shape,
@@ -131,6 +132,7 @@ impl<'p> Unroller<'p> {
             period,
             shared_tensors: false,
             published: false,
+            withheld: Vec::new(),
             sizes_vary: false,
             site: self.here(),
         };

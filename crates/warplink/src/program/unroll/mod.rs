@@ -6,6 +6,7 @@
 mod call;
 mod collective;
 mod declare;
+mod expect;
 mod kernel;
 mod scope;
 mod select;
@@ -151,6 +152,8 @@ pub(super) fn unroll_within(
             transfers: Vec::new(),
             exchanges: Vec::new(),
             operations: Vec::new(),
+            in_place: Vec::new(),
+            expected: Vec::new(),
             grids: HashMap::new(),
         },
         pool: streams,
@@ -440,6 +443,8 @@ impl<'p> Unroller<'p> {
             StatementKind::Call { program, arguments } => self.call(program, arguments)?,
             StatementKind::Scratch(scratch) => self.scratch(scratch)?,
             StatementKind::Kernel(section) => self.kernel(section)?,
+            StatementKind::InOut { tensor, part } => self.in_place(tensor, part)?,
+            StatementKind::Expect(expectation) => self.expectation(expectation)?,
             StatementKind::For(it) => {
                 let id = std::ptr::from_ref(it).addr();
                 self.repeat((id, &it.index), (&it.from, &it.to), |unroller| {

@@ -11,8 +11,9 @@ use super::link::Links;
 use super::meetings::Meeting;
 use super::state::Run;
 use super::violation::Violations;
+use crate::program::diagnostic::{DiagnosticKind, Place};
 use crate::program::rank_program::{OperationKind, RankProgram};
-use crate::program::section::SectionInstance;
+use crate::program::section::{SectionInstance, too_large};
 
 /// The kernels of all ranks in their order, as `make` changes them.
 pub(super) fn operations(
@@ -55,12 +56,28 @@ pub(super) fn check(
             }
         }
         if sections.len() == ranks.len() {
-            launches.push(Launch::new(sections));
+            launches.push(Launch::new(sections, launches.is_empty()));
             operations.push(places);
         }
     }
     let mut accesses = KernelAccesses::default();
-    if launches.is_empty() {
+    // What no kernel can be made of.
+    for (rank, program) in ranks.iter().enumerate() {
+        for operation in &program.operations {
+            if let OperationKind::Kernel(section) = &operation.kind
+                && let Some(message) = too_large(section)
+            {
+                let place = Place {
+                    rank,
+                    site: section.site.clone(),
+                };
+                diagnostics.add(DiagnosticKind::OutOfBounds, vec![place.clone()], |_| {
+                    format!("{place}: {message}; expected a kernel for parts of it")
+                });
+            }
+        }
+    }
+    if launches.is_empty() || !diagnostics.list.is_empty() {
         return accesses;
     }
     let found = lanes::check(ranks, &launches, diagnostics);

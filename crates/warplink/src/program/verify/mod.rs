@@ -30,6 +30,8 @@
 //!   be one that can be recorded (`capture`). Where it is not, it is run eagerly.
 //! - A kernel whose lanes wait, and what the collective engine runs, hold room on a device while they wait for
 //!   other ranks. Where two of these are in no order on a rank, it may start either first (`room`).
+//! - Tensors are apart. What `inout` says may be one memory is followed once more as such, where kernels use it
+//!   (`in_place`).
 //! - Runs follow one another on the caller's stream: what the program accesses must come after the
 //!   stream's state at the start and before its state at the end, also where a peer accesses it.
 
@@ -42,6 +44,7 @@ mod collective;
 mod diagnostics;
 mod finish;
 mod group;
+mod in_place;
 mod kernel;
 mod kernel_accesses;
 mod lanes;
@@ -148,6 +151,8 @@ pub fn verify(
     links.kernels = kernel::check(&ranks, &links, &mut diagnostics);
     diagnostics.end_of_stage()?;
     simulate::simulate(&ranks, &links, &mut diagnostics);
+    diagnostics.end_of_stage()?;
+    in_place::check(&ranks, &links, &mut diagnostics);
     diagnostics.end_of_stage()?;
     let eager_only = capture::eager_only(program, &ranks, &links);
     Ok(report(&ranks, eager_only))

@@ -44,6 +44,11 @@ pub fn verify_sharing(
         kernels.push(kernel::operations(&ranks, &links, |section| {
             moved(section, first)
         }));
+        let why = "other programs write to this workspace between its runs";
+        if let Some(diagnostic) = lanes::persistent(kernels[number].iter().flatten(), why) {
+            diagnostics.add_made(diagnostic);
+            diagnostics.end_of_stage()?;
+        }
         let reaches = kernels[number]
             .iter()
             .map(|sections| Reaches::of(&sections[0]));
@@ -93,10 +98,11 @@ fn named<'a>(
 ) -> Vec<Launch<'a>> {
     let launches = kernels.iter().zip(reaches);
     launches
-        .map(|(sections, reaches)| {
+        .enumerate()
+        .map(|(number, (sections, reaches))| {
             let all = reaches.main();
             let reach = all[form % all.len()].clone();
-            Launch::named(sections.iter().collect(), program, reach)
+            Launch::named(sections.iter().collect(), program, reach, number == 0)
         })
         .collect()
 }

@@ -28,7 +28,7 @@ use warplink::{Communicator, DType, ErrorKind};
 /// the vendor's collective in turn with it. The program has one input and one output. Times are medians for a
 /// run, of the slowest rank; the column named after the collective has its time in us. 'speedup' is that time
 /// divided by the program's: below 1, the collective is faster. 'differ' says how many elements of all ranks'
-/// outputs are not exactly the collective's; the exit status is 1 if there are any. The other columns are the
+/// outputs are not exactly the collective's, in some runs with other inputs each time; the exit status is 1 if there are any. The other columns are the
 /// kernels' lanes and threads, their registers, how many of their blocks fit a multiprocessor, and the values of
 /// --try.
 #[derive(Debug, Args)]
@@ -97,9 +97,13 @@ impl Against {
     }
 }
 
+/// How many runs in a row are compared, each with inputs of its own.
+const COMPARED: u64 = 4;
+
 /// The memory of a rank for one size.
 struct Memory {
     dtype: DType,
+    seed: u64,
     input: (String, DeviceSlice),
     output: (String, DeviceSlice),
     /// For the collective.
@@ -324,7 +328,7 @@ impl Section {
             .into_iter()
             .map(|times| times.stream.divided(runs as f64));
         let different = match &collective {
-            Some(_) => Some(memory.different(comm)?),
+            Some(collective) => Some(memory.compare(clock, [&plan, collective])?),
             None => None,
         };
         Ok(Row {
@@ -404,25 +408,50 @@ impl Memory {
             allocate(output_bytes)?,
             allocate(output_bytes)?,
         );
-        // Small integers, of which every sum is exact in whatever order it is taken.
+        let memory = Self {
+            dtype,
+            seed,
+            input: (input, source),
+            output: (output, target),
+            expected,
+        };
+        memory.fill(comm, 0)?;
+        Ok(memory)
+    }
+
+    /// Gives a rank the input of a run: small integers, of which every sum is exact in whatever order it is taken.
+    fn fill(&self, comm: &Communicator, run: u64) -> Result<()> {
         let inputs = Inputs {
             call: Call {
                 kind: CollectiveKind::AllReduce,
                 op: Some(ReduceOp::Sum),
-                dtype,
-                count: bytes / dtype.size(),
+                dtype: self.dtype,
+                count: self.input.1.bytes() / self.dtype.size(),
                 root: None,
             },
             world: comm.world(),
-            seed,
+            seed: self.seed.wrapping_add(run),
         };
         let data = inputs.of(comm.rank())?;
-        device.upload(&source, &data)?;
-        Ok(Self {
-            dtype,
-            input: (input, source),
-            output: (output, target),
-            expected,
+        Ok(comm.device().upload(&self.input.1, &data)?)
+    }
+
+    /// Replays graphs of both plans with other inputs each time; how many elements differ in all.
+    fn compare(&self, clock: &Clock<'_>, plans: [&Plan; 2]) -> Result<u64> {
+        let (comm, stream) = (clock.comm, &clock.stream);
+        let graphs = plans.map(|plan| -> Result<_> {
+            stream.begin_capture()?;
+            plan.run(stream)?;
+            Ok(stream.end_capture()?)
+        });
+        let [section, vendor] = graphs;
+        let (section, vendor) = (section?, vendor?);
+        (1..=COMPARED).try_fold(0, |sum, run| {
+            self.fill(comm, run)?;
+            section.launch(stream)?;
+            vendor.launch(stream)?;
+            comm.synchronize(stream)?;
+            Ok(sum + self.different(comm)?)
         })
     }
 

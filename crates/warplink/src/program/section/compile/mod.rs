@@ -256,19 +256,28 @@ fn check(instance: &SectionInstance) -> Result<()> {
         );
         return refused(text, "use whole warps");
     }
+    match too_large(instance) {
+        Some(text) => refused(text, "launch the kernel on parts of it"),
+        None => Ok(()),
+    }
+}
+
+/// Which tensor is too large for a kernel, in words.
+pub(crate) fn too_large(instance: &SectionInstance) -> Option<String> {
     let mut scratch = instance.scratch.iter();
     let max_bytes = if scratch.any(|scratch| scratch.packing == Packing::Packets8) {
         MAX_TENSOR_BYTES_OF_PACKETS8
     } else {
         MAX_TENSOR_BYTES
     };
-    for tensor in &instance.tensors {
-        if span(tensor).saturating_mul(tensor.dtype.size()) > max_bytes {
-            let text = format!("'{}' is larger than {max_bytes} bytes", tensor.name);
-            return refused(text, "launch the kernel on parts of it");
-        }
-    }
-    Ok(())
+    let mut tensors = instance.tensors.iter();
+    let large =
+        |tensor: &&SectionTensor| span(tensor).saturating_mul(tensor.dtype.size()) > max_bytes;
+    let tensor = tensors.find(large)?;
+    Some(format!(
+        "'{}' is larger than {max_bytes} bytes",
+        tensor.name
+    ))
 }
 
 /// From the first element of a tensor to behind its last, in elements.

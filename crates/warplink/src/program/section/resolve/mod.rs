@@ -29,7 +29,7 @@ impl SectionInstance {
     /// # Errors
     /// What is wrong with the text: names, bounds, shapes, types.
     pub fn steps(&self, lane: usize, epoch: u64) -> Result<Vec<LaneStep>, Diagnostic> {
-        self.steps_where(lane, epoch, &|_| true)
+        self.steps_where(lane, epoch, &|tensor| !self.withheld.contains(&tensor))
     }
 
     /// As [`steps`](Self::steps), where `reachable` says which announced tensors all ranks reach. What comes before

@@ -173,10 +173,20 @@ impl Run<'_> {
             }
         }
         let kernel = self.sequence[number];
-        match &self.accesses[kernel][rank] {
-            None => self.accesses[kernel][rank] = Some(list),
-            Some(first) if *first != list => self.unsteady.push((kernel, rank)),
-            Some(_) => {}
+        let Some(first) = &self.accesses[kernel][rank] else {
+            self.accesses[kernel][rank] = Some(list);
+            return;
+        };
+        if *first != list {
+            let before = self.sequence.iter().position(|other| *other == kernel);
+            let more = list.iter().find(|access| !first.contains(access));
+            let less = || first.iter().find(|access| !list.contains(access));
+            let differs = match more {
+                Some((range, _)) => Some((number, *range)),
+                None => less().map(|(range, _)| (before.unwrap_or(number), *range)),
+            };
+            self.unsteady
+                .extend(differs.map(|(launch, range)| (rank, launch, range)));
         }
     }
 

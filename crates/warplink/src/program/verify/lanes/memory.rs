@@ -78,6 +78,8 @@ pub(super) enum Wrong {
     Unordered(Actor, Was),
     /// It reads bytes that nothing wrote.
     Unwritten,
+    /// It reads bytes that nothing wrote since this step of an earlier run.
+    Stale(Actor),
     /// It waits for packets that were overwritten before it read them.
     Overwritten(Actor),
     /// It stores packets where packets of the same launch were stored.
@@ -149,6 +151,17 @@ impl Bytes {
             .all(|cell| cell.packets_of.iter().rev().any(|of| *of == flag))
     }
 
+    /// The lanes that stored the packets of launch `flag`.
+    pub(super) fn senders(&mut self, range: &Range<usize>, flag: u64) -> impl Iterator<Item = u32> {
+        let sent = self.within(range).filter_map(move |cell| {
+            let sender = cell.sender.as_ref()?;
+            (sender.flag == flag).then_some(cell.write?.actor.lane)
+        });
+        // What one step stored is many cells of one lane.
+        let mut last = None;
+        sent.filter(move |lane| last.replace(*lane) != Some(*lane))
+    }
+
     /// Reads packets that are there, or were; of the last one, what lies before `filled`.
     pub(super) fn read_packets(
         &mut self,
@@ -177,9 +190,11 @@ impl Bytes {
         }
     }
 
+    /// Reads what launches from `since` on have written.
     pub(super) fn read(
         &mut self,
         range: &Range<usize>,
+        since: u32,
         stamp: Stamp,
         knows: &Knowledge,
         mut tell: impl FnMut(Wrong),
@@ -191,6 +206,7 @@ impl Bytes {
                 Some(write) if !knows.sees(&write) => {
                     tell(Wrong::Unordered(write.actor, Was::Write));
                 }
+                Some(write) if write.actor.launch < since => tell(Wrong::Stale(write.actor)),
                 Some(_) => {}
             }
             if cell.written_in != launch {

@@ -4,7 +4,8 @@
 //! is seen beside the next that does the same, and two more, since a rank may be a launch ahead of another. Each lane keeps two clocks: of what it sees, which
 //! signals and streams hand on, and of what is over, which packets hand on too. Between two launches a
 //! rank's stream writes all of its tensors: what a peer reads before it was told that it may, or has not told
-//! to be read when the launch ends, is a race with that. Scratch starts without anything in it.
+//! to be read when the launch ends, is a race with that. Scratch starts without anything in it, in every run: what an
+//! earlier one wrote may only be read where scratch is declared to persist.
 //!
 //! Only the device knows which of the tensors that a lane announces are reachable, and two lanes may find other ones so
 //! in one launch. So kernels that ask for it are followed as several, one for each [`Reach`], in turns.
@@ -36,8 +37,8 @@ const MAX_STEPS: usize = 1 << 24;
 /// The most of them in the launches that are under way at a time, which are all in memory.
 const MAX_HELD_STEPS: usize = 1 << 22;
 
-/// The most lanes of all ranks.
-const MAX_ALL_LANES: usize = 1 << 20;
+/// The most lanes of all ranks: each may learn of each, so that the time grows as their square, to a minute for these.
+const MAX_ALL_LANES: usize = 1 << 13;
 
 /// How many launches more than two periods are followed.
 const MORE_RUNS: usize = 2;
@@ -50,14 +51,17 @@ pub(super) struct Launch<'a> {
     sections: Vec<&'a SectionInstance>,
     /// The program that it is of, where several are followed.
     program: Option<&'a Program>,
+    /// Whether a run of its program begins with it.
+    begins: bool,
 }
 
 impl<'a> Launch<'a> {
-    pub(super) fn new(sections: Vec<&'a SectionInstance>) -> Self {
+    pub(super) fn new(sections: Vec<&'a SectionInstance>, begins: bool) -> Self {
         Self {
             reach: None,
             sections,
             program: None,
+            begins,
         }
     }
 
@@ -67,6 +71,7 @@ impl<'a> Launch<'a> {
             reach: Some(reach.clone()),
             sections: self.sections.clone(),
             program: self.program,
+            begins: self.begins,
         }
     }
 
@@ -75,11 +80,13 @@ impl<'a> Launch<'a> {
         sections: Vec<&'a SectionInstance>,
         program: &'a Program,
         reach: Reach,
+        begins: bool,
     ) -> Self {
         Self {
             reach: Some(reach),
             sections,
             program: Some(program),
+            begins,
         }
     }
 
@@ -113,6 +120,14 @@ pub(super) fn check(
             return Vec::new();
         }
     };
+    if reaches.iter().any(|reaches| reaches.len() > 1) {
+        let sections = kernels.iter().flat_map(|kernel| &kernel.sections);
+        let why = "what an earlier launch wrote depends on which tensors it reached";
+        if let Some(diagnostic) = persistent(sections.copied(), why) {
+            diagnostics.add_made(diagnostic);
+            return Vec::new();
+        }
+    }
     let mut followed = Vec::with_capacity(kernels.len());
     for (kernel, reaches) in kernels.iter().zip(&reaches) {
         let all = reaches.main.iter().chain(&reaches.further);
@@ -127,6 +142,28 @@ pub(super) fn check(
         .iter()
         .map(|reaches| found.by_ref().take(reaches.len()).reduce(merge));
     merged.flatten().collect()
+}
+
+/// Refuses scratch that persists, for a reason.
+pub(super) fn persistent<'a>(
+    sections: impl IntoIterator<Item = &'a SectionInstance>,
+    why: &str,
+) -> Option<Diagnostic> {
+    let mut all = sections.into_iter().flat_map(|section| {
+        let tensors = 0..section.tensors.len();
+        tensors.filter_map(move |tensor| Some((section.rank, section.scratch_of(tensor)?)))
+    });
+    let (rank, scratch) = all.find(|(_, scratch)| scratch.persistent)?;
+    let place = Place {
+        rank,
+        site: scratch.site.clone(),
+    };
+    let message = format!(
+        "{place}: the scratch '{}' persists, but {why}; expected scratch that each run writes before it reads it",
+        scratch.name
+    );
+    let kind = DiagnosticKind::Malformed;
+    Some(Diagnostic::new(kind, message, vec![place]))
 }
 
 /// What a kernel does that does the one or the other.
@@ -177,7 +214,7 @@ pub(super) const fn runs(period: usize) -> usize {
 
 fn too_large() -> Diagnostic {
     let message = format!(
-        "the kernels are too large to verify; expected at most {MAX_ALL_LANES} lanes of all ranks, \
+        "the kernels are too large to verify; expected at most \
          {MAX_HELD_STEPS} steps and operands of them in a launch, and {MAX_STEPS} in all launches that are followed"
     );
     Diagnostic::new(DiagnosticKind::Malformed, message, Vec::new())

@@ -4,6 +4,9 @@ use crate::program::diagnostic::{Diagnostic, DiagnosticKind, Place};
 use crate::program::section::SectionInstance;
 use std::rc::Rc;
 
+/// The most launches of a walk through all orders of cases.
+const MAX_ORDERS: usize = 1 << 10;
+
 /// Which announced tensors are reachable in which lanes: the one case in lanes whose number has a bit, the other in
 /// those that lack it.
 #[derive(Clone, Debug)]
@@ -16,6 +19,8 @@ pub(in crate::program::verify) struct Reach {
 /// What a kernel is followed as.
 #[derive(Debug)]
 pub(in crate::program::verify) struct Reaches {
+    /// How many cases there are.
+    cases: usize,
     /// The same case in all lanes, for each case, and any two in every other lane: these follow one another in any
     /// order.
     pub(super) main: Vec<Reach>,
@@ -66,7 +71,12 @@ impl Reaches {
                 list.extend(others.map(|(_, without)| both(bit, with, without)));
             }
         }
-        Ok(Self { main, further })
+        let cases = cases.len();
+        Ok(Self {
+            cases,
+            main,
+            further,
+        })
     }
 
     /// The most different of them.
@@ -101,15 +111,24 @@ pub(super) fn sequence(
     let count = kernels.len();
     let forms = kernels.iter().map(|it| it.main.len()).max().unwrap_or(1);
     let more = kernels.iter().map(|it| it.further.len()).max().unwrap_or(0);
-    // In turns, where there is a choice: each after each, at each remainder of the epoch.
+    // In turns, where there is a choice: each after each, at each remainder of the epoch. What is the same in all lanes,
+    // in each order of as many as it takes until a slot is used again, if there are not too many.
+    let places = count * period;
     let turns = if forms > 1 {
         forms.checked_mul(forms)?.checked_mul(period)?
     } else {
         0
     };
+    let cases = kernels.iter().map(|it| it.cases).max().unwrap_or(1);
+    let orders = |depth: usize| cases.checked_pow(depth as u32)?.checked_mul(places);
+    let in_a_row = (3..=places + 1)
+        .take_while(|depth| orders(*depth).is_some_and(|all| all <= MAX_ORDERS))
+        .last()
+        .filter(|_| cases > 1);
     let all = [
         forms.checked_mul(runs)?,
         turns,
+        in_a_row.map_or(0, |depth| orders(depth).unwrap_or(0) / count + 1),
         more.checked_mul(period + 1)?,
     ];
     let runs_in_all = all.into_iter().try_fold(0_usize, usize::checked_add)?;
@@ -122,14 +141,19 @@ pub(super) fn sequence(
             sequence.extend((0..count).map(|kernel| main(kernel, form)));
         }
     }
-    if forms > 1 {
-        let walk = each_after_each(forms, count * period)
-            .into_iter()
-            .enumerate();
+    let mut follow = |forms: usize, in_a_row: usize| {
+        let walk = each_in_a_row(forms, in_a_row, places);
+        let walk = walk.into_iter().enumerate();
         sequence.extend(walk.map(|(number, form)| main(number % count, form)));
         while !sequence.len().is_multiple_of(count) {
             sequence.push(main(sequence.len() % count, 0));
         }
+    };
+    if forms > 1 {
+        follow(forms, 2);
+    }
+    if let Some(in_a_row) = in_a_row {
+        follow(cases, in_a_row);
     }
     for form in 0..more {
         for _ in 0..=period {
@@ -139,15 +163,17 @@ pub(super) fn sequence(
     Some(sequence)
 }
 
-/// A list of `forms` in which each follows each at each place, counted modulo `places`: a closed way that takes every
-/// step once.
-fn each_after_each(forms: usize, places: usize) -> Vec<usize> {
-    let mut taken = vec![0; forms * places];
+/// A list of `forms` in which each order of so many `in_a_row` is at each place, counted modulo `places`: a closed way that
+/// takes every step once.
+fn each_in_a_row(forms: usize, in_a_row: usize, places: usize) -> Vec<usize> {
+    // Where the way is: a place, and the forms of all but one of a row, the last of them in the lowest digit.
+    let histories = forms.pow(in_a_row as u32 - 1);
+    let mut taken = vec![0; histories * places];
     let (mut open, mut closed) = (vec![0], Vec::new());
     while let Some(&at) = open.last() {
         if taken[at] < forms {
-            let place = (at / forms + 1) % places;
-            open.push(place * forms + taken[at]);
+            let place = (at / histories + 1) % places;
+            open.push(place * histories + (at * forms + taken[at]) % histories);
             taken[at] += 1;
         } else {
             open.pop();
@@ -164,15 +190,26 @@ mod tests {
     use std::collections::BTreeSet;
 
     #[test]
-    fn each_form_follows_each_at_each_place() {
-        for (forms, places) in [(1, 1), (2, 1), (2, 3), (4, 2), (3, 4)] {
-            let walk = each_after_each(forms, places);
-            assert_eq!(walk.len(), forms * forms * places + 1);
-            let steps = walk.windows(2).enumerate();
-            let seen: BTreeSet<_> = steps
-                .map(|(at, two)| (at % places, two[0], two[1]))
-                .collect();
-            assert_eq!(seen.len(), forms * forms * places, "{walk:?}");
+    fn each_order_of_forms_is_at_each_place() {
+        for (forms, in_a_row, places) in [
+            (1, 2, 1),
+            (2, 2, 1),
+            (2, 2, 3),
+            (4, 2, 2),
+            (3, 2, 4),
+            (2, 3, 2),
+            (4, 3, 2),
+            (2, 5, 4),
+        ] {
+            let walk = each_in_a_row(forms, in_a_row, places);
+            let orders = forms.pow(in_a_row as u32) * places;
+            assert_eq!(walk.len(), orders + 1);
+            // The way is closed, so that the first ones come again.
+            let again = walk[1..in_a_row - 1].iter().copied();
+            let walk: Vec<usize> = walk.iter().copied().chain(again).collect();
+            let steps = walk.windows(in_a_row).enumerate();
+            let seen: BTreeSet<_> = steps.map(|(at, row)| (at % places, row)).collect();
+            assert_eq!(seen.len(), orders, "{walk:?}");
         }
     }
 }

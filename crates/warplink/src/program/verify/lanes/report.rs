@@ -2,11 +2,11 @@
 
 use super::agreement;
 use super::memory::{Actor, STREAM, Was, Wrong};
-use super::run::{Finding, Run};
+use super::run::{Finding, Place as Memory, Run};
 use crate::error::Rank;
 use crate::program::diagnostic::{DiagnosticKind, Place};
-use crate::program::rank_program::Site;
-use crate::program::section::{LaneStep, LaneStepKind};
+use crate::program::rank_program::{Range, Site};
+use crate::program::section::{LaneStep, LaneStepKind, SectionInstance};
 use crate::program::text::summary;
 use crate::program::verify::diagnostics::Diagnostics;
 use std::sync::Arc;
@@ -20,11 +20,12 @@ pub(super) fn report(run: &Run<'_>, diagnostics: &mut Diagnostics<'_>) {
     // What is left over lets later launches run ahead, and is the cause of what they do wrong.
     if run.is_over() {
         lost_signals(run, diagnostics);
+        outliving_signals(run, diagnostics);
     }
     let (unwritten, races): (Vec<&Finding>, Vec<&Finding>) = run
         .findings
         .iter()
-        .partition(|finding| finding.wrong == Wrong::Unwritten);
+        .partition(|finding| matches!(finding.wrong, Wrong::Unwritten | Wrong::Stale(_)));
     for finding in &races {
         say(run, finding, diagnostics);
     }
@@ -39,6 +40,7 @@ pub(super) fn report(run: &Run<'_>, diagnostics: &mut Diagnostics<'_>) {
         stuck(run, diagnostics);
     } else if diagnostics.list.is_empty() {
         agreement::report(run, diagnostics);
+        circles(run, diagnostics);
         unsteady(run, diagnostics);
     }
 }
@@ -98,6 +100,20 @@ fn say(run: &Run<'_>, finding: &Finding, diagnostics: &mut Diagnostics<'_>) {
                 )
             });
         }
+        // The rank had ended its launch when it was accessed there.
+        Wrong::Unordered(other, _)
+            if other.lane == STREAM && other.step == 1 && actor.launch <= other.launch =>
+        {
+            let places = vec![place(run, actor)];
+            diagnostics.add(DiagnosticKind::Race, places.clone(), |said| {
+                format!(
+                    "{} {verb} '{name}' of rank {owner}, which does not wait until that is done before its \
+                     launch {} ends",
+                    told(run, said, actor, &places[0]),
+                    other.launch
+                )
+            });
+        }
         Wrong::Unordered(other, _) if other.lane == STREAM => {
             let places = vec![place(run, actor)];
             diagnostics.add(DiagnosticKind::Race, places.clone(), |said| {
@@ -135,6 +151,17 @@ fn say(run: &Run<'_>, finding: &Finding, diagnostics: &mut Diagnostics<'_>) {
                 format!(
                     "{} reads '{name}' of rank {owner}, which nothing wrote before",
                     told(run, said, actor, &places[0])
+                )
+            });
+        }
+        Wrong::Stale(other) => {
+            let places = vec![place(run, actor), place(run, other)];
+            diagnostics.add(DiagnosticKind::UnwrittenRead, places.clone(), |said| {
+                format!(
+                    "{} reads '{name}' of rank {owner}, which nothing wrote in this run of the program since {} \
+                     did in an earlier one; expected it to be written in each run, or 'scratch persistent {name}'",
+                    told(run, said, actor, &places[0]),
+                    told(run, said, other, &places[1])
                 )
             });
         }
@@ -282,6 +309,22 @@ fn crossed_signals(run: &Run<'_>, diagnostics: &mut Diagnostics<'_>) {
     }
 }
 
+/// What is waited for in a later run may be another signal there, if a run leaves more or fewer of them.
+fn outliving_signals(run: &Run<'_>, diagnostics: &mut Diagnostics<'_>) {
+    for (sender, actor) in &run.outlived {
+        let places = vec![place(run, sender), place(run, actor)];
+        diagnostics.add(DiagnosticKind::LostSignal, places.clone(), |said| {
+            format!(
+                "{} signals rank {}, which waits for that only in a later run: {}; expected a wait in the run that \
+                 signals",
+                told(run, said, sender, &places[0]),
+                actor.rank,
+                told(run, said, actor, &places[1])
+            )
+        });
+    }
+}
+
 /// Signals that nobody waits for are taken for those of the next launch.
 fn lost_signals(run: &Run<'_>, diagnostics: &mut Diagnostics<'_>) {
     for ((rank, _, _), word) in &run.words {
@@ -301,21 +344,112 @@ fn lost_signals(run: &Run<'_>, diagnostics: &mut Diagnostics<'_>) {
     }
 }
 
+/// Kernels that do not access the same in every launch: at the first step that differs.
 fn unsteady(run: &Run<'_>, diagnostics: &mut Diagnostics<'_>) {
-    for &(kernel, rank) in &run.unsteady {
-        let launch = run.sequence.iter().position(|next| *next == kernel);
-        let actor = Actor {
-            launch: launch.unwrap_or(0) as u32,
+    for (rank, launch, range) in &run.unsteady {
+        let (rank, launch) = (*rank, *launch);
+        let actor = accessing(run, launch, rank, range).unwrap_or(Actor {
+            launch: launch as u32,
             rank: rank as u32,
             lane: 0,
             step: 0,
-        };
+        });
+        let name = &run.ranks[rank].tensors[range.tensor].name;
         let places = vec![place(run, &actor)];
         diagnostics.add(DiagnosticKind::Malformed, places.clone(), |said| {
             format!(
-                "{}: what the kernel reads and writes of the program's tensors depends on the epoch; expected \
+                "{}: what the kernel reads and writes of '{name}' of rank {rank} depends on the epoch; expected \
                  the same in every launch",
                 told(run, said, &actor, &places[0])
+            )
+        });
+    }
+}
+
+/// The first step of a launch that accesses a part of a rank's tensor.
+fn accessing(run: &Run<'_>, launch: usize, rank: Rank, range: &Range) -> Option<Actor> {
+    let (from, to) = (range.offset_bytes, range.offset_bytes + range.bytes);
+    for of in 0..run.ranks.len() {
+        for lane in 0..run.section(launch, of).lanes {
+            let steps = run.steps(launch, of, lane).ok()?;
+            let touches = |step: &LaneStep| {
+                let LaneStepKind::Move {
+                    elements,
+                    targets,
+                    sources,
+                    ..
+                } = &step.kind
+                else {
+                    return false;
+                };
+                let mut parts = targets
+                    .iter()
+                    .chain(sources)
+                    .filter(|part| part.rank == rank);
+                parts.any(|part| {
+                    let (place, bytes) = run.bytes_of(launch, part, *elements);
+                    place == Memory::Tensor(range.tensor) && bytes.start < to && from < bytes.end
+                })
+            };
+            if let Some(step) = steps.iter().position(touches) {
+                return Some(Actor {
+                    launch: launch as u32,
+                    rank: of as u32,
+                    lane: lane as u32,
+                    step: step as u32,
+                });
+            }
+        }
+    }
+    None
+}
+
+/// Where lanes may each find other tensors reachable, two that learn of one another are followed in each two cases;
+/// three are not.
+fn circles(run: &Run<'_>, diagnostics: &mut Diagnostics<'_>) {
+    let mut done: Vec<&SectionInstance> = Vec::new();
+    for kernel in run.kernels {
+        let section = kernel.sections[0];
+        if done.iter().any(|other| std::ptr::eq(*other, section)) {
+            continue;
+        }
+        done.push(section);
+        let same = run.kernels.iter().zip(&run.taught);
+        let same = same.filter(|(other, _)| std::ptr::eq(other.sections[0], section));
+        if same.clone().count() < 2 {
+            continue;
+        }
+        // Each lane by the first of those that it is connected with.
+        let mut first: Vec<usize> = (0..section.lanes).collect();
+        let root = |first: &[usize], mut lane: usize| {
+            while first[lane] != lane {
+                lane = first[lane];
+            }
+            lane
+        };
+        for (one, other) in same.flat_map(|(_, taught)| taught) {
+            let (one, other) = (root(&first, *one), root(&first, *other));
+            first[one.max(other)] = one.min(other);
+        }
+        let roots: Vec<usize> = (0..section.lanes).map(|lane| root(&first, lane)).collect();
+        let together = |of: usize| {
+            (0..section.lanes)
+                .filter(|lane| roots[*lane] == of)
+                .collect()
+        };
+        let many = (0..section.lanes)
+            .map(together)
+            .find(|all: &Vec<usize>| all.len() > 2);
+        let Some(lanes) = many else { continue };
+        let place = Place {
+            rank: section.rank,
+            site: section.site.clone(),
+        };
+        diagnostics.add(DiagnosticKind::Malformed, vec![place.clone()], |_| {
+            format!(
+                "{place}: lanes {}, {} and {} wait for one another by signals or packets, and each may find other \
+                 tensors reachable; expected at most two lanes that do",
+                lanes[0], lanes[1], lanes[2]
             )
         });
     }

@@ -4,14 +4,14 @@ use super::agreement::Announcements;
 use super::memory::{Actor, Bytes, Knowledge, Stamp, Wrong};
 use super::{Launch, MAX_ALL_LANES, MAX_HELD_STEPS, MAX_STEPS, RankAccesses, too_large};
 use crate::error::Rank;
-use crate::program::diagnostic::Diagnostic;
+use crate::program::diagnostic::{Diagnostic, DiagnosticKind};
 use crate::program::ir::Program;
-use crate::program::rank_program::RankProgram;
+use crate::program::rank_program::{Range, RankProgram};
 use crate::program::section::{
     LaneStep, LaneStepKind, Packing, Part, SectionInstance, SectionMemory,
 };
 use crate::program::verify::clock::Clocks;
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 /// The most findings that are kept.
 const MAX_FINDINGS: usize = 4096;
@@ -36,8 +36,8 @@ pub(super) struct Finding {
 /// Signals from a rank to a lane of another.
 #[derive(Debug, Default)]
 pub(super) struct Word {
-    /// What the senders of those not waited for knew.
-    sent: VecDeque<Knowledge>,
+    /// Who sent those that were not waited for, and what they knew.
+    sent: VecDeque<(Actor, Knowledge)>,
     pub(super) signalled: u64,
     pub(super) awaited: u64,
     pub(super) last: Option<Actor>,
@@ -68,6 +68,8 @@ pub(super) struct Run<'a> {
     pub(super) ranks: &'a [RankProgram],
     pub(super) kernels: &'a [Launch<'a>],
     pub(super) sequence: &'a [usize],
+    /// For each launch, the one with which its program's run began.
+    begun: Vec<u32>,
     /// Lanes of a rank at most.
     pub(super) width: usize,
     pub(super) lanes: Vec<Lane>,
@@ -89,8 +91,12 @@ pub(super) struct Run<'a> {
     pub(super) announcements: Announcements,
     /// Signals of two lanes to one word, in the same launch.
     pub(super) crossed: Vec<(Actor, Actor)>,
-    /// Kernels whose accesses differ from launch to launch.
-    pub(super) unsteady: Vec<(usize, Rank)>,
+    /// Signals that are waited for in another run than that in which they were sent, and where.
+    pub(super) outlived: Vec<(Actor, Actor)>,
+    /// Of each kernel, which lanes learn from which others.
+    pub(super) taught: Vec<BTreeSet<(usize, usize)>>,
+    /// What a rank's launch accesses, and another of the same kernel does not.
+    pub(super) unsteady: Vec<(Rank, usize, Range)>,
 }
 
 impl<'a> Run<'a> {
@@ -103,8 +109,23 @@ impl<'a> Run<'a> {
         let widths = kernels.iter().flat_map(|kernel| &kernel.sections);
         let width = widths.map(|section| section.lanes).max().unwrap_or(1);
         if world * width > MAX_ALL_LANES {
-            return Err(too_large());
+            let message = format!(
+                "the kernels are too large to verify: {world} ranks have {width} lanes each; expected at most \
+                 {MAX_ALL_LANES} lanes of all ranks"
+            );
+            return Err(Diagnostic::new(
+                DiagnosticKind::Malformed,
+                message,
+                Vec::new(),
+            ));
         }
+        let mut first = 0;
+        let begun = sequence.iter().enumerate().map(|(launch, kernel)| {
+            if kernels[*kernel].begins {
+                first = launch as u32;
+            }
+            first
+        });
         let clocks = Clocks::new(world * (width + 1));
         let knows = || Knowledge {
             seen: clocks.clock(),
@@ -121,6 +142,7 @@ impl<'a> Run<'a> {
             ranks,
             kernels,
             sequence,
+            begun: begun.collect(),
             width,
             lanes: (0..world * width).map(lane).collect(),
             streams: (0..world)
@@ -142,6 +164,8 @@ impl<'a> Run<'a> {
             waits: vec![vec![false; world]; kernels.len()],
             announcements: Announcements::default(),
             crossed: Vec::new(),
+            outlived: Vec::new(),
+            taught: vec![BTreeSet::new(); kernels.len()],
             unsteady: Vec::new(),
         };
         for rank in 0..world {
@@ -282,8 +306,11 @@ impl<'a> Run<'a> {
                 tick(&mut state.knows, index);
                 let knows = state.knows.clone();
                 let word = self.words.entry((peer, to, rank)).or_default();
+                if to != lane {
+                    self.taught[self.sequence[number]].insert((lane, to));
+                }
                 let other = word.last.replace(actor);
-                word.sent.push_back(knows);
+                word.sent.push_back((actor, knows));
                 word.signalled += 1;
                 // Of two lanes of one launch, nothing says whose signal comes first.
                 if let Some(other) = other
@@ -296,10 +323,15 @@ impl<'a> Run<'a> {
             }
             LaneStepKind::Wait(peer) => {
                 let word = self.words.entry((rank, lane, *peer)).or_default();
-                let Some(knows) = word.sent.pop_front() else {
+                let Some((sender, knows)) = word.sent.pop_front() else {
                     return false;
                 };
                 word.awaited += 1;
+                if self.begun[sender.launch as usize] != self.begun[number]
+                    && self.outlived.len() < MAX_FINDINGS
+                {
+                    self.outlived.push((sender, actor));
+                }
                 join(&mut state.knows, &knows);
                 tick(&mut state.knows, index);
             }
@@ -425,15 +457,24 @@ impl<'a> Run<'a> {
         for source in sources {
             let (place, range) = self.bytes_of(number, source, elements);
             let filled = self.filled_end(number, source, elements);
+            let scratch = self.section(number, source.rank).scratch_of(source.tensor);
+            let since = match scratch {
+                Some(scratch) if !scratch.persistent => self.begun[number],
+                _ => 0,
+            };
             let Some(bytes) = self.memory[source.rank].get_mut(&place) else {
                 continue;
             };
             let tell = |wrong| found.push((false, *source, wrong));
             match place {
                 Place::Area(packing) if packing.is_packets() => {
+                    let (taught, lane) = (&mut self.taught[self.sequence[number]], actor.lane);
+                    for sender in bytes.senders(&range, flag).filter(|sender| *sender != lane) {
+                        taught.insert((sender as usize, lane as usize));
+                    }
                     bytes.read_packets(&range, filled, flag, stamp, &mut knows, tell);
                 }
-                _ => bytes.read(&range, stamp, &knows, tell),
+                _ => bytes.read(&range, since, stamp, &knows, tell),
             }
         }
         self.lanes[index].knows = knows.clone();

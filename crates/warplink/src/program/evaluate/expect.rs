@@ -1,0 +1,169 @@
+//! Whether outputs are what the program says that they are.
+
+use super::kernel::combine;
+use super::value::{Product, Value};
+use super::{Evaluator, Values, places};
+use crate::error::Rank;
+use crate::program::area::Area;
+use crate::program::diagnostic::{Diagnostic, DiagnosticKind, Place};
+use crate::program::ir::Role;
+use crate::program::rank_program::{Expected, ExpectedTerm, Operand, RankProgram, TensorInstance};
+
+impl Evaluator {
+    /// How many multiplications, additions and elements what is expected takes.
+    pub(super) fn expected_steps(&self) -> u128 {
+        let all = self.ranks.iter().flat_map(|program| &program.expected);
+        let steps = all.map(|expected| {
+            let elements = expected.target.axes.iter().map(|axis| axis.extent as u128);
+            let elements: u128 = elements.product();
+            let terms = expected.terms.iter().map(|term| match term {
+                ExpectedTerm::Operand(_) => elements,
+                ExpectedTerm::Product { depth, .. } => elements * *depth as u128,
+            });
+            terms.sum::<u128>()
+        });
+        steps.sum()
+    }
+
+    /// What is not as `expect` says, one for each such statement.
+    pub(super) fn unmet(&self, values: &Values) -> Vec<Diagnostic> {
+        let mut unmet: Vec<Diagnostic> = Vec::new();
+        for program in &self.ranks {
+            for expected in &program.expected {
+                let Err(how) = self.check(values, program.rank, expected) else {
+                    continue;
+                };
+                let place = Place {
+                    rank: program.rank,
+                    site: expected.site.clone(),
+                };
+                let same =
+                    |other: &&mut Diagnostic| other.lines().first() == Some(&place.site.line);
+                if let Some(before) = unmet.iter_mut().find(same) {
+                    before.repeated += 1;
+                    continue;
+                }
+                let name = &program.tensors[expected.target.span.tensor].name;
+                let message = format!("{place}: '{name}' is not what is expected of it: {how}");
+                unmet.push(Diagnostic::new(
+                    DiagnosticKind::Expectation,
+                    message,
+                    vec![place],
+                ));
+            }
+        }
+        unmet
+    }
+
+    /// The outputs of floats of which elements are added up in another order on some rank than on rank 0, so that ranks may
+    /// come to different sums: the first such rank for each.
+    pub fn reordered<'a>(&'a self, values: &'a Values) -> Vec<(&'a str, Rank)> {
+        let Some((first, others)) = self.ranks.split_first() else {
+            return Vec::new();
+        };
+        let mut all = Vec::new();
+        for (id, tensor) in first.tensors.iter().enumerate() {
+            if tensor.role != Role::Output || !tensor.dtype.is_float() {
+                continue;
+            }
+            let own = &values.tensors[first.rank][id].values;
+            let differs = |program: &&RankProgram| {
+                let same = |other: &TensorInstance| other.name == tensor.name;
+                let Some(other) = program.tensors.iter().position(same) else {
+                    return false;
+                };
+                let theirs = &values.tensors[program.rank][other].values;
+                let mut pairs = own.iter().zip(theirs);
+                pairs.any(|(one, other)| one.made.is_reordered(other.made))
+            };
+            if let Some(other) = others.iter().find(differs) {
+                all.push((&*tensor.name, other.rank));
+            }
+        }
+        all
+    }
+
+    /// # Errors
+    /// How the target differs from what it is expected to be, in words.
+    fn check(&self, values: &Values, rank: Rank, expected: &Expected) -> Result<(), String> {
+        let tensor = &values.tensors[rank][expected.target.span.tensor];
+        let dtype = tensor.dtype;
+        let found = values.all_of(rank, &expected.target);
+        let mut terms = Vec::with_capacity(expected.terms.len());
+        for term in &expected.terms {
+            terms.push(match term {
+                ExpectedTerm::Operand(operand) => self.operand(values, operand)?,
+                ExpectedTerm::Product {
+                    a,
+                    b,
+                    columns,
+                    depth,
+                } => {
+                    let (a, b) = (self.operand(values, a)?, self.operand(values, b)?);
+                    let at = |(row, column): (usize, usize)| {
+                        let mut product = Product::default();
+                        for k in 0..*depth {
+                            product.add(a[row * depth + k], b[k * columns + column]);
+                        }
+                        product.value(*depth, dtype)
+                    };
+                    let places = (0..found.len()).map(|place| (place / columns, place % columns));
+                    places.map(at).collect()
+                }
+            });
+        }
+        let mut meant = combine(expected.operator, dtype, &terms, found.len());
+        if let Some(plus) = &expected.plus {
+            let plus = self.operand(values, plus)?;
+            for (value, plus) in meant.iter_mut().zip(plus.iter().cycle()) {
+                *value = value.plus(*plus);
+            }
+        }
+        for (place, (found, meant)) in found.iter().zip(&meant).enumerate() {
+            let meant = meant.stored(dtype);
+            // What may be infinite may be anything.
+            if meant.bound == f64::INFINITY {
+                continue;
+            }
+            let allowed = meant.bound + found.bound;
+            let within = (found.value - meant.value).abs() <= allowed && allowed.is_finite();
+            if !within && found.value.is_nan() {
+                return Err(format!(
+                    "element {place} is not known; expected {}",
+                    meant.value
+                ));
+            }
+            if !within {
+                let (found, meant) = (found.value, meant.value);
+                return Err(format!("element {place} is {found}; expected {meant}"));
+            }
+        }
+        Ok(())
+    }
+
+    fn operand(&self, values: &Values, operand: &Operand) -> Result<Vec<Value>, String> {
+        let tensors = &self.ranks[operand.rank].tensors;
+        let same = tensors
+            .iter()
+            .position(|tensor| tensor.name == operand.name);
+        let same = same.filter(|tensor| tensors[*tensor].bytes == operand.bytes);
+        let tensor = same.ok_or_else(|| {
+            format!(
+                "rank {} has no '{}' of {} bytes as this rank has",
+                operand.rank, operand.name, operand.bytes
+            )
+        })?;
+        let mut area = operand.area.clone();
+        area.span.tensor = tensor;
+        Ok(values.all_of(operand.rank, &area))
+    }
+}
+
+impl Values {
+    /// The values of an area, of which every axis is said.
+    fn all_of(&self, rank: Rank, area: &Area) -> Vec<Value> {
+        let tensor = &self.tensors[rank][area.span.tensor];
+        let places = places(tensor.dtype, area);
+        places.map(|place| tensor.values[place]).collect()
+    }
+}

@@ -1,0 +1,111 @@
+//! Statements of what an output is: `expect Y = reduce(X on r for r in 0..world, sum)`.
+
+use super::operand::{Parsed, Parser};
+use super::print::List;
+use super::token::TokenKind;
+use crate::program::ir::{Expectation, Term};
+use crate::program::section::{Operator, Place};
+use std::fmt::{self, Display, Formatter};
+
+impl Parser<'_> {
+    /// What follows `expect`.
+    pub(super) fn expectation(&mut self) -> Parsed<Expectation> {
+        let target = self.tensor()?;
+        self.expect("=")?;
+        let token = self.peek();
+        let operator = token.text.parse().ok().map(Operator::Fixed);
+        let (operator, terms) = match token.text {
+            "copy" => {
+                self.at += 1;
+                self.expect("(")?;
+                let term = Term::Place(self.input()?);
+                self.expect(")")?;
+                (None, vec![term.into()])
+            }
+            "matmul" | "linear" => (None, vec![self.term()?.into()]),
+            "reduce" => {
+                self.at += 1;
+                self.expect("(")?;
+                let mut terms = Vec::new();
+                loop {
+                    if let Some(operator) = self.last_operator(!terms.is_empty()) {
+                        self.expect(")")?;
+                        break (Some(operator), terms);
+                    }
+                    let (item, over) = (self.term()?, self.over()?);
+                    terms.push(crate::program::ir::Each { item, over });
+                    if !self.take(",") {
+                        return Err(self.expected("',' and, at the end, the operator"));
+                    }
+                }
+            }
+            _ if operator.is_some() && self.peek_at(1).text == "(" => {
+                self.at += 2;
+                let terms = self.each(Self::term)?;
+                self.expect(")")?;
+                (operator, terms)
+            }
+            _ => {
+                return Err(self
+                    .expected("copy, reduce, sum, product, max, min, average, matmul or linear"));
+            }
+        };
+        let plus = self.take("+").then(|| self.input()).transpose()?;
+        Ok(Expectation {
+            target,
+            operator,
+            terms,
+            plus,
+        })
+    }
+
+    /// A tensor of a rank.
+    fn input(&mut self) -> Parsed<Place> {
+        let tensor = self.tensor()?;
+        let on = self.take("on").then(|| self.integer()).transpose()?;
+        Ok(Place { tensor, on })
+    }
+
+    /// Such a tensor, or a product of two.
+    fn term(&mut self) -> Parsed<Term> {
+        let token = self.peek();
+        if token.kind != TokenKind::Word || !matches!(token.text, "matmul" | "linear") {
+            return Ok(Term::Place(self.input()?));
+        }
+        self.at += 1;
+        self.expect("(")?;
+        let a = self.input()?;
+        self.expect(",")?;
+        let mut b = self.input()?;
+        // The weights of a linear layer are `[out, in]`.
+        b.tensor.transposed ^= token.text == "linear";
+        self.expect(")")?;
+        Ok(Term::Product(a, b))
+    }
+}
+
+impl Display for Expectation {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        write!(f, "expect {} = ", self.target)?;
+        match (&self.operator, &self.terms[..]) {
+            (Some(operator), terms) => write!(f, "reduce({}, {operator})", List(terms))?,
+            (None, [each]) if matches!(each.item, Term::Place(_)) => {
+                write!(f, "copy({})", each.item)?
+            }
+            (None, terms) => List(terms).fmt(f)?,
+        }
+        match &self.plus {
+            Some(place) => write!(f, " + {place}"),
+            None => Ok(()),
+        }
+    }
+}
+
+impl Display for Term {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Place(place) => place.fmt(f),
+            Self::Product(a, b) => write!(f, "matmul({a}, {b})"),
+        }
+    }
+}

@@ -1,0 +1,169 @@
+//! What outputs are expected to be, with the names around it resolved.
+
+use super::Unroller;
+use super::scope::Bound;
+use super::shapes::shape_of;
+use super::view::View;
+use crate::program::diagnostic::{Diagnostic, DiagnosticKind};
+use crate::program::ir::{Expectation, Role, TensorRef, Term};
+use crate::program::rank_program::{Expected, ExpectedTerm, Operand};
+use crate::program::section::{Operator, Place};
+
+impl<'p> Unroller<'p> {
+    pub(super) fn expectation(&mut self, expectation: &'p Expectation) -> Result<(), Diagnostic> {
+        // What a called program is for is said of its caller's tensors by the caller.
+        if self.called.lent.is_some() {
+            return Ok(());
+        }
+        let Expectation {
+            target,
+            operator,
+            terms,
+            plus,
+        } = expectation;
+        let view = self.view(target)?;
+        if self.made.tensors[view.tensor].role == Role::Input {
+            let message = format!("{target} is an input; expected an output");
+            return Err(self.diagnostic(DiagnosticKind::Malformed, message));
+        }
+        let operator = match operator {
+            None => None,
+            Some(Operator::Fixed(operator)) => Some(*operator),
+            Some(Operator::Parameter(name)) => match self.lookup(name) {
+                Some(Bound::Operator(operator)) => Some(*operator),
+                _ => {
+                    let message = format!(
+                        "'{name}' is no operator; expected sum, product, max, min, average or a parameter that is one"
+                    );
+                    return Err(self.diagnostic(DiagnosticKind::Malformed, message));
+                }
+            },
+        };
+        let mut resolved = Vec::new();
+        self.each(terms, |unroller, term| {
+            resolved.push(unroller.expected_term(term, &view)?);
+            Ok(())
+        })?;
+        if resolved.is_empty() {
+            let message = "an output is expected to be made of nothing; expected at least one term";
+            return Err(self.diagnostic(DiagnosticKind::Malformed, message));
+        }
+        let absent =
+            |place: &&Place| !matches!(self.lookup(&place.tensor.name), Some(Bound::Absent));
+        let plus = plus.as_ref().filter(absent);
+        let plus = plus.map(|place| self.input_at(place)).transpose()?;
+        if let Some((plus, _)) = &plus
+            && (plus.dtype != view.dtype || view.shape.last() != Some(&plus.elements()))
+        {
+            return Err(self.mismatch(format!(
+                "{} is added to {}; expected one element for each column",
+                shape_of(plus),
+                shape_of(&view)
+            )));
+        }
+        let expected = Expected {
+            target: view.strided(),
+            operator,
+            terms: resolved,
+            plus: plus.map(|(_, operand)| operand),
+            site: self.here(),
+        };
+        self.made.expected.push(expected);
+        Ok(())
+    }
+
+    /// The caller may have `name` be a part of another tensor.
+    pub(super) fn in_place(&mut self, name: &str, part: &TensorRef) -> Result<(), Diagnostic> {
+        if self.called.lent.is_some() {
+            return Ok(());
+        }
+        let whole = TensorRef {
+            name: name.to_owned(),
+            selections: Vec::new(),
+            transposed: false,
+        };
+        let (whole, part) = (self.view(&whole)?, self.view(part)?);
+        let role = |view: &View| self.made.tensors[view.tensor].role;
+        let roles = [role(&whole), role(&part)];
+        if !matches!(
+            roles,
+            [Role::Input, Role::Output] | [Role::Output, Role::Input]
+        ) {
+            let message =
+                format!("'{name}' is to be read and written; expected an input and an output");
+            return Err(self.diagnostic(DiagnosticKind::Malformed, message));
+        }
+        if whole.dtype != part.dtype || whole.squeezed() != part.squeezed() {
+            return Err(self.mismatch(format!(
+                "{} is to be {}; expected the same shape and type",
+                shape_of(&whole),
+                shape_of(&part)
+            )));
+        }
+        let range = self.range(&part, "read and written")?;
+        self.made.in_place.push((whole.tensor, range));
+        Ok(())
+    }
+
+    fn expected_term(&self, term: &Term, target: &View) -> Result<ExpectedTerm, Diagnostic> {
+        match term {
+            Term::Place(place) => {
+                let (view, operand) = self.input_at(place)?;
+                if view.dtype != target.dtype || view.squeezed() != target.squeezed() {
+                    return Err(self.mismatch(format!(
+                        "{} is expected to be made of {}; expected the same shape and type",
+                        shape_of(target),
+                        shape_of(&view)
+                    )));
+                }
+                Ok(ExpectedTerm::Operand(operand))
+            }
+            Term::Product(a, b) => {
+                let ((a, left), (b, right)) = (self.input_at(a)?, self.input_at(b)?);
+                let fits = match (&a.shape[..], &b.shape[..]) {
+                    ([rows @ .., depth], [other, columns]) => {
+                        let shape = rows.iter().chain([columns]).copied();
+                        let shape: Vec<usize> = shape.filter(|extent| *extent != 1).collect();
+                        (depth == other && shape == target.squeezed()).then_some([*columns, *depth])
+                    }
+                    _ => None,
+                };
+                let Some([columns, depth]) = fits else {
+                    return Err(self.mismatch(format!(
+                        "{} is expected to be a product of {} and {}; expected matrices that give this shape",
+                        shape_of(target),
+                        shape_of(&a),
+                        shape_of(&b)
+                    )));
+                };
+                Ok(ExpectedTerm::Product {
+                    a: left,
+                    b: right,
+                    columns,
+                    depth,
+                })
+            }
+        }
+    }
+
+    /// An input of a rank, which has the shape of this rank's.
+    fn input_at(&self, place: &Place) -> Result<(View, Operand), Diagnostic> {
+        let view = self.view(&place.tensor)?;
+        let tensor = &self.made.tensors[view.tensor];
+        if tensor.role != Role::Input {
+            let message = format!("{place} is no input; expected what outputs are to be of inputs");
+            return Err(self.diagnostic(DiagnosticKind::Malformed, message));
+        }
+        let rank = match &place.on {
+            Some(rank) => self.number_below(rank, self.made.world, &format!("{place}: rank"))?,
+            None => self.made.rank,
+        };
+        let operand = Operand {
+            rank,
+            name: tensor.name.clone(),
+            bytes: tensor.bytes,
+            area: view.strided(),
+        };
+        Ok((view, operand))
+    }
+}

@@ -1,0 +1,63 @@
+//! Kernels on tensors that the caller may have be parts of others: followed once more, as if they were.
+
+use super::diagnostics::Diagnostics;
+use super::kernel;
+use super::link::Links;
+use crate::program::diagnostic::{Diagnostic, DiagnosticKind, Place};
+use crate::program::ir::Role;
+use crate::program::rank_program::{Operation, OperationKind, RankProgram};
+use crate::program::section::SectionMemory;
+use std::sync::Arc;
+
+/// Checks the kernels of programs whose tensors may lie in one another.
+pub(super) fn check(ranks: &[RankProgram], links: &Links, diagnostics: &mut Diagnostics<'_>) {
+    if ranks.iter().all(|program| program.in_place.is_empty()) {
+        return;
+    }
+    let other = |operation: &&Operation| !matches!(operation.kind, OperationKind::Kernel(_));
+    for program in ranks {
+        if let Some(operation) = program.operations.iter().find(other) {
+            let place = Place {
+                rank: program.rank,
+                site: operation.site.clone(),
+            };
+            let message = format!(
+                "{place}: a program with 'inout' does something else than launch kernels; expected kernels alone"
+            );
+            let kind = DiagnosticKind::Malformed;
+            diagnostics.add_made(Diagnostic::new(kind, message, vec![place]));
+            return;
+        }
+    }
+    let merged: Vec<RankProgram> = ranks.iter().map(merged).collect();
+    kernel::check(&merged, links, diagnostics);
+    for diagnostic in &mut diagnostics.list {
+        diagnostic.message +=
+            "; so it is where the caller has tensors share memory, as 'inout' says";
+    }
+}
+
+/// The program, where each tensor that may lie in another one does.
+fn merged(program: &RankProgram) -> RankProgram {
+    let mut program = program.clone();
+    let in_place = std::mem::take(&mut program.in_place);
+    for operation in &mut program.operations {
+        let OperationKind::Kernel(section) = &mut operation.kind else {
+            continue;
+        };
+        for tensor in &mut Arc::make_mut(section).tensors {
+            let lies = in_place
+                .iter()
+                .find(|(id, _)| tensor.memory == SectionMemory::Tensor(*id));
+            if let Some((_, range)) = lies {
+                tensor.memory = SectionMemory::Tensor(range.tensor);
+                tensor.offset += range.offset_bytes / tensor.dtype.size();
+            }
+        }
+    }
+    // What is read and written is no input any more.
+    for (_, range) in &in_place {
+        program.tensors[range.tensor].role = Role::Local;
+    }
+    program
+}
