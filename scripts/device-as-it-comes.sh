@@ -17,7 +17,7 @@ WARPLINK_CACHE_DIR=$(mktemp -d)
 trap 'rm -rf "$WARPLINK_CACHE_DIR"' EXIT
 unset WARPLINK_MODEL
 export WARPLINK_CACHE_DIR NO_COLOR=1 CUDA_DEVICE_MAX_CONNECTIONS=32
-export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1
+. scripts/device-environment.sh
 ranks=${RANKS:-$(nvidia-smi -L | wc -l)}
 bench() { # label, arguments
     local label=$1 limit=${LIMIT:-150}

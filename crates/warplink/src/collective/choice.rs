@@ -378,7 +378,7 @@ impl Machine {
             .into_iter()
             .filter(|lanes| *lanes <= most && (self.forced_lanes.is_some() || usual(lanes)));
         let enough = allowed.clone().find(|lanes| *lanes >= wanted);
-        enough.or(allowed.last()).unwrap_or(1)
+        enough.or(allowed.max()).unwrap_or(1)
     }
 
     /// At least `wanted` threads of a lane, as far as options allow it.

@@ -3,7 +3,7 @@
 use super::figures::Figures;
 use super::model::{HardwareModel, Source};
 use crate::device::{Device, DeviceKind, DeviceProperties};
-use crate::error::{Error, Result};
+use crate::error::Result;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 
