@@ -78,7 +78,9 @@ impl Collectives {
     ) -> Result<Self> {
         let rank = context.rank();
         let model = context.hardware_model()?;
-        let mut machine = context.agree_on(Self::machine(&context, options, &model))?;
+        let fewest = fewest_multiprocessors(&context)?;
+        let machine = Self::machine(&context, options, &model, fewest);
+        let mut machine = context.agree_on(machine)?;
         let topology = topology(&context, forced)?;
         machine.cube = topology.as_ref().and_then(Topology::cube_positions);
         if machine.cube.is_some() {
@@ -124,7 +126,8 @@ impl Collectives {
         let lines = match &path {
             Served::Direct(_) if machine.cube.is_none() => {
                 let bytes = messages_bytes(options.workspace_bytes, &context.device.properties());
-                Some(Lines::join(&context, bytes)?)
+                let most = options.multiprocessors.unwrap_or(usize::MAX);
+                Some(Lines::join(&context, bytes, fewest.min(most))?)
             }
             _ => None,
         };
@@ -202,6 +205,7 @@ impl Collectives {
         context: &RankContext,
         options: &CollectiveOptions,
         model: &HardwareModel,
+        fewest: usize,
     ) -> Result<Machine> {
         let world = context.world();
         if options.path == Some(CollectivePath::Direct) && world > MAX_DIRECT_RANKS {
@@ -227,12 +231,12 @@ impl Collectives {
             ))
             .with_operation("join the collectives"));
         }
-        let (sharing, properties) = (context.ranks_per_device()?, context.device.properties());
-        let all = if properties.shared {
+        let sharing = context.ranks_per_device()?;
+        let all = if context.device.properties().shared {
             // All ranks of a machine share its processors, where these run the lanes.
-            properties.multiprocessors / world + 1
+            fewest / world + 1
         } else {
-            properties.multiprocessors
+            fewest
         };
         let multiprocessors = match options.multiprocessors {
             Some(most) => most.saturating_mul(sharing).min(all),
@@ -255,6 +259,15 @@ impl Collectives {
             estimates: Estimates::new(model)?,
         })
     }
+}
+
+/// The multiprocessors of the rank that has the fewest. Every rank calls it at the same time.
+fn fewest_multiprocessors(context: &RankContext) -> Result<usize> {
+    let own = context.device.properties().multiprocessors as u64;
+    let all = context.all_gather(&own.to_le_bytes())?;
+    let all = all.iter().filter_map(|one| one.as_slice().try_into().ok());
+    let fewest = all.map(u64::from_le_bytes).min().unwrap_or(own);
+    Ok(usize::try_from(fewest).unwrap_or(usize::MAX))
 }
 
 /// The first rank that is on another machine.

@@ -114,21 +114,16 @@ impl Shape {
     }
 }
 
-/// The multiprocessors of the rank that has the fewest. Every rank calls it at the same time.
-fn fewest_multiprocessors(context: &RankContext) -> Result<usize> {
-    let own = context.device.properties().multiprocessors as u64;
-    let all = context.all_gather(&own.to_le_bytes())?;
-    let all = all.iter().filter_map(|one| one.as_slice().try_into().ok());
-    let fewest = all.map(u64::from_le_bytes).min().unwrap_or(own);
-    Ok(usize::try_from(fewest).unwrap_or(usize::MAX))
-}
-
 impl Lines {
-    /// Allocates a workspace with `bytes` for chunks and maps those of the peers. Blocks until all ranks do so:
-    /// all succeed, or none.
-    pub(super) fn join(context: &RankContext, bytes: usize) -> Result<Self> {
+    /// Allocates a workspace with `bytes` for chunks and maps those of the peers. A launch takes `multiprocessors` at most,
+    /// the same on all ranks. Blocks until all ranks do so: all succeed, or none.
+    pub(super) fn join(
+        context: &RankContext,
+        bytes: usize,
+        multiprocessors: usize,
+    ) -> Result<Self> {
         let sharing = context.ranks_per_device()?;
-        let room = (sharing, fewest_multiprocessors(context)?);
+        let room = (sharing, multiprocessors);
         let shape = Shape::new(context.rank(), context.world(), room, bytes);
         let layout = WorkspaceLayout::plain(shape.workspace_bytes());
         let workspace = SharedWorkspace::join(context, layout, shape.words(), |_| true)?;
