@@ -1,6 +1,6 @@
 //! Memory that is lent, used, freed and allocated anew, beside a graph that is launched again and again.
 
-use crate::common::{kind, number_from_env, threads_with, world};
+use crate::common::{kind, number_from_env, processes, world};
 use crate::direct::{SOON, direct};
 use crate::launches::{download, integers, sum, upload};
 use std::collections::VecDeque;
@@ -27,85 +27,82 @@ const GROWTH: usize = 16 << 20;
 fn memory_that_is_lent_again_and_again_is_right_beside_a_graph() {
     let rounds = number_from_env("WARPLINK_TEST_LENT").unwrap_or(2_500) as usize;
     let ranks = world(2);
-    threads_with(
-        ranks,
-        |_| {},
-        |comm| {
-            let collectives = direct(comm);
-            let stream = comm.create_stream(Priority::Normal).unwrap();
-            let device = comm.device();
-            let allocate = || device.allocate(4 * COUNT, AllocationKind::Plain).unwrap();
-            let lend = |library: &DeviceSlice| {
-                // SAFETY: the library's memory outlives the calls on what is lent of it.
-                unsafe { device.borrow(library.address(), 4 * COUNT, Arc::new(())) }.unwrap()
-            };
-            let all_reduce = |memory: &DeviceSlice| {
-                collectives
-                    .all_reduce(memory, memory, DType::I32, ReduceOp::Sum, &stream)
-                    .unwrap();
-            };
-            let of_graph = allocate();
-            stream.begin_capture().unwrap();
-            all_reduce(&lend(&of_graph));
-            let graph = stream.end_capture().unwrap();
-            // Whether a launch went directly; its result is compared.
-            let launch = |round: usize| {
-                upload(comm, &of_graph, &integers(comm.rank(), round, COUNT));
-                let before = collectives.direct_lanes().unwrap();
-                graph.launch(&stream).unwrap();
+    // In processes of their own, whose memory no other test uses.
+    processes(ranks, |comm| {
+        let collectives = direct(comm);
+        let stream = comm.create_stream(Priority::Normal).unwrap();
+        let device = comm.device();
+        let allocate = || device.allocate(4 * COUNT, AllocationKind::Plain).unwrap();
+        let lend = |library: &DeviceSlice| {
+            // SAFETY: the library's memory outlives the calls on what is lent of it.
+            unsafe { device.borrow(library.address(), 4 * COUNT, Arc::new(())) }.unwrap()
+        };
+        let all_reduce = |memory: &DeviceSlice| {
+            collectives
+                .all_reduce(memory, memory, DType::I32, ReduceOp::Sum, &stream)
+                .unwrap();
+        };
+        let of_graph = allocate();
+        stream.begin_capture().unwrap();
+        all_reduce(&lend(&of_graph));
+        let graph = stream.end_capture().unwrap();
+        // Whether a launch went directly; its result is compared.
+        let launch = |round: usize| {
+            upload(comm, &of_graph, &integers(comm.rank(), round, COUNT));
+            let before = collectives.direct_lanes().unwrap();
+            graph.launch(&stream).unwrap();
+            comm.synchronize(&stream).unwrap();
+            assert_eq!(
+                download(comm, &of_graph),
+                sum(ranks, round, COUNT),
+                "{round}"
+            );
+            collectives.direct_lanes().unwrap() > before
+        };
+        let started = Instant::now();
+        while !launch(0) {
+            let late = comm.all_gather_bytes(&[u8::from(started.elapsed() > SOON)]);
+            assert!(late.unwrap().iter().all(|late| *late == [0]));
+        }
+        let mut alive = VecDeque::new();
+        let mut early = 0;
+        for round in 0..rounds {
+            if alive.len() == ALIVE {
+                // Its address may be that of the next one.
+                comm.synchronize(&stream).unwrap();
+                drop(alive.pop_front());
+            }
+            let library = allocate();
+            let compared = round % COMPARED_EVERY == 0;
+            if compared {
+                upload(comm, &library, &integers(comm.rank(), round, COUNT));
+            }
+            all_reduce(&lend(&library));
+            if compared {
                 comm.synchronize(&stream).unwrap();
                 assert_eq!(
-                    download(comm, &of_graph),
+                    download(comm, &library),
                     sum(ranks, round, COUNT),
                     "{round}"
                 );
-                collectives.direct_lanes().unwrap() > before
-            };
-            let started = Instant::now();
-            while !launch(0) {
-                let late = comm.all_gather_bytes(&[u8::from(started.elapsed() > SOON)]);
-                assert!(late.unwrap().iter().all(|late| *late == [0]));
             }
-            let mut alive = VecDeque::new();
-            let mut early = 0;
-            for round in 0..rounds {
-                if alive.len() == ALIVE {
-                    // Its address may be that of the next one.
-                    comm.synchronize(&stream).unwrap();
-                    drop(alive.pop_front());
-                }
-                let library = allocate();
-                let compared = round % COMPARED_EVERY == 0;
-                if compared {
-                    upload(comm, &library, &integers(comm.rank(), round, COUNT));
-                }
-                all_reduce(&lend(&library));
-                if compared {
-                    comm.synchronize(&stream).unwrap();
-                    assert_eq!(
-                        download(comm, &library),
-                        sum(ranks, round, COUNT),
-                        "{round}"
-                    );
-                }
-                alive.push_back(library);
-                if round % LAUNCHED_EVERY == 0 {
-                    assert!(
-                        launch(round),
-                        "the graph's memory gave way in round {round}"
-                    );
-                }
-                if round == rounds / 2 {
-                    early = resident();
-                }
+            alive.push_back(library);
+            if round % LAUNCHED_EVERY == 0 {
+                assert!(
+                    launch(round),
+                    "the graph's memory gave way in round {round}"
+                );
             }
-            // GPUs keep what is freed in the driver's memory, which counts for other processes, too.
-            if kind() == DeviceKind::Host {
-                let late = resident();
-                assert!(late <= early + GROWTH, "{early} bytes became {late}");
+            if round == rounds / 2 {
+                early = resident();
             }
-        },
-    );
+        }
+        // GPUs keep what is freed in the driver's memory, which counts for other processes, too.
+        if kind() == DeviceKind::Host {
+            let late = resident();
+            assert!(late <= early + GROWTH, "{early} bytes became {late}");
+        }
+    });
 }
 
 /// Bytes of memory of this process.
