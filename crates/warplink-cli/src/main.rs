@@ -67,13 +67,14 @@ fn main() -> ExitCode {
         report::print_error(&error, json);
         return ExitCode::FAILURE;
     }
-    options::start_log(cli.options.verbose);
-    let done = if launch::is_guarded() {
-        launch::follow();
-        run(cli.command, cli.options)
-    } else if cli.command.starts_ranks() {
+    let done = if !launch::is_guarded() && cli.command.starts_ranks() {
+        // What it starts says what there is to say of the log.
         launch::guard(json)
     } else {
+        options::start_log(cli.options.verbose);
+        if launch::is_guarded() {
+            launch::follow();
+        }
         run(cli.command, cli.options)
     };
     match done {

@@ -139,7 +139,7 @@ async fn run_lane(block: &Block<'_>, input: LaneInput<'_>) -> Result<()> {
         buffers: Buffers::default(),
     };
     let mut times = input.times.map(|clock| clock.start(lane, epoch));
-    let mut missing = Vec::new();
+    let mut missing: Vec<usize> = section.withheld.to_vec();
     let mut steps = input.known.steps(section, lane, epoch, &missing)?;
     let mut next = 0;
     while let Some(step) = steps.get(next) {
@@ -443,7 +443,8 @@ impl Lane<'_> {
     /// The announced tensors that are known not to be reachable.
     fn missing(&self) -> impl Iterator<Item = usize> {
         let missing = self.located.iter().filter(|it| it.missing);
-        missing.map(|it| it.tensor)
+        let withheld = self.section.withheld.iter().copied();
+        withheld.chain(missing.map(|it| it.tensor))
     }
 
     fn is_reachable(&self, tensor: usize) -> bool {
