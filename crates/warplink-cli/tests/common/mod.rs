@@ -18,9 +18,14 @@ pub(crate) use stopwatch::Stopwatch;
 /// Longer than anything here takes on a busy machine, shorter than the sleeps of the ranks.
 pub(crate) const SOON: Duration = Duration::from_secs(20);
 
-/// The built command with these arguments.
+/// The built command with these arguments. It takes signals as from a shell in the foreground: what the tests' own caller
+/// ignores, as shells have it for what runs in the background, would stay ignored.
 pub(crate) fn warplink(args: &[&str]) -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_warplink"));
+    let mut command = Command::new("env");
+    command.args([
+        "--default-signal=HUP,INT,QUIT,TERM",
+        env!("CARGO_BIN_EXE_warplink"),
+    ]);
     for name in [
         "CUDA_DEVICE_MAX_CONNECTIONS",
         "MASTER_ADDR",
