@@ -166,7 +166,10 @@ mod loom_tests {
 
     #[test]
     fn loom_who_sleeps_for_several_things_is_woken_for_each() {
-        loom::model(|| {
+        let mut model = loom::model::Builder::new();
+        // Three threads in all their interleavings take many minutes; one missed wake-up needs two switches.
+        model.preemption_bound = Some(3);
+        model.check(|| {
             let bell = Arc::new(Model::default());
             let bringers = [0, 1].map(|number| {
                 let bell = bell.clone();
