@@ -10,6 +10,7 @@ from conftest import run_ranks  # noqa: E402
 def calls_on_host(comm):
     """The calls of a group, on the host device's memory and without a GPU's streams."""
     import warplink
+    from warplink.torch import profiling
     from warplink.torch.arithmetic import readable, settle, writable
     from warplink.torch.direct_collectives import GpuCollectives
 
@@ -36,6 +37,7 @@ def calls_on_host(comm):
             self._collectives = Awaited(comm.collectives(path="direct"))
             self._stream, self._rank = comm.create_stream(), comm.rank
             self._device, self._waits_block = torch.device("cpu"), False
+            self._source = profiling.Source("warplink", comm.rank, comm.size)
 
         def _begin(self):
             return None, self._stream, False

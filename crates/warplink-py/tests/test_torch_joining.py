@@ -119,7 +119,7 @@ def no_streams(rank, world, _, place):
     from warplink.errors import DriverError
     from warplink.torch import group as module, workspaces
 
-    def make(space, collectives, limit):
+    def make(space, collectives, limit, source):
         if rank == 0:
             raise DriverError("no stream is left")
         return "messages"
@@ -146,7 +146,7 @@ def all_join(rank, world, _, place):
     from warplink.torch import group as module
 
     class Made:
-        def __init__(self, space, collectives, limit):
+        def __init__(self, space, collectives, limit, source):
             self.kept = collectives
 
         def all_to_all_single_now(self, *arguments):
@@ -179,7 +179,7 @@ def in_a_barrier(rank, world, _, place):
     from warplink.torch import group as module
 
     class Made:
-        def __init__(self, space, collectives, limit):
+        def __init__(self, space, collectives, limit, source):
             self.kept = collectives
 
         def close(self):
