@@ -90,7 +90,7 @@ fn missing(path: &Path) -> io::Result<Target> {
 fn replace(path: &Path, bytes: &[u8]) -> io::Result<()> {
     let mut partial = Partial::beside(path)?;
     if let Ok(metadata) = fs::metadata(path) {
-        // Whoever may not write to it must not replace it either.
+        // Renaming needs no permission to write to the file, so check that first.
         File::options().append(true).open(path)?;
         partial.file.set_permissions(metadata.permissions())?;
     }

@@ -16,7 +16,7 @@ const LANES: [usize; 14] = [1, 2, 4, 7, 8, 15, 16, 31, 32, 63, 64, 95, 127, 128]
 
 /// The threads that a lane may have, as programs list them.
 const THREADS: [usize; 4] = [128, 256, 512, 1024];
-const MOST_THREADS: usize = THREADS[THREADS.len() - 1];
+const MAX_THREADS: usize = THREADS[THREADS.len() - 1];
 
 /// Bytes that a lane moves before another one is added, where it goes by chunks and where directly: more lanes meet
 /// more often, which costs some microseconds where memory is announced.
@@ -283,7 +283,7 @@ impl Machine {
             Room::Nothing => Choice {
                 algorithm,
                 lanes: self.lanes(EARLY_LANES, EARLY_LANES),
-                threads: self.threads(MOST_THREADS),
+                threads: self.threads(MAX_THREADS),
                 chunks: 1,
             },
         }
@@ -294,7 +294,7 @@ impl Machine {
             Algorithm::TwoShot => call.bytes() / self.world,
             _ => call.bytes(),
         };
-        let least = (self.kernels.packet_threads as usize).clamp(THREADS[0], MOST_THREADS);
+        let least = (self.kernels.packet_threads as usize).clamp(THREADS[0], MAX_THREADS);
         let wanted = bytes.div_ceil(least * PACKET_BYTES);
         let lanes = self.lanes(wanted, self.kernels.packet_blocks as usize);
         let threads = bytes.div_ceil(lanes * PACKET_BYTES);
@@ -359,7 +359,7 @@ impl Machine {
         Choice {
             algorithm,
             lanes,
-            threads: self.threads(if busy { MOST_THREADS } else { USUAL_THREADS }),
+            threads: self.threads(if busy { MAX_THREADS } else { USUAL_THREADS }),
             chunks,
         }
     }
@@ -386,7 +386,7 @@ impl Machine {
         let wanted = self.forced_threads.unwrap_or(wanted);
         let mut all = THREADS.into_iter();
         all.find(|threads| *threads >= wanted)
-            .unwrap_or(MOST_THREADS)
+            .unwrap_or(MAX_THREADS)
     }
 
     /// The error of what the direct path does not do in a hybrid cube mesh.

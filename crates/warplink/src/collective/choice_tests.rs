@@ -170,6 +170,27 @@ fn lanes_follow_the_link_and_the_bound() {
     assert_eq!(choice.lanes, 4);
 }
 
+/// The numbers that are chosen are those that programs list.
+#[test]
+fn programs_have_all_lanes_and_threads() {
+    let machine = machine(&shipped("h200-2").unwrap(), 2);
+    let call = call(CollectiveKind::AllReduce, 4096);
+    for lanes in LANES {
+        for threads in THREADS {
+            for algorithm in [Algorithm::OneShot, Algorithm::Direct] {
+                let choice = Choice {
+                    algorithm,
+                    lanes,
+                    threads,
+                    chunks: 1,
+                };
+                let program = machine.rank_program(0, &call, &choice);
+                assert!(program.is_ok(), "{choice:?}: {:?}", program.err());
+            }
+        }
+    }
+}
+
 /// So what a rank has called before does not matter, nor in which order.
 #[test]
 fn calls_of_about_the_same_length_go_alike() {

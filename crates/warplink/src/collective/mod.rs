@@ -102,6 +102,7 @@ pub struct CollectiveOptions {
     pub algorithm: Option<Algorithm>,
     /// The most multiprocessors that a call takes on the direct path, at least 2; where there is none, as many as the
     /// hardware model finds the fewest that are fast. For calls beside kernels that must not be held up.
+    /// Messages take two for each rank where that is more.
     pub multiprocessors: Option<usize>,
     /// How many lanes (blocks) move data in a launch, and the threads of each, instead of those that the hardware model
     /// finds fast: the least number that there are programs for and that is no smaller. To measure with.

@@ -283,7 +283,10 @@ impl End<'_> {
         };
         let from = all.min(self.lane * each);
         // Several chunks, so that one is copied out while the next one comes.
-        let piece = (each / CHUNKS).max(LEAST_CHUNK).max(unit);
+        let piece = (each / CHUNKS)
+            .max(LEAST_CHUNK)
+            .next_multiple_of(16)
+            .max(unit);
         let step = piece.min(self.ends.shape.chunk) / unit * unit;
         (from..all.min(from + each), step)
     }

@@ -37,8 +37,8 @@ use table::{HEADER_BYTES, Table};
 /// The most messages of a group.
 pub const MAX_MESSAGES: usize = table::MAX_MESSAGES;
 
-/// Lanes of all peers in one direction. Two of their blocks fit on a multiprocessor, so a launch that sends and receives
-/// needs no more multiprocessors than this, and kernels of others find room beside it.
+/// Lanes of all peers in one direction: a launch has up to twice as many blocks. With half as many lanes, 1 MiB takes half
+/// as long again (docs/performance.md).
 const LANES: usize = 64;
 
 /// Bytes from which on a message gets another lane.
@@ -116,7 +116,7 @@ impl Shape {
 
 impl Lines {
     /// Allocates a workspace with `bytes` for chunks and maps those of the peers. A launch takes `multiprocessors` at most,
-    /// the same on all ranks. Blocks until all ranks do so: all succeed, or none.
+    /// the same on all ranks, or two for each rank where that is more. Blocks until all ranks do so: all succeed, or none.
     pub(super) fn join(
         context: &RankContext,
         bytes: usize,

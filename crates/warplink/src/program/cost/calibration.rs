@@ -3,21 +3,22 @@
 use super::figures::Figures;
 use super::find;
 use crate::error::{Error, ErrorKind, Result};
+use crate::file;
+use crate::sync::lock;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 use std::collections::HashMap;
 use std::fs::{self, File};
-use std::io::{Read, Write};
+use std::io::ErrorKind::NotFound;
+use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
-
-use crate::sync::lock;
 
 /// The version of the file's format.
 const FORMAT: u32 = 1;
 
 /// More than such a file has.
-const MAX_BYTES: u64 = 64 << 10;
+const MAX_BYTES: usize = 64 << 10;
 
 /// What was measured in this process, where a file may not be written.
 static MEASURED: Mutex<Option<HashMap<String, Figures>>> = Mutex::new(None);
@@ -65,23 +66,13 @@ fn path(machine: &str) -> Option<PathBuf> {
 }
 
 fn read(path: &Path, machine: &str) -> Result<Option<Figures>> {
-    let operation = || format!("read {}", path.display());
-    let io = |error: &std::io::Error| Error::io(operation(), error);
-    let metadata = match fs::metadata(path) {
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
-        metadata => metadata.map_err(|error| io(&error))?,
+    let wrong = |message: String| {
+        Error::new(ErrorKind::Parse, message).with_operation(format!("read {}", path.display()))
     };
-    let wrong = |message: String| Error::new(ErrorKind::Parse, message).with_operation(operation());
-    if !metadata.is_file() || metadata.len() > MAX_BYTES {
-        return Err(wrong(format!(
-            "not a regular file of at most {MAX_BYTES} bytes"
-        )));
+    if fs::symlink_metadata(path).is_err_and(|error| error.kind() == NotFound) {
+        return Ok(None);
     }
-    let mut text = String::new();
-    let file = File::open(path).map_err(|error| io(&error))?;
-    file.take(MAX_BYTES)
-        .read_to_string(&mut text)
-        .map_err(|error| io(&error))?;
+    let text = file::read_regular(path, MAX_BYTES)?;
     let read: Calibration =
         serde_json::from_str(&text).map_err(|error| wrong(error.to_string()))?;
     if read.format != FORMAT || read.machine != machine {
@@ -149,7 +140,7 @@ mod tests {
             whole.replace("\"format\":1", "\"format\":2"),
             whole.replace("1e-6", "-1"),
             whole.replace("300000000000.0", "1e30"),
-            whole.clone() + &" ".repeat(MAX_BYTES as usize),
+            whole.clone() + &" ".repeat(MAX_BYTES),
         ] {
             fs::write(&path, text).unwrap();
             assert!(read(&path, "this").is_err());

@@ -1,7 +1,7 @@
 //! Which model of the machine the ranks of a communicator use: the same on all, so that they choose alike.
 //!
 //! Ranks tell one another which model each found, and take rank 0's. Where that only says what the devices say of
-//! themselves, the ranks measure together what a choice depends on most, which takes some tens of milliseconds, once for a
+//! themselves, the ranks measure together what a choice depends on most, once for a
 //! machine: rank 0 keeps the figures for later jobs (`cost/calibration.rs`).
 
 use super::RankContext;

@@ -128,7 +128,7 @@ impl Executor {
     }
 
     /// The model of the machine, the same on all ranks. On the first call, ranks agree on it, and measure a machine that
-    /// was never measured, which takes a fraction of a second: every rank makes it at the same time, and it blocks until
+    /// was never measured, which takes a moment: every rank makes it at the same time, and it blocks until
     /// all have.
     ///
     /// # Errors
