@@ -252,7 +252,9 @@ impl Collectives {
     /// The device's fault when it is raised.
     pub fn direct_lanes(&self) -> Result<u64> {
         let direct = self.0.path.direct();
-        direct.map_or(Ok(0), |direct| direct.workspace.direct_lanes())
+        let of_calls = direct.map_or(Ok(0), |direct| direct.workspace.direct_lanes())?;
+        let of_messages = self.0.lines.as_ref().map_or(Ok(0), Lines::direct_lanes)?;
+        Ok(of_calls + of_messages)
     }
 
     /// The workspace of a rank, as it is mapped here; of this rank, its own. What it holds between calls is

@@ -7,13 +7,16 @@ use crate::common::{
 use crate::data::is_without_library;
 use crate::expected::Random;
 use crate::parts;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use warplink::collective::{CollectiveOptions, CollectivePath, Message};
 use warplink::device::{AllocationKind, DeviceSlice, Priority, ReduceOp};
 use warplink::{Collectives, Communicator, Config, DType, DeviceKind, Error, ErrorKind};
 
 /// How soon every rank that is concerned must have its error.
 const SOON: Duration = Duration::from_secs(5);
+
+/// How long it may take until memory is published.
+const PUBLISHED: Duration = Duration::from_secs(20);
 
 /// Bytes around what is received, and what they are.
 const GUARD: usize = 48;
@@ -370,6 +373,59 @@ fn groups_in_graphs_are_replayed() {
             }
         },
     );
+}
+
+/// Long messages go through the workspace until their receiver's memory is published, and from then on straight to where
+/// they belong, in graphs that were recorded before too; short ones go as packets, which count as neither.
+#[test]
+fn long_messages_are_stored_where_they_belong_once_that_is_published() {
+    let ranks = world(3);
+    threads_with(ranks, delayed, |comm| {
+        let collectives = comm.collectives_with(&small()).unwrap();
+        let stream = comm.create_stream(Priority::Normal).unwrap();
+        // Seeds for which what is received is aligned as kernels want it.
+        let around = |bytes| {
+            let message = |from| Planned {
+                from,
+                to: (from + 1) % ranks,
+                bytes,
+                seed: 19 * (from as u64 + 1),
+            };
+            let plan: Vec<Planned> = (0..ranks).map(message).collect();
+            held(comm, &plan, 3)
+        };
+        let (long, short) = (around(300_001), around(777));
+        let record = |group: &[Held]| {
+            stream.begin_capture().unwrap();
+            enqueue(&collectives, group, &stream).unwrap();
+            stream.end_capture().unwrap()
+        };
+        let graphs = [record(&long), record(&short)];
+        // How many lanes of this rank stored directly in a launch of the graph.
+        let launch = |number: usize, group: &[Held]| {
+            group.iter().for_each(|held| held.reset(comm));
+            let before = collectives.direct_lanes().unwrap();
+            graphs[number].launch(&stream).unwrap();
+            comm.synchronize(&stream).unwrap();
+            group.iter().for_each(|held| held.check(comm));
+            collectives.direct_lanes().unwrap() - before
+        };
+        let started = Instant::now();
+        loop {
+            let direct = launch(0, &long) > 0;
+            let all = comm.all_gather_bytes(&[u8::from(direct)]).unwrap();
+            if all.iter().all(|direct| *direct == [1]) {
+                break;
+            }
+            let late = [u8::from(started.elapsed() > PUBLISHED)];
+            let late = comm.all_gather_bytes(&late).unwrap();
+            assert!(late.iter().all(|late| *late == [0]), "never published");
+        }
+        let lanes = launch(0, &long);
+        assert!(lanes > 0);
+        assert_eq!(launch(0, &long), lanes, "all lanes, and again");
+        assert_eq!(launch(1, &short), 0);
+    });
 }
 
 fn one(comm: &Communicator, message: (bool, usize), bytes: usize) -> Result<(), Error> {

@@ -281,11 +281,11 @@ impl Experts {
             locals: layer.locals.clone(),
             places: layer.places.clone(),
         };
-        self.enqueue(stream, || {
+        self.enqueue(stream, |is_recorded| {
             *lock(&layer.dispatched) = None;
             layer.kernels.route(&routing, world, stream)?;
             *lock(&layer.dispatched) = Some(count);
-            layer.enqueue(&entries, stream)
+            layer.enqueue(&entries, (stream, is_recorded))
         })
     }
 
@@ -341,18 +341,18 @@ impl Experts {
             slots,
             elements: layer.options.elements,
         };
-        self.enqueue(stream, || {
+        self.enqueue(stream, |is_recorded| {
             layer.check_dispatched(tokens)?;
-            layer.enqueue(&entries, stream)?;
+            layer.enqueue(&entries, (stream, is_recorded))?;
             layer.kernels.sum(&sum, layer.options.dtype, stream)
         })
     }
 
-    /// Gives `stream` the work of a call, when it is its turn.
-    fn enqueue(&self, stream: &Stream, work: impl FnOnce() -> Result<()>) -> Result<()> {
+    /// Gives `stream` the work of a call, when it is its turn; `work` is passed whether a graph records it.
+    fn enqueue(&self, stream: &Stream, work: impl FnOnce(bool) -> Result<()>) -> Result<()> {
         let inner = &self.0.collectives.0;
         inner.context.fault.check()?;
-        let turn = || inner.turns.take(stream, work);
+        let turn = || inner.turns.take_with(stream, work);
         inner.used_by(stream, || self.0.used_by(stream, turn))
     }
 }
@@ -412,7 +412,7 @@ impl Layer {
             .collect()
     }
 
-    fn enqueue(&self, entries: &[Entry<'_>], stream: &Stream) -> Result<()> {
+    fn enqueue(&self, entries: &[Entry<'_>], stream: (&Stream, bool)) -> Result<()> {
         match &self.collectives.0.lines {
             Some(lines) => lines.enqueue(entries, stream),
             None => Ok(()),

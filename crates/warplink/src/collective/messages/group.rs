@@ -157,9 +157,9 @@ impl Collectives {
                 entries.push(Entry::whole(rank, Direction::Send, source));
                 entries.push(Entry::whole(rank, Direction::Receive, target));
             }
-            return inner.turns.take(stream, || {
+            return inner.turns.take_with(stream, |is_recorded| {
                 copy(&copies, stream)?;
-                lines.enqueue(&entries, stream)
+                lines.enqueue(&entries, (stream, is_recorded))
             });
         }
         let (mut sends, mut receives) = (Vec::new(), Vec::new());

@@ -2,10 +2,11 @@
 
 use super::Shape;
 use super::difference::{ANY_UNITS, difference};
-use super::table::{CHUNKS, Decoded, HEADER_BYTES, LEAST_CHUNK, decode};
-use crate::device::{Block, DeviceSlice, Fault, HostLanes, LaneFuture};
+use super::table::{CHUNKS, Decoded, HEADER_BYTES, HEADER_SLOT, LEAST_CHUNK, decode};
+use crate::device::{Block, DeviceSlice, Fault, HostLanes, LaneFuture, Word};
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::p2p::Direction;
+use crate::program::execute::Tables;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -15,6 +16,9 @@ pub(super) struct Ends {
     pub(super) workspaces: Vec<DeviceSlice>,
     pub(super) signals: Vec<DeviceSlice>,
     pub(super) waiting: DeviceSlice,
+    pub(super) tables: Arc<Tables>,
+    /// How many lanes stored what they sent where it belongs.
+    pub(super) stored: Word,
     /// Raised where ends do not fit, to end the waits of this rank's other lanes.
     pub(super) fault: Arc<Fault>,
 }
@@ -25,7 +29,14 @@ struct Header {
     bytes: u64,
     unit: u64,
     units: u64,
+    /// Of a receiver, what is told of its memory; of a sender, how the data comes.
+    how: u64,
 }
+
+/// How the data of a message comes.
+const AS_CHUNKS: u64 = 0;
+const AS_PACKETS: u64 = 1;
+const STORED: u64 = 2;
 
 /// One lane of a message, at one end.
 struct End<'a> {
@@ -34,6 +45,8 @@ struct End<'a> {
     message: Decoded,
     memory: &'a [DeviceSlice],
     lane: usize,
+    /// How many messages this lane had, this one included.
+    epoch: u64,
 }
 
 impl HostLanes for Ends {
@@ -52,12 +65,17 @@ impl Ends {
             if !blocks.contains(&index) {
                 continue;
             }
+            let lane = index - message.first;
+            let receives = message.direction == Direction::Receive;
+            let number = self.shape.number(receives, message.peer, lane);
+            let count = self.waiting.word(8 * number)?;
             let end = End {
                 block,
                 ends: self,
                 message,
                 memory,
-                lane: index - message.first,
+                lane,
+                epoch: block.value(&count) + 1,
             };
             let done = match message.direction {
                 Direction::Send => end.send().await,
@@ -68,6 +86,7 @@ impl Ends {
                     self.fault.fail(error.clone());
                 }
             })?;
+            block.set(&count, end.epoch);
         }
         Ok(())
     }
@@ -76,26 +95,40 @@ impl Ends {
 impl End<'_> {
     async fn send(&self) -> Result<()> {
         let (shape, peer) = (&self.ends.shape, self.message.peer);
-        self.awaits(self.room(peer)).await?;
-        let theirs = self.stated(self.room(peer))?;
         let units = match self.message.memory.1 {
             Some(_) => self.count()?,
             None => self.all_units(),
         };
-        let own = self.header(units);
-        self.state(peer, self.data(shape.rank), own)?;
+        let whole = units <= self.all_units();
+        let packed = whole && self.is_packed(units);
+        let (range, step) = if whole { self.share(units) } else { (0..0, 0) };
+        let own = self.header(units, if packed { AS_PACKETS } else { AS_CHUNKS });
+        let state = |header| self.state(self.data(shape.rank), header);
+        if packed {
+            state(own)?;
+            self.put(range.clone())?;
+        }
+        let theirs = self.stated(self.room(peer)).await?;
         let fits = own.bytes == theirs.bytes
             && own.unit == theirs.unit
             && (theirs.units == ANY_UNITS || theirs.units == units);
-        if !fits || units > self.all_units() {
+        if !fits || !whole {
             // The receiver finds the same.
-            self.signal(self.data(shape.rank))?;
+            if !packed {
+                state(own)?;
+            }
             let units = if fits { units } else { theirs.units };
             return Err(self.refusal(theirs.bytes, units));
         }
-        let (range, step) = self.share(units);
+        if packed {
+            return Ok(());
+        }
+        if let Some(target) = self.ends.tables.reached(peer, theirs.how) {
+            self.gather(range.clone(), &target.slice(range)?)?;
+            self.block.increment(&self.ends.stored);
+            return state(self.header(units, STORED));
+        }
         let (mut from, mut number) = (range.start, 0);
-        // The first signal comes also where there is nothing to send.
         loop {
             self.block.pause()?;
             let bytes = step.min(range.end - from);
@@ -104,7 +137,11 @@ impl End<'_> {
             }
             let chunk = self.chunk(peer, shape.rank, number)?.slice(0..bytes)?;
             self.gather(from..from + bytes, &chunk)?;
-            self.signal(self.data(shape.rank))?;
+            if number == 0 {
+                state(own)?;
+            } else {
+                self.signal(self.data(shape.rank))?;
+            }
             from += bytes;
             number += 1;
             if from >= range.end {
@@ -120,11 +157,13 @@ impl End<'_> {
             Some(_) => self.count()?,
             None => self.all_units(),
         };
-        let own = self.header(expected);
-        self.state(peer, self.room(shape.rank), own)?;
-        self.signal(self.room(shape.rank))?;
-        self.awaits(self.data(peer)).await?;
-        let theirs = self.stated(self.data(peer))?;
+        let target = self.memory(self.message.memory.0)?;
+        let tables = &self.ends.tables;
+        let told = self.message.published;
+        let told = told.map_or(0, |at| tables.told(shape.rank, at, target.address()));
+        let own = self.header(expected, told);
+        self.state(self.room(shape.rank), own)?;
+        let theirs = self.stated(self.data(peer)).await?;
         let fits = own.bytes == theirs.bytes
             && own.unit == theirs.unit
             && (expected == ANY_UNITS || theirs.units == expected);
@@ -135,6 +174,11 @@ impl End<'_> {
             self.tell(count, theirs.units)?;
         }
         let (range, step) = self.share(theirs.units);
+        match theirs.how {
+            STORED => return Ok(()),
+            AS_PACKETS => return self.take(&target.slice(range)?).await,
+            _ => {}
+        }
         let (mut from, mut number) = (range.start, 0);
         while from < range.end {
             self.block.pause()?;
@@ -143,7 +187,6 @@ impl End<'_> {
                 self.wait(self.data(peer)).await?;
             }
             let chunk = self.chunk(shape.rank, peer, number)?.slice(0..bytes)?;
-            let target = self.memory(self.message.memory.0)?;
             self.block
                 .copy(&target.slice(from..from + bytes)?, &chunk)?;
             from += bytes;
@@ -156,7 +199,7 @@ impl End<'_> {
         Ok(())
     }
 
-    /// The number of a lane's signal, or header, from `from`: of data at receivers, of room at senders.
+    /// The number of a lane's signal, or box, from `from`: of data at receivers, of room at senders.
     fn data(&self, from: Rank) -> usize {
         self.lane * self.ends.shape.world + from
     }
@@ -176,8 +219,24 @@ impl End<'_> {
         self.block.signals_at(signals).arrived(number).await
     }
 
-    /// Waits for the peer to begin, and tells that it does.
-    async fn awaits(&self, number: usize) -> Result<()> {
+    fn header(&self, units: u64, how: u64) -> Header {
+        Header {
+            bytes: self.message.bytes as u64,
+            unit: self.message.unit as u64,
+            units,
+            how,
+        }
+    }
+
+    /// States what this end does in a box of the peer's, after everything that this lane did before.
+    fn state(&self, number: usize, header: Header) -> Result<()> {
+        let words = [header.bytes, header.unit, header.units, header.how];
+        let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
+        self.store(&self.slot(self.message.peer, number)?, &bytes)
+    }
+
+    /// Waits for what the peer states in a box of this rank's, and notes that it does.
+    async fn stated(&self, number: usize) -> Result<Header> {
         let world = self.ends.shape.world;
         let receives = self.message.direction == Direction::Receive;
         let place = if receives { world } else { 0 } + self.message.peer;
@@ -185,33 +244,12 @@ impl End<'_> {
         if self.lane == 0 {
             self.block.set(&word, 1);
         }
-        self.wait(number).await?;
+        let mut bytes = Vec::new();
+        let slot = self.slot(self.ends.shape.rank, number)?;
+        self.load(&slot, (&mut bytes, HEADER_BYTES)).await?;
         if self.lane == 0 {
             self.block.set(&word, 0);
         }
-        Ok(())
-    }
-
-    fn header(&self, units: u64) -> Header {
-        Header {
-            bytes: self.message.bytes as u64,
-            unit: self.message.unit as u64,
-            units,
-        }
-    }
-
-    fn state(&self, owner: Rank, number: usize, header: Header) -> Result<()> {
-        let words = [header.bytes, header.unit, header.units];
-        let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
-        let at = HEADER_BYTES * number;
-        let target = self.ends.workspaces[owner].slice(at..at + bytes.len())?;
-        self.block.store(&target, &bytes)
-    }
-
-    fn stated(&self, number: usize) -> Result<Header> {
-        let at = HEADER_BYTES * number;
-        let own = &self.ends.workspaces[self.ends.shape.rank];
-        let bytes = self.block.load(&own.slice(at..at + 24)?)?;
         let mut words = bytes.chunks_exact(8).map(|word| {
             let mut value = [0; 8];
             value.copy_from_slice(word);
@@ -222,12 +260,76 @@ impl End<'_> {
             bytes: next(),
             unit: next(),
             units: next(),
+            how: next(),
         })
+    }
+
+    /// Whether what is sent of `units` units goes as packets, which have bytes of one row.
+    fn is_packed(&self, units: u64) -> bool {
+        let of_row = self.message.memory.2.is_none() || self.message.unit.is_multiple_of(8);
+        self.each(units as usize) <= self.ends.shape.packed && of_row
+    }
+
+    /// Puts the bytes `range` of what is sent as packets.
+    fn put(&self, range: Range<usize>) -> Result<()> {
+        let packets = self.packets(self.message.peer, self.data(self.ends.shape.rank))?;
+        if range.is_empty() {
+            return Ok(());
+        }
+        let mut bytes = Vec::with_capacity(range.len());
+        for piece in self.pieces(range)? {
+            bytes.extend_from_slice(&self.block.load(&piece)?);
+        }
+        self.store(&packets, &bytes)
+    }
+
+    /// Waits for the bytes of `target`, which come as packets.
+    async fn take(&self, target: &DeviceSlice) -> Result<()> {
+        let packets = self.packets(self.ends.shape.rank, self.data(self.message.peer))?;
+        let mut bytes = Vec::new();
+        self.load(&packets, (&mut bytes, target.bytes())).await?;
+        self.block.store(target, &bytes)
+    }
+
+    fn store(&self, packets: &DeviceSlice, bytes: &[u8]) -> Result<()> {
+        let room = packets.slice(0..2 * bytes.len().next_multiple_of(8))?;
+        self.block.store_packets(&room, bytes, self.flag(), false)?;
+        let signals = &self.ends.signals[self.message.peer];
+        self.block.signals_at(signals).ring()
+    }
+
+    async fn load(&self, packets: &DeviceSlice, into: (&mut Vec<u8>, usize)) -> Result<()> {
+        self.block
+            .load_packets(packets, into, self.flag(), false)
+            .await
+    }
+
+    /// The flag of this message's packets, which is never what memory holds before the first.
+    fn flag(&self) -> u64 {
+        1 + self.epoch % u64::from(u32::MAX)
+    }
+
+    /// The slot for this message's header in a box.
+    fn slot(&self, owner: Rank, number: usize) -> Result<DeviceSlice> {
+        let from = (2 * number + self.parity()) * HEADER_SLOT;
+        self.ends.workspaces[owner].slice(from..from + HEADER_SLOT)
+    }
+
+    /// The slot for this message's packets in a box.
+    fn packets(&self, owner: Rank, number: usize) -> Result<DeviceSlice> {
+        let shape = &self.ends.shape;
+        let bytes = 2 * shape.packed;
+        let from = shape.packets_from() + (2 * number + self.parity()) * bytes;
+        self.ends.workspaces[owner].slice(from..from + bytes)
+    }
+
+    fn parity(&self) -> usize {
+        (self.epoch % 2) as usize
     }
 
     fn chunk(&self, owner: Rank, from: Rank, number: usize) -> Result<DeviceSlice> {
         let shape = &self.ends.shape;
-        let start = shape.headers_bytes() + (2 * self.data(from) + number % 2) * shape.chunk;
+        let start = shape.chunks_from() + (2 * self.data(from) + number % 2) * shape.chunk;
         self.ends.workspaces[owner].slice(start..start + shape.chunk)
     }
 
@@ -268,14 +370,22 @@ impl End<'_> {
         })
     }
 
+    /// What a lane moves of `units` units at most.
+    fn each(&self, units: usize) -> usize {
+        let unit = self.message.unit;
+        let each = units.div_ceil(self.message.lanes) * unit;
+        // Of small units a lane has as many as the widest accesses need.
+        if unit < 16 && unit.is_power_of_two() {
+            each.next_multiple_of(16)
+        } else {
+            each
+        }
+    }
+
     /// Which bytes this lane moves of `units` units, and the bytes of its chunks.
     fn share(&self, units: u64) -> (Range<usize>, usize) {
         let (units, unit) = (units as usize, self.message.unit);
-        let mut each = units.div_ceil(self.message.lanes) * unit;
-        // Of small units a lane has as many as the widest accesses need.
-        if unit < 16 && unit.is_power_of_two() {
-            each = each.next_multiple_of(16);
-        }
+        let each = self.each(units);
         let all = match self.message.memory.1 {
             Some(_) => units * unit,
             // The last unit may be short.
@@ -291,20 +401,30 @@ impl End<'_> {
         (from..all.min(from + each), step)
     }
 
-    /// Copies the bytes `range` of what is sent to `chunk`.
-    fn gather(&self, range: Range<usize>, chunk: &DeviceSlice) -> Result<()> {
-        let data = self.memory(self.message.memory.0)?;
-        let Some(index) = self.message.memory.2 else {
-            return self.block.copy(chunk, &data.slice(range)?);
-        };
-        let (index, unit) = (self.memory(index)?, self.message.unit);
-        for (place, from) in range.clone().step_by(unit).enumerate() {
-            let number = self.number(index, range.start / unit + place)?;
-            let row = data.slice(number * unit..(number + 1) * unit)?;
-            let at = from - range.start;
-            self.block.copy(&chunk.slice(at..at + unit)?, &row)?;
+    /// Copies the bytes `range` of what is sent to `target`.
+    fn gather(&self, range: Range<usize>, target: &DeviceSlice) -> Result<()> {
+        let mut at = 0;
+        for piece in self.pieces(range)? {
+            let end = at + piece.bytes();
+            self.block.copy(&target.slice(at..end)?, &piece)?;
+            at = end;
         }
         Ok(())
+    }
+
+    /// The bytes `range` of what is sent, where they are in memory: of rows by number, a piece for each.
+    fn pieces(&self, range: Range<usize>) -> Result<Vec<DeviceSlice>> {
+        let data = self.memory(self.message.memory.0)?;
+        let Some(index) = self.message.memory.2 else {
+            return Ok(vec![data.slice(range)?]);
+        };
+        let (index, unit) = (self.memory(index)?, self.message.unit);
+        let rows = range.start / unit..range.end / unit;
+        rows.map(|row| {
+            let number = self.number(index, row)?;
+            data.slice(number * unit..(number + 1) * unit)
+        })
+        .collect()
     }
 
     fn refusal(&self, theirs: u64, units: u64) -> Error {

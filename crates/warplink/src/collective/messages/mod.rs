@@ -1,6 +1,6 @@
 //! Sends and receives between pairs of ranks, on any memory: groups of them, and what is made of groups.
 //!
-//! All messages of a group are one launch of `kernels/messages.cu`, which says what the two ends of a message do. The
+//! All messages of a group are one launch of `kernels/messages.cu`, which describes the protocol of a message. The
 //! ranks of a pair agree on nothing but their messages: ranks that have none launch nothing, and others may differ in
 //! how they group them.
 //!
@@ -26,13 +26,13 @@ use crate::device::{
 };
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::p2p::Direction;
-use crate::program::execute::{Announced, RankContext, SharedWorkspace};
+use crate::program::execute::{Announced, Published, RankContext, SharedWorkspace};
 use crate::program::section::WorkspaceLayout;
 use lane::Ends;
 pub(super) use on_device::check_apart;
 use std::sync::atomic::{AtomicBool, Ordering};
 pub(super) use table::{Count, Entry};
-use table::{HEADER_BYTES, Table};
+use table::{HEADER_SLOT, Table};
 
 /// The most messages of a group.
 pub const MAX_MESSAGES: usize = table::MAX_MESSAGES;
@@ -41,8 +41,12 @@ pub const MAX_MESSAGES: usize = table::MAX_MESSAGES;
 /// as long again (docs/performance.md).
 const LANES: usize = 64;
 
-/// Bytes from which on a message gets another lane.
-const LANE_BYTES: usize = 32 << 10;
+/// Bytes from which on a message gets another lane: a packet of 8 for each thread.
+const LANE_BYTES: usize = 4 << 10;
+
+/// The most bytes that a lane moves as packets. Twice as many cross the link, so that from two for each thread on it is
+/// faster to wait for the receiver and to store where the data belongs.
+const PACKED_BYTES: usize = 8 << 10;
 
 const THREADS: u32 = 512;
 
@@ -58,6 +62,8 @@ pub(super) struct Lines {
     /// What does not change from launch to launch.
     table: Table,
     waiting: DeviceSlice,
+    /// The most blocks of a launch that starts before the one before has ended.
+    early_blocks: u32,
     /// Whether anything was enqueued: where nothing was, nobody asks the device what became of it.
     used: AtomicBool,
 }
@@ -71,6 +77,8 @@ pub(super) struct Shape {
     pub(super) lanes: usize,
     /// Bytes of a chunk.
     pub(super) chunk: usize,
+    /// The most bytes that a lane moves as packets.
+    pub(super) packed: usize,
 }
 
 impl Shape {
@@ -85,27 +93,47 @@ impl Shape {
         // A lane has a block in each direction.
         let lanes = LANES.min(multiprocessors / 2) / (world * ranks_per_device);
         let lanes = 1 << lanes.max(1).ilog2();
+        let chunk = bytes / (2 * lanes * world) / 16 * 16;
         Self {
             rank,
             world,
             lanes,
-            chunk: bytes / (2 * lanes * world) / 16 * 16,
+            chunk,
+            packed: PACKED_BYTES.min(chunk),
         }
     }
 
-    /// Words of a rank's own: for signals of what was put and of room for more in each lane, and for what waits in each
-    /// direction of each peer.
+    /// Words of a rank's own: what waits in each direction of each peer, and how many messages each lane of these had.
+    /// Signals are as many for each rank, of which two for each lane are used.
     fn words(&self) -> usize {
-        2 * self.lanes.max(self.world)
+        self.number(true, self.world - 1, self.lanes)
     }
 
-    /// Bytes of a workspace: two headers and two chunks for each lane and peer.
+    /// Which word is the number of messages so far of a lane, in one direction of a peer.
+    pub(super) fn number(&self, receives: bool, peer: Rank, lane: usize) -> usize {
+        let line = usize::from(receives) * self.world + peer;
+        2 * self.world + line * self.lanes + lane
+    }
+
+    /// Bytes of a workspace: for each lane and peer, two slots for headers in each direction, and for packets, and two
+    /// chunks.
     fn workspace_bytes(&self) -> usize {
-        self.headers_bytes() + 2 * self.chunk * self.lanes * self.world
+        self.chunks_from() + 2 * self.chunk * self.lanes * self.world
     }
 
-    pub(super) fn headers_bytes(&self) -> usize {
-        2 * HEADER_BYTES * self.lanes * self.world
+    /// Where packets begin in a workspace, behind headers.
+    pub(super) fn packets_from(&self) -> usize {
+        4 * HEADER_SLOT * self.lanes * self.world
+    }
+
+    /// Where chunks begin, behind packets, of which half is data.
+    pub(super) fn chunks_from(&self) -> usize {
+        self.packets_from() + 4 * self.packed * self.lanes * self.world
+    }
+
+    /// The most bytes of a message that certainly go as packets.
+    fn all_packed(&self, bytes: usize) -> usize {
+        self.packed * self.lanes_of(bytes)
     }
 
     /// How many lanes a message of at most `bytes` bytes has; the same at both ends.
@@ -137,13 +165,17 @@ impl Lines {
         let signals: Vec<DeviceSlice> = ranks
             .map(|rank| mapped(workspace.signals(rank)))
             .collect::<Result<_>>()?;
-        let table = Table::new(&shape, &workspaces, &signals, [&waiting, &verdicts]);
+        let tables = workspace.tables();
+        let notes = [&waiting, &verdicts];
+        let table = Table::new(&shape, &workspaces, &signals, notes, tables.address());
         let own = signals[shape.rank].clone();
         let ends = Ends {
             shape,
             workspaces,
             signals,
             waiting: waiting.clone(),
+            tables: tables.clone(),
+            stored: workspace.direct_word()?,
             fault: context.fault.clone(),
         };
         let source = ModuleSource::new("messages")
@@ -157,9 +189,12 @@ impl Lines {
             let all = 2 * shape.lanes * shape.world;
             let launch = Launch::new(all as u32, THREADS);
             kernel.check_together(&launch, sharing)?;
-            SerialKernels::default().ready(kernel, &launch, Readying::Always)
+            let early = |blocks| kernel.early(Launch::new(blocks, THREADS), sharing).early;
+            let early = (1..=all as u32).take_while(|blocks| early(*blocks)).last();
+            let kernel = SerialKernels::default().ready(kernel, &launch, Readying::Always)?;
+            Ok((kernel, early.unwrap_or(0)))
         });
-        let kernel = context.agree_on(checked)?;
+        let (kernel, early_blocks) = context.agree_on(checked)?;
         Ok(Self {
             workspace,
             kernel,
@@ -167,13 +202,18 @@ impl Lines {
             signals: own,
             table,
             waiting,
+            early_blocks,
             used: AtomicBool::new(false),
         })
     }
 
     /// Enqueues messages, of which those between the same ranks in the same direction happen one after the other
     /// and all others at the same time. Does not block.
-    pub(super) fn enqueue(&self, entries: &[Entry<'_>], stream: &Stream) -> Result<()> {
+    pub(super) fn enqueue(
+        &self,
+        entries: &[Entry<'_>],
+        (stream, is_recorded): (&Stream, bool),
+    ) -> Result<()> {
         if entries.is_empty() {
             return Ok(());
         }
@@ -181,16 +221,26 @@ impl Lines {
             self.check_unit(entry.unit)?;
         }
         let lanes = |bytes| self.shape.lanes_of(bytes);
-        let (words, blocks) = self.table.with(entries, lanes)?;
+        let published = |entry: &Entry<'_>| self.published(entry, (stream, is_recorded));
+        let (words, blocks) = self.table.with(entries, lanes, published)?;
         let memory: Vec<&DeviceSlice> = entries.iter().flat_map(Entry::memory).collect();
         let arguments = SerialArguments {
             words: &words,
             signals: &self.signals,
             memory: &memory,
         };
-        let launch = Launch::new(blocks, THREADS);
+        let launch = Launch::new(blocks, THREADS).with_early_start(blocks <= self.early_blocks);
         self.used.store(true, Ordering::Relaxed);
         self.kernel.launch(stream, &launch, &arguments)
+    }
+
+    /// Where senders find the memory of a receive that may not come as packets, which is published when it is first met.
+    fn published(&self, entry: &Entry<'_>, stream: (&Stream, bool)) -> Option<Published> {
+        let is_direct = entry.direction == Direction::Receive
+            && entry.bytes > self.shape.all_packed(entry.bytes);
+        is_direct
+            .then(|| self.workspace.place(entry.data, stream))
+            .flatten()
     }
 
     /// Fails where a unit is longer than a chunk.
@@ -206,6 +256,12 @@ impl Lines {
             ),
         )
         .with_help("give the workspace more bytes"))
+    }
+
+    /// How many lanes have stored what they sent where it belongs. Blocks for as long as reading some bytes of the device
+    /// takes.
+    pub(super) fn direct_lanes(&self) -> Result<u64> {
+        self.workspace.direct_lanes()
     }
 
     /// The peer of a message that has begun here and not there, and what this rank does. Blocks for as long as
@@ -261,11 +317,18 @@ mod tests {
     use super::*;
 
     #[test]
-    fn there_is_a_word_for_what_waits_in_each_direction() {
+    fn lines_have_words_of_their_own_and_fit_the_multiprocessors() {
         for world in 1..=8 {
             for sharing in 1..=world {
                 let shape = Shape::new(0, world, (sharing, usize::MAX), 1 << 20);
-                assert!(shape.words() >= 2 * world, "{shape:?}");
+                let mut words: Vec<usize> = (0..2 * world).collect();
+                for (receives, peer) in [false, true]
+                    .into_iter()
+                    .flat_map(|d| (0..world).map(move |p| (d, p)))
+                {
+                    words.extend((0..shape.lanes).map(|lane| shape.number(receives, peer, lane)));
+                }
+                assert!(words.iter().copied().eq(0..shape.words()), "{shape:?}");
                 assert!(shape.words() >= 2 * shape.lanes, "{shape:?}");
                 for multiprocessors in [16, 78, 114, 132] {
                     let room = (sharing, multiprocessors);

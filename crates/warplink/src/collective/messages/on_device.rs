@@ -123,7 +123,9 @@ impl Collectives {
             entries.push(message(peer, Direction::Receive, &output[peer], told));
         }
         inner.used_by(stream, || {
-            inner.turns.take(stream, || lines.enqueue(&entries, stream))
+            inner.turns.take_with(stream, |is_recorded| {
+                lines.enqueue(&entries, (stream, is_recorded))
+            })
         })
     }
 }

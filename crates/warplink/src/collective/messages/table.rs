@@ -5,20 +5,21 @@ use crate::collective::MAX_DIRECT_RANKS;
 use crate::device::DeviceSlice;
 use crate::error::{Error, Rank, Result};
 use crate::p2p::Direction;
+use crate::program::execute::Published;
 
 /// The most messages of a launch.
 pub(super) const MAX_MESSAGES: usize = 64;
 
-/// Bytes of what an end states of a message.
-pub(super) const HEADER_BYTES: usize = 64;
-
+/// Bytes of what an end states of a message, and what it takes as packets.
+pub(super) const HEADER_BYTES: usize = 32;
+pub(super) const HEADER_SLOT: usize = 2 * HEADER_BYTES;
 /// Into how many chunks a lane cuts what it moves, as far as these have room and are no shorter than that.
 pub(super) const CHUNKS: usize = 4;
 pub(super) const LEAST_CHUNK: usize = 16 << 10;
 
 /// Words before the messages, and of each message.
-const FIXED_WORDS: usize = 2 * MAX_DIRECT_RANKS + 8;
-const MESSAGE_WORDS: usize = 6;
+const FIXED_WORDS: usize = 2 * MAX_DIRECT_RANKS + 9;
+const MESSAGE_WORDS: usize = 7;
 
 /// Which fixed word is the number of messages.
 const COUNT: usize = FIXED_WORDS - 2;
@@ -95,12 +96,14 @@ impl<'a> Entry<'a> {
 pub(super) struct Table([u64; FIXED_WORDS]);
 
 impl Table {
-    /// `notes` are where lanes say that they wait, and where they note what does not fit.
+    /// `notes` are where lanes note that they wait, and what does not fit; `tables` is where published allocations are
+    /// mapped.
     pub(super) fn new(
         shape: &Shape,
         workspaces: &[DeviceSlice],
         signals: &[DeviceSlice],
         notes: [&DeviceSlice; 2],
+        tables: u64,
     ) -> Self {
         let mut words = [0; FIXED_WORDS];
         for (rank, (workspace, signals)) in workspaces.iter().zip(signals).enumerate() {
@@ -114,17 +117,20 @@ impl Table {
             shape.world as u64,
             shape.lanes as u64,
             shape.chunk as u64,
+            shape.packed as u64,
         ];
         words[2 * MAX_DIRECT_RANKS..COUNT].copy_from_slice(&rest);
+        words[COUNT + 1] = tables;
         Self(words)
     }
 
-    /// The words of a launch of `entries`, and its blocks, where `lanes` says how many lanes a message of so many
-    /// bytes has.
+    /// The words of a launch of `entries`, and its blocks, where `lanes` is how many lanes a message of so many
+    /// bytes has, and `published` where a receive's memory is.
     pub(super) fn with(
         &self,
         entries: &[Entry<'_>],
         lanes: impl Fn(usize) -> usize,
+        published: impl Fn(&Entry<'_>) -> Option<Published>,
     ) -> Result<(Vec<u64>, u32)> {
         if entries.len() > MAX_MESSAGES {
             return Err(Error::invalid(format!(
@@ -175,6 +181,7 @@ impl Table {
                 }
             };
             words[5] = entry.index.map_or(0, DeviceSlice::address);
+            words[6] = published(entry).map_or(0, Published::word);
         }
         for (number, entry) in entries.iter().enumerate() {
             let of_line = |other: &Entry<'_>| other.line() == entry.line();
@@ -202,6 +209,8 @@ pub(super) struct Decoded {
     pub(super) wide: bool,
     /// The numbers of data, count and index in the memory of the launch.
     pub(super) memory: (usize, Option<usize>, Option<usize>),
+    /// Where what is received is published.
+    pub(super) published: Option<Published>,
 }
 
 /// The messages of a launch.
@@ -233,6 +242,7 @@ pub(super) fn decode(words: &[u64]) -> Vec<Decoded> {
                 (words[4] != 0).then(&mut number),
                 (words[5] != 0).then(&mut number),
             ),
+            published: Published::of_word(words[6]),
         })
         .collect()
 }

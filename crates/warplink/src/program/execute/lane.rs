@@ -2,7 +2,7 @@
 
 use super::known_steps::KnownSteps;
 use super::lane_times::LaneClock;
-use super::publication::Tables;
+use super::publication::{Published, Tables};
 use super::reach::Reach;
 use crate::device::{
     Block, BlockSignals, DeviceSlice, Fault, HostLanes, LaneFuture, ReduceOp, Values, combine,
@@ -14,9 +14,6 @@ use crate::program::section::{
 };
 use std::ops::Range;
 use std::sync::Arc;
-
-/// Bits of the offset in what is told of a tensor. Must match the kernels.
-const OFFSET_BITS: u32 = 48;
 
 /// Where an announced tensor lies.
 struct Located {
@@ -57,7 +54,7 @@ struct LaneInput<'a> {
     /// The own tensors of this launch, by number; those that are not here are in the reach.
     tensors: &'a [DeviceSlice],
     /// How tensors that are announced are found; none where they are in the reach.
-    published: Option<Published<'a>>,
+    published: Option<Announcing<'a>>,
     tell: &'a TellDifference,
     /// Where it stores when its steps start, for a trace.
     times: Option<&'a LaneClock>,
@@ -91,7 +88,7 @@ impl SectionLanes {
             tensors,
             published: tables
                 .filter(|_| self.section.published)
-                .map(|tables| Published {
+                .map(|tables| Announcing {
                     tables,
                     places: places.unwrap_or_default(),
                 }),
@@ -115,7 +112,7 @@ impl HostLanes for SectionLanes {
 
 /// What finds the tensors that ranks announce.
 #[derive(Clone, Copy)]
-struct Published<'a> {
+struct Announcing<'a> {
     tables: &'a Tables,
     /// For each tensor that is announced, the number of its allocation, and from which byte of it.
     places: &'a [u64],
@@ -407,14 +404,11 @@ impl Lane<'_> {
         let slice = self.input.tensors.get(id);
         let slice = slice.ok_or_else(|| internal("an operand is not mapped"))?;
         let address = slice.address() + (offset * dtype.size()) as u64;
-        let allocation = published.tables.get(rank, entry);
-        // As it is for kernels, which access whole units.
-        let known = allocation.is_some_and(|known| known.address() + start == address);
-        let own = if known && address.is_multiple_of(16) {
-            (entry + 1) << OFFSET_BITS | start
-        } else {
-            0
+        let at = Published {
+            number: entry,
+            start,
         };
+        let own = published.tables.told(rank, at, address);
         let located = &mut self.located[number];
         located.own = Some(own);
         located.missing |= own == 0;
@@ -431,12 +425,10 @@ impl Lane<'_> {
             located.missing = true;
             return Ok(());
         }
-        let (entry, start) = ((told >> OFFSET_BITS) - 1, told & ((1 << OFFSET_BITS) - 1));
-        let allocation = published.tables.get(peer, entry);
-        let allocation =
-            allocation.ok_or_else(|| internal("a peer tells of memory that is not mapped"))?;
-        let all = start as usize..allocation.bytes();
-        located.at.push((peer, allocation.slice(all)?));
+        let reached = published.tables.reached(peer, told);
+        let reached =
+            reached.ok_or_else(|| internal("a peer tells of memory that is not mapped"))?;
+        located.at.push((peer, reached));
         Ok(())
     }
 

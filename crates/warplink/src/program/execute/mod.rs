@@ -42,6 +42,7 @@ pub use kernel::KernelReport;
 pub(crate) use lane::TellDifference;
 pub use memory::Bindings;
 pub use plan::{CapturedPlan, Plan};
+pub(crate) use publication::{Published, Tables};
 pub use trace::Trace;
 pub use trace_span::TraceSpan;
 pub(crate) use workspace::{Announced, CodeWanted, SharedKernel, SharedWorkspace};

@@ -10,19 +10,19 @@ use super::context::RankContext;
 use super::kernel::{BoundKernels, KernelMemory};
 use super::known_steps::KnownSteps;
 use super::lane::{SectionLanes, TellDifference, packet_flag};
-use super::publication::Publication;
+use super::publication::{Publication, Published, Tables};
 use super::reach::{
     DIRECT_BYTES, EPOCH_BYTES, Reach, UNKNOWN_MEMORY, VERDICT_BYTES, VERDICT_WORDS_BYTES,
 };
 use super::section_kernel::SectionKernel;
 use crate::device::{
     Device, DeviceSlice, Fault, Launch, Readying, SerialArguments, SerialKernel, SerialKernels,
-    Stream,
+    Stream, Word,
 };
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::program::rank_program::TensorId;
 use crate::program::section::{
-    ScratchInstance, SectionInstance, SectionMemory, WorkspaceLayout, kernel_text,
+    ScratchInstance, SectionInstance, SectionMemory, UNPUBLISHED, WorkspaceLayout, kernel_text,
 };
 use crate::sync::lock;
 use std::collections::BTreeMap;
@@ -114,6 +114,22 @@ impl SharedWorkspace {
     /// The signals of a rank, as they are mapped here: for each lane one of each rank.
     pub(crate) fn signals(&self, rank: Rank) -> Option<&DeviceSlice> {
         self.kernels.reach.signals.get(rank)?.as_ref()
+    }
+
+    /// Where kernels find what this rank and its peers publish.
+    pub(crate) fn tables(&self) -> &Arc<Tables> {
+        self.publication.tables()
+    }
+
+    /// Where `slice` is in what this rank publishes, for a launch on `stream`, which a graph may record; `None` for memory
+    /// that cannot be published. Does not block.
+    pub(crate) fn place(
+        &self,
+        slice: &DeviceSlice,
+        (stream, is_recorded): (&Stream, bool),
+    ) -> Option<Published> {
+        let (number, start) = self.publication.place(slice, stream, is_recorded);
+        (number != UNPUBLISHED).then_some(Published { number, start })
     }
 
     /// A word for each lane, which is an epoch where sections use the workspace, and where kernels note what
@@ -248,6 +264,13 @@ impl SharedWorkspace {
         let memory = reach.state.slice(from..from + DIRECT_BYTES)?;
         self.device.download(&memory, &mut count)?;
         Ok(u64::from_le_bytes(count))
+    }
+
+    /// The word of [`direct_lanes`](Self::direct_lanes), for closures.
+    pub(crate) fn direct_word(&self) -> Result<Word> {
+        let reach = &self.kernels.reach;
+        let from = Reach::direct_offset(reach.lanes, self.world);
+        reach.state.word(from)
     }
 
     /// The ranks that have not announced themselves in the launch that this rank is in; none where it is in

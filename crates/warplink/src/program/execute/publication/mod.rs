@@ -21,7 +21,7 @@
 mod keeper;
 mod tables;
 
-pub(crate) use tables::Tables;
+pub(crate) use tables::{Published, Tables};
 
 use super::context::RankContext;
 use crate::device::{Backing, DeviceSlice, InFlight, InUse, Stream};

@@ -6,6 +6,32 @@ use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::sync::lock;
 use std::sync::{Arc, Mutex};
 
+/// Bits of the offset in what is told of published memory. Must match the kernels.
+const OFFSET_BITS: u32 = 48;
+
+/// Where memory is in what a rank publishes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Published {
+    /// The number of its allocation.
+    pub(crate) number: u64,
+    /// Its first byte there.
+    pub(crate) start: u64,
+}
+
+impl Published {
+    /// In one word, which is not 0.
+    pub(crate) fn word(self) -> u64 {
+        (self.number + 1) << OFFSET_BITS | self.start
+    }
+
+    /// What a word is; `None` for 0.
+    pub(crate) fn of_word(word: u64) -> Option<Self> {
+        let number = (word >> OFFSET_BITS).checked_sub(1)?;
+        let start = word & ((1 << OFFSET_BITS) - 1);
+        Some(Self { number, start })
+    }
+}
+
 /// For each rank and number, an address in the device's memory, or 0, and what is there.
 #[derive(Debug)]
 pub(crate) struct Tables {
@@ -33,9 +59,29 @@ impl Tables {
     }
 
     /// The allocation of a rank, as it is mapped here.
-    pub(crate) fn get(&self, rank: Rank, number: u64) -> Option<DeviceSlice> {
+    fn get(&self, rank: Rank, number: u64) -> Option<DeviceSlice> {
         let place = place(rank, number)?;
         lock(&self.entries).get(place)?.clone()
+    }
+
+    /// What `rank`, which is this one, announces of its memory at `address`: 0 unless all peers reach it there, in the whole
+    /// units of kernels.
+    pub(crate) fn told(&self, rank: Rank, at: Published, address: u64) -> u64 {
+        let allocation = self.get(rank, at.number);
+        let known = allocation.is_some_and(|known| known.address() + at.start == address);
+        if known && address.is_multiple_of(16) {
+            at.word()
+        } else {
+            0
+        }
+    }
+
+    /// What is mapped here of the memory of which `rank` announces `told`, to the end of its allocation; `None` where nothing
+    /// is.
+    pub(crate) fn reached(&self, rank: Rank, told: u64) -> Option<DeviceSlice> {
+        let at = Published::of_word(told)?;
+        let allocation = self.get(rank, at.number)?;
+        allocation.slice(at.start as usize..allocation.bytes()).ok()
     }
 
     /// Notes an allocation. Blocks until kernels see it.
