@@ -3,18 +3,18 @@
 // Each message has lanes (blocks) of its own at both ends; lane i of the sender works with lane i of the receiver
 // and with nobody else. Both ends count the messages of a lane; the count is the flag of the packets of a message, and its
 // parity chooses one of two slots for them. Both state their header, as packets, in a slot of the other's. For one lane of a
-// message, a header's last word being in brackets:
+// message:
 //
 // | sender | receiver |
 // |---|---|
-// | | states its header [where the memory is published, if it is] |
-// | short: states its header [packets], and puts all data as packets | |
-// | waits for the receiver's header; compares | waits for the sender's header; compares |
-// | published: stores all data where it belongs, then states its header [stored] | packets: copies them to where they belong |
-// | else: stores a chunk, then states its header [chunks]; stores each further chunk, and signals | copies each chunk to where it belongs |
+// | states its header; puts the first bytes as packets | states its header, with where its memory is published, if it is |
+// | waits for the receiver's header; compares | waits for the sender's header; compares; copies the packets to where they belong |
+// | where the receiver's memory is published: stores the rest where it belongs, and states that in the tail | waits for the tail |
+// | else: stores a chunk, and states that in the tail; stores each further chunk, and signals | copies each chunk to where it belongs |
 // | waits before the third chunk and each later one | signals that a chunk was copied, where another is to take its place |
 //
-// So a short message takes the time of one store, and nothing is left for the next message or launch but the counts.
+// Of a short message all bytes are among the first, so that it takes the time of one store; of a long one, they hide the
+// wait for the header. Nothing is left for the next message or launch but the counts.
 //
 // Why nothing is overwritten too early: a receiver states its header of message k when it is done with k - 1. A sender is
 // done with k - 1 when it has seen the header of that, so that k - 2, which had the slot of k, is over at both ends; and it
@@ -32,12 +32,19 @@ constexpr u64 any_units = ~0ull;
 constexpr u64 chunks = 4, least_chunk = 16 << 10;
 constexpr u64 receives = 1u << 8, tells = 1u << 9, wide = 1u << 10;
 
-// The packets of a header, and the bytes of all.
+// The packets of a header, and the bytes of a slot for them and the tail.
 constexpr u32 header_words = 4;
-constexpr u64 header_bytes = 16 * header_words;
+constexpr u64 slot_bytes = 128;
 
-// How the data of a message comes, as its sender states.
-constexpr u64 as_chunks = 0, as_packets = 1, stored = 2;
+// How the first bytes of a message come, as its sender states in the header, and the rest, as it states in the tail.
+constexpr u64 as_nothing = 0, as_packets = 1, as_lines = 2;
+constexpr u32 as_chunks = 1, stored = 2;
+
+// The data of a packet of 128 bytes, which 8 threads store at once.
+constexpr u64 line_data = 120;
+
+// Packets of 128 bytes that a thread has a part of under way.
+constexpr u32 lines_in_flight = 2;
 
 struct Message {
     // The peer's rank in bits 0 to 7, `receives`, `tells` and `wide`, the number of lanes in bits 16 to 31, and the
@@ -64,9 +71,10 @@ struct Messages {
     // where it belongs.
     u64 waiting, verdicts;
     u64 rank, world;
-    // The most lanes of a message, the bytes of a chunk, the most bytes that a lane moves as packets, and the number of
-    // messages.
-    u64 lanes, chunk, packed, count;
+    // The most lanes of a message, the bytes of a chunk, and of a slot for packets. Of a lane, the most bytes that go as packets
+    // of 16 bytes, and the most of a longer message that go as packets of 128 bytes, or 0 where links split these. And the
+    // number of messages.
+    u64 lanes, chunk, room, packed, lined, count;
     // Where published allocations are mapped.
     u64 tables;
     Message message[max_messages];
@@ -80,6 +88,51 @@ struct Header {
     u64 how;
 
     __device__ __forceinline__ u64 word(u32 number) const { return number == 0 ? bytes : number == 1 ? unit : number == 2 ? units : how; }
+};
+
+// The first 8 bytes of `left`, at any address.
+static __device__ __forceinline__ Unit<8> load_bytes(u64 address, u64 left) {
+    if (left >= 8 && address % 8 == 0) return detail::load_unit<8>(address);
+    u64 word = 0;
+#pragma unroll 1
+    for (u32 i = 0; i < 8 && i < left; i++) word |= (u64) * (const unsigned char *)(address + i) << 8 * i;
+    return {{(u32)word, (u32)(word >> 32)}};
+}
+
+static __device__ __forceinline__ void store_bytes(u64 address, const Unit<8> &unit, u64 left) {
+    if (left >= 8 && address % 8 == 0) return detail::store_unit<8>(address, unit);
+    const u64 word = (u64)unit.word[1] << 32 | unit.word[0];
+#pragma unroll 1
+    for (u32 i = 0; i < 8 && i < left; i++) *(unsigned char *)(address + i) = (unsigned char)(word >> 8 * i);
+}
+
+// A thread's part of packets of 128 bytes, which 8 threads store and load at once: two words of 8 bytes, of which the last
+// thread's second is the flag.
+struct Line {
+    u32 part, mask, first, stride;
+
+    __device__ __forceinline__ Line() : part(threadIdx.x & 7u), mask(0xffu << (threadIdx.x & 24u)), first(threadIdx.x / 8), stride(blockDim.x / 8) {}
+
+    // Which byte of the data the part of packet `i` begins with.
+    __device__ __forceinline__ u64 byte(u32 i) const { return line_data * i + 16 * part; }
+
+    __device__ __forceinline__ void store(u64 to, u32 i, const Unit<8> &first, const Unit<8> &second, u64 flag) const {
+        const u32 low = part == 7 ? (u32)flag : second.word[0], high = part == 7 ? (u32)(flag >> 32) : second.word[1];
+        __syncwarp(mask);
+        asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to + 128 * (u64)i + 16 * part), "r"(first.word[0]), "r"(first.word[1]), "r"(low),
+                     "r"(high)
+                     : "memory");
+    }
+
+    __device__ __forceinline__ detail::LinePart load(u64 from, u32 i) const { return detail::load_line_part(from + 128 * (u64)i + 16 * part); }
+
+    // Loads again until the flag is there. All 8 threads go on, and end, together.
+    __device__ __forceinline__ void await(Lane &self, u64 from, u32 i, detail::LinePart &loaded, u64 flag) const {
+        for (u32 polls = 1; !self.ended && __shfl_sync(mask, loaded.second(), 7, 8) != flag; polls++) {
+            self.ended = __any_sync(mask, self.gives_up(polls));
+            loaded = load(from, i);
+        }
+    }
 };
 
 // One lane of a message, at one end.
@@ -105,28 +158,51 @@ struct End {
     __device__ __forceinline__ u32 room(u32 from) const { return ((u32)at.lanes + lane) * world + from; }
 
     // The slot of message number `epoch` for a header, and for packets, in box `box` of `owner`.
-    __device__ __forceinline__ u64 header(u32 owner, u32 box, u64 epoch) const { return at.workspace[owner] + header_bytes * (2 * box + epoch % 2); }
+    __device__ __forceinline__ u64 header(u32 owner, u32 box, u64 epoch) const { return at.workspace[owner] + slot_bytes * (2 * box + epoch % 2); }
     __device__ __forceinline__ u64 packets(u32 owner, u32 box, u64 epoch) const {
-        const u64 headers = 4 * header_bytes * at.lanes * world;
-        return at.workspace[owner] + headers + 2 * at.packed * (2 * box + epoch % 2);
+        const u64 headers = 4 * slot_bytes * at.lanes * world;
+        return at.workspace[owner] + headers + at.room * (2 * box + epoch % 2);
     }
+
+    // As `packets`, for those of 128 bytes. They have a place of their own, since their data may equal the flag of a packet.
+    __device__ __forceinline__ u64 packed_lines(u32 owner, u32 box, u64 epoch) const { return packets(owner, box, epoch) + ((2 * at.packed + 127) & ~127ull); }
 
     // Chunk number `number` from `from`, at `owner`.
     __device__ __forceinline__ u64 chunk(u32 owner, u32 from, u64 number) const {
-        const u64 slots = 4 * (header_bytes + at.packed) * at.lanes * world;
+        const u64 slots = (4 * slot_bytes + 2 * at.room) * at.lanes * world;
         return at.workspace[owner] + slots + (2 * (u64)data(from) + number % 2) * at.chunk;
     }
 
-    // States what this end does: where that is `behind`, after everything that the lane did before.
-    __device__ __forceinline__ void state(const Lane &self, u64 to, const Header &all, bool behind) const {
-        if (behind) __syncthreads();
+    // States what this end does.
+    __device__ __forceinline__ void state(const Lane &self, u64 to, const Header &all) const {
         if (threadIdx.x >= header_words) return;
-        if (behind) detail::fence();
         const u64 word = all.word(threadIdx.x);
         detail::store_packet<8>(to + 16 * threadIdx.x, {{(u32)word, (u32)(word >> 32)}}, Flag(self.epoch()));
     }
 
-    // Waits for what the other end states; all that preceded it there is seen. False where the waits were ended.
+    // States in the tail how the rest comes, after everything that the lane did before.
+    __device__ __forceinline__ void state_tail(const Lane &self, u64 to, u32 how) const {
+        __syncthreads();
+        if (threadIdx.x != 0) return;
+        detail::fence();
+        detail::store_packet<8>(to + 16 * header_words, {{how, 0}}, Flag(self.epoch()));
+    }
+
+    // Waits for the tail; all that preceded it is seen. 0 where the waits were ended.
+    __device__ __forceinline__ u32 tail(Lane &self, u64 from) const {
+        __shared__ u32 how;
+        if (threadIdx.x == 0) {
+            const u64 at = from + 16 * header_words;
+            detail::Packet<8> came = detail::load_packet<8>(at);
+            detail::await_packet(self, at, came, Flag(self.epoch()));
+            how = came.unit.word[0];
+            detail::fence();
+        }
+        return self.agree() ? 0 : how;
+    }
+
+    // Waits for what the other end states. False where the waits were ended. What preceded it there need not be seen: packets
+    // need no fence, which would wait for all that this lane has put.
     __device__ __forceinline__ bool stated(Lane &self, u64 from, Header &all) const {
         __shared__ u64 words[header_words];
         waits(true);
@@ -134,7 +210,6 @@ struct End {
             const u64 at = from + 16 * threadIdx.x;
             detail::Packet<8> came = detail::load_packet<8>(at);
             if (detail::await_packet(self, at, came, Flag(self.epoch()))) words[threadIdx.x] = (u64)came.unit.word[1] << 32 | came.unit.word[0];
-            detail::fence();
         }
         if (self.agree()) return false;
         waits(false);
@@ -161,9 +236,16 @@ struct End {
         *(volatile u64 *)abort = 1;
     }
 
-    // What a lane moves of `units` units at most, before the last lanes have less.
+    // How many units `bytes` are. A division of 64 bits takes as long as a packet.
+    __device__ __forceinline__ u64 units_of(u64 bytes) const {
+        const u64 unit = message.unit;
+        if ((unit & (unit - 1)) == 0) return bytes >> (__ffsll(unit) - 1);
+        return (bytes | unit) >> 32 == 0 ? (u32)bytes / (u32)unit : bytes / unit;
+    }
+
+    // What a lane moves of `units` units at most. Lanes are a power of two.
     __device__ __forceinline__ u64 each(u64 units) const {
-        const u64 unit = message.unit, each = (units + lanes - 1) / lanes * unit;
+        const u64 unit = message.unit, each = (units + lanes - 1 >> (__ffs(lanes) - 1)) * unit;
         // Of small units a lane has as many as the widest accesses need.
         return unit < 16 && (unit & (unit - 1)) == 0 ? (each + 15) & ~15ull : each;
     }
@@ -180,7 +262,7 @@ struct End {
         // Each begins as aligned as the first, for the widest accesses.
         piece = (piece + 15) & ~15ull;
         if (piece < unit) piece = unit;
-        step = (piece < at.chunk ? piece : at.chunk) / unit * unit;
+        step = units_of(piece < at.chunk ? piece : at.chunk) * unit;
     }
 
     // The count in device memory. What stands for an unknown one is none.
@@ -197,7 +279,7 @@ struct End {
             *(volatile u64 *)message.count = units;
     }
 
-    __device__ __forceinline__ u64 all_units() const { return (message.bytes + message.unit - 1) / message.unit; }
+    __device__ __forceinline__ u64 all_units() const { return units_of(message.bytes + message.unit - 1); }
 
     // Where unit number `unit` is in what is sent.
     __device__ __forceinline__ u64 source(u64 unit) const {
@@ -211,38 +293,112 @@ struct End {
             detail::copy(target, message.address + from, bytes, threadIdx.x, blockDim.x);
             return;
         }
-        const u64 unit = message.unit, first = from / unit, units = bytes / unit;
+        const u64 unit = message.unit, first = units_of(from), units = units_of(bytes);
         for (u64 i = threadIdx.x / 32; i < units; i += blockDim.x / 32) detail::copy(target + unit * i, source(first + i), unit, threadIdx.x & 31u, 32);
     }
 
-    // Whether what is sent of `units` units goes as packets.
-    __device__ __forceinline__ bool is_packed(u64 units) const {
-        // A packet has bytes of one row.
-        return each(units) <= at.packed && (message.index == 0 || message.unit % 8 == 0);
+    // How the first bytes of `units` units that are sent come.
+    __device__ __forceinline__ u64 first_of(u64 units) const {
+        // The 8 bytes of a packet are of one row.
+        if (each(units) <= at.packed) return message.index == 0 || message.unit % 8 == 0 ? as_packets : as_nothing;
+        return message.index == 0 && message.address % 8 == 0 && at.lined >= message.unit ? as_lines : as_nothing;
     }
 
-    // Puts `bytes` from byte `from` of what is sent on as packets, of 8 bytes each.
+    // How many of `bytes` bytes are among the first that come so.
+    __device__ __forceinline__ u64 first_bytes(u64 how, u64 bytes) const {
+        const u64 most = how == as_packets ? bytes : how == as_lines ? units_of(at.lined) * message.unit : 0;
+        return bytes < most ? bytes : most;
+    }
+
+    // Where byte `byte` of what is sent is.
+    __device__ __forceinline__ u64 source_of(u64 byte) const {
+        if (message.index == 0) return message.address + byte;
+        const u64 unit = units_of(byte);
+        return source(unit) + (byte - unit * message.unit);
+    }
+
+    // Puts `bytes` from byte `from` of what is sent on as packets of 16 bytes.
     __device__ __forceinline__ void put(const Lane &self, u64 to, u64 from, u64 bytes) const {
-        const u32 all = (u32)((bytes + 7) / 8);
-        for (u32 i = threadIdx.x; i < all; i += blockDim.x) {
-            const u64 byte = from + 8 * i, left = bytes - 8 * i;
-            const u64 address = message.index == 0 ? message.address + byte : source(byte / message.unit) + byte % message.unit;
-            const Unit<8> unit = left >= 8 && address % 8 == 0 ? detail::load_unit<8>(address) : detail::load_elements<U8, 8>(address, left < 8 ? (u32)left : 8);
-            detail::store_packet<8>(to + 16 * i, unit, Flag(self.epoch()));
+        const Flag flag(self.epoch());
+#pragma unroll 1
+        for (u64 byte = 8 * threadIdx.x; byte < bytes; byte += 8 * blockDim.x)
+            detail::store_packet(to + 2 * byte, load_bytes(source_of(from + byte), bytes - byte), flag);
+    }
+
+    // Copies `bytes` that come as packets of 16 bytes to `to`. False where the waits were ended.
+    __device__ __forceinline__ bool take(Lane &self, u64 to, u64 from, u64 bytes) const {
+        const Flag flag(self.epoch());
+#pragma unroll 1
+        for (u64 byte = 8 * threadIdx.x; byte < bytes; byte += 8 * blockDim.x) {
+            detail::Packet<8> came = detail::load_packet<8>(from + 2 * byte);
+            if (!detail::await_packet(self, from + 2 * byte, came, flag)) break;
+            store_bytes(to + byte, came.unit, bytes - byte);
+        }
+        return !self.agree();
+    }
+
+    // As `put`, as packets of 128 bytes, from an address that is a multiple of 8.
+    __device__ __forceinline__ void put_lines(const Lane &self, u64 to, u64 from, u64 bytes) const {
+        const Line line;
+        const u32 whole = (u32)(bytes / line_data);
+        const u64 flag = self.epoch();
+        u32 i = line.first;
+#pragma unroll 1
+        for (; i + (lines_in_flight - 1) * line.stride < whole; i += lines_in_flight * line.stride) {
+            Unit<8> words[lines_in_flight][2];
+#pragma unroll
+            for (u32 k = 0; k < lines_in_flight; k++) {
+                const u64 at = message.address + from + line.byte(i + k * line.stride);
+                words[k][0] = detail::load_unit<8>(at);
+                if (line.part != 7) words[k][1] = detail::load_unit<8>(at + 8);
+            }
+#pragma unroll
+            for (u32 k = 0; k < lines_in_flight; k++) line.store(to, i + k * line.stride, words[k][0], words[k][1], flag);
+        }
+#pragma unroll 1
+        for (; line_data * i < bytes; i += line.stride) {
+            const u64 byte = line.byte(i), at = message.address + from + byte;
+            Unit<8> first = {}, second = {};
+            if (byte < bytes) first = load_bytes(at, bytes - byte);
+            if (byte + 8 < bytes) second = load_bytes(at + 8, bytes - byte - 8);
+            line.store(to, i, first, second, flag);
         }
     }
 
-    // Copies `bytes` that come as packets to `to`. False where the waits were ended.
-    __device__ __forceinline__ bool take(Lane &self, u64 to, u64 from, u64 bytes) const {
-        const u32 all = (u32)((bytes + 7) / 8);
-        for (u32 i = threadIdx.x; i < all; i += blockDim.x) {
-            detail::Packet<8> came = detail::load_packet<8>(from + 16 * i);
-            if (!detail::await_packet(self, from + 16 * i, came, Flag(self.epoch()))) break;
-            const u64 address = to + 8 * i, left = bytes - 8 * i;
-            if (left >= 8 && address % 8 == 0)
-                detail::store_unit<8>(address, came.unit);
-            else
-                detail::store_elements<U8, 8>(address, came.unit, left < 8 ? (u32)left : 8);
+    // As `take`, of packets of 128 bytes.
+    __device__ __forceinline__ bool take_lines(Lane &self, u64 to, u64 from, u64 bytes) const {
+        const Line line;
+        // Those of an address that is no multiple of 8 are none.
+        const u32 whole = to % 8 == 0 ? (u32)(bytes / line_data) : 0;
+        const u64 flag = self.epoch();
+        u32 i = line.first;
+#pragma unroll 1
+        for (; i + (lines_in_flight - 1) * line.stride < whole; i += lines_in_flight * line.stride) {
+            detail::LinePart parts[lines_in_flight];
+#pragma unroll
+            for (u32 k = 0; k < lines_in_flight; k++) parts[k] = line.load(from, i + k * line.stride);
+#pragma unroll
+            for (u32 k = 0; k < lines_in_flight; k++) line.await(self, from, i + k * line.stride, parts[k], flag);
+            if (self.ended) break;
+            // What another thread loaded along with the flag may be older than it.
+#pragma unroll
+            for (u32 k = 0; k < lines_in_flight; k++) parts[k] = line.load(from, i + k * line.stride);
+#pragma unroll
+            for (u32 k = 0; k < lines_in_flight; k++) {
+                const u64 at = to + line.byte(i + k * line.stride);
+                detail::store_unit<8>(at, {{parts[k].unit.word[0], parts[k].unit.word[1]}});
+                if (line.part != 7) detail::store_unit<8>(at + 8, {{parts[k].unit.word[2], parts[k].unit.word[3]}});
+            }
+        }
+#pragma unroll 1
+        for (; line_data * i < bytes && !self.ended; i += line.stride) {
+            detail::LinePart part = line.load(from, i);
+            line.await(self, from, i, part, flag);
+            if (self.ended) break;
+            part = line.load(from, i);
+            const u64 byte = line.byte(i);
+            if (byte < bytes) store_bytes(to + byte, {{part.unit.word[0], part.unit.word[1]}}, bytes - byte);
+            if (line.part != 7 && byte + 8 < bytes) store_bytes(to + byte + 8, {{part.unit.word[2], part.unit.word[3]}}, bytes - byte - 8);
         }
         return !self.agree();
     }
@@ -257,80 +413,87 @@ struct End {
 
     // False where the waits were ended, or the ends do not fit.
     __device__ __forceinline__ bool send(Lane &self) const {
-        const u64 epoch = self.epoch(), units = message.count != 0 ? count() : all_units();
-        const bool whole = units <= all_units(), packed = whole && is_packed(units);
-        const u64 box = header(peer, data(rank), epoch);
+        const u64 units = message.count != 0 ? count() : all_units();
+        const bool whole = units <= all_units();
+        const u64 how = whole ? first_of(units) : as_nothing;
         u64 from = 0, end = 0, step = 0;
         if (whole) share(units, from, end, step);
-        const Header own{message.bytes, message.unit, units, packed ? as_packets : as_chunks};
-        if (packed) {
-            state(self, box, own, false);
-            put(self, packets(peer, data(rank), epoch), from, end - from);
-        }
+        const u64 epoch = self.epoch(), box = header(peer, data(rank), epoch), first = first_bytes(how, end - from);
+        state(self, box, {message.bytes, message.unit, units, how});
+        if (how == as_packets)
+            put(self, packets(peer, data(rank), epoch), from, first);
+        else if (how == as_lines)
+            put_lines(self, packed_lines(peer, data(rank), epoch), from, first);
         Header theirs;
         if (!stated(self, header(rank, room(peer), epoch), theirs)) return false;
         const bool fits = theirs.bytes == message.bytes && theirs.unit == message.unit && (theirs.units == any_units || theirs.units == units);
+        // The receiver finds the same.
         if (!fits || !whole) {
-            // The receiver finds the same.
-            if (!packed) state(self, box, own, false);
             refuse(theirs.bytes, fits ? units : theirs.units);
             return false;
         }
-        if (packed) return true;
+        from += first;
+        if (from >= end) return true;
         const u64 target = reached(theirs.how);
+        // What the receiver did before it stated its header precedes all that is stored from here on.
+        detail::fence();
         if (target != 0) {
             gather(target + from, from, end - from);
-            state(self, box, {message.bytes, message.unit, units, stored}, true);
+            state_tail(self, box, stored);
             if (threadIdx.x == 0) atomicAdd((u64 *)(at.verdicts + detail::verdict_bytes * world), 1ull);
             return true;
         }
         const Signals signals{abort};
         const RemoteSignals to{at.signals[peer]};
-        u64 number = 0;
-        do {
+        for (u64 number = 0; from < end; number++) {
             const u64 bytes = end - from < step ? end - from : step;
             if (number >= 2 && signals.wait(Block(), room(peer)) != Status::ok) return false;
             gather(chunk(peer, rank, number), from, bytes);
             if (number == 0)
-                state(self, box, own, true);
+                state_tail(self, box, as_chunks);
             else
                 to.add(Block(), data(rank));
             from += bytes;
-            number++;
-        } while (from < end);
+        }
         return true;
     }
 
     __device__ __forceinline__ bool receive(Lane &self) const {
-        const u64 epoch = self.epoch();
         const bool told = (message.place & tells) != 0;
         const u64 expected = told ? any_units : message.count != 0 ? count() : all_units();
         const u64 entry = (message.published >> detail::offset_bits) - 1, start = message.published & ((1ull << detail::offset_bits) - 1);
         const u64 memory = message.published == 0 ? 0 : warplink::told(rank, at.tables, entry, start, message.address);
-        // Chunks of the message before have been read.
-        state(self, header(peer, room(rank), epoch), {message.bytes, message.unit, expected, memory}, message.bytes > lanes * at.packed);
+        // Not before: the load of the epoch is under way meanwhile.
+        const u64 epoch = self.epoch(), box = header(rank, data(peer), epoch);
+        // Chunks of the message before have been read. A message that has none needs no order.
+        if (message.bytes > lanes * (at.lined > at.packed ? at.lined : at.packed)) detail::fence();
+        state(self, header(peer, room(rank), epoch), {message.bytes, message.unit, expected, memory});
         Header theirs;
-        if (!stated(self, header(rank, data(peer), epoch), theirs)) return false;
+        if (!stated(self, box, theirs)) return false;
         const bool fits = theirs.bytes == message.bytes && theirs.unit == message.unit && (told || theirs.units == expected);
         if (!fits || theirs.units > all_units()) {
             refuse(theirs.bytes, theirs.units);
             return false;
         }
         if (told && lane == 0 && threadIdx.x == 0) tell(theirs.units);
-        u64 from, end, step, number = 0;
+        u64 from, end, step;
         share(theirs.units, from, end, step);
-        if (theirs.how == stored) return true;
-        if (theirs.how == as_packets) return take(self, message.address + from, packets(rank, data(peer), epoch), end - from);
+        const u64 first = first_bytes(theirs.how, end - from);
+        if (theirs.how == as_packets && !take(self, message.address + from, packets(rank, data(peer), epoch), first)) return false;
+        if (theirs.how == as_lines && !take_lines(self, message.address + from, packed_lines(rank, data(peer), epoch), first)) return false;
+        from += first;
+        if (from >= end) return true;
+        const u32 rest = tail(self, box);
+        if (rest != as_chunks) return rest == stored;
         const Signals signals{abort};
         const RemoteSignals to{at.signals[peer]};
-        while (from < end) {
+        for (u64 number = 0; from < end; number++) {
             const u64 bytes = end - from < step ? end - from : step;
             if (number > 0 && signals.wait(Block(), data(peer)) != Status::ok) return false;
             detail::copy(message.address + from, chunk(rank, peer, number), bytes, threadIdx.x, blockDim.x);
             from += bytes;
             // Whether a chunk is to come where this one was.
             if (from < end && end - from > step) to.add(Block(), room(rank));
-            number++;
         }
         return true;
     }

@@ -2,7 +2,7 @@
 
 use super::Shape;
 use super::difference::{ANY_UNITS, difference};
-use super::table::{CHUNKS, Decoded, HEADER_BYTES, HEADER_SLOT, LEAST_CHUNK, decode};
+use super::table::{CHUNKS, Decoded, HEADER_BYTES, LEAST_CHUNK, LINE_DATA, SLOT_BYTES, decode};
 use crate::device::{Block, DeviceSlice, Fault, HostLanes, LaneFuture, Word};
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::p2p::Direction;
@@ -29,14 +29,18 @@ struct Header {
     bytes: u64,
     unit: u64,
     units: u64,
-    /// Of a receiver, what is told of its memory; of a sender, how the data comes.
+    /// Of a receiver, what is told of its memory; of a sender, how the first bytes come.
     how: u64,
 }
 
-/// How the data of a message comes.
-const AS_CHUNKS: u64 = 0;
+/// How the first bytes of a message come.
+const AS_NOTHING: u64 = 0;
 const AS_PACKETS: u64 = 1;
-const STORED: u64 = 2;
+const AS_LINES: u64 = 2;
+
+/// How the rest comes.
+const AS_CHUNKS: u32 = 1;
+const STORED: u32 = 2;
 
 /// One lane of a message, at one end.
 struct End<'a> {
@@ -100,36 +104,43 @@ impl End<'_> {
             None => self.all_units(),
         };
         let whole = units <= self.all_units();
-        let packed = whole && self.is_packed(units);
+        let how = if whole {
+            self.first_of(units)?
+        } else {
+            AS_NOTHING
+        };
         let (range, step) = if whole { self.share(units) } else { (0..0, 0) };
-        let own = self.header(units, if packed { AS_PACKETS } else { AS_CHUNKS });
-        let state = |header| self.state(self.data(shape.rank), header);
-        if packed {
-            state(own)?;
-            self.put(range.clone())?;
-        }
+        let own = self.header(units, how);
+        let slot = self.slot(peer, self.data(shape.rank))?;
+        let words = [own.bytes, own.unit, own.units, own.how];
+        self.state(&slot, &words)?;
+        let first = self.first_bytes(how, range.len());
+        let mut from = range.start + first;
+        self.put(range.start..from, how)?;
         let theirs = self.stated(self.room(peer)).await?;
         let fits = own.bytes == theirs.bytes
             && own.unit == theirs.unit
             && (theirs.units == ANY_UNITS || theirs.units == units);
+        // The receiver finds the same.
         if !fits || !whole {
-            // The receiver finds the same.
-            if !packed {
-                state(own)?;
-            }
             let units = if fits { units } else { theirs.units };
             return Err(self.refusal(theirs.bytes, units));
         }
-        if packed {
+        if from >= range.end {
             return Ok(());
         }
+        let tail = |how: u32| {
+            let tail = slot.slice(2 * HEADER_BYTES..2 * HEADER_BYTES + 16)?;
+            self.state(&tail, &[how.into()])
+        };
         if let Some(target) = self.ends.tables.reached(peer, theirs.how) {
-            self.gather(range.clone(), &target.slice(range)?)?;
+            let rest = from..range.end;
+            self.gather(rest.clone(), &target.slice(rest)?)?;
             self.block.increment(&self.ends.stored);
-            return state(self.header(units, STORED));
+            return tail(STORED);
         }
-        let (mut from, mut number) = (range.start, 0);
-        loop {
+        let mut number = 0;
+        while from < range.end {
             self.block.pause()?;
             let bytes = step.min(range.end - from);
             if number >= 2 {
@@ -138,16 +149,14 @@ impl End<'_> {
             let chunk = self.chunk(peer, shape.rank, number)?.slice(0..bytes)?;
             self.gather(from..from + bytes, &chunk)?;
             if number == 0 {
-                state(own)?;
+                tail(AS_CHUNKS)?;
             } else {
                 self.signal(self.data(shape.rank))?;
             }
             from += bytes;
             number += 1;
-            if from >= range.end {
-                return Ok(());
-            }
         }
+        Ok(())
     }
 
     async fn receive(&self) -> Result<()> {
@@ -162,7 +171,8 @@ impl End<'_> {
         let told = self.message.published;
         let told = told.map_or(0, |at| tables.told(shape.rank, at, target.address()));
         let own = self.header(expected, told);
-        self.state(self.room(shape.rank), own)?;
+        let words = [own.bytes, own.unit, own.units, own.how];
+        self.state(&self.slot(peer, self.room(shape.rank))?, &words)?;
         let theirs = self.stated(self.data(peer)).await?;
         let fits = own.bytes == theirs.bytes
             && own.unit == theirs.unit
@@ -174,12 +184,13 @@ impl End<'_> {
             self.tell(count, theirs.units)?;
         }
         let (range, step) = self.share(theirs.units);
-        match theirs.how {
-            STORED => return Ok(()),
-            AS_PACKETS => return self.take(&target.slice(range)?).await,
-            _ => {}
+        let mut from = range.start + self.first_bytes(theirs.how, range.len());
+        self.take(&target.slice(range.start..from)?, theirs.how)
+            .await?;
+        if from >= range.end || self.tail(self.data(peer)).await? == STORED {
+            return Ok(());
         }
-        let (mut from, mut number) = (range.start, 0);
+        let mut number = 0;
         while from < range.end {
             self.block.pause()?;
             let bytes = step.min(range.end - from);
@@ -228,11 +239,10 @@ impl End<'_> {
         }
     }
 
-    /// States what this end does in a box of the peer's, after everything that this lane did before.
-    fn state(&self, number: usize, header: Header) -> Result<()> {
-        let words = [header.bytes, header.unit, header.units, header.how];
+    /// States words in a slot of the peer's, after everything that this lane did before.
+    fn state(&self, slot: &DeviceSlice, words: &[u64]) -> Result<()> {
         let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
-        self.store(&self.slot(self.message.peer, number)?, &bytes)
+        self.store(slot, &bytes, false)
     }
 
     /// Waits for what the peer states in a box of this rank's, and notes that it does.
@@ -246,7 +256,7 @@ impl End<'_> {
         }
         let mut bytes = Vec::new();
         let slot = self.slot(self.ends.shape.rank, number)?;
-        self.load(&slot, (&mut bytes, HEADER_BYTES)).await?;
+        self.load(&slot, (&mut bytes, HEADER_BYTES), false).await?;
         if self.lane == 0 {
             self.block.set(&word, 0);
         }
@@ -264,43 +274,91 @@ impl End<'_> {
         })
     }
 
-    /// Whether what is sent of `units` units goes as packets, which have bytes of one row.
-    fn is_packed(&self, units: u64) -> bool {
-        let of_row = self.message.memory.2.is_none() || self.message.unit.is_multiple_of(8);
-        self.each(units as usize) <= self.ends.shape.packed && of_row
+    /// Waits for how the rest comes, as the peer states in a box of this rank's.
+    async fn tail(&self, number: usize) -> Result<u32> {
+        let slot = self.slot(self.ends.shape.rank, number)?;
+        let tail = slot.slice(2 * HEADER_BYTES..2 * HEADER_BYTES + 16)?;
+        let mut bytes = Vec::new();
+        self.load(&tail, (&mut bytes, 4), false).await?;
+        Ok(u32::from_le_bytes(bytes.try_into().unwrap_or_default()))
+    }
+
+    /// How the first bytes of `units` units that are sent come.
+    fn first_of(&self, units: u64) -> Result<u64> {
+        let (shape, unit) = (&self.ends.shape, self.message.unit);
+        let in_order = self.message.memory.2.is_none();
+        let address = self.memory(self.message.memory.0)?.address();
+        Ok(if self.each(units as usize) <= shape.packed {
+            // The 8 bytes of a packet are of one row.
+            if in_order || unit.is_multiple_of(8) {
+                AS_PACKETS
+            } else {
+                AS_NOTHING
+            }
+        } else if in_order && address.is_multiple_of(8) && shape.lined >= unit {
+            AS_LINES
+        } else {
+            AS_NOTHING
+        })
+    }
+
+    /// How many of `bytes` bytes are among the first that come so.
+    fn first_bytes(&self, how: u64, bytes: usize) -> usize {
+        let (lined, unit) = (self.ends.shape.lined, self.message.unit);
+        match how {
+            AS_PACKETS => bytes,
+            AS_LINES => bytes.min(lined / unit * unit),
+            _ => 0,
+        }
     }
 
     /// Puts the bytes `range` of what is sent as packets.
-    fn put(&self, range: Range<usize>) -> Result<()> {
-        let packets = self.packets(self.message.peer, self.data(self.ends.shape.rank))?;
+    fn put(&self, range: Range<usize>, how: u64) -> Result<()> {
         if range.is_empty() {
             return Ok(());
         }
+        let number = self.data(self.ends.shape.rank);
+        let packets = self.packets(self.message.peer, number, how)?;
         let mut bytes = Vec::with_capacity(range.len());
         for piece in self.pieces(range)? {
             bytes.extend_from_slice(&self.block.load(&piece)?);
         }
-        self.store(&packets, &bytes)
+        self.store(&packets, &bytes, how == AS_LINES)
     }
 
     /// Waits for the bytes of `target`, which come as packets.
-    async fn take(&self, target: &DeviceSlice) -> Result<()> {
-        let packets = self.packets(self.ends.shape.rank, self.data(self.message.peer))?;
+    async fn take(&self, target: &DeviceSlice, how: u64) -> Result<()> {
+        if target.bytes() == 0 {
+            return Ok(());
+        }
+        let number = self.data(self.message.peer);
+        let packets = self.packets(self.ends.shape.rank, number, how)?;
         let mut bytes = Vec::new();
-        self.load(&packets, (&mut bytes, target.bytes())).await?;
+        self.load(&packets, (&mut bytes, target.bytes()), how == AS_LINES)
+            .await?;
         self.block.store(target, &bytes)
     }
 
-    fn store(&self, packets: &DeviceSlice, bytes: &[u8]) -> Result<()> {
-        let room = packets.slice(0..2 * bytes.len().next_multiple_of(8))?;
-        self.block.store_packets(&room, bytes, self.flag(), false)?;
+    fn store(&self, packets: &DeviceSlice, bytes: &[u8], lines: bool) -> Result<()> {
+        let room = if lines {
+            128 * bytes.len().div_ceil(LINE_DATA)
+        } else {
+            2 * bytes.len().next_multiple_of(8)
+        };
+        let room = packets.slice(0..room)?;
+        self.block.store_packets(&room, bytes, self.flag(), lines)?;
         let signals = &self.ends.signals[self.message.peer];
         self.block.signals_at(signals).ring()
     }
 
-    async fn load(&self, packets: &DeviceSlice, into: (&mut Vec<u8>, usize)) -> Result<()> {
+    async fn load(
+        &self,
+        packets: &DeviceSlice,
+        into: (&mut Vec<u8>, usize),
+        lines: bool,
+    ) -> Result<()> {
         self.block
-            .load_packets(packets, into, self.flag(), false)
+            .load_packets(packets, into, self.flag(), lines)
             .await
     }
 
@@ -311,16 +369,20 @@ impl End<'_> {
 
     /// The slot for this message's header in a box.
     fn slot(&self, owner: Rank, number: usize) -> Result<DeviceSlice> {
-        let from = (2 * number + self.parity()) * HEADER_SLOT;
-        self.ends.workspaces[owner].slice(from..from + HEADER_SLOT)
+        let from = (2 * number + self.parity()) * SLOT_BYTES;
+        self.ends.workspaces[owner].slice(from..from + SLOT_BYTES)
     }
 
-    /// The slot for this message's packets in a box.
-    fn packets(&self, owner: Rank, number: usize) -> Result<DeviceSlice> {
+    /// Where this message's packets are in a box.
+    fn packets(&self, owner: Rank, number: usize, how: u64) -> Result<DeviceSlice> {
         let shape = &self.ends.shape;
-        let bytes = 2 * shape.packed;
-        let from = shape.packets_from() + (2 * number + self.parity()) * bytes;
-        self.ends.workspaces[owner].slice(from..from + bytes)
+        let slot = shape.packets_from() + (2 * number + self.parity()) * shape.room();
+        let range = if how == AS_LINES {
+            slot + shape.lines_from()..slot + shape.room()
+        } else {
+            slot..slot + shape.lines_from()
+        };
+        self.ends.workspaces[owner].slice(range)
     }
 
     fn parity(&self) -> usize {

@@ -31,8 +31,9 @@ use crate::program::section::WorkspaceLayout;
 use lane::Ends;
 pub(super) use on_device::check_apart;
 use std::sync::atomic::{AtomicBool, Ordering};
+use table::WHOLE_UNIT;
 pub(super) use table::{Count, Entry};
-use table::{HEADER_SLOT, Table};
+use table::{LINE_DATA, SLOT_BYTES, Table};
 
 /// The most messages of a group.
 pub const MAX_MESSAGES: usize = table::MAX_MESSAGES;
@@ -44,9 +45,12 @@ const LANES: usize = 64;
 /// Bytes from which on a message gets another lane: a packet of 8 for each thread.
 const LANE_BYTES: usize = 4 << 10;
 
-/// The most bytes that a lane moves as packets. Twice as many cross the link, so that from two for each thread on it is
-/// faster to wait for the receiver and to store where the data belongs.
+/// The most bytes that a lane moves as packets of 16 bytes, of which half is data: two for each thread.
 const PACKED_BYTES: usize = 8 << 10;
+
+/// The most bytes of a longer message that a lane moves as packets of 128 bytes: they cross the link in the time in which
+/// sender and receiver hear of each other, and of 4 MiB on two ranks they are all.
+const LINED_BYTES: usize = 128 << 10;
 
 const THREADS: u32 = 512;
 
@@ -77,18 +81,21 @@ pub(super) struct Shape {
     pub(super) lanes: usize,
     /// Bytes of a chunk.
     pub(super) chunk: usize,
-    /// The most bytes that a lane moves as packets.
+    /// The most bytes that a lane moves as packets of 16 bytes.
     pub(super) packed: usize,
+    /// The most bytes of a longer message that a lane moves as packets of 128 bytes; none where links split these.
+    pub(super) lined: usize,
 }
 
 impl Shape {
     /// What fits into `bytes` for chunks, and of which each of `ranks_per_device` ranks finds room on `multiprocessors`
-    /// that have it for a block each.
+    /// that have it for a block each. `lines` is whether links carry packets of 128 bytes whole.
     fn new(
         rank: Rank,
         world: usize,
         (ranks_per_device, multiprocessors): (usize, usize),
         bytes: usize,
+        lines: bool,
     ) -> Self {
         // A lane has a block in each direction.
         let lanes = LANES.min(multiprocessors / 2) / (world * ranks_per_device);
@@ -100,6 +107,7 @@ impl Shape {
             lanes,
             chunk,
             packed: PACKED_BYTES.min(chunk),
+            lined: if lines { LINED_BYTES.min(chunk) } else { 0 },
         }
     }
 
@@ -121,19 +129,25 @@ impl Shape {
         self.chunks_from() + 2 * self.chunk * self.lanes * self.world
     }
 
+    /// Bytes of a slot for packets.
+    pub(super) fn room(&self) -> usize {
+        self.lines_from() + self.lined.div_ceil(LINE_DATA) * 128
+    }
+
+    /// Where packets of 128 bytes begin in a slot. Their data may equal the flag of a packet of 16, so that no place is for
+    /// both.
+    pub(super) fn lines_from(&self) -> usize {
+        (2 * self.packed).next_multiple_of(128)
+    }
+
     /// Where packets begin in a workspace, behind headers.
     pub(super) fn packets_from(&self) -> usize {
-        4 * HEADER_SLOT * self.lanes * self.world
+        4 * SLOT_BYTES * self.lanes * self.world
     }
 
-    /// Where chunks begin, behind packets, of which half is data.
+    /// Where chunks begin, behind packets.
     pub(super) fn chunks_from(&self) -> usize {
-        self.packets_from() + 4 * self.packed * self.lanes * self.world
-    }
-
-    /// The most bytes of a message that certainly go as packets.
-    fn all_packed(&self, bytes: usize) -> usize {
-        self.packed * self.lanes_of(bytes)
+        self.packets_from() + 2 * self.room() * self.lanes * self.world
     }
 
     /// How many lanes a message of at most `bytes` bytes has; the same at both ends.
@@ -152,7 +166,11 @@ impl Lines {
     ) -> Result<Self> {
         let sharing = context.ranks_per_device()?;
         let room = (sharing, multiprocessors);
-        let shape = Shape::new(context.rank(), context.world(), room, bytes);
+        let device = context.device.properties();
+        // The host's memory has no links.
+        let lines = context.all_gather(&[u8::from(device.linked || device.shared)])?;
+        let lines = lines.iter().all(|lines| *lines == [1]);
+        let shape = Shape::new(context.rank(), context.world(), room, bytes, lines);
         let layout = WorkspaceLayout::plain(shape.workspace_bytes());
         let workspace = SharedWorkspace::join(context, layout, shape.words(), |_| true)?;
         let (waiting, verdicts) = workspace.state()?;
@@ -234,10 +252,13 @@ impl Lines {
         self.kernel.launch(stream, &launch, &arguments)
     }
 
-    /// Where senders find the memory of a receive that may not come as packets, which is published when it is first met.
+    /// Where senders find the memory of a receive that is too long for packets alone, which is published when it is first
+    /// met.
     fn published(&self, entry: &Entry<'_>, stream: (&Stream, bool)) -> Option<Published> {
+        let lanes = self.shape.lanes_of(entry.bytes);
         let is_direct = entry.direction == Direction::Receive
-            && entry.bytes > self.shape.all_packed(entry.bytes);
+            && (entry.bytes > lanes * self.shape.packed.max(self.shape.lined)
+                || entry.unit != WHOLE_UNIT && entry.bytes > lanes * self.shape.packed);
         is_direct
             .then(|| self.workspace.place(entry.data, stream))
             .flatten()
@@ -320,7 +341,7 @@ mod tests {
     fn lines_have_words_of_their_own_and_fit_the_multiprocessors() {
         for world in 1..=8 {
             for sharing in 1..=world {
-                let shape = Shape::new(0, world, (sharing, usize::MAX), 1 << 20);
+                let shape = Shape::new(0, world, (sharing, usize::MAX), 1 << 20, true);
                 let mut words: Vec<usize> = (0..2 * world).collect();
                 for (receives, peer) in [false, true]
                     .into_iter()
@@ -332,7 +353,8 @@ mod tests {
                 assert!(shape.words() >= 2 * shape.lanes, "{shape:?}");
                 for multiprocessors in [16, 78, 114, 132] {
                     let room = (sharing, multiprocessors);
-                    let blocks = 2 * Shape::new(0, world, room, 1 << 20).lanes * world * sharing;
+                    let blocks =
+                        2 * Shape::new(0, world, room, 1 << 20, true).lanes * world * sharing;
                     let least = 2 * world * sharing;
                     assert!(blocks <= multiprocessors.max(least), "{blocks} of {room:?}");
                 }

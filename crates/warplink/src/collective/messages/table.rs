@@ -10,15 +10,19 @@ use crate::program::execute::Published;
 /// The most messages of a launch.
 pub(super) const MAX_MESSAGES: usize = 64;
 
-/// Bytes of what an end states of a message, and what it takes as packets.
+/// Bytes of what an end states in a header, and of a slot, where the tail is behind the packets of a header.
 pub(super) const HEADER_BYTES: usize = 32;
-pub(super) const HEADER_SLOT: usize = 2 * HEADER_BYTES;
+pub(super) const SLOT_BYTES: usize = 128;
+
+/// The data of a packet of 128 bytes.
+pub(super) const LINE_DATA: usize = 120;
+
 /// Into how many chunks a lane cuts what it moves, as far as these have room and are no shorter than that.
 pub(super) const CHUNKS: usize = 4;
 pub(super) const LEAST_CHUNK: usize = 16 << 10;
 
 /// Words before the messages, and of each message.
-const FIXED_WORDS: usize = 2 * MAX_DIRECT_RANKS + 9;
+const FIXED_WORDS: usize = 2 * MAX_DIRECT_RANKS + 11;
 const MESSAGE_WORDS: usize = 7;
 
 /// Which fixed word is the number of messages.
@@ -30,6 +34,9 @@ const WIDE: u64 = 1 << 10;
 
 /// Bytes of a count of 64 bits.
 const WIDE_BYTES: usize = 8;
+
+/// The unit of a message that has all bytes of its memory.
+pub(super) const WHOLE_UNIT: usize = 16;
 
 /// A message of a launch.
 #[derive(Clone, Copy, Debug)]
@@ -71,7 +78,7 @@ impl<'a> Entry<'a> {
             direction,
             data,
             bytes: data.bytes(),
-            unit: 16,
+            unit: WHOLE_UNIT,
             count: Count::All,
             index: None,
         }
@@ -117,7 +124,9 @@ impl Table {
             shape.world as u64,
             shape.lanes as u64,
             shape.chunk as u64,
+            shape.room() as u64,
             shape.packed as u64,
+            shape.lined as u64,
         ];
         words[2 * MAX_DIRECT_RANKS..COUNT].copy_from_slice(&rest);
         words[COUNT + 1] = tables;
