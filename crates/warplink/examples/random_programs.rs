@@ -10,8 +10,9 @@
 //! cargo run --release -p warplink --example random_programs -- --signals --count 20000
 //! ```
 //!
-//! Each program has a seed; seeds count up from `--seed`, and the processes of `--jobs` take
-//! them in turns. A disagreement prints its seed and text, and the exit status is 1 if there was one.
+//! Each program has a seed; `--count` seeds count up from `--seed`, and the processes of `--jobs` take
+//! them in turns. The first disagreement prints its seed and text and ends the run with status 1. The last line
+//! has the counts; texts that a mutation made unreadable are not counted as programs.
 
 // It is a test.
 #![allow(
@@ -58,6 +59,7 @@ const PROGRAM: char = '=';
 const MUTANT: char = '~';
 
 const DISAGREEMENT: &str = "DISAGREEMENT";
+const UNREADABLE: &str = "refused by the parser";
 
 #[derive(Clone)]
 struct Options {
@@ -67,8 +69,6 @@ struct Options {
     jobs: u64,
     /// Which of the jobs this process is; none where it starts them.
     job: Option<u64>,
-    /// Where that job begins, where it does not at its first program.
-    from: Option<u64>,
     changes: usize,
     /// Programs of kernels, instead of those of streams.
     sections: bool,
@@ -80,8 +80,24 @@ struct Options {
 #[derive(Default)]
 struct Counts {
     classes: BTreeMap<String, u64>,
+    unreadable: u64,
     mutants: u64,
     disagreements: u64,
+}
+
+impl Counts {
+    /// The counts so far, in one line.
+    fn line(&self, options: &Options, start: Instant) -> String {
+        let all = self.classes.values().sum::<u64>() - self.unreadable;
+        let (programs, sections) = if options.sections { (0, all) } else { (all, 0) };
+        let (unreadable, seconds) = (self.unreadable, start.elapsed().as_secs_f64());
+        format!(
+            "{programs} programs and {sections} sections, {} of them mutants ({unreadable} unreadable ones left \
+             out), in {seconds:.0} s: {} disagreements",
+            self.mutants - unreadable,
+            self.disagreements
+        )
+    }
 }
 
 fn options() -> Result<Options, String> {
@@ -91,7 +107,6 @@ fn options() -> Result<Options, String> {
         seconds: u64::MAX,
         jobs: 2,
         job: None,
-        from: None,
         changes: 3,
         sections: false,
         signals: false,
@@ -122,7 +137,6 @@ fn options() -> Result<Options, String> {
             "--only" => (options.first, options.count, options.jobs) = (number, 1, 1),
             "--jobs" => options.jobs = number.clamp(1, 256),
             "--job" => options.job = Some(number),
-            "--from" => options.from = Some(number),
             "--changes" => options.changes = number as usize,
             _ => return Err(format!("unknown option {name}")),
         }
@@ -168,7 +182,7 @@ fn main() -> ExitCode {
             std::thread::sleep(Duration::from_millis(100));
             if said.elapsed() >= EVERY {
                 said = Instant::now();
-                println!("{}", line(&counts.lock().unwrap(), start));
+                println!("{}", counts.lock().unwrap().line(&options, start));
             }
         }
     });
@@ -176,29 +190,12 @@ fn main() -> ExitCode {
     for (class, count) in &counts.classes {
         println!("{count:>9}  {class}");
     }
-    println!("{}", line(&counts, start));
+    println!("{}", counts.line(&options, start));
     ExitCode::from(u8::from(counts.disagreements > 0))
 }
 
-fn line(counts: &Counts, start: Instant) -> String {
-    let all: u64 = counts.classes.values().sum();
-    let seconds = start.elapsed().as_secs_f64();
-    format!(
-        "{all} programs, {} of them mutants, in {seconds:.0} s: {} disagreements",
-        counts.mutants, counts.disagreements
-    )
-}
-
-/// Starts a job and counts what it says. Where it ends before its time, it goes on with the next program.
+/// Starts a job and counts what it says, until it ends or any job finds a disagreement.
 fn follow(options: &Options, job: u64, counts: &Mutex<Counts>) {
-    let mut from = Some(job);
-    while let Some(number) = from {
-        from = follow_from(options, (job, number), counts);
-    }
-}
-
-/// Follows a job from a program on; where it goes on if it ended at one.
-fn follow_from(options: &Options, (job, from): (u64, u64), counts: &Mutex<Counts>) -> Option<u64> {
     let mut command = Command::new(std::env::current_exe().unwrap());
     for (name, number) in [
         ("--count", options.count),
@@ -206,7 +203,6 @@ fn follow_from(options: &Options, (job, from): (u64, u64), counts: &Mutex<Counts
         ("--seed", options.first),
         ("--jobs", options.jobs),
         ("--job", job),
-        ("--from", from),
         ("--changes", options.changes as u64),
     ] {
         command.arg(name).arg(number.to_string());
@@ -228,12 +224,18 @@ fn follow_from(options: &Options, (job, from): (u64, u64), counts: &Mutex<Counts
         let line = line.unwrap();
         let mut rest = line.chars();
         let kind = rest.next();
+        let mut counts = counts.lock().unwrap();
+        if counts.disagreements > 0 {
+            let _ = child.kill();
+            let _ = child.wait();
+            return;
+        }
         match kind {
             Some(NEXT) => seed = rest.as_str().parse().ok(),
             Some(WRONG) => wrong = wrong + rest.as_str() + "\n",
             Some(PROGRAM | MUTANT) => {
-                let mut counts = counts.lock().unwrap();
                 counts.mutants += u64::from(kind == Some(MUTANT));
+                counts.unreadable += u64::from(rest.as_str() == UNREADABLE);
                 if rest.as_str() == DISAGREEMENT {
                     counts.disagreements += 1;
                     println!("{}", std::mem::take(&mut wrong));
@@ -245,14 +247,12 @@ fn follow_from(options: &Options, (job, from): (u64, u64), counts: &Mutex<Counts
         }
     }
     let status = child.wait().unwrap();
-    if status.success() && seed.is_none() {
-        return None;
+    if !status.success() || seed.is_some() {
+        let mut counts = counts.lock().unwrap();
+        counts.disagreements += 1;
+        *counts.classes.entry(DISAGREEMENT.to_owned()).or_default() += 1;
+        println!("job {job} ended ({status}) at seed {seed:?}\n{wrong}");
     }
-    let mut counts = counts.lock().unwrap();
-    counts.disagreements += 1;
-    *counts.classes.entry(DISAGREEMENT.to_owned()).or_default() += 1;
-    println!("job {job} ended ({status}) at seed {seed:?}\n{wrong}");
-    Some(seed?.wrapping_sub(options.first) + options.jobs)
 }
 
 /// Checks the programs of one job, and says what they show.
@@ -261,7 +261,7 @@ fn work(options: &Options, job: u64) {
     // What is delayed at random is delayed by as much, and not by the kernel's 50 µs more.
     let _ = set_current_timer_slack(NonZeroU64::new(1));
     let mut runner = Runner::new(options.first + 1000 * job, LIMIT);
-    let mut number = options.from.unwrap_or(job);
+    let mut number = job;
     while number < options.count && start.elapsed().as_secs() < options.seconds {
         let seed = options.first.wrapping_add(number);
         println!("{NEXT}{seed}");
@@ -287,7 +287,7 @@ fn one(options: &Options, seed: u64, runner: &mut Runner) -> (String, bool) {
         sample(seed, allowed)
     };
     let sample = match made {
-        Err(_) => return ("refused by the parser".to_owned(), true),
+        Err(_) => return (UNREADABLE.to_owned(), true),
         Ok(sample) => sample,
     };
     let checked = check(&sample).and_then(|shown| {
@@ -307,7 +307,7 @@ fn one(options: &Options, seed: u64, runner: &mut Runner) -> (String, bool) {
 /// The class of the kernels of one seed, and whether they are mutants.
 fn section(options: &Options, seed: u64, runner: &mut Runner) -> (String, bool) {
     let Ok(sample) = section_support::sample::sample(seed, options.changes) else {
-        return ("refused by the parser".to_owned(), true);
+        return (UNREADABLE.to_owned(), true);
     };
     let checked = section_support::evidence::check(&sample).and_then(|shown| {
         if let (Some(outputs), true) = (&shown.outputs, options.device) {

@@ -39,13 +39,16 @@ struct Content {
     /// Whether what an earlier run stored is gone. It is, to whoever reads it: another rank may be in the next run
     /// before this one is.
     spoilt: bool,
+    /// Elements in a cell.
+    length: usize,
     cells: Vec<Cell>,
+    /// The elements of all cells.
+    values: Vec<f64>,
 }
 
 /// An element, or a packet.
-#[derive(Clone, Default)]
+#[derive(Clone, Copy, Default)]
 struct Cell {
-    values: Vec<f64>,
     /// The launch that stored the packet, counted from 1.
     flag: u64,
     /// Stands for all writes so far, in their order.
@@ -60,19 +63,27 @@ struct Cell {
 impl Memory {
     pub(super) fn new(ranks: &[RankProgram], kernels: usize) -> Self {
         let contents = |program: &RankProgram| {
-            let tensors = program.tensors.iter().map(|tensor| Content {
-                packet: 0,
-                spoilt: false,
-                cells: vec![Cell::of(1, f64::NAN); tensor.bytes / tensor.dtype.size()],
+            let tensors = program.tensors.iter().map(|tensor| {
+                let elements = tensor.bytes / tensor.dtype.size();
+                Content {
+                    packet: 0,
+                    spoilt: false,
+                    length: 1,
+                    cells: vec![Cell::default(); elements],
+                    values: vec![f64::NAN; elements],
+                }
             });
             let scratch = program.scratch.iter().enumerate().map(|(id, scratch)| {
                 let elements = scratch.shape[0] * scratch.strides[0];
                 let packets = scratch.packing.is_packets();
                 let length = if packets { packet(program, id) } else { 1 };
+                let cells = elements.div_ceil(length);
                 Content {
                     packet: if packets { length } else { 0 },
                     spoilt: !scratch.persistent,
-                    cells: vec![Cell::of(length, 0.0); elements.div_ceil(length)],
+                    length,
+                    cells: vec![Cell::default(); cells],
+                    values: vec![0.0; cells * length],
                 }
             });
             tensors.chain(scratch).collect()
@@ -94,7 +105,7 @@ impl Memory {
 
     /// The cell that holds an element, and its place in it.
     pub(super) fn cell(&self, of: &Operand, element: usize) -> (usize, usize) {
-        let length = self.all[of.rank][of.memory].packet.max(1);
+        let length = self.all[of.rank][of.memory].length;
         let index = of.from + element;
         (index / length, index % length)
     }
@@ -118,22 +129,21 @@ impl Memory {
     ) -> f64 {
         let (cell, within) = self.cell(of, element);
         let run = launch / self.kernels;
-        let spoilt = self.all[of.rank][of.memory].spoilt;
-        let content = &mut self.all[of.rank][of.memory].cells[cell];
-        content.settle_for(from == of.rank);
-        let stale = spoilt && content.run < run;
-        if !content.written || stale {
+        let content = &mut self.all[of.rank][of.memory];
+        let value = content.values[cell * content.length + within];
+        let (spoilt, cells) = (content.spoilt, &mut content.cells);
+        let found = &mut cells[cell];
+        found.settle_for(from == of.rank);
+        let stale = spoilt && found.run < run;
+        let (written, history) = (found.written, found.history);
+        if !written || stale {
             let (rank, memory) = (of.rank, of.memory);
             self.faults.insert(Fault::UnwrittenRead { rank, memory });
         }
         let place = mix(((of.rank << 40) | (of.memory << 20) | cell) as u64);
-        let read = mix(by ^ place ^ mix(content.history));
+        let read = mix(by ^ place ^ mix(history));
         self.reads = self.reads.wrapping_add(read);
-        if stale {
-            f64::NAN
-        } else {
-            content.values[within]
-        }
+        if stale { f64::NAN } else { value }
     }
 
     /// Stores into a cell, for `by` in a launch, which is of rank `from`: an element, or a packet with its flag.
@@ -148,10 +158,12 @@ impl Memory {
             let (rank, memory) = (of.rank, of.memory);
             self.faults.insert(Fault::InputWritten { rank, memory });
         }
-        let cell = &mut self.all[of.rank][of.memory].cells[cell];
+        let content = &mut self.all[of.rank][of.memory];
+        let stored = &mut content.values[cell * content.length..][..content.length];
+        stored[..values.len()].copy_from_slice(values);
+        stored[values.len()..].fill(0.0);
+        let cell = &mut content.cells[cell];
         cell.settle_for(from == of.rank);
-        cell.values.fill(0.0);
-        cell.values[..values.len()].copy_from_slice(values);
         (cell.flag, cell.written) = (flag, true);
         cell.run = launch / self.kernels;
         cell.history = mix(cell.history ^ by);
@@ -217,14 +229,18 @@ impl Memory {
         let rank = program.rank;
         for (memory, tensor) in program.tensors.iter().enumerate() {
             let is_input = tensor.role == Role::Input;
-            for (element, cell) in self.all[rank][memory].cells.iter_mut().enumerate() {
-                cell.values[0] = if is_input {
+            let content = &mut self.all[rank][memory];
+            for (element, value) in content.values.iter_mut().enumerate() {
+                *value = if is_input {
                     input(run, rank, memory, element)
                 } else {
                     f64::NAN
                 };
-                cell.written = is_input;
             }
+            content
+                .cells
+                .iter_mut()
+                .for_each(|cell| cell.written = is_input);
         }
     }
 }
@@ -234,13 +250,6 @@ impl Cell {
         if sees && self.touched != 0 {
             self.history = mix(self.history ^ self.touched);
             self.touched = 0;
-        }
-    }
-
-    fn of(length: usize, value: f64) -> Self {
-        Self {
-            values: vec![value; length],
-            ..Self::default()
         }
     }
 }

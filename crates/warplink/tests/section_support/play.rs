@@ -14,7 +14,8 @@
 use super::memory::{Memory, rounded};
 use super::stage::{Act, Movement, Operand, Stage};
 use crate::program_support::interpreter::{Pick, Random, mix};
-use std::collections::{BTreeSet, HashMap, HashSet};
+use rustc_hash::{FxHashMap, FxHashSet};
+use std::collections::BTreeSet;
 use warplink::device::ReduceOp;
 
 pub(crate) use super::memory::Fault;
@@ -130,7 +131,7 @@ struct Lane {
     units: Option<Vec<usize>>,
     stores: Vec<Store>,
     /// What was loaded early, by step, source and element.
-    early: HashMap<(usize, usize, usize), f64>,
+    early: FxHashMap<(usize, usize, usize), f64>,
 }
 
 struct Play<'a> {
@@ -139,7 +140,7 @@ struct Play<'a> {
     random: Random,
     memory: Memory,
     /// For each rank, lane and sender: the runs that sent signals, and how many were waited for.
-    words: HashMap<(usize, usize, usize), (Vec<usize>, usize)>,
+    words: FxHashMap<(usize, usize, usize), (Vec<usize>, usize)>,
     lanes: Vec<Vec<Lane>>,
     /// The launch that each rank is at; none before its stream has come to the first.
     launch: Vec<Option<usize>>,
@@ -155,7 +156,7 @@ impl Stage<'_> {
             schedule,
             random: Random::new(mix(schedule.seed ^ 0x5ec7)),
             memory: Memory::new(self.ranks, self.kernels),
-            words: HashMap::new(),
+            words: FxHashMap::default(),
             lanes: (0..world).map(|_| Vec::new()).collect(),
             launch: vec![None; world],
             outputs: vec![Vec::new(); self.launches.len() / self.kernels * world],
@@ -184,10 +185,16 @@ impl Play<'_> {
         let mut agents = Vec::new();
         for (rank, lanes) in self.lanes.iter().enumerate() {
             if self.launch[rank] != Some(self.stage.launches.len()) {
-                agents.push(Agent::Stream(rank));
-                for lane in 0..lanes.len() {
-                    agents.extend([Agent::Lane(rank, lane), Agent::Landing(rank, lane)]);
+                let steps = self.launch[rank].map(|launch| &self.stage.launches[launch][rank]);
+                let mut over = true;
+                for (number, lane) in lanes.iter().enumerate() {
+                    let goes_on = steps.is_some_and(|all| lane.next < all[number].len());
+                    let lands = !lane.stores.is_empty();
+                    agents.extend(goes_on.then_some(Agent::Lane(rank, number)));
+                    agents.extend(lands.then_some(Agent::Landing(rank, number)));
+                    over &= !goes_on && !lands;
                 }
+                agents.extend(over.then_some(Agent::Stream(rank)));
             }
         }
         match self.schedule.pick {
@@ -195,7 +202,7 @@ impl Play<'_> {
             Pick::Priorities => {
                 // For a while the same come first.
                 let now = mix(self.schedule.seed ^ (self.turns >> 7));
-                agents.sort_by_key(|agent| mix(now ^ agent.number()));
+                agents.sort_by_cached_key(|agent| mix(now ^ agent.number()));
             }
         }
         let lands = |agent: &Agent| matches!(agent, Agent::Landing(..));
@@ -218,28 +225,25 @@ impl Play<'_> {
         }
         match agent {
             Agent::Stream(_) => {
-                !self.is_held(Hold::Launch(rank), held_too) && self.next_launch(rank)
+                let goes_on = !self.is_held(Hold::Launch(rank), held_too);
+                if goes_on {
+                    self.next_launch(rank);
+                }
+                goes_on
             }
             Agent::Landing(_, lane) => self.land_some(rank, lane, held_too),
             Agent::Lane(_, lane) => self.step(rank, lane, held_too),
         }
     }
 
-    /// Ends a launch whose lanes are done, and starts the next one.
-    fn next_launch(&mut self, rank: usize) -> bool {
+    /// Ends a launch, whose lanes are done, and starts the next one.
+    fn next_launch(&mut self, rank: usize) {
         let stage = self.stage;
         let program = &stage.ranks[rank];
         let ended = self.launch[rank];
-        if let Some(launch) = ended {
-            let steps = &stage.launches[launch][rank];
-            let mut lanes = self.lanes[rank].iter().zip(steps);
-            if !lanes.all(|(lane, steps)| lane.next == steps.len() && lane.stores.is_empty()) {
-                return false;
-            }
-            if (launch + 1).is_multiple_of(stage.kernels) {
-                let place = launch / stage.kernels * stage.ranks.len() + rank;
-                self.outputs[place] = self.memory.take_outputs(program, launch);
-            }
+        if let Some(launch) = ended.filter(|launch| (launch + 1).is_multiple_of(stage.kernels)) {
+            let place = launch / stage.kernels * stage.ranks.len() + rank;
+            self.outputs[place] = self.memory.take_outputs(program, launch);
         }
         let next = ended.map_or(0, |launch| launch + 1);
         if next.is_multiple_of(stage.kernels) {
@@ -255,7 +259,6 @@ impl Play<'_> {
         for lane in 0..lanes {
             self.load_early(rank, next, lane);
         }
-        true
     }
 
     /// Lets some of a lane's stores land.
@@ -385,7 +388,7 @@ impl Play<'_> {
             return;
         }
         let stage = self.stage;
-        let mut stored = HashSet::new();
+        let mut stored = FxHashSet::default();
         let first = self.lanes[rank][lane].next;
         for (step, act) in stage.launches[launch][rank][lane]
             .iter()
