@@ -54,6 +54,8 @@ struct Cell {
     /// Stands for all writes so far, in their order.
     history: u64,
     written: bool,
+    /// How many elements the store of a packet had; the rest of it was never put.
+    filled: usize,
     /// The run whose launch wrote it last.
     run: usize,
     /// What stands for a use by its rank's stream that other ranks need not see yet; 0 for none.
@@ -136,7 +138,8 @@ impl Memory {
         found.settle_for(from == of.rank);
         let stale = spoilt && found.run < run;
         let (written, history) = (found.written, found.history);
-        if !written || stale {
+        let is_left_empty = content.packet > 0 && within >= found.filled;
+        if !written || stale || is_left_empty {
             let (rank, memory) = (of.rank, of.memory);
             self.faults.insert(Fault::UnwrittenRead { rank, memory });
         }
@@ -165,6 +168,7 @@ impl Memory {
         let cell = &mut content.cells[cell];
         cell.settle_for(from == of.rank);
         (cell.flag, cell.written) = (flag, true);
+        cell.filled = values.len();
         cell.run = launch / self.kernels;
         cell.history = mix(cell.history ^ by);
     }

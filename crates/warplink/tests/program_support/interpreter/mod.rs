@@ -61,6 +61,7 @@ enum Job {
     Record(usize),
     WaitEvent {
         event: usize,
+        index: usize,
         run: usize,
     },
     /// The caller's work at the end of a run.
@@ -296,7 +297,7 @@ impl<'a> Play<'a> {
                     .push_back(Job::Record(event));
                 self.streams[rank][stream]
                     .jobs
-                    .push_back(Job::WaitEvent { event, run });
+                    .push_back(Job::WaitEvent { event, index, run });
             }
             kind => {
                 let mut engine = matches!(kind, OperationKind::Collective { .. });
@@ -330,8 +331,11 @@ impl<'a> Play<'a> {
         let held = |hold: Hold| !held_too && self.schedule.held.contains(&hold);
         match job {
             Job::Record(event) => self.events[event] = true,
-            Job::WaitEvent { event, .. } if !self.events[event] => return false,
-            Job::WaitEvent { .. } => {}
+            Job::WaitEvent { event, index, .. } => {
+                if !self.events[event] || held(Hold::Operation { rank, index }) {
+                    return false;
+                }
+            }
             Job::Boundary(_) if held(Hold::Boundary { rank }) => return false,
             Job::Boundary(run) => self.boundary(rank, run),
             Job::Operation { index, run, turn } => {
