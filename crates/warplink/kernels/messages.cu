@@ -299,9 +299,12 @@ struct End {
 
     // How the first bytes of `units` units that are sent come.
     __device__ __forceinline__ u64 first_of(u64 units) const {
-        // The 8 bytes of a packet are of one row.
-        if (each(units) <= at.packed) return message.index == 0 || message.unit % 8 == 0 ? as_packets : as_nothing;
-        return message.index == 0 && message.address % 8 == 0 && at.lined >= message.unit ? as_lines : as_nothing;
+        // Each 8 bytes of a packet are of one row.
+        if (message.index != 0 && message.unit % 8 != 0) return as_nothing;
+        if (each(units) <= at.packed) return as_packets;
+        // To find each row takes longer than to wait for the receiver, where there are many.
+        const bool few = message.index == 0 || each(units) <= at.lined;
+        return few && message.address % 8 == 0 && at.lined >= message.unit ? as_lines : as_nothing;
     }
 
     // How many of `bytes` bytes are among the first that come so.
@@ -337,7 +340,7 @@ struct End {
         return !self.agree();
     }
 
-    // As `put`, as packets of 128 bytes, from an address that is a multiple of 8.
+    // As `put`, as packets of 128 bytes, from addresses that are multiples of 8.
     __device__ __forceinline__ void put_lines(const Lane &self, u64 to, u64 from, u64 bytes) const {
         const Line line;
         const u32 whole = (u32)(bytes / line_data);
@@ -348,19 +351,19 @@ struct End {
             Unit<8> words[lines_in_flight][2];
 #pragma unroll
             for (u32 k = 0; k < lines_in_flight; k++) {
-                const u64 at = message.address + from + line.byte(i + k * line.stride);
-                words[k][0] = detail::load_unit<8>(at);
-                if (line.part != 7) words[k][1] = detail::load_unit<8>(at + 8);
+                const u64 byte = from + line.byte(i + k * line.stride);
+                words[k][0] = detail::load_unit<8>(source_of(byte));
+                if (line.part != 7) words[k][1] = detail::load_unit<8>(source_of(byte + 8));
             }
 #pragma unroll
             for (u32 k = 0; k < lines_in_flight; k++) line.store(to, i + k * line.stride, words[k][0], words[k][1], flag);
         }
 #pragma unroll 1
         for (; line_data * i < bytes; i += line.stride) {
-            const u64 byte = line.byte(i), at = message.address + from + byte;
+            const u64 byte = line.byte(i);
             Unit<8> first = {}, second = {};
-            if (byte < bytes) first = load_bytes(at, bytes - byte);
-            if (byte + 8 < bytes) second = load_bytes(at + 8, bytes - byte - 8);
+            if (byte < bytes) first = load_bytes(source_of(from + byte), bytes - byte);
+            if (byte + 8 < bytes) second = load_bytes(source_of(from + byte + 8), bytes - byte - 8);
             line.store(to, i, first, second, flag);
         }
     }

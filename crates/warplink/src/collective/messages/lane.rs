@@ -287,15 +287,16 @@ impl End<'_> {
     fn first_of(&self, units: u64) -> Result<u64> {
         let (shape, unit) = (&self.ends.shape, self.message.unit);
         let in_order = self.message.memory.2.is_none();
+        let each = self.each(units as usize);
         let address = self.memory(self.message.memory.0)?.address();
-        Ok(if self.each(units as usize) <= shape.packed {
-            // The 8 bytes of a packet are of one row.
-            if in_order || unit.is_multiple_of(8) {
-                AS_PACKETS
-            } else {
-                AS_NOTHING
-            }
-        } else if in_order && address.is_multiple_of(8) && shape.lined >= unit {
+        // To find each row takes longer than to wait for the receiver, where there are many.
+        let few = in_order || each <= shape.lined;
+        Ok(if !in_order && !unit.is_multiple_of(8) {
+            // Each 8 bytes of a packet are of one row.
+            AS_NOTHING
+        } else if each <= shape.packed {
+            AS_PACKETS
+        } else if few && address.is_multiple_of(8) && shape.lined >= unit {
             AS_LINES
         } else {
             AS_NOTHING
