@@ -84,7 +84,7 @@ struct Messages {
 struct Header {
     // The most bytes, the bytes of a unit, and how many units there are, where it is known.
     u64 bytes, unit, units;
-    // Of a receiver, what is told of its memory; of a sender, how the data comes.
+    // Of a receiver, where its memory is published; of a sender, how the first bytes come.
     u64 how;
 
     __device__ __forceinline__ u64 word(u32 number) const { return number == 0 ? bytes : number == 1 ? unit : number == 2 ? units : how; }

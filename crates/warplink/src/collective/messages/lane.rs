@@ -29,7 +29,7 @@ struct Header {
     bytes: u64,
     unit: u64,
     units: u64,
-    /// Of a receiver, what is told of its memory; of a sender, how the first bytes come.
+    /// Of a receiver, where its memory is published; of a sender, how the first bytes come.
     how: u64,
 }
 
@@ -168,9 +168,9 @@ impl End<'_> {
         };
         let target = self.memory(self.message.memory.0)?;
         let tables = &self.ends.tables;
-        let told = self.message.published;
-        let told = told.map_or(0, |at| tables.told(shape.rank, at, target.address()));
-        let own = self.header(expected, told);
+        let published = self.message.published;
+        let how = published.map_or(0, |at| tables.announced(shape.rank, at, target.address()));
+        let own = self.header(expected, how);
         let words = [own.bytes, own.unit, own.units, own.how];
         self.state(&self.slot(peer, self.room(shape.rank))?, &words)?;
         let theirs = self.stated(self.data(peer)).await?;

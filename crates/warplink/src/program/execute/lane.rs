@@ -408,7 +408,7 @@ impl Lane<'_> {
             number: entry,
             start,
         };
-        let own = published.tables.told(rank, at, address);
+        let own = published.tables.announced(rank, at, address);
         let located = &mut self.located[number];
         located.own = Some(own);
         located.missing |= own == 0;

@@ -6,7 +6,7 @@ use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::sync::lock;
 use std::sync::{Arc, Mutex};
 
-/// Bits of the offset in what is told of published memory. Must match the kernels.
+/// Bits of the offset in the word that announces published memory. Must match the kernels.
 const OFFSET_BITS: u32 = 48;
 
 /// Where memory is in what a rank publishes.
@@ -66,7 +66,7 @@ impl Tables {
 
     /// What `rank`, which is this one, announces of its memory at `address`: 0 unless all peers reach it there, in the whole
     /// units of kernels.
-    pub(crate) fn told(&self, rank: Rank, at: Published, address: u64) -> u64 {
+    pub(crate) fn announced(&self, rank: Rank, at: Published, address: u64) -> u64 {
         let allocation = self.get(rank, at.number);
         let known = allocation.is_some_and(|known| known.address() + at.start == address);
         if known && address.is_multiple_of(16) {
@@ -76,10 +76,10 @@ impl Tables {
         }
     }
 
-    /// What is mapped here of the memory of which `rank` announces `told`, to the end of its allocation; `None` where nothing
+    /// What is mapped here of the memory that `rank` announces as `word`, to the end of its allocation; `None` where nothing
     /// is.
-    pub(crate) fn reached(&self, rank: Rank, told: u64) -> Option<DeviceSlice> {
-        let at = Published::of_word(told)?;
+    pub(crate) fn reached(&self, rank: Rank, word: u64) -> Option<DeviceSlice> {
+        let at = Published::of_word(word)?;
         let allocation = self.get(rank, at.number)?;
         allocation.slice(at.start as usize..allocation.bytes()).ok()
     }
