@@ -4,6 +4,7 @@ mod commands;
 mod gemm;
 mod launch;
 mod memory;
+mod names;
 mod options;
 mod report;
 

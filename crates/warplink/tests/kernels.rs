@@ -43,7 +43,7 @@ fn kernels_that_include_the_header_compile_for_every_architecture() {
         ),
         (
             "bench channel",
-            include_str!("../../warplink-cli/src/commands/bench/channel/kernels.cu"),
+            include_str!("../../warplink-cli/src/commands/bench/cases/channel/kernels.cu"),
         ),
     ];
     for (name, text) in files {

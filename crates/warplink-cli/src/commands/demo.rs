@@ -1,6 +1,6 @@
 //! `warplink demo`: all-gather + matmul with and without overlap, checked and timed.
 
-use super::bench::timing::{Clock, Submission, Times};
+use super::bench::clock::{Clock, Submission, Times};
 use super::ranks;
 use crate::gemm::sequential::Sequential;
 use crate::gemm::{

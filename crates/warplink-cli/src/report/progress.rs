@@ -9,8 +9,9 @@ use std::io::{self, IsTerminal};
 pub(crate) struct Progress(ProgressBar);
 
 impl Progress {
-    pub(crate) fn new(steps: u64, what: impl Into<Cow<'static, str>>) -> Self {
-        let target = if io::stderr().is_terminal() {
+    /// On a terminal, where it is `shown`.
+    pub(crate) fn new(steps: u64, what: impl Into<Cow<'static, str>>, shown: bool) -> Self {
+        let target = if shown && io::stderr().is_terminal() {
             ProgressDrawTarget::stderr()
         } else {
             ProgressDrawTarget::hidden()
@@ -42,7 +43,7 @@ mod tests {
 
     #[test]
     fn counts_its_steps() {
-        let progress = Progress::new(2, "one");
+        let progress = Progress::new(2, "one", true);
         progress.step("two");
         assert_eq!(
             (progress.0.position(), progress.0.message().as_str()),

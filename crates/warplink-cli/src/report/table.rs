@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-/// Where the cells of a column stand.
+/// The alignment of a column.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Align {
     /// For words.
@@ -47,18 +47,28 @@ impl fmt::Display for Table {
         };
         let widths: Vec<_> = (0..self.align.len()).map(width).collect();
         for row in &self.rows {
-            let mut line = String::new();
-            for ((cell, align), &width) in row.iter().zip(&self.align).zip(&widths) {
-                let cell = match align {
-                    Align::Left => format!("{cell:<width$}  "),
-                    Align::Right => format!("{cell:>width$}  "),
-                };
-                line.push_str(&cell);
-            }
-            writeln!(f, "{}", line.trim_end())?;
+            let cells = row.iter().zip(&self.align).zip(&widths);
+            writeln!(
+                f,
+                "{}",
+                line(cells.map(|((cell, align), width)| (cell, *align, *width)))
+            )?;
         }
         Ok(())
     }
+}
+
+/// Cells in columns of these widths, two spaces apart.
+pub(crate) fn line(cells: impl IntoIterator<Item = (impl fmt::Display, Align, usize)>) -> String {
+    let padded = cells.into_iter().map(|(cell, align, width)| {
+        let cell = cell.to_string();
+        match align {
+            Align::Left => format!("{cell:<width$}"),
+            Align::Right => format!("{cell:>width$}"),
+        }
+    });
+    let line = padded.collect::<Vec<_>>().join("  ");
+    line.trim_end().to_owned()
 }
 
 #[cfg(test)]

@@ -144,7 +144,7 @@ struct Report {
 
 impl Doctor {
     pub(crate) fn run(self, options: &Options) -> Result<ExitCode> {
-        let progress = Progress::new(4, "this machine");
+        let progress = Progress::new(4, "this machine", true);
         let mut checks = machine::checks();
         progress.step("host device");
         checks.extend(trial::on_host());

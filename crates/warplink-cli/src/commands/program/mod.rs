@@ -84,6 +84,7 @@ pub(crate) struct Source {
 }
 
 /// A program as it was read.
+#[derive(Debug)]
 pub(crate) struct Text {
     text: String,
     pub(crate) program: program::Program,

@@ -3,7 +3,7 @@
 use super::check::{self, Check, Compared};
 use super::inputs::Inputs;
 use super::{Source, Text};
-use crate::commands::bench::timing::{Clock, Submission, Times};
+use crate::commands::bench::clock::{Clock, Submission, Times};
 use crate::commands::ranks;
 use crate::gemm::common_seed;
 use crate::memory;

@@ -1,7 +1,7 @@
 //! Which algorithms of the library's own collectives are fastest.
 
 use super::rig::Rig;
-use crate::commands::bench::timing::Submission;
+use crate::commands::bench::clock::Submission;
 use anyhow::Result;
 use std::time::{Duration, Instant};
 use warplink::Collectives;

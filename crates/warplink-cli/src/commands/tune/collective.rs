@@ -2,7 +2,7 @@
 
 use super::latency::single_run;
 use super::rig::Rig;
-use crate::commands::bench::timing::Submission;
+use crate::commands::bench::clock::Submission;
 use anyhow::Result;
 use warplink::device::{Collective, CollectiveRequest, ReduceOp};
 use warplink::program::cost::HardwareModel;

@@ -3,7 +3,7 @@
 use super::latency::one_way;
 use super::link::ends;
 use super::rig::{self, Rig};
-use crate::commands::bench::timing::Submission;
+use crate::commands::bench::clock::Submission;
 use anyhow::Result;
 use warplink::device::{KernelCopy, StreamOp};
 use warplink::p2p::{Path, Protocol};

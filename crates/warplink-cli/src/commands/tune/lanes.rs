@@ -4,7 +4,7 @@
 //! something, or in how much they move.
 
 use super::rig::Rig;
-use crate::commands::bench::timing::Submission;
+use crate::commands::bench::clock::Submission;
 use anyhow::Result;
 use warplink::ErrorKind;
 use warplink::program::cost::HardwareModel;

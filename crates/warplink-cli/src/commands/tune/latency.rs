@@ -1,7 +1,7 @@
 //! What passes between operations, and the host's time to enqueue them.
 
 use super::rig::Rig;
-use crate::commands::bench::timing::Submission;
+use crate::commands::bench::clock::Submission;
 use anyhow::{Context, Result};
 use std::cell::Cell;
 use warplink::device::{Elementwise, ElementwiseOp, MatmulSpec, MemoryOp, Stream};

@@ -1,7 +1,7 @@
 //! Transfers between ranks: alone, and all at once.
 
 use super::rig::{self, Rig};
-use crate::commands::bench::timing::Submission;
+use crate::commands::bench::clock::Submission;
 use anyhow::{Context, Result};
 use warplink::device::{DeviceSlice, KernelCopy, Stream, StreamOp};
 use warplink::p2p::Protocol;

@@ -1,7 +1,7 @@
 //! Copies within a device's memory, and sums.
 
 use super::rig::{Rig, curve};
-use crate::commands::bench::timing::Submission;
+use crate::commands::bench::clock::Submission;
 use anyhow::Result;
 use warplink::DType;
 use warplink::device::{Elementwise, ElementwiseOp};

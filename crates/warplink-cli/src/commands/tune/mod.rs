@@ -156,7 +156,7 @@ impl Tune {
             given => given.to_vec(),
         };
         let progress =
-            (comm.rank() == 0).then(|| Progress::new(7 + dtypes.len() as u64, "measure"));
+            (comm.rank() == 0).then(|| Progress::new(7 + dtypes.len() as u64, "measure", true));
         let step = |what: &str| {
             if let Some(progress) = &progress {
                 progress.step(what.to_owned());

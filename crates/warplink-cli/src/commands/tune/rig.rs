@@ -1,13 +1,13 @@
 //! What everything is measured with: memory of all ranks, streams, and clocks.
 
-use crate::commands::bench::second_stream::SecondStream;
-use crate::commands::bench::timing::{Clock, Submission};
+use crate::commands::bench::clock::{Clock, Submission};
+use crate::commands::bench::peers::{SecondStream, neighbours, share};
 use crate::memory;
 use anyhow::{Context, Result};
 use std::time::{Duration, Instant};
 use warplink::Communicator;
 use warplink::device::{AllocationKind, DeviceSlice, Event, Priority, Stream, Word};
-use warplink::memory::{HANDLE_BYTES, Region, RemoteRegion};
+use warplink::memory::{Region, RemoteRegion};
 use warplink::program::cost::curve::Curve;
 
 /// Seconds that the repetitions of one sample should take together.
@@ -76,11 +76,13 @@ impl<'a> Rig<'a> {
     }
 
     pub(super) fn right(&self) -> usize {
-        (self.comm.rank() + 1) % self.comm.world()
+        let [_, right] = neighbours(self.comm.rank(), self.comm.world());
+        right
     }
 
     pub(super) fn left(&self) -> usize {
-        (self.comm.rank() + self.comm.world() - 1) % self.comm.world()
+        let [left, _] = neighbours(self.comm.rank(), self.comm.world());
+        left
     }
 
     /// Sizes from 1 KiB to the largest transfer, each four times the one before.
@@ -197,26 +199,4 @@ pub(super) fn curve(mut points: Vec<(u64, f64)>) -> Curve {
         *seconds = least;
     }
     Curve(points)
-}
-
-/// Maps every peer's `region`.
-pub(super) fn share(comm: &Communicator, region: &Region) -> Result<Vec<Option<RemoteRegion>>> {
-    let mut handles = Vec::new();
-    for peer in 0..comm.world() {
-        if peer == comm.rank() {
-            handles.extend_from_slice(&[0; HANDLE_BYTES]);
-        } else {
-            handles.extend_from_slice(&comm.export_handle(region, peer)?);
-        }
-    }
-    let all = comm.all_gather_bytes(&handles)?;
-    let own = comm.rank() * HANDLE_BYTES..(comm.rank() + 1) * HANDLE_BYTES;
-    let open = |(peer, handles): (usize, &Vec<u8>)| -> Result<Option<RemoteRegion>> {
-        if peer == comm.rank() {
-            return Ok(None);
-        }
-        let handle = handles.get(own.clone()).context("read a peer's handle")?;
-        Ok(Some(comm.open_handle(peer, handle)?))
-    };
-    all.iter().enumerate().map(open).collect()
 }

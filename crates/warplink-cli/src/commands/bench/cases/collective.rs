@@ -1,0 +1,279 @@
+//! `warplink bench collective`: collectives, compared with the vendor's library.
+
+pub(super) mod data;
+mod figures;
+mod rig;
+mod template;
+
+use crate::commands::bench::case::{Case, Range, Setup};
+use crate::memory;
+use crate::names::{OneOrBoth, name_of, names_of};
+use crate::options::Options;
+use crate::report::bytes::Bytes;
+use anyhow::{Context, Result, bail, ensure};
+use clap::{Args, ValueEnum};
+use figures::{Beside, Collectives, Row};
+use rig::Rig;
+use serde::{Deserialize, Serialize};
+use std::path::PathBuf;
+use std::process::ExitCode;
+use template::{Kind, Template};
+use warplink::collective::{Algorithm, CollectiveOptions};
+use warplink::device::ReduceOp;
+use warplink::file::read_regular;
+use warplink::{Communicator, DType, DeviceKind};
+
+/// The largest file of figures that is read.
+const MAX_FIGURES_BYTES: usize = 16 << 20;
+
+/// Measure a collective
+///
+/// The size is that of nccl-tests: of the larger of input and output. So are the two bandwidths: 'GB/s' is the
+/// size divided by the time, and 'bus GB/s' corrects it for what has to pass each link in any case, so that it
+/// can be compared with a link's rate for every number of ranks. Each time is the median of the samples, of the
+/// slowest rank; a sample is a number of calls back to back. 'host us' is how long a call takes to return, where
+/// calls are submitted one by one. Warplink and its peers take turns.
+///
+/// Every method runs once on fresh data, and each element of every rank's output is compared with the exact
+/// result: 'wrong' is the number of elements that differ. 'speedup' is the time of the fastest peer divided by Warplink's: below 1,
+/// that peer is faster.
+#[derive(Debug, Args)]
+#[command(after_help = "Examples:\n  \
+    warplink bench collective all-reduce -n 2\n  \
+    warplink bench collective all-gather -n 2 --from 1MiB --step 2 --place both --submission captured\n  \
+    warplink bench collective all-reduce --device host -n 4 --to 64KiB --dtype i32 --op max --json")]
+pub(crate) struct Collective {
+    /// Which collective: all-reduce, all-gather, reduce-scatter, all-to-all, broadcast, reduce, gather or scatter;
+    /// or send-receive: each rank sends to the next one and receives from the one before
+    #[arg(value_parser = template::kind)]
+    collective: Kind,
+    /// Element type
+    #[arg(long, value_name = "TYPE", default_value = "bf16")]
+    dtype: DType,
+    /// How elements are reduced: sum, max, min, product, average or scaled_sum(FACTOR)
+    #[arg(long, value_name = "OPERATOR", default_value = "sum")]
+    op: ReduceOp,
+    /// The root, for collectives that have one
+    #[arg(long, value_name = "RANK", default_value = "0")]
+    root: usize,
+    /// Where the output goes: out (memory of its own), in (the memory of the input) or both
+    #[arg(long, value_name = "PLACE", default_value = "out")]
+    place: OneOrBoth<Place>,
+    /// The only algorithm that is allowed [default: chosen by size]
+    #[arg(long, value_name = "NAME")]
+    algorithm: Option<Algorithm>,
+    /// The most multiprocessors that a call of Warplink's takes
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(2..))]
+    multiprocessors: Option<u16>,
+    /// How many blocks move data in a call of Warplink's [default: chosen by size]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=128))]
+    lanes: Option<u16>,
+    /// How many threads each block has [default: chosen by size]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
+    threads: Option<u16>,
+    /// Bind Warplink's calls to their memory before they are measured, so that the copy engine may do them
+    #[arg(long)]
+    bound: bool,
+    /// What it is compared with [default: nccl on cuda, substitute on host]
+    #[arg(long, value_enum, value_delimiter = ',')]
+    peers: Vec<Peer>,
+    /// Calls in a sample [default: 4 to 50, by size, and on the host device by the processors of a rank]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
+    calls: Option<u16>,
+    /// Show figures of another program as well, such as scripts/torch_collectives.py
+    #[arg(long = "beside", value_name = "FILE.json")]
+    file: Option<PathBuf>,
+    #[arg(skip)]
+    beside: Option<Beside>,
+}
+
+/// Where a collective's output goes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Deserialize, Serialize)]
+#[serde(rename_all = "lowercase")]
+enum Place {
+    /// To memory of its own.
+    Out,
+    /// To the memory of the input, of which it may be a part.
+    In,
+}
+
+/// A library that Warplink is compared with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Peer {
+    /// The vendor's library
+    Nccl,
+    /// The vendor's library, with memory registered in advance
+    NcclSymmetric,
+    /// A substitute for the vendor's library on the host device, over shared memory
+    Substitute,
+    /// Nothing
+    None,
+}
+
+impl Peer {
+    /// Those of a device.
+    const fn of(kind: DeviceKind) -> &'static [Self] {
+        match kind {
+            DeviceKind::Cuda => &[Self::Nccl, Self::NcclSymmetric, Self::None],
+            DeviceKind::Host => &[Self::Substitute, Self::None],
+        }
+    }
+}
+
+impl Case for Collective {
+    const NAME: &'static str = "collective";
+    const SIZES: Option<Range> = Some(Range::of_bytes(1 << 10, [1 << 30, 1 << 20], 4));
+    const SUBMISSIONS: bool = true;
+    type Figures = Collectives;
+
+    fn prepare(&mut self, _: &Options) -> Result<Option<ExitCode>> {
+        if let Some(path) = &self.file {
+            // Every rank reads it.
+            let text = read_regular(path, MAX_FIGURES_BYTES)?;
+            let beside = serde_json::from_str(&text);
+            let beside = beside.with_context(|| format!("read the figures in {}", path.display()));
+            self.beside = Some(beside?);
+        }
+        Ok(None)
+    }
+
+    fn check(&self, setup: &Setup) -> Result<()> {
+        let (kind, world) = (setup.kind, setup.world);
+        ensure!(
+            self.root < world,
+            "--root is {}; expected a rank below {world}",
+            self.root
+        );
+        let (least, element) = (self.template().unit(world), self.dtype.size());
+        let dtype = self.dtype;
+        let each = match least / element {
+            1 => format!("which is one element of {dtype}"),
+            parts => format!("which is {parts} elements of {dtype}, one for each rank"),
+        };
+        setup.check_least(least, &each)?;
+        ensure!(
+            !self.place.0.contains(&Place::In) || self.collective.has_in_place(),
+            "{} in place is not compared, since NCCL has none; help: use --place out",
+            template::name(self.collective)
+        );
+        if let Some(algorithm) = self.algorithm {
+            let Kind::Collective(kind) = self.collective else {
+                bail!("--algorithm is {algorithm}; expected none, since messages have but one");
+            };
+            let fitting = Algorithm::ALL.into_iter();
+            let fitting: Vec<&str> = fitting
+                .filter(|other| other.supports(kind))
+                .map(Algorithm::name)
+                .collect();
+            ensure!(
+                algorithm.supports(kind),
+                "--algorithm is {algorithm}, which has no {}; expected {}",
+                template::name(self.collective),
+                fitting.join(", ")
+            );
+            ensure!(
+                self.bound || algorithm != Algorithm::CopyEngine,
+                "--algorithm is {algorithm}, which does calls that are bound; help: pass --bound"
+            );
+        }
+        ensure!(
+            !self.bound || matches!(self.collective, Kind::Collective(_)),
+            "--bound is for collectives; expected none, since messages are not bound"
+        );
+        if let Some(factor) = self.op.factor() {
+            // Such products of small integers are exact in every type.
+            let size = factor.value().abs();
+            ensure!(
+                (0.0625..=16.0).contains(&size) && size.log2().fract() == 0.0,
+                "--op is {}; expected a power of two from 0.0625 to 16 as its factor, so that results are exact",
+                self.op
+            );
+            ensure!(
+                self.dtype.is_float(),
+                "--op is {} and --dtype is {}; expected floats",
+                self.op,
+                self.dtype
+            );
+        }
+        let peers = Peer::of(kind);
+        if let Some(other) = self.peers.iter().find(|peer| !peers.contains(peer)) {
+            bail!(
+                "--peers has {}; expected {} on {kind}",
+                name_of(other),
+                names_of(peers)
+            );
+        }
+        if let Some(beside) = &self.beside {
+            beside.check(self.template(), world)?;
+        }
+        let largest = setup.largest() as u128;
+        memory::check(kind, world, largest, 2 * largest)
+    }
+
+    fn measure(&self, comm: &Communicator, setup: &Setup) -> Result<Collectives> {
+        let template = self.template();
+        let options = CollectiveOptions {
+            algorithm: self.algorithm,
+            multiprocessors: self.multiprocessors.map(usize::from),
+            lanes: self.lanes.map(usize::from),
+            threads: self.threads.map(usize::from),
+            ..CollectiveOptions::default()
+        };
+        let peers = match &self.peers[..] {
+            [] => Peer::of(setup.kind).get(..1).unwrap_or_default(),
+            peers => peers,
+        };
+        let rig = Rig::new(
+            comm,
+            template,
+            setup.largest(),
+            (&options, self.bound),
+            peers,
+        )?;
+        let places = &self.place.0;
+        let steps = setup.sizes.len() * places.len() * setup.submissions.len();
+        let progress = Setup::progress(comm, steps, "collective");
+        let mut rows: Vec<Row> = Vec::new();
+        for &bytes in &setup.sizes {
+            let calls = self.calls.map(usize::from);
+            let calls = calls.unwrap_or_else(|| default_calls(comm, bytes));
+            for &place in places {
+                for &submission in &setup.submissions {
+                    rows.push(rig.row(bytes, place, submission, setup.samples, calls)?);
+                    progress.step(Bytes(bytes as u64).to_string());
+                }
+            }
+        }
+        let beside = self.beside.as_ref();
+        Ok(Collectives::new(
+            template, self.bound, rig.peers, rows, beside,
+        ))
+    }
+}
+
+impl Collective {
+    fn template(&self) -> Template {
+        Template {
+            kind: self.collective,
+            dtype: self.dtype,
+            op: self.op,
+            root: self.root,
+        }
+    }
+}
+
+/// Calls in a sample: enough that its start and end do not count. Ranks that share a processor take
+/// longer for each call, so they make fewer.
+fn default_calls(comm: &Communicator, bytes: usize) -> usize {
+    let calls = match bytes {
+        ..=0x10_0000 => 50,
+        0x10_0001..=0x100_0000 => 20,
+        0x100_0001..=0x1000_0000 => 8,
+        _ => 4,
+    };
+    let device = comm.device().properties();
+    if !device.shared {
+        return calls;
+    }
+    (calls * device.multiprocessors / comm.world()).clamp(4, calls)
+}

@@ -1,0 +1,251 @@
+//! Runs a collective of one size: once on fresh data for its result, and then for its time.
+
+use super::data::{Inputs, different};
+use super::figures::{Measured, Row};
+use super::template::{Kind, Template, in_place, lengths};
+use super::{Peer, Place};
+use crate::commands::bench::clock::{Clock, Submission, Work};
+use crate::commands::bench::peers::{neighbours, optional, total, vendor};
+use crate::gemm::common_seed;
+use crate::names::name_of;
+use anyhow::{Context, Result};
+use std::cell::Cell;
+use warplink::Communicator;
+use warplink::collective::{BoundCall, Call, CollectiveOptions, CollectivePath, Collectives};
+use warplink::device::{AllocationKind, DeviceSlice, Priority, Stream};
+
+/// The same for every size.
+pub(super) struct Rig<'a> {
+    clock: Clock<'a>,
+    template: Template,
+    /// Whether Warplink's calls are bound to their memory.
+    bound: bool,
+    /// Warplink first.
+    methods: Vec<Method>,
+    /// The names of the libraries that Warplink is compared with.
+    pub(super) peers: Vec<String>,
+    seed: Cell<u64>,
+}
+
+/// A library that does the collective, and the memory of its calls.
+struct Method {
+    name: String,
+    collectives: Collectives,
+    memory: [DeviceSlice; 2],
+}
+
+/// The bytes of an output before a run, which show elements that are not written.
+const UNTOUCHED: u8 = 0xA5;
+
+impl<'a> Rig<'a> {
+    /// Every rank makes one at the same time.
+    pub(super) fn new(
+        comm: &'a Communicator,
+        template: Template,
+        largest: usize,
+        (options, bound): (&CollectiveOptions, bool),
+        peers: &[Peer],
+    ) -> Result<Self> {
+        let allocate = |kind| comm.device().allocate(largest, kind);
+        let plain = || allocate(AllocationKind::Plain);
+        let memory = [plain()?, plain()?];
+        let mut rig = Self {
+            clock: Clock::new(comm, Priority::Normal)?,
+            template,
+            bound,
+            methods: vec![Method {
+                name: "warplink".to_owned(),
+                collectives: comm.collectives_with(options)?,
+                memory: memory.clone(),
+            }],
+            peers: Vec::new(),
+            seed: Cell::new(common_seed(comm, None)?),
+        };
+        for peer in peers {
+            let made = match peer {
+                Peer::Nccl | Peer::Substitute => {
+                    vendor(comm).map(|(collectives, name)| (collectives, name, memory.clone()))
+                }
+                Peer::NcclSymmetric => registered(comm, largest),
+                Peer::None => continue,
+            };
+            let peer = name_of(peer);
+            if let Some((collectives, name, memory)) = optional(comm, &peer, made)? {
+                rig.methods.push(Method {
+                    name: peer,
+                    collectives,
+                    memory,
+                });
+                rig.peers.push(name);
+            }
+        }
+        Ok(rig)
+    }
+
+    /// Checks and times every method.
+    pub(super) fn row(
+        &self,
+        bytes: usize,
+        place: Place,
+        submission: Submission,
+        samples: usize,
+        calls: usize,
+    ) -> Result<Row> {
+        let world = self.clock.comm.world();
+        let call = &self.template.call(bytes, world);
+        let slices: Vec<[DeviceSlice; 2]> = self
+            .methods
+            .iter()
+            .map(|method| self.slices(&method.memory, call, place))
+            .collect::<Result<_>>()?;
+        let warplink = self.methods.first().context("nothing is measured")?;
+        let bound = match slices.first().filter(|_| self.bound) {
+            Some([input, output]) => Some(warplink.collectives.bind(call, output, input)?),
+            None => None,
+        };
+        let bound = &bound;
+        // Enqueues the call that many times.
+        let work = |calls: usize| {
+            let methods = self.methods.iter().zip(&slices).enumerate();
+            methods.map(move |(number, (method, slices))| {
+                let by = (&method.collectives, self.clock.comm);
+                let bound = bound.as_ref().filter(|_| number == 0);
+                move |stream: &Stream| -> Result<()> {
+                    let once = |_| match bound {
+                        Some(bound) => bound.enqueue(stream),
+                        None => self.template.enqueue(by, call, slices, stream),
+                    };
+                    Ok((0..calls).try_for_each(once)?)
+                }
+            })
+        };
+        let wrong: Vec<u64> = work(1)
+            .zip(&slices)
+            .map(|(work, slices)| self.wrong(call, slices, submission, &work))
+            .collect::<Result<_>>()?;
+        let works: Vec<_> = work(calls).collect();
+        let works: Vec<Work<'_>> = works.iter().map(|work| work as Work<'_>).collect();
+        let times = self.clock.measure_in_turn(samples, submission, &works)?;
+        let [input, output] = lengths(call, world);
+        let size = input.max(output);
+        let figures = self.methods.iter().zip(times).zip(wrong);
+        let figures = figures.map(|((method, times), wrong)| {
+            let seconds = times.stream.divided(calls as f64);
+            let host = times.host.divided(calls as f64);
+            let bandwidth = size as f64 / seconds.median / 1e9;
+            Measured {
+                method: method.name.clone(),
+                seconds,
+                host: (submission == Submission::Eager).then_some(host),
+                bandwidth,
+                bus_bandwidth: bandwidth * self.template.bus_factor(world),
+                wrong,
+            }
+        });
+        let path = match self.template.kind {
+            Kind::Collective(_) => warplink.collectives.path_of(call),
+            Kind::SendReceive => warplink
+                .collectives
+                .path_of_messages()
+                .context("nothing sends messages between these ranks")?,
+        };
+        let (algorithm, lanes, threads) = match path {
+            CollectivePath::Direct if self.template.kind == Kind::SendReceive => {
+                ("messages".to_owned(), 0, 0)
+            }
+            CollectivePath::Direct => {
+                let choice = match bound.as_ref().and_then(BoundCall::choice) {
+                    Some(choice) => choice,
+                    None => warplink.collectives.choice(call)?,
+                };
+                let algorithm = choice.algorithm.to_string();
+                (algorithm, choice.lanes, choice.threads)
+            }
+            CollectivePath::Engine => ("engine".to_owned(), 0, 0),
+        };
+        Ok(Row {
+            bytes: size,
+            count: call.count,
+            place,
+            submission,
+            algorithm,
+            lanes,
+            threads,
+            methods: figures.collect(),
+        })
+    }
+
+    /// Input and output.
+    fn slices(
+        &self,
+        [first, second]: &[DeviceSlice; 2],
+        call: &Call,
+        place: Place,
+    ) -> Result<[DeviceSlice; 2]> {
+        let comm = self.clock.comm;
+        Ok(match place {
+            Place::Out => {
+                let [input, output] = lengths(call, comm.world());
+                [first.slice(0..input)?, second.slice(0..output)?]
+            }
+            Place::In => {
+                let [input, output] = in_place(call, comm.rank(), comm.world());
+                [first.slice(input)?, first.slice(output)?]
+            }
+        })
+    }
+
+    /// Runs `work` once on fresh data, and counts the wrong elements of all ranks' outputs.
+    fn wrong(
+        &self,
+        call: &Call,
+        [input, output]: &[DeviceSlice; 2],
+        submission: Submission,
+        work: Work<'_>,
+    ) -> Result<u64> {
+        let (comm, stream) = (self.clock.comm, &self.clock.stream);
+        self.seed.set(self.seed.get().wrapping_add(1));
+        let inputs = Inputs {
+            call: *call,
+            world: comm.world(),
+            seed: self.seed.get(),
+        };
+        stream.fill(output, UNTOUCHED)?;
+        comm.synchronize(stream)?;
+        comm.device().upload(input, &inputs.of(comm.rank())?)?;
+        self.clock.run(submission, work)?;
+        let expected = match self.template.kind {
+            Kind::Collective(_) => inputs.expected(comm.rank())?,
+            Kind::SendReceive => {
+                let [before, _] = neighbours(comm.rank(), comm.world());
+                Some(inputs.of(before)?)
+            }
+        };
+        let wrong = match expected {
+            Some(expected) => {
+                let mut bytes = vec![0; output.bytes()];
+                comm.device().download(output, &mut bytes)?;
+                different(call.dtype, &bytes, &expected)
+            }
+            None => 0,
+        };
+        total(comm, wrong as u64)
+    }
+}
+
+/// The vendor's library, its name, and memory that is registered with it.
+fn registered(
+    comm: &Communicator,
+    bytes: usize,
+) -> warplink::Result<(Collectives, String, [DeviceSlice; 2])> {
+    let allocate = || comm.device().allocate(bytes, AllocationKind::Virtual);
+    let memory = [allocate()?, allocate()?];
+    let engine = comm.collective_engine()?;
+    memory.iter().try_for_each(|slice| engine.register(slice))?;
+    let (collectives, name) = vendor(comm)?;
+    Ok((
+        collectives,
+        format!("{name} with registered memory"),
+        memory,
+    ))
+}

@@ -1,0 +1,308 @@
+//! Runs dispatch and combine: once for the result, and then for their times.
+
+use super::data::Tokens;
+use super::{Measured, Peer, Routing, Row};
+use crate::commands::bench::clock::{Clock, Submission, Work};
+use crate::commands::bench::peers::{optional, vendor};
+use anyhow::{Context, Result};
+use warplink::collective::{Dispatched, ExpertOptions, Experts, Parts};
+use warplink::device::{AllocationKind, DeviceSlice, Priority, Stream};
+use warplink::{Collectives, Communicator, DType};
+
+/// Bytes of a count, an expert's number or a weight.
+const WORD: usize = 4;
+
+/// The same for every number of tokens.
+pub(super) struct Rig<'a> {
+    clock: Clock<'a>,
+    layer: ExpertOptions,
+    routing: Routing,
+    experts: Experts,
+    /// For the calls: tokens, their experts and weights, the output, and the dispatched rows.
+    tokens: DeviceSlice,
+    numbers: DeviceSlice,
+    weights: DeviceSlice,
+    output: DeviceSlice,
+    rows: DeviceSlice,
+    locals: DeviceSlice,
+    counts: DeviceSlice,
+    vendor: Option<Vendor>,
+}
+
+/// The vendor's library, and rows that are packed for it.
+struct Vendor {
+    name: String,
+    collectives: Collectives,
+    packed: DeviceSlice,
+    sent: DeviceSlice,
+    received: DeviceSlice,
+}
+
+/// Tokens in the device's memory, the same number on every rank.
+pub(super) struct Loaded {
+    count: usize,
+    /// Wrong elements of all ranks' results.
+    wrong: u64,
+    /// Rows that this rank sends to each, and receives from each.
+    sends: Vec<usize>,
+    receives: Vec<usize>,
+}
+
+impl<'a> Rig<'a> {
+    /// Every rank makes one at the same time.
+    pub(super) fn new(
+        comm: &'a Communicator,
+        layer: ExpertOptions,
+        routing: Routing,
+        peer: Peer,
+    ) -> Result<Self> {
+        let world = comm.world();
+        let allocate = |bytes| comm.device().allocate(bytes, AllocationKind::Plain);
+        let rows = world * layer.rows_per_peer(world);
+        let slots = layer.max_tokens * layer.top_k;
+        let vendor = match peer {
+            Peer::None => None,
+            Peer::Nccl => {
+                let made = Vendor::new(comm, slots * layer.row_bytes());
+                optional(comm, "nccl", made)?
+            }
+        };
+        Ok(Self {
+            clock: Clock::new(comm, Priority::Normal)?,
+            layer,
+            routing,
+            experts: comm.collectives()?.experts(&layer)?,
+            tokens: allocate(layer.max_tokens * layer.row_bytes())?,
+            numbers: allocate(WORD * slots)?,
+            weights: allocate(WORD * slots)?,
+            output: allocate(layer.max_tokens * layer.row_bytes())?,
+            rows: allocate(rows * layer.row_bytes())?,
+            locals: allocate(WORD * rows)?,
+            counts: allocate(WORD * world)?,
+            vendor,
+        })
+    }
+
+    /// The peer's name.
+    pub(super) fn peer(&self) -> Option<&str> {
+        self.vendor.as_ref().map(|vendor| vendor.name.as_str())
+    }
+
+    /// Loads `count` tokens on every rank, and checks the result of one dispatch and combine.
+    pub(super) fn load(&self, count: usize) -> Result<Loaded> {
+        let (comm, layer) = (self.clock.comm, &self.layer);
+        let place = (comm.rank(), comm.world());
+        let tokens = Tokens::new(layer, self.routing, place, count);
+        let device = comm.device();
+        let upload = |memory: &DeviceSlice, bytes: &[u8]| {
+            device.upload(&memory.slice(0..bytes.len())?, bytes)
+        };
+        upload(&self.tokens, &tokens.rows)?;
+        let numbers = tokens.experts.iter().flat_map(|n| n.to_le_bytes());
+        upload(&self.numbers, &numbers.collect::<Vec<_>>())?;
+        let weights = tokens.weights.iter().flat_map(|w| w.to_le_bytes());
+        upload(&self.weights, &weights.collect::<Vec<_>>())?;
+        let stream = &self.clock.stream;
+        self.dispatch(count, stream)?;
+        self.combine(count, stream)?;
+        comm.synchronize(stream)?;
+        let mut got = vec![0; tokens.rows.len()];
+        device.download(&self.output.slice(0..got.len())?, &mut got)?;
+        let own = tokens.different(layer, &got);
+        let sends = tokens.counts(layer, comm.world());
+        let sent = sends.iter().map(|count| *count as u64).chain([own]);
+        let sent: Vec<u8> = sent.flat_map(u64::to_le_bytes).collect();
+        let all = comm.all_gather_bytes(&sent)?;
+        // Of rank `rank`, its word `number`.
+        let word = |rank: &[u8], number: usize| -> Result<u64> {
+            let bytes = rank.get(8 * number..8 * number + 8);
+            let bytes = bytes.context("read a rank's counts")?;
+            Ok(u64::from_le_bytes(bytes.try_into()?))
+        };
+        let mut receives = Vec::with_capacity(comm.world());
+        let mut wrong = 0;
+        for rank in &all {
+            receives.push(word(rank, comm.rank())? as usize);
+            wrong += word(rank, comm.world())?;
+        }
+        if let Some(vendor) = &self.vendor {
+            let counts = sends.iter().flat_map(|count| (*count as u32).to_le_bytes());
+            device.upload(&vendor.sent, &counts.collect::<Vec<_>>())?;
+        }
+        Ok(Loaded {
+            count,
+            wrong,
+            sends,
+            receives,
+        })
+    }
+
+    /// Times dispatch and combine of every method. The vendor's cannot be captured, since its host waits.
+    pub(super) fn row(
+        &self,
+        data: &Loaded,
+        submission: Submission,
+        samples: usize,
+        calls: usize,
+    ) -> Result<Row> {
+        let count = data.count;
+        let repeated = |once: &dyn Fn(&Stream) -> Result<()>, stream: &Stream| {
+            (0..calls).try_for_each(|_| once(stream))
+        };
+        let dispatch = |stream: &Stream| repeated(&|stream| self.dispatch(count, stream), stream);
+        let combine = |stream: &Stream| repeated(&|stream| self.combine(count, stream), stream);
+        let vendor = match submission {
+            Submission::Eager => self.vendor.as_ref(),
+            Submission::Captured => None,
+        };
+        let there = |stream: &Stream| match vendor {
+            Some(vendor) => repeated(&|stream| self.vendor_dispatch(vendor, data, stream), stream),
+            None => Ok(()),
+        };
+        let back = |stream: &Stream| match vendor {
+            Some(vendor) => repeated(&|stream| self.vendor_combine(vendor, data, stream), stream),
+            None => Ok(()),
+        };
+        let mut works: Vec<Work<'_>> = vec![&dispatch, &combine];
+        if vendor.is_some() {
+            works.extend([&there as Work<'_>, &back]);
+        }
+        let times = self.clock.measure_in_turn(samples, submission, &works)?;
+        let names = ["warplink", "nccl"];
+        let methods = times
+            .chunks_exact(2)
+            .zip(names)
+            .map(|(times, method)| Measured {
+                method,
+                dispatch: times[0].stream.divided(calls as f64),
+                combine: times[1].stream.divided(calls as f64),
+            });
+        Ok(Row {
+            tokens: count,
+            rows: data.receives.iter().sum(),
+            submission,
+            wrong: data.wrong,
+            methods: methods.collect(),
+        })
+    }
+
+    fn dispatched(&self) -> Dispatched<'_> {
+        Dispatched {
+            rows: &self.rows,
+            experts: &self.locals,
+            counts: &self.counts,
+        }
+    }
+
+    fn dispatch(&self, count: usize, stream: &Stream) -> Result<()> {
+        let tokens = self.tokens.slice(0..count * self.layer.row_bytes())?;
+        let numbers = self.numbers.slice(0..WORD * count * self.layer.top_k)?;
+        Ok(self
+            .experts
+            .dispatch(&tokens, &numbers, &self.dispatched(), stream)?)
+    }
+
+    /// For experts that return the rows unchanged.
+    fn combine(&self, count: usize, stream: &Stream) -> Result<()> {
+        let output = self.output.slice(0..count * self.layer.row_bytes())?;
+        let weights = self.weights.slice(0..WORD * count * self.layer.top_k)?;
+        Ok(self
+            .experts
+            .combine(&output, &self.dispatched(), &weights, stream)?)
+    }
+
+    /// The counts to the other ranks and to the host, and then the packed rows and their experts.
+    fn vendor_dispatch(&self, vendor: &Vendor, data: &Loaded, stream: &Stream) -> Result<()> {
+        let comm = self.clock.comm;
+        vendor
+            .collectives
+            .all_to_all(&vendor.received, &vendor.sent, stream)?;
+        comm.synchronize(stream)?;
+        let mut counts = vec![0; vendor.received.bytes()];
+        comm.device().download(&vendor.received, &mut counts)?;
+        let received: Vec<usize> = counts
+            .chunks_exact(WORD)
+            .map(|word| u32::from_le_bytes([word[0], word[1], word[2], word[3]]) as usize)
+            .collect();
+        self.exchange(
+            vendor,
+            (&self.rows, &received),
+            (&vendor.packed, &data.sends),
+            stream,
+        )?;
+        let (to, from) = (packed(&received), packed(&data.sends));
+        vendor.collectives.all_to_all_v(
+            (&self.locals, to.parts(&received)),
+            (&self.numbers, from.parts(&data.sends)),
+            DType::I32,
+            stream,
+        )?;
+        Ok(())
+    }
+
+    fn vendor_combine(&self, vendor: &Vendor, data: &Loaded, stream: &Stream) -> Result<()> {
+        let (to, from) = (
+            (&vendor.packed, &data.sends[..]),
+            (&self.rows, &data.receives[..]),
+        );
+        self.exchange(vendor, to, from, stream)
+    }
+
+    /// Exchanges rows that are packed by rank.
+    fn exchange(
+        &self,
+        vendor: &Vendor,
+        (target, received): (&DeviceSlice, &[usize]),
+        (source, sent): (&DeviceSlice, &[usize]),
+        stream: &Stream,
+    ) -> Result<()> {
+        let elements = |counts: &[usize]| -> Vec<usize> {
+            let counts = counts.iter();
+            counts.map(|count| count * self.layer.elements).collect()
+        };
+        let (received, sent) = (elements(received), elements(sent));
+        let (to, from) = (packed(&received), packed(&sent));
+        vendor.collectives.all_to_all_v(
+            (target, to.parts(&received)),
+            (source, from.parts(&sent)),
+            self.layer.dtype,
+            stream,
+        )?;
+        Ok(())
+    }
+}
+
+impl Vendor {
+    fn new(comm: &Communicator, bytes: usize) -> warplink::Result<Self> {
+        let (collectives, name) = vendor(comm)?;
+        let allocate = |bytes| comm.device().allocate(bytes, AllocationKind::Plain);
+        Ok(Self {
+            name,
+            collectives,
+            packed: allocate(bytes)?,
+            sent: allocate(WORD * comm.world())?,
+            received: allocate(WORD * comm.world())?,
+        })
+    }
+}
+
+/// The starts of parts that follow one another.
+struct Starts(Vec<usize>);
+
+impl Starts {
+    fn parts<'p>(&'p self, counts: &'p [usize]) -> Parts<'p> {
+        Parts {
+            counts,
+            displacements: &self.0,
+        }
+    }
+}
+
+fn packed(counts: &[usize]) -> Starts {
+    let mut end = 0;
+    let starts = counts.iter().map(|count| {
+        end += count;
+        end - count
+    });
+    Starts(starts.collect())
+}

@@ -1,0 +1,37 @@
+//! One file for each benchmark, and the list of them.
+
+use super::case::Bench;
+use crate::options::Options;
+use anyhow::Result;
+use clap::Subcommand;
+use std::process::ExitCode;
+
+macro_rules! cases {
+    ($($module:ident :: $case:ident),+ $(,)?) => {
+        $(mod $module;)+
+
+        #[derive(Debug, Subcommand)]
+        pub(super) enum Cases {
+            $($case(Box<Bench<$module::$case>>),)+
+        }
+
+        impl Cases {
+            pub(super) fn run(self, options: &Options) -> Result<ExitCode> {
+                match self {
+                    $(Self::$case(bench) => bench.run(options),)+
+                }
+            }
+        }
+    };
+}
+
+// In the order of the help.
+cases! {
+    p2p::P2p,
+    channel::Channel,
+    collective::Collective,
+    expert_parallel::ExpertParallel,
+    overlap::Overlap,
+    program::Program,
+    section::Section,
+}

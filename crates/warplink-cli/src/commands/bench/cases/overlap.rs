@@ -1,0 +1,326 @@
+//! `warplink bench overlap`: overlapped GEMMs, compared with the GEMM alone and the vendor's
+//! collective before or after it.
+
+mod figures;
+mod measure;
+mod replay;
+
+use crate::commands::bench::case::{Case, Setup, by_device};
+use crate::commands::bench::clock::Clock;
+use crate::commands::bench::peers::optional;
+use crate::commands::program::named_model;
+use crate::gemm::{Op, Problem, check_lowerings, common_seed, gemm_dtype, lowering_name};
+use crate::options::Options;
+use crate::report::{print_json, print_text};
+use anyhow::{Context, Result};
+use clap::Args;
+use figures::Overlaps;
+use measure::Settings;
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::str::FromStr;
+use warplink::device::Priority;
+use warplink::program::cost::{DeviceDescription, HardwareModel};
+use warplink::{Communicator, DType, DeviceKind};
+
+/// Measure GEMMs overlapped with their communication
+///
+/// For each shape, measures the GEMM alone, whole and in one chunk per rank, and every lowering: the
+/// collective engine before or after the GEMM, and the overlapped programs. Two limits are shown: the
+/// time to receive the bytes at the link's rate, and the GEMM alone. Times are medians over samples
+/// that start with a barrier; the slowest rank counts. Samples of all alternate, because GPU clocks
+/// drift. All results are checked. '*' marks the lowering that a plan chooses, and the last lines rate
+/// the choices.
+#[derive(Debug, Args)]
+#[command(after_help = "Examples:\n  \
+    warplink bench overlap\n  \
+    warplink bench overlap --shape 8192,8192,3584 --operation all-gather-matmul --plot overlap.svg\n  \
+    warplink bench overlap --ddlb --lowerings push,ring-put --output ddlb.json\n  \
+    warplink bench overlap --random 100 --output random.json\n  \
+    warplink bench overlap --lowerings push,my_own.wlp --shape 4096,4096,4096\n  \
+    warplink bench overlap --device host -n 2 --shape 256,256,256")]
+pub(crate) struct Overlap {
+    /// Shape m,k,n: A is m x k, B is k x n; may be repeated [default: four shapes on cuda, two
+    /// small ones on host, rounded up to what the ranks can share]
+    #[arg(long = "shape", value_name = "M,K,N")]
+    shapes: Vec<Shape>,
+    /// All combinations of m, k and n from 512 to 16384, as in the DDLB benchmark
+    #[arg(long, conflicts_with = "shapes")]
+    ddlb: bool,
+    /// Measure N random shapes: sizes from 1 to 16384 (256 on host), and random operations and element
+    /// types unless --operation and --dtype are given. The same --seed gives the same shapes
+    #[arg(long, value_name = "N", conflicts_with_all = ["shapes", "ddlb"])]
+    random: Option<u16>,
+    /// Measure nothing: repeat the choice for the shapes in FILE (written by --output) and report where
+    /// it is not among the fastest; needs --model
+    #[arg(long, value_name = "FILE.json", requires = "model", conflicts_with_all = ["shapes", "ddlb", "random"])]
+    replay: Option<PathBuf>,
+    /// With --replay: the hardware model, a file or the name of one that is included
+    #[arg(long, value_name = "FILE|NAME", requires = "replay")]
+    model: Option<PathBuf>,
+    /// Operation to measure; may be repeated [default: both]
+    #[arg(long = "operation", value_name = "OPERATION")]
+    ops: Vec<Op>,
+    /// Element type: bf16, f16 or f32 [default: bf16 on cuda, f32 on host]
+    #[arg(long, value_name = "TYPE", value_parser = gemm_dtype)]
+    dtype: Option<DType>,
+    /// Store B transposed, N x K, as the weights of a linear layer: [out, in]
+    #[arg(long)]
+    transposed_b: bool,
+    /// Lowerings to measure, separated by commas: collective, in-order, push, ring-put, ring-get,
+    /// rings, store, or FILE.wlp [default: all but files]
+    #[arg(long, value_name = "A,B", value_delimiter = ',', value_parser = lowering_name)]
+    lowerings: Vec<String>,
+    /// Streams that GEMMs alternate on [default: 2]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u8).range(1..=32))]
+    streams: Option<u8>,
+    /// Link rate in GB/s (10^9 bytes), for the link limit [default: from the hardware model]
+    #[arg(long, value_name = "GB/S", value_parser = positive)]
+    link: Option<f64>,
+    /// Seed of the inputs [default: random]
+    #[arg(long, value_name = "SEED")]
+    seed: Option<u64>,
+    /// Write a Perfetto trace of one run of each lowering to this folder
+    #[arg(long, value_name = "FOLDER")]
+    traces: Option<PathBuf>,
+}
+
+/// The sizes of a GEMM.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Shape {
+    m: usize,
+    k: usize,
+    n: usize,
+}
+
+impl FromStr for Shape {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let sizes: Vec<Option<usize>> = text
+            .split(',')
+            .map(|size| size.trim().parse().ok())
+            .collect();
+        match sizes[..] {
+            [Some(m), Some(k), Some(n)] if m > 0 && k > 0 && n > 0 => Ok(Self { m, k, n }),
+            _ => Err("expected three sizes above 0, as in 8192,8192,3584".to_owned()),
+        }
+    }
+}
+
+fn positive(text: &str) -> Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(rate) if rate.is_finite() && rate > 0.0 => Ok(rate),
+        _ => Err("expected a positive number".to_owned()),
+    }
+}
+
+/// The largest size of a random shape.
+const MAX_RANDOM: [f64; 2] = [16384.0, 256.0];
+
+/// A generator of numbers that are the same on every rank for the same seed (SplitMix64).
+struct Random(u64);
+
+impl Random {
+    /// From 0 up to 1.
+    fn unit(&mut self) -> f64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut bits = self.0;
+        bits = (bits ^ (bits >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        bits = (bits ^ (bits >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        bits ^= bits >> 31;
+        (bits >> 11) as f64 / (1_u64 << 53) as f64
+    }
+}
+
+/// The sizes of the DDLB benchmark.
+const DDLB: [usize; 6] = [512, 1024, 2048, 4096, 8192, 16384];
+
+impl Case for Overlap {
+    const NAME: &'static str = "overlap";
+    const SAMPLES: [u16; 2] = [20, 5];
+    type Figures = Overlaps;
+
+    fn prepare(&mut self, options: &Options) -> Result<Option<ExitCode>> {
+        if let (Some(file), Some(model)) = (&self.replay, &self.model) {
+            let replay = replay::replay(file, &*named_model(model)?)?;
+            if options.json {
+                print_json(&replay)?;
+            } else {
+                print_text(&replay.text())?;
+            }
+            return Ok(Some(ExitCode::SUCCESS));
+        }
+        if let Some(folder) = &self.traces {
+            std::fs::create_dir_all(folder)
+                .with_context(|| format!("create {}", folder.display()))?;
+        }
+        Ok(None)
+    }
+
+    fn check(&self, setup: &Setup) -> Result<()> {
+        check_lowerings(&self.lowerings, &self.ops())?;
+        // Random shapes are drawn with a seed that the ranks share later.
+        let problems = match self.random {
+            Some(_) => Vec::new(),
+            None => self.problems(setup.kind, setup.world),
+        };
+        problems.iter().try_for_each(|problem| {
+            problem.check(setup.world)?;
+            problem.check_memory(setup.kind, setup.world)
+        })
+    }
+
+    fn measure(&self, comm: &Communicator, setup: &Setup) -> Result<Overlaps> {
+        let seed = common_seed(comm, self.seed)?;
+        let problems = match self.random {
+            None => self.problems(setup.kind, comm.world()),
+            Some(count) => self.random_problems(count, comm, seed),
+        };
+        let engine = optional(comm, "the collective", comm.collective_engine())?;
+        let link = match self.link {
+            Some(link) => link * 1e9,
+            None => {
+                let device = DeviceDescription::of(&**comm.device());
+                let (model, _) = HardwareModel::find(&device, comm.world())?;
+                model.link.put.peak()
+            }
+        };
+        let settings = Settings {
+            names: self.lowerings.clone(),
+            engine: engine.is_some(),
+            samples: setup.samples,
+            streams: self.streams.map(usize::from),
+            link,
+            seed,
+            traces: self.traces.clone(),
+        };
+        let clock = Clock::new(comm, Priority::Normal)?;
+        let progress = Setup::progress(comm, problems.len(), "overlapped GEMMs");
+        let mut shapes = Vec::new();
+        for problem in problems {
+            let Problem { m, k, n, .. } = problem;
+            shapes.push(
+                measure::figures(comm, &clock, problem, &settings)
+                    .with_context(|| format!("measure {} of {m},{k},{n}", problem.op))?,
+            );
+            // The peers' mappings of this shape are of no use to the next.
+            comm.release_idle()?;
+            progress.step(format!("{m},{k},{n}"));
+        }
+        Ok(Overlaps {
+            nccl: engine.map(|engine| engine.name()),
+            streams: settings.streams,
+            samples: settings.samples,
+            link: settings.link / 1e9,
+            seed: settings.seed,
+            shapes,
+        })
+    }
+}
+
+impl Overlap {
+    /// Shapes whose sizes are spread evenly over their logarithms, rounded up to what the ranks can
+    /// share.
+    fn random_problems(&self, count: u16, comm: &Communicator, seed: u64) -> Vec<Problem> {
+        let (world, max) = (comm.world(), by_device(comm.device().kind(), MAX_RANDOM));
+        let mut random = Random(seed);
+        let mut size = |multiple: usize| {
+            let size = max.powf(random.unit()).round() as usize;
+            size.next_multiple_of(multiple)
+        };
+        let shapes: Vec<(usize, usize, usize)> = (0..count)
+            .map(|_| (size(world), size(world), size(1)))
+            .collect();
+        let ops = self.ops();
+        let dtypes = match self.dtype {
+            Some(dtype) => vec![dtype],
+            None => vec![DType::BF16, DType::F16, DType::F32],
+        };
+        shapes
+            .into_iter()
+            .enumerate()
+            .map(|(index, (m, k, n))| Problem {
+                op: ops[index % ops.len()],
+                m,
+                k,
+                n,
+                dtype: dtypes[index / ops.len() % dtypes.len()],
+                transposed_b: self.transposed_b,
+            })
+            .collect()
+    }
+
+    /// The operations to measure, at least one.
+    fn ops(&self) -> Vec<Op> {
+        if self.ops.is_empty() {
+            Op::ALL.to_vec()
+        } else {
+            self.ops.clone()
+        }
+    }
+
+    fn problems(&self, kind: DeviceKind, world: usize) -> Vec<Problem> {
+        // All ranks have the same part of the rows, or of the columns, of A.
+        let round = |size: usize| size.next_multiple_of(world);
+        let shape = |(m, k, n)| Shape {
+            m: round(m),
+            k: round(k),
+            n,
+        };
+        let shapes: Vec<Shape> = match (&self.shapes[..], self.ddlb, kind) {
+            (given @ [_, ..], ..) => given.to_vec(),
+            (_, true, _) => DDLB
+                .into_iter()
+                .flat_map(|m| DDLB.into_iter().map(move |k| (m, k)))
+                .flat_map(|(m, k)| DDLB.into_iter().map(move |n| shape((m, k, n))))
+                .collect(),
+            (_, _, DeviceKind::Cuda) => [
+                (32768, 16384, 8192),
+                (32768, 16384, 1024),
+                (16384, 8192, 1024),
+                (8192, 8192, 3584),
+            ]
+            .map(shape)
+            .to_vec(),
+            (_, _, DeviceKind::Host) => [(256, 512, 256), (512, 512, 64)].map(shape).to_vec(),
+        };
+        let ops = self.ops();
+        let dtype = self
+            .dtype
+            .unwrap_or(by_device(kind, [DType::BF16, DType::F32]));
+        ops.iter()
+            .flat_map(|&op| {
+                shapes.iter().map(move |&Shape { m, k, n }| Problem {
+                    op,
+                    m,
+                    k,
+                    n,
+                    dtype,
+                    transposed_b: self.transposed_b,
+                })
+            })
+            .collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn shapes_are_read() {
+        let shape = Shape { m: 1, k: 2, n: 3 };
+        assert_eq!("1,2,3".parse(), Ok(shape));
+        assert_eq!("1, 2, 3".parse(), Ok(shape));
+        for text in ["", "1,2", "1,2,3,4", "1,0,3", "a,b,c", "-1,2,3"] {
+            assert!(text.parse::<Shape>().is_err(), "{text}");
+        }
+        assert!(positive("393.6").is_ok());
+        assert!(
+            ["0", "-1", "nan", "inf", "x"]
+                .into_iter()
+                .all(|text| positive(text).is_err())
+        );
+    }
+}

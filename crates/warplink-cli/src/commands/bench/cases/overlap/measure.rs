@@ -1,0 +1,350 @@
+//! The figures of one shape.
+
+use crate::commands::bench::clock::{Clock, Submission, Times, Work};
+use crate::gemm::{Gemm, Op, Problem};
+use crate::report::write_trace;
+use anyhow::{Context, Result};
+use serde::Serialize;
+use std::path::PathBuf;
+use std::time::Duration;
+use warplink::Communicator;
+use warplink::device::{AllocationKind, DeviceSlice, MatmulSpec, Stream};
+use warplink::overlap::{DEFAULT_STREAMS, Lowering, Options};
+
+/// The same for every shape.
+pub(super) struct Settings {
+    /// Names of lowerings and files of programs; all lowerings where there are none.
+    pub(super) names: Vec<String>,
+    /// Whether there is a collective engine.
+    pub(super) engine: bool,
+    pub(super) samples: usize,
+    /// None where the number is left open.
+    pub(super) streams: Option<usize>,
+    /// In bytes a second.
+    pub(super) link: f64,
+    pub(super) seed: u64,
+    /// The folder of traces.
+    pub(super) traces: Option<PathBuf>,
+}
+
+impl Settings {
+    fn lowerings(&self, op: Op) -> Result<Vec<Lowering>> {
+        let mut selected = op.select(&self.names)?;
+        selected.retain(|lowering| self.engine || lowering.name() != COLLECTIVE);
+        Ok(selected)
+    }
+}
+
+/// Times of the same work by both submissions.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub(super) struct Submitted {
+    pub(super) eager: Times,
+    pub(super) captured: Times,
+}
+
+impl Submitted {
+    /// Of works that take turns.
+    fn in_turn(clock: &Clock<'_>, samples: usize, works: &[Work<'_>]) -> Result<Vec<Self>> {
+        let eager = clock.measure_in_turn(samples, Submission::Eager, works)?;
+        let captured = clock.measure_in_turn(samples, Submission::Captured, works)?;
+        Ok(eager
+            .into_iter()
+            .zip(captured)
+            .map(|(eager, captured)| Self {
+                eager: eager.stream,
+                captured: captured.stream,
+            })
+            .collect())
+    }
+
+    /// Seconds of the faster one.
+    pub(super) fn best(&self) -> f64 {
+        self.eager.median.min(self.captured.median)
+    }
+}
+
+/// The times of a shape.
+#[derive(Debug, Serialize)]
+pub(crate) struct Shape {
+    #[serde(flatten)]
+    pub(super) problem: Problem,
+    /// Floating-point operations of each rank.
+    pub(super) flops: f64,
+    /// One GEMM of the whole, without communication, in turn with the lowerings.
+    pub(super) compute: Submitted,
+    /// The same in as many GEMMs as there are ranks.
+    pub(super) compute_chunks: Submitted,
+    /// Bytes that a rank receives over the link's rate, in seconds.
+    pub(super) link_limit: f64,
+    pub(super) lowerings: Vec<Row>,
+    /// The lowering that a plan chooses, and why.
+    pub(super) choice: String,
+}
+
+/// A lowering's times, and the error of its result.
+#[derive(Debug, Serialize)]
+pub(super) struct Row {
+    pub(super) lowering: String,
+    /// Its open parameters, as the cost model chose them.
+    pub(super) parameters: String,
+    /// Whether a plan chooses it.
+    pub(super) chosen: bool,
+    /// Whether the cost model alone would choose it.
+    pub(super) modelled: bool,
+    /// The cost model's estimate, in seconds.
+    pub(super) expected: f64,
+    pub(super) times: Submitted,
+    /// Of the faster submission.
+    pub(super) tflops: f64,
+    /// The GEMM's time alone over this one.
+    pub(super) of_compute: f64,
+    /// This time over that of the link alone.
+    pub(super) over_link: f64,
+    /// The collective's time over this one.
+    pub(super) over_collective: Option<f64>,
+    /// Relative, against a GEMM in double precision, on some rows.
+    pub(super) error: f64,
+    /// Relative, against the first lowering, on more rows.
+    pub(super) difference: f64,
+    pub(super) right: bool,
+}
+
+impl Shape {
+    /// Seconds that no lowering can be below.
+    pub(super) fn limit(&self) -> f64 {
+        self.compute.best().max(self.link_limit)
+    }
+
+    /// The fastest lowering with overlap.
+    pub(super) fn fastest(&self) -> Option<&Row> {
+        self.lowerings
+            .iter()
+            .filter(|row| row.lowering != COLLECTIVE)
+            .min_by(|a, b| a.times.best().total_cmp(&b.times.best()))
+    }
+
+    /// The collective and one GEMM.
+    pub(super) fn collective(&self) -> Option<&Row> {
+        self.lowerings.iter().find(|row| row.lowering == COLLECTIVE)
+    }
+
+    /// The lowering that a plan chooses.
+    pub(super) fn chosen(&self) -> Option<&Row> {
+        self.lowerings.iter().find(|row| row.chosen)
+    }
+
+    /// The fastest time of the chosen lowering's over the chosen one's; 1 where the choice was right.
+    pub(super) fn of_best(&self) -> Option<f64> {
+        self.chosen().and_then(|chosen| self.over_best(chosen))
+    }
+
+    /// The fastest time over that of the cost model's choice.
+    pub(super) fn model_of_best(&self) -> Option<f64> {
+        let modelled = self.lowerings.iter().find(|row| row.modelled);
+        modelled.and_then(|modelled| self.over_best(modelled))
+    }
+
+    fn over_best(&self, row: &Row) -> Option<f64> {
+        let best = self.lowerings.iter().map(|row| row.times.best());
+        best.min_by(f64::total_cmp)
+            .map(|best| best / row.times.best())
+    }
+}
+
+/// The lowering without overlap.
+pub(super) const COLLECTIVE: &str = "collective";
+
+/// How long a GEMM runs before the first is timed; a GPU takes some tens of milliseconds to raise
+/// its clocks.
+const WARM_UP: Duration = Duration::from_millis(100);
+
+/// Measures `problem`. Every rank calls this at the same time.
+pub(super) fn figures(
+    comm: &Communicator,
+    clock: &Clock<'_>,
+    problem: Problem,
+    settings: &Settings,
+) -> Result<Shape> {
+    let world = comm.world();
+    let mut gemm = Gemm::new(comm, problem, settings.seed)?;
+    let alone = Alone::new(&gemm)?;
+    clock.warm_up(WARM_UP, &|stream| alone.whole(stream))?;
+    let options = |lowering: Option<Lowering>| Options {
+        lowering,
+        streams: settings.streams.unwrap_or(DEFAULT_STREAMS),
+        ..Options::default()
+    };
+    // With the collective among them where there is an engine, as any caller's plan would be.
+    let choice = gemm.plan(&options(None))?.choice().clone();
+    let alone_by_model = Options {
+        trials: false,
+        ..options(None)
+    };
+    let modelled = gemm.plan(&alone_by_model)?.choice().name().to_owned();
+    let mut first = None;
+    let mut plans = Vec::new();
+    for lowering in settings.lowerings(problem.op)? {
+        let name = lowering.name().to_owned();
+        let plan = gemm
+            .plan(&options(Some(lowering)))
+            .with_context(|| format!("make a plan for {name}"))?;
+        let error = gemm
+            .error_of(&clock.stream, &|stream| Ok(plan.run(stream)?))
+            .with_context(|| format!("run {name}"))?;
+        let difference = difference(clock, &gemm, &mut first)?;
+        plans.push((plan, error, difference));
+    }
+    let runs: Vec<_> = plans
+        .iter()
+        .map(|(plan, ..)| |stream: &Stream| Ok(plan.run(stream)?))
+        .collect();
+    let (whole, chunks) = (
+        |stream: &Stream| alone.whole(stream),
+        |stream: &Stream| alone.chunks(stream),
+    );
+    let mut works: Vec<Work<'_>> = vec![&whole, &chunks];
+    works.extend(runs.iter().map(|run| run as Work<'_>));
+    let times = Submitted::in_turn(clock, settings.samples, &works)?;
+    let [compute, compute_chunks, times @ ..] = &times[..] else {
+        anyhow::bail!("nothing was timed");
+    };
+    if let Some(folder) = &settings.traces {
+        for plan in plans.iter().flat_map(|(plan, ..)| plan.plans()) {
+            if let Some(trace) = plan.trace(&clock.stream)? {
+                let Problem { m, k, n, .. } = problem;
+                let name = format!("{}-{m}-{k}-{n}.json", trace.program);
+                write_trace(&folder.join(name), &trace)?;
+            }
+        }
+    }
+    let flops = problem.flops(world);
+    let link_limit = problem.link_bytes(world) / settings.link;
+    let most = 2.0 * problem.dtype.matmul_tolerance().unwrap_or_default();
+    let mut rows = Vec::new();
+    for ((plan, error, difference), times) in plans.iter().zip(times) {
+        let own = plan.choice();
+        let estimate = own.estimates.first().context("no estimate of a lowering")?;
+        let best = times.best();
+        rows.push(Row {
+            lowering: own.name().to_owned(),
+            parameters: estimate.chosen.to_string(),
+            chosen: own.name() == choice.name(),
+            modelled: own.name() == modelled,
+            expected: estimate.expected.seconds(),
+            times: *times,
+            tflops: flops / best / 1e12,
+            of_compute: compute.best() / best,
+            over_link: best / link_limit,
+            over_collective: None,
+            error: *error,
+            difference: *difference,
+            right: gemm.is_right(*error) && *difference <= most,
+        });
+    }
+    let mut shape = Shape {
+        problem,
+        flops,
+        compute: *compute,
+        compute_chunks: *compute_chunks,
+        link_limit,
+        lowerings: rows,
+        choice: choice.to_string(),
+    };
+    if let Some(collective) = shape.collective().map(|row| row.times.best()) {
+        for row in &mut shape.lowerings {
+            row.over_collective = Some(collective / row.times.best());
+        }
+    }
+    Ok(shape)
+}
+
+/// The relative difference between what the result holds and what it held for the first lowering,
+/// on some rows; of the rank where it is largest.
+fn difference(clock: &Clock<'_>, gemm: &Gemm<'_>, first: &mut Option<Vec<f64>>) -> Result<f64> {
+    let now = gemm.some_rows()?;
+    let own = match first {
+        None => {
+            *first = Some(now);
+            0.0
+        }
+        Some(first) => {
+            let (mut difference, mut norm) = (0.0, 0.0);
+            for (now, first) in now.iter().zip(first) {
+                difference += (now - *first).powi(2);
+                norm += first.powi(2);
+            }
+            (difference / norm).sqrt()
+        }
+    };
+    // The largest is asked for, which a NaN is not.
+    let own = if own.is_nan() { f64::INFINITY } else { own };
+    Ok(clock.slowest(vec![own])?.median)
+}
+
+/// The GEMM of a rank without any communication.
+struct Alone {
+    whole: MatmulSpec,
+    chunk: MatmulSpec,
+    a: DeviceSlice,
+    b: DeviceSlice,
+    c: DeviceSlice,
+    compute: std::sync::Arc<dyn warplink::device::Compute>,
+}
+
+impl Alone {
+    fn new(gemm: &Gemm<'_>) -> Result<Self> {
+        let comm = gemm.comm;
+        let (device, world) = (comm.device(), comm.world());
+        let Problem {
+            op, m, k, n, dtype, ..
+        } = gemm.problem;
+        let (a, c, depth) = match op {
+            Op::AllGatherMatmul => {
+                // Its own part again and again: the content decides about the power that a GEMM
+                // takes, so it may not be just anything.
+                let a = device.allocate(m * k * dtype.size(), AllocationKind::Plain)?;
+                let stream = comm.create_stream(warplink::device::Priority::Normal)?;
+                let part = gemm.a.bytes();
+                for index in 0..world {
+                    stream.copy(&a.slice(index * part..(index + 1) * part)?, &gemm.a)?;
+                }
+                comm.synchronize(&stream)?;
+                (a, gemm.c.clone(), k)
+            }
+            Op::MatmulReduceScatter => {
+                let c = device.allocate(m * n * dtype.size(), AllocationKind::Plain)?;
+                (gemm.a.clone(), c, k / world)
+            }
+        };
+        let whole = gemm.problem.spec(m, depth);
+        let chunk = gemm.problem.spec(m / world, depth);
+        let compute = comm.compute()?;
+        compute.prepare_matmul(&whole)?;
+        compute.prepare_matmul(&chunk)?;
+        Ok(Self {
+            whole,
+            chunk,
+            a,
+            b: gemm.b.clone(),
+            c,
+            compute,
+        })
+    }
+
+    fn whole(&self, stream: &Stream) -> Result<()> {
+        let Self { a, b, c, .. } = self;
+        Ok(self.compute.matmul(stream, &self.whole, a, b, c, None)?)
+    }
+
+    fn chunks(&self, stream: &Stream) -> Result<()> {
+        let chunks = self.whole.m / self.chunk.m;
+        let (rows, results) = (self.a.bytes() / chunks, self.c.bytes() / chunks);
+        for index in 0..chunks {
+            let a = self.a.slice(index * rows..(index + 1) * rows)?;
+            let c = self.c.slice(index * results..(index + 1) * results)?;
+            self.compute
+                .matmul(stream, &self.chunk, &a, &self.b, &c, None)?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,171 @@
+//! Buffers and signal words of both neighbours for `bench p2p`, and the check of received bytes.
+
+use super::Method;
+use crate::commands::bench::clock::{Clock, Submission};
+use crate::commands::bench::peers::{SecondStream, neighbours, share};
+use crate::names::name_of;
+use anyhow::{Context, Result, bail};
+use std::cell::Cell;
+use std::sync::Arc;
+use warplink::Communicator;
+use warplink::device::{CollectiveEngine, DeviceSlice, MemoryOp, Priority, Stream, Word};
+use warplink::memory::{Region, RemoteRegion};
+
+/// The same for every size.
+pub(super) struct Rig<'a> {
+    pub(super) clock: Clock<'a>,
+    pub(super) second: SecondStream,
+    pub(super) ring: bool,
+    pub(super) engine: Option<Arc<dyn CollectiveEngine>>,
+    // The ranks that this one sends to and receives from.
+    pub(super) right: usize,
+    pub(super) left: usize,
+    pub(super) own: Region,
+    pub(super) into: Region,
+    // For raw copies: the receive buffer of the right neighbour, and the send buffer of the left one.
+    pub(super) remote_into: RemoteRegion,
+    pub(super) remote_own: RemoteRegion,
+    // For the raw sequence: the words of the right neighbour, and this rank's.
+    remote_words: [Word; 2],
+    words: [Word; 2],
+    // Signals that the raw sequence sent and received outside of graphs.
+    sent: Cell<u64>,
+    received: Cell<u64>,
+}
+
+impl<'a> Rig<'a> {
+    pub(super) fn new(
+        comm: &'a Communicator,
+        largest: usize,
+        ring: bool,
+        nccl: bool,
+    ) -> Result<Self> {
+        let clock = Clock::new(comm, Priority::High)?;
+        let (own, into) = (comm.alloc(largest)?, comm.alloc(largest)?);
+        let sent: Vec<u8> = (0..largest).map(|at| pattern(comm.rank(), at)).collect();
+        own.upload(&sent)?;
+        let words = comm.register(&comm.device().allocate_signals(4096)?)?;
+        let (right, left) = Self::peers(comm, ring);
+        let remote_into = share_with(comm, &into, right)?;
+        let remote_own = share_with(comm, &own, left)?;
+        let remote_words = share_with(comm, &words, right)?;
+        let pair =
+            |slice: &DeviceSlice| -> Result<[Word; 2]> { Ok([slice.word(0)?, slice.word(64)?]) };
+        let engine = nccl.then(|| comm.collective_engine()).transpose();
+        let engine =
+            engine.context("load the vendor's library; help: use --no-nccl to leave it out")?;
+        Ok(Self {
+            second: SecondStream::new(comm)?,
+            clock,
+            ring,
+            engine,
+            right,
+            left,
+            own,
+            into,
+            remote_into,
+            remote_own,
+            remote_words: pair(remote_words.memory())?,
+            words: pair(words.memory())?,
+            sent: Cell::new(0),
+            received: Cell::new(0),
+        })
+    }
+
+    /// The neighbours in the ring, or the other of the pair; further ranks only keep the barriers.
+    fn peers(comm: &Communicator, ring: bool) -> (usize, usize) {
+        let (rank, world) = (comm.rank(), comm.world());
+        match (ring, rank) {
+            (false, 0) => (1, 1),
+            (false, 1) => (0, 0),
+            _ => {
+                let [left, right] = neighbours(rank, world);
+                (right, left)
+            }
+        }
+    }
+
+    pub(super) fn takes_part(&self) -> bool {
+        self.ring || self.clock.comm.rank() < 2
+    }
+
+    /// Sets the word of the right neighbour: outside of a graph to the number of signals so far, in a
+    /// graph to 1, which the receiver resets.
+    pub(super) fn signal(&self, stream: &Stream, submission: Submission) -> Result<()> {
+        let [counted, toggled] = &self.remote_words;
+        let operation = match submission {
+            Submission::Eager => MemoryOp::Write {
+                word: counted,
+                value: next(&self.sent),
+            },
+            Submission::Captured => MemoryOp::Write {
+                word: toggled,
+                value: 1,
+            },
+        };
+        Ok(stream.memory_ops(&[operation])?)
+    }
+
+    pub(super) fn await_signal(&self, stream: &Stream, submission: Submission) -> Result<()> {
+        let [counted, toggled] = &self.words;
+        match submission {
+            Submission::Eager => stream.memory_ops(&[MemoryOp::Wait {
+                word: counted,
+                value: next(&self.received),
+            }])?,
+            Submission::Captured => stream.memory_ops(&[
+                MemoryOp::Wait {
+                    word: toggled,
+                    value: 1,
+                },
+                MemoryOp::Reset { word: toggled },
+            ])?,
+        }
+        Ok(())
+    }
+
+    /// Fails unless the received bytes are those that the rank to the left sent, at both ends of the
+    /// buffer; then overwrites them for the next method.
+    pub(super) fn check(&self, bytes: usize, method: Method) -> Result<()> {
+        let rank = self.clock.comm.rank();
+        if self.ring || rank == 1 {
+            let part = bytes.min(64 << 10);
+            for start in [0, bytes - part] {
+                let got = self.into.slice(start..start + part)?.download()?;
+                let wrong = got
+                    .iter()
+                    .zip(start..)
+                    .position(|(byte, at)| *byte != pattern(self.left, at));
+                if let Some(at) = wrong {
+                    bail!(
+                        "rank {rank}: byte {} of {bytes} received by {} is wrong; expected what the peer sent",
+                        start + at,
+                        name_of(&method)
+                    );
+                }
+            }
+        }
+        // A peer's last copy may still be in flight until it has passed the barrier.
+        self.clock.comm.barrier()?;
+        self.clock.stream.fill(&self.into, 0xff)?;
+        self.clock.comm.synchronize(&self.clock.stream)?;
+        Ok(self.clock.comm.barrier()?)
+    }
+}
+
+fn next(count: &Cell<u64>) -> u64 {
+    count.set(count.get() + 1);
+    count.get()
+}
+
+/// Byte `at` of the buffer that `rank` sends; it differs from rank to rank and from byte to byte.
+fn pattern(rank: usize, at: usize) -> u8 {
+    (at * 31 + rank * 7 + (at >> 9)) as u8
+}
+
+/// Maps the `region` of rank `from`.
+fn share_with(comm: &Communicator, region: &Region, from: usize) -> Result<RemoteRegion> {
+    let all = share(comm, region)?;
+    let mapped = all.into_iter().nth(from).flatten();
+    mapped.with_context(|| format!("rank {from} has no region"))
+}

@@ -1,0 +1,519 @@
+//! `warplink bench section`: a program made of kernel sections, beside the vendor's collective.
+
+mod memory;
+
+use crate::commands::bench::case::{Case, Range, Setup};
+use crate::commands::bench::clock::{Clock, Submission, Times, Work};
+use crate::commands::bench::peers::optional;
+use crate::commands::bench::plot::{Drawing, Point};
+use crate::commands::bench::report::{Columns, Figures, micros, or_empty};
+use crate::commands::program::{Source, Text};
+use crate::gemm::common_seed;
+use crate::names::{as_name, name_of};
+use crate::options::Options;
+use crate::report::bytes::Bytes;
+use crate::report::print_message;
+use anyhow::{Context, Result, ensure};
+use clap::{Args, ValueEnum};
+use memory::{Memory, tensors};
+use serde::Serialize;
+use std::collections::HashSet;
+use std::process::ExitCode;
+use warplink::device::{KernelResources, Priority, Stream};
+use warplink::program::ir::{Role, Statement, StatementKind};
+use warplink::program::{
+    Bindings, Executor, KernelReport, Parameters, Plan, PrepareOptions, Program,
+};
+use warplink::{Communicator, ErrorKind};
+
+/// Time a program of kernel sections
+///
+/// Runs the program in graphs of many runs, for each size and each combination of the values to try, and
+/// the vendor's collective in turn with it. The program has one input and one output. Times are medians for a
+/// run, of the slowest rank; the column named after the collective has its time in us. 'speedup' is that time
+/// divided by the program's: below 1, the collective is faster. 'differ' is the number of elements of all ranks'
+/// outputs that are not exactly the collective's, in some runs with other inputs each time; the exit status is 1 if
+/// there are any. The other columns are the kernels' lanes and threads, their registers, how many of their blocks fit a multiprocessor, and the values of
+/// --try.
+#[derive(Debug, Args)]
+#[command(after_help = "Examples:\n  \
+    warplink bench section examples/programs/all_reduce_one_shot.wlp -n 2 --param T=bf16 --sizes 1KiB,64KiB\n  \
+    warplink bench section examples/programs/all_reduce_read.wlp -n 2 --try lanes=32,64 --try threads=512,1024")]
+pub(crate) struct Section {
+    #[command(flatten)]
+    source: Source,
+    /// The parameter that is the number of elements
+    #[arg(long, value_name = "NAME", default_value = "n")]
+    length: String,
+    /// Values of a parameter to try; may be repeated
+    #[arg(long = "try", value_name = "NAME=A,B", value_parser = values)]
+    tried: Vec<(String, Vec<i64>)>,
+    /// The collective that it is compared with, as in program text
+    #[arg(
+        long,
+        value_enum,
+        value_name = "COLLECTIVE",
+        default_value = "all_reduce"
+    )]
+    against: Against,
+    /// Runs in a graph [default: 4 to 100, by size]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
+    runs: Option<u16>,
+    /// Do not verify the program first
+    #[arg(long)]
+    unverified: bool,
+    /// Print every combination, not only the fastest for each size
+    #[arg(long)]
+    all: bool,
+    #[arg(skip)]
+    text: Option<Text>,
+}
+
+/// The collective that a program is compared with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+#[value(rename_all = "snake_case")]
+enum Against {
+    AllReduce,
+    AllGather,
+    ReduceScatter,
+    AllToAll,
+    Nothing,
+}
+
+#[derive(Debug, Serialize)]
+struct Row {
+    bytes: usize,
+    values: Vec<(String, i64)>,
+    seconds: Times,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    collective: Option<Times>,
+    /// Elements of all ranks' outputs that differ.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    different: Option<u64>,
+    kernels: Vec<Kernel>,
+}
+
+#[derive(Clone, Copy, Debug, Serialize)]
+struct Kernel {
+    line: u32,
+    lanes: usize,
+    threads: usize,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    registers: Option<u32>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    shared_bytes: Option<u32>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    local_bytes: Option<u32>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    blocks_per_multiprocessor: Option<u32>,
+}
+
+#[derive(Debug, Serialize)]
+pub(crate) struct Sections {
+    program: String,
+    #[serde(serialize_with = "as_name")]
+    against: Against,
+    rows: Vec<Row>,
+}
+
+impl Case for Section {
+    const NAME: &'static str = "section";
+    const SAMPLES: [u16; 2] = [10, 10];
+    const SIZES: Option<Range> = Some(Range::of_bytes(1 << 10, [16 << 20, 16 << 20], 4));
+    type Figures = Sections;
+
+    fn prepare(&mut self, _: &Options) -> Result<Option<ExitCode>> {
+        self.text = Some(self.source.read_for_ranks()?);
+        Ok(None)
+    }
+
+    /// Fails where nothing could be measured, or the options do not fit the program.
+    fn check(&self, setup: &Setup) -> Result<()> {
+        let text = self.text()?;
+        let (name, length) = (&text.program.name, &self.length);
+        let subprograms = text.program.subprograms.iter();
+        let mut bodies = subprograms.map(|subprogram| &subprogram.body);
+        ensure!(
+            has_kernel(&text.program.body) || bodies.any(|body| has_kernel(body)),
+            "program '{name}' has no kernel section; expected at least one; help: time it with warplink program run"
+        );
+        let parameters = text.program.parameters.iter();
+        let parameters: Vec<&str> = parameters.map(|it| it.name.as_str()).collect();
+        ensure!(
+            parameters.contains(&length.as_str()),
+            "--length is '{length}', which is no parameter of '{name}'; expected one of {}",
+            parameters.join(", ")
+        );
+        ensure!(
+            text.parameters.value(length).is_none(),
+            "--param gives '{length}' a value; expected none, since it is the number of elements, which --sizes \
+             gives; help: leave it out, or name another parameter with --length"
+        );
+        let tried = self.tried.iter().map(|(name, _)| name.as_str());
+        let known: Vec<&str> = tried.chain([length.as_str()]).collect();
+        let missing = text.missing_options(&known);
+        ensure!(
+            missing.is_empty(),
+            "program '{name}' has parameters without values; expected one for each; help: give {}",
+            missing.join(" ")
+        );
+        let given = text.parameters.iter().map(|(name, _)| name);
+        for given in given.chain(self.tried.iter().map(|(name, _)| name.as_str())) {
+            ensure!(
+                parameters.contains(&given),
+                "unknown parameter '{given}' of '{name}'; expected {}",
+                parameters.join(", ")
+            );
+        }
+        for (at, (tried, _)) in self.tried.iter().enumerate() {
+            ensure!(
+                text.parameters.value(tried).is_none(),
+                "--param and --try both give '{tried}' values; expected one of them"
+            );
+            ensure!(
+                self.tried
+                    .iter()
+                    .skip(at + 1)
+                    .all(|(name, _)| name != tried),
+                "--try gives '{tried}' values twice; expected once"
+            );
+        }
+        ensure!(
+            self.tried.iter().all(|(name, _)| name != length),
+            "--try gives '{length}' values; expected none, since it is the number of elements, which --sizes \
+             gives; help: leave it out, or name another parameter with --length"
+        );
+        // The output is at least as long as a part of the input.
+        let largest = setup.largest() as u128;
+        crate::memory::check(setup.kind, setup.world, largest, largest)
+    }
+
+    fn measure(&self, comm: &Communicator, setup: &Setup) -> Result<Sections> {
+        let text = self.text()?;
+        let clock = Clock::new(comm, Priority::Normal)?;
+        let executor = comm.executor();
+        let seed = common_seed(comm, None)?;
+        let mut rows: Vec<Row> = Vec::new();
+        // Each reason to skip values is printed once, and not for each size.
+        let mut printed = HashSet::new();
+        for &bytes in &setup.sizes {
+            let (mut measured, mut refused, mut skipped) = (Vec::new(), None, Vec::new());
+            for values in combinations(&self.tried) {
+                let mut parameters = text.parameters.clone();
+                for (name, value) in &values {
+                    parameters.insert(name.as_str(), *value);
+                }
+                let program = (&text.program, parameters);
+                match self.row(&clock, &executor, program, (bytes, seed), setup.samples) {
+                    Ok(row) => measured.push(Row { values, ..row }),
+                    // On all ranks alike: the program does not take these values.
+                    Err(error) if is_refusal(&error) => {
+                        skipped.push(format!("{} skipped: {error:#}", assignments(&values)));
+                        refused = Some(error);
+                    }
+                    Err(error) => return Err(error),
+                }
+            }
+            // Some of the values that are tried may not suit a program, but not all of them.
+            if let (true, Some(error)) = (measured.is_empty(), refused) {
+                return Err(error);
+            }
+            if comm.rank() == 0 {
+                for text in skipped.iter().filter(|text| !printed.contains(*text)) {
+                    print_message(text);
+                }
+                printed.extend(skipped);
+            }
+            if !self.all {
+                measured.sort_by(|a, b| a.seconds.median.total_cmp(&b.seconds.median));
+                measured.truncate(1);
+            }
+            rows.extend(measured);
+        }
+        Ok(Sections {
+            program: text.program.name.clone(),
+            against: self.against,
+            rows,
+        })
+    }
+}
+
+impl Section {
+    fn text(&self) -> Result<&Text> {
+        self.text.as_ref().context("the program was not read")
+    }
+
+    fn row(
+        &self,
+        clock: &Clock<'_>,
+        executor: &Executor,
+        (program, mut parameters): (&Program, Parameters),
+        (bytes, seed): (usize, u64),
+        samples: usize,
+    ) -> Result<Row> {
+        let comm = clock.comm;
+        let options = PrepareOptions {
+            streams: self.source.streams.into(),
+            verify: !self.unverified,
+        };
+        // The element type is known when the program is unrolled for some length.
+        parameters.insert(self.length.as_str(), 1);
+        let unchecked = PrepareOptions {
+            verify: false,
+            ..options
+        };
+        let dtype = tensors(
+            &executor.prepare(program, &parameters, unchecked)?,
+            Role::Input,
+        )?
+        .1;
+        let elements = bytes / dtype.size();
+        parameters.insert(self.length.as_str(), i64::try_from(elements)?);
+        let prepared = executor.prepare(program, &parameters, options)?;
+        let memory = Memory::new(comm, &prepared, seed)?;
+        let mut bindings = Bindings::new();
+        bindings.insert(memory.input.0.clone(), memory.input.1.clone());
+        bindings.insert(memory.output.0.clone(), memory.output.1.clone());
+        let plan = prepared.bind(&bindings)?;
+        let collective = self.collective(executor, &memory, comm)?;
+
+        let runs = self.runs.map_or_else(
+            || match bytes {
+                ..=0x4_0000 => 100,
+                0x4_0001..=0x40_0000 => 40,
+                0x40_0001..=0x100_0000 => 12,
+                _ => 4,
+            },
+            usize::from,
+        );
+        let repeat = |plan: &Plan, stream: &Stream| -> Result<()> {
+            (0..runs).try_for_each(|_| Ok(plan.run(stream)?))
+        };
+        let section: Work<'_> = &|stream| repeat(&plan, stream);
+        let vendor: Work<'_> = &|stream| match &collective {
+            Some(plan) => repeat(plan, stream),
+            None => Ok(()),
+        };
+        let works = [section, vendor];
+        let works = if collective.is_some() {
+            &works[..]
+        } else {
+            &works[..1]
+        };
+        let times = clock.measure_in_turn(samples, Submission::Captured, works)?;
+        let mut times = times
+            .into_iter()
+            .map(|times| times.stream.divided(runs as f64));
+        let different = match &collective {
+            Some(collective) => Some(memory.compare(clock, [&plan, collective])?),
+            None => None,
+        };
+        Ok(Row {
+            bytes: elements * dtype.size(),
+            values: Vec::new(),
+            seconds: times.next().context("nothing was timed")?,
+            collective: times.next(),
+            different,
+            kernels: plan.kernels()?.into_iter().map(Kernel::from).collect(),
+        })
+    }
+
+    /// The plan of the vendor's collective over the same input; none where it is not wanted or missing.
+    fn collective(
+        &self,
+        executor: &Executor,
+        memory: &Memory,
+        comm: &Communicator,
+    ) -> Result<Option<Plan>> {
+        let arguments = match self.against {
+            Against::Nothing => return Ok(None),
+            Against::AllReduce | Against::ReduceScatter => ", sum",
+            Against::AllGather | Against::AllToAll => "",
+        };
+        let (dtype, name) = (memory.dtype, name_of(&self.against));
+        let [input, output] =
+            [&memory.input.1, &memory.expected].map(|slice| slice.bytes() / dtype.size());
+        let world = comm.world();
+        let fits = match self.against {
+            Against::Nothing => true,
+            Against::AllReduce | Against::AllToAll => input == output,
+            Against::AllGather => input * world == output,
+            Against::ReduceScatter => input == output * world,
+        };
+        ensure!(
+            fits,
+            "the input has {input} elements and the output {output}, which no {name} of {world} ranks has; \
+             help: name the collective with --against, or --against nothing"
+        );
+        let text = format!(
+            "program vendor() {{\n input X: {dtype}[{input}]\n output Y: {dtype}[{output}]\n Y = {name}(X{arguments})\n}}\n"
+        );
+        let program = Program::parse(&text)?;
+        let prepared = executor.prepare(&program, &Parameters::new(), PrepareOptions::default())?;
+        let mut bindings = Bindings::new();
+        bindings.insert("X".to_owned(), memory.input.1.clone());
+        bindings.insert("Y".to_owned(), memory.expected.clone());
+        optional(comm, &name, prepared.bind(&bindings))
+    }
+}
+
+impl Figures for Sections {
+    fn is_right(&self) -> bool {
+        let mut different = self.rows.iter().map(|row| row.different);
+        different.all(|count| count.is_none_or(|count| count == 0))
+    }
+
+    fn title(&self, job: &str) -> String {
+        format!("{}, {job}; runs in graphs", self.program)
+    }
+
+    fn tables(&self) -> String {
+        let each = |of: fn(&Kernel) -> String| {
+            move |row: &Row| {
+                let all: Vec<String> = row.kernels.iter().map(of).collect();
+                all.join(", ")
+            }
+        };
+        Columns::<Row>::new()
+            .number("bytes", |row| row.bytes.to_string())
+            .number("us", |row| micros(row.seconds.median))
+            .number("GB/s", |row| {
+                format!("{:.1}", row.bytes as f64 / row.seconds.median / 1e9)
+            })
+            .number(name_of(&self.against), |row| {
+                or_empty(row.collective, |times| micros(times.median))
+            })
+            .number("speedup", |row| {
+                or_empty(row.collective, |times| {
+                    format!("{:.2}", times.median / row.seconds.median)
+                })
+            })
+            .number("differ", |row| {
+                or_empty(row.different, |count| count.to_string())
+            })
+            .number(
+                "lanes x threads",
+                each(|kernel| format!("{} x {}", kernel.lanes, kernel.threads)),
+            )
+            .number(
+                "registers",
+                each(|kernel| or_empty(kernel.registers, |count| count.to_string())),
+            )
+            .number(
+                "blocks fit",
+                each(|kernel| {
+                    or_empty(kernel.blocks_per_multiprocessor, |count| count.to_string())
+                }),
+            )
+            .words("values", |row| assignments(&row.values))
+            .table(&self.rows)
+    }
+
+    fn drawing(&self) -> Drawing {
+        let points = self.rows.iter().flat_map(|row| {
+            let point = |line: String, times: Times| Point {
+                panel: "time in us".to_owned(),
+                line,
+                size: Bytes(row.bytes as u64).to_string(),
+                value: times.median * 1e6,
+                logarithmic: true,
+            };
+            let own = format!("{} {}", self.program, assignments(&row.values));
+            let collective = row.collective;
+            let collective = collective.map(|times| point(name_of(&self.against), times));
+            [point(own.trim_end().to_owned(), row.seconds)]
+                .into_iter()
+                .chain(collective)
+        });
+        Drawing::Lines(points.collect())
+    }
+}
+
+impl From<KernelReport> for Kernel {
+    fn from(report: KernelReport) -> Self {
+        let of = |value: fn(&KernelResources) -> u32| report.resources.as_ref().map(value);
+        Self {
+            line: report.line,
+            lanes: report.lanes,
+            threads: report.threads,
+            registers: of(|r| r.registers),
+            shared_bytes: of(|r| r.shared_bytes),
+            local_bytes: of(|r| r.local_bytes),
+            blocks_per_multiprocessor: of(|r| r.blocks_per_multiprocessor),
+        }
+    }
+}
+
+/// `lanes=8 threads=64`.
+fn assignments(values: &[(String, i64)]) -> String {
+    let values = values.iter().map(|(name, value)| format!("{name}={value}"));
+    values.collect::<Vec<_>>().join(" ")
+}
+
+/// Whether the statements, or those within them, have a kernel section.
+fn has_kernel(body: &[Statement]) -> bool {
+    body.iter().any(|statement| match &statement.kind {
+        StatementKind::Kernel(_) => true,
+        StatementKind::For(repetition) => has_kernel(&repetition.body),
+        StatementKind::Fork { body, .. } => has_kernel(body),
+        StatementKind::If(branch) => {
+            let mut arms = branch.arms.iter();
+            arms.any(|arm| has_kernel(&arm.body)) || has_kernel(&branch.otherwise)
+        }
+        _ => false,
+    })
+}
+
+/// Every combination of one value for each parameter.
+fn combinations(tried: &[(String, Vec<i64>)]) -> Vec<Vec<(String, i64)>> {
+    tried.iter().fold(vec![Vec::new()], |all, (name, values)| {
+        let with = |before: &Vec<(String, i64)>, value: &i64| {
+            let mut next = before.clone();
+            next.push((name.clone(), *value));
+            next
+        };
+        all.iter()
+            .flat_map(|before| values.iter().map(move |value| with(before, value)))
+            .collect()
+    })
+}
+
+/// `lanes=8,16`.
+fn values(text: &str) -> Result<(String, Vec<i64>), String> {
+    let read = || {
+        let (name, values) = text.split_once('=')?;
+        let values: Vec<i64> = values
+            .split(',')
+            .map(|value| value.trim().parse().ok())
+            .collect::<Option<_>>()?;
+        warplink::program::text::is_name(name.trim()).then(|| (name.trim().to_owned(), values))
+    };
+    read().ok_or_else(|| "expected a name and integers, as in lanes=8,16".to_owned())
+}
+
+/// Whether the program does not take the values, on any rank.
+fn is_refusal(error: &anyhow::Error) -> bool {
+    error
+        .downcast_ref::<warplink::Error>()
+        .is_some_and(|error| {
+            matches!(
+                error.kind(),
+                ErrorKind::InvalidArgument | ErrorKind::Verification | ErrorKind::Unsupported
+            )
+        })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn all_values_are_combined() {
+        let tried = [("a".to_owned(), vec![1, 2]), ("b".to_owned(), vec![3])];
+        let named = |a, b| vec![("a".to_owned(), a), ("b".to_owned(), b)];
+        assert_eq!(combinations(&tried), [named(1, 3), named(2, 3)]);
+        assert_eq!(combinations(&[]), [Vec::new()]);
+        assert_eq!(values("lanes=8, 16"), Ok(("lanes".to_owned(), vec![8, 16])));
+        assert!(values("lanes").is_err() && values("lanes=x").is_err());
+    }
+}

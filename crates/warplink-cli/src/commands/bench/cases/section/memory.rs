@@ -1,0 +1,116 @@
+//! Input, output and expected output of one size, and their comparison.
+
+use crate::commands::bench::cases::collective::data::{Inputs, different};
+use crate::commands::bench::clock::Clock;
+use crate::commands::bench::peers::total;
+use crate::memory;
+use anyhow::{Context, Result, ensure};
+use warplink::collective::{Call, CollectiveKind};
+use warplink::device::{AllocationKind, DeviceSlice, ReduceOp};
+use warplink::program::ir::Role;
+use warplink::program::{Plan, Prepared};
+use warplink::{Communicator, DType};
+
+/// Runs that are compared, each with inputs of its own.
+const COMPARED: u64 = 4;
+
+/// The memory of a rank for one size.
+pub(super) struct Memory {
+    pub(super) dtype: DType,
+    seed: u64,
+    pub(super) input: (String, DeviceSlice),
+    pub(super) output: (String, DeviceSlice),
+    /// For the collective.
+    pub(super) expected: DeviceSlice,
+}
+
+impl Memory {
+    pub(super) fn new(comm: &Communicator, prepared: &Prepared, seed: u64) -> Result<Self> {
+        let device = comm.device();
+        let (input, dtype, bytes) = tensors(prepared, Role::Input)?;
+        let (output, _, output_bytes) = tensors(prepared, Role::Output)?;
+        let (host, all) = (
+            bytes.max(output_bytes) as u128,
+            bytes as u128 + 2 * output_bytes as u128,
+        );
+        memory::check(device.kind(), comm.world(), host, all)?;
+        let allocate = |bytes| device.allocate(bytes, AllocationKind::Plain);
+        let (source, target, expected) = (
+            allocate(bytes)?,
+            allocate(output_bytes)?,
+            allocate(output_bytes)?,
+        );
+        let memory = Self {
+            dtype,
+            seed,
+            input: (input, source),
+            output: (output, target),
+            expected,
+        };
+        memory.fill(comm, 0)?;
+        Ok(memory)
+    }
+
+    /// Writes the input of a run: small integers, whose sums are exact in any order.
+    fn fill(&self, comm: &Communicator, run: u64) -> Result<()> {
+        let inputs = Inputs {
+            call: Call {
+                kind: CollectiveKind::AllReduce,
+                op: Some(ReduceOp::Sum),
+                dtype: self.dtype,
+                count: self.input.1.bytes() / self.dtype.size(),
+                root: None,
+            },
+            world: comm.world(),
+            seed: self.seed.wrapping_add(run),
+        };
+        let data = inputs.of(comm.rank())?;
+        Ok(comm.device().upload(&self.input.1, &data)?)
+    }
+
+    /// Replays graphs of both plans with other inputs each time, and counts the elements that differ.
+    pub(super) fn compare(&self, clock: &Clock<'_>, plans: [&Plan; 2]) -> Result<u64> {
+        let (comm, stream) = (clock.comm, &clock.stream);
+        let [section, vendor] = plans.map(|plan| clock.capture(&|stream| Ok(plan.run(stream)?)));
+        let (section, vendor) = (section?, vendor?);
+        (1..=COMPARED).try_fold(0, |sum, run| {
+            self.fill(comm, run)?;
+            section.launch(stream)?;
+            vendor.launch(stream)?;
+            comm.synchronize(stream)?;
+            Ok(sum + self.different(comm)?)
+        })
+    }
+
+    /// The number of elements of the two outputs that differ, on all ranks together.
+    fn different(&self, comm: &Communicator) -> Result<u64> {
+        let download = |slice: &DeviceSlice| -> Result<Vec<u8>> {
+            let mut bytes = vec![0; slice.bytes()];
+            comm.device().download(slice, &mut bytes)?;
+            Ok(bytes)
+        };
+        let (here, there) = (download(&self.output.1)?, download(&self.expected)?);
+        let own = different(self.dtype, &here, &there) as u64;
+        total(comm, own)
+    }
+}
+
+/// The only tensor of a role: its name, type and bytes.
+pub(super) fn tensors(prepared: &Prepared, role: Role) -> Result<(String, DType, usize)> {
+    let tensors = &prepared.rank_program().tensors;
+    let found: Vec<_> = tensors
+        .iter()
+        .filter(|tensor| tensor.role == role)
+        .collect();
+    let what = match role {
+        Role::Input => "input",
+        _ => "output",
+    };
+    ensure!(
+        found.len() == 1,
+        "the program has {} tensors that are {what}; expected one",
+        found.len()
+    );
+    let found = found.first().context("there is no such tensor")?;
+    Ok((found.name.to_string(), found.dtype, found.bytes))
+}

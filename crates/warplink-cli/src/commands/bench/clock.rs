@@ -1,0 +1,214 @@
+//! Timing of stream work over all ranks.
+//!
+//! Every sample starts with a barrier of the hosts and then one of the streams, and its time is that of
+//! the slowest rank: the time of one rank alone would include waiting for a late peer.
+
+use anyhow::{Context, Result};
+use clap::ValueEnum;
+use std::time::{Duration, Instant};
+use warplink::device::{Event, Graph, Priority, Stream};
+use warplink::p2p::{Path, StreamBarrier};
+use warplink::{Communicator, Deadline};
+
+/// How stream work is submitted to the device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, serde::Deserialize, serde::Serialize)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum Submission {
+    /// Operation by operation
+    Eager,
+    /// As a graph, captured once
+    Captured,
+}
+
+/// Median and spread of the samples, in seconds.
+#[derive(Clone, Copy, Debug, serde::Deserialize, serde::Serialize)]
+pub(crate) struct Times {
+    pub(crate) median: f64,
+    pub(crate) least: f64,
+    pub(crate) most: f64,
+}
+
+impl Times {
+    /// The time of each of `parts` equal parts.
+    pub(crate) fn divided(self, parts: f64) -> Self {
+        Self {
+            median: self.median / parts,
+            least: self.least / parts,
+            most: self.most / parts,
+        }
+    }
+}
+
+/// Time that work took.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Taken {
+    /// From its beginning to its end in the stream.
+    pub(crate) stream: Times,
+    /// Time of the host to enqueue it.
+    pub(crate) host: Times,
+}
+
+/// Stream work that enqueues the same on every call.
+pub(crate) type Work<'a> = &'a dyn Fn(&Stream) -> Result<()>;
+
+/// Measures on one stream of every rank.
+pub(crate) struct Clock<'a> {
+    pub(crate) comm: &'a Communicator,
+    pub(crate) stream: Stream,
+    begin: Event,
+    end: Event,
+    barrier: StreamBarrier,
+}
+
+impl<'a> Clock<'a> {
+    /// Every rank makes one at the same time.
+    pub(crate) fn new(comm: &'a Communicator, priority: Priority) -> Result<Self> {
+        let stream = comm.create_stream(priority)?;
+        let (begin, end) = (
+            comm.device().create_event(true)?,
+            comm.device().create_event(true)?,
+        );
+        Ok(Self {
+            comm,
+            stream,
+            begin,
+            end,
+            barrier: comm.stream_barrier_by(Path::OneBlock)?,
+        })
+    }
+
+    /// Repeats `work`, which waits for no other rank, for `time`: a device that was idle while inputs were
+    /// drawn is slow at first.
+    pub(crate) fn warm_up(&self, time: Duration, work: Work<'_>) -> Result<()> {
+        let start = Instant::now();
+        while start.elapsed() < time {
+            work(&self.stream)?;
+            self.comm.synchronize(&self.stream)?;
+        }
+        Ok(())
+    }
+
+    /// A graph of `work`.
+    pub(crate) fn capture(&self, work: Work<'_>) -> Result<Graph> {
+        self.stream.begin_capture()?;
+        work(&self.stream).context("while a graph was captured")?;
+        Ok(self.stream.end_capture()?)
+    }
+
+    /// Runs `work` once to its end.
+    pub(crate) fn run(&self, submission: Submission, work: Work<'_>) -> Result<()> {
+        match submission {
+            Submission::Eager => work(&self.stream)?,
+            Submission::Captured => self.capture(work)?.launch(&self.stream)?,
+        }
+        Ok(self.comm.synchronize(&self.stream)?)
+    }
+
+    /// Times `work`, which enqueues the same on every call, `samples` times after warming up.
+    pub(crate) fn measure(
+        &self,
+        samples: usize,
+        submission: Submission,
+        work: Work<'_>,
+    ) -> Result<Times> {
+        let times = self.measure_in_turn(samples, submission, &[work])?;
+        let first = times.first().context("nothing was timed")?;
+        Ok(first.stream)
+    }
+
+    /// As [`measure_in_turn`](Self::measure_in_turn), one operation after another, for `limit` at most.
+    pub(crate) fn measure_until(
+        &self,
+        limit: Duration,
+        samples: usize,
+        works: &[Work<'_>],
+    ) -> Result<Vec<Times>> {
+        let limit = Deadline::after(limit);
+        let all = self.measure_all(Some(limit), samples, Submission::Eager, works)?;
+        Ok(all.into_iter().map(|taken| taken.stream).collect())
+    }
+
+    /// As [`measure`](Self::measure) for several works that take turns, a sample of each after the
+    /// other: they see the same clock rates and temperatures, so their times can be compared closely.
+    pub(crate) fn measure_in_turn(
+        &self,
+        samples: usize,
+        submission: Submission,
+        works: &[Work<'_>],
+    ) -> Result<Vec<Taken>> {
+        self.measure_all(None, samples, submission, works)
+    }
+
+    fn measure_all(
+        &self,
+        limit: Option<Deadline>,
+        samples: usize,
+        submission: Submission,
+        works: &[Work<'_>],
+    ) -> Result<Vec<Taken>> {
+        let stream = &self.stream;
+        let mut turns = Vec::with_capacity(works.len());
+        for &work in works {
+            let graph = match submission {
+                Submission::Eager => None,
+                Submission::Captured => Some(self.capture(work)?),
+            };
+            turns.push((work, graph));
+        }
+        let mut times = vec![[Vec::new(), Vec::new()]; works.len()];
+        const WARM_UP: usize = 2;
+        for sample in 0..samples + WARM_UP {
+            for ((work, graph), times) in turns.iter().zip(&mut times) {
+                self.comm.barrier()?;
+                self.barrier.enqueue(stream)?;
+                stream.record(&self.begin)?;
+                let enqueuing = Instant::now();
+                match graph {
+                    Some(graph) => graph.launch(stream)?,
+                    None => work(stream)?,
+                }
+                let host = enqueuing.elapsed();
+                stream.record(&self.end)?;
+                match limit {
+                    Some(limit) => stream.synchronize(limit)?,
+                    None => self.comm.synchronize(stream)?,
+                }
+                if sample >= WARM_UP {
+                    let [on_stream, on_host] = times;
+                    on_stream.push(f64::from(self.end.elapsed_since(&self.begin)?) / 1e3);
+                    on_host.push(host.as_secs_f64());
+                }
+            }
+        }
+        let taken = |[stream, host]: [Vec<f64>; 2]| -> Result<Taken> {
+            Ok(Taken {
+                stream: self.slowest(stream)?,
+                host: self.slowest(host)?,
+            })
+        };
+        times.into_iter().map(taken).collect()
+    }
+
+    /// Statistics over samples, each the maximum over the ranks.
+    pub(crate) fn slowest(&self, own: Vec<f64>) -> Result<Times> {
+        let own: Vec<u8> = own.iter().flat_map(|time| time.to_le_bytes()).collect();
+        let all = self.comm.all_gather_bytes(&own)?;
+        let mut samples = vec![0f64; own.len() / 8];
+        for rank in all {
+            for (slowest, bytes) in samples.iter_mut().zip(rank.chunks_exact(8)) {
+                let time = bytes
+                    .try_into()
+                    .map(f64::from_le_bytes)
+                    .context("read a rank's times")?;
+                *slowest = slowest.max(time);
+            }
+        }
+        samples.sort_by(f64::total_cmp);
+        let at = |index: usize| samples.get(index).copied().unwrap_or(f64::NAN);
+        Ok(Times {
+            median: at(samples.len() / 2),
+            least: at(0),
+            most: at(samples.len().saturating_sub(1)),
+        })
+    }
+}

@@ -1,0 +1,125 @@
+//! Communication that measurements need beside their own: the vendor's library, memory of the peers,
+//! counts over all ranks, and a second stream.
+
+use crate::report::print_message;
+use anyhow::{Context, Result};
+use warplink::collective::{CollectiveOptions, CollectivePath, Collectives};
+use warplink::device::{Event, Priority, Stream};
+use warplink::memory::{HANDLE_BYTES, Region, RemoteRegion};
+use warplink::{Communicator, ErrorKind};
+
+/// Collectives by the vendor's library, and its name.
+pub(crate) fn vendor(comm: &Communicator) -> warplink::Result<(Collectives, String)> {
+    let name = comm.collective_engine()?.name();
+    let options = CollectiveOptions {
+        path: Some(CollectivePath::Engine),
+        ..CollectiveOptions::default()
+    };
+    Ok((comm.collectives_with(&options)?, name))
+}
+
+/// Whether a library is not installed, or not usable by these ranks. All ranks join a library together, so
+/// the answer is the same on each.
+pub(crate) fn is_missing(error: &anyhow::Error) -> bool {
+    let error = error.downcast_ref::<warplink::Error>();
+    error.is_some_and(|error| {
+        matches!(
+            error.kind(),
+            ErrorKind::LibraryMissing | ErrorKind::Unsupported
+        )
+    })
+}
+
+/// The value of `made`; none, with a message by rank 0, where the library of `name` is missing.
+pub(crate) fn optional<T, E: Into<anyhow::Error>>(
+    comm: &Communicator,
+    name: &str,
+    made: Result<T, E>,
+) -> Result<Option<T>> {
+    match made.map_err(Into::into) {
+        Ok(made) => Ok(Some(made)),
+        Err(error) if is_missing(&error) => {
+            if comm.rank() == 0 {
+                print_message(&format!("without {name}: {error:#}"));
+            }
+            Ok(None)
+        }
+        Err(error) => Err(error),
+    }
+}
+
+/// The sum over all ranks.
+pub(crate) fn total(comm: &Communicator, own: u64) -> Result<u64> {
+    let all = comm.all_gather_bytes(&own.to_le_bytes())?;
+    all.iter().try_fold(0, |sum, rank| {
+        let rank = rank.as_slice().try_into().context("read a rank's count")?;
+        Ok(sum + u64::from_le_bytes(rank))
+    })
+}
+
+/// Maps every peer's `region`; none for this rank. Every rank calls this at the same time.
+pub(crate) fn share(comm: &Communicator, region: &Region) -> Result<Vec<Option<RemoteRegion>>> {
+    let mut handles = Vec::new();
+    for peer in 0..comm.world() {
+        if peer == comm.rank() {
+            handles.extend_from_slice(&[0; HANDLE_BYTES]);
+        } else {
+            handles.extend_from_slice(&comm.export_handle(region, peer)?);
+        }
+    }
+    let all = comm.all_gather_bytes(&handles)?;
+    let own = comm.rank() * HANDLE_BYTES..(comm.rank() + 1) * HANDLE_BYTES;
+    let open = |(peer, handles): (usize, &Vec<u8>)| -> Result<Option<RemoteRegion>> {
+        if peer == comm.rank() {
+            return Ok(None);
+        }
+        let handle = handles.get(own.clone()).context("read a peer's handle")?;
+        Ok(Some(comm.open_handle(peer, handle)?))
+    };
+    all.iter().enumerate().map(open).collect()
+}
+
+/// The rank before and the one after, in a ring.
+pub(crate) fn neighbours(rank: usize, world: usize) -> [usize; 2] {
+    [(rank + world - 1) % world, (rank + 1) % world]
+}
+
+/// A second stream that runs every other transfer: starting one takes a few microseconds in which its
+/// stream moves nothing.
+pub(crate) struct SecondStream {
+    stream: Stream,
+    begin: Event,
+    end: Event,
+}
+
+impl SecondStream {
+    pub(crate) fn new(comm: &Communicator) -> Result<Self> {
+        let event = || comm.device().create_event(false);
+        Ok(Self {
+            stream: comm.create_stream(Priority::High)?,
+            begin: event()?,
+            end: event()?,
+        })
+    }
+
+    /// Starts the second stream after the work that `first` holds now.
+    pub(crate) fn fork(&self, first: &Stream) -> Result<()> {
+        first.record(&self.begin)?;
+        Ok(self.stream.wait_event(&self.begin)?)
+    }
+
+    /// The stream for `turn`.
+    pub(crate) fn stream_for<'s>(&'s self, turn: usize, first: &'s Stream) -> &'s Stream {
+        if turn.is_multiple_of(2) {
+            first
+        } else {
+            &self.stream
+        }
+    }
+
+    /// Makes `first` wait for the work of the second stream.
+    pub(crate) fn join(&self, first: &Stream) -> Result<()> {
+        self.stream.record(&self.end)?;
+        Ok(first.wait_event(&self.end)?)
+    }
+}

@@ -1,0 +1,73 @@
+//! Names of values: an enum of options has its names from clap, and tables and JSON use the same.
+
+use clap::ValueEnum;
+use serde::Serializer;
+use std::fmt::Display;
+use std::str::FromStr;
+
+/// The name of a value on the command line.
+pub(crate) fn name_of<T: ValueEnum>(value: &T) -> String {
+    let named = value.to_possible_value();
+    named.map_or_else(String::new, |named| named.get_name().to_owned())
+}
+
+/// The names of values, as an error lists them.
+pub(crate) fn names_of<T: ValueEnum>(values: &[T]) -> String {
+    let names: Vec<String> = values.iter().map(name_of).collect();
+    names.join(" or ")
+}
+
+/// Serializes a value by its name on the command line.
+pub(crate) fn as_name<T: ValueEnum, S: Serializer>(value: &T, to: S) -> Result<S::Ok, S::Error> {
+    to.serialize_str(&name_of(value))
+}
+
+/// Serializes a value as it is printed.
+pub(crate) fn as_text<T: Display, S: Serializer>(value: &T, to: S) -> Result<S::Ok, S::Error> {
+    to.collect_str(value)
+}
+
+/// One value of an enum, or `both` for all of them.
+#[derive(Clone, Debug)]
+pub(crate) struct OneOrBoth<T>(pub(crate) Vec<T>);
+
+impl<T: ValueEnum> FromStr for OneOrBoth<T> {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let all = T::value_variants();
+        match text {
+            "both" => Ok(Self(all.to_vec())),
+            text => T::from_str(text, false)
+                .map(|one| Self(vec![one]))
+                .map_err(|_| format!("expected {} or both", names_of(all))),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[derive(Clone, Copy, Debug, PartialEq, ValueEnum)]
+    enum Way {
+        There,
+        BackAgain,
+    }
+
+    #[test]
+    fn values_have_the_names_of_the_command_line() {
+        assert_eq!(name_of(&Way::BackAgain), "back-again");
+        for (text, values) in [
+            ("there", Ok(vec![Way::There])),
+            ("both", Ok(vec![Way::There, Way::BackAgain])),
+            (
+                "back",
+                Err("expected there or back-again or both".to_owned()),
+            ),
+        ] {
+            let read = text.parse().map(|OneOrBoth(values)| values);
+            assert_eq!(read, values, "{text}");
+        }
+    }
+}
