@@ -1,7 +1,8 @@
 //! Names of values: an enum of options has its names from clap, and tables and JSON use the same.
 
 use clap::ValueEnum;
-use serde::Serializer;
+use serde::de::Error as _;
+use serde::{Deserialize, Deserializer, Serializer};
 use std::fmt::Display;
 use std::str::FromStr;
 
@@ -25,6 +26,16 @@ pub(crate) fn as_name<T: ValueEnum, S: Serializer>(value: &T, to: S) -> Result<S
 /// Serializes a value as it is printed.
 pub(crate) fn as_text<T: Display, S: Serializer>(value: &T, to: S) -> Result<S::Ok, S::Error> {
     to.collect_str(value)
+}
+
+/// Reads a value from the text that it is printed as.
+pub(crate) fn from_text<'de, T, D>(from: D) -> Result<T, D::Error>
+where
+    T: FromStr<Err: Display>,
+    D: Deserializer<'de>,
+{
+    let text = String::deserialize(from)?;
+    text.parse().map_err(D::Error::custom)
 }
 
 /// One value of an enum, or `both` for all of them.

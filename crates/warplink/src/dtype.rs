@@ -7,6 +7,7 @@ pub use f8::{F8E4M3, F8E5M2};
 use crate::error::{Error, ErrorKind, Result};
 use std::fmt;
 use std::str::FromStr;
+use zerocopy::IntoBytes as _;
 
 /// The type of a tensor's elements.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -153,6 +154,45 @@ impl FromStr for DType {
     }
 }
 
+/// Evaluates `body` with `element` as the Rust type of a [`DType`]'s elements.
+macro_rules! with_element {
+    ($dtype:expr, $element:ident => $body:expr) => {
+        with_element!(@ $dtype, $element => $body;
+            F16 = half::f16, BF16 = half::bf16, F32 = f32, F64 = f64, I32 = i32, U8 = u8, I8 = i8,
+            U32 = u32, I64 = i64, U64 = u64, F8E4M3 = F8E4M3, F8E5M2 = F8E5M2)
+    };
+    (@ $dtype:expr, $element:ident => $body:expr; $($name:ident = $rust:ty),+) => {
+        match $dtype {
+            $(DType::$name => {
+                type $element = $rust;
+                $body
+            })+
+        }
+    };
+}
+
+impl DType {
+    /// The values of the elements in `bytes`, each as [`Element::to_f64`] gives it. Bytes after the last whole element
+    /// are left out.
+    pub fn decode(self, bytes: &[u8]) -> Box<dyn Iterator<Item = f64> + '_> {
+        fn all<T: Element>(bytes: &[u8]) -> impl Iterator<Item = f64> + '_ {
+            let chunks = bytes.chunks_exact(size_of::<T>());
+            chunks.filter_map(|chunk| T::read_from_bytes(chunk).ok().map(Element::to_f64))
+        }
+        with_element!(self, T => Box::new(all::<T>(bytes)))
+    }
+
+    /// The elements nearest to `values`, as bytes, each as [`Element::from_f64`] gives it.
+    pub fn encode(self, values: impl IntoIterator<Item = f64>) -> Vec<u8> {
+        fn all<T: Element>(values: impl Iterator<Item = f64>) -> Vec<u8> {
+            let values: Vec<T> = values.map(T::from_f64).collect();
+            values.as_bytes().to_vec()
+        }
+        let values = values.into_iter();
+        with_element!(self, T => all::<T>(values))
+    }
+}
+
 /// A Rust type that is the element of a [`DType`].
 pub trait Element:
     Copy + Send + Sync + zerocopy::IntoBytes + zerocopy::FromBytes + zerocopy::Immutable + 'static
@@ -213,3 +253,20 @@ element!(
     |v: F8E5M2| v.to_f32().into(),
     F8E5M2::from_f64
 );
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn elements_are_encoded_and_decoded() {
+        for dtype in DType::ALL {
+            let values = [0.0, 1.0, 2.0, 7.0];
+            let mut bytes = dtype.encode(values);
+            assert_eq!(bytes.len(), values.len() * dtype.size(), "{dtype}");
+            bytes.extend(vec![1; dtype.size() - 1]);
+            assert_eq!(dtype.decode(&bytes).collect::<Vec<_>>(), values, "{dtype}");
+        }
+        assert_eq!(DType::BF16.encode([1.0]), [0x80, 0x3f]);
+    }
+}

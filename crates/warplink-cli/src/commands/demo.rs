@@ -1,6 +1,8 @@
 //! `warplink demo`: all-gather + matmul with and without overlap, checked and timed.
 
+use super::bench::case::by_device;
 use super::bench::clock::{Clock, Submission, Times};
+use super::bench::peers::optional;
 use super::ranks;
 use crate::gemm::sequential::Sequential;
 use crate::gemm::{
@@ -16,7 +18,7 @@ use serde::Serialize;
 use std::process::ExitCode;
 use warplink::device::{Priority, Stream};
 use warplink::overlap::{self, Choice, Lowering};
-use warplink::{Communicator, DType, DeviceKind, ErrorKind};
+use warplink::{Communicator, DType, DeviceKind};
 
 /// Run an all-gather + matmul with and without overlap
 ///
@@ -100,25 +102,15 @@ impl Demo {
         ranks::run_checked(options, check, |comm| {
             let outcome = self.outcome(comm)?;
             if comm.rank() == 0 {
-                if options.json {
-                    report::print_json(&outcome)?;
-                } else {
-                    report::print_text(&outcome.text())?;
-                }
+                report::print_result(options.json, &outcome, || outcome.text())?;
             }
-            Ok(if outcome.right {
-                ExitCode::SUCCESS
-            } else {
-                ExitCode::FAILURE
-            })
+            Ok(report::exit_code(outcome.right))
         })
     }
 
     fn problem(&self, kind: DeviceKind, world: usize) -> Problem {
-        let (m, k, n, dtype): (usize, _, _, _) = match kind {
-            DeviceKind::Cuda => (8192, 8192, 3584, DType::BF16),
-            DeviceKind::Host => (512, 1024, 512, DType::F32),
-        };
+        let gpu = (8192_usize, 8192, 3584, DType::BF16);
+        let (m, k, n, dtype) = by_device(kind, [gpu, (512, 1024, 512, DType::F32)]);
         Problem {
             op: Op::AllGatherMatmul,
             m: self.m.unwrap_or_else(|| m.next_multiple_of(world)),
@@ -142,11 +134,8 @@ impl Demo {
 
     fn outcome(&self, comm: &Communicator) -> Result<Outcome> {
         let kind = comm.device().kind();
-        let samples = match (self.samples, kind) {
-            (Some(samples), _) => samples.into(),
-            (None, DeviceKind::Cuda) => 20,
-            (None, DeviceKind::Host) => 5,
-        };
+        let samples = self.samples.map(usize::from);
+        let samples = samples.unwrap_or(by_device(kind, [20, 5]));
         let seed = common_seed(comm, self.seed)?;
         let mut gemm = Gemm::new(comm, self.problem(kind, comm.world()), seed)?;
         let clock = Clock::new(comm, Priority::Normal)?;
@@ -177,28 +166,22 @@ impl Demo {
         })?;
         drop(plan);
 
-        // The engine is joined by all ranks together, so all find it missing or none does.
-        let plain = match gemm.plan(&overlap::Options::only(op.collective()?)) {
-            Ok(plan) => {
+        let collective = gemm.plan(&overlap::Options::only(op.collective()?));
+        let plain = match optional(comm, "NCCL", collective)? {
+            Some(plan) => {
                 let engine = comm.collective_engine()?.name();
                 let name = format!("{engine}, then one GEMM");
                 time(&mut gemm, &clock, samples, name, &|stream| {
                     Ok(plan.run(stream)?)
                 })?
             }
-            Err(error)
-                if matches!(
-                    error.kind(),
-                    ErrorKind::LibraryMissing | ErrorKind::Unsupported
-                ) =>
-            {
+            None => {
                 let plain = Sequential::new(&gemm)?;
                 let name = "own transfers (NCCL cannot be used), then one GEMM".to_owned();
                 time(&mut gemm, &clock, samples, name, &|stream| {
                     plain.run(stream)
                 })?
             }
-            Err(error) => return Err(error.into()),
         };
         let best = |way: &Way| way.eager.median.min(way.captured.median);
         let right = gemm.is_right(overlapped.error) && gemm.is_right(plain.error);

@@ -30,6 +30,26 @@ pub(crate) fn mix(mut x: u64) -> u64 {
 
 const STEP: u64 = 0x9e37_79b9_7f4a_7c15;
 
+/// A generator of numbers that are the same for the same seed (SplitMix64).
+pub(crate) struct Random(pub(crate) u64);
+
+impl Random {
+    fn bits(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(STEP);
+        mix(self.0) >> 11
+    }
+
+    /// From 0 up to 1.
+    pub(crate) fn unit(&mut self) -> f64 {
+        self.bits() as f64 / (1_u64 << 53) as f64
+    }
+
+    /// From 0 up to `end`, which is above 0.
+    pub(crate) fn below(&mut self, end: usize) -> usize {
+        (self.bits() % end as u64) as usize
+    }
+}
+
 impl Matrix {
     /// Matrix number `which` of `seed`.
     pub(crate) fn new(seed: u64, which: u64, rows: usize, columns: usize, dtype: DType) -> Self {
@@ -117,18 +137,6 @@ fn encode(dtype: DType, values: &[f32], out: &mut [u8]) {
     }
 }
 
-/// The elements of `bytes`; element types of GEMM only.
-pub(crate) fn decode(dtype: DType, bytes: &[u8]) -> impl Iterator<Item = f64> + '_ {
-    bytes
-        .chunks_exact(dtype.size())
-        .map(move |element| match (dtype, element) {
-            (DType::BF16, [low, high]) => half::bf16::from_le_bytes([*low, *high]).to_f64(),
-            (DType::F16, [low, high]) => half::f16::from_le_bytes([*low, *high]).to_f64(),
-            (_, [a, b, c, d]) => f32::from_le_bytes([*a, *b, *c, *d]).into(),
-            _ => f64::NAN,
-        })
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -138,12 +146,12 @@ mod tests {
         for dtype in [DType::BF16, DType::F16, DType::F32] {
             let matrix = Matrix::new(7, 1, 9, 37, dtype);
             let whole = matrix.bytes(0..9, 0..37, 1);
-            let all: Vec<f64> = decode(dtype, &whole).collect();
+            let all: Vec<f64> = dtype.decode(&whole).collect();
             assert!(all.iter().all(|value| (-1.0..1.0).contains(value)));
             let mean = all.iter().sum::<f64>() / all.len() as f64;
             assert!(mean.abs() < 0.15, "{dtype}: {mean}");
             let block = matrix.bytes(2..7, 5..30, 1);
-            for (at, value) in decode(dtype, &block).enumerate() {
+            for (at, value) in dtype.decode(&block).enumerate() {
                 assert_eq!(value, all[(2 + at / 25) * 37 + 5 + at % 25], "{dtype}");
             }
             let mut row = vec![0.0; 37];
@@ -160,7 +168,7 @@ mod tests {
     fn a_transpose_has_rows_for_columns() {
         let bytes = Matrix::new(7, 1, 3, 5, DType::F32).bytes(0..3, 0..5, 1);
         let turned = transposed(&bytes, 5, DType::F32);
-        let [there, back] = [&bytes, &turned].map(|m| decode(DType::F32, m).collect::<Vec<_>>());
+        let [there, back] = [&bytes, &turned].map(|m| DType::F32.decode(m).collect::<Vec<_>>());
         for (row, column) in [(0, 1), (2, 4), (1, 0)] {
             assert_eq!(there[row * 5 + column], back[column * 3 + row]);
         }

@@ -5,6 +5,7 @@ mod problem;
 mod reference;
 pub(crate) mod sequential;
 
+use crate::commands::bench::peers::gather;
 use anyhow::{Context, Result, bail};
 use inputs::Matrix;
 pub(crate) use problem::{
@@ -146,24 +147,14 @@ impl<'a> Gemm<'a> {
         for (at, expected) in reference.rows() {
             let part = self.c.slice(at * row_bytes..(at + 1) * row_bytes)?;
             self.comm.device().download(&part, &mut row)?;
-            for (got, expected) in inputs::decode(self.problem.dtype, &row).zip(expected) {
+            for (got, expected) in self.problem.dtype.decode(&row).zip(expected) {
                 difference += (got - expected).powi(2);
                 norm += expected.powi(2);
             }
         }
-        let own: Vec<u8> = [difference, norm]
-            .iter()
-            .flat_map(|sum: &f64| sum.to_le_bytes())
-            .collect();
-        let (mut difference, mut norm) = (0.0, 0.0);
-        for sums in self.comm.all_gather_bytes(&own)? {
-            let sum = |at: usize| -> Result<f64> {
-                let bytes = sums.get(at..at + 8).context("read a rank's error")?;
-                Ok(f64::from_le_bytes(bytes.try_into()?))
-            };
-            difference += sum(0)?;
-            norm += sum(8)?;
-        }
+        let all = gather(self.comm, &[difference, norm])?;
+        let sum = |at| all.iter().filter_map(|rank| rank.get(at)).sum::<f64>();
+        let (difference, norm) = (sum(0), sum(1));
         Ok((difference / norm).sqrt())
     }
 
@@ -178,7 +169,7 @@ impl<'a> Gemm<'a> {
             let at = index * rows / rows.min(MAX_ROWS);
             let part = self.c.slice(at * row_bytes..(at + 1) * row_bytes)?;
             self.comm.device().download(&part, &mut row)?;
-            values.extend(inputs::decode(self.problem.dtype, &row));
+            values.extend(self.problem.dtype.decode(&row));
         }
         Ok(values)
     }

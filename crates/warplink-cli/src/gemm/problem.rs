@@ -1,6 +1,7 @@
 //! What is to be computed: the operation, the sizes and the element type.
 
 use crate::memory;
+use crate::names::{as_text, from_text};
 use anyhow::{Context, Result, ensure};
 use serde::{Deserialize, Serialize};
 use std::fmt;
@@ -148,20 +149,17 @@ pub(crate) fn check_lowerings(names: &[String], ops: &[Op]) -> Result<()> {
 }
 
 /// A GEMM of an `m × k` by a `k × n` matrix over all ranks.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, Serialize)]
 pub(crate) struct Problem {
     pub(crate) op: Op,
     pub(crate) m: usize,
     pub(crate) k: usize,
     pub(crate) n: usize,
-    #[serde(serialize_with = "as_text")]
+    #[serde(serialize_with = "as_text", deserialize_with = "from_text")]
     pub(crate) dtype: DType,
     /// Whether memory holds B's transpose.
+    #[serde(default)]
     pub(crate) transposed_b: bool,
-}
-
-fn as_text<S: serde::Serializer>(value: &DType, serializer: S) -> Result<S::Ok, S::Error> {
-    serializer.serialize_str(value.name())
 }
 
 /// Reads an element type that GEMM supports.

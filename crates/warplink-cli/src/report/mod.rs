@@ -15,6 +15,7 @@ pub(crate) use error::{JsonError, RefusedProgram, is_consequence, print_error};
 pub(crate) use file::{check_output, write_file, write_trace};
 use serde::Serialize;
 use std::io::{self, IsTerminal, Write};
+use std::process::ExitCode;
 
 /// Whether what goes to `target` may have colours: where it is a terminal, unless `NO_COLOR` is set.
 pub(crate) fn has_colour(target: &impl IsTerminal) -> bool {
@@ -38,6 +39,31 @@ pub(crate) fn print_json(result: &impl Serialize) -> Result<()> {
     let mut text = serde_json::to_vec(result).context("write the result as JSON")?;
     text.push(b'\n');
     print_bytes(&text)
+}
+
+/// Prints a result for machines with `json`, and else for people.
+///
+/// # Errors
+/// As [`print_text`].
+pub(crate) fn print_result(
+    json: bool,
+    result: &impl Serialize,
+    text: impl FnOnce() -> String,
+) -> Result<()> {
+    if json {
+        print_json(result)
+    } else {
+        print_text(&text())
+    }
+}
+
+/// The exit code of a command whose results are right, or not.
+pub(crate) fn exit_code(is_right: bool) -> ExitCode {
+    if is_right {
+        ExitCode::SUCCESS
+    } else {
+        ExitCode::FAILURE
+    }
 }
 
 /// Prints a result that was written out before.

@@ -11,7 +11,7 @@ use crate::names::OneOrBoth;
 use crate::options::{Options, step};
 use crate::report::bytes::Bytes;
 use crate::report::progress::Progress;
-use crate::report::{check_output, print_json, print_text, write_file};
+use crate::report::{check_output, exit_code, print_result, write_file};
 use anyhow::{Context, Result, ensure};
 use clap::{ArgMatches, Args, Command, FromArgMatches};
 use std::path::PathBuf;
@@ -266,20 +266,14 @@ impl<C: Case> Bench<C> {
             if comm.rank() == 0 {
                 self.report(Report::new(C::NAME, comm, figures), options.json)?;
             }
-            Ok(if is_right {
-                ExitCode::SUCCESS
-            } else {
-                ExitCode::FAILURE
-            })
+            Ok(exit_code(is_right))
         })
     }
 
     /// Prints the figures first: a file that cannot be written does not lose them.
     fn report(&self, report: Report<C::Figures>, json: bool) -> Result<()> {
-        if json {
-            print_json(&report)?;
-        } else if !C::LIVE {
-            print_text(&report.text())?;
+        if json || !C::LIVE {
+            print_result(json, &report, || report.text())?;
         }
         if let Some(path) = &self.common.output {
             let text = serde_json::to_vec_pretty(&report).context("write the figures as JSON")?;

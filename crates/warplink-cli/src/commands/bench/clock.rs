@@ -3,6 +3,7 @@
 //! Every sample starts with a barrier of the hosts and then one of the streams, and its time is that of
 //! the slowest rank: the time of one rank alone would include waiting for a late peer.
 
+use super::peers::gather;
 use anyhow::{Context, Result};
 use clap::ValueEnum;
 use std::time::{Duration, Instant};
@@ -111,7 +112,7 @@ impl<'a> Clock<'a> {
         submission: Submission,
         work: Work<'_>,
     ) -> Result<Times> {
-        let times = self.measure_in_turn(samples, submission, &[work])?;
+        let times = self.measure_in_turn(samples, submission, 1, &[work])?;
         let first = times.first().context("nothing was timed")?;
         Ok(first.stream)
     }
@@ -124,19 +125,21 @@ impl<'a> Clock<'a> {
         works: &[Work<'_>],
     ) -> Result<Vec<Times>> {
         let limit = Deadline::after(limit);
-        let all = self.measure_all(Some(limit), samples, Submission::Eager, works)?;
+        let all = self.measure_all(Some(limit), samples, Submission::Eager, 1, works)?;
         Ok(all.into_iter().map(|taken| taken.stream).collect())
     }
 
     /// As [`measure`](Self::measure) for several works that take turns, a sample of each after the
-    /// other: they see the same clock rates and temperatures, so their times can be compared closely.
+    /// other: they see the same clock rates and temperatures, so their times can be compared closely. A sample is
+    /// `repeat` runs in a row, and its time that of one.
     pub(crate) fn measure_in_turn(
         &self,
         samples: usize,
         submission: Submission,
+        repeat: usize,
         works: &[Work<'_>],
     ) -> Result<Vec<Taken>> {
-        self.measure_all(None, samples, submission, works)
+        self.measure_all(None, samples, submission, repeat, works)
     }
 
     fn measure_all(
@@ -144,14 +147,16 @@ impl<'a> Clock<'a> {
         limit: Option<Deadline>,
         samples: usize,
         submission: Submission,
+        repeat: usize,
         works: &[Work<'_>],
     ) -> Result<Vec<Taken>> {
         let stream = &self.stream;
         let mut turns = Vec::with_capacity(works.len());
+        let repeated = |work: Work<'_>, stream: &Stream| (0..repeat).try_for_each(|_| work(stream));
         for &work in works {
             let graph = match submission {
                 Submission::Eager => None,
-                Submission::Captured => Some(self.capture(work)?),
+                Submission::Captured => Some(self.capture(&|stream| repeated(work, stream))?),
             };
             turns.push((work, graph));
         }
@@ -165,7 +170,7 @@ impl<'a> Clock<'a> {
                 let enqueuing = Instant::now();
                 match graph {
                     Some(graph) => graph.launch(stream)?,
-                    None => work(stream)?,
+                    None => repeated(work, stream)?,
                 }
                 let host = enqueuing.elapsed();
                 stream.record(&self.end)?;
@@ -182,8 +187,8 @@ impl<'a> Clock<'a> {
         }
         let taken = |[stream, host]: [Vec<f64>; 2]| -> Result<Taken> {
             Ok(Taken {
-                stream: self.slowest(stream)?,
-                host: self.slowest(host)?,
+                stream: self.slowest(stream)?.divided(repeat as f64),
+                host: self.slowest(host)?.divided(repeat as f64),
             })
         };
         times.into_iter().map(taken).collect()
@@ -191,24 +196,23 @@ impl<'a> Clock<'a> {
 
     /// Statistics over samples, each the maximum over the ranks.
     pub(crate) fn slowest(&self, own: Vec<f64>) -> Result<Times> {
-        let own: Vec<u8> = own.iter().flat_map(|time| time.to_le_bytes()).collect();
-        let all = self.comm.all_gather_bytes(&own)?;
-        let mut samples = vec![0f64; own.len() / 8];
-        for rank in all {
-            for (slowest, bytes) in samples.iter_mut().zip(rank.chunks_exact(8)) {
-                let time = bytes
-                    .try_into()
-                    .map(f64::from_le_bytes)
-                    .context("read a rank's times")?;
+        let mut samples = vec![0f64; own.len()];
+        for rank in gather(self.comm, &own)? {
+            for (slowest, time) in samples.iter_mut().zip(rank) {
                 *slowest = slowest.max(time);
             }
         }
-        samples.sort_by(f64::total_cmp);
-        let at = |index: usize| samples.get(index).copied().unwrap_or(f64::NAN);
         Ok(Times {
-            median: at(samples.len() / 2),
-            least: at(0),
-            most: at(samples.len().saturating_sub(1)),
+            median: median(&mut samples),
+            least: samples.first().copied().unwrap_or(f64::NAN),
+            most: samples.last().copied().unwrap_or(f64::NAN),
         })
     }
+}
+
+/// The median of `figures`, which it sorts; NaN where there are none.
+pub(crate) fn median(figures: &mut [f64]) -> f64 {
+    figures.sort_by(f64::total_cmp);
+    let middle = figures.get(figures.len() / 2);
+    middle.copied().unwrap_or(f64::NAN)
 }

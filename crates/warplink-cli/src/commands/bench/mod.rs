@@ -1,6 +1,6 @@
 //! `warplink bench`: benchmarks, compared with the hardware's limits and the vendor's library.
 
-mod case;
+pub(crate) mod case;
 mod cases;
 pub(crate) mod clock;
 pub(crate) mod peers;

@@ -2,11 +2,11 @@
 //! counts over all ranks, and a second stream.
 
 use crate::report::print_message;
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use warplink::collective::{CollectiveOptions, CollectivePath, Collectives};
 use warplink::device::{Event, Priority, Stream};
 use warplink::memory::{HANDLE_BYTES, Region, RemoteRegion};
-use warplink::{Communicator, ErrorKind};
+use warplink::{Communicator, DType, ErrorKind};
 
 /// Collectives by the vendor's library, and its name.
 pub(crate) fn vendor(comm: &Communicator) -> warplink::Result<(Collectives, String)> {
@@ -48,13 +48,26 @@ pub(crate) fn optional<T, E: Into<anyhow::Error>>(
     }
 }
 
-/// The sum over all ranks.
+/// The figures of every rank. Each rank gives the same number.
+pub(crate) fn gather(comm: &Communicator, own: &[f64]) -> Result<Vec<Vec<f64>>> {
+    let bytes: Vec<u8> = own.iter().flat_map(|value| value.to_le_bytes()).collect();
+    let all = comm.all_gather_bytes(&bytes)?;
+    let figures = |bytes: &Vec<u8>| -> Result<Vec<f64>> {
+        ensure!(
+            bytes.len() == 8 * own.len(),
+            "a rank sent {} bytes of figures; expected {}",
+            bytes.len(),
+            8 * own.len()
+        );
+        Ok(DType::F64.decode(bytes).collect())
+    };
+    all.iter().map(figures).collect()
+}
+
+/// The sum of a count over all ranks; exact up to 2^53.
 pub(crate) fn total(comm: &Communicator, own: u64) -> Result<u64> {
-    let all = comm.all_gather_bytes(&own.to_le_bytes())?;
-    all.iter().try_fold(0, |sum, rank| {
-        let rank = rank.as_slice().try_into().context("read a rank's count")?;
-        Ok(sum + u64::from_le_bytes(rank))
-    })
+    let all = gather(comm, &[own as f64])?;
+    Ok(all.concat().iter().sum::<f64>() as u64)
 }
 
 /// Maps every peer's `region`; none for this rank. Every rank calls this at the same time.

@@ -15,11 +15,10 @@ use crate::options::Options;
 use crate::report;
 use crate::report::progress::Progress;
 use crate::report::table::{Align, Table};
-use anyhow::{Context, Result};
+use anyhow::Result;
 use clap::Args;
 use serde::Serialize;
 use std::fmt::Write as _;
-use std::io::Write as _;
 use std::process::ExitCode;
 use warplink::DeviceKind;
 use warplink::device::{self, DeviceConfig, cuda};
@@ -169,18 +168,8 @@ impl Doctor {
             gpus,
             checks,
         };
-        if options.json {
-            report::print_json(&report)?;
-        } else {
-            std::io::stdout()
-                .write_all(report.to_text().as_bytes())
-                .context("print the report")?;
-        }
-        Ok(if report.works {
-            ExitCode::SUCCESS
-        } else {
-            ExitCode::FAILURE
-        })
+        report::print_result(options.json, &report, || report.to_text())?;
+        Ok(report::exit_code(report.works))
     }
 }
 

@@ -1,5 +1,6 @@
 //! The rows and columns of the table, and what ranks say of themselves.
 
+use crate::names::name_of;
 use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 use std::fmt;
@@ -91,15 +92,8 @@ impl Cell {
 
 impl fmt::Display for Cell {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} in {}", name(self.fault), name(self.phase))
+        write!(f, "{} in {}", name_of(&self.fault), name_of(&self.phase))
     }
-}
-
-/// The name of a fault or a phase, as in the arguments.
-pub(super) fn name(value: impl ValueEnum) -> String {
-    let name = value.to_possible_value();
-    name.map(|value| value.get_name().to_owned())
-        .unwrap_or_default()
 }
 
 /// A line that a rank prints.

@@ -1,10 +1,11 @@
 //! The ranks of one cell: started, watched and ended.
 
-use super::cell::{Cell, Fault, RankReport, Said, name};
+use super::cell::{Cell, Fault, RankReport, Said};
 use super::gpus::Gpus;
 use super::port::Port;
 use super::rank::FAULT_RANK_COMMAND;
 use super::relay::Relay;
+use crate::names::name_of;
 use anyhow::{Context, Result};
 use rustix::process::{Pid, Signal, kill_process};
 use std::io::{BufRead, BufReader, Read};
@@ -260,7 +261,12 @@ fn command(cell: Cell, settings: &JobSettings, rank: usize, address: SocketAddr)
     let mut command = Command::new("/proc/self/exe");
     command
         .arg(FAULT_RANK_COMMAND)
-        .args(["--fault", &name(cell.fault), "--phase", &name(cell.phase)])
+        .args([
+            "--fault",
+            &name_of(&cell.fault),
+            "--phase",
+            &name_of(&cell.phase),
+        ])
         .args(["--victim", &settings.victim.to_string()])
         .env_remove("WARPLINK_ID")
         .env("WARPLINK_ADDRESS", address.to_string())

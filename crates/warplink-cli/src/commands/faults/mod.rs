@@ -23,6 +23,7 @@ pub(crate) use rank::{FAULT_RANK_COMMAND, FaultRank};
 
 use crate::commands::ranks::launch_self;
 use crate::launch::{self, Variable};
+use crate::names::as_text;
 use crate::options::Options;
 use crate::report;
 use anyhow::{Context, Result, ensure};
@@ -173,11 +174,8 @@ impl Faults {
             service_restarts: runner.restarts(),
             cells: results,
         };
-        if options.json {
-            report::print_json(&report)?;
-        } else {
-            report::print_text(&table::text(&report, &faults, &phases))?;
-        }
+        let table = || table::text(&report, &faults, &phases);
+        report::print_result(options.json, &report, table)?;
         Ok(match (report.wrong, ending.load(Ordering::Relaxed)) {
             (0, 0) => ExitCode::from(u8::from(report.not_run > 0)),
             (0, signal) => ExitCode::from(u8::try_from(128 + signal).unwrap_or(1)),
@@ -223,10 +221,6 @@ struct Report {
     /// How often the multi-process service of the GPUs had failed.
     service_restarts: usize,
     cells: Vec<Judged>,
-}
-
-fn as_text<S: serde::Serializer>(device: &DeviceKind, serializer: S) -> Result<S::Ok, S::Error> {
-    serializer.collect_str(device)
 }
 
 /// Starts this command again as the one rank of a launch, which ends all that it leaves and, where ranks

@@ -1,12 +1,13 @@
 //! The table, for people.
 
 use super::Report;
-use super::cell::{Cell, Fault, Phase, name};
+use super::cell::{Cell, Fault, Phase};
+use crate::names::name_of;
 use crate::report::table::{Align, Table};
 
 /// The table of `faults` by `phases`, and under it what was wrong.
 pub(super) fn text(report: &Report, faults: &[Fault], phases: &[Phase]) -> String {
-    let columns: Vec<String> = phases.iter().map(|&phase| name(phase)).collect();
+    let columns: Vec<String> = phases.iter().map(name_of).collect();
     let heading = [("fault", Align::Left)].into_iter();
     let mut table = Table::new(heading.chain(columns.iter().map(|name| (&**name, Align::Left))));
     let ran = |fault| report.cells.iter().any(|judged| judged.cell.fault == fault);
@@ -14,7 +15,7 @@ pub(super) fn text(report: &Report, faults: &[Fault], phases: &[Phase]) -> Strin
         let cells = phases
             .iter()
             .map(|&phase| cell(report, Cell { fault, phase }));
-        table.row([name(fault)].into_iter().chain(cells));
+        table.row([name_of(&fault)].into_iter().chain(cells));
     }
     let mut text = format!(
         "what the other ranks get when rank {} of {} fails ({}, in {:.0} s), and after how long\n\n{table}",

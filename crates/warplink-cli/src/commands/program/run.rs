@@ -8,7 +8,7 @@ use crate::commands::ranks;
 use crate::gemm::common_seed;
 use crate::memory;
 use crate::options::Options;
-use crate::report::{self, print_json, write_trace};
+use crate::report::{check_output, counted, exit_code, print_result, write_trace};
 use anyhow::Result;
 use clap::Args;
 use serde::Serialize;
@@ -77,12 +77,40 @@ struct Outcome {
     not_checked: Option<String>,
 }
 
+impl Outcome {
+    fn text(&self) -> String {
+        let captured = match &self.captured {
+            Some(captured) => format!("{:.1} us captured", captured.median * 1e6),
+            None => "not captured".to_owned(),
+        };
+        let mut text = format!(
+            "{}: {} on rank 0 of {}, {}; {:.1} us, {captured}\n",
+            self.program,
+            counted(self.operations, "operation"),
+            self.ranks,
+            self.device,
+            self.eager.median * 1e6,
+        );
+        let values = self.values.iter().map(ToString::to_string);
+        let warnings = self.warnings.iter();
+        let warnings = warnings.map(|warning| format!("warning: {warning}"));
+        let not_checked = self.not_checked.iter();
+        let not_checked = not_checked.map(|why| format!("values are not checked: {why}"));
+        let lines = self.eager_only.iter().cloned().chain(values);
+        for line in lines.chain(warnings).chain(not_checked) {
+            text += &line;
+            text += "\n";
+        }
+        text
+    }
+}
+
 impl Run {
     pub(super) fn run(self, options: &Options) -> Result<ExitCode> {
         // Before any rank starts, so that what is wrong is said once.
         let text = self.source.read_for_ranks()?;
         if let Some(path) = &self.trace {
-            report::check_output(path)?;
+            check_output(path)?;
         }
         let check = |_, world| {
             if !self.unverified {
@@ -93,44 +121,13 @@ impl Run {
         ranks::run_checked(options, check, |comm| {
             let (outcome, trace) = self.outcome(comm, &text)?;
             if comm.rank() == 0 {
-                if options.json {
-                    print_json(&outcome)?;
-                } else {
-                    let captured = match &outcome.captured {
-                        Some(captured) => format!("{:.1} us captured", captured.median * 1e6),
-                        None => "not captured".to_owned(),
-                    };
-                    let eager_only = outcome.eager_only.iter().cloned();
-                    let values = outcome.values.iter().map(ToString::to_string);
-                    let not_checked = outcome.not_checked.iter();
-                    let not_checked =
-                        not_checked.map(|why| format!("values are not checked: {why}"));
-                    let warnings = outcome.warnings.iter();
-                    let warnings = warnings.map(|what| format!("warning: {what}"));
-                    let rest = eager_only.chain(values).chain(warnings).chain(not_checked);
-                    let operations = match outcome.operations {
-                        1 => "1 operation".to_owned(),
-                        several => format!("{several} operations"),
-                    };
-                    report::print_text(&format!(
-                        "{}: {operations} on rank 0 of {}, {}; {:.1} us, {captured}\n{}",
-                        outcome.program,
-                        outcome.ranks,
-                        outcome.device,
-                        outcome.eager.median * 1e6,
-                        rest.map(|line| line + "\n").collect::<String>()
-                    ))?;
-                }
+                print_result(options.json, &outcome, || outcome.text())?;
             }
             // After the result, which is not lost where the trace cannot be written.
             if let (Some(path), Some(trace)) = (&self.trace, trace?) {
                 write_trace(path, &trace)?;
             }
-            if outcome.values.iter().all(Compared::is_right) {
-                Ok(ExitCode::SUCCESS)
-            } else {
-                Ok(ExitCode::FAILURE)
-            }
+            Ok(exit_code(outcome.values.iter().all(Compared::is_right)))
         })
     }
 
@@ -173,9 +170,7 @@ impl Run {
             Some(_) => None,
         };
         if let (Ok(check), Some(_)) = (&check, &captured) {
-            stream.begin_capture()?;
-            plan.run(stream)?;
-            let graph = stream.end_capture()?;
+            let graph = clock.capture(&work)?;
             let run = || -> Result<()> {
                 graph.launch(stream)?;
                 Ok(comm.synchronize(stream)?)

@@ -3,7 +3,7 @@
 use super::diagnostics::{JsonCall, calls, indices};
 use super::{Source, Text};
 use crate::options::{Options, Unused, without_ranks};
-use crate::report::{print_json, print_text};
+use crate::report::print_result;
 use anyhow::{Result, ensure};
 use clap::Args;
 use serde::Serialize;
@@ -67,15 +67,12 @@ impl Show {
             ..
         } = &read;
         let Some(world) = options.ranks else {
-            if options.json {
-                print_json(&serde_json::json!({
-                    "name": program.name,
-                    "parameters": program.parameters.iter().map(ToString::to_string).collect::<Vec<_>>(),
-                    "text": program.to_string(),
-                }))?
-            } else {
-                print_text(&program.to_string())?
-            }
+            let result = serde_json::json!({
+                "name": program.name,
+                "parameters": program.parameters.iter().map(ToString::to_string).collect::<Vec<_>>(),
+                "text": program.to_string(),
+            });
+            print_result(options.json, &result, || program.to_string())?;
             return Ok(ExitCode::SUCCESS);
         };
         let rank = self.rank.unwrap_or(0);
@@ -113,23 +110,22 @@ impl Show {
                 at: operation.site.to_string(),
             })
             .collect();
-        if options.json {
-            print_json(&serde_json::json!({
-                "program": program.name,
-                "ranks": world,
-                "rank": rank,
-                "operations": lines,
-            }))?;
-            return Ok(ExitCode::SUCCESS);
-        }
-        let mut text = format!("{}, rank {rank} of {world}\n", program.name);
-        for line in lines {
-            text += &format!(
-                "{:>8}  {:<60}  # {}\n",
-                line.stream, line.operation, line.at
-            );
-        }
-        print_text(&text)?;
+        let result = serde_json::json!({
+            "program": program.name,
+            "ranks": world,
+            "rank": rank,
+            "operations": lines,
+        });
+        print_result(options.json, &result, || {
+            let mut text = format!("{}, rank {rank} of {world}\n", program.name);
+            for line in lines {
+                text += &format!(
+                    "{:>8}  {:<60}  # {}\n",
+                    line.stream, line.operation, line.at
+                );
+            }
+            text
+        })?;
         Ok(ExitCode::SUCCESS)
     }
 }
@@ -150,17 +146,16 @@ fn show_kernels(name: &str, rank_program: &RankProgram, options: &Options) -> Re
         !kernels.is_empty(),
         "the program has no kernel section; expected at least one"
     );
-    if options.json {
-        print_json(&serde_json::json!({
-            "program": name,
-            "ranks": rank_program.world,
-            "rank": rank_program.rank,
-            "kernels": kernels,
-        }))?;
-    } else {
+    let result = serde_json::json!({
+        "program": name,
+        "ranks": rank_program.world,
+        "rank": rank_program.rank,
+        "kernels": kernels,
+    });
+    print_result(options.json, &result, || {
         let texts: Vec<&str> = kernels.iter().map(|kernel| &*kernel.text).collect();
-        print_text(&texts.join("\n"))?;
-    }
+        texts.join("\n")
+    })?;
     Ok(ExitCode::SUCCESS)
 }
 

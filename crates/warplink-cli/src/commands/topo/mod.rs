@@ -55,11 +55,7 @@ impl Topo {
             let drawing = draw::draw(topology)?;
             report::write_file(path, drawing.as_bytes())?;
         }
-        if options.json {
-            report::print_json(topology)
-        } else {
-            report::print_text(&text::describe(topology))
-        }
+        report::print_result(options.json, topology, || text::describe(topology))
     }
 }
 

@@ -3,6 +3,7 @@
 use super::gemm::filled;
 use super::link::ends;
 use super::rig::Rig;
+use crate::commands::bench::clock::median;
 use anyhow::{Context, Result};
 use std::sync::Arc;
 use warplink::DType;
@@ -71,9 +72,7 @@ fn both(
             rig.comm.synchronize(other)?;
             ratios.push(own * count / seconds);
         }
-        ratios.sort_by(f64::total_cmp);
-        let ratio = ratios.get(ratios.len() / 2).copied().unwrap_or(1.0);
-        Ok(rig.median(ratio)?.clamp(0.05, 1.0))
+        Ok(rig.median(median(&mut ratios))?.clamp(0.05, 1.0))
     };
     Ok((beside(0)?, beside(1)?))
 }

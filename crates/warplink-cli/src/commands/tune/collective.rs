@@ -3,26 +3,19 @@
 use super::latency::single_run;
 use super::rig::Rig;
 use crate::commands::bench::clock::Submission;
+use crate::commands::bench::peers::optional;
 use anyhow::Result;
+use warplink::DType;
 use warplink::device::{Collective, CollectiveRequest, ReduceOp};
 use warplink::program::cost::HardwareModel;
 use warplink::program::cost::collective::{CollectiveTimes, Collectives, EXCHANGE};
 use warplink::program::cost::curve::Curve;
-use warplink::{DType, ErrorKind};
 
 /// Measures all of them, and gives the engine's name; none where its library is missing.
 pub(super) fn measure(rig: &Rig<'_>, model: &mut HardwareModel) -> Result<Option<String>> {
-    let engine = match rig.comm.collective_engine() {
-        // Missing on every rank or on none: they join it together.
-        Err(error)
-            if matches!(
-                error.kind(),
-                ErrorKind::LibraryMissing | ErrorKind::Unsupported
-            ) =>
-        {
-            return Ok(None);
-        }
-        other => other?,
+    let engine = optional(rig.comm, "the collectives", rig.comm.collective_engine())?;
+    let Some(engine) = engine else {
+        return Ok(None);
     };
     let world = rig.comm.world();
     let times = |name: &str, request: &dyn Fn(usize) -> Result<CollectiveRequest>| {

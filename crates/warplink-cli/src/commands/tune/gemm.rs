@@ -1,6 +1,7 @@
 //! Matrix multiplications over a grid of shapes.
 
 use super::rig::Rig;
+use crate::commands::bench::peers::gather;
 use anyhow::{Context, Result};
 use warplink::DType;
 use warplink::device::{DeviceSlice, MatmulSpec};
@@ -90,7 +91,7 @@ fn grid(rig: &Rig<'_>, dtype: DType, aligned: bool, largest: usize, shared: bool
             });
         }
         // Nobody is left alone for longer than a row of the grid.
-        let all = rig.gather(&own)?;
+        let all = gather(rig.comm, &own)?;
         for index in 0..shapes.len() {
             let of_ranks = all.iter().filter_map(|own| own.get(index));
             seconds.push(of_ranks.copied().fold(0.0, f64::max));
@@ -127,18 +128,11 @@ fn shape(
 pub(super) fn filled(rig: &Rig<'_>, bytes: usize, dtype: DType) -> Result<DeviceSlice> {
     let slice = rig.allocate(bytes)?;
     let size = dtype.size();
-    let pattern: Vec<u8> = (0..PATTERN.min(bytes) / size)
-        .flat_map(|index| {
-            let value = (index as u32).wrapping_mul(2_654_435_761) >> 8;
-            let value = value as f32 / (1_u32 << 23) as f32 - 1.0;
-            let bits = value.to_bits();
-            match dtype {
-                DType::F32 => bits.to_le_bytes().to_vec(),
-                DType::BF16 => bits.to_le_bytes()[2..].to_vec(),
-                _ => half::f16::from_f32(value).to_le_bytes().to_vec(),
-            }
-        })
-        .collect();
+    let values = (0..PATTERN.min(bytes) / size).map(|index| {
+        let value = (index as u32).wrapping_mul(2_654_435_761) >> 8;
+        f64::from(value) / f64::from(1_u32 << 23) - 1.0
+    });
+    let pattern = dtype.encode(values);
     let mut done = pattern.len().min(bytes);
     rig.comm
         .device()

@@ -5,8 +5,8 @@
 
 use super::rig::Rig;
 use crate::commands::bench::clock::Submission;
+use crate::commands::bench::peers::optional;
 use anyhow::Result;
-use warplink::ErrorKind;
 use warplink::program::cost::HardwareModel;
 use warplink::program::cost::lanes::Lanes;
 use warplink::program::{Bindings, Parameters, PrepareOptions, Program};
@@ -61,13 +61,8 @@ pub(super) fn measure(rig: &Rig<'_>, model: &mut HardwareModel) -> Result<()> {
     if rig.comm.world() == 1 {
         return Ok(());
     }
-    match measured(rig) {
-        Ok(lanes) => model.lanes = Some(lanes),
-        // Missing on every rank or on none.
-        Err(error) => match error.downcast_ref::<warplink::Error>() {
-            Some(missing) if missing.kind() == ErrorKind::LibraryMissing => {}
-            _ => return Err(error),
-        },
+    if let Some(lanes) = optional(rig.comm, "lanes of kernels", measured(rig))? {
+        model.lanes = Some(lanes);
     }
     Ok(())
 }

@@ -17,7 +17,7 @@ use crate::gemm::gemm_dtype;
 use crate::options::Options;
 use crate::report::bytes::Bytes;
 use crate::report::progress::Progress;
-use crate::report::{check_output, counted, print_json, print_text, write_file};
+use crate::report::{check_output, counted, print_result, write_file};
 use anyhow::{Context, Result, anyhow, ensure};
 use clap::Args;
 use rig::Rig;
@@ -105,12 +105,10 @@ impl Tune {
             if comm.rank() == 0 {
                 let path = self.path(&model)?;
                 write(&path, &model)?;
-                if options.json {
-                    print_json(&model)?;
-                } else {
+                print_result(options.json, &model, || {
                     let text = report::text(&model, &assumed);
-                    print_text(&format!("{text}\nwritten to {}\n", path.display()))?;
-                }
+                    format!("{text}\nwritten to {}\n", path.display())
+                })?;
             }
             Ok(ExitCode::SUCCESS)
         })
@@ -155,13 +153,8 @@ impl Tune {
             [] => vec![DType::BF16, DType::F32],
             given => given.to_vec(),
         };
-        let progress =
-            (comm.rank() == 0).then(|| Progress::new(7 + dtypes.len() as u64, "measure", true));
-        let step = |what: &str| {
-            if let Some(progress) = &progress {
-                progress.step(what.to_owned());
-            }
-        };
+        let progress = Progress::new(7 + dtypes.len() as u64, "measure", comm.rank() == 0);
+        let step = |what: &str| progress.step(what.to_owned());
         let rig = Rig::new(comm, transfer, self.samples.into())?;
         model.format = FORMAT;
         model.name = format!("{} x {}", comm.world(), properties.model);

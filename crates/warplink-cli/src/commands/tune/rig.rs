@@ -1,7 +1,7 @@
 //! What everything is measured with: memory of all ranks, streams, and clocks.
 
-use crate::commands::bench::clock::{Clock, Submission};
-use crate::commands::bench::peers::{SecondStream, neighbours, share};
+use crate::commands::bench::clock::{Clock, Submission, median};
+use crate::commands::bench::peers::{SecondStream, gather, neighbours, share};
 use crate::memory;
 use anyhow::{Context, Result};
 use std::time::{Duration, Instant};
@@ -104,10 +104,11 @@ impl<'a> Rig<'a> {
         submission: Submission,
         work: &dyn Fn(&Stream) -> Result<()>,
     ) -> Result<f64> {
-        let times = self.clock.measure(self.samples, submission, &|stream| {
-            (0..repeat).try_for_each(|_| work(stream))
-        })?;
-        Ok(times.median / repeat as f64)
+        let samples = self.samples;
+        let times = self
+            .clock
+            .measure_in_turn(samples, submission, repeat, &[work])?;
+        Ok(times.first().context("nothing was timed")?.stream.median)
     }
 
     /// As [`each`](Self::each) for this rank alone: other ranks need not call it.
@@ -130,11 +131,7 @@ impl<'a> Rig<'a> {
             let all = self.timed(stream, &|| (0..repeat).try_for_each(|_| work(stream)))?;
             times.push(all / repeat as f64);
         }
-        times.sort_by(f64::total_cmp);
-        times
-            .get(times.len() / 2)
-            .copied()
-            .context("no sample was taken")
+        Ok(median(&mut times))
     }
 
     /// Seconds that `stream` takes for what `work` enqueues.
@@ -160,33 +157,12 @@ impl<'a> Rig<'a> {
             times.push(start.elapsed().as_secs_f64() / IN_A_ROW as f64);
         }
         self.comm.synchronize(&self.clock.stream)?;
-        times.sort_by(f64::total_cmp);
-        times
-            .get(ROUNDS / 2)
-            .copied()
-            .context("no sample was taken")
+        Ok(median(&mut times))
     }
 
     /// The median over the ranks of a figure that each has measured.
     pub(super) fn median(&self, own: f64) -> Result<f64> {
-        let mut all = self.gather(&[own])?.concat();
-        all.sort_by(f64::total_cmp);
-        all.get(all.len() / 2)
-            .copied()
-            .context("no rank has measured")
-    }
-
-    /// What every rank has measured.
-    pub(super) fn gather(&self, own: &[f64]) -> Result<Vec<Vec<f64>>> {
-        let bytes: Vec<u8> = own.iter().flat_map(|value| value.to_le_bytes()).collect();
-        let all = self.comm.all_gather_bytes(&bytes)?;
-        let values = |bytes: &Vec<u8>| {
-            let each = bytes
-                .chunks_exact(8)
-                .filter_map(|part| part.try_into().ok());
-            each.map(f64::from_le_bytes).collect()
-        };
-        Ok(all.iter().map(values).collect())
+        Ok(median(&mut gather(self.comm, &[own])?.concat()))
     }
 }
 

@@ -166,7 +166,7 @@ impl Evaluator {
                             instance.bytes
                         )));
                     }
-                    let exact = value::decode(instance.dtype, &bytes).enumerate();
+                    let exact = instance.dtype.decode(&bytes).enumerate();
                     let input = |(index, value): (usize, f64)| Value {
                         made: Made::element((rank as u64) << 48 ^ (id as u64) << 36 ^ index as u64),
                         ..Value::exact(value)
@@ -211,7 +211,7 @@ impl Values {
         let expected = tensor
             .filter(|tensor| tensor.values.len() * tensor.dtype.size() == bytes.len())
             .ok_or_else(|| Error::invalid("no tensor of this length to compare with"))?;
-        let found = value::decode(expected.dtype, bytes);
+        let found = expected.dtype.decode(bytes);
         Ok(Comparison::of(expected.values.iter().zip(found)))
     }
 

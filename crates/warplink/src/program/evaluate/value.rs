@@ -1,6 +1,6 @@
 //! Values with a bound on how far a device may be from them.
 
-use crate::dtype::{DType, Element, F8E4M3, F8E5M2};
+use crate::dtype::DType;
 use half::{bf16, f16};
 
 /// How much larger a bound is than what the roundings give, for the terms of higher order.
@@ -272,28 +272,6 @@ fn largest(dtype: DType) -> f64 {
         DType::F8E4M3 => 448.0,
         DType::F8E5M2 => 57344.0,
         _ => f64::MAX,
-    }
-}
-
-/// The elements in `bytes`.
-pub(super) fn decode(dtype: DType, bytes: &[u8]) -> Box<dyn Iterator<Item = f64> + '_> {
-    fn all<T: Element>(bytes: &[u8]) -> impl Iterator<Item = f64> + '_ {
-        let chunks = bytes.chunks_exact(size_of::<T>());
-        chunks.filter_map(|chunk| T::read_from_bytes(chunk).ok().map(Element::to_f64))
-    }
-    match dtype {
-        DType::F16 => Box::new(all::<f16>(bytes)),
-        DType::BF16 => Box::new(all::<bf16>(bytes)),
-        DType::F32 => Box::new(all::<f32>(bytes)),
-        DType::F64 => Box::new(all::<f64>(bytes)),
-        DType::I32 => Box::new(all::<i32>(bytes)),
-        DType::U8 => Box::new(bytes.iter().map(|byte| f64::from(*byte))),
-        DType::I8 => Box::new(all::<i8>(bytes)),
-        DType::U32 => Box::new(all::<u32>(bytes)),
-        DType::I64 => Box::new(all::<i64>(bytes)),
-        DType::U64 => Box::new(all::<u64>(bytes)),
-        DType::F8E4M3 => Box::new(all::<F8E4M3>(bytes)),
-        DType::F8E5M2 => Box::new(all::<F8E5M2>(bytes)),
     }
 }
 

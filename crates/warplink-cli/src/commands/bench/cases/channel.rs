@@ -290,15 +290,8 @@ impl<'a> Rig<'a> {
             let time = all.divided(2.0 * f64::from(rounds));
             let ratio = plain.map(|plain| time.median / plain);
             plain = Some(time.median);
-            self.rows.add(Row {
-                what,
-                transport: Some(direct),
-                bytes: 0,
-                blocks: 1,
-                time,
-                rate: None,
-                ratio,
-            })?;
+            let row = Row::new(what, Some(direct), (0, 1), time);
+            self.rows.add(Row { ratio, ..row })?;
         }
         Ok(())
     }
@@ -314,15 +307,9 @@ impl<'a> Rig<'a> {
     ) -> Result<()> {
         let launch = Launch::new(1, threads);
         let all = self.time(what, transport, launch, (rounds, bytes), false)?;
-        self.rows.add(Row {
-            what,
-            transport: Some(transport),
-            bytes,
-            blocks: 1,
-            time: all.divided(2.0 * f64::from(rounds)),
-            rate: None,
-            ratio: None,
-        })
+        let time = all.divided(2.0 * f64::from(rounds));
+        self.rows
+            .add(Row::new(what, Some(transport), (bytes, 1), time))
     }
 
     /// Adds the time of one put of rank 0 by several blocks, and its rate over the one given. Returns the rate.
@@ -335,7 +322,7 @@ impl<'a> Rig<'a> {
     ) -> Result<f64> {
         let direct = Transport::Direct;
         let time = self.time(what, direct, Launch::new(blocks, 1024), (1, bytes), true)?;
-        self.moved(what, Some(direct), bytes, blocks, time, plain)
+        self.moved(Row::new(what, Some(direct), (bytes, blocks), time), plain)
     }
 
     /// Adds the time of `puts` proxied puts in a row until all are done, and their rate over `plain`.
@@ -344,23 +331,22 @@ impl<'a> Rig<'a> {
         let proxied = Transport::Proxied;
         let time = self.time("put_and_flush", proxied, launch, (puts, bytes), true)?;
         let time = time.divided(f64::from(puts));
-        self.moved(what, Some(proxied), bytes, 1, time, Some(plain))
+        self.moved(Row::new(what, Some(proxied), (bytes, 1), time), Some(plain))
     }
 
     /// Adds the time of `copies` copies of the copy engine in a row. Returns their rate.
     fn engine(&mut self, what: &'static str, bytes: u64, copies: u32) -> Result<f64> {
         let connection = self.connection(Transport::Proxied);
-        let copied = match connection.filter(|_| self.clock.comm.rank() == 0) {
-            Some(connection) => {
-                let source = connection.region(0).context("a connection has a region")?;
-                let part = DATA as usize..(DATA + bytes) as usize;
-                Some((connection, source.slice(part)?))
-            }
-            None => None,
-        };
+        let connection = connection.filter(|_| self.clock.comm.rank() == 0);
+        let copied = connection.map(|connection| -> Result<_> {
+            let source = connection.region(0).context("a connection has a region")?;
+            let part = DATA as usize..(DATA + bytes) as usize;
+            Ok((connection, source.slice(part)?))
+        });
+        let copied = copied.transpose()?;
         let work = |stream: &Stream| -> Result<()> {
-            if let Some((connection, source)) = &copied {
-                for _ in 0..copies {
+            for _ in 0..copies {
+                if let Some((connection, source)) = &copied {
                     connection.write(stream, DATA, source)?;
                 }
             }
@@ -372,27 +358,16 @@ impl<'a> Rig<'a> {
             .with_context(|| format!("measure '{what}' of {bytes} bytes"))?;
         let time = time.first().context("nothing was timed")?;
         let time = time.divided(f64::from(copies));
-        self.moved(what, None, bytes, 0, time, None)
+        self.moved(Row::new(what, None, (bytes, 0), time), None)
     }
 
-    fn moved(
-        &mut self,
-        what: &'static str,
-        transport: Option<Transport>,
-        bytes: u64,
-        blocks: u32,
-        time: Times,
-        plain: Option<f64>,
-    ) -> Result<f64> {
-        let rate = bytes as f64 / time.median / 1e9;
+    /// Adds a row with its rate, and the ratio of that to `plain`. Returns the rate.
+    fn moved(&mut self, row: Row, plain: Option<f64>) -> Result<f64> {
+        let rate = row.bytes as f64 / row.time.median / 1e9;
         self.rows.add(Row {
-            what,
-            transport,
-            bytes,
-            blocks,
-            time,
             rate: Some(rate),
             ratio: plain.map(|plain| rate / plain),
+            ..row
         })?;
         Ok(rate)
     }
@@ -400,20 +375,34 @@ impl<'a> Rig<'a> {
     /// Adds the time of `all` triggers of rank 0, pushed by `blocks` blocks at once.
     fn triggers(&mut self, blocks: u32, all: u32) -> Result<()> {
         let each = (all / blocks).max(1);
-        let launch = Launch::new(blocks, 1);
+        let (launch, proxied) = (Launch::new(blocks, 1), Transport::Proxied);
         let time = self
-            .time("triggers", Transport::Proxied, launch, (each, 0), true)
+            .time("triggers", proxied, launch, (each, 0), true)
             .with_context(|| format!("{blocks} blocks"))?;
         let time = time.divided(f64::from(each * blocks));
         self.rows.add(Row {
-            what: "triggers",
-            transport: Some(Transport::Proxied),
-            bytes: 0,
-            blocks,
             rate: Some(1e-6 / time.median),
-            ratio: None,
-            time,
+            ..Row::new("triggers", Some(proxied), (0, blocks), time)
         })
+    }
+}
+
+impl Row {
+    fn new(
+        what: &'static str,
+        transport: Option<Transport>,
+        (bytes, blocks): (u64, u32),
+        time: Times,
+    ) -> Self {
+        Self {
+            what,
+            transport,
+            bytes,
+            blocks,
+            time,
+            rate: None,
+            ratio: None,
+        }
     }
 }
 
@@ -481,18 +470,16 @@ mod tests {
 
     #[test]
     fn cells_are_below_their_headings() {
+        let time = Times {
+            median: 1.5e-3,
+            least: 1e-3,
+            most: 2e-3,
+        };
+        let proxied = Some(Transport::Proxied);
         let row = Row {
-            what: "put_and_flush",
-            transport: Some(Transport::Proxied),
-            bytes: 64 << 20,
-            blocks: 132,
-            time: Times {
-                median: 1.5e-3,
-                least: 1e-3,
-                most: 2e-3,
-            },
             rate: Some(44.5),
             ratio: Some(0.98),
+            ..Row::new("put_and_flush", proxied, (64 << 20, 132), time)
         };
         let rows = Live::new(columns(), &WIDTHS, "host", 1, false).unwrap();
         assert_eq!(

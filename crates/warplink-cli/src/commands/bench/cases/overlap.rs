@@ -9,9 +9,10 @@ use crate::commands::bench::case::{Case, Setup, by_device};
 use crate::commands::bench::clock::Clock;
 use crate::commands::bench::peers::optional;
 use crate::commands::program::named_model;
+use crate::gemm::inputs::Random;
 use crate::gemm::{Op, Problem, check_lowerings, common_seed, gemm_dtype, lowering_name};
 use crate::options::Options;
-use crate::report::{print_json, print_text};
+use crate::report::print_result;
 use anyhow::{Context, Result};
 use clap::Args;
 use figures::Overlaps;
@@ -118,21 +119,6 @@ fn positive(text: &str) -> Result<f64, String> {
 /// The largest size of a random shape.
 const MAX_RANDOM: [f64; 2] = [16384.0, 256.0];
 
-/// A generator of numbers that are the same on every rank for the same seed (SplitMix64).
-struct Random(u64);
-
-impl Random {
-    /// From 0 up to 1.
-    fn unit(&mut self) -> f64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut bits = self.0;
-        bits = (bits ^ (bits >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        bits = (bits ^ (bits >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        bits ^= bits >> 31;
-        (bits >> 11) as f64 / (1_u64 << 53) as f64
-    }
-}
-
 /// The sizes of the DDLB benchmark.
 const DDLB: [usize; 6] = [512, 1024, 2048, 4096, 8192, 16384];
 
@@ -144,11 +130,7 @@ impl Case for Overlap {
     fn prepare(&mut self, options: &Options) -> Result<Option<ExitCode>> {
         if let (Some(file), Some(model)) = (&self.replay, &self.model) {
             let replay = replay::replay(file, &*named_model(model)?)?;
-            if options.json {
-                print_json(&replay)?;
-            } else {
-                print_text(&replay.text())?;
-            }
+            print_result(options.json, &replay, || replay.text())?;
             return Ok(Some(ExitCode::SUCCESS));
         }
         if let Some(folder) = &self.traces {

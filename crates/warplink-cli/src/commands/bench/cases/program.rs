@@ -1,7 +1,7 @@
 //! `warplink bench program`: host time per operation of a host program.
 
 use crate::commands::bench::case::{Case, Setup, by_device};
-use crate::commands::bench::clock::Clock;
+use crate::commands::bench::clock::{Clock, median};
 use crate::commands::bench::peers::optional;
 use crate::commands::bench::plot::{Bar, Bars, Drawing, OWN};
 use crate::commands::bench::report::{Columns, Figures, or_empty};
@@ -157,9 +157,7 @@ fn host_time(
         }
     }
     clock.comm.synchronize(stream)?;
-    times.sort_by(f64::total_cmp);
-    let median = times.get(times.len() / 2).copied().unwrap_or(f64::NAN);
-    Ok(clock.slowest(vec![median])?.median)
+    Ok(clock.slowest(vec![median(&mut times)])?.median)
 }
 
 impl Figures for Programs {

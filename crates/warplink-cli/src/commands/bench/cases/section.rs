@@ -130,7 +130,7 @@ impl Case for Section {
     /// Fails where nothing could be measured, or the options do not fit the program.
     fn check(&self, setup: &Setup) -> Result<()> {
         let text = self.text()?;
-        let (name, length) = (&text.program.name, &self.length);
+        let (name, length) = (&text.program.name, self.length.as_str());
         let subprograms = text.program.subprograms.iter();
         let mut bodies = subprograms.map(|subprogram| &subprogram.body);
         ensure!(
@@ -139,49 +139,44 @@ impl Case for Section {
         );
         let parameters = text.program.parameters.iter();
         let parameters: Vec<&str> = parameters.map(|it| it.name.as_str()).collect();
+        let expected = parameters.join(", ");
         ensure!(
-            parameters.contains(&length.as_str()),
-            "--length is '{length}', which is no parameter of '{name}'; expected one of {}",
-            parameters.join(", ")
+            parameters.contains(&length),
+            "--length is '{length}', which is no parameter of '{name}'; expected one of {expected}"
         );
-        ensure!(
-            text.parameters.value(length).is_none(),
-            "--param gives '{length}' a value; expected none, since it is the number of elements, which --sizes \
-             gives; help: leave it out, or name another parameter with --length"
-        );
-        let tried = self.tried.iter().map(|(name, _)| name.as_str());
-        let known: Vec<&str> = tried.chain([length.as_str()]).collect();
-        let missing = text.missing_options(&known);
+        let given: Vec<&str> = text.parameters.iter().map(|(name, _)| name).collect();
+        let tried: Vec<&str> = self.tried.iter().map(|(name, _)| name.as_str()).collect();
+        for (option, names, values) in [
+            ("--param", &given, "a value"),
+            ("--try", &tried, "values"),
+        ] {
+            ensure!(
+                !names.contains(&length),
+                "{option} gives '{length}' {values}; expected none, since it is the number of elements, which the \
+                 sizes give; help: leave it out, or name another parameter with --length"
+            );
+            let unknown = names.iter().find(|name| !parameters.contains(name));
+            ensure!(
+                unknown.is_none(),
+                "unknown parameter '{}' of '{name}'; expected {expected}",
+                unknown.unwrap_or(&"")
+            );
+        }
+        for (at, twice) in tried.iter().enumerate() {
+            ensure!(
+                !given.contains(twice),
+                "--param and --try both give '{twice}' values; expected one of them"
+            );
+            ensure!(
+                !tried[..at].contains(twice),
+                "--try gives '{twice}' values twice; expected once"
+            );
+        }
+        let missing = text.missing_options(&[&tried[..], &[length]].concat());
         ensure!(
             missing.is_empty(),
             "program '{name}' has parameters without values; expected one for each; help: give {}",
             missing.join(" ")
-        );
-        let given = text.parameters.iter().map(|(name, _)| name);
-        for given in given.chain(self.tried.iter().map(|(name, _)| name.as_str())) {
-            ensure!(
-                parameters.contains(&given),
-                "unknown parameter '{given}' of '{name}'; expected {}",
-                parameters.join(", ")
-            );
-        }
-        for (at, (tried, _)) in self.tried.iter().enumerate() {
-            ensure!(
-                text.parameters.value(tried).is_none(),
-                "--param and --try both give '{tried}' values; expected one of them"
-            );
-            ensure!(
-                self.tried
-                    .iter()
-                    .skip(at + 1)
-                    .all(|(name, _)| name != tried),
-                "--try gives '{tried}' values twice; expected once"
-            );
-        }
-        ensure!(
-            self.tried.iter().all(|(name, _)| name != length),
-            "--try gives '{length}' values; expected none, since it is the number of elements, which --sizes \
-             gives; help: leave it out, or name another parameter with --length"
         );
         // The output is at least as long as a part of the input.
         let largest = setup.largest() as u128;
@@ -286,24 +281,13 @@ impl Section {
             },
             usize::from,
         );
-        let repeat = |plan: &Plan, stream: &Stream| -> Result<()> {
-            (0..runs).try_for_each(|_| Ok(plan.run(stream)?))
-        };
-        let section: Work<'_> = &|stream| repeat(&plan, stream);
-        let vendor: Work<'_> = &|stream| match &collective {
-            Some(plan) => repeat(plan, stream),
-            None => Ok(()),
-        };
-        let works = [section, vendor];
-        let works = if collective.is_some() {
-            &works[..]
-        } else {
-            &works[..1]
-        };
-        let times = clock.measure_in_turn(samples, Submission::Captured, works)?;
-        let mut times = times
-            .into_iter()
-            .map(|times| times.stream.divided(runs as f64));
+        let section = |stream: &Stream| Ok(plan.run(stream)?);
+        let vendor = collective.as_ref();
+        let vendor = vendor.map(|plan| move |stream: &Stream| Ok(plan.run(stream)?));
+        let mut works: Vec<Work<'_>> = vec![&section];
+        works.extend(vendor.as_ref().map(|work| work as Work<'_>));
+        let times = clock.measure_in_turn(samples, Submission::Captured, runs, &works)?;
+        let mut times = times.into_iter().map(|times| times.stream);
         let different = match &collective {
             Some(collective) => Some(memory.compare(clock, [&plan, collective])?),
             None => None,

@@ -6,7 +6,6 @@ use anyhow::{Result, bail};
 use warplink::DType;
 use warplink::collective::{Call, CollectiveKind};
 use warplink::device::ReduceOp;
-use warplink::dtype::{Element, F8E4M3, F8E5M2};
 
 /// Elements after which inputs repeat: a prime, so that parts of different ranks differ.
 const PERIOD: usize = 65_521;
@@ -21,7 +20,7 @@ pub(crate) struct Inputs {
 
 impl Inputs {
     /// A rank's input.
-    pub(crate) fn of(&self, rank: usize) -> Result<Vec<u8>> {
+    pub(crate) fn of(&self, rank: usize) -> Vec<u8> {
         let [bytes, _] = lengths(&self.call, self.world);
         self.drawn(rank, 0, bytes)
     }
@@ -37,21 +36,21 @@ impl Inputs {
             repeated(self.call.dtype, &period, of * self.call.count, part)
         };
         let ranks = 0..self.world;
-        let parts: Result<Vec<Vec<u8>>> = match self.call.kind {
+        let parts: Vec<Vec<u8>> = match self.call.kind {
             Kind::Reduce | Kind::Gather if rank != root => return Ok(None),
-            Kind::AllReduce | Kind::Reduce => Ok(vec![reduced(0)?]),
-            Kind::ReduceScatter => Ok(vec![reduced(rank)?]),
+            Kind::AllReduce | Kind::Reduce => vec![reduced(0)],
+            Kind::ReduceScatter => vec![reduced(rank)],
             Kind::AllGather | Kind::Gather => ranks.map(|peer| of(peer, 0)).collect(),
             Kind::AllToAll => ranks.map(|peer| of(peer, rank)).collect(),
-            Kind::Broadcast => Ok(vec![of(root, 0)?]),
-            Kind::Scatter => Ok(vec![of(root, rank)?]),
+            Kind::Broadcast => vec![of(root, 0)],
+            Kind::Scatter => vec![of(root, rank)],
             other => bail!("{other} moves no data"),
         };
-        Ok(Some(parts?.concat()))
+        Ok(Some(parts.concat()))
     }
 
     /// `bytes` bytes of a rank's input, from part `of` on.
-    fn drawn(&self, rank: usize, of: usize, bytes: usize) -> Result<Vec<u8>> {
+    fn drawn(&self, rank: usize, of: usize, bytes: usize) -> Vec<u8> {
         let period: Vec<f64> = (0..PERIOD).map(|at| self.value(rank, at)).collect();
         repeated(self.call.dtype, &period, of * self.call.count, bytes)
     }
@@ -105,22 +104,8 @@ fn exact(dtype: DType) -> u64 {
 }
 
 /// `bytes` bytes of a sequence that repeats `period`, from element `start` on.
-fn repeated(dtype: DType, period: &[f64], start: usize, bytes: usize) -> Result<Vec<u8>> {
-    let period = match dtype {
-        DType::F16 => encoded::<half::f16>(period),
-        DType::BF16 => encoded::<half::bf16>(period),
-        DType::F32 => encoded::<f32>(period),
-        DType::F64 => encoded::<f64>(period),
-        DType::I32 => encoded::<i32>(period),
-        DType::U8 => encoded::<u8>(period),
-        DType::I8 => encoded::<i8>(period),
-        DType::U32 => encoded::<u32>(period),
-        DType::I64 => encoded::<i64>(period),
-        DType::U64 => encoded::<u64>(period),
-        DType::F8E4M3 => encoded::<F8E4M3>(period),
-        DType::F8E5M2 => encoded::<F8E5M2>(period),
-        other => bail!("{other} is not measured; help: use another --dtype"),
-    };
+fn repeated(dtype: DType, period: &[f64], start: usize, bytes: usize) -> Vec<u8> {
+    let period = dtype.encode(period.iter().copied());
     let size = dtype.size();
     let start = start % (period.len() / size) * size;
     let mut whole = Vec::with_capacity(bytes + period.len());
@@ -129,10 +114,5 @@ fn repeated(dtype: DType, period: &[f64], start: usize, bytes: usize) -> Result<
         whole.extend_from_slice(&period);
     }
     whole.truncate(bytes);
-    Ok(whole)
-}
-
-fn encoded<T: Element>(values: &[f64]) -> Vec<u8> {
-    let encoded: Vec<T> = values.iter().map(|value| T::from_f64(*value)).collect();
-    zerocopy::IntoBytes::as_bytes(encoded.as_slice()).to_vec()
+    whole
 }

@@ -103,40 +103,36 @@ impl<'a> Rig<'a> {
             Some([input, output]) => Some(warplink.collectives.bind(call, output, input)?),
             None => None,
         };
-        let bound = &bound;
-        // Enqueues the call that many times.
-        let work = |calls: usize| {
-            let methods = self.methods.iter().zip(&slices).enumerate();
-            methods.map(move |(number, (method, slices))| {
-                let by = (&method.collectives, self.clock.comm);
-                let bound = bound.as_ref().filter(|_| number == 0);
-                move |stream: &Stream| -> Result<()> {
-                    let once = |_| match bound {
-                        Some(bound) => bound.enqueue(stream),
-                        None => self.template.enqueue(by, call, slices, stream),
-                    };
-                    Ok((0..calls).try_for_each(once)?)
-                }
-            })
-        };
-        let wrong: Vec<u64> = work(1)
-            .zip(&slices)
-            .map(|(work, slices)| self.wrong(call, slices, submission, &work))
-            .collect::<Result<_>>()?;
-        let works: Vec<_> = work(calls).collect();
+        let methods = self.methods.iter().zip(&slices).enumerate();
+        let works = methods.map(|(number, (method, slices))| {
+            let by = (&method.collectives, self.clock.comm);
+            let bound = bound.as_ref().filter(|_| number == 0);
+            move |stream: &Stream| -> Result<()> {
+                let enqueued = match bound {
+                    Some(bound) => bound.enqueue(stream),
+                    None => self.template.enqueue(by, call, slices, stream),
+                };
+                Ok(enqueued?)
+            }
+        });
+        let works: Vec<_> = works.collect();
         let works: Vec<Work<'_>> = works.iter().map(|work| work as Work<'_>).collect();
-        let times = self.clock.measure_in_turn(samples, submission, &works)?;
+        let wrong: Vec<u64> = works
+            .iter()
+            .zip(&slices)
+            .map(|(work, slices)| self.wrong(call, slices, submission, work))
+            .collect::<Result<_>>()?;
+        let clock = &self.clock;
+        let times = clock.measure_in_turn(samples, submission, calls, &works)?;
         let [input, output] = lengths(call, world);
         let size = input.max(output);
         let figures = self.methods.iter().zip(times).zip(wrong);
         let figures = figures.map(|((method, times), wrong)| {
-            let seconds = times.stream.divided(calls as f64);
-            let host = times.host.divided(calls as f64);
-            let bandwidth = size as f64 / seconds.median / 1e9;
+            let bandwidth = size as f64 / times.stream.median / 1e9;
             Measured {
                 method: method.name.clone(),
-                seconds,
-                host: (submission == Submission::Eager).then_some(host),
+                seconds: times.stream,
+                host: (submission == Submission::Eager).then_some(times.host),
                 bandwidth,
                 bus_bandwidth: bandwidth * self.template.bus_factor(world),
                 wrong,
@@ -212,13 +208,13 @@ impl<'a> Rig<'a> {
         };
         stream.fill(output, UNTOUCHED)?;
         comm.synchronize(stream)?;
-        comm.device().upload(input, &inputs.of(comm.rank())?)?;
+        comm.device().upload(input, &inputs.of(comm.rank()))?;
         self.clock.run(submission, work)?;
         let expected = match self.template.kind {
             Kind::Collective(_) => inputs.expected(comm.rank())?,
             Kind::SendReceive => {
                 let [before, _] = neighbours(comm.rank(), comm.world());
-                Some(inputs.of(before)?)
+                Some(inputs.of(before))
             }
         };
         let wrong = match expected {

@@ -1,7 +1,8 @@
 //! Tokens, their experts and the expected result, the same for the same seed.
 
 use super::Routing;
-use warplink::DType;
+use crate::commands::bench::cases::collective::data::different;
+use crate::gemm::inputs::Random;
 use warplink::collective::ExpertOptions;
 
 /// The tokens of one rank.
@@ -20,13 +21,10 @@ impl Tokens {
         (rank, world): (usize, usize),
         count: usize,
     ) -> Self {
-        let mut random = Random((rank as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1);
+        let mut random = Random(rank as u64);
         let elements = count * layer.elements;
-        let rows = (0..elements).flat_map(|_| {
-            let value = random.below(1024) as f32 / 256.0 - 2.0;
-            encode(layer.dtype, value)
-        });
-        let rows = rows.collect();
+        let values = (0..elements).map(|_| random.below(1024) as f64 / 256.0 - 2.0);
+        let rows = layer.dtype.encode(values);
         let reached = match routing {
             Routing::Random => layer.experts,
             Routing::OneRank => layer.experts / world,
@@ -57,48 +55,16 @@ impl Tokens {
 
     /// The number of elements of `got` that are wrong, for experts that return their rows unchanged.
     pub(super) fn different(&self, layer: &ExpertOptions, got: &[u8]) -> u64 {
-        let size = layer.dtype.size();
-        let row = layer.elements * size;
-        let mut wrong = 0;
-        for (token, values) in self.rows.chunks_exact(row).enumerate() {
-            let weights = &self.weights[token * layer.top_k..(token + 1) * layer.top_k];
-            let got = &got[token * row..(token + 1) * row];
-            for (value, got) in values.chunks_exact(size).zip(got.chunks_exact(size)) {
-                let value = decode(layer.dtype, value);
-                let sum = weights
-                    .iter()
-                    .fold(0_f32, |sum, weight| sum + weight * value);
-                wrong += u64::from(encode(layer.dtype, sum) != *got);
-            }
-        }
-        wrong
-    }
-}
-
-struct Random(u64);
-
-impl Random {
-    fn below(&mut self, end: usize) -> usize {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        ((self.0 >> 11) % end as u64) as usize
-    }
-}
-
-fn encode(dtype: DType, value: f32) -> Vec<u8> {
-    match dtype {
-        DType::F16 => half::f16::from_f32(value).to_le_bytes().to_vec(),
-        DType::BF16 => half::bf16::from_f32(value).to_le_bytes().to_vec(),
-        _ => value.to_le_bytes().to_vec(),
-    }
-}
-
-fn decode(dtype: DType, bytes: &[u8]) -> f32 {
-    match (dtype, bytes) {
-        (DType::F16, [a, b]) => half::f16::from_le_bytes([*a, *b]).to_f32(),
-        (_, [a, b]) => half::bf16::from_le_bytes([*a, *b]).to_f32(),
-        (_, [a, b, c, d]) => f32::from_le_bytes([*a, *b, *c, *d]),
-        _ => f32::NAN,
+        let row = layer.elements * layer.dtype.size();
+        let tokens = self.rows.chunks_exact(row).zip(got.chunks_exact(row));
+        let weights = self.weights.chunks_exact(layer.top_k);
+        let wrong = tokens.zip(weights).map(|((values, got), weights)| {
+            let sums = layer.dtype.decode(values).map(|value| {
+                let terms = weights.iter().map(|weight| weight * value as f32);
+                terms.fold(0_f32, |sum, term| sum + term).into()
+            });
+            different(layer.dtype, &layer.dtype.encode(sums), got) as u64
+        });
+        wrong.sum()
     }
 }

@@ -3,8 +3,8 @@
 use super::data::Tokens;
 use super::{Measured, Peer, Routing, Row};
 use crate::commands::bench::clock::{Clock, Submission, Work};
-use crate::commands::bench::peers::{optional, vendor};
-use anyhow::{Context, Result};
+use crate::commands::bench::peers::{gather, optional, total, vendor};
+use anyhow::Result;
 use warplink::collective::{Dispatched, ExpertOptions, Experts, Parts};
 use warplink::device::{AllocationKind, DeviceSlice, Priority, Stream};
 use warplink::{Collectives, Communicator, DType};
@@ -110,21 +110,11 @@ impl<'a> Rig<'a> {
         device.download(&self.output.slice(0..got.len())?, &mut got)?;
         let own = tokens.different(layer, &got);
         let sends = tokens.counts(layer, comm.world());
-        let sent = sends.iter().map(|count| *count as u64).chain([own]);
-        let sent: Vec<u8> = sent.flat_map(u64::to_le_bytes).collect();
-        let all = comm.all_gather_bytes(&sent)?;
-        // Of rank `rank`, its word `number`.
-        let word = |rank: &[u8], number: usize| -> Result<u64> {
-            let bytes = rank.get(8 * number..8 * number + 8);
-            let bytes = bytes.context("read a rank's counts")?;
-            Ok(u64::from_le_bytes(bytes.try_into()?))
-        };
-        let mut receives = Vec::with_capacity(comm.world());
-        let mut wrong = 0;
-        for rank in &all {
-            receives.push(word(rank, comm.rank())? as usize);
-            wrong += word(rank, comm.world())?;
-        }
+        let counts: Vec<f64> = sends.iter().map(|count| *count as f64).collect();
+        let all = gather(comm, &counts)?;
+        let receives = all.iter().filter_map(|counts| counts.get(comm.rank()));
+        let receives = receives.map(|count| *count as usize).collect();
+        let wrong = total(comm, own)?;
         if let Some(vendor) = &self.vendor {
             let counts = sends.iter().flat_map(|count| (*count as u32).to_le_bytes());
             device.upload(&vendor.sent, &counts.collect::<Vec<_>>())?;
@@ -146,36 +136,30 @@ impl<'a> Rig<'a> {
         calls: usize,
     ) -> Result<Row> {
         let count = data.count;
-        let repeated = |once: &dyn Fn(&Stream) -> Result<()>, stream: &Stream| {
-            (0..calls).try_for_each(|_| once(stream))
+        let dispatch = |stream: &Stream| self.dispatch(count, stream);
+        let combine = |stream: &Stream| self.combine(count, stream);
+        let vendor = self.vendor.as_ref();
+        let vendor = vendor.filter(|_| submission == Submission::Eager);
+        let there = |stream: &Stream| {
+            vendor.map_or(Ok(()), |vendor| self.vendor_dispatch(vendor, data, stream))
         };
-        let dispatch = |stream: &Stream| repeated(&|stream| self.dispatch(count, stream), stream);
-        let combine = |stream: &Stream| repeated(&|stream| self.combine(count, stream), stream);
-        let vendor = match submission {
-            Submission::Eager => self.vendor.as_ref(),
-            Submission::Captured => None,
-        };
-        let there = |stream: &Stream| match vendor {
-            Some(vendor) => repeated(&|stream| self.vendor_dispatch(vendor, data, stream), stream),
-            None => Ok(()),
-        };
-        let back = |stream: &Stream| match vendor {
-            Some(vendor) => repeated(&|stream| self.vendor_combine(vendor, data, stream), stream),
-            None => Ok(()),
+        let back = |stream: &Stream| {
+            vendor.map_or(Ok(()), |vendor| self.vendor_combine(vendor, data, stream))
         };
         let mut works: Vec<Work<'_>> = vec![&dispatch, &combine];
         if vendor.is_some() {
             works.extend([&there as Work<'_>, &back]);
         }
-        let times = self.clock.measure_in_turn(samples, submission, &works)?;
+        let clock = &self.clock;
+        let times = clock.measure_in_turn(samples, submission, calls, &works)?;
         let names = ["warplink", "nccl"];
         let methods = times
             .chunks_exact(2)
             .zip(names)
             .map(|(times, method)| Measured {
                 method,
-                dispatch: times[0].stream.divided(calls as f64),
-                combine: times[1].stream.divided(calls as f64),
+                dispatch: times[0].stream,
+                combine: times[1].stream,
             });
         Ok(Row {
             tokens: count,

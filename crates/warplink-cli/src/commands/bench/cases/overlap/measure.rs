@@ -4,7 +4,7 @@ use crate::commands::bench::clock::{Clock, Submission, Times, Work};
 use crate::gemm::{Gemm, Op, Problem};
 use crate::report::write_trace;
 use anyhow::{Context, Result};
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 use std::time::Duration;
 use warplink::Communicator;
@@ -36,7 +36,7 @@ impl Settings {
 }
 
 /// Times of the same work by both submissions.
-#[derive(Clone, Copy, Debug, Serialize)]
+#[derive(Clone, Copy, Debug, Deserialize, Serialize)]
 pub(super) struct Submitted {
     pub(super) eager: Times,
     pub(super) captured: Times,
@@ -45,8 +45,8 @@ pub(super) struct Submitted {
 impl Submitted {
     /// Of works that take turns.
     fn in_turn(clock: &Clock<'_>, samples: usize, works: &[Work<'_>]) -> Result<Vec<Self>> {
-        let eager = clock.measure_in_turn(samples, Submission::Eager, works)?;
-        let captured = clock.measure_in_turn(samples, Submission::Captured, works)?;
+        let eager = clock.measure_in_turn(samples, Submission::Eager, 1, works)?;
+        let captured = clock.measure_in_turn(samples, Submission::Captured, 1, works)?;
         Ok(eager
             .into_iter()
             .zip(captured)

@@ -1,12 +1,11 @@
 //! `bench overlap --replay`: the cost model's choices today for shapes that were measured before, to judge
 //! a change of the model or the simulation without the machine.
 
-use super::measure::COLLECTIVE;
-use crate::gemm::{Op, Problem};
+use super::measure::{COLLECTIVE, Submitted};
+use crate::gemm::Problem;
 use anyhow::{Context, Result};
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
-use warplink::DType;
 use warplink::file::read_text;
 use warplink::overlap::DEFAULT_STREAMS;
 use warplink::program::cost::HardwareModel;
@@ -23,13 +22,8 @@ struct Measured {
 
 #[derive(Deserialize)]
 struct Shape {
-    op: Op,
-    m: usize,
-    k: usize,
-    n: usize,
-    dtype: String,
-    #[serde(default)]
-    transposed_b: bool,
+    #[serde(flatten)]
+    problem: Problem,
     lowerings: Vec<Row>,
 }
 
@@ -38,23 +32,6 @@ struct Row {
     lowering: String,
     parameters: String,
     times: Submitted,
-}
-
-#[derive(Deserialize)]
-struct Submitted {
-    eager: Times,
-    captured: Times,
-}
-
-#[derive(Deserialize)]
-struct Times {
-    median: f64,
-}
-
-impl Row {
-    fn best(&self) -> f64 {
-        self.times.eager.median.min(self.times.captured.median)
-    }
 }
 
 /// Today's choices.
@@ -102,24 +79,16 @@ pub(super) fn replay(file: &Path, model: &HardwareModel) -> Result<Replay> {
         .with_context(|| format!("{} is not a report of bench overlap", file.display()))?;
     let mut shapes = Vec::new();
     for shape in &measured.shapes {
-        let dtype: DType = shape.dtype.parse()?;
-        let problem = Problem {
-            op: shape.op,
-            m: shape.m,
-            k: shape.k,
-            n: shape.n,
-            dtype,
-            transposed_b: shape.transposed_b,
-        };
+        let problem = shape.problem;
         let choice = problem.choose(measured.ranks, DEFAULT_STREAMS, model)?;
         let row = |name: &str| shape.lowerings.iter().find(|row| row.lowering == name);
         // A lowering that was not measured cannot be judged.
         let Some(chosen) = row(choice.name()) else {
             continue;
         };
-        let best = shape.lowerings.iter().map(Row::best);
-        let of_best = best.fold(f64::INFINITY, f64::min) / chosen.best();
-        let over_collective = row(COLLECTIVE).map(|row| row.best() / chosen.best());
+        let best = shape.lowerings.iter().map(|row| row.times.best());
+        let of_best = best.fold(f64::INFINITY, f64::min) / chosen.times.best();
+        let over_collective = row(COLLECTIVE).map(|row| row.times.best() / chosen.times.best());
         let is_good = of_best >= 0.95 && over_collective.is_none_or(|ratio| ratio >= 0.97);
         let mut text = String::new();
         if !is_good {

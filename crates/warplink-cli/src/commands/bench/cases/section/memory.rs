@@ -64,7 +64,7 @@ impl Memory {
             world: comm.world(),
             seed: self.seed.wrapping_add(run),
         };
-        let data = inputs.of(comm.rank())?;
+        let data = inputs.of(comm.rank());
         Ok(comm.device().upload(&self.input.1, &data)?)
     }
 
