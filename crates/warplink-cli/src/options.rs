@@ -17,7 +17,7 @@ const DEVICE_VARIABLE: &str = "WARPLINK_DEVICE";
 
 const LOG_VARIABLE: &str = "WARPLINK_LOG";
 
-/// What every subcommand takes, before or after its name.
+/// Options of every subcommand, before or after its name.
 #[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "Global options")]
 pub(crate) struct Options {
@@ -78,7 +78,7 @@ impl Options {
         }
     }
 
-    /// How many ranks share a GPU, where any do.
+    /// The number of ranks that share a GPU, where any do.
     pub(crate) fn ranks_per_gpu(&self) -> Result<Option<usize>> {
         ensure!(
             self.ranks_per_gpu.is_none() || self.device() == DeviceKind::Cuda,

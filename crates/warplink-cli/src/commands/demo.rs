@@ -60,9 +60,9 @@ pub(crate) struct Demo {
     samples: Option<u16>,
 }
 
-/// Of one way to compute it, eager and captured.
+/// The times of one method, eager and captured.
 #[derive(Debug, Serialize)]
-struct Way {
+struct Method {
     name: String,
     eager: Times,
     captured: Times,
@@ -79,8 +79,8 @@ struct Outcome {
     seed: u64,
     lowering: String,
     reason: String,
-    overlapped: Way,
-    plain: Way,
+    overlapped: Method,
+    plain: Method,
     /// Time without overlap over time with it, of the faster submission each.
     ratio: f64,
     checked_rows: usize,
@@ -183,7 +183,7 @@ impl Demo {
                 })?
             }
         };
-        let best = |way: &Way| way.eager.median.min(way.captured.median);
+        let best = |method: &Method| method.eager.median.min(method.captured.median);
         let right = gemm.is_right(overlapped.error) && gemm.is_right(plain.error);
         Ok(Outcome {
             demo: "all-gather + matmul",
@@ -211,12 +211,12 @@ fn time(
     samples: usize,
     name: String,
     work: &dyn Fn(&Stream) -> Result<()>,
-) -> Result<Way> {
+) -> Result<Method> {
     let before = gemm.error_of(&clock.stream, work)?;
     let eager = clock.measure(samples, Submission::Eager, work)?;
     let captured = clock.measure(samples, Submission::Captured, work)?;
     let after = gemm.error()?;
-    Ok(Way {
+    Ok(Method {
         name,
         eager,
         captured,
@@ -248,18 +248,18 @@ impl Outcome {
             ("error", Align::Right),
             ("", Align::Left),
         ]);
-        for (title, way) in [
+        for (title, method) in [
             ("with overlap", &self.overlapped),
             ("without overlap", &self.plain),
         ] {
-            let best = way.eager.median.min(way.captured.median);
+            let best = method.eager.median.min(method.captured.median);
             table.row([
                 title.to_owned(),
-                format!("{:.3}", way.eager.median * 1e3),
-                format!("{:.3}", way.captured.median * 1e3),
+                format!("{:.3}", method.eager.median * 1e3),
+                format!("{:.3}", method.captured.median * 1e3),
                 format!("{:.3}", self.problem.flops(self.ranks) / best / 1e12),
-                format!("{:.1e}", way.error),
-                way.name.clone(),
+                format!("{:.1e}", method.error),
+                method.name.clone(),
             ]);
         }
         let verdict = if self.right { "correct" } else { "WRONG" };

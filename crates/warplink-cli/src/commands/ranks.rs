@@ -21,7 +21,7 @@ pub(crate) fn is_rank() -> bool {
     std::env::var_os("WARPLINK_RANK").is_some()
 }
 
-/// What a process exits with that fails with `error`. It tells the launcher of a rank whether another rank is the
+/// The exit code of a process that fails with `error`. It informs the launcher of a rank whether another rank is the
 /// cause.
 pub(crate) fn failure_code(error: &anyhow::Error) -> ExitCode {
     let asked = std::env::var_os(CONSEQUENCE_VARIABLE).is_some();
@@ -42,7 +42,7 @@ pub(crate) fn run(
     run_checked(options, |_, _| Ok(()), body)
 }
 
-/// As [`run`], after `check` of the device and the number of ranks: what it refuses is said once, and
+/// As [`run`], after `check` of the device and the number of ranks: an error of `check` is printed once, and
 /// not by every rank.
 pub(crate) fn run_checked(
     options: &Options,

@@ -117,7 +117,7 @@ pub(crate) fn transposed(bytes: &[u8], columns: usize, dtype: DType) -> Vec<u8> 
     out
 }
 
-/// How many threads each of `ranks` may use.
+/// The number of threads that each of `ranks` may use.
 pub(crate) fn threads(ranks: usize) -> usize {
     let all = std::thread::available_parallelism().map_or(1, usize::from);
     (all / ranks.max(1)).clamp(1, 16)

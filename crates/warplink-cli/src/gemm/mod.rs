@@ -174,7 +174,7 @@ impl<'a> Gemm<'a> {
         Ok(values)
     }
 
-    /// How many rows of this rank's result the error is taken over.
+    /// The number of rows of this rank's result that are checked.
     pub(crate) fn checked_rows(&self) -> usize {
         self.reference
             .as_ref()

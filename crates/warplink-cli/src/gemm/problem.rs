@@ -1,4 +1,4 @@
-//! What is to be computed: the operation, the sizes and the element type.
+//! A GEMM problem: the operation, the sizes and the element type.
 
 use crate::memory;
 use crate::names::{as_text, from_text};
@@ -79,7 +79,7 @@ impl Op {
         Ok(selected)
     }
 
-    /// What the names of programs for the operation start with.
+    /// The prefix of names of programs for the operation.
     const fn prefix(self) -> &'static str {
         match self {
             Self::AllGatherMatmul => "all_gather_matmul",
@@ -194,7 +194,7 @@ impl Problem {
         }
     }
 
-    /// What the cost model chooses among the library's lowerings.
+    /// The cost model's choice among the library's lowerings.
     pub(crate) fn choose(
         &self,
         world: usize,

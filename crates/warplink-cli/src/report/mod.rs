@@ -1,4 +1,4 @@
-//! How results reach people and machines.
+//! Output of results, for people and machines.
 //!
 //! A result goes to standard output: a table or a sentence, or with `--json` one object on one
 //! line. Everything else (progress, warnings, the output of ranks beside a result) goes to standard
@@ -66,7 +66,7 @@ pub(crate) fn exit_code(is_right: bool) -> ExitCode {
     }
 }
 
-/// Prints a result that was written out before.
+/// Prints the bytes of a result.
 ///
 /// # Errors
 /// As [`print_text`].

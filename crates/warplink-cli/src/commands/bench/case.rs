@@ -79,7 +79,7 @@ impl Range {
     }
 }
 
-/// What all benchmarks are measured with.
+/// The ranks, sizes and samples of one run.
 #[derive(Clone, Debug)]
 pub(crate) struct Setup {
     pub(crate) kind: DeviceKind,
@@ -97,7 +97,7 @@ impl Setup {
         self.sizes.iter().copied().max().unwrap_or(0)
     }
 
-    /// Fails if a size has fewer than `least` bytes, which is what `unit` says.
+    /// Fails if a size has fewer than `least` bytes, in words `unit`.
     pub(crate) fn check_least(&self, least: usize, unit: &str) -> Result<()> {
         let size = self.sizes.iter().copied().min().unwrap_or(least);
         ensure!(
@@ -124,7 +124,7 @@ impl Setup {
     }
 }
 
-/// One of a figure for each device.
+/// The value for a kind of device.
 pub(crate) fn by_device<T: Copy>(kind: DeviceKind, [cuda, host]: [T; 2]) -> T {
     match kind {
         DeviceKind::Cuda => cuda,

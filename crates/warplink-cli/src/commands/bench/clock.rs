@@ -11,7 +11,7 @@ use warplink::device::{Event, Graph, Priority, Stream};
 use warplink::p2p::{Path, StreamBarrier};
 use warplink::{Communicator, Deadline};
 
-/// How stream work is submitted to the device.
+/// A way to submit stream work to the device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, serde::Deserialize, serde::Serialize)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum Submission {

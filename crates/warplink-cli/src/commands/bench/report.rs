@@ -141,7 +141,7 @@ pub(crate) struct Live<R: 'static> {
     pub(crate) rows: Vec<R>,
 }
 
-/// Where live rows are printed.
+/// The destination of live rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Sink {
     /// On standard output, as the table.

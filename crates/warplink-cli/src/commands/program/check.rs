@@ -1,4 +1,4 @@
-//! Whether runs give what the program means.
+//! Comparison of a program's outputs with values computed on the host.
 
 use anyhow::{Context, Result};
 use serde::{Deserialize, Serialize};
@@ -13,11 +13,11 @@ use warplink::program::{Plan, TensorId, TensorInstance};
 use super::inputs::Inputs;
 use super::{Source, Text};
 
-/// How many runs are compared in a row, each with inputs of its own: what an earlier run left behind shows, in as many
+/// Runs that are compared in a row, each with inputs of its own: leftovers of an earlier run show, in as many
 /// slots as programs commonly have.
 const RUNS: u64 = 4;
 
-/// What runs are compared with.
+/// The evaluator that runs are compared with.
 pub(super) struct Check {
     rank: usize,
     evaluator: Evaluator,
@@ -26,7 +26,7 @@ pub(super) struct Check {
     reordered: RefCell<Vec<String>>,
 }
 
-/// How a tensor of a rank compares.
+/// The comparison of one tensor of a rank.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct Compared {
     tensor: String,
@@ -104,20 +104,20 @@ impl Check {
                 .run(|rank, id, tensor| inputs.of(rank, id, tensor))?;
             if run == first {
                 let reordered = self.evaluator.reordered(&values).into_iter();
-                let said = reordered.map(|(name, rank)| {
+                let warnings = reordered.map(|(name, rank)| {
                     format!(
                         "'{name}' is added up in another order on rank {rank} than on rank 0, so that their sums may \
                          differ; help: take sources in the same order on every rank"
                     )
                 });
-                self.reordered.borrow_mut().extend(said);
+                self.reordered.borrow_mut().extend(warnings);
             }
             all.extend(self.compare(comm, plan, &values, how)?);
         }
         Ok(all)
     }
 
-    /// What is doubtful in the last runs, though it is not wrong.
+    /// Doubtful results of the last runs that are not wrong.
     pub(super) fn warnings(&self) -> Vec<String> {
         self.reordered.borrow().clone()
     }
@@ -198,7 +198,7 @@ impl fmt::Display for Compared {
     }
 }
 
-/// What all ranks found, for each tensor the rank and run with the largest error. Every rank calls this at
+/// The findings of all ranks: for each tensor the rank and run with the largest error. Every rank calls this at
 /// the same time.
 pub(super) fn gather(comm: &Communicator, own: &[Compared]) -> Result<Vec<Compared>> {
     let mut worst: Vec<Compared> = Vec::new();

@@ -166,7 +166,7 @@ fn timeline(cost: &Estimate, ranks: &[RankProgram]) -> Table {
     table
 }
 
-/// What the time of an operation goes to: of a kernel, with how much of it.
+/// The bound of an operation's time, and for a kernel its share.
 fn bounds(kind: &OperationKind, span: &Span) -> String {
     if !matches!(kind, OperationKind::Kernel(_)) {
         return span.bound.to_string();

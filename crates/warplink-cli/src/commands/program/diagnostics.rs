@@ -1,4 +1,4 @@
-//! What the verifier found, beside the lines where it happens.
+//! Findings of the verifier, with the lines that cause them.
 
 use crate::report::RefusedProgram;
 use serde::Serialize;
@@ -64,7 +64,7 @@ pub(super) fn excerpts(diagnostic: &Diagnostic, file: &Path, text: &str) -> Stri
     out
 }
 
-/// Where in a line the statement stands that starts at `column`, or the first of the line at 0: how
+/// The position in a line of the statement that starts at `column`, or of the first one at 0: how
 /// many characters are before it, and how many it has.
 fn extent(source: &str, column: usize) -> (usize, usize) {
     let code: Vec<char> = source
@@ -130,7 +130,7 @@ pub(super) struct Json {
 struct JsonPlace {
     rank: usize,
     line: u32,
-    /// Where the statement is not the first that starts on its line.
+    /// Set for a statement that is not the first on its line.
     #[serde(skip_serializing_if = "is_first")]
     column: u32,
     indices: Vec<(String, i64)>,

@@ -104,7 +104,7 @@ impl Text {
             .collect()
     }
 
-    /// What to do where parameters have no values.
+    /// The help where parameters have no values.
     fn help(&self) -> Option<String> {
         let options = self.missing_options(&[]);
         let what = if options.len() == 1 {

@@ -22,9 +22,8 @@ use warplink::program::{Bindings, Executor, Plan, PrepareOptions, Trace};
 /// Run a program on random inputs
 ///
 /// Verifies the program, binds random inputs, and times it on the device. Then runs it on other inputs each time, also
-/// in a graph, and compares the outputs with what the program means, computed on the host; the exit status is 1 if a
-/// value is wrong. Times are medians
-/// over all samples; the slowest rank counts. A trace can be opened in Perfetto (ui.perfetto.dev); it has
+/// in a graph, and compares the outputs with values computed on the host; the exit status is 1 if a value is wrong.
+/// Times are medians over all samples; the slowest rank counts. A trace can be opened in Perfetto (ui.perfetto.dev); it has
 /// a track per rank and stream, and one per lane of its kernels with the steps of that lane.
 #[derive(Debug, Args)]
 #[command(after_help = "Example:\n  \
@@ -69,7 +68,7 @@ struct Outcome {
     seed: u64,
     /// For each output, the rank and run with the largest error; empty where nothing was compared.
     values: Vec<Compared>,
-    /// What is doubtful, though not wrong.
+    /// Doubtful results that are not wrong.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     warnings: Vec<String>,
     /// Why nothing was.
@@ -107,7 +106,7 @@ impl Outcome {
 
 impl Run {
     pub(super) fn run(self, options: &Options) -> Result<ExitCode> {
-        // Before any rank starts, so that what is wrong is said once.
+        // Before any rank starts, so that an error is printed once.
         let text = self.source.read_for_ranks()?;
         if let Some(path) = &self.trace {
             check_output(path)?;
@@ -131,7 +130,7 @@ impl Run {
         })
     }
 
-    /// What was measured, and the trace where one is wanted: rank 0's has all ranks'.
+    /// The measured outcome, and the trace where one is wanted; that of rank 0 has all ranks.
     fn outcome(
         &self,
         comm: &Communicator,

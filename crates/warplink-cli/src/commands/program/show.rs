@@ -25,7 +25,7 @@ use warplink::program::{Area, OperationKind, Range, RankProgram, TransferId, unr
 pub(super) struct Show {
     #[command(flatten)]
     source: Source,
-    /// Whose operations, with --ranks [default: 0]
+    /// The rank whose operations are printed, with --ranks [default: 0]
     #[arg(long, value_name = "RANK", requires = "ranks")]
     rank: Option<usize>,
     /// Print the CUDA C++ of its kernel sections instead, with --ranks
@@ -299,7 +299,7 @@ fn part(rank_program: &RankProgram, range: &Range) -> String {
     }
 }
 
-/// What need not be contiguous: the bytes from the first to the last element, and the elements and steps
+/// An area that need not be contiguous: the bytes from the first to the last element, and the elements and steps
 /// along each axis.
 fn selected(rank_program: &RankProgram, area: &Area) -> String {
     if area.is_contiguous() {

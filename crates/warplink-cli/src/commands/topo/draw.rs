@@ -76,7 +76,7 @@ struct Drawing<'a> {
 }
 
 impl Drawing<'_> {
-    /// What the machine is, and what class its mesh is of.
+    /// The machine's devices, and the class of its mesh.
     fn heading(&self) -> Result<()> {
         let mut models: BTreeMap<&str, usize> = BTreeMap::new();
         for place in self.topology.places() {
@@ -212,7 +212,7 @@ impl Drawing<'_> {
         Ok(())
     }
 
-    /// How many links, on the middle of a line.
+    /// The number of links, on the middle of a line.
     fn count(&self, links: u32, middle: (i32, i32), colour: RGBColor) -> Result<()> {
         let digits = links.to_string();
         let half = (5 + 4 * digits.len() as i32, 9);
@@ -225,7 +225,7 @@ impl Drawing<'_> {
         self.text(&digits, middle, 12, INK, HPos::Center)
     }
 
-    /// What the colours mean, from `y` down.
+    /// The meaning of the colours, from `y` down.
     fn legend(&self, entries: &[Entry], y: i32) -> Result<()> {
         let (mut x, middle) = (MARGIN, y + 12);
         for entry in entries {
@@ -285,7 +285,7 @@ impl Drawing<'_> {
 struct Line {
     from: (i32, i32),
     to: (i32, i32),
-    /// How many links it stands for; none for the bus and the memory of a machine.
+    /// The number of its links; none for the bus and the memory of a machine.
     links: Option<u32>,
     colour: RGBColor,
 }
@@ -318,7 +318,7 @@ impl Entry {
     }
 }
 
-/// What the drawing contains.
+/// The contents of the drawing, for its legend.
 fn entries(topology: &Topology) -> Vec<Entry> {
     let (mesh, world) = (topology.mesh(), topology.places().len());
     let pairs = (0..world).flat_map(|a| (0..a).map(move |b| (a, b)));

@@ -1,4 +1,4 @@
-//! Where things stand in the drawing of a topology.
+//! Positions in the drawing of a topology.
 
 use std::f64::consts::PI;
 use warplink::Rank;
@@ -17,7 +17,7 @@ const RISE: i32 = 64;
 /// The most ranks that stand in one row.
 const ROW: usize = 4;
 
-/// What is drawn of one machine. Positions are pixels from the upper left corner of its panel.
+/// The drawing of one machine. Positions are pixels from the upper left corner of its panel.
 pub(super) struct Panel {
     pub(super) ranks: Vec<Rank>,
     /// The middle of each rank's box, as in `ranks`.

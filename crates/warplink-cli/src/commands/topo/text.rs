@@ -6,7 +6,7 @@ use std::fmt::Write;
 use warplink::device::NetworkDevice;
 use warplink::topology::{Connection, Topology};
 
-/// What stands in a cell of the matrix.
+/// The text of a cell of the matrix.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Cell {
     Itself,

@@ -1,6 +1,6 @@
 //! Which algorithms of the library's own collectives are fastest.
 
-use super::rig::Rig;
+use super::machine::Machine;
 use crate::commands::bench::clock::Submission;
 use anyhow::Result;
 use std::time::{Duration, Instant};
@@ -14,7 +14,7 @@ use warplink::program::cost::model::Algorithms;
 /// Calls of a sample.
 const CALLS: usize = 8;
 
-/// What is reduced: one type of each size, floats, since these have more to compute.
+/// Element types of reductions: one of each size, floats, since these have more to compute.
 const REDUCED: [DType; 4] = [DType::F8E4M3, DType::BF16, DType::F32, DType::F64];
 
 /// Calls before time is taken, and how long memory may take to be reached.
@@ -22,8 +22,8 @@ const WARM_UP: usize = 4;
 const SOON: Duration = Duration::from_secs(2);
 
 /// Measures them, where the direct path serves.
-pub(super) fn measure(rig: &Rig<'_>, model: &mut HardwareModel) -> Result<()> {
-    let comm = rig.comm;
+pub(super) fn measure(machine: &Machine<'_>, model: &mut HardwareModel) -> Result<()> {
+    let comm = machine.comm;
     if comm.world() == 1 {
         return Ok(());
     }
@@ -44,7 +44,7 @@ pub(super) fn measure(rig: &Rig<'_>, model: &mut HardwareModel) -> Result<()> {
             &[DType::U8]
         };
         for &dtype in dtypes {
-            let limits = limits(rig, (kind, dtype), &by)?;
+            let limits = limits(machine, (kind, dtype), &by)?;
             if !limits.is_empty() {
                 model.algorithms.push(Algorithms {
                     collective: kind.name().to_owned(),
@@ -60,17 +60,17 @@ pub(super) fn measure(rig: &Rig<'_>, model: &mut HardwareModel) -> Result<()> {
 
 /// The fastest algorithm up to each number of bytes of a part.
 fn limits(
-    rig: &Rig<'_>,
+    machine: &Machine<'_>,
     (kind, dtype): (CollectiveKind, DType),
     by: &[(Algorithm, Collectives)],
 ) -> Result<Vec<(u64, String)>> {
-    let world = rig.comm.world();
+    let world = machine.comm.world();
     let (input_rows, output_rows) = kind.rows(world);
     let rows = input_rows.max(output_rows);
     let mut limits: Vec<(u64, String)> = Vec::new();
     // A barrier has no part.
-    let fitting = |bytes: &usize| rows > 0 && *bytes <= rig.largest / rows;
-    for bytes in rig.sizes().into_iter().filter(fitting) {
+    let fitting = |bytes: &usize| rows > 0 && *bytes <= machine.largest / rows;
+    for bytes in machine.sizes().into_iter().filter(fitting) {
         let call = Call {
             kind,
             op: kind.reduces().then_some(ReduceOp::Sum),
@@ -78,15 +78,15 @@ fn limits(
             count: bytes / dtype.size(),
             root: kind.has_root().then_some(0),
         };
-        let input = rig.own.memory().slice(0..input_rows * bytes)?;
-        let output = rig.into.memory().slice(0..output_rows * bytes)?;
+        let input = machine.own.memory().slice(0..input_rows * bytes)?;
+        let output = machine.into.memory().slice(0..output_rows * bytes)?;
         let mut best: Option<(f64, Algorithm)> = None;
         for (algorithm, collectives) in by {
             // It does not do such a call, or has no room for it: on any rank.
             if collectives.choice(&call).is_err() {
                 continue;
             }
-            let seconds = seconds(rig, collectives, &call, (&output, &input))?;
+            let seconds = seconds(machine, collectives, &call, (&output, &input))?;
             if best.is_none_or(|(least, _)| seconds < least) {
                 best = Some((seconds, *algorithm));
             }
@@ -104,28 +104,28 @@ fn limits(
 
 /// Seconds of a call, once memory is reached.
 fn seconds(
-    rig: &Rig<'_>,
+    machine: &Machine<'_>,
     collectives: &Collectives,
     call: &Call,
     (output, input): (&DeviceSlice, &DeviceSlice),
 ) -> Result<f64> {
-    let stream = &rig.clock.stream;
+    let stream = &machine.clock.stream;
     let choice = collectives.choice(call)?;
     let started = Instant::now();
     for round in 0.. {
         let before = collectives.direct_lanes()?;
         collectives.enqueue(call, output, input, stream)?;
-        rig.comm.synchronize(stream)?;
+        machine.comm.synchronize(stream)?;
         let direct = collectives.direct_lanes()? - before == choice.lanes as u64;
         let reached = choice.algorithm != Algorithm::Direct || direct;
         let done = round >= WARM_UP && (reached || started.elapsed() > SOON);
         // All ranks go on together.
-        let all = rig.comm.all_gather_bytes(&[u8::from(done)])?;
+        let all = machine.comm.all_gather_bytes(&[u8::from(done)])?;
         if all.iter().all(|done| *done == [1]) {
             break;
         }
     }
-    rig.each(CALLS, Submission::Captured, &|stream| {
+    machine.each(CALLS, Submission::Captured, &|stream| {
         Ok(collectives.enqueue(call, output, input, stream)?)
     })
 }

@@ -1,7 +1,7 @@
 //! The vendor's collectives.
 
 use super::latency::single_run;
-use super::rig::Rig;
+use super::machine::Machine;
 use crate::commands::bench::clock::Submission;
 use crate::commands::bench::peers::optional;
 use anyhow::Result;
@@ -12,23 +12,27 @@ use warplink::program::cost::collective::{CollectiveTimes, Collectives, EXCHANGE
 use warplink::program::cost::curve::Curve;
 
 /// Measures all of them, and gives the engine's name; none where its library is missing.
-pub(super) fn measure(rig: &Rig<'_>, model: &mut HardwareModel) -> Result<Option<String>> {
-    let engine = optional(rig.comm, "the collectives", rig.comm.collective_engine())?;
+pub(super) fn measure(machine: &Machine<'_>, model: &mut HardwareModel) -> Result<Option<String>> {
+    let engine = optional(
+        machine.comm,
+        "the collectives",
+        machine.comm.collective_engine(),
+    )?;
     let Some(engine) = engine else {
         return Ok(None);
     };
-    let world = rig.comm.world();
+    let world = machine.comm.world();
     let times = |name: &str, request: &dyn Fn(usize) -> Result<CollectiveRequest>| {
         let mut points = Vec::new();
-        for bytes in rig.sizes() {
+        for bytes in machine.sizes() {
             // Every rank's part is a number of whole elements.
             let bytes = bytes
                 .next_multiple_of(4 * world)
-                .min(rig.largest / (4 * world) * 4 * world);
+                .min(machine.largest / (4 * world) * 4 * world);
             let request = request(bytes)?;
             let most = if model.device.shared { 4 } else { 16 };
             let repeat = ((64 << 20) / bytes).clamp(2, most);
-            let seconds = rig.each(repeat, Submission::Captured, &|stream| {
+            let seconds = machine.each(repeat, Submission::Captured, &|stream| {
                 Ok(engine.enqueue(stream, &request)?)
             })?;
             points.push((bytes as u64, seconds));
@@ -44,8 +48,8 @@ pub(super) fn measure(rig: &Rig<'_>, model: &mut HardwareModel) -> Result<Option
         Ok(CollectiveRequest::Collective {
             collective,
             dtype: DType::F32,
-            target: rig.into.memory().slice(0..target)?,
-            source: rig.own.memory().slice(0..source)?,
+            target: machine.into.memory().slice(0..target)?,
+            source: machine.own.memory().slice(0..source)?,
         })
     };
     let add = ReduceOp::Sum;
@@ -70,21 +74,21 @@ pub(super) fn measure(rig: &Rig<'_>, model: &mut HardwareModel) -> Result<Option
         })?,
         times(EXCHANGE, &|bytes| {
             Ok(CollectiveRequest::Exchange {
-                sends: vec![(rig.right(), rig.own.memory().slice(0..bytes)?)],
-                receives: vec![(rig.left(), rig.into.memory().slice(0..bytes)?)],
+                sends: vec![(machine.right(), machine.own.memory().slice(0..bytes)?)],
+                receives: vec![(machine.left(), machine.into.memory().slice(0..bytes)?)],
             })
         })?,
     ]);
     let small = of(Collective::AllGather, 1024 * world, 1024)?;
-    let stream = &rig.clock.stream;
-    let host = rig.host(&mut || Ok(engine.enqueue(stream, &small)?))?;
-    model.host.collective = rig.median(host)?;
-    let single = rig.each(1, Submission::Captured, &|stream| {
+    let stream = &machine.clock.stream;
+    let host = machine.host(&mut || Ok(engine.enqueue(stream, &small)?))?;
+    model.host.collective = machine.median(host)?;
+    let single = machine.each(1, Submission::Captured, &|stream| {
         Ok(engine.enqueue(stream, &small)?)
     })?;
     let in_a_row = model
         .collectives
         .seconds("all_gather", world, (1024 * world) as f64);
-    model.latency.collective = (single - in_a_row - single_run(rig, model)?).max(0.0);
+    model.latency.collective = (single - in_a_row - single_run(machine, model)?).max(0.0);
     Ok(Some(engine.name()))
 }

@@ -1,6 +1,6 @@
 //! Matrix multiplications over a grid of shapes.
 
-use super::rig::Rig;
+use super::machine::Machine;
 use crate::commands::bench::peers::gather;
 use anyhow::{Context, Result};
 use warplink::DType;
@@ -14,12 +14,12 @@ const PATTERN: usize = 4 << 20;
 /// matters, of others. The ranks divide the shapes among them; where they share the processors, each
 /// measures all at the same time, if there are enough of these, and the slowest counts.
 pub(super) fn measure(
-    rig: &Rig<'_>,
+    machine: &Machine<'_>,
     dtypes: &[DType],
     largest: usize,
     step: impl Fn(&str),
 ) -> Result<Vec<Grid>> {
-    let shared = rig.comm.device().properties().shared;
+    let shared = machine.comm.device().properties().shared;
     let mut grids = Vec::new();
     for &dtype in dtypes {
         for aligned in [true, false] {
@@ -27,7 +27,7 @@ pub(super) fn measure(
             if shared && !aligned {
                 continue;
             }
-            grids.push(grid(rig, dtype, aligned, largest, shared)?);
+            grids.push(grid(machine, dtype, aligned, largest, shared)?);
         }
         step(&format!("matrices of {dtype}"));
     }
@@ -60,15 +60,21 @@ fn columns(largest: usize, aligned: bool) -> Vec<usize> {
     columns
 }
 
-fn grid(rig: &Rig<'_>, dtype: DType, aligned: bool, largest: usize, shared: bool) -> Result<Grid> {
+fn grid(
+    machine: &Machine<'_>,
+    dtype: DType,
+    aligned: bool,
+    largest: usize,
+    shared: bool,
+) -> Result<Grid> {
     let rows = sizes(largest, aligned);
     let columns = columns(largest, aligned);
     let most = |sizes: &[usize]| sizes.last().copied().unwrap_or(1);
     let (m, k, n) = (most(&rows), most(&columns), most(&columns));
-    let operand = |elements: usize| filled(rig, elements * dtype.size(), dtype);
+    let operand = |elements: usize| filled(machine, elements * dtype.size(), dtype);
     let (a, b, c) = (operand(m * k)?, operand(k * n)?, operand(m * n)?);
-    let (rank, world) = (rig.comm.rank(), rig.comm.world());
-    let multiprocessors = rig.comm.device().properties().multiprocessors;
+    let (rank, world) = (machine.comm.rank(), machine.comm.world());
+    let multiprocessors = machine.comm.device().properties().multiprocessors;
     let measures = |index: usize| {
         if shared {
             rank == 0 || world <= multiprocessors
@@ -85,13 +91,13 @@ fn grid(rig: &Rig<'_>, dtype: DType, aligned: bool, largest: usize, shared: bool
         let mut own = Vec::new();
         for (index, &(k, n)) in shapes.iter().enumerate() {
             own.push(if measures(index) {
-                shape(rig, dtype, (m, k, n), [&a, &b, &c])?
+                shape(machine, dtype, (m, k, n), [&a, &b, &c])?
             } else {
                 0.0
             });
         }
         // Nobody is left alone for longer than a row of the grid.
-        let all = gather(rig.comm, &own)?;
+        let all = gather(machine.comm, &own)?;
         for index in 0..shapes.len() {
             let of_ranks = all.iter().filter_map(|own| own.get(index));
             seconds.push(of_ranks.copied().fold(0.0, f64::max));
@@ -109,7 +115,7 @@ fn grid(rig: &Rig<'_>, dtype: DType, aligned: bool, largest: usize, shared: bool
 
 /// Seconds of one shape, by the path that programs take.
 fn shape(
-    rig: &Rig<'_>,
+    machine: &Machine<'_>,
     dtype: DType,
     (m, k, n): (usize, usize, usize),
     [a, b, c]: [&DeviceSlice; 3],
@@ -117,16 +123,17 @@ fn shape(
     let part = |slice: &DeviceSlice, elements: usize| slice.slice(0..elements * dtype.size());
     let spec = MatmulSpec::new(m, n, k, dtype);
     let products = [(part(a, m * k)?, part(c, m * n)?)];
-    let compute = rig.comm.compute()?;
+    let compute = machine.comm.compute()?;
     let launch = compute.prepare_matmuls(&spec, &products, &part(b, k * n)?, None)?;
-    rig.alone(&|stream| Ok(launch.enqueue(stream)?))
+    machine
+        .alone(&|stream| Ok(launch.enqueue(stream)?))
         .with_context(|| format!("multiply {m} x {k} by {k} x {n} of {dtype}"))
 }
 
 /// Memory of numbers between -1 and 1 that no two rows have in common: a device takes less power for
 /// zeros, and is faster.
-pub(super) fn filled(rig: &Rig<'_>, bytes: usize, dtype: DType) -> Result<DeviceSlice> {
-    let slice = rig.allocate(bytes)?;
+pub(super) fn filled(machine: &Machine<'_>, bytes: usize, dtype: DType) -> Result<DeviceSlice> {
+    let slice = machine.allocate(bytes)?;
     let size = dtype.size();
     let values = (0..PATTERN.min(bytes) / size).map(|index| {
         let value = (index as u32).wrapping_mul(2_654_435_761) >> 8;
@@ -134,16 +141,17 @@ pub(super) fn filled(rig: &Rig<'_>, bytes: usize, dtype: DType) -> Result<Device
     });
     let pattern = dtype.encode(values);
     let mut done = pattern.len().min(bytes);
-    rig.comm
+    machine
+        .comm
         .device()
         .upload(&slice.slice(0..done)?, &pattern[..done])?;
-    let stream = &rig.clock.stream;
+    let stream = &machine.clock.stream;
     while done < bytes {
         let more = done.min(bytes - done);
         stream.copy(slice.slice(done..done + more)?, slice.slice(0..more)?)?;
         done += more;
     }
-    rig.comm.synchronize(stream)?;
+    machine.comm.synchronize(stream)?;
     Ok(slice)
 }
 

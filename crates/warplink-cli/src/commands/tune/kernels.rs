@@ -2,7 +2,7 @@
 
 use super::latency::one_way;
 use super::link::ends;
-use super::rig::{self, Rig};
+use super::machine::{self, Machine};
 use crate::commands::bench::clock::Submission;
 use anyhow::Result;
 use warplink::device::{KernelCopy, StreamOp};
@@ -22,22 +22,22 @@ const AS_GOOD: f64 = 1.03;
 
 /// Measures by the numbers of blocks that it finds only where this runs again: the transfers that are timed
 /// follow the model that was found before. How packets are divided stays as that has it.
-pub(super) fn measure(rig: &Rig<'_>, model: &mut HardwareModel) -> Result<()> {
-    let properties = rig.comm.device().properties();
-    if !properties.kernel_copies || properties.shared || rig.comm.world() == 1 {
+pub(super) fn measure(machine: &Machine<'_>, model: &mut HardwareModel) -> Result<()> {
+    let properties = machine.comm.device().properties();
+    if !properties.kernel_copies || properties.shared || machine.comm.world() == 1 {
         return Ok(());
     }
-    let sizes: Vec<usize> = rig.sizes();
+    let sizes: Vec<usize> = machine.sizes();
     let sizes: Vec<usize> = sizes
         .into_iter()
         .filter(|bytes| *bytes <= LONGEST)
         .collect();
     // Blocks tell of their copies by additions in the peer's memory, which links know and other buses may not.
-    let linked = rig.comm.topology()?.class() != TopologyClass::Unknown;
+    let linked = machine.comm.topology()?.class() != TopologyClass::Unknown;
     let most = if linked { MAX_BLOCKS } else { 1 };
     let mut blocks: Vec<(u64, u32)> = Vec::new();
     for bytes in &sizes {
-        let count = best_blocks(rig, *bytes, most)?;
+        let count = best_blocks(machine, *bytes, most)?;
         match blocks.last_mut() {
             Some(last) if last.1 >= count => last.0 = *bytes as u64,
             _ => blocks.push((*bytes as u64, count)),
@@ -48,9 +48,9 @@ pub(super) fn measure(rig: &Rig<'_>, model: &mut HardwareModel) -> Result<()> {
     let curve = |protocol, path| -> Result<Curve> {
         let mut points = Vec::new();
         for bytes in &sizes {
-            points.push((*bytes as u64, one_way(rig, *bytes, protocol, path)?));
+            points.push((*bytes as u64, one_way(machine, *bytes, protocol, path)?));
         }
-        Ok(rig::curve(points))
+        Ok(machine::curve(points))
     };
     model.link.kernels_put = curve(Protocol::Put, Path::Multiprocessors)?;
     model.link.kernels_get = curve(Protocol::Get, Path::Multiprocessors)?;
@@ -67,17 +67,17 @@ pub(super) fn measure(rig: &Rig<'_>, model: &mut HardwareModel) -> Result<()> {
 }
 
 /// The fewest blocks that put `bytes` about as fast as any number.
-fn best_blocks(rig: &Rig<'_>, bytes: usize, most: u32) -> Result<u32> {
-    let (target, source) = ends(rig, Protocol::Put, 1, bytes)?;
-    let counter = rig.comm.device().allocate_signals(64)?.word(0)?;
+fn best_blocks(machine: &Machine<'_>, bytes: usize, most: u32) -> Result<u32> {
+    let (target, source) = ends(machine, Protocol::Put, 1, bytes)?;
+    let counter = machine.comm.device().allocate_signals(64)?.word(0)?;
     let repeat = ((64 << 20) / bytes).clamp(4, 32);
     let mut tried = Vec::new();
     for blocks in std::iter::successors(Some(1), |blocks| Some(2 * blocks)) {
         if blocks > most {
             break;
         }
-        let seconds = rig.each(repeat, Submission::Captured, &|stream| {
-            if rig.comm.rank() == 0 {
+        let seconds = machine.each(repeat, Submission::Captured, &|stream| {
+            if machine.comm.rank() == 0 {
                 stream.sequence(&[StreamOp::KernelCopy(KernelCopy {
                     target: &target,
                     source: &source,

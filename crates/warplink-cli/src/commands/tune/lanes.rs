@@ -1,9 +1,9 @@
-//! What lanes of kernel sections can do.
+//! Latencies and rates of lanes of kernel sections.
 //!
 //! Each figure is the difference of two launches of a small program (`lanes/`), which differ in how often its lanes do
 //! something, or in how much they move.
 
-use super::rig::Rig;
+use super::machine::Machine;
 use crate::commands::bench::clock::Submission;
 use crate::commands::bench::peers::optional;
 use anyhow::Result;
@@ -21,7 +21,7 @@ const GET: &str = include_str!("lanes/get.wlp");
 /// Launches of a sample.
 const LAUNCHES: usize = 16;
 
-/// How often lanes do something whose latency is measured, at first and at last.
+/// Repetitions of a step whose latency is measured, in the shorter and the longer launch.
 const TIMES: [usize; 2] = [8, 40];
 
 /// Bytes of what takes no time but its latency.
@@ -47,7 +47,7 @@ const ALL_LANES: usize = 64 << 20;
 /// The lanes that move data together.
 const LANES: usize = 64;
 
-/// What is launched: lanes and threads, bytes, and how often they are moved.
+/// The shape of a launch: lanes and threads, bytes, and repetitions.
 #[derive(Clone, Copy)]
 struct Shape {
     lanes: usize,
@@ -57,29 +57,29 @@ struct Shape {
 }
 
 /// Measures them, unless there is no peer; leaves them as they were where kernels cannot be compiled.
-pub(super) fn measure(rig: &Rig<'_>, model: &mut HardwareModel) -> Result<()> {
-    if rig.comm.world() == 1 {
+pub(super) fn measure(machine: &Machine<'_>, model: &mut HardwareModel) -> Result<()> {
+    if machine.comm.world() == 1 {
         return Ok(());
     }
-    if let Some(lanes) = optional(rig.comm, "lanes of kernels", measured(rig))? {
+    if let Some(lanes) = optional(machine.comm, "lanes of kernels", measured(machine))? {
         model.lanes = Some(lanes);
     }
     Ok(())
 }
 
-fn measured(rig: &Rig<'_>) -> Result<Lanes> {
-    let properties = rig.comm.device().properties();
+fn measured(machine: &Machine<'_>) -> Result<Lanes> {
+    let properties = machine.comm.device().properties();
     let mut block_threads = 1;
     let mut threads = THREADS[0];
     // Seconds for each of the bytes that `lanes` lanes move.
     let each = |text: &str, lanes: usize, threads: usize, most: usize| -> Result<f64> {
-        let [less, more] = halves(most.min(rig.largest)).map(|bytes| Shape {
+        let [less, more] = halves(most.min(machine.largest)).map(|bytes| Shape {
             lanes,
             threads,
             bytes,
             times: 1,
         });
-        let (sooner, later) = (rig.launch(text, less)?, rig.launch(text, more)?);
+        let (sooner, later) = (machine.launch(text, less)?, machine.launch(text, more)?);
         // Where the shorter launch was disturbed, the longer one alone says what there is to say.
         Ok(if later > sooner {
             (later - sooner) / (more.bytes - less.bytes) as f64
@@ -114,7 +114,7 @@ fn measured(rig: &Rig<'_>) -> Result<Lanes> {
             times,
         };
         let [few, many] = TIMES;
-        let seconds = rig.launch(text, shape(many))? - rig.launch(text, shape(few))?;
+        let seconds = machine.launch(text, shape(many))? - machine.launch(text, shape(few))?;
         Ok(seconds.max(0.0) / (many - few) as f64)
     };
     let (signal, load) = (latency(SIGNAL)?, latency(COPY)?);
@@ -127,11 +127,11 @@ fn measured(rig: &Rig<'_>) -> Result<Lanes> {
         times: 0,
     };
     Ok(Lanes {
-        launch: rig.launch(COPY, empty)?,
+        launch: machine.launch(COPY, empty)?,
         signal,
         fence: (latency(PUT_SIGNAL)? - signal - load).max(0.0),
         packet: latency(PACKETS)?,
-        packet_round: packet_round(rig, properties.shared)?,
+        packet_round: packet_round(machine, properties.shared)?,
         load,
         peer_load: latency(GET)?,
         block_threads,
@@ -144,7 +144,7 @@ fn measured(rig: &Rig<'_>) -> Result<Lanes> {
 }
 
 /// Seconds of a round in which each thread puts a packet, or reads one.
-fn packet_round(rig: &Rig<'_>, shared: bool) -> Result<f64> {
+fn packet_round(machine: &Machine<'_>, shared: bool) -> Result<f64> {
     let at_once = if shared { 1 } else { PACKET_THREADS };
     let bytes = ROUNDS.map(|rounds| rounds * PACKET_THREADS * PACKET);
     let [few, many] = bytes.map(|bytes| Shape {
@@ -153,7 +153,7 @@ fn packet_round(rig: &Rig<'_>, shared: bool) -> Result<f64> {
         bytes,
         times: 1,
     });
-    let seconds = rig.launch(PACKETS, many)? - rig.launch(PACKETS, few)?;
+    let seconds = machine.launch(PACKETS, many)? - machine.launch(PACKETS, few)?;
     let rounds = (many.bytes - few.bytes) / PACKET / at_once;
     // A lane puts all of them, then reads as many.
     Ok(seconds.max(0.0) / (2 * rounds) as f64)
@@ -166,7 +166,7 @@ fn halves(bytes: usize) -> [usize; 2] {
     [half, 2 * half]
 }
 
-impl Rig<'_> {
+impl Machine<'_> {
     /// Seconds of a launch of a program on all ranks at once, one of many in a graph.
     fn launch(&self, text: &str, shape: Shape) -> Result<f64> {
         let program = Program::parse(text)?;

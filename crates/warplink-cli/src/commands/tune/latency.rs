@@ -1,6 +1,6 @@
-//! What passes between operations, and the host's time to enqueue them.
+//! Latencies between operations, and the host's time to enqueue them.
 
-use super::rig::Rig;
+use super::machine::Machine;
 use crate::commands::bench::clock::Submission;
 use anyhow::{Context, Result};
 use std::cell::Cell;
@@ -24,8 +24,8 @@ const MIN_SECONDS: f64 = 50e-9;
 /// From how many on a device does operations on words in a kernel, where it has one.
 const WORDS_IN_KERNEL: usize = 4;
 
-pub(super) fn measure(rig: &Rig<'_>, model: &mut HardwareModel) -> Result<()> {
-    let (one, eight) = (own_words(rig, 1)?, own_words(rig, 8)?);
+pub(super) fn measure(machine: &Machine<'_>, model: &mut HardwareModel) -> Result<()> {
+    let (one, eight) = (own_words(machine, 1)?, own_words(machine, 8)?);
     model.latency.more_words = ((eight - one) / 7.0).max(MIN_SECONDS);
     model.latency.words_in_kernel = match model.link.kernel_limit {
         0 => 0,
@@ -33,32 +33,32 @@ pub(super) fn measure(rig: &Rig<'_>, model: &mut HardwareModel) -> Result<()> {
     };
     model.latency.word = one;
     model.latency.kernel_word = one;
-    if rig.comm.world() > 1 {
-        model.latency.word = (words_round_trip(rig)? / 4.0).max(MIN_SECONDS);
+    if machine.comm.world() > 1 {
+        model.latency.word = (words_round_trip(machine)? / 4.0).max(MIN_SECONDS);
         if model.link.kernel_limit > 0 {
-            let way = one_way(rig, SMALL, Protocol::Put, Path::OneBlock)?;
+            let way = one_way(machine, SMALL, Protocol::Put, Path::OneBlock)?;
             let copy = model.link.kernel_put.seconds(SMALL as f64);
             model.latency.kernel_word = ((way - copy) / 2.0).max(MIN_SECONDS);
         }
     }
-    model.latency.event = (events(rig)? / 2.0).max(MIN_SECONDS);
-    model.latency.launch = (launches(rig, one)? - model.memory.kernel).max(0.0);
-    if rig.comm.world() > 1 {
-        model.latency.captured_copy = captured_copy(rig)?;
+    model.latency.event = (events(machine)? / 2.0).max(MIN_SECONDS);
+    model.latency.launch = (launches(machine, one)? - model.memory.kernel).max(0.0);
+    if machine.comm.world() > 1 {
+        model.latency.captured_copy = captured_copy(machine)?;
     }
-    host(rig, model)
+    host(machine, model)
 }
 
 /// Seconds that a transfer by the copy engine takes longer in a graph than eagerly, beyond what a
 /// kernel does.
-fn captured_copy(rig: &Rig<'_>) -> Result<f64> {
-    let bytes = ENGINE_COPY.min(rig.largest);
-    let pair = pair(rig, bytes)?;
+fn captured_copy(machine: &Machine<'_>) -> Result<f64> {
+    let bytes = ENGINE_COPY.min(machine.largest);
+    let pair = pair(machine, bytes)?;
     let group: Vec<&Transfer> = pair.iter().collect();
-    let kernel = small_sum(rig)?;
+    let kernel = small_sum(machine)?;
     let longer = |work: &dyn Fn(&Stream) -> Result<()>| -> Result<f64> {
-        let captured = rig.each(1, Submission::Captured, work)?;
-        Ok(captured - rig.each(1, Submission::Eager, work)?)
+        let captured = machine.each(1, Submission::Captured, work)?;
+        Ok(captured - machine.each(1, Submission::Eager, work)?)
     };
     let copy = longer(&|stream| {
         post_all(&group, stream)?;
@@ -69,33 +69,33 @@ fn captured_copy(rig: &Rig<'_>) -> Result<f64> {
 }
 
 /// Seconds of a single captured run of a small kernel beyond one of many in a row.
-pub(super) fn single_run(rig: &Rig<'_>, model: &HardwareModel) -> Result<f64> {
-    let kernel = small_sum(rig)?;
-    let single = rig.each(1, Submission::Captured, &|stream| {
+pub(super) fn single_run(machine: &Machine<'_>, model: &HardwareModel) -> Result<f64> {
+    let kernel = small_sum(machine)?;
+    let single = machine.each(1, Submission::Captured, &|stream| {
         Ok(kernel.enqueue(stream)?)
     })?;
     Ok(single - model.memory.kernel)
 }
 
 /// Seconds that one sequence of `count` writes to this rank's own words takes.
-fn own_words(rig: &Rig<'_>, count: usize) -> Result<f64> {
+fn own_words(machine: &Machine<'_>, count: usize) -> Result<f64> {
     // The second word is nobody else's to wait for.
     let write = MemoryOp::Write {
-        word: &rig.words[1],
+        word: &machine.words[1],
         value: 1,
     };
-    rig.each(16, Submission::Eager, &|stream| {
+    machine.each(16, Submission::Eager, &|stream| {
         Ok(stream.memory_ops(&vec![write; count])?)
     })
 }
 
 /// Seconds of a signal from rank 0 to rank 1 and back.
-fn words_round_trip(rig: &Rig<'_>) -> Result<f64> {
+fn words_round_trip(machine: &Machine<'_>) -> Result<f64> {
     // Ranks in between hand it on around the ring.
-    let world = rig.comm.world();
-    let remote = rig.remote_words.as_ref().context("there is no peer")?;
+    let world = machine.comm.world();
+    let remote = machine.remote_words.as_ref().context("there is no peer")?;
     let count = Cell::new(0_u64);
-    let seconds = rig.each(ROUND_TRIPS, Submission::Eager, &|stream| {
+    let seconds = machine.each(ROUND_TRIPS, Submission::Eager, &|stream| {
         count.set(count.get() + 1);
         let value = count.get();
         let write = MemoryOp::Write {
@@ -103,10 +103,10 @@ fn words_round_trip(rig: &Rig<'_>) -> Result<f64> {
             value,
         };
         let wait = MemoryOp::Wait {
-            word: &rig.words[0],
+            word: &machine.words[0],
             value,
         };
-        let order = if rig.comm.rank() == 0 {
+        let order = if machine.comm.rank() == 0 {
             [write, wait]
         } else {
             [wait, write]
@@ -119,12 +119,17 @@ fn words_round_trip(rig: &Rig<'_>) -> Result<f64> {
 }
 
 /// Seconds of a transfer in graphs from rank to rank around the ring, of one of the ways.
-pub(super) fn one_way(rig: &Rig<'_>, bytes: usize, protocol: Protocol, path: Path) -> Result<f64> {
-    let [send, receive] = pair_by(rig, bytes, protocol, path)?;
-    let world = rig.comm.world();
-    let seconds = rig.each(ROUND_TRIPS, Submission::Captured, &|stream| {
+pub(super) fn one_way(
+    machine: &Machine<'_>,
+    bytes: usize,
+    protocol: Protocol,
+    path: Path,
+) -> Result<f64> {
+    let [send, receive] = pair_by(machine, bytes, protocol, path)?;
+    let world = machine.comm.world();
+    let seconds = machine.each(ROUND_TRIPS, Submission::Captured, &|stream| {
         let batch = Batch::new();
-        let batch = if rig.comm.rank() == 0 {
+        let batch = if machine.comm.rank() == 0 {
             batch.post([&send, &receive]).wait([&receive, &send])
         } else {
             let batch = batch.post([&receive]).wait([&receive]);
@@ -136,37 +141,42 @@ pub(super) fn one_way(rig: &Rig<'_>, bytes: usize, protocol: Protocol, path: Pat
 }
 
 /// A send to the right and a receive from the left, as beside matmuls.
-fn pair(rig: &Rig<'_>, bytes: usize) -> Result<[Transfer; 2]> {
-    pair_by(rig, bytes, Protocol::Put, Path::OneBlock)
+fn pair(machine: &Machine<'_>, bytes: usize) -> Result<[Transfer; 2]> {
+    pair_by(machine, bytes, Protocol::Put, Path::OneBlock)
 }
 
-fn pair_by(rig: &Rig<'_>, bytes: usize, protocol: Protocol, path: Path) -> Result<[Transfer; 2]> {
-    let (own, into) = (rig.own.slice(0..bytes)?, rig.into.slice(0..bytes)?);
+fn pair_by(
+    machine: &Machine<'_>,
+    bytes: usize,
+    protocol: Protocol,
+    path: Path,
+) -> Result<[Transfer; 2]> {
+    let (own, into) = (machine.own.slice(0..bytes)?, machine.into.slice(0..bytes)?);
     let requests = [
-        TransferRequest::send(&own, rig.right(), bytes as u64),
-        TransferRequest::receive(&into, rig.left(), bytes as u64),
+        TransferRequest::send(&own, machine.right(), bytes as u64),
+        TransferRequest::receive(&into, machine.left(), bytes as u64),
     ];
     let chosen = |request: TransferRequest| request.with_protocol(protocol).with_path(path);
-    let made = rig.comm.exchange(&requests.map(chosen))?;
+    let made = machine.comm.exchange(&requests.map(chosen))?;
     made.try_into().ok().context("two transfers were exchanged")
 }
 
 /// Seconds of an event to a second stream and one back.
-fn events(rig: &Rig<'_>) -> Result<f64> {
-    rig.each(16, Submission::Eager, &|stream| {
-        rig.second.fork(stream)?;
-        rig.second.join(stream)
+fn events(machine: &Machine<'_>) -> Result<f64> {
+    machine.each(16, Submission::Eager, &|stream| {
+        machine.second.fork(stream)?;
+        machine.second.join(stream)
     })
 }
 
 /// Seconds of a small kernel behind a write of a word.
-fn launches(rig: &Rig<'_>, word: f64) -> Result<f64> {
-    let launch = small_sum(rig)?;
+fn launches(machine: &Machine<'_>, word: f64) -> Result<f64> {
+    let launch = small_sum(machine)?;
     let write = MemoryOp::Write {
-        word: &rig.words[1],
+        word: &machine.words[1],
         value: 1,
     };
-    let both = rig.each(16, Submission::Eager, &|stream| {
+    let both = machine.each(16, Submission::Eager, &|stream| {
         stream.memory_ops(&[write])?;
         Ok(launch.enqueue(stream)?)
     })?;
@@ -175,11 +185,11 @@ fn launches(rig: &Rig<'_>, word: f64) -> Result<f64> {
 
 type Launch = std::sync::Arc<dyn warplink::device::PreparedLaunch>;
 
-fn small_sum(rig: &Rig<'_>) -> Result<Launch> {
-    let own = rig.own.memory();
+fn small_sum(machine: &Machine<'_>) -> Result<Launch> {
+    let own = machine.own.memory();
     let sources = [own.slice(0..SMALL)?, own.slice(SMALL..2 * SMALL)?];
-    let target = rig.into.memory().slice(0..SMALL)?;
-    let compute = rig.comm.compute()?;
+    let target = machine.into.memory().slice(0..SMALL)?;
+    let compute = machine.comm.compute()?;
     Ok(compute.prepare_elementwise(&Elementwise::new(
         ElementwiseOp::Sum,
         DType::F32,
@@ -188,64 +198,64 @@ fn small_sum(rig: &Rig<'_>) -> Result<Launch> {
     ))?)
 }
 
-fn small_matmul(comm: &Communicator, rig: &Rig<'_>) -> Result<Launch> {
+fn small_matmul(comm: &Communicator, machine: &Machine<'_>) -> Result<Launch> {
     let spec = MatmulSpec::new(16, 16, 16, DType::F32);
-    let slice = || rig.allocate(SMALL);
+    let slice = || machine.allocate(SMALL);
     let (a, b, c) = (slice()?, slice()?, slice()?);
     Ok(comm
         .compute()?
         .prepare_matmuls(&spec, &[(a, c)], &b, None)?)
 }
 
-fn host(rig: &Rig<'_>, model: &mut HardwareModel) -> Result<()> {
-    let stream: &Stream = &rig.clock.stream;
-    let (sum, matmul) = (small_sum(rig)?, small_matmul(rig.comm, rig)?);
-    let event = rig.comm.device().create_event(false)?;
-    let own = rig.own.memory();
-    let (target, source) = (rig.into.memory().slice(0..SMALL)?, own.slice(0..SMALL)?);
+fn host(machine: &Machine<'_>, model: &mut HardwareModel) -> Result<()> {
+    let stream: &Stream = &machine.clock.stream;
+    let (sum, matmul) = (small_sum(machine)?, small_matmul(machine.comm, machine)?);
+    let event = machine.comm.device().create_event(false)?;
+    let own = machine.own.memory();
+    let (target, source) = (machine.into.memory().slice(0..SMALL)?, own.slice(0..SMALL)?);
     let mut times = [
-        rig.host(&mut || Ok(matmul.enqueue(stream)?))?,
-        rig.host(&mut || Ok(sum.enqueue(stream)?))?,
-        rig.host(&mut || Ok(stream.copy(&target, &source)?))?,
-        rig.host(&mut || {
+        machine.host(&mut || Ok(matmul.enqueue(stream)?))?,
+        machine.host(&mut || Ok(sum.enqueue(stream)?))?,
+        machine.host(&mut || Ok(stream.copy(&target, &source)?))?,
+        machine.host(&mut || {
             stream.record(&event)?;
             Ok(stream.wait_event(&event)?)
         })? / 2.0,
-        graph(rig, stream)?,
+        graph(machine, stream)?,
     ];
     for time in &mut times {
-        *time = rig.median(*time)?;
+        *time = machine.median(*time)?;
     }
     let host = &mut model.host;
     [host.matmul, host.sum, host.copy, host.event, host.graph] = times;
-    if rig.comm.world() > 1 {
-        let [send, receive] = pair(rig, 2 * SMALL)?;
-        rig.comm.barrier()?;
-        let word = rig.host(&mut || {
+    if machine.comm.world() > 1 {
+        let [send, receive] = pair(machine, 2 * SMALL)?;
+        machine.comm.barrier()?;
+        let word = machine.host(&mut || {
             receive.post(stream)?;
             send.post(stream)?;
             Ok(receive.wait(stream)?)
         })?;
-        let [send, receive] = pair(rig, 3 * SMALL)?;
-        rig.comm.barrier()?;
-        let half = rig.host(&mut || {
+        let [send, receive] = pair(machine, 3 * SMALL)?;
+        machine.comm.barrier()?;
+        let half = machine.host(&mut || {
             receive.post(stream)?;
             Ok(send.post(stream)?)
         })?;
-        host.word = rig.median(word - half)?.max(MIN_SECONDS);
-        host.transfer = (rig.median(half)? - host.word).max(host.word);
-        rig.comm.barrier()?;
+        host.word = machine.median(word - half)?.max(MIN_SECONDS);
+        host.transfer = (machine.median(half)? - host.word).max(host.word);
+        machine.comm.barrier()?;
     }
     Ok(())
 }
 
 /// Seconds of the host to launch a graph of a few operations.
-fn graph(rig: &Rig<'_>, stream: &Stream) -> Result<f64> {
-    let launch = small_sum(rig)?;
+fn graph(machine: &Machine<'_>, stream: &Stream) -> Result<f64> {
+    let launch = small_sum(machine)?;
     stream.begin_capture()?;
     let recorded = (0..4).try_for_each(|_| launch.enqueue(stream));
     let graph = stream.end_capture();
     recorded?;
     let graph = graph?;
-    rig.host(&mut || Ok(graph.launch(stream)?))
+    machine.host(&mut || Ok(graph.launch(stream)?))
 }

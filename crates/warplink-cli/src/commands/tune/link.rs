@@ -1,6 +1,6 @@
 //! Transfers between ranks: alone, and all at once.
 
-use super::rig::{self, Rig};
+use super::machine::{self, Machine};
 use crate::commands::bench::clock::Submission;
 use anyhow::{Context, Result};
 use warplink::device::{DeviceSlice, KernelCopy, Stream, StreamOp};
@@ -11,18 +11,18 @@ use warplink::program::cost::curve::Curve;
 /// Up to this number of bytes, a kernel of one block may be worth it.
 const ONE_BLOCK_LIMIT: usize = 256 << 10;
 
-/// Who copies: the first rank alone, or all at once.
+/// The ranks that copy: the first alone, or all at once.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Who {
+enum Copying {
     First,
     All,
 }
 
-pub(super) fn measure(rig: &Rig<'_>, model: &mut HardwareModel) -> Result<()> {
-    if rig.comm.world() == 1 {
+pub(super) fn measure(machine: &Machine<'_>, model: &mut HardwareModel) -> Result<()> {
+    if machine.comm.world() == 1 {
         return Ok(());
     }
-    let properties = rig.comm.device().properties();
+    let properties = machine.comm.device().properties();
     // Ranks that share their multiprocessors have no copy engine to compare with.
     let limit = if properties.kernel_copies && !properties.shared {
         ONE_BLOCK_LIMIT
@@ -33,19 +33,19 @@ pub(super) fn measure(rig: &Rig<'_>, model: &mut HardwareModel) -> Result<()> {
     let curve = |protocol, in_kernel: bool| -> Result<Curve> {
         let fits = |bytes: &usize| !in_kernel || *bytes <= limit;
         let mut points = Vec::new();
-        for bytes in rig.sizes().into_iter().filter(fits) {
-            let seconds = copies(rig, protocol, bytes, in_kernel)?;
+        for bytes in machine.sizes().into_iter().filter(fits) {
+            let seconds = copies(machine, protocol, bytes, in_kernel)?;
             points.push((bytes as u64, seconds));
         }
-        Ok(rig::curve(points))
+        Ok(machine::curve(points))
     };
     model.link.put = curve(Protocol::Put, false)?;
     model.link.get = curve(Protocol::Get, false)?;
     model.link.kernel_put = curve(Protocol::Put, true)?;
     model.link.kernel_get = curve(Protocol::Get, true)?;
-    let bytes = rig.largest.min(64 << 20);
-    let neighbour = |protocol| peers(rig, protocol, bytes, false);
-    let rotated = |protocol| peers(rig, protocol, bytes, true);
+    let bytes = machine.largest.min(64 << 20);
+    let neighbour = |protocol| peers(machine, protocol, bytes, false);
+    let rotated = |protocol| peers(machine, protocol, bytes, true);
     model.link.put_ring = neighbour(Protocol::Put)?;
     model.link.get_ring = neighbour(Protocol::Get)?;
     model.link.put_rotated = rotated(Protocol::Put)?;
@@ -55,33 +55,39 @@ pub(super) fn measure(rig: &Rig<'_>, model: &mut HardwareModel) -> Result<()> {
 
 /// Target and source of a copy of `bytes` to or from the neighbour at a distance.
 pub(super) fn ends(
-    rig: &Rig<'_>,
+    machine: &Machine<'_>,
     protocol: Protocol,
     distance: usize,
     bytes: usize,
 ) -> Result<(DeviceSlice, DeviceSlice)> {
-    let (rank, world) = (rig.comm.rank(), rig.comm.world());
+    let (rank, world) = (machine.comm.rank(), machine.comm.world());
     let missing = || format!("rank {rank} has no peer at distance {distance}");
     Ok(match protocol {
         Protocol::Put => {
-            let remote = rig.remote_into[(rank + distance) % world].as_ref();
+            let remote = machine.remote_into[(rank + distance) % world].as_ref();
             let target = remote.with_context(missing)?.memory();
-            (target.slice(0..bytes)?, rig.own.memory().slice(0..bytes)?)
+            (
+                target.slice(0..bytes)?,
+                machine.own.memory().slice(0..bytes)?,
+            )
         }
         Protocol::Get => {
-            let remote = rig.remote_own[(rank + world - distance) % world].as_ref();
+            let remote = machine.remote_own[(rank + world - distance) % world].as_ref();
             let source = remote.with_context(missing)?.memory();
-            (rig.into.memory().slice(0..bytes)?, source.slice(0..bytes)?)
+            (
+                machine.into.memory().slice(0..bytes)?,
+                source.slice(0..bytes)?,
+            )
         }
     })
 }
 
 /// Seconds of one of many copies in a row from one rank to another.
-fn copies(rig: &Rig<'_>, protocol: Protocol, bytes: usize, in_kernel: bool) -> Result<f64> {
-    let (target, source) = ends(rig, protocol, 1, bytes)?;
+fn copies(machine: &Machine<'_>, protocol: Protocol, bytes: usize, in_kernel: bool) -> Result<f64> {
+    let (target, source) = ends(machine, protocol, 1, bytes)?;
     let repeat = ((256 << 20) / bytes).clamp(4, 32);
-    let counter = rig.comm.device().allocate_signals(64)?.word(0)?;
-    repeated(rig, Who::First, repeat, &|stream| {
+    let counter = machine.comm.device().allocate_signals(64)?.word(0)?;
+    repeated(machine, Copying::First, repeat, &|stream| {
         if in_kernel {
             stream.sequence(&[StreamOp::KernelCopy(KernelCopy {
                 target: &target,
@@ -98,13 +104,13 @@ fn copies(rig: &Rig<'_>, protocol: Protocol, bytes: usize, in_kernel: bool) -> R
 }
 
 /// Bytes per second of every rank when all copy at once: to one neighbour, or to all in turn.
-fn peers(rig: &Rig<'_>, protocol: Protocol, bytes: usize, rotated: bool) -> Result<f64> {
-    let distances = if rotated { rig.comm.world() - 1 } else { 1 };
+fn peers(machine: &Machine<'_>, protocol: Protocol, bytes: usize, rotated: bool) -> Result<f64> {
+    let distances = if rotated { machine.comm.world() - 1 } else { 1 };
     let turns: Vec<_> = (1..=distances)
-        .map(|distance| ends(rig, protocol, distance, bytes))
+        .map(|distance| ends(machine, protocol, distance, bytes))
         .collect::<Result<_>>()?;
     let repeat = 8_usize.div_ceil(distances);
-    let seconds = repeated(rig, Who::All, repeat, &|stream| {
+    let seconds = repeated(machine, Copying::All, repeat, &|stream| {
         let mut turns = turns.iter();
         turns.try_for_each(|(target, source)| Ok(stream.copy(target, source)?))
     })?;
@@ -112,14 +118,14 @@ fn peers(rig: &Rig<'_>, protocol: Protocol, bytes: usize, rotated: bool) -> Resu
 }
 
 fn repeated(
-    rig: &Rig<'_>,
-    who: Who,
+    machine: &Machine<'_>,
+    copying: Copying,
     repeat: usize,
     work: &dyn Fn(&Stream) -> Result<()>,
 ) -> Result<f64> {
-    let first = rig.comm.rank() == 0;
-    rig.each(repeat, Submission::Eager, &|stream| {
-        if who == Who::All || first {
+    let first = machine.comm.rank() == 0;
+    machine.each(repeat, Submission::Eager, &|stream| {
+        if copying == Copying::All || first {
             work(stream)?;
         }
         Ok(())

@@ -1,6 +1,6 @@
 //! Copies within a device's memory, and sums.
 
-use super::rig::{Rig, curve};
+use super::machine::{Machine, curve};
 use crate::commands::bench::clock::Submission;
 use anyhow::Result;
 use warplink::DType;
@@ -10,9 +10,9 @@ use warplink::program::cost::HardwareModel;
 /// Bytes of a sum that takes no time but that of its kernel.
 const MIN_BYTES: usize = 1024;
 
-pub(super) fn measure(rig: &Rig<'_>, model: &mut HardwareModel) -> Result<()> {
-    let compute = rig.comm.compute()?;
-    let (own, into) = (rig.own.memory(), rig.into.memory());
+pub(super) fn measure(machine: &Machine<'_>, model: &mut HardwareModel) -> Result<()> {
+    let compute = machine.comm.compute()?;
+    let (own, into) = (machine.own.memory(), machine.into.memory());
     let sum = |bytes: usize| -> Result<f64> {
         let half = bytes / 2;
         let sources = [own.slice(0..half)?, own.slice(half..2 * half)?];
@@ -23,15 +23,15 @@ pub(super) fn measure(rig: &Rig<'_>, model: &mut HardwareModel) -> Result<()> {
             &target,
             &sources,
         ))?;
-        rig.each(16, Submission::Eager, &|stream| Ok(launch.enqueue(stream)?))
+        machine.each(16, Submission::Eager, &|stream| Ok(launch.enqueue(stream)?))
     };
     model.memory.kernel = sum(MIN_BYTES)?;
-    let seconds = sum(rig.largest)? - model.memory.kernel;
-    model.memory.sum_rate = 1.5 * rig.largest as f64 / seconds.max(1e-9);
+    let seconds = sum(machine.largest)? - model.memory.kernel;
+    model.memory.sum_rate = 1.5 * machine.largest as f64 / seconds.max(1e-9);
     let mut points = Vec::new();
-    for bytes in rig.sizes() {
+    for bytes in machine.sizes() {
         let (target, source) = (into.slice(0..bytes)?, own.slice(0..bytes)?);
-        let seconds = rig.each(16, Submission::Eager, &|stream| {
+        let seconds = machine.each(16, Submission::Eager, &|stream| {
             Ok(stream.copy(&target, &source)?)
         })?;
         points.push((bytes as u64, seconds));

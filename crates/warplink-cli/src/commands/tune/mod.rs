@@ -1,16 +1,16 @@
 //! `warplink tune`: measures the machine, for the cost model.
 
 mod algorithms;
-mod beside;
 mod collective;
 mod gemm;
+mod interference;
 mod kernels;
 mod lanes;
 mod latency;
 mod link;
+mod machine;
 mod memory;
 mod report;
-mod rig;
 
 use crate::commands::ranks;
 use crate::gemm::gemm_dtype;
@@ -20,7 +20,7 @@ use crate::report::progress::Progress;
 use crate::report::{check_output, counted, print_result, write_file};
 use anyhow::{Context, Result, anyhow, ensure};
 use clap::Args;
-use rig::Rig;
+use machine::Machine;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -34,10 +34,10 @@ const MAX_SHAPE: usize = 1 << 17;
 /// The shortest `--largest-transfer`: shorter ones have no rates, and are less than the parts of some measurements.
 const MIN_TRANSFER: u64 = 4 << 10;
 
-/// What each rank adds to that, since some measurements give every rank a part.
+/// Added for each rank, since some measurements give every rank a part.
 const MIN_TRANSFER_PER_RANK: u64 = 1 << 10;
 
-/// How far estimates by measured figures may be off, over 500 random shapes on two H200.
+/// The largest factor between estimates by measured figures and times, over 500 random shapes on two H200.
 const UNCERTAINTY: f64 = 1.6;
 
 /// Measure this machine for the cost model
@@ -80,7 +80,7 @@ pub(crate) struct Tune {
     no_nccl: bool,
 }
 
-/// Said where there is nowhere to write to by default.
+/// The error where no default path exists.
 const NO_DIRECTORY: &str = "no cache directory; use --output FILE";
 
 impl Tune {
@@ -99,7 +99,7 @@ impl Tune {
         ranks::run_checked(options, check, |comm| {
             self.check(comm.device().kind(), comm.world())?;
             let description = DeviceDescription::of(&**comm.device());
-            // What cannot be measured stays as it is known or guessed.
+            // Figures that cannot be measured keep their known or guessed values.
             let (assumed, _) = HardwareModel::find(&description, comm.world())?;
             let model = rounded(&self.measure(comm, &assumed)?)?;
             if comm.rank() == 0 {
@@ -155,7 +155,7 @@ impl Tune {
         };
         let progress = Progress::new(7 + dtypes.len() as u64, "measure", comm.rank() == 0);
         let step = |what: &str| progress.step(what.to_owned());
-        let rig = Rig::new(comm, transfer, self.samples.into())?;
+        let machine = Machine::new(comm, transfer, self.samples.into())?;
         model.format = FORMAT;
         model.name = format!("{} x {}", comm.world(), properties.model);
         model.device = DeviceMatch {
@@ -166,34 +166,34 @@ impl Tune {
             multiprocessors: properties.multiprocessors,
             shared: properties.shared,
         };
-        memory::measure(&rig, &mut model)?;
+        memory::measure(&machine, &mut model)?;
         step("memory");
-        link::measure(&rig, &mut model)?;
+        link::measure(&machine, &mut model)?;
         step("transfers");
-        kernels::measure(&rig, &mut model)?;
-        latency::measure(&rig, &mut model)?;
+        kernels::measure(&machine, &mut model)?;
+        latency::measure(&machine, &mut model)?;
         step("latencies");
-        lanes::measure(&rig, &mut model)?;
+        lanes::measure(&machine, &mut model)?;
         step("lanes of kernels");
-        // What was measured before goes for the figures of then.
+        // Earlier choices belong to earlier figures.
         model.algorithms.clear();
         if self.algorithms {
-            algorithms::measure(&rig, &mut model)?;
+            algorithms::measure(&machine, &mut model)?;
         }
         step("algorithms");
         let engine = if self.no_nccl || comm.world() == 1 {
             None
         } else {
-            collective::measure(&rig, &mut model)?
+            collective::measure(&machine, &mut model)?
         };
         step("collectives");
-        model.gemm.grids = gemm::measure(&rig, &dtypes, shape, step)?;
+        model.gemm.grids = gemm::measure(&machine, &dtypes, shape, step)?;
         if properties.shared {
             // One thread computes each.
             model.gemm.tile = (usize::MAX >> 16, usize::MAX >> 16);
             model.gemm.smallest_tile = model.gemm.tile;
         }
-        beside::measure(&rig, &mut model)?;
+        interference::measure(&machine, &mut model)?;
         step("work beside work");
         // Ranks that share processors disturb one another's trials more than estimates are off.
         model.uncertainty = if properties.shared { 1.0 } else { UNCERTAINTY };
@@ -231,7 +231,7 @@ impl Tune {
     }
 }
 
-/// The command with these arguments, but for where its result goes, which is no part of it.
+/// The command with these arguments, without its output path.
 fn command(arguments: impl Iterator<Item = String>) -> String {
     let mut command = "warplink".to_owned();
     let mut is_path = false;
@@ -312,11 +312,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_command_is_told_without_where_its_result_goes() {
-        let told = |text: &str| command(text.split(' ').map(str::to_owned));
-        assert_eq!(told("tune -n 2"), "warplink tune -n 2");
-        assert_eq!(told("tune --output a/b -n 2"), "warplink tune -n 2");
-        assert_eq!(told("tune -n 2 --output=a/b"), "warplink tune -n 2");
+    fn the_recorded_command_has_no_output_path() {
+        let recorded = |text: &str| command(text.split(' ').map(str::to_owned));
+        assert_eq!(recorded("tune -n 2"), "warplink tune -n 2");
+        assert_eq!(recorded("tune --output a/b -n 2"), "warplink tune -n 2");
+        assert_eq!(recorded("tune -n 2 --output=a/b"), "warplink tune -n 2");
     }
 
     #[test]

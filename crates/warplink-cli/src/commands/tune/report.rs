@@ -69,7 +69,7 @@ fn scalars(model: &HardwareModel) -> Vec<(&'static str, String)> {
     ]
 }
 
-/// What was measured of algorithms, matmuls and the vendor's collectives, by name.
+/// The measured algorithms, matmuls and collectives of the vendor, by name.
 fn series(model: &HardwareModel) -> Vec<(String, String)> {
     let micros = |seconds: f64| format!("{:.2} us", seconds * 1e6);
     let mut rows = Vec::new();

@@ -96,7 +96,7 @@ pub(crate) struct Channels {
 }
 
 /// Two connections between ranks 0 and 1, and the kernels for them; further ranks only keep the barriers.
-struct Rig<'a> {
+struct Runner<'a> {
     clock: Clock<'a>,
     kernels: Kernels,
     connections: Vec<Connection>,
@@ -121,8 +121,8 @@ impl Case for Channel {
 
     fn measure(&self, comm: &Communicator, setup: &Setup) -> Result<Channels> {
         let limit = Duration::from_secs(self.limit.into());
-        let mut rig = Rig::new(comm, setup, limit)?;
-        self.latencies(&mut rig, by_device(setup.kind, [1000, 100]))?;
+        let mut runner = Runner::new(comm, setup, limit)?;
+        self.latencies(&mut runner, by_device(setup.kind, [1000, 100]))?;
         let blocks: &[u32] = match setup.kind {
             DeviceKind::Cuda => &[1, 4, 8, 16, 24, 32, 64],
             DeviceKind::Host => &[1, 4],
@@ -130,26 +130,26 @@ impl Case for Channel {
         if self.wants(&["copy_once", "put_once"]) {
             let largest = setup.largest() as u64;
             for &blocks in blocks {
-                let copy = rig.once("copy_once", largest, blocks, None)?;
-                rig.once("put_once", largest, blocks, Some(copy))?;
+                let copy = runner.once("copy_once", largest, blocks, None)?;
+                runner.once("put_once", largest, blocks, Some(copy))?;
             }
         }
         if self.wants(&["engine", "put_and_flush"]) {
             for &bytes in &setup.sizes {
                 let bytes = bytes as u64;
-                let engine = rig.engine("engine", bytes, 1)?;
-                rig.flushed("put_and_flush", bytes, 1, engine)?;
-                let engine = rig.engine("engine x8", bytes, ROW)?;
-                rig.flushed("put_and_flush x8", bytes, ROW, engine)?;
+                let engine = runner.engine("engine", bytes, 1)?;
+                runner.flushed("put_and_flush", bytes, 1, engine)?;
+                let engine = runner.engine("engine x8", bytes, ROW)?;
+                runner.flushed("put_and_flush x8", bytes, ROW, engine)?;
             }
         }
         if self.wants(&["triggers"]) {
             for blocks in [1, 8, 132] {
-                rig.triggers(blocks, by_device(setup.kind, [20_000, 2_000]))?;
+                runner.triggers(blocks, by_device(setup.kind, [20_000, 2_000]))?;
             }
         }
         Ok(Channels {
-            rows: rig.rows.rows,
+            rows: runner.rows.rows,
         })
     }
 }
@@ -162,21 +162,21 @@ impl Channel {
     }
 
     /// Rows of messages back and forth.
-    fn latencies(&self, rig: &mut Rig<'_>, rounds: u32) -> Result<()> {
+    fn latencies(&self, runner: &mut Runner<'_>, rounds: u32) -> Result<()> {
         let [direct, proxied] = TRANSPORTS;
         if self.wants(&["words", "signals"]) {
-            rig.signals(rounds)?;
-            rig.back_and_forth("signals", proxied, 0, 1, rounds)?;
+            runner.signals(rounds)?;
+            runner.back_and_forth("signals", proxied, 0, 1, rounds)?;
         }
         if self.wants(&["puts"]) {
             for bytes in [8, 4096] {
-                rig.back_and_forth("puts", direct, bytes, 256, rounds)?;
-                rig.back_and_forth("puts", proxied, bytes, 32, rounds)?;
+                runner.back_and_forth("puts", direct, bytes, 256, rounds)?;
+                runner.back_and_forth("puts", proxied, bytes, 32, rounds)?;
             }
         }
         if self.wants(&["packets"]) {
             for (bytes, threads) in [(8, 32), (1024, 128), (4096, 512)] {
-                rig.back_and_forth("packets", direct, bytes, threads, rounds)?;
+                runner.back_and_forth("packets", direct, bytes, threads, rounds)?;
             }
         }
         Ok(())
@@ -188,7 +188,7 @@ fn region_bytes(largest: u64) -> u128 {
     u128::from(DATA) + u128::from(largest.max(4 * SMALLEST))
 }
 
-impl<'a> Rig<'a> {
+impl<'a> Runner<'a> {
     fn new(comm: &'a Communicator, setup: &Setup, limit: Duration) -> Result<Self> {
         let bytes = region_bytes(setup.largest() as u64);
         let kernels = Kernels::load(comm)?;

@@ -2,7 +2,7 @@
 
 pub(super) mod data;
 mod figures;
-mod rig;
+mod runner;
 mod template;
 
 use crate::commands::bench::case::{Case, Range, Setup};
@@ -12,8 +12,8 @@ use crate::options::Options;
 use crate::report::bytes::Bytes;
 use anyhow::{Context, Result, bail, ensure};
 use clap::{Args, ValueEnum};
-use figures::{Beside, Collectives, Row};
-use rig::Rig;
+use figures::{External, Collectives, Row};
+use runner::Runner;
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -84,10 +84,10 @@ pub(crate) struct Collective {
     #[arg(long = "beside", value_name = "FILE.json")]
     file: Option<PathBuf>,
     #[arg(skip)]
-    beside: Option<Beside>,
+    beside: Option<External>,
 }
 
-/// Where a collective's output goes.
+/// The memory of a collective's output.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Deserialize, Serialize)]
 #[serde(rename_all = "lowercase")]
 enum Place {
@@ -223,7 +223,7 @@ impl Case for Collective {
             [] => Peer::of(setup.kind).get(..1).unwrap_or_default(),
             peers => peers,
         };
-        let rig = Rig::new(
+        let runner = Runner::new(
             comm,
             template,
             setup.largest(),
@@ -239,14 +239,14 @@ impl Case for Collective {
             let calls = calls.unwrap_or_else(|| default_calls(comm, bytes));
             for &place in places {
                 for &submission in &setup.submissions {
-                    rows.push(rig.row(bytes, place, submission, setup.samples, calls)?);
+                    rows.push(runner.row(bytes, place, submission, setup.samples, calls)?);
                     progress.step(Bytes(bytes as u64).to_string());
                 }
             }
         }
         let beside = self.beside.as_ref();
         Ok(Collectives::new(
-            template, self.bound, rig.peers, rows, beside,
+            template, self.bound, runner.peers, rows, beside,
         ))
     }
 }

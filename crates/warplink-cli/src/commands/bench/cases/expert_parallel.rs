@@ -1,7 +1,7 @@
 //! `warplink bench expert-parallel`: rows to the ranks of their experts and back, compared with the vendor's library.
 
 mod data;
-mod rig;
+mod runner;
 
 use crate::commands::bench::case::{Case, Range, Setup};
 use crate::commands::bench::clock::{Submission, Times};
@@ -12,7 +12,7 @@ use crate::memory;
 use crate::names::{as_name, as_text, name_of};
 use anyhow::{Result, ensure};
 use clap::{Args, ValueEnum};
-use rig::Rig;
+use runner::Runner;
 use serde::Serialize;
 use warplink::collective::ExpertOptions;
 use warplink::{Communicator, DType};
@@ -158,14 +158,14 @@ impl Case for ExpertParallel {
 
     fn measure(&self, comm: &Communicator, setup: &Setup) -> Result<Experts> {
         let layer = self.layer(setup);
-        let rig = Rig::new(comm, layer, self.routing, self.peer)?;
+        let runner = Runner::new(comm, layer, self.routing, self.peer)?;
         let steps = setup.sizes.len() * setup.submissions.len();
         let progress = Setup::progress(comm, steps, "expert-parallel");
         let mut rows = Vec::new();
         for &tokens in &setup.sizes {
-            let data = rig.load(tokens)?;
+            let data = runner.load(tokens)?;
             for &submission in &setup.submissions {
-                rows.push(rig.row(&data, submission, setup.samples, self.calls.into())?);
+                rows.push(runner.row(&data, submission, setup.samples, self.calls.into())?);
                 progress.step(format!("{tokens} tokens"));
             }
         }
@@ -175,7 +175,7 @@ impl Case for ExpertParallel {
             experts: layer.experts,
             top_k: layer.top_k,
             routing: self.routing,
-            peer: rig.peer().map(str::to_owned),
+            peer: runner.peer().map(str::to_owned),
             rows,
         })
     }

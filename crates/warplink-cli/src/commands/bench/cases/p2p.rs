@@ -1,7 +1,7 @@
 //! `warplink bench p2p`: send and receive, compared with raw copies and the vendor's library.
 
 mod measure;
-mod rig;
+mod runner;
 
 use crate::commands::bench::case::{Case, Range, Setup};
 use crate::commands::bench::clock::{Submission, Times};
@@ -12,7 +12,7 @@ use crate::names::{as_name, name_of};
 use crate::report::bytes::Bytes;
 use anyhow::{Result, ensure};
 use clap::{Args, ValueEnum};
-use rig::Rig;
+use runner::Runner;
 use serde::Serialize;
 use warplink::Communicator;
 use warplink::p2p::{Path, Protocol};
@@ -53,7 +53,7 @@ pub(crate) struct P2p {
     no_nccl: bool,
 }
 
-/// How bytes are moved: by raw copies, a protocol or the vendor's library.
+/// A method to move bytes: raw copies, a protocol or the vendor's library.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum Method {
     /// The sender copies into the receiver's memory.
@@ -143,14 +143,14 @@ impl Case for P2p {
     fn measure(&self, comm: &Communicator, setup: &Setup) -> Result<Transfers> {
         let methods = self.measured();
         let nccl = methods.contains(&Method::Nccl);
-        let rig = Rig::new(comm, setup.largest(), self.ring, nccl)?;
+        let runner = Runner::new(comm, setup.largest(), self.ring, nccl)?;
         let steps = setup.sizes.len() * methods.len() * setup.submissions.len();
         let progress = Setup::progress(comm, steps, "send and receive");
         let mut rows: Vec<Row> = Vec::new();
         for &bytes in &setup.sizes {
             for &method in &methods {
                 for &submission in &setup.submissions {
-                    let mut row = rig.row(bytes, method, submission, setup.samples)?;
+                    let mut row = runner.row(bytes, method, submission, setup.samples)?;
                     // The last such row is of this size, because the floors are measured first.
                     let floor = rows
                         .iter()
@@ -165,7 +165,7 @@ impl Case for P2p {
         }
         Ok(Transfers {
             pattern: if self.ring { "ring" } else { "pair" },
-            nccl: rig.engine.as_ref().map(|engine| engine.name()),
+            nccl: runner.engine.as_ref().map(|engine| engine.name()),
             rows,
         })
     }

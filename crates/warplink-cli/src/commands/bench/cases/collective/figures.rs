@@ -60,18 +60,18 @@ pub(crate) struct Collectives {
 
 /// Figures of another program that are shown beside Warplink's. The aliases are names in older reports.
 #[derive(Debug, Deserialize)]
-pub(super) struct Beside {
+pub(super) struct External {
     collective: String,
     #[serde(alias = "type")]
     dtype: String,
     ranks: usize,
     #[serde(default)]
     peers: Vec<String>,
-    rows: Vec<BesideRow>,
+    rows: Vec<ExternalRow>,
 }
 
 #[derive(Debug, Deserialize)]
-struct BesideRow {
+struct ExternalRow {
     bytes: usize,
     place: Place,
     submission: Submission,
@@ -95,7 +95,7 @@ impl Row {
     }
 }
 
-impl Beside {
+impl External {
     /// Fails if it is of another collective, element type or number of ranks.
     pub(super) fn check(&self, template: Template, world: usize) -> Result<()> {
         let (collective, dtype) = (name(template.kind), template.dtype.to_string());
@@ -116,7 +116,7 @@ impl Collectives {
         bound: bool,
         peers: Vec<String>,
         rows: Vec<Row>,
-        beside: Option<&Beside>,
+        beside: Option<&External>,
     ) -> Self {
         let mut figures = Self {
             collective: name(template.kind),
@@ -132,9 +132,9 @@ impl Collectives {
         figures
     }
 
-    fn add(&mut self, beside: &Beside) {
+    fn add(&mut self, beside: &External) {
         for row in &mut self.rows {
-            let same = |other: &&BesideRow| {
+            let same = |other: &&ExternalRow| {
                 (other.bytes, other.place, other.submission)
                     == (row.bytes, row.place, row.submission)
             };

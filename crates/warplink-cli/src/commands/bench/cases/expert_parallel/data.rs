@@ -44,7 +44,7 @@ impl Tokens {
         }
     }
 
-    /// How many rows go to each rank.
+    /// The number of rows for each rank.
     pub(super) fn counts(&self, layer: &ExpertOptions, world: usize) -> Vec<usize> {
         let mut counts = vec![0; world];
         for expert in &self.experts {

@@ -154,7 +154,7 @@ impl Shape {
 /// The lowering without overlap.
 pub(super) const COLLECTIVE: &str = "collective";
 
-/// How long a GEMM runs before the first is timed; a GPU takes some tens of milliseconds to raise
+/// Time that a GEMM runs before the first is timed; a GPU takes some tens of milliseconds to raise
 /// its clocks.
 const WARM_UP: Duration = Duration::from_millis(100);
 

@@ -1,6 +1,6 @@
 //! The times of one method at one size.
 
-use super::rig::Rig;
+use super::runner::Runner;
 use super::{Method, Row};
 use crate::commands::bench::case::by_device;
 use crate::commands::bench::clock::{Submission, Times};
@@ -13,14 +13,14 @@ use warplink::p2p::{Batch, Path, Protocol, Transfer, TransferRequest};
 /// the transfers before.
 const DEPTH: usize = 8;
 
-/// How many transfers of `bytes` are posted together: the copies of a group follow one another
+/// The number of transfers of `bytes` that are posted together: the copies of a group follow one another
 /// without a signal between, which large ones gain by; small ones are one kernel each anyway. Each
 /// of the two streams has a second group announced while it copies the first.
 fn group_size(bytes: usize) -> usize {
     if bytes >= 16 << 20 { DEPTH / 4 } else { 1 }
 }
 
-impl Rig<'_> {
+impl Runner<'_> {
     pub(super) fn row(
         &self,
         bytes: usize,

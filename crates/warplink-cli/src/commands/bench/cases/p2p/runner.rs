@@ -12,7 +12,7 @@ use warplink::device::{CollectiveEngine, DeviceSlice, MemoryOp, Priority, Stream
 use warplink::memory::{Region, RemoteRegion};
 
 /// The same for every size.
-pub(super) struct Rig<'a> {
+pub(super) struct Runner<'a> {
     pub(super) clock: Clock<'a>,
     pub(super) second: SecondStream,
     pub(super) ring: bool,
@@ -33,7 +33,7 @@ pub(super) struct Rig<'a> {
     received: Cell<u64>,
 }
 
-impl<'a> Rig<'a> {
+impl<'a> Runner<'a> {
     pub(super) fn new(
         comm: &'a Communicator,
         largest: usize,

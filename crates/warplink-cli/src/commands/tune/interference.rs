@@ -2,7 +2,7 @@
 
 use super::gemm::filled;
 use super::link::ends;
-use super::rig::Rig;
+use super::machine::Machine;
 use crate::commands::bench::clock::median;
 use anyhow::{Context, Result};
 use std::sync::Arc;
@@ -11,46 +11,46 @@ use warplink::device::{DeviceSlice, MatmulSpec, PreparedLaunch, Priority, Stream
 use warplink::p2p::Protocol;
 use warplink::program::cost::HardwareModel;
 
-/// How many times as long the load lasts as what is timed beside it.
+/// Time of the load over that of the work that is timed beside it.
 const LONGER: f64 = 1.5;
 
-pub(super) fn measure(rig: &Rig<'_>, model: &mut HardwareModel) -> Result<()> {
+pub(super) fn measure(machine: &Machine<'_>, model: &mut HardwareModel) -> Result<()> {
     // Where ranks share the processors, sharing explains it all.
-    if rig.comm.world() == 1 || model.device.shared {
+    if machine.comm.world() == 1 || model.device.shared {
         return Ok(());
     }
-    let other = rig.comm.create_stream(Priority::High)?;
-    let matmul = Matmul::new(rig)?;
-    let bytes = rig.largest.min(64 << 20);
+    let other = machine.comm.create_stream(Priority::High)?;
+    let matmul = Matmul::new(machine)?;
+    let bytes = machine.largest.min(64 << 20);
     let beside = &mut model.interference;
     for (protocol, matmul_beside) in [
         (Protocol::Put, &mut beside.matmul_beside_put),
         (Protocol::Get, &mut beside.matmul_beside_get),
     ] {
-        let (target, source) = ends(rig, protocol, 1, bytes)?;
+        let (target, source) = ends(machine, protocol, 1, bytes)?;
         let copy = |stream: &Stream| Ok(stream.copy(&target, &source)?);
         let multiply = |stream: &Stream| Ok(matmul.launch.enqueue(stream)?);
-        let (slower_matmul, slower_copy) = both(rig, &other, &multiply, &copy)?;
+        let (slower_matmul, slower_copy) = both(machine, &other, &multiply, &copy)?;
         *matmul_beside = slower_matmul;
         if protocol == Protocol::Put {
             beside.copy_beside_matmul = slower_copy;
         }
     }
-    stored(rig, model)
+    stored(machine, model)
 }
 
 /// The speed of each of two works beside the other, over that alone.
 fn both(
-    rig: &Rig<'_>,
+    machine: &Machine<'_>,
     other: &Stream,
     first: &dyn Fn(&Stream) -> Result<()>,
     second: &dyn Fn(&Stream) -> Result<()>,
 ) -> Result<(f64, f64)> {
-    let main = &rig.clock.stream;
+    let main = &machine.clock.stream;
     let alone = |work: &dyn Fn(&Stream) -> Result<()>| -> Result<f64> {
-        rig.comm.barrier()?;
-        let seconds = rig.timed(main, &|| (0..8).try_for_each(|_| work(main)))? / 8.0;
-        rig.median(seconds)
+        machine.comm.barrier()?;
+        let seconds = machine.timed(main, &|| (0..8).try_for_each(|_| work(main)))? / 8.0;
+        machine.median(seconds)
     };
     // Once to warm up.
     alone(first)?;
@@ -65,14 +65,15 @@ fn both(
         let count = (4e-3 / own).clamp(2.0, 32.0).round();
         let loads = (LONGER * count * own / others).ceil() as usize;
         let mut ratios = Vec::new();
-        for _ in 0..rig.samples {
-            rig.comm.barrier()?;
+        for _ in 0..machine.samples {
+            machine.comm.barrier()?;
             (0..loads).try_for_each(|_| load(other))?;
-            let seconds = rig.timed(main, &|| (0..count as usize).try_for_each(|_| work(main)))?;
-            rig.comm.synchronize(other)?;
+            let seconds =
+                machine.timed(main, &|| (0..count as usize).try_for_each(|_| work(main)))?;
+            machine.comm.synchronize(other)?;
             ratios.push(own * count / seconds);
         }
-        Ok(rig.median(median(&mut ratios))?.clamp(0.05, 1.0))
+        Ok(machine.median(median(&mut ratios))?.clamp(0.05, 1.0))
     };
     Ok((beside(0)?, beside(1)?))
 }
@@ -83,12 +84,12 @@ struct Matmul {
 }
 
 impl Matmul {
-    fn new(rig: &Rig<'_>) -> Result<Self> {
+    fn new(machine: &Machine<'_>) -> Result<Self> {
         let (m, k, n) = (4096, 4096, 4096);
-        let operand = |elements: usize| filled(rig, 2 * elements, DType::BF16);
+        let operand = |elements: usize| filled(machine, 2 * elements, DType::BF16);
         let (a, b, c) = (operand(m * k)?, operand(k * n)?, operand(m * n)?);
         let spec = MatmulSpec::new(m, n, k, DType::BF16);
-        let compute = rig.comm.compute()?;
+        let compute = machine.comm.compute()?;
         let launch = compute.prepare_matmuls(&spec, &[(a, c)], &b, None)?;
         Ok(Self { launch })
     }
@@ -96,18 +97,18 @@ impl Matmul {
 
 /// Multiplications whose results are stored at all peers: two depths tell the rate of the link from
 /// the share of the multiplication that it does not hide.
-fn stored(rig: &Rig<'_>, model: &mut HardwareModel) -> Result<()> {
+fn stored(machine: &Machine<'_>, model: &mut HardwareModel) -> Result<()> {
     const ROWS: usize = 2048;
     const COLUMNS: usize = 4096;
     const SIZE: usize = 2;
-    let (rank, world) = (rig.comm.rank(), rig.comm.world());
+    let (rank, world) = (machine.comm.rank(), machine.comm.world());
     let each = ROWS * COLUMNS * SIZE;
-    if rig.largest < each * world {
+    if machine.largest < each * world {
         return Ok(());
     }
     let targets = (1..world)
         .map(|distance| {
-            let peer = rig.remote_into[(rank + distance) % world].as_ref();
+            let peer = machine.remote_into[(rank + distance) % world].as_ref();
             let peer = peer.context("a peer is missing")?.memory();
             // Every rank has a place of its own there.
             Ok(peer.slice(rank * each..(rank + 1) * each)?)
@@ -115,7 +116,7 @@ fn stored(rig: &Rig<'_>, model: &mut HardwareModel) -> Result<()> {
         .collect::<Result<Vec<DeviceSlice>>>()?;
     let others = world - 1;
     let time = |depth: usize| -> Result<(f64, f64)> {
-        let operand = |elements: usize| filled(rig, SIZE * elements, DType::BF16);
+        let operand = |elements: usize| filled(machine, SIZE * elements, DType::BF16);
         let (a, b) = (operand(others * ROWS * depth)?, operand(depth * COLUMNS)?);
         let c = operand(others * ROWS * COLUMNS)?;
         let spec = MatmulSpec::new(ROWS, COLUMNS, depth, DType::BF16);
@@ -125,17 +126,17 @@ fn stored(rig: &Rig<'_>, model: &mut HardwareModel) -> Result<()> {
                 Ok((a.slice(index * bytes..(index + 1) * bytes)?, result))
             });
             let products = products.collect::<Result<Vec<_>>>()?;
-            let compute = rig.comm.compute()?;
+            let compute = machine.comm.compute()?;
             let launch = compute.prepare_matmuls(&spec, &products, &b, None)?;
-            rig.comm.barrier()?;
+            machine.comm.barrier()?;
             let repeat = |count: usize| {
-                rig.timed(&rig.clock.stream, &|| {
-                    (0..count).try_for_each(|_| Ok(launch.enqueue(&rig.clock.stream)?))
+                machine.timed(&machine.clock.stream, &|| {
+                    (0..count).try_for_each(|_| Ok(launch.enqueue(&machine.clock.stream)?))
                 })
             };
             repeat(2)?;
-            rig.comm.barrier()?;
-            rig.median(repeat(16)? / 16.0)
+            machine.comm.barrier()?;
+            machine.median(repeat(16)? / 16.0)
         };
         let here = (0..others)
             .map(|index| Ok(c.slice(index * each..(index + 1) * each)?))

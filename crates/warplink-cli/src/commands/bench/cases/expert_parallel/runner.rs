@@ -13,7 +13,7 @@ use warplink::{Collectives, Communicator, DType};
 const WORD: usize = 4;
 
 /// The same for every number of tokens.
-pub(super) struct Rig<'a> {
+pub(super) struct Runner<'a> {
     clock: Clock<'a>,
     layer: ExpertOptions,
     routing: Routing,
@@ -48,7 +48,7 @@ pub(super) struct Loaded {
     receives: Vec<usize>,
 }
 
-impl<'a> Rig<'a> {
+impl<'a> Runner<'a> {
     /// Every rank makes one at the same time.
     pub(super) fn new(
         comm: &'a Communicator,

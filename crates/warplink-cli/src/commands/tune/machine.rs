@@ -1,4 +1,4 @@
-//! What everything is measured with: memory of all ranks, streams, and clocks.
+//! The state of all measurements: memory of all ranks, streams, and clocks.
 
 use crate::commands::bench::clock::{Clock, Submission, median};
 use crate::commands::bench::peers::{SecondStream, gather, neighbours, share};
@@ -13,10 +13,10 @@ use warplink::program::cost::curve::Curve;
 /// Seconds that the repetitions of one sample should take together.
 const SAMPLE: f64 = 1e-3;
 
-/// How long work runs before it is timed on one rank alone.
+/// Time that work runs before it is timed on one rank alone.
 const WARM_UP: Duration = Duration::from_millis(20);
 
-pub(super) struct Rig<'a> {
+pub(super) struct Machine<'a> {
     pub(super) comm: &'a Communicator,
     pub(super) clock: Clock<'a>,
     pub(super) second: SecondStream,
@@ -38,7 +38,7 @@ pub(super) struct Rig<'a> {
     end: Event,
 }
 
-impl<'a> Rig<'a> {
+impl<'a> Machine<'a> {
     /// Every rank makes one at the same time.
     pub(super) fn new(comm: &'a Communicator, largest: usize, samples: usize) -> Result<Self> {
         let bytes = largest as u128;
@@ -49,7 +49,7 @@ impl<'a> Rig<'a> {
         let pair =
             |slice: &DeviceSlice| -> Result<[Word; 2]> { Ok([slice.word(0)?, slice.word(64)?]) };
         let right = (comm.rank() + 1) % comm.world();
-        let rig = Self {
+        let machine = Self {
             clock: Clock::new(comm, Priority::Normal)?,
             second: SecondStream::new(comm)?,
             samples,
@@ -69,10 +69,10 @@ impl<'a> Rig<'a> {
             end: comm.device().create_event(true)?,
             comm,
         };
-        rig.clock.stream.fill(&rig.own, 0x3c)?;
-        rig.clock.stream.fill(&rig.into, 0)?;
-        comm.synchronize(&rig.clock.stream)?;
-        Ok(rig)
+        machine.clock.stream.fill(&machine.own, 0x3c)?;
+        machine.clock.stream.fill(&machine.into, 0)?;
+        comm.synchronize(&machine.clock.stream)?;
+        Ok(machine)
     }
 
     pub(super) fn right(&self) -> usize {

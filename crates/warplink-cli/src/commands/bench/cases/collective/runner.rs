@@ -15,7 +15,7 @@ use warplink::collective::{BoundCall, Call, CollectiveOptions, CollectivePath, C
 use warplink::device::{AllocationKind, DeviceSlice, Priority, Stream};
 
 /// The same for every size.
-pub(super) struct Rig<'a> {
+pub(super) struct Runner<'a> {
     clock: Clock<'a>,
     template: Template,
     /// Whether Warplink's calls are bound to their memory.
@@ -37,7 +37,7 @@ struct Method {
 /// The bytes of an output before a run, which show elements that are not written.
 const UNTOUCHED: u8 = 0xA5;
 
-impl<'a> Rig<'a> {
+impl<'a> Runner<'a> {
     /// Every rank makes one at the same time.
     pub(super) fn new(
         comm: &'a Communicator,
@@ -49,7 +49,7 @@ impl<'a> Rig<'a> {
         let allocate = |kind| comm.device().allocate(largest, kind);
         let plain = || allocate(AllocationKind::Plain);
         let memory = [plain()?, plain()?];
-        let mut rig = Self {
+        let mut runner = Self {
             clock: Clock::new(comm, Priority::Normal)?,
             template,
             bound,
@@ -71,15 +71,15 @@ impl<'a> Rig<'a> {
             };
             let peer = name_of(peer);
             if let Some((collectives, name, memory)) = optional(comm, &peer, made)? {
-                rig.methods.push(Method {
+                runner.methods.push(Method {
                     name: peer,
                     collectives,
                     memory,
                 });
-                rig.peers.push(name);
+                runner.peers.push(name);
             }
         }
-        Ok(rig)
+        Ok(runner)
     }
 
     /// Checks and times every method.
