@@ -21,10 +21,12 @@ const REDUCED: [DType; 4] = [DType::F8E4M3, DType::BF16, DType::F32, DType::F64]
 const WARM_UP: usize = 4;
 const SOON: Duration = Duration::from_secs(2);
 
-/// Measures them, where the direct path serves.
+/// Measures them where that is asked for and the direct path is possible.
 pub(super) fn measure(machine: &Machine<'_>, model: &mut HardwareModel) -> Result<()> {
     let comm = machine.comm;
-    if comm.world() == 1 {
+    // Earlier choices belong to earlier figures.
+    model.algorithms.clear();
+    if comm.world() == 1 || !machine.selection.algorithms {
         return Ok(());
     }
     let mut by = Vec::new();

@@ -11,17 +11,16 @@ use warplink::program::cost::HardwareModel;
 use warplink::program::cost::collective::{CollectiveTimes, Collectives, EXCHANGE};
 use warplink::program::cost::curve::Curve;
 
-/// Measures all of them, and gives the engine's name; none where its library is missing.
-pub(super) fn measure(machine: &Machine<'_>, model: &mut HardwareModel) -> Result<Option<String>> {
-    let engine = optional(
-        machine.comm,
-        "the collectives",
-        machine.comm.collective_engine(),
-    )?;
-    let Some(engine) = engine else {
-        return Ok(None);
+/// Measures all of them, unless their library is missing.
+pub(super) fn measure(machine: &Machine<'_>, model: &mut HardwareModel) -> Result<()> {
+    let (comm, world) = (machine.comm, machine.comm.world());
+    if world == 1 || !machine.selection.nccl {
+        return Ok(());
+    }
+    let Some(engine) = optional(comm, "the collectives", comm.collective_engine())? else {
+        return Ok(());
     };
-    let world = machine.comm.world();
+    model.source.notes = format!("collectives of {}", engine.name());
     let times = |name: &str, request: &dyn Fn(usize) -> Result<CollectiveRequest>| {
         let mut points = Vec::new();
         for bytes in machine.sizes() {
@@ -90,5 +89,5 @@ pub(super) fn measure(machine: &Machine<'_>, model: &mut HardwareModel) -> Resul
         .collectives
         .seconds("all_gather", world, (1024 * world) as f64);
     model.latency.collective = (single - in_a_row - single_run(machine, model)?).max(0.0);
-    Ok(Some(engine.name()))
+    Ok(())
 }

@@ -5,33 +5,33 @@ use crate::commands::bench::peers::gather;
 use anyhow::{Context, Result};
 use warplink::DType;
 use warplink::device::{DeviceSlice, MatmulSpec};
+use warplink::program::cost::HardwareModel;
 use warplink::program::cost::gemm::Grid;
 
 /// Bytes of the pattern that fills the operands.
 const PATTERN: usize = 4 << 20;
 
-/// Measures a grid for each of `dtypes`: of rows that are multiples of 16 bytes, and, where that
-/// matters, of others. The ranks divide the shapes among them; where they share the processors, each
-/// measures all at the same time, if there are enough of these, and the slowest counts.
-pub(super) fn measure(
-    machine: &Machine<'_>,
-    dtypes: &[DType],
-    largest: usize,
-    step: impl Fn(&str),
-) -> Result<Vec<Grid>> {
-    let shared = machine.comm.device().properties().shared;
-    let mut grids = Vec::new();
-    for &dtype in dtypes {
+/// Measures a grid for each element type: of rows that are multiples of 16 bytes, and, where that matters,
+/// of others. The ranks divide the shapes among them; where they share the processors, each measures all at
+/// the same time, if there are enough of these, and the slowest counts.
+pub(super) fn measure(machine: &Machine<'_>, model: &mut HardwareModel) -> Result<()> {
+    let (shared, largest) = (model.device.shared, machine.selection.largest_shape);
+    model.gemm.grids.clear();
+    for &dtype in &machine.selection.dtypes {
         for aligned in [true, false] {
             // Processors load from anywhere.
-            if shared && !aligned {
-                continue;
+            if !shared || aligned {
+                let grid = grid(machine, dtype, aligned, largest, shared)?;
+                model.gemm.grids.push(grid);
             }
-            grids.push(grid(machine, dtype, aligned, largest, shared)?);
         }
-        step(&format!("matrices of {dtype}"));
     }
-    Ok(grids)
+    if shared {
+        // One thread computes each.
+        model.gemm.tile = (usize::MAX >> 16, usize::MAX >> 16);
+        model.gemm.smallest_tile = model.gemm.tile;
+    }
+    Ok(())
 }
 
 /// 1, 16, 64, 256, 1024 and so on up to `largest`; with `fine`, every power of two from 1024 on, where

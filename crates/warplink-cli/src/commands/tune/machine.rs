@@ -5,10 +5,10 @@ use crate::commands::bench::peers::{SecondStream, gather, neighbours, share};
 use crate::memory;
 use anyhow::{Context, Result};
 use std::time::{Duration, Instant};
-use warplink::Communicator;
 use warplink::device::{AllocationKind, DeviceSlice, Event, Priority, Stream, Word};
 use warplink::memory::{Region, RemoteRegion};
 use warplink::program::cost::curve::Curve;
+use warplink::{Communicator, DType};
 
 /// Seconds that the repetitions of one sample should take together.
 const SAMPLE: f64 = 1e-3;
@@ -16,10 +16,25 @@ const SAMPLE: f64 = 1e-3;
 /// Time that work runs before it is timed on one rank alone.
 const WARM_UP: Duration = Duration::from_millis(20);
 
+/// The extent of the measurements.
+pub(super) struct Selection {
+    pub(super) samples: usize,
+    pub(super) largest_transfer: usize,
+    /// The largest extent of a matrix.
+    pub(super) largest_shape: usize,
+    /// Element types of matrices.
+    pub(super) dtypes: Vec<DType>,
+    /// Whether algorithms of collectives are measured.
+    pub(super) algorithms: bool,
+    /// Whether the vendor's collectives are measured.
+    pub(super) nccl: bool,
+}
+
 pub(super) struct Machine<'a> {
     pub(super) comm: &'a Communicator,
     pub(super) clock: Clock<'a>,
     pub(super) second: SecondStream,
+    pub(super) selection: Selection,
     pub(super) samples: usize,
     /// The largest transfer.
     pub(super) largest: usize,
@@ -40,7 +55,8 @@ pub(super) struct Machine<'a> {
 
 impl<'a> Machine<'a> {
     /// Every rank makes one at the same time.
-    pub(super) fn new(comm: &'a Communicator, largest: usize, samples: usize) -> Result<Self> {
+    pub(super) fn new(comm: &'a Communicator, selection: Selection) -> Result<Self> {
+        let largest = selection.largest_transfer;
         let bytes = largest as u128;
         memory::check(comm.device().kind(), comm.world(), 0, 2 * bytes)?;
         let (own, into) = (comm.alloc(largest)?, comm.alloc(largest)?);
@@ -52,8 +68,9 @@ impl<'a> Machine<'a> {
         let machine = Self {
             clock: Clock::new(comm, Priority::Normal)?,
             second: SecondStream::new(comm)?,
-            samples,
+            samples: selection.samples,
             largest,
+            selection,
             remote_own: share(comm, &own)?,
             remote_into: share(comm, &into)?,
             own,

@@ -20,7 +20,7 @@ use crate::report::progress::Progress;
 use crate::report::{check_output, counted, print_result, write_file};
 use anyhow::{Context, Result, anyhow, ensure};
 use clap::Args;
-use machine::Machine;
+use machine::{Machine, Selection};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -39,6 +39,22 @@ const MIN_TRANSFER_PER_RANK: u64 = 1 << 10;
 
 /// The largest factor between estimates by measured figures and times, over 500 random shapes on two H200.
 const UNCERTAINTY: f64 = 1.6;
+
+/// A measurement: it writes its figures into the model.
+type Measurement = fn(&Machine<'_>, &mut HardwareModel) -> Result<()>;
+
+/// All of them. Later ones subtract times that earlier ones have measured.
+const MEASUREMENTS: [(&str, Measurement); 9] = [
+    ("memory", memory::measure),
+    ("transfers", link::measure),
+    ("transfers by kernels", kernels::measure),
+    ("latencies", latency::measure),
+    ("lanes of kernels", lanes::measure),
+    ("algorithms", algorithms::measure),
+    ("collectives", collective::measure),
+    ("matrices", gemm::measure),
+    ("work beside work", interference::measure),
+];
 
 /// Measure this machine for the cost model
 ///
@@ -137,76 +153,59 @@ impl Tune {
         Ok(())
     }
 
-    /// `assumed`, with all that can be measured as it is here.
+    /// `assumed`, with all figures that can be measured here.
     fn measure(&self, comm: &Communicator, assumed: &HardwareModel) -> Result<HardwareModel> {
         let properties = comm.device().properties();
-        let mut model = assumed.clone();
-        let transfer = match (&self.largest_transfer, properties.shared) {
-            (Some(bytes), _) => usize::try_from(bytes.0).context("sizes fit the memory")?,
-            (None, false) => 256 << 20,
-            (None, true) => 1 << 20,
-        };
-        let shape = self
-            .largest_shape
-            .unwrap_or(if properties.shared { 512 } else { 16384 });
-        let dtypes = match &self.dtypes[..] {
-            [] => vec![DType::BF16, DType::F32],
-            given => given.to_vec(),
-        };
-        let progress = Progress::new(7 + dtypes.len() as u64, "measure", comm.rank() == 0);
-        let step = |what: &str| progress.step(what.to_owned());
-        let machine = Machine::new(comm, transfer, self.samples.into())?;
-        model.format = FORMAT;
-        model.name = format!("{} x {}", comm.world(), properties.model);
-        model.device = DeviceMatch {
-            kind: comm.device().kind().to_string(),
-            model: properties.model.clone(),
-            ranks: comm.world(),
-            topology: "every rank to its right neighbour was measured".to_owned(),
-            multiprocessors: properties.multiprocessors,
-            shared: properties.shared,
-        };
-        memory::measure(&machine, &mut model)?;
-        step("memory");
-        link::measure(&machine, &mut model)?;
-        step("transfers");
-        kernels::measure(&machine, &mut model)?;
-        latency::measure(&machine, &mut model)?;
-        step("latencies");
-        lanes::measure(&machine, &mut model)?;
-        step("lanes of kernels");
-        // Earlier choices belong to earlier figures.
-        model.algorithms.clear();
-        if self.algorithms {
-            algorithms::measure(&machine, &mut model)?;
-        }
-        step("algorithms");
-        let engine = if self.no_nccl || comm.world() == 1 {
-            None
-        } else {
-            collective::measure(&machine, &mut model)?
-        };
-        step("collectives");
-        model.gemm.grids = gemm::measure(&machine, &dtypes, shape, step)?;
-        if properties.shared {
-            // One thread computes each.
-            model.gemm.tile = (usize::MAX >> 16, usize::MAX >> 16);
-            model.gemm.smallest_tile = model.gemm.tile;
-        }
-        interference::measure(&machine, &mut model)?;
-        step("work beside work");
-        // Ranks that share processors disturb one another's trials more than estimates are off.
-        model.uncertainty = if properties.shared { 1.0 } else { UNCERTAINTY };
-        model.source = Source {
-            machine: format!("{} on {}", counted(comm.world(), "rank"), properties.model),
-            date: today(),
-            command: command(std::env::args().skip(1)),
-            notes: match engine {
-                Some(engine) => format!("collectives of {engine}"),
-                None => "collectives were not measured".to_owned(),
+        let selection = self.selection(properties.shared)?;
+        let machine = Machine::new(comm, selection)?;
+        let mut model = HardwareModel {
+            format: FORMAT,
+            name: format!("{} x {}", comm.world(), properties.model),
+            device: DeviceMatch {
+                kind: comm.device().kind().to_string(),
+                model: properties.model.clone(),
+                ranks: comm.world(),
+                topology: "every rank to its right neighbour was measured".to_owned(),
+                multiprocessors: properties.multiprocessors,
+                shared: properties.shared,
             },
+            // Ranks that share processors disturb one another's trials more than estimates are off.
+            uncertainty: if properties.shared { 1.0 } else { UNCERTAINTY },
+            source: Source {
+                machine: format!("{} on {}", counted(comm.world(), "rank"), properties.model),
+                date: today(),
+                command: command(std::env::args().skip(1)),
+                notes: "collectives were not measured".to_owned(),
+            },
+            ..assumed.clone()
         };
+        let steps = MEASUREMENTS.len() as u64;
+        let progress = Progress::new(steps, "measure", comm.rank() == 0);
+        for (name, measure) in MEASUREMENTS {
+            measure(&machine, &mut model).with_context(|| format!("measure {name}"))?;
+            progress.step(name);
+        }
         Ok(model)
+    }
+
+    fn selection(&self, shared: bool) -> Result<Selection> {
+        let largest_transfer = self
+            .largest_transfer
+            .map_or(if shared { 1 << 20 } else { 256 << 20 }, |transfer| {
+                transfer.0
+            });
+        let largest_shape = if shared { 512 } else { 16384 };
+        Ok(Selection {
+            samples: self.samples.into(),
+            largest_transfer: usize::try_from(largest_transfer).context("sizes fit the memory")?,
+            largest_shape: self.largest_shape.unwrap_or(largest_shape),
+            dtypes: match &self.dtypes[..] {
+                [] => vec![DType::BF16, DType::F32],
+                given => given.to_vec(),
+            },
+            algorithms: self.algorithms,
+            nccl: !self.no_nccl,
+        })
     }
 
     fn path(&self, model: &HardwareModel) -> Result<PathBuf> {
