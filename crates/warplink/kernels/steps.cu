@@ -33,7 +33,12 @@ template <typename Element, typename Operator> static __device__ void steps(cons
         const Places<3, 0, 16, 2> from{{a.sources[0], a.sources[1], a.sources[2]}};
         reduce<Element, Operator>(lane, from, Places<1>{{a.target}}, a.count);
     }
-    signal(lane, Places<2>{{Signals{a.words}.word(0), Signals{a.words}.word(1)}});
+    // Of a lane's own words, and of words that lanes share.
+    __shared__ u64 counts[2];
+    Outbound<2> outbound(Signals{a.words}, 0, counts);
+    const u64 words[2] = {Signals{a.words}.word(0), Signals{a.words}.word(1)};
+    outbound.signal(lane, Places<2>{{words[0], words[1]}}, {0, 1});
+    signal(lane, Places<2>{{words[0], words[1]}}, Places<2>{{words[0] + detail::sent_offset, words[1] + detail::sent_offset}});
     inbound.wait(lane);
     inbound.finish();
     lane.finish(gridDim.x);

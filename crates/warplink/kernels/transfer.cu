@@ -45,11 +45,6 @@ static __device__ __forceinline__ void store(u64 word, u64 value) {
     asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
 }
 
-// After everything that this thread has stored.
-static __device__ __forceinline__ void store_release(u64 word, u64 value) {
-    asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
-}
-
 static __device__ __forceinline__ void add(u64 word) {
     asm volatile("red.relaxed.sys.global.add.u64 [%0], 1;" ::"l"(word) : "memory");
 }
@@ -58,7 +53,7 @@ static __device__ __forceinline__ void add(u64 word) {
 static __device__ __forceinline__ void set_own(const Transfer &transfer, u32 &delayed) {
     for (; delayed != 0; delayed &= delayed - 1) {
         const Operation &operation = transfer.operations[__ffs(delayed) - 1];
-        store_release(operation.word, operation.value);
+        detail::store_release(operation.word, operation.value);
     }
 }
 

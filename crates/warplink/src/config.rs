@@ -3,7 +3,7 @@
 use crate::bootstrap::JoinConfig;
 use crate::channel::{ProxyConfig, StagingConfig};
 use crate::device::network::DeviceAccess;
-use crate::device::{self, Delays, DeviceConfig, DeviceKind};
+use crate::device::{self, Delays, DeviceConfig, DeviceKind, Pretend};
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::IdleMappings;
 use crate::p2p::{Path, Protocol};
@@ -18,6 +18,9 @@ const PROTOCOL_VARIABLE: &str = "WARPLINK_PROTOCOL";
 
 /// Names how connections over the network move memory of GPUs.
 const ACCESS_VARIABLE: &str = "WARPLINK_NETWORK_MEMORY";
+
+/// Names what the device does without.
+const PRETEND_VARIABLE: &str = "WARPLINK_PRETEND";
 
 /// Bytes of freed regions that are kept for later ones, unless configured otherwise.
 const MAX_POOLED_BYTES: u64 = 1 << 30;
@@ -126,6 +129,12 @@ impl Config {
         self
     }
 
+    /// Has the device do without what `pretend` says, as if the machine lacked it.
+    pub fn with_pretend(mut self, pretend: Pretend) -> Self {
+        self.device.pretend = pretend;
+        self
+    }
+
     /// Reads the environment: who this is as [`JoinConfig::from_env`] says, and
     ///
     /// An empty variable counts as not set.
@@ -138,6 +147,7 @@ impl Config {
     /// | `WARPLINK_NETWORK_DEVICES` | network devices of connections to other machines, such as `eth0`; all |
     /// | `WARPLINK_NETWORK_MEMORY` | `auto`, `staged` or `direct`: whether the network's library moves memory of GPUs by itself ([`DeviceAccess`]); `auto` |
     /// | `WARPLINK_TOPOLOGY` | `fully-connected`, `hybrid-cube-mesh` or `unknown`, whatever the devices' links are; for tests |
+    /// | `WARPLINK_PRETEND` | `no-peer-access` or `no-atomics`: what the device does without ([`Pretend`]), on any rank; for tests |
     /// | `WARPLINK_HOST_DELAY_US` | largest random delay, in microseconds, before every operation of the host device, to bring out missing waits |
     ///
     /// The GPU is the one with the local rank's ordinal, or the only one that the process sees.
@@ -175,6 +185,10 @@ impl Config {
         if let Some(class) = get(CLASS_VARIABLE)? {
             let expected = "fully-connected, hybrid-cube-mesh or unknown";
             config.topology = Some(variable(CLASS_VARIABLE, &class, expected)?);
+        }
+        if let Some(pretend) = get(PRETEND_VARIABLE)? {
+            config.device.pretend =
+                variable(PRETEND_VARIABLE, &pretend, "no-peer-access or no-atomics")?;
         }
         let number = |name: &str, unit: &str| match get(name)? {
             None => Ok(None),

@@ -3,6 +3,8 @@
 // A test fails by panicking.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
+#[path = "channels/buses.rs"]
+mod buses;
 #[path = "channels/closures.rs"]
 mod closures;
 mod common;

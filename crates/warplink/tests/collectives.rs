@@ -10,6 +10,8 @@ mod adopted;
 mod bound;
 #[path = "collectives/buffers.rs"]
 mod buffers;
+#[path = "collectives/buses.rs"]
+mod buses;
 #[path = "collectives/cube.rs"]
 mod cube;
 #[path = "collectives/data.rs"]

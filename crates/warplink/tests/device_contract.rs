@@ -349,7 +349,11 @@ fn bad_lengths_and_ranges_are_errors() {
 #[test]
 fn an_export_opens_as_the_same_memory() {
     let device = open_device();
-    for kind in [AllocationKind::Plain, AllocationKind::Virtual] {
+    for kind in [
+        AllocationKind::Plain,
+        AllocationKind::Virtual,
+        AllocationKind::Host,
+    ] {
         let own = device.allocate(100_000, kind).unwrap();
         let export = device.export(&own.slice(500..600).unwrap()).unwrap();
         assert_eq!(
@@ -357,7 +361,9 @@ fn an_export_opens_as_the_same_memory() {
             own.backing().identity()
         );
         // A driver opens no IPC handle in the process that made it; a descriptor it does.
+        assert_eq!(export.host, kind == AllocationKind::Host);
         let opening = match export.pieces {
+            mut pieces if export.host => Opening::Host(pieces.remove(0)),
             pieces if pieces.is_empty() => Opening::SameProcess(export.allocation.clone()),
             pieces => Opening::Pieces(pieces),
         };

@@ -37,7 +37,12 @@ fn two_pages() -> (Arc<dyn Device>, [Page; 2]) {
     let device = open_device();
     let pages = [(); 2].map(|()| {
         let fault = Arc::<Fault>::default();
-        (device.allocate_signals_for(64, &fault).unwrap(), fault)
+        (
+            device
+                .allocate_signals_for(64, AllocationKind::Plain, &fault)
+                .unwrap(),
+            fault,
+        )
     });
     (device, pages)
 }

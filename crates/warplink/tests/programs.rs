@@ -19,7 +19,7 @@ mod subgroups;
 #[path = "programs/trials.rs"]
 mod trials;
 
-use common::{assert_says, delays, kind, threads, threads_with, world};
+use common::{assert_says, delays, kind, pretending, threads, threads_with, world};
 use half::{bf16, f16};
 use matmul::{Case, Inputs, Memory};
 use std::collections::BTreeSet;
@@ -146,6 +146,12 @@ fn every_lowering_is_right_under_delays_in_f16() {
     for world in worlds() {
         threads_with(world, delayed, |comm| every_lowering::<f16>(comm, 3));
     }
+}
+
+/// Devices without atomic operations on each other's memory, and without access to it.
+#[test]
+fn every_lowering_is_right_on_any_bus() {
+    pretending(world(2), |comm, _| every_lowering::<f32>(comm, 2));
 }
 
 #[test]

@@ -34,7 +34,13 @@ __device__ __forceinline__ u64 load_relaxed(u64 word) {
     return value;
 }
 
-// Adds one after everything before it is visible to the whole system.
+// Sets a word, which this thread alone changes, after everything before it is visible to the whole system.
+__device__ __forceinline__ void store_release(u64 word, u64 value) {
+    asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
+}
+
+// Adds one after everything before it is visible to the whole system. Where the word is a peer's, its memory must have
+// atomic operations from here.
 __device__ __forceinline__ void add_release(u64 word) {
     asm volatile("red.release.sys.global.add.u64 [%0], 1;" ::"l"(word) : "memory");
 }

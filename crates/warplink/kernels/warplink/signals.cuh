@@ -38,6 +38,10 @@ __device__ __forceinline__ bool take(u64 word, u64 awaited, bool &found) {
 // Bytes of a signal; what all of them share comes first. Must match the host.
 constexpr u64 signal_bytes = 64;
 constexpr u64 awaited_offset = 8;
+// What a rank that is the only one to count up its peers' words has in its own signals of the same numbers: how often it
+// has, and what lanes hold that share such a word.
+constexpr u64 sent_offset = 16;
+constexpr u64 claim_offset = 24;
 
 }  // namespace detail
 
@@ -84,7 +88,8 @@ struct Signals {
 struct RemoteSignals {
     u64 base;
 
-    // Counts signal `number` up by one, after everything that the group did before.
+    // Counts signal `number` up by one, after everything that the group did before. Several ranks may, so that it takes an
+    // atomic operation on the peer's memory.
     template <typename Group>
     __device__ __forceinline__ void add(Group group, u32 number) const {
         group.sync();

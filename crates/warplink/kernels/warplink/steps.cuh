@@ -547,13 +547,55 @@ template <u32 PEERS> struct Inbound {
     }
 };
 
-// Counts up the words of all places, after everything that the lane stored before.
-template <u32 COUNT> __device__ __forceinline__ void signal(Lane &lane, const Places<COUNT> &words) {
-    // A lane that has ended has not stored what the signal would vouch for.
+// The signals of a lane to the lane of its number on each peer, of which it alone counts up the words: so it stores how
+// often it has, which needs no atomic operation on a peer's memory. `counts` is shared memory for a number for each peer;
+// the lane's own signals hold them from one kernel to the next.
+template <u32 PEERS> struct Outbound {
+    u64 *counts;
+    u64 sent;
+
+    // Of the signals from `number` on of this rank, one for each peer. The lane meets before its first signal.
+    __device__ __forceinline__ Outbound(Signals signals, u32 number, u64 *counts) : counts(counts), sent(signals.word(number) + detail::sent_offset) {
+        if (threadIdx.x < PEERS) counts[threadIdx.x] = detail::load_relaxed(sent + detail::signal_bytes * threadIdx.x);
+    }
+
+    // Counts up the words of all places, one at each of `peers`, after everything that the lane stored before.
+    template <u32 COUNT> __device__ __forceinline__ void signal(Lane &lane, const Places<COUNT> &words, const u32 (&peers)[COUNT]) {
+        // A lane that has ended has not stored what the signal would vouch for.
+        if (lane.agree()) return;
+#pragma unroll
+        for (u32 i = 0; i < COUNT; i++) {
+            if (threadIdx.x != i) continue;
+            const u64 count = ++counts[peers[i]];
+            // Waits were ended: so were the peers'.
+            if (count >= detail::ended_epoch) continue;
+            detail::store_release(words.at[i], count);
+            *(volatile u64 *)(sent + detail::signal_bytes * peers[i]) = count;
+        }
+    }
+};
+
+// Counts up the words of all places, after everything that the lane stored before. Several lanes of this rank may count
+// up one word, and nobody else does: they take turns by the word of this rank at the same place of `sent`, which
+// `Outbound` keeps for lanes with words of their own.
+template <u32 COUNT> __device__ __forceinline__ void signal(Lane &lane, const Places<COUNT> &words, const Places<COUNT> &sent) {
     if (lane.agree()) return;
 #pragma unroll
     for (u32 i = 0; i < COUNT; i++) {
-        if (threadIdx.x == i) detail::add_release(words.at[i]);
+        if (threadIdx.x != i) continue;
+        const u64 claim = sent.at[i] - detail::sent_offset + detail::claim_offset;
+        u32 polls = 1;
+        // The claim is a word of signals, which the host fills when it ends waits.
+        while (!detail::claim(claim) && !lane.gives_up(polls)) polls++;
+        if (lane.ended) continue;
+        // What the last lane stored there precedes what this one does.
+        detail::fence();
+        const u64 count = detail::load_relaxed(sent.at[i]) + 1;
+        if (count < detail::ended_epoch) {
+            *(volatile u64 *)sent.at[i] = count;
+            detail::store_release(words.at[i], count);
+        }
+        detail::release(claim);
     }
 }
 

@@ -9,11 +9,12 @@ use std::fmt;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum Transport {
-    /// The kernel itself stores to and loads from the peer's memory, which is mapped. On GPUs the link
-    /// must carry atomics, as NVLink does.
+    /// The kernel itself stores to and loads from the peer's memory, which is mapped. The device must have atomic
+    /// operations on that memory, as GPUs have over NVLink.
     #[default]
     Direct,
-    /// A thread of the host has the device's copy engine move the bytes, when kernels ask it to.
+    /// A thread of the host has the device's copy engine move the bytes, when kernels ask it to: to the peer's memory,
+    /// or through memory of the host that both devices map, where they cannot map each other's.
     Proxied,
     /// A thread of the host sends the bytes over the network, when kernels ask it to: to ranks of other
     /// machines, or of this one where that is wanted.
@@ -45,7 +46,7 @@ pub struct ConnectionRequest {
 impl ConnectionRequest {
     /// A connection to `peer` with `tag`, between `region` here and the one that the peer gives, which may
     /// have another length. Both kernels may put to and get from both. Direct where the peer's memory can be
-    /// mapped, over the network where it is on another machine.
+    /// mapped and changed atomically, by the proxy where not, over the network where it is on another machine.
     pub fn new(peer: Rank, tag: u64, region: &Region) -> Self {
         Self {
             peer,

@@ -274,7 +274,7 @@ impl Communicator {
     /// # Errors
     /// [`ErrorKind::InvalidArgument`] for none; those of an allocation.
     pub fn signals(&self, count: usize) -> Result<Signals> {
-        Signals::allocate(&self.job.device, &self.job.memory, &self.fault, count)
+        Signals::allocate(&self.job.memory, &self.fault, count)
     }
 
     /// Stops the proxy, which serves the proxied channels of all communicators of this rank: it does what

@@ -1,5 +1,6 @@
 //! Which device, and how it is opened.
 
+use super::links::PeerAccess;
 use crate::error::{Error, ErrorKind, Result};
 use std::fmt;
 use std::str::FromStr;
@@ -47,6 +48,8 @@ pub struct DeviceConfig {
     pub ordinal: usize,
     /// Random delays before (and inside) operations of the host device, to bring out missing waits.
     pub delays: Option<Delays>,
+    /// What it is to do without.
+    pub pretend: Pretend,
 }
 
 impl DeviceConfig {
@@ -56,6 +59,49 @@ impl DeviceConfig {
             kind,
             ordinal,
             delays: None,
+            pretend: Pretend::default(),
+        }
+    }
+}
+
+/// What a device does without, as if the machine lacked it, so that any machine shows what happens on such a one. Peers
+/// find the same between themselves and a rank that pretends.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Pretend {
+    /// Nothing: it is what it is.
+    #[default]
+    Nothing,
+    /// No atomic operations on the memory of other devices.
+    NoAtomics,
+    /// No access to the memory of other devices, nor they to its own.
+    NoPeerAccess,
+}
+
+impl Pretend {
+    /// What is left of an access to another device's memory.
+    pub(super) fn limit(self, access: PeerAccess) -> PeerAccess {
+        match self {
+            Self::Nothing => access,
+            Self::NoAtomics => PeerAccess {
+                atomics: false,
+                ..access
+            },
+            Self::NoPeerAccess => PeerAccess::NONE,
+        }
+    }
+}
+
+impl FromStr for Pretend {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        match text {
+            "no-atomics" => Ok(Self::NoAtomics),
+            "no-peer-access" => Ok(Self::NoPeerAccess),
+            _ => Err(Error::new(
+                ErrorKind::Parse,
+                format!("unknown limit '{text}'; expected no-atomics or no-peer-access"),
+            )),
         }
     }
 }

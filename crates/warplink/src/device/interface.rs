@@ -26,6 +26,9 @@ pub enum AllocationKind {
     Plain,
     /// Memory from the virtual memory interface; on a GPU it is shared by file descriptor.
     Virtual,
+    /// Memory of the host, pinned, that every device of the machine maps: also where two cannot map each
+    /// other's. Kernels and copies reach it over the bus.
+    Host,
 }
 
 /// What a peer needs to open an allocation, made by its owner.
@@ -38,6 +41,8 @@ pub struct Export {
     /// The pieces of physical memory that it consists of, in order, where they can be shared by
     /// descriptor.
     pub pieces: Vec<Piece>,
+    /// Whether it is memory of the host that every device of the machine maps ([`AllocationKind::Host`]).
+    pub host: bool,
 }
 
 /// A piece of physical memory.
@@ -90,6 +95,8 @@ pub enum Opening {
     Ipc([u8; 64]),
     /// By the descriptors of its pieces, which are mapped one behind the other.
     Pieces(Vec<Piece>),
+    /// By the descriptor of its one piece, which is memory of the host.
+    Host(Piece),
 }
 
 /// A device as one rank uses it.
@@ -120,12 +127,17 @@ pub trait Device: LinkQuery + Send + Sync + fmt::Debug {
     /// Allocates `bytes` of words for signals, all zero. Waits on them end when the device's fault
     /// is raised.
     fn allocate_signals(&self, bytes: usize) -> Result<DeviceSlice> {
-        self.allocate_signals_for(bytes, self.fault())
+        self.allocate_signals_for(bytes, AllocationKind::Plain, self.fault())
     }
 
     /// As [`allocate_signals`](Self::allocate_signals); waits on the words end, and the streams that
-    /// wait for them fail, also when `fault` is raised.
-    fn allocate_signals_for(&self, bytes: usize, fault: &Arc<Fault>) -> Result<DeviceSlice>;
+    /// wait for them fail, also when `fault` is raised. They are plain memory, or memory of the host.
+    fn allocate_signals_for(
+        &self,
+        bytes: usize,
+        kind: AllocationKind,
+        fault: &Arc<Fault>,
+    ) -> Result<DeviceSlice>;
 
     /// Reserves addresses for `bytes` of memory that is added piece by piece.
     ///

@@ -28,6 +28,44 @@ pub trait LinkQuery {
     /// # Errors
     /// As [`links`](Self::links).
     fn reaches(&self, peer: Option<PciAddress>) -> Result<bool>;
+
+    /// What it can do with the memory of the device of its kind at `peer` on the same machine (none for a device
+    /// without an address), which may be the device itself; `None` where this process cannot find out.
+    fn peer_access(&self, _peer: Option<PciAddress>) -> Option<PeerAccess> {
+        None
+    }
+}
+
+/// What a device can do with another one's memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PeerAccess {
+    /// Map it.
+    pub mapped: bool,
+    /// Change words of it atomically, where it is mapped.
+    pub atomics: bool,
+}
+
+impl PeerAccess {
+    /// All that there is, as a device has to its own memory.
+    pub const FULL: Self = Self {
+        mapped: true,
+        atomics: true,
+    };
+
+    /// None at all.
+    pub const NONE: Self = Self {
+        mapped: false,
+        atomics: false,
+    };
+
+    /// What both can do.
+    #[must_use]
+    pub fn and(self, other: Self) -> Self {
+        Self {
+            mapped: self.mapped && other.mapped,
+            atomics: self.atomics && other.atomics,
+        }
+    }
 }
 
 /// What a device is linked to. Links are those made for devices (NVLink, say), not the PCI bus.

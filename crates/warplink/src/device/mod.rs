@@ -62,7 +62,7 @@ pub use collective::{
     VendorCommunicator,
 };
 pub use compute::{Compute, MatmulSpec, PreparedLaunch};
-pub use config::{Delays, DeviceConfig, DeviceKind};
+pub use config::{Delays, DeviceConfig, DeviceKind, Pretend};
 pub use elementwise::{
     Elementwise, ElementwiseOp, MAX_ELEMENTWISE_AXES, MAX_ELEMENTWISE_SOURCES, Operand,
 };
@@ -77,7 +77,7 @@ pub(crate) use identity::{combined_identity, machine_identity};
 pub(crate) use in_flight::{InFlight, InUse};
 pub use interface::{AllocationKind, Device, Export, Opening, Piece, Segment};
 pub use launch::{Argument, Launch};
-pub use links::{DeviceLink, DeviceLinks, LinkEnd, LinkQuery};
+pub use links::{DeviceLink, DeviceLinks, LinkEnd, LinkQuery, PeerAccess};
 pub(crate) use module::{HostLanes, LaneFuture};
 pub use module::{Kernel, KernelResources, Module, ModuleSource};
 pub(crate) use packets::{MAX_BLOCKS as MAX_PACKET_BLOCKS, PACKET, PacketShape};
@@ -130,7 +130,7 @@ pub fn count(kind: DeviceKind) -> Result<usize> {
 /// there.
 pub fn open(config: &DeviceConfig) -> Result<Arc<dyn Device>> {
     match config.kind {
-        DeviceKind::Host => Ok(host::HostDevice::open(config.delays)),
-        DeviceKind::Cuda => cuda::open(config.ordinal),
+        DeviceKind::Host => Ok(host::HostDevice::open(config.delays, config.pretend)),
+        DeviceKind::Cuda => cuda::open_as(config.ordinal, config.pretend),
     }
 }

@@ -65,6 +65,7 @@ pub(super) struct ExportedAllocation {
     pub(super) bytes: u64,
     pub(super) ipc: Option<[u8; 64]>,
     pub(super) pieces: u32,
+    pub(super) host: bool,
     /// The number of the region, where the owner waits for the end of its use; else 0.
     pub(super) region: u64,
 }
@@ -90,6 +91,7 @@ struct Entry {
     bytes: u64,
     ipc: Option<[u8; 64]>,
     pieces: Vec<Piece>,
+    host: bool,
     regions: BTreeMap<u64, RegionEntry>,
     // How many handles each peer was sent and has not given back.
     holders: Holders,
@@ -210,6 +212,7 @@ impl Exports {
             bytes: entry.bytes,
             ipc: entry.ipc,
             pieces: entry.pieces.len() as u32,
+            host: entry.host,
             region: if reported { numbers.region } else { 0 },
         }))
     }
@@ -358,6 +361,7 @@ impl Table {
                 allocation,
                 bytes,
                 ipc: export.ipc,
+                host: export.host,
                 pieces: export.pieces,
                 regions: BTreeMap::new(),
                 holders: Holders::default(),

@@ -11,8 +11,9 @@ use zerocopy::little_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
 const MAGIC: [u8; 4] = *b"WPLH";
-const VERSION: u16 = 3;
+const VERSION: u16 = 4;
 const OPEN_BY_IPC: u16 = 1;
+const MEMORY_OF_HOST: u16 = 2;
 const TAG_BYTES: usize = 16;
 const UNTAGGED_BYTES: usize = HANDLE_BYTES - TAG_BYTES;
 
@@ -67,6 +68,8 @@ pub struct Handle {
     pub ipc: Option<[u8; 64]>,
     /// How many pieces it consists of that the owner gives out descriptors of; 0 if it does not.
     pub pieces: u32,
+    /// Whether its one piece is memory of the host, which every device of the machine maps.
+    pub host: bool,
 }
 
 /// Makes and checks the keyed hashes of handles.
@@ -122,7 +125,8 @@ impl HandleKey {
 impl Handle {
     /// The handle as it goes over the wire.
     pub fn encode(&self, key: &HandleKey) -> [u8; HANDLE_BYTES] {
-        let openings = if self.ipc.is_some() { OPEN_BY_IPC } else { 0 };
+        let flag = |is_set, flag| if is_set { flag } else { 0 };
+        let openings = flag(self.ipc.is_some(), OPEN_BY_IPC) | flag(self.host, MEMORY_OF_HOST);
         let wire = Wire {
             magic: MAGIC,
             version: VERSION.into(),
@@ -208,6 +212,7 @@ impl Handle {
             bytes: wire.bytes.get(),
             ipc: (openings & OPEN_BY_IPC != 0).then_some(wire.ipc),
             pieces: wire.pieces.get(),
+            host: openings & MEMORY_OF_HOST != 0,
         })
     }
 }
@@ -238,6 +243,7 @@ mod tests {
             bytes: 200,
             ipc: Some([1; 64]),
             pieces: 2,
+            host: true,
         }
     }
 

@@ -61,7 +61,7 @@ pub(super) fn open(shared: &Arc<Shared>, handle: &Handle) -> Result<Mapped> {
     Ok(Mapped::new(shared, handle, &mapped, same_process))
 }
 
-/// The three ways: the same process, CUDA IPC, descriptors.
+/// The ways: the same process, the descriptor of memory of the host, CUDA IPC, descriptors.
 fn import(shared: &Shared, handle: &Handle) -> Result<DeviceSlice> {
     let bytes = usize::try_from(handle.allocation_bytes).map_err(|_| {
         Error::new(
@@ -72,6 +72,16 @@ fn import(shared: &Shared, handle: &Handle) -> Result<DeviceSlice> {
             ),
         )
     })?;
+    let peers = shared.peers()?;
+    if !handle.host && peers.is_near(handle.owner)? && !peers.access(handle.owner)?.mapped {
+        return Err(Error::new(
+            ErrorKind::Unsupported,
+            "the devices of the two ranks cannot map each other's memory",
+        )
+        .with_help(
+            "allocate the memory with the communicator, which takes memory of the host then",
+        ));
+    }
     if handle.process == process_identity() {
         let backing = lock(&IN_PROCESS)
             .get(&handle.allocation)
@@ -83,7 +93,17 @@ fn import(shared: &Shared, handle: &Handle) -> Result<DeviceSlice> {
         let opening = Opening::SameProcess(DeviceSlice::whole(backing));
         return shared.device.import(opening, bytes);
     }
-    shared.peers()?.check_same_host(handle.owner)?;
+    peers.check_same_host(handle.owner)?;
+    if handle.host {
+        let mut pieces = pieces(shared, handle)?;
+        let (Some(piece), true) = (pieces.pop(), pieces.is_empty()) else {
+            return Err(Error::new(
+                ErrorKind::InvalidHandle,
+                "memory of the host has one piece; the handle names another number",
+            ));
+        };
+        return shared.device.import(Opening::Host(piece), bytes);
+    }
     let mut failed = None;
     if let Some(ipc) = handle.ipc {
         match shared.device.import(Opening::Ipc(ipc), bytes) {

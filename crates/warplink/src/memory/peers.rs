@@ -1,7 +1,7 @@
 //! What every rank knows about the others: machine, process, device, and where its service listens.
 
 use super::opening::process_identity;
-use crate::device::{Device, DeviceIdentity, DeviceKind, machine_identity};
+use crate::device::{Device, DeviceIdentity, DeviceKind, PciAddress, PeerAccess, machine_identity};
 use crate::error::{Error, ErrorKind, Rank, Result};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -17,6 +17,8 @@ pub(super) struct PeerInfo {
     cuda: bool,
     // Whether the device serves several processes at the same time.
     shareable: bool,
+    /// Where the device is; none of one without an address.
+    address: Option<PciAddress>,
     service: Vec<u8>,
 }
 
@@ -25,6 +27,8 @@ pub(super) struct PeerInfo {
 pub(super) struct Peers {
     own_place: ([u8; 16], u64),
     infos: Vec<PeerInfo>,
+    /// What this rank's device and that of each other on this machine can both do with the other's memory.
+    accesses: Vec<PeerAccess>,
 }
 
 impl PeerInfo {
@@ -37,6 +41,7 @@ impl PeerInfo {
             device: identity,
             cuda: device.kind() == DeviceKind::Cuda,
             shareable: device.is_shareable(),
+            address: device.attachment().ok().and_then(|place| place.address),
             service: service.to_vec(),
         }
     }
@@ -54,7 +59,8 @@ fn network_namespace() -> u64 {
 }
 
 impl Peers {
-    /// Exchanges `own` for the information of every rank with `all_gather`.
+    /// Exchanges `own` for the information of every rank with `all_gather`, and then what `device` can do with the
+    /// memory of the others' for what these can do with its own.
     ///
     /// # Errors
     /// [`ErrorKind::Mismatch`] where ranks use different kinds of devices;
@@ -62,7 +68,8 @@ impl Peers {
     pub(super) fn gather(
         rank: Rank,
         own: &PeerInfo,
-        all_gather: impl FnOnce(Vec<u8>) -> Result<Vec<Vec<u8>>>,
+        device: &dyn Device,
+        all_gather: impl Fn(Vec<u8>) -> Result<Vec<Vec<u8>>>,
     ) -> Result<Self> {
         let encoded = postcard::to_stdvec(own).map_err(|error| {
             Error::new(ErrorKind::Internal, error.to_string())
@@ -87,10 +94,43 @@ impl Peers {
             infos.push(info);
         }
         check_sharing(&infos).map_err(|error| error.with_rank(rank))?;
+        let own_place = own.place();
+        let asked = infos.iter().enumerate().map(|(peer, info)| {
+            let is_other = peer != rank && info.place() == own_place;
+            // Where a process does not see the other's device, only trying tells.
+            is_other
+                .then(|| device.peer_access(info.address))
+                .flatten()
+                .unwrap_or(PeerAccess::FULL)
+        });
+        let asked: Vec<_> = asked.collect();
+        let told = asked.iter().map(|access| encode(*access)).collect();
+        let mut accesses = Vec::with_capacity(asked.len());
+        for ((peer, told), asked) in all_gather(told)?.iter().enumerate().zip(asked) {
+            let back = told.get(rank).copied().and_then(decode).ok_or_else(|| {
+                let what = "the peer does not say what its device does with other memory";
+                Error::new(ErrorKind::Protocol, what)
+                    .with_operation("read peer information")
+                    .with_peer(peer)
+            })?;
+            accesses.push(asked.and(back));
+        }
         Ok(Self {
-            own_place: own.place(),
+            own_place,
             infos,
+            accesses,
         })
+    }
+
+    /// What the devices of this rank and of `peer`, on the same machine, can both do with each other's memory.
+    pub(super) fn access(&self, peer: Rank) -> Result<PeerAccess> {
+        self.info(peer)?;
+        Ok(self.accesses.get(peer).copied().unwrap_or(PeerAccess::FULL))
+    }
+
+    /// Whether every other rank of this machine maps the memory of this rank's device.
+    pub(super) fn all_map_device_memory(&self) -> bool {
+        self.accesses.iter().all(|access| access.mapped)
     }
 
     /// The name of the socket on which `peer` answers.
@@ -144,6 +184,19 @@ impl Peers {
     }
 }
 
+/// An access as a rank tells of it.
+fn encode(access: PeerAccess) -> u8 {
+    u8::from(access.mapped) | u8::from(access.atomics) << 1
+}
+
+/// Reads what [`encode`] wrote; none where it is nothing that this writes.
+fn decode(byte: u8) -> Option<PeerAccess> {
+    (byte < 4).then_some(PeerAccess {
+        mapped: byte & 1 != 0,
+        atomics: byte & 2 != 0,
+    })
+}
+
 /// Fails where two processes use one device that does not serve both at the same time: what they run
 /// there takes turns, so that one waits for what the other cannot do. All ranks find the same.
 fn check_sharing(infos: &[PeerInfo]) -> Result<()> {
@@ -183,6 +236,7 @@ mod tests {
             device: [device; 16],
             cuda: true,
             shareable,
+            address: None,
             service: Vec::new(),
         }
     }
@@ -206,6 +260,7 @@ mod tests {
                 on_host_device.clone(),
                 on_host_device,
             ],
+            accesses: Vec::new(),
         };
         let counted = |ranks: &[Rank]| peers.ranks_per_device(ranks).unwrap();
         assert_eq!(counted(&[0, 1, 2, 3, 4]), 3);

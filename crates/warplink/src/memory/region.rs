@@ -28,6 +28,7 @@ pub(super) struct Registration {
 pub struct RemoteRegion {
     pub(super) owner: Rank,
     pub(super) slice: DeviceSlice,
+    pub(super) atomics: bool,
 }
 
 impl Drop for Registration {
@@ -144,6 +145,11 @@ impl RemoteRegion {
     /// The rank whose memory it is.
     pub fn owner(&self) -> Rank {
         self.owner
+    }
+
+    /// Whether this rank's device has atomic operations on it.
+    pub fn has_atomics(&self) -> bool {
+        self.atomics
     }
 
     /// Its memory, at an address of this process.

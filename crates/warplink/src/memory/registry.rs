@@ -14,7 +14,7 @@ use super::region::{self, Region, Registration, RemoteRegion};
 use super::service::Service;
 use super::shared::Shared;
 use crate::deadline::Deadline;
-use crate::device::{AllocationKind, Device, DeviceSlice};
+use crate::device::{AllocationKind, Device, DeviceSlice, Fault, PeerAccess};
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::sync::lock;
 use std::sync::{Arc, Mutex, OnceLock};
@@ -43,7 +43,7 @@ impl MemoryRegistry {
         secret: &[u8],
         idle: IdleMappings,
         max_pooled_bytes: u64,
-        all_gather: impl FnOnce(Vec<u8>) -> Result<Vec<Vec<u8>>>,
+        all_gather: impl Fn(Vec<u8>) -> Result<Vec<Vec<u8>>>,
     ) -> Result<Self> {
         let (outbox, queue) = notifier::queue()?;
         let key = HandleKey::new(secret)?;
@@ -75,7 +75,8 @@ impl MemoryRegistry {
         )?;
         let own = PeerInfo::of_this_rank(&**device, service.name());
         // Set once, here; nobody else has the table yet.
-        let _ = shared.peers.set(Peers::gather(rank, &own, all_gather)?);
+        let peers = Peers::gather(rank, &own, &**device, all_gather)?;
+        let _ = shared.peers.set(peers);
         let notifier = Notifier::start(outbox, queue, Arc::downgrade(&shared), idle.max_age)?;
         Ok(Self {
             shared,
@@ -84,7 +85,8 @@ impl MemoryRegistry {
         })
     }
 
-    /// Allocates `bytes` and registers them: in an allocation that was freed and kept, if one fits.
+    /// Allocates `bytes` and registers them: in an allocation that was freed and kept, if one fits. Where a peer's
+    /// device cannot map this one's memory, it is memory of the host, which that maps too.
     /// Where there is not enough memory, has everything let go of that is kept for later, asks peers
     /// to unmap what is only theirs any more, and waits for them, for two seconds at most.
     ///
@@ -92,11 +94,33 @@ impl MemoryRegistry {
     /// [`ErrorKind::OutOfMemory`].
     pub(crate) fn allocate(&self, bytes: usize, kind: AllocationKind) -> Result<Region> {
         let shared = &self.shared;
+        let kind = self.shareable_kind(kind)?;
         if let Some((slice, numbers)) = shared.exports.reuse(bytes, kind) {
             shared.device.prepare_reuse(&slice);
             return Ok(self.region(slice, numbers));
         }
         self.register_as(&self.allocate_fresh(bytes, kind)?, Some(kind))
+    }
+
+    /// Allocates and registers `bytes` of words for signals, all zero, which every peer on the machine maps. Waits on
+    /// them end when `fault`, or the device's, is raised.
+    pub(crate) fn allocate_signals(&self, bytes: usize, fault: &Arc<Fault>) -> Result<Region> {
+        let kind = self.shareable_kind(AllocationKind::Plain)?;
+        let device = &self.shared.device;
+        self.register(&device.allocate_signals_for(bytes, kind, fault)?)
+    }
+
+    /// Whether all peers of this machine can map the memory of this rank's device.
+    pub(crate) fn all_map_device_memory(&self) -> Result<bool> {
+        Ok(self.shared.peers()?.all_map_device_memory())
+    }
+
+    /// `kind`, or what all peers of the machine can map instead.
+    fn shareable_kind(&self, kind: AllocationKind) -> Result<AllocationKind> {
+        if self.all_map_device_memory()? {
+            return Ok(kind);
+        }
+        Ok(AllocationKind::Host)
     }
 
     fn allocate_fresh(&self, bytes: usize, kind: AllocationKind) -> Result<DeviceSlice> {
@@ -232,6 +256,7 @@ impl MemoryRegistry {
                     bytes: slice.bytes() as u64,
                     ipc: allocation.ipc,
                     pieces: allocation.pieces,
+                    host: allocation.host,
                 })?;
         Ok(handle.encode(&shared.key))
     }
@@ -261,6 +286,7 @@ impl MemoryRegistry {
         Ok(RemoteRegion {
             owner: peer,
             slice: whole.slice(start..start + bytes)?,
+            atomics: self.access(peer)?.atomics,
         })
     }
 
@@ -272,6 +298,11 @@ impl MemoryRegistry {
     /// Whether `peer` runs on this machine, where its memory can be mapped.
     pub(crate) fn is_near(&self, peer: Rank) -> Result<bool> {
         self.shared.peers()?.is_near(peer)
+    }
+
+    /// What the devices of this rank and of `peer`, on the same machine, can both do with each other's memory.
+    pub(crate) fn access(&self, peer: Rank) -> Result<PeerAccess> {
+        self.shared.peers()?.access(peer)
     }
 
     /// The most of `ranks` that share one device, of which each should have its own; the same on every rank.

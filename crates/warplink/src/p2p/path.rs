@@ -159,6 +159,17 @@ impl Flow {
         }
     }
 
+    /// The same to a peer whose words cannot be counted up from here, as several blocks would.
+    pub(super) fn without_atomics(self, path: Path) -> Self {
+        match self {
+            Self::Stores { blocks: 2.. } if path == Path::Multiprocessors => {
+                Self::Stores { blocks: 1 }
+            }
+            Self::Stores { blocks: 2.. } => Self::Streams,
+            flow => flow,
+        }
+    }
+
     /// By how much the words that tell of a copy grow with each.
     pub(super) fn arrivals(self) -> u64 {
         match self {
@@ -207,6 +218,25 @@ mod tests {
         assert_eq!(flow((256 << 10) + 1), Flow::Stores { blocks: 32 });
         assert_eq!(flow(4 << 20), Flow::Stores { blocks: 64 });
         assert_eq!(flow((4 << 20) + 1), Flow::Streams);
+    }
+
+    #[test]
+    fn without_atomics_one_writer_sets_each_word() {
+        let flow = |path, bytes| Flow::new(path, Protocol::Put, bytes, &kernels());
+        for path in [Path::Fastest, Path::Multiprocessors, Path::OneBlock] {
+            for bytes in [1, 4 << 10, 256 << 10, 1 << 20, 4 << 20, 64 << 20] {
+                let flow = flow(path, bytes);
+                let without = flow.without_atomics(path);
+                match flow {
+                    Flow::Stores { blocks: 2.. } => assert!(matches!(
+                        (path, without),
+                        (Path::Multiprocessors, Flow::Stores { blocks: 1 })
+                            | (Path::Fastest, Flow::Streams)
+                    )),
+                    _ => assert_eq!(without, flow),
+                }
+            }
+        }
     }
 
     #[test]

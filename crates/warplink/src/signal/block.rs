@@ -1,7 +1,7 @@
 //! Signals that users have: words that kernels and streams of this rank wait for and peers count up.
 
-use crate::device::{Argument, Device, DeviceSlice, Fault, Word};
-use crate::error::{Error, Result};
+use crate::device::{Argument, DeviceSlice, Fault, Word};
+use crate::error::{Error, ErrorKind, Result};
 use crate::memory::{MemoryRegistry, Region, RemoteRegion};
 use std::sync::Arc;
 
@@ -26,7 +26,6 @@ pub struct RemoteSignals {
 impl Signals {
     /// `count` signals whose waits end when `fault` is raised.
     pub(crate) fn allocate(
-        device: &Arc<dyn Device>,
         memory: &MemoryRegistry,
         fault: &Arc<Fault>,
         count: usize,
@@ -38,9 +37,8 @@ impl Signals {
             Error::invalid(format!("{count} signals; expected at least one, and fewer"))
                 .with_operation("allocate signals")
         })?;
-        let words = device.allocate_signals_for(bytes, fault)?;
         Ok(Self {
-            region: memory.register(&words)?,
+            region: memory.allocate_signals(bytes, fault)?,
         })
     }
 
@@ -66,9 +64,11 @@ impl Signals {
 }
 
 impl RemoteSignals {
-    /// The signals behind a region that a peer exported.
+    /// The signals behind a region that a peer exported. Any rank may count them up, so that this takes atomic operations
+    /// on the peer's memory.
     ///
     /// # Errors
+    /// [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported) without these;
     /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) for a region that is not the whole of
     /// a peer's signals.
     pub fn new(region: RemoteRegion) -> Result<Self> {
@@ -80,6 +80,15 @@ impl RemoteSignals {
             .with_operation("map a peer's signals")
             .with_peer(region.owner())
             .with_help("export Signals::region on the peer"));
+        }
+        if !region.has_atomics() {
+            return Err(Error::new(
+                ErrorKind::Unsupported,
+                "the device has no atomic operations on the peer's memory",
+            )
+            .with_operation("map a peer's signals")
+            .with_peer(region.owner())
+            .with_help("connect with the peer, by the proxy or with the transport left open"));
         }
         Ok(Self { region })
     }

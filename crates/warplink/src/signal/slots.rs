@@ -91,8 +91,7 @@ impl SlotPool {
                 number
             }
             None => {
-                let page = self.device.allocate_signals_for(PAGE_BYTES, &self.fault)?;
-                let page = memory.register(&page)?;
+                let page = memory.allocate_signals(PAGE_BYTES, &self.fault)?;
                 let first = (state.pages.len() * (PAGE_BYTES / SLOT_BYTES)) as u64;
                 state.pages.push(page);
                 let rest = first + 1..first + (PAGE_BYTES / SLOT_BYTES) as u64;

@@ -313,6 +313,22 @@ pub fn assert_all_ended_well(ended: Option<&[Ended]>) {
     }
 }
 
+/// What ranks do without in [`pretending`].
+pub const LIMITS: [&str; 2] = ["no-atomics", "no-peer-access"];
+
+/// Runs `body` as each of `world` processes whose devices lack atomic operations on the others' memory, and whose devices
+/// do not reach it at all; whether they do.
+pub fn pretending(world: usize, body: impl Fn(&Communicator, bool)) {
+    for limit in LIMITS {
+        Ranks {
+            world,
+            env: [("WARPLINK_PRETEND".to_owned(), limit.to_owned())].into(),
+            ..Ranks::default()
+        }
+        .run(|comm| body(comm, limit == "no-atomics"));
+    }
+}
+
 /// As [`Communicator::barrier`], but when it returns, all ranks have had the answer, so that the one whose
 /// store gives it may be lost. All ranks are processes that a test started.
 pub fn barrier_that_all_have_passed(comm: &Communicator) {
@@ -514,6 +530,10 @@ pub fn config_of_thread(id: &UniqueId, rank: usize, world: usize) -> Config {
         config.device.ordinal = device_of_thread(rank);
     }
     config.timeout = Duration::from_secs(60);
+    // As ranks that are processes have it from their environment.
+    if let Ok(pretend) = std::env::var("WARPLINK_PRETEND") {
+        config.device.pretend = pretend.parse().unwrap();
+    }
     config
 }
 

@@ -1,6 +1,8 @@
 //! Paths: what moves the bytes, one of which both ranks choose.
 
-use super::common::{assert_says, delays, kind, processes, threads, threads_with, values, world};
+use super::common::{
+    assert_says, delays, kind, pretending, processes, threads, threads_with, values, world,
+};
 use super::graphs::{replay, steps_that_other_streams_wait_for};
 use super::{PROTOCOLS, neighbours, ring_of_rounds};
 use std::time::Duration;
@@ -30,6 +32,14 @@ fn by_kernels(world: usize, body: impl Fn(&Communicator) + Send + Sync) {
         },
         &body,
     );
+}
+
+#[test]
+fn every_path_is_right_without_atomics_or_access() {
+    pretending(world(2), |comm, _| {
+        move_ranges(comm, &[1, 100, 4096, 70_000, 3 << 20]);
+    });
+    pretending(world(3), |comm, _| ring_of_rounds(comm));
 }
 
 #[test]

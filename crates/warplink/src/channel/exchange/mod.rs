@@ -310,24 +310,39 @@ impl ConnectionExchange {
         })
     }
 
-    /// How the bytes of a connection move.
+    /// How the bytes of a connection move. A direct one counts a word of the peer's up by several blocks at a time, so
+    /// that it needs atomic operations on the peer's memory.
     ///
     /// # Errors
     /// [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported) where a direct one is wanted to a peer
-    /// whose memory cannot be mapped.
+    /// whose memory cannot be mapped, or has no atomic operations from here.
     fn transport(&self, request: &ConnectionRequest) -> Result<Transport> {
-        let near = self.memory.is_near(self.group.job_rank(request.peer)?)?;
+        let job_peer = self.group.job_rank(request.peer)?;
+        let near = self.memory.is_near(job_peer)?;
+        let access = self.memory.access(job_peer)?;
+        let refuse = |what: &'static str, help: &'static str| {
+            Err(Error::new(ErrorKind::Unsupported, what)
+                .with_operation("connect")
+                .with_rank(self.group.rank())
+                .with_peer(request.peer)
+                .with_help(help))
+        };
         match request.transport {
             Some(Transport::Network) => Ok(Transport::Network),
-            Some(Transport::Direct) if !near => Err(Error::new(
-                ErrorKind::Unsupported,
+            Some(Transport::Direct) if !near => refuse(
                 "the peer is on another machine, so that its memory cannot be mapped",
-            )
-            .with_operation("connect")
-            .with_rank(self.group.rank())
-            .with_peer(request.peer)
-            .with_help("leave the transport open, or choose the network")),
+                "leave the transport open, or choose the network",
+            ),
+            Some(Transport::Direct) if !access.mapped => refuse(
+                "the devices of the two ranks cannot map each other's memory",
+                "leave the transport open, or choose the proxy",
+            ),
+            Some(Transport::Direct) if !access.atomics => refuse(
+                "the devices of the two ranks have no atomic operations on each other's memory",
+                "leave the transport open, or choose the proxy",
+            ),
             _ if !near => Ok(Transport::Network),
+            None if !access.atomics => Ok(Transport::Proxied),
             chosen => Ok(chosen.unwrap_or_default()),
         }
     }

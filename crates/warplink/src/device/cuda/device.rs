@@ -6,6 +6,7 @@ use super::kernels::transfer::TransferKernel;
 use super::kernels::user::UserModule;
 use super::memory::borrowed;
 use super::memory::fifo::CudaFifoMemory;
+use super::memory::host_memory::HostMemory;
 use super::memory::sharing;
 use super::memory::virtual_memory::{CudaSegment, VirtualMemory};
 use super::memory::{CudaBacking, PinnedMemory, PlainMemory, Source, next_identity};
@@ -17,8 +18,8 @@ use crate::deadline::Deadline;
 use crate::device::{
     AllGatherBytes, AllocationKind, Attachment, CollectiveEngine, Compute, Device, DeviceIdentity,
     DeviceKind, DeviceLinks, DeviceProperties, DeviceSlice, Event, Export, Fault, Fifo, FifoReader,
-    LinkQuery, Module, ModuleSource, Opening, PciAddress, Priority, Segment, StagingMemory, Stream,
-    VendorCommunicator,
+    LinkQuery, Module, ModuleSource, Opening, PciAddress, PeerAccess, Pretend, Priority, Segment,
+    StagingMemory, Stream, VendorCommunicator,
 };
 use crate::error::{Error, ErrorKind, Result};
 use crate::sync::lock;
@@ -32,17 +33,35 @@ pub(super) struct CudaDevice {
     gpu: Arc<Gpu>,
     /// Made at first use; not part of what streams and memory hold, since it holds them.
     compute: Mutex<Option<Arc<CudaCompute>>>,
+    pretend: Pretend,
 }
 
 impl CudaDevice {
-    pub(super) fn open(ordinal: usize) -> Result<Arc<Self>> {
+    pub(super) fn open(ordinal: usize, pretend: Pretend) -> Result<Arc<Self>> {
         let gpu = Gpu::open(ordinal)?;
         let word = PlainMemory::allocate(&gpu, size_of::<u64>())?;
         gpu.try_capturing(word.address)?;
         Ok(Arc::new(Self {
             gpu,
             compute: Mutex::new(None),
+            pretend,
         }))
+    }
+
+    /// What the driver says of this GPU and the memory of the one at `peer`; none where it does not know that one.
+    fn found_access(&self, peer: PciAddress) -> Option<PeerAccess> {
+        let (driver, own) = (self.gpu.context.driver, self.gpu.context.device);
+        let peer = driver.device_at(peer)?;
+        if peer == own {
+            return Some(PeerAccess::FULL);
+        }
+        if !driver.can_access_peer(own, peer).ok()? {
+            return Some(PeerAccess::NONE);
+        }
+        Some(PeerAccess {
+            mapped: true,
+            atomics: driver.has_peer_atomics(own, peer).ok()?,
+        })
     }
 
     fn pci_address(&self) -> Result<PciAddress> {
@@ -56,13 +75,25 @@ impl LinkQuery for CudaDevice {
     }
 
     fn links(&self) -> Result<DeviceLinks> {
+        if self.pretend == Pretend::NoPeerAccess {
+            return Ok(DeviceLinks::default());
+        }
         NvmlGpu::open(self.pci_address()?)?.links()
     }
 
     fn reaches(&self, peer: Option<PciAddress>) -> Result<bool> {
         match peer {
+            _ if self.pretend == Pretend::NoPeerAccess => Ok(false),
             Some(peer) => NvmlGpu::open(self.pci_address()?)?.reaches(peer),
             None => Ok(false),
+        }
+    }
+
+    fn peer_access(&self, peer: Option<PciAddress>) -> Option<PeerAccess> {
+        let access = self.found_access(peer?);
+        match self.pretend {
+            Pretend::Nothing => access,
+            pretend => Some(pretend.limit(access.unwrap_or(PeerAccess::FULL))),
         }
     }
 }
@@ -78,9 +109,12 @@ impl Device for CudaDevice {
 
     fn properties(&self) -> DeviceProperties {
         let kernel = self.gpu.transfer_kernel.get().and_then(Option::as_ref);
+        let all = self.gpu.properties();
         DeviceProperties {
             kernel_copies: kernel.is_some(),
-            ..self.gpu.properties()
+            // What goes through memory of the host goes over the bus, which splits packets of 128 bytes.
+            linked: all.linked && self.pretend != Pretend::NoPeerAccess,
+            ..all
         }
     }
 
@@ -113,17 +147,30 @@ impl Device for CudaDevice {
                 )
                 .slice(0..bytes)
             }
+            AllocationKind::Host => Ok(HostMemory::allocate(&self.gpu, bytes)?.into_slice(bytes)),
         }
     }
 
-    fn allocate_signals_for(&self, bytes: usize, fault: &Arc<Fault>) -> Result<DeviceSlice> {
+    fn allocate_signals_for(
+        &self,
+        bytes: usize,
+        kind: AllocationKind,
+        fault: &Arc<Fault>,
+    ) -> Result<DeviceSlice> {
         self.gpu.fault.check()?;
         // Loading waits for what spins, so the kernel is there before the first word to spin on.
         let (context, reaper) = (&self.gpu.context, &self.gpu.reaper);
         self.gpu
             .transfer_kernel
             .get_or_init(|| TransferKernel::load(context, reaper, &self.gpu.capabilities));
-        Ok(PlainMemory::allocate_signals(&self.gpu, bytes, fault)?.into_slice(bytes))
+        Ok(match kind {
+            AllocationKind::Host => {
+                HostMemory::allocate_signals(&self.gpu, bytes, fault)?.into_slice(bytes)
+            }
+            AllocationKind::Plain | AllocationKind::Virtual => {
+                PlainMemory::allocate_signals(&self.gpu, bytes, fault)?.into_slice(bytes)
+            }
+        })
     }
 
     fn reserve_segment(&self, bytes: usize) -> Result<Arc<dyn Segment>> {

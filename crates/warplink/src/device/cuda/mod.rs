@@ -40,7 +40,7 @@ pub use super::library::{LibraryReport, libraries};
 pub use capabilities::{Capabilities, capabilities};
 pub use kernels::nvrtc::{CompiledKernel, compile, compile_all};
 
-use super::Device;
+use super::{Device, Pretend};
 use crate::error::Result;
 use std::sync::Arc;
 
@@ -63,7 +63,12 @@ pub fn device_count() -> Result<usize> {
 /// As [`device_count`], and [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) where
 /// there is no such GPU.
 pub fn open(ordinal: usize) -> Result<Arc<dyn Device>> {
-    Ok(device::CudaDevice::open(ordinal)?)
+    open_as(ordinal, Pretend::Nothing)
+}
+
+/// As [`open`], a GPU that does without something.
+pub(super) fn open_as(ordinal: usize, pretend: Pretend) -> Result<Arc<dyn Device>> {
+    Ok(device::CudaDevice::open(ordinal, pretend)?)
 }
 
 #[cfg(test)]

@@ -106,7 +106,7 @@ impl<'a> BlockChannel<'a> {
             }
             (None, Some(outbound)) => {
                 self.context.delay();
-                words::increment(outbound);
+                words::increment_at_peer(outbound)?;
             }
             (None, None) => {
                 return Err(Error::new(

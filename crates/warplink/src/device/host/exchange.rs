@@ -390,7 +390,7 @@ pub(super) fn aborted() -> Error {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::device::{FaultSet, ReduceOp, Said};
+    use crate::device::{AllocationKind, FaultSet, ReduceOp, Said};
     use crate::dtype::DType;
     use std::sync::Arc;
     use std::time::Duration;
@@ -401,7 +401,8 @@ mod tests {
 
     /// One thread for each rank, which are given their exchange and number.
     fn ranks(world: usize, body: impl Fn(&Exchange) + Sync) {
-        let outboxes = (0..world).map(|_| memory::allocate(outbox_bytes(world)).unwrap());
+        let outboxes = (0..world)
+            .map(|_| memory::allocate(outbox_bytes(world), AllocationKind::Plain).unwrap());
         let outboxes: Vec<DeviceSlice> = outboxes.collect();
         std::thread::scope(|scope| {
             for rank in 0..world {
@@ -417,7 +418,7 @@ mod tests {
             .iter()
             .flat_map(|value| value.to_le_bytes())
             .collect();
-        let slice = memory::allocate(bytes.len()).unwrap();
+        let slice = memory::allocate(bytes.len(), AllocationKind::Plain).unwrap();
         memory::write_bytes(&slice, &bytes).unwrap();
         slice
     }

@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 use std::ffi::c_void;
 use std::os::fd::{AsFd, OwnedFd};
 use std::ptr;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, Weak};
 
 /// A mapping of one shared-memory file, or of several one behind the other; unmapped on drop.
@@ -24,9 +24,19 @@ pub(super) struct Mapping {
     inside: Option<Arc<Reservation>>,
     /// How many hold it only until nobody else does; they count themselves.
     pub(super) last_holders: AtomicUsize,
+    /// Whether it stands for memory of the host, which every device maps.
+    pub(super) host: bool,
+    /// Whether it is a peer's, and this device pretends to have no atomic operations on it.
+    without_atomics: AtomicBool,
 }
 
 impl Mapping {
+    /// From now on there are no atomic operations on it.
+    pub(super) fn deny_atomics(&self) {
+        self.without_atomics.store(true, Ordering::Relaxed);
+        SOME_WITHOUT_ATOMICS.store(true, Ordering::Release);
+    }
+
     /// Whether anybody holds it who is not one of the last holders.
     pub(super) fn is_held(self: &Arc<Self>) -> bool {
         Arc::strong_count(self) > self.last_holders.load(Ordering::Relaxed)
@@ -46,6 +56,9 @@ pub(super) struct Reservation {
 }
 
 static IDENTITIES: AtomicU64 = AtomicU64::new(1);
+
+// Whether any mapping of this process is without atomic operations.
+static SOME_WITHOUT_ATOMICS: AtomicBool = AtomicBool::new(false);
 
 // The mappings of this process by base address, so that a bare address can be borrowed.
 static MAPPINGS: Mutex<BTreeMap<u64, Weak<Mapping>>> = Mutex::new(BTreeMap::new());
@@ -151,7 +164,7 @@ pub(super) fn add_piece(
     let pieces = vec![new_file(whole_pages(bytes)?)?];
     segment.map(offset, &pieces)?;
     let base = segment.base + offset as u64;
-    Ok(mapping_at(base, pieces, Some(segment.clone())))
+    Ok(mapping_at(base, pieces, false, Some(segment.clone())))
 }
 
 /// What a file has to promise, so that no access to its mapping can raise SIGBUS: its length stays.
@@ -173,7 +186,7 @@ pub(super) fn new_file(bytes: usize) -> Result<Piece> {
 }
 
 /// Maps files one behind the other.
-pub(super) fn map_pieces(pieces: Vec<Piece>) -> Result<Arc<Mapping>> {
+pub(super) fn map_pieces(pieces: Vec<Piece>, host: bool) -> Result<Arc<Mapping>> {
     let base = if let [piece] = &pieces[..] {
         // SAFETY: a new mapping at an address of the kernel's choice touches no memory in use.
         unsafe {
@@ -189,7 +202,7 @@ pub(super) fn map_pieces(pieces: Vec<Piece>) -> Result<Arc<Mapping>> {
         reservation.map(0, &pieces)?;
         reservation.into_base()
     };
-    Ok(mapping_at(base, pieces, None))
+    Ok(mapping_at(base, pieces, host, None))
 }
 
 /// Maps a file of `bytes`.
@@ -218,7 +231,12 @@ unsafe fn map_file(
 }
 
 /// Notes what was mapped at `base`.
-fn mapping_at(base: u64, pieces: Vec<Piece>, inside: Option<Arc<Reservation>>) -> Arc<Mapping> {
+fn mapping_at(
+    base: u64,
+    pieces: Vec<Piece>,
+    host: bool,
+    inside: Option<Arc<Reservation>>,
+) -> Arc<Mapping> {
     let bytes: usize = pieces.iter().map(|piece| piece.bytes).sum();
     let mapping = Arc::new(Mapping {
         base,
@@ -228,9 +246,23 @@ fn mapping_at(base: u64, pieces: Vec<Piece>, inside: Option<Arc<Reservation>>) -
         pieces,
         inside,
         last_holders: AtomicUsize::new(0),
+        host,
+        without_atomics: AtomicBool::new(false),
     });
     lock(&MAPPINGS).insert(base, Arc::downgrade(&mapping));
     mapping
+}
+
+/// Whether there are atomic operations on the word at `address`.
+pub(super) fn has_atomics(address: u64) -> bool {
+    if !SOME_WITHOUT_ATOMICS.load(Ordering::Acquire) {
+        return true;
+    }
+    let inside = mappings_of(address, address + 1);
+    let mut denied = inside
+        .iter()
+        .map(|it| it.without_atomics.load(Ordering::Relaxed));
+    !denied.any(|denied| denied)
 }
 
 /// The mapping that `address` lies in, and those that follow it in its segment up to `end`.

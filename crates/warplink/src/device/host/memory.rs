@@ -2,7 +2,9 @@
 
 use super::mapping::{FIXED_LENGTH, Mapping, map_pieces, mappings_of, new_file, next_identity};
 use super::unmapping::LateUnmapping;
-use crate::device::{Backing, DeviceKind, DeviceSlice, Fault, Piece, combined_identity};
+use crate::device::{
+    AllocationKind, Backing, DeviceKind, DeviceSlice, Fault, Piece, combined_identity,
+};
 use crate::error::{Error, ErrorKind, Result};
 use std::any::Any;
 use std::ptr;
@@ -117,12 +119,16 @@ impl Drop for Allocation {
 }
 
 /// Allocates `bytes` of zeros that other processes can map.
-pub(super) fn allocate(bytes: usize) -> Result<DeviceSlice> {
-    allocate_for(bytes, None)
+pub(in crate::device) fn allocate(bytes: usize, kind: AllocationKind) -> Result<DeviceSlice> {
+    allocate_for(bytes, kind, None)
 }
 
 /// As [`allocate`], for signals that `fault` ends waits for.
-pub(super) fn allocate_for(bytes: usize, fault: Option<Arc<Fault>>) -> Result<DeviceSlice> {
+pub(super) fn allocate_for(
+    bytes: usize,
+    kind: AllocationKind,
+    fault: Option<Arc<Fault>>,
+) -> Result<DeviceSlice> {
     if bytes == 0 {
         return Err(
             Error::invalid("the allocation has 0 bytes; expected at least 1")
@@ -130,12 +136,12 @@ pub(super) fn allocate_for(bytes: usize, fault: Option<Arc<Fault>>) -> Result<De
                 .with_help("leave out empty allocations"),
         );
     }
-    let mapping = map_pieces(vec![new_file(bytes)?])?;
+    let mapping = map_pieces(vec![new_file(bytes)?], kind == AllocationKind::Host)?;
     Ok(slice_of(mapping, None, fault))
 }
 
 /// Maps a peer's files one behind the other, which must hold at least `bytes` and keep their lengths.
-pub(super) fn map(
+pub(in crate::device) fn map(
     pieces: Vec<Piece>,
     bytes: usize,
     late: Option<LateUnmapping>,
@@ -173,7 +179,7 @@ pub(super) fn map(
             "the pieces hold {whole} bytes; expected the {bytes} of the handle"
         )));
     }
-    Ok(slice_of(map_pieces(pieces)?, late, None))
+    Ok(slice_of(map_pieces(pieces, false)?, late, None))
 }
 
 fn slice_of(
@@ -186,6 +192,14 @@ fn slice_of(
         late,
         fault,
     }))
+}
+
+/// Has no atomic operations on a peer's memory, which was mapped as `slice`.
+pub(super) fn deny_atomics(slice: &DeviceSlice) {
+    let backing = slice.backing().as_any();
+    if let Some(Allocation { mapping, .. }) = backing.downcast_ref() {
+        mapping.deny_atomics();
+    }
 }
 
 /// A view of memory that `owner` keeps.
@@ -227,8 +241,8 @@ pub(super) fn borrow(
     DeviceSlice::whole(Arc::new(borrowed)).slice(offset..end)
 }
 
-/// The pieces of the files behind `slice`, for a peer to map.
-pub(super) fn pieces(slice: &DeviceSlice) -> Result<Vec<Piece>> {
+/// The pieces of the files behind `slice`, for a peer to map, and whether they are memory of the host, in one piece.
+pub(in crate::device) fn pieces(slice: &DeviceSlice) -> Result<(Vec<Piece>, bool)> {
     let any = slice.backing().as_any();
     let mappings = match any.downcast_ref::<Borrowed>() {
         Some(borrowed) => &borrowed.inside[..],
@@ -246,8 +260,10 @@ pub(super) fn pieces(slice: &DeviceSlice) -> Result<Vec<Piece>> {
         .with_operation("export memory")
         .with_help("allocate it with the device"));
     }
+    let host = matches!(mappings, [mapping] if mapping.host);
     let pieces = mappings.iter().flat_map(|mapping| &mapping.pieces);
-    pieces.map(Piece::try_clone).collect()
+    let pieces = pieces.map(Piece::try_clone).collect::<Result<_>>()?;
+    Ok((pieces, host))
 }
 
 /// Copies `source` to `target`, of the same length.
@@ -341,11 +357,11 @@ mod tests {
 
     #[test]
     fn a_borrowed_address_is_shared_as_the_allocation_it_lies_in() {
-        let whole = allocate(10_000).unwrap();
+        let whole = allocate(10_000, AllocationKind::Plain).unwrap();
         let borrowed = borrow(whole.address() + 100, 50, Arc::new(())).unwrap();
         assert_eq!((borrowed.offset(), borrowed.bytes()), (100, 50));
         assert_eq!(borrowed.backing().identity(), whole.backing().identity());
-        let mapped = map(pieces(&borrowed).unwrap(), 10_000, None).unwrap();
+        let mapped = map(pieces(&borrowed).unwrap().0, 10_000, None).unwrap();
         write_bytes(&borrowed, &[7; 50]).unwrap();
         let mut seen = [0; 50];
         read_bytes(&mapped.slice(100..150).unwrap(), &mut seen).unwrap();
@@ -365,20 +381,22 @@ mod tests {
 
     #[test]
     fn a_short_file_is_refused() {
-        let whole = allocate(100).unwrap();
-        let error = map(pieces(&whole).unwrap(), 200, None).unwrap_err();
+        let whole = allocate(100, AllocationKind::Plain).unwrap();
+        let error = map(pieces(&whole).unwrap().0, 200, None).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::InvalidHandle);
-        let mut longer = pieces(&whole).unwrap();
+        let mut longer = pieces(&whole).unwrap().0;
         longer[0].bytes = 200;
         let error = map(longer, 200, None).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::InvalidHandle);
-        assert!(allocate(0).is_err());
+        assert!(allocate(0, AllocationKind::Plain).is_err());
     }
 
     #[test]
     fn a_file_that_could_be_truncated_is_refused_and_ours_cannot_be() {
         use rustix::fs::{MemfdFlags, fcntl_add_seals, ftruncate, memfd_create};
-        let own = pieces(&allocate(100).unwrap()).unwrap();
+        let own = pieces(&allocate(100, AllocationKind::Plain).unwrap())
+            .unwrap()
+            .0;
         assert!(ftruncate(&own[0].descriptor, 0).is_err());
         assert!(ftruncate(&own[0].descriptor, 200).is_err());
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;

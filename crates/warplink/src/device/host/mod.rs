@@ -20,7 +20,7 @@ pub(crate) mod lane;
 mod lanes;
 mod mapping;
 mod mark;
-mod memory;
+pub(in crate::device) mod memory;
 mod operation;
 mod outbox;
 mod packets;
@@ -35,8 +35,8 @@ mod worker;
 use super::{
     AllGatherBytes, AllocationKind, Attachment, CollectiveEngine, Compute, Delays, Device,
     DeviceIdentity, DeviceKind, DeviceLink, DeviceLinks, DeviceSlice, Event, Export, Fault,
-    LinkEnd, LinkQuery, Module, ModuleSource, Opening, PciAddress, Priority, Segment, Stream,
-    VendorCommunicator,
+    LinkEnd, LinkQuery, Module, ModuleSource, Opening, PciAddress, PeerAccess, Pretend, Priority,
+    Segment, Stream, VendorCommunicator,
 };
 use crate::deadline::Deadline;
 use crate::device::channel::fifo::HostFifoMemory;
@@ -52,6 +52,7 @@ pub(crate) struct HostDevice {
     identity: DeviceIdentity,
     fault: Arc<Fault>,
     delays: Option<Delays>,
+    pretend: Pretend,
     /// Hardware threads; the system reads several files to tell.
     threads: usize,
     streams: AtomicU64,
@@ -60,15 +61,16 @@ pub(crate) struct HostDevice {
 }
 
 impl HostDevice {
-    pub(crate) fn open(delays: Option<Delays>) -> Arc<dyn Device> {
-        Arc::new(Self::new(delays))
+    pub(crate) fn open(delays: Option<Delays>, pretend: Pretend) -> Arc<dyn Device> {
+        Arc::new(Self::new(delays, pretend))
     }
 
-    fn new(delays: Option<Delays>) -> Self {
+    fn new(delays: Option<Delays>, pretend: Pretend) -> Self {
         Self {
             identity: DeviceIdentity(machine_identity()),
             fault: Arc::default(),
             delays,
+            pretend,
             threads: std::thread::available_parallelism().map_or(1, usize::from),
             streams: AtomicU64::new(1),
             late_unmapping: OnceLock::new(),
@@ -129,6 +131,9 @@ impl LinkQuery for HostDevice {
 
     /// The memory that all ranks of a machine share stands for a switch with one link to each.
     fn links(&self) -> Result<DeviceLinks> {
+        if self.pretend == Pretend::NoPeerAccess {
+            return Ok(DeviceLinks::default());
+        }
         Ok(DeviceLinks {
             links: vec![DeviceLink {
                 number: 0,
@@ -139,7 +144,15 @@ impl LinkQuery for HostDevice {
     }
 
     fn reaches(&self, peer: Option<PciAddress>) -> Result<bool> {
-        Ok(peer.is_none())
+        Ok(peer.is_none() && self.pretend != Pretend::NoPeerAccess)
+    }
+
+    fn peer_access(&self, peer: Option<PciAddress>) -> Option<PeerAccess> {
+        let access = match peer {
+            None => PeerAccess::FULL,
+            Some(_) => PeerAccess::NONE,
+        };
+        Some(self.pretend.limit(access))
     }
 }
 
@@ -179,8 +192,8 @@ impl Device for HostDevice {
         &self.fault
     }
 
-    fn allocate(&self, bytes: usize, _kind: AllocationKind) -> Result<DeviceSlice> {
-        let slice = memory::allocate(bytes)?;
+    fn allocate(&self, bytes: usize, kind: AllocationKind) -> Result<DeviceSlice> {
+        let slice = memory::allocate(bytes, kind)?;
         self.prepare_reuse(&slice);
         Ok(slice)
     }
@@ -193,8 +206,13 @@ impl Device for HostDevice {
         }
     }
 
-    fn allocate_signals_for(&self, bytes: usize, fault: &Arc<Fault>) -> Result<DeviceSlice> {
-        memory::allocate_for(bytes, Some(fault.clone()))
+    fn allocate_signals_for(
+        &self,
+        bytes: usize,
+        kind: AllocationKind,
+        fault: &Arc<Fault>,
+    ) -> Result<DeviceSlice> {
+        memory::allocate_for(bytes, kind, Some(fault.clone()))
     }
 
     fn reserve_segment(&self, bytes: usize) -> Result<Arc<dyn Segment>> {
@@ -249,24 +267,33 @@ impl Device for HostDevice {
     fn export(&self, slice: &DeviceSlice) -> Result<Export> {
         check_kind(slice)?;
         let allocation = slice.allocation();
-        let pieces = memory::pieces(&allocation)?;
+        let (pieces, host) = memory::pieces(&allocation)?;
         Ok(Export {
             allocation,
             ipc: None,
             pieces,
+            host,
         })
     }
 
     fn import(&self, opening: Opening, bytes: usize) -> Result<DeviceSlice> {
-        match opening {
-            Opening::SameProcess(slice) => check_kind(&slice).map(|()| slice),
-            Opening::Pieces(pieces) => memory::map(pieces, bytes, self.late_unmapping()?),
-            Opening::Ipc(_) => Err(Error::new(
-                ErrorKind::InvalidHandle,
-                "a CUDA IPC handle cannot be opened on the host device",
-            )
-            .with_operation("open a handle")),
+        let pieces = match opening {
+            Opening::SameProcess(slice) => return check_kind(&slice).map(|()| slice),
+            Opening::Pieces(pieces) => pieces,
+            Opening::Host(piece) => vec![piece],
+            Opening::Ipc(_) => {
+                return Err(Error::new(
+                    ErrorKind::InvalidHandle,
+                    "a CUDA IPC handle cannot be opened on the host device",
+                )
+                .with_operation("open a handle"));
+            }
+        };
+        let mapped = memory::map(pieces, bytes, self.late_unmapping()?)?;
+        if self.pretend != Pretend::Nothing {
+            memory::deny_atomics(&mapped);
         }
+        Ok(mapped)
     }
 
     fn after_unmapping(&self, then: Box<dyn FnOnce() + Send>) {
@@ -290,7 +317,7 @@ impl Device for HostDevice {
     }
 
     fn allocate_staging(&self, bytes: usize) -> Result<StagingMemory> {
-        let memory = memory::allocate(bytes)?;
+        let memory = memory::allocate(bytes, AllocationKind::Plain)?;
         memory::fill(&memory, 0);
         // SAFETY: the memory is mapped in this process, and this crate accesses it by atomics and raw copies alone.
         Ok(unsafe { StagingMemory::new(memory) })

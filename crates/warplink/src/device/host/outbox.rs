@@ -1,7 +1,7 @@
 //! The outboxes of the host collectives: made, found by peers, and opened by them.
 
 use super::memory;
-use crate::device::{DeviceSlice, Piece};
+use crate::device::{AllocationKind, DeviceSlice, Piece};
 use crate::error::{Error, ErrorKind, Rank, Result};
 use rustix::fs::{Mode, OFlags};
 use std::ops::Range;
@@ -24,8 +24,8 @@ pub(super) struct OwnOutbox {
 impl OwnOutbox {
     /// One of `bytes` zeros but for its mark.
     pub(super) fn new(rank: Rank, bytes: usize) -> Result<Self> {
-        let slice = memory::allocate(bytes)?;
-        let pieces = memory::pieces(&slice)?;
+        let slice = memory::allocate(bytes, AllocationKind::Plain)?;
+        let (pieces, _) = memory::pieces(&slice)?;
         let mut token = [0; 16];
         getrandom::fill(&mut token).map_err(|error| {
             Error::new(
@@ -119,6 +119,7 @@ fn open(peer: Rank, bytes: usize, place: &[u8]) -> Result<DeviceSlice> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::device::Pretend;
     use crate::device::host::HostDevice;
     use crate::device::host::collective::HostCollectives;
     use crate::device::host::exchange::outbox_bytes;
@@ -134,7 +135,7 @@ mod tests {
         failure: &str,
     ) -> (Result<HostCollectives>, Vec<u8>) {
         let mut told = Vec::new();
-        let device = HostDevice::new(None);
+        let device = HostDevice::new(None, Pretend::Nothing);
         let joined = HostCollectives::join(&device, (0, 2), &Arc::default(), &mut |own| {
             let peers = match told.len() {
                 0 => place(&own),

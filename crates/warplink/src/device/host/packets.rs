@@ -184,7 +184,7 @@ fn last_of(line: &[AtomicU64]) -> Result<(&AtomicU64, &[AtomicU64])> {
 mod tests {
     use super::super::memory;
     use super::*;
-    use crate::device::FaultSet;
+    use crate::device::{AllocationKind, FaultSet};
     use std::sync::Arc;
 
     #[test]
@@ -194,7 +194,7 @@ mod tests {
             for bytes in [1_usize, 3, 4, 7, 8, 119, 120, 121, 247, 960] {
                 // Packets of 16 bytes are filled up.
                 let packets = bytes.div_ceil(data).next_multiple_of(2);
-                let memory = memory::allocate(packets * packed).unwrap();
+                let memory = memory::allocate(packets * packed, AllocationKind::Plain).unwrap();
                 let sent: Vec<u8> = (0..bytes).map(|at| at as u8 ^ 0x5a).collect();
                 let mut found = vec![0; bytes];
                 let read = |found: &mut Vec<u8>, flag| {

@@ -81,7 +81,7 @@ mod tests {
         assert!(owner.grow(1).is_err(), "past the reserved addresses");
         let longer = borrow(start, 6 * page, owner.clone()).unwrap();
         assert_ne!(longer.backing().identity(), middle.backing().identity());
-        let peers = map(pieces(&longer).unwrap(), 8 * page, None).unwrap();
+        let peers = map(pieces(&longer).unwrap().0, 8 * page, None).unwrap();
         let bytes: Vec<u8> = (0..6 * page).map(|index| (index / 7) as u8).collect();
         write_bytes(&longer, &bytes).unwrap();
         let mut seen = vec![0; bytes.len()];

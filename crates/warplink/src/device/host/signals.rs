@@ -78,12 +78,11 @@ impl BlockSignals<'_> {
         Ok(words::load(&self.word(number, 0)?))
     }
 
-    /// Counts a peer's signal `number` up by one, after everything that the block did before.
+    /// Counts a peer's signal `number` up by one, after everything that the block did before. Several ranks may.
     pub fn add(&self, number: usize) -> Result<()> {
         self.context.check()?;
         self.context.delay();
-        words::increment(&self.word(number, 0)?);
-        Ok(())
+        words::increment_at_peer(&self.word(number, 0)?).map(drop)
     }
 
     /// As [`wait`](Self::wait), for a lane, which lets the others go on meanwhile.
@@ -96,11 +95,12 @@ impl BlockSignals<'_> {
         Ok(())
     }
 
-    /// Counts the signal `number` of a rank's lanes up by one, after everything that the block did before.
+    /// Counts the signal `number` of a rank's lanes up by one, after everything that the block did before. Only this rank
+    /// does.
     pub(crate) fn tell(&self, number: usize) -> Result<()> {
         self.context.check()?;
         self.context.delay();
-        words::count_up(&self.word(number, 0)?);
+        words::count_up_alone(&self.word(number, 0)?);
         self.ring()
     }
 

@@ -37,7 +37,7 @@ impl HostStream {
                 let end = (start + each).min(target.bytes());
                 context.copy(&target.slice(start..end)?, &source.slice(start..end)?)?;
                 for word in &arrivals {
-                    words::increment(word);
+                    words::increment_at_peer(word)?;
                 }
                 Ok(())
             })

@@ -13,7 +13,7 @@ enum Job {
 
 /// The thread that unmaps. It ends after its last work when all clones of this are dropped.
 #[derive(Clone, Debug)]
-pub(super) struct LateUnmapping(Sender<Job>);
+pub(in crate::device) struct LateUnmapping(Sender<Job>);
 
 impl LateUnmapping {
     pub(super) fn start(delays: Delays) -> Result<Self> {

@@ -1,12 +1,13 @@
 //! Words of shared memory: loads, stores and waits that order what lies around them.
 
-use super::mapping::Mapping;
+use super::mapping::{Mapping, has_atomics};
 use super::memory::Allocation;
 use crate::device::{Backing, DeviceSlice, Word};
-use crate::error::Result;
+use crate::error::{Error, ErrorKind, Result};
+use crate::sync::lock;
 use rustix::thread::futex;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
-use std::sync::{Arc, Weak};
+use std::sync::{Arc, Mutex, Weak};
 use std::time::Duration;
 
 /// A word that a stream waits for. It stays mapped, but the wait does not keep its allocation: once
@@ -95,6 +96,30 @@ pub(super) fn increment(word: &Word) -> u64 {
 /// As [`increment`], for words that nobody sleeps on.
 pub(super) fn count_up(word: &Word) -> u64 {
     atomic(word).fetch_add(1, Ordering::AcqRel)
+}
+
+/// As [`increment`], of a word that may be a peer's.
+///
+/// # Errors
+/// [`ErrorKind::Unsupported`] where this device has no atomic operations on it.
+pub(super) fn increment_at_peer(word: &Word) -> Result<u64> {
+    if has_atomics(word.address()) {
+        return Ok(increment(word));
+    }
+    Err(Error::new(
+        ErrorKind::Unsupported,
+        "the device has no atomic operations on the peer's memory",
+    )
+    .with_operation("count up a peer's word"))
+}
+
+/// Adds one to a word, which threads of this process alone change, after all earlier writes of this thread: by a plain
+/// store, which any device has. For words that nobody sleeps on.
+pub(super) fn count_up_alone(word: &Word) {
+    // Words of one rank's lanes are seldom counted up at the same time.
+    static TURNS: [Mutex<()>; 64] = [const { Mutex::new(()) }; 64];
+    let _turn = lock(&TURNS[(word.address() / 64 % 64) as usize]);
+    set(word, load(word) + 1);
 }
 
 /// Takes one count of `awaited` where `word` is further; whether it did.

@@ -18,6 +18,7 @@ fn issue(exports: &Exports, numbers: RegionNumbers, peer: Rank) {
         offset: 0,
         bytes: allocation.bytes,
         ipc: None,
+        host: false,
         pieces: 0,
     };
     exports.issue_handle(numbers, peer, fill).unwrap();

@@ -68,7 +68,12 @@ impl TransferExchange {
             };
         }
         let kernels = self.paths.kernels()?;
-        Ok(Flow::new(path, protocol, request.buffer.bytes(), kernels))
+        let flow = Flow::new(path, protocol, request.buffer.bytes(), kernels);
+        let job_peer = self.group.job_rank(request.peer)?;
+        if self.memory.access(job_peer)?.atomics {
+            return Ok(flow);
+        }
+        Ok(flow.without_atomics(path))
     }
 
     /// The scratch memory that this end has under `flow`, in its `slot`.

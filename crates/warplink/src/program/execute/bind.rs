@@ -219,7 +219,9 @@ impl Prepared {
                     requests.push(store.with_path(path));
                     continue;
                 }
-                (TensorMemory::Pooled(region), _) => region.clone(),
+                (TensorMemory::Pooled(region) | TensorMemory::Staged { region, .. }, _) => {
+                    region.clone()
+                }
                 (_, Some(region)) => region.clone(),
                 (TensorMemory::Bound(slice), None) => {
                     let region = self.context.memory.register(slice)?;

@@ -105,7 +105,9 @@ impl KernelMemory {
         let mut shared = Vec::new();
         for id in program.shared_tensors() {
             let region = match memory.tensor(id) {
-                TensorMemory::Pooled(region) => region.clone(),
+                TensorMemory::Pooled(region) | TensorMemory::Staged { region, .. } => {
+                    region.clone()
+                }
                 TensorMemory::Bound(slice) => context.memory.register(slice)?,
                 TensorMemory::Nothing => return Err(internal("a tensor without memory is shared")),
             };
@@ -127,12 +129,7 @@ impl KernelMemory {
             0 => None,
             bytes => Some(context.memory.allocate(bytes, AllocationKind::Plain)?),
         };
-        let signals = Signals::allocate(
-            &context.device,
-            &context.memory,
-            &context.fault,
-            lanes * context.world(),
-        )?;
+        let signals = Signals::allocate(&context.memory, &context.fault, lanes * context.world())?;
         // Two words at least, for devices that take closures.
         let lanes = lanes.max(2);
         let bytes = Reach::state_bytes(lanes, context.world());

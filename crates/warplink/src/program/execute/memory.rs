@@ -1,7 +1,8 @@
 //! The memory of a plan's tensors: bound by the caller or taken from the pool.
 
 use super::pool::Pool;
-use crate::device::DeviceSlice;
+use super::replaced::replaceable;
+use crate::device::{DeviceSlice, Stream};
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::Region;
 use crate::program::ir::Role;
@@ -18,6 +19,11 @@ pub type Bindings = BTreeMap<String, DeviceSlice>;
 pub(super) enum TensorMemory {
     Bound(DeviceSlice),
     Pooled(Region),
+    /// The caller's, and memory that peers can map in its place: a run copies the one there and back.
+    Staged {
+        bound: DeviceSlice,
+        region: Region,
+    },
     /// There is none: nothing on this rank accesses it.
     Nothing,
 }
@@ -26,8 +32,16 @@ impl TensorMemory {
     fn slice(&self) -> Option<&DeviceSlice> {
         match self {
             Self::Bound(slice) => Some(slice),
-            Self::Pooled(region) => Some(region.memory()),
+            Self::Pooled(region) | Self::Staged { region, .. } => Some(region.memory()),
             Self::Nothing => None,
+        }
+    }
+
+    /// As the caller has it.
+    fn callers(&self) -> Option<&DeviceSlice> {
+        match self {
+            Self::Staged { bound, .. } => Some(bound),
+            _ => self.slice(),
         }
     }
 }
@@ -72,7 +86,50 @@ impl PlanMemory {
             memory.tensors.push(next);
         }
         memory.check_overlaps(program)?;
+        if !pool.is_reached_by_peers()? {
+            memory.stage(program)?;
+        }
         Ok(memory)
+    }
+
+    /// Puts memory that peers map in the place of the caller's, where the program has them reach it.
+    fn stage(&mut self, program: &RankProgram) -> Result<()> {
+        let own = replaceable(program, self);
+        for id in 0..self.tensors.len() {
+            if let TensorMemory::Bound(bound) = &self.tensors[id]
+                && !own.contains(&id)
+            {
+                self.tensors[id] = TensorMemory::Staged {
+                    region: self.pool.take(bound.bytes())?,
+                    bound: bound.clone(),
+                };
+            }
+        }
+        Ok(())
+    }
+
+    /// Enqueues the copies from the caller's memory to what takes its place, before a run.
+    pub(super) fn copy_in(&self, stream: &Stream) -> Result<()> {
+        self.tensors.iter().try_for_each(|tensor| match tensor {
+            TensorMemory::Staged { bound, region } => stream.copy(region.memory(), bound),
+            _ => Ok(()),
+        })
+    }
+
+    /// Enqueues the copies of outputs back to the caller's memory, behind a run.
+    pub(super) fn copy_out(&self, program: &RankProgram, stream: &Stream) -> Result<()> {
+        let tensors = self.tensors.iter().zip(&program.tensors);
+        for (memory, tensor) in tensors {
+            if let (TensorMemory::Staged { bound, region }, Role::Output) = (memory, tensor.role) {
+                stream.copy(bound, region.memory())?;
+            }
+        }
+        Ok(())
+    }
+
+    /// The memory of a tensor as the caller has it, if this rank accesses it.
+    pub(super) fn callers_slice(&self, id: TensorId) -> Option<&DeviceSlice> {
+        self.tensors.get(id)?.callers()
     }
 
     /// Fails where an output is bound to bytes of another tensor: the verifier counts on it that
@@ -84,7 +141,7 @@ impl PlanMemory {
             .zip(&program.tensors)
             .filter_map(|(memory, tensor)| match memory {
                 TensorMemory::Bound(slice) => Some((slice, tensor)),
-                TensorMemory::Pooled(_) | TensorMemory::Nothing => None,
+                _ => None,
             })
             .collect();
         bound.sort_by_key(|(slice, _)| slice.address());
@@ -152,7 +209,7 @@ impl PlanMemory {
 impl Drop for PlanMemory {
     fn drop(&mut self) {
         let pooled = self.tensors.drain(..).filter_map(|tensor| match tensor {
-            TensorMemory::Pooled(region) => Some(region),
+            TensorMemory::Pooled(region) | TensorMemory::Staged { region, .. } => Some(region),
             TensorMemory::Bound(_) | TensorMemory::Nothing => None,
         });
         self.pool.give_back(pooled);

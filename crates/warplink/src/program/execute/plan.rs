@@ -76,7 +76,7 @@ impl Plan {
     pub fn tensor(&self, name: &str) -> Option<&DeviceSlice> {
         let tensors = &self.parts.program.tensors;
         let id = tensors.iter().position(|tensor| *tensor.name == *name)?;
-        self.parts.memory.tensor_slice(id)
+        self.parts.memory.callers_slice(id)
     }
 
     /// Whether the program has an output of that name, which a run writes.
@@ -289,6 +289,7 @@ impl Plan {
     ) -> Result<()> {
         // What other streams do joins back into the caller's.
         self.parts.note(caller);
+        self.parts.memory.copy_in(caller)?;
         for command in &self.parts.commands {
             let stream = streams[command.stream].as_ref().unwrap_or(caller);
             enqueue(command, stream).map_err(|error| {
@@ -298,7 +299,10 @@ impl Plan {
                 self.locate(command, error)
             })?;
         }
-        Ok(())
+        let PlanParts {
+            memory, program, ..
+        } = &*self.parts;
+        memory.copy_out(program, caller)
     }
 
     fn locate(&self, command: &Command, error: Error) -> Error {

@@ -56,6 +56,11 @@ impl Pool {
         drop(free);
     }
 
+    /// Whether all peers of this machine can map memory of this rank's device, which callers bind.
+    pub(super) fn is_reached_by_peers(&self) -> Result<bool> {
+        self.memory.all_map_device_memory()
+    }
+
     /// A region of exactly `bytes`, with whatever the last user left in it.
     pub(super) fn take(&self, bytes: usize) -> Result<Region> {
         let mut free = lock(&self.free);

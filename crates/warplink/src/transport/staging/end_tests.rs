@@ -6,7 +6,7 @@ use super::state::Operation;
 use super::*;
 use crate::deadline::Deadline;
 use crate::device::network::RemoteMemory;
-use crate::device::{At, DeviceConfig, DeviceKind, DeviceSlice, Fault, Word};
+use crate::device::{AllocationKind, At, DeviceConfig, DeviceKind, DeviceSlice, Fault, Word};
 use crate::error::ErrorKind;
 use crate::transport::no_peer::{Call, NoPeer};
 use proptest::prelude::*;
@@ -38,7 +38,9 @@ impl Rig {
         };
         let incoming = Arc::new(Incoming::allocate(&device, shape).unwrap());
         let fault = Arc::<Fault>::default();
-        let words = device.allocate_signals_for(64, &fault).unwrap();
+        let words = device
+            .allocate_signals_for(64, AllocationKind::Plain, &fault)
+            .unwrap();
         let region = device.allocate_staging(REGION).unwrap().slice().clone();
         let peer = Arc::<NoPeer>::default();
         let parts = EndParts {

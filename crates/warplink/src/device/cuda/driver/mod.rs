@@ -13,7 +13,7 @@ use crate::device::PciAddress;
 use crate::device::library::{self, DRIVER, Loaded, function_table};
 use crate::error::{Error, ErrorKind, Result};
 use cudarc::driver::sys::*;
-use std::ffi::{CStr, c_char, c_int, c_uint, c_ulonglong, c_void};
+use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_ulonglong, c_void};
 use std::sync::OnceLock;
 
 /// A code that the driver returned; zero is success.
@@ -61,6 +61,8 @@ function_table! {
         cuDeviceGetAttribute(*mut c_int, CUdevice_attribute, CUdevice) -> Status;
         cuDeviceTotalMem_v2(*mut usize, CUdevice) -> Status;
         cuDeviceCanAccessPeer(*mut c_int, CUdevice, CUdevice) -> Status;
+        cuDeviceGetByPCIBusId(*mut CUdevice, *const c_char) -> Status;
+        cuDeviceGetP2PAttribute(*mut c_int, CUdevice_P2PAttribute, CUdevice, CUdevice) -> Status;
         cuDevicePrimaryCtxRetain(*mut CUcontext, CUdevice) -> Status;
         cuDevicePrimaryCtxRelease_v2(CUdevice) -> Status;
         cuCtxSetCurrent(CUcontext) -> Status;
@@ -73,6 +75,9 @@ function_table! {
         cuMemGetInfo_v2(*mut usize, *mut usize) -> Status;
         cuMemHostAlloc(*mut *mut c_void, usize, c_uint) -> Status;
         cuMemFreeHost(*mut c_void) -> Status;
+        cuMemHostRegister_v2(*mut c_void, usize, c_uint) -> Status;
+        cuMemHostUnregister(*mut c_void) -> Status;
+        cuMemHostGetDevicePointer_v2(*mut CUdeviceptr, *mut c_void, c_uint) -> Status;
         cuMemGetAddressRange_v2(*mut CUdeviceptr, *mut usize, CUdeviceptr) -> Status;
         cuPointerGetAttribute(*mut c_void, CUpointer_attribute, CUdeviceptr) -> Status;
         cuMemAddressReserve(*mut CUdeviceptr, usize, usize, CUdeviceptr, c_ulonglong) -> Status;
@@ -301,5 +306,24 @@ impl Driver {
         let code = unsafe { (self.cuDeviceCanAccessPeer)(&mut can, device, peer) };
         self.check(code, "ask for peer access")?;
         Ok(can != 0)
+    }
+
+    /// The GPU at `address`; none where this process does not see it.
+    pub(super) fn device_at(&self, address: PciAddress) -> Option<CUdevice> {
+        let text = CString::new(address.to_string()).ok()?;
+        let mut device = 0;
+        // SAFETY: `device` is an output parameter for one handle, and the text ends with a zero.
+        let code = unsafe { (self.cuDeviceGetByPCIBusId)(&mut device, text.as_ptr()) };
+        (code == status::SUCCESS).then_some(device)
+    }
+
+    /// Whether the first GPU, which can map the second's memory, does atomic operations on it.
+    pub(super) fn has_peer_atomics(&self, device: CUdevice, peer: CUdevice) -> Result<bool> {
+        let mut has = 0;
+        let attribute = CUdevice_P2PAttribute::CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED;
+        // SAFETY: `has` is an output parameter for one integer.
+        let code = unsafe { (self.cuDeviceGetP2PAttribute)(&mut has, attribute, device, peer) };
+        self.check(code, "ask for atomic operations on a peer's memory")?;
+        Ok(has != 0)
     }
 }

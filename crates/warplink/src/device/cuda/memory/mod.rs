@@ -5,6 +5,7 @@ pub(super) mod block_pool;
 pub(super) mod borrowed;
 pub(super) mod fifo;
 pub(super) mod gate;
+pub(super) mod host_memory;
 pub(super) mod ipc;
 pub(super) mod reaper;
 pub(super) mod sharing;
@@ -12,6 +13,7 @@ pub(super) mod staging;
 pub(super) mod virtual_memory;
 
 use self::block_pool::Block;
+use self::host_memory::HostMemory;
 use self::ipc::IpcMapping;
 use self::virtual_memory::VirtualMemory;
 use crate::device::cuda::driver::raw::Pinned;
@@ -66,6 +68,8 @@ pub(super) enum Source {
     Virtual(VirtualMemory),
     /// Of the host.
     Pinned(PinnedMemory),
+    /// Of the host, which peers map too: ours or a peer's.
+    Host(HostMemory),
     Borrowed(Borrowed),
     /// A peer's, opened by IPC handle; the mapping may be shared by several backings.
     Ipc {
@@ -101,6 +105,7 @@ impl CudaBacking {
         let uses = match &source {
             Source::Plain { held } => held.uses.clone(),
             Source::Pinned(held) => held.uses.clone(),
+            Source::Host(held) => held.uses.clone(),
             _ => Arc::default(),
         };
         DeviceSlice::whole(Arc::new(Self {
@@ -121,7 +126,11 @@ impl CudaBacking {
 
     /// Whether it is another process's memory.
     pub(in crate::device::cuda) fn is_of_a_peer(&self) -> bool {
-        matches!(self.source, Source::Ipc { .. } | Source::Descriptor { .. })
+        match &self.source {
+            Source::Ipc { .. } | Source::Descriptor { .. } => true,
+            Source::Host(memory) => memory.is_of_a_peer,
+            _ => false,
+        }
     }
 
     /// The backing of a slice of this device.
@@ -194,6 +203,7 @@ impl Backing for CudaBacking {
     fn fault(&self) -> Option<&Arc<Fault>> {
         match &self.source {
             Source::Plain { held } => held.fault.as_ref(),
+            Source::Host(held) => held.fault.as_ref(),
             _ => None,
         }
     }
@@ -209,6 +219,7 @@ impl fmt::Debug for CudaBacking {
             Source::Plain { .. } => "plain",
             Source::Virtual(_) => "virtual",
             Source::Pinned(_) => "pinned",
+            Source::Host(_) => "shared host",
             Source::Borrowed(_) => "borrowed",
             Source::Ipc { .. } => "peer's by IPC",
             Source::Descriptor { .. } => "peer's by descriptor",
@@ -261,11 +272,8 @@ impl Drop for PinnedMemory {
     fn drop(&mut self) {
         // The driver might wait for the GPU, so this is done as memory is freed.
         let (pinned, reaper) = (self.pinned.take(), self.gpu.reaper.clone());
-        let free = {
-            let reaper = reaper.clone();
-            move || reaper.run(move |_| drop(pinned))
-        };
-        reaper.when_past(self.uses.pending(), free);
+        let free = move || reaper.run(move |_| drop(pinned));
+        release(&self.gpu, &self.uses, None, free);
     }
 }
 
@@ -344,13 +352,7 @@ impl PlainMemory {
         bytes: usize,
         fault: &Arc<Fault>,
     ) -> Result<Self> {
-        if !bytes.is_multiple_of(size_of::<u64>()) {
-            return Err(Error::invalid(format!(
-                "signals have {bytes} bytes; expected a multiple of 8"
-            ))
-            .with_operation("allocate device memory")
-            .with_help("allocate whole words"));
-        }
+        check_words(bytes)?;
         let mut memory = Self::allocate(gpu, bytes)?;
         // SAFETY: just allocated, of at least as many bytes.
         unsafe { gpu.staging.zero(memory.address, bytes)? };
@@ -378,7 +380,7 @@ impl Drop for PlainMemory {
             address: self.address,
             bytes: self.whole,
         };
-        let (uses, reusable) = (self.uses.clone(), self.reusable.load(Ordering::Acquire));
+        let reusable = self.reusable.load(Ordering::Acquire);
         let (reaper, blocks) = (self.gpu.reaper.clone(), self.gpu.blocks.clone());
         let keep = move || {
             if reusable {
@@ -387,30 +389,51 @@ impl Drop for PlainMemory {
                 Some(block)
             }
         };
-        let free = {
-            let reaper = reaper.clone();
-            move || {
-                if let Some(block) = keep() {
-                    reaper.free(block);
-                }
+        let free = move || {
+            if let Some(block) = keep() {
+                reaper.free(block);
             }
         };
-        if self.fault.is_some() {
-            // Ends what waits on the page first: streams would never be past it. What asks the driver is
-            // left to the reaper's thread.
-            let signals = self.gpu.signals.clone();
-            let (again, last) = (reaper.clone(), reaper.clone());
-            let free = move || last.when_past(uses.pending(), free);
-            return reaper.when_past(Vec::new(), move || {
-                signals.retire(block.address, move || again.when_past(Vec::new(), free));
-            });
-        }
+        let signals = self.fault.as_ref().map(|_| block.address);
+        release(&self.gpu, &self.uses, signals, free);
+    }
+}
+
+/// Has `free` run when streams are past `uses`. Where signals are at `signals`, waits for them are ended first: streams
+/// would never be past them.
+fn release(
+    gpu: &Gpu,
+    uses: &Arc<Uses>,
+    signals: Option<u64>,
+    free: impl FnOnce() + Send + 'static,
+) {
+    let reaper = gpu.reaper.clone();
+    let Some(address) = signals else {
         let pending: Vec<PendingUse> = uses.pending();
         if pending.is_empty() {
             return free();
         }
-        reaper.when_past(pending, free);
+        return reaper.when_past(pending, free);
+    };
+    // What asks the driver is left to the reaper's thread.
+    let (signals, uses) = (gpu.signals.clone(), uses.clone());
+    let (again, last) = (reaper.clone(), reaper.clone());
+    let free = move || last.when_past(uses.pending(), free);
+    reaper.when_past(Vec::new(), move || {
+        signals.retire(address, move || again.when_past(Vec::new(), free));
+    });
+}
+
+/// Fails unless `bytes` of signals are whole words.
+fn check_words(bytes: usize) -> Result<()> {
+    if bytes.is_multiple_of(size_of::<u64>()) {
+        return Ok(());
     }
+    Err(Error::invalid(format!(
+        "signals have {bytes} bytes; expected a multiple of 8"
+    ))
+    .with_operation("allocate device memory")
+    .with_help("allocate whole words"))
 }
 
 /// Fails where memory of a peer, or of another kind, is asked to be shared on.

@@ -1,5 +1,6 @@
 //! Giving allocations to peers and opening theirs.
 
+use super::host_memory::HostMemory;
 use super::ipc::IpcMapping;
 use super::virtual_memory::{self, VirtualMemory};
 use super::{CudaBacking, Source, next_identity, not_ours};
@@ -15,7 +16,9 @@ use std::sync::Arc;
 pub(crate) fn export(slice: &DeviceSlice) -> Result<Export> {
     let backing = CudaBacking::of(slice)?;
     let gpu = &*backing.gpu;
+    let host = matches!(backing.source, Source::Host(_));
     let (ipc, pieces) = match &backing.source {
+        Source::Host(memory) => (None, memory.export()?),
         Source::Plain { .. } => (Some(ipc_handle(gpu, backing.base())?), Vec::new()),
         Source::Virtual(memory) => (None, memory.export()?),
         Source::Borrowed(borrowed) if borrowed.ipc_capable => {
@@ -30,6 +33,7 @@ pub(crate) fn export(slice: &DeviceSlice) -> Result<Export> {
         allocation: slice.allocation(),
         ipc,
         pieces,
+        host,
     })
 }
 
@@ -112,6 +116,7 @@ pub(crate) fn import(gpu: &Arc<Gpu>, opening: Opening, bytes: usize) -> Result<D
                 Source::Ipc { _held: mapping },
             ))
         }
+        Opening::Host(piece) => Ok(HostMemory::import(gpu, piece, bytes)?.into_slice(bytes)),
         Opening::Pieces(pieces) => {
             let memory = VirtualMemory::import(gpu, &pieces)?;
             if memory.bytes < bytes {
@@ -132,7 +137,7 @@ pub(crate) fn import(gpu: &Arc<Gpu>, opening: Opening, bytes: usize) -> Result<D
 /// Lets `gpu` reach memory of another GPU of this process.
 fn reach(gpu: &Gpu, backing: &CudaBacking) -> Result<()> {
     let (mine, theirs) = (&gpu.context, &backing.gpu.context);
-    if mine.device == theirs.device {
+    if mine.device == theirs.device || matches!(backing.source, Source::Host(_)) {
         return Ok(());
     }
     if !mine.driver.can_access_peer(mine.device, theirs.device)? {

@@ -179,6 +179,16 @@ fn write(instance: &SectionInstance, aligned: &[bool], traced: bool) -> Result<S
         code.line(
             "const auto word = [&](Index peer, Index to) { return at.signals[peer] + detail::signal_bytes * (1 + world * to + rank); };",
         );
+        if emitter.shares_words {
+            code.line(
+                "const auto sent = [&](Index peer, Index to) { return signals + detail::signal_bytes * (1 + world * to + peer) + detail::sent_offset; };",
+            );
+        } else {
+            code.line("__shared__ u64 counts[world];");
+            code.line(format!(
+                "Outbound<world> outbound(Signals{{signals}}, world * {lane}, counts);"
+            ));
+        }
     }
     declare(&mut code, instance);
     if traced {

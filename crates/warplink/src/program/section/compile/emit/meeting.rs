@@ -9,13 +9,14 @@ use crate::program::section::compile::scope::Scope;
 const MAX_ANNOUNCED: usize = 8;
 
 impl Emitter<'_> {
-    /// The word of this rank at a lane of a rank: that of the same number, or another.
-    pub(super) fn word(&self, rank: &str, lane: Option<&str>) -> String {
+    /// A lane of a rank: that of the same number, or another.
+    pub(super) fn receiver(&self, rank: &str, lane: Option<&str>) -> (String, String) {
         let same = Scope::spell(&self.instance.section.lane);
-        format!("word({}, {})", bare(rank), lane.map_or(&*same, bare))
+        let lane = lane.map_or_else(|| same, |lane| bare(lane).to_owned());
+        (bare(rank).to_owned(), lane)
     }
 
-    pub(super) fn signal(&mut self, code: &mut Code, words: Vec<String>) -> Result<()> {
+    pub(super) fn signal(&mut self, code: &mut Code, words: Vec<(String, String)>) -> Result<()> {
         if words.is_empty() {
             // It orders what comes before and after it all the same.
             code.line("self.sync();");
@@ -27,10 +28,19 @@ impl Emitter<'_> {
         }
         self.signals = true;
         let count = words.len();
-        code.line(format!(
-            "signal(self, Places<{count}>{{{{{}}}}});",
-            comma(words)
-        ));
+        let each = |name: &str| {
+            let words = words.iter();
+            comma(words.map(|(rank, lane)| format!("{name}({rank}, {lane})")))
+        };
+        let places = |name: &str| format!("Places<{count}>{{{{{}}}}}", each(name));
+        if self.shares_words {
+            let (words, sent) = (places("word"), places("sent"));
+            code.line(format!("signal(self, {words}, {sent});"));
+            return Ok(());
+        }
+        let peers = comma(words.iter().map(|(rank, _)| format!("(u32)({rank})")));
+        let words = places("word");
+        code.line(format!("outbound.signal(self, {words}, {{{peers}}});"));
         Ok(())
     }
 

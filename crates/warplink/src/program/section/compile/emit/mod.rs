@@ -74,6 +74,18 @@ struct Operand {
     packing: Packing,
 }
 
+/// Whether a signal names the lane that it is for.
+fn names_lanes(steps: &[Step]) -> bool {
+    steps.iter().any(|step| match &step.kind {
+        StepKind::Signal(receivers) => receivers.iter().any(|each| each.item.lane.is_some()),
+        StepKind::For(it) => names_lanes(&it.body),
+        StepKind::If(branch) => {
+            branch.arms.iter().any(|arm| names_lanes(&arm.body)) || names_lanes(&branch.otherwise)
+        }
+        _ => false,
+    })
+}
+
 /// Writes the body of a kernel.
 pub(super) struct Emitter<'s> {
     instance: &'s SectionInstance,
@@ -90,6 +102,8 @@ pub(super) struct Emitter<'s> {
     /// Whether the lane waits for signals.
     pub(super) waits: bool,
     pub(super) signals: bool,
+    /// Whether lanes may count up words of one another's at peers: a signal names another lane.
+    pub(super) shares_words: bool,
     /// Whether the kernel stores when each step starts.
     pub(super) traced: bool,
 }
@@ -107,6 +121,7 @@ impl<'s> Emitter<'s> {
             lines: MAX_LINES,
             waits: false,
             signals: false,
+            shares_words: names_lanes(&instance.section.body),
             traced: false,
         }
     }
@@ -177,7 +192,7 @@ impl<'s> Emitter<'s> {
                 let words = self.expand(receivers, |emitter, receiver| {
                     let rank = emitter.integer(&receiver.rank)?;
                     let lane = receiver.lane.as_ref().map(|lane| emitter.integer(lane));
-                    Ok(emitter.word(&rank, lane.transpose()?.as_deref()))
+                    Ok(emitter.receiver(&rank, lane.transpose()?.as_deref()))
                 })?;
                 let words = words.into_iter().collect::<Result<Vec<_>>>()?;
                 self.signal(code, words)?;
@@ -192,7 +207,7 @@ impl<'s> Emitter<'s> {
                 let (rank, world) = (self.instance.rank, self.instance.world);
                 let peers = (1..world).map(|r| ((rank + r) % world) as i64);
                 let peers: Vec<_> = peers.map(|peer| (peer.to_string(), Some(peer))).collect();
-                let words = peers.iter().map(|(peer, _)| self.word(peer, None));
+                let words = peers.iter().map(|(peer, _)| self.receiver(peer, None));
                 self.signal(code, words.collect())?;
                 self.wait(code, &peers)?;
             }
