@@ -222,6 +222,18 @@ struct End {
         if (lane == 0 && threadIdx.x == 0) *(volatile u64 *)(at.waiting + 8 * ((is_receive() ? world : 0) + peer)) = waits ? 1 : 0;
     }
 
+    // Counts up signal `number` of the peer's, which this lane alone does, after everything that it did before. This rank's own
+    // signal `own` keeps how often, so that no atomic operation on the peer's memory is needed.
+    __device__ __forceinline__ void signal(u32 number, u32 own) const {
+        __syncthreads();
+        if (threadIdx.x != 0) return;
+        const u64 sent = Signals{abort}.word(own) + detail::sent_offset, count = detail::load_relaxed(sent) + 1;
+        // Waits were ended: so were the peer's.
+        if (count >= detail::ended_epoch) return;
+        *(volatile u64 *)sent = count;
+        detail::store_release(at.signals[peer] + detail::signal_bytes * (1 + number), count);
+    }
+
     // Notes that the ends do not fit, and ends the waits of this rank's other lanes.
     __device__ __forceinline__ void refuse(u64 theirs, u64 units) const {
         if (threadIdx.x != 0) return;
@@ -447,7 +459,6 @@ struct End {
             return true;
         }
         const Signals signals{abort};
-        const RemoteSignals to{at.signals[peer]};
         for (u64 number = 0; from < end; number++) {
             const u64 bytes = end - from < step ? end - from : step;
             if (number >= 2 && signals.wait(Block(), room(peer)) != Status::ok) return false;
@@ -455,7 +466,7 @@ struct End {
             if (number == 0)
                 state_tail(self, box, as_chunks);
             else
-                to.add(Block(), data(rank));
+                signal(data(rank), data(peer));
             from += bytes;
         }
         return true;
@@ -489,14 +500,13 @@ struct End {
         const u32 rest = tail(self, box);
         if (rest != as_chunks) return rest == stored;
         const Signals signals{abort};
-        const RemoteSignals to{at.signals[peer]};
         for (u64 number = 0; from < end; number++) {
             const u64 bytes = end - from < step ? end - from : step;
             if (number > 0 && signals.wait(Block(), data(peer)) != Status::ok) return false;
             detail::copy(message.address + from, chunk(rank, peer, number), bytes, threadIdx.x, blockDim.x);
             from += bytes;
             // Whether a chunk is to come where this one was.
-            if (from < end && end - from > step) to.add(Block(), room(rank));
+            if (from < end && end - from > step) signal(room(rank), room(peer));
         }
         return true;
     }

@@ -167,8 +167,11 @@ impl Lines {
         let sharing = context.ranks_per_device()?;
         let room = (sharing, multiprocessors);
         let device = context.device.properties();
-        // The host's memory has no links.
-        let lines = context.all_gather(&[u8::from(device.linked || device.shared)])?;
+        let mapped = |peer| Ok(context.memory.access(context.group.job_rank(peer)?)?.mapped);
+        let mapped: Vec<bool> = (0..context.world()).map(mapped).collect::<Result<_>>()?;
+        // Between host ranks there is no link; where a peer is not mapped, the workspace is behind the bus.
+        let whole = device.shared || device.linked && !mapped.contains(&false);
+        let lines = context.all_gather(&[u8::from(whole)])?;
         let lines = lines.iter().all(|lines| *lines == [1]);
         let shape = Shape::new(context.rank(), context.world(), room, bytes, lines);
         let layout = WorkspaceLayout::plain(shape.workspace_bytes());
