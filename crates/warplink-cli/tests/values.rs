@@ -157,6 +157,11 @@ fn an_output_that_is_not_what_is_expected_fails_the_command() {
         std::fs::write(&file, text).unwrap();
         run(&file, &[&["-n", "3", "-p", "n=40"], rest].concat())
     };
+    let verify = |rest: &[&str]| {
+        let file = folder.path().join("gather.wlp");
+        let args = ["program", "verify", file.to_str().unwrap(), "-n", "3"];
+        warplink(&[&args[..], rest].concat()).output().unwrap()
+    };
     for from in ["r", "(r + 1) % world"] {
         let output = run(from, &[]);
         assert!(output.status.success(), "{}", stderr(&output));
@@ -167,7 +172,24 @@ fn an_output_that_is_not_what_is_expected_fails_the_command() {
             from == "r" || said.contains("expectation: rank 0, line 20"),
             "{said}"
         );
+        // Both branches, without a device.
+        let output = verify(&["-p", "n=40"]);
+        let text = stdout(&output);
+        assert_eq!(output.status.success(), from == "r", "{text}");
+        let found = if from == "r" {
+            "outputs are as expected: 9 statements in 2 evaluations"
+        } else {
+            "'Y' is not what is expected of it: element 0 is"
+        };
+        assert!(text.contains(found), "{text}");
     }
+    let output = verify(&["-p", "n=4000000", "--json"]);
+    let json: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    let why = json["expectations"]["not_evaluated"].as_str().unwrap();
+    assert!(
+        output.status.success() && why.contains("too many to evaluate"),
+        "{json}"
+    );
     let output = run("r", &["--unreachable", "Z"]);
     let said = stderr(&output);
     assert!(

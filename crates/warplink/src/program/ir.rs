@@ -30,6 +30,24 @@ pub struct Program {
     pub body: Vec<Statement>,
 }
 
+impl Program {
+    /// Whether it says of any output what it expects.
+    pub fn expects(&self) -> bool {
+        fn any(body: &[Statement]) -> bool {
+            body.iter().any(|statement| match &statement.kind {
+                StatementKind::Expect(_) => true,
+                StatementKind::For(repetition) => any(&repetition.body),
+                StatementKind::Fork { body, .. } => any(body),
+                StatementKind::If(branch) => {
+                    branch.arms.iter().any(|arm| any(&arm.body)) || any(&branch.otherwise)
+                }
+                _ => false,
+            })
+        }
+        any(&self.body)
+    }
+}
+
 /// A program that others of the same text may call.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Subprogram {

@@ -58,18 +58,7 @@ impl Check {
             .map_err(|_| "the program does not pass the verifier".to_owned())?
             .without_reaching(unreachable)
             .map_err(|error| error.to_string())?;
-        let (effort, limit) = (evaluator.effort(), Effort::LIMIT);
-        if !effort.is_within(&limit) {
-            return Err(format!(
-                "{} elements and {} steps are too many to evaluate; expected at most {} and {}",
-                effort.elements, effort.steps, limit.elements, limit.steps
-            ));
-        }
-        if evaluator.keeps() {
-            return Err(
-                "they depend on what earlier runs left in scratch that persists".to_owned(),
-            );
-        }
+        computable(&evaluator, 1)?;
         Ok(Self {
             rank: comm.rank(),
             evaluator,
@@ -196,6 +185,23 @@ impl fmt::Display for Compared {
             ),
         }
     }
+}
+
+/// # Errors
+/// Why `runs` runs of a program cannot be evaluated, in words.
+pub(super) fn computable(evaluator: &Evaluator, runs: usize) -> Result<(), String> {
+    if evaluator.keeps() {
+        return Err("they depend on what earlier runs left in scratch that persists".to_owned());
+    }
+    let (mut effort, limit) = (evaluator.effort(), Effort::LIMIT);
+    effort.steps = effort.steps.saturating_mul(runs as u128);
+    if !effort.is_within(&limit) {
+        return Err(format!(
+            "{} elements and {} steps are too many to evaluate; expected at most {} and {}",
+            effort.elements, effort.steps, limit.elements, limit.steps
+        ));
+    }
+    Ok(())
 }
 
 /// The findings of all ranks: for each tensor the rank and run with the largest error. Every rank calls this at

@@ -6,21 +6,21 @@ mod diagnostics;
 mod inputs;
 mod run;
 mod show;
+mod verify;
 
 pub(crate) use cost::named_model;
 
-use crate::options::{Options, Unused, without_ranks};
-use crate::report::{JsonError, RefusedProgram, counted, print_json, print_text};
+use crate::options::{Options, Unused};
+use crate::report::RefusedProgram;
 use anyhow::{Result, ensure};
 use clap::{Args, Subcommand};
-use serde::Serialize;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use warplink::DType;
 use warplink::device::ReduceOp;
 use warplink::file;
 use warplink::program::parameters::ParameterKind;
-use warplink::program::{self, Diagnostic, Parameters, Report, Value, verify};
+use warplink::program::{self, Diagnostic, Parameters, Report, Value};
 
 /// Show, verify, cost and run host programs
 ///
@@ -36,7 +36,7 @@ pub(crate) struct Program {
 #[derive(Debug, Subcommand)]
 enum What {
     Show(show::Show),
-    Verify(Verify),
+    Verify(verify::Verify),
     Cost(cost::Cost),
     Run(run::Run),
 }
@@ -134,7 +134,7 @@ impl Text {
 
     /// Verifies the program for `world` ranks with `streams` streams in the pool.
     fn verify(&self, world: usize, streams: usize) -> Result<Report, RefusedProgram> {
-        verify(&self.program, world, streams, &self.parameters)
+        program::verify(&self.program, world, streams, &self.parameters)
             .map_err(|diagnostics| self.refused(&diagnostics))
     }
 }
@@ -207,116 +207,6 @@ fn parameter(text: &str) -> Result<(String, Value), String> {
          T=bf16 or op=sum"
             .to_owned()
     })
-}
-
-/// Check a program for deadlocks, races, lost signals and uninitialized bytes
-///
-/// Analyses the program of every rank without running it. Prints each violation with the lines involved;
-/// the exit status is 1 if there are any.
-#[derive(Debug, Args)]
-#[command(
-    after_help = "Example:\n  \
-    warplink program verify examples/programs/ring_pass.wlp --ranks 8 --param n=1024",
-    args = without_ranks("Number of ranks [default: 2]", &show::UNUSED)
-)]
-struct Verify {
-    #[command(flatten)]
-    source: Source,
-}
-
-#[derive(Serialize)]
-struct Verdict<'a> {
-    file: &'a Path,
-    ranks: usize,
-    passed: bool,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    report: Option<Counts>,
-    diagnostics: Vec<diagnostics::Json>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    help: Option<String>,
-    /// As of every command that fails.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    error: Option<JsonError>,
-}
-
-#[derive(Serialize)]
-struct Counts {
-    operations: usize,
-    streams: usize,
-    transfers: usize,
-    exchanges: usize,
-    bytes: u128,
-    /// Why the program cannot run as a graph.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    eager_only: Option<diagnostics::Json>,
-}
-
-impl From<&Report> for Counts {
-    fn from(report: &Report) -> Self {
-        Self {
-            operations: report.operations,
-            streams: report.streams,
-            transfers: report.transfers,
-            exchanges: report.exchanges,
-            bytes: report.bytes,
-            eager_only: report.eager_only.as_ref().map(diagnostics::Json::from),
-        }
-    }
-}
-
-impl Verify {
-    fn run(self, options: &Options) -> Result<ExitCode> {
-        let read = self.source.read()?;
-        let help = read.help();
-        let Text {
-            text,
-            program,
-            parameters,
-        } = &read;
-        let ranks = options.ranks.unwrap_or(2);
-        let verdict = verify(program, ranks, self.source.streams.into(), parameters);
-        if options.json {
-            let diagnostics = verdict.as_ref().err().map_or(&[][..], Vec::as_slice);
-            print_json(&Verdict {
-                file: &self.source.file,
-                ranks,
-                passed: verdict.is_ok(),
-                report: verdict.as_ref().ok().map(Counts::from),
-                diagnostics: diagnostics.iter().map(diagnostics::Json::from).collect(),
-                help,
-                error: verdict.as_ref().err().map(|diagnostics| {
-                    JsonError::from(&anyhow::Error::from(read.refused(diagnostics)))
-                }),
-            })?;
-        } else {
-            match &verdict {
-                Ok(report) => {
-                    print_text(&format!("{report}\n"))?;
-                    if let Some(why) = &report.eager_only {
-                        print_text(&diagnostics::excerpts(why, &self.source.file, text))?;
-                    }
-                }
-                Err(diagnostics) => {
-                    for diagnostic in diagnostics {
-                        let found = diagnostics::explain(diagnostic, &self.source.file, text);
-                        print_text(&format!("{found}\n"))?;
-                    }
-                    if let Some(help) = help {
-                        print_text(&format!("help: {help}\n"))?;
-                    }
-                    print_text(&format!(
-                        "'{}' did not pass verification for {}\n",
-                        program.name,
-                        counted(ranks, "rank")
-                    ))?;
-                }
-            }
-        }
-        Ok(match verdict {
-            Ok(_) => ExitCode::SUCCESS,
-            Err(_) => ExitCode::FAILURE,
-        })
-    }
 }
 
 #[cfg(test)]

@@ -150,6 +150,29 @@ impl Evaluator {
     /// length than the tensor's.
     pub fn run(
         &self,
+        input: impl FnMut(Rank, TensorId, &TensorInstance) -> Vec<u8>,
+    ) -> Result<Values> {
+        let values = self.values(input)?;
+        match &self.unmet(&values)[..] {
+            [] => Ok(values),
+            unmet => Err(refused(&self.name, unmet)),
+        }
+    }
+
+    /// Evaluates one run like [`run`](Self::run), and returns which outputs are not what the program expects of them.
+    ///
+    /// # Errors
+    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) where `input` gives another
+    /// length than the tensor's.
+    pub fn violations(
+        &self,
+        input: impl FnMut(Rank, TensorId, &TensorInstance) -> Vec<u8>,
+    ) -> Result<Vec<Diagnostic>> {
+        Ok(self.unmet(&self.values(input)?))
+    }
+
+    fn values(
+        &self,
         mut input: impl FnMut(Rank, TensorId, &TensorInstance) -> Vec<u8>,
     ) -> Result<Values> {
         let mut tensors = Vec::with_capacity(self.ranks.len());
@@ -193,10 +216,7 @@ impl Evaluator {
         for &(rank, operation) in &self.order {
             run.perform(rank, operation)?;
         }
-        match &self.unmet(&run.memory)[..] {
-            [] => Ok(run.memory),
-            unmet => Err(refused(&self.name, unmet)),
-        }
+        Ok(run.memory)
     }
 }
 

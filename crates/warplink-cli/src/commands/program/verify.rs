@@ -1,0 +1,204 @@
+//! `warplink program verify`: a program's violations, and whether it gives what it expects.
+
+use super::inputs::Inputs;
+use super::{Source, Text, check, diagnostics, show};
+use crate::options::{Options, without_ranks};
+use crate::report::{JsonError, counted, print_json, print_text};
+use anyhow::Result;
+use clap::Args;
+use serde::Serialize;
+use std::collections::BTreeSet;
+use std::path::Path;
+use std::process::ExitCode;
+use warplink::program::evaluate::Evaluator;
+use warplink::program::{self, Diagnostic, Report};
+
+/// Check a program for deadlocks, races, lost signals and uninitialized bytes
+///
+/// Analyses the program of every rank without running it. Then computes what it gives for random inputs on this
+/// host, and compares that with its `expect` statements, whatever its kernels reach. Prints each violation with the
+/// lines involved; the exit status is 1 if there are any. What would take longer than a few seconds to compute is
+/// not, which is said.
+#[derive(Debug, Args)]
+#[command(
+    after_help = "Example:\n  \
+    warplink program verify examples/programs/ring_pass.wlp --ranks 8 --param n=1024",
+    args = without_ranks("Number of ranks [default: 2]", &show::UNUSED)
+)]
+pub(super) struct Verify {
+    #[command(flatten)]
+    source: Source,
+}
+
+#[derive(Serialize)]
+struct Verdict<'a> {
+    file: &'a Path,
+    ranks: usize,
+    passed: bool,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    report: Option<Counts>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    expectations: Option<&'a Expectations>,
+    diagnostics: Vec<diagnostics::Json>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    help: Option<String>,
+    /// As of every command that fails.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    error: Option<JsonError>,
+}
+
+#[derive(Serialize)]
+struct Counts {
+    operations: usize,
+    streams: usize,
+    transfers: usize,
+    exchanges: usize,
+    bytes: u128,
+    /// Why the program cannot run as a graph.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    eager_only: Option<diagnostics::Json>,
+}
+
+/// What became of a program's `expect` statements, which no evaluation found unmet.
+#[derive(Default, Serialize)]
+struct Expectations {
+    /// Those of all ranks, with loops unrolled.
+    stated: usize,
+    /// How many times they were evaluated, each with other announced tensors out of reach.
+    evaluations: usize,
+    /// Why they were not.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    not_evaluated: Option<String>,
+}
+
+impl From<&Report> for Counts {
+    fn from(report: &Report) -> Self {
+        Self {
+            operations: report.operations,
+            streams: report.streams,
+            transfers: report.transfers,
+            exchanges: report.exchanges,
+            bytes: report.bytes,
+            eager_only: report.eager_only.as_ref().map(diagnostics::Json::from),
+        }
+    }
+}
+
+impl Verify {
+    pub(super) fn run(self, options: &Options) -> Result<ExitCode> {
+        let read = self.source.read()?;
+        let help = read.help();
+        let Text {
+            text,
+            program: source,
+            parameters,
+        } = &read;
+        let ranks = options.ranks.unwrap_or(2);
+        let streams = self.source.streams.into();
+        let mut verdict = program::verify(source, ranks, streams, parameters);
+        let mut expectations = Expectations::default();
+        if verdict.is_ok() {
+            match expectations.evaluate(&read, ranks, streams)? {
+                unmet if unmet.is_empty() => {}
+                unmet => verdict = Err(unmet),
+            }
+        }
+        if options.json {
+            let diagnostics = verdict.as_ref().err().map_or(&[][..], Vec::as_slice);
+            print_json(&Verdict {
+                file: &self.source.file,
+                ranks,
+                passed: verdict.is_ok(),
+                report: verdict.as_ref().ok().map(Counts::from),
+                expectations: verdict.is_ok().then_some(&expectations),
+                diagnostics: diagnostics.iter().map(diagnostics::Json::from).collect(),
+                help,
+                error: verdict.as_ref().err().map(|diagnostics| {
+                    JsonError::from(&anyhow::Error::from(read.refused(diagnostics)))
+                }),
+            })?;
+        } else {
+            match &verdict {
+                Ok(report) => {
+                    print_text(&format!("{report}\n{}", expectations.line()))?;
+                    if let Some(why) = &report.eager_only {
+                        print_text(&diagnostics::excerpts(why, &self.source.file, text))?;
+                    }
+                }
+                Err(diagnostics) => {
+                    for diagnostic in diagnostics {
+                        let found = diagnostics::explain(diagnostic, &self.source.file, text);
+                        print_text(&format!("{found}\n"))?;
+                    }
+                    if let Some(help) = help {
+                        print_text(&format!("help: {help}\n"))?;
+                    }
+                    print_text(&format!(
+                        "'{}' did not pass verification for {}\n",
+                        source.name,
+                        counted(ranks, "rank")
+                    ))?;
+                }
+            }
+        }
+        Ok(match verdict {
+            Ok(_) => ExitCode::SUCCESS,
+            Err(_) => ExitCode::FAILURE,
+        })
+    }
+}
+
+impl Expectations {
+    /// Evaluates a program that the verifier accepts, and returns what is not as expected.
+    fn evaluate(&mut self, text: &Text, world: usize, streams: usize) -> Result<Vec<Diagnostic>> {
+        if !text.program.expects() {
+            return Ok(Vec::new());
+        }
+        let mut evaluator = Evaluator::new(&text.program, world, streams, &text.parameters)?;
+        let ranks = evaluator.ranks().iter();
+        self.stated = ranks.map(|program| program.expected.len()).sum();
+        let withheld = withheld(&evaluator);
+        if let Err(why) = check::computable(&evaluator, withheld.len()) {
+            self.not_evaluated = Some(why);
+            return Ok(Vec::new());
+        }
+        for (run, names) in withheld.iter().enumerate() {
+            evaluator = evaluator.without_reaching(names)?;
+            let inputs = Inputs::new(0).of_run(run as u64);
+            let unmet = evaluator.violations(|rank, id, tensor| inputs.of(rank, id, tensor))?;
+            if !unmet.is_empty() {
+                return Ok(unmet);
+            }
+            self.evaluations += 1;
+        }
+        Ok(Vec::new())
+    }
+
+    /// The line about them, where there are any.
+    fn line(&self) -> String {
+        match &self.not_evaluated {
+            _ if self.stated == 0 => String::new(),
+            Some(why) => format!("expectations are not evaluated: {why}\n"),
+            None => format!(
+                "outputs are as expected: {} in {}\n",
+                counted(self.stated, "statement"),
+                counted(self.evaluations, "evaluation")
+            ),
+        }
+    }
+}
+
+/// The announced tensors to withhold in each evaluation: none, each alone, and all.
+fn withheld(evaluator: &Evaluator) -> Vec<Vec<String>> {
+    let ranks = evaluator.ranks().iter();
+    let names: BTreeSet<String> = ranks
+        .flat_map(|program| program.announced())
+        .map(str::to_owned)
+        .collect();
+    let mut sets = vec![Vec::new()];
+    sets.extend(names.iter().map(|name| vec![name.clone()]));
+    if names.len() > 1 {
+        sets.push(names.into_iter().collect());
+    }
+    sets
+}
