@@ -63,7 +63,7 @@ impl MemoryRegistry {
             slot_released: OnceLock::new(),
             publications: Publications::default(),
             reclaimers: Mutex::default(),
-            ask_failed: Mutex::default(),
+            waited: Mutex::default(),
         });
         let answering = Arc::downgrade(&shared);
         let service = Service::start(

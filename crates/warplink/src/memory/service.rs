@@ -366,6 +366,20 @@ mod tests {
         );
     }
 
+    /// Patience is for peers that cannot answer, and not for those that take a while.
+    #[test]
+    fn a_slow_peer_is_not_given_up() {
+        let handler: Handler = Box::new(|_| {
+            std::thread::sleep(Duration::from_millis(700));
+            Ok(None)
+        });
+        let service = Service::start([5; 16], handler).unwrap();
+        for patience in [Duration::ZERO, Duration::from_millis(50)] {
+            let answer = ask(service.name(), &[5; 16], descriptor_of(7), patience);
+            assert!(answer.unwrap().is_none(), "{patience:?}");
+        }
+    }
+
     #[test]
     fn a_dropped_connection_is_asked_on_again() {
         let name = b"warplink-test-that-drops-one".to_vec();

@@ -19,9 +19,6 @@ use std::time::Duration;
 /// Between two attempts at what the service refuses for lack of something.
 const PAUSE: Duration = Duration::from_millis(10);
 
-/// How long a request is sent again that cannot be carried out for lack of descriptors, here or there.
-const MAX_SHORTAGE: Duration = Duration::from_secs(2);
-
 /// Between two looks at whether the peer can answer.
 const SLICE: Duration = Duration::from_millis(500);
 
@@ -31,10 +28,10 @@ pub(super) struct Asked {
     connection: OwnedFd,
 }
 
-/// Sends `request`, which may be handled twice, to the service called `name` and waits for the answer, for `max_wait` at
-/// most.
-/// Asks again where the service drops the connection or this process has no descriptor for one: something is short,
-/// which may pass.
+/// Sends `request`, which may be handled twice, to the service called `name` and waits for the answer: for [`MAX_WAIT`]
+/// at most, and for `patience` where the peer cannot answer now, since it is stopped or out of descriptors.
+/// Asks again, for `patience`, where the service drops the connection or this process has no descriptor for one:
+/// something is short, which may pass.
 ///
 /// # Errors
 /// [`ErrorKind::PeerLost`] where nobody listens, [`ErrorKind::InvalidHandle`] where it is refused,
@@ -43,14 +40,14 @@ pub(super) fn ask(
     name: &[u8],
     token: &[u8; TOKEN_BYTES],
     request: Request,
-    max_wait: Duration,
+    patience: Duration,
 ) -> Result<Option<Piece>> {
-    let deadline = Deadline::after(MAX_SHORTAGE.min(max_wait));
+    let deadline = Deadline::after(patience);
     let ask_once = || {
         let connection = socket()?;
         limit(&connection)?;
         let asked = send(connection, name, token, request)?;
-        asked.wait(max_wait)?;
+        asked.wait(deadline)?;
         asked.finish()
     };
     loop {
@@ -124,13 +121,16 @@ impl AsFd for Asked {
 }
 
 impl Asked {
-    /// Waits until the answer is there, or `max_wait` has passed. Less where the peer has no descriptor left to accept
-    /// this connection by.
-    fn wait(&self, max_wait: Duration) -> Result<()> {
-        let deadline = Deadline::after(max_wait);
-        let shortage_deadline = Deadline::after(MAX_SHORTAGE);
+    /// Waits until the answer is there, or [`MAX_WAIT`] has passed. Only until `patience` passes where the peer has no
+    /// descriptor left to accept this connection by, or is stopped.
+    fn wait(&self, patience: Deadline) -> Result<()> {
+        let deadline = Deadline::after(MAX_WAIT);
         loop {
-            let slice = deadline.remaining().min(SLICE);
+            let slice = match patience.remaining() {
+                Duration::ZERO => SLICE,
+                remaining => SLICE.min(remaining),
+            };
+            let slice = slice.min(deadline.remaining());
             let slice = Timespec {
                 tv_sec: slice.as_secs().cast_signed(),
                 tv_nsec: slice.subsec_nanos().into(),
@@ -141,15 +141,27 @@ impl Asked {
                 Err(errno) => return Err(io("wait for an answer")(errno)),
             }
             let late = deadline.passed();
-            if (late || shortage_deadline.passed())
-                && let Some(limit) = self.exhausted()
-            {
+            if !late && !patience.passed() {
+                continue;
+            }
+            if let Some(limit) = self.exhausted() {
                 return Err(peer_is_short(limit));
             }
-            if late {
-                return Err(unanswered(max_wait));
+            if late || self.is_stopped() {
+                return Err(unanswered());
             }
         }
+    }
+
+    /// Whether the peer's process is stopped.
+    fn is_stopped(&self) -> bool {
+        let stat = || {
+            let peer = socket_peercred(&self.connection).ok()?.pid.as_raw_nonzero();
+            let stat = std::fs::read_to_string(format!("/proc/{peer}/stat")).ok()?;
+            // Behind the command, which may hold anything.
+            stat.rsplit_once(") ")?.1.chars().next()
+        };
+        matches!(stat(), Some('T' | 't'))
     }
 
     /// The limit of the peer's descriptors, if it has as many.
@@ -182,10 +194,10 @@ fn closed() -> Error {
     )
 }
 
-fn unanswered(waited: Duration) -> Error {
+fn unanswered() -> Error {
     Error::new(
         ErrorKind::Timeout,
-        format!("timed out after {waited:?} waiting for the peer's memory service to answer"),
+        "the peer's memory service does not answer in time",
     )
     .with_help("check that the peer's process is not stopped")
 }
@@ -209,7 +221,7 @@ pub(super) fn read_answer(connection: &OwnedFd) -> Result<Option<Piece>> {
         RecvFlags::CMSG_CLOEXEC,
     )
     .map_err(|errno| match errno {
-        Errno::AGAIN => unanswered(MAX_WAIT),
+        Errno::AGAIN => unanswered(),
         Errno::CONNRESET => closed(),
         other => io("read an answer")(other),
     })?;

@@ -9,7 +9,6 @@ use super::notifier::Outbox;
 use super::peers::Peers;
 use super::publications::{Heard, Publications};
 use super::service_client::{self, Asked};
-use super::socket::MAX_WAIT;
 use crate::device::{Device, Piece};
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::sync::lock;
@@ -17,9 +16,15 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
-/// How long after a request that was not answered peers get less time to answer others, and how much that is.
-const AFTER_FAILURE: Duration = Duration::from_secs(10);
-const MAX_WAIT_AFTER_FAILURE: Duration = Duration::from_millis(100);
+/// How long in all requests wait for peers that cannot answer, or for descriptors of this process. Of many peers that
+/// are short their times would add up.
+const PATIENCE: Duration = Duration::from_secs(1);
+
+/// What each request may wait so in any case.
+const MIN_PATIENCE: Duration = Duration::from_millis(50);
+
+/// How long after such a wait [`PATIENCE`] begins anew.
+const RENEWAL: Duration = Duration::from_secs(10);
 
 /// The key of a mapping: whose memory, and which allocation of it.
 pub(super) type MappingKey = (Rank, u64);
@@ -43,8 +48,8 @@ pub(super) struct Shared {
     pub(super) slot_released: OnceLock<SlotReleasedHandler>,
     pub(super) publications: Publications,
     pub(super) reclaimers: Mutex<Vec<Reclaimer>>,
-    /// When a peer last did not answer.
-    pub(super) ask_failed: Mutex<Option<Instant>>,
+    /// How long requests waited lately, and when the last of these ended.
+    pub(super) waited: Mutex<Option<(Duration, Instant)>>,
 }
 
 impl Shared {
@@ -126,20 +131,18 @@ impl Shared {
             number: 0,
             message,
         };
-        // One that is not answered is seldom the only one, and their times add up.
-        let failed = *lock(&self.ask_failed);
-        let max_wait = match failed {
-            Some(at) if at.elapsed() < AFTER_FAILURE => MAX_WAIT_AFTER_FAILURE,
-            _ => MAX_WAIT,
-        };
         let name = self.peers()?.service(peer)?;
-        service_client::ask(name, &self.token, request, max_wait)
-            .inspect_err(|error| {
-                if service_client::may_pass(error.kind()) {
-                    *lock(&self.ask_failed) = Some(Instant::now());
-                }
-            })
-            .map_err(|error| error.with_rank(self.rank).with_peer(peer))
+        let recent = |(_, ended): &(Duration, Instant)| ended.elapsed() < RENEWAL;
+        let waited = lock(&self.waited).filter(recent);
+        let waited = waited.map_or(Duration::ZERO, |(waited, _)| waited);
+        let patience = PATIENCE.saturating_sub(waited).max(MIN_PATIENCE);
+        let begun = Instant::now();
+        let answer = service_client::ask(name, &self.token, request, patience);
+        let took = begun.elapsed();
+        if took >= MIN_PATIENCE {
+            *lock(&self.waited) = Some((waited + took, Instant::now()));
+        }
+        answer.map_err(|error| error.with_rank(self.rank).with_peer(peer))
     }
 
     /// Sends the notice `number` to `peer`'s service, and does not wait for the answer.
