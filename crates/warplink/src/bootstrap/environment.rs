@@ -250,10 +250,13 @@ impl Variables<'_> {
         let address = if let Some(text) = self.get("WARPLINK_ADDRESS")? {
             self.host_and_port(&text, rank)?
         } else if let Some(host) = self.get("MASTER_ADDR")? {
-            let beside_torch = self
-                .number::<u16>("MASTER_PORT")?
-                .and_then(|port| port.checked_add(1));
-            let port = self.port(beside_torch, "WARPLINK_PORT or MASTER_PORT")?;
+            let master = self.number::<u16>("MASTER_PORT")?;
+            let beside_torch = master.and_then(|port| port.checked_add(1));
+            let sought = match master {
+                Some(u16::MAX) => "WARPLINK_PORT, since no port follows MASTER_PORT=65535",
+                _ => "WARPLINK_PORT or MASTER_PORT",
+            };
+            let port = self.port(beside_torch, sought)?;
             resolve("MASTER_ADDR", &host, port, rank)?
         } else if self.number("OMPI_COMM_WORLD_LOCAL_SIZE")? == Some(world) {
             let derived = self.get("PMIX_NAMESPACE")?.map(|job| derived_port(&[&job]));

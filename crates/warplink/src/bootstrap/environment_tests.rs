@@ -57,6 +57,16 @@ fn torchrun() {
         .concat(),
     );
     assert!(config.unwrap().rendezvous.address().ip().is_loopback());
+    let last = [("MASTER_ADDR", "localhost"), ("MASTER_PORT", "65535")];
+    let error = read(&[&torch[..3], &last].concat()).unwrap_err();
+    assert!(
+        error
+            .to_string()
+            .contains("no port follows MASTER_PORT=65535"),
+        "{error}"
+    );
+    let given = [&torch[..3], &last, &[("WARPLINK_PORT", "7000")]].concat();
+    assert_eq!(read(&given).unwrap().rendezvous.address().port(), 7000);
 }
 
 #[test]
