@@ -151,6 +151,37 @@ fn every_file_that_is_read_is_checked() {
     }
 }
 
+/// Ranks have a standard input of their own, so that they would read another file than the launcher.
+#[test]
+fn programs_that_ranks_read_again_are_not_read_from_standard_input() {
+    for (args, reads) in [
+        (
+            ["program", "run", "/dev/stdin", "-n", "2", "-p", "n=64"],
+            false,
+        ),
+        (
+            ["program", "verify", "/dev/stdin", "-n", "2", "-p", "n=64"],
+            true,
+        ),
+    ] {
+        let output = warplink(&args)
+            .env("WARPLINK_DEVICE", "host")
+            .stdin(File::open(example("ring_pass")).unwrap())
+            .output()
+            .unwrap();
+        if reads {
+            assert!(output.status.success(), "{args:?}");
+            continue;
+        }
+        assert_refused(&output, &format!("{args:?}"));
+        let text = String::from_utf8_lossy(&output.stderr);
+        assert!(
+            text.contains("another file in each rank") && text.lines().count() == 1,
+            "{text}"
+        );
+    }
+}
+
 #[test]
 fn every_result_is_written_whole_or_not_at_all() {
     let full_disk = FullDisk::new();

@@ -147,6 +147,14 @@ impl Source {
 
     /// The same for a command whose ranks read it again.
     pub(crate) fn read_for_ranks(&self) -> Result<Text> {
+        // There, a rank finds its own standard input and descriptors.
+        ensure!(
+            !["/dev", "/proc"]
+                .iter()
+                .any(|own| self.file.starts_with(own)),
+            "read {}: it is another file in each rank; expected a file that all ranks can read",
+            self.file.display()
+        );
         self.read_by(file::read_regular)
     }
 
