@@ -244,3 +244,72 @@ fn an_architecture_that_does_not_exist_is_an_error() {
         ),
     }
 }
+
+/// Functions of rows with every operation and kind of operand, of every type that they take.
+#[test]
+fn functions_of_rows_compile_for_every_architecture() {
+    let text = "program test(n, P = f32 | bf16 | f16 | f8e4m3 | f8e5m2, threads = 1024 | 128, op = sum | average) {
+        input X: P[4, n]
+        input R: P[4, n]
+        input W: f32[n]
+        input S: f16[4]
+        output H: P[4, n]
+        output Q: f8e4m3[4, n]
+        output M: f32[4]
+        output D: P[4, n]
+        scratch A: packets16 P[2, world, n]
+        scratch B: packets8 P[2, world, n]
+        function all(x, r, w, s, y, eps) {
+            let h = round(x + r, P)
+            let centred = h - row_sum(h) / width
+            let scale = max(row_max(abs(centred)) / 448, 1e-12)
+            let n = centred * rsqrt(row_sum(centred * centred) / width + eps)
+            return h, round(n * (w + 1) / scale, f8e4m3), scale * s, select(exp(-y) < 2, sqrt(y), min(y, w))
+        }
+        function plain(x) { return -x * 2 }
+        kernel lane in 0..2 threads threads {
+            let slot = epoch % 2
+            for r in 1..world {
+                put X[lane] to A[slot][rank] on (rank + r) % world
+                put R[lane] to B[slot][rank] on (rank + r) % world
+            }
+            H[lane]; Q[lane]; M[lane]; D[lane], D[lane + 2] on r for r in 0..world =
+                all(reduce(X[lane] if r == rank else A[slot][r] for r in 0..world, op), R[lane], W, S[lane],
+                    reduce(R[lane] if r == rank else B[slot][r] for r in 0..world, max), 1e-5)
+            A[slot][rank] on rank = plain(X[lane])
+            H[lane + 2] = plain(A[slot][rank])
+            Q[lane + 2]; M[lane + 2] = plain_two(X[lane + 2], M[lane])
+            barrier
+        }
+    }";
+    let text = text.replace(
+        "function plain(x)",
+        "function plain_two(x, y) { return x * y, y * y }\n        function plain(x)",
+    );
+    let program = Program::parse(&text).unwrap();
+    for (dtype, world, threads, aligned, architecture) in [
+        (DType::F32, 2, 1024, true, "sm_80"),
+        (DType::BF16, 2, 1024, true, "sm_90"),
+        (DType::BF16, 8, 1024, true, "sm_90"),
+        (DType::F16, 8, 128, false, "sm_100"),
+        (DType::F8E4M3, 3, 128, true, "sm_80"),
+        (DType::F8E5M2, 2, 1024, false, "sm_120"),
+    ] {
+        let parameters = Parameters::new()
+            .with("n", 4096)
+            .with("P", dtype)
+            .with("threads", threads)
+            .with("op", ReduceOp::Average);
+        let ranks = unroll(&program, 0, world, 2, &parameters).unwrap();
+        let section = ranks.operations.iter().find_map(|it| match &it.kind {
+            OperationKind::Kernel(section) => Some(section.clone()),
+            _ => None,
+        });
+        let text = section.unwrap().kernel(aligned).unwrap();
+        match cuda::compile("rows", &text, architecture) {
+            Ok(code) => assert!(!code.is_empty()),
+            Err(error) if error.kind() == ErrorKind::LibraryMissing => return,
+            Err(error) => panic!("{dtype} {world} {architecture}: {error}\n{text}"),
+        }
+    }
+}

@@ -15,6 +15,8 @@ mod faulty;
 mod faulty_texts;
 #[path = "sections/followed.rs"]
 mod followed;
+#[path = "sections/fused.rs"]
+mod fused;
 #[path = "sections/meaning.rs"]
 mod meaning;
 #[path = "sections/play.rs"]

@@ -4,6 +4,7 @@
 #define WARPLINK_SECTIONS_CUH
 
 #include <warplink/announcements.cuh>
+#include <warplink/rows.cuh>
 #include <warplink/steps.cuh>
 #include <warplink/views.cuh>
 

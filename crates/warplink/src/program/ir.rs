@@ -10,7 +10,8 @@ pub use super::construct::{
 };
 use super::expr::{Condition, Expr};
 use super::parameters::Parameter;
-use super::section::ir::{Operator, Place, Scratch, Section};
+use super::section::function::Function;
+use super::section::ir::{Move, Operator, Place, Scratch, Section};
 pub use super::site::Position;
 pub use crate::device::{Collective, ElementwiseOp};
 use crate::dtype::DType;
@@ -181,6 +182,8 @@ pub enum StatementKind {
     },
     /// `scratch P: packets16 T[2, world, n]`.
     Scratch(Scratch),
+    /// `function norm(x) { … }`: a function of rows, for kernels that follow.
+    Function(Function),
     /// `kernel lane in 0..lanes threads 512 { … }`: launches a kernel on the current stream.
     Kernel(Section),
     /// `inout X = Y[rank]`: that the caller may have a tensor be a part of another.
@@ -192,6 +195,8 @@ pub enum StatementKind {
     },
     /// `expect Y = sum(X on r for r in 0..world)`: what an output is at the end of a run.
     Expect(Expectation),
+    /// `expect N[t] = norm(reduce(X[t] on r for r in 0..world, sum), W)`: the same, by a function of rows.
+    ExpectRows(Move),
     /// `for j in 0..world { … }`.
     For(Loop<Statement>),
     /// `if rank == 0 { … } else { … }`.

@@ -4,9 +4,9 @@
 use super::area::Area;
 use super::grid::Grid;
 use super::ir::{Backend, Collective, Direction, ElementwiseOp, Protocol, Role};
-use super::section::FreeNames;
 use super::section::instance::{SectionInstance, SectionMemory};
 use super::section::layout::ScratchInstance;
+use super::section::{FreeNames, RowStep};
 pub use super::site::{Call, Site};
 pub use super::tensor::{Range, TensorId, TensorInstance};
 use crate::device::ReduceOp;
@@ -61,6 +61,8 @@ pub struct Expected {
     pub terms: Vec<ExpectedTerm>,
     /// What is added to each row.
     pub plus: Option<Operand>,
+    /// The function of rows that the terms are given to, and which of its results it is.
+    pub rows: Option<(Arc<RowStep>, usize)>,
     /// The statement.
     pub site: Site,
 }

@@ -215,6 +215,7 @@ impl Memory {
                 rank,
                 memory,
                 from: 0,
+                elements: 0,
             };
             for element in 0..self.all[rank][memory].cells.len() {
                 if self.all[rank][memory].cells[element].written {

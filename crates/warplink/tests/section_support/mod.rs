@@ -5,6 +5,7 @@
 
 pub(crate) mod device;
 pub(crate) mod evidence;
+mod functions;
 mod memory;
 mod mutation;
 pub(crate) mod play;

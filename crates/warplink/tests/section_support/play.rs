@@ -413,7 +413,7 @@ impl Play<'_> {
                 if self.memory.packet(source) > 0 {
                     continue;
                 }
-                for element in 0..it.elements {
+                for element in 0..source.elements {
                     let place = place(self, source, element);
                     if stored.contains(&place) {
                         continue;
@@ -428,7 +428,7 @@ impl Play<'_> {
                 }
             }
             for target in &it.targets {
-                stored.extend((0..it.elements).map(|element| place(self, target, element)));
+                stored.extend((0..target.elements).map(|element| place(self, target, element)));
             }
         }
     }
@@ -437,8 +437,13 @@ impl Play<'_> {
     fn unit(&mut self, id: StepId, it: &Movement, unit: usize) -> bool {
         let flag = id.launch as u64 + 1;
         let elements = unit * it.unit..((unit + 1) * it.unit).min(it.elements);
+        // Of a row, all at once; single values are operands of it, too.
+        let of = |place: &Operand| match it.function {
+            Some(_) => 0..place.elements,
+            None => elements.clone(),
+        };
         for source in &it.sources {
-            for element in elements.clone() {
+            for element in of(source) {
                 let (cell, _) = self.memory.cell(source, element);
                 // A lane sees its own stores.
                 while let Some(own) = self.own_store(id, source, cell) {
@@ -449,18 +454,21 @@ impl Play<'_> {
                 }
             }
         }
+        let mut results = Vec::new();
+        if let Some(function) = it.function {
+            let mut rows = Vec::with_capacity(it.sources.len());
+            for (number, source) in it.sources.iter().enumerate() {
+                let row =
+                    of(source).map(|element| self.loaded(id, (unit, number), source, element));
+                rows.push(row.collect::<Vec<f64>>());
+            }
+            results = function(&rows);
+        }
         let mut values = Vec::new();
-        for element in elements.clone() {
+        for element in elements.clone().filter(|_| it.function.is_none()) {
             let mut all = Vec::with_capacity(it.sources.len());
             for (number, source) in it.sources.iter().enumerate() {
-                let early = &mut self.lanes[id.rank][id.lane].early;
-                all.push(match early.remove(&(id.step, number, element)) {
-                    Some(value) => value,
-                    None => {
-                        let by = (id.by(unit, number), id.rank, id.launch);
-                        self.memory.load(by, source, element)
-                    }
-                });
+                all.push(self.loaded(id, (unit, number), source, element));
             }
             values.push(match (it.words.get(element), all.first()) {
                 (Some(word), None) => *word,
@@ -479,6 +487,7 @@ impl Play<'_> {
         for number in order {
             let target = it.targets[number];
             let packet = self.memory.packet(&target);
+            let values = results.get(number).unwrap_or(&values);
             for (place, some) in values.chunks(packet.max(1)).enumerate() {
                 let element = elements.start + place * packet.max(1);
                 let (cell, _) = self.memory.cell(&target, element);
@@ -494,6 +503,24 @@ impl Play<'_> {
             }
         }
         true
+    }
+
+    /// An element of a source, which may have been loaded early.
+    fn loaded(
+        &mut self,
+        id: StepId,
+        (unit, number): (usize, usize),
+        source: &Operand,
+        element: usize,
+    ) -> f64 {
+        let early = &mut self.lanes[id.rank][id.lane].early;
+        match early.remove(&(id.step, number, element)) {
+            Some(value) => value,
+            None => {
+                let by = (id.by(unit, number), id.rank, id.launch);
+                self.memory.load(by, source, element)
+            }
+        }
     }
 
     /// The first store of a lane to a cell that is on its way.

@@ -3,7 +3,7 @@
 //! A sample is written from pieces of algorithms (`writer`), most of them right. Then some samples are changed
 //! (`mutation`), which may or may not break them.
 
-use super::{mutation, writer};
+use super::{functions, mutation, writer};
 use crate::program_support::interpreter::Random;
 use std::fmt::Write as _;
 use warplink::device::ReduceOp;
@@ -48,6 +48,13 @@ pub(crate) fn sample(seed: u64, most_changes: usize) -> Result<Sample> {
     let mut text = String::from(
         "program sample(n, lanes, T = f32 | bf16 | i32 | u8, op = sum | max | min) {\n",
     );
+    for line in functions::TEXTS
+        .iter()
+        .copied()
+        .filter(|_| written.has_rows())
+    {
+        let _ = writeln!(text, "    {line}");
+    }
     for line in &written.declarations {
         let _ = writeln!(text, "    {line}");
     }

@@ -1,5 +1,6 @@
 //! The steps of all lanes in all launches, as accesses to cells of memory.
 
+use super::functions::{self, Function};
 use std::collections::{HashMap, HashSet};
 use warplink::DType;
 use warplink::device::ReduceOp;
@@ -29,7 +30,9 @@ pub(super) struct Movement {
     pub(super) operator: Option<ReduceOp>,
     pub(super) dtype: DType,
     pub(super) elements: usize,
-    /// How many elements are moved at a time: whole packets of all operands.
+    /// What a function of rows gives of its arguments.
+    pub(super) function: Option<Function>,
+    /// How many elements are moved at a time: whole packets of all operands, or a row.
     pub(super) unit: usize,
     pub(super) targets: Vec<Operand>,
     pub(super) sources: Vec<Operand>,
@@ -45,6 +48,8 @@ pub(super) struct Operand {
     pub(super) memory: usize,
     /// Its first element.
     pub(super) from: usize,
+    /// How many elements it has.
+    pub(super) elements: usize,
 }
 
 impl<'a> Stage<'a> {
@@ -112,7 +117,7 @@ impl<'a> Stage<'a> {
                 Act::Move(it) => it
                     .targets
                     .iter()
-                    .map(|place| (*place, it.elements))
+                    .map(|place| (*place, place.elements))
                     .collect(),
                 _ => Vec::new(),
             });
@@ -161,7 +166,7 @@ impl<'a> Stage<'a> {
                     let operands = it.targets.iter().map(|place| (place, true));
                     let operands = operands.chain(it.sources.iter().map(|place| (place, false)));
                     let own = operands.filter(|(p, _)| p.memory < self.ranks[p.rank].tensors.len());
-                    all.extend(own.map(|(place, written)| (*place, it.elements, written)));
+                    all.extend(own.map(|(place, written)| (*place, place.elements, written)));
                 }
             }
             all
@@ -184,6 +189,7 @@ fn act(kind: &LaneStepKind, ranks: &[RankProgram], sections: &[&SectionInstance]
             rank: part.rank,
             memory,
             from: tensor.offset + part.offset,
+            elements: part.elements,
         }
     };
     match kind {
@@ -201,6 +207,7 @@ fn act(kind: &LaneStepKind, ranks: &[RankProgram], sections: &[&SectionInstance]
         LaneStepKind::Move {
             operator,
             dtype,
+            rows,
             elements,
             targets,
             sources,
@@ -216,7 +223,11 @@ fn act(kind: &LaneStepKind, ranks: &[RankProgram], sections: &[&SectionInstance]
                 operator: *operator,
                 dtype: *dtype,
                 elements: *elements,
-                unit: packets.fold(1, least_common_multiple),
+                function: rows.as_ref().map(|it| functions::of(&it.function.name)),
+                unit: match rows {
+                    Some(_) => (*elements).max(1),
+                    None => packets.fold(1, least_common_multiple),
+                },
                 targets: targets.iter().map(operand).collect(),
                 sources: sources.iter().map(operand).collect(),
                 words: Vec::new(),
@@ -231,6 +242,7 @@ fn announcement(values: &[u32], targets: Vec<Operand>, sources: Vec<Operand>) ->
         operator: None,
         dtype: DType::I32,
         elements: values.len(),
+        function: None,
         unit: 2,
         targets,
         sources,

@@ -10,6 +10,14 @@ pub(super) struct Text {
     pub(super) kernels: Vec<Vec<String>>,
 }
 
+impl Text {
+    /// Whether it calls functions of rows.
+    pub(super) fn has_rows(&self) -> bool {
+        let mut lines = self.kernels.iter().flatten();
+        lines.any(|line| line.contains("shifted(") || line.contains("joined("))
+    }
+}
+
 /// Writes a sample for ranks with `lanes` lanes.
 pub(super) fn write(random: &mut Random, lanes: usize) -> Text {
     let count = 1 + usize::from(random.chance(4));
@@ -87,7 +95,8 @@ impl Writer<'_> {
 
     fn piece(&mut self) {
         self.pieces += 1;
-        match self.random.below(12) {
+        match self.random.below(14) {
+            12 | 13 => self.rows(),
             0 | 1 => self.one_shot(),
             2 => self.two_shots(),
             3 => self.gather_by_stores(),
@@ -407,6 +416,48 @@ impl Writer<'_> {
         self.line("}");
         self.line("}");
         if barrier || !self.random.chance(3) {
+            self.line("barrier");
+        }
+    }
+
+    /// Every rank puts rows to every other, as packets; a function of the sums goes to some ranks.
+    fn rows(&mut self) {
+        let number = self.pieces;
+        let packing = ["packets8", "packets16"][self.random.below(2)];
+        let (slots, slot, barrier) = self.slots(2);
+        let rows = 1 + self.random.below(3);
+        for line in [
+            format!("input A{number}: f32[{rows}, n]"),
+            format!("input B{number}: f32[{rows}, n]"),
+            format!("input S{number}: f32[{rows}]"),
+            format!("scratch P{number}: {packing} f32[{slots}, world, {rows}, n]"),
+            format!("output H{number}: f32[{rows}, n]"),
+        ] {
+            self.declare(line);
+        }
+        self.line(format!(
+            "for j in 0..({rows} - lane + lanes - 1) / lanes {{"
+        ));
+        self.line("let t = lane + j * lanes");
+        self.line("for r in 1..world {");
+        self.line(format!(
+            "put A{number}[t] to P{number}[{slot}][rank][t] on (rank + r) % world"
+        ));
+        self.line("}");
+        let sum = format!(
+            "reduce(A{number}[t] if r == rank else P{number}[{slot}][r][t] for r in 0..world, sum)"
+        );
+        if self.random.chance(3) {
+            self.line(format!("H{number}[t] = joined({sum})"));
+        } else {
+            self.declare(format!("output L{number}: f32[{rows}]"));
+            let residual = ["A", "B"][self.random.below(2)];
+            self.line(format!(
+                "H{number}[t]; L{number}[t] = shifted({sum}, {residual}{number}[t], S{number}[t])"
+            ));
+        }
+        self.line("}");
+        if barrier {
             self.line("barrier");
         }
     }

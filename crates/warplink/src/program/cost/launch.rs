@@ -66,14 +66,11 @@ impl Steps {
         for (step, _) in &self.steps {
             match &step.kind {
                 LaneStepKind::Move {
-                    elements,
-                    targets,
-                    sources,
-                    ..
+                    targets, sources, ..
                 } => {
-                    let elements = *elements as f64;
-                    targets.iter().for_each(|part| puts(part, elements));
-                    sources.iter().for_each(|part| reads(part, elements));
+                    let elements = |part: &Part| part.elements as f64;
+                    targets.iter().for_each(|part| puts(part, elements(part)));
+                    sources.iter().for_each(|part| reads(part, elements(part)));
                 }
                 LaneStepKind::Announce { target, .. } => puts(target, 1.0),
                 LaneStepKind::Agree { source, .. } => reads(source, 1.0),

@@ -127,18 +127,16 @@ impl Schedule<'_> {
             (figures.signal, figures.packet, figures.fence, figures.load);
         match kind {
             LaneStepKind::Move {
-                dtype,
                 elements,
                 targets,
                 sources,
                 ..
             } => {
-                let bytes = (elements * dtype.size()) as f64;
                 if std::mem::take(&mut lane.looks_up) {
                     self.streams[lane.stream].push(Step::Delay(load * weight));
                 }
-                if bytes > 0.0 {
-                    self.add_move(lane, (*elements, bytes), targets, sources, weight);
+                if *elements > 0 {
+                    self.add_move(lane, targets, sources, weight);
                 }
             }
             LaneStepKind::Announce {
@@ -194,11 +192,10 @@ impl Schedule<'_> {
         }
     }
 
-    /// Adds a move of so many elements, in bytes, from all sources to all targets.
+    /// Adds a move from all sources to all targets.
     fn add_move(
         &mut self,
         lane: &mut LaneState<'_>,
-        (elements, bytes): (usize, f64),
         targets: &[Part],
         sources: &[Part],
         weight: f64,
@@ -222,6 +219,8 @@ impl Schedule<'_> {
             .chain(targets.iter().map(|t| (t, true)))
         {
             let packing = packing(lane.section, part);
+            let size = lane.section.tensors[part.tensor].dtype.size();
+            let bytes = (part.elements * size) as f64;
             let (data, packet) = packing.packet();
             let moved = bytes * packet as f64 / data as f64;
             let peer = self.stand_in(part.rank);
@@ -251,7 +250,7 @@ impl Schedule<'_> {
                 latency = latency.max(figures.peer_load);
             }
             match packets(lane.section, part) {
-                Some(id) if is_target => leaving.push((part.rank, id)),
+                Some(id) if is_target => leaving.push((part, id)),
                 Some(id) => arriving.push((part, id)),
                 None => {}
             }
@@ -262,10 +261,9 @@ impl Schedule<'_> {
         if latency > 0.0 {
             self.streams[lane.stream].push(Step::Delay(latency * weight));
         }
-        let elements = elements as f64;
         let mut reached = Vec::new();
         for (part, id) in arriving {
-            let read = lane.reads(id, part, elements) * self.share(lane, id);
+            let read = lane.reads(id, part, part.elements as f64) * self.share(lane, id);
             let [first, last] = self.packet_counters(lane, lane.number, id);
             self.streams[lane.stream].push(Step::Await(first, read));
             reached.push(Step::Await(last, read));
@@ -275,9 +273,9 @@ impl Schedule<'_> {
         let first_way = (figures.packet - figures.packet_round).max(0.0) * weight;
         let last_way = first_way + rounds.min(1.0) * figures.packet_round * weight;
         let mut put = Vec::new();
-        for (rank, id) in leaving {
-            let [first, last] = self.packet_counters(lane, rank, id);
-            let amount = elements * self.puts_for(lane, id);
+        for (part, id) in leaving {
+            let [first, last] = self.packet_counters(lane, part.rank, id);
+            let amount = part.elements as f64 * self.puts_for(lane, id);
             self.streams[lane.stream].push(Step::Add(first, amount, first_way));
             put.push(Step::Add(last, amount, last_way));
         }

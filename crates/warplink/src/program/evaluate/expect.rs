@@ -112,7 +112,21 @@ impl Evaluator {
                 }
             });
         }
-        let mut meant = combine(expected.operator, dtype, &terms, found.len());
+        let mut meant = match &expected.rows {
+            None => combine(expected.operator, dtype, &terms, found.len()),
+            Some((step, result)) => {
+                let width = terms
+                    .iter()
+                    .map(Vec::len)
+                    .max()
+                    .unwrap_or(0)
+                    .max(found.len());
+                let mut results = super::rows::apply(step, &terms, width);
+                let values = results.swap_remove(*result);
+                let values = values.iter().copied().cycle();
+                values.take(found.len()).collect()
+            }
+        };
         if let Some(plus) = &expected.plus {
             let plus = self.operand(values, plus)?;
             for (value, plus) in meant.iter_mut().zip(plus.iter().cycle()) {

@@ -124,7 +124,7 @@ impl Workspace {
         (rank, lane): (Rank, usize),
         step: &LaneStepKind,
     ) -> bool {
-        let (operator, dtype, elements, targets, sources) = match step {
+        let (operator, dtype, rows, elements, targets, sources) = match step {
             LaneStepKind::Signal { peer, lane: to } => {
                 *self.signals.entry((*peer, *to, rank)).or_default() += 1;
                 return true;
@@ -163,17 +163,32 @@ impl Workspace {
             LaneStepKind::Move {
                 operator,
                 dtype,
+                rows,
                 elements,
                 targets,
                 sources,
-            } => (operator, *dtype, *elements, targets, sources),
+            } => (operator, *dtype, rows, *elements, targets, sources),
         };
         let mut all: Vec<Vec<Value>> = Vec::with_capacity(sources.len());
         for source in sources {
-            let Some(values) = self.read(memory, &launch[source.rank], source, elements) else {
+            let there = self.read(memory, &launch[source.rank], source, source.elements);
+            let Some(values) = there else {
                 return false;
             };
             all.push(values);
+        }
+        if let Some(rows) = rows {
+            let results = super::rows::apply(rows, &all, elements);
+            let targets = targets.iter().zip(&results);
+            for (target, values) in targets {
+                let section = &launch[target.rank];
+                let dtype = section.tensors[target.tensor].dtype;
+                let all = 0..target.elements;
+                let at = |element: usize| values[if values.len() == 1 { 0 } else { element }];
+                let values: Vec<Value> = all.map(|element| at(element).stored(dtype)).collect();
+                self.write(memory, section, target, &values);
+            }
+            return true;
         }
         let values = combine(*operator, dtype, &all, elements);
         for target in targets {
@@ -247,29 +262,44 @@ pub(super) fn combine(
         other => other,
     };
     let at = |index: usize| {
-        let mut values = sources.iter().map(|source| match operator.factor() {
-            Some(factor) => {
-                let factor = Value::exact(factor.rounded(between).value());
-                source[index].times_in(factor, between).stored(between)
-            }
-            None => source[index],
-        });
-        let first = values.next().unwrap_or(Value::UNKNOWN);
-        let all = values.fold(first, |all, value| match operator {
-            ReduceOp::Sum | ReduceOp::Average | ReduceOp::ScaledSum(_) => {
-                all.plus(value).stored(between)
-            }
-            ReduceOp::Product => all.times_in(value, between).stored(between),
-            ReduceOp::Max => all.larger(value),
-            ReduceOp::Min => all.smaller(value),
-        });
-        let all = match operator {
-            ReduceOp::Average => all.divided(sources.len(), between),
-            _ => all,
-        };
-        all.stored(dtype)
+        combined(
+            operator,
+            between,
+            sources.len(),
+            &mut sources.iter().map(|source| source[index]),
+        )
+        .stored(dtype)
     };
     (0..elements).map(at).collect()
+}
+
+/// What an operator makes of `count` values, with which it computes as `between`.
+pub(super) fn combined(
+    operator: ReduceOp,
+    between: DType,
+    count: usize,
+    values: &mut dyn Iterator<Item = Value>,
+) -> Value {
+    let mut values = values.map(|value| match operator.factor() {
+        Some(factor) => {
+            let factor = Value::exact(factor.rounded(between).value());
+            value.times_in(factor, between).stored(between)
+        }
+        None => value,
+    });
+    let first = values.next().unwrap_or(Value::UNKNOWN);
+    let all = values.fold(first, |all, value| match operator {
+        ReduceOp::Sum | ReduceOp::Average | ReduceOp::ScaledSum(_) => {
+            all.plus(value).stored(between)
+        }
+        ReduceOp::Product => all.times_in(value, between).stored(between),
+        ReduceOp::Max => all.larger(value),
+        ReduceOp::Min => all.smaller(value),
+    });
+    match operator {
+        ReduceOp::Average => all.divided(count, between),
+        _ => all,
+    }
 }
 
 fn unfinished(what: &str) -> Error {

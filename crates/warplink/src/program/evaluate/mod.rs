@@ -9,6 +9,7 @@ mod compare;
 mod elementwise;
 mod expect;
 mod kernel;
+mod rows;
 mod value;
 
 pub use compare::Comparison;

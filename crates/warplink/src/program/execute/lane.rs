@@ -4,13 +4,15 @@ use super::known_steps::KnownSteps;
 use super::lane_times::LaneClock;
 use super::publication::{Published, Tables};
 use super::reach::Reach;
+use super::row_values::{row_arguments, row_bytes};
 use crate::device::{
     Block, BlockSignals, DeviceSlice, Fault, HostLanes, LaneFuture, ReduceOp, Values, combine,
 };
 use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::program::section::{
-    LaneStep, LaneStepKind, Packing, Part, SectionInstance, SectionMemory, SectionTensor,
+    LaneStep, LaneStepKind, Packing, Part, RowOrder, RowStep, SectionInstance, SectionMemory,
+    SectionTensor,
 };
 use std::ops::Range;
 use std::sync::Arc;
@@ -187,7 +189,7 @@ struct Buffers {
 impl Lane<'_> {
     async fn perform(&mut self, step: &LaneStep) -> Result<()> {
         let (rank, world) = (self.section.rank, self.section.world);
-        let (operator, dtype, elements, targets, sources) = match &step.kind {
+        let (operator, dtype, rows, elements, targets, sources) = match &step.kind {
             LaneStepKind::Signal { peer, lane } => {
                 return self.signals(*peer)?.tell(lane * world + rank);
             }
@@ -209,11 +211,15 @@ impl Lane<'_> {
             LaneStepKind::Move {
                 operator,
                 dtype,
+                rows,
                 elements,
                 targets,
                 sources,
-            } => (*operator, *dtype, *elements, targets, sources),
+            } => (*operator, *dtype, rows, *elements, targets, sources),
         };
+        if let Some(rows) = rows {
+            return self.rows(rows, elements, targets, sources).await;
+        }
         // In two pieces, one after the other or the other way round: the threads of a block are in no
         // order.
         let unit = self.piece_unit(targets.iter().chain(sources));
@@ -312,6 +318,44 @@ impl Lane<'_> {
             scratch.is_some_and(|scratch| scratch.packing == Packing::Packets128)
         });
         if lines { 240 } else { 16 }
+    }
+
+    /// Applies a function to a row of `width` elements.
+    async fn rows(
+        &mut self,
+        step: &RowStep,
+        width: usize,
+        targets: &[Part],
+        sources: &[Part],
+    ) -> Result<()> {
+        if width == 0 {
+            return Ok(());
+        }
+        let size = |part: &Part| self.section.tensors[part.tensor].dtype.size();
+        let mut values = Vec::with_capacity(sources.len());
+        for source in sources {
+            let operand = self.operand(source, &(0..source.elements))?;
+            let mut bytes = Vec::new();
+            let all = source.elements * size(source);
+            self.load(&operand, (&mut bytes, all)).await?;
+            values.push(bytes);
+        }
+        let dtype = |part: &Part| self.section.tensors[part.tensor].dtype;
+        let types: Vec<DType> = sources.iter().map(dtype).collect();
+        let arguments = row_arguments(&step.arguments, &types, &values)?;
+        let order = RowOrder {
+            threads: step.threads,
+        };
+        let results = step.function.apply(&arguments, width, order);
+        let mut left = targets.iter();
+        for (count, result) in step.results.iter().zip(&results) {
+            for target in left.by_ref().take(*count) {
+                let operand = self.operand(target, &(0..target.elements))?;
+                let bytes = row_bytes(dtype(target), result, target.elements);
+                self.store(target, &operand, &bytes)?;
+            }
+        }
+        Ok(())
     }
 
     /// Does a step for some of its elements.

@@ -29,6 +29,7 @@ mod publication;
 mod reach;
 mod replaced;
 mod resolve;
+mod row_values;
 mod section_kernel;
 mod timing;
 mod trace;

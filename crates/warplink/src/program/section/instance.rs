@@ -1,6 +1,7 @@
 //! A section of one rank, with the names around it resolved.
 
 use super::compile;
+use super::function::RowFunction;
 use super::ir::Section;
 use super::layout::{ScratchId, ScratchInstance};
 use super::names::FreeNames;
@@ -31,6 +32,8 @@ pub struct SectionInstance {
     pub integers: BTreeMap<String, i64>,
     /// The parameters that it names as operators.
     pub operators: BTreeMap<String, ReduceOp>,
+    /// The functions of rows that it calls.
+    pub functions: BTreeMap<String, Arc<RowFunction>>,
     /// The tensors around the section that it names, in the order of their names.
     pub tensors: Vec<SectionTensor>,
     /// All scratch of the program so far.

@@ -1,5 +1,6 @@
 //! The representation of kernel sections, as their text says them.
 
+use super::function::Literal;
 use crate::device::ReduceOp;
 use crate::program::construct::{Branch, Each, ElementType, Loop, TensorRef};
 use crate::program::expr::{Condition, Expr};
@@ -149,6 +150,7 @@ impl StepKind {
                 Verb::Get => "get",
                 Verb::Copy => "copy",
                 Verb::Reduce(_) => "reduce",
+                Verb::Apply(_) => "rows",
             }),
             Self::Signal(_) => Some("signal"),
             Self::Wait(_) => Some("wait"),
@@ -218,6 +220,30 @@ pub enum Verb {
     Copy,
     /// `Y = reduce(X, P[slot], sum)`.
     Reduce(Operator),
+    /// `H[t]; N[t] = norm(reduce(X[t] on r for r in 0..world, sum), R[t], W, 1e-6)`.
+    Apply(Application),
+}
+
+/// A function of a row: what it is given of a move's sources, and which of the targets get what.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Application {
+    /// The function's name.
+    pub function: String,
+    /// What it is given, in order; together all sources.
+    pub arguments: Vec<Argument>,
+    /// For each result, how many items of the targets' list it goes to; together all of them.
+    pub results: Vec<usize>,
+}
+
+/// What a function of rows is given.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Argument {
+    /// `R[t]`: the next source.
+    Source,
+    /// `reduce(X[t], P[slot], sum)`: so many items of the sources' list.
+    Reduced(usize, Operator),
+    /// `1e-6`.
+    Number(Literal),
 }
 
 /// The operator of a reduction.

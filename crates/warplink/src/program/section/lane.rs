@@ -1,10 +1,12 @@
 //! The steps of one lane in one launch, with everything resolved.
 
+use super::function::RowStep;
 use super::ir::Announcement;
 use crate::device::ReduceOp;
 use crate::dtype::DType;
 use crate::error::Rank;
 use crate::program::site::Site;
+use std::sync::Arc;
 
 /// One step of a lane.
 #[derive(Clone, Debug)]
@@ -18,13 +20,15 @@ pub struct LaneStep {
 /// What a step does.
 #[derive(Clone, Debug)]
 pub enum LaneStepKind {
-    /// Every target gets the sources, combined element by element.
+    /// Every target gets the sources, combined element by element, or by a function of rows.
     Move {
-        /// How more than one source is combined, in order.
+        /// How more than one source is combined, in order; none where `rows` says that.
         operator: Option<ReduceOp>,
-        /// Element type of all.
+        /// Element type of all; of the first source, where `rows` is given.
         dtype: DType,
-        /// How many elements; maybe none.
+        /// The function of rows, if it is one.
+        rows: Option<Arc<RowStep>>,
+        /// How many elements; maybe none. Of a row, its width: single values are operands, too.
         elements: usize,
         /// What is written.
         targets: Vec<Part>,
@@ -79,4 +83,6 @@ pub struct Part {
     /// From which element of the tensor's memory, as its strides count them; the tensor's own offset is not
     /// in it.
     pub offset: usize,
+    /// How many elements.
+    pub elements: usize,
 }

@@ -9,9 +9,11 @@
 //! | [`ir`] | the text as a tree: steps, loops, expressions |
 //! | [`layout`] | where scratch lies in a workspace |
 //! | [`instance`] | a section of one rank, with the names around it resolved |
+//! | [`function`] | functions of rows |
 //! | [`lane`] | the steps of one lane in one launch, with everything resolved |
 
 mod compile;
+pub mod function;
 pub mod instance;
 pub mod ir;
 mod iterations;
@@ -28,10 +30,15 @@ pub(crate) use compile::{
     Addresses, KERNEL, MAX_TENSOR_BYTES, TIMES_HEADER, UNPUBLISHED, text as kernel_text, too_large,
     traced_text as traced_kernel_text,
 };
+pub use function::{
+    Function, Literal, RowArgument, RowBinary, RowExpr, RowFunction, RowReduction, RowStep,
+    RowUnary,
+};
+pub(crate) use function::{RowOrder, RowValue};
 pub use instance::{SectionInstance, SectionMemory, SectionTensor};
 pub use ir::{
-    Announcement, Move, Operator, Packing, Place, Receiver, Scratch, Section, Source, Step,
-    StepKind, Verb,
+    Announcement, Application, Argument, Move, Operator, Packing, Place, Receiver, Scratch,
+    Section, Source, Step, StepKind, Verb,
 };
 pub use lane::{LaneStep, LaneStepKind, Part};
 pub use layout::{Area, ScratchId, ScratchInstance, WorkspaceLayout};

@@ -1,6 +1,6 @@
 //! The names that a section uses and those that it binds.
 
-use super::ir::{Move, Operator, Place, Section, Step, StepKind, Verb};
+use super::ir::{Argument, Move, Operator, Place, Section, Step, StepKind, Verb};
 use crate::program::construct::{AxisSelection, Each, Over, Selection, TensorRef};
 use crate::program::expr::{Condition, Expr};
 use std::collections::BTreeSet;
@@ -17,6 +17,8 @@ pub(crate) struct FreeNames {
     pub(crate) tensors: BTreeSet<String>,
     /// Operators.
     pub(crate) operators: BTreeSet<String>,
+    /// Functions of rows.
+    pub(crate) functions: BTreeSet<String>,
     /// Tensors of which other ranks' are accessed.
     pub(crate) remote: BTreeSet<String>,
     /// Tensors whose places are announced.
@@ -103,6 +105,14 @@ impl FreeNames {
     fn movement(&mut self, it: &Move) {
         if let Verb::Reduce(Operator::Parameter(name)) = &it.verb {
             self.operators.insert(name.clone());
+        }
+        if let Verb::Apply(application) = &it.verb {
+            self.functions.insert(application.function.clone());
+            for argument in &application.arguments {
+                if let Argument::Reduced(_, Operator::Parameter(name)) = argument {
+                    self.operators.insert(name.clone());
+                }
+            }
         }
         self.each(&it.targets, Self::place);
         self.each(&it.sources, |names, source| {

@@ -59,6 +59,11 @@ impl View {
         }
     }
 
+    /// Whether it is a single element, whose axes are all selected from.
+    pub(super) fn is_single(&self) -> bool {
+        self.extents.is_empty()
+    }
+
     /// `[index]`.
     pub(super) fn index(&mut self, index: i64) -> Result<(), Wrong> {
         let stride = *self.strides.first().ok_or(Wrong::NoAxis)?;

@@ -26,6 +26,8 @@
 //!           | "fork" stream [each] {"," stream [each]} block
 //!           | "scratch" ["persistent"] NAME ":" ["packets8" | "packets16" | "packets128"] (DTYPE | NAME)
 //!             "[" integer {"," integer} "]"             no packets persist
+//!           | "function" NAME "(" NAME {"," NAME} ")" "{" {"let" NAME "=" value separator}
+//!             "return" value {"," value} "}"           a function of rows
 //!           | "kernel" NAME "in" "0" ".." integer "threads" integer "{" {step separator} "}"
 //!           | "inout" NAME "=" tensor
 //!           | "expect" tensor "=" ("copy" "(" input ")" | term
@@ -57,11 +59,19 @@
 //!           | "put" tensor "to" place | "get" place "to" tensor
 //!           | place [each] {"," place [each]} "=" ("copy" "(" source ")"
 //!             | "reduce" "(" source [each] {"," source [each]} "," (operator | NAME) ")")
+//!           | place [each] {("," | ";") place [each]} "=" NAME "(" argument {"," argument} ")"
+//!                                                      a function of rows; ";" is between its results
 //!           | "signal" receiver [each] {"," receiver [each]}
 //!           | "wait" integer [each] {"," integer [each]} | "barrier"
 //!           | "announce" integer {"," integer} ["with" NAME {"," NAME}] "in" tensor
 //!             ["to" integer [each] {"," integer [each]}]
 //!           | "agree" integer {"," integer} ["with" NAME {"," NAME}] "in" tensor
+//! argument  = NUMBER | source | "reduce" "(" source [each] {"," source [each]} "," (operator | NAME) ")"
+//!                                                      of a function of rows
+//! value     = NUMBER | NAME | "width" | "-" value | value ("+" | "-" | "*" | "/") value | "(" value ")"
+//!           | ("abs" | "sqrt" | "rsqrt" | "exp" | "row_sum" | "row_max") "(" value ")"
+//!           | ("min" | "max") "(" value "," value ")" | "round" "(" value "," (DTYPE | NAME) ")"
+//!           | "select" "(" value comparison value "," value "," value ")"
 //! receiver  = integer ["at" integer]                   a rank, and one of its lanes
 //! place     = tensor ["on" integer]
 //! input     = tensor ["on" integer]
@@ -81,6 +91,7 @@
 mod call;
 mod collective;
 mod expect;
+mod function;
 mod operand;
 mod parse;
 mod print;

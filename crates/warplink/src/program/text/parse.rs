@@ -180,7 +180,11 @@ impl Parser<'_> {
             // Two words in a row are no assignment.
             if first.text == "expect" && self.peek_at(1).kind == TokenKind::Word {
                 self.at += 1;
-                let kind = StatementKind::Expect(self.expectation()?);
+                let kind = if self.applies_function() {
+                    StatementKind::ExpectRows(self.assigned()?)
+                } else {
+                    StatementKind::Expect(self.expectation()?)
+                };
                 return Ok(Statement { position, kind });
             }
             if first.text == "inout" && self.peek_at(1).kind == TokenKind::Word {
@@ -189,6 +193,11 @@ impl Parser<'_> {
                 self.expect("=")?;
                 let part = self.tensor()?;
                 let kind = StatementKind::InOut { tensor, part };
+                return Ok(Statement { position, kind });
+            }
+            if first.text == "function" && self.peek_at(1).kind == TokenKind::Word {
+                self.at += 1;
+                let kind = StatementKind::Function(self.function()?);
                 return Ok(Statement { position, kind });
             }
             let kind = match self.peek_at(1).text {

@@ -125,6 +125,7 @@ fn print_program(
                     | StatementKind::Share(_)
                     | StatementKind::Fork { .. }
                     | StatementKind::Kernel(_)
+                    | StatementKind::Function(_)
             )
         };
         if let Some(before) = before
@@ -208,12 +209,14 @@ impl Display for Indented<'_, Statement> {
                 f.write_str(")")?;
             }
             StatementKind::Scratch(scratch) => scratch.fmt(f)?,
+            StatementKind::Function(function) => Indented(self.0, function).fmt(f)?,
             StatementKind::Kernel(section) => {
                 section.fmt(f)?;
                 block(f, self.0, &section.body)?;
             }
             StatementKind::InOut { tensor, part } => write!(f, "inout {tensor} = {part}")?,
             StatementKind::Expect(expectation) => expectation.fmt(f)?,
+            StatementKind::ExpectRows(row) => write!(f, "expect {row}")?,
             StatementKind::For(repetition) => print_loop(f, self.0, repetition)?,
             StatementKind::If(branch) => print_branch(f, self.0, branch)?,
         }

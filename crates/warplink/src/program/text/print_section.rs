@@ -2,7 +2,8 @@
 
 use super::print::{Indented, List, print_branch, print_loop};
 use crate::program::section::{
-    Announcement, Move, Operator, Place, Receiver, Scratch, Section, Source, Step, StepKind, Verb,
+    Announcement, Application, Argument, Move, Operator, Place, Receiver, Scratch, Section, Source,
+    Step, StepKind, Verb,
 };
 use std::fmt::{self, Display, Formatter};
 
@@ -74,14 +75,46 @@ impl Display for Announcement {
 
 impl Display for Move {
     fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        if let Verb::Apply(application) = &self.verb {
+            return print_applied(f, self, application);
+        }
         let (targets, sources) = (List(&self.targets), List(&self.sources));
         match &self.verb {
             Verb::Put => write!(f, "put {sources} to {targets}"),
             Verb::Get => write!(f, "get {sources} to {targets}"),
             Verb::Copy => write!(f, "{targets} = copy({sources})"),
             Verb::Reduce(operator) => write!(f, "{targets} = reduce({sources}, {operator})"),
+            Verb::Apply(_) => Ok(()),
         }
     }
+}
+
+fn print_applied(f: &mut Formatter<'_>, it: &Move, application: &Application) -> fmt::Result {
+    let mut targets = &it.targets[..];
+    for (number, count) in application.results.iter().enumerate() {
+        let (these, others) = targets.split_at((*count).min(targets.len()));
+        let lead = if number == 0 { "" } else { "; " };
+        write!(f, "{lead}{}", List(these))?;
+        targets = others;
+    }
+    write!(f, " = {}(", application.function)?;
+    let mut sources = &it.sources[..];
+    for (number, argument) in application.arguments.iter().enumerate() {
+        f.write_str(if number == 0 { "" } else { ", " })?;
+        let mut next = |count: usize| {
+            let (these, others) = sources.split_at(count.min(sources.len()));
+            sources = others;
+            List(these)
+        };
+        match argument {
+            Argument::Source => next(1).fmt(f)?,
+            Argument::Reduced(count, operator) => {
+                write!(f, "reduce({}, {operator})", next(*count))?;
+            }
+            Argument::Number(number) => number.fmt(f)?,
+        }
+    }
+    f.write_str(")")
 }
 
 impl Display for Operator {

@@ -2,12 +2,13 @@
 
 use super::is_name;
 use super::operand::{Parsed, Parser};
-use super::token::TokenKind;
+use super::token::{Token, TokenKind};
+use crate::program::construct::Each;
 use crate::program::expr::Expr;
 use crate::program::ir::StatementKind;
 use crate::program::section::{
-    Announcement, Move, Operator, Packing, Place, Receiver, Scratch, Section, Source, Step,
-    StepKind, Verb,
+    Announcement, Application, Argument, Move, Operator, Packing, Place, Receiver, Scratch,
+    Section, Source, Step, StepKind, Verb,
 };
 
 impl Parser<'_> {
@@ -140,12 +141,43 @@ impl Parser<'_> {
         })
     }
 
-    /// `targets = copy(source)` or `targets = reduce(sources, operator)`.
-    fn assigned(&mut self) -> Parsed<Move> {
+    /// Whether a function of rows stands behind the `=` of the statement at hand.
+    pub(super) fn applies_function(&self) -> bool {
+        let ends = |token: &Token<'_>| {
+            token.text == "=" || matches!(token.kind, TokenKind::LineEnd | TokenKind::End)
+        };
+        let at = (0..).find(|ahead| ends(&self.peek_at(*ahead))).unwrap_or(0);
+        let function = self.peek_at(at + 1);
+        self.peek_at(at).text == "="
+            && function.kind == TokenKind::Word
+            && is_name(function.text)
+            && self.peek_at(at + 2).text == "("
+    }
+
+    /// `targets = copy(source)` or `targets = reduce(sources, operator)`, or a function of rows.
+    pub(super) fn assigned(&mut self) -> Parsed<Move> {
         let first = self.peek();
-        let targets = self.each(Self::place)?;
+        let mut targets = self.each(Self::place)?;
+        let mut results = vec![targets.len()];
+        while self.take(";") {
+            while self.peek().kind == TokenKind::LineEnd {
+                self.at += 1;
+            }
+            let more = self.each(Self::place)?;
+            results.push(more.len());
+            targets.extend(more);
+        }
         if !self.take("=") {
-            return Err(self.expected("'=', 'on', '[' or ','"));
+            return Err(self.expected("'=', 'on', '[', ',' or ';'"));
+        }
+        let function = self.peek();
+        if function.kind == TokenKind::Word && is_name(function.text) && self.peek_at(1).text == "("
+        {
+            return self.applied(targets, results);
+        }
+        if results.len() > 1 {
+            let message = "a function of rows alone has several results".to_owned();
+            return Err(self.wrong(first, message));
         }
         if self.take("copy") {
             self.expect("(")?;
@@ -162,22 +194,61 @@ impl Parser<'_> {
             });
         }
         if !self.take("reduce") {
-            return Err(self.expected("copy or reduce"));
+            return Err(self.expected("copy, reduce or a function of rows"));
         }
-        self.expect("(")?;
         let mut sources = Vec::new();
+        let operator = self.reduced(&mut sources)?;
+        Ok(Move {
+            verb: Verb::Reduce(operator),
+            targets,
+            sources,
+        })
+    }
+
+    /// `norm(reduce(X[t] on r for r in 0..world, sum), R[t], W, 1e-6)`.
+    fn applied(&mut self, targets: Vec<Each<Place>>, results: Vec<usize>) -> Parsed<Move> {
+        let function = self.name("a function")?;
+        self.expect("(")?;
+        let (mut sources, mut arguments) = (Vec::new(), Vec::new());
         loop {
-            if let Some(operator) = self.last_operator(!sources.is_empty()) {
+            if let Some(number) = self.literal()? {
+                arguments.push(Argument::Number(number));
+            } else if self.take("reduce") {
+                let before = sources.len();
+                let operator = self.reduced(&mut sources)?;
+                arguments.push(Argument::Reduced(sources.len() - before, operator));
+            } else {
+                sources.push(self.source()?.into());
+                arguments.push(Argument::Source);
+            }
+            if !self.take(",") {
+                break;
+            }
+        }
+        self.expect(")")?;
+        Ok(Move {
+            verb: Verb::Apply(Application {
+                function,
+                arguments,
+                results,
+            }),
+            targets,
+            sources,
+        })
+    }
+
+    /// What follows `reduce`: sources, which are added to the list, and the operator.
+    fn reduced(&mut self, sources: &mut Vec<Each<Source>>) -> Parsed<Operator> {
+        self.expect("(")?;
+        let before = sources.len();
+        loop {
+            if let Some(operator) = self.last_operator(sources.len() > before) {
                 self.expect(")")?;
-                return Ok(Move {
-                    verb: Verb::Reduce(operator),
-                    targets,
-                    sources,
-                });
+                return Ok(operator);
             }
             let source = self.source()?;
             let over = self.over()?;
-            sources.push(crate::program::ir::Each { item: source, over });
+            sources.push(Each { item: source, over });
             if !self.take(",") {
                 return Err(self
                     .expected("',' and, at the end, the operator: sum, product, max, min, average or a parameter"));

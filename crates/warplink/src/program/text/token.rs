@@ -7,6 +7,8 @@ use super::{MAX_TEXT_BYTES, ParseError};
 pub(super) enum TokenKind {
     Word,
     Number(u64),
+    /// A number with a point or an exponent, in functions of rows.
+    Decimal,
     Sign,
     /// The end of a line where a statement may end.
     LineEnd,
@@ -77,6 +79,16 @@ pub(super) fn tokens(text: &str) -> Result<Vec<Token<'_>>, ParseError> {
                 length
             }
             _ if character.is_ascii_digit() => {
+                if let Some(length) = decimal(rest) {
+                    list.push(Token {
+                        kind: TokenKind::Decimal,
+                        text: &rest[..length],
+                        at,
+                        line,
+                    });
+                    at += length;
+                    continue;
+                }
                 let length = span(rest, |c| c.is_ascii_alphanumeric() || c == '_');
                 let digits = &rest[..length];
                 let value = digits.parse().map_err(|_| {
@@ -152,6 +164,24 @@ fn quoted(character: char) -> String {
     } else {
         format!("'{escape}'")
     }
+}
+
+/// The length of the number with a point or an exponent that `rest` starts with, if it is one.
+fn decimal(rest: &str) -> Option<usize> {
+    let digits = |from: usize| span(&rest[from..], |c| c.is_ascii_digit());
+    let whole = digits(0);
+    let mut end = whole;
+    // Two points are a range.
+    if rest[end..].starts_with('.') && digits(end + 1) > 0 {
+        end += 1 + digits(end + 1);
+    }
+    if rest[end..].starts_with(['e', 'E']) {
+        let sign = usize::from(rest[end + 1..].starts_with(['+', '-']));
+        let exponent = digits(end + 1 + sign);
+        end += if exponent > 0 { 1 + sign + exponent } else { 0 };
+    }
+    let over = !rest[end..].starts_with(|c: char| c.is_ascii_alphanumeric() || c == '_');
+    (end > whole && over).then_some(end)
 }
 
 fn span(rest: &str, belongs: impl Fn(char) -> bool) -> usize {

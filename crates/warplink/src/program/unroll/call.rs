@@ -102,7 +102,7 @@ impl<'p> Unroller<'p> {
                     );
                 }
                 // As where the caller leaves it out.
-                Bound::Absent | Bound::Stream(_) | Bound::Scratch(_) => {}
+                Bound::Absent | Bound::Stream(_) | Bound::Scratch(_) | Bound::Function(_) => {}
             }
         }
         let (current, site) = (self.current, self.site.clone());
@@ -179,12 +179,14 @@ impl<'p> Unroller<'p> {
                 parameter
             }
             Bound::Tensor(_) | Bound::Family(_) | Bound::Absent => !parameter,
-            Bound::Stream(_) | Bound::Scratch(_) => false,
+            Bound::Stream(_) | Bound::Scratch(_) | Bound::Function(_) => false,
         };
         if fits {
             return Ok(bound);
         }
         let (is, expected) = match (&bound, parameter) {
+            (Bound::Function(_), true) => ("a function", "a value"),
+            (Bound::Function(_), false) => ("a function", "a tensor"),
             (Bound::Scratch(_), true) => ("scratch", "a value"),
             (Bound::Scratch(_), false) => ("scratch", "a tensor"),
             (Bound::Stream(_), true) => ("a stream", "a value"),

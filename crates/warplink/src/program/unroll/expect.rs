@@ -4,10 +4,12 @@ use super::Unroller;
 use super::scope::Bound;
 use super::shapes::shape_of;
 use super::view::View;
+use crate::device::ReduceOp;
 use crate::program::diagnostic::{Diagnostic, DiagnosticKind};
 use crate::program::ir::{Expectation, Role, TensorRef, Term};
 use crate::program::rank_program::{Expected, ExpectedTerm, Operand};
-use crate::program::section::{Operator, Place};
+use crate::program::section::{Argument, Move, Operator, Place, RowArgument, RowStep, Verb};
+use std::sync::Arc;
 
 impl<'p> Unroller<'p> {
     pub(super) fn expectation(&mut self, expectation: &'p Expectation) -> Result<(), Diagnostic> {
@@ -26,19 +28,8 @@ impl<'p> Unroller<'p> {
             let message = format!("{target} is an input; expected an output");
             return Err(self.diagnostic(DiagnosticKind::Malformed, message));
         }
-        let operator = match operator {
-            None => None,
-            Some(Operator::Fixed(operator)) => Some(*operator),
-            Some(Operator::Parameter(name)) => match self.lookup(name) {
-                Some(Bound::Operator(operator)) => Some(*operator),
-                _ => {
-                    let message = format!(
-                        "'{name}' is no operator; expected sum, product, max, min, average or a parameter that is one"
-                    );
-                    return Err(self.diagnostic(DiagnosticKind::Malformed, message));
-                }
-            },
-        };
+        let operator = operator.as_ref();
+        let operator = operator.map(|it| self.expected_operator(it)).transpose()?;
         let mut resolved = Vec::new();
         self.each(terms, |unroller, term| {
             resolved.push(unroller.expected_term(term, &view)?);
@@ -66,9 +57,122 @@ impl<'p> Unroller<'p> {
             operator,
             terms: resolved,
             plus: plus.map(|(_, operand)| operand),
+            rows: None,
             site: self.here(),
         };
         self.made.expected.push(expected);
+        Ok(())
+    }
+
+    fn expected_operator(&self, operator: &Operator) -> Result<ReduceOp, Diagnostic> {
+        match operator {
+            Operator::Fixed(operator) => Ok(*operator),
+            Operator::Parameter(name) => match self.lookup(name) {
+                Some(Bound::Operator(operator)) => Ok(*operator),
+                _ => {
+                    let message = format!(
+                        "'{name}' is no operator; expected sum, product, max, min, average or a parameter that is one"
+                    );
+                    Err(self.diagnostic(DiagnosticKind::Malformed, message))
+                }
+            },
+        }
+    }
+
+    /// What a function of rows gives of inputs.
+    pub(super) fn expected_row(&mut self, row: &'p Move) -> Result<(), Diagnostic> {
+        if self.called.lent.is_some() {
+            return Ok(());
+        }
+        let Verb::Apply(application) = &row.verb else {
+            return Ok(());
+        };
+        let Some(Bound::Function(function)) = self.lookup(&application.function) else {
+            let message = format!(
+                "unknown function '{}'; expected a function of rows that stands before",
+                application.function
+            );
+            return Err(self.diagnostic(DiagnosticKind::Malformed, message));
+        };
+        let function = function.clone();
+        let (given, taken) = (application.arguments.len(), application.results.len());
+        if (given, taken) != (function.arguments, function.results()) {
+            return Err(self.mismatch(format!(
+                "'{}' takes {} arguments and gives {} results; expected these instead of {given} and {taken}",
+                application.function,
+                function.arguments,
+                function.results()
+            )));
+        }
+        let (mut terms, mut arguments) = (Vec::new(), Vec::new());
+        let mut shapes: Vec<View> = Vec::new();
+        let mut lists = &row.sources[..];
+        for argument in &application.arguments {
+            let (count, operator) = match argument {
+                Argument::Number(number) => {
+                    arguments.push(RowArgument::Number(*number));
+                    continue;
+                }
+                Argument::Source => (1, ReduceOp::Sum),
+                Argument::Reduced(count, operator) => (*count, self.expected_operator(operator)?),
+            };
+            let (these, others) = lists.split_at(count.min(lists.len()));
+            lists = others;
+            let before = terms.len();
+            self.each(these, |unroller, source| {
+                let place = match &source.otherwise {
+                    Some((condition, other)) if !unroller.condition(condition)? => other,
+                    _ => &source.place,
+                };
+                let (view, operand) = unroller.input_at(place)?;
+                terms.push(ExpectedTerm::Operand(operand));
+                shapes.push(view);
+                Ok(())
+            })?;
+            arguments.push(RowArgument::Sources(terms.len() - before, operator));
+        }
+        let mut targets = Vec::new();
+        let mut lists = &row.targets[..];
+        for (result, count) in application.results.iter().enumerate() {
+            let (these, others) = lists.split_at((*count).min(lists.len()));
+            lists = others;
+            self.each(these, |unroller, place| {
+                let view = unroller.view(&place.tensor)?;
+                let output = unroller.made.tensors[view.tensor].role != Role::Input;
+                if place.on.is_some() || !output {
+                    let message = format!("{place} is no output of this rank; expected one");
+                    return Err(unroller.diagnostic(DiagnosticKind::Malformed, message));
+                }
+                targets.push((result, view.strided()));
+                shapes.push(view);
+                Ok(())
+            })?;
+        }
+        let widths = shapes.iter().filter(|view| !view.shape.is_empty());
+        let mut widths = widths.map(View::elements);
+        let width = widths.next().unwrap_or(1);
+        if let Some(other) = widths.find(|other| *other != width) {
+            return Err(self.mismatch(format!(
+                "rows of {width} and {other} elements; expected one width"
+            )));
+        }
+        let step = Arc::new(RowStep {
+            function,
+            arguments,
+            results: vec![1; application.results.len()],
+            threads: 1,
+        });
+        for (result, target) in targets {
+            let expected = Expected {
+                target,
+                operator: None,
+                terms: terms.clone(),
+                plus: None,
+                rows: Some((step.clone(), result)),
+                site: self.here(),
+            };
+            self.made.expected.push(expected);
+        }
         Ok(())
     }
 

@@ -6,8 +6,8 @@ use crate::program::diagnostic::{Diagnostic, DiagnosticKind};
 use crate::program::expr::Expr;
 use crate::program::rank_program::OperationKind;
 use crate::program::section::{
-    FreeNames, MAX_LANES, MAX_THREADS, Scratch, ScratchInstance, Section, SectionInstance,
-    SectionMemory, SectionTensor, WorkspaceLayout, period,
+    FreeNames, Function, MAX_LANES, MAX_THREADS, RowFunction, Scratch, ScratchInstance, Section,
+    SectionInstance, SectionMemory, SectionTensor, WorkspaceLayout, period,
 };
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -63,6 +63,17 @@ impl<'p> Unroller<'p> {
         self.bind(name, Bound::Scratch(id))
     }
 
+    pub(super) fn function(&mut self, function: &'p Function) -> Result<(), Diagnostic> {
+        let name = &function.name;
+        let resolved = RowFunction::resolve(function, &|dtype| {
+            let dtype = self.element_type(name, dtype);
+            dtype.map_err(|diagnostic| diagnostic.message)
+        });
+        let resolved = resolved
+            .map_err(|message: String| self.diagnostic(DiagnosticKind::Malformed, message))?;
+        self.bind(name, Bound::Function(Arc::new(resolved)))
+    }
+
     pub(super) fn kernel(&mut self, section: &'p Section) -> Result<(), Diagnostic> {
         let count = |unroller: &Self, expression: &Expr, limit: usize, what: &str| {
             let value = unroller.integer(expression)?;
@@ -101,6 +112,16 @@ impl<'p> Unroller<'p> {
             };
             operators.insert(name.clone(), *operator);
         }
+        let mut functions = BTreeMap::new();
+        for name in &names.functions {
+            let Some(Bound::Function(function)) = self.lookup(name) else {
+                let message = format!(
+                    "unknown function '{name}'; expected copy, reduce or a function of rows that stands before"
+                );
+                return Err(self.diagnostic(DiagnosticKind::Malformed, message));
+            };
+            functions.insert(name.clone(), function.clone());
+        }
         let tensors = names.tensors.iter().map(|name| self.section_tensor(name));
         let tensors = tensors.collect::<Result<Vec<_>, _>>()?;
         let value = |expression: &Expr| {
@@ -127,6 +148,7 @@ impl<'p> Unroller<'p> {
             threads,
             integers,
             operators,
+            functions,
             tensors,
             scratch: self.made.scratch.clone().into(),
             period,

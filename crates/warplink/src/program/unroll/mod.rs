@@ -442,9 +442,11 @@ impl<'p> Unroller<'p> {
             StatementKind::Fork { streams, body } => self.fork(streams, body)?,
             StatementKind::Call { program, arguments } => self.call(program, arguments)?,
             StatementKind::Scratch(scratch) => self.scratch(scratch)?,
+            StatementKind::Function(function) => self.function(function)?,
             StatementKind::Kernel(section) => self.kernel(section)?,
             StatementKind::InOut { tensor, part } => self.in_place(tensor, part)?,
             StatementKind::Expect(expectation) => self.expectation(expectation)?,
+            StatementKind::ExpectRows(row) => self.expected_row(row)?,
             StatementKind::For(it) => {
                 let id = std::ptr::from_ref(it).addr();
                 self.repeat((id, &it.index), (&it.from, &it.to), |unroller| {

@@ -11,7 +11,7 @@ use crate::program::diagnostic::{Diagnostic, DiagnosticKind, Place};
 use crate::program::expr::{Condition, Expr};
 use crate::program::ir::{Position, StreamRef, TransferRef};
 use crate::program::rank_program::{Site, StreamKind, TransferId};
-use crate::program::section::ScratchId;
+use crate::program::section::{RowFunction, ScratchId};
 use crate::program::text::{named, shortened};
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -27,6 +27,8 @@ pub(super) enum Bound {
     Operator(ReduceOp),
     Tensor(View),
     Scratch(ScratchId),
+    /// A function of rows.
+    Function(Arc<RowFunction>),
     /// A family of tensors, by index.
     Family(Rc<[View]>),
     /// An optional input that the caller leaves out.

@@ -198,6 +198,9 @@ fn write(instance: &SectionInstance, aligned: &[bool], traced: bool) -> Result<S
     if announced > 0 {
         code.line(format!("__shared__ Located<world> located[{announced}];"));
     }
+    if !instance.functions.is_empty() {
+        code.line("u32 row_turn = 0;");
+    }
     if *period > 1 {
         code.line(format!("const Index epoch = self.launches % {period};"));
     }

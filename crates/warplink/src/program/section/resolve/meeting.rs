@@ -46,6 +46,7 @@ impl<'s> Resolver<'s> {
                 rank: at,
                 tensor,
                 offset,
+                elements: it.words(),
             };
             let (values, tensors) = (values.clone(), tensors.clone());
             self.step()?;

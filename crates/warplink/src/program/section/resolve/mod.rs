@@ -1,6 +1,7 @@
 //! From the text of a section to the steps of one lane in one launch.
 
 mod meeting;
+mod rows;
 
 use super::instance::SectionInstance;
 use super::ir::{Move, Operator, Place, Source, Step, StepKind, Verb};
@@ -118,6 +119,8 @@ struct Operand {
     dtype: DType,
     extent: usize,
     length: usize,
+    /// Whether it has no axis left.
+    single: bool,
 }
 
 impl<'s> Resolver<'s> {
@@ -297,6 +300,9 @@ impl<'s> Resolver<'s> {
     }
 
     fn movement(&mut self, it: &'s Move) -> Result<(), Diagnostic> {
+        if let Verb::Apply(application) = &it.verb {
+            return self.applied(it, application);
+        }
         let operator = self.operator(&it.verb)?;
         let (mut targets, mut sources) = (Vec::new(), Vec::new());
         self.each(&it.targets, |resolver, place| {
@@ -339,34 +345,51 @@ impl<'s> Resolver<'s> {
             let fits = operator.check(first.dtype);
             fits.map_err(|error| self.wrong(DiagnosticKind::Mismatch, error.message().to_owned()))?;
         }
-        for source in &sources {
-            let packets = self.packets(&source.part);
-            if packets && source.part.rank != self.instance.rank {
-                return Err(self.wrong(
-                    DiagnosticKind::Mismatch,
-                    "packets of another rank are read; expected this rank's, since a rank waits on its own memory",
-                ));
-            }
-        }
+        self.check_packets(&sources)?;
         let lengths = targets.iter().chain(&sources).map(|operand| operand.length);
+        let elements = lengths.min().unwrap_or(0);
+        let part = |operand: &Operand| Part {
+            elements,
+            ..operand.part
+        };
         let kind = LaneStepKind::Move {
             operator,
             dtype: first.dtype,
-            elements: lengths.min().unwrap_or(0),
-            targets: targets.iter().map(|operand| operand.part).collect(),
-            sources: sources.iter().map(|operand| operand.part).collect(),
+            rows: None,
+            elements,
+            targets: targets.iter().map(part).collect(),
+            sources: sources.iter().map(part).collect(),
         };
         self.push(kind);
+        Ok(())
+    }
+
+    fn check_packets(&self, sources: &[Operand]) -> Result<(), Diagnostic> {
+        let theirs =
+            |source: &Operand| self.packets(&source.part) && source.part.rank != self.instance.rank;
+        if sources.iter().any(theirs) {
+            return Err(self.wrong(
+                DiagnosticKind::Mismatch,
+                "packets of another rank are read; expected this rank's, since a rank waits on its own memory",
+            ));
+        }
         Ok(())
     }
 
     fn operator(&self, verb: &Verb) -> Result<Option<ReduceOp>, Diagnostic> {
         match verb {
             Verb::Put | Verb::Get | Verb::Copy => Ok(None),
-            Verb::Reduce(Operator::Fixed(operator)) => Ok(Some(*operator)),
-            Verb::Reduce(Operator::Parameter(name)) => {
+            Verb::Reduce(operator) => self.operator_of(operator).map(Some),
+            Verb::Apply(_) => Ok(None),
+        }
+    }
+
+    fn operator_of(&self, operator: &Operator) -> Result<ReduceOp, Diagnostic> {
+        match operator {
+            Operator::Fixed(operator) => Ok(*operator),
+            Operator::Parameter(name) => {
                 let operator = self.instance.operators.get(name).copied();
-                operator.map(Some).ok_or_else(|| {
+                operator.ok_or_else(|| {
                     let message = format!(
                         "unknown operator '{name}'; expected sum, product, max, min, average, scaled_sum or a parameter that is one"
                     );
@@ -405,6 +428,7 @@ impl<'s> Resolver<'s> {
             rank,
             tensor: view.tensor,
             offset: view.offset,
+            elements: length,
         };
         let announced = place.on.is_some() && self.announced.contains(&part.tensor);
         if announced && !self.reached.contains(&part.tensor) {
@@ -429,6 +453,7 @@ impl<'s> Resolver<'s> {
             dtype: self.instance.tensors[part.tensor].dtype,
             extent,
             length,
+            single: view.is_single(),
         })
     }
 

@@ -29,7 +29,7 @@ pub(super) struct Announcements {
 impl Run<'_> {
     /// Notes what a lane announces.
     pub(super) fn announce(&mut self, actor: Actor, values: &[u32], target: &Part) {
-        let key = self.words_of(actor, values.len(), target);
+        let key = self.words_of(actor, target);
         self.announcements
             .last
             .insert(key, (actor, values.to_vec()));
@@ -37,7 +37,7 @@ impl Run<'_> {
 
     /// Compares what came in this launch with what a lane expects.
     pub(super) fn agree(&mut self, actor: Actor, values: &[u32], peer: Rank, source: &Part) {
-        let key = self.words_of(actor, values.len(), source);
+        let key = self.words_of(actor, source);
         let there = self.announcements.last.get(&key);
         let of_launch =
             there.filter(|(other, _)| (other.launch, other.rank as Rank) == (actor.launch, peer));
@@ -58,7 +58,7 @@ impl Run<'_> {
         targets: &[Part],
         source: &Part,
     ) {
-        let key = self.words_of(actor, elements, source);
+        let key = self.words_of(actor, source);
         let announced = self.announcements.last.get(&key);
         let announced =
             announced.filter(|(of, words)| of.launch == actor.launch && words.len() == elements);
@@ -66,13 +66,13 @@ impl Run<'_> {
             return;
         };
         for target in targets {
-            let key = self.words_of(actor, elements, target);
+            let key = self.words_of(actor, target);
             self.announcements.last.insert(key, announced.clone());
         }
     }
 
-    fn words_of(&self, actor: Actor, elements: usize, part: &Part) -> Words {
-        let (place, range) = self.bytes_of(actor.launch as usize, part, elements);
+    fn words_of(&self, actor: Actor, part: &Part) -> Words {
+        let (place, range) = self.bytes_of(actor.launch as usize, part);
         (part.rank, place, range.start)
     }
 }

@@ -142,6 +142,7 @@ impl Run<'_> {
                 rank,
                 tensor: tensor.unwrap_or(0),
                 offset: 0,
+                elements: 0,
             };
             let all = 0..self.ranks[rank].tensors[*id].bytes;
             bytes.write(&all, None, stamp, &knows, |wrong| found.push((part, wrong)));

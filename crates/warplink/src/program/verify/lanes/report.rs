@@ -374,10 +374,7 @@ fn accessing(run: &Run<'_>, launch: usize, rank: Rank, range: &Range) -> Option<
             let steps = run.steps(launch, of, lane).ok()?;
             let touches = |step: &LaneStep| {
                 let LaneStepKind::Move {
-                    elements,
-                    targets,
-                    sources,
-                    ..
+                    targets, sources, ..
                 } = &step.kind
                 else {
                     return false;
@@ -387,7 +384,7 @@ fn accessing(run: &Run<'_>, launch: usize, rank: Rank, range: &Range) -> Option<
                     .chain(sources)
                     .filter(|part| part.rank == rank);
                 parts.any(|part| {
-                    let (place, bytes) = run.bytes_of(launch, part, *elements);
+                    let (place, bytes) = run.bytes_of(launch, part);
                     place == Memory::Tensor(range.tensor) && bytes.start < to && from < bytes.end
                 })
             };

@@ -346,7 +346,7 @@ impl<'a> Run<'a> {
                 self.announce(actor, &told, &target);
                 self.movement(index, actor, elements, &[target], &[]);
                 if hands_on {
-                    self.hand_on(index, actor, elements, &target);
+                    self.hand_on(index, actor, &target);
                 }
             }
             LaneStepKind::Agree {
@@ -366,13 +366,15 @@ impl<'a> Run<'a> {
                 elements,
                 targets,
                 sources,
+                rows,
                 ..
             } => {
                 let (elements, targets, sources) = (*elements, targets.clone(), sources.clone());
+                let copies = rows.is_none();
                 if !self.movement(index, actor, elements, &targets, &sources) {
                     return false;
                 }
-                if let [source] = &sources[..] {
+                if let ([source], true) = (&sources[..], copies) {
                     self.pass_on(actor, elements, &targets, source);
                 }
             }
@@ -382,15 +384,10 @@ impl<'a> Run<'a> {
     }
 
     /// Where an operand lies, and in which bytes.
-    pub(super) fn bytes_of(
-        &self,
-        number: usize,
-        part: &Part,
-        elements: usize,
-    ) -> (Place, std::ops::Range<usize>) {
+    pub(super) fn bytes_of(&self, number: usize, part: &Part) -> (Place, std::ops::Range<usize>) {
         let section = self.section(number, part.rank);
         let tensor = &section.tensors[part.tensor];
-        let from = tensor.offset + part.offset;
+        let (from, elements) = (tensor.offset + part.offset, part.elements);
         match tensor.memory {
             SectionMemory::Tensor(id) => {
                 let size = tensor.dtype.size();
@@ -405,11 +402,11 @@ impl<'a> Run<'a> {
     }
 
     /// Where the elements of an operand that is packets end; the last packet may go on.
-    fn filled_end(&self, number: usize, part: &Part, elements: usize) -> usize {
+    fn filled_end(&self, number: usize, part: &Part) -> usize {
         let section = self.section(number, part.rank);
         let from = section.tensors[part.tensor].offset + part.offset;
         let scratch = section.scratch_of(part.tensor);
-        let filled = scratch.and_then(|scratch| scratch.filled(from, elements));
+        let filled = scratch.and_then(|scratch| scratch.filled(from, part.elements));
         filled.map_or(0, |filled| filled.end)
     }
 
@@ -428,7 +425,7 @@ impl<'a> Run<'a> {
         let flag = number as u64 + 1;
         // Every packet has to be there before anything is done.
         for source in sources {
-            let (place, range) = self.bytes_of(number, source, elements);
+            let (place, range) = self.bytes_of(number, source);
             let Place::Area(packing) = place else {
                 continue;
             };
@@ -455,8 +452,8 @@ impl<'a> Run<'a> {
         let mut knows = self.lanes[index].knows.clone();
         let mut found: Vec<(bool, Part, Wrong)> = Vec::new();
         for source in sources {
-            let (place, range) = self.bytes_of(number, source, elements);
-            let filled = self.filled_end(number, source, elements);
+            let (place, range) = self.bytes_of(number, source);
+            let filled = self.filled_end(number, source);
             let scratch = self.section(number, source.rank).scratch_of(source.tensor);
             let since = match scratch {
                 Some(scratch) if !scratch.persistent => self.begun[number],
@@ -479,25 +476,11 @@ impl<'a> Run<'a> {
         }
         self.lanes[index].knows = knows.clone();
         for (position, target) in targets.iter().enumerate() {
-            let (place, range) = self.bytes_of(number, target, elements);
-            self.check_overlaps(
-                actor,
-                number,
-                elements,
-                (target, place, &range),
-                sources,
-                false,
-            );
+            let (place, range) = self.bytes_of(number, target);
+            self.check_overlaps(actor, number, (target, place, &range), sources, false);
             let others = &targets[..position];
-            self.check_overlaps(
-                actor,
-                number,
-                elements,
-                (target, place, &range),
-                others,
-                true,
-            );
-            let filled = self.filled_end(number, target, elements);
+            self.check_overlaps(actor, number, (target, place, &range), others, true);
+            let filled = self.filled_end(number, target);
             let Some(bytes) = self.memory[target.rank].get_mut(&place) else {
                 continue;
             };
@@ -520,8 +503,8 @@ impl<'a> Run<'a> {
     }
 
     /// An announcement of tensors tells its reader what a signal would.
-    fn hand_on(&mut self, index: usize, actor: Actor, elements: usize, target: &Part) {
-        let (place, range) = self.bytes_of(actor.launch as usize, target, elements);
+    fn hand_on(&mut self, index: usize, actor: Actor, target: &Part) {
+        let (place, range) = self.bytes_of(actor.launch as usize, target);
         if let Some(bytes) = self.memory[target.rank].get_mut(&place) {
             bytes.hand_on(&range, index, &self.lanes[index].knows);
         }
@@ -532,13 +515,12 @@ impl<'a> Run<'a> {
         &mut self,
         actor: Actor,
         number: usize,
-        elements: usize,
         (target, place, range): (&Part, Place, &std::ops::Range<usize>),
         others: &[Part],
         both_written: bool,
     ) {
         for other in others.iter().filter(|other| other.rank == target.rank) {
-            let (other_place, other_range) = self.bytes_of(number, other, elements);
+            let (other_place, other_range) = self.bytes_of(number, other);
             let apart = other_range.end <= range.start || range.end <= other_range.start;
             let same = other_range == *range && !both_written;
             if other_place == place && !apart && !same {

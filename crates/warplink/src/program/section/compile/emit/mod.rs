@@ -1,6 +1,7 @@
 //! The steps of a section as the body of a kernel.
 
 mod meeting;
+mod rows;
 
 use super::code::{Code, bare, comma};
 use super::hazard::{self, Barriers};
@@ -298,6 +299,9 @@ impl<'s> Emitter<'s> {
     }
 
     fn movement(&mut self, code: &mut Code, it: &Move) -> Result<()> {
+        if let Verb::Apply(application) = &it.verb {
+            return self.applied(code, it, application);
+        }
         let targets = self.expand(&it.targets, |emitter, place| emitter.operand(place))?;
         let sources = self.expand(&it.sources, |emitter, source| emitter.source(source))?;
         let (targets, sources) = (targets.into_iter(), sources.into_iter());
@@ -315,18 +319,12 @@ impl<'s> Emitter<'s> {
         });
         let call = match &it.verb {
             Verb::Reduce(operator) => {
-                let operator = match operator {
-                    // In a text, its factor is 1.
-                    Operator::Fixed(operator) if operator.factor().is_some() => ReduceOp::Sum,
-                    Operator::Fixed(operator) => *operator,
-                    Operator::Parameter(name) => {
-                        let value = self.instance.operators.get(name).copied();
-                        value.ok_or_else(|| self.unknown(name))?
-                    }
-                };
+                let operator = self.operator(operator)?;
                 format!("reduce<{element}, {}, {aligned}>", operator_name(operator))
             }
-            Verb::Put | Verb::Get | Verb::Copy => format!("copy<{element}, {aligned}>"),
+            Verb::Put | Verb::Get | Verb::Copy | Verb::Apply(_) => {
+                format!("copy<{element}, {aligned}>")
+            }
         };
         code.block(format!("{{  // {}: {it}", self.position), |code| {
             let mut views = Vec::new();
@@ -347,6 +345,18 @@ impl<'s> Emitter<'s> {
             ));
             Ok(())
         })
+    }
+
+    fn operator(&self, operator: &Operator) -> Result<ReduceOp> {
+        match operator {
+            // In a text, its factor is 1.
+            Operator::Fixed(operator) if operator.factor().is_some() => Ok(ReduceOp::Sum),
+            Operator::Fixed(operator) => Ok(*operator),
+            Operator::Parameter(name) => {
+                let value = self.instance.operators.get(name).copied();
+                value.ok_or_else(|| self.unknown(name))
+            }
+        }
     }
 
     /// What the functions that are called cannot do.
@@ -522,7 +532,8 @@ impl<'s> Emitter<'s> {
                     format!("index({})", bare(&self.integer(index)?))
                 }
                 Selection::Range(from, to) => {
-                    part.aligned = false;
+                    // Rows start where the tensor does, or a multiple of 16 bytes behind.
+                    part.aligned &= part.axes > 1;
                     let (from, to) = (self.integer(from)?, self.integer(to)?);
                     format!("range({}, {})", bare(&from), bare(&to))
                 }

@@ -1,0 +1,289 @@
+// Functions of rows: what compiled sections call for steps with an expression between sources and targets; a part of
+// sections.cuh.
+//
+// A row is cut into units of 8 elements, of which thread t of a lane has those numbered t, t + size, …, in every
+// operand alike, whatever the alignment: so the order of sums along the row depends on its length and the lane's
+// threads alone. Everything is computed in f32, without contraction. Sources are read before any target is stored, but
+// for units that are read again (Row::each), each by the thread that stores it.
+
+#ifndef WARPLINK_ROWS_CUH
+#define WARPLINK_ROWS_CUH
+
+#include <warplink/steps.cuh>
+
+namespace warplink {
+
+// Elements of a unit. Must match the host.
+constexpr u32 row_unit = 8;
+
+namespace detail {
+
+// A unit as it lies in memory.
+template <typename Element> struct RowUnit {
+    static constexpr u32 bytes = row_unit * sizeof(typename Element::Bits), words = bytes / 4;
+    u32 word[words];
+
+    __device__ __forceinline__ void values(float (&value)[row_unit]) const {
+#pragma unroll
+        for (u32 i = 0; i < words; i++) Element::unpack(word + i, value + Element::cell * i);
+    }
+
+    __device__ __forceinline__ void set(const float (&value)[row_unit]) {
+#pragma unroll
+        for (u32 i = 0; i < words; i++) Element::pack(value + Element::cell * i, word + i);
+    }
+};
+
+// How many of `count` elements are in piece `i` of those with `elements`.
+__device__ __forceinline__ u32 in_piece(u32 count, u32 elements, u32 i) {
+    return count <= elements * i ? 0 : count - elements * i < elements ? count - elements * i : elements;
+}
+
+// The widest accesses that a unit consists of.
+template <typename Element> constexpr u32 row_access = RowUnit<Element>::bytes < 16 ? RowUnit<Element>::bytes : 16;
+
+// The first `count` elements of a unit; `whole` says that it may be accessed as a whole.
+template <typename Element> __device__ __forceinline__ RowUnit<Element> load_row_unit(u64 at, u32 count, bool whole) {
+    constexpr u32 bytes = row_access<Element>, elements = unit_elements<Element, bytes>;
+    RowUnit<Element> unit;
+#pragma unroll
+    for (u32 i = 0; i < RowUnit<Element>::bytes / bytes; i++) {
+        const Unit<bytes> piece = whole && count == row_unit ? load_unit<bytes>(at + bytes * i)
+                                                             : load_elements<Element, bytes>(at + bytes * i, in_piece(count, elements, i));
+#pragma unroll
+        for (u32 k = 0; k < bytes / 4; k++) unit.word[bytes / 4 * i + k] = piece.word[k];
+    }
+    return unit;
+}
+
+template <typename Element> __device__ __forceinline__ void store_row_unit(u64 at, const RowUnit<Element> &unit, u32 count, bool whole) {
+    constexpr u32 bytes = row_access<Element>, elements = unit_elements<Element, bytes>;
+#pragma unroll
+    for (u32 i = 0; i < RowUnit<Element>::bytes / bytes; i++) {
+        Unit<bytes> piece;
+#pragma unroll
+        for (u32 k = 0; k < bytes / 4; k++) piece.word[k] = unit.word[bytes / 4 * i + k];
+        if (whole && count == row_unit)
+            store_unit<bytes>(at + bytes * i, piece);
+        else
+            store_elements<Element, bytes>(at + bytes * i, piece, in_piece(count, elements, i));
+    }
+}
+
+// A unit in packets with `DATA` bytes of data each.
+template <typename Element, u32 DATA> struct RowPackets {
+    static constexpr u32 elements = unit_elements<Element, DATA>, number = row_unit / elements;
+    Packet<DATA> packet[number];
+
+    // Of the unit whose first packet is at `at`.
+    __device__ __forceinline__ void load(u64 at, u32 count) {
+#pragma unroll
+        for (u32 i = 0; i < number; i++)
+            if (elements * i < count) packet[i] = load_packet<DATA>(at + 2 * DATA * i);
+    }
+
+    // Waits for them; false where the lane has ended.
+    __device__ __forceinline__ bool settle(Lane &lane, u64 at, u32 count, Flag flag, RowUnit<Element> &unit) {
+        bool there = true;
+#pragma unroll
+        for (u32 i = 0; i < number; i++) {
+            if (elements * i < count) there &= await_packet(lane, at + 2 * DATA * i, packet[i], flag);
+#pragma unroll
+            for (u32 k = 0; k < DATA / 4; k++) unit.word[DATA / 4 * i + k] = packet[i].unit.word[k];
+        }
+        return there;
+    }
+};
+
+template <typename Element, u32 DATA>
+__device__ __forceinline__ void store_row_packets(u64 at, const RowUnit<Element> &unit, u32 count, Flag flag) {
+    constexpr u32 elements = unit_elements<Element, DATA>;
+#pragma unroll
+    for (u32 i = 0; i < row_unit / elements; i++) {
+        Unit<DATA> piece;
+#pragma unroll
+        for (u32 k = 0; k < DATA / 4; k++) piece.word[k] = unit.word[DATA / 4 * i + k];
+        if (elements * i < count) store_packet<DATA>(at + 2 * DATA * i, piece, flag);
+    }
+}
+
+}  // namespace detail
+
+// ---- operators along a row
+struct RowSum {
+    static __device__ __forceinline__ float none() { return 0.0f; }
+    static __device__ __forceinline__ float combine(float a, float b) { return detail::plus(a, b); }
+};
+struct RowMax {
+    static __device__ __forceinline__ float none() { return __uint_as_float(0xff800000u); }
+    static __device__ __forceinline__ float combine(float a, float b) { return detail::larger(a, b); }
+};
+
+// ---- functions of values
+__device__ __forceinline__ float row_divide(float a, float b) { return __fdiv_rn(a, b); }
+__device__ __forceinline__ float row_minus(float a, float b) { return __fsub_rn(a, b); }
+__device__ __forceinline__ float row_sqrt(float a) { return __fsqrt_rn(a); }
+__device__ __forceinline__ float row_rsqrt(float a) { return __frcp_rn(__fsqrt_rn(a)); }
+__device__ __forceinline__ float row_exp(float a) { return expf(a); }
+__device__ __forceinline__ float row_abs(float a) { return fabsf(a); }
+// As PTX has it: -0 is less than 0.
+__device__ __forceinline__ float row_min(float a, float b) {
+    float least;
+    asm("min.f32 %0, %1, %2;" : "=f"(least) : "f"(a), "f"(b));
+    return least;
+}
+__device__ __forceinline__ float row_max(float a, float b) {
+    float most;
+    asm("max.f32 %0, %1, %2;" : "=f"(most) : "f"(a), "f"(b));
+    return most;
+}
+
+// The nearest value of an element type.
+template <typename Element> __device__ __forceinline__ float rounded(float value) {
+    float values[Element::cell];
+    u32 word;
+#pragma unroll
+    for (u32 i = 0; i < Element::cell; i++) values[i] = value;
+    Element::pack(values, &word);
+    Element::unpack(&word, values);
+    return values[0];
+}
+
+// A single value.
+template <typename Element> __device__ __forceinline__ float single(u64 at) {
+    float values[Element::cell];
+    const Unit<4> unit = detail::load_elements<Element, 4>(at, 1);
+    Element::unpack(unit.word, values);
+    return values[0];
+}
+
+// Combined in the order of the sources.
+template <typename Element, typename Operator, typename P> __device__ __forceinline__ float single_reduced(const P &from) {
+    float value = 0;
+#pragma unroll
+    for (u32 i = 0; i < P::count; i++) {
+        float next = single<Element>(from.at[i]);
+        if constexpr (detail::begins<Operator>) next = Operator::begin(next);
+        value = i == 0 ? next : Operator::combine(value, next);
+    }
+    return Operator::finish(value, P::count);
+}
+
+// A row that a lane goes through. `turn` counts the lane's reductions along rows.
+struct Row {
+    Lane &lane;
+    u32 &turn;
+    u32 width, units;
+    Flag flag;
+
+    __device__ __forceinline__ Row(Lane &lane, u32 &turn, u64 width)
+        : lane(lane), turn(turn), width((u32)width), units(((u32)width + row_unit - 1) / row_unit), flag(lane.epoch()) {}
+
+    __device__ __forceinline__ u32 count(u32 unit) const { return width - row_unit * unit < row_unit ? width - row_unit * unit : row_unit; }
+
+    // Calls `with` for each unit of this thread, with what is kept of it. That is in registers for the first `KEPT` units;
+    // for others, `again` makes it anew.
+    template <u32 KEPT, typename Kept, typename Again, typename With>
+    __device__ __forceinline__ void each(Kept (&kept)[KEPT], const Again &again, const With &with) const {
+#pragma unroll
+        for (u32 i = 0; i < KEPT; i++) {
+            const u32 unit = lane.rank() + i * lane.size();
+            if (unit < units) with(unit, count(unit), kept[i]);
+        }
+#pragma unroll 1
+        for (u32 unit = lane.rank() + KEPT * lane.size(); unit < units; unit += lane.size()) {
+            Kept further;
+            again(unit, count(unit), further);
+            with(unit, count(unit), further);
+        }
+    }
+
+    // What all threads' values are combined to, on each of them: by the bits of the thread's number from bit 4 on within
+    // a warp, and of the warp's number then. The threads agree on whether the lane has ended.
+    template <typename Operator> __device__ __forceinline__ float across(float value) {
+        __shared__ float of_warps[2][32];
+        float *values = of_warps[turn++ % 2];
+#pragma unroll
+        for (u32 half = 16; half > 0; half /= 2) value = Operator::combine(value, __shfl_xor_sync(0xffffffffu, value, half));
+        if (lane.rank() % 32 == 0) values[lane.rank() / 32] = value;
+        lane.agree();
+        value = lane.rank() % 32 < lane.size() / 32 ? values[lane.rank() % 32] : Operator::none();
+#pragma unroll
+        for (u32 half = 16; half > 0; half /= 2) value = Operator::combine(value, __shfl_xor_sync(0xffffffffu, value, half));
+        return value;
+    }
+
+    // A unit of a plain operand, which is under way until its values are used.
+    template <typename Element> __device__ __forceinline__ detail::RowUnit<Element> load(u64 at, u32 unit, u32 count) const {
+        return detail::load_row_unit<Element>(at + detail::RowUnit<Element>::bytes * (u64)unit, count, at % 16 == 0);
+    }
+
+    // What the operator makes of a unit of each source, in their order.
+    template <typename Element, typename Operator, typename P>
+    __device__ __forceinline__ void reduce(const P &from, u32 unit, u32 count, float (&value)[row_unit]) const {
+        // As many at a time as there are registers for.
+        constexpr u32 together = P::packets != 0 && P::count > 4 ? 4 : P::count;
+        constexpr u32 data = P::packet_data == 0 ? 8 : P::packet_data, bytes = detail::RowUnit<Element>::bytes;
+#pragma unroll
+        for (u32 first = 0; first < P::count; first += together) {
+            detail::RowUnit<Element> units[together];
+            detail::RowPackets<Element, data> packets[together];
+#pragma unroll
+            for (u32 k = 0; k < together; k++) {
+                const u32 i = together == P::count ? P::in_turn(k) : first + k;
+                if (i >= P::count) continue;
+                if (P::is_packets(i))
+                    packets[i - first].load(from.at[i] + 2 * bytes * (u64)unit, count);
+                else
+                    units[i - first] = load<Element>(from.at[i], unit, count);
+            }
+#pragma unroll
+            for (u32 k = 0; k < together; k++) {
+                const u32 i = first + k;
+                if (i >= P::count) continue;
+                if (P::is_packets(i)) packets[k].settle(lane, from.at[i] + 2 * bytes * (u64)unit, count, flag, units[k]);
+                float next[row_unit];
+                units[k].values(next);
+#pragma unroll
+                for (u32 e = 0; e < row_unit; e++) {
+                    if constexpr (detail::begins<Operator>) next[e] = Operator::begin(next[e]);
+                    value[e] = i == 0 ? next[e] : Operator::combine(value[e], next[e]);
+                }
+            }
+        }
+#pragma unroll
+        for (u32 e = 0; e < row_unit; e++) value[e] = Operator::finish(value[e], P::count);
+    }
+
+    // Stores a unit, rounded, to all targets; nothing where the lane has ended.
+    template <typename Element, typename P> __device__ __forceinline__ void store(const P &to, u32 unit, u32 count, const float (&value)[row_unit]) const {
+        if (lane.ended) return;
+        constexpr u32 data = P::packet_data == 0 ? 8 : P::packet_data, bytes = detail::RowUnit<Element>::bytes;
+        detail::RowUnit<Element> stored;
+        stored.set(value);
+#pragma unroll
+        for (u32 k = 0; k < P::count; k++) {
+            const u32 i = P::in_turn(k);
+            if (P::is_packets(i))
+                detail::store_row_packets<Element, data>(to.at[i] + 2 * bytes * (u64)unit, stored, count, flag);
+            else
+                detail::store_row_unit<Element>(to.at[i] + bytes * (u64)unit, stored, count, to.at[i] % 16 == 0);
+        }
+    }
+
+    // The same of a single value.
+    template <typename Element, typename P> __device__ __forceinline__ void store_single(const P &to, float value) const {
+        if (lane.ended || lane.rank() != 0) return;
+        float values[Element::cell];
+#pragma unroll
+        for (u32 i = 0; i < Element::cell; i++) values[i] = value;
+        Unit<4> unit;
+        Element::pack(values, unit.word);
+#pragma unroll
+        for (u32 k = 0; k < P::count; k++) detail::store_elements<Element, 4>(to.at[P::in_turn(k)], unit, 1);
+    }
+};
+
+}  // namespace warplink
+
+#endif

@@ -1,0 +1,206 @@
+//! Functions of rows, over values with bounds.
+
+use super::kernel::combined;
+use super::value::Value;
+use crate::dtype::DType;
+use crate::program::expr::Comparison;
+use crate::program::section::{
+    RowArgument, RowBinary, RowOrder, RowReduction, RowStep, RowUnary, RowValue,
+};
+
+/// What each target of a step gets, in their order: a value for each element, or one for all.
+pub(super) fn apply(step: &RowStep, sources: &[Vec<Value>], width: usize) -> Vec<Vec<Value>> {
+    let mut arguments = Vec::with_capacity(step.arguments.len());
+    let mut sources = sources;
+    for argument in &step.arguments {
+        arguments.push(match argument {
+            RowArgument::Number(number) => vec![Value::exact(number.value().into())],
+            RowArgument::Sources(count, operator) => {
+                let (these, others) = sources.split_at((*count).min(sources.len()));
+                sources = others;
+                let elements = these.first().map_or(0, Vec::len);
+                let at = |element: usize| {
+                    let mut values = these.iter().map(|source| source[element]);
+                    combined(*operator, DType::F32, these.len(), &mut values)
+                };
+                (0..elements).map(at).collect()
+            }
+        });
+    }
+    let order = RowOrder {
+        threads: step.threads,
+    };
+    let results = step.function.apply(&arguments, width, order);
+    let results = results.into_iter().zip(&step.results);
+    results
+        .flat_map(|(result, count)| std::iter::repeat_n(result, *count))
+        .collect()
+}
+
+impl RowValue for Value {
+    fn number(value: f32) -> Self {
+        Self::exact(value.into())
+    }
+
+    fn unary(self, function: RowUnary) -> Self {
+        match function {
+            RowUnary::Negative => Self::exact(0.0).plus(Self {
+                value: -self.value,
+                ..self
+            }),
+            RowUnary::Abs => Self {
+                value: self.value.abs(),
+                ..self
+            },
+            RowUnary::Sqrt => self.mapped(f64::sqrt, f64::INFINITY),
+            RowUnary::Rsqrt => {
+                // The square root is rounded, and so is the quotient.
+                let root = self.mapped(f64::sqrt, f64::INFINITY).stored(DType::F32);
+                Self::exact(1.0).divided_by(root).stored(DType::F32)
+            }
+            // As far as libraries are from it.
+            RowUnary::Exp => {
+                let near = self.mapped(f64::exp, f64::INFINITY).stored(DType::F32);
+                near.stored(DType::F32).stored(DType::F32)
+            }
+        }
+    }
+
+    fn binary(self, function: RowBinary, other: Self) -> Self {
+        let value = match function {
+            RowBinary::Add => self.plus(other),
+            RowBinary::Subtract => self.plus(Self {
+                value: -other.value,
+                ..other
+            }),
+            RowBinary::Multiply => self.times(other),
+            RowBinary::Divide => self.divided_by(other),
+            RowBinary::Min => return self.smaller(other),
+            RowBinary::Max => return self.larger(other),
+        };
+        value.stored(DType::F32)
+    }
+
+    fn select(comparison: Comparison, a: Self, b: Self, yes: Self, no: Self) -> Self {
+        let holds = f32::select(comparison, a.value as f32, b.value as f32, 1.0, 0.0) != 0.0;
+        let (taken, left) = if holds { (yes, no) } else { (no, yes) };
+        // Whether it holds where both are as far off as they may be.
+        if (a.value - b.value).abs() > a.bound + b.bound || a.bound + b.bound == 0.0 {
+            return taken;
+        }
+        Self {
+            bound: taken
+                .bound
+                .max((taken.value - left.value).abs() + left.bound),
+            ..taken
+        }
+    }
+
+    fn round(self, dtype: DType) -> Self {
+        self.stored(dtype)
+    }
+
+    fn row(
+        reduction: RowReduction,
+        values: &mut dyn Iterator<Item = Self>,
+        _order: RowOrder,
+    ) -> Self {
+        match reduction {
+            RowReduction::Max => values.fold(Self::exact(f64::NEG_INFINITY), Self::larger),
+            RowReduction::Sum => {
+                let (mut sum, mut size, mut count) = (Self::exact(0.0), 0.0, 0);
+                for value in values {
+                    size += value.value.abs() + value.bound;
+                    sum = sum.plus(value);
+                    count += 1;
+                }
+                // In any order.
+                let rounding = f64::from(count) * 2_f64.powi(-24) * size;
+                Self {
+                    bound: sum.bound + rounding,
+                    ..sum
+                }
+                .stored(DType::F32)
+            }
+        }
+    }
+}
+
+impl Value {
+    /// What a function that grows gives: it may be as far off as at the ends of what the value may be.
+    fn mapped(self, function: fn(f64) -> f64, unknown: f64) -> Self {
+        let value = function(self.value);
+        let ends = [self.value - self.bound, self.value + self.bound].map(function);
+        let off = ends.map(|end| (end - value).abs());
+        let bound = if off.iter().any(|off| off.is_nan()) && self.bound > 0.0 {
+            unknown
+        } else {
+            off[0].max(off[1])
+        };
+        Self {
+            value,
+            bound: if bound.is_nan() { 0.0 } else { bound },
+            ..self
+        }
+    }
+
+    fn divided_by(self, other: Self) -> Self {
+        let value = self.value / other.value;
+        let least = other.value.abs() - other.bound;
+        let bound = if self.bound == 0.0 && other.bound == 0.0 {
+            0.0
+        } else if least > 0.0 {
+            (self.bound + value.abs() * other.bound) / least
+        } else {
+            f64::INFINITY
+        };
+        Self {
+            value,
+            bound,
+            made: self.plus(other).made,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    const UNARY: [RowUnary; 5] = [
+        RowUnary::Negative,
+        RowUnary::Abs,
+        RowUnary::Sqrt,
+        RowUnary::Rsqrt,
+        RowUnary::Exp,
+    ];
+    const BINARY: [RowBinary; 6] = [
+        RowBinary::Add,
+        RowBinary::Subtract,
+        RowBinary::Multiply,
+        RowBinary::Divide,
+        RowBinary::Min,
+        RowBinary::Max,
+    ];
+
+    proptest! {
+        #[test]
+        fn what_a_device_computes_is_within_the_bound(
+            a in -30.0_f64..30.0, b in -30.0_f64..30.0, off in prop::array::uniform2(-1.0_f64..1.0),
+            far in 0.0_f64..0.1, which in 0..11_usize,
+        ) {
+            let near = |value: f64, off: f64| {
+                let device = (value + off * far) as f32;
+                let known = Value { bound: far + value.abs() * 2_f64.powi(-23), ..Value::exact(value) };
+                (device, known)
+            };
+            let ((x, vx), (y, vy)) = (near(a, off[0]), near(b, off[1]));
+            let (device, known) = match which {
+                0..5 => (x.unary(UNARY[which]), vx.unary(UNARY[which])),
+                _ => (x.binary(BINARY[which - 5], y), vx.binary(BINARY[which - 5], vy)),
+            };
+            let off = (f64::from(device) - known.value).abs();
+            prop_assert!(known.bound.is_infinite() || off <= known.bound || off.is_nan(), "{device} {known:?}");
+        }
+    }
+}

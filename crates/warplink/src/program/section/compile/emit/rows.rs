@@ -1,0 +1,499 @@
+//! Steps that apply functions of rows: a pass over the row for each level of reductions along it, and one that stores.
+//!
+//! A thread's units of the row are gone through in each pass. What a pass needs of earlier ones is kept in registers,
+//! for the first few units of a thread, and computed anew for others (`Row::each` in `warplink/rows.cuh`).
+
+use super::{Emitter, Operand, Result, element_name, operator_name};
+use crate::device::ReduceOp;
+use crate::dtype::DType;
+use crate::program::expr::Comparison;
+use crate::program::section::compile::code::{Code, bare, comma};
+use crate::program::section::function::{RowFunction, RowNode};
+use crate::program::section::{
+    Application, Argument, Move, Packing, RowBinary, RowReduction, RowUnary,
+};
+
+/// Elements that all threads of a lane keep together: the longest rows that are read once.
+const KEPT_ELEMENTS: usize = 1 << 14;
+
+/// The most units of a row that a thread keeps.
+const MAX_KEPT: usize = 4;
+
+/// What an argument of a function is.
+enum Given {
+    Number,
+    /// Places, in a variable; combined so.
+    Single(DType, ReduceOp),
+    Row(DType, ReduceOp),
+    /// One row of plain memory, which is loaded before anything waits.
+    Plain(DType),
+}
+
+/// Which nodes are computed where.
+struct Passes<'f> {
+    function: &'f RowFunction,
+    given: &'f [Given],
+    uniform: Vec<bool>,
+    levels: Vec<usize>,
+    live: Vec<bool>,
+    /// Of each pass, the nodes that it computes of each element; the last one stores.
+    nodes: Vec<Vec<usize>>,
+    /// Of each pass, the nodes that it takes from earlier ones.
+    taken: Vec<Vec<usize>>,
+}
+
+impl<'f> Passes<'f> {
+    fn new(function: &'f RowFunction, given: &'f [Given]) -> Self {
+        let single = |argument: usize| matches!(given[argument], Given::Number | Given::Single(..));
+        let (uniform, levels) = (function.uniform(&single), function.levels());
+        let mut live = vec![false; function.nodes.len()];
+        let mut left = function.results.clone();
+        while let Some(node) = left.pop() {
+            if !std::mem::replace(&mut live[node], true) {
+                left.extend(function.nodes[node].operands());
+            }
+        }
+        let last = (0..live.len()).filter(|node| live[*node]);
+        let last = last.map(|node| levels[node]).max().unwrap_or(0);
+        let mut passes = Self {
+            function,
+            given,
+            uniform,
+            levels,
+            live,
+            nodes: Vec::new(),
+            taken: Vec::new(),
+        };
+        for pass in 0..=last {
+            let roots = if pass == last {
+                function.results.clone()
+            } else {
+                passes.reductions(pass).map(|(_, _, of)| of).collect()
+            };
+            passes.add(roots);
+        }
+        passes
+    }
+
+    /// The reductions along the row at the end of a pass: their nodes, what they are, and of which node.
+    fn reductions(&self, pass: usize) -> impl Iterator<Item = (usize, RowReduction, usize)> {
+        let nodes = self.function.nodes.iter().enumerate();
+        nodes.filter_map(move |(number, node)| match node {
+            RowNode::Row(reduction, of) if self.live[number] && self.levels[number] == pass + 1 => {
+                Some((number, *reduction, *of))
+            }
+            _ => None,
+        })
+    }
+
+    /// Adds a pass that computes `roots`.
+    fn add(&mut self, roots: Vec<usize>) {
+        let (mut nodes, mut taken) = (Vec::new(), Vec::new());
+        let mut left = roots;
+        while let Some(node) = left.pop() {
+            if self.uniform[node] || nodes.contains(&node) || taken.contains(&node) {
+                continue;
+            }
+            if self.nodes.iter().any(|earlier| earlier.contains(&node)) {
+                taken.push(node);
+                continue;
+            }
+            nodes.push(node);
+            left.extend(self.function.nodes[node].operands());
+        }
+        nodes.sort_unstable();
+        taken.sort_unstable();
+        self.nodes.push(nodes);
+        self.taken.push(taken);
+    }
+
+    /// The argument that a node is, if it is a row of plain memory.
+    fn plain(&self, node: usize) -> Option<(usize, DType)> {
+        let RowNode::Argument(argument) = self.function.nodes[node] else {
+            return None;
+        };
+        match self.given[argument] {
+            Given::Plain(dtype) => Some((argument, dtype)),
+            _ => None,
+        }
+    }
+
+    /// Whether what a pass computes is needed by a later one.
+    fn is_kept(&self, node: usize) -> bool {
+        let later = |taken: &Vec<usize>| taken.contains(&node);
+        // What is loaded first of all is kept as it lies in memory.
+        let after_first = self.nodes.iter().skip(1).any(|nodes| nodes.contains(&node));
+        self.taken.iter().any(later) || (after_first && self.plain(node).is_some())
+    }
+
+    /// The value of a node within a pass.
+    fn value(&self, node: usize, pass: usize) -> String {
+        if self.uniform[node] {
+            return format!("n{node}");
+        }
+        if let RowNode::Argument(_) = self.function.nodes[node]
+            && (self.nodes[pass].contains(&node) || self.plain(node).is_some())
+        {
+            return format!("n{node}[e]");
+        }
+        if self.taken[pass].contains(&node) {
+            return format!("kept.n{node}[e]");
+        }
+        format!("n{node}")
+    }
+
+    /// What a node computes.
+    fn expression(&self, node: usize, pass: usize) -> String {
+        let value = |node: usize| self.value(node, pass);
+        match &self.function.nodes[node] {
+            RowNode::Number(number) => float(number.value()),
+            RowNode::Width => "(float)row.width".to_owned(),
+            RowNode::Argument(_) | RowNode::Row(..) => value(node),
+            RowNode::Unary(RowUnary::Negative, a) => format!("-{}", value(*a)),
+            RowNode::Unary(function, a) => format!("row_{}({})", function.name(), value(*a)),
+            RowNode::Binary(function, a, b) => {
+                let name = match function {
+                    RowBinary::Add => "detail::plus",
+                    RowBinary::Subtract => "row_minus",
+                    RowBinary::Multiply => "detail::times",
+                    RowBinary::Divide => "row_divide",
+                    RowBinary::Min => "row_min",
+                    RowBinary::Max => "row_max",
+                };
+                format!("{name}({}, {})", value(*a), value(*b))
+            }
+            RowNode::Select(comparison, [a, b, yes, no]) => {
+                let sign: &str = Comparison::sign(*comparison);
+                let [a, b, yes, no] = [a, b, yes, no].map(|node| value(*node));
+                format!("{a} {sign} {b} ? {yes} : {no}")
+            }
+            RowNode::Round(dtype, a) => format!("rounded<{}>({})", element_name(*dtype), value(*a)),
+        }
+    }
+
+    fn last(&self) -> usize {
+        self.nodes.len() - 1
+    }
+}
+
+impl Emitter<'_> {
+    /// A step that applies a function to a row.
+    pub(super) fn applied(
+        &mut self,
+        code: &mut Code,
+        it: &Move,
+        application: &Application,
+    ) -> Result<()> {
+        let name = &application.function;
+        let function = self.instance.functions.get(name).cloned();
+        let function = function.ok_or_else(|| self.unknown(name))?;
+        let (mut given, mut sources) = (Vec::new(), Vec::new());
+        let mut lists = &it.sources[..];
+        for argument in &application.arguments {
+            let (count, operator) = match argument {
+                Argument::Number(_) => {
+                    given.push(Given::Number);
+                    sources.push(Vec::new());
+                    continue;
+                }
+                Argument::Source => (1, ReduceOp::Sum),
+                Argument::Reduced(count, operator) => (*count, self.operator(operator)?),
+            };
+            let (these, others) = lists.split_at(count.min(lists.len()));
+            lists = others;
+            let operands = self.expand(these, |emitter, source| emitter.source(source))?;
+            let operands = operands.into_iter().collect::<Result<Vec<Operand>>>()?;
+            let first = operands.first();
+            let first =
+                first.ok_or_else(|| self.refuse("a reduction of nothing", "name a source"))?;
+            let dtype = self.instance.tensors[first.part.tensor].dtype;
+            given.push(match (first.part.axes, &operands[..]) {
+                (0, _) => Given::Single(dtype, operator),
+                (_, [one]) if !one.packing.is_packets() => Given::Plain(dtype),
+                _ => Given::Row(dtype, operator),
+            });
+            sources.push(operands);
+        }
+        let mut targets = Vec::new();
+        let mut lists = &it.targets[..];
+        for (count, result) in application.results.iter().zip(&function.results) {
+            let (these, others) = lists.split_at((*count).min(lists.len()));
+            lists = others;
+            let operands = self.expand(these, |emitter, place| emitter.operand(place))?;
+            // Those of one type are stored together.
+            let mut groups: Vec<(usize, DType, bool, Vec<Operand>)> = Vec::new();
+            for operand in operands {
+                let operand = operand?;
+                let dtype = self.instance.tensors[operand.part.tensor].dtype;
+                let single = operand.part.axes == 0;
+                match groups.iter_mut().find(|it| (it.1, it.2) == (dtype, single)) {
+                    Some(group) => group.3.push(operand),
+                    None => groups.push((*result, dtype, single, vec![operand])),
+                }
+            }
+            targets.extend(groups);
+        }
+        self.count(sources.len() + targets.len() + 4 * function.nodes.len())?;
+        for operands in sources.iter().chain(targets.iter().map(|group| &group.3)) {
+            self.check(operands, &[])?;
+            if operands.iter().any(|it| it.packing == Packing::Packets128) {
+                let text = "packets128 in a function of rows, which threads do not read alone";
+                return Err(self.refuse(text, "use packets16 or packets8"));
+            }
+        }
+        let passes = Passes::new(&function, &given);
+        code.block(format!("{{  // {}: {it}", self.position), |code| {
+            let mut rows = Vec::new();
+            let mut place = |code: &mut Code, name: String, operands: &[Operand], dtype: DType| {
+                let mut views = Vec::new();
+                for (number, operand) in operands.iter().enumerate() {
+                    let view = format!("{name}_{number}");
+                    code.line(format!("const auto {view} = {};", operand.part.text));
+                    if operand.part.axes > 0 {
+                        rows.push(view.clone());
+                    }
+                    views.push(view);
+                }
+                let places = self.places(element_name(dtype), operands, &views);
+                code.line(format!("const auto {name} = {places};"));
+            };
+            for (number, (result, dtype, _, operands)) in targets.iter().enumerate() {
+                place(code, format!("to{number}_{result}"), operands, *dtype);
+            }
+            for (number, operands) in sources.iter().enumerate() {
+                if let Given::Single(dtype, _) | Given::Row(dtype, _) | Given::Plain(dtype) =
+                    given[number]
+                {
+                    place(code, format!("from{number}"), operands, dtype);
+                }
+            }
+            code.line(format!(
+                "Row row(self, row_turn, shortest({}));",
+                comma(&rows)
+            ));
+            self.passes(code, &passes, application, &targets)
+        })
+    }
+
+    fn passes(
+        &self,
+        code: &mut Code,
+        passes: &Passes<'_>,
+        application: &Application,
+        targets: &[(usize, DType, bool, Vec<Operand>)],
+    ) -> Result<()> {
+        let function = passes.function;
+        // What is known of the row, behind so many reductions.
+        let uniform = |code: &mut Code, level: usize| {
+            for (number, node) in function.nodes.iter().enumerate() {
+                if !passes.live[number] || !passes.uniform[number] || passes.levels[number] != level
+                {
+                    continue;
+                }
+                let value = match node {
+                    RowNode::Row(..) => continue,
+                    RowNode::Argument(argument) => {
+                        match (&application.arguments[*argument], &passes.given[*argument]) {
+                            (Argument::Number(number), _) => float(number.value()),
+                            (_, Given::Single(dtype, operator)) => format!(
+                                "single_reduced<{}, {}>(from{argument})",
+                                element_name(*dtype),
+                                operator_name(*operator)
+                            ),
+                            _ => continue,
+                        }
+                    }
+                    _ => passes.expression(number, 0),
+                };
+                code.line(format!("const float n{number} = {};", bare(&value)));
+            }
+        };
+        let nodes = 0..function.nodes.len();
+        let kept: Vec<usize> = nodes.filter(|node| passes.is_kept(*node)).collect();
+        code.open("struct Kept {");
+        for node in &kept {
+            code.line(match passes.plain(*node) {
+                Some((_, dtype)) => format!("detail::RowUnit<{}> n{node};", element_name(dtype)),
+                None => format!("float n{node}[row_unit];"),
+            });
+        }
+        let units = KEPT_ELEMENTS / 8 / self.instance.threads.max(1);
+        code.close(&format!("}} kept[{}];", units.clamp(1, MAX_KEPT)));
+        uniform(code, 0);
+        let mut again = Vec::new();
+        for pass in 0..passes.last() {
+            let sums: Vec<_> = passes.reductions(pass).collect();
+            let names: Vec<String> = sums.iter().map(|(node, ..)| format!("n{node}")).collect();
+            for (node, reduction, _) in &sums {
+                code.line(format!(
+                    "float n{node} = {}::none();",
+                    row_operator(*reduction)
+                ));
+            }
+            let taken: Vec<String> = names
+                .iter()
+                .map(|name| format!(", float &{name}"))
+                .collect();
+            code.open(format!(
+                "const auto pass{pass} = [&](u32 unit, u32 count, Kept &kept{}) {{",
+                taken.concat()
+            ));
+            self.elements(code, passes, pass, targets);
+            code.close("};");
+            let given: Vec<String> = names.iter().map(|name| format!(", {name}")).collect();
+            code.line(format!(
+                "row.each(kept, {}, [&](u32 unit, u32 count, Kept &kept) {{ pass{pass}(unit, count, kept{}); }});",
+                anew(&again),
+                given.concat()
+            ));
+            for (node, reduction, _) in &sums {
+                code.line(format!(
+                    "n{node} = row.across<{}>(n{node});",
+                    row_operator(*reduction)
+                ));
+            }
+            again.push(format!(
+                "pass{pass}(unit, count, kept{})",
+                ", none".repeat(names.len())
+            ));
+            uniform(code, pass + 1);
+        }
+        if targets.iter().any(|(_, _, single, _)| !single) {
+            code.open(format!(
+                "row.each(kept, {}, [&](u32 unit, u32 count, Kept &kept) {{",
+                anew(&again)
+            ));
+            self.elements(code, passes, passes.last(), targets);
+            code.close("});");
+        }
+        for (number, (result, dtype, single, _)) in targets.iter().enumerate() {
+            if *single {
+                let element = element_name(*dtype);
+                code.line(format!(
+                    "row.store_single<{element}>(to{number}_{result}, n{result});"
+                ));
+            }
+        }
+        Ok(())
+    }
+
+    /// A pass over the elements of a unit.
+    fn elements(
+        &self,
+        code: &mut Code,
+        passes: &Passes<'_>,
+        pass: usize,
+        targets: &[(usize, DType, bool, Vec<Operand>)],
+    ) {
+        let function = passes.function;
+        if pass == 0 {
+            for (node, _) in function.nodes.iter().enumerate() {
+                if let (true, Some((argument, dtype))) = (passes.live[node], passes.plain(node)) {
+                    let element = element_name(dtype);
+                    let loaded = format!("row.load<{element}>(from{argument}.at[0], unit, count)");
+                    if passes.is_kept(node) {
+                        code.line(format!("kept.n{node} = {loaded};"));
+                    } else {
+                        code.line(format!("const auto loaded{node} = {loaded};"));
+                    }
+                }
+            }
+        }
+        for node in &passes.nodes[pass] {
+            let RowNode::Argument(argument) = function.nodes[*node] else {
+                continue;
+            };
+            if let Given::Row(dtype, operator) = passes.given[argument] {
+                code.line(format!("float n{node}[row_unit];"));
+                code.line(format!(
+                    "row.reduce<{}, {}>(from{argument}, unit, count, n{node});",
+                    element_name(dtype),
+                    operator_name(operator)
+                ));
+            }
+        }
+        for node in passes.nodes[pass].iter().chain(&passes.taken[pass]) {
+            if passes.plain(*node).is_some() {
+                let loaded = if passes.is_kept(*node) {
+                    format!("kept.n{node}")
+                } else {
+                    format!("loaded{node}")
+                };
+                code.line(format!("float n{node}[row_unit];"));
+                code.line(format!("{loaded}.values(n{node});"));
+            }
+        }
+        let stored = || {
+            let last = pass == passes.last();
+            let all = targets.iter().enumerate();
+            all.filter(move |(_, (_, _, single, _))| last && !single)
+        };
+        for (number, _) in stored() {
+            code.line(format!("float stored{number}[row_unit];"));
+        }
+        code.line("#pragma unroll");
+        code.open("for (u32 e = 0; e < row_unit; e++) {");
+        for node in &passes.nodes[pass] {
+            let value = passes.value(*node, pass);
+            if !matches!(function.nodes[*node], RowNode::Argument(_)) {
+                code.line(format!(
+                    "const float {value} = {};",
+                    passes.expression(*node, pass)
+                ));
+            }
+            if passes.is_kept(*node) && passes.plain(*node).is_none() {
+                code.line(format!("kept.n{node}[e] = {value};"));
+            }
+        }
+        if pass < passes.last() {
+            for (node, reduction, of) in passes.reductions(pass) {
+                code.line(format!(
+                    "if (e < count) n{node} = {}::combine(n{node}, {});",
+                    row_operator(reduction),
+                    passes.value(of, pass)
+                ));
+            }
+        }
+        for (number, (result, ..)) in stored() {
+            code.line(format!(
+                "stored{number}[e] = {};",
+                passes.value(*result, pass)
+            ));
+        }
+        code.close("}");
+        for (number, (result, dtype, ..)) in stored() {
+            let element = element_name(*dtype);
+            code.line(format!(
+                "row.store<{element}>(to{number}_{result}, unit, count, stored{number});"
+            ));
+        }
+    }
+}
+
+/// What makes anew what is kept of a unit: the passes before.
+fn anew(passes: &[String]) -> String {
+    if passes.is_empty() {
+        return "[](u32, u32, Kept &) {}".to_owned();
+    }
+    let none = if passes.iter().any(|pass| pass.contains("none")) {
+        "float none = 0; "
+    } else {
+        ""
+    };
+    format!(
+        "[&](u32 unit, u32 count, Kept &kept) {{ {none}{}; }}",
+        passes.join("; ")
+    )
+}
+
+fn row_operator(reduction: RowReduction) -> &'static str {
+    match reduction {
+        RowReduction::Sum => "RowSum",
+        RowReduction::Max => "RowMax",
+    }
+}
+
+/// A number of single precision, exactly.
+fn float(value: f32) -> String {
+    format!("__uint_as_float({:#x}u) /* {value:?} */", value.to_bits())
+}

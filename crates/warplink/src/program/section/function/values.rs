@@ -1,0 +1,234 @@
+//! What functions of rows compute, over any kind of value.
+
+use super::{RowBinary, RowFunction, RowNode, RowReduction, RowUnary};
+use crate::dtype::{DType, F8E4M3, F8E5M2};
+use crate::program::expr::Comparison;
+use half::{bf16, f16};
+
+/// Elements of a row that a thread handles at a time. Must match the kernels.
+pub(crate) const UNIT: usize = 8;
+
+/// Threads of a warp. Must match the kernels.
+const WARP: usize = 32;
+
+/// The order in which elements of a row are combined, which depends on the row's length and the lane's threads alone.
+///
+/// A row is cut into units of [`UNIT`] elements. Thread `t` of `threads` combines, from the operator's neutral element on,
+/// the elements of units `t`, `t + threads`, … one by one. Of the 32 values of a warp, each is combined with that of
+/// the thread whose number differs in bit 4, then 3, 2, 1 and 0; and so are the values of the warps, filled up with
+/// neutral elements to 32.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct RowOrder {
+    pub(crate) threads: usize,
+}
+
+/// A value that functions of rows compute with.
+pub(crate) trait RowValue: Copy {
+    fn number(value: f32) -> Self;
+    fn unary(self, function: RowUnary) -> Self;
+    fn binary(self, function: RowBinary, other: Self) -> Self;
+    /// `yes` where `a` and `b` compare so, otherwise `no`.
+    fn select(comparison: Comparison, a: Self, b: Self, yes: Self, no: Self) -> Self;
+    fn round(self, dtype: DType) -> Self;
+    fn row(
+        reduction: RowReduction,
+        values: &mut dyn Iterator<Item = Self>,
+        order: RowOrder,
+    ) -> Self;
+}
+
+impl RowFunction {
+    /// The results of a row of `width` elements: arguments, like results, have one value for each, or one for all.
+    pub(crate) fn apply<V: RowValue>(
+        &self,
+        arguments: &[Vec<V>],
+        width: usize,
+        order: RowOrder,
+    ) -> Vec<Vec<V>> {
+        let uniform = self.uniform(&|argument| arguments[argument].len() == 1);
+        let mut values: Vec<Vec<V>> = Vec::with_capacity(self.nodes.len());
+        for (number, node) in self.nodes.iter().enumerate() {
+            let at = |operand: usize, element: usize| {
+                let all = &values[operand];
+                all[if all.len() == 1 { 0 } else { element }]
+            };
+            let one = |element: usize| match *node {
+                RowNode::Number(number) => V::number(number.value()),
+                RowNode::Width => V::number(width as f32),
+                RowNode::Argument(argument) => {
+                    let all = &arguments[argument];
+                    all[if all.len() == 1 { 0 } else { element }]
+                }
+                RowNode::Unary(function, a) => at(a, element).unary(function),
+                RowNode::Binary(function, a, b) => at(a, element).binary(function, at(b, element)),
+                RowNode::Select(comparison, [a, b, yes, no]) => V::select(
+                    comparison,
+                    at(a, element),
+                    at(b, element),
+                    at(yes, element),
+                    at(no, element),
+                ),
+                RowNode::Round(dtype, a) => at(a, element).round(dtype),
+                RowNode::Row(reduction, a) => V::row(
+                    reduction,
+                    &mut (0..width).map(|element| at(a, element)),
+                    order,
+                ),
+            };
+            let count = if uniform[number] { 1 } else { width };
+            let all = (0..count).map(one).collect();
+            values.push(all);
+        }
+        let results = self.results.iter();
+        results.map(|result| values[*result].clone()).collect()
+    }
+}
+
+impl RowValue for f32 {
+    fn number(value: f32) -> Self {
+        value
+    }
+
+    fn unary(self, function: RowUnary) -> Self {
+        match function {
+            RowUnary::Negative => -self,
+            RowUnary::Abs => self.abs(),
+            RowUnary::Sqrt => self.sqrt(),
+            RowUnary::Rsqrt => 1.0 / self.sqrt(),
+            RowUnary::Exp => self.exp(),
+        }
+    }
+
+    fn binary(self, function: RowBinary, other: Self) -> Self {
+        match function {
+            RowBinary::Add => self + other,
+            RowBinary::Subtract => self - other,
+            RowBinary::Multiply => self * other,
+            RowBinary::Divide => self / other,
+            // As kernels do, which take -0 for less than 0.
+            RowBinary::Min if self == other => f32::from_bits(self.to_bits() | other.to_bits()),
+            RowBinary::Max if self == other => f32::from_bits(self.to_bits() & other.to_bits()),
+            RowBinary::Min => self.min(other),
+            RowBinary::Max => self.max(other),
+        }
+    }
+
+    fn select(comparison: Comparison, a: Self, b: Self, yes: Self, no: Self) -> Self {
+        let holds = match comparison {
+            Comparison::Equal => a == b,
+            Comparison::NotEqual => a != b,
+            Comparison::Less => a < b,
+            Comparison::LessOrEqual => a <= b,
+            Comparison::Greater => a > b,
+            Comparison::GreaterOrEqual => a >= b,
+        };
+        if holds { yes } else { no }
+    }
+
+    fn round(self, dtype: DType) -> Self {
+        match dtype {
+            DType::F16 => f16::from_f32(self).to_f32(),
+            DType::BF16 => bf16::from_f32(self).to_f32(),
+            DType::F8E4M3 => F8E4M3::from_f32(self).to_f32(),
+            DType::F8E5M2 => F8E5M2::from_f32(self).to_f32(),
+            _ => self,
+        }
+    }
+
+    fn row(
+        reduction: RowReduction,
+        values: &mut dyn Iterator<Item = Self>,
+        order: RowOrder,
+    ) -> Self {
+        let (neutral, function) = match reduction {
+            RowReduction::Sum => (0.0, RowBinary::Add),
+            RowReduction::Max => (f32::NEG_INFINITY, RowBinary::Max),
+        };
+        let threads = order.threads.max(1);
+        let mut partial = vec![neutral; threads.next_multiple_of(WARP)];
+        for (element, value) in values.enumerate() {
+            let of = &mut partial[element / UNIT % threads];
+            *of = of.binary(function, value);
+        }
+        let warps = partial
+            .chunks(WARP)
+            .map(|warp| tree(warp, neutral, function));
+        let warps: Vec<f32> = warps.collect();
+        tree(&warps, neutral, function)
+    }
+}
+
+/// What up to 32 values are combined to by bits of their numbers, from the highest one on.
+fn tree(values: &[f32], neutral: f32, function: RowBinary) -> f32 {
+    let mut all = [neutral; WARP];
+    all.iter_mut().zip(values).for_each(|(a, b)| *a = *b);
+    let mut half = WARP / 2;
+    while half > 0 {
+        for number in 0..half {
+            all[number] = all[number].binary(function, all[number + half]);
+        }
+        half /= 2;
+    }
+    all[0]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::program::section::function::{Function, RowExpr};
+
+    #[test]
+    fn sums_along_rows_have_one_order() {
+        // A sum in another order gives something else.
+        let values: Vec<f32> = (0..1000).map(|i| 1.0 / (i as f32 + 1.0)).collect();
+        let sum = |threads| {
+            let order = RowOrder { threads };
+            f32::row(RowReduction::Sum, &mut values.iter().copied(), order)
+        };
+        let exact: f64 = values.iter().map(|value| f64::from(*value)).sum();
+        for threads in [1, 32, 96, 1024] {
+            assert!((f64::from(sum(threads)) - exact).abs() < 1e-5, "{threads}");
+        }
+        // Two threads: each has every other unit.
+        let each = |first: usize| {
+            let units = values.chunks(UNIT).skip(first).step_by(2).flatten();
+            units.fold(0.0, |sum: f32, value| sum + value)
+        };
+        assert_eq!(sum(2).to_bits(), (each(0) + each(1)).to_bits());
+    }
+
+    #[test]
+    fn the_largest_element_is_a_number() {
+        let max = |values: &[f32]| {
+            let order = RowOrder { threads: 32 };
+            f32::row(RowReduction::Max, &mut values.iter().copied(), order)
+        };
+        assert_eq!(max(&[1.0, f32::NAN, 3.0]), 3.0);
+        assert_eq!(max(&[f32::NAN]), f32::NEG_INFINITY);
+        assert_eq!(max(&[-0.0, 0.0]).to_bits(), 0);
+    }
+
+    #[test]
+    fn functions_give_rows_and_single_values() {
+        let x = || Box::new(RowExpr::Name("x".to_owned()));
+        let sum = RowExpr::Row(RowReduction::Sum, x());
+        let function = Function {
+            name: "f".to_owned(),
+            parameters: vec!["x".to_owned(), "s".to_owned()],
+            lets: vec![("total".to_owned(), sum)],
+            results: vec![
+                RowExpr::Binary(
+                    RowBinary::Multiply,
+                    x(),
+                    Box::new(RowExpr::Name("s".to_owned())),
+                ),
+                RowExpr::Name("total".to_owned()),
+            ],
+        };
+        let function = RowFunction::resolve::<String>(&function, &|_| Ok(DType::F32)).unwrap();
+        assert_eq!(function.levels(), [0, 0, 1, 0]);
+        let order = RowOrder { threads: 32 };
+        let results = function.apply(&[vec![1.0_f32, 2.0, 3.0], vec![2.0]], 3, order);
+        assert_eq!(results, [vec![2.0, 4.0, 6.0], vec![6.0]]);
+    }
+}

@@ -1,0 +1,210 @@
+//! Steps that apply functions of rows.
+
+use super::{Operand, Resolver};
+use crate::device::ReduceOp;
+use crate::dtype::DType;
+use crate::program::diagnostic::{Diagnostic, DiagnosticKind};
+use crate::program::section::function::{RowArgument, RowStep, computes};
+use crate::program::section::ir::{Application, Argument, Move};
+use crate::program::section::lane::LaneStepKind;
+use crate::program::section::{MAX_OPERANDS, Packing};
+use std::sync::Arc;
+
+impl<'s> Resolver<'s> {
+    /// A step that applies a function to a row.
+    pub(super) fn applied(
+        &mut self,
+        it: &'s Move,
+        application: &'s Application,
+    ) -> Result<(), Diagnostic> {
+        let name = &application.function;
+        let Some(function) = self.instance.functions.get(name).cloned() else {
+            return self.mismatch(format!("unknown function '{name}'"));
+        };
+        if application.arguments.len() != function.arguments {
+            return self.mismatch(format!(
+                "'{name}' is given {} arguments; expected {}",
+                application.arguments.len(),
+                function.arguments
+            ));
+        }
+        if application.results.len() != function.results() {
+            return self.mismatch(format!(
+                "'{name}' gives {} results, which {} lists of targets take; expected one for each, with ';' between",
+                function.results(),
+                application.results.len()
+            ));
+        }
+        let (mut targets, mut results) = (Vec::new(), Vec::new());
+        let mut lists = &it.targets[..];
+        for count in &application.results {
+            let (these, others) = lists.split_at((*count).min(lists.len()));
+            let before = targets.len();
+            self.each(these, |resolver, place| {
+                targets.push(resolver.operand(place)?);
+                Ok(())
+            })?;
+            results.push(targets.len() - before);
+            lists = others;
+        }
+        let (mut sources, mut arguments) = (Vec::new(), Vec::new());
+        let mut lists = &it.sources[..];
+        for argument in &application.arguments {
+            let (count, operator) = match argument {
+                Argument::Number(number) => {
+                    arguments.push(RowArgument::Number(*number));
+                    continue;
+                }
+                Argument::Source => (1, ReduceOp::Sum),
+                Argument::Reduced(count, operator) => (*count, self.operator_of(operator)?),
+            };
+            let (these, others) = lists.split_at(count.min(lists.len()));
+            let before = sources.len();
+            self.each(these, |resolver, source| {
+                sources.push(resolver.source(source)?);
+                Ok(())
+            })?;
+            arguments.push(RowArgument::Sources(sources.len() - before, operator));
+            lists = others;
+        }
+        let mut rows = targets
+            .iter()
+            .chain(&sources)
+            .filter(|operand| !operand.single);
+        let Some(width) = rows.next().map(|row| row.length) else {
+            return self.mismatch(format!(
+                "'{name}' is given no row; expected one among its operands"
+            ));
+        };
+        for (count, what) in [(targets.len(), "targets"), (sources.len(), "sources")] {
+            if count > MAX_OPERANDS {
+                return self.mismatch(format!("{count} {what}; expected at most {MAX_OPERANDS}"));
+            }
+        }
+        for operand in targets.iter().chain(&sources) {
+            self.check_row(operand, width)?;
+        }
+        self.check_packets(&sources)?;
+        self.check_arguments(&arguments, &sources)?;
+        let single = |argument: usize| is_single(argument, &arguments, &sources);
+        let uniform = function.uniform(&single);
+        let mut next = targets.iter();
+        for (count, result) in results.iter().zip(&function.results) {
+            for target in next.by_ref().take(*count) {
+                if target.single && !uniform[*result] {
+                    let message = format!("a single element gets a row of {width}; expected a row");
+                    return self.mismatch(message);
+                }
+            }
+        }
+        let first = sources.first().or(targets.first());
+        let kind = LaneStepKind::Move {
+            operator: None,
+            dtype: first.map_or(DType::F32, |first| first.dtype),
+            rows: Some(Arc::new(RowStep {
+                function,
+                arguments,
+                results,
+                threads: self.instance.threads,
+            })),
+            elements: width,
+            targets: targets.iter().map(|operand| operand.part).collect(),
+            sources: sources.iter().map(|operand| operand.part).collect(),
+        };
+        self.push(kind);
+        Ok(())
+    }
+
+    fn mismatch<T>(&self, message: String) -> Result<T, Diagnostic> {
+        Err(self.wrong(DiagnosticKind::Mismatch, message))
+    }
+
+    /// Refuses an operand that is neither a whole row of `width` elements nor a single value.
+    fn check_row(&self, operand: &Operand, width: usize) -> Result<(), Diagnostic> {
+        let tensor = &self.instance.tensors[operand.part.tensor];
+        let name = &tensor.name;
+        if !computes(operand.dtype) {
+            return self.mismatch(format!(
+                "'{name}' is of {}; a function of rows expects f32, f16, bf16 or floats of 8 bits",
+                operand.dtype
+            ));
+        }
+        let scratch = self.instance.scratch_of(operand.part.tensor);
+        let packing = scratch.map_or(Packing::Plain, |scratch| scratch.packing);
+        if operand.single {
+            if packing.is_packets() {
+                let message =
+                    format!("a single value of '{name}' is a packet; expected plain memory");
+                return self.mismatch(message);
+            }
+            return Ok(());
+        }
+        if packing == Packing::Packets128 {
+            return self.mismatch(format!(
+                "'{name}' has packets128, which threads do not read alone; expected packets16 or packets8"
+            ));
+        }
+        if operand.length != width {
+            return self.mismatch(format!(
+                "rows of {} and {width} elements; expected one width",
+                operand.length
+            ));
+        }
+        // Scratch is a line of elements, in which programs have rows of any length.
+        let whole = tensor.shape.last().copied().unwrap_or(1);
+        if scratch.is_none() && width != whole {
+            return self.mismatch(format!(
+                "{width} elements of '{name}' are taken for a row; expected its last axis, of {whole}: rows are not \
+                 split, since what one lane reduces along a row another does not see"
+            ));
+        }
+        Ok(())
+    }
+
+    /// Refuses arguments that combine rows and single values, or several types.
+    fn check_arguments(
+        &self,
+        arguments: &[RowArgument],
+        sources: &[Operand],
+    ) -> Result<(), Diagnostic> {
+        let mut next = sources.iter();
+        for argument in arguments {
+            let RowArgument::Sources(count, operator) = argument else {
+                continue;
+            };
+            let these: Vec<&Operand> = next.by_ref().take(*count).collect();
+            let Some(first) = these.first() else {
+                let message = "a reduction of nothing; expected at least one source";
+                return self.mismatch(message.to_owned());
+            };
+            let fits = operator.check(first.dtype);
+            fits.map_err(|error| self.wrong(DiagnosticKind::Mismatch, error.message().to_owned()))?;
+            let differs =
+                |other: &&&Operand| (other.dtype, other.single) != (first.dtype, first.single);
+            if let Some(other) = these.iter().find(differs) {
+                return self.mismatch(format!(
+                    "{} elements of {} and {} of {} are combined; expected as many of one type",
+                    first.length, first.dtype, other.length, other.dtype
+                ));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Whether an argument is one value for the whole row.
+fn is_single(argument: usize, arguments: &[RowArgument], sources: &[Operand]) -> bool {
+    let before = arguments
+        .iter()
+        .take(argument)
+        .map(|argument| match argument {
+            RowArgument::Sources(count, _) => *count,
+            RowArgument::Number(_) => 0,
+        });
+    match arguments.get(argument) {
+        Some(RowArgument::Sources(..)) => sources
+            .get(before.sum::<usize>())
+            .is_some_and(|source| source.single),
+        _ => true,
+    }
+}
