@@ -30,6 +30,8 @@ mod experts;
 mod failures;
 #[path = "collectives/fallback.rs"]
 mod fallback;
+#[path = "collectives/fused.rs"]
+mod fused;
 #[path = "collectives/launches.rs"]
 mod launches;
 #[path = "collectives/layer.rs"]

@@ -59,12 +59,17 @@ fn kernels_that_include_the_header_compile_for_every_architecture() {
 
 /// The sections of the example programs and of collectives for a world, as rank 0 launches them.
 fn sections(world: usize) -> Vec<(String, SectionInstance)> {
-    let folders = ["../../examples/programs", "src/collective/programs"];
+    let folders = [
+        "../../examples/programs",
+        "src/collective/programs",
+        "src/collective/fused",
+    ];
     let mut files: Vec<_> = folders
         .iter()
         .map(|folder| Path::new(env!("CARGO_MANIFEST_DIR")).join(folder))
         .flat_map(|folder| std::fs::read_dir(folder).expect("programs"))
         .map(|entry| entry.expect("a program").path())
+        .filter(|path| path.extension().is_some_and(|it| it == "wlp"))
         .collect();
     files.sort();
     let mut all = Vec::new();

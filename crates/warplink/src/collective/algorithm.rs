@@ -215,4 +215,4 @@ programs! {
 
 #[cfg(test)]
 #[path = "algorithm_tests.rs"]
-mod tests;
+pub(super) mod tests;

@@ -17,7 +17,7 @@ use crate::topology::{CUBE_RANKS, is_cube_link};
 /// The ranks at the positions of a hybrid cube mesh, in an order of no pattern.
 const POSITIONS: [Rank; CUBE_RANKS] = [3, 6, 0, 5, 7, 2, 1, 4];
 
-fn machine(world: usize) -> Machine {
+pub(in crate::collective) fn machine(world: usize) -> Machine {
     Machine {
         world,
         kernels: TransferKernels::default(),

@@ -365,7 +365,7 @@ impl Machine {
     }
 
     /// At least `wanted` lanes, as far as `most` and the options allow it.
-    fn lanes(&self, wanted: usize, most: usize) -> usize {
+    pub(super) fn lanes(&self, wanted: usize, most: usize) -> usize {
         let most = most.min(self.most_lanes);
         let (wanted, most) = match self.forced_lanes {
             Some(forced) => (forced, forced.min(self.most_lanes)),
@@ -382,7 +382,7 @@ impl Machine {
     }
 
     /// At least `wanted` threads of a lane, as far as options allow it.
-    fn threads(&self, wanted: usize) -> usize {
+    pub(super) fn threads(&self, wanted: usize) -> usize {
         let wanted = self.forced_threads.unwrap_or(wanted);
         let mut all = THREADS.into_iter();
         all.find(|threads| *threads >= wanted)
@@ -433,7 +433,7 @@ fn packed(positions: &[Rank; CUBE_RANKS]) -> (i64, i64) {
 }
 
 /// Elements of a part, as programs cut tensors.
-fn part(elements: usize, parts: usize) -> usize {
+pub(super) fn part(elements: usize, parts: usize) -> usize {
     let unit = PART_UNIT as usize;
     elements.div_ceil(unit * parts).saturating_mul(unit)
 }

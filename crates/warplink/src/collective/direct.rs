@@ -4,6 +4,7 @@ use super::MAX_LAUNCH_BYTES;
 use super::algorithm::Algorithm;
 use super::call::{Call, CollectiveKind};
 use super::choice::Machine;
+use super::fused::FusedLaunches;
 use super::launches::{Launches, Overlap, Shape};
 use crate::device::{DeviceSlice, Readying, ReduceOp, Stream};
 use crate::dtype::DType;
@@ -24,6 +25,7 @@ pub(super) struct Direct {
     rank: Rank,
     pub(super) workspace: SharedWorkspace,
     launches: Launches,
+    pub(super) fused: FusedLaunches,
     /// The most bytes of a tensor of a launch.
     pub(super) launch_bytes: usize,
     /// Where ranks announce, in the area of packets.
@@ -73,6 +75,7 @@ impl Direct {
                 positions.is_none_or(|positions| topology::is_cube_link(positions, rank, peer))
             })?,
             launches: Launches::default(),
+            fused: FusedLaunches::new(rank),
             launch_bytes: launch_bytes.clamp(MIN_LAUNCH_BYTES, MAX_LAUNCH_BYTES),
             announcements,
         })

@@ -38,6 +38,7 @@ mod engine;
 mod enqueue;
 mod estimate;
 mod experts;
+mod fused;
 mod join;
 mod launches;
 mod messages;
@@ -52,6 +53,7 @@ pub use bound::BoundCall;
 pub use call::{Call, CollectiveKind};
 pub use choice::Choice;
 pub use experts::{Dispatched, ExpertOptions, Experts};
+pub use fused::{Epilogue, Fused, FusedMemory, Quantization};
 pub use messages::{MAX_MESSAGES, Message, Parts};
 
 use crate::device::Turns;

@@ -95,8 +95,8 @@ impl Writer<'_> {
 
     fn piece(&mut self) {
         self.pieces += 1;
-        match self.random.below(14) {
-            12 | 13 => self.rows(),
+        match self.random.below(13) {
+            12 => self.rows(),
             0 | 1 => self.one_shot(),
             2 => self.two_shots(),
             3 => self.gather_by_stores(),
