@@ -120,6 +120,7 @@ struct RowMax {
 };
 
 // ---- functions of values
+__device__ __forceinline__ float row_product(float a, float b) { return detail::times(a, b); }
 __device__ __forceinline__ float row_divide(float a, float b) { return __fdiv_rn(a, b); }
 __device__ __forceinline__ float row_minus(float a, float b) { return __fsub_rn(a, b); }
 __device__ __forceinline__ float row_sqrt(float a) { return __fsqrt_rn(a); }

@@ -155,7 +155,7 @@ impl<'f> Passes<'f> {
                 let name = match function {
                     RowBinary::Add => "detail::plus",
                     RowBinary::Subtract => "row_minus",
-                    RowBinary::Multiply => "detail::times",
+                    RowBinary::Multiply => "row_product",
                     RowBinary::Divide => "row_divide",
                     RowBinary::Min => "row_min",
                     RowBinary::Max => "row_max",
