@@ -36,7 +36,7 @@ impl Program {
     pub fn expects(&self) -> bool {
         fn any(body: &[Statement]) -> bool {
             body.iter().any(|statement| match &statement.kind {
-                StatementKind::Expect(_) => true,
+                StatementKind::Expect(_) | StatementKind::ExpectRows(_) => true,
                 StatementKind::For(repetition) => any(&repetition.body),
                 StatementKind::Fork { body, .. } => any(body),
                 StatementKind::If(branch) => {
