@@ -1,7 +1,8 @@
 //! What is told of calls that do not end, and of calls that differ.
 
+use super::fused::describe;
 use super::witness::{Answered, PATIENCE, Witness};
-use super::{Call, Collectives, Inner};
+use super::{Collectives, Inner};
 use crate::deadline::Deadline;
 use crate::device::{InUse, Priority};
 use crate::error::{Error, ErrorKind, Result};
@@ -80,7 +81,7 @@ impl Known {
                 Announced::Other(words) => (
                     format!(
                         "in a collective, the peer calls {}; expected what this rank calls, whose last call is {last}",
-                        Call::describe(&words)
+                        describe(&words)
                     ),
                     "make the same calls in the same order on every rank",
                 ),

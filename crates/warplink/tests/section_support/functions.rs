@@ -2,7 +2,7 @@
 //!
 //! They give whole numbers of whole numbers, so that no order of sums matters.
 
-/// What a function gives, for each of its results, of the values of all sources.
+/// What a function gives, for each of its results, of its arguments.
 pub(super) type Function = fn(&[Vec<f64>]) -> Vec<Vec<f64>>;
 
 /// The functions' text.
@@ -20,13 +20,12 @@ pub(super) fn of(name: &str) -> Function {
     }
 }
 
-/// The last two sources are a row and a single value; those before are added up.
-fn shifted(sources: &[Vec<f64>]) -> Vec<Vec<f64>> {
-    let [terms @ .., r, s] = sources else {
-        panic!("shifted takes a sum, a row and a value");
+/// A row, another, and a single value.
+fn shifted(arguments: &[Vec<f64>]) -> Vec<Vec<f64>> {
+    let [x, r, s] = arguments else {
+        panic!("shifted takes two rows and a value");
     };
-    let at = |element: usize| terms.iter().map(|term| term[element]).sum::<f64>() - r[element];
-    let h: Vec<f64> = (0..r.len()).map(at).collect();
+    let h: Vec<f64> = x.iter().zip(r).map(|(x, r)| x - r).collect();
     let most = h
         .iter()
         .fold(f64::NEG_INFINITY, |most, value| most.max(value.abs()));
@@ -34,9 +33,10 @@ fn shifted(sources: &[Vec<f64>]) -> Vec<Vec<f64>> {
     vec![rows, vec![h.iter().filter(|value| **value > 0.0).sum()]]
 }
 
-fn joined(sources: &[Vec<f64>]) -> Vec<Vec<f64>> {
-    let at = |element: usize| sources.iter().map(|term| term[element]).sum();
-    let x: Vec<f64> = (0..sources[0].len()).map(at).collect();
+fn joined(arguments: &[Vec<f64>]) -> Vec<Vec<f64>> {
+    let [x] = arguments else {
+        panic!("joined takes a row");
+    };
     let sum: f64 = x.iter().sum();
     vec![x.iter().map(|value| value + sum).collect()]
 }

@@ -16,6 +16,7 @@ use super::stage::{Act, Movement, Operand, Stage};
 use crate::program_support::interpreter::{Pick, Random, mix};
 use rustc_hash::{FxHashMap, FxHashSet};
 use std::collections::BTreeSet;
+use warplink::DType;
 use warplink::device::ReduceOp;
 
 pub(crate) use super::memory::Fault;
@@ -455,14 +456,28 @@ impl Play<'_> {
             }
         }
         let mut results = Vec::new();
-        if let Some(function) = it.function {
-            let mut rows = Vec::with_capacity(it.sources.len());
-            for (number, source) in it.sources.iter().enumerate() {
-                let row =
-                    of(source).map(|element| self.loaded(id, (unit, number), source, element));
-                rows.push(row.collect::<Vec<f64>>());
+        if let Some(call) = &it.function {
+            let mut sources = it.sources.iter().enumerate();
+            let mut arguments = Vec::with_capacity(call.arguments.len());
+            for (count, operator) in &call.arguments {
+                let rows = sources.by_ref().take(*count).map(|(number, source)| {
+                    let row =
+                        of(source).map(|element| self.loaded(id, (unit, number), source, element));
+                    row.collect::<Vec<f64>>()
+                });
+                let join = |all: Vec<f64>, row: Vec<f64>| {
+                    let both = all.into_iter().zip(row);
+                    both.map(|(a, b)| joined(Some(*operator), DType::F32, a, b))
+                        .collect()
+                };
+                arguments.push(rows.reduce(join).unwrap_or_default());
             }
-            results = function(&rows);
+            let given = (call.function)(&arguments);
+            results = call
+                .results
+                .iter()
+                .map(|result| given[*result].clone())
+                .collect();
         }
         let mut values = Vec::new();
         for element in elements.clone().filter(|_| it.function.is_none()) {
@@ -563,14 +578,18 @@ impl Agent {
 /// Sums of 16-bit floats are in single precision and rounded at the end, others as they come.
 fn combined(it: &Movement, values: &[f64]) -> f64 {
     let between = match it.dtype {
-        warplink::DType::BF16 | warplink::DType::F16 => warplink::DType::F32,
+        DType::BF16 | DType::F16 => DType::F32,
         other => other,
     };
-    let join = |a: f64, b: f64| match it.operator {
-        Some(ReduceOp::Max) => a.max(b),
-        Some(ReduceOp::Min) => a.min(b),
-        _ => rounded(between, a + b),
-    };
+    let join = |a: f64, b: f64| joined(it.operator, between, a, b);
     let all = values.iter().copied().reduce(join);
     rounded(it.dtype, all.unwrap_or(f64::NAN))
+}
+
+fn joined(operator: Option<ReduceOp>, dtype: DType, a: f64, b: f64) -> f64 {
+    match operator {
+        Some(ReduceOp::Max) => a.max(b),
+        Some(ReduceOp::Min) => a.min(b),
+        _ => rounded(dtype, a + b),
+    }
 }

@@ -4,7 +4,9 @@ use super::functions::{self, Function};
 use std::collections::{HashMap, HashSet};
 use warplink::DType;
 use warplink::device::ReduceOp;
-use warplink::program::section::{LaneStep, LaneStepKind, Part, SectionInstance, SectionMemory};
+use warplink::program::section::{
+    LaneStep, LaneStepKind, Part, RowArgument, SectionInstance, SectionMemory,
+};
 use warplink::program::{Diagnostic, OperationKind, RankProgram, Site};
 
 /// What is played: for each launch and rank, the steps of its lanes.
@@ -30,14 +32,22 @@ pub(super) struct Movement {
     pub(super) operator: Option<ReduceOp>,
     pub(super) dtype: DType,
     pub(super) elements: usize,
-    /// What a function of rows gives of its arguments.
-    pub(super) function: Option<Function>,
+    /// A function of rows, how many of the sources are combined to each of its arguments, and which result each target gets.
+    pub(super) function: Option<Rows>,
     /// How many elements are moved at a time: whole packets of all operands, or a row.
     pub(super) unit: usize,
     pub(super) targets: Vec<Operand>,
     pub(super) sources: Vec<Operand>,
     /// What is stored where there is no source, and else what is expected of it; none where a value is moved.
     pub(super) words: Vec<f64>,
+}
+
+/// A call of a function of rows.
+#[derive(Clone, Debug)]
+pub(super) struct Rows {
+    pub(super) function: Function,
+    pub(super) arguments: Vec<(usize, ReduceOp)>,
+    pub(super) results: Vec<usize>,
 }
 
 /// Where an operand starts.
@@ -223,7 +233,14 @@ fn act(kind: &LaneStepKind, ranks: &[RankProgram], sections: &[&SectionInstance]
                 operator: *operator,
                 dtype: *dtype,
                 elements: *elements,
-                function: rows.as_ref().map(|it| functions::of(&it.function.name)),
+                function: rows.as_ref().map(|it| Rows {
+                    function: functions::of(&it.function.name),
+                    arguments: it.arguments.iter().map(combined).collect(),
+                    results: (0..)
+                        .zip(&it.results)
+                        .flat_map(|(result, count)| vec![result; *count])
+                        .collect(),
+                }),
                 unit: match rows {
                     Some(_) => (*elements).max(1),
                     None => packets.fold(1, least_common_multiple),
@@ -233,6 +250,13 @@ fn act(kind: &LaneStepKind, ranks: &[RankProgram], sections: &[&SectionInstance]
                 words: Vec::new(),
             })
         }
+    }
+}
+
+fn combined(argument: &RowArgument) -> (usize, ReduceOp) {
+    match argument {
+        RowArgument::Sources(count, operator) => (*count, *operator),
+        RowArgument::Number(_) => panic!("samples give functions no numbers"),
     }
 }
 

@@ -8,6 +8,7 @@ mod launch;
 mod program;
 
 pub(super) use launch::FusedLaunches;
+pub(super) use program::describe;
 
 use super::Collectives;
 use super::call::{Call, CollectiveKind};

@@ -97,7 +97,8 @@ impl Fused {
 /// In the place of a collective's kind.
 const FUSED: u32 = 0xf;
 
-fn describe(words: &[u32]) -> String {
+/// What a rank calls, from what it announces: a fused call or any other.
+pub(in crate::collective) fn describe(words: &[u32]) -> String {
     let [what, tokens, width, eps] = [0, 1, 2, 3].map(|at| words.get(at).copied().unwrap_or(0));
     if what & 0xf != FUSED {
         return crate::collective::Call::describe(words);
