@@ -148,7 +148,7 @@ impl RowBinary {
 /// Reductions along a row.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RowReduction {
-    /// The sum, in the order of [`RowOrder`].
+    /// The sum, in the order of a lane.
     Sum,
     /// The largest element that is a number.
     Max,
