@@ -73,6 +73,11 @@ tsan *args='--lib --test device_contract --test transfers':
 device:
     scripts/device-build.sh
 
+# The library that stands in for NCCL, to a prefix: `just install-nccl "$HOME/.local"`
+install-nccl prefix='/usr/local':
+    cargo build --release -p warplink-nccl
+    scripts/install-nccl.sh '{{ prefix }}'
+
 # libwarplink, its headers and its pkg-config file, to a prefix: `just install-c "$HOME/.local"`
 install-c prefix='/usr/local':
     cargo build --release -p warplink-c

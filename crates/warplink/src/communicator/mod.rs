@@ -501,6 +501,26 @@ impl Communicator {
         self.barrier()
     }
 
+    /// Fails with what ended the communicator, or the device's work, if something did. Asks nobody and does not block.
+    ///
+    /// # Errors
+    /// That error; as [`synchronize`](Self::synchronize).
+    pub fn check(&self) -> Result<()> {
+        self.job.device.fault().check()?;
+        self.fault.check()
+    }
+
+    /// Ends the communicator on all of its ranks, for `reason`, and stays in the job: waits for its signals end, its
+    /// streams and later calls fail, and what hosts do together ([`all_gather_bytes`](Self::all_gather_bytes),
+    /// [`subgroup`](Self::subgroup), [`close`](Self::close)) goes on. Does not block.
+    pub fn fail(&self, reason: &str) {
+        let error = Error::new(
+            ErrorKind::PeerFailed,
+            format!("a rank ended the communicator: {reason}"),
+        );
+        self.fault.fail(error.with_rank(self.rank()));
+    }
+
     /// Leaves the job as a failure: every wait of the peers that depends on this rank ends with an error
     /// that names it and `reason`, and so do the waits in this rank's own streams. Later calls fail.
     /// Blocks for about two seconds at most; does nothing after [`close`](Self::close) or an earlier

@@ -1,0 +1,266 @@
+//! Types as C passes them. Enumerations are integers here, since a caller may pass any.
+
+use crate::status::{Failure, Outcome};
+use std::ffi::{c_char, c_int, c_uint, c_void};
+use warplink::DType;
+
+/// `ncclComm_t`.
+pub(crate) type Handle = *mut c_void;
+
+/// `cudaStream_t`.
+pub(crate) type RawStream = *mut c_void;
+
+/// `ncclWindow_t`.
+pub(crate) type Window = *mut c_void;
+
+/// The number that initialized structures have in their second member.
+const MAGIC: c_uint = 0xcafe_beef;
+
+/// A member of a configuration that the caller has left alone.
+const UNDEFINED: c_int = c_int::MIN;
+
+/// `ncclUniqueId`, which is passed by value.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub(crate) struct UniqueId {
+    pub(crate) bytes: [u8; 128],
+}
+
+/// `ncclTeam_t`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub(crate) struct Team {
+    pub(crate) ranks: c_int,
+    pub(crate) rank: c_int,
+    pub(crate) stride: c_int,
+}
+
+/// `ncclWaitSignalDesc_t`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub(crate) struct WaitSignal {
+    operations: c_int,
+    peer: c_int,
+    signal: c_int,
+    context: c_int,
+}
+
+/// The members that `ncclConfig_t` has begun with since 2.17. What follows is for NCCL's own transports.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub(crate) struct Config {
+    size: usize,
+    magic: c_uint,
+    version: c_uint,
+    blocking: c_int,
+    cluster_size: c_int,
+    least_blocks: c_int,
+    most_blocks: c_int,
+    network: *const c_char,
+    split_share: c_int,
+}
+
+/// What begins `ncclCommProperties_t`, `ncclSimInfo_t` and others.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub(crate) struct Header {
+    pub(crate) size: usize,
+    pub(crate) magic: c_uint,
+    pub(crate) version: c_uint,
+}
+
+/// `ncclCommProperties_t`, in its first form.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub(crate) struct Properties {
+    pub(crate) header: Header,
+    pub(crate) rank: c_int,
+    pub(crate) ranks: c_int,
+    pub(crate) device: c_int,
+    pub(crate) nvml_device: c_int,
+    pub(crate) device_api: bool,
+    pub(crate) multimem: bool,
+    pub(crate) gin_type: c_int,
+}
+
+/// `ncclSimInfo_t`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub(crate) struct Simulation {
+    pub(crate) header: Header,
+    pub(crate) estimated_seconds: f32,
+}
+
+/// What a caller wants of a communicator, as far as it matters here.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Wishes {
+    /// Whether calls may block; `None` where nothing is said.
+    pub(crate) blocking: Option<bool>,
+    /// The most multiprocessors of a call.
+    pub(crate) multiprocessors: Option<u32>,
+}
+
+impl Header {
+    /// Fails where the structure was not initialized.
+    pub(crate) fn check(&self, name: &str) -> Outcome {
+        if self.magic == MAGIC {
+            return Ok(());
+        }
+        Err(Failure::argument(
+            format!("{name} was not initialized"),
+            "initialize it with the macro of nccl.h",
+        ))
+    }
+}
+
+impl Wishes {
+    /// Those of a configuration, of any version; null is one that wishes nothing.
+    ///
+    /// # Safety
+    /// `config` must be null or point to a configuration of as many bytes as it says.
+    pub(crate) unsafe fn read(config: *const Config) -> Outcome<Self> {
+        if config.is_null() {
+            return Ok(Self::default());
+        }
+        // SAFETY: the caller passes a configuration, whose first members every version has.
+        let header = unsafe { config.cast::<Header>().read_unaligned() };
+        header.check("the configuration")?;
+        if header.size < size_of::<Config>() {
+            return Ok(Self::default());
+        }
+        // SAFETY: it has as many bytes.
+        let given = unsafe { config.read_unaligned() };
+        let blocking = match given.blocking {
+            UNDEFINED => None,
+            0 => Some(false),
+            1 => Some(true),
+            other => {
+                return Err(Failure::argument(
+                    format!("blocking is {other}; expected 0 or 1"),
+                    "set it to 0 or 1, or leave it alone",
+                ));
+            }
+        };
+        let most = given.most_blocks;
+        if most != UNDEFINED && (most <= 0 || most < given.least_blocks) {
+            return Err(Failure::argument(
+                format!("maxCTAs is {most}; expected at least 1 and no less than minCTAs"),
+                "set a number of blocks, or leave it alone",
+            ));
+        }
+        Ok(Self {
+            blocking,
+            // One block moves data, and one meets the other ranks.
+            multiprocessors: u32::try_from(most).ok().map(|most| most.max(2)),
+        })
+    }
+}
+
+/// The element type that an `ncclDataType_t` stands for.
+pub(crate) fn element_type(value: c_int) -> Outcome<DType> {
+    const TYPES: [DType; 12] = [
+        DType::I8,
+        DType::U8,
+        DType::I32,
+        DType::U32,
+        DType::I64,
+        DType::U64,
+        DType::F16,
+        DType::F32,
+        DType::F64,
+        DType::BF16,
+        DType::F8E4M3,
+        DType::F8E5M2,
+    ];
+    let known = usize::try_from(value).ok().and_then(|at| TYPES.get(at));
+    known.copied().ok_or_else(|| {
+        Failure::argument(
+            format!("unknown type {value}; expected an ncclDataType_t"),
+            "use a value of ncclDataType_t",
+        )
+    })
+}
+
+/// Fails for a null `pointer`, the caller's `name`.
+pub(crate) fn check<T>(pointer: *const T, name: &str) -> Outcome {
+    if !pointer.is_null() {
+        return Ok(());
+    }
+    Err(Failure::argument(
+        format!("{name} is null"),
+        format!("pass an address for {name}"),
+    ))
+}
+
+/// Writes what a call gives to the caller's `place`, which is called `name`.
+///
+/// # Safety
+/// `place` must be null or point to room for one `T`.
+pub(crate) unsafe fn store<T>(place: *mut T, name: &str, value: T) -> Outcome {
+    check(place, name)?;
+    // SAFETY: it is not null, and the caller vouches for the room.
+    unsafe { place.write_unaligned(value) };
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn config(blocking: c_int, most_blocks: c_int) -> Config {
+        Config {
+            size: size_of::<Config>(),
+            magic: MAGIC,
+            version: 21800,
+            blocking,
+            cluster_size: UNDEFINED,
+            least_blocks: UNDEFINED,
+            most_blocks,
+            network: std::ptr::null(),
+            split_share: UNDEFINED,
+        }
+    }
+
+    #[test]
+    fn wishes_are_those_of_the_configuration() {
+        let wishes = |config: &Config| {
+            // SAFETY: it is a configuration of as many bytes as it says, or says that it is shorter.
+            unsafe { Wishes::read(config) }
+        };
+        for (blocking, most, expected) in [
+            (UNDEFINED, UNDEFINED, (None, None)),
+            (0, 1, (Some(false), Some(2))),
+            (1, 32, (Some(true), Some(32))),
+        ] {
+            let read = wishes(&config(blocking, most)).unwrap();
+            assert_eq!((read.blocking, read.multiprocessors), expected);
+        }
+        for wrong in [config(2, UNDEFINED), config(1, 0), config(1, -4)] {
+            assert!(wishes(&wrong).is_err());
+        }
+        let other = Config {
+            magic: 7,
+            ..config(1, 1)
+        };
+        assert!(wishes(&other).is_err());
+        let short = Config {
+            size: 16,
+            ..config(7, 0)
+        };
+        assert_eq!(wishes(&short).unwrap(), Wishes::default());
+        // SAFETY: null is allowed.
+        let none = unsafe { Wishes::read(std::ptr::null()) }.unwrap();
+        assert_eq!(none, Wishes::default());
+    }
+
+    #[test]
+    fn structures_are_laid_out_as_c_lays_them_out() {
+        assert_eq!(std::mem::offset_of!(Config, blocking), 16);
+        assert_eq!(std::mem::offset_of!(Config, most_blocks), 28);
+        assert_eq!(std::mem::offset_of!(Config, split_share), 40);
+        assert_eq!(std::mem::offset_of!(Properties, device_api), 32);
+        assert_eq!(std::mem::offset_of!(Properties, gin_type), 36);
+        assert_eq!(std::mem::offset_of!(Simulation, estimated_seconds), 16);
+        assert_eq!((size_of::<UniqueId>(), size_of::<Team>()), (128, 12));
+    }
+}

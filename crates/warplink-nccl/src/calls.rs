@@ -1,0 +1,550 @@
+//! Collectives, sends and receives, from the caller's pointers to what is enqueued.
+
+use crate::abi::{Handle, RawStream, element_type};
+use crate::communicator::{Comm, Joined, RealHandle, Served, find};
+use crate::operators::Operator;
+use crate::status::{Failure, Outcome};
+use crate::table::real;
+use crate::{group, report, streams};
+use std::ffi::{c_int, c_void};
+use std::sync::Arc;
+use std::time::Instant;
+use warplink::DType;
+use warplink::collective::{self, CollectiveKind, MAX_MESSAGES, Message};
+use warplink::device::{DeviceSlice, Stream};
+use warplink::p2p::Direction;
+
+/// Memory and streams are kept as numbers, so that calls can wait for the end of a group.
+#[derive(Clone, Debug)]
+pub(crate) enum Call {
+    Collective(Collective),
+    Message(Sent),
+}
+
+#[derive(Clone, Debug)]
+pub(crate) struct Collective {
+    name: &'static str,
+    kind: CollectiveKind,
+    datatype: c_int,
+    dtype: DType,
+    op: Option<Operator>,
+    count: usize,
+    root: Option<usize>,
+    input: u64,
+    output: u64,
+    stream: u64,
+}
+
+/// A send or a receive.
+#[derive(Clone, Debug)]
+pub(crate) struct Sent {
+    direction: Direction,
+    peer: usize,
+    memory: u64,
+    datatype: c_int,
+    dtype: DType,
+    count: usize,
+    stream: u64,
+}
+
+/// What a caller passes of a collective.
+struct Arguments {
+    input: *const c_void,
+    output: *mut c_void,
+    count: usize,
+    datatype: c_int,
+    op: Option<c_int>,
+    root: Option<c_int>,
+    comm: Handle,
+    stream: RawStream,
+}
+
+/// Makes a collective, or notes that the group has failed.
+fn collective(name: &'static str, kind: CollectiveKind, given: &Arguments) -> Outcome {
+    let made = || {
+        let comm = find(given.comm)?;
+        comm.usable()?;
+        let dtype = element_type(given.datatype)?;
+        let root = given.root.map(|root| comm.rank_of(root, "root"));
+        let root = root.transpose()?;
+        let op = given.op.map(|op| Operator::find(&comm, op, dtype));
+        let call = Collective {
+            name,
+            kind,
+            datatype: given.datatype,
+            dtype,
+            op: op.transpose()?,
+            count: given.count,
+            root,
+            input: given.input as u64,
+            output: given.output as u64,
+            stream: given.stream as u64,
+        };
+        let bytes = given.count.checked_mul(dtype.size());
+        let bytes = bytes.and_then(|bytes| bytes.checked_mul(comm.ranks()));
+        if bytes.is_none_or(|bytes| bytes > isize::MAX as usize) {
+            return Err(Failure::argument(
+                format!("{} elements are more than memory can hold", given.count),
+                "pass a smaller count",
+            ));
+        }
+        // All ranks pass the same count, so none waits for one that makes the call.
+        if given.count == 0 {
+            return Ok(());
+        }
+        call.check_memory(comm.rank())?;
+        group::submit(comm, Call::Collective(call))
+    };
+    made().inspect_err(group::note)
+}
+
+macro_rules! collectives {
+    ($($function:ident $name:literal $kind:ident ($($op:ident)?; $($root:ident)?);)*) => {$(
+        /// # Safety
+        /// The memory must be the device's, and stay allocated until the stream is done.
+        #[allow(clippy::too_many_arguments, reason = "they are NCCL's")]
+        pub(crate) unsafe fn $function(
+            input: *const c_void,
+            output: *mut c_void,
+            count: usize,
+            datatype: c_int,
+            $($op: c_int,)?
+            $($root: c_int,)?
+            comm: Handle,
+            stream: RawStream,
+        ) -> Outcome {
+            let given = Arguments {
+                input,
+                output,
+                count,
+                datatype,
+                op: collectives!(@given $($op)?),
+                root: collectives!(@given $($root)?),
+                comm,
+                stream,
+            };
+            collective($name, CollectiveKind::$kind, &given)
+        }
+    )*};
+    (@given $name:ident) => { Some($name) };
+    (@given) => { None };
+}
+
+collectives! {
+    all_reduce "AllReduce" AllReduce (op;);
+    reduce_scatter "ReduceScatter" ReduceScatter (op;);
+    reduce "Reduce" Reduce (op; root);
+    broadcast "Broadcast" Broadcast (; root);
+    gather "Gather" Gather (; root);
+    scatter "Scatter" Scatter (; root);
+    all_gather "AllGather" AllGather (;);
+    all_to_all "AlltoAll" AllToAll (;);
+}
+
+/// # Safety
+/// As [`broadcast`].
+pub(crate) unsafe fn bcast(
+    memory: *mut c_void,
+    count: usize,
+    datatype: c_int,
+    root: c_int,
+    comm: Handle,
+    stream: RawStream,
+) -> Outcome {
+    // SAFETY: the caller's pointers are passed on.
+    unsafe { broadcast(memory, memory, count, datatype, root, comm, stream) }
+}
+
+/// # Safety
+/// As [`broadcast`].
+pub(crate) unsafe fn send(
+    memory: *const c_void,
+    count: usize,
+    datatype: c_int,
+    peer: c_int,
+    comm: Handle,
+    stream: RawStream,
+) -> Outcome {
+    message(
+        Direction::Send,
+        (memory as u64, count, datatype),
+        peer,
+        comm,
+        stream,
+    )
+}
+
+/// # Safety
+/// As [`broadcast`].
+pub(crate) unsafe fn receive(
+    memory: *mut c_void,
+    count: usize,
+    datatype: c_int,
+    peer: c_int,
+    comm: Handle,
+    stream: RawStream,
+) -> Outcome {
+    message(
+        Direction::Receive,
+        (memory as u64, count, datatype),
+        peer,
+        comm,
+        stream,
+    )
+}
+
+fn message(
+    direction: Direction,
+    (memory, count, datatype): (u64, usize, c_int),
+    peer: c_int,
+    comm: Handle,
+    stream: RawStream,
+) -> Outcome {
+    let made = || {
+        let comm = find(comm)?;
+        comm.usable()?;
+        let peer = comm.rank_of(peer, "peer")?;
+        let dtype = element_type(datatype)?;
+        let bytes = count.checked_mul(dtype.size());
+        if bytes.is_none_or(|bytes| bytes > isize::MAX as usize) {
+            return Err(Failure::argument(
+                format!("{count} elements are more than memory can hold"),
+                "pass a smaller count",
+            ));
+        }
+        if count > 0 && memory == 0 {
+            return Err(null("the memory"));
+        }
+        let call = Sent {
+            direction,
+            peer,
+            memory,
+            datatype,
+            dtype,
+            count,
+            stream: stream as u64,
+        };
+        group::submit(comm, Call::Message(call))
+    };
+    made().inspect_err(group::note)
+}
+
+fn null(name: &str) -> Failure {
+    Failure::argument(
+        format!("{name} is null"),
+        format!("pass an address for {name}"),
+    )
+}
+
+/// Enqueues the calls of a group. Does not wait for other ranks, but for kernels that are compiled.
+pub(crate) fn make(all: &[(Arc<Comm>, Call)]) -> Outcome {
+    let mut comms: Vec<&Arc<Comm>> = Vec::new();
+    for (comm, _) in all {
+        if !comms.iter().any(|known| Arc::ptr_eq(known, comm)) {
+            comms.push(comm);
+        }
+    }
+    let mut joined = Vec::with_capacity(comms.len());
+    for comm in comms {
+        let calls: Vec<&Call> = all
+            .iter()
+            .filter(|(other, _)| Arc::ptr_eq(other, comm))
+            .map(|(_, call)| call)
+            .collect();
+        joined.push((comm.usable()?, comm.rank(), calls));
+    }
+    if joined.len() > 1 {
+        // Kernels of one device may wait for those of another, so all are loaded before.
+        for (joined, _, calls) in &joined {
+            prepare(joined, calls)?;
+        }
+    }
+    let by_real = |joined: &Joined| joined.served().is_none();
+    let any_real = joined.iter().any(|(joined, ..)| by_real(joined));
+    if any_real {
+        // SAFETY: the function has no arguments.
+        let code = unsafe { real::GroupStart() }?;
+        Failure::check_real(code, "ncclGroupStart")?;
+    }
+    let mut first = Ok(());
+    for (joined, rank, calls) in &joined {
+        let made = match joined.served() {
+            Some(served) => by_warplink(joined, served, *rank, calls),
+            None => by_real_library(joined, calls),
+        };
+        if first.is_ok() {
+            first = made;
+        }
+    }
+    if any_real {
+        // SAFETY: the function has no arguments.
+        let code = unsafe { real::GroupEnd() }?;
+        first = first.and(Failure::check_real(code, "ncclGroupEnd"));
+    }
+    first
+}
+
+/// Has kernels of calls compiled and loaded.
+fn prepare(joined: &Joined, calls: &[&Call]) -> Outcome {
+    let Some(served) = joined.served() else {
+        return Ok(());
+    };
+    for call in calls {
+        if let Call::Collective(call) = call {
+            served.collectives.prepare(&call.call())?;
+        }
+    }
+    Ok(())
+}
+
+fn by_warplink(joined: &Joined, served: &Served, rank: usize, calls: &[&Call]) -> Outcome {
+    let stream = |raw: u64| served.streams.find(joined.device(), raw as RawStream);
+    for call in calls {
+        let Call::Collective(call) = call else {
+            continue;
+        };
+        let started = Instant::now();
+        call.enqueue(joined, served, rank, &stream(call.stream)?)?;
+        report::note("warplink", call.name, call.bytes(), started);
+    }
+    let messages: Vec<&Sent> = calls
+        .iter()
+        .filter_map(|call| match call {
+            Call::Message(sent) => Some(sent),
+            Call::Collective(_) => None,
+        })
+        .collect();
+    if !messages.is_empty() {
+        let mut used: Vec<Stream> = Vec::new();
+        for message in &messages {
+            let stream = stream(message.stream)?;
+            if !used.iter().any(|known| known.raw() == stream.raw()) {
+                used.push(stream);
+            }
+        }
+        let started = Instant::now();
+        streams::together(joined, &used, |stream| {
+            exchange(joined, served, &messages, stream)
+        })?;
+        for message in &messages {
+            report::note("warplink", message.name(), message.bytes(), started);
+        }
+    }
+    served.watch.made();
+    Ok(())
+}
+
+/// Enqueues sends and receives. Where one launch does not do so many, the n-th ones to and from all ranks go together,
+/// so that both ends of each are in the launch of the same number.
+fn exchange(joined: &Joined, served: &Served, messages: &[&Sent], stream: &Stream) -> Outcome {
+    let ranks = joined.communicator.world();
+    let mut counts = vec![0; 2 * ranks];
+    let mut numbered = Vec::with_capacity(messages.len());
+    for message in messages {
+        let memory = joined.memory(served, message.memory, message.bytes())?;
+        let receives = usize::from(message.direction == Direction::Receive);
+        let count: &mut usize = &mut counts[2 * message.peer + receives];
+        numbered.push((*count, *message, memory));
+        *count += 1;
+    }
+    let rounds = (MAX_MESSAGES / (2 * ranks)).max(1);
+    let all = counts.iter().max().copied().unwrap_or(0);
+    for first in (0..all).step_by(rounds) {
+        let some: Vec<Message<'_>> = numbered
+            .iter()
+            .filter(|(number, ..)| (first..first + rounds).contains(number))
+            .map(|(_, message, memory)| Message {
+                peer: message.peer,
+                direction: message.direction,
+                memory,
+            })
+            .collect();
+        served.collectives.send_receive(&some, stream)?;
+    }
+    Ok(())
+}
+
+fn by_real_library(joined: &Joined, calls: &[&Call]) -> Outcome {
+    let RealHandle(comm) = joined.real()?;
+    for call in calls {
+        let started = Instant::now();
+        // SAFETY: the arguments are the caller's, with the real library's communicator in place of ours.
+        let code = unsafe { call.by_real_library(comm) }?;
+        Failure::check_real(code, call.name())?;
+        report::note("nccl", call.name(), call.bytes(), started);
+    }
+    Ok(())
+}
+
+impl Call {
+    fn name(&self) -> &'static str {
+        match self {
+            Self::Collective(call) => call.name,
+            Self::Message(message) => message.name(),
+        }
+    }
+
+    fn bytes(&self) -> usize {
+        match self {
+            Self::Collective(call) => call.bytes(),
+            Self::Message(message) => message.bytes(),
+        }
+    }
+
+    /// # Safety
+    /// `comm` must be the real library's communicator that stands for the caller's.
+    unsafe fn by_real_library(&self, comm: Handle) -> Outcome<c_int> {
+        let call = match self {
+            Self::Message(sent) => {
+                let (memory, stream) = (sent.memory as *mut c_void, sent.stream as RawStream);
+                let (count, datatype, peer) = (sent.count, sent.datatype, sent.peer as c_int);
+                // SAFETY: the arguments are the caller's.
+                return unsafe {
+                    match sent.direction {
+                        Direction::Send => real::Send(memory, count, datatype, peer, comm, stream),
+                        Direction::Receive => {
+                            real::Recv(memory, count, datatype, peer, comm, stream)
+                        }
+                    }
+                };
+            }
+            Self::Collective(call) => call,
+        };
+        let (input, output) = (call.input as *const c_void, call.output as *mut c_void);
+        let (count, datatype, stream) = (call.count, call.datatype, call.stream as RawStream);
+        let root = call.root.unwrap_or(0) as c_int;
+        let op = call.op.map_or(0, Operator::number);
+        // SAFETY: the arguments are the caller's.
+        unsafe {
+            match call.kind {
+                CollectiveKind::AllReduce => {
+                    real::AllReduce(input, output, count, datatype, op, comm, stream)
+                }
+                CollectiveKind::ReduceScatter => {
+                    real::ReduceScatter(input, output, count, datatype, op, comm, stream)
+                }
+                CollectiveKind::Reduce => {
+                    real::Reduce(input, output, count, datatype, op, root, comm, stream)
+                }
+                CollectiveKind::Broadcast => {
+                    real::Broadcast(input, output, count, datatype, root, comm, stream)
+                }
+                CollectiveKind::AllGather => {
+                    real::AllGather(input, output, count, datatype, comm, stream)
+                }
+                CollectiveKind::AllToAll => {
+                    real::AlltoAll(input, output, count, datatype, comm, stream)
+                }
+                CollectiveKind::Gather => {
+                    real::Gather(input, output, count, datatype, root, comm, stream)
+                }
+                CollectiveKind::Scatter => {
+                    real::Scatter(input, output, count, datatype, root, comm, stream)
+                }
+                _ => Err(Failure::usage(
+                    format!("NCCL has no {}", call.kind),
+                    "make another call",
+                )),
+            }
+        }
+    }
+}
+
+impl Sent {
+    const fn name(&self) -> &'static str {
+        match self.direction {
+            Direction::Send => "Send",
+            Direction::Receive => "Recv",
+        }
+    }
+
+    const fn bytes(&self) -> usize {
+        self.count * self.dtype.size()
+    }
+}
+
+impl Collective {
+    const fn bytes(&self) -> usize {
+        self.count * self.dtype.size()
+    }
+
+    /// The library's call.
+    fn call(&self) -> collective::Call {
+        collective::Call {
+            kind: self.kind,
+            op: self.op.map(Operator::reduction),
+            dtype: self.dtype,
+            count: self.count,
+            root: self.root,
+        }
+    }
+
+    /// Whether a rank reads the input and writes the output.
+    fn uses(&self, rank: usize) -> (bool, bool) {
+        let at_root = self.root.is_none_or(|root| root == rank);
+        let to_root = matches!(self.kind, CollectiveKind::Reduce | CollectiveKind::Gather);
+        (at_root || to_root, at_root || !to_root)
+    }
+
+    /// Fails for null where the rank uses the memory.
+    fn check_memory(&self, rank: usize) -> Outcome {
+        let (reads, writes) = self.uses(rank);
+        if reads && self.input == 0 {
+            return Err(null("sendbuff"));
+        }
+        if writes && self.output == 0 {
+            return Err(null("recvbuff"));
+        }
+        Ok(())
+    }
+
+    fn enqueue(&self, joined: &Joined, served: &Served, rank: usize, stream: &Stream) -> Outcome {
+        let (reads, writes) = self.uses(rank);
+        let (input_rows, output_rows) = self.kind.rows(joined.communicator.world());
+        let place = |used: bool, address: u64, rows: usize| {
+            used.then(|| joined.memory(served, address, rows * self.bytes()))
+                .transpose()
+        };
+        let input = place(reads, self.input, input_rows)?;
+        let output = place(writes, self.output, output_rows)?;
+        let (output, input) = match (output, input) {
+            (Some(output), Some(input)) => (output, input),
+            (Some(used), None) | (None, Some(used)) => (used.clone(), used),
+            (None, None) => (served.nothing.clone(), served.nothing.clone()),
+        };
+        let call = self.call();
+        let multiplied = match self.op.and_then(Operator::scalar) {
+            None => None,
+            Some(scalar) => {
+                let target = writes.then_some(&output);
+                Some(scalar.multiply((joined, served), self.dtype, &input, target, stream)?)
+            }
+        };
+        let input = multiplied
+            .as_ref()
+            .map_or(&input, |multiplied| &multiplied.memory);
+        let output = match self.kind {
+            // Where nothing is written, the same stands for both.
+            _ if !writes => input,
+            _ => &output,
+        };
+        served.collectives.enqueue(&call, output, input, stream)?;
+        if let Some(region) = multiplied.and_then(|multiplied| multiplied.region)
+            && stream.is_capturing()?
+        {
+            served.keep(region);
+        }
+        Ok(())
+    }
+}
+
+impl Joined {
+    /// `bytes` bytes at an address of the device.
+    fn memory(&self, served: &Served, address: u64, bytes: usize) -> Outcome<DeviceSlice> {
+        if bytes == 0 {
+            return Ok(served.nothing.clone());
+        }
+        // SAFETY: the caller keeps the memory of a call until its stream is done.
+        Ok(unsafe { self.device().borrow(address, bytes, Arc::new(())) }?)
+    }
+}

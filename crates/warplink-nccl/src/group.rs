@@ -1,0 +1,198 @@
+//! Groups: what a thread asks for between `ncclGroupStart` and `ncclGroupEnd`, which then happens together.
+//!
+//! First, communicators are made, all at the same time, since one thread may make several ranks that wait for one
+//! another. Then calls are enqueued: of each communicator the collectives in their order, and all sends and receives at
+//! once.
+
+use crate::abi::{Simulation, check};
+use crate::calls::{self, Call};
+use crate::communicator::Comm;
+use crate::status::{Failure, Outcome};
+use std::cell::RefCell;
+use std::sync::Arc;
+use warplink::{Error, ErrorKind};
+
+/// Something that a host waits for, such as that all ranks join.
+pub(crate) struct Task {
+    comm: Arc<Comm>,
+    work: Box<dyn FnOnce() -> Outcome + Send>,
+    /// For the caller's memory, on the caller's thread, where the work failed.
+    undo: Box<dyn FnOnce()>,
+}
+
+#[derive(Default)]
+struct Group {
+    depth: usize,
+    tasks: Vec<Task>,
+    calls: Vec<(Arc<Comm>, Call)>,
+    failure: Option<Failure>,
+}
+
+/// `NCCL_UNDEF_FLOAT`: how long calls take is not estimated.
+const UNKNOWN: f32 = -1.0;
+
+thread_local! {
+    static GROUP: RefCell<Group> = RefCell::default();
+}
+
+impl Task {
+    /// `work` of `comm`; `undo` is called where it fails.
+    pub(crate) fn new(
+        comm: &Arc<Comm>,
+        work: impl FnOnce() -> Outcome + Send + 'static,
+        undo: impl FnOnce() + 'static,
+    ) -> Self {
+        Self {
+            comm: comm.clone(),
+            work: Box::new(work),
+            undo: Box::new(undo),
+        }
+    }
+}
+
+/// Does a task, now or at the end of the group.
+pub(crate) fn run(task: Task) -> Outcome {
+    let task = GROUP.with_borrow_mut(|group| {
+        if group.depth == 0 {
+            return Some(task);
+        }
+        group.tasks.push(task);
+        None
+    });
+    task.map_or(Ok(()), |task| run_all(vec![task]))
+}
+
+/// Makes a call, now or at the end of the group.
+pub(crate) fn submit(comm: Arc<Comm>, call: Call) -> Outcome {
+    let now = GROUP.with_borrow_mut(|group| {
+        if group.depth == 0 {
+            return Some((comm, call));
+        }
+        group.calls.push((comm, call));
+        None
+    });
+    now.map_or(Ok(()), |now| calls::make(&[now]))
+}
+
+/// Notes that a call of the group failed, so that the group does.
+pub(crate) fn note(failure: &Failure) {
+    GROUP.with_borrow_mut(|group| {
+        if group.depth > 0 {
+            group.failure.get_or_insert_with(|| failure.clone());
+        }
+    });
+}
+
+/// Does what `body` asks for as a group.
+pub(crate) fn within(body: impl FnOnce() -> Outcome) -> Outcome {
+    // SAFETY: these two have no pointers.
+    unsafe { start() }?;
+    if let Err(failure) = body() {
+        note(&failure);
+    }
+    // SAFETY: as above.
+    unsafe { end() }
+}
+
+/// # Safety
+/// Always sound; functions of the table are declared alike.
+pub(crate) unsafe fn start() -> Outcome {
+    GROUP.with_borrow_mut(|group| group.depth += 1);
+    Ok(())
+}
+
+/// # Safety
+/// As [`start`].
+pub(crate) unsafe fn end() -> Outcome {
+    let Some(group) = leave()? else {
+        return Ok(());
+    };
+    if let Some(failure) = group.failure {
+        group.tasks.into_iter().for_each(|task| (task.undo)());
+        return Err(failure);
+    }
+    run_all(group.tasks)?;
+    calls::make(&group.calls)
+}
+
+/// # Safety
+/// `simulation` must be null or point to an initialized structure.
+pub(crate) unsafe fn simulate(simulation: *mut Simulation) -> Outcome {
+    if !simulation.is_null() {
+        check(simulation, "simInfo")?;
+        // SAFETY: the caller passes a structure.
+        let given = unsafe { simulation.read_unaligned() };
+        given.header.check("the structure")?;
+    }
+    let Some(group) = leave()? else {
+        return Ok(());
+    };
+    group.tasks.into_iter().for_each(|task| (task.undo)());
+    if let Some(failure) = group.failure {
+        return Err(failure);
+    }
+    if !simulation.is_null() {
+        // SAFETY: the caller passes a structure, as was checked.
+        unsafe { (&raw mut (*simulation).estimated_seconds).write_unaligned(UNKNOWN) };
+    }
+    Ok(())
+}
+
+/// Leaves a group; what was asked for, where it was the outermost.
+fn leave() -> Outcome<Option<Group>> {
+    GROUP.with_borrow_mut(|group| match group.depth {
+        0 => Err(Failure::usage(
+            "there is no group to end",
+            "call ncclGroupStart before",
+        )),
+        1 => Ok(Some(std::mem::take(group))),
+        _ => {
+            group.depth -= 1;
+            Ok(None)
+        }
+    })
+}
+
+/// Does tasks at the same time. Blocks until those are done whose communicators may block.
+fn run_all(tasks: Vec<Task>) -> Outcome {
+    let panicked =
+        || -> Failure { Error::new(ErrorKind::Internal, "the thread of a rank panicked").into() };
+    let (blocking, others): (Vec<_>, Vec<_>) =
+        tasks.into_iter().partition(|task| task.comm.blocking);
+    let in_progress = !others.is_empty();
+    for task in others {
+        let thread = std::thread::Builder::new().name("warplink-join".to_owned());
+        thread
+            .spawn(task.work)
+            .map_err(|error| Error::io("start the thread that joins", &error))?;
+    }
+    let mut results = Vec::with_capacity(blocking.len());
+    let mut undoing = Vec::with_capacity(blocking.len());
+    let mut work = Vec::with_capacity(blocking.len());
+    for task in blocking {
+        undoing.push(task.undo);
+        work.push(task.work);
+    }
+    if work.len() == 1 {
+        results.extend(work.into_iter().map(|work| work()));
+    } else {
+        std::thread::scope(|scope| {
+            let threads: Vec<_> = work.into_iter().map(|work| scope.spawn(work)).collect();
+            for thread in threads {
+                results.push(thread.join().unwrap_or_else(|_| Err(panicked())));
+            }
+        });
+    }
+    let mut first = None;
+    for (result, undo) in results.into_iter().zip(undoing) {
+        if let Err(failure) = result {
+            undo();
+            first.get_or_insert(failure);
+        }
+    }
+    match first {
+        Some(failure) => Err(failure),
+        None if in_progress => Err(Failure::IN_PROGRESS),
+        None => Ok(()),
+    }
+}

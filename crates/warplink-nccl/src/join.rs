@@ -1,0 +1,655 @@
+//! How communicators are made. Each is a job of Warplink's of its own, so that the end of one concerns no other.
+
+use crate::abi::{Config, Handle, UniqueId, Wishes, check, store};
+use crate::communicator::{Comm, Joined, Route, Served, find, lock};
+use crate::operators::Multiplying;
+use crate::status::{Failure, Outcome};
+use crate::streams::Streams;
+use crate::watch::Watch;
+use crate::{devices, group, leave, log, real, report};
+use std::ffi::c_int;
+use std::net::{IpAddr, Ipv4Addr, UdpSocket};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+use warplink::bootstrap::{self, JoinConfig, Rendezvous};
+use warplink::collective::{CollectiveOptions, CollectivePath};
+use warplink::device::AllocationKind;
+use warplink::{Communicator, DeviceKind, Error, ErrorKind, Result, variables};
+
+/// Names the address at which ranks meet.
+const ADDRESS_VARIABLE: &str = "WARPLINK_NCCL_ADDRESS";
+
+/// Has all calls done by Warplink or by the real library, whatever Warplink serves.
+const ROUTE_VARIABLE: &str = "WARPLINK_NCCL_ROUTE";
+
+/// Limit of waits for other ranks' hosts unless `WARPLINK_TIMEOUT` says otherwise: programs make communicators when they
+/// first use them, which may be minutes later on another rank.
+const TIMEOUT: Duration = Duration::from_secs(600);
+
+/// `NCCL_SPLIT_NOCOLOR`.
+const NO_COLOR: c_int = -1;
+
+/// `NCCL_SHRINK_ABORT`.
+const SHRINK_ABORT: c_int = 1;
+
+/// Who joins, and where.
+#[derive(Clone)]
+struct Place {
+    id: bootstrap::UniqueId,
+    rank: usize,
+    ranks: usize,
+    ordinal: usize,
+    multiprocessors: Option<u32>,
+}
+
+/// The address by which others reach this machine: that of the interface that leads outside, or else the loopback one.
+fn own_address() -> Outcome<IpAddr> {
+    if let Some(named) = variables::read(ADDRESS_VARIABLE)?.filter(|text| !text.is_empty()) {
+        return named.parse().map_err(|_| {
+            Failure::argument(
+                format!("{ADDRESS_VARIABLE} is '{named}'; expected an IP address"),
+                "name an address of this machine that the other ranks reach",
+            )
+        });
+    }
+    // Nothing is sent: the system says which interface it would take.
+    let found = UdpSocket::bind((Ipv4Addr::UNSPECIFIED, 0)).and_then(|socket| {
+        socket.connect((Ipv4Addr::new(192, 0, 2, 1), 9))?;
+        socket.local_addr()
+    });
+    Ok(found.map_or(Ipv4Addr::LOCALHOST.into(), |address| address.ip()))
+}
+
+fn new_id() -> Outcome<bootstrap::UniqueId> {
+    Ok(bootstrap::UniqueId::create(own_address()?, 0)?)
+}
+
+/// # Safety
+/// `id` must be null or room for an id; so for what follows, as NCCL's documentation says.
+pub(crate) unsafe fn unique_id(id: *mut UniqueId) -> Outcome {
+    log::start();
+    check(id, "uniqueId")?;
+    let bytes = new_id()?.to_bytes();
+    // SAFETY: the caller passes room for an id.
+    unsafe { store(id, "uniqueId", UniqueId { bytes }) }
+}
+
+fn parse(id: &UniqueId) -> Outcome<bootstrap::UniqueId> {
+    Ok(bootstrap::UniqueId::from_bytes(&id.bytes)
+        .map_err(|error| error.with_help("pass an id that ncclGetUniqueId of this library gave"))?)
+}
+
+/// The rank and the number of ranks that a caller gives.
+fn ranks(rank: c_int, ranks: c_int) -> Outcome<(usize, usize)> {
+    match (usize::try_from(rank), usize::try_from(ranks)) {
+        (Ok(rank), Ok(ranks)) if rank < ranks => Ok((rank, ranks)),
+        _ => Err(Failure::argument(
+            format!(
+                "rank {rank} of {ranks}; expected a rank from 0 to the number of ranks less one"
+            ),
+            "pass the rank and the number of ranks",
+        )),
+    }
+}
+
+/// # Safety
+/// As [`unique_id`].
+pub(crate) unsafe fn init_rank(
+    comm: *mut Handle,
+    ranks: c_int,
+    id: UniqueId,
+    rank: c_int,
+) -> Outcome {
+    // SAFETY: the caller's pointers are passed on.
+    unsafe { init_rank_config(comm, ranks, id, rank, std::ptr::null_mut()) }
+}
+
+/// # Safety
+/// As [`unique_id`].
+pub(crate) unsafe fn init_rank_config(
+    comm: *mut Handle,
+    count: c_int,
+    id: UniqueId,
+    rank: c_int,
+    config: *mut Config,
+) -> Outcome {
+    check(comm, "comm")?;
+    // SAFETY: the caller passes null or a configuration.
+    let wishes = unsafe { Wishes::read(config) }?;
+    let (rank, ranks) = ranks(rank, count)?;
+    let place = Place {
+        id: parse(&id)?,
+        rank,
+        ranks,
+        ordinal: devices::current()?,
+        multiprocessors: wishes.multiprocessors,
+    };
+    // SAFETY: the caller keeps room for a handle until the group ends.
+    unsafe { begin(comm, place, wishes.blocking.unwrap_or(true)) }
+}
+
+/// # Safety
+/// As [`unique_id`].
+pub(crate) unsafe fn init_rank_scalable(
+    comm: *mut Handle,
+    count: c_int,
+    rank: c_int,
+    id_count: c_int,
+    ids: *mut UniqueId,
+    config: *mut Config,
+) -> Outcome {
+    check(ids, "commIds")?;
+    if id_count < 1 || id_count > count {
+        return Err(Failure::argument(
+            format!("{id_count} ids; expected from 1 to the number of ranks"),
+            "pass at least one id, and no more than there are ranks",
+        ));
+    }
+    // SAFETY: the caller passes as many ids.
+    let ids: Vec<UniqueId> = (0..id_count as usize)
+        .map(|at| unsafe { ids.add(at).read_unaligned() })
+        .collect();
+    // One is enough to meet; this process need not listen at the addresses of others that it made.
+    for id in &ids[1..] {
+        parse(id)?.release();
+    }
+    // SAFETY: the caller's pointers are passed on.
+    unsafe { init_rank_config(comm, count, ids[0], rank, config) }
+}
+
+/// # Safety
+/// As [`unique_id`].
+pub(crate) unsafe fn init_all(comms: *mut Handle, count: c_int, devices: *const c_int) -> Outcome {
+    check(comms, "comm")?;
+    let ranks = usize::try_from(count).ok().filter(|count| *count > 0);
+    let ranks = ranks.ok_or_else(|| {
+        Failure::argument(
+            format!("{count} devices; expected at least 1"),
+            "pass the number of devices",
+        )
+    })?;
+    let ordinals: Vec<usize> = (0..ranks)
+        .map(|rank| {
+            if devices.is_null() {
+                return Ok(rank);
+            }
+            // SAFETY: the caller passes as many numbers.
+            let ordinal = unsafe { devices.add(rank).read_unaligned() };
+            usize::try_from(ordinal).map_err(|_| {
+                Failure::argument(
+                    format!("device {ordinal}; expected the number of a GPU"),
+                    "pass numbers of GPUs, or null for the first ones",
+                )
+            })
+        })
+        .collect::<Outcome<_>>()?;
+    for (rank, ordinal) in ordinals.iter().enumerate() {
+        if devices::kind()? == DeviceKind::Cuda && ordinals[..rank].contains(ordinal) {
+            return Err(Failure::usage(
+                format!("device {ordinal} is listed twice; expected each once"),
+                "pass a GPU of its own for each rank",
+            ));
+        }
+    }
+    let id = new_id()?;
+    group::within(|| {
+        for (rank, ordinal) in ordinals.into_iter().enumerate() {
+            let place = Place {
+                id: id.clone(),
+                rank,
+                ranks,
+                ordinal,
+                multiprocessors: None,
+            };
+            // SAFETY: the caller passes room for as many handles.
+            unsafe { begin(comms.add(rank), place, true) }?;
+        }
+        Ok(())
+    })
+}
+
+/// Starts to join, or has the group do so.
+///
+/// # Safety
+/// `made` must be room for a handle until the group ends.
+unsafe fn begin(made: *mut Handle, place: Place, blocking: bool) -> Outcome {
+    let comm = Comm::new(place.rank, place.ranks, place.ordinal, blocking);
+    // SAFETY: the caller passes room for a handle.
+    unsafe { begin_with(made, &comm, move || Ok(place)) }
+}
+
+/// The same, for a place that is found out by asking other ranks.
+///
+/// # Safety
+/// As [`begin`].
+unsafe fn begin_with(
+    made: *mut Handle,
+    comm: &Arc<Comm>,
+    place: impl FnOnce() -> Outcome<Place> + Send + 'static,
+) -> Outcome {
+    log::start();
+    report::start();
+    // SAFETY: the caller passes room for a handle.
+    unsafe { store(made, "comm", comm.handle()) }?;
+    let joining = comm.clone();
+    let work = move || {
+        let joined = place().and_then(|place| join(&joining, &place).map_err(Failure::from));
+        let failure = joined.as_ref().err().cloned();
+        let unknown = || Error::new(ErrorKind::Internal, "joining failed without an error");
+        let joined = joined
+            .map(Arc::new)
+            .map_err(|failure| failure.error.unwrap_or_else(unknown));
+        if let Some(joined) = joining.set_joined(joined) {
+            leave::abandon(joined);
+        }
+        failure.map_or(Ok(()), Err)
+    };
+    let ending = comm.clone();
+    let undo = move || {
+        ending.end();
+        // SAFETY: the caller keeps room for the handle until the group ends, which is before this thread leaves it.
+        unsafe { made.write_unaligned(std::ptr::null_mut()) };
+    };
+    group::run(group::Task::new(comm, work, undo))
+}
+
+/// Joins all other ranks, and finds out who does the calls. Blocks until all have.
+fn join(comm: &Arc<Comm>, place: &Place) -> Result<Joined> {
+    let join = JoinConfig::new(Rendezvous::Id(place.id.clone()), place.rank, place.ranks)
+        .with_local_rank(place.ordinal);
+    let own = variables::read("WARPLINK_TIMEOUT")?.is_none_or(|text| text.is_empty());
+    let mut config = warplink::Config::from_variables(join, |name| std::env::var_os(name))?;
+    config.device.ordinal = place.ordinal;
+    if own {
+        config.timeout = TIMEOUT;
+        config.join.timeout = TIMEOUT;
+    }
+    let communicator = Communicator::join(&config)?;
+    let route = route(comm, &communicator, place.multiprocessors);
+    let route = route.inspect_err(|error| communicator.abort(&error.to_string()))?;
+    let joined = Joined {
+        communicator,
+        route,
+        real: Mutex::new(None),
+    };
+    if matches!(joined.route, Route::Real) {
+        let made = joined.real();
+        let unknown = || Error::new(ErrorKind::Internal, "NCCL failed without an error");
+        made.map_err(|failure| failure.error.unwrap_or_else(unknown))
+            .inspect_err(|error| joined.communicator.abort(&error.to_string()))?;
+    }
+    Ok(joined)
+}
+
+/// What each rank says before it joins the collectives.
+#[derive(Clone, Copy)]
+struct Offer {
+    /// Whether the real library is to do everything.
+    wants_real: bool,
+    has_real: bool,
+    multiprocessors: u32,
+}
+
+impl Offer {
+    fn to_bytes(self) -> [u8; 6] {
+        let [a, b, c, d] = self.multiprocessors.to_le_bytes();
+        [self.wants_real.into(), self.has_real.into(), a, b, c, d]
+    }
+
+    fn from_bytes(bytes: &[u8]) -> Option<Self> {
+        let &[wants_real, has_real, a, b, c, d] = bytes else {
+            return None;
+        };
+        Some(Self {
+            wants_real: wants_real != 0,
+            has_real: has_real != 0,
+            multiprocessors: u32::from_le_bytes([a, b, c, d]),
+        })
+    }
+}
+
+/// Who does the calls, alike on all ranks.
+fn route(
+    comm: &Arc<Comm>,
+    communicator: &Communicator,
+    multiprocessors: Option<u32>,
+) -> Result<Route> {
+    let on_gpu = communicator.device().kind() == DeviceKind::Cuda;
+    let named = variables::read(ROUTE_VARIABLE)?.filter(|text| !text.is_empty());
+    let named = match named.as_deref() {
+        None => None,
+        Some("warplink") => Some(false),
+        Some("nccl") => Some(true),
+        Some(other) => {
+            return Err(Error::new(
+                ErrorKind::Parse,
+                format!("{ROUTE_VARIABLE} is '{other}'; expected warplink or nccl"),
+            ));
+        }
+    };
+    let obstacle = match (named, on_gpu && (2..=8).contains(&communicator.world())) {
+        (None, true) => communicator
+            .topology()?
+            .obstacles()
+            .first()
+            .map(|one| one.to_string()),
+        _ => None,
+    };
+    let wants_real = named == Some(true) || obstacle.is_some();
+    let own = Offer {
+        wants_real,
+        // It is loaded where somebody needs it.
+        has_real: wants_real && real::is_there(),
+        multiprocessors: multiprocessors.unwrap_or(u32::MAX),
+    };
+    let offers = gather(communicator, own)?;
+    if offers.iter().any(|offer| offer.wants_real) {
+        let all_have = offers
+            .iter()
+            .all(|offer| !offer.wants_real || offer.has_real);
+        if all_have {
+            tracing::info!(obstacle, "NCCL itself does the calls of this communicator");
+            return Ok(Route::Real);
+        }
+        if named == Some(true) {
+            return Err(no_real("all calls were to go to it"));
+        }
+        tracing::warn!(
+            obstacle,
+            "Warplink does the calls, since NCCL itself was not found"
+        );
+    }
+    let most = offers.iter().map(|offer| offer.multiprocessors).min();
+    let most = most.filter(|most| *most != u32::MAX);
+    let options = CollectiveOptions {
+        path: Some(CollectivePath::Direct),
+        multiprocessors: most.map(|most| most as usize),
+        ..CollectiveOptions::default()
+    };
+    let served = communicator.collectives_with(&options);
+    if let Err(error) = &served {
+        communicator.check()?;
+        tracing::info!("Warplink does not serve this communicator: {error}");
+    }
+    let collectives = served.as_ref().ok();
+    let collectives = collectives.filter(|collectives| collectives.serves_messages());
+    let own = Offer {
+        wants_real: collectives.is_none(),
+        has_real: collectives.is_none() && real::is_there(),
+        ..own
+    };
+    let offers = gather(communicator, own)?;
+    match collectives {
+        Some(collectives) if offers.iter().all(|offer| !offer.wants_real) => {
+            let nothing = communicator.device().allocate(16, AllocationKind::Plain)?;
+            Ok(Route::Warplink(Box::new(Served {
+                watch: Watch::start(comm, communicator, collectives)?,
+                collectives: collectives.clone(),
+                streams: Streams::default(),
+                nothing: nothing.slice(0..0)?,
+                kept: Mutex::default(),
+                multiplying: Multiplying::new(),
+            })))
+        }
+        _ if on_gpu && (real::is_there() || collectives.is_some()) => Ok(Route::Real),
+        _ => Err(match served.err() {
+            Some(error) if on_gpu => no_real(&error.to_string()),
+            Some(error) => error,
+            None => no_real("another rank does not serve this communicator"),
+        }),
+    }
+}
+
+fn no_real(why: &str) -> Error {
+    Error::new(
+        ErrorKind::LibraryMissing,
+        format!("NCCL itself is needed and was not found: {why}"),
+    )
+    .with_help("install NCCL, or name its libnccl.so.2 in WARPLINK_NCCL_LIBRARY")
+}
+
+fn gather(communicator: &Communicator, own: Offer) -> Result<Vec<Offer>> {
+    let all = communicator.all_gather_bytes(&own.to_bytes())?;
+    let offers = all.iter().map(|bytes| Offer::from_bytes(bytes));
+    offers.collect::<Option<_>>().ok_or_else(|| {
+        Error::new(
+            ErrorKind::Mismatch,
+            "another rank has another version of this library",
+        )
+        .with_help("install the same version on every rank")
+    })
+}
+
+/// What a rank says when a communicator is split: its color and key, and where the new one could meet.
+struct Member {
+    color: c_int,
+    key: c_int,
+    id: Vec<u8>,
+}
+
+impl Member {
+    fn to_bytes(&self) -> Vec<u8> {
+        let numbers = [self.color.to_le_bytes(), self.key.to_le_bytes()].concat();
+        [numbers, self.id.clone()].concat()
+    }
+
+    fn from_bytes(bytes: &[u8]) -> Option<Self> {
+        let (color, rest) = bytes.split_first_chunk()?;
+        let (key, id) = rest.split_first_chunk()?;
+        Some(Self {
+            color: c_int::from_le_bytes(*color),
+            key: c_int::from_le_bytes(*key),
+            id: id.to_vec(),
+        })
+    }
+}
+
+/// # Safety
+/// As [`unique_id`].
+pub(crate) unsafe fn split(
+    comm: Handle,
+    color: c_int,
+    key: c_int,
+    made: *mut Handle,
+    config: *mut Config,
+) -> Outcome {
+    check(made, "newcomm")?;
+    let parent = find(comm)?;
+    let joined = parent.joined()?;
+    // SAFETY: the caller passes null or a configuration.
+    let wishes = unsafe { Wishes::read(config) }?;
+    if color < 0 && color != NO_COLOR {
+        return Err(Failure::argument(
+            format!("color is {color}; expected one of at least 0, or NCCL_SPLIT_NOCOLOR"),
+            "pass another color",
+        ));
+    }
+    let communicator = joined.communicator.clone();
+    let gather = move |id: Vec<u8>| -> Outcome<Vec<Member>> {
+        let own = Member { color, key, id };
+        let all = communicator.all_gather_bytes(&own.to_bytes())?;
+        let members = all.iter().map(|bytes| Member::from_bytes(bytes));
+        members.collect::<Option<_>>().ok_or_else(|| {
+            Failure::usage(
+                "another rank does not split its communicator",
+                "call ncclCommSplit at the same time on every rank",
+            )
+        })
+    };
+    if color == NO_COLOR {
+        // SAFETY: the caller passes room for a handle.
+        unsafe { store(made, "newcomm", std::ptr::null_mut()) }?;
+        let work = move || gather(Vec::new()).map(drop);
+        return group::run(group::Task::new(&parent, work, || ()));
+    }
+    let blocking = wishes.blocking.unwrap_or(parent.blocking);
+    // Rank and number of ranks are known when all have said their colors.
+    let child = Comm::new(parent.rank(), parent.ranks(), parent.ordinal, blocking);
+    let (rank, ordinal) = (parent.rank(), parent.ordinal);
+    let told = child.clone();
+    let place = move || {
+        let id = new_id()?;
+        let all = gather(id.to_bytes().to_vec())?;
+        let mut members: Vec<(c_int, usize)> = all
+            .iter()
+            .enumerate()
+            .filter(|(_, member)| member.color == color)
+            .map(|(rank, member)| (member.key, rank))
+            .collect();
+        members.sort_unstable();
+        let position = members.iter().position(|(_, member)| *member == rank);
+        let first = members[0].1;
+        if first != rank {
+            id.release();
+        }
+        let place = Place {
+            id: bootstrap::UniqueId::from_bytes(&all[first].id)?,
+            rank: position.unwrap_or(0),
+            ranks: members.len(),
+            ordinal,
+            multiprocessors: wishes.multiprocessors,
+        };
+        told.set_place(place.rank, place.ranks);
+        Ok(place)
+    };
+    // SAFETY: the caller keeps room for a handle until the group ends.
+    unsafe { begin_with(made, &child, place) }
+}
+
+/// # Safety
+/// As [`unique_id`].
+pub(crate) unsafe fn shrink(
+    comm: Handle,
+    excluded: *mut c_int,
+    count: c_int,
+    made: *mut Handle,
+    config: *mut Config,
+    flags: c_int,
+) -> Outcome {
+    check(made, "newcomm")?;
+    let parent = find(comm)?;
+    let joined = parent.joined()?;
+    // SAFETY: the caller passes null or a configuration.
+    let wishes = unsafe { Wishes::read(config) }?;
+    let mut left: Vec<usize> = (0..parent.ranks()).collect();
+    for at in 0..usize::try_from(count).unwrap_or(0) {
+        check(excluded, "excludeRanksList")?;
+        // SAFETY: the caller passes as many ranks.
+        let rank = unsafe { excluded.add(at).read_unaligned() };
+        let rank = parent.rank_of(rank, "an excluded rank")?;
+        left.retain(|other| *other != rank);
+    }
+    if !left.contains(&parent.rank()) || left.len() == parent.ranks() {
+        return Err(Failure::argument(
+            "this rank is excluded, or no rank is; expected others to be",
+            "call it on the ranks that are left, with those that are not",
+        ));
+    }
+    if flags & SHRINK_ABORT != 0 {
+        // What is under way may wait for ranks that are gone.
+        parent
+            .revoked
+            .store(true, std::sync::atomic::Ordering::Relaxed);
+        joined.communicator.fail("ncclCommShrink ended its calls");
+    }
+    let position = left
+        .iter()
+        .position(|rank| *rank == parent.rank())
+        .unwrap_or(0);
+    let blocking = wishes.blocking.unwrap_or(parent.blocking);
+    let child = Comm::new(position, left.len(), parent.ordinal, blocking);
+    let ordinal = parent.ordinal;
+    let communicator = joined.communicator.clone();
+    let place = move || {
+        let group = communicator.subgroup(&left)?;
+        let id = match position {
+            0 => Some(new_id()?),
+            _ => None,
+        };
+        let own = id.map_or(Vec::new(), |id| id.to_bytes().to_vec());
+        let all = group.all_gather_bytes(&own)?;
+        Ok(Place {
+            id: bootstrap::UniqueId::from_bytes(&all[0])?,
+            rank: position,
+            ranks: left.len(),
+            ordinal,
+            multiprocessors: wishes.multiprocessors,
+        })
+    };
+    // SAFETY: the caller keeps room for a handle until the group ends.
+    unsafe { begin_with(made, &child, place) }
+}
+
+/// # Safety
+/// As [`unique_id`].
+pub(crate) unsafe fn unique_id_to_grow(comm: Handle, id: *mut UniqueId) -> Outcome {
+    find(comm)?.joined()?;
+    // SAFETY: the caller passes room for an id.
+    unsafe { unique_id(id) }
+}
+
+/// # Safety
+/// As [`unique_id`].
+pub(crate) unsafe fn grow(
+    comm: Handle,
+    count: c_int,
+    id: *const UniqueId,
+    rank: c_int,
+    made: *mut Handle,
+    config: *mut Config,
+) -> Outcome {
+    check(made, "newcomm")?;
+    if comm.is_null() {
+        check(id, "uniqueId")?;
+        // SAFETY: the caller passes an id.
+        let id = unsafe { id.read_unaligned() };
+        // SAFETY: the caller's pointers are passed on.
+        return unsafe { init_rank_config(made, count, id, rank, config) };
+    }
+    let parent = find(comm)?;
+    let joined = parent.joined()?;
+    // SAFETY: the caller passes null or a configuration.
+    let wishes = unsafe { Wishes::read(config) }?;
+    let (own, ranks) = ranks(parent.rank() as c_int, count)?;
+    if rank != -1 || ranks <= parent.ranks() {
+        return Err(Failure::argument(
+            format!("rank {rank}, {ranks} ranks; expected -1 and more ranks than there are"),
+            "pass -1 as the rank of one that is in the communicator",
+        ));
+    }
+    let given = if id.is_null() {
+        Vec::new()
+    } else {
+        // SAFETY: the caller passes an id.
+        unsafe { id.read_unaligned() }.bytes.to_vec()
+    };
+    let blocking = wishes.blocking.unwrap_or(parent.blocking);
+    let child = Comm::new(own, ranks, parent.ordinal, blocking);
+    let ordinal = parent.ordinal;
+    let communicator = joined.communicator.clone();
+    let place = move || {
+        let all = communicator.all_gather_bytes(&given)?;
+        let id = all.iter().find(|bytes| !bytes.is_empty()).ok_or_else(|| {
+            Failure::argument(
+                "no rank passes an id; expected the one that ncclCommGetUniqueId gave it to",
+                "pass the id on the rank that called ncclCommGetUniqueId",
+            )
+        })?;
+        Ok(Place {
+            id: bootstrap::UniqueId::from_bytes(id)?,
+            rank: own,
+            ranks,
+            ordinal,
+            multiprocessors: wishes.multiprocessors,
+        })
+    };
+    // SAFETY: the caller keeps room for a handle until the group ends.
+    unsafe { begin_with(made, &child, place) }
+}
+
+impl Served {
+    /// Keeps memory that a graph uses until the communicator ends.
+    pub(crate) fn keep(&self, region: warplink::memory::Region) {
+        lock(&self.kept).push(region);
+    }
+}

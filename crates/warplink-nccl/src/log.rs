@@ -1,0 +1,60 @@
+//! The log on standard error, as loud as `NCCL_DEBUG` says, or `WARPLINK_LOG`, in the syntax of the `tracing` crates.
+
+use std::sync::Once;
+use tracing_subscriber::EnvFilter;
+
+/// The filter for a level of `NCCL_DEBUG`; none where nothing is to be printed.
+fn filter(level: &str) -> Option<&'static str> {
+    match level.to_ascii_uppercase().as_str() {
+        "WARN" => Some("warn"),
+        "INFO" => Some("info"),
+        "ABORT" | "TRACE" => Some("debug"),
+        _ => None,
+    }
+}
+
+/// Starts the log once, where a variable asks for it.
+pub(crate) fn start() {
+    static STARTED: Once = Once::new();
+    STARTED.call_once(|| {
+        let named = std::env::var("WARPLINK_LOG").ok();
+        let by_level = || {
+            let level = std::env::var("NCCL_DEBUG").ok()?;
+            filter(&level).map(str::to_owned)
+        };
+        let Some(text) = named.filter(|text| !text.is_empty()).or_else(by_level) else {
+            return;
+        };
+        let Ok(filter) = EnvFilter::try_new(&text) else {
+            eprintln!("warplink: WARPLINK_LOG is '{text}', which is not a log filter");
+            return;
+        };
+        let log = tracing_subscriber::fmt()
+            .with_env_filter(filter)
+            .with_writer(std::io::stderr)
+            .without_time();
+        // Another library of the process may have started one before.
+        let _ = log.try_init();
+    });
+}
+
+/// `ncclResetDebugInit`, which the real library keeps for programs that are older.
+pub(crate) fn reset() {}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn levels_of_nccl_are_levels_of_the_log() {
+        for (level, expected) in [
+            ("VERSION", None),
+            ("WARN", Some("warn")),
+            ("info", Some("info")),
+            ("TRACE", Some("debug")),
+            ("", None),
+        ] {
+            assert_eq!(filter(level), expected, "{level}");
+        }
+    }
+}

@@ -1,0 +1,339 @@
+//! Allocations, registrations and windows. Calls of Warplink take any memory, so none of it is needed for them. Windows
+//! and device communicators that kernels use are the real library's, made when they are first asked for.
+
+use crate::abi::{Handle, RawStream, Team, WaitSignal, Window, check, store};
+use crate::communicator::{RealHandle, find, lock};
+use crate::real;
+use crate::status::{Failure, Outcome};
+use crate::table::real as functions;
+use crate::{devices, log};
+use std::collections::HashMap;
+use std::ffi::{c_int, c_uint, c_void};
+use std::sync::{Arc, Mutex};
+use warplink::DeviceKind;
+use warplink::device::{AllocationKind, DeviceSlice};
+
+/// What was allocated here, by its address.
+static ALLOCATED: Mutex<Option<HashMap<usize, DeviceSlice>>> = Mutex::new(None);
+
+/// Windows that stand for nothing: their memory, by their handles.
+static WINDOWS: Mutex<Option<HashMap<usize, usize>>> = Mutex::new(None);
+
+/// Windows that stand for nothing have these numbers.
+const FIRST_WINDOW: usize = 0x5751_0000_0000_0000;
+
+/// Whether the real library is there for GPUs.
+fn has_real() -> Outcome<bool> {
+    Ok(devices::kind()? == DeviceKind::Cuda && real::is_there())
+}
+
+/// # Safety
+/// `memory` must be null or room for an address; so for what follows, as NCCL's documentation says.
+pub(crate) unsafe fn allocate(memory: *mut *mut c_void, bytes: usize) -> Outcome {
+    log::start();
+    check(memory, "ptr")?;
+    if bytes == 0 {
+        // SAFETY: the caller passes room for an address.
+        return unsafe { store(memory, "ptr", std::ptr::null_mut()) };
+    }
+    if has_real()? {
+        // SAFETY: the caller's pointers are passed on.
+        let code = unsafe { functions::MemAlloc(memory, bytes) }?;
+        return Failure::check_real(code, "ncclMemAlloc");
+    }
+    let device = devices::of_process(devices::current()?)?;
+    let slice = device.allocate(bytes, AllocationKind::Virtual)?;
+    let address = slice.address() as usize;
+    lock(&ALLOCATED)
+        .get_or_insert_default()
+        .insert(address, slice);
+    // SAFETY: the caller passes room for an address.
+    unsafe { store(memory, "ptr", address as *mut c_void) }
+}
+
+/// # Safety
+/// As [`allocate`].
+pub(crate) unsafe fn free(memory: *mut c_void) -> Outcome {
+    if memory.is_null() {
+        return Ok(());
+    }
+    let mut allocated = lock(&ALLOCATED);
+    let own = allocated
+        .as_mut()
+        .and_then(|all| all.remove(&(memory as usize)));
+    drop(allocated);
+    if own.is_some() {
+        return Ok(());
+    }
+    if has_real()? {
+        // SAFETY: the caller's pointer is passed on.
+        let code = unsafe { functions::MemFree(memory) }?;
+        return Failure::check_real(code, "ncclMemFree");
+    }
+    Err(Failure::argument(
+        format!("{memory:p} is no memory that ncclMemAlloc gave, or was freed"),
+        "free what ncclMemAlloc gave, once",
+    ))
+}
+
+/// # Safety
+/// As [`allocate`].
+pub(crate) unsafe fn register(
+    comm: Handle,
+    memory: *mut c_void,
+    _bytes: usize,
+    handle: *mut *mut c_void,
+) -> Outcome {
+    find(comm)?.joined()?;
+    check(memory, "buff")?;
+    // Whatever memory calls are made on is published when they are first made.
+    // SAFETY: the caller passes room for a handle.
+    unsafe { store(handle, "handle", memory) }
+}
+
+/// # Safety
+/// As [`allocate`].
+pub(crate) unsafe fn deregister(comm: Handle, _handle: *mut c_void) -> Outcome {
+    find(comm)?.joined().map(drop)
+}
+
+/// # Safety
+/// As [`allocate`].
+pub(crate) unsafe fn window_register(
+    comm: Handle,
+    memory: *mut c_void,
+    bytes: usize,
+    window: *mut Window,
+    flags: c_int,
+) -> Outcome {
+    let joined = find(comm)?.usable()?;
+    check(memory, "buff")?;
+    check(window, "win")?;
+    if has_real()? {
+        let RealHandle(real) = joined.real()?;
+        // SAFETY: the caller's pointers are passed on, with the real library's communicator in place of ours.
+        let code = unsafe { functions::CommWindowRegister(real, memory, bytes, window, flags) }?;
+        return Failure::check_real(code, "ncclCommWindowRegister");
+    }
+    let mut windows = lock(&WINDOWS);
+    let windows = windows.get_or_insert_default();
+    let number = windows.keys().max().copied().unwrap_or(FIRST_WINDOW) + 16;
+    windows.insert(number, memory as usize);
+    // SAFETY: the caller passes room for a window.
+    unsafe { store(window, "win", number as Window) }
+}
+
+/// # Safety
+/// As [`allocate`].
+pub(crate) unsafe fn window_deregister(comm: Handle, window: Window) -> Outcome {
+    let joined = find(comm)?.joined()?;
+    let mut windows = lock(&WINDOWS);
+    let own = windows
+        .as_mut()
+        .and_then(|all| all.remove(&(window as usize)));
+    drop(windows);
+    if own.is_some() || window.is_null() {
+        return Ok(());
+    }
+    let Some(RealHandle(real)) = joined.made_real() else {
+        return Err(no_window(window));
+    };
+    // SAFETY: the window is the real library's, of this communicator.
+    let code = unsafe { functions::CommWindowDeregister(real, window) }?;
+    Failure::check_real(code, "ncclCommWindowDeregister")
+}
+
+/// # Safety
+/// As [`allocate`].
+pub(crate) unsafe fn window_user_pointer(
+    comm: Handle,
+    window: Window,
+    memory: *mut *mut c_void,
+) -> Outcome {
+    let joined = find(comm)?.joined()?;
+    if let Some(own) = own_window(window) {
+        // SAFETY: the caller passes room for an address.
+        return unsafe { store(memory, "outUserPtr", own as *mut c_void) };
+    }
+    let Some(RealHandle(real)) = joined.made_real() else {
+        return Err(no_window(window));
+    };
+    // SAFETY: the window is the real library's, of this communicator.
+    let code = unsafe { functions::WinGetUserPtr(real, window, memory) }?;
+    Failure::check_real(code, "ncclWinGetUserPtr")
+}
+
+/// The memory of a window that stands for nothing.
+fn own_window(window: Window) -> Option<usize> {
+    let windows = lock(&WINDOWS);
+    windows.as_ref()?.get(&(window as usize)).copied()
+}
+
+fn no_window(window: Window) -> Failure {
+    Failure::argument(
+        format!("{window:p} is no window of this communicator"),
+        "pass what ncclCommWindowRegister of this communicator gave",
+    )
+}
+
+/// Fails for a window that no kernel can reach a peer by.
+fn check_window(window: Window) -> Outcome {
+    match own_window(window) {
+        None => Ok(()),
+        Some(_) => Err(only_real("addresses of peers' windows")),
+    }
+}
+
+fn only_real(what: &str) -> Failure {
+    Failure::usage(
+        format!("{what} are NCCL's own, which was not found when the window was made"),
+        "install NCCL, or name its libnccl.so.2 in WARPLINK_NCCL_LIBRARY",
+    )
+}
+
+/// # Safety
+/// As [`allocate`].
+pub(crate) unsafe fn lsa_pointer(
+    window: Window,
+    offset: usize,
+    rank: c_int,
+    pointer: *mut *mut c_void,
+) -> Outcome {
+    check_window(window)?;
+    // SAFETY: the window is the real library's.
+    let code = unsafe { functions::GetLsaDevicePointer(window, offset, rank, pointer) }?;
+    Failure::check_real(code, "ncclGetLsaDevicePointer")
+}
+
+/// # Safety
+/// As [`allocate`].
+pub(crate) unsafe fn peer_pointer(
+    window: Window,
+    offset: usize,
+    rank: c_int,
+    pointer: *mut *mut c_void,
+) -> Outcome {
+    check_window(window)?;
+    // SAFETY: the window is the real library's.
+    let code = unsafe { functions::GetPeerDevicePointer(window, offset, rank, pointer) }?;
+    Failure::check_real(code, "ncclGetPeerDevicePointer")
+}
+
+/// The real library's communicator that windows are made on.
+fn of_windows(comm: Handle) -> Outcome<(Arc<crate::communicator::Joined>, Handle)> {
+    let joined = find(comm)?.usable()?;
+    if !has_real()? {
+        return Err(only_real("signals"));
+    }
+    let RealHandle(real) = joined.real()?;
+    Ok((joined, real))
+}
+
+/// # Safety
+/// As [`allocate`].
+#[allow(clippy::too_many_arguments, reason = "they are NCCL's")]
+pub(crate) unsafe fn put_signal(
+    memory: *const c_void,
+    count: usize,
+    datatype: c_int,
+    peer: c_int,
+    window: Window,
+    offset: usize,
+    signal: c_int,
+    context: c_int,
+    flags: c_uint,
+    comm: Handle,
+    stream: RawStream,
+) -> Outcome {
+    let (_joined, real) = of_windows(comm)?;
+    // SAFETY: the caller's arguments are passed on, with the real library's communicator in place of ours.
+    let code = unsafe {
+        functions::PutSignal(
+            memory, count, datatype, peer, window, offset, signal, context, flags, real, stream,
+        )
+    }?;
+    Failure::check_real(code, "ncclPutSignal")
+}
+
+/// # Safety
+/// As [`allocate`].
+pub(crate) unsafe fn signal(
+    peer: c_int,
+    signal: c_int,
+    context: c_int,
+    flags: c_uint,
+    comm: Handle,
+    stream: RawStream,
+) -> Outcome {
+    let (_joined, real) = of_windows(comm)?;
+    // SAFETY: as above.
+    let code = unsafe { functions::Signal(peer, signal, context, flags, real, stream) }?;
+    Failure::check_real(code, "ncclSignal")
+}
+
+/// # Safety
+/// As [`allocate`].
+pub(crate) unsafe fn wait_signal(
+    count: c_int,
+    awaited: *mut WaitSignal,
+    comm: Handle,
+    stream: RawStream,
+) -> Outcome {
+    let (_joined, real) = of_windows(comm)?;
+    // SAFETY: as above.
+    let code = unsafe { functions::WaitSignal(count, awaited, real, stream) }?;
+    Failure::check_real(code, "ncclWaitSignal")
+}
+
+/// # Safety
+/// As [`allocate`].
+pub(crate) unsafe fn device_communicator(
+    comm: Handle,
+    wanted: *const c_void,
+    made: *mut c_void,
+) -> Outcome {
+    let joined = find(comm)?.usable()?;
+    if !has_real()? {
+        return Err(only_real("device communicators"));
+    }
+    let RealHandle(real) = joined.real()?;
+    // SAFETY: as above.
+    let code = unsafe { functions::DevCommCreate(real, wanted, made) }?;
+    Failure::check_real(code, "ncclDevCommCreate")
+}
+
+/// # Safety
+/// As [`allocate`].
+pub(crate) unsafe fn end_device_communicator(comm: Handle, made: *const c_void) -> Outcome {
+    let joined = find(comm)?.joined()?;
+    let Some(RealHandle(real)) = joined.made_real() else {
+        return Err(only_real("device communicators"));
+    };
+    // SAFETY: as above.
+    let code = unsafe { functions::DevCommDestroy(real, made) }?;
+    Failure::check_real(code, "ncclDevCommDestroy")
+}
+
+/// # Safety
+/// As [`allocate`].
+pub(crate) unsafe fn gin_barrier(
+    comm: Handle,
+    team: Team,
+    barriers: c_int,
+    handle: *mut c_void,
+    requirement: *mut c_void,
+) -> Outcome {
+    let (_joined, real) = of_windows(comm)?;
+    // SAFETY: as above.
+    let code = unsafe {
+        functions::GinBarrierCreateRequirement(real, team, barriers, handle, requirement)
+    }?;
+    Failure::check_real(code, "ncclGinBarrierCreateRequirement")
+}
+
+/// `ncclLLA2ACalcSlots`: the real library's number, or none without it.
+pub(crate) fn all_to_all_slots(most_elements: c_int, most_bytes: c_int) -> c_int {
+    // SAFETY: the function takes any numbers.
+    let slots = unsafe { functions::LLA2ACalcSlots(most_elements, most_bytes) };
+    slots.unwrap_or(0)
+}

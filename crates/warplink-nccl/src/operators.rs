@@ -1,0 +1,391 @@
+//! Reduction operators: NCCL's, and those that callers make, which multiply a rank's input by a number of its own before
+//! it is summed.
+//!
+//! Numbers may differ from rank to rank, and may be known to the device alone. So the input is multiplied first, by a
+//! kernel, and what comes of it is summed like any other.
+
+use crate::abi::{Handle, check, store};
+use crate::communicator::{Comm, Joined, RealHandle, Served, find, lock};
+use crate::status::{Failure, Outcome};
+use crate::table::real;
+use half::{bf16, f16};
+use std::ffi::{c_int, c_void};
+use std::sync::OnceLock;
+use warplink::device::{
+    Argument, Block, DeviceSlice, Launch, Module, ModuleSource, ReduceOp, Stream,
+};
+use warplink::dtype::{F8E4M3, F8E5M2};
+use warplink::memory::Region;
+use warplink::{DType, Error, ErrorKind, Result};
+
+/// `ncclNumOps`: the numbers from here on are those of operators that callers make.
+const BUILT_IN: [ReduceOp; 5] = [
+    ReduceOp::Sum,
+    ReduceOp::Product,
+    ReduceOp::Max,
+    ReduceOp::Min,
+    ReduceOp::Average,
+];
+
+/// `ncclScalarDevice`.
+const ON_DEVICE: c_int = 0;
+
+/// `ncclScalarHostImmediate`.
+const IMMEDIATE: c_int = 1;
+
+/// Threads of a block, and the most blocks of a launch.
+const THREADS: u32 = 256;
+const MAX_BLOCKS: usize = 512;
+
+/// Those that a communicator's caller has made.
+#[derive(Debug, Default)]
+pub(crate) struct Operators(Vec<Option<Made>>);
+
+#[derive(Clone, Copy, Debug)]
+struct Made {
+    dtype: DType,
+    scalar: Scalar,
+    /// The real library's, where that does the calls.
+    real: Option<c_int>,
+}
+
+/// What a caller's operator multiplies by.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Scalar {
+    /// These bits.
+    Immediate(u64),
+    /// What is at this address when the stream comes to it.
+    OnDevice(u64),
+}
+
+/// How a call reduces.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Operator {
+    number: c_int,
+    reduction: ReduceOp,
+    scalar: Option<Scalar>,
+}
+
+/// An input that was multiplied.
+pub(crate) struct Multiplied {
+    pub(crate) memory: DeviceSlice,
+    /// What it lies in, where that is not the caller's.
+    pub(crate) region: Option<Region>,
+}
+
+impl Operator {
+    /// That of a number, for elements of a type.
+    pub(crate) fn find(comm: &Comm, number: c_int, dtype: DType) -> Outcome<Self> {
+        let unknown = || {
+            Failure::argument(
+                format!("unknown operator {number}; expected an ncclRedOp_t"),
+                "use a value of ncclRedOp_t, or one that ncclRedOpCreatePreMulSum of this communicator gave",
+            )
+        };
+        let at = usize::try_from(number).map_err(|_| unknown())?;
+        if let Some(reduction) = BUILT_IN.get(at) {
+            return Ok(Self {
+                number,
+                reduction: *reduction,
+                scalar: None,
+            });
+        }
+        let operators = lock(&comm.operators);
+        let made = operators.0.get(at - BUILT_IN.len()).copied().flatten();
+        let made = made.ok_or_else(unknown)?;
+        if made.dtype != dtype {
+            return Err(Failure::argument(
+                format!("an operator for {}; expected one for {dtype}", made.dtype),
+                "make an operator for each type",
+            ));
+        }
+        Ok(Self {
+            number: made.real.unwrap_or(number),
+            reduction: ReduceOp::Sum,
+            scalar: Some(made.scalar),
+        })
+    }
+
+    /// As the real library numbers it.
+    pub(crate) fn number(self) -> c_int {
+        self.number
+    }
+
+    pub(crate) fn reduction(self) -> ReduceOp {
+        self.reduction
+    }
+
+    pub(crate) fn scalar(self) -> Option<Scalar> {
+        self.scalar
+    }
+}
+
+/// # Safety
+/// `op` must be room for a number, and `scalar` an element of the type, as NCCL's documentation says.
+pub(crate) unsafe fn create(
+    op: *mut c_int,
+    scalar: *mut c_void,
+    datatype: c_int,
+    residence: c_int,
+    comm: Handle,
+) -> Outcome {
+    check(op, "op")?;
+    check(scalar, "scalar")?;
+    let comm = find(comm)?;
+    let joined = comm.usable()?;
+    let dtype = crate::abi::element_type(datatype)?;
+    let held = match residence {
+        ON_DEVICE => Scalar::OnDevice(scalar as u64),
+        IMMEDIATE => {
+            let mut bits = [0; 8];
+            // SAFETY: the caller passes as many bytes as an element has, at most eight.
+            unsafe {
+                bits.as_mut_ptr()
+                    .copy_from_nonoverlapping(scalar.cast(), dtype.size());
+            }
+            Scalar::Immediate(u64::from_le_bytes(bits))
+        }
+        other => {
+            return Err(Failure::argument(
+                format!("unknown residence {other}; expected an ncclScalarResidence_t"),
+                "use a value of ncclScalarResidence_t",
+            ));
+        }
+    };
+    let real = match joined.served() {
+        Some(_) => None,
+        None => {
+            let RealHandle(real) = joined.real()?;
+            let mut number = 0;
+            // SAFETY: the arguments are the caller's, with the real library's communicator in place of ours.
+            let code = unsafe {
+                real::RedOpCreatePreMulSum(&mut number, scalar, datatype, residence, real)
+            }?;
+            Failure::check_real(code, "ncclRedOpCreatePreMulSum")?;
+            Some(number)
+        }
+    };
+    let made = Some(Made {
+        dtype,
+        scalar: held,
+        real,
+    });
+    let mut operators = lock(&comm.operators);
+    let at = operators.0.iter().position(Option::is_none);
+    let at = at.unwrap_or(operators.0.len());
+    match operators.0.get_mut(at) {
+        Some(free) => *free = made,
+        None => operators.0.push(made),
+    }
+    // SAFETY: the caller passes room for a number.
+    unsafe { store(op, "op", (BUILT_IN.len() + at) as c_int) }
+}
+
+/// # Safety
+/// Always sound; functions of the table are declared alike.
+pub(crate) unsafe fn destroy(op: c_int, comm: Handle) -> Outcome {
+    let comm = find(comm)?;
+    let at = usize::try_from(op).ok();
+    let at = at.and_then(|at| at.checked_sub(BUILT_IN.len()));
+    let mut operators = lock(&comm.operators);
+    let made = at.and_then(|at| operators.0.get_mut(at)?.take());
+    let made = made.ok_or_else(|| {
+        Failure::argument(
+            format!("{op} is no operator that was made"),
+            "destroy what ncclRedOpCreatePreMulSum of this communicator gave, once",
+        )
+    })?;
+    drop(operators);
+    let (Some(number), Ok(joined)) = (made.real, comm.joined()) else {
+        return Ok(());
+    };
+    let RealHandle(real) = joined.real()?;
+    // SAFETY: the operator is the real library's, of this communicator.
+    let code = unsafe { real::RedOpDestroy(number, real) }?;
+    Failure::check_real(code, "ncclRedOpDestroy")
+}
+
+impl Scalar {
+    /// Multiplies `input`: into `target` where that is as long, else into memory of its own.
+    pub(crate) fn multiply(
+        self,
+        (joined, served): (&Joined, &Served),
+        dtype: DType,
+        input: &DeviceSlice,
+        target: Option<&DeviceSlice>,
+        stream: &Stream,
+    ) -> Outcome<Multiplied> {
+        let whole = target.filter(|target| target.bytes() == input.bytes());
+        let (memory, region) = match whole {
+            Some(target) => (target.clone(), None),
+            None => {
+                let region = joined.communicator.alloc(input.bytes())?;
+                (region.memory().clone(), Some(region))
+            }
+        };
+        let module = served.module(joined)?;
+        let kernel = module.kernel(&format!("multiply_{dtype}"))?;
+        let count = input.bytes() / dtype.size();
+        let blocks = count.div_ceil(THREADS as usize).clamp(1, MAX_BLOCKS);
+        let (at, bits) = match self {
+            Self::Immediate(bits) => (0, bits),
+            Self::OnDevice(address) => (address, 0),
+        };
+        let arguments = [
+            Argument::Slice(memory.clone()),
+            Argument::Slice(input.clone()),
+            Argument::U64(count as u64),
+            Argument::U64(at),
+            Argument::U64(bits),
+        ];
+        // On the host device one thread does all of it.
+        let blocks = if joined.is_on_gpu() { blocks } else { 1 };
+        let launch = Launch::new(blocks as u32, THREADS);
+        kernel.launch(stream, &launch, &arguments)?;
+        Ok(Multiplied { memory, region })
+    }
+}
+
+impl Served {
+    /// The kernels, loaded when they are first needed.
+    fn module(&self, joined: &Joined) -> Result<&Module> {
+        if let Some(module) = self.multiplying.get() {
+            return Ok(module);
+        }
+        // SAFETY: the kernels access as many elements of source and target as the launch says, and one at the factor.
+        let module = unsafe { joined.device().load_module(&source()) }?;
+        Ok(self.multiplying.get_or_init(|| module))
+    }
+}
+
+fn source() -> ModuleSource {
+    let source = ModuleSource::new("multiply").with_cuda(KERNELS);
+    DType::ALL.into_iter().fold(source, |source, dtype| {
+        source.with_host_kernel(format!("multiply_{dtype}"), move |block| {
+            multiply(dtype, block)
+        })
+    })
+}
+
+/// CUDA C++ of the kernels.
+const KERNELS: &str = include_str!("../kernels/multiply.cu");
+
+/// What a kernel does on the host device.
+fn multiply(dtype: DType, block: &Block<'_>) -> Result<()> {
+    let (target, source) = (block.slice(0)?, block.slice(1)?);
+    let (at, bits) = (block.u64(3)?, block.u64(4)?);
+    let mut factor = bits.to_le_bytes();
+    if at != 0 {
+        // SAFETY: the caller of the operator keeps an element there until the stream is past it.
+        unsafe {
+            factor
+                .as_mut_ptr()
+                .copy_from_nonoverlapping(at as *const u8, dtype.size());
+        }
+    }
+    let mut bytes = vec![0; source.bytes()];
+    block.read(source, &mut bytes)?;
+    let product = product_of(dtype)?;
+    for element in bytes.chunks_exact_mut(dtype.size()) {
+        product(element, &factor);
+    }
+    block.write(target, &bytes)
+}
+
+/// Multiplies an element in place by one at the start of some bytes.
+type Product = fn(&mut [u8], &[u8; 8]);
+
+/// How elements of a type are multiplied.
+fn product_of(dtype: DType) -> Result<Product> {
+    macro_rules! product {
+        ($type:ty, |$a:ident, $b:ident| $product:expr) => {
+            |element, factor| {
+                const SIZE: usize = size_of::<$type>();
+                let read = |bytes: &[u8]| {
+                    let mut own = [0; SIZE];
+                    own.copy_from_slice(&bytes[..SIZE]);
+                    <$type>::from_le_bytes(own)
+                };
+                let ($a, $b) = (read(element), read(factor));
+                let product: $type = $product;
+                element.copy_from_slice(&product.to_le_bytes());
+            }
+        };
+    }
+    Ok(match dtype {
+        DType::F16 => product!(u16, |a, b| {
+            let wide = |bits| f16::from_bits(bits).to_f32();
+            f16::from_f32(wide(a) * wide(b)).to_bits()
+        }),
+        DType::BF16 => product!(u16, |a, b| {
+            let wide = |bits| bf16::from_bits(bits).to_f32();
+            bf16::from_f32(wide(a) * wide(b)).to_bits()
+        }),
+        DType::F8E4M3 => product!(u8, |a, b| {
+            let wide = |bits| F8E4M3(bits).to_f32();
+            F8E4M3::from_f32(wide(a) * wide(b)).0
+        }),
+        DType::F8E5M2 => product!(u8, |a, b| {
+            let wide = |bits| F8E5M2(bits).to_f32();
+            F8E5M2::from_f32(wide(a) * wide(b)).0
+        }),
+        DType::F32 => product!(f32, |a, b| a * b),
+        DType::F64 => product!(f64, |a, b| a * b),
+        DType::I8 => product!(i8, |a, b| a.wrapping_mul(b)),
+        DType::U8 => product!(u8, |a, b| a.wrapping_mul(b)),
+        DType::I32 => product!(i32, |a, b| a.wrapping_mul(b)),
+        DType::U32 => product!(u32, |a, b| a.wrapping_mul(b)),
+        DType::I64 => product!(i64, |a, b| a.wrapping_mul(b)),
+        DType::U64 => product!(u64, |a, b| a.wrapping_mul(b)),
+        other => {
+            return Err(Error::new(
+                ErrorKind::Unsupported,
+                format!("elements of type {other} are not multiplied"),
+            ));
+        }
+    })
+}
+
+/// The kernels, once they are loaded.
+pub(crate) type Multiplying = OnceLock<Module>;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn products_are_rounded_once_and_wrap_around() {
+        let product = |dtype: DType, element: &[u8], factor: &[u8]| {
+            let mut padded = [0; 8];
+            padded[..factor.len()].copy_from_slice(factor);
+            let mut element = element.to_vec();
+            product_of(dtype).unwrap()(&mut element, &padded);
+            element
+        };
+        let half = |value: f32| f16::from_f32(value).to_bits().to_le_bytes();
+        assert_eq!(product(DType::F16, &half(3.0), &half(0.5)), half(1.5));
+        let brain = |value: f32| bf16::from_f32(value).to_bits().to_le_bytes();
+        assert_eq!(product(DType::BF16, &brain(-3.0), &brain(2.0)), brain(-6.0));
+        let small = |value: f32| [F8E4M3::from_f32(value).0];
+        assert_eq!(product(DType::F8E4M3, &small(1.5), &small(2.0)), small(3.0));
+        assert_eq!(product(DType::I8, &[100], &[3]), [44]);
+        let big = 3_000_000_000_u32.to_le_bytes();
+        let twice = 3_000_000_000_u32.wrapping_mul(2).to_le_bytes();
+        assert_eq!(product(DType::U32, &big, &2_u32.to_le_bytes()), twice);
+        for dtype in DType::ALL {
+            assert!(product_of(dtype).is_ok(), "{dtype}");
+        }
+    }
+
+    /// Where the compiler is installed.
+    #[test]
+    fn kernels_compile_for_every_generation() {
+        for architecture in warplink::device::cuda::ARCHITECTURES {
+            match warplink::device::cuda::compile("multiply", KERNELS, architecture) {
+                Ok(code) => assert!(!code.is_empty()),
+                Err(error) if error.kind() == ErrorKind::LibraryMissing => return,
+                Err(error) => panic!("{architecture}: {error}"),
+            }
+        }
+    }
+}

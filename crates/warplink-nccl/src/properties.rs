@@ -1,0 +1,197 @@
+//! What the library and a communicator say of themselves.
+
+use crate::abi::{Handle, Properties, Team, check, store};
+use crate::communicator::{Comm, RealHandle, find};
+use crate::real;
+use crate::status::{Code, Failure, Outcome};
+use crate::table::real as functions;
+use std::ffi::c_int;
+use std::sync::atomic::Ordering;
+use warplink::collective::DEFAULT_WORKSPACE_BYTES;
+
+/// The version whose functions are served, where NCCL itself is not there: programs switch on what it has.
+const VERSION: c_int = 23007;
+
+/// Workspaces of each communicator, by the workspace that options name: its own, and four times as much for messages.
+const WORKSPACES: u64 = 5;
+
+/// # Safety
+/// `version` must be null or room for a number; so for what follows, as NCCL's documentation says.
+pub(crate) unsafe fn version(version: *mut c_int) -> Outcome {
+    check(version, "version")?;
+    // SAFETY: the caller passes room for a number.
+    unsafe { store(version, "version", real::version().unwrap_or(VERSION)) }
+}
+
+/// # Safety
+/// As [`version`].
+pub(crate) unsafe fn async_error(comm: Handle, result: *mut c_int) -> Outcome {
+    let comm = find(comm)?;
+    check(result, "asyncError")?;
+    let code = comm.progress().unwrap_or_else(|failure| {
+        if let Some(error) = &failure.error {
+            crate::status::keep(&error.to_string());
+        }
+        failure.code
+    });
+    // SAFETY: the caller passes room for a result.
+    unsafe { store(result, "asyncError", code as c_int) }
+}
+
+/// Writes a number of a communicator.
+///
+/// # Safety
+/// As [`version`].
+unsafe fn number(comm: Handle, place: *mut c_int, read: impl Fn(&Comm) -> usize) -> Outcome {
+    let comm = find(comm)?;
+    check(place, "the result")?;
+    comm.joined()?;
+    // SAFETY: the caller passes room for a number.
+    unsafe { store(place, "the result", read(&comm) as c_int) }
+}
+
+/// # Safety
+/// As [`version`].
+pub(crate) unsafe fn count(comm: Handle, count: *mut c_int) -> Outcome {
+    // SAFETY: the caller's pointers are passed on.
+    unsafe { number(comm, count, Comm::ranks) }
+}
+
+/// # Safety
+/// As [`version`].
+pub(crate) unsafe fn user_rank(comm: Handle, rank: *mut c_int) -> Outcome {
+    // SAFETY: the caller's pointers are passed on.
+    unsafe { number(comm, rank, Comm::rank) }
+}
+
+/// # Safety
+/// As [`version`].
+pub(crate) unsafe fn device(comm: Handle, device: *mut c_int) -> Outcome {
+    // SAFETY: the caller's pointers are passed on.
+    unsafe { number(comm, device, |comm| comm.ordinal) }
+}
+
+/// # Safety
+/// As [`version`].
+pub(crate) unsafe fn query(comm: Handle, place: *mut Properties) -> Outcome {
+    let comm = find(comm)?;
+    let joined = comm.joined()?;
+    check(place, "props")?;
+    // SAFETY: the caller passes a structure.
+    let header = unsafe { (&raw const (*place).header).read_unaligned() };
+    header.check("the structure")?;
+    if let Some(RealHandle(real)) = joined.made_real() {
+        // SAFETY: the structure is the caller's, and the communicator the real library's.
+        let code = unsafe { functions::CommQueryProperties(real, place) }?;
+        return Failure::check_real(code, "ncclCommQueryProperties");
+    }
+    if header.size < size_of::<Properties>() {
+        return Err(Failure::argument(
+            format!("a structure of {} bytes; expected more", header.size),
+            "initialize it with the macro of nccl.h",
+        ));
+    }
+    let properties = Properties {
+        header,
+        rank: comm.rank() as c_int,
+        ranks: comm.ranks() as c_int,
+        device: comm.ordinal as c_int,
+        nvml_device: comm.ordinal as c_int,
+        // Device communicators are the real library's.
+        device_api: joined.is_on_gpu() && real::is_there(),
+        multimem: false,
+        gin_type: 0,
+    };
+    // SAFETY: the caller passes a structure of as many bytes at least.
+    unsafe { store(place, "props", properties) }
+}
+
+/// # Safety
+/// As [`version`].
+pub(crate) unsafe fn memory_statistics(comm: Handle, which: c_int, value: *mut u64) -> Outcome {
+    let comm = find(comm)?;
+    let joined = comm.joined()?;
+    let workspaces = match joined.served() {
+        Some(_) => WORKSPACES * DEFAULT_WORKSPACE_BYTES as u64,
+        None => 0,
+    };
+    let statistic = match which {
+        // None of it is given back while the communicator is suspended.
+        0 => 0,
+        1 => comm.suspended.load(Ordering::Relaxed).into(),
+        2 | 3 => workspaces,
+        other => {
+            return Err(Failure::argument(
+                format!("unknown statistic {other}; expected an ncclCommMemStat_t"),
+                "use a value of ncclCommMemStat_t",
+            ));
+        }
+    };
+    // SAFETY: the caller passes room for a number.
+    unsafe { store(value, "value", statistic) }
+}
+
+/// All ranks of a communicator, which are all on one machine where Warplink serves it.
+fn everyone(comm: Handle) -> Team {
+    let found = find(comm);
+    let (rank, ranks) = found.map_or((0, 0), |comm| (comm.rank(), comm.ranks()));
+    Team {
+        ranks: ranks as c_int,
+        rank: rank as c_int,
+        stride: 1,
+    }
+}
+
+/// The real library's communicator of a handle, where there is one.
+fn real_of(comm: Handle) -> Option<Handle> {
+    let joined = find(comm).ok()?.joined().ok()?;
+    joined.made_real().map(|real| real.0)
+}
+
+/// `ncclTeamWorld`.
+pub(crate) fn team_world(comm: Handle) -> Team {
+    everyone(comm)
+}
+
+/// `ncclTeamLsa`: the ranks that load and store one another's memory.
+pub(crate) fn team_lsa(comm: Handle) -> Team {
+    // SAFETY: the communicator is the real library's.
+    let real = real_of(comm).and_then(|real| unsafe { functions::TeamLsa(real) }.ok());
+    real.unwrap_or_else(|| everyone(comm))
+}
+
+/// `ncclTeamRail`: the ranks of other machines that are alike, none of which is there where Warplink serves.
+pub(crate) fn team_rail(comm: Handle) -> Team {
+    // SAFETY: the communicator is the real library's.
+    let real = real_of(comm).and_then(|real| unsafe { functions::TeamRail(real) }.ok());
+    real.unwrap_or(Team {
+        ranks: 1,
+        rank: 0,
+        stride: everyone(comm).ranks,
+    })
+}
+
+/// `ncclTeamRankToWorld`.
+pub(crate) fn team_rank_to_world(comm: Handle, team: Team, rank: c_int) -> c_int {
+    let own = everyone(comm).rank;
+    own + (rank - team.rank) * team.stride
+}
+
+/// `ncclTeamRankToLsa`.
+pub(crate) fn team_rank_to_lsa(comm: Handle, team: Team, rank: c_int) -> c_int {
+    let own = team_lsa(comm).rank;
+    own + (rank - team.rank) * team.stride
+}
+
+/// `ncclParamDumpAll`: the real library's parameters.
+pub(crate) fn dump_parameters() {
+    // SAFETY: the function has no arguments.
+    let dumped = unsafe { functions::ParamDumpAll() };
+    if let Err(Failure {
+        code: Code::SystemError,
+        ..
+    }) = dumped
+    {
+        tracing::warn!("NCCL itself, whose parameters these are, was not found");
+    }
+}

@@ -1,0 +1,316 @@
+//! NCCL itself, for what Warplink does not serve.
+//!
+//! It is opened by an absolute path, never by the name that this library carries too, and into a scope of its own, so that
+//! what it calls is itself.
+
+use crate::abi::UniqueId;
+use crate::communicator::{Joined, RealHandle, lock};
+use crate::status::{Failure, Outcome};
+use crate::table::real;
+use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
+use std::ffi::{c_int, c_void};
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
+use warplink::{Error, ErrorKind, Result, variables};
+
+/// Names the library's file.
+const PATH_VARIABLE: &str = "WARPLINK_NCCL_LIBRARY";
+
+/// The name that NCCL's file has, and this library's SONAME.
+const SONAME: &str = "libnccl.so.2";
+
+/// `RTLD_DEEPBIND`: the library prefers its own functions to those of what was loaded before.
+const DEEP: c_int = 8;
+
+/// A function that this library alone has.
+const OWN: &[u8] = b"warplink_nccl_host_stream_synchronize\0";
+
+/// Where the system and CUDA's packages put libraries.
+const SYSTEM: [&str; 6] = [
+    "/usr/lib/x86_64-linux-gnu",
+    "/usr/lib/aarch64-linux-gnu",
+    "/usr/lib64",
+    "/usr/local/lib",
+    "/usr/local/cuda/lib64",
+    "/usr/lib",
+];
+
+/// A library that was loaded. It stays so until the process ends.
+#[derive(Debug)]
+struct Loaded {
+    library: Library,
+    path: PathBuf,
+}
+
+/// One of its functions, once it was found.
+pub(crate) struct Found<F>(OnceLock<F>);
+
+impl<F: Copy> Found<F> {
+    pub(crate) const fn new() -> Self {
+        Self(OnceLock::new())
+    }
+
+    /// The function `name`.
+    ///
+    /// # Safety
+    /// `F` must be a function pointer with the function's signature.
+    pub(crate) unsafe fn get(&self, name: &'static str) -> Outcome<F> {
+        if let Some(function) = self.0.get() {
+            return Ok(*function);
+        }
+        let loaded = loaded()?;
+        // SAFETY: the caller vouches for the signature; the library is never unloaded.
+        let found = unsafe { loaded.library.get::<F>(name.as_bytes()) };
+        let found = found.map(|found| *found).map_err(|_| {
+            Failure::usage(
+                format!(
+                    "NCCL at {} has no {name}; it is too old",
+                    loaded.path.display()
+                ),
+                format!("name a newer one in {PATH_VARIABLE}"),
+            )
+        })?;
+        Ok(*self.0.get_or_init(|| found))
+    }
+}
+
+/// The library, or why there is none.
+fn loaded() -> Result<&'static Loaded> {
+    static LOADED: OnceLock<Result<Loaded>> = OnceLock::new();
+    LOADED
+        .get_or_init(|| {
+            let loaded = load();
+            if let Ok(loaded) = &loaded {
+                tracing::info!("NCCL itself is {}", loaded.path.display());
+            }
+            loaded
+        })
+        .as_ref()
+        .map_err(Error::clone)
+}
+
+/// Whether there is a library.
+pub(crate) fn is_there() -> bool {
+    loaded().is_ok()
+}
+
+/// Its version, where there is one.
+pub(crate) fn version() -> Option<c_int> {
+    is_there().then_some(())?;
+    let mut version = 0;
+    // SAFETY: `version` is room for one integer.
+    let code = unsafe { real::GetVersion(&mut version) }.ok()?;
+    (code == 0).then_some(version)
+}
+
+fn load() -> Result<Loaded> {
+    if let Some(path) = variables::read(PATH_VARIABLE)?.filter(|path| !path.is_empty()) {
+        let path = PathBuf::from(path);
+        let refused = |why: String| {
+            Error::new(
+                ErrorKind::LibraryMissing,
+                format!("{PATH_VARIABLE} is {}: {why}", path.display()),
+            )
+            .with_help(format!("name NCCL's {SONAME} by an absolute path"))
+        };
+        if !path.is_absolute() {
+            return Err(refused("expected an absolute path".to_owned()));
+        }
+        return open(&path).map_err(refused);
+    }
+    let own = own_file();
+    let mut tried = Vec::new();
+    for path in candidates() {
+        if tried.contains(&path) || !path.is_file() || file(&path) == own {
+            continue;
+        }
+        match open(&path) {
+            Ok(loaded) => return Ok(loaded),
+            Err(why) => tracing::debug!("{}: {why}", path.display()),
+        }
+        tried.push(path);
+    }
+    Err(Error::new(
+        ErrorKind::LibraryMissing,
+        "NCCL itself was not found, which does what Warplink does not serve",
+    )
+    .with_help(format!(
+        "install NCCL, or name its {SONAME} in {PATH_VARIABLE}"
+    )))
+}
+
+fn open(path: &Path) -> std::result::Result<Loaded, String> {
+    // SAFETY: loading NCCL runs its initializers, which have no requirements.
+    let library = unsafe { Library::open(Some(path), RTLD_NOW | RTLD_LOCAL | DEEP) };
+    let library = library.map_err(|error| error.to_string())?;
+    // SAFETY: the symbol is only looked for.
+    if unsafe { library.get::<*const c_void>(OWN) }.is_ok() {
+        return Err("it is this library".to_owned());
+    }
+    let path = path.to_owned();
+    Ok(Loaded { library, path })
+}
+
+/// Where it may be: in the loader's search path, beside packages that this process has loaded, where Python has packages,
+/// and where the system has libraries.
+fn candidates() -> Vec<PathBuf> {
+    let mut directories = Vec::new();
+    for name in ["WARPLINK_LIBRARY_PATH", "LD_LIBRARY_PATH"] {
+        let listed = std::env::var_os(name).unwrap_or_default();
+        directories.extend(std::env::split_paths(&listed).filter(|path| path.is_absolute()));
+    }
+    directories.extend(sites().into_iter().map(|site| site.join("nvidia/nccl/lib")));
+    directories.extend(SYSTEM.map(PathBuf::from));
+    directories
+        .into_iter()
+        .map(|directory| directory.join(SONAME))
+        .collect()
+}
+
+/// Python's package directories that this process has loaded something of.
+fn sites() -> Vec<PathBuf> {
+    let maps = std::fs::read_to_string("/proc/self/maps").unwrap_or_default();
+    let mut sites: Vec<PathBuf> = Vec::new();
+    for line in maps.lines() {
+        let Some(start) = line.find('/') else {
+            continue;
+        };
+        let path = &line[start..];
+        for name in ["/site-packages/", "/dist-packages/"] {
+            if let Some(at) = path.find(name) {
+                let site = PathBuf::from(&path[..at + name.len() - 1]);
+                if !sites.contains(&site) {
+                    sites.push(site);
+                }
+            }
+        }
+    }
+    sites
+}
+
+/// Device and number of a file.
+fn file(path: &Path) -> Option<(u64, u64)> {
+    let data = std::fs::metadata(path).ok()?;
+    Some((data.dev(), data.ino()))
+}
+
+/// The file that this function was loaded from.
+fn own_file() -> Option<(u64, u64)> {
+    let own = own_file as *const () as usize;
+    let maps = std::fs::read_to_string("/proc/self/maps").ok()?;
+    let line = maps.lines().find(|line| {
+        let range = line
+            .split(' ')
+            .next()
+            .and_then(|range| range.split_once('-'));
+        let parsed = range.and_then(|(start, end)| {
+            let number = |text| usize::from_str_radix(text, 16).ok();
+            Some(number(start)?..number(end)?)
+        });
+        parsed.is_some_and(|range| range.contains(&own))
+    })?;
+    file(Path::new(&line[line.find('/')?..]))
+}
+
+impl Joined {
+    /// The real library's communicator of the same ranks. All ranks make the first call at the same time, which blocks
+    /// until all have.
+    pub(crate) fn real(&self) -> Outcome<RealHandle> {
+        let mut real = lock(&self.real);
+        if let Some(real) = *real {
+            return Ok(real);
+        }
+        Ok(*real.insert(self.make_real()?))
+    }
+
+    /// The one that was made before, if it was.
+    pub(crate) fn made_real(&self) -> Option<RealHandle> {
+        *lock(&self.real)
+    }
+
+    fn make_real(&self) -> Outcome<RealHandle> {
+        let (rank, world) = (self.communicator.rank(), self.communicator.world());
+        let mut id = UniqueId { bytes: [0; 128] };
+        let made = match rank {
+            // SAFETY: `id` is room for one id.
+            0 => unsafe { real::GetUniqueId(&mut id) }
+                .and_then(|code| Failure::check_real(code, "ncclGetUniqueId")),
+            _ => loaded().map(drop).map_err(Failure::from),
+        };
+        // All hear of one that cannot.
+        let own = match &made {
+            Ok(()) => id.bytes.to_vec(),
+            Err(_) => Vec::new(),
+        };
+        let all = self.communicator.all_gather_bytes(&own)?;
+        made?;
+        for (peer, bytes) in all.iter().enumerate() {
+            if bytes.len() != id.bytes.len() {
+                return Err(Error::new(
+                    ErrorKind::PeerFailed,
+                    "another rank found no NCCL for what Warplink does not serve",
+                )
+                .with_peer(peer)
+                .with_help(format!("set {PATH_VARIABLE} on every rank"))
+                .into());
+            }
+        }
+        id.bytes.copy_from_slice(&all[0]);
+        let mut handle = std::ptr::null_mut();
+        // SAFETY: `handle` is room for one handle, and the id is that of rank 0.
+        let code = unsafe { real::CommInitRank(&mut handle, world as c_int, id, rank as c_int) }?;
+        Failure::check_real(code, "ncclCommInitRank")?;
+        Ok(RealHandle(handle))
+    }
+
+    /// What the real library says of its communicator, if there is one.
+    pub(crate) fn real_error(&self) -> Outcome {
+        let Some(RealHandle(handle)) = self.made_real() else {
+            return Ok(());
+        };
+        let mut code = 0;
+        // SAFETY: the handle is alive, and `code` is room for one integer.
+        let asked = unsafe { real::CommGetAsyncError(handle, &mut code) }?;
+        Failure::check_real(asked, "ncclCommGetAsyncError")?;
+        Failure::check_real(code, "communicator")
+    }
+
+    /// Ends the real library's communicator, if there is one, by force or in order.
+    pub(crate) fn end_real(&self, by_force: bool) {
+        let Some(RealHandle(handle)) = lock(&self.real).take() else {
+            return;
+        };
+        // SAFETY: the handle is alive, and was taken from where others find it.
+        let ended = unsafe {
+            if by_force {
+                real::CommAbort(handle)
+            } else {
+                real::CommDestroy(handle)
+            }
+        };
+        if let Err(error) =
+            ended.and_then(|code| Failure::check_real(code, "end of a communicator"))
+        {
+            tracing::warn!("{error:?}");
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_file_of_this_code_is_known() {
+        let own = file(&std::env::current_exe().unwrap());
+        assert_eq!(own_file(), own);
+        assert!(own.is_some());
+    }
+
+    #[test]
+    fn a_library_without_a_file_is_an_error_that_says_why() {
+        let error = open(Path::new("/nonexistent/libnccl.so.2")).unwrap_err();
+        assert!(error.contains("nonexistent"), "{error}");
+    }
+}

@@ -1,0 +1,95 @@
+//! `WARPLINK_NCCL_REPORT=1`: which calls went where, printed at the end of the process.
+
+use crate::communicator::lock;
+use crate::leave;
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+use std::sync::{Mutex, OnceLock};
+use std::time::{Duration, Instant};
+use warplink::variables;
+
+/// What asks for it.
+const VARIABLE: &str = "WARPLINK_NCCL_REPORT";
+
+/// Of each route and function.
+static CALLS: Mutex<BTreeMap<(&str, &str), Entry>> = Mutex::new(BTreeMap::new());
+
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct Entry {
+    calls: u64,
+    bytes: u64,
+    /// Of the host, in the calls.
+    time: Duration,
+}
+
+/// Whether it was asked for.
+fn is_wanted() -> bool {
+    static WANTED: OnceLock<bool> = OnceLock::new();
+    *WANTED.get_or_init(|| {
+        let value = variables::read(VARIABLE).ok().flatten();
+        value.is_some_and(|value| !value.is_empty() && value != "0")
+    })
+}
+
+/// Has it printed at the end, where it was asked for.
+pub(crate) fn start() {
+    if is_wanted() {
+        leave::at_exit();
+    }
+}
+
+/// Notes a call of `bytes` that began at `started` and was enqueued just now.
+pub(crate) fn note(route: &'static str, name: &'static str, bytes: usize, started: Instant) {
+    if !is_wanted() {
+        return;
+    }
+    let mut calls = lock(&CALLS);
+    let entry = calls.entry((route, name)).or_default();
+    entry.calls += 1;
+    entry.bytes += bytes as u64;
+    entry.time += started.elapsed();
+}
+
+/// Prints it, where it was asked for.
+pub(crate) fn print() {
+    if is_wanted() {
+        let text = table(&lock(&CALLS));
+        eprint!("{text}");
+    }
+}
+
+fn table(calls: &BTreeMap<(&str, &str), Entry>) -> String {
+    let process = std::process::id();
+    let mut text = format!(
+        "warplink-nccl, process {process}: calls by route\n{:<10} {:<14} {:>10} {:>18} {:>12}\n",
+        "route", "function", "calls", "bytes", "host us each"
+    );
+    for ((route, name), entry) in calls {
+        let each = entry.time.as_secs_f64() * 1e6 / entry.calls.max(1) as f64;
+        // Writing to a string does not fail.
+        let _ = writeln!(
+            text,
+            "{route:<10} {name:<14} {:>10} {:>18} {each:>12.1}",
+            entry.calls, entry.bytes
+        );
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_line_has_route_function_calls_bytes_and_time() {
+        let entry = Entry {
+            calls: 4,
+            bytes: 4096,
+            time: Duration::from_micros(10),
+        };
+        let calls = BTreeMap::from([(("warplink", "AllReduce"), entry)]);
+        let text = table(&calls);
+        let line: Vec<&str> = text.lines().last().unwrap().split_whitespace().collect();
+        assert_eq!(line, ["warplink", "AllReduce", "4", "4096", "2.5"]);
+    }
+}

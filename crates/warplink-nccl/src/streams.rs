@@ -1,0 +1,138 @@
+//! Streams as callers name them: CUDA's; on the host device any number, which stands for a stream of the process.
+
+use crate::abi::RawStream;
+use crate::communicator::{Joined, all, lock};
+use crate::devices;
+use crate::status::{Failure, Outcome, entry};
+use std::collections::HashMap;
+use std::ffi::c_int;
+use std::sync::{Arc, Mutex};
+use std::thread::ThreadId;
+use std::time::Duration;
+use warplink::device::{Device, Priority, Stream};
+use warplink::{Deadline, DeviceKind, Result};
+
+/// `cudaStreamPerThread`, which is another stream on each thread.
+const PER_THREAD: u64 = 2;
+
+/// How long the host device's streams are waited for.
+const LIMIT: Duration = Duration::from_secs(600);
+
+/// The streams that calls of a communicator were made on. CUDA's are borrowed until the communicator ends.
+#[derive(Debug, Default)]
+pub(crate) struct Streams(Mutex<Vec<Known>>);
+
+#[derive(Debug)]
+struct Known {
+    raw: u64,
+    /// Whose it is, where it is a thread's.
+    thread: Option<ThreadId>,
+    stream: Stream,
+}
+
+impl Streams {
+    /// The stream of `device` that a caller means.
+    pub(crate) fn find(&self, device: &Arc<dyn Device>, raw: RawStream) -> Result<Stream> {
+        let raw = raw as u64;
+        if device.kind() == DeviceKind::Host {
+            return of_host(raw);
+        }
+        let thread = (raw == PER_THREAD).then(|| std::thread::current().id());
+        let mut known = lock(&self.0);
+        let same = |one: &&Known| one.raw == raw && one.thread == thread;
+        if let Some(found) = known.iter().find(same) {
+            return Ok(found.stream.clone());
+        }
+        // SAFETY: the caller keeps a stream that calls were made on until the communicator has ended (docs/nccl.md).
+        let stream = unsafe { device.borrow_stream(raw, Arc::new(())) }?;
+        known.push(Known {
+            raw,
+            thread,
+            stream: stream.clone(),
+        });
+        Ok(stream)
+    }
+
+    /// Gives all back to their owners, who may destroy them then.
+    pub(crate) fn give_back(&self) {
+        for known in lock(&self.0).drain(..) {
+            if let Err(error) = known.stream.give_back() {
+                tracing::debug!(%error, "a stream cannot be given back");
+            }
+        }
+    }
+}
+
+/// The host device's streams of this process, by number.
+static OF_HOST: Mutex<Option<HashMap<u64, Stream>>> = Mutex::new(None);
+
+fn of_host(raw: u64) -> Result<Stream> {
+    let mut all = lock(&OF_HOST);
+    let all = all.get_or_insert_default();
+    if let Some(stream) = all.get(&raw) {
+        return Ok(stream.clone());
+    }
+    let stream = devices::of_process(0)?.create_stream(Priority::Normal)?;
+    all.insert(raw, stream.clone());
+    Ok(stream)
+}
+
+/// Blocks until a stream of the host device is done, for programs without a GPU: `cudaStreamSynchronize` there. Gives an
+/// `ncclResult_t`, an error where a call of the stream has failed.
+///
+/// # Safety
+/// Always sound; CUDA's streams are not for it.
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn warplink_nccl_host_stream_synchronize(stream: RawStream) -> c_int {
+    entry("warplink_nccl_host_stream_synchronize", || {
+        if devices::kind()? != DeviceKind::Host {
+            return Err(Failure::usage(
+                "this is for the host device's streams",
+                "call cudaStreamSynchronize",
+            ));
+        }
+        Ok(of_host(stream as u64)?.synchronize(Deadline::after(LIMIT))?)
+    })
+}
+
+/// A stream that has work for several others, so that the work is done after that which they have by now, and they go on
+/// after it. `enqueue` gives it the work.
+pub(crate) fn together(
+    joined: &Joined,
+    streams: &[Stream],
+    enqueue: impl FnOnce(&Stream) -> Outcome,
+) -> Outcome {
+    let Some((main, others)) = streams.split_first() else {
+        return Ok(());
+    };
+    let others: Vec<_> = others
+        .iter()
+        .filter(|other| other.raw() != main.raw())
+        .collect();
+    for other in &others {
+        let event = joined.device().create_event(false)?;
+        other.record(&event)?;
+        main.wait_event(&event)?;
+    }
+    enqueue(main)?;
+    if others.is_empty() {
+        return Ok(());
+    }
+    let event = joined.device().create_event(false)?;
+    main.record(&event)?;
+    for other in &others {
+        other.wait_event(&event)?;
+    }
+    Ok(())
+}
+
+/// Gives the streams of all communicators back, at the end of the process.
+pub(crate) fn give_back_all() {
+    for comm in all() {
+        if let Ok(joined) = comm.joined()
+            && let Some(served) = joined.served()
+        {
+            served.streams.give_back();
+        }
+    }
+}

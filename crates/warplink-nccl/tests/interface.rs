@@ -1,0 +1,162 @@
+//! A C program that calls the interface by its names, as ranks of the host device.
+
+#![allow(clippy::unwrap_used, clippy::panic)]
+
+#[path = "../../warplink/tests/common/children.rs"]
+mod children;
+
+use children::{Ended, wait_all};
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::sync::OnceLock;
+use std::time::{Duration, Instant};
+
+const LIMIT: Duration = Duration::from_secs(90);
+
+/// What programs call, by the bindings that they have: PyTorch 2.11 and 2.15, vLLM, CuPy, nccl-tests.
+const CALLED: &str = "AllGather AllReduce AlltoAll Bcast Broadcast CommAbort CommCount CommCuDevice CommDeregister CommDestroy
+    CommFinalize CommGetAsyncError CommGetUniqueId CommGrow CommInitAll CommInitRank CommInitRankConfig CommInitRankScalable
+    CommMemStats CommQueryProperties CommRegister CommResume CommRevoke CommShrink CommSplit CommSuspend CommUserRank
+    CommWindowDeregister CommWindowRegister DevCommCreate DevCommDestroy Gather GetErrorString GetLastError
+    GetLsaDevicePointer GetLsaMultimemDevicePointer GetPeerDevicePointer GetUniqueId GetVersion GroupEnd GroupSimulateEnd
+    GroupStart MemAlloc MemFree PutSignal Recv RedOpCreatePreMulSum RedOpDestroy Reduce ReduceScatter Scatter Send Signal
+    WaitSignal WinGetUserPtr";
+
+/// The library, which cargo builds beside the tests.
+fn library() -> PathBuf {
+    let own = std::env::current_exe().unwrap();
+    let deps = own.parent().unwrap();
+    let found = [deps, deps.parent().unwrap()].map(|folder| folder.join("libwarplink_nccl.so"));
+    let found = found.into_iter().find(|path| path.exists());
+    // Cargo builds it for these tests.
+    found.unwrap()
+}
+
+/// The program, compiled once.
+fn program() -> &'static Path {
+    static PROGRAM: OnceLock<(tempfile::TempDir, PathBuf)> = OnceLock::new();
+    let (_, path) = PROGRAM.get_or_init(|| {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("interface");
+        let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/programs/interface.c");
+        let compiled = Command::new("cc")
+            .args(["-std=c99", "-Wall", "-Wextra", "-Werror", "-O1", "-o"])
+            .args([&path, &source])
+            .arg("-ldl")
+            .output()
+            .unwrap();
+        let errors = String::from_utf8_lossy(&compiled.stderr);
+        assert!(compiled.status.success(), "{errors}");
+        (folder, path)
+    });
+    path
+}
+
+/// Runs the program as `processes` processes of `ranks` ranks.
+fn run(what: &str, processes: usize, ranks: usize) -> Vec<Ended> {
+    let folder = tempfile::tempdir().unwrap();
+    let started = Instant::now();
+    let start = |rank: usize| {
+        let mut command = Command::new(program());
+        for (name, _) in std::env::vars_os() {
+            if name.to_string_lossy().starts_with("WARPLINK_") {
+                command.env_remove(name);
+            }
+        }
+        command
+            .arg(library())
+            .args([what, &rank.to_string(), &ranks.to_string()])
+            .arg(folder.path().join("id"))
+            .env("WARPLINK_DEVICE", "host")
+            .env("WARPLINK_NCCL_ADDRESS", "127.0.0.1")
+            .env("WARPLINK_TIMEOUT", "30")
+            .env("WARPLINK_NCCL_REPORT", "1")
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap()
+    };
+    wait_all((0..processes).map(start).collect(), started, LIMIT)
+}
+
+fn assert_done(ended: &[Ended]) {
+    for (rank, end) in ended.iter().enumerate() {
+        assert_eq!(end.code, Some(0), "rank {rank}:\n{}", end.output);
+        assert!(end.output.contains("done"), "rank {rank}:\n{}", end.output);
+    }
+}
+
+#[test]
+fn every_call_is_right_on_ranks_that_are_processes() {
+    for ranks in [1, 2, 3] {
+        let ended = run("life", ranks, ranks);
+        assert_done(&ended);
+        // The report says who did what.
+        for end in &ended {
+            for call in ["AllReduce", "Send", "Gather"] {
+                let words = |line: &str| line.split_whitespace().take(2).eq(["warplink", call]);
+                assert!(end.output.lines().any(words), "{}", end.output);
+            }
+        }
+    }
+}
+
+#[test]
+fn one_thread_has_several_ranks() {
+    assert_done(&run("thread", 1, 3));
+}
+
+#[test]
+fn a_killed_rank_is_an_asynchronous_error_of_the_others() {
+    let ended = run("killed", 3, 3);
+    assert_done(&ended[..2]);
+    assert_eq!(ended[2].code, None, "{}", ended[2].output);
+}
+
+#[test]
+fn calls_that_differ_are_both_named() {
+    let ended = run("differ", 2, 2);
+    assert_done(&ended);
+    for end in &ended {
+        for call in ["all_reduce", "all_gather"] {
+            assert!(end.output.contains(call), "{}", end.output);
+        }
+    }
+}
+
+#[test]
+fn every_function_is_exported_with_its_twin() {
+    let listed = Command::new("nm")
+        .args(["-D", "--defined-only", "-P"])
+        .arg(library())
+        .output()
+        .unwrap();
+    let listed = String::from_utf8(listed.stdout).unwrap();
+    let exported: BTreeSet<&str> = listed
+        .lines()
+        .filter_map(|line| line.split(' ').next())
+        .filter(|name| name.starts_with("nccl") || name.starts_with("pnccl"))
+        .collect();
+    let twins = warplink_nccl::NAMES.iter().map(|name| format!("p{name}"));
+    let names = warplink_nccl::NAMES.iter().map(|name| (*name).to_owned());
+    let declared: BTreeSet<String> = names.chain(twins).collect();
+    assert!(
+        exported
+            .iter()
+            .copied()
+            .eq(declared.iter().map(|name| &**name))
+    );
+    for name in CALLED.split_whitespace() {
+        let name = format!("nccl{name}");
+        assert!(exported.contains(&*name), "{name} is called by programs");
+    }
+}
+
+#[test]
+fn the_library_is_named_as_nccl_is() {
+    let library = std::fs::read(library()).unwrap();
+    let name = b"\0libnccl.so.2\0";
+    assert!(library.windows(name.len()).any(|part| part == name));
+}

@@ -1,0 +1,316 @@
+/* A rank, or several, that call NCCL's interface as programs do: the library is opened by path, and every function found by
+ * name. The arguments are the library, what to do, the rank, the number of ranks, and a file for the unique id. */
+
+#define _DEFAULT_SOURCE
+#include <dlfcn.h>
+#include <signal.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+typedef struct { char bytes[128]; } id_t128;
+typedef void *comm_t;
+typedef void *stream_t;
+
+enum { INT32 = 2, FLOAT = 7 };
+enum { SUM = 0, PROD = 1, MAX = 2, MIN = 3, AVG = 4 };
+enum { SUCCESS = 0, INVALID_ARGUMENT = 4, INVALID_USAGE = 5, REMOTE_ERROR = 6 };
+enum { COUNT = 1000, RANKS = 8 };
+
+static void *library;
+
+/* A function of the library, by its name and parameters. */
+#define CALL(name, ...) ((int (*)(__VA_ARGS__))found(#name))
+
+static void *found(const char *name) {
+    void *function = dlsym(library, name);
+    if (function == NULL) {
+        fprintf(stderr, "%s is missing\n", name);
+        exit(1);
+    }
+    return function;
+}
+
+static const char *last_error(comm_t comm) { return ((const char *(*)(comm_t))found("ncclGetLastError"))(comm); }
+
+#define OK(call)                                                                                                    \
+    do {                                                                                                            \
+        int code_ = (call);                                                                                         \
+        if (code_ != SUCCESS) {                                                                                     \
+            fprintf(stderr, "line %d: %s gives %d: %s\n", __LINE__, #call, code_, last_error(NULL));                \
+            exit(1);                                                                                                \
+        }                                                                                                           \
+    } while (0)
+
+#define CHECK(condition)                                                                                            \
+    do {                                                                                                            \
+        if (!(condition)) {                                                                                         \
+            fprintf(stderr, "line %d: %s does not hold: %s\n", __LINE__, #condition, last_error(NULL));             \
+            exit(1);                                                                                                \
+        }                                                                                                           \
+    } while (0)
+
+static int synchronize(stream_t stream) { return CALL(warplink_nccl_host_stream_synchronize, stream_t)(stream); }
+
+static comm_t join(int rank, int ranks, const char *file) {
+    id_t128 id;
+    if (rank == 0) {
+        char other[4096];
+        OK(CALL(ncclGetUniqueId, id_t128 *)(&id));
+        snprintf(other, sizeof other, "%s.part", file);
+        FILE *to = fopen(other, "wb");
+        CHECK(to != NULL && fwrite(&id, sizeof id, 1, to) == 1 && fclose(to) == 0);
+        CHECK(rename(other, file) == 0);
+    } else {
+        FILE *from = NULL;
+        for (int tries = 0; from == NULL && tries < 3000; tries++) {
+            usleep(10000);
+            from = fopen(file, "rb");
+        }
+        CHECK(from != NULL && fread(&id, sizeof id, 1, from) == 1);
+        fclose(from);
+    }
+    comm_t comm = NULL;
+    OK(CALL(ncclCommInitRank, comm_t *, int, id_t128, int)(&comm, ranks, id, rank));
+    return comm;
+}
+
+static void *memory(size_t bytes) {
+    void *made = NULL;
+    OK(CALL(ncclMemAlloc, void **, size_t)(&made, bytes));
+    return made;
+}
+
+/* Element i of what rank r gives. */
+static int32_t given(int r, int i) { return r * 7 + i % 13 + 1; }
+
+static void fill(int32_t *values, int rank, int count) {
+    for (int i = 0; i < count; i++) values[i] = given(rank, i);
+}
+
+typedef int (*all_reduce_t)(const void *, void *, size_t, int, int, comm_t, stream_t);
+
+static void collectives(comm_t comm, int rank, int ranks, stream_t stream) {
+    int32_t *in = memory(4 * COUNT * RANKS), *out = memory(4 * COUNT * RANKS);
+    all_reduce_t all_reduce = (all_reduce_t)found("ncclAllReduce");
+    for (int op = SUM; op <= MIN; op++) {
+        fill(in, rank, COUNT);
+        OK(all_reduce(in, out, COUNT, INT32, op, comm, stream));
+        OK(synchronize(stream));
+        for (int i = 0; i < COUNT; i++) {
+            int32_t all = given(0, i);
+            for (int r = 1; r < ranks; r++) {
+                int32_t one = given(r, i);
+                all = op == SUM ? all + one : op == PROD ? all * one : op == MAX ? (one > all ? one : all) : (one < all ? one : all);
+            }
+            CHECK(out[i] == all);
+        }
+    }
+    /* In place, an average, and a sum whose inputs are multiplied. */
+    float *values = (float *)in;
+    for (int i = 0; i < COUNT; i++) values[i] = (float)given(rank, i);
+    OK(all_reduce(values, values, COUNT, FLOAT, AVG, comm, stream));
+    OK(synchronize(stream));
+    for (int i = 0; i < COUNT; i++) {
+        float all = 0;
+        for (int r = 0; r < ranks; r++) all += (float)given(r, i);
+        float off = values[i] - all / (float)ranks;
+        CHECK(off < 1e-4f && off > -1e-4f);
+    }
+    int own = -1;
+    float factor = 0.5f;
+    OK(CALL(ncclRedOpCreatePreMulSum, int *, void *, int, int, comm_t)(&own, &factor, FLOAT, 1, comm));
+    for (int i = 0; i < COUNT; i++) values[i] = (float)given(rank, i);
+    OK(all_reduce(values, out, COUNT, FLOAT, own, comm, stream));
+    OK(synchronize(stream));
+    for (int i = 0; i < COUNT; i++) {
+        float all = 0;
+        for (int r = 0; r < ranks; r++) all += 0.5f * (float)given(r, i);
+        CHECK(((float *)out)[i] == all);
+    }
+    OK(CALL(ncclRedOpDestroy, int, comm_t)(own, comm));
+
+    /* What only moves parts. */
+    fill(in, rank, COUNT);
+    OK(CALL(ncclAllGather, const void *, void *, size_t, int, comm_t, stream_t)(in, out, COUNT, INT32, comm, stream));
+    OK(synchronize(stream));
+    for (int i = 0; i < ranks * COUNT; i++) CHECK(out[i] == given(i / COUNT, i % COUNT));
+    OK(CALL(ncclReduceScatter, const void *, void *, size_t, int, int, comm_t, stream_t)(out, in, COUNT, INT32, SUM, comm, stream));
+    OK(synchronize(stream));
+    for (int i = 0; i < COUNT; i++) CHECK(in[i] == ranks * given(rank, i));
+    int root = ranks - 1;
+    fill(in, rank, COUNT);
+    OK(CALL(ncclBroadcast, const void *, void *, size_t, int, int, comm_t, stream_t)(in, out, COUNT, INT32, root, comm, stream));
+    OK(CALL(ncclBcast, void *, size_t, int, int, comm_t, stream_t)(in, COUNT, INT32, 0, comm, stream));
+    OK(synchronize(stream));
+    for (int i = 0; i < COUNT; i++) CHECK(out[i] == given(root, i) && in[i] == given(0, i));
+    fill(in, rank, COUNT);
+    OK(CALL(ncclReduce, const void *, void *, size_t, int, int, int, comm_t, stream_t)(in, out, COUNT, INT32, MAX, root, comm, stream));
+    OK(synchronize(stream));
+    for (int i = 0; rank == root && i < COUNT; i++) CHECK(out[i] == given(root, i));
+    for (int p = 0; p < ranks; p++) fill(in + p * COUNT, rank * ranks + p, COUNT);
+    OK(CALL(ncclAlltoAll, const void *, void *, size_t, int, comm_t, stream_t)(in, out, COUNT, INT32, comm, stream));
+    OK(synchronize(stream));
+    for (int i = 0; i < ranks * COUNT; i++) CHECK(out[i] == given(i / COUNT * ranks + rank, i % COUNT));
+    OK(CALL(ncclScatter, const void *, void *, size_t, int, int, comm_t, stream_t)(in, out, COUNT, INT32, 0, comm, stream));
+    OK(CALL(ncclGather, const void *, void *, size_t, int, int, comm_t, stream_t)(out, in, COUNT, INT32, 0, comm, stream));
+    OK(synchronize(stream));
+    for (int i = 0; i < COUNT; i++) CHECK(out[i] == given(rank, i));
+
+    /* Of nothing. */
+    OK(all_reduce(in, out, 0, INT32, SUM, comm, stream));
+    OK(synchronize(stream));
+    OK(CALL(ncclMemFree, void *)(in));
+    OK(CALL(ncclMemFree, void *)(out));
+}
+
+static void messages(comm_t comm, int rank, int ranks, stream_t stream) {
+    int32_t *in = memory(4 * COUNT), *out = memory(4 * COUNT), *sum = memory(4 * COUNT);
+    int next = (rank + 1) % ranks, last = (rank + ranks - 1) % ranks;
+    fill(in, rank, COUNT);
+    for (int nested = 0; nested < 2; nested++) {
+        memset(out, 0, 4 * COUNT);
+        for (int i = 0; i <= nested; i++) OK(CALL(ncclGroupStart, void)());
+        OK(CALL(ncclSend, const void *, size_t, int, int, comm_t, stream_t)(in, COUNT, INT32, next, comm, stream));
+        OK(CALL(ncclRecv, void *, size_t, int, int, comm_t, stream_t)(out, COUNT, INT32, last, comm, stream));
+        OK(((all_reduce_t)found("ncclAllReduce"))(in, sum, COUNT, INT32, SUM, comm, stream));
+        for (int i = 0; i <= nested; i++) OK(CALL(ncclGroupEnd, void)());
+        OK(synchronize(stream));
+        for (int i = 0; i < COUNT; i++) {
+            int32_t all = 0;
+            for (int r = 0; r < ranks; r++) all += given(r, i);
+            CHECK(out[i] == given(last, i) && sum[i] == all);
+        }
+    }
+    CHECK(CALL(ncclGroupEnd, void)() == INVALID_USAGE);
+    OK(CALL(ncclMemFree, void *)(in));
+    OK(CALL(ncclMemFree, void *)(out));
+    OK(CALL(ncclMemFree, void *)(sum));
+}
+
+static void refusals(comm_t comm, stream_t stream) {
+    int32_t *in = memory(64);
+    CHECK(((all_reduce_t)found("ncclAllReduce"))(in, in, 4, INT32, SUM, NULL, stream) == INVALID_ARGUMENT);
+    CHECK(((all_reduce_t)found("ncclAllReduce"))(in, in, 4, 99, SUM, comm, stream) == INVALID_ARGUMENT);
+    CHECK(((all_reduce_t)found("ncclAllReduce"))(in, in, 4, INT32, 77, comm, stream) == INVALID_ARGUMENT);
+    CHECK(CALL(ncclBcast, void *, size_t, int, int, comm_t, stream_t)(in, 4, INT32, 100, comm, stream) == INVALID_ARGUMENT);
+    CHECK(strlen(last_error(comm)) > 0);
+    CHECK(CALL(ncclMemFree, void *)((char *)in + 8) == INVALID_ARGUMENT);
+    /* Registration is not needed, and never harmful. */
+    void *handle = NULL;
+    OK(CALL(ncclCommRegister, comm_t, void *, size_t, void **)(comm, in, 64, &handle));
+    OK(CALL(ncclCommDeregister, comm_t, void *)(comm, handle));
+    OK(CALL(ncclMemFree, void *)(in));
+}
+
+static void whole_life(int rank, int ranks, const char *file) {
+    int version = 0, value = -1;
+    OK(CALL(ncclGetVersion, int *)(&version));
+    CHECK(version >= 21800);
+    CHECK(strlen(((const char *(*)(int))found("ncclGetErrorString"))(INVALID_USAGE)) > 0);
+    comm_t comm = join(rank, ranks, file);
+    OK(CALL(ncclCommCount, comm_t, int *)(comm, &value));
+    CHECK(value == ranks);
+    OK(CALL(ncclCommUserRank, comm_t, int *)(comm, &value));
+    CHECK(value == rank);
+    stream_t stream = (stream_t)(uintptr_t)16;
+    collectives(comm, rank, ranks, stream);
+    messages(comm, rank, ranks, stream);
+    refusals(comm, stream);
+    /* The ranks in two halves, each in the other order, and this rank in both communicators at the same time. */
+    comm_t half = NULL;
+    OK(CALL(ncclCommSplit, comm_t, int, int, comm_t *, void *)(comm, rank % 2, -rank, &half, NULL));
+    int own = -1, count = -1;
+    OK(CALL(ncclCommUserRank, comm_t, int *)(half, &own));
+    OK(CALL(ncclCommCount, comm_t, int *)(half, &count));
+    CHECK(count == (ranks + 1 - rank % 2) / 2 && own == count - 1 - rank / 2);
+    collectives(half, own, count, (stream_t)(uintptr_t)17);
+    OK(CALL(ncclCommGetAsyncError, comm_t, int *)(comm, &value));
+    CHECK(value == SUCCESS);
+    OK(CALL(ncclCommDestroy, comm_t)(half));
+    OK(CALL(ncclCommFinalize, comm_t)(comm));
+    OK(CALL(ncclCommDestroy, comm_t)(comm));
+    CHECK(CALL(ncclCommCount, comm_t, int *)(comm, &value) == INVALID_ARGUMENT);
+}
+
+/* All ranks in one thread: made together, and called in groups, since each call waits for the other ranks' hosts nowhere. */
+static void one_thread(int ranks) {
+    comm_t comms[RANKS];
+    int32_t *in[RANKS], *out[RANKS];
+    OK(CALL(ncclCommInitAll, comm_t *, int, const int *)(comms, ranks, NULL));
+    for (int r = 0; r < ranks; r++) {
+        in[r] = memory(4 * COUNT), out[r] = memory(4 * COUNT);
+        fill(in[r], r, COUNT);
+    }
+    OK(CALL(ncclGroupStart, void)());
+    for (int r = 0; r < ranks; r++)
+        OK(((all_reduce_t)found("ncclAllReduce"))(in[r], out[r], COUNT, INT32, SUM, comms[r], (stream_t)(uintptr_t)(32 + r)));
+    OK(CALL(ncclGroupEnd, void)());
+    for (int r = 0; r < ranks; r++) {
+        OK(synchronize((stream_t)(uintptr_t)(32 + r)));
+        for (int i = 0; i < COUNT; i++) {
+            int32_t all = 0;
+            for (int p = 0; p < ranks; p++) all += given(p, i);
+            CHECK(out[r][i] == all);
+        }
+    }
+    OK(CALL(ncclGroupStart, void)());
+    for (int r = 0; r < ranks; r++) OK(CALL(ncclCommDestroy, comm_t)(comms[r]));
+    OK(CALL(ncclGroupEnd, void)());
+}
+
+/* The last rank dies in a collective: the others' communicators say so, and an abort leaves the process usable. */
+static void killed(int rank, int ranks, const char *file) {
+    comm_t comm = join(rank, ranks, file);
+    int32_t *in = memory(4 * COUNT);
+    stream_t stream = (stream_t)(uintptr_t)16;
+    OK(((all_reduce_t)found("ncclAllReduce"))(in, in, COUNT, INT32, SUM, comm, stream));
+    OK(synchronize(stream));
+    if (rank == ranks - 1) kill(getpid(), SIGKILL);
+    OK(((all_reduce_t)found("ncclAllReduce"))(in, in, COUNT, INT32, SUM, comm, stream));
+    int code = SUCCESS;
+    for (int tries = 0; code == SUCCESS && tries < 500; tries++) {
+        usleep(10000);
+        OK(CALL(ncclCommGetAsyncError, comm_t, int *)(comm, &code));
+    }
+    CHECK(code == REMOTE_ERROR);
+    OK(CALL(ncclCommAbort, comm_t)(comm));
+    one_thread(2);
+}
+
+/* Ranks that call different things hear of it. */
+static void differing(int rank, int ranks, const char *file) {
+    comm_t comm = join(rank, ranks, file);
+    int32_t *in = memory(4 * COUNT), *out = memory(4 * COUNT * RANKS);
+    stream_t stream = (stream_t)(uintptr_t)16;
+    if (rank == 0)
+        OK(((all_reduce_t)found("ncclAllReduce"))(in, out, COUNT, INT32, SUM, comm, stream));
+    else
+        OK(CALL(ncclAllGather, const void *, void *, size_t, int, comm_t, stream_t)(in, out, COUNT, INT32, comm, stream));
+    CHECK(synchronize(stream) != SUCCESS);
+    printf("%s\n", last_error(comm));
+    OK(CALL(ncclCommAbort, comm_t)(comm));
+}
+
+int main(int count, char **arguments) {
+    if (count != 6) return 2;
+    library = dlopen(arguments[1], RTLD_NOW);
+    if (library == NULL) {
+        fprintf(stderr, "%s\n", dlerror());
+        return 1;
+    }
+    const char *what = arguments[2], *file = arguments[5];
+    int rank = atoi(arguments[3]), ranks = atoi(arguments[4]);
+    if (strcmp(what, "life") == 0)
+        whole_life(rank, ranks, file);
+    else if (strcmp(what, "thread") == 0)
+        one_thread(ranks);
+    else if (strcmp(what, "killed") == 0)
+        killed(rank, ranks, file);
+    else
+        differing(rank, ranks, file);
+    printf("done\n");
+    return 0;
+}
