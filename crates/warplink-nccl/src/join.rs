@@ -1,26 +1,19 @@
 //! How communicators are made. Each is a job of Warplink's of its own, so that the end of one concerns no other.
 
 use crate::abi::{Config, Handle, UniqueId, Wishes, check, store};
-use crate::communicator::{Comm, Joined, Route, Served, find, lock};
-use crate::operators::Multiplying;
+use crate::communicator::{Comm, Joined, Route, find};
+use crate::route::route;
 use crate::status::{Failure, Outcome};
-use crate::streams::Streams;
-use crate::watch::Watch;
-use crate::{devices, group, leave, log, real, report};
+use crate::{devices, group, leave, log, report};
 use std::ffi::c_int;
 use std::net::{IpAddr, Ipv4Addr, UdpSocket};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 use warplink::bootstrap::{self, JoinConfig, Rendezvous};
-use warplink::collective::{CollectiveOptions, CollectivePath};
-use warplink::device::AllocationKind;
 use warplink::{Communicator, DeviceKind, Error, ErrorKind, Result, variables};
 
 /// Names the address at which ranks meet.
 const ADDRESS_VARIABLE: &str = "WARPLINK_NCCL_ADDRESS";
-
-/// Has all calls done by Warplink or by the real library, whatever Warplink serves.
-const ROUTE_VARIABLE: &str = "WARPLINK_NCCL_ROUTE";
 
 /// Limit of waits for other ranks' hosts unless `WARPLINK_TIMEOUT` says otherwise: programs make communicators when they
 /// first use them, which may be minutes later on another rank.
@@ -281,145 +274,6 @@ fn join(comm: &Arc<Comm>, place: &Place) -> Result<Joined> {
     Ok(joined)
 }
 
-/// What each rank says before it joins the collectives.
-#[derive(Clone, Copy)]
-struct Offer {
-    /// Whether the real library is to do everything.
-    wants_real: bool,
-    has_real: bool,
-    multiprocessors: u32,
-}
-
-impl Offer {
-    fn to_bytes(self) -> [u8; 6] {
-        let [a, b, c, d] = self.multiprocessors.to_le_bytes();
-        [self.wants_real.into(), self.has_real.into(), a, b, c, d]
-    }
-
-    fn from_bytes(bytes: &[u8]) -> Option<Self> {
-        let &[wants_real, has_real, a, b, c, d] = bytes else {
-            return None;
-        };
-        Some(Self {
-            wants_real: wants_real != 0,
-            has_real: has_real != 0,
-            multiprocessors: u32::from_le_bytes([a, b, c, d]),
-        })
-    }
-}
-
-/// Who does the calls, alike on all ranks.
-fn route(
-    comm: &Arc<Comm>,
-    communicator: &Communicator,
-    multiprocessors: Option<u32>,
-) -> Result<Route> {
-    let on_gpu = communicator.device().kind() == DeviceKind::Cuda;
-    let named = variables::read(ROUTE_VARIABLE)?.filter(|text| !text.is_empty());
-    let named = match named.as_deref() {
-        None => None,
-        Some("warplink") => Some(false),
-        Some("nccl") => Some(true),
-        Some(other) => {
-            return Err(Error::new(
-                ErrorKind::Parse,
-                format!("{ROUTE_VARIABLE} is '{other}'; expected warplink or nccl"),
-            ));
-        }
-    };
-    let obstacle = match (named, on_gpu && (2..=8).contains(&communicator.world())) {
-        (None, true) => communicator
-            .topology()?
-            .obstacles()
-            .first()
-            .map(|one| one.to_string()),
-        _ => None,
-    };
-    let wants_real = named == Some(true) || obstacle.is_some();
-    let own = Offer {
-        wants_real,
-        // It is loaded where somebody needs it.
-        has_real: wants_real && real::is_there(),
-        multiprocessors: multiprocessors.unwrap_or(u32::MAX),
-    };
-    let offers = gather(communicator, own)?;
-    if offers.iter().any(|offer| offer.wants_real) {
-        let all_have = offers
-            .iter()
-            .all(|offer| !offer.wants_real || offer.has_real);
-        if all_have {
-            tracing::info!(obstacle, "NCCL itself does the calls of this communicator");
-            return Ok(Route::Real);
-        }
-        if named == Some(true) {
-            return Err(no_real("all calls were to go to it"));
-        }
-        tracing::warn!(
-            obstacle,
-            "Warplink does the calls, since NCCL itself was not found"
-        );
-    }
-    let most = offers.iter().map(|offer| offer.multiprocessors).min();
-    let most = most.filter(|most| *most != u32::MAX);
-    let options = CollectiveOptions {
-        path: Some(CollectivePath::Direct),
-        multiprocessors: most.map(|most| most as usize),
-        ..CollectiveOptions::default()
-    };
-    let served = communicator.collectives_with(&options);
-    if let Err(error) = &served {
-        communicator.check()?;
-        tracing::info!("Warplink does not serve this communicator: {error}");
-    }
-    let collectives = served.as_ref().ok();
-    let collectives = collectives.filter(|collectives| collectives.serves_messages());
-    let own = Offer {
-        wants_real: collectives.is_none(),
-        has_real: collectives.is_none() && real::is_there(),
-        ..own
-    };
-    let offers = gather(communicator, own)?;
-    match collectives {
-        Some(collectives) if offers.iter().all(|offer| !offer.wants_real) => {
-            let nothing = communicator.device().allocate(16, AllocationKind::Plain)?;
-            Ok(Route::Warplink(Box::new(Served {
-                watch: Watch::start(comm, communicator, collectives)?,
-                collectives: collectives.clone(),
-                streams: Streams::default(),
-                nothing: nothing.slice(0..0)?,
-                kept: Mutex::default(),
-                multiplying: Multiplying::new(),
-            })))
-        }
-        _ if on_gpu && (real::is_there() || collectives.is_some()) => Ok(Route::Real),
-        _ => Err(match served.err() {
-            Some(error) if on_gpu => no_real(&error.to_string()),
-            Some(error) => error,
-            None => no_real("another rank does not serve this communicator"),
-        }),
-    }
-}
-
-fn no_real(why: &str) -> Error {
-    Error::new(
-        ErrorKind::LibraryMissing,
-        format!("NCCL itself is needed and was not found: {why}"),
-    )
-    .with_help("install NCCL, or name its libnccl.so.2 in WARPLINK_NCCL_LIBRARY")
-}
-
-fn gather(communicator: &Communicator, own: Offer) -> Result<Vec<Offer>> {
-    let all = communicator.all_gather_bytes(&own.to_bytes())?;
-    let offers = all.iter().map(|bytes| Offer::from_bytes(bytes));
-    offers.collect::<Option<_>>().ok_or_else(|| {
-        Error::new(
-            ErrorKind::Mismatch,
-            "another rank has another version of this library",
-        )
-        .with_help("install the same version on every rank")
-    })
-}
-
 /// What a rank says when a communicator is split: its color and key, and where the new one could meet.
 struct Member {
     color: c_int,
@@ -645,11 +499,4 @@ pub(crate) unsafe fn grow(
     };
     // SAFETY: the caller keeps room for a handle until the group ends.
     unsafe { begin_with(made, &child, place) }
-}
-
-impl Served {
-    /// Keeps memory that a graph uses until the communicator ends.
-    pub(crate) fn keep(&self, region: warplink::memory::Region) {
-        lock(&self.kept).push(region);
-    }
 }

@@ -10,6 +10,7 @@
 //! | `status` | results, and texts of errors |
 //! | `communicator` | what stands behind a handle |
 //! | `join` | how communicators are made: by rank, all at once, split, shrunk, grown |
+//! | `route` | who does a communicator's calls |
 //! | `leave` | how they end |
 //! | `group` | calls between `ncclGroupStart` and `ncclGroupEnd` |
 //! | `calls` | collectives, sends and receives |
@@ -38,6 +39,7 @@ mod operators;
 mod properties;
 mod real;
 mod report;
+mod route;
 mod status;
 mod streams;
 mod table;

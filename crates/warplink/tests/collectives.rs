@@ -50,6 +50,8 @@ mod on_device;
 mod parts;
 #[path = "collectives/pieces.rs"]
 mod pieces;
+#[path = "collectives/planned.rs"]
+mod planned;
 #[path = "collectives/reductions.rs"]
 mod reductions;
 #[path = "collectives/repeated.rs"]

@@ -1,0 +1,129 @@
+//! What the structure of the sources promises, where a machine can hold it.
+
+#![allow(clippy::unwrap_used, clippy::panic)]
+
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+
+/// The most lines of a file; what is longer has more than one subject.
+const MAX_LINES: usize = 600;
+
+fn root() -> &'static Path {
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+}
+
+/// All sources below a folder, with their text.
+fn sources(folder: &Path) -> Vec<(PathBuf, String)> {
+    let mut found = Vec::new();
+    for entry in std::fs::read_dir(folder).unwrap() {
+        let path = entry.unwrap().path();
+        if path.is_dir() {
+            found.extend(sources(&path));
+        } else if path.extension().is_some_and(|extension| extension == "rs") {
+            let text = std::fs::read_to_string(&path).unwrap();
+            found.push((path, text));
+        }
+    }
+    found
+}
+
+/// The modules of the library as ARCHITECTURE.md lists them, from the top down.
+fn order() -> Vec<String> {
+    let page = std::fs::read_to_string(root().join("../../ARCHITECTURE.md")).unwrap();
+    let lines = page
+        .lines()
+        .skip_while(|line| *line != "crates/warplink/src/");
+    let lines = lines.skip(1).take_while(|line| line.starts_with("  "));
+    // Those of a deeper level are parts of the one above.
+    let lines = lines.filter(|line| !line.starts_with("   "));
+    let names = lines.flat_map(|line| {
+        let words = line.split_whitespace();
+        words.take_while(|word| word.ends_with(".rs") || word.ends_with('/'))
+    });
+    names
+        .map(|name| {
+            name.trim_end_matches('/')
+                .trim_end_matches(".rs")
+                .to_owned()
+        })
+        .collect()
+}
+
+/// The code of a file without its comments, and without tests at its end.
+fn code(text: &str) -> String {
+    let text = text.split("#[cfg(test)]").next().unwrap_or_default();
+    let lines = text
+        .lines()
+        .map(|line| line.split("//").next().unwrap_or_default());
+    lines.collect::<Vec<_>>().join("\n")
+}
+
+/// The modules that code names by their path from the crate's root.
+fn named(code: &str) -> BTreeSet<String> {
+    let is_part_of_name = |c: char| c.is_ascii_alphanumeric() || c == '_';
+    let after = code.split("crate::").skip(1);
+    after
+        .map(|rest| rest.chars().take_while(|c| is_part_of_name(*c)).collect())
+        .collect()
+}
+
+/// A module uses those below it in the list of ARCHITECTURE.md, and no other.
+#[test]
+fn modules_use_only_those_below_them() {
+    let order = order();
+    let place = |name: &str| order.iter().position(|other| other == name);
+    assert!(order.len() > 15, "{order:?}");
+    let (mut wrong, mut arrows) = (Vec::new(), 0);
+    let folder = root().join("src");
+    for (path, text) in sources(&folder) {
+        let name = path.strip_prefix(&folder).unwrap();
+        let file = path.file_stem().unwrap().to_string_lossy();
+        if file == "lib" || file.ends_with("tests") {
+            continue;
+        }
+        let top = name
+            .components()
+            .next()
+            .unwrap()
+            .as_os_str()
+            .to_string_lossy();
+        let top = top.trim_end_matches(".rs");
+        let Some(own) = place(top) else {
+            panic!("ARCHITECTURE.md does not list {top}");
+        };
+        // What the root exports is named without its module.
+        let is_module = |name: &String| {
+            folder.join(name).is_dir() || folder.join(format!("{name}.rs")).is_file()
+        };
+        let others = named(&code(&text)).into_iter().filter(is_module);
+        for other in others.filter(|other| other != top) {
+            let Some(used) = place(&other) else {
+                panic!("ARCHITECTURE.md does not list {other}");
+            };
+            arrows += 1;
+            if used < own {
+                wrong.push(format!("{} uses {other}", name.display()));
+            }
+        }
+    }
+    assert!(
+        wrong.is_empty(),
+        "arrows that point up:\n{}",
+        wrong.join("\n")
+    );
+    assert!(arrows > 500, "only {arrows} uses were found");
+}
+
+/// A file has one subject.
+#[test]
+fn files_are_of_a_length_that_one_reads() {
+    let crates = root().join("..");
+    let mut long = Vec::new();
+    for (path, text) in sources(&crates) {
+        let lines = text.lines().count();
+        if lines > MAX_LINES && !path.components().any(|part| part.as_os_str() == "target") {
+            long.push(format!("{} has {lines} lines", path.display()));
+        }
+    }
+    assert!(long.is_empty(), "{}", long.join("\n"));
+}
