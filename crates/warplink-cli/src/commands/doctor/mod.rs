@@ -158,6 +158,12 @@ impl Doctor {
             checks.extend(trial::on_gpus(options.ranks.unwrap_or(count).max(2), count));
         }
         checks.extend(libraries(&gpus));
+        let loaded = std::fs::read_to_string("/proc/self/maps").unwrap_or_default();
+        checks.push(Check::new(
+            "libraries",
+            "NCCL's interface",
+            interface(&loaded),
+        ));
         checks.push(Check::new("choices", "hardware model", model(wanted)));
         drop(progress);
 
@@ -233,6 +239,21 @@ fn libraries(gpus: &[gpus::Gpu]) -> Vec<Check> {
     checks
 }
 
+/// Whether programs that are started like this one, which has `loaded` these files, get Warplink where they use NCCL.
+fn interface(loaded: &str) -> Found {
+    let paths = loaded
+        .lines()
+        .filter_map(|line| line.split_whitespace().nth(5));
+    let is_ours = |path: &&str| {
+        let name = path.rsplit('/').next().unwrap_or_default();
+        name.replace('_', "-").starts_with("libwarplink-nccl.so")
+    };
+    Found::ok(match paths.into_iter().find(is_ours) {
+        Some(path) => format!("programs that use NCCL get Warplink, by {path}"),
+        None => "programs that use NCCL get NCCL; LD_PRELOAD=libwarplink-nccl.so puts Warplink in front (docs/nccl.md)".to_owned(),
+    })
+}
+
 impl Report {
     fn to_text(&self) -> String {
         let mut text = String::new();
@@ -281,6 +302,21 @@ mod tests {
         assert!(!needed.stops(DeviceKind::Cuda));
         let warning = Check::new("area", "name", Found::warning("slow", "tune it"));
         assert!(!warning.needed_by(DeviceKind::Host).stops(DeviceKind::Host));
+    }
+
+    #[test]
+    fn a_library_in_front_of_nccl_is_named() {
+        let line = |path: &str| format!("7f00-7f01 r-xp 00000000 fe:00 12  {path}\n");
+        for (path, is_ours) in [
+            ("/opt/lib/libwarplink-nccl.so", true),
+            ("/target/release/libwarplink_nccl.so", true),
+            ("/usr/lib/libnccl.so.2", false),
+            ("", false),
+        ] {
+            let found = interface(&(line("/usr/lib/libc.so.6") + &line(path)));
+            let says = format!("get Warplink, by {path}");
+            assert_eq!(found.detail.contains(&says), is_ours, "{path}");
+        }
     }
 
     #[test]
