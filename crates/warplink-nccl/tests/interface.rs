@@ -33,21 +33,30 @@ fn library() -> PathBuf {
     found.unwrap()
 }
 
+/// Compiles a file of `tests/programs`.
+fn compile(source: &str, path: &Path, options: &[&str]) {
+    let source = Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("tests/programs")
+        .join(source);
+    let compiled = Command::new("cc")
+        .args(["-std=c99", "-Wall", "-Wextra", "-Werror", "-O1"])
+        .args(options)
+        .arg("-o")
+        .args([path, &source])
+        .arg("-ldl")
+        .output()
+        .unwrap();
+    let errors = String::from_utf8_lossy(&compiled.stderr);
+    assert!(compiled.status.success(), "{errors}");
+}
+
 /// The program, compiled once.
 fn program() -> &'static Path {
     static PROGRAM: OnceLock<(tempfile::TempDir, PathBuf)> = OnceLock::new();
     let (_, path) = PROGRAM.get_or_init(|| {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("interface");
-        let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/programs/interface.c");
-        let compiled = Command::new("cc")
-            .args(["-std=c99", "-Wall", "-Wextra", "-Werror", "-O1", "-o"])
-            .args([&path, &source])
-            .arg("-ldl")
-            .output()
-            .unwrap();
-        let errors = String::from_utf8_lossy(&compiled.stderr);
-        assert!(compiled.status.success(), "{errors}");
+        compile("interface.c", &path, &[]);
         (folder, path)
     });
     path
@@ -152,6 +161,49 @@ fn every_function_is_exported_with_its_twin() {
         let name = format!("nccl{name}");
         assert!(exported.contains(&*name), "{name} is called by programs");
     }
+}
+
+/// A program that opens NCCL by its name gets this library, where that is loaded, beside NCCL itself: whose version it gives,
+/// and which calls its own functions.
+#[test]
+fn a_library_in_front_of_nccl_finds_it() {
+    let folder = tempfile::tempdir().unwrap();
+    let opener = folder.path().join("opener");
+    compile("preloaded.c", &opener, &[]);
+    let other = folder.path().join("libnccl.so.2");
+    let options = ["-shared", "-fPIC", "-Wl,-soname,libnccl.so.2"];
+    compile("other.c", &other, &options);
+    let open = |search: Option<&Path>, named: Option<&Path>, ours: bool| {
+        let mut command = Command::new(&opener);
+        for name in [
+            "LD_PRELOAD",
+            "LD_LIBRARY_PATH",
+            "WARPLINK_NCCL_LIBRARY",
+            "WARPLINK_LIBRARY_PATH",
+        ] {
+            command.env_remove(name);
+        }
+        if let Some(search) = search {
+            command.env("LD_LIBRARY_PATH", search);
+        }
+        if let Some(named) = named {
+            command.env("WARPLINK_NCCL_LIBRARY", named);
+        }
+        if ours {
+            command.env("LD_PRELOAD", library());
+        }
+        let ended = command.output().unwrap();
+        let output = String::from_utf8(ended.stdout).unwrap();
+        assert!(ended.status.success(), "{output}");
+        let (file, version) = output.trim().split_once(' ').unwrap();
+        (PathBuf::from(file), version.parse::<u32>().unwrap())
+    };
+    assert_eq!(
+        open(Some(folder.path()), None, false),
+        (other.clone(), 22_999)
+    );
+    assert_eq!(open(Some(folder.path()), None, true), (library(), 22_999));
+    assert_eq!(open(None, Some(&other), true), (library(), 22_999));
 }
 
 #[test]
