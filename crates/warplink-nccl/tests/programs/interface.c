@@ -230,6 +230,17 @@ static void whole_life(int rank, int ranks, const char *file) {
     OK(CALL(ncclCommGetAsyncError, comm_t, int *)(comm, &value));
     CHECK(value == SUCCESS);
     OK(CALL(ncclCommDestroy, comm_t)(half));
+    /* Without the last rank, which does not call. */
+    if (ranks > 1 && rank < ranks - 1) {
+        int excluded = ranks - 1;
+        comm_t fewer = NULL;
+        OK(CALL(ncclCommShrink, comm_t, int *, int, comm_t *, void *, int)(comm, &excluded, 1, &fewer, NULL, 0));
+        OK(CALL(ncclCommCount, comm_t, int *)(fewer, &count));
+        CHECK(count == ranks - 1);
+        collectives(fewer, rank, ranks - 1, (stream_t)(uintptr_t)18);
+        OK(CALL(ncclCommDestroy, comm_t)(fewer));
+    }
+    collectives(comm, rank, ranks, stream);
     OK(CALL(ncclCommFinalize, comm_t)(comm));
     OK(CALL(ncclCommDestroy, comm_t)(comm));
     CHECK(CALL(ncclCommCount, comm_t, int *)(comm, &value) == INVALID_ARGUMENT);
