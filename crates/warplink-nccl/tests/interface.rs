@@ -113,6 +113,11 @@ fn every_call_is_right_on_ranks_that_are_processes() {
 }
 
 #[test]
+fn ranks_that_do_not_block_are_in_progress() {
+    assert_done(&run("progress", 2, 2));
+}
+
+#[test]
 fn one_thread_has_several_ranks() {
     assert_done(&run("thread", 1, 3));
 }

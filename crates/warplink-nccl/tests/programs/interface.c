@@ -3,6 +3,7 @@
 
 #define _DEFAULT_SOURCE
 #include <dlfcn.h>
+#include <limits.h>
 #include <signal.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -16,7 +17,7 @@ typedef void *stream_t;
 
 enum { INT32 = 2, FLOAT = 7 };
 enum { SUM = 0, PROD = 1, MAX = 2, MIN = 3, AVG = 4 };
-enum { SUCCESS = 0, INVALID_ARGUMENT = 4, INVALID_USAGE = 5, REMOTE_ERROR = 6 };
+enum { SUCCESS = 0, INVALID_ARGUMENT = 4, INVALID_USAGE = 5, REMOTE_ERROR = 6, IN_PROGRESS = 7 };
 enum { COUNT = 1000, RANKS = 8 };
 
 static void *library;
@@ -54,7 +55,7 @@ static const char *last_error(comm_t comm) { return ((const char *(*)(comm_t))fo
 
 static int synchronize(stream_t stream) { return CALL(warplink_nccl_host_stream_synchronize, stream_t)(stream); }
 
-static comm_t join(int rank, int ranks, const char *file) {
+static id_t128 meet(int rank, const char *file) {
     id_t128 id;
     if (rank == 0) {
         char other[4096];
@@ -72,6 +73,11 @@ static comm_t join(int rank, int ranks, const char *file) {
         CHECK(from != NULL && fread(&id, sizeof id, 1, from) == 1);
         fclose(from);
     }
+    return id;
+}
+
+static comm_t join(int rank, int ranks, const char *file) {
+    id_t128 id = meet(rank, file);
     comm_t comm = NULL;
     OK(CALL(ncclCommInitRank, comm_t *, int, id_t128, int)(&comm, ranks, id, rank));
     return comm;
@@ -291,6 +297,36 @@ static void killed(int rank, int ranks, const char *file) {
     one_thread(2);
 }
 
+/* What programs of NCCL 2.18 pass, of which the rest is left as it is. */
+struct config {
+    size_t size;
+    unsigned magic, version;
+    int blocking, cluster, least, most;
+    const char *network;
+    int share;
+};
+
+/* Waits until what a call gave `code` for is over. */
+static void await(comm_t comm, int code) {
+    CHECK(code == IN_PROGRESS || code == SUCCESS);
+    while (code == IN_PROGRESS) {
+        usleep(1000);
+        OK(CALL(ncclCommGetAsyncError, comm_t, int *)(comm, &code));
+    }
+    CHECK(code == SUCCESS);
+}
+
+/* Joined in the background: until that is over, the communicator is in progress. */
+static void in_progress(int rank, int ranks, const char *file) {
+    struct config config = {sizeof config, 0xcafebeef, 21800, 0, INT_MIN, INT_MIN, INT_MIN, NULL, INT_MIN};
+    comm_t comm = NULL;
+    int code = CALL(ncclCommInitRankConfig, comm_t *, int, id_t128, int, struct config *)(&comm, ranks, meet(rank, file), rank, &config);
+    await(comm, code);
+    collectives(comm, rank, ranks, (stream_t)(uintptr_t)16);
+    await(comm, CALL(ncclCommFinalize, comm_t)(comm));
+    OK(CALL(ncclCommDestroy, comm_t)(comm));
+}
+
 /* Ranks that call different things hear of it. */
 static void differing(int rank, int ranks, const char *file) {
     comm_t comm = join(rank, ranks, file);
@@ -318,6 +354,8 @@ int main(int count, char **arguments) {
         whole_life(rank, ranks, file);
     else if (strcmp(what, "thread") == 0)
         one_thread(ranks);
+    else if (strcmp(what, "progress") == 0)
+        in_progress(rank, ranks, file);
     else if (strcmp(what, "killed") == 0)
         killed(rank, ranks, file);
     else
