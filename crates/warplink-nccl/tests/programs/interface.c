@@ -338,6 +338,8 @@ static void differing(int rank, int ranks, const char *file) {
         OK(CALL(ncclAllGather, const void *, void *, size_t, int, comm_t, stream_t)(in, out, COUNT, INT32, comm, stream));
     CHECK(synchronize(stream) != SUCCESS);
     printf("%s\n", last_error(comm));
+    /* An abort would be what the other rank hears of, if it has not compared yet. */
+    sleep(1);
     OK(CALL(ncclCommAbort, comm_t)(comm));
 }
 
