@@ -419,9 +419,9 @@ struct End {
     }
 
     // Where the receiver's memory is mapped here; 0 where it is not.
-    __device__ __forceinline__ u64 reached(u64 told) const {
-        const u64 entry = (told >> detail::offset_bits) - 1, start = told & ((1ull << detail::offset_bits) - 1);
-        if (told == 0 || entry >= detail::published_entries) return 0;
+    __device__ __forceinline__ u64 reached(u64 place) const {
+        const u64 entry = (place >> detail::offset_bits) - 1, start = place & ((1ull << detail::offset_bits) - 1);
+        if (place == 0 || entry >= detail::published_entries) return 0;
         const u64 base = detail::load_relaxed(at.tables + 8 * (detail::published_entries * peer + entry));
         return base == 0 ? 0 : base + start;
     }
@@ -512,8 +512,8 @@ struct End {
     }
 };
 
-// All messages of a group, of which a multiprocessor has room for two blocks. Those between the same ranks in the same direction have the same blocks, one after the
-// other.
+// All messages of a group. Those between the same ranks in the same direction have the same blocks, one after the other.
+// A multiprocessor has room for two blocks.
 extern "C" __global__ void __launch_bounds__(512, 2) messages(const __grid_constant__ Messages at, u64 signals) {
 #pragma unroll 1
     for (u32 i = 0; i < (u32)at.count; i++) {

@@ -36,7 +36,7 @@ pub(crate) enum HostKernel {
 pub(crate) type BlockBody = dyn Fn(&super::Block<'_>) -> Result<()> + Send + Sync;
 
 /// Lanes on a device that takes closures for kernels: blocks that wait by futures alone, so that one thread runs several.
-/// Argument 1 of a launch is the signals of the rank, whose doorbell is rung by whoever stores what a lane may wait for.
+/// Argument 1 of a launch is the signals of the rank, whose doorbell each store rings that a lane may wait for.
 pub(crate) trait HostLanes: Send + Sync {
     /// What the lane of `block` does.
     fn run<'a>(&'a self, block: &'a super::Block<'a>) -> LaneFuture<'a>;

@@ -137,7 +137,7 @@ fn receive(packet: &[u8], token: &[u8; TOKEN_BYTES], handler: &Handler) {
     }
 }
 
-/// A peer's answer, as whoever asked reads it.
+/// A peer's answer, as the rank that asked reads it.
 fn answer(bytes: &[u8]) {
     let Some([asking, answering]) = pair() else {
         return;

@@ -210,10 +210,11 @@ impl Lines {
             let all = 2 * shape.lanes * shape.world;
             let launch = Launch::new(all as u32, THREADS);
             kernel.check_together(&launch, sharing)?;
-            let early = |blocks| kernel.early(Launch::new(blocks, THREADS), sharing).early;
-            let early = (1..=all as u32).take_while(|blocks| early(*blocks)).last();
+            let early = |blocks: &u32| kernel.early(Launch::new(*blocks, THREADS), sharing).early;
+            let counts: Vec<u32> = (1..=all as u32).collect();
+            let early_blocks = counts.partition_point(early) as u32;
             let kernel = SerialKernels::default().ready(kernel, &launch, Readying::Always)?;
-            Ok((kernel, early.unwrap_or(0)))
+            Ok((kernel, early_blocks))
         });
         let (kernel, early_blocks) = context.agree_on(checked)?;
         Ok(Self {

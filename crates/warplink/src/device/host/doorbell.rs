@@ -1,5 +1,5 @@
-//! What a thread sleeps on that waits for several things at once: a count that is raised by whoever has brought
-//! something, and how many sleep on it.
+//! A thread that waits for several things at once sleeps on a doorbell: a count, which each thread raises that has brought
+//! something, and the number of sleepers.
 //!
 //! Who brings something makes no system call while nobody sleeps. That loses no wake-up: a sleeper counts itself and
 //! then looks whether the count is what it has seen, and who rings raises the count and then looks for sleepers. With a

@@ -52,7 +52,7 @@ pub(crate) struct LiveStream {
     /// Behind what was enqueued up to then. No one that enqueues waits for this lock.
     mark: Mutex<Option<Arc<RawEvent>>>,
     keep: Keep,
-    /// Set when whoever lent the stream has it back, and may destroy it.
+    /// Set when the stream's owner has it back, and may destroy it.
     given_back: OnceLock<GivenBack>,
     /// Held while the driver is asked about the stream by those that it was not lent to, so that it is not given back
     /// meanwhile.
