@@ -124,10 +124,11 @@ impl Collectives {
             None => Self::either(&context, &machine, options, topology.as_ref())?,
         };
         let lines = match &path {
-            Served::Direct(_) if machine.cube.is_none() => {
+            Served::Direct(direct) if machine.cube.is_none() => {
                 let bytes = messages_bytes(options.workspace_bytes, &context.device.properties());
                 let most = options.multiprocessors.unwrap_or(usize::MAX);
-                Some(Lines::join(&context, bytes, fewest.min(most))?)
+                let beside = &direct.workspace;
+                Some(Lines::join(&context, beside, bytes, fewest.min(most))?)
             }
             _ => None,
         };

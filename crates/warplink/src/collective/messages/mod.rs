@@ -157,10 +157,12 @@ impl Shape {
 }
 
 impl Lines {
-    /// Allocates a workspace with `bytes` for chunks and maps those of the peers. A launch takes `multiprocessors` at most,
-    /// the same on all ranks, or two for each rank where that is more. Blocks until all ranks do so: all succeed, or none.
+    /// Allocates a workspace with `bytes` for chunks and maps those of the peers; receives find and publish memory with
+    /// `beside`. A launch takes `multiprocessors` at most, the same on all ranks, or two for each rank where that is more.
+    /// Blocks until all ranks do so: all succeed, or none.
     pub(super) fn join(
         context: &RankContext,
+        beside: &SharedWorkspace,
         bytes: usize,
         multiprocessors: usize,
     ) -> Result<Self> {
@@ -175,7 +177,7 @@ impl Lines {
         let lines = lines.iter().all(|lines| *lines == [1]);
         let shape = Shape::new(context.rank(), context.world(), room, bytes, lines);
         let layout = WorkspaceLayout::plain(shape.workspace_bytes());
-        let workspace = SharedWorkspace::join(context, layout, shape.words(), |_| true)?;
+        let workspace = beside.join_beside(context, layout, shape.words())?;
         let (waiting, verdicts) = workspace.state()?;
         let ranks = 0..shape.world;
         let mapped = |slice: Option<&DeviceSlice>| slice.cloned().ok_or_else(not_mapped);

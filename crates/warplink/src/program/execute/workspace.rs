@@ -91,19 +91,44 @@ impl SharedWorkspace {
         lanes: usize,
         reaches: impl Fn(Rank) -> bool,
     ) -> Result<Self> {
+        let kernels = Self::map(context, layout, lanes, reaches)?;
+        let publication = context.agree_on(Publication::join(context))?;
+        Ok(Self::new(context, kernels, Arc::new(publication)))
+    }
+
+    /// Another workspace of the same ranks, whose kernels reach all of them, and what this one publishes. Otherwise as
+    /// [`join`](Self::join).
+    pub(crate) fn join_beside(
+        &self,
+        context: &RankContext,
+        layout: WorkspaceLayout,
+        lanes: usize,
+    ) -> Result<Self> {
+        let kernels = Self::map(context, layout, lanes, |_| true)?;
+        Ok(Self::new(context, kernels, self.publication.clone()))
+    }
+
+    fn map(
+        context: &RankContext,
+        layout: WorkspaceLayout,
+        lanes: usize,
+        reaches: impl Fn(Rank) -> bool,
+    ) -> Result<BoundKernels> {
         let memory = KernelMemory::allocate(context, layout, lanes, Vec::new());
         let memory = context.agree_on(memory)?;
-        let kernels = context.agree_on(memory.exchange(context, BTreeMap::new(), reaches))?;
-        let publication = context.agree_on(Publication::join(context))?;
-        Ok(Self {
+        context.agree_on(memory.exchange(context, BTreeMap::new(), reaches))
+    }
+
+    fn new(context: &RankContext, kernels: BoundKernels, publication: Arc<Publication>) -> Self {
+        Self {
             device: context.device.clone(),
             kernels,
-            publication: Arc::new(publication),
+            publication,
             serial: SerialKernels::default(),
             fault: context.fault.clone(),
             rank: context.rank(),
             world: context.world(),
-        })
+        }
     }
 
     /// The workspace of a rank, as it is mapped here; `None` for one that kernels do not reach.
