@@ -23,8 +23,10 @@ def callbacks(rank, world, _, place):
 
     first = dist.all_reduce(torch.ones(3), async_op=True).get_future()
     assert (first.then(again).wait() == world**2).all()
-    # Several that all wait at once.
-    futures = [dist.all_reduce(torch.ones(3), async_op=True).get_future().then(again) for _ in range(5)]
+    # Several that all wait at once. All first calls are made before any callback can call: ranks whose
+    # calls come in different orders would sum the first call of one with the second of another.
+    firsts = [dist.all_reduce(torch.ones(3), async_op=True).get_future() for _ in range(5)]
+    futures = [first.then(again) for first in firsts]
     assert all((future.wait() == world**2).all() for future in futures)
     for _ in range(100):
         work = dist.all_reduce(torch.ones(2), async_op=True)
