@@ -2,6 +2,7 @@
 
 use crate::status::{Failure, Outcome};
 use std::ffi::{c_char, c_int, c_uint, c_void};
+use std::sync::Arc;
 use warplink::DType;
 
 /// `ncclComm_t`.
@@ -60,6 +61,23 @@ pub(crate) struct Config {
     split_share: c_int,
 }
 
+/// `ncclCollConfig_t`, in its first form.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub(crate) struct CallConfig {
+    header: Header,
+    extensions: *const c_void,
+    least_blocks: c_int,
+    most_blocks: c_int,
+    multicast_blocks: c_int,
+    cluster_size: c_int,
+    algorithms: *const c_char,
+    must_follow: c_int,
+    policy: c_int,
+    tag: u64,
+    launched: *const c_void,
+}
+
 /// What begins `ncclCommProperties_t`, `ncclSimInfo_t` and others.
 #[repr(C)]
 #[derive(Clone, Copy)]
@@ -98,6 +116,74 @@ pub(crate) struct Wishes {
     pub(crate) blocking: Option<bool>,
     /// The most multiprocessors of a call.
     pub(crate) multiprocessors: Option<u32>,
+}
+
+/// Wishes for one collective: a copy of the caller's `ncclCollConfig_t`, since the call may wait for the end of a group.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct CallWishes {
+    /// The configuration, of any version, for the real library; `None` where there is none.
+    copied: Option<Arc<[u64]>>,
+    /// The member that only NCCL itself can follow.
+    only_real: Option<&'static str>,
+}
+
+impl CallWishes {
+    /// Configurations of more bytes are not plausible.
+    const MOST_BYTES: usize = 4096;
+
+    /// # Safety
+    /// `config` must be null or point to as many bytes as it states.
+    pub(crate) unsafe fn read(config: *const CallConfig) -> Outcome<Self> {
+        if config.is_null() {
+            return Ok(Self::default());
+        }
+        // SAFETY: every version begins with it.
+        let header = unsafe { config.cast::<Header>().read_unaligned() };
+        header.check("the configuration of the call")?;
+        if !(size_of::<CallConfig>()..=Self::MOST_BYTES).contains(&header.size) {
+            return Err(Failure::argument(
+                format!("a configuration of {} bytes", header.size),
+                "initialize it with the macro of nccl.h",
+            ));
+        }
+        let mut copied = vec![0_u64; header.size.div_ceil(8)];
+        // SAFETY: it has as many bytes as it states, and the copy has no fewer.
+        unsafe {
+            let to = copied.as_mut_ptr().cast::<u8>();
+            config.cast::<u8>().copy_to_nonoverlapping(to, header.size);
+        }
+        // SAFETY: it was checked to be as long.
+        let given = unsafe { config.read_unaligned() };
+        // SAFETY: the member is null or text that ends with a zero.
+        let names_algorithms = !given.algorithms.is_null() && unsafe { *given.algorithms } != 0;
+        let only_real = if names_algorithms && given.must_follow != 0 {
+            Some("algSelection")
+        } else if given.launched.is_null() {
+            None
+        } else {
+            Some("launchCompletionEvent")
+        };
+        Ok(Self {
+            copied: Some(copied.into()),
+            only_real,
+        })
+    }
+
+    /// The configuration for the real library; it lives as long as this.
+    pub(crate) fn config(&self) -> Option<*const CallConfig> {
+        self.copied.as_ref().map(|copied| copied.as_ptr().cast())
+    }
+
+    /// Fails where Warplink cannot do what the caller insists on. The other members only tune NCCL's algorithms.
+    pub(crate) fn check_served(&self) -> Outcome {
+        let Some(member) = self.only_real else {
+            return Ok(());
+        };
+        Err(Failure::usage(
+            format!("{member} of the call's configuration needs NCCL itself"),
+            "leave it alone, set forceAlgSelection to 0, or have NCCL do all calls with WARPLINK_NCCL_ROUTE=nccl",
+        ))
+    }
 }
 
 impl Header {
@@ -254,12 +340,80 @@ mod tests {
     }
 
     #[test]
+    fn configurations_of_calls_are_copied_and_checked() {
+        let none = std::ptr::null();
+        let plain = CallConfig {
+            header: Header {
+                size: size_of::<CallConfig>(),
+                magic: MAGIC,
+                version: 23200,
+            },
+            extensions: none,
+            least_blocks: UNDEFINED,
+            most_blocks: 4,
+            multicast_blocks: UNDEFINED,
+            cluster_size: UNDEFINED,
+            algorithms: c"".as_ptr(),
+            must_follow: 1,
+            policy: UNDEFINED,
+            tag: 7,
+            launched: none,
+        };
+        let read = |config: &CallConfig| {
+            // SAFETY: it is a configuration; those that state more bytes are refused before they are read.
+            unsafe { CallWishes::read(config) }
+        };
+        let ring = c"ring".as_ptr();
+        for (config, served) in [
+            (plain, true),
+            (
+                CallConfig {
+                    algorithms: ring,
+                    must_follow: 0,
+                    ..plain
+                },
+                true,
+            ),
+            (
+                CallConfig {
+                    algorithms: ring,
+                    ..plain
+                },
+                false,
+            ),
+            (
+                CallConfig {
+                    launched: ring.cast(),
+                    ..plain
+                },
+                false,
+            ),
+        ] {
+            let wishes = read(&config).unwrap();
+            assert_eq!(wishes.check_served().is_ok(), served);
+            // SAFETY: the copy is as long.
+            let copied = unsafe { wishes.config().unwrap().read_unaligned() };
+            assert_eq!((copied.most_blocks, copied.tag), (4, 7));
+        }
+        for (magic, size) in [(7, 72), (MAGIC, 16), (MAGIC, 1 << 20)] {
+            let header = Header {
+                size,
+                magic,
+                version: 23200,
+            };
+            assert!(read(&CallConfig { header, ..plain }).is_err());
+        }
+    }
+
+    #[test]
     fn structures_are_laid_out_as_c_lays_them_out() {
         assert_eq!(std::mem::offset_of!(Config, blocking), 16);
         assert_eq!(std::mem::offset_of!(Config, most_blocks), 28);
         assert_eq!(std::mem::offset_of!(Config, split_share), 40);
         assert_eq!(std::mem::offset_of!(Properties, device_api), 32);
         assert_eq!(std::mem::offset_of!(Properties, gin_type), 36);
+        assert_eq!(std::mem::offset_of!(CallConfig, algorithms), 40);
+        assert_eq!(std::mem::offset_of!(CallConfig, launched), 64);
         assert_eq!(std::mem::offset_of!(Simulation, estimated_seconds), 16);
         assert_eq!((size_of::<UniqueId>(), size_of::<Team>()), (128, 12));
     }

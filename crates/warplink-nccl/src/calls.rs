@@ -1,6 +1,6 @@
 //! Collectives, sends and receives, from the caller's pointers to what is enqueued.
 
-use crate::abi::{Handle, RawStream, element_type};
+use crate::abi::{CallConfig, CallWishes, Handle, RawStream, element_type};
 use crate::communicator::{Comm, Joined, RealHandle, Served, find};
 use crate::operators::Operator;
 use crate::status::{Failure, Outcome};
@@ -24,6 +24,8 @@ pub(crate) enum Call {
 #[derive(Clone, Debug)]
 pub(crate) struct Collective {
     name: &'static str,
+    by_real: ByReal,
+    wishes: CallWishes,
     kind: CollectiveKind,
     datatype: c_int,
     dtype: DType,
@@ -34,6 +36,9 @@ pub(crate) struct Collective {
     output: u64,
     stream: u64,
 }
+
+/// Makes a collective by the real library, of which `Handle` is a communicator.
+type ByReal = unsafe fn(&Collective, Handle) -> Outcome<c_int>;
 
 /// A send or a receive.
 #[derive(Clone, Debug)]
@@ -57,11 +62,18 @@ struct Arguments {
     root: Option<c_int>,
     comm: Handle,
     stream: RawStream,
+    wishes: CallWishes,
 }
 
 /// Makes a collective, or notes that the group has failed.
-fn collective(name: &'static str, kind: CollectiveKind, given: &Arguments) -> Outcome {
+fn collective(
+    name: &'static str,
+    kind: CollectiveKind,
+    by_real: ByReal,
+    given: Outcome<Arguments>,
+) -> Outcome {
     let made = || {
+        let given = given?;
         let comm = find(given.comm)?;
         comm.usable()?;
         let dtype = element_type(given.datatype)?;
@@ -70,6 +82,8 @@ fn collective(name: &'static str, kind: CollectiveKind, given: &Arguments) -> Ou
         let op = given.op.map(|op| Operator::find(&comm, op, dtype));
         let call = Collective {
             name,
+            by_real,
+            wishes: given.wishes,
             kind,
             datatype: given.datatype,
             dtype,
@@ -99,7 +113,7 @@ fn collective(name: &'static str, kind: CollectiveKind, given: &Arguments) -> Ou
 }
 
 macro_rules! collectives {
-    ($($function:ident $name:literal $kind:ident ($($op:ident)?; $($root:ident)?);)*) => {$(
+    ($($function:ident $configured:ident: $name:ident $with_config:ident $kind:ident ($($op:ident)?; $($root:ident)?);)*) => {$(
         /// # Safety
         /// The memory must be the device's, and stay allocated until the stream is done.
         #[allow(clippy::too_many_arguments, reason = "they are NCCL's")]
@@ -113,7 +127,28 @@ macro_rules! collectives {
             comm: Handle,
             stream: RawStream,
         ) -> Outcome {
-            let given = Arguments {
+            let none = std::ptr::null();
+            // SAFETY: the caller's arguments are passed on.
+            unsafe { $configured(input, output, count, datatype, $($op,)? $($root,)? comm, stream, none) }
+        }
+
+        /// # Safety
+        /// The same, and `config` must be null or point to as many bytes as it states.
+        #[allow(clippy::too_many_arguments, reason = "they are NCCL's")]
+        pub(crate) unsafe fn $configured(
+            input: *const c_void,
+            output: *mut c_void,
+            count: usize,
+            datatype: c_int,
+            $($op: c_int,)?
+            $($root: c_int,)?
+            comm: Handle,
+            stream: RawStream,
+            config: *const CallConfig,
+        ) -> Outcome {
+            // SAFETY: the caller passes a configuration.
+            let wishes = unsafe { CallWishes::read(config) };
+            let given = wishes.map(|wishes| Arguments {
                 input,
                 output,
                 count,
@@ -122,8 +157,24 @@ macro_rules! collectives {
                 root: collectives!(@given $($root)?),
                 comm,
                 stream,
-            };
-            collective($name, CollectiveKind::$kind, &given)
+                wishes,
+            });
+            unsafe fn by_real(call: &Collective, comm: Handle) -> Outcome<c_int> {
+                let (input, output) = (call.input as *const c_void, call.output as *mut c_void);
+                let (count, datatype, stream) = (call.count, call.datatype, call.stream as RawStream);
+                $(let $op = call.op.map_or(0, Operator::number);)?
+                $(let $root = call.root.unwrap_or(0) as c_int;)?
+                // SAFETY: the arguments are the caller's.
+                unsafe {
+                    match call.wishes.config() {
+                        None => real::$name(input, output, count, datatype, $($op,)? $($root,)? comm, stream),
+                        Some(config) => real::$with_config(
+                            input, output, count, datatype, $($op,)? $($root,)? comm, stream, config,
+                        ),
+                    }
+                }
+            }
+            collective(stringify!($name), CollectiveKind::$kind, by_real, given)
         }
     )*};
     (@given $name:ident) => { Some($name) };
@@ -131,14 +182,14 @@ macro_rules! collectives {
 }
 
 collectives! {
-    all_reduce "AllReduce" AllReduce (op;);
-    reduce_scatter "ReduceScatter" ReduceScatter (op;);
-    reduce "Reduce" Reduce (op; root);
-    broadcast "Broadcast" Broadcast (; root);
-    gather "Gather" Gather (; root);
-    scatter "Scatter" Scatter (; root);
-    all_gather "AllGather" AllGather (;);
-    all_to_all "AlltoAll" AllToAll (;);
+    all_reduce all_reduce_with: AllReduce AllReduceConfig AllReduce (op;);
+    reduce_scatter reduce_scatter_with: ReduceScatter ReduceScatterConfig ReduceScatter (op;);
+    reduce reduce_with: Reduce ReduceConfig Reduce (op; root);
+    broadcast broadcast_with: Broadcast BroadcastConfig Broadcast (; root);
+    gather gather_with: Gather GatherConfig Gather (; root);
+    scatter scatter_with: Scatter ScatterConfig Scatter (; root);
+    all_gather all_gather_with: AllGather AllGatherConfig AllGather (;);
+    all_to_all all_to_all_with: AlltoAll AlltoAllConfig AllToAll (;);
 }
 
 /// # Safety
@@ -394,58 +445,22 @@ impl Call {
     /// # Safety
     /// `comm` must be the real library's communicator that stands for the caller's.
     unsafe fn by_real_library(&self, comm: Handle) -> Outcome<c_int> {
-        let call = match self {
+        match self {
             Self::Message(sent) => {
                 let (memory, stream) = (sent.memory as *mut c_void, sent.stream as RawStream);
                 let (count, datatype, peer) = (sent.count, sent.datatype, sent.peer as c_int);
                 // SAFETY: the arguments are the caller's.
-                return unsafe {
+                unsafe {
                     match sent.direction {
                         Direction::Send => real::Send(memory, count, datatype, peer, comm, stream),
                         Direction::Receive => {
                             real::Recv(memory, count, datatype, peer, comm, stream)
                         }
                     }
-                };
+                }
             }
-            Self::Collective(call) => call,
-        };
-        let (input, output) = (call.input as *const c_void, call.output as *mut c_void);
-        let (count, datatype, stream) = (call.count, call.datatype, call.stream as RawStream);
-        let root = call.root.unwrap_or(0) as c_int;
-        let op = call.op.map_or(0, Operator::number);
-        // SAFETY: the arguments are the caller's.
-        unsafe {
-            match call.kind {
-                CollectiveKind::AllReduce => {
-                    real::AllReduce(input, output, count, datatype, op, comm, stream)
-                }
-                CollectiveKind::ReduceScatter => {
-                    real::ReduceScatter(input, output, count, datatype, op, comm, stream)
-                }
-                CollectiveKind::Reduce => {
-                    real::Reduce(input, output, count, datatype, op, root, comm, stream)
-                }
-                CollectiveKind::Broadcast => {
-                    real::Broadcast(input, output, count, datatype, root, comm, stream)
-                }
-                CollectiveKind::AllGather => {
-                    real::AllGather(input, output, count, datatype, comm, stream)
-                }
-                CollectiveKind::AllToAll => {
-                    real::AlltoAll(input, output, count, datatype, comm, stream)
-                }
-                CollectiveKind::Gather => {
-                    real::Gather(input, output, count, datatype, root, comm, stream)
-                }
-                CollectiveKind::Scatter => {
-                    real::Scatter(input, output, count, datatype, root, comm, stream)
-                }
-                _ => Err(Failure::usage(
-                    format!("NCCL has no {}", call.kind),
-                    "make another call",
-                )),
-            }
+            // SAFETY: the communicator is the real library's.
+            Self::Collective(call) => unsafe { (call.by_real)(call, comm) },
         }
     }
 }
@@ -499,6 +514,7 @@ impl Collective {
     }
 
     fn enqueue(&self, joined: &Joined, served: &Served, rank: usize, stream: &Stream) -> Outcome {
+        self.wishes.check_served()?;
         let (reads, writes) = self.uses(rank);
         let (input_rows, output_rows) = self.kind.rows(joined.communicator.world());
         let place = |used: bool, address: u64, rows: usize| {

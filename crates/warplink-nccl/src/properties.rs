@@ -164,11 +164,30 @@ pub(crate) fn team_lsa(comm: Handle) -> Team {
 pub(crate) fn team_rail(comm: Handle) -> Team {
     // SAFETY: the communicator is the real library's.
     let real = real_of(comm).and_then(|real| unsafe { functions::TeamRail(real) }.ok());
-    real.unwrap_or(Team {
+    real.unwrap_or_else(|| alone(comm))
+}
+
+/// A team of this rank alone.
+fn alone(comm: Handle) -> Team {
+    Team {
         ranks: 1,
         rank: 0,
         stride: everyone(comm).ranks,
-    })
+    }
+}
+
+/// `ncclTeamCft`: only the real library makes such teams; without it, this rank alone.
+pub(crate) fn team_cft(comm: Handle, mode: c_int) -> Team {
+    // SAFETY: the communicator is the real library's.
+    let real = real_of(comm).and_then(|real| unsafe { functions::TeamCft(real, mode) }.ok());
+    real.unwrap_or_else(|| alone(comm))
+}
+
+/// `ncclTeamCftMultimem`: likewise.
+pub(crate) fn team_cft_multimem(comm: Handle) -> Team {
+    // SAFETY: the communicator is the real library's.
+    let real = real_of(comm).and_then(|real| unsafe { functions::TeamCftMultimem(real) }.ok());
+    real.unwrap_or_else(|| alone(comm))
 }
 
 /// `ncclTeamRankToWorld`.

@@ -5,7 +5,8 @@
 //! enumerations, and pointers to nothing in place of structures that are only passed on.
 
 use crate::abi::{
-    Config, Handle, Properties, RawStream, Simulation, Team, UniqueId, WaitSignal, Window,
+    CallConfig, Config, Handle, Properties, RawStream, Simulation, Team, UniqueId, WaitSignal,
+    Window,
 };
 use crate::{calls, group, join, leave, memory, operators, properties, status};
 use std::ffi::{c_char, c_int, c_uint, c_void};
@@ -121,6 +122,8 @@ table! {
     raw TeamWorld(comm: Handle) -> Team = properties::team_world;
     raw TeamLsa(comm: Handle) -> Team = properties::team_lsa;
     raw TeamRail(comm: Handle) -> Team = properties::team_rail;
+    raw TeamCft(comm: Handle, mode: c_int) -> Team = properties::team_cft;
+    raw TeamCftMultimem(comm: Handle) -> Team = properties::team_cft_multimem;
     raw TeamRankToWorld(comm: Handle, team: Team, rank: c_int) -> c_int = properties::team_rank_to_world;
     raw TeamRankToLsa(comm: Handle, team: Team, rank: c_int) -> c_int = properties::team_rank_to_lsa;
 
@@ -157,6 +160,39 @@ table! {
         input: *const c_void, output: *mut c_void, count: usize, datatype: c_int, root: c_int, comm: Handle,
         stream: RawStream,
     ) = calls::scatter;
+    // The same with a configuration of the call.
+    fn AllReduceConfig(
+        input: *const c_void, output: *mut c_void, count: usize, datatype: c_int, op: c_int, comm: Handle, stream: RawStream,
+        config: *const CallConfig,
+    ) = calls::all_reduce_with;
+    fn BroadcastConfig(
+        input: *const c_void, output: *mut c_void, count: usize, datatype: c_int, root: c_int, comm: Handle, stream: RawStream,
+        config: *const CallConfig,
+    ) = calls::broadcast_with;
+    fn ReduceConfig(
+        input: *const c_void, output: *mut c_void, count: usize, datatype: c_int, op: c_int, root: c_int, comm: Handle, stream: RawStream,
+        config: *const CallConfig,
+    ) = calls::reduce_with;
+    fn AllGatherConfig(
+        input: *const c_void, output: *mut c_void, count: usize, datatype: c_int, comm: Handle, stream: RawStream,
+        config: *const CallConfig,
+    ) = calls::all_gather_with;
+    fn ReduceScatterConfig(
+        input: *const c_void, output: *mut c_void, count: usize, datatype: c_int, op: c_int, comm: Handle, stream: RawStream,
+        config: *const CallConfig,
+    ) = calls::reduce_scatter_with;
+    fn AlltoAllConfig(
+        input: *const c_void, output: *mut c_void, count: usize, datatype: c_int, comm: Handle, stream: RawStream,
+        config: *const CallConfig,
+    ) = calls::all_to_all_with;
+    fn GatherConfig(
+        input: *const c_void, output: *mut c_void, count: usize, datatype: c_int, root: c_int, comm: Handle, stream: RawStream,
+        config: *const CallConfig,
+    ) = calls::gather_with;
+    fn ScatterConfig(
+        input: *const c_void, output: *mut c_void, count: usize, datatype: c_int, root: c_int, comm: Handle, stream: RawStream,
+        config: *const CallConfig,
+    ) = calls::scatter_with;
     fn RedOpCreatePreMulSum(
         op: *mut c_int, scalar: *mut c_void, datatype: c_int, residence: c_int, comm: Handle,
     ) = operators::create;
@@ -200,6 +236,12 @@ table! {
     fn GetPeerDevicePointer(window: Window, offset: usize, rank: c_int, pointer: *mut *mut c_void)
         = memory::peer_pointer;
 
+    real GetMultimemDeviceLeInfo(window: Window, offset: usize, id: *mut c_void, place: *mut usize);
+    real GetPeerDeviceLeInfo(window: Window, offset: usize, peer: c_int, id: *mut c_void, place: *mut usize);
+    real GetCftDeviceLeInfo(
+        window: Window, offset: usize, peer: c_int, team: Team, id: *mut c_void, place: *mut usize,
+    );
+
     // Device communicators, which are always the real library's.
     fn DevCommCreate(comm: Handle, wanted: *const c_void, made: *mut c_void) = memory::device_communicator;
     fn DevCommDestroy(comm: Handle, made: *const c_void) = memory::end_device_communicator;
@@ -207,10 +249,17 @@ table! {
     fn GinBarrierCreateRequirement(
         comm: Handle, team: Team, barriers: c_int, handle: *mut c_void, requirement: *mut c_void,
     ) = memory::gin_barrier;
+    real GinOutboxCreateRequirement(
+        blocks: c_int, size_log2: c_int, handle: *mut c_void, requirement: *mut c_void,
+    );
+    real GinInboxA2ACreateRequirement(
+        peers: Team, blocks: c_int, size_log2: c_int, handle: *mut c_void, requirement: *mut c_void,
+    );
     raw LLA2ACalcSlots(most_elements: c_int, most_bytes: c_int) -> c_int = memory::all_to_all_slots;
     real LLA2ACreateRequirement(blocks: c_int, slots: c_int, handle: *mut c_void, requirement: *mut c_void);
 
-    // Parameters of the real library.
+    // Of the real library: its sockets between machines, and its parameters.
+    real SetEncryption(config: *const c_void);
     real ParamBind(parameter: *mut *mut c_void, key: *const c_char);
     real ParamGetI8(parameter: *mut c_void, value: *mut i8);
     real ParamGetI16(parameter: *mut c_void, value: *mut i16);

@@ -1,4 +1,4 @@
-//! A C program that calls the interface by its names, as ranks of the host device.
+//! Programs in C and Python that call the interface by its names, as ranks of the host device.
 
 #![allow(clippy::unwrap_used, clippy::panic)]
 
@@ -14,14 +14,16 @@ use std::time::{Duration, Instant};
 
 const LIMIT: Duration = Duration::from_secs(90);
 
-/// What programs call, by the bindings that they have: PyTorch 2.11 and 2.15, vLLM, CuPy, nccl-tests.
-const CALLED: &str = "AllGather AllReduce AlltoAll Bcast Broadcast CommAbort CommCount CommCuDevice CommDeregister CommDestroy
-    CommFinalize CommGetAsyncError CommGetUniqueId CommGrow CommInitAll CommInitRank CommInitRankConfig CommInitRankScalable
-    CommMemStats CommQueryProperties CommRegister CommResume CommRevoke CommShrink CommSplit CommSuspend CommUserRank
-    CommWindowDeregister CommWindowRegister DevCommCreate DevCommDestroy Gather GetErrorString GetLastError
-    GetLsaDevicePointer GetLsaMultimemDevicePointer GetPeerDevicePointer GetUniqueId GetVersion GroupEnd GroupSimulateEnd
-    GroupStart MemAlloc MemFree PutSignal Recv RedOpCreatePreMulSum RedOpDestroy Reduce ReduceScatter Scatter Send Signal
-    WaitSignal WinGetUserPtr";
+/// The functions that releases of NCCL export.
+const FUNCTIONS: &str = include_str!("functions.txt");
+
+/// Their names without the prefix, in order.
+fn functions() -> BTreeSet<&'static str> {
+    let lines = FUNCTIONS.lines().filter(|line| !line.starts_with('#'));
+    lines
+        .flat_map(|line| line.split_whitespace().skip(1))
+        .collect()
+}
 
 /// The library, which cargo builds beside the tests.
 fn library() -> PathBuf {
@@ -62,28 +64,34 @@ fn program() -> &'static Path {
     path
 }
 
+/// Has a program run on the host device, without what the environment says of others.
+fn host_device(command: &mut Command) {
+    for (name, _) in std::env::vars_os() {
+        if name.to_string_lossy().starts_with("WARPLINK_") {
+            command.env_remove(name);
+        }
+    }
+    command
+        .env("WARPLINK_DEVICE", "host")
+        .env("WARPLINK_NCCL_ADDRESS", "127.0.0.1")
+        .env("WARPLINK_TIMEOUT", "30")
+        .env("WARPLINK_NCCL_REPORT", "1")
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped());
+}
+
 /// Runs the program as `processes` processes of `ranks` ranks.
 fn run(what: &str, processes: usize, ranks: usize) -> Vec<Ended> {
     let folder = tempfile::tempdir().unwrap();
     let started = Instant::now();
     let start = |rank: usize| {
         let mut command = Command::new(program());
-        for (name, _) in std::env::vars_os() {
-            if name.to_string_lossy().starts_with("WARPLINK_") {
-                command.env_remove(name);
-            }
-        }
+        host_device(&mut command);
         command
             .arg(library())
             .args([what, &rank.to_string(), &ranks.to_string()])
             .arg(folder.path().join("id"))
-            .env("WARPLINK_DEVICE", "host")
-            .env("WARPLINK_NCCL_ADDRESS", "127.0.0.1")
-            .env("WARPLINK_TIMEOUT", "30")
-            .env("WARPLINK_NCCL_REPORT", "1")
-            .stdin(Stdio::null())
-            .stdout(Stdio::piped())
-            .stderr(Stdio::piped())
             .spawn()
             .unwrap()
     };
@@ -162,10 +170,30 @@ fn every_function_is_exported_with_its_twin() {
             .copied()
             .eq(declared.iter().map(|name| &**name))
     );
-    for name in CALLED.split_whitespace() {
-        let name = format!("nccl{name}");
-        assert!(exported.contains(&*name), "{name} is called by programs");
-    }
+    let names = functions().into_iter().map(|name| format!("nccl{name}"));
+    assert!(
+        names.eq(exported
+            .iter()
+            .copied()
+            .filter(|name| name.starts_with("nccl")))
+    );
+}
+
+/// Bindings of Python call all functions, with ranks that are threads.
+#[test]
+fn every_function_can_be_called_from_python() {
+    let program = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/programs/interface.py");
+    let names: Vec<&str> = functions().into_iter().collect();
+    let started = Instant::now();
+    let mut command = Command::new("python3");
+    host_device(&mut command);
+    let started_program = command
+        .arg(program)
+        .arg(library())
+        .arg(names.join(" "))
+        .spawn()
+        .unwrap();
+    assert_done(&wait_all(vec![started_program], started, LIMIT));
 }
 
 /// A program that opens NCCL by its name gets this library, where that is loaded, beside NCCL itself: whose version it gives,

@@ -526,6 +526,12 @@ impl Communicator {
     /// Blocks for about two seconds at most; does nothing after [`close`](Self::close) or an earlier
     /// abort.
     pub fn abort(&self, reason: &str) {
-        self.job.end(&format!("it aborted: {reason}"));
+        let reason = format!("it aborted: {reason}");
+        self.job.end(&reason);
+        // Ending the job fails its device. Work may also be in streams of another device object of this process, whose
+        // waits only the communicator's fault ends.
+        let message = format!("this rank's communicator ended: {reason}");
+        let error = Error::new(ErrorKind::Closed, message);
+        self.fault.raise(error.with_rank(self.rank()));
     }
 }

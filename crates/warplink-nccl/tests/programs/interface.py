@@ -1,0 +1,494 @@
+"""Calls every function of NCCL's interface by ctypes, as bindings of other languages do, with ranks that are threads.
+
+The arguments are the library and the names of all functions without their prefix.
+"""
+
+import ctypes
+import os
+import sys
+import threading
+import time
+from ctypes import byref, c_char_p, c_double, c_float, c_int, c_size_t, c_uint, c_uint64, c_void_p
+
+SUCCESS, SYSTEM_ERROR, INVALID_ARGUMENT, INVALID_USAGE, IN_PROGRESS = 0, 2, 4, 5, 7
+INT32, FLOAT64 = 2, 8
+SUM, PROD, MAX, MIN, AVG = range(5)
+COUNT = 3000
+
+library = ctypes.CDLL(sys.argv[1])
+NAMES = set(sys.argv[2].split())
+called = set()
+
+
+class UniqueId(ctypes.Structure):
+    _fields_ = [("bytes", ctypes.c_char * 128)]
+
+
+class Team(ctypes.Structure):
+    _fields_ = [("ranks", c_int), ("rank", c_int), ("stride", c_int)]
+
+
+class Header(ctypes.Structure):
+    _fields_ = [("size", c_size_t), ("magic", c_uint), ("version", c_uint), ("rest", ctypes.c_ubyte * 240)]
+
+
+def header(bytes_=256):
+    return Header(bytes_, 0xCAFEBEEF, 22907)
+
+
+def call(name, *arguments, twin=False, gives=c_int):
+    """Calls a function. Numbers that are not wrapped are `int`s, and `None` is a null pointer."""
+    called.add(name)
+    function = getattr(library, f"{'p' if twin else ''}nccl{name}")
+    function.restype = gives
+    function.argtypes = None
+    wrapped = [c_void_p(None) if argument is None else argument for argument in arguments]
+    return function(*wrapped)
+
+
+def last_error(comm=None):
+    return call("GetLastError", comm, gives=c_char_p).decode()
+
+
+def ok(name, *arguments, **options):
+    code = call(name, *arguments, **options)
+    assert code == SUCCESS, f"nccl{name} gives {code}: {last_error()}"
+
+
+def refused(expected, name, *arguments, **options):
+    code = call(name, *arguments, **options)
+    assert code == expected, f"nccl{name} gives {code} instead of {expected}: {last_error()}"
+    assert last_error(), name
+
+
+def synchronize(stream):
+    code = library.warplink_nccl_host_stream_synchronize(stream)
+    assert code == SUCCESS, last_error()
+
+
+def stream_of(number, rank):
+    """Ranks of one process need streams of their own: their calls wait for one another."""
+    return c_void_p(number * 100 + rank)
+
+
+def new_id():
+    made = UniqueId()
+    ok("GetUniqueId", byref(made))
+    return made
+
+
+def memory(values, kind=c_int):
+    place = c_void_p()
+    ok("MemAlloc", byref(place), c_size_t(len(values) * ctypes.sizeof(kind)))
+    array = (kind * len(values)).from_address(place.value)
+    array[:] = values
+    return place, array
+
+
+def on_threads(bodies):
+    """Runs bodies at the same time; any failure is one of the caller's."""
+    failures = []
+
+    def guarded(body):
+        try:
+            body()
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=guarded, args=[body], daemon=True) for body in bodies]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive(), "a rank does not end"
+    for failure in failures:
+        raise failure
+
+
+def join(rank, ranks, identifier):
+    comm = c_void_p()
+    ok("CommInitRank", byref(comm), ranks, identifier, rank)
+    return comm
+
+
+def on_ranks(ranks, body):
+    identifier = new_id()
+
+    def one(rank):
+        comm = join(rank, ranks, identifier)
+        body(comm, rank, ranks)
+        ok("CommDestroy", comm)
+
+    on_threads([lambda rank=rank: one(rank) for rank in range(ranks)])
+
+
+def sum_of_ranks(comm, rank, ranks, stream):
+    given, values = memory([rank + 1] * COUNT)
+    ok("AllReduce", given, given, c_size_t(COUNT), INT32, SUM, comm, stream_of(stream, rank))
+    synchronize(stream_of(stream, rank))
+    assert values[:] == [ranks * (ranks + 1) // 2] * COUNT
+    ok("MemFree", given)
+
+
+def floats(one, two, three, half, kind):
+    return kind, {1: one, 2: two, 3: three, 1.5: half}
+
+
+def whole(kind):
+    return kind, {1: 1, 2: 2, 3: 3, 1.5: 1}
+
+
+# For each type by its number, how C holds it, and the patterns of the numbers that come up.
+TYPES = [
+    whole(ctypes.c_int8),
+    whole(ctypes.c_uint8),
+    whole(ctypes.c_int32),
+    whole(ctypes.c_uint32),
+    whole(ctypes.c_int64),
+    whole(ctypes.c_uint64),
+    floats(0x3C00, 0x4000, 0x4200, 0x3E00, ctypes.c_uint16),
+    floats(1.0, 2.0, 3.0, 1.5, c_float),
+    floats(1.0, 2.0, 3.0, 1.5, c_double),
+    floats(0x3F80, 0x4000, 0x4040, 0x3FC0, ctypes.c_uint16),
+    floats(0x38, 0x40, 0x44, 0x3C, ctypes.c_uint8),
+    floats(0x3C, 0x40, 0x42, 0x3E, ctypes.c_uint8),
+]
+
+
+def types_and_operators(comm, rank, ranks):
+    """Two ranks give ones and twos."""
+    for number, (kind, pattern) in enumerate(TYPES):
+        given, _ = memory([pattern[rank + 1]] * COUNT, kind)
+        place, found = memory([pattern[1]] * COUNT, kind)
+        for op, expected in [(SUM, 3), (PROD, 2), (MAX, 2), (MIN, 1), (AVG, 1.5)]:
+            arguments = (given, place, c_size_t(COUNT), number, op, comm, stream_of(7, rank))
+            ok("AllReduce", *arguments, twin=op == PROD)
+            synchronize(stream_of(7, rank))
+            assert found[:] == [pattern[expected]] * COUNT, (number, op, found[0])
+        ok("MemFree", given)
+        ok("MemFree", place)
+
+
+def collectives(comm, rank, ranks, suffix):
+    """Each in both of its forms: without a configuration, and with one."""
+    config = [] if not suffix else [byref(Header(256, 0xCAFEBEEF, 23200))]
+    if suffix:
+        # Members behind the header are those of the macro, which are zero here but for the flag; null is none.
+        config = [c_void_p(None)] if suffix == "null" else config
+    name = "Config" if suffix else ""
+    stream = stream_of(8, rank)
+    mine, values = memory([rank * 100 + i for i in range(ranks)])
+    place, found = memory([-1] * ranks)
+    one = c_size_t(1)
+    tail = (comm, stream, *config)
+    for what, arguments, expected in [
+        ("AllReduce", (c_size_t(ranks), INT32, MAX), [(ranks - 1) * 100 + i for i in range(ranks)]),
+        ("Broadcast", (c_size_t(ranks), INT32, 1), [100 + i for i in range(ranks)]),
+        ("AllGather", (one, INT32), [r * 100 for r in range(ranks)]),
+        ("AlltoAll", (one, INT32), [r * 100 + rank for r in range(ranks)]),
+        ("ReduceScatter", (one, INT32, SUM), [sum(r * 100 + rank for r in range(ranks))]),
+        ("Scatter", (one, INT32, 0), [rank]),
+        ("Reduce", (c_size_t(ranks), INT32, MIN, 0), list(range(ranks)) if rank == 0 else []),
+        ("Gather", (one, INT32, 1), [r * 100 for r in range(ranks)] if rank == 1 else []),
+    ]:
+        ok(what + name, mine, place, *arguments, *tail)
+        synchronize(stream)
+        assert found[: len(expected)] == expected, (what, found[:])
+    if not suffix:
+        ok("Bcast", mine, c_size_t(ranks), INT32, 1, comm, stream)
+        synchronize(stream)
+        assert values[:] == [100 + i for i in range(ranks)]
+        other = (rank + 1) % ranks
+        ok("GroupStart")
+        ok("Send", mine, one, INT32, other, comm, stream)
+        ok("Recv", place, one, INT32, (rank - 1) % ranks, comm, stream)
+        ok("GroupEnd")
+        synchronize(stream)
+        assert found[0] == 100
+    ok("MemFree", mine)
+    ok("MemFree", place)
+
+
+def multiplied(comm, rank, ranks):
+    op, factor = c_int(), c_double(0.5)
+    ok("RedOpCreatePreMulSum", byref(op), byref(factor), FLOAT64, 1, comm)
+    given, values = memory([float(rank + 1)] * COUNT, c_double)
+    ok("AllReduce", given, given, c_size_t(COUNT), FLOAT64, op, comm, stream_of(9, rank))
+    synchronize(stream_of(9, rank))
+    assert values[:] == [ranks * (ranks + 1) / 4] * COUNT
+    refused(INVALID_ARGUMENT, "AllReduce", given, given, c_size_t(1), INT32, op, comm, c_void_p(9))
+    ok("RedOpDestroy", op, comm)
+    refused(INVALID_ARGUMENT, "AllReduce", given, given, c_size_t(1), FLOAT64, op, comm, c_void_p(9))
+    ok("MemFree", given)
+
+
+def properties(comm, rank, ranks):
+    value, large, stated = c_int(-1), c_uint64(), header()
+    for name, expected in [("CommCount", ranks), ("CommUserRank", rank), ("CommGetAsyncError", SUCCESS)]:
+        ok(name, comm, byref(value))
+        assert value.value == expected, name
+        refused(INVALID_ARGUMENT, name, comm, None)
+    ok("CommCuDevice", comm, byref(value))
+    ok("CommQueryProperties", comm, byref(stated))
+    assert [int.from_bytes(bytes(stated.rest[at : at + 4]), "little") for at in (0, 4)] == [rank, ranks]
+    ok("CommMemStats", comm, 0, byref(large))
+    everyone = [call("TeamWorld", comm, gives=Team), call("TeamLsa", comm, gives=Team)]
+    alone = [
+        call("TeamRail", comm, gives=Team),
+        call("TeamCft", comm, 0, gives=Team),
+        call("TeamCftMultimem", comm, gives=Team),
+    ]
+    for team in everyone:
+        assert (team.ranks, team.rank, team.stride) == (ranks, rank, 1)
+        for convert in ("TeamRankToWorld", "TeamRankToLsa"):
+            assert call(convert, comm, team, ranks - 1) == ranks - 1
+    for team in alone:
+        assert (team.ranks, team.rank) == (1, 0)
+
+
+def registrations(comm, rank, ranks):
+    place, _ = memory([rank] * COUNT)
+    handle, window, found = c_void_p(), c_void_p(), c_void_p()
+    ok("CommRegister", comm, place, c_size_t(4 * COUNT), byref(handle))
+    ok("CommDeregister", comm, handle)
+    ok("CommWindowRegister", comm, place, c_size_t(4 * COUNT), byref(window), 0)
+    ok("WinGetUserPtr", comm, window, byref(found))
+    assert found.value == place.value
+    # Kernels' and signals' windows are NCCL's, which is not there.
+    zero, space = c_size_t(0), ctypes.create_string_buffer(256)
+    team = call("TeamWorld", comm, gives=Team)
+    for name, *arguments in [
+        ("GetLsaDevicePointer", window, zero, 0, byref(found)),
+        ("GetPeerDevicePointer", window, zero, 0, byref(found)),
+        ("GetLsaMultimemDevicePointer", window, zero, byref(found)),
+        ("GetMultimemDevicePointer", window, zero, zero, byref(found)),
+        ("GetMultimemDeviceLeInfo", window, zero, space, space),
+        ("GetPeerDeviceLeInfo", window, zero, 0, space, space),
+        ("GetCftDeviceLeInfo", window, zero, 0, team, space, space),
+        ("PutSignal", place, c_size_t(1), INT32, 0, window, zero, 0, 0, 0, comm, c_void_p(7)),
+        ("Signal", 0, 0, 0, 0, comm, c_void_p(7)),
+        ("WaitSignal", 1, space, comm, c_void_p(7)),
+        ("DevCommCreate", comm, space, space),
+        ("DevCommDestroy", comm, space),
+        ("LsaBarrierCreateRequirement", team, 1, space, space),
+        ("GinBarrierCreateRequirement", comm, team, 1, space, space),
+        ("GinOutboxCreateRequirement", 1, 4, space, space),
+        ("GinInboxA2ACreateRequirement", team, 1, 4, space, space),
+        ("LLA2ACreateRequirement", 1, 1, space, space),
+    ]:
+        code = call(name, *arguments)
+        assert code in (SYSTEM_ERROR, INVALID_USAGE), f"nccl{name} gives {code}"
+        assert "NCCL" in last_error(), f"{name}: {last_error()}"
+    ok("CommWindowDeregister", comm, window)
+    refused(INVALID_ARGUMENT, "WinGetUserPtr", comm, window, byref(found))
+    ok("MemFree", place)
+
+
+def several_threads():
+    """Two communicators of two ranks, each used by a thread of its own at the same time, in groups of the thread's own."""
+    identifiers = [new_id(), new_id()]
+    both = threading.Barrier(4)
+
+    def one(rank, which):
+        comm = join(rank, 2, identifiers[which])
+        both.wait(60)
+        place, values = memory([rank + which])
+        for _ in range(50):
+            values[0] = rank + which
+            ok("GroupStart")
+            ok("AllReduce", place, place, c_size_t(1), INT32, SUM, comm, stream_of(20 + which, rank))
+            ok("GroupEnd")
+            synchronize(stream_of(20 + which, rank))
+            assert values[0] == 1 + 2 * which
+        ok("MemFree", place)
+        ok("CommDestroy", comm)
+
+    on_threads([lambda r=r, w=w: one(r, w) for r in range(2) for w in range(2)])
+
+
+def derived():
+    """Split, shrunk, grown, made by several ids, by a configuration, and all at once."""
+    first, grown, scalable = new_id(), UniqueId(), (UniqueId * 2)(new_id(), new_id())
+    with_config = new_id()
+    has_grown = threading.Event()
+
+    def old(rank):
+        comm = join(rank, 2, first)
+        if rank == 0:
+            ok("CommGetUniqueId", comm, byref(grown))
+            has_grown.set()
+        more = c_void_p()
+        ok("CommGrow", comm, 3, byref(grown) if rank == 0 else None, -1, byref(more), None)
+        sum_of_ranks(more, rank, 3, 30)
+        half = c_void_p()
+        ok("CommSplit", more, 0, -rank, byref(half), None)
+        own = c_int()
+        ok("CommUserRank", half, byref(own))
+        assert own.value == 2 - rank
+        sum_of_ranks(half, own.value, 3, 31)
+        ok("CommDestroy", half)
+        # What is revoked makes no calls, and others can be made of it.
+        ok("CommRevoke", more, 0)
+        place, _ = memory([0])
+        refused(INVALID_USAGE, "AllReduce", place, place, c_size_t(1), INT32, SUM, more, c_void_p(30))
+        left, excluded = c_void_p(), (c_int * 1)(2)
+        ok("CommShrink", more, excluded, 1, byref(left), None, 0)
+        sum_of_ranks(left, rank, 2, 32)
+        for ended in (left, more):
+            ok("CommDestroy", ended)
+        # Suspended, it makes none either, until it goes on.
+        ok("CommSuspend", comm, 0)
+        refused(INVALID_USAGE, "AllReduce", place, place, c_size_t(1), INT32, SUM, comm, c_void_p(30))
+        ok("CommResume", comm)
+        sum_of_ranks(comm, rank, 2, 33)
+        ok("CommFinalize", comm)
+        refused(INVALID_USAGE, "AllReduce", place, place, c_size_t(1), INT32, SUM, comm, c_void_p(30))
+        ok("CommDestroy", comm)
+        other = c_void_p()
+        ok("CommInitRankScalable", byref(other), 2, rank, 2, scalable, None)
+        sum_of_ranks(other, rank, 2, 34)
+        ok("CommDestroy", other)
+        # Left alone but for blocking and the most blocks, as a configuration of NCCL 2.18.
+        config = (c_int * 12)(48, 0, -0x35014111, 21800, 1, *[-(2**31)] * 2, 8, 0, 0, -(2**31), 0)
+        ok("CommInitRankConfig", byref(other), 2, with_config, rank, config)
+        sum_of_ranks(other, rank, 2, 35)
+        ok("CommDestroy", other)
+        ok("MemFree", place)
+
+    def new():
+        assert has_grown.wait(60)
+        comm, half = c_void_p(), c_void_p()
+        ok("CommGrow", None, 3, byref(grown), 2, byref(comm), None)
+        sum_of_ranks(comm, 2, 3, 30)
+        ok("CommSplit", comm, 0, -2, byref(half), None)
+        sum_of_ranks(half, 0, 3, 31)
+        for ended in (half, comm):
+            ok("CommDestroy", ended)
+
+    on_threads([lambda: old(0), lambda: old(1), new])
+    comms = (c_void_p * 2)()
+    ok("CommInitAll", comms, 2, None)
+    ok("GroupStart")
+    places = [memory([rank + 1]) for rank in range(2)]
+    for rank, (place, _) in enumerate(places):
+        comm = c_void_p(comms[rank])
+        ok("AllReduce", place, place, c_size_t(1), INT32, PROD, comm, c_void_p(40 + rank))
+    simulated = header(32)
+    assert call("GroupSimulateEnd", byref(simulated)) in (SUCCESS, INVALID_USAGE)
+    if call("GroupEnd") == INVALID_USAGE:
+        # The simulation ended the group.
+        ok("GroupStart")
+        for rank, (place, _) in enumerate(places):
+            comm = c_void_p(comms[rank])
+            ok("AllReduce", place, place, c_size_t(1), INT32, PROD, comm, c_void_p(40 + rank))
+        ok("GroupEnd")
+    for rank, (place, values) in enumerate(places):
+        synchronize(c_void_p(40 + rank))
+        assert values[0] == 2
+        ok("MemFree", place)
+    for comm in comms:
+        ok("CommDestroy", c_void_p(comm))
+
+
+def hung():
+    """A rank calls what the other never does; another thread aborts, and the process goes on."""
+    identifier = new_id()
+    made = threading.Barrier(2)
+
+    def waiting():
+        comm = join(0, 2, identifier)
+        place, _ = memory([1])
+        ok("AllReduce", place, place, c_size_t(1), INT32, SUM, comm, c_void_p(50))
+        made.wait(60)
+        started = time.monotonic()
+        aborting = threading.Timer(0.2, lambda: ok("CommAbort", comm))
+        aborting.start()
+        assert library.warplink_nccl_host_stream_synchronize(c_void_p(50)) != SUCCESS
+        aborting.join()
+        assert time.monotonic() - started < 10
+        ok("MemFree", place)
+
+    def absent():
+        comm = join(1, 2, identifier)
+        made.wait(60)
+        code, end = c_int(SUCCESS), time.monotonic() + 20
+        while code.value == SUCCESS and time.monotonic() < end:
+            time.sleep(0.01)
+            ok("CommGetAsyncError", comm, byref(code))
+        assert code.value not in (SUCCESS, IN_PROGRESS)
+        ok("CommAbort", comm)
+
+    on_threads([waiting, absent])
+
+
+def forked(comm, rank, ranks):
+    """A child that calls nothing ends, and its parent goes on."""
+    if rank == 0:
+        child = os.fork()
+        if child == 0:
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+    sum_of_ranks(comm, rank, ranks, 60)
+
+
+def without_communicator():
+    version, value, place = c_int(), c_int(), c_void_p()
+    ok("GetVersion", byref(version))
+    assert version.value >= 21800
+    for code in range(-1, 12):
+        assert call("GetErrorString", code, gives=c_char_p)
+    call("ResetDebugInit", gives=None)
+    stray = c_void_p(0x1234560)
+    one = c_size_t(1)
+    for name, *arguments in [
+        ("GetVersion", None),
+        ("GetUniqueId", None),
+        ("CommInitRank", None, 1, UniqueId(), 0),
+        ("CommInitRank", byref(place), 2, new_id(), 2),
+        ("CommInitRank", byref(place), 0, new_id(), 0),
+        ("CommInitRank", byref(place), 1, UniqueId(), 0),
+        ("CommInitAll", byref(place), 0, None),
+        ("CommCount", stray, byref(value)),
+        ("CommDestroy", stray),
+        ("CommAbort", None),
+        ("AllReduce", stray, stray, one, INT32, SUM, stray, None),
+        ("MemAlloc", None, one),
+        ("MemFree", stray),
+    ]:
+        refused(INVALID_ARGUMENT, name, *arguments)
+    refused(INVALID_USAGE, "GroupEnd")
+    # The real library's alone.
+    assert call("LLA2ACalcSlots", 1, 1) == 0
+    call("ParamDumpAll", gives=None)
+    space = ctypes.create_string_buffer(256)
+    for name, *arguments in [
+        ("SetEncryption", space),
+        ("ParamBind", space, b"key"),
+        ("ParamGet", space, space, 8, space),
+        ("ParamGetParameter", b"key", space, space),
+        ("ParamGetAllParameterKeys", space, space),
+        *((f"ParamGet{kind}", space, space) for kind in "I8 I16 I32 I64 U8 U16 U32 U64 Str".split()),
+    ]:
+        refused(SYSTEM_ERROR, name, *arguments)
+        assert "NCCL" in last_error()
+
+
+def main():
+    without_communicator()
+    on_ranks(2, types_and_operators)
+    for suffix in ("", "null", "Config"):
+        on_ranks(3, lambda comm, rank, ranks, suffix=suffix: collectives(comm, rank, ranks, suffix))
+    for body in (multiplied, properties, registrations, forked):
+        on_ranks(2, body)
+    several_threads()
+    derived()
+    hung()
+    missing = NAMES - called
+    assert not missing, f"not called: {sorted(missing)}"
+    # The process ends with a communicator that is not destroyed.
+    alive = c_void_p()
+    ok("CommInitRank", byref(alive), 1, new_id(), 0)
+    print("done")
+
+
+main()
