@@ -1,8 +1,9 @@
-//! Moves bytes between host ranks, through outboxes in memory that they share.
+//! Moves bytes between host ranks through outboxes in shared memory.
 //!
-//! Every rank has an outbox: for each peer some chunks, a count of chunks posted and a count of chunks that the peer has
-//! taken. Sends and receives advance together, chunk by chunk, in whatever order the peers allow. Who waits sleeps on a
-//! doorbell of its own, which peers ring when they have posted or taken a chunk.
+//! Each rank has an outbox with a ring of chunks for each peer, a count of chunks posted and a count of
+//! chunks that the peer has consumed. Sends and receives progress together, chunk by chunk, in whatever order
+//! peers allow. A waiting rank sleeps on its own doorbell, which peers ring after posting or consuming a
+//! chunk.
 
 use super::doorbell::{self, BellWords, Doorbell};
 use super::operation::Context;
@@ -13,20 +14,21 @@ use crate::error::{Error, ErrorKind, Rank, Result};
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// Bytes of a chunk, and how many there are for a peer.
+/// Size and number of chunks for a peer: two, so that one is filled while the other is drained.
 const CHUNK: usize = 64 << 10;
 const CHUNKS: u64 = 2;
 
-/// The counts of chunks lie on cache lines of their own. Between them, bytes of the first peer's tell whose outbox it is.
+/// The two counters are on separate cache lines, to avoid false sharing. Bytes between those of the first
+/// peer identify the outbox's owner.
 pub(super) const HEADER: usize = 128;
 const TAKEN: usize = 64;
 
 const BOX: usize = HEADER + CHUNKS as usize * CHUNK;
 
-/// The most bytes that ranks say of a call.
+/// Maximum length of a call's header.
 const MAX_SAID: usize = CHUNK / 2;
 
-/// Bytes of an outbox: after the chunks comes the doorbell of its rank.
+/// Size of an outbox; the rank's doorbell follows the chunks.
 pub(super) const fn outbox_bytes(world: usize) -> usize {
     BOX * world + 64
 }
@@ -37,26 +39,26 @@ pub(super) struct Exchange {
     pub(super) rank: Rank,
     outboxes: Vec<DeviceSlice>,
     bells: Vec<Doorbell>,
-    /// How often a rank looks for what it waits for before it sleeps.
+    /// Number of polls before a rank sleeps.
     looks: u32,
     aborted: AtomicBool,
 }
 
-/// A send or a receive under way.
+/// A send or receive in progress.
 struct Move {
     peer: Rank,
     chunks: DeviceSlice,
     posted: Word,
     taken: Word,
     sends: bool,
-    /// What comes before the data: what is said to a peer, or what it is expected to say.
+    /// Header before the data: the one to send, or the one expected.
     said: Vec<u8>,
     data: Option<DeviceSlice>,
     position: usize,
     end: usize,
 }
 
-/// What a peer said that is something else than was expected.
+/// An unexpected header and its sender.
 type Other = Option<(Rank, Vec<u8>)>;
 
 impl Exchange {
@@ -77,16 +79,17 @@ impl Exchange {
     }
 
     pub(super) fn abort(&self) {
+        // Pairs with the acquire load in `advance`'s loop.
         self.aborted.store(true, Ordering::Release);
     }
 
-    /// What goes to other ranks, or comes from them.
+    /// Filters out this rank's own entry.
     pub(super) fn of_others(&self, all: &[DeviceSlice]) -> Vec<(Rank, DeviceSlice)> {
         let others = all.iter().cloned().enumerate();
         others.filter(|(peer, _)| *peer != self.rank).collect()
     }
 
-    /// The call that sends `parts[p]` to rank p, and reduces what comes.
+    /// The call that sends `parts[p]` to rank p and reduces what arrives.
     pub(super) fn reduced(&self, parts: &[DeviceSlice], reduction: Reduction) -> RankCall {
         let receives = vec![reduction.target.clone(); self.world()];
         RankCall {
@@ -97,7 +100,7 @@ impl Exchange {
         }
     }
 
-    /// Sends and receives, all at once.
+    /// Executes sends and receives concurrently.
     pub(super) fn advance(
         &self,
         context: &Context,
@@ -112,7 +115,7 @@ impl Exchange {
         self.call(context, &call, None).map(drop)
     }
 
-    /// Does a call, where peers say of it what is expected; what the first of the others said.
+    /// Executes a call whose headers must match; returns the first unexpected header.
     pub(super) fn call(
         &self,
         context: &Context,
@@ -148,7 +151,7 @@ impl Exchange {
             }
             match &call.reduction {
                 Some(reduction) if !receives.is_empty() => {
-                    // What is overwritten has been sent.
+                    // Only overwrite data that has been sent.
                     let sent = sends.iter().map(|side| side.position).min();
                     moved |= self.combine(context, reduction, &mut receives, sent)?;
                 }
@@ -216,7 +219,7 @@ impl Exchange {
         let outbox = outbox.ok_or_else(|| {
             Error::invalid(format!("rank {peer} is out of range")).with_peer(peer)
         })?;
-        // So elements of the data are whole in each chunk.
+        // A multiple of every element size, so that chunks hold whole elements.
         if said.len() > MAX_SAID || !said.len().is_multiple_of(16) {
             return Err(Error::invalid(format!(
                 "{} bytes are said of a call; expected a multiple of 16, at most {MAX_SAID}",
@@ -237,7 +240,7 @@ impl Exchange {
         })
     }
 
-    /// Moves one chunk if the other side is ready for it.
+    /// Moves one chunk if the peer is ready for it.
     fn step(&self, context: &Context, side: &mut Move) -> Result<bool> {
         let Some(chunk) = side.next()? else {
             return Ok(false);
@@ -258,7 +261,7 @@ impl Exchange {
         Ok(true)
     }
 
-    /// Counts a chunk, and tells the peer.
+    /// Advances the counter and rings the peer's doorbell.
     fn done(&self, side: &mut Move, chunk: &Chunk) -> Result<()> {
         let word = if side.sends {
             &side.posted
@@ -271,7 +274,7 @@ impl Exchange {
         Ok(())
     }
 
-    /// What a peer said that is something else than was expected, where its first chunk has come.
+    /// The peer's header, if its first chunk has arrived and it differs from the expected one.
     fn other_said(&self, receives: &mut [Move], number: usize) -> Result<Other> {
         let side = &receives[number];
         if side.position > 0 || side.said.is_empty() {
@@ -285,7 +288,7 @@ impl Exchange {
         Ok((said != side.said).then_some((side.peer, said)))
     }
 
-    /// Combines one chunk of all peers with this rank's, once all have come and what is overwritten has been sent.
+    /// Combines one chunk of all peers with this rank's, once all have arrived and the target has been sent.
     fn combine(
         &self,
         context: &Context,
@@ -315,7 +318,7 @@ impl Exchange {
             let there = sides.iter().zip(&chunks);
             let there = there.map(|(side, chunk)| side.chunks(chunk, inside.clone()));
             let mut sources = there.collect::<Result<Vec<_>>>()?;
-            // In the order of ranks, so that all ranks get the same bits.
+            // In rank order, so that all ranks compute identical bits.
             let before = sides.iter().filter(|side| side.peer < self.rank).count();
             sources.insert(before, reduction.own.slice(here.clone())?);
             let target = reduction.target.slice(here)?;
@@ -328,7 +331,7 @@ impl Exchange {
     }
 }
 
-/// The next chunk of a move: its number, and which bytes of the move it has.
+/// Next chunk of a move: its sequence number and byte range.
 struct Chunk {
     number: u64,
     range: Range<usize>,
@@ -339,7 +342,7 @@ impl Move {
         self.position < self.end
     }
 
-    /// The next chunk, if the other side has done its part for it.
+    /// Next chunk, if the peer has made it available.
     fn next(&self) -> Result<Option<Chunk>> {
         let (posted, taken) = (words::load(&self.posted), words::load(&self.taken));
         let (number, ready) = if self.sends {
@@ -351,13 +354,13 @@ impl Move {
         Ok(ready.then_some(Chunk { number, range }))
     }
 
-    /// The bytes `range` of a chunk.
+    /// Bytes `range` of a chunk.
     fn chunks(&self, chunk: &Chunk, range: Range<usize>) -> Result<DeviceSlice> {
         let start = (chunk.number % CHUNKS) as usize * CHUNK;
         self.chunks.slice(start + range.start..start + range.end)
     }
 
-    /// The data of a chunk: this rank's memory, and the chunk's.
+    /// Data of a chunk: this rank's memory, and the chunk's.
     fn data_of(&self, chunk: &Chunk) -> Result<Option<(DeviceSlice, DeviceSlice)>> {
         let head = self.said.len();
         let (from, to) = (chunk.range.start.max(head), chunk.range.end);
@@ -370,7 +373,7 @@ impl Move {
     }
 }
 
-/// The first move of each peer: two of one pair and direction share its chunks.
+/// First move of each peer: moves of one pair and direction share the chunks, so they run one after another.
 fn first_of_each(moves: &mut [Move]) -> impl Iterator<Item = &mut Move> {
     let mut busy: Vec<Rank> = Vec::new();
     moves.iter_mut().filter(move |side| {
@@ -399,7 +402,7 @@ mod tests {
         Context::new(Arc::default(), Arc::<FaultSet>::default(), None, 1)
     }
 
-    /// One thread for each rank, which are given their exchange and number.
+    /// One thread for each rank, with its exchange and rank.
     fn ranks(world: usize, body: impl Fn(&Exchange) + Sync) {
         let outboxes = (0..world)
             .map(|_| memory::allocate(outbox_bytes(world), AllocationKind::Plain).unwrap());
