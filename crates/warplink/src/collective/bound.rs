@@ -1,4 +1,4 @@
-//! Calls that are bound to their memory: what ranks tell one another of it once, calls need not find out.
+//! Bound calls: ranks exchange the addresses of a call's memory once instead of in every call.
 
 use super::Collectives;
 use super::algorithm::{Algorithm, copies_in_place};
@@ -14,28 +14,28 @@ use crate::program::execute::{Bindings, Executor, Plan, PrepareOptions, RankCont
 use std::fmt;
 use std::sync::Arc;
 
-/// A call of a collective that is bound to memory, to be made as often as one likes
-/// ([`Collectives::bind`]). Clones are the same. It keeps its memory.
+/// A call of a collective bound to fixed memory, which it keeps alive ([`Collectives::bind`]). Clones share
+/// the binding.
 #[derive(Clone)]
 pub struct BoundCall(Arc<Bound>);
 
 struct Bound {
     collectives: Collectives,
     call: Call,
-    /// None where the vendor's library does it.
+    /// None if the vendor's library executes it.
     choice: Option<Choice>,
     way: Way,
 }
 
-/// How calls are made.
+/// Execution strategy.
 enum Way {
-    /// As those on any memory.
+    /// As a call on any memory.
     Any {
         uses: Uses,
         output: DeviceSlice,
         input: DeviceSlice,
     },
-    /// By the program that uses the copy engine.
+    /// The program that uses the copy engine.
     Copies(Box<Plan>),
 }
 
@@ -49,18 +49,18 @@ impl fmt::Debug for BoundCall {
 }
 
 impl BoundCall {
-    /// What is called. Where nothing is reduced, in bytes.
+    /// The call; in bytes if it does not reduce.
     pub fn call(&self) -> &Call {
         &self.0.call
     }
 
-    /// How it is done; `None` where the vendor's library does it.
+    /// How it is executed; `None` for the vendor's library.
     pub fn choice(&self) -> Option<Choice> {
         self.0.choice
     }
 
-    /// Enqueues the call once. It counts as a call of its [`Collectives`]: all ranks make it in the same order among
-    /// the others. It may be captured; a graph does not keep what was bound. Does not block.
+    /// Enqueues the call once. It counts as a call of its [`Collectives`]: all ranks make it in the same
+    /// order among the others. May be captured; a graph does not keep the binding alive. Does not block.
     ///
     /// # Errors
     /// As [`Collectives::all_reduce`].
@@ -92,20 +92,20 @@ impl BoundCall {
 }
 
 impl Collectives {
-    /// Binds a call to memory, for calls that are made again and again on the same: ranks tell one another where it lies
-    /// once. So the copy engine can do large all-gathers and all-to-alls ([`Algorithm::CopyEngine`]), which moves more bytes
-    /// a second than kernels and leaves the multiprocessors to others. Every other call is made as without binding. Every
-    /// rank binds the same call at the same time. Blocks until all have: all succeed, or none. It also compiles the kernel of the
-    /// call.
+    /// Binds a call to memory that will be used repeatedly, by exchanging addresses among the ranks once. The
+    /// copy engine can then execute large all-gathers and all-to-alls ([`Algorithm::CopyEngine`]), with more
+    /// bandwidth than kernels, and without occupying multiprocessors. Other calls execute as without binding.
+    /// Collective: every rank binds the same call at the same time, and all succeed or none. Blocks until all
+    /// have. Also compiles the call's kernel.
     ///
-    /// Where peers cannot map the memory, the call is made as without binding too, unless the options allow the copy engine
-    /// alone.
+    /// If peers cannot map the memory, the call executes as without binding too, unless the options allow
+    /// only the copy engine.
     ///
     /// # Errors
-    /// Of the arguments, those of [`enqueue`](Self::enqueue); [`ErrorKind::Unsupported`] where the options ask for an
-    /// algorithm that does not do the call;
-    /// [`ErrorKind::Mismatch`] where ranks bind different calls, with the peer and both calls;
-    /// [`ErrorKind::PeerFailed`] where another rank fails; [`ErrorKind::Timeout`], which names a rank that does not bind.
+    /// For invalid arguments as [`enqueue`](Self::enqueue); [`ErrorKind::Unsupported`] if the options require
+    /// an algorithm that does not implement the call; [`ErrorKind::Mismatch`] if ranks bind different calls,
+    /// with the peer and both calls; [`ErrorKind::PeerFailed`] if another rank fails; [`ErrorKind::Timeout`],
+    /// naming a rank that does not bind.
     pub fn bind(
         &self,
         call: &Call,
@@ -131,13 +131,13 @@ impl Collectives {
     ) -> Result<BoundCall> {
         let inner = &self.0;
         let context = &inner.context;
-        // Those that do not know of a fault yet would wait for a rank that does.
+        // Ranks that have not seen a fault yet would wait for a rank that has.
         let checked = context.fault.check();
         let checked = checked.and_then(|()| self.uses(call, output, input));
         let (call, uses) = context.agree_on(checked)?;
         let overlap = self.overlap_of_all(&call, uses.overlap)?;
         let direct = matches!(inner.server(&call)?, Server::Direct(_));
-        // The lanes beside the copy engine are a launch.
+        // The lanes beside the copy engine are one launch.
         let copies = direct && self.too_long(&call).is_none();
         let copied = match overlap.filter(|_| copies) {
             Some(overlap) => self.by_copies(&call, (output, input), overlap)?,
@@ -164,8 +164,7 @@ impl Collectives {
         })))
     }
 
-    /// How input and output lie to each other on all ranks; `None` where that differs. Fails where ranks bind different
-    /// calls.
+    /// Overlap of input and output on all ranks; `None` if it differs. Fails if ranks bind different calls.
     fn overlap_of_all(&self, call: &Call, own: Overlap) -> Result<Option<Overlap>> {
         let words = call.words(0);
         let mut told: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
@@ -184,7 +183,8 @@ impl Collectives {
         Ok(all.iter().all(|theirs| *theirs == told).then_some(own))
     }
 
-    /// The call by the copy engine, where that is to do it and can. Blocks until all ranks have asked.
+    /// Binds the call to the copy engine's program, if that is requested and possible. Blocks until all ranks
+    /// have answered.
     fn by_copies(
         &self,
         call: &Call,
@@ -201,8 +201,8 @@ impl Collectives {
         }
     }
 
-    /// Fails where binding for the copy engine failed on a rank for another reason than that memory cannot be mapped, or
-    /// where no other way is allowed. Blocks until all ranks, on which it failed too, have asked.
+    /// Fails if binding failed on some rank for a reason other than unmappable memory, or no alternative is
+    /// allowed. Blocks until all ranks, on which it failed too, have answered.
     fn check_unmapped(&self, error: Error) -> Result<()> {
         let inner = &self.0;
         let fault = inner.context.fault.check();
@@ -216,7 +216,7 @@ impl Collectives {
         Err(error)
     }
 
-    /// The program that uses the copy engine, bound to memory. Blocks until all ranks have bound theirs.
+    /// Binds the copy engine's program to memory. Blocks until all ranks have bound.
     fn plan(
         &self,
         call: &Call,
@@ -238,7 +238,7 @@ impl Collectives {
             })
             .and_then(|program| {
                 let parameters = self.0.machine.parameters(call, choice);
-                // Tests have verified it for every world, as the programs of other calls.
+                // Tests have verified it for every world, like other programs.
                 let options = PrepareOptions {
                     streams: 1,
                     verify: false,
@@ -261,7 +261,7 @@ impl Collectives {
         prepared.bind(&memory)
     }
 
-    /// Runs programs of bound calls.
+    /// Executor of bound calls' programs.
     fn executor(&self) -> &Executor {
         self.0.executor.get_or_init(|| {
             Executor::new(RankContext {
@@ -272,7 +272,7 @@ impl Collectives {
     }
 }
 
-/// The other ranks' parts of an output, by the names that the program has for them.
+/// The other ranks' parts of an output, by their names in the program.
 fn parts_of_others(
     call: &Call,
     (rank, world): (Rank, usize),

@@ -1,4 +1,4 @@
-//! Which path does the calls of a communicator, and joining it.
+//! Joining collectives: selects the path of a communicator.
 
 use super::choice::Machine;
 use super::direct::Direct;
@@ -16,15 +16,15 @@ use crate::program::execute::RankContext;
 use crate::topology::{Topology, TopologyClass, rendezvous};
 use std::sync::{Arc, Mutex, OnceLock};
 
-/// What does the calls.
+/// Available paths.
 pub(super) enum Served {
     Direct(Box<Direct>),
     Engine(EngineCollectives),
-    /// The direct path what it has a program for, and the engine the rest, or why there is none.
+    /// Direct path for calls that it has a program for, and the engine for others, or why there is none.
     Both(Box<Direct>, Result<EngineCollectives>),
 }
 
-/// What does one of them.
+/// Path of one call.
 pub(super) enum Server<'a> {
     Direct(&'a Direct),
     Engine(&'a EngineCollectives),
@@ -38,7 +38,7 @@ impl Served {
         }
     }
 
-    /// The engine, if it was joined.
+    /// The engine, if joined.
     pub(super) fn joined_engine(&self) -> Option<&EngineCollectives> {
         match self {
             Self::Direct(_) => None,
@@ -47,7 +47,7 @@ impl Served {
         }
     }
 
-    /// The engine, for what the direct path does not do.
+    /// The engine, for calls that the direct path does not support.
     pub(super) fn engine(&self) -> Result<Option<&EngineCollectives>> {
         match self {
             Self::Direct(_) => Ok(None),
@@ -58,7 +58,7 @@ impl Served {
 }
 
 impl Inner {
-    /// What does `call`.
+    /// Path of `call`.
     pub(super) fn server(&self, call: &Call) -> Result<Server<'_>> {
         match &self.path {
             Served::Direct(direct) => Ok(Server::Direct(direct)),
@@ -70,7 +70,7 @@ impl Inner {
 }
 
 impl Collectives {
-    /// Joins the collectives of all ranks. Blocks until every rank has called it.
+    /// Joins the collectives. Collective; blocks until every rank has called it.
     pub(crate) fn join(
         context: RankContext,
         options: &CollectiveOptions,
@@ -84,7 +84,7 @@ impl Collectives {
         let topology = topology(&context, forced)?;
         machine.cube = topology.as_ref().and_then(Topology::cube_positions);
         if machine.cube.is_some() {
-            // Nothing else uses the workspace, and packets are half data.
+            // The whole workspace is for packets, half of whose bytes are data.
             machine.packet_bytes = pages(options.workspace_bytes / 4);
         }
         let told = format!("{options:?} {machine:?}");
@@ -101,7 +101,7 @@ impl Collectives {
         }
         let path = match options.path {
             Some(CollectivePath::Direct) => {
-                // Where ranks are on several machines, each has one that is far.
+                // If ranks span machines, each rank has a remote peer.
                 if let Some(peer) = far(&context, machine.world)? {
                     return Err(Error::new(
                         ErrorKind::Unsupported,
@@ -145,8 +145,8 @@ impl Collectives {
         Ok(Self(Arc::new(InUse::new(inner, &in_flight))))
     }
 
-    /// The direct path where all ranks can map one another's memory, else the engine; alike on all ranks. Where
-    /// something speaks against the links between them, the engine, if there is one.
+    /// The direct path if all ranks can map one another's memory, else the engine; the same on all ranks. If
+    /// the topology has an obstacle, the engine if available.
     fn either(
         context: &RankContext,
         machine: &Machine,
@@ -170,7 +170,8 @@ impl Collectives {
             tracing::warn!(%obstacle, ?error, "collectives go directly, without the vendor's library");
         }
         let joined = Direct::join(context, machine, options.launch_bytes);
-        // Whether this rank failed for a reason that another path does not mend; its peers know only that it failed.
+        // Whether this rank failed for a reason that also affects the other path; peers only know that it
+        // failed.
         let hopeless = joined
             .as_ref()
             .err()
@@ -234,7 +235,7 @@ impl Collectives {
         }
         let sharing = context.ranks_per_device()?;
         let all = if context.device.properties().shared {
-            // All ranks of a machine share its processors, where these run the lanes.
+            // Lanes run on the machine's cores, which all ranks share.
             fewest / world + 1
         } else {
             fewest
@@ -244,7 +245,7 @@ impl Collectives {
             None => all,
         };
         let lanes = model.lanes();
-        // A fifth is for packets, of which half is data; each is in two halves by epoch.
+        // A fifth is for packets, of which half is data; both areas have two halves by epoch.
         Ok(Machine {
             world,
             kernels: model.link.transfer_kernels(),
@@ -262,7 +263,7 @@ impl Collectives {
     }
 }
 
-/// The multiprocessors of the rank that has the fewest. Every rank calls it at the same time.
+/// Smallest number of multiprocessors among ranks. Collective.
 fn fewest_multiprocessors(context: &RankContext) -> Result<usize> {
     let own = context.device.properties().multiprocessors as u64;
     let all = context.all_gather(&own.to_le_bytes())?;
@@ -271,7 +272,7 @@ fn fewest_multiprocessors(context: &RankContext) -> Result<usize> {
     Ok(usize::try_from(fewest).unwrap_or(usize::MAX))
 }
 
-/// The first rank that is on another machine.
+/// First rank on another machine.
 fn far(context: &RankContext, world: usize) -> Result<Option<Rank>> {
     for peer in 0..world {
         if !context.memory.is_near(context.group.job_rank(peer)?)? {
@@ -281,7 +282,7 @@ fn far(context: &RankContext, world: usize) -> Result<Option<Rank>> {
     Ok(None)
 }
 
-/// The links between the ranks' devices, where the direct path may serve so many. Blocks until all ranks have asked.
+/// Topology of the ranks' devices, if the world may use the direct path. Collective.
 fn topology(context: &RankContext, forced: Option<TopologyClass>) -> Result<Option<Topology>> {
     if !(2..=MAX_DIRECT_RANKS).contains(&context.world()) {
         return Ok(None);
@@ -290,8 +291,8 @@ fn topology(context: &RankContext, forced: Option<TopologyClass>) -> Result<Opti
     rendezvous(&*context.device, context.rank(), forced, gather).map(Some)
 }
 
-/// Bytes for messages: so many that a chunk takes longer than the signals between two of them. Where ranks share
-/// processors, signals cost more than chunks gain.
+/// Message workspace in bytes: a chunk should take longer than the signals between two chunks. If ranks share
+/// cores, signals cost more than large chunks gain.
 fn messages_bytes(workspace: usize, device: &DeviceProperties) -> usize {
     if device.shared {
         workspace / 2
@@ -300,12 +301,12 @@ fn messages_bytes(workspace: usize, device: &DeviceProperties) -> usize {
     }
 }
 
-/// Bytes rounded down to pages.
+/// Rounds down to pages.
 const fn pages(bytes: usize) -> usize {
     bytes / 4096 * 4096
 }
 
-/// Whether the memory of ranks cannot be mapped, so that another path is needed.
+/// Whether memory cannot be mapped, so that another path is needed.
 pub(super) fn cannot_map(error: &Error) -> bool {
     matches!(
         error.kind(),

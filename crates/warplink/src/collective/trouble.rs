@@ -1,4 +1,4 @@
-//! What is told of calls that do not end, and of calls that differ.
+//! Diagnosis of calls that do not complete or that differ between ranks.
 
 use super::fused::describe;
 use super::witness::{Answered, PATIENCE, Witness};
@@ -12,10 +12,10 @@ use crate::sync::lock;
 use std::sync::{Arc, Mutex, Weak};
 use std::time::Duration;
 
-/// Longer than a stream takes to pass what is done.
+/// Long enough for a stream to pass completed work.
 const A_MOMENT: Duration = Duration::from_millis(200);
 
-/// The collectives of a communicator that were joined.
+/// Registry of a communicator's joined collectives.
 #[derive(Debug, Default)]
 pub(crate) struct Known(Mutex<Vec<Weak<InUse<Inner>>>>);
 
@@ -30,16 +30,16 @@ impl Known {
         lock(&self.0).iter().filter_map(Weak::upgrade).collect()
     }
 
-    /// Tells the next ranks of calls of the vendor's library, where they were not told; how long to wait before that is
-    /// tried again, where it is too early. Does not block.
+    /// Sends pending statements about engine calls to neighbouring ranks; returns how long to wait if it is
+    /// too early. Does not block.
     pub(crate) fn tell(&self) -> Option<Duration> {
         let all = self.all();
         let witnesses = all.iter().filter_map(|one| one.witness());
         witnesses.filter_map(Witness::tell).max()
     }
 
-    /// The calls of the vendor's library that differ, where another rank's failure ended a wait, or the library's. Asks
-    /// the other ranks.
+    /// Engine calls that differ, when a failure of another rank or of the library ended a wait. Queries other
+    /// ranks.
     pub(crate) fn explain_failure(&self) -> Option<Error> {
         let all = self.all();
         let until = Deadline::after(PATIENCE);
@@ -48,15 +48,15 @@ impl Known {
         asked.next()
     }
 
-    /// Who did not come to a collective, where a wait timed out because of that; of one by the vendor's library, whose
-    /// calls differ or are missing, as far as the other ranks tell.
+    /// Explains a timed-out collective by the ranks that did not arrive; for engine calls, by those with
+    /// differing or missing calls according to the other ranks.
     pub(crate) fn explain_timeout(&self) -> Option<Error> {
         let all = self.all();
         let explained = all.iter().find_map(|one| awaited(one));
         explained.or_else(|| all.iter().find_map(|one| unfinished(one)))
     }
 
-    /// Fails where kernels have noted that another rank called something else, or where that told so itself.
+    /// Fails if a kernel or another rank has detected different calls.
     pub(crate) fn check_agreement(&self) -> Result<()> {
         for collectives in self.all() {
             if let Some(error) = collectives.witness().and_then(Witness::disagreement) {
@@ -103,13 +103,13 @@ impl Known {
     }
 }
 
-/// The error of a wait that timed out, where a rank has not come to a message or a collective on the direct path.
+/// Error of a timed-out wait for a rank that has not arrived at a message or collective on the direct path.
 fn awaited(collectives: &Inner) -> Option<Error> {
     let direct = collectives.path.direct()?;
     if let Some(explained) = awaited_message(collectives) {
         return Some(explained);
     }
-    // What cannot be found out is left out.
+    // Omit information that cannot be obtained.
     let absent = direct.workspace.absent(&direct.announcements).ok()?;
     let first = *absent.first()?;
     let called = last_call(collectives);
@@ -126,14 +126,14 @@ fn awaited(collectives: &Inner) -> Option<Error> {
 }
 
 impl Inner {
-    /// What ranks tell one another of calls of the vendor's library, where it does any.
+    /// Call comparison, if the engine is used.
     fn witness(&self) -> Option<&Witness> {
         Some(&self.path.joined_engine()?.witness)
     }
 }
 
-/// The error of a wait that timed out, where the vendor's library has not done what it was given outside of graphs. It
-/// does not tell for whom it waits, so the other ranks are asked.
+/// Error of a timed-out wait for engine calls outside graphs. The library does not report whom it waits for,
+/// so query the other ranks.
 fn unfinished(collectives: &Inner) -> Option<Error> {
     let witness = collectives.witness()?;
     let behind = || {
@@ -141,7 +141,7 @@ fn unfinished(collectives: &Inner) -> Option<Error> {
         collectives.turns.precede(&stream)?;
         stream.synchronize(Deadline::after(A_MOMENT))
     };
-    // Without an error, all is done.
+    // Success means that all is done.
     if behind().err()?.kind() != ErrorKind::Timeout {
         return None;
     }
@@ -170,7 +170,7 @@ fn unfinished(collectives: &Inner) -> Option<Error> {
     })
 }
 
-/// What errors add of the last collective, if there was one.
+/// Error suffix that describes the last collective, if any.
 fn last_call(collectives: &Inner) -> String {
     let last = *lock(&collectives.last);
     last.map_or_else(String::new, |call| {
@@ -178,10 +178,10 @@ fn last_call(collectives: &Inner) -> String {
     })
 }
 
-/// The error of a wait that timed out, where a message has begun at this rank and not at the other.
+/// Error of a timed-out wait for a message that has begun on this rank only.
 fn awaited_message(collectives: &Inner) -> Option<Error> {
     let lines = collectives.lines.as_ref()?;
-    // What cannot be found out is left out.
+    // Omit information that cannot be obtained.
     let awaited = lines.awaited(&*collectives.context.device);
     let (peer, direction) = awaited.ok().flatten()?;
     let text = match direction {

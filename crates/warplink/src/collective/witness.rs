@@ -1,8 +1,8 @@
-//! What ranks tell one another of their calls of the engine, beside the calls.
+//! Exchange of call statements between ranks, out of band.
 //!
-//! The engine does not compare calls, nor tell for whom it waits. So each rank keeps a [`Record`], tells ranks that
-//! follow it of its last calls now and then, and asks the others for theirs when a wait has timed out. Their reading
-//! threads answer, whatever their programs do.
+//! The engine neither compares calls nor reports whom it waits for. So each rank keeps a [`Record`],
+//! periodically sends its last calls to neighbouring ranks, and queries others when a wait has timed out. The
+//! ranks' store threads answer, since the application may be blocked.
 
 use super::call::Call;
 use super::record::{Difference, MAX_STATED, Record, Statement};
@@ -15,28 +15,27 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-/// The shortest time in which a rank tells others of its calls again, and what each rank of the communicator adds to it, since
-/// the store passes on those of all.
+/// Minimum interval between unsolicited statements, plus an amount for each rank, since the store relays
+/// those of all ranks.
 const INTERVAL: Duration = Duration::from_millis(100);
 const INTERVAL_PER_RANK: Duration = Duration::from_millis(1);
 
-/// The most ranks that a rank tells of its calls unasked, those that follow it.
+/// Maximum ranks that receive unsolicited statements, to bound traffic.
 const MAX_TOLD: usize = 8;
 
-/// How many calls a rank asks with, and is told, unless calls before them differ.
+/// Calls in a query and its answer, unless earlier ones differ.
 const ASKED: u64 = 16;
 
-/// How long answers are waited for.
+/// Time limit for answers.
 pub(super) const PATIENCE: Duration = Duration::from_secs(1);
 
-/// The most ranks that one asks, those that follow it, so that the store of a large job is not held up where all ranks
-/// ask at once.
+/// Maximum ranks queried, so that the store of a large job is not overloaded when all ranks query at once.
 const MAX_ASKED: usize = 128;
 
-/// The most ranks that an error lists.
+/// Maximum ranks listed in an error.
 const MAX_LISTED: usize = 8;
 
-/// This rank's calls, and what others say of theirs.
+/// This rank's calls, and statements of other ranks.
 pub(super) struct Witness {
     group: Arc<Group>,
     fault: Arc<Fault>,
@@ -46,24 +45,24 @@ pub(super) struct Witness {
 #[derive(Default)]
 struct State {
     record: Record,
-    /// The last that each rank told.
+    /// Latest statement of each rank.
     statements: BTreeMap<Rank, Statement>,
-    /// When others were told last, and how many calls.
+    /// Time and call count of the last unsolicited statement.
     told: Option<(Instant, u64)>,
 }
 
-/// What the other ranks answered.
+/// Result of a query.
 pub(super) enum Answered {
     /// Calls differ.
     Mismatch(Error),
-    /// Of these, each has made fewer calls, or does not answer.
+    /// These ranks have made fewer calls, or do not answer.
     Missing { first: Rank, text: String },
-    /// All have made the calls that this rank has.
+    /// All ranks have made the same calls.
     Nothing,
 }
 
 impl State {
-    /// Keeps what `by` told, for when this rank has made as many calls.
+    /// Keeps a statement of `by` until this rank has made as many calls.
     fn keep(&mut self, by: Rank, theirs: Statement) {
         if theirs.made > self.record.settled() {
             self.statements.insert(by, theirs);
@@ -72,7 +71,7 @@ impl State {
 }
 
 impl Answered {
-    /// The error of calls that differ.
+    /// The error of differing calls.
     pub(super) fn mismatch(self) -> Option<Error> {
         match self {
             Self::Mismatch(error) => Some(error),
@@ -93,21 +92,21 @@ impl Witness {
         own
     }
 
-    /// Notes the call that `make` makes, or records. Calls come one after the other.
+    /// Records the call that `make` makes or captures. Calls are serialized.
     pub(super) fn note(
         &self,
         call: &Call,
         is_recorded: bool,
         make: impl FnOnce() -> Result<()>,
     ) -> Result<()> {
-        // Before, since making it may block until all ranks have.
+        // Recorded first, since making the call may block until all ranks have made it.
         lock(&self.state).record.begin(call, is_recorded);
         let made = make();
         lock(&self.state).record.end(made.is_ok());
         made
     }
 
-    /// Tells the next ranks of calls that they were not told of; how long to wait for that, where it is too early. Does not
+    /// Sends pending statements to neighbouring ranks; returns how long to wait if it is too early. Does not
     /// block.
     pub(super) fn tell(&self) -> Option<Duration> {
         let (rank, world) = (self.group.rank(), self.group.world());
@@ -134,7 +133,7 @@ impl Witness {
         None
     }
 
-    /// The error where another rank has told of a call that is not as this rank's of the same number. Does not block.
+    /// Error if another rank has stated a different call of the same number. Does not block.
     pub(super) fn disagreement(&self) -> Option<Error> {
         let mut state = lock(&self.state);
         let State {
@@ -142,12 +141,12 @@ impl Witness {
         } = &mut *state;
         let mut told = statements.iter();
         let found = told.find_map(|(peer, told)| Some((*peer, record.difference(told)?)));
-        // What this rank has made all of says nothing more.
+        // Statements that this rank has caught up with carry no more information.
         statements.retain(|_, told| told.made > record.settled());
         found.map(|(peer, difference)| self.mismatch(peer, &difference))
     }
 
-    /// Asks the other ranks for their calls. Blocks until all that are there have answered, or `deadline`.
+    /// Queries other ranks for their calls. Blocks until all live ones have answered, up to `deadline`.
     pub(super) fn ask(&self, deadline: Deadline) -> Answered {
         let (rank, world) = (self.group.rank(), self.group.world());
         let own = {
@@ -168,7 +167,7 @@ impl Witness {
         let Some((peer, difference)) = differences.first() else {
             return missing(&state.record, &asked, &answers);
         };
-        // So that these find it too, however long ago the call was.
+        // Notify these ranks, so that they detect it too, however long ago the call was.
         let peers: Vec<Rank> = differences.iter().map(|(peer, _)| *peer).collect();
         let own = state.record.statement(u64::MAX, MAX_STATED);
         drop(state);
@@ -176,7 +175,7 @@ impl Witness {
         Answered::Mismatch(self.mismatch(*peer, difference))
     }
 
-    /// The error of a call that is not as that of `peer`.
+    /// Error of a call that differs from that of `peer`.
     fn mismatch(&self, peer: Rank, difference: &Difference) -> Error {
         let number = difference.number;
         let text = match &difference.calls {
@@ -203,7 +202,7 @@ impl Respondent for Witness {
             return Vec::new();
         };
         let mut state = lock(&self.state);
-        // The one that asks says it, when it has found which call differs.
+        // The querying rank reports it once it has located the differing call.
         let count = match state.record.difference(&theirs) {
             Some(_) => MAX_STATED,
             None => ASKED,
@@ -229,13 +228,13 @@ impl Respondent for Witness {
     }
 }
 
-/// The ranks that follow `rank`, up to so many.
+/// Up to `most` ranks that follow `rank`.
 fn following(rank: Rank, world: usize, most: usize) -> Vec<Rank> {
     let steps = (1..world).take(most);
     steps.map(|step| (rank + step) % world).collect()
 }
 
-/// The ranks that have made fewest calls, where that is fewer than this rank has; else those that did not answer.
+/// Ranks with the fewest calls, if fewer than this rank has made; else those that did not answer.
 fn missing(record: &Record, asked: &[Rank], answers: &BTreeMap<Rank, Statement>) -> Answered {
     let behind = || answers.iter().filter(|(_, told)| record.is_ahead_of(told));
     let listed = |ranks: Vec<String>| {
@@ -295,7 +294,7 @@ mod tests {
         record
     }
 
-    /// What a rank that has made 4 calls says of others that have made so many, or do not answer.
+    /// Result of a rank with 4 calls for peers with these numbers of calls, or without an answer.
     fn told(made: &[Option<usize>]) -> Option<(Rank, String)> {
         let asked: Vec<Rank> = (1..=made.len()).collect();
         let answers = asked.iter().zip(made);
