@@ -1,4 +1,4 @@
-//! The network, for a peer whose memory cannot be mapped.
+//! Carrier that uses the network, for peers whose memory cannot be mapped.
 
 use super::{Carrier, NetworkLink};
 use crate::deadline::Deadline;
@@ -10,27 +10,28 @@ use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Bytes that are sent at once, so that something arrives now and then over a slow network too.
+/// Maximum bytes of one operation, so that progress is visible even on slow networks and the connection's
+/// timeout does not fire.
 const PART: u64 = 16 << 20;
 
-/// Parts that may be under way, and how many end together.
+/// Maximum parts in flight, and number of parts for each completion callback.
 const MAX_UNDER_WAY: u64 = 4096;
 const PARTS_PER_MARK: u64 = 32;
 
-/// Moves bytes between memory of this process and a peer's.
+/// Moves bytes between this process's and a peer's memory.
 pub(crate) struct NetworkCarrier {
     link: Arc<NetworkLink>,
     windows: Arc<Windows>,
-    /// Sets this rank's word for flushes.
+    /// Sets this rank's flush word.
     stream: Stream,
     completed: Word,
-    /// Parts under way, and how many of them no mark is behind.
+    /// Parts in flight, and those not yet covered by a completion callback.
     under_way: Arc<AtomicU64>,
     unmarked: AtomicU64,
 }
 
 impl NetworkCarrier {
-    /// Raises `fault` when the connection fails.
+    /// `fault` is raised when the connection fails.
     pub(crate) fn new(
         device: &Arc<dyn Device>,
         link: &Arc<NetworkLink>,
@@ -50,6 +51,7 @@ impl NetworkCarrier {
     }
 
     fn count(&self) -> Result<()> {
+        // Relaxed: bounds parts in flight; only the completion callback orders data.
         self.under_way.fetch_add(1, Ordering::Relaxed);
         if self.unmarked.fetch_add(1, Ordering::Relaxed) + 1 >= PARTS_PER_MARK {
             self.mark()?;
@@ -57,7 +59,7 @@ impl NetworkCarrier {
         Ok(())
     }
 
-    /// Has what is under way counted down when it is done.
+    /// Registers a completion callback for the parts so far.
     fn mark(&self) -> Result<()> {
         let (parts, under_way) = (
             self.unmarked.swap(0, Ordering::Relaxed),
@@ -67,6 +69,8 @@ impl NetworkCarrier {
             return Ok(());
         }
         self.link.connection().when_done(Box::new(move |_| {
+            // Release: pairs with the acquire loads below, so that "idle" implies that the parts have
+            // completed.
             under_way.fetch_sub(parts, Ordering::Release);
         }))
     }

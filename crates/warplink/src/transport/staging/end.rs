@@ -1,4 +1,4 @@
-//! One end of a staged connection: what it sends, what it takes, and what both wait for. Nothing here blocks.
+//! One end of a staged connection: sending, receiving and completions. Never blocks.
 
 use super::message::{Message, WORDS, malformed};
 use super::state::{MAX_GETS, Operation, Portion, State};
@@ -13,20 +13,20 @@ use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
-/// Operations that wait to be sent, from which on there is no room for more.
+/// Maximum queued operations before it reports that it is full.
 const MAX_QUEUED: usize = 256;
 
-/// Values from here on are what ended waits store, not counts of signals.
+/// Larger values are poison from aborted waits rather than signal counts.
 const MAX_SIGNALS: u64 = 1 << 60;
 
 /// One end.
 pub(crate) struct StagedEnd {
     device: Arc<dyn Device>,
     pub(super) parts: EndParts,
-    /// Copies from and to the device's memory.
+    /// Copies from and to device memory.
     outward: Stream,
     inward: Stream,
-    /// Of the chunks of both rings.
+    /// For the chunks of both rings.
     left: Vec<Event>,
     placed: Vec<Event>,
     ring: StagingMemory,
@@ -34,10 +34,10 @@ pub(crate) struct StagedEnd {
     state: Mutex<State>,
 }
 
-/// What an end is made of.
+/// Constituents of an end.
 pub(crate) struct EndParts {
     pub(crate) peer: Rank,
-    /// Raised when the peer does not follow the protocol, or a copy fails.
+    /// Raised when the peer violates the protocol, or a copy fails.
     pub(crate) fault: Arc<Fault>,
     pub(crate) connection: Arc<dyn NetworkConnection>,
     /// The peer's control memory, its ring, and the ring's shape.
@@ -45,7 +45,7 @@ pub(crate) struct EndParts {
     pub(crate) peer_ring: Arc<RemoteMemory>,
     pub(crate) peer_shape: Shape,
     pub(super) incoming: Arc<Incoming>,
-    /// Which the peer's signals set.
+    /// Set by the peer's signals.
     pub(crate) inbound: Word,
 }
 
@@ -66,8 +66,8 @@ impl StagedEnd {
         })
     }
 
-    /// Lets the peer reach one of this rank's regions by its number, and the network put from it and get into it without
-    /// staging memory where it `is_reached`.
+    /// Exposes one of this rank's regions to the peer as `number`, and to direct puts and gets if
+    /// `is_reached`.
     pub(crate) fn set_region(&self, number: u32, memory: &DeviceSlice, is_reached: bool) {
         let state = &mut *lock(&self.state);
         let number = number as usize;
@@ -80,7 +80,7 @@ impl StagedEnd {
         }
     }
 
-    /// A region of the peer's that the network reaches without staging memory.
+    /// Sets a region of the peer that is directly accessible.
     pub(crate) fn set_peers_region(&self, number: u32, memory: Arc<RemoteMemory>) {
         lock(&self.state).direct.add_peers(number, memory);
     }
@@ -93,15 +93,15 @@ impl StagedEnd {
         lock(&self.state).queue.push_back(operation);
     }
 
-    /// Ends it, when both ends have done what they were asked for: then `told` is set, and the peer knows that
-    /// this end writes no more.
+    /// Closes it once both ends are idle: then `told` is set, and the peer knows that this end has stopped
+    /// writing.
     pub(crate) fn close(&self, told: &Arc<AtomicBool>) {
         let mut state = lock(&self.state);
         state.queue.push_back(Operation::End);
         state.told = Some(told.clone());
     }
 
-    /// Whether everything that was asked for is done.
+    /// Whether all requested operations are complete.
     pub(super) fn is_idle(&self) -> Result<bool> {
         let state = lock(&self.state);
         let is_sent = state.queue.is_empty() && state.consumed == state.begun;
@@ -112,7 +112,7 @@ impl StagedEnd {
             && self.inward.is_idle()?)
     }
 
-    /// Does what can be done now; whether there was something.
+    /// Makes progress; returns whether there was any.
     pub(super) fn advance(&self) -> bool {
         let mut state = lock(&self.state);
         if state.is_over {
@@ -139,15 +139,16 @@ impl StagedEnd {
         worked
     }
 
-    /// Parts from the peer after a failure, once the end was closed; whether it did. Nothing more is sent or taken.
+    /// Notifies the peer after a failure, once the end was closed; returns whether it did. Nothing more is
+    /// sent or received.
     fn end_failed(&self, state: &mut State) -> bool {
-        // What a failed stream cannot tell is taken for done.
+        // A failed stream that cannot be queried counts as idle.
         if state.told.is_none() || matches!(self.inward.is_idle(), Ok(false)) {
             return false;
         }
         state.is_over = true;
         if let Some(told) = state.told.take() {
-            // Where the peer cannot be told, it is gone as well.
+            // A peer that cannot be notified is gone as well.
             let gone = told.clone();
             if self.tell_gone(told).is_err() {
                 gone.store(true, Ordering::Release);
@@ -156,16 +157,16 @@ impl StagedEnd {
         true
     }
 
-    /// Whether it does nothing any more.
+    /// Whether it is finished.
     pub(super) fn is_over(&self) -> bool {
         lock(&self.state).is_over
     }
 
-    /// Takes the messages that have arrived.
+    /// Receives the messages that have arrived.
     fn take(&self, state: &mut State) -> Result<()> {
         let incoming = &self.parts.incoming;
         let arrived = incoming.control.load(ARRIVED);
-        // The peer may send as many as there are chunks that it has back.
+        // Validates the peer's counter: it may run ahead only by the chunks returned to it.
         if arrived.wrapping_sub(state.returned) > incoming.shape.chunks || arrived < state.taken {
             return Err(malformed(format!(
                 "the peer has sent {arrived} messages; expected {} to {}",
@@ -187,7 +188,7 @@ impl StagedEnd {
         Ok(())
     }
 
-    /// Does what the peer asks for by message `number`.
+    /// Executes message `number` of the peer.
     fn apply(&self, state: &mut State, number: u64, message: Message) -> Result<()> {
         let Incoming { shape, ring, .. } = &*self.parts.incoming;
         if state.peer_ended && !matches!(message, Message::Got { .. }) {
@@ -258,7 +259,7 @@ impl StagedEnd {
         }
     }
 
-    /// Tells the peer which chunks it has back.
+    /// Returns consumed chunks to the peer.
     fn give_back(&self, state: &mut State) -> Result<()> {
         let before = state.returned;
         while state.returned < state.taken {
@@ -279,7 +280,7 @@ impl StagedEnd {
         connection.signal(control, CONSUMED, state.returned)
     }
 
-    /// Begins messages, as far as there are chunks: has what they carry copied there.
+    /// Starts messages while chunks are free: copies their payload into chunks.
     fn begin(&self, state: &mut State) -> Result<()> {
         let consumed = self.parts.incoming.control.load(CONSUMED);
         if !(state.consumed..=state.sent).contains(&consumed) {
@@ -315,7 +316,7 @@ impl StagedEnd {
         }
     }
 
-    /// Sends the messages whose chunks are filled.
+    /// Sends messages whose chunks are filled.
     fn send(&self, state: &mut State) -> Result<()> {
         let EndParts {
             connection,
@@ -350,7 +351,7 @@ impl StagedEnd {
         connection.signal(control, ARRIVED, state.sent)
     }
 
-    /// Sets the words for what is done.
+    /// Sets the words of completed operations.
     fn answer(&self, state: &mut State) -> Result<()> {
         while let Some(answer) = state.answers.front() {
             let oldest = state.gets.keys().next().copied();
@@ -363,14 +364,14 @@ impl StagedEnd {
                 self.device.settle_network_writes()?;
             }
             let (word, value) = (&answer.word, answer.value);
-            // Behind the copies of what was got.
+            // Ordered after the copies of received gets.
             self.inward.memory_ops(&[MemoryOp::Write { word, value }])?;
             state.answers.pop_front();
         }
         Ok(())
     }
 
-    /// Tells the peer that this end writes no more, when neither asks for anything.
+    /// Notifies the peer that this end has stopped writing, once both are idle.
     fn part(&self, state: &mut State) -> Result<()> {
         let is_done = state.peer_ended
             && state.queue.is_empty()
@@ -386,7 +387,7 @@ impl StagedEnd {
         self.tell_gone(told)
     }
 
-    /// Tells the peer, behind everything that was put, that this end writes no more; `told` is set when it knows.
+    /// Notifies the peer, after all puts, that this end has stopped writing; `told` is set once delivered.
     fn tell_gone(&self, told: Arc<AtomicBool>) -> Result<()> {
         let connection = &self.parts.connection;
         connection.signal(&self.parts.control, GONE, 1)?;

@@ -1,4 +1,4 @@
-//! What an end does with what a peer writes, whatever that is.
+//! Behaviour of an end for arbitrary data written by its peer.
 
 use super::end::{EndParts, StagedEnd};
 use super::message::{Message, WORDS};
@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 const LATE: Duration = Duration::from_secs(10);
 const REGION: usize = 256;
 
-/// An end, and what its peer writes to.
+/// An end, and the memory that its peer writes to.
 struct Rig {
     device: Arc<dyn Device>,
     end: StagedEnd,
@@ -25,7 +25,7 @@ struct Rig {
     peer: Arc<NoPeer>,
     region: DeviceSlice,
     inbound: Word,
-    /// Messages that the peer has sent.
+    /// Number of messages sent by the peer.
     sent: u64,
 }
 
@@ -67,7 +67,7 @@ impl Rig {
         }
     }
 
-    /// Lets the network reach the region, and the peer's of `bytes`, past the rings.
+    /// Makes the region, and the peer's of `bytes`, directly accessible.
     fn reach_past_the_rings(&self, bytes: usize) {
         self.end.set_region(0, &self.region, true);
         let peers = RemoteMemory::of_nobody(bytes);
@@ -80,7 +80,7 @@ impl Rig {
         u64::from_ne_bytes(bytes)
     }
 
-    /// The peer sends a message by what is in its header, with a chunk of sevens.
+    /// Sends a message with a raw header, and a chunk filled with 7.
     fn send(&mut self, header: [u64; WORDS]) {
         let (_, start) = self.incoming.shape.chunk(self.sent);
         let chunk = self.incoming.ring.slice().slice(start..start + 64).unwrap();
@@ -93,7 +93,7 @@ impl Rig {
         self.incoming.control.store(ARRIVED, self.sent);
     }
 
-    /// Has the end go on until `done`, or until it has failed.
+    /// Advances the end until `done` or a failure.
     fn until(&self, done: impl Fn() -> bool) {
         let started = Instant::now();
         while !done() && self.fault.error().is_none() {
@@ -103,7 +103,7 @@ impl Rig {
         }
     }
 
-    /// Has it take what was sent, so that the peer may send again.
+    /// Receives all messages, so that the peer may send again.
     fn take(&self) {
         self.until(|| self.end.returned() == self.sent);
     }
@@ -117,7 +117,7 @@ impl Rig {
         let error = self.fault.error().unwrap();
         assert_eq!((error.kind(), error.peer()), (ErrorKind::Protocol, Some(1)));
         assert!(error.to_string().contains(says), "{error}");
-        // It takes nothing any more.
+        // It receives nothing any more.
         assert!(!self.end.advance());
     }
 }
@@ -133,7 +133,7 @@ fn messages_do_what_they_say_in_their_order() {
     let mut bytes = [0; REGION];
     rig.device.download(&rig.region, &mut bytes).unwrap();
     assert!(bytes[..192] == [0; 192] && bytes[192..] == [7; 64]);
-    // What this end asked for comes in parts.
+    // The reply to this end's get arrives in parts.
     let target = rig.device.allocate_staging(100).unwrap().slice().clone();
     let at = At::default();
     rig.end.push(Operation::Get {
@@ -224,8 +224,7 @@ fn a_failure_is_told_before_waits_end() {
     assert!(rig.fault.error().is_some() && !rig.fault.is_released());
 }
 
-/// A ring holds no more than the peer has taken, and all that was asked for is done in the end.
-/// Whatever failed, an end that is closed tells the peer that it writes no more, and is over.
+/// Whatever failed, a closed end notifies its peer that it has stopped writing, and finishes.
 #[test]
 fn an_end_that_failed_parts_from_its_peer() {
     for breaks_the_protocol in [true, false] {
@@ -239,7 +238,7 @@ fn an_end_that_failed_parts_from_its_peer() {
             rig.fault.raise(Error::invalid("for a test"));
         }
         assert!(rig.fault.error().is_some());
-        // It is still in use.
+        // Still in use.
         rig.end.advance();
         assert!(!rig.end.is_over());
         let told = Arc::<AtomicBool>::default();
@@ -253,7 +252,7 @@ fn an_end_that_failed_parts_from_its_peer() {
     }
 }
 
-/// What the network reaches goes from memory to memory, and what announces the signal behind it comes later.
+/// Direct data moves from memory to memory; the message with the signal is sent after it has arrived.
 #[test]
 fn signals_follow_what_went_past_the_rings() {
     let rig = Rig::new();
@@ -290,7 +289,7 @@ fn answers_wait_for_what_went_past_the_rings() {
         rig.end.push(Operation::Answer { word, value: 7 });
         for _ in 0..20 {
             rig.end.advance();
-            // An answer would be written by a stream.
+            // A stream would write an answer.
             std::thread::sleep(Duration::from_millis(1));
         }
         assert_eq!(rig.peer.calls().len(), 1, "{movement}");
@@ -303,7 +302,7 @@ fn answers_wait_for_what_went_past_the_rings() {
     }
 }
 
-/// What is no region of this rank's, or goes to one of the peer's that is not reached, is staged.
+/// Memory outside this rank's regions, or targets that are not directly accessible, are staged.
 #[test]
 fn what_the_network_does_not_reach_is_staged_beside_what_it_does() {
     let rig = Rig::new();
@@ -326,7 +325,7 @@ fn what_the_network_does_not_reach_is_staged_beside_what_it_does() {
     rig.until(|| rig.end.gets() == 1);
 }
 
-/// A put that is longer than what is sent at once goes in parts, each from where the last one ended.
+/// A put longer than the maximum is split into consecutive parts.
 #[test]
 fn large_puts_past_the_rings_go_in_parts() {
     const MIB: usize = 1 << 20;
@@ -370,7 +369,7 @@ fn no_more_than_a_ring_is_under_way() {
         rig.incoming.control.store(CONSUMED, consumed + 1);
     }
     rig.until(|| rig.end.is_idle().unwrap());
-    // It ends when the peer's end does, and not before.
+    // It finishes when the peer's end does, and not before.
     rig.end.close(&told);
     rig.until(|| rig.end.sent() == 10);
     rig.incoming.control.store(CONSUMED, 10);
