@@ -32,7 +32,7 @@ pub enum Algorithm {
 
 /// Part of the workspace that an algorithm uses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Room {
+pub(super) enum WorkspacePart {
     Packets,
     Plain,
     /// None.
@@ -73,11 +73,11 @@ impl Algorithm {
     }
 
     /// Part of the workspace that it uses.
-    pub(super) const fn room(self) -> Room {
+    pub(super) const fn room(self) -> WorkspacePart {
         match self {
-            Self::OneShot | Self::TwoShot | Self::Cube => Room::Packets,
-            Self::Chunks | Self::Direct => Room::Plain,
-            Self::CopyEngine => Room::Nothing,
+            Self::OneShot | Self::TwoShot | Self::Cube => WorkspacePart::Packets,
+            Self::Chunks | Self::Direct => WorkspacePart::Plain,
+            Self::CopyEngine => WorkspacePart::Nothing,
         }
     }
 

@@ -5,7 +5,7 @@ use super::algorithm::{Algorithm, copies_in_place};
 use super::call::Call;
 use super::choice::Choice;
 use super::enqueue::Uses;
-use super::join::{Server, cannot_map};
+use super::join::{CallPath, cannot_map};
 use super::launches::Overlap;
 use crate::device::{DeviceSlice, Stream};
 use crate::error::{Error, ErrorKind, Rank, Result};
@@ -24,11 +24,11 @@ struct Bound {
     call: Call,
     /// None if the vendor's library executes it.
     choice: Option<Choice>,
-    way: Way,
+    way: Strategy,
 }
 
 /// Execution strategy.
-enum Way {
+enum Strategy {
     /// As a call on any memory.
     Any {
         uses: Uses,
@@ -72,12 +72,12 @@ impl BoundCall {
             ..
         } = &*self.0;
         match way {
-            Way::Any {
+            Strategy::Any {
                 uses,
                 output,
                 input,
             } => collectives.enqueue_checked(call, *uses, (output, input), stream),
-            Way::Copies(plan) => {
+            Strategy::Copies(plan) => {
                 collectives.0.context.fault.check()?;
                 collectives.in_turn(call, stream, |is_recorded| {
                     if is_recorded {
@@ -135,8 +135,9 @@ impl Collectives {
         let checked = context.fault.check();
         let checked = checked.and_then(|()| self.uses(call, output, input));
         let (call, uses) = context.agree_on(checked)?;
+        // Overlap may differ between ranks; then the copy engine's program, which depends on it, is not used.
         let overlap = self.overlap_of_all(&call, uses.overlap)?;
-        let direct = matches!(inner.server(&call)?, Server::Direct(_));
+        let direct = matches!(inner.path_for(&call)?, CallPath::Direct(_));
         // The lanes beside the copy engine are one launch.
         let copies = direct && self.too_long(&call).is_none();
         let copied = match overlap.filter(|_| copies) {
@@ -144,11 +145,12 @@ impl Collectives {
             None => None,
         };
         let (choice, way) = match copied {
-            Some((choice, plan)) => (Some(choice), Way::Copies(Box::new(plan))),
+            Some((choice, plan)) => (Some(choice), Strategy::Copies(Box::new(plan))),
             None => {
+                // Compiles the kernel now, so that later calls do not block.
                 context.agree_on(self.prepare(&call))?;
                 let choice = direct.then(|| inner.machine.choose(&call)).transpose()?;
-                let way = Way::Any {
+                let way = Strategy::Any {
                     uses,
                     output: output.clone(),
                     input: input.clone(),
@@ -195,6 +197,7 @@ impl Collectives {
         if choice.algorithm != Algorithm::CopyEngine {
             return Ok(None);
         }
+        // Unmappable memory is not an error: fall back to kernels.
         match self.plan(call, &choice, memory, overlap) {
             Ok(plan) => Ok(Some((choice, plan))),
             Err(error) => self.check_unmapped(error).map(|()| None),
@@ -210,7 +213,7 @@ impl Collectives {
         let all = inner.context.gather_in_step(&[u8::from(other)])?;
         fault?;
         if all.iter().all(|other| other == &[0]) {
-            tracing::info!(%error, "a bound call goes by kernels");
+            tracing::info!(%error, "a bound call uses kernels, since its memory cannot be mapped");
             return Ok(());
         }
         Err(error)
@@ -263,6 +266,7 @@ impl Collectives {
 
     /// Executor of bound calls' programs.
     fn executor(&self) -> &Executor {
+        // Created on first use: most communicators bind nothing.
         self.0.executor.get_or_init(|| {
             Executor::new(RankContext {
                 path: Some(Path::CopyEngine),

@@ -193,7 +193,7 @@ impl Call {
         };
         let count = u64::from(high) << 32 | u64::from(low);
         let Some(kind) = CollectiveKind::ALL.get(size(0, 4)) else {
-            return format!("something unknown ({what:#x}, {count})");
+            return format!("an unknown call ({what:#x}, {count})");
         };
         if *kind == CollectiveKind::Barrier {
             return kind.to_string();
@@ -225,16 +225,19 @@ impl Call {
                 .with_help(help))
         };
         if self.op.is_some() != kind.reduces() || self.root.is_some() != kind.has_root() {
-            let given = |is: bool| if is { "one" } else { "none" };
+            let operator = if kind.reduces() {
+                "requires an operator"
+            } else {
+                "takes no operator"
+            };
+            let root = if kind.has_root() {
+                "requires a root"
+            } else {
+                "takes no root"
+            };
             return refused(
-                format!(
-                    "operator: {}, root: {}; expected {} and {}",
-                    given(self.op.is_some()),
-                    given(self.root.is_some()),
-                    given(kind.reduces()),
-                    given(kind.has_root())
-                ),
-                "see CollectiveKind for what a collective has",
+                format!("{kind} {operator} and {root}"),
+                "see CollectiveKind for the arguments of each collective",
             );
         }
         if let Some(root) = self.root.filter(|root| *root >= world) {

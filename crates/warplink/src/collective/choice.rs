@@ -1,6 +1,6 @@
 //! Selection of algorithm and launch shape of a call: the only place that decides.
 
-use super::algorithm::{Algorithm, Room, copies_in_place};
+use super::algorithm::{Algorithm, WorkspacePart, copies_in_place};
 use super::call::{Call, CollectiveKind};
 use super::estimate::Estimates;
 use super::launches::Overlap;
@@ -177,14 +177,14 @@ impl Machine {
         }
         let size = call.dtype.size();
         let room = match choice.algorithm.room() {
-            Room::Packets => self.packet_bytes / size,
-            Room::Plain | Room::Nothing => self.plain_bytes / size,
+            WorkspacePart::Packets => self.packet_bytes / size,
+            WorkspacePart::Plain | WorkspacePart::Nothing => self.plain_bytes / size,
         };
         parameters.insert("n", call.count as i64);
         parameters.insert("room", room as i64);
         parameters.insert("lanes", choice.lanes as i64 + 1);
         parameters.insert("threads", choice.threads as i64);
-        if choice.algorithm.room() == Room::Plain {
+        if choice.algorithm.room() == WorkspacePart::Plain {
             let direct = choice.algorithm == Algorithm::Direct;
             parameters.insert("chunks", choice.chunks as i64);
             parameters.insert("direct", i64::from(direct));
@@ -279,9 +279,9 @@ impl Machine {
     /// Lanes, threads and chunks of a call for an algorithm.
     pub(super) fn shape(&self, algorithm: Algorithm, call: &Call) -> Choice {
         match algorithm.room() {
-            Room::Packets => self.packets(algorithm, call),
-            Room::Plain => self.chunks(algorithm, call),
-            Room::Nothing => Choice {
+            WorkspacePart::Packets => self.packets(algorithm, call),
+            WorkspacePart::Plain => self.chunks(algorithm, call),
+            WorkspacePart::Nothing => Choice {
                 algorithm,
                 lanes: self.lanes(EARLY_LANES, EARLY_LANES),
                 threads: self.threads(MAX_THREADS),

@@ -360,7 +360,7 @@ fn a_model_names_what_exists_and_once() {
                     ..right.clone()
                 },
             ],
-            "all_reduce of 2 ranks for elements of 2 bytes stand twice",
+            "all_reduce of 2 ranks for elements of 2 bytes are listed twice",
         ),
         (
             vec![Algorithms {

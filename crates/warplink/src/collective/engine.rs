@@ -2,8 +2,8 @@
 
 use super::MAX_DIRECT_RANKS;
 use super::call::{Call, CollectiveKind};
+use super::comparison::CallComparison;
 use super::launches::Overlap;
-use super::witness::Witness;
 use crate::device::{
     AllocationKind, Collective, CollectiveEngine, CollectiveRequest, Device, DeviceSlice, Priority,
     ReduceOp, Stream, VendorCommunicator,
@@ -25,7 +25,7 @@ pub(super) struct EngineCollectives {
     engine: Arc<dyn CollectiveEngine>,
     barrier: DeviceSlice,
     /// Comparison of calls between ranks.
-    pub(super) witness: Arc<Witness>,
+    pub(super) comparison: Arc<CallComparison>,
     /// Staging for inputs that their outputs overwrite, by increasing length. Shorter ones are kept for
     /// graphs that use them.
     staging: Mutex<Vec<DeviceSlice>>,
@@ -54,7 +54,8 @@ impl EngineCollectives {
             Ok(barrier)
         };
         // Registered before other ranks can send statements.
-        let witness = Witness::new(&context.group, &context.fault);
+        let comparison = CallComparison::new(&context.group, &context.fault);
+        // Collective: fails on all ranks if one fails.
         let barrier = context.agree_on(zeros())?;
         Ok(Self {
             device: context.device.clone(),
@@ -62,7 +63,7 @@ impl EngineCollectives {
             world,
             engine,
             barrier,
-            witness,
+            comparison,
             staging: Mutex::default(),
         })
     }
@@ -97,7 +98,8 @@ impl EngineCollectives {
         overlap: Overlap,
         (stream, is_recorded): (&Stream, bool),
     ) -> Result<()> {
-        self.witness.note(call, is_recorded, || {
+        // The library does not compare calls between ranks, so record them.
+        self.comparison.note(call, is_recorded, || {
             self.enqueue_noted(call, tensors, overlap, stream)
         })
     }
@@ -163,6 +165,7 @@ impl EngineCollectives {
     ) -> Result<()> {
         let gathers = call.kind == CollectiveKind::Gather;
         let (mut sends, mut receives) = (Vec::new(), Vec::new());
+        // The root exchanges with every rank; others only with the root.
         if self.rank != root {
             if gathers {
                 sends.push((root, source.clone()));
@@ -179,6 +182,7 @@ impl EngineCollectives {
                     (part(source)?, target.clone())
                 };
                 if rank == root {
+                    // In place, the root's own part is already there.
                     if from.address() != to.address() {
                         stream.copy(&to, &from)?;
                     }

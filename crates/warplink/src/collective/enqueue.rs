@@ -2,7 +2,7 @@
 
 use super::Collectives;
 use super::call::{Call, CollectiveKind};
-use super::join::Server;
+use super::join::CallPath;
 use super::launches::{Overlap, Shape};
 use crate::device::{DeviceSlice, ReduceOp, Stream};
 use crate::dtype::DType;
@@ -167,14 +167,16 @@ impl Collectives {
         if inner.machine.world == 1 && tensors.is_empty() {
             return Ok(());
         }
-        let server = inner.server(call);
+        let server = inner.path_for(call);
         let server = server.map_err(|error| error.with_operation(call.kind.name()))?;
         self.in_turn(call, stream, |is_recorded| match server {
-            Server::Direct(direct) => {
+            CallPath::Direct(direct) => {
                 let tensors = (tensors, overlap);
                 direct.enqueue(&inner.machine, call, tensors, (stream, is_recorded))
             }
-            Server::Engine(engine) => engine.enqueue(call, tensors, overlap, (stream, is_recorded)),
+            CallPath::Engine(engine) => {
+                engine.enqueue(call, tensors, overlap, (stream, is_recorded))
+            }
         })
     }
 
@@ -206,7 +208,7 @@ impl Collectives {
     pub fn prepare(&self, call: &Call) -> Result<()> {
         let inner = &*self.0;
         let call = call.checked(inner.machine.world)?;
-        let Server::Direct(direct) = inner.server(&call)? else {
+        let CallPath::Direct(direct) = inner.path_for(&call)? else {
             return Ok(());
         };
         if inner.machine.world == 1 && call.op.and_then(ReduceOp::factor).is_none() {
@@ -254,7 +256,7 @@ fn check_slice(call: &Call, what: &str, slice: &DeviceSlice, rows: usize) -> Res
             slice.address(),
             call.dtype
         );
-        return refused(text, "begin at a whole element");
+        return refused(text, "align it to the element size");
     }
     Ok(())
 }
@@ -283,8 +285,8 @@ fn overlap(call: &Call, rank: Rank, output: &DeviceSlice, input: &DeviceSlice) -
     }
     Err(Error::new(
         ErrorKind::InvalidArgument,
-        format!("input {input:?} and output {output:?} overlap in part; expected memory apart, or one in place"),
+        format!("input {input:?} and output {output:?} overlap in part; expected separate memory, or one in place"),
     )
     .with_operation(call.kind.name())
-    .with_help("see Collectives for what may be in place"))
+    .with_help("see Collectives for in-place calls"))
 }

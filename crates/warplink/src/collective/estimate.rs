@@ -51,7 +51,7 @@ impl Estimates {
             }
             if !measured.insert((name, of.world, element)) {
                 let twice = format!(
-                    "the algorithms of {name} of {} ranks for elements of {element} bytes stand twice",
+                    "the algorithms of {name} of {} ranks for elements of {element} bytes are listed twice",
                     of.world
                 );
                 return Err(wrong(twice));
@@ -129,7 +129,7 @@ const fn unsaid_element(kind: CollectiveKind) -> usize {
 /// Error for a model with an invalid algorithm table.
 fn wrong(what: String) -> Error {
     Error::new(ErrorKind::Parse, format!("{what} in the hardware model"))
-        .with_help("mend the model's file, or measure it again with `warplink tune --algorithms`")
+        .with_help("fix the model's file, or measure again with `warplink tune --algorithms`")
 }
 
 /// Rounds up to the next power of two or one and a half times one.

@@ -17,7 +17,7 @@ use crate::topology::{Topology, TopologyClass, rendezvous};
 use std::sync::{Arc, Mutex, OnceLock};
 
 /// Available paths.
-pub(super) enum Served {
+pub(super) enum Paths {
     Direct(Box<Direct>),
     Engine(EngineCollectives),
     /// Direct path for calls that it has a program for, and the engine for others, or why there is none.
@@ -25,12 +25,12 @@ pub(super) enum Served {
 }
 
 /// Path of one call.
-pub(super) enum Server<'a> {
+pub(super) enum CallPath<'a> {
     Direct(&'a Direct),
     Engine(&'a EngineCollectives),
 }
 
-impl Served {
+impl Paths {
     pub(super) fn direct(&self) -> Option<&Direct> {
         match self {
             Self::Direct(direct) | Self::Both(direct, _) => Some(direct),
@@ -59,12 +59,12 @@ impl Served {
 
 impl Inner {
     /// Path of `call`.
-    pub(super) fn server(&self, call: &Call) -> Result<Server<'_>> {
+    pub(super) fn path_for(&self, call: &Call) -> Result<CallPath<'_>> {
         match &self.path {
-            Served::Direct(direct) => Ok(Server::Direct(direct)),
-            Served::Both(direct, _) if self.machine.does(call) => Ok(Server::Direct(direct)),
-            Served::Both(_, Err(error)) => Err(error.clone()),
-            Served::Both(_, Ok(engine)) | Served::Engine(engine) => Ok(Server::Engine(engine)),
+            Paths::Direct(direct) => Ok(CallPath::Direct(direct)),
+            Paths::Both(direct, _) if self.machine.does(call) => Ok(CallPath::Direct(direct)),
+            Paths::Both(_, Err(error)) => Err(error.clone()),
+            Paths::Both(_, Ok(engine)) | Paths::Engine(engine) => Ok(CallPath::Engine(engine)),
         }
     }
 }
@@ -78,8 +78,10 @@ impl Collectives {
     ) -> Result<Self> {
         let rank = context.rank();
         let model = context.hardware_model()?;
+        // Collective, before anything can fail on a single rank.
         let fewest = fewest_multiprocessors(&context)?;
         let machine = Self::machine(&context, options, &model, fewest);
+        // If one rank fails, all do, since later steps are collective.
         let mut machine = context.agree_on(machine)?;
         let topology = topology(&context, forced)?;
         machine.cube = topology.as_ref().and_then(Topology::cube_positions);
@@ -88,6 +90,7 @@ impl Collectives {
             machine.packet_bytes = pages(options.workspace_bytes / 4);
         }
         let told = format!("{options:?} {machine:?}");
+        // Ranks with different options or models would choose different algorithms.
         let all = context.all_gather(told.as_bytes())?;
         if let Some(peer) = all.iter().position(|other| other != told.as_bytes()) {
             return Err(Error::new(
@@ -112,19 +115,20 @@ impl Collectives {
                     .with_peer(peer)
                     .with_help("leave the path open"));
                 }
-                Served::Direct(Box::new(Direct::join(
+                Paths::Direct(Box::new(Direct::join(
                     &context,
                     &machine,
                     options.launch_bytes,
                 )?))
             }
             Some(CollectivePath::Engine) => {
-                Served::Engine(EngineCollectives::join(&context, options.communicator)?)
+                Paths::Engine(EngineCollectives::join(&context, options.communicator)?)
             }
             None => Self::either(&context, &machine, options, topology.as_ref())?,
         };
         let lines = match &path {
-            Served::Direct(direct) if machine.cube.is_none() => {
+            Paths::Direct(direct) if machine.cube.is_none() => {
+                // Messages use the same workspace publication, but memory of their own.
                 let bytes = messages_bytes(options.workspace_bytes, &context.device.properties());
                 let most = options.multiprocessors.unwrap_or(usize::MAX);
                 let beside = &direct.workspace;
@@ -152,9 +156,10 @@ impl Collectives {
         machine: &Machine,
         options: &CollectiveOptions,
         topology: Option<&Topology>,
-    ) -> Result<Served> {
+    ) -> Result<Paths> {
         let by_engine =
-            || EngineCollectives::join(context, options.communicator).map(Served::Engine);
+            || EngineCollectives::join(context, options.communicator).map(Paths::Engine);
+        // All ranks come to the same result, since peer information is identical.
         if machine.world > MAX_DIRECT_RANKS || far(context, machine.world)?.is_some() {
             return by_engine();
         }
@@ -162,6 +167,7 @@ impl Collectives {
             let engine = by_engine();
             context.fault.check()?;
             let all = context.all_gather(&[u8::from(engine.is_ok())])?;
+            // The engine is used by all ranks or by none.
             if all.iter().all(|joined| joined == &[1]) {
                 tracing::info!(%obstacle, "collectives go by the vendor's library");
                 return engine;
@@ -179,14 +185,15 @@ impl Collectives {
         let all = context.all_gather(&[u8::from(hopeless)])?;
         let first = all.iter().position(|other| other != &[0]);
         match (joined, first) {
-            (Ok(direct), None) if machine.cube.is_none() => Ok(Served::Direct(Box::new(direct))),
+            (Ok(direct), None) if machine.cube.is_none() => Ok(Paths::Direct(Box::new(direct))),
             (Ok(direct), None) => {
+                // For calls that the mesh's links do not support.
                 let engine = EngineCollectives::join(context, options.communicator);
                 if let Err(error) = &engine {
                     context.fault.check()?;
                     tracing::warn!(%error, "collectives that links of the mesh do not serve will fail");
                 }
-                Ok(Served::Both(Box::new(direct), engine))
+                Ok(Paths::Both(Box::new(direct), engine))
             }
             (Err(error), None) => {
                 tracing::warn!(%error, "collectives go by the vendor's library");
@@ -219,6 +226,7 @@ impl Collectives {
             .with_help("leave the path open, or use fewer ranks"));
         }
         let least = MIN_BYTES_PER_RANK * world;
+        // Every rank needs a part in each area.
         if options.workspace_bytes < least {
             return Err(Error::invalid(format!(
                 "a workspace of {} bytes; expected at least {least} for {world} ranks",
@@ -227,6 +235,7 @@ impl Collectives {
             .with_operation("join the collectives")
             .with_help("give the workspace more bytes"));
         }
+        // One lane always synchronizes with the other ranks.
         if let Some(few @ (0 | 1)) = options.multiprocessors {
             return Err(Error::invalid(format!(
                 "{few} multiprocessors; expected at least 2, one that moves data and one that meets the other ranks"
@@ -298,6 +307,7 @@ fn messages_bytes(workspace: usize, device: &DeviceProperties) -> usize {
         workspace / 2
     } else {
         workspace.saturating_mul(4)
+        // Alignment of mappings and of vector accesses.
     }
 }
 

@@ -63,6 +63,7 @@ impl Default for Launches {
 
 impl Form {
     fn of(shape: &Shape, choice: &Choice) -> Self {
+        // The factor is a kernel parameter, so it does not affect the code.
         let op = shape.call.op.map(|op| match op.factor() {
             Some(_) => ReduceOp::scaled_sum(1.0),
             None => op,
@@ -94,6 +95,7 @@ impl Launches {
         rank: usize,
         readying: Readying,
     ) -> Result<Arc<SharedKernel>> {
+        // Fast path: the same call was made before.
         if let Some(kept) = lock(&self.kept).get(shape) {
             return Ok(kept.clone());
         }

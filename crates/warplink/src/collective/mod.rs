@@ -19,8 +19,8 @@
 //! | `pieces` | splitting calls that exceed one launch |
 //! | `recent` | LRU cache |
 //! | `messages` | sends and receives between pairs of ranks |
-//! | `record`, `witness` | flight recorder of engine calls, and its exchange between ranks |
-//! | `trouble` | diagnosis of calls that do not complete or that differ |
+//! | `record`, `comparison` | flight recorder of engine calls, and its exchange between ranks |
+//! | `diagnosis` | diagnosis of calls that do not complete or that differ |
 //!
 //! # Why one workspace is safe for all programs
 //! Every program uses half `epoch % 2` of it, and in each launch every rank synchronizes with every other
@@ -33,6 +33,8 @@ mod algorithm;
 mod bound;
 mod call;
 mod choice;
+mod comparison;
+mod diagnosis;
 mod direct;
 mod engine;
 mod enqueue;
@@ -45,8 +47,6 @@ mod messages;
 mod pieces;
 mod recent;
 mod record;
-mod trouble;
-mod witness;
 
 pub use algorithm::Algorithm;
 pub use bound::BoundCall;
@@ -63,14 +63,14 @@ use crate::error::{Rank, Result};
 use crate::program::execute::{Executor, RankContext};
 use crate::program::section::MAX_TENSOR_BYTES;
 use choice::Machine;
+pub(crate) use diagnosis::JoinedCollectives;
 use engine::EngineCollectives;
-use join::Served;
+use join::Paths;
 use launches::Overlap;
 use messages::Lines;
 use std::ffi::c_void;
 use std::fmt;
 use std::sync::{Arc, Mutex, OnceLock};
-pub(crate) use trouble::Known;
 
 /// Default size of a workspace.
 pub const DEFAULT_WORKSPACE_BYTES: usize = 10 << 20;
@@ -162,7 +162,7 @@ pub struct Collectives(Arc<InUse<Inner>>);
 struct Inner {
     context: RankContext,
     machine: Machine,
-    path: Served,
+    path: Paths,
     turns: Turns,
     /// Messages between pairs of ranks, on the direct path.
     lines: Option<Lines>,
@@ -197,9 +197,9 @@ impl Collectives {
             checked.is_ok_and(|call| self.0.machine.does(&call))
         };
         match &self.0.path {
-            Served::Direct(_) => CollectivePath::Direct,
-            Served::Both(..) if does() => CollectivePath::Direct,
-            Served::Both(..) | Served::Engine(_) => CollectivePath::Engine,
+            Paths::Direct(_) => CollectivePath::Direct,
+            Paths::Both(..) if does() => CollectivePath::Direct,
+            Paths::Both(..) | Paths::Engine(_) => CollectivePath::Engine,
         }
     }
 

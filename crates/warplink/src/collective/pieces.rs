@@ -6,7 +6,7 @@
 
 use super::call::{Call, CollectiveKind};
 use super::enqueue::Uses;
-use super::join::Server;
+use super::join::CallPath;
 use super::launches::Overlap;
 use super::{Collectives, Message};
 use crate::device::{DeviceSlice, Stream};
@@ -26,8 +26,10 @@ impl Collectives {
         if world == 1 && call.op.is_none() {
             return None;
         }
-        match self.0.server(call) {
-            Ok(Server::Direct(direct)) if bytes > direct.launch_bytes => Some(direct.launch_bytes),
+        match self.0.path_for(call) {
+            Ok(CallPath::Direct(direct)) if bytes > direct.launch_bytes => {
+                Some(direct.launch_bytes)
+            }
             _ => None,
         }
     }
@@ -104,7 +106,7 @@ impl Collectives {
             let text = format!("{call} in place is longer than one launch takes");
             return Err(Error::new(ErrorKind::Unsupported, text)
                 .with_operation(call.kind.name())
-                .with_help("give it an output of its own, or make several calls"));
+                .with_help("pass a separate output, or split the call"));
         }
         let (rank, world) = (self.0.context.rank(), self.0.machine.world);
         let part = |memory: &DeviceSlice, rows: usize, row: usize| {

@@ -37,7 +37,7 @@ impl Communicator {
             joined.and_then(|context| Collectives::join(context, options, self.job.topology));
         let joined = self.fault.with_outcome(joined);
         let joined = joined.map_err(|error| error.with_rank(self.rank()))?;
-        self.known_collectives.add(&joined);
+        self.joined_collectives.add(&joined);
         Ok(joined)
     }
 

@@ -30,6 +30,7 @@ impl Losses {
     /// Raises `fault` when a rank of `group` is lost, or if one already is.
     pub(super) fn add(&self, group: &Arc<Group>, fault: &Arc<Fault>, health: &Health) {
         let mut concerned = lock(&self.0);
+        // Remove dropped communicators.
         concerned.retain(|(fault, _)| fault.strong_count() > 0);
         concerned.push((Arc::downgrade(fault), group.clone()));
         drop(concerned);
@@ -66,12 +67,14 @@ impl Losses {
         error: &Error,
         deadline: Deadline,
     ) -> Vec<Spoiled> {
+        // Transitive: a stream that fails may also have work of further communicators.
         let mut spoiled = Vec::new();
         while let Some(fault) = faults.pop() {
             for fault in fault.spoiled() {
                 let Some(group) = self.group_of(&fault) else {
                     continue;
                 };
+                // Already failed; its waits are released elsewhere.
                 if fault.error().is_some() {
                     continue;
                 }
@@ -88,6 +91,8 @@ impl Losses {
                     group,
                     reason,
                 };
+                // Notify before confirming: a rank that waits for all confirmations must not miss the
+                // failure.
                 failed.tell(bootstrap, deadline);
                 failed.confirm(bootstrap, deadline);
                 spoiled.push(failed);
@@ -148,7 +153,7 @@ impl Spoiled {
     fn tell(&self, bootstrap: &Bootstrap, deadline: Deadline) {
         let Some(reason) = &self.reason else { return };
         if let Err(error) = bootstrap.fail_group(&self.group, reason, deadline) {
-            tracing::warn!(%error, "ranks could not be told that a communicator failed");
+            tracing::warn!(%error, "the failure of a communicator could not be reported to its ranks");
         }
     }
 
@@ -163,6 +168,7 @@ impl Spoiled {
     pub(super) fn release(&self, bootstrap: &Bootstrap, deadline: Deadline) {
         loop {
             let until = Deadline::after(deadline.remaining().min(CONFIRMING));
+            // Retry the notification if confirmations are missing: the store may have been replaced.
             if bootstrap.wait_for_confirmations(&self.group, until) || deadline.passed() {
                 break;
             }
@@ -215,6 +221,7 @@ pub(super) fn fail(
     error: Error,
 ) {
     release_behind(move || {
+        // Ranks that detect the failure themselves should report it with their own details.
         std::thread::sleep(HEAD_START);
         let deadline = Deadline::after(MAX_TELLING);
         let failed = Spoiled {

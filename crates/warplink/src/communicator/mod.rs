@@ -65,7 +65,7 @@ pub struct Communicator {
     /// Those with default options, once joined.
     collectives: Arc<Mutex<Option<Collectives>>>,
     /// Registry of all joined collectives.
-    known_collectives: Arc<collective::Known>,
+    joined_collectives: Arc<collective::JoinedCollectives>,
 }
 
 /// Number of groups created from a communicator, by method and members.
@@ -146,7 +146,7 @@ impl Communicator {
             made: Arc::default(),
             topology: Arc::default(),
             collectives: Arc::default(),
-            known_collectives: Arc::default(),
+            joined_collectives: Arc::default(),
         }
     }
 
@@ -341,21 +341,21 @@ impl Communicator {
         // A fault aborts waits, so work that ended because of it must not count as done.
         self.job.device.fault().check()?;
         self.fault.check()?;
-        self.known_collectives
+        self.joined_collectives
             .check_agreement()
             .map_err(|error| error.with_rank(self.rank()))
     }
 
     /// Blocks until `stream` is done; meanwhile exchanges call statements with other ranks.
     fn wait_for(&self, stream: &Stream, deadline: Deadline) -> Result<()> {
-        if let Some(moment) = self.known_collectives.tell()
+        if let Some(moment) = self.joined_collectives.tell()
             && moment < deadline.remaining()
         {
             match stream.synchronize(Deadline::after(moment)) {
                 Err(error) if error.kind() == ErrorKind::Timeout => {}
                 ended => return ended,
             }
-            self.known_collectives.tell();
+            self.joined_collectives.tell();
         }
         stream.synchronize(deadline)
     }
@@ -363,14 +363,14 @@ impl Communicator {
     /// Replaces a timeout or secondary failure by its cause, as far as this rank can determine it.
     fn explained(&self, error: Error) -> Error {
         // What this rank detected itself is more specific than reports of others.
-        if let Err(found) = self.known_collectives.check_agreement() {
+        if let Err(found) = self.joined_collectives.check_agreement() {
             return found;
         }
         if error.kind() != ErrorKind::Timeout {
-            return self.known_collectives.explain_failure().unwrap_or(error);
+            return self.joined_collectives.explain_failure().unwrap_or(error);
         }
         let explained = self.transfers.explain_timeout(&error);
-        let explained = explained.or_else(|| self.known_collectives.explain_timeout());
+        let explained = explained.or_else(|| self.joined_collectives.explain_timeout());
         explained.unwrap_or(error)
     }
 

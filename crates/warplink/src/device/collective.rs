@@ -120,7 +120,7 @@ impl CollectiveRequest {
 #[derive(Clone, Debug, Default)]
 pub struct RankCall {
     /// Header for each peer, and the header expected from it. All headers have the same length.
-    pub said: Vec<Said>,
+    pub headers: Vec<CallHeader>,
     /// Destination rank and data.
     pub sends: Vec<(Rank, DeviceSlice)>,
     /// Source rank and destination memory.
@@ -132,11 +132,11 @@ pub struct RankCall {
 
 /// Headers that two ranks exchange about a call.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Said {
+pub struct CallHeader {
     /// The other rank.
     pub peer: Rank,
     /// Header sent by this rank.
-    pub told: Vec<u8>,
+    pub sent: Vec<u8>,
     /// Header expected from the other rank.
     pub expected: Vec<u8>,
 }

@@ -104,7 +104,7 @@ impl MatmulSpec {
                     self.dtype
                 ))
                 .with_operation("matmul")
-                .with_help("pass slices of the lengths that the spec says, none of them empty"));
+                .with_help("pass non-empty slices of the lengths in the spec"));
             }
         }
         if bias.is_some() != self.bias {

@@ -29,7 +29,7 @@ struct Concerns {
 /// Guard while recorded operations are being enqueued. Until it is dropped, they are not treated as complete
 /// even if the stream is idle.
 #[derive(Debug)]
-#[must_use = "what was noted counts as enqueued when this is dropped"]
+#[must_use = "dropping it marks the recorded operations as enqueued"]
 pub(crate) struct Noted<'a> {
     set: &'a FaultSet,
     /// Its entry in `before_pending`, if anything was recorded.
@@ -199,7 +199,8 @@ impl FaultSet {
         // If a fault has spread to others, report the original cause.
         let raised = raised.min_by_key(|error| error.kind() == ErrorKind::PeerFailed);
         raised.map_or(Ok(()), |error| {
-            const HELP: &str = "use another stream: this one waited for what will not come";
+            const HELP: &str =
+                "use another stream: this one waited for a signal that will never arrive";
             let help = match error.help() {
                 Some(cause) => format!("{cause}; {HELP}"),
                 None => HELP.to_owned(),

@@ -46,7 +46,7 @@ fn refused(message: String) -> Error {
     Error::invalid(format!(
         "{message}; expected a whole cubin, a whole fat binary, or PTX"
     ))
-    .with_help("pass all bytes of a file that nvcc made by -cubin, -fatbin or -ptx")
+    .with_help("pass the whole file that nvcc produced with -cubin, -fatbin or -ptx")
 }
 
 /// Length of an ELF object according to its tables, which nvcc places last.

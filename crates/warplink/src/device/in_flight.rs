@@ -22,7 +22,7 @@ const MAX_STREAMS_UNCHECKED: usize = 4;
 /// cannot be queried counts as in use. A thread polls while the list is not empty.
 pub(crate) struct InFlight {
     device: Arc<dyn Device>,
-    state: Mutex<State>,
+    state: Mutex<Items>,
 }
 
 /// A value that streams use. Dropping it keeps the value alive until they have completed.
@@ -34,7 +34,7 @@ pub(crate) struct InUse<T: Send + Sync + 'static> {
 }
 
 #[derive(Default)]
-struct State {
+struct Items {
     held: Vec<Held>,
     /// Number of threads that are dropping values removed from the list.
     releasing: usize,
@@ -64,6 +64,7 @@ impl InFlight {
 
     /// Keeps `item` alive until `streams` have completed their work so far. Does not block.
     pub(crate) fn hold(self: &Arc<Self>, streams: &[Stream], item: impl Any + Send) {
+        // Idle streams have completed, so they need no event.
         let busy = streams.iter().filter(|stream| is_busy(stream));
         let marks: Vec<Mark> = busy.map(mark).collect();
         if marks.is_empty() {
@@ -83,6 +84,7 @@ impl InFlight {
         if marked.is_empty() && finished.is_empty() {
             return;
         }
+        // Counted so that `wait_until_empty` does not return while destructors run.
         state.releasing += 1;
         drop(state);
         // Outside the lock: destructors of items and streams may call back into this.
@@ -103,6 +105,7 @@ impl InFlight {
                 return true;
             }
             drop(state);
+            // The fault aborts the streams' waits, so they drain soon.
             if self.device.fault().error().is_some() {
                 after_fault.get_or_insert_with(|| Deadline::after(MAX_AFTER_FAULT));
             }
@@ -117,6 +120,7 @@ impl InFlight {
     fn hold_behind(self: &Arc<Self>, marks: Vec<Mark>, item: Box<dyn Any + Send>) {
         let mut state = lock(&self.state);
         state.held.push(Held { marks, _item: item });
+        // The polling thread is running already.
         if std::mem::replace(&mut state.polled, true) {
             return;
         }
@@ -128,7 +132,7 @@ impl InFlight {
         if let Err(error) = started {
             // Later calls try again, and poll themselves.
             lock(&self.state).polled = false;
-            tracing::warn!(%error, "what streams still use is kept for longer");
+            tracing::warn!(%error, "resources in flight are kept for longer, since the polling thread failed to start");
         }
     }
 
@@ -140,6 +144,7 @@ impl InFlight {
             interval = max_interval.min(2 * interval);
             self.release_finished();
             let mut state = lock(&self.state);
+            // Checked under the lock, so that no value is added in between without a thread.
             if state.held.is_empty() {
                 state.polled = false;
                 return;
@@ -161,6 +166,7 @@ impl Held {
         self.marks.retain(|mark| match mark {
             Mark::Recorded(event) => !event.is_reached().unwrap_or(false),
             Mark::Unrecorded(_) => true,
+            // A query error counts as not reached: memory is never released too early.
         });
         self.marks.is_empty()
     }

@@ -37,6 +37,7 @@ struct Last {
 impl Last {
     /// Makes `stream` wait for the work.
     fn precede(&self, stream: &Stream) -> Result<()> {
+        // A stream is ordered with itself.
         if self.stream.raw() == stream.raw() {
             return Ok(());
         }
@@ -70,6 +71,7 @@ impl Turns {
         let capture = stream.capture_id()?;
         last.begin(capture, stream)?;
         let enqueued = enqueue(capture.is_some());
+        // Recorded even after a failure, which may have enqueued part of the work.
         enqueued.and(self.end_turn(&mut last, capture, stream))
     }
 

@@ -124,6 +124,8 @@ impl<K: Copy + Eq + Hash, V: Mapping> MappingCache<K, V> {
                     let (serial, value) = (entry.serial, entry.value.clone());
                     return Ok(self.lease(key, serial, value));
                 }
+                // Another thread is opening this key: wait for its result rather than open twice (invariant
+                // 1).
                 Some(Entry::Opening { .. }) => {
                     table = self
                         .0
@@ -134,11 +136,13 @@ impl<K: Copy + Eq + Hash, V: Mapping> MappingCache<K, V> {
                 Some(Entry::Open(_)) | None => break,
             }
         }
+        // The revocation may have overtaken the handle; then the mapping is closed after this use.
         let revoked = table.take_early_revocation(key, generation);
         let opening = Entry::Opening {
             generation,
             revoked,
         };
+        // Marks the key as being opened before the lock is released, so that concurrent requests wait.
         let stale = table.entries.insert(key, opening);
         drop(table);
         drop(stale);
@@ -148,11 +152,13 @@ impl<K: Copy + Eq + Hash, V: Mapping> MappingCache<K, V> {
             Ok(value) => {
                 let value = Arc::new(value);
                 value.count_handle();
+                // Unique: the clock advances with every request.
                 let serial = table.clock;
                 table.finish_opening(key, serial, value.clone());
                 Ok((serial, value))
             }
             Err(error) => {
+                // Waiters find no entry and try themselves: the failure may be specific to this handle.
                 table.entries.remove(&key);
                 Err(error)
             }
@@ -195,6 +201,7 @@ impl<K: Copy + Eq + Hash, V: Mapping> MappingCache<K, V> {
     pub(super) fn age(&self) {
         let mut table = guard(&self.0.table);
         let epoch = table.epoch;
+        // An entry used in the current epoch survives this call, and is closed by the next one if unused.
         table.epoch += 1;
         let old: Vec<_> = table
             .entries
@@ -274,6 +281,7 @@ impl<K: Copy + Eq + Hash, V: Mapping> Table<K, V> {
         let Some(Entry::Open(open)) = self.entries.get_mut(&key) else {
             return Vec::new();
         };
+        // The key was reused by a newer generation; this lease's mapping is no longer in the table.
         if open.serial != serial {
             return Vec::new();
         }
@@ -295,6 +303,7 @@ impl<K: Copy + Eq + Hash, V: Mapping> Table<K, V> {
             _ => None,
         });
         let mut idle: Vec<(u64, K, u64)> = idle.collect();
+        // Least recently used first.
         idle.sort_unstable_by_key(|(used, ..)| *used);
         let mut count = idle.len();
         let mut bytes: u64 = idle.iter().map(|(.., bytes)| *bytes).sum();

@@ -228,7 +228,7 @@ impl Exports {
         }
         let freed = table.free_unused(generation);
         drop(table);
-        self.let_go(freed);
+        self.release(freed);
     }
 
     /// `peer` no longer uses `handles` handles of a region.
@@ -244,7 +244,7 @@ impl Exports {
         }
         let freed = table.free_unused(generation);
         drop(table);
-        self.let_go(freed);
+        self.release(freed);
     }
 
     /// `peer` is gone: stops waiting for it. Returns allocations that other peers should unmap.
@@ -264,7 +264,7 @@ impl Exports {
             freed.extend(table.free_unused(generation));
         }
         drop(table);
-        self.let_go(freed);
+        self.release(freed);
         unwanted
     }
 
@@ -334,7 +334,7 @@ impl Exports {
     }
 
     /// Drops values freed by a peer's message.
-    fn let_go(&self, freed: Freed) {
+    fn release(&self, freed: Freed) {
         self.releaser.release(freed.is_borrowed(), freed);
         self.changed.notify_all();
     }
@@ -505,6 +505,6 @@ impl Freed {
 }
 
 fn not_registered() -> Error {
-    Error::new(ErrorKind::Closed, "the region is not registered any more")
+    Error::new(ErrorKind::Closed, "the region is no longer registered")
         .with_help("keep the region as long as peers open handles of it")
 }

@@ -89,7 +89,7 @@ impl HandleKey {
     /// [`ErrorKind::Internal`] if the hash rejects the secret, which cannot happen: it accepts any length.
     pub fn new(secret: &[u8]) -> Result<Self> {
         let mut mac = Hmac::<Sha256>::new_from_slice(secret).map_err(|_| {
-            Error::new(ErrorKind::Internal, "the hash does not take this secret")
+            Error::new(ErrorKind::Internal, "the hash rejects this secret")
                 .with_operation("make the key of handles")
         })?;
         mac.update(b"warplink handle");
@@ -179,7 +179,7 @@ impl Handle {
         }
         if !key.holds(&bytes[..UNTAGGED_BYTES], &wire.tag) {
             return Err(invalid(
-                "the handle was altered or made with another secret".to_owned(),
+                "the handle was altered or sealed with another secret".to_owned(),
             ));
         }
         let kind = match wire.kind.get() {

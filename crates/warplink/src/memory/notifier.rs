@@ -163,10 +163,12 @@ impl Line {
                 self.first_is_done();
                 shared.forget_peer(peer);
                 continue;
+                // Backoff: wait before retransmitting.
             }
             if self.again.is_some_and(|again| !again.passed()) {
                 return;
             }
+            // The sequence number stays the same for a retransmission, so the peer can detect duplicates.
             match shared.begin_telling(peer, self.done + 1, message) {
                 Ok(asked) => self.asked = Some(asked),
                 Err(error) => self.failed(peer, &error),
@@ -191,12 +193,13 @@ impl Line {
             ErrorKind::PeerLost => self.is_gone = true,
             kind if service_client::may_pass(kind) => {
                 if self.again.is_none() {
-                    tracing::warn!(%error, peer, "a peer could not be told; trying again");
+                    tracing::warn!(%error, peer, "a notice could not be sent; retrying");
                 }
                 self.again = Some(Deadline::after(PAUSE));
             }
             _ => {
-                tracing::warn!(%error, peer, "a peer could not be told");
+                // Retrying would not help, so drop it rather than block later notices.
+                tracing::warn!(%error, peer, "a notice could not be sent");
                 self.first_is_done();
             }
         }
@@ -209,6 +212,7 @@ impl Line {
     }
 
     /// Time until the next retransmission, if one is due.
+    // While an answer is pending, its arrival wakes the thread.
     fn pause(&self) -> Option<Duration> {
         self.again
             .filter(|_| self.asked.is_none())
@@ -244,10 +248,12 @@ impl Lines {
             Notice::Forget(peer) => {
                 let line = self.lines.entry(peer).or_default();
                 line.is_gone = true;
+                // Closing the connection abandons the pending answer.
                 line.asked = None;
             }
             Notice::Flush(done) => {
                 let noticed = self.lines.iter().map(|(&peer, line)| (peer, line.noticed));
+                // Only notices queued so far: later ones must not prolong the flush.
                 let noticed = noticed.collect();
                 self.flushes.push(Flush { done, noticed });
             }
@@ -280,6 +286,7 @@ impl Lines {
 
     /// Waits up to `limit` for an answer, a retransmission or a command. Returns the peers that answered.
     fn wait(&self, wake: &OwnedFd, limit: Duration) -> Vec<Rank> {
+        // Wake for the earliest of: the stop limit, a retransmission, the caller's limit.
         let limit = self
             .stopping
             .map_or(limit, |until| until.remaining().min(limit));
@@ -329,6 +336,7 @@ fn run(queue: &Queue, shared: &Weak<Shared>, aging_interval: Duration) {
         flushes: Vec::new(),
         stopping: None,
     };
+    // Each iteration: drain commands, send what is due, then sleep until an event.
     loop {
         loop {
             match queue.notices.try_recv() {
@@ -338,6 +346,7 @@ fn run(queue: &Queue, shared: &Weak<Shared>, aging_interval: Duration) {
             }
         }
         {
+            // Upgraded only while needed, so that this thread does not keep the registry alive.
             let Some(shared) = shared.upgrade() else {
                 return;
             };

@@ -107,7 +107,7 @@ impl Peers {
         let mut accesses = Vec::with_capacity(asked.len());
         for ((peer, told), asked) in all_gather(told)?.iter().enumerate().zip(asked) {
             let back = told.get(rank).copied().and_then(decode).ok_or_else(|| {
-                let what = "the peer does not say what its device does with other memory";
+                let what = "the peer's access information is malformed";
                 Error::new(ErrorKind::Protocol, what)
                     .with_operation("read peer information")
                     .with_peer(peer)

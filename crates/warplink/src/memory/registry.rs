@@ -65,6 +65,7 @@ impl MemoryRegistry {
             reclaimers: Mutex::default(),
             waited: Mutex::default(),
         });
+        // A weak reference: the service must not keep the registry alive.
         let answering = Arc::downgrade(&shared);
         let service = Service::start(
             shared.token,
@@ -96,6 +97,7 @@ impl MemoryRegistry {
         let shared = &self.shared;
         let kind = self.shareable_kind(kind)?;
         if let Some((slice, numbers)) = shared.exports.reuse(bytes, kind) {
+            // The device may have to remove protections from the previous use.
             shared.device.prepare_reuse(&slice);
             return Ok(self.region(slice, numbers));
         }
@@ -125,6 +127,7 @@ impl MemoryRegistry {
 
     fn allocate_fresh(&self, bytes: usize, kind: AllocationKind) -> Result<DeviceSlice> {
         let shared = &self.shared;
+        // Other errors would not be fixed by freeing memory.
         let enough = |result: &Result<DeviceSlice>| !matches!(result, Err(error) if error.kind() == ErrorKind::OutOfMemory);
         let first = shared.device.allocate(bytes, kind);
         if enough(&first) {
@@ -133,6 +136,7 @@ impl MemoryRegistry {
         self.let_go_of_unused();
         let deadline = Deadline::after(MAX_RECLAIM);
         loop {
+            // Checked before the attempt: memory released in between makes the attempt succeed.
             let nothing_left = shared.exports.unregistered_at().is_none();
             let again = shared.device.allocate(bytes, kind);
             if enough(&again) {
@@ -167,6 +171,7 @@ impl MemoryRegistry {
     pub(crate) fn trim(&self, deadline: Deadline) -> Result<()> {
         let shared = &self.shared;
         self.let_go_of_unused();
+        // Peers must have received the requests to unmap before waiting for them.
         shared.outbox.flush();
         let late = |error: Error| error.with_operation("trim memory").with_rank(shared.rank);
         while let Some(peers) = shared.exports.unregistered_at() {
@@ -211,6 +216,7 @@ impl MemoryRegistry {
                     .with_operation("register memory")
                     .with_rank(shared.rank)
             })?;
+        // Ranks that are threads of this process find it without a handle's descriptors.
         opening::publish_in_process(slice.backing());
         Ok(self.region(slice.clone(), numbers))
     }
@@ -280,6 +286,7 @@ impl MemoryRegistry {
         let lease = shared
             .mappings
             .open(key, handle.generation, || opening::open(shared, &handle))
+            // A handle that fails to open is returned at once, so that the owner can free the memory.
             .inspect_err(|_| shared.release_handle(&handle))?;
         let whole = RemoteBacking::slice(shared, &handle, lease);
         let (start, bytes) = (handle.offset as usize, handle.bytes as usize);
@@ -328,7 +335,7 @@ impl MemoryRegistry {
         self.shared.publications.add(Arc::new(listener))
     }
 
-    /// Ends a publication: what peers say of it from now on is not heard.
+    /// Ends a publication: later notices about it are ignored.
     pub(crate) fn stop_listening(&self, publication: u64) {
         self.shared.publications.remove(publication);
     }
@@ -338,34 +345,33 @@ impl MemoryRegistry {
         self.shared.peers()?.is_in_process(peer)
     }
 
-    /// A rank died or left: what it maps is not waited for any more.
+    /// A rank died or left: stops waiting for it to unmap memory.
     pub(crate) fn forget_peer(&self, peer: Rank) {
         self.shared.outbox.forget(peer);
         self.shared.forget_peer(peer);
     }
 
-    /// Unmaps what nobody uses, and returns when its owners have been told.
+    /// Closes idle mappings, and returns once their owners have been notified.
     pub(crate) fn release_idle(&self) {
         self.shared.mappings.release_idle();
         self.shared.outbox.flush();
     }
 
-    /// How many allocations are registered (or still mapped by a peer), and how many are mapped. What
-    /// is kept for later does not count.
+    /// Number of allocations registered (or still mapped by a peer), and of mappings, excluding pooled ones.
     pub(crate) fn counts(&self) -> (usize, usize) {
         (self.shared.exports.len(), self.shared.mappings.len())
     }
 
-    /// How many freed allocations are kept for later, and their bytes.
+    /// Number of pooled allocations, and their bytes.
     pub(crate) fn pooled(&self) -> (usize, u64) {
         self.shared.exports.pooled()
     }
 
-    /// Frees what is kept for later, unmaps what nobody uses and stops the threads. What peers still
-    /// map is not waited for.
+    /// Frees pooled memory, closes idle mappings and stops the threads. Does not wait for peers to unmap.
     pub(crate) fn stop(&self) {
         self.shared.exports.close_pool();
         self.shared.mappings.release_idle();
+        // The notifier goes first, as it still sends notices about the mappings closed above.
         self.notifier.stop();
         self.service.stop();
     }

@@ -40,7 +40,7 @@ fn start() -> Option<Sender<Box<dyn Any + Send>>> {
     match thread {
         Ok(_) => Some(sender),
         Err(error) => {
-            tracing::warn!(%error, "owners of memory are let go of on threads that answer peers");
+            tracing::warn!(%error, "owners of borrowed memory are released on threads that answer peers");
             None
         }
     }

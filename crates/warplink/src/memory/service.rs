@@ -114,7 +114,7 @@ impl Service {
             return;
         };
         if let Err(errno) = rustix::io::write(&*self.stop, &1u64.to_ne_bytes()) {
-            tracing::warn!(%errno, "the service thread could not be told to end");
+            tracing::warn!(%errno, "the service thread could not be stopped");
             return;
         }
         // The last handle may be dropped by the service's own thread, which cannot join itself.

@@ -87,11 +87,10 @@ pub(super) fn send(
     request: Request,
 ) -> Result<Asked> {
     rustix::net::connect(&connection, &address(name)?).map_err(|errno| match errno {
-        rustix::io::Errno::CONNREFUSED => Error::new(
-            ErrorKind::PeerLost,
-            "the peer's memory service does not listen any more",
-        )
-        .with_operation("connect to a peer's service"),
+        rustix::io::Errno::CONNREFUSED => {
+            Error::new(ErrorKind::PeerLost, "the peer's memory service is gone")
+                .with_operation("connect to a peer's service")
+        }
         other => io("connect to a peer's service")(other),
     })?;
     // Another process may have taken the name; it must not learn the token.
@@ -245,10 +244,10 @@ pub(super) fn read_answer(connection: &OwnedFd) -> Result<Option<Piece>> {
     if status != DONE {
         return Err(Error::new(
             ErrorKind::InvalidHandle,
-            "the peer refused: it does not share this region any more",
+            "the peer refused: the region is no longer registered",
         )
         .with_operation("ask a peer's service")
-        .with_help("exchange the region anew"));
+        .with_help("exchange the region again"));
     }
     let bytes = usize::try_from(number).map_err(|_| {
         Error::new(

@@ -67,7 +67,7 @@ impl Shared {
         match self.decode(peer, wire) {
             Ok(handle) => self.release_handle(&handle),
             Err(error) => {
-                tracing::warn!(%error, "a handle that cannot be read cannot be given back")
+                tracing::warn!(%error, "an invalid handle cannot be returned to its owner")
             }
         }
     }
@@ -78,6 +78,7 @@ impl Shared {
             handles: 1,
         };
         self.outbox.tell(handle.owner, message);
+        // 0 means that the owner does not track this region.
         if handle.region != 0 {
             let message = Message::RegionReleased {
                 region: handle.region,
@@ -91,6 +92,7 @@ impl Shared {
         let handle = Handle::decode(wire, &self.key)
             .map_err(|error| error.with_rank(self.rank).with_peer(peer))?;
         let kind = self.device.kind();
+        // A valid seal proves only that some rank of the job made it.
         if handle.owner != peer || handle.kind != kind {
             let what = format!(
                 "the handle is of rank {} on device {}; expected rank {peer} on device {kind}",
@@ -139,6 +141,7 @@ impl Shared {
         let begun = Instant::now();
         let answer = service_client::ask(name, &self.token, request, patience);
         let took = begun.elapsed();
+        // Short waits are normal and do not consume the budget.
         if took >= MIN_PATIENCE {
             *lock(&self.waited) = Some((waited + took, Instant::now()));
         }
@@ -164,10 +167,12 @@ impl Shared {
             number,
             message,
         } = request;
+        // Reject unknown ranks. Before the peers are gathered, only their own information can be requested.
         if let Some(peers) = self.peers.get() {
             peers.service(from)?;
         }
         if number != 0 {
+            // Deduplicate retransmissions: the answer to an earlier copy was lost.
             let mut heard = lock(&self.heard);
             let last = heard.entry(from).or_default();
             if number <= *last {

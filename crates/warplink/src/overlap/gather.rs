@@ -56,9 +56,9 @@ impl AllGatherMatmul {
             (None, false) => {}
             (given, _) => {
                 return Err(Error::invalid(if given.is_some() {
-                    "there is memory for the gathered A; expected none, since it is not kept"
+                    "unexpected memory for the gathered A; the problem does not keep it"
                 } else {
-                    "there is no memory for the gathered A; expected some, since it is kept"
+                    "missing memory for the gathered A; the problem keeps it"
                 }));
             }
         }

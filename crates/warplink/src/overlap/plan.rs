@@ -196,7 +196,7 @@ impl OverlapPlan {
                 "a plan of one use cannot be captured",
             )
             .with_rank(self.executor.rank())
-            .with_help("make a plan before the capture, and run that in it"));
+            .with_help("create a plan before the capture, and run it there"));
         }
         let enqueued = self.run(stream);
         // Even after a failure: some of it may have been enqueued.

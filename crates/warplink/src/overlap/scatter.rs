@@ -53,9 +53,9 @@ impl MatmulReduceScatter {
             (None, false) => {}
             (given, _) => {
                 return Err(Error::invalid(if given.is_some() {
-                    "there is memory of a bias; expected none, since the problem has none"
+                    "unexpected bias memory; the problem has no bias"
                 } else {
-                    "there is no memory of the bias; expected some, since the problem has one"
+                    "missing bias memory; the problem has a bias"
                 }));
             }
         }

@@ -88,7 +88,7 @@ fn bind(
         return Err(Error::new(
             ErrorKind::PeerFailed,
             format!(
-                "rank {rank} could not make a plan of '{}'",
+                "rank {rank} could not create a plan for '{}'",
                 lowered.lowering.name()
             ),
         )

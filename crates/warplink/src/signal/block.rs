@@ -34,8 +34,11 @@ impl Signals {
             .checked_add(1)
             .and_then(|all| all.checked_mul(SIGNAL_BYTES));
         let bytes = bytes.filter(|_| count > 0).ok_or_else(|| {
-            Error::invalid(format!("{count} signals; expected at least one, and fewer"))
-                .with_operation("allocate signals")
+            Error::invalid(format!(
+                "invalid signal count {count}; expected 1 to {}",
+                usize::MAX / SIGNAL_BYTES - 1
+            ))
+            .with_operation("allocate signals")
         })?;
         Ok(Self {
             region: memory.allocate_signals(bytes, fault)?,

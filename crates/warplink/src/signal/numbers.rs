@@ -39,6 +39,7 @@ impl<K: Eq + Hash> EndNumbers<K> {
         let mut all = guard(&self.0);
         let numbers = all.entry(key).or_default();
         numbers.free.insert(number);
+        // Shrink the range again, so that numbers continue without gaps.
         while numbers.next > 0 && numbers.free.remove(&(numbers.next - 1)) {
             numbers.next -= 1;
         }

@@ -101,9 +101,11 @@ impl Publisher {
             .iter()
             .map(|offer| (offer.own_key.clone(), offer.message.clone()))
             .collect();
+        // One request sets all keys, so the peers see all offers of a batch or none.
         let set = self.bootstrap.store().multi_set_until(&pairs, deadline);
         set.map_err(|error| {
             let error = self.group.in_own_ranks(error);
+            // The store may still execute the request, and the offers would then be taken.
             if error.kind() == ErrorKind::Timeout {
                 self.fault.fail(self.not_withdrawn(&error));
             }
@@ -123,12 +125,14 @@ impl Publisher {
     ) -> Result<Vec<Vec<u8>>> {
         let keys: Vec<String> = offers.iter().map(|offer| offer.peer_key.clone()).collect();
         let mut peers: Vec<Rank> = offers.iter().map(|offer| offer.job_peer).collect();
+        // Wait for each peer once, whatever the number of offers.
         peers.sort_unstable();
         peers.dedup();
         let wait = Wait::on(peers, deadline);
         let taken = self.bootstrap.store().multi_take(&keys, &wait);
         taken.map_err(|error| {
             let error = self.group.in_own_ranks(error);
+            // The store reports the first missing key; describe it in the caller's terms.
             let awaited = |offer: &&Offer<T>| error.key() == Some(offer.peer_key.as_str());
             let error = match offers.iter().find(awaited) {
                 Some(offer) if error.kind() == ErrorKind::Timeout => {
@@ -156,6 +160,7 @@ impl Publisher {
         let store = self.bootstrap.store();
         let deadline = Deadline::after(MAX_WITHDRAWAL);
         for offer in offers {
+            // Deleting succeeds only if the peer has not taken the offer, which decides the race.
             let withdrawn = match store.delete_until(&offer.own_key, deadline) {
                 Ok(true) => {
                     forget(self.cancel(offer));
@@ -171,6 +176,7 @@ impl Publisher {
             };
             match withdrawn {
                 Ok(()) => {}
+                // The state of the offer is unknown, so no later exchange could be trusted.
                 Err(error) if error.kind() == ErrorKind::Timeout && deadline.passed() => {
                     return self.fault.fail(self.not_withdrawn(&error));
                 }
@@ -192,12 +198,12 @@ impl Publisher {
         Error::new(
             ErrorKind::Timeout,
             format!(
-                "an exchange that failed could not be taken back, which ends the communicator: {}",
+                "a failed exchange could not be withdrawn, so the communicator fails: {}",
                 error.message()
             ),
         )
         .with_operation(self.operation)
-        .with_help("make a communicator of these ranks anew")
+        .with_help("create a new communicator of these ranks")
     }
 }
 

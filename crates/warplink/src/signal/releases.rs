@@ -25,6 +25,7 @@ impl SlotDirectory {
     /// An empty directory that receives peers' slot releases and out-of-memory events.
     pub(crate) fn start(memory: &MemoryRegistry) -> Arc<Self> {
         let directory = Arc::new(Self::default());
+        // Weak references: the registry's callbacks must not keep the directory alive.
         let told = Arc::downgrade(&directory);
         memory.when_slot_released(move |_, slot| {
             if let Some(directory) = told.upgrade() {
@@ -105,6 +106,7 @@ impl SlotReleases {
 
     /// One of the two ends has released a slot of this rank.
     fn release(&self, slot: u64) {
+        // The slot is free after the second release: one comes from this end, one from the peer.
         let mut released_once = lock(&self.released_once);
         if released_once.remove(&slot) {
             drop(released_once);

@@ -8,6 +8,7 @@ use crate::memory::Region;
 use std::collections::{BTreeMap, HashMap};
 
 /// Size of a page, unless a part is longer.
+// Large enough that peers map few pages.
 const PAGE_BYTES: usize = 4 << 20;
 
 /// Allocates parts of pages; each belongs to a slot and is returned with it.
@@ -16,9 +17,9 @@ pub(super) struct ScratchPool {
     pages: BTreeMap<u64, Page>,
     pages_so_far: u64,
     /// Returned parts by size.
-    free: BTreeMap<usize, Vec<Place>>,
+    free: BTreeMap<usize, Vec<PartLocation>>,
     /// Parts of slots, and their sizes.
-    held: HashMap<u64, (Place, usize)>,
+    held: HashMap<u64, (PartLocation, usize)>,
 }
 
 #[derive(Debug)]
@@ -31,7 +32,7 @@ struct Page {
 }
 
 /// Location of a part: page number and offset.
-type Place = (u64, usize);
+type PartLocation = (u64, usize);
 
 impl ScratchPool {
     /// Size of a page for a part of `bytes`.
@@ -42,6 +43,7 @@ impl ScratchPool {
     /// `bytes` for slot `number`, with stale contents; `None` if no page has space.
     pub(super) fn take(&mut self, number: u64, bytes: usize) -> Result<Option<Region>> {
         let size = size(bytes);
+        // Reuse a part of the same size class before cutting a new one.
         let free = self.free.get_mut(&size).and_then(Vec::pop);
         let Some((place, start)) = free.or_else(|| self.cut(size)) else {
             return Ok(None);
@@ -81,6 +83,7 @@ impl ScratchPool {
     pub(super) fn take_unused_pages(&mut self) -> Vec<Region> {
         let pages = std::mem::take(&mut self.pages).into_iter();
         let (unused, kept): (BTreeMap<u64, Page>, _) = pages.partition(|(_, page)| page.held == 0);
+        // Parts of removed pages must not be handed out again.
         self.pages = kept;
         self.free.retain(|_, places| {
             places.retain(|(page, _)| self.pages.contains_key(page));
@@ -90,7 +93,7 @@ impl ScratchPool {
     }
 
     /// Cuts a new part of `size` from a page with space.
-    fn cut(&mut self, size: usize) -> Option<Place> {
+    fn cut(&mut self, size: usize) -> Option<PartLocation> {
         let fits = |page: &Page| page.used + size <= page.region.bytes();
         let (&number, page) = self.pages.iter_mut().find(|(_, page)| fits(page))?;
         let start = page.used;
@@ -101,6 +104,7 @@ impl ScratchPool {
 
 /// Size class for `bytes`: at most a quarter larger, with the same alignment.
 fn size(bytes: usize) -> usize {
+    // An eighth of the power of two above: four classes for each doubling.
     bytes.next_multiple_of((bytes.next_power_of_two() / 8).max(1))
 }
 

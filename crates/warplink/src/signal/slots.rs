@@ -8,9 +8,11 @@ use crate::memory::{MemoryRegistry, Region};
 use crate::sync::lock;
 use std::sync::{Arc, Mutex};
 
+// Peers map whole pages, so a page serves many slots at the cost of one mapping.
 const PAGE_BYTES: usize = 64 << 10;
 // A cache line each, so that signals of two transfers never share one (false sharing).
 const SLOT_BYTES: usize = 64;
+// Offsets of the words in a slot. The two inbound words come first, as the peer maps only these.
 const INBOUND: usize = 0;
 const INBOUND_CAPTURED: usize = 8;
 const COMPLETED: usize = 16;
@@ -29,11 +31,11 @@ pub(crate) struct SlotPool {
     fault: Arc<Fault>,
     /// Number of the first slot, so that slot numbers are unique among the pools of a job.
     first: u64,
-    state: Mutex<State>,
+    state: Mutex<Pages>,
 }
 
 #[derive(Debug, Default)]
-struct State {
+struct Pages {
     pages: Vec<Region>,
     free: Vec<u64>,
     scratch: ScratchPool,
@@ -94,6 +96,7 @@ impl SlotPool {
                 let page = memory.allocate_signals(PAGE_BYTES, &self.fault)?;
                 let first = (state.pages.len() * (PAGE_BYTES / SLOT_BYTES)) as u64;
                 state.pages.push(page);
+                // Lowest numbers on top of the stack.
                 let rest = first + 1..first + (PAGE_BYTES / SLOT_BYTES) as u64;
                 state.free.extend(rest.rev());
                 first
@@ -105,8 +108,9 @@ impl SlotPool {
             slice.word(INBOUND_CAPTURED)?,
             slice.word(COMPLETED)?,
         ];
-        let (page, start) = State::place(number);
+        let (page, start) = Pages::place(number);
         let page = state.pages.get(page).ok_or_else(|| unknown_slot(number))?;
+        // The peer's handle covers only the words that it may write.
         let inbound = page.slice(start..start + REMOTE_SLOT_BYTES)?;
         Ok(Slot {
             number: self.first + number,
@@ -138,7 +142,7 @@ impl SlotPool {
             drop(state);
         }
         let part = part.ok_or_else(|| {
-            let what = format!("a new page has no room for {bytes} bytes of scratch memory");
+            let what = format!("a new page has no space for {bytes} bytes of scratch memory");
             Error::new(ErrorKind::Internal, what)
         })?;
         // Both ends of its previous transfer are gone, so nobody writes to it.
@@ -166,7 +170,7 @@ impl SlotPool {
     }
 }
 
-impl State {
+impl Pages {
     fn place(number: u64) -> (usize, usize) {
         let per_page = (PAGE_BYTES / SLOT_BYTES) as u64;
         (

@@ -113,7 +113,7 @@ impl Carrier for NetworkCarrier {
         self.link.connection().when_done(Box::new(move |done| {
             let write = MemoryOp::Write { word: &word, value };
             if let Err(error) = done.and_then(|()| stream.memory_ops(&[write])) {
-                tracing::debug!(%error, "what waits for the network is not told");
+                tracing::debug!(%error, "a waiter for the network could not be notified");
             }
         }))
     }

@@ -33,12 +33,12 @@ impl NoPeer {
         }
     }
 
-    /// Delays completions until [`let_go`](Self::let_go).
+    /// Delays completions until [`resume`](Self::resume).
     pub(super) fn hold(&self) {
         *lock(&self.held) = Some(Vec::new());
     }
 
-    pub(super) fn let_go(&self) {
+    pub(super) fn resume(&self) {
         for then in lock(&self.held).take().into_iter().flatten() {
             then(Ok(()));
         }

@@ -259,7 +259,7 @@ impl Experts {
                 index,
             };
             let given = Count::Given(&sent[peer]);
-            let told = Count::Told(&received.2[peer]);
+            let told = Count::Stated(&received.2[peer]);
             let numbers = Some(&numbers[peer]);
             entries.push(message(Direction::Send, tokens, row, given, numbers));
             entries.push(message(Direction::Send, &locals[peer], WORD, given, None));
@@ -398,7 +398,7 @@ impl Layer {
         };
         Err(
             Error::invalid(format!("a combine of {tokens} tokens; expected {last}"))
-                .with_help("combine what was dispatched, before more is dispatched"),
+                .with_help("combine each dispatch before the next one"),
         )
     }
 
@@ -432,7 +432,7 @@ fn check_bytes(what: &str, memory: &DeviceSlice, expected: usize, unit: usize) -
             "{what} begin at {:#x}; expected a multiple of {unit}",
             memory.address()
         ))
-        .with_help("begin at a whole element"));
+        .with_help("align it to the element size"));
     }
     Ok(())
 }

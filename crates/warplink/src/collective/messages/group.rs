@@ -12,7 +12,7 @@ use crate::p2p::Direction;
 const MAX_ALONG: usize = 1 << 20;
 
 /// A message to self: target and source.
-type Own<'a> = (&'a DeviceSlice, &'a DeviceSlice);
+type SelfMessage<'a> = (&'a DeviceSlice, &'a DeviceSlice);
 
 /// A send or receive of a group.
 #[derive(Clone, Copy, Debug)]
@@ -181,13 +181,16 @@ impl Collectives {
 }
 
 /// Enqueues messages to self.
-fn copy(copies: &[Own<'_>], stream: &Stream) -> Result<()> {
+fn copy(copies: &[SelfMessage<'_>], stream: &Stream) -> Result<()> {
     let mut filled = copies.iter().filter(|(_, source)| source.bytes() > 0);
     filled.try_for_each(|(target, source)| stream.copy(target, source))
 }
 
 /// Splits messages to self into those that join a launch of `others` messages, and those copied before it.
-fn divide(copies: Vec<Own<'_>>, others: usize) -> (Vec<Own<'_>>, Vec<Own<'_>>) {
+fn divide(
+    copies: Vec<SelfMessage<'_>>,
+    others: usize,
+) -> (Vec<SelfMessage<'_>>, Vec<SelfMessage<'_>>) {
     // A launch for nothing else costs as much as a copy.
     let mut room = if others == 0 {
         0
@@ -239,18 +242,18 @@ fn check(messages: &[Message<'_>], world: usize) -> Result<()> {
             .find(|(_, other)| other.memory.bytes() > 0 && other.memory.overlaps(message.memory))
         {
             return Err(Error::invalid(format!(
-                "what is received into {:?} overlaps {:?}; expected memory apart",
+                "the receive buffer {:?} overlaps {:?}; expected separate memory",
                 message.memory, other.memory
             ))
             .with_peer(message.peer)
-            .with_help("receive into memory that no other message of the group names"));
+            .with_help("receive into memory that no other message of the group uses"));
         }
     }
     Ok(())
 }
 
 /// Targets and sources of messages to self.
-fn own<'a>(messages: &[Message<'a>], rank: Rank) -> Result<Vec<Own<'a>>> {
+fn own<'a>(messages: &[Message<'a>], rank: Rank) -> Result<Vec<SelfMessage<'a>>> {
     let of = |direction| {
         let own = messages.iter().filter(move |message| message.peer == rank);
         own.filter(move |message| message.direction == direction)

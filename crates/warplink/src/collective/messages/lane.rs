@@ -72,6 +72,7 @@ impl Ends {
             let lane = index - message.first;
             let receives = message.direction == Direction::Receive;
             let number = self.shape.number(receives, message.peer, lane);
+            // Only this lane writes its count, so no atomic increment is needed.
             let count = self.waiting.word(8 * number)?;
             let end = End {
                 block,
@@ -85,11 +86,13 @@ impl Ends {
                 Direction::Send => end.send().await,
                 Direction::Receive => end.receive().await,
             };
+            // A mismatch is final: abort this rank's other lanes, which would wait for the peer's.
             done.inspect_err(|error| {
                 if error.kind() == ErrorKind::Mismatch {
                     self.fault.fail(error.clone());
                 }
             })?;
+            // Counted once the message is complete; the next one uses the slots of the other parity.
             block.set(&count, end.epoch);
         }
         Ok(())
@@ -104,6 +107,7 @@ impl End<'_> {
             None => self.all_units(),
         };
         let whole = units <= self.all_units();
+        // A count above the limit is stated to the peer, so that both ends fail.
         let how = if whole {
             self.first_of(units)?
         } else {
@@ -113,9 +117,12 @@ impl End<'_> {
         let own = self.header(units, how);
         let slot = self.slot(peer, self.data(shape.rank))?;
         let words = [own.bytes, own.unit, own.units, own.how];
+        // Headers cross: each end states its own before it waits for the peer's.
         self.state(&slot, &words)?;
         let first = self.first_bytes(how, range.len());
         let mut from = range.start + first;
+        // The first bytes follow without waiting: their slots are free, since the receiver stated its
+        // previous header, which this end has received, after it had completed the message before that.
         self.put(range.start..from, how)?;
         let theirs = self.stated(self.room(peer)).await?;
         let fits = own.bytes == theirs.bytes
@@ -133,9 +140,11 @@ impl End<'_> {
             let tail = slot.slice(2 * HEADER_BYTES..2 * HEADER_BYTES + 16)?;
             self.state(&tail, &[how.into()])
         };
+        // The receiver has announced its memory, and it is mapped here: store the rest directly.
         if let Some(target) = self.ends.tables.reached(peer, theirs.how) {
             let rest = from..range.end;
             self.gather(rest.clone(), &target.slice(rest)?)?;
+            // Counted for diagnostics and tests.
             self.block.increment(&self.ends.stored);
             return tail(STORED);
         }
@@ -143,11 +152,13 @@ impl End<'_> {
         while from < range.end {
             self.block.pause()?;
             let bytes = step.min(range.end - from);
+            // The workspace has two chunks, so from the third on wait for credit.
             if number >= 2 {
                 self.wait(self.room(peer)).await?;
             }
             let chunk = self.chunk(peer, shape.rank, number)?.slice(0..bytes)?;
             self.gather(from..from + bytes, &chunk)?;
+            // The tail doubles as the signal for the first chunk.
             if number == 0 {
                 tail(AS_CHUNKS)?;
             } else {
@@ -162,6 +173,7 @@ impl End<'_> {
     async fn receive(&self) -> Result<()> {
         let (shape, peer) = (&self.ends.shape, self.message.peer);
         let expected = match self.message.memory.1 {
+            // The receiver learns the count from the sender.
             _ if self.message.tells => ANY_UNITS,
             Some(_) => self.count()?,
             None => self.all_units(),
@@ -180,6 +192,7 @@ impl End<'_> {
         if !fits || theirs.units > self.all_units() {
             return Err(self.refusal(theirs.bytes, theirs.units));
         }
+        // One lane suffices to store the count.
         if let (true, 0, Some(count)) = (self.message.tells, self.lane, self.message.memory.1) {
             self.tell(count, theirs.units)?;
         }
@@ -187,6 +200,7 @@ impl End<'_> {
         let mut from = range.start + self.first_bytes(theirs.how, range.len());
         self.take(&target.slice(range.start..from)?, theirs.how)
             .await?;
+        // Everything was in packets, or the sender stores directly and signals by the tail.
         if from >= range.end || self.tail(self.data(peer)).await? == STORED {
             return Ok(());
         }
@@ -194,6 +208,7 @@ impl End<'_> {
         while from < range.end {
             self.block.pause()?;
             let bytes = step.min(range.end - from);
+            // The tail was the signal for the first chunk.
             if number > 0 {
                 self.wait(self.data(peer)).await?;
             }
@@ -251,6 +266,7 @@ impl End<'_> {
         let receives = self.message.direction == Direction::Receive;
         let place = if receives { world } else { 0 } + self.message.peer;
         let word = self.ends.waiting.word(8 * place)?;
+        // For diagnosis of timeouts; one lane is enough to tell which peer is awaited.
         if self.lane == 0 {
             self.block.set(&word, 1);
         }
@@ -348,6 +364,7 @@ impl End<'_> {
         };
         let room = packets.slice(0..room)?;
         self.block.store_packets(&room, bytes, self.flag(), lines)?;
+        // Wakes the receiving lanes, which may be asleep.
         let signals = &self.ends.signals[self.message.peer];
         self.block.signals_at(signals).ring()
     }
@@ -365,6 +382,7 @@ impl End<'_> {
 
     /// Flag of this message's packets, which never equals initial memory.
     fn flag(&self) -> u64 {
+        // Never 0, which is the content of fresh memory.
         1 + self.epoch % u64::from(u32::MAX)
     }
 
@@ -408,6 +426,7 @@ impl End<'_> {
         }
         let mut bytes = [0; 8];
         self.block.read(&count.slice(0..8)?, &mut bytes)?;
+        // The marker itself is not a valid count.
         Ok(u64::from_le_bytes(bytes).min(ANY_UNITS - 1))
     }
 

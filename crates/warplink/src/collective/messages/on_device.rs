@@ -118,7 +118,7 @@ impl Collectives {
         let mut entries = Vec::with_capacity(2 * world);
         // Each rank starts with another peer, to spread the load over links.
         for peer in (0..world).map(|step| (rank + step) % world) {
-            let (given, told) = (Count::Given(&sent[peer]), Count::Told(&received[peer]));
+            let (given, told) = (Count::Given(&sent[peer]), Count::Stated(&received[peer]));
             entries.push(message(peer, Direction::Send, &input[peer], given));
             entries.push(message(peer, Direction::Receive, &output[peer], told));
         }
@@ -141,9 +141,9 @@ pub(in crate::collective) fn check_apart(
         let found = others.find(|(_, other)| memory.bytes() > 0 && overlaps(other));
         if let Some((other, _)) = found {
             return Err(Error::invalid(format!(
-                "the {what} overlap the {other}; expected memory apart"
+                "the {what} overlap the {other}; expected separate memory"
             ))
-            .with_help("pass memory of its own for what a call writes"));
+            .with_help("pass separate memory for outputs"));
         }
     }
     Ok(())

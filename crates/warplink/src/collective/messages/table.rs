@@ -63,7 +63,7 @@ pub(in crate::collective) enum Count<'a> {
     /// Read from this memory.
     Given(&'a DeviceSlice),
     /// Stated by the sender, and stored here.
-    Told(&'a DeviceSlice),
+    Stated(&'a DeviceSlice),
 }
 
 impl<'a> Entry<'a> {
@@ -88,7 +88,7 @@ impl<'a> Entry<'a> {
     pub(super) fn memory(&self) -> impl Iterator<Item = &'a DeviceSlice> {
         let count = match self.count {
             Count::All => None,
-            Count::Given(count) | Count::Told(count) => Some(count),
+            Count::Given(count) | Count::Stated(count) => Some(count),
         };
         [Some(self.data), count, self.index].into_iter().flatten()
     }
@@ -178,8 +178,8 @@ impl Table {
             words[3] = entry.unit as u64;
             words[4] = match entry.count {
                 Count::All => 0,
-                Count::Given(count) | Count::Told(count) => {
-                    if matches!(entry.count, Count::Told(_)) {
+                Count::Given(count) | Count::Stated(count) => {
+                    if matches!(entry.count, Count::Stated(_)) {
                         words[0] |= TELLS;
                     }
                     if count.bytes() == WIDE_BYTES {

@@ -130,7 +130,7 @@ impl Windows {
         Err(Error::invalid(format!(
             "the connection has {number} regions already; expected at most {MAX_REGIONS}"
         ))
-        .with_help("make a further connection with another tag"))
+        .with_help("create another connection with a different tag"))
     }
 
     /// Length in bytes of region `number` on one side, if it exists.

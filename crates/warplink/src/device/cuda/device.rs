@@ -301,7 +301,7 @@ impl Device for CudaDevice {
     fn attach_thread(&self) -> Result<()> {
         let able = &self.gpu.capabilities;
         if !able.network_writes_ordered && !able.network_writes_flush {
-            let text = "kernels of this GPU need not see what network cards write to its memory";
+            let text = "writes of network cards to this GPU's memory may not be visible to running kernels";
             return Err(Error::new(ErrorKind::Unsupported, text));
         }
         self.gpu.context.attach()

@@ -26,7 +26,7 @@ const TAKEN: usize = 64;
 const BOX: usize = HEADER + CHUNKS as usize * CHUNK;
 
 /// Maximum length of a call's header.
-const MAX_SAID: usize = CHUNK / 2;
+const MAX_CALL_HEADER: usize = CHUNK / 2;
 
 /// Size of an outbox; the rank's doorbell follows the chunks.
 pub(super) const fn outbox_bytes(world: usize) -> usize {
@@ -52,14 +52,14 @@ struct Move {
     taken: Word,
     sends: bool,
     /// Header before the data: the one to send, or the one expected.
-    said: Vec<u8>,
+    header: Vec<u8>,
     data: Option<DeviceSlice>,
     position: usize,
     end: usize,
 }
 
 /// An unexpected header and its sender.
-type Other = Option<(Rank, Vec<u8>)>;
+type UnexpectedHeader = Option<(Rank, Vec<u8>)>;
 
 impl Exchange {
     pub(super) fn new(rank: Rank, outboxes: Vec<DeviceSlice>, processors: usize) -> Result<Self> {
@@ -93,7 +93,7 @@ impl Exchange {
     pub(super) fn reduced(&self, parts: &[DeviceSlice], reduction: Reduction) -> RankCall {
         let receives = vec![reduction.target.clone(); self.world()];
         RankCall {
-            said: Vec::new(),
+            headers: Vec::new(),
             sends: self.of_others(parts),
             receives: self.of_others(&receives),
             reduction: Some(reduction),
@@ -121,9 +121,10 @@ impl Exchange {
         context: &Context,
         call: &RankCall,
         deadline: Option<Deadline>,
-    ) -> Result<Other> {
+    ) -> Result<UnexpectedHeader> {
         let mut sends = self.moves(call, true)?;
         let mut receives = self.moves(call, false)?;
+        // In rank order, which determines the order of the reduction.
         if let Some(reduction) = &call.reduction {
             receives.sort_by_key(|side| side.peer);
             let bytes = reduction.target.bytes();
@@ -139,13 +140,15 @@ impl Exchange {
             }
         }
         loop {
+            // Read before polling, so that an event during the poll prevents sleeping.
             let seen = self.bells[self.rank].count();
             let mut moved = false;
             for side in first_of_each(&mut sends) {
                 moved |= self.step(context, side)?;
             }
+            // Before data is consumed: a mismatch must leave the receive buffers untouched.
             for number in 0..receives.len() {
-                if let Some(other) = self.other_said(&mut receives, number)? {
+                if let Some(other) = self.unexpected_header(&mut receives, number)? {
                     return Ok(Some(other));
                 }
             }
@@ -170,12 +173,13 @@ impl Exchange {
             if moved {
                 continue;
             }
+            // Only when no progress is possible, since it takes locks.
             context.check()?;
             if self.aborted.load(Ordering::Acquire) {
                 return Err(aborted());
             }
             if let Some(deadline) = deadline.filter(Deadline::passed) {
-                return Err(deadline.expired("what other ranks send"));
+                return Err(deadline.expired("data from other ranks"));
             }
             doorbell::rest(&self.bells[self.rank], seen, self.looks);
         }
@@ -185,12 +189,13 @@ impl Exchange {
     fn moves(&self, call: &RankCall, sends: bool) -> Result<Vec<Move>> {
         let data = if sends { &call.sends } else { &call.receives };
         let mut moves = Vec::new();
-        for head in &call.said {
-            let said = if sends { &head.told } else { &head.expected };
-            moves.push(self.side(head.peer, sends, said.clone(), None)?);
+        for head in &call.headers {
+            let header = if sends { &head.sent } else { &head.expected };
+            moves.push(self.side(head.peer, sends, header.clone(), None)?);
         }
+        // Data of a peer with a header follows that header in the same chunks.
         for (peer, data) in data {
-            let mut with_head = moves.iter_mut().take(call.said.len());
+            let mut with_head = moves.iter_mut().take(call.headers.len());
             match with_head.find(|side: &&mut Move| side.peer == *peer && side.data.is_none()) {
                 Some(side) => {
                     side.end += data.bytes();
@@ -207,7 +212,7 @@ impl Exchange {
         &self,
         peer: Rank,
         sends: bool,
-        said: Vec<u8>,
+        header: Vec<u8>,
         data: Option<&DeviceSlice>,
     ) -> Result<Move> {
         let (from, to) = if sends {
@@ -220,10 +225,10 @@ impl Exchange {
             Error::invalid(format!("rank {peer} is out of range")).with_peer(peer)
         })?;
         // A multiple of every element size, so that chunks hold whole elements.
-        if said.len() > MAX_SAID || !said.len().is_multiple_of(16) {
+        if header.len() > MAX_CALL_HEADER || !header.len().is_multiple_of(16) {
             return Err(Error::invalid(format!(
-                "{} bytes are said of a call; expected a multiple of 16, at most {MAX_SAID}",
-                said.len()
+                "a call header of {} bytes; expected a multiple of 16, at most {MAX_CALL_HEADER}",
+                header.len()
             )));
         }
         let start = to * BOX;
@@ -233,8 +238,8 @@ impl Exchange {
             posted: outbox.word(start)?,
             taken: outbox.word(start + TAKEN)?,
             sends,
-            end: said.len() + data.map_or(0, DeviceSlice::bytes),
-            said,
+            end: header.len() + data.map_or(0, DeviceSlice::bytes),
+            header,
             data: data.cloned(),
             position: 0,
         })
@@ -248,8 +253,8 @@ impl Exchange {
         context.delay();
         let data = side.data_of(&chunk)?;
         if side.sends {
-            if side.position == 0 && !side.said.is_empty() {
-                memory::write_bytes(&side.chunks(&chunk, 0..side.said.len())?, &side.said)?;
+            if side.position == 0 && !side.header.is_empty() {
+                memory::write_bytes(&side.chunks(&chunk, 0..side.header.len())?, &side.header)?;
             }
             if let Some((own, there)) = data {
                 memory::copy(&there, &own);
@@ -268,6 +273,7 @@ impl Exchange {
         } else {
             &side.taken
         };
+        // Release store: the peer sees the chunk's content before the count.
         words::set(word, chunk.number + 1);
         side.position = chunk.range.end;
         doorbell::ring(&self.bells[side.peer]);
@@ -275,17 +281,17 @@ impl Exchange {
     }
 
     /// The peer's header, if its first chunk has arrived and it differs from the expected one.
-    fn other_said(&self, receives: &mut [Move], number: usize) -> Result<Other> {
+    fn unexpected_header(&self, receives: &mut [Move], number: usize) -> Result<UnexpectedHeader> {
         let side = &receives[number];
-        if side.position > 0 || side.said.is_empty() {
+        if side.position > 0 || side.header.is_empty() {
             return Ok(None);
         }
         let Some(chunk) = side.next()? else {
             return Ok(None);
         };
-        let mut said = vec![0; side.said.len()];
-        memory::read_bytes(&side.chunks(&chunk, 0..said.len())?, &mut said)?;
-        Ok((said != side.said).then_some((side.peer, said)))
+        let mut header = vec![0; side.header.len()];
+        memory::read_bytes(&side.chunks(&chunk, 0..header.len())?, &mut header)?;
+        Ok((header != side.header).then_some((side.peer, header)))
     }
 
     /// Combines one chunk of all peers with this rank's, once all have arrived and the target has been sent.
@@ -306,11 +312,12 @@ impl Exchange {
         let Some(first) = chunks.first() else {
             return Ok(false);
         };
+        // The target may alias data that is still to be sent.
         if sent.is_some_and(|sent| sent < first.range.end) {
             return Ok(false);
         }
         context.delay();
-        let head = sides.first().map_or(0, |side| side.said.len());
+        let head = sides.first().map_or(0, |side| side.header.len());
         let start = first.range.start.max(head);
         if start < first.range.end {
             let inside = start - first.range.start..first.range.end - first.range.start;
@@ -344,6 +351,7 @@ impl Move {
 
     /// Next chunk, if the peer has made it available.
     fn next(&self) -> Result<Option<Chunk>> {
+        // Acquire loads: the chunk's content is visible once its count is.
         let (posted, taken) = (words::load(&self.posted), words::load(&self.taken));
         let (number, ready) = if self.sends {
             (posted, posted.wrapping_sub(taken) < CHUNKS)
@@ -362,7 +370,7 @@ impl Move {
 
     /// Data of a chunk: this rank's memory, and the chunk's.
     fn data_of(&self, chunk: &Chunk) -> Result<Option<(DeviceSlice, DeviceSlice)>> {
-        let head = self.said.len();
+        let head = self.header.len();
         let (from, to) = (chunk.range.start.max(head), chunk.range.end);
         let Some(data) = self.data.as_ref().filter(|_| from < to) else {
             return Ok(None);
@@ -393,7 +401,7 @@ pub(super) fn aborted() -> Error {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::device::{AllocationKind, FaultSet, ReduceOp, Said};
+    use crate::device::{AllocationKind, CallHeader, FaultSet, ReduceOp};
     use crate::dtype::DType;
     use std::sync::Arc;
     use std::time::Duration;
@@ -433,14 +441,14 @@ mod tests {
         values.map(|bytes| i32::from_le_bytes(*bytes)).collect()
     }
 
-    fn said(exchange: &Exchange, told: u8) -> Vec<Said> {
+    fn headers(exchange: &Exchange, sent: u8) -> Vec<CallHeader> {
         let others = (0..exchange.world()).filter(|peer| *peer != exchange.rank);
-        let said = others.map(|peer| Said {
+        let all = others.map(|peer| CallHeader {
             peer,
-            told: vec![told; 112],
+            sent: vec![sent; 112],
             expected: vec![1; 112],
         });
-        said.collect()
+        all.collect()
     }
 
     #[test]
@@ -460,7 +468,7 @@ mod tests {
                         target: memory.clone(),
                     },
                 );
-                call.said = said(exchange, 1);
+                call.headers = headers(exchange, 1);
                 let limit = Deadline::after(Duration::from_secs(20));
                 assert_eq!(exchange.call(&context(), &call, Some(limit)).unwrap(), None);
                 let factor = (1..=world as i32).sum::<i32>();
@@ -476,7 +484,7 @@ mod tests {
             let peer = 1 - exchange.rank;
             let memory = memory_of(&[-1; 1000]);
             let call = RankCall {
-                said: said(exchange, if exchange.rank == 0 { 1 } else { 2 }),
+                headers: headers(exchange, if exchange.rank == 0 { 1 } else { 2 }),
                 sends: vec![(peer, memory_of(&[5; 1000]))],
                 receives: vec![(peer, memory.clone())],
                 reduction: None,
@@ -497,7 +505,7 @@ mod tests {
         ranks(2, |exchange| {
             if exchange.rank == 0 {
                 let call = RankCall {
-                    said: said(exchange, 1),
+                    headers: headers(exchange, 1),
                     ..RankCall::default()
                 };
                 let limit = Deadline::after(Duration::from_millis(50));

@@ -145,7 +145,10 @@ impl Values for DeviceSlice {
 }
 
 fn too_short() -> Error {
-    Error::new(ErrorKind::Internal, "what is combined is of one length")
+    Error::new(
+        ErrorKind::Internal,
+        "combined values must have the same length",
+    )
 }
 
 /// Combines sources of equal length element by element, in order: 8-bit and 16-bit floats in single

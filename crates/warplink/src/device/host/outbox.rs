@@ -126,7 +126,7 @@ mod tests {
     use std::sync::Arc;
 
     /// Produces a peer's address message from this rank's.
-    type Place = Box<dyn Fn(&[u8]) -> Vec<u8>>;
+    type AddressOf = Box<dyn Fn(&[u8]) -> Vec<u8>>;
 
     /// Joins as rank 0 of 2 with a peer that sends the address `place`, which may depend on this rank's, and
     /// then `failure`. Returns the result and what the peer received.
@@ -154,7 +154,7 @@ mod tests {
         let at = |descriptor: i32| {
             move |own: &[u8]| [&own[..20], &descriptor.to_le_bytes()[..]].concat()
         };
-        let places: [Place; 5] = [
+        let places: [AddressOf; 5] = [
             Box::new(|own| own.to_vec()),
             // A wrong token, with numbers that denote this rank's own outbox.
             Box::new(|own| [&[own[0] ^ 1], &own[1..]].concat()),

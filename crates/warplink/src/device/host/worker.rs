@@ -49,6 +49,7 @@ impl Worker {
 
     /// Pushes `operation`, even after a failure.
     pub(super) fn push(&self, operation: Operation) {
+        // Only an idle thread needs a wakeup, which saves system calls.
         let mut queue = lock(&self.shared.queue);
         queue.waiting.push_back(operation);
         queue.enqueued += 1;
@@ -85,15 +86,16 @@ impl Worker {
             self.check()?;
             if deadline.passed() {
                 let left = match end - queue.completed {
-                    1 => "one operation is left, which is under way".to_owned(),
-                    left => format!("{left} operations are left, the first of them under way"),
+                    1 => "one operation is left, in progress".to_owned(),
+                    left => format!("{left} operations are left, the first in progress"),
                 };
                 let help = format!(
-                    "check that every rank does what this one waits for, such as posting its part of a transfer: {left}"
+                    "check that every rank performs the operations that this one waits for, such as posting its end of a transfer: {left}"
                 );
                 let late = deadline.expired("the end of a stream's work");
                 return Err(late.with_operation("synchronize").with_help(help));
             }
+            // Short naps, since faults do not notify this condition.
             let nap = deadline.remaining().min(Duration::from_millis(10));
             queue.awaited = Some(queue.awaited.map_or(end, |other| other.min(end)));
             queue = self
@@ -103,6 +105,7 @@ impl Worker {
                 .unwrap_or_else(PoisonError::into_inner)
                 .0;
         }
+        // Work after an aborted wait must not be reported as done.
         drop(queue);
         self.check()?;
         self.shared.faults.done(place);
@@ -171,6 +174,7 @@ fn work(shared: &Shared, context: &Context) {
         };
         drop(queue);
         let mark = matches!(operation, Operation::Record { .. });
+        // After a failure only event records run, so that streams that wait for them end.
         if (mark || shared.failure.get().is_none())
             && let Err(error) = context.perform(&operation)
         {

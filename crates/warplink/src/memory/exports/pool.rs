@@ -96,6 +96,7 @@ impl Exports {
             if fitting.is_empty() || deadline.passed() {
                 return None;
             }
+            // A peer's notice or a completed stream may make a fitting allocation reusable.
             let waited = self.changed.wait_timeout(table, deadline.remaining());
             table = waited.unwrap_or_else(PoisonError::into_inner).0;
         }
@@ -105,6 +106,7 @@ impl Exports {
     /// meanwhile, even if it has entered again.
     pub(in crate::memory) fn streams_are_past(&self, numbers: PoolNumbers) {
         let mut table = lock(&self.table);
+        // The stay's number tells whether the allocation has been reused since.
         let entry = table.entries.get_mut(&numbers.generation);
         if let Some(pooled) = entry.and_then(|entry| entry.pooled.as_mut())
             && pooled.number == numbers.number
@@ -143,6 +145,7 @@ impl Exports {
         let (mut unwanted, mut freed) = (Vec::new(), Freed::default());
         let mut table = lock(&self.table);
         let limit = limit_from_now_on.unwrap_or(table.max_pooled_bytes);
+        // A limit of zero evicts everything; the lasting limit is restored below.
         table.max_pooled_bytes = 0;
         table.limit_pool(&mut unwanted, &mut freed);
         table.max_pooled_bytes = limit;
@@ -158,6 +161,7 @@ impl Table {
     pub(super) fn enter_pool(&mut self, generation: u64, region: u64) -> Option<EnteredPool> {
         let max = self.max_pooled_bytes;
         let entry = self.entries.get_mut(&generation)?;
+        // A larger allocation would evict the whole pool and then itself.
         entry.reusable.filter(|_| entry.bytes <= max)?;
         let backing = entry.regions.get(&region)?.backing.clone();
         self.pooled_so_far += 1;
@@ -188,6 +192,7 @@ impl Table {
         let Some(entry) = self.entries.get_mut(&generation) else {
             return Vec::new();
         };
+        // Set before any later check, so that no race can return it to the pool.
         entry.reusable = None;
         let region = entry.regions.values().next();
         let backing = region.map(|region| &region.backing);
@@ -223,6 +228,7 @@ impl Table {
         }) else {
             return Vec::new();
         };
+        // From here on it cannot be reused, even if its last peer unmaps it now.
         pooled.stage = Stage::Leaving;
         let number = pooled.number;
         self.pool.remove(&(bytes, number));

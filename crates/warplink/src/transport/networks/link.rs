@@ -1,7 +1,7 @@
 //! A network connection to a peer.
 
 use super::exposed::{ExposedMemory, reached};
-use super::{GONE, INBOUND, Networks, Told};
+use super::{GONE, GoneNotice, INBOUND, Networks};
 use crate::device::Fault;
 use crate::device::network::{NetworkConnection, NetworkRegion, RemoteMemory};
 use crate::error::{Error, ErrorKind, Rank, Result};
@@ -228,7 +228,7 @@ impl NetworkLink {
         if self.is_staged() {
             let Some((bytes, key)) = key.split_first_chunk() else {
                 let text = format!(
-                    "the peer's region is told in {} bytes; expected at least 8",
+                    "the peer's region message has {} bytes; expected at least 8",
                     key.len()
                 );
                 return Err(Error::new(ErrorKind::Protocol, text).with_peer(self.peer));
@@ -267,10 +267,10 @@ impl Drop for NetworkLink {
             }),
         };
         if let Err(error) = told {
-            tracing::debug!(%error, "a peer was not told that a connection is gone");
+            tracing::debug!(%error, "the end of a connection was not sent to the peer");
         }
         if let Some(exposed) = lock(&self.exposed).take() {
-            let told = Told::new(done, connection, &self.words);
+            let told = GoneNotice::new(done, connection, &self.words);
             self.networks.part(exposed, Some(told));
         }
     }
@@ -294,7 +294,7 @@ fn open_reached(
         Err(Error::new(ErrorKind::Protocol, text))
     });
     opened
-        .inspect_err(|error| tracing::debug!(%error, "what goes to the peer's region is staged"))
+        .inspect_err(|error| tracing::debug!(%error, "data for the peer's region is staged"))
         .map(Arc::new)
         .ok()
 }

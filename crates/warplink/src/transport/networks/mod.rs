@@ -48,18 +48,18 @@ pub(crate) struct Networks {
 /// A dropped end: its exposed memory and connection.
 struct Parting {
     exposed: ExposedMemory,
-    told: Option<Told>,
+    told: Option<GoneNotice>,
 }
 
 /// A connection over which the peer is notified that this end is gone.
-struct Told {
+struct GoneNotice {
     /// Whether the notification was delivered.
     done: Arc<AtomicBool>,
     _connection: Arc<dyn NetworkConnection>,
     _words: Arc<RemoteMemory>,
 }
 
-impl Told {
+impl GoneNotice {
     fn new(
         done: Arc<AtomicBool>,
         connection: &Arc<dyn NetworkConnection>,
@@ -146,7 +146,7 @@ impl Networks {
     }
 
     /// Keeps memory alive until its peer has stopped writing.
-    fn part(&self, exposed: ExposedMemory, told: Option<Told>) {
+    fn part(&self, exposed: ExposedMemory, told: Option<GoneNotice>) {
         lock(&self.parting).push(Parting { exposed, told });
     }
 

@@ -122,7 +122,7 @@ impl Carrier for StagedCarrier {
             self.fault.check()?;
             if deadline.passed() {
                 return Err(deadline
-                    .expired("the peer to take what was sent")
+                    .expired("the peer to receive the sent data")
                     .with_peer(self.peer));
             }
             std::thread::sleep(LOOK);

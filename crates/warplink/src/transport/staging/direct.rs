@@ -9,7 +9,7 @@
 //! outside the connection's regions, and regions without a key, are staged.
 
 use super::end::StagedEnd;
-use super::state::{Operation, State};
+use super::state::{EndState, Operation};
 use crate::device::channel::trigger::Movement;
 use crate::device::network::RemoteMemory;
 use crate::device::{At, DeviceSlice};
@@ -84,7 +84,7 @@ impl Direct {
     }
 }
 
-impl State {
+impl EndState {
     fn direct_front(&self) -> Option<Front> {
         let (movement, own, at) = match self.queue.front()? {
             Operation::Put { source, at } => (Movement::Put, source, *at),
@@ -104,12 +104,13 @@ impl State {
 impl StagedEnd {
     /// Starts direct operations at the front of the queue, up to the limit; returns whether the next one
     /// needs messages.
-    pub(super) fn begin_direct(&self, state: &mut State) -> Result<bool> {
+    pub(super) fn begin_direct(&self, state: &mut EndState) -> Result<bool> {
         while let Some(front) = state.direct_front() {
             if !state.direct.has_room() {
                 return Ok(false);
             }
             self.start_part(state, front)?;
+            // Bound the parts for each callback, so that completions are reported regularly.
             if state.direct.begun - state.direct.marked >= PARTS_PER_MARK {
                 self.mark(state)?;
             }
@@ -119,16 +120,17 @@ impl StagedEnd {
 
     /// Registers a completion callback for started parts, except those before messages that no answer waits
     /// for, which would wait twice.
-    pub(super) fn mark_direct(&self, state: &mut State) -> Result<()> {
+    pub(super) fn mark_direct(&self, state: &mut EndState) -> Result<()> {
         let answer = state.answers.front();
         let is_awaited = answer.is_some_and(|answer| answer.direct > state.direct.marked);
+        // Messages are sent after earlier parts complete, so they need a callback only if an answer waits.
         if state.leaving.is_empty() || is_awaited {
             self.mark(state)?;
         }
         Ok(())
     }
 
-    fn start_part(&self, state: &mut State, front: Front) -> Result<()> {
+    fn start_part(&self, state: &mut EndState, front: Front) -> Result<()> {
         let Front {
             movement,
             own,
@@ -136,6 +138,7 @@ impl StagedEnd {
             remote,
         } = front;
         let bytes = own.bytes().min(PART);
+        // Split long transfers, so that progress is observable.
         let (part, offset) = (own.slice(0..bytes)?, at.offset as usize);
         let connection = &self.parts.connection;
         match movement {
@@ -147,6 +150,7 @@ impl StagedEnd {
             state.queue.pop_front();
             return Ok(());
         }
+        // The remainder stays at the front, which preserves the order.
         let rest = own.slice(bytes..own.bytes())?;
         if let Some(
             Operation::Put {
@@ -163,7 +167,7 @@ impl StagedEnd {
         Ok(())
     }
 
-    fn mark(&self, state: &mut State) -> Result<()> {
+    fn mark(&self, state: &mut EndState) -> Result<()> {
         let direct = &mut state.direct;
         if direct.marked == direct.begun {
             return Ok(());

@@ -89,7 +89,9 @@ impl Message {
         };
         // Unused fields must be zero.
         if message.encode(number) != header {
-            return Err(malformed(format!("a message of kind {kind} says too much")));
+            return Err(malformed(format!(
+                "a message of kind {kind} has unexpected fields"
+            )));
         }
         Ok(message)
     }

@@ -18,11 +18,11 @@ const LONG: Duration = Duration::from_millis(200);
 /// Serves ends while there are any.
 #[derive(Default)]
 pub(crate) struct Service {
-    state: Mutex<State>,
+    state: Mutex<ServedEnds>,
 }
 
 #[derive(Default)]
-struct State {
+struct ServedEnds {
     ends: Vec<Weak<StagedEnd>>,
     thread: Option<JoinHandle<()>>,
     is_stopped: bool,
@@ -35,6 +35,7 @@ impl Service {
         state.ends.push(Arc::downgrade(end));
         let runs = state.thread.as_ref();
         if runs.is_some_and(|thread| !thread.is_finished()) {
+            // The running thread picks up the new end in its next iteration.
             return Ok(());
         }
         let own = self.clone();
@@ -59,6 +60,7 @@ impl Service {
         let mut state = lock(&self.state);
         state.is_stopped = true;
         let thread = state.thread.take();
+        // The thread takes the lock itself, so release it before joining.
         drop(state);
         if let Some(thread) = thread {
             thread.thread().unpark();
@@ -82,6 +84,7 @@ impl Service {
             } else if idle < BUSY {
                 std::thread::yield_now();
             } else {
+                // Nothing wakes the thread for arrivals, so sleep longer the longer nothing happened.
                 std::thread::park_timeout(NAPS[usize::from(idle > LONG)]);
             }
         }
@@ -90,6 +93,7 @@ impl Service {
     /// The ends; none if the thread should end.
     fn ends(&self) -> Option<Vec<Arc<StagedEnd>>> {
         let mut state = lock(&self.state);
+        // Only weak references are kept, so that dropped ends disappear.
         let mut ends: Vec<_> = state.ends.iter().filter_map(Weak::upgrade).collect();
         ends.retain(|end| !end.is_over());
         state.ends = ends.iter().map(Arc::downgrade).collect();

@@ -1,4 +1,4 @@
-//! State of an end: queued operations and progress.
+//! EndState of an end: queued operations and progress.
 
 use super::direct::Direct;
 use super::message::{Message, malformed};
@@ -31,7 +31,7 @@ pub(super) enum Operation {
 }
 
 #[derive(Default)]
-pub(super) struct State {
+pub(super) struct EndState {
     /// This rank's regions, by number.
     pub(super) regions: Vec<Option<DeviceSlice>>,
     pub(super) queue: VecDeque<Operation>,
@@ -76,7 +76,7 @@ pub(super) struct Answer {
     pub(super) value: u64,
 }
 
-impl State {
+impl EndState {
     /// Changes with every progress.
     pub(super) fn progress(&self) -> [u64; 9] {
         [
@@ -115,6 +115,7 @@ impl State {
         &mut self,
         chunk_bytes: u64,
     ) -> Result<Option<(Message, Option<DeviceSlice>)>> {
+        // Answer the peer's gets before sending own operations, so that both directions progress.
         if let Some((id, request)) = self.requests.front_mut() {
             let bytes = chunk_bytes.min(request.left.bytes() as u64);
             let (id, offset) = (*id, request.done);
@@ -123,6 +124,7 @@ impl State {
                 self.requests.pop_front();
             }
             return Ok(Some((Message::Got { id, offset, bytes }, Some(source))));
+            // A partial put keeps its place at the front of the queue.
         }
         let (message, payload) = match self.queue.front_mut() {
             Some(Operation::Put { source, at }) => {
@@ -136,6 +138,7 @@ impl State {
                 }
                 (message, Some(part))
             }
+            // Beyond the limit a get waits in the queue, and with it everything after it.
             Some(Operation::Get { target, at }) if self.gets.len() < MAX_GETS => {
                 let (id, left) = (self.next_get, target.clone());
                 let bytes = left.bytes() as u64;

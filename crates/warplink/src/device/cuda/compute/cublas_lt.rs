@@ -248,7 +248,7 @@ impl Preference {
         let mut raw = std::ptr::null_mut();
         // SAFETY: `raw` is an output parameter for one preference.
         let code = unsafe { (library.cublasLtMatmulPreferenceCreate)(&mut raw) };
-        library.check(code, "say what an algorithm may use")?;
+        library.check(code, "set the constraints of an algorithm")?;
         Ok(Self { library, raw })
     }
 
@@ -262,7 +262,8 @@ impl Preference {
                 size_of::<T>(),
             )
         };
-        self.library.check(code, "say what an algorithm may use")
+        self.library
+            .check(code, "set the constraints of an algorithm")
     }
 }
 

@@ -76,10 +76,10 @@ const MAX_UNBORROWED: usize = 4;
 
 /// Scratch memory of a device's streams.
 #[derive(Default)]
-pub(crate) struct Workspaces(Mutex<State>);
+pub(crate) struct Workspaces(Mutex<Buffers>);
 
 #[derive(Default)]
-struct State {
+struct Buffers {
     /// By stream key.
     streams: HashMap<u64, Pieces>,
     uses: u64,
@@ -182,7 +182,7 @@ impl Workspaces {
     }
 }
 
-impl State {
+impl Buffers {
     fn take(&mut self, which: impl Fn(u64) -> bool) -> Vec<Workspace> {
         let taken = self.streams.extract_if(|key, _| which(*key));
         taken.flat_map(|(_, pieces)| pieces.all).collect()

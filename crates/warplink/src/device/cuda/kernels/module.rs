@@ -308,7 +308,7 @@ impl Function {
             let mut answer = 0;
             // SAFETY: `answer` is an output parameter for one integer; the function lives as long as `self`.
             let code = unsafe { (driver.cuFuncGetAttribute)(&mut answer, which, self.raw) };
-            driver.check(code, "ask what a kernel takes")?;
+            driver.check(code, "query a kernel's resources")?;
             *value = u32::try_from(answer).unwrap_or(0);
         }
         Ok(values)

@@ -213,13 +213,13 @@ impl Compiler {
         let mut bytes = 0;
         // SAFETY: `bytes` is an output parameter for one size.
         let code = unsafe { (self.nvrtcGetCUBINSize)(program.raw, &mut bytes) };
-        self.check(code, "take a kernel's machine code")?;
+        self.check(code, "get a kernel's machine code")?;
         let mut image = vec![0_u8; bytes];
         // SAFETY: `image` has as many bytes as the compiler said that it writes.
         let code = unsafe { (self.nvrtcGetCUBIN)(program.raw, image.as_mut_ptr().cast()) };
-        self.check(code, "take a kernel's machine code")?;
+        self.check(code, "get a kernel's machine code")?;
         if image.is_empty() {
-            let text = format!("NVRTC made no machine code of {name} for {architecture}");
+            let text = format!("NVRTC produced no machine code for {name} on {architecture}");
             return Err(Error::new(ErrorKind::Driver, text)
                 .with_help("name a real architecture, such as sm_90"));
         }

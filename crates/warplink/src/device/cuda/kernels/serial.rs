@@ -135,10 +135,10 @@ impl KernelGraph {
         // SAFETY: `made.node` is an output parameter for one node, which depends on no other; the driver copies the
         // parameters, of which there are as many as the kernel has, each of its length.
         let code = unsafe { add(&mut made.node, made.graph, std::ptr::null(), 0, &params) };
-        driver.check(code, "make a graph of a kernel")?;
+        driver.check(code, "add a kernel to a graph")?;
         // SAFETY: `made.exec` is an output parameter for one graph; no flags.
         let code = unsafe { (driver.cuGraphInstantiateWithFlags)(&mut made.exec, made.graph, 0) };
-        driver.check(code, "make a graph ready to launch")?;
+        driver.check(code, "instantiate a graph")?;
         // Upload now, so that the first launch does not pay for it.
         let stream = RawStream::create(context, false)?;
         // SAFETY: the graph was made just now, and the stream is of its context.

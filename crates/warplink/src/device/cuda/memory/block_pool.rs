@@ -17,12 +17,12 @@ pub(crate) struct Block {
 /// The freed blocks of a GPU. It does not call the driver: callers free or use the blocks that they take.
 #[derive(Debug)]
 pub(crate) struct BlockPool {
-    state: Mutex<State>,
+    state: Mutex<Blocks>,
     max_bytes: usize,
 }
 
 #[derive(Debug, Default)]
-struct State {
+struct Blocks {
     // Block addresses, keyed by size and order of insertion.
     blocks: BTreeMap<(usize, u64), u64>,
     count: u64,
@@ -86,7 +86,7 @@ impl BlockPool {
     }
 }
 
-impl State {
+impl Blocks {
     fn shrink(&mut self, max_bytes: usize) -> Vec<Block> {
         let mut bytes: usize = self.blocks.keys().map(|(bytes, _)| bytes).sum();
         let mut taken = Vec::new();

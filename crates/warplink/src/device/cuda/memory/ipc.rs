@@ -79,6 +79,7 @@ impl IpcMapping {
         loop {
             match states.entry(key) {
                 Entry::Vacant(vacant) => {
+                    // Reserves the key before the lock is released, so that the handle is opened once.
                     vacant.insert(MappingState::Busy);
                     break;
                 }
@@ -90,6 +91,7 @@ impl IpcMapping {
                         // Being dropped; its destructor will mark it unused.
                     }
                     MappingState::Unused(extent) => {
+                        // Reuse: cancels the pending close, which checks the entry first.
                         let mapping = Arc::new(Self::at(gpu, key, extent.address, extent.bytes));
                         state.insert(MappingState::Open(Arc::downgrade(&mapping)));
                         return Ok(mapping);
@@ -178,6 +180,7 @@ impl Drop for IpcMapping {
         table().changed.notify_all();
         self.gpu.reaper.run(move |context| {
             let mut states = lock(&table().states);
+            // Reopened meanwhile, possibly at the same address: then this close is obsolete.
             if !matches!(states.get(&key), Some(MappingState::Unused(unused)) if *unused == extent)
             {
                 return;

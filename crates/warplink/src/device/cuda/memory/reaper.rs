@@ -36,12 +36,12 @@ const CLOSING: Duration = Duration::from_secs(2);
 pub(crate) struct Reaper(Arc<Shared>);
 
 struct Shared {
-    state: Mutex<State>,
+    state: Mutex<Jobs>,
     changed: Condvar,
 }
 
 #[derive(Default)]
-struct State {
+struct Jobs {
     /// In order of submission.
     jobs: VecDeque<Job>,
     /// Number of jobs submitted and completed.
@@ -115,6 +115,7 @@ impl Reaper {
         if state.done >= given {
             return true;
         }
+        // Keep the latest limit of all waiting callers.
         state.urgent_until = state.urgent_until.max(Some(until));
         self.0.changed.notify_all();
         let limit = until.saturating_duration_since(Instant::now());
@@ -129,6 +130,7 @@ impl Reaper {
     pub(crate) fn stop(&self) {
         let mut state = lock(&self.0.state);
         state.stopped = true;
+        // Delay enqueue calls for a while, so that the device's resources are freed soon.
         state.urgent_until = state.urgent_until.max(Some(Instant::now() + CLOSING));
         drop(state);
         self.0.changed.notify_all();
@@ -160,12 +162,14 @@ impl Shared {
                 // Check the jobs whatever ended the wait.
                 if !state.stopped {
                     drop(self.changed.wait(state));
+                // No other handle can submit jobs any more.
                 } else if Arc::strong_count(self) == 1 {
                     return;
                 } else {
                     drop(self.changed.wait_timeout(state, max_interval));
                 }
             } else {
+                // Exponential backoff; with urgency, a fixed pause between attempts to close the gate.
                 let pause = if urgent { REST } else { interval };
                 drop(self.changed.wait_timeout(state, pause));
                 interval = max_interval.min(2 * interval);
@@ -178,6 +182,7 @@ impl Shared {
         let mut awaited = std::mem::take(&mut lock(&self.state).uses);
         let past: Vec<Awaited> = awaited
             .extract_if(.., |awaited| {
+                // An empty list of uses is complete.
                 awaited.uses.retain_mut(|pending| !pending.is_past());
                 awaited.uses.is_empty()
             })
@@ -213,6 +218,7 @@ impl Shared {
         if idle {
             return false;
         }
+        // Keeps the gate closed during the driver calls below.
         let Some(_closed) = moment_without_work(urgent) else {
             return false;
         };
@@ -220,6 +226,7 @@ impl Shared {
             return false;
         };
         let _relaxed = context.relax_capture();
+        // Bounded, since enqueue calls are delayed meanwhile.
         let until = Instant::now() + MAX_MOMENT;
         while Instant::now() < until {
             let Some(job) = lock(&self.state).jobs.pop_front() else {
@@ -240,7 +247,7 @@ impl Shared {
     }
 }
 
-impl State {
+impl Jobs {
     fn is_urgent(&self) -> bool {
         self.urgent_until
             .is_some_and(|until| Instant::now() < until)
@@ -249,11 +256,13 @@ impl State {
 
 /// Closes the gate if no stream has work. If `urgent`, also waits briefly for streams to drain.
 fn moment_without_work(urgent: bool) -> Option<Closed<'static>> {
+    // Without urgency, do not delay anyone: only use periods that are idle anyway.
     if !urgent && !all_done() {
         return None;
     }
     let closed = GATE.close()?;
     let until = Instant::now() + MAX_HOLD;
+    // Work enqueued before the gate closed must still complete.
     while !all_done() {
         if !urgent || Instant::now() > until {
             return None;

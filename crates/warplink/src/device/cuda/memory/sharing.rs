@@ -73,7 +73,7 @@ fn mapped_descriptor(gpu: &Gpu, address: u64) -> Result<OwnedFd> {
             .with_operation("export device memory")
             .with_device(gpu.name())
             .with_code(error.code().unwrap_or_default())
-            .with_help("memory of a stream-ordered pool (cudaMallocAsync) cannot be shared unless its pool was made for it; use cudaMalloc, or PyTorch's own allocator")
+            .with_help("memory of a stream-ordered pool (cudaMallocAsync) cannot be shared unless its pool was created as shareable; use cudaMalloc, or PyTorch's own allocator")
     })
 }
 

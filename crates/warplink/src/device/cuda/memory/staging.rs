@@ -63,7 +63,7 @@ impl Staging {
             // The GPU may still access the buffer, and waiting for it could hang, so leak it.
             std::mem::forget(buffer);
             tracing::warn!(
-                "a pinned buffer is leaked, since a copy that was given up may still use it"
+                "a pinned buffer is leaked, since a copy that timed out may still use it"
             );
             return None;
         }

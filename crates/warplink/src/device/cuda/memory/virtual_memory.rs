@@ -136,7 +136,7 @@ impl VirtualMemory {
                 if error.code() == Some(status::INVALID_VALUE.into()) {
                     Error::new(
                         ErrorKind::InvalidHandle,
-                        format!("the peer's allocation is smaller than expected: a piece says {bytes} bytes"),
+                        format!("the peer's allocation is smaller than expected: a piece has {bytes} bytes according to its owner"),
                     )
                     .with_operation("map a peer's memory")
                     .with_code(status::INVALID_VALUE.into())
@@ -304,7 +304,7 @@ fn export(gpu: &Gpu, handle: CUmemGenericAllocationHandle) -> Result<OwnedFd> {
         )
     };
     gpu.context.driver.check(code, "export memory by descriptor").map_err(|error| {
-        error.with_help("memory must be allocated as shareable by descriptor; in PyTorch, expandable segments are unless they were made for fabric handles")
+        error.with_help("memory must be allocated as shareable by descriptor; in PyTorch, expandable segments are unless they use fabric handles")
     })?;
     if descriptor < 0 {
         return Err(

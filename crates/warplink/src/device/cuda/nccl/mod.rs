@@ -131,7 +131,7 @@ impl Nccl {
         };
         // SAFETY: `id` is an output parameter for one id.
         let code = unsafe { (self.ncclGetUniqueId)(&mut id) };
-        self.check(code, "make an id for NCCL")?;
+        self.check(code, "create an NCCL id")?;
         Ok(id.internal.map(|byte| byte as u8))
     }
 }
@@ -162,7 +162,7 @@ pub(super) struct NcclComm {
 
 /// Rank, world and device of a communicator.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Place {
+pub(super) struct Membership {
     pub(super) rank: usize,
     pub(super) world: usize,
     pub(super) ordinal: usize,
@@ -217,7 +217,7 @@ impl NcclComm {
         nccl: &'static Nccl,
         context: &Arc<Context>,
         communicator: VendorCommunicator,
-    ) -> Result<(Self, Place)> {
+    ) -> Result<(Self, Membership)> {
         let raw = communicator.as_raw();
         if raw.is_null() {
             return Err(
@@ -241,7 +241,7 @@ impl NcclComm {
                 .with_operation("adopt a communicator")
             })
         };
-        let place = Place {
+        let place = Membership {
             rank: ask(nccl.ncclCommUserRank)?,
             world: ask(nccl.ncclCommCount)?,
             ordinal: ask(nccl.ncclCommCuDevice)?,

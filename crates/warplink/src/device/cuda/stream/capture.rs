@@ -40,7 +40,7 @@ impl Capture {
                 &mut count,
             )
         };
-        driver.check(code, "ask what a stream records")?;
+        driver.check(code, "query a stream's capture")?;
         if state == CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE as c_int {
             return Ok(None);
         }
@@ -70,9 +70,17 @@ impl Capture {
         };
         let item = Box::into_raw(Box::new(item));
         let mut object = std::ptr::null_mut();
-        // SAFETY: `object` is an output parameter for one object, which has one reference; `let_go_of` expects
+        // SAFETY: `object` is an output parameter for one object, which has one reference; `release_item` expects
         // what `item` points to.
-        let code = unsafe { create(&mut object, item.cast(), Some(let_go_of), 1, NOBODY_WAITS) };
+        let code = unsafe {
+            create(
+                &mut object,
+                item.cast(),
+                Some(release_item),
+                1,
+                NOBODY_WAITS,
+            )
+        };
         if let Err(error) = driver.check(code, "have a graph keep memory") {
             // SAFETY: the driver did not take it over.
             drop(unsafe { Box::from_raw(item) });
@@ -90,7 +98,7 @@ impl Capture {
 }
 
 /// Destructor callback for [`Capture::keep`], called by the driver when the last reference is gone.
-unsafe extern "C" fn let_go_of(item: *mut c_void) {
+unsafe extern "C" fn release_item(item: *mut c_void) {
     // SAFETY: `Capture::keep` made it of such a box, and the driver calls this once.
     drop(unsafe { Box::from_raw(item.cast::<Box<dyn Any + Send>>()) });
 }

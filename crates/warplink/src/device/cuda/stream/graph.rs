@@ -69,7 +69,7 @@ impl CudaGraph {
             tracing::warn!(code = destroyed, "a recorded graph was not destroyed");
         }
         driver.check(counted, "count a graph's operations")?;
-        driver.check(code, "make a graph ready to launch")?;
+        driver.check(code, "instantiate a graph")?;
         // Upload now, so that the first launch does not pay for it.
         // SAFETY: the graph was made just now; the caller vouches for the stream.
         let code = unsafe { (driver.cuGraphUpload)(exec.0, stream) };

@@ -38,7 +38,7 @@ const RETIREMENT: Duration = Duration::from_secs(1);
 const HELD_UP_ROUNDS: u32 = 10;
 
 #[derive(Default)]
-struct State {
+struct SignalPages {
     /// Live pages by address.
     pages: HashMap<u64, Page>,
     /// Pages about to be freed, whose outstanding waits must be aborted first.
@@ -75,7 +75,7 @@ type UnderWay = [HashSet<u64>; 2];
 const OWN: usize = 0;
 const OTHER: usize = 1;
 
-impl State {
+impl SignalPages {
     /// Adds a fault; returns whether it is new.
     fn note(&mut self, fault: &Arc<Fault>) -> bool {
         self.faults.retain(|known| known.strong_count() > 0);
@@ -130,7 +130,7 @@ impl State {
 /// Live signal pages of a device, and the thread that aborts waits for them.
 #[derive(Default)]
 pub(crate) struct Signals {
-    state: Mutex<State>,
+    state: Mutex<SignalPages>,
     changed: Condvar,
 }
 
@@ -139,6 +139,7 @@ impl Signals {
     /// resources.
     pub(crate) fn start(context: &Arc<Context>, reaper: &Reaper) -> Result<Arc<Self>> {
         let signals = Arc::new(Self::default());
+        // High priority, and created in advance: creating a stream after a failure could block.
         let stream = RawStream::create(context, true)?;
         let mut buffer = Pinned::allocate(context, BUFFER)?;
         let words = POISON.to_ne_bytes().repeat(BUFFER / size_of::<u64>());
@@ -172,6 +173,7 @@ impl Signals {
         let is_new = state.note(fault);
         drop(state);
         if is_new {
+            // Only once for each fault, however many pages it has.
             fault.when_raised(self, |signals| {
                 if let Some(signals) = signals.upgrade() {
                     signals.wake();
@@ -197,6 +199,7 @@ impl Signals {
         let mut state = lock(&self.state);
         let Some(Page { bytes, .. }) = state.pages.remove(&address) else {
             drop(state);
+            // Unknown page: nothing can wait for it.
             return then();
         };
         let page = Retiring {
@@ -251,11 +254,13 @@ impl Poisoner {
                 tracing::warn!(%error, "waits in streams may not end");
             }
             if !finished.is_empty() {
+                // Callbacks may retire further pages, which takes the lock.
                 drop(state);
                 finished.into_iter().for_each(|then| then());
                 state = lock(&signals.state);
                 continue;
             }
+            // While waits must be aborted, repeat the writes: released streams may wait again.
             state = if !state.wanted().is_empty() {
                 signals
                     .changed
@@ -276,7 +281,7 @@ impl Poisoner {
     }
 
     /// Enqueues the requested writes, and returns the callbacks of pages whose last write is complete.
-    fn serve(&mut self, state: &mut State, finished: &mut Vec<Then>) -> Result<()> {
+    fn serve(&mut self, state: &mut SignalPages, finished: &mut Vec<Then>) -> Result<()> {
         let looked = self.look();
         *finished = state.take_finished(&self.under_way, looked.is_err());
         let is_idle = looked?;
@@ -286,6 +291,7 @@ impl Poisoner {
         }
         state.note_round();
         let until = Instant::now() + PERIOD;
+        // A page to be freed is urgent, so poll for its write for a while.
         while !state.retiring.is_empty() && Instant::now() < until {
             let looked = self.look();
             finished.extend(state.take_finished(&self.under_way, looked.is_err()));
@@ -337,6 +343,7 @@ impl Poisoner {
         };
         let mut round = None;
         let written = other.with(|stream| {
+            // Recorded only if the second stream was idle, i.e. the write was attempted.
             round = Some(pages.keys().copied().collect());
             self.write(pages, stream)
         });
@@ -374,7 +381,7 @@ mod tests {
 
     #[test]
     fn a_fault_of_many_pages_is_listened_to_once() {
-        let mut state = State::default();
+        let mut state = SignalPages::default();
         let [first, second] = [(); 2].map(|()| Arc::new(Fault::default()));
         let noted = [&first, &first, &second, &first].map(|fault| state.note(fault));
         assert_eq!(noted, [true, false, true, false]);

@@ -361,7 +361,7 @@ impl Drop for Engine {
             let ranks: Vec<Rank> = self.peers.values().map(Peer::rank).collect();
             tracing::warn!(
                 ?ranks,
-                "UCX did not give up what was under way, and is left as it is"
+                "UCX did not abort operations in flight, and is leaked"
             );
             self.peers.drain().for_each(|(_, peer)| peer.leave());
             std::mem::forget(std::mem::take(&mut self.memories));

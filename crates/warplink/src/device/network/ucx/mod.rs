@@ -347,7 +347,7 @@ impl NetworkConnection for UcxConnection {
             })
             .map_err(|error| match error.kind() {
                 ErrorKind::Timeout => deadline
-                    .expired("the peer to take what was sent")
+                    .expired("the peer to receive the sent data")
                     .with_operation("flush")
                     .with_help(UNREACHED),
                 _ => error,

@@ -355,7 +355,7 @@ impl Peer {
             self.fail_with(
                 Error::new(ErrorKind::InvalidArgument, text)
                     .with_peer(self.rank)
-                    .with_help("register memory of the device, and keep that until what uses it is flushed"),
+                    .with_help("register device memory, and keep the registration until operations on it are flushed"),
             );
             return None;
         }

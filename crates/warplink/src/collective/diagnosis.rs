@@ -1,7 +1,7 @@
 //! Diagnosis of calls that do not complete or that differ between ranks.
 
+use super::comparison::{CallComparison, PATIENCE, QueryResult};
 use super::fused::describe;
-use super::witness::{Answered, PATIENCE, Witness};
 use super::{Collectives, Inner};
 use crate::deadline::Deadline;
 use crate::device::{InUse, Priority};
@@ -13,13 +13,13 @@ use std::sync::{Arc, Mutex, Weak};
 use std::time::Duration;
 
 /// Long enough for a stream to pass completed work.
-const A_MOMENT: Duration = Duration::from_millis(200);
+const COMPLETION_CHECK: Duration = Duration::from_millis(200);
 
 /// Registry of a communicator's joined collectives.
 #[derive(Debug, Default)]
-pub(crate) struct Known(Mutex<Vec<Weak<InUse<Inner>>>>);
+pub(crate) struct JoinedCollectives(Mutex<Vec<Weak<InUse<Inner>>>>);
 
-impl Known {
+impl JoinedCollectives {
     pub(crate) fn add(&self, collectives: &Collectives) {
         let mut all = lock(&self.0);
         all.retain(|one| one.strong_count() > 0);
@@ -34,8 +34,8 @@ impl Known {
     /// too early. Does not block.
     pub(crate) fn tell(&self) -> Option<Duration> {
         let all = self.all();
-        let witnesses = all.iter().filter_map(|one| one.witness());
-        witnesses.filter_map(Witness::tell).max()
+        let comparisons = all.iter().filter_map(|one| one.comparison());
+        comparisons.filter_map(CallComparison::tell).max()
     }
 
     /// Engine calls that differ, when a failure of another rank or of the library ended a wait. Queries other
@@ -43,8 +43,8 @@ impl Known {
     pub(crate) fn explain_failure(&self) -> Option<Error> {
         let all = self.all();
         let until = Deadline::after(PATIENCE);
-        let witnesses = all.iter().filter_map(|one| one.witness());
-        let mut asked = witnesses.filter_map(|witness| witness.ask(until).mismatch());
+        let comparisons = all.iter().filter_map(|one| one.comparison());
+        let mut asked = comparisons.filter_map(|comparison| comparison.ask(until).mismatch());
         asked.next()
     }
 
@@ -59,7 +59,10 @@ impl Known {
     /// Fails if a kernel or another rank has detected different calls.
     pub(crate) fn check_agreement(&self) -> Result<()> {
         for collectives in self.all() {
-            if let Some(error) = collectives.witness().and_then(Witness::disagreement) {
+            if let Some(error) = collectives
+                .comparison()
+                .and_then(CallComparison::disagreement)
+            {
                 collectives.context.fault.fail(error.clone());
                 return Err(error);
             }
@@ -89,7 +92,7 @@ impl Known {
                     "in a collective, the peer has its data in memory that this rank has let go of; expected memory \
                      that all ranks reach"
                         .to_owned(),
-                    "keep what a graph was recorded with, and record graphs anew where they use other memory",
+                    "keep the memory of a graph alive, and record the graph again if its memory changes",
                 ),
             };
             let error = Error::new(ErrorKind::Mismatch, text)
@@ -115,7 +118,7 @@ fn awaited(collectives: &Inner) -> Option<Error> {
     let called = last_call(collectives);
     let error = Error::new(
         ErrorKind::Timeout,
-        format!("a rank has not come to a collective that this rank is in{called}"),
+        format!("a rank has not arrived at a collective that this rank is in{called}"),
     );
     Some(
         error
@@ -127,42 +130,42 @@ fn awaited(collectives: &Inner) -> Option<Error> {
 
 impl Inner {
     /// Call comparison, if the engine is used.
-    fn witness(&self) -> Option<&Witness> {
-        Some(&self.path.joined_engine()?.witness)
+    fn comparison(&self) -> Option<&CallComparison> {
+        Some(&self.path.joined_engine()?.comparison)
     }
 }
 
 /// Error of a timed-out wait for engine calls outside graphs. The library does not report whom it waits for,
 /// so query the other ranks.
 fn unfinished(collectives: &Inner) -> Option<Error> {
-    let witness = collectives.witness()?;
+    let comparison = collectives.comparison()?;
     let behind = || {
         let stream = collectives.context.device.create_stream(Priority::Normal)?;
         collectives.turns.precede(&stream)?;
-        stream.synchronize(Deadline::after(A_MOMENT))
+        stream.synchronize(Deadline::after(COMPLETION_CHECK))
     };
     // Success means that all is done.
     if behind().err()?.kind() != ErrorKind::Timeout {
         return None;
     }
     let called = last_call(collectives);
-    let told = |found: &str, help: &'static str| {
+    let unfinished = |found: &str, help: &'static str| {
         let text = format!("a call of the vendor's library is not done{found}{called}");
         Error::new(ErrorKind::Timeout, text)
             .with_operation("synchronize")
             .with_help(help)
     };
-    Some(match witness.ask(Deadline::after(PATIENCE)) {
-        Answered::Mismatch(error) => {
+    Some(match comparison.ask(Deadline::after(PATIENCE)) {
+        QueryResult::Mismatch(error) => {
             collectives.context.fault.fail(error.clone());
             error
         }
-        Answered::Missing { first, text } => told(
+        QueryResult::Missing { first, text } => unfinished(
             &format!(": {text}"),
             "make the same calls in the same order on every rank",
         )
         .with_peer(first),
-        Answered::Nothing => told(
+        QueryResult::Nothing => unfinished(
             "",
             "look at what its stream waits for on each rank, and order launches of graphs alike; no rank is known that \
              has made fewer calls",
@@ -185,8 +188,8 @@ fn awaited_message(collectives: &Inner) -> Option<Error> {
     let awaited = lines.awaited(&*collectives.context.device);
     let (peer, direction) = awaited.ok().flatten()?;
     let text = match direction {
-        Direction::Send => "the peer has not come to the receive of what this rank sends",
-        Direction::Receive => "the peer has not come to the send of what this rank receives",
+        Direction::Send => "the peer has not posted the receive for this rank's send",
+        Direction::Receive => "the peer has not posted the send for this rank's receive",
     };
     let error = Error::new(ErrorKind::Timeout, text);
     Some(

@@ -36,23 +36,23 @@ const MAX_ASKED: usize = 128;
 const MAX_LISTED: usize = 8;
 
 /// This rank's calls, and statements of other ranks.
-pub(super) struct Witness {
+pub(super) struct CallComparison {
     group: Arc<Group>,
     fault: Arc<Fault>,
-    state: Mutex<State>,
+    state: Mutex<Statements>,
 }
 
 #[derive(Default)]
-struct State {
+struct Statements {
     record: Record,
     /// Latest statement of each rank.
     statements: BTreeMap<Rank, Statement>,
     /// Time and call count of the last unsolicited statement.
-    told: Option<(Instant, u64)>,
+    sent: Option<(Instant, u64)>,
 }
 
 /// Result of a query.
-pub(super) enum Answered {
+pub(super) enum QueryResult {
     /// Calls differ.
     Mismatch(Error),
     /// These ranks have made fewer calls, or do not answer.
@@ -61,7 +61,7 @@ pub(super) enum Answered {
     Nothing,
 }
 
-impl State {
+impl Statements {
     /// Keeps a statement of `by` until this rank has made as many calls.
     fn keep(&mut self, by: Rank, theirs: Statement) {
         if theirs.made > self.record.settled() {
@@ -70,7 +70,7 @@ impl State {
     }
 }
 
-impl Answered {
+impl QueryResult {
     /// The error of differing calls.
     pub(super) fn mismatch(self) -> Option<Error> {
         match self {
@@ -80,7 +80,7 @@ impl Answered {
     }
 }
 
-impl Witness {
+impl CallComparison {
     pub(super) fn new(group: &Arc<Group>, fault: &Arc<Fault>) -> Arc<Self> {
         let own = Arc::new(Self {
             group: group.clone(),
@@ -88,6 +88,7 @@ impl Witness {
             state: Mutex::default(),
         });
         let respondent: Arc<dyn Respondent> = own.clone();
+        // Answers come from the store's threads, even while the application is blocked.
         group.respond(Arc::downgrade(&respondent));
         own
     }
@@ -113,20 +114,22 @@ impl Witness {
         let statement = {
             let mut state = lock(&self.state);
             let made = state.record.settled();
-            let (told_at, told) = state.told.unzip();
-            let told = told.unwrap_or(0);
-            if world < 2 || told >= made {
+            let (sent_at, sent) = state.sent.unzip();
+            let sent = sent.unwrap_or(0);
+            // Nothing new since the last statement.
+            if world < 2 || sent >= made {
                 return None;
             }
             let now = Instant::now();
             let interval = INTERVAL + INTERVAL_PER_RANK * world as u32;
-            if let Some(next) = told_at.map(|told_at| told_at + interval)
+            // Rate limit: the store relays the statements of all ranks.
+            if let Some(next) = sent_at.map(|sent_at| sent_at + interval)
                 && now < next
             {
                 return Some(next - now);
             }
-            state.told = Some((now, made));
-            state.record.statement(made, made - told)
+            state.sent = Some((now, made));
+            state.record.statement(made, made - sent)
         };
         let next = following(rank, world, MAX_TOLD);
         self.group.tell(&next, &statement.to_bytes());
@@ -136,7 +139,7 @@ impl Witness {
     /// Error if another rank has stated a different call of the same number. Does not block.
     pub(super) fn disagreement(&self) -> Option<Error> {
         let mut state = lock(&self.state);
-        let State {
+        let Statements {
             record, statements, ..
         } = &mut *state;
         let mut told = statements.iter();
@@ -147,16 +150,18 @@ impl Witness {
     }
 
     /// Queries other ranks for their calls. Blocks until all live ones have answered, up to `deadline`.
-    pub(super) fn ask(&self, deadline: Deadline) -> Answered {
+    pub(super) fn ask(&self, deadline: Deadline) -> QueryResult {
         let (rank, world) = (self.group.rank(), self.group.world());
         let own = {
             let state = lock(&self.state);
             state.record.statement(u64::MAX, ASKED)
         };
+        // A rank without calls has nothing to compare.
         if own.made == 0 {
-            return Answered::Nothing;
+            return QueryResult::Nothing;
         }
         let asked = following(rank, world, MAX_ASKED);
+        // Unlocked: answering ranks may query this one at the same time.
         let answers = self.group.ask(&asked, &own.to_bytes(), deadline);
         let read = |(peer, words): &(Rank, Vec<u8>)| Some((*peer, Statement::from_bytes(words)?));
         let answers: BTreeMap<Rank, Statement> = answers.iter().filter_map(read).collect();
@@ -172,7 +177,7 @@ impl Witness {
         let own = state.record.statement(u64::MAX, MAX_STATED);
         drop(state);
         self.group.tell(&peers, &own.to_bytes());
-        Answered::Mismatch(self.mismatch(*peer, difference))
+        QueryResult::Mismatch(self.mismatch(*peer, difference))
     }
 
     /// Error of a call that differs from that of `peer`.
@@ -196,8 +201,9 @@ impl Witness {
     }
 }
 
-impl Respondent for Witness {
+impl Respondent for CallComparison {
     fn asked(&self, by: Rank, words: &[u8]) -> Vec<u8> {
+        // A malformed statement is ignored, like no answer.
         let Some(theirs) = Statement::from_bytes(words) else {
             return Vec::new();
         };
@@ -208,6 +214,7 @@ impl Respondent for Witness {
             None => ASKED,
         };
         let answer = state.record.statement(theirs.made, count);
+        // Kept until this rank has made the same calls.
         state.keep(by, theirs);
         answer.to_bytes()
     }
@@ -222,6 +229,7 @@ impl Respondent for Witness {
             state.keep(by, theirs);
             found
         };
+        // The peer has located the difference; fail this rank's communicator as well.
         if let Some(difference) = found {
             self.fault.fail(self.mismatch(by, &difference));
         }
@@ -235,7 +243,7 @@ fn following(rank: Rank, world: usize, most: usize) -> Vec<Rank> {
 }
 
 /// Ranks with the fewest calls, if fewer than this rank has made; else those that did not answer.
-fn missing(record: &Record, asked: &[Rank], answers: &BTreeMap<Rank, Statement>) -> Answered {
+fn missing(record: &Record, asked: &[Rank], answers: &BTreeMap<Rank, Statement>) -> QueryResult {
     let behind = || answers.iter().filter(|(_, told)| record.is_ahead_of(told));
     let listed = |ranks: Vec<String>| {
         let more = ranks.len().saturating_sub(MAX_LISTED);
@@ -245,6 +253,7 @@ fn missing(record: &Record, asked: &[Rank], answers: &BTreeMap<Rank, Statement>)
             _ => format!("{text} and {more} more"),
         }
     };
+    // Ranks that are behind explain a timeout better than ranks that do not answer.
     if let Some(fewest) = behind().map(|(_, told)| told.made).min() {
         let absent = || behind().filter(|(_, told)| told.made == fewest);
         let number = fewest + 1;
@@ -253,23 +262,24 @@ fn missing(record: &Record, asked: &[Rank], answers: &BTreeMap<Rank, Statement>)
         let ranks = absent().map(|(rank, told)| match told.last_call() {
             Some(last) => format!("rank {rank} (whose last is {last})"),
             None if told.made > 0 => format!("rank {rank} (whose last is call {fewest})"),
-            None => format!("rank {rank} (which has made none)"),
+            None => format!("rank {rank} (which has made no call)"),
         });
         let text = format!(
-            "call {number}{call} was not made by {}",
+            "call {number}{call} is missing on {}",
             listed(ranks.collect())
         );
         let first = absent().next().map_or(0, |(rank, _)| *rank);
-        return Answered::Missing { first, text };
+        return QueryResult::Missing { first, text };
     }
+    // Silent ranks may be stopped, or busy in a call.
     let silent = asked.iter().filter(|rank| !answers.contains_key(rank));
     let silent: Vec<Rank> = silent.copied().collect();
     let Some(first) = silent.first().copied() else {
-        return Answered::Nothing;
+        return QueryResult::Nothing;
     };
     let ranks = silent.iter().map(|rank| format!("rank {rank}")).collect();
     let text = format!("no answer came from {}", listed(ranks));
-    Answered::Missing { first, text }
+    QueryResult::Missing { first, text }
 }
 
 #[cfg(test)]
@@ -301,7 +311,7 @@ mod tests {
         let answers = answers.filter_map(|(rank, made)| Some((*rank, record((*made)?))));
         let answers = answers.map(|(rank, record)| (rank, record.statement(4, ASKED)));
         match missing(&record(4), &asked, &answers.collect()) {
-            Answered::Missing { first, text } => Some((first, text)),
+            QueryResult::Missing { first, text } => Some((first, text)),
             _ => None,
         }
     }
@@ -313,12 +323,12 @@ mod tests {
         assert_eq!(first, 3);
         let last = "(whose last is all_gather of 2 bytes)";
         let says =
-            format!("call 3, all_gather of 3 bytes, was not made by rank 3 {last}, rank 5 {last}");
+            format!("call 3, all_gather of 3 bytes, is missing on rank 3 {last}, rank 5 {last}");
         assert_eq!(text, says);
         let (first, text) = told(&[Some(0); 10]).unwrap();
         assert_eq!(first, 1);
         assert!(
-            text.ends_with("rank 8 (which has made none) and 2 more"),
+            text.ends_with("rank 8 (which has made no call) and 2 more"),
             "{text}"
         );
     }
