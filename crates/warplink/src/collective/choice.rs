@@ -108,6 +108,7 @@ impl Machine {
         if !self.does(call) {
             return Err(self.not_linked(call));
         }
+        // A barrier moves no data: only the lane that synchronizes runs.
         if call.program() == CollectiveKind::Barrier {
             return Ok(Choice {
                 algorithm: Algorithm::OneShot,
@@ -139,6 +140,7 @@ impl Machine {
         }
         let by_kernels = self.choose(call)?;
         let seconds = |choice: &Choice| self.seconds(choice.algorithm, call);
+        // Equal estimates prefer kernels, which need no binding.
         Ok(if seconds(&copied)? < seconds(&by_kernels)? {
             copied
         } else {
@@ -165,6 +167,7 @@ impl Machine {
                 .with("lanes", choice.lanes as i64)
                 .with("threads", choice.threads as i64);
         }
+        // The announcement contains the algorithm, so ranks that choose differently are detected.
         let words = call.words(choice.algorithm as u8);
         let mut parameters = Parameters::new();
         // The program's integers have 32 bits.
@@ -182,6 +185,7 @@ impl Machine {
         };
         parameters.insert("n", call.count as i64);
         parameters.insert("room", room as i64);
+        // One more lane synchronizes with the other ranks.
         parameters.insert("lanes", choice.lanes as i64 + 1);
         parameters.insert("threads", choice.threads as i64);
         if choice.algorithm.room() == WorkspacePart::Plain {
@@ -191,6 +195,7 @@ impl Machine {
         }
         if let (Algorithm::Cube, Some(positions)) = (choice.algorithm, &self.cube) {
             let (order, places) = packed(positions);
+            // Positions and their inverse, three bits each.
             parameters.insert("order", order);
             parameters.insert("places", places);
         }
@@ -219,6 +224,7 @@ impl Machine {
             return false;
         }
         let rows = algorithm.rows(call.kind, self.world, 1);
+        // Packets must fit completely; chunks handle any length.
         match algorithm {
             Algorithm::OneShot | Algorithm::Cube => {
                 self.packet_room(call, rows) >= part(call.count, 1)
@@ -254,6 +260,7 @@ impl Machine {
         // A representative of shorter calls may itself exceed the workspace.
         let rows = algorithm.rows(call.kind, self.world, 1);
         let machine = Self {
+            // Enlarge the packet area for the estimate only.
             packet_bytes: self.packet_bytes.max(2 * rows * (call.bytes() + PADDING)),
             ..self.clone()
         };
@@ -295,6 +302,7 @@ impl Machine {
             Algorithm::TwoShot => call.bytes() / self.world,
             _ => call.bytes(),
         };
+        // Threads before lanes: a packet for each thread of one lane, then more lanes.
         let least = (self.kernels.packet_threads as usize).clamp(THREADS[0], MAX_THREADS);
         let wanted = bytes.div_ceil(least * PACKET_BYTES);
         let lanes = self.lanes(wanted, self.kernels.packet_blocks as usize);
@@ -311,11 +319,13 @@ impl Machine {
         let bytes = call.bytes();
         let [stored, loaded] = self.rates;
         let direct = algorithm == Algorithm::Direct;
+        // Reductions load from peers, which gives more bandwidth for each lane than stores.
         let most = if direct && call.kind.reduces() {
             loaded / LANE_LOADS
         } else {
             stored / LANE_STORES
         };
+        // Long transfers amortize more lanes.
         let most = if direct && bytes >= LONG {
             2.0 * most
         } else {
@@ -339,6 +349,7 @@ impl Machine {
                 .rfind(|fewer| *fewer < lanes)
                 .unwrap_or(1);
         }
+        // An all-reduce handles one rank's part at a time.
         let parts = match call.kind {
             CollectiveKind::AllReduce => part(call.count, self.world),
             _ => call.count,
@@ -349,6 +360,7 @@ impl Machine {
         let chunks = if piece <= room(1) {
             1
         } else {
+            // Several chunks overlap transfer and copy, so never fewer than two.
             piece.div_ceil(room(usize::MAX)).max(2)
         };
         let loads = matches!(
@@ -356,6 +368,7 @@ impl Machine {
             CollectiveKind::ReduceScatter | CollectiveKind::Reduce
         );
         let few = if loads { FEW_LOADING_LANES } else { FEW_LANES };
+        // Few lanes with much data: more threads keep more accesses in flight.
         let busy = direct && lanes <= few && bytes > few * each;
         Choice {
             algorithm,

@@ -148,11 +148,13 @@ impl Exports {
         let generation = match known {
             Some(generation) => generation,
             None => {
+                // Exported once for all of its regions.
                 let export = export()?;
                 table.add(allocation, slice.backing().bytes() as u64, reusable, export)
             }
         };
         let backing = slice.backing().clone();
+        // Registered again while pooled: it must not be reused for another region.
         table.leave_pool(generation);
         Ok(table.add_region(generation, backing))
     }
@@ -171,10 +173,12 @@ impl Exports {
         let mut ended = EndedRegistration::default();
         let mut freed = Freed::default();
         if !entry.is_registered() {
+            // The last region ended: pool the allocation, or let peers unmap it.
             ended.pooled = table.enter_pool(generation, numbers.region);
             if ended.pooled.is_none() {
                 ended.unwanted = table.give_up(generation);
             }
+            // Entering may exceed the limit.
             table.limit_pool(&mut ended.unwanted, &mut freed);
         }
         freed.extend(table.free_unused(generation));
@@ -199,6 +203,7 @@ impl Exports {
             .regions
             .get_mut(&numbers.region)
             .ok_or_else(not_registered)?;
+        // Only for these does the owner need to know when a region is no longer used.
         let reported = region.backing.is_borrowed() || entry.reusable.is_some();
         if reported {
             region.users.add(peer);
@@ -216,6 +221,7 @@ impl Exports {
 
     /// Takes back a handle that never reached `peer`.
     pub(super) fn cancel_handle(&self, numbers: RegionNumbers, peer: Rank) {
+        // In the order in which a peer would report it: use first, then mapping.
         self.region_released(numbers.region, peer, 1);
         self.handles_released(numbers.generation, peer, 1);
     }
@@ -257,6 +263,7 @@ impl Exports {
                 for region in entry.regions.values_mut() {
                     region.users.0.remove(&peer);
                 }
+                // The lost rank may still write to memory that it has mapped.
                 if entry.holders.0.remove(&peer).is_some() {
                     unwanted.extend(table.never_reuse(generation));
                 }
@@ -272,6 +279,7 @@ impl Exports {
     pub(super) fn piece(&self, generation: u64, allocation: u64, index: u64) -> Result<Piece> {
         let table = lock(&self.table);
         let entry = table.entries.get(&generation);
+        // The identity guards against a stale generation of a reused number.
         let entry = entry.filter(|entry| entry.allocation == allocation);
         let entry = entry.ok_or_else(not_registered)?;
         let piece = usize::try_from(index).ok();
@@ -392,6 +400,7 @@ impl Table {
         let Some(entry) = self.entries.get(&generation) else {
             return Vec::new();
         };
+        // New regions of this memory start a new generation, since peers may already be unmapping this one.
         if self.current.get(&entry.allocation) == Some(&generation) {
             self.current.remove(&entry.allocation);
         }
@@ -423,6 +432,7 @@ impl Table {
             .map(|(number, _)| *number)
             .collect();
         for number in unused {
+            // The last region keeps the allocation while handles are out (invariant 1).
             let last = entry.regions.len() == 1 && entry.pooled.is_none();
             if last && !entry.holders.0.is_empty() {
                 break;
@@ -430,6 +440,7 @@ impl Table {
             freed.regions.extend(entry.regions.remove(&number));
             self.generation_of_region.remove(&number);
         }
+        // A pooled allocation that is leaving also stays until all handles are returned.
         let held = entry.is_kept() || entry.pooled.is_some() && !entry.holders.0.is_empty();
         if entry.regions.is_empty() && !held {
             freed.entries.extend(self.entries.remove(&generation));

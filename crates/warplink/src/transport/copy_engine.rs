@@ -46,6 +46,7 @@ impl CopyEngine {
     ) -> Result<Self> {
         let spare = (0..MARKS).map(|_| device.create_event(false));
         Ok(Self {
+            // A stream of its own, so that user work does not delay it.
             stream: device.create_stream(Priority::High)?,
             windows: windows.clone(),
             outbound: outbound.clone(),
@@ -69,6 +70,7 @@ impl Carrier for CopyEngine {
         if under_way.calls < CALLS_PER_MARK {
             return Ok(true);
         }
+        // Events are reached in order, so checking the oldest suffices.
         if let Some(oldest) = under_way.marks.front()
             && oldest.is_reached()?
         {
@@ -85,6 +87,7 @@ impl Carrier for CopyEngine {
     }
 
     fn start(&self, movement: Movement, own: &DeviceSlice, peers: At) -> Result<()> {
+        // The trigger comes from a kernel, so its range is not trusted.
         let peers = self.windows.range(Side::Peers, peers, own.bytes() as u64)?;
         self.count();
         match movement {

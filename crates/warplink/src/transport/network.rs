@@ -40,6 +40,7 @@ impl NetworkCarrier {
         fault: &Arc<Fault>,
     ) -> Result<Self> {
         link.fail_when_broken(fault)?;
+        // A stream of its own, so that the flush word is not delayed by other work.
         Ok(Self {
             link: link.clone(),
             windows: windows.clone(),
@@ -83,6 +84,7 @@ impl Carrier for NetworkCarrier {
 
     fn start(&self, movement: Movement, own: &DeviceSlice, peers: At) -> Result<()> {
         let bytes = own.bytes() as u64;
+        // The trigger comes from a kernel, so its range is not trusted.
         self.windows.check(Side::Peers, peers, bytes)?;
         let remote = self.link.region(peers.region)?;
         let connection = self.link.connection();
@@ -119,6 +121,7 @@ impl Carrier for NetworkCarrier {
     }
 
     fn is_idle(&self) -> Result<bool> {
+        // Cover the remaining parts, or they would never be counted as complete.
         self.mark()?;
         Ok(self.under_way.load(Ordering::Acquire) == 0 && self.stream.is_idle()?)
     }

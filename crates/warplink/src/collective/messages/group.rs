@@ -115,6 +115,7 @@ impl Collectives {
             ))
             .with_help("give one of each for every rank"));
         }
+        // Checked arithmetic: counts and displacements come from the caller.
         let both = parts.counts.iter().zip(parts.displacements);
         let parts = both.enumerate().map(|(peer, (count, displacement))| {
             let end = displacement.checked_add(*count);

@@ -104,7 +104,9 @@ impl Shape {
         lines: bool,
     ) -> Self {
         // A lane has a block in each direction.
+        // Ranks that share a device share its multiprocessors.
         let lanes = LANES.min(multiprocessors / 2) / (world * ranks_per_device);
+        // A power of two, so that parts are equally long and aligned.
         let lanes = 1 << lanes.max(1).ilog2();
         let chunk = bytes / (2 * lanes * world) / 16 * 16;
         Self {
@@ -158,6 +160,7 @@ impl Shape {
 
     /// Lanes of a message of at most `bytes`; equal at both ends.
     fn lanes_of(&self, bytes: usize) -> usize {
+        // Depends only on the limit that both ends know, so both use equally many lanes.
         1 << (bytes / LANE_BYTES).clamp(1, self.lanes).ilog2()
     }
 }
@@ -179,6 +182,7 @@ impl Lines {
         let mapped: Vec<bool> = (0..context.world()).map(mapped).collect::<Result<_>>()?;
         // Host ranks have no link. If a peer cannot be mapped, the workspace is host memory, behind the bus.
         let whole = device.shared || device.linked && !mapped.contains(&false);
+        // All ranks must use the same encoding.
         let lines = context.all_gather(&[u8::from(whole)])?;
         let lines = lines.iter().all(|lines| *lines == [1]);
         let shape = Shape::new(context.rank(), context.world(), room, bytes, lines);
@@ -217,10 +221,13 @@ impl Lines {
             let kernel = module.kernel(KERNEL)?;
             let all = 2 * shape.lanes * shape.world;
             let launch = Launch::new(all as u32, THREADS);
+            // All lanes of a launch may wait for one another's peers, so they must be resident together.
             kernel.check_together(&launch, sharing)?;
             let early = |blocks: &u32| kernel.early(Launch::new(*blocks, THREADS), sharing).early;
+            // The largest number of blocks that may start early.
             let counts: Vec<u32> = (1..=all as u32).collect();
             let early_blocks = counts.partition_point(early) as u32;
+            // Prepared at joining, where waiting for the device is allowed.
             let kernel = SerialKernels::default().ready(kernel, &launch, Readying::Always)?;
             Ok((kernel, early_blocks))
         });
@@ -246,6 +253,7 @@ impl Lines {
         if entries.is_empty() {
             return Ok(());
         }
+        // Before anything is enqueued, so that no part of the group is sent.
         for entry in entries {
             self.check_unit(entry.unit)?;
         }
@@ -258,6 +266,7 @@ impl Lines {
             signals: &self.signals,
             memory: &memory,
         };
+        // A larger launch would occupy space that kernels of other streams need.
         let launch = Launch::new(blocks, THREADS).with_early_start(blocks <= self.early_blocks);
         // Relaxed: a hint that only saves queries; the stream orders the data.
         self.used.store(true, Ordering::Relaxed);
@@ -267,6 +276,7 @@ impl Lines {
     /// Published location of the memory of a receive too long for packets, which is published on first use.
     fn published(&self, entry: &Entry<'_>, stream: (&Stream, bool)) -> Option<Published> {
         let lanes = self.shape.lanes_of(entry.bytes);
+        // Packets alone suffice for short messages, so publishing their memory would gain nothing.
         let is_direct = entry.direction == Direction::Receive
             && (entry.bytes > lanes * self.shape.packed.max(self.shape.lined)
                 || entry.unit != WHOLE_UNIT && entry.bytes > lanes * self.shape.packed);

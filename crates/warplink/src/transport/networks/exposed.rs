@@ -86,6 +86,7 @@ impl ExposedMemory {
         (slot, region): (&Region, &Region),
         recycle: impl FnOnce() + Send + 'static,
     ) -> Result<Self> {
+        // With staging, the peer writes to the rings instead of the slot and region.
         let [words, written] = match &staged {
             Some(staged) => [staged.control.slice(), staged.ring.slice()],
             None => [slot.memory(), region.memory()],
@@ -110,6 +111,7 @@ impl ExposedMemory {
         match &self.staged {
             Some(staged) => staged.control.load(GONE) == 1,
             None => {
+                // The word is in device memory, so read it by a copy.
                 let mut word = [0; 8];
                 let read = device.download(self.gone.as_slice(), &mut word);
                 read.is_ok() && u64::from_ne_bytes(word) == 1

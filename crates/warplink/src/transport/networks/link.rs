@@ -80,6 +80,7 @@ impl PeerEnd {
         let staging = offered.staging.as_ref();
         let rings = staging.map(|staging| staging.shape);
         check_words(&words, &region, rings).map_err(|error| error.with_peer(peer))?;
+        // Direct access requires that both ends' libraries support it.
         let reached = staging.filter(|_| !exposed.reached.is_empty());
         let memory = reached
             .and_then(|staging| open_reached(&*connection, staging.region, staging.region_bytes));
@@ -163,6 +164,7 @@ impl NetworkLink {
     /// Keeps the link's staged end alive while the peer may write; returns the service for it.
     pub(in crate::transport) fn keep_end(&self, staged_end: &Arc<StagedEnd>) -> &Arc<Service> {
         // At most one, created with the connection.
+        // Kept alive with the exposed memory, since it must receive messages until the peer's end is gone.
         let _ = self.staged_end.set(staged_end.clone());
         if let Some(exposed) = &mut *lock(&self.exposed) {
             exposed.held.push(Box::new(staged_end.clone()));
@@ -188,12 +190,14 @@ impl NetworkLink {
 
     /// Calls `handler` with the error if the connection breaks while in use.
     fn when_broken(&self, handler: impl FnOnce(&Error) + Send + 'static) -> Result<()> {
+        // Weak references: the handler must not keep the link alive.
         let (used, networks) = (Arc::downgrade(&self.used), Arc::downgrade(&self.networks));
         let leaving = move || {
             let networks = networks.upgrade();
             networks.is_none_or(|networks| networks.is_leaving())
         };
         self.connection.when_failed(Box::new(move |error| {
+            // After the link was dropped, or while peers leave, a broken connection is expected.
             if used.strong_count() > 0 && !leaving() {
                 handler(error);
             }
@@ -212,6 +216,7 @@ impl NetworkLink {
                 .as_ref()
                 .and_then(|_| reached(&*exposed.network, region.memory()));
             staged_end.set_region(number, region.memory(), reached.is_some());
+            // Length, then the key if the peer may bypass the rings.
             let mut told = (region.bytes() as u64).to_le_bytes().to_vec();
             told.extend_from_slice(reached.as_ref().map_or(&[], NetworkRegion::key));
             exposed.reached.extend(reached);
@@ -258,10 +263,12 @@ impl Drop for NetworkLink {
         let told = match self.staged_end.get() {
             // It notifies the peer once both ends are idle.
             Some(staged_end) => {
+                // The service performs the close.
                 staged_end.close(&telling);
                 self.networks.service.wake();
                 Ok(())
             }
+            // Ordered after all puts on the connection.
             None => connection.signal(&self.words, GONE, 1).and_then(|()| {
                 connection.when_done(Box::new(move |_| telling.store(true, Ordering::Release)))
             }),
@@ -286,6 +293,7 @@ fn open_reached(
     if key.is_empty() {
         return None;
     }
+    // Validate the peer's claim about the region's length.
     let opened = connection.open(key).and_then(|opened| {
         if opened.bytes() as u64 == bytes {
             return Ok(opened);

@@ -94,6 +94,7 @@ impl Networks {
     fn get(&self, devices: Option<&str>) -> Result<Arc<dyn Network>> {
         let devices = devices.or(self.options.devices.as_deref());
         let devices = devices.map(str::to_owned);
+        // Held while opening, so that each network is opened once.
         let mut opened = lock(&self.opened);
         if let Some(network) = opened.get(&devices) {
             return Ok(network.clone());
@@ -117,6 +118,7 @@ impl Networks {
     ) -> Result<Exposed> {
         let network = self.get(devices)?;
         let staged = if self.staging.always || !network.reaches(region.memory()) {
+            // Explicitly staged, or the network cannot access the memory.
             let shape = Shape::new(&self.staging)?;
             Some(Arc::new(Incoming::allocate(&self.device, shape)?))
         } else {
@@ -162,6 +164,7 @@ impl Networks {
 
     /// Releases memory that peers have stopped writing to.
     pub(crate) fn collect(&self) {
+        // Both directions must be finished: the peer knows that this end stopped, and has stopped itself.
         let is_gone = |parting: &mut Parting| {
             let told = parting.told.as_ref();
             let told = told.is_none_or(|told| told.done.load(Ordering::Acquire));
@@ -180,6 +183,7 @@ impl Networks {
 
     /// Closes all networks once no peer writes any more.
     pub(crate) fn close(&self, deadline: Deadline) -> Result<()> {
+        // Before the networks: the service still uses their connections.
         self.service.stop();
         let opened: Vec<_> = lock(&self.opened).drain().collect();
         let closed: Vec<_> = opened
