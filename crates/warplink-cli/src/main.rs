@@ -69,7 +69,7 @@ fn main() -> ExitCode {
         return ExitCode::FAILURE;
     }
     let done = if !launch::is_guarded() && cli.command.starts_ranks() {
-        // What it starts says what there is to say of the log.
+        // The child reports log problems.
         launch::guard(json)
     } else {
         options::start_log(cli.options.verbose);
@@ -88,7 +88,7 @@ fn main() -> ExitCode {
 }
 
 impl Command {
-    /// Whether it starts ranks, or may.
+    /// Whether it may start ranks.
     fn starts_ranks(&self) -> bool {
         match self {
             Self::Launch(_) => true,
@@ -101,7 +101,7 @@ impl Command {
     }
 }
 
-/// The same command, in which `-1` is a value where one is expected, and so refused with what was expected.
+/// Accepts `-1` as a value, so that the error is about the value rather than an unknown option.
 fn with_negative_numbers(command: clap::Command) -> clap::Command {
     command
         .mut_args(|arg| {
@@ -132,9 +132,9 @@ fn run(command: Command, options: Options) -> Result<ExitCode> {
     }
 }
 
-/// Explains wrong arguments, or prints the help that was asked for.
+/// Reports invalid arguments, or prints the requested help.
 fn refuse(mut error: clap::Error) -> ExitCode {
-    // The hidden ones are for the command's own use.
+    // Hidden subcommands are internal.
     if let Some(ContextValue::Strings(names)) = error.get(ContextKind::ValidSubcommand) {
         let shown = names.iter().filter(|name| !name.starts_with("__"));
         let shown = ContextValue::Strings(shown.cloned().collect());
@@ -153,7 +153,7 @@ fn refuse(mut error: clap::Error) -> ExitCode {
         };
         report::print_message(text.trim_end());
     } else {
-        // Nothing is to be done when the stream is closed.
+        // Ignore errors of a closed stream.
         let _ = error.print();
     }
     ExitCode::from(u8::try_from(error.exit_code()).unwrap_or(2))

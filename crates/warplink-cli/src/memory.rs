@@ -1,13 +1,13 @@
-//! Whether what a command is asked for fits this machine's memory.
+//! Checks that a request fits this machine's memory.
 
 use crate::report::counted;
 use anyhow::{Result, ensure};
 use warplink::DeviceKind;
 
-/// Fails if ranks on this machine would need more than its memory: each of `ranks` needs `host`
-/// bytes, and `device` bytes of device memory, which the host device takes from the same memory.
+/// Fails if ranks on this machine would exceed its memory: each of `ranks` needs `host` bytes, and `device`
+/// bytes of device memory, which the host device takes from the same memory.
 ///
-/// An allocation that is far too large ends the process instead of failing.
+/// An allocation that is far too large would kill the process instead of failing.
 pub(crate) fn check(kind: DeviceKind, ranks: usize, host: u128, device: u128) -> Result<()> {
     let each = match kind {
         DeviceKind::Host => host.saturating_add(device),

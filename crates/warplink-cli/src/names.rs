@@ -1,4 +1,4 @@
-//! Names of values: an enum of options has its names from clap, and tables and JSON use the same.
+//! Names of enum values: tables and JSON use the same names as clap.
 
 use clap::ValueEnum;
 use serde::de::Error as _;
@@ -6,29 +6,29 @@ use serde::{Deserialize, Deserializer, Serializer};
 use std::fmt::Display;
 use std::str::FromStr;
 
-/// The name of a value on the command line.
+/// Name of a value on the command line.
 pub(crate) fn name_of<T: ValueEnum>(value: &T) -> String {
     let named = value.to_possible_value();
     named.map_or_else(String::new, |named| named.get_name().to_owned())
 }
 
-/// The names of values, as an error lists them.
+/// Names of values, as listed in errors.
 pub(crate) fn names_of<T: ValueEnum>(values: &[T]) -> String {
     let names: Vec<String> = values.iter().map(name_of).collect();
     names.join(" or ")
 }
 
-/// Serializes a value by its name on the command line.
+/// Serializes a value by its command-line name.
 pub(crate) fn as_name<T: ValueEnum, S: Serializer>(value: &T, to: S) -> Result<S::Ok, S::Error> {
     to.serialize_str(&name_of(value))
 }
 
-/// Serializes a value as it is printed.
+/// Serializes a value by its `Display` output.
 pub(crate) fn as_text<T: Display, S: Serializer>(value: &T, to: S) -> Result<S::Ok, S::Error> {
     to.collect_str(value)
 }
 
-/// Reads a value from the text that it is printed as.
+/// Deserializes a value from its `Display` output.
 pub(crate) fn from_text<'de, T, D>(from: D) -> Result<T, D::Error>
 where
     T: FromStr<Err: Display>,
@@ -38,7 +38,7 @@ where
     text.parse().map_err(D::Error::custom)
 }
 
-/// One value of an enum, or `both` for all of them.
+/// One value of an enum, or `both` for all.
 #[derive(Clone, Debug)]
 pub(crate) struct OneOrBoth<T>(pub(crate) Vec<T>);
 

@@ -9,8 +9,7 @@ use tracing_subscriber::EnvFilter;
 use warplink::DeviceKind;
 use warplink::{device, variables};
 
-/// The most ranks that one machine may start: far more than is useful, few enough to catch a typing
-/// error.
+/// Maximum ranks on one machine: far more than useful, but low enough to catch typing errors.
 const MAX_RANKS: usize = 1024;
 
 const DEVICE_VARIABLE: &str = "WARPLINK_DEVICE";
@@ -43,8 +42,8 @@ pub(crate) struct Options {
 }
 
 impl Options {
-    /// With the device that the environment names, where no argument does. Not by `clap`, which takes a variable for
-    /// an argument, and then shows no help where there is none.
+    /// Applies the device from the environment if no argument gives one. Not through clap, which would count
+    /// the variable as an argument and skip the help.
     pub(crate) fn with_environment(mut self) -> Result<Self> {
         let named = variables::read(DEVICE_VARIABLE)?;
         let named = named.filter(|name| !name.is_empty());
@@ -55,7 +54,7 @@ impl Options {
         Ok(self)
     }
 
-    /// The requested device, or the best one available.
+    /// Requested device, or the best one available.
     pub(crate) fn device(&self) -> DeviceKind {
         self.device.unwrap_or_else(DeviceKind::detect)
     }
@@ -78,7 +77,7 @@ impl Options {
         }
     }
 
-    /// The number of ranks that share a GPU, where any do.
+    /// Number of ranks on a GPU, if shared.
     pub(crate) fn ranks_per_gpu(&self) -> Result<Option<usize>> {
         ensure!(
             self.ranks_per_gpu.is_none() || self.device() == DeviceKind::Cuda,
@@ -88,8 +87,8 @@ impl Options {
         Ok(self.ranks_per_gpu)
     }
 
-    /// Fails where an option is given that the subcommand would ignore; before
-    /// [`with_environment`](Self::with_environment), since a variable is for every subcommand.
+    /// Fails if an option is given that the subcommand would ignore. To be called before
+    /// [`with_environment`](Self::with_environment), since variables apply to every subcommand.
     pub(crate) fn refuse_unused(&self, unused: &[Unused]) -> Result<()> {
         for option in unused {
             let given = match option {
@@ -114,7 +113,7 @@ pub(crate) enum Unused {
 }
 
 impl Unused {
-    /// The option, as the help of a subcommand takes it in place of the one for all: hidden.
+    /// The option, hidden from the subcommand's help.
     fn argument(self) -> Arg {
         match self {
             Self::Device => Arg::new("device")
@@ -128,8 +127,8 @@ impl Unused {
     }
 }
 
-/// The options as the help of a subcommand shows them that starts no ranks: `--ranks` with a help of its
-/// own, and without those that are `unused`.
+/// Options for the help of a subcommand that starts no ranks: `--ranks` with its own help text, and without
+/// those that are `unused`.
 pub(crate) fn without_ranks(ranks: &'static str, unused: &[Unused]) -> Vec<Arg> {
     let ranks = Arg::new("ranks")
         .short('n')
@@ -142,7 +141,7 @@ pub(crate) fn without_ranks(ranks: &'static str, unused: &[Unused]) -> Vec<Arg> 
     unused.chain([ranks]).collect()
 }
 
-/// Reads the factor between sizes.
+/// Parses the factor between sizes.
 pub(crate) fn step<T: FromStr + PartialOrd + From<u8>>(text: &str) -> Result<T, String> {
     match text.parse() {
         Ok(factor) if factor >= T::from(2) => Ok(factor),
@@ -157,7 +156,7 @@ fn rank_count(text: &str) -> Result<usize, String> {
     }
 }
 
-/// Fails where a variable that this command or the library reads is not UTF-8: it would count as not set.
+/// Fails if a variable read by this command or the library is not UTF-8, since it would count as unset.
 pub(crate) fn check_variables() -> Result<()> {
     let of_others = [
         "CUDA_DEVICE_MAX_CONNECTIONS",
@@ -175,23 +174,23 @@ pub(crate) fn check_variables() -> Result<()> {
     Ok(())
 }
 
-/// Sends the library's log to standard error. `WARPLINK_LOG` overrides the number of `-v`, with the
-/// filters of the `tracing` crates; a wrong one is reported, and counts as not set.
+/// Logs to standard error. `WARPLINK_LOG` overrides `-v` with filters of the `tracing` crates; an invalid one
+/// is reported and ignored.
 pub(crate) fn start_log(verbose: u8) {
     let level = match verbose {
-        // A command that fails says so itself, and which rank it was.
+        // A failing command reports these events itself, with the rank.
         0 => "warn,warplink::bootstrap::health=error,warplink::memory::notifier=error",
         1 => "info",
         2 => "debug",
         _ => "trace",
     };
-    // Refused before where it is no text.
+    // Non-UTF-8 values were rejected earlier.
     let given = variables::read(LOG_VARIABLE).unwrap_or_default();
     let given = given.filter(|text| !text.trim().is_empty());
     let filter = given.and_then(|text| match EnvFilter::try_new(&text) {
         Ok(filter) => Some(filter),
         Err(error) => {
-            // By the first process only, and not by every rank.
+            // Only in the first process rather than in every rank.
             if std::env::var_os("WARPLINK_RANK").is_none() {
                 print_message(&format!(
                     "warning: {LOG_VARIABLE} is '{text}', which is not a log filter ({error}); expected filters as \
@@ -202,11 +201,11 @@ pub(crate) fn start_log(verbose: u8) {
         }
     });
     let filter = filter.unwrap_or_else(|| EnvFilter::new(level));
-    // It fails only where a log was started before, which then goes on.
+    // Fails only if a logger was installed before, which then stays.
     let _ = tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_writer(io::stderr)
-        // It would panic when standard error is closed.
+        // It would panic if standard error is closed.
         .log_internal_errors(false)
         .with_ansi(has_colour(&io::stderr()))
         .try_init();

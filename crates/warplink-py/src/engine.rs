@@ -10,7 +10,7 @@ use pyo3::pybacked::PyBackedBytes;
 use pyo3::types::PyBytes;
 use std::sync::Arc;
 use warplink::Deadline;
-use warplink::device::{self, CollectiveRequest, DeviceSlice, RankCall, Reduction, Said};
+use warplink::device::{self, CallHeader, CollectiveRequest, DeviceSlice, RankCall, Reduction};
 
 /// A peer, and the address and bytes of what goes to it or comes from it.
 type Piece = (usize, u64, usize);
@@ -95,9 +95,9 @@ impl CollectiveEngine {
             });
             slices.collect()
         };
-        let said = said.into_iter().map(|(peer, told, expected)| Said {
+        let said = said.into_iter().map(|(peer, told, expected)| CallHeader {
             peer,
-            told: told.to_vec(),
+            sent: told.to_vec(),
             expected: expected.to_vec(),
         });
         let reduction = reduction.map(|(op, dtype, own, target)| {
@@ -110,7 +110,7 @@ impl CollectiveEngine {
             })
         });
         let call = RankCall {
-            said: said.collect(),
+            headers: said.collect(),
             sends: pieces(&sends)?,
             receives: pieces(&receives)?,
             reduction: reduction.transpose()?,

@@ -1,4 +1,4 @@
-//! What a rank is told when it joins: where the ranks meet, the device, and the limits.
+//! Configuration of a rank: rendezvous, device and limits.
 
 use crate::bootstrap::JoinConfig;
 use crate::channel::{ProxyConfig, StagingConfig};
@@ -13,52 +13,51 @@ use std::ffi::OsString;
 use std::str::FromStr;
 use std::time::Duration;
 
-/// Names the protocol of transfers that do not choose one.
+/// Default protocol of transfers.
 const PROTOCOL_VARIABLE: &str = "WARPLINK_PROTOCOL";
 
-/// Names how connections over the network move memory of GPUs.
+/// How network connections access GPU memory.
 const ACCESS_VARIABLE: &str = "WARPLINK_NETWORK_MEMORY";
 
-/// Names what the device does without.
+/// Device features to treat as missing.
 const PRETEND_VARIABLE: &str = "WARPLINK_PRETEND";
 
-/// Bytes of freed regions that are kept for later ones, unless configured otherwise.
+/// Default limit of the pool of freed regions.
 const MAX_POOLED_BYTES: u64 = 1 << 30;
 
-/// How a rank joins the others and which device it uses.
+/// How a rank joins, and which device it uses.
 #[derive(Clone, Debug)]
 pub struct Config {
-    /// Where the ranks meet, and which of them this is.
+    /// Rendezvous, and the rank of this process.
     pub join: JoinConfig,
     /// The device.
     pub device: DeviceConfig,
-    /// The protocol of transfers that do not choose one; the same on every rank.
+    /// Default protocol of transfers; equal on every rank.
     pub protocol: Protocol,
-    /// The path of transfers that do not choose one; the same on every rank. Without one, sends and receives
-    /// use the copy engine, which works whatever kernels run. Programs use kernels up to the length from which the copy
-    /// engine is faster: at both ends in programs of one stream without matmuls, and of one block in others.
-    /// [`Path::Fastest`] says that multiprocessors are free for sends and receives too.
+    /// Default path of transfers; equal on every rank. If `None`, sends and receives use the copy engine,
+    /// which works whatever kernels are running. Programs use kernels for lengths at which these beat the
+    /// copy engine: at both ends in programs of one stream without matmuls, one-block kernels otherwise.
+    /// [`Path::Fastest`] permits sends and receives to use multiprocessors too.
     pub path: Option<Path>,
-    /// Limit of every wait on the host that is not given its own deadline.
+    /// Default time limit of host waits.
     pub timeout: Duration,
-    /// Limits of the mappings of peers' memory that are kept though nothing uses them.
+    /// Limits of cached mappings of peers' memory that nothing uses.
     pub idle_mappings: IdleMappings,
-    /// How the proxy of channels works.
+    /// Options of the channel proxy.
     pub proxy: ProxyConfig,
-    /// The network devices of connections that name none, as the network's library names them and separated
-    /// by commas, such as `mlx5_0:1` or `eth0`; all of them if not given.
+    /// Default network devices of connections, comma-separated as the network library names them, such as
+    /// `mlx5_0:1` or `eth0`; `None` for all.
     pub network_devices: Option<String>,
-    /// How connections go over a network that does not reach the device's memory.
+    /// Staging of network connections whose device memory the network cannot access.
     pub staging: StagingConfig,
-    /// Most bytes of freed regions that are kept for later ones.
+    /// Maximum bytes of freed regions pooled for reuse.
     pub max_pooled_bytes: u64,
-    /// The class of the topology, whatever the devices' links are; see
-    /// [`Communicator::topology`](crate::Communicator::topology).
+    /// Overrides the topology class; see [`Communicator::topology`](crate::Communicator::topology).
     pub topology: Option<TopologyClass>,
 }
 
 impl Config {
-    /// The device's first ordinal, put, 60 seconds, and 1 GiB of freed memory kept.
+    /// Defaults: device ordinal 0, put, 60 seconds, 1 GiB pool.
     pub fn new(join: JoinConfig, kind: DeviceKind) -> Self {
         Self {
             join,
@@ -75,49 +74,49 @@ impl Config {
         }
     }
 
-    /// Sets the protocol of transfers that do not choose one.
+    /// Sets the default protocol of transfers.
     pub fn with_protocol(mut self, protocol: Protocol) -> Self {
         self.protocol = protocol;
         self
     }
 
-    /// Sets the path of transfers that do not choose one.
+    /// Sets the default path of transfers.
     pub fn with_path(mut self, path: Path) -> Self {
         self.path = Some(path);
         self
     }
 
-    /// Sets the limit of every wait on the host that is not given its own deadline.
+    /// Sets the default time limit of host waits.
     pub fn with_timeout(mut self, timeout: Duration) -> Self {
         self.timeout = timeout;
         self
     }
 
-    /// Sets the limits of the mappings of peers' memory that are kept though nothing uses them.
+    /// Sets the limits of idle mappings.
     pub fn with_idle_mappings(mut self, limits: IdleMappings) -> Self {
         self.idle_mappings = limits;
         self
     }
 
-    /// Sets how many bytes of freed regions are kept for later ones; with 0, all are freed at once.
+    /// Sets the maximum bytes of pooled regions; 0 disables the pool.
     pub fn with_max_pooled_bytes(mut self, bytes: u64) -> Self {
         self.max_pooled_bytes = bytes;
         self
     }
 
-    /// Sets how the proxy of channels works.
+    /// Sets the options of the channel proxy.
     pub fn with_proxy(mut self, proxy: ProxyConfig) -> Self {
         self.proxy = proxy;
         self
     }
 
-    /// Sets the network devices of connections that name none.
+    /// Sets the default network devices of connections.
     pub fn with_network_devices(mut self, devices: impl Into<String>) -> Self {
         self.network_devices = Some(devices.into());
         self
     }
 
-    /// Sets how connections go over a network that does not reach the device's memory.
+    /// Sets the staging options of network connections.
     pub fn with_staging(mut self, staging: StagingConfig) -> Self {
         self.staging = staging;
         self
@@ -129,7 +128,7 @@ impl Config {
         self
     }
 
-    /// Has the device do without what `pretend` says, as if the machine lacked it.
+    /// Makes the device pretend to lack features; see [`Pretend`].
     pub fn with_pretend(mut self, pretend: Pretend) -> Self {
         self.device.pretend = pretend;
         self
@@ -155,10 +154,10 @@ impl Config {
         Self::from_variables(JoinConfig::from_env()?, |name| std::env::var_os(name))
     }
 
-    /// As [`from_env`](Self::from_env), with the ranks given and the variables looked up by `get`.
+    /// As [`from_env`](Self::from_env), with explicit ranks, and variables looked up with `get`.
     ///
     /// # Errors
-    /// [`ErrorKind::Parse`] for a value that is not as it should be, or not UTF-8.
+    /// [`ErrorKind::Parse`] for an invalid value, or one that is not UTF-8.
     pub fn from_variables(
         join: JoinConfig,
         get: impl Fn(&str) -> Option<OsString>,
@@ -217,7 +216,7 @@ impl Config {
         Ok(config)
     }
 
-    /// The device that the variables ask for; a GPU where there is one if they do not.
+    /// The device in the environment; by default a GPU if there is one.
     pub(crate) fn device_kind() -> Result<DeviceKind> {
         Self::kind_of(variables::read("WARPLINK_DEVICE")?)
     }
@@ -230,7 +229,7 @@ impl Config {
     }
 }
 
-/// Reads the value of a variable that must be as `expected`.
+/// Parses the value of a variable; `expected` lists valid values.
 fn variable<T: FromStr>(name: &str, value: &str, expected: &str) -> Result<T> {
     value.parse().map_err(|_| {
         let message = format!("{name} is '{value}'; expected {expected}");
@@ -239,14 +238,14 @@ fn variable<T: FromStr>(name: &str, value: &str, expected: &str) -> Result<T> {
     })
 }
 
-/// The ordinal among the `visible` GPUs for the rank with `local_rank` on this machine.
+/// Ordinal among the `visible` GPUs for the rank with `local_rank` on this machine.
 fn gpu_ordinal(local_rank: usize, visible: usize) -> Result<usize> {
     match visible {
         0 => {
             Err(Error::new(ErrorKind::Unsupported, "no GPU is visible")
                 .with_help("use --device host"))
         }
-        // Each rank was given its own.
+        // The launcher has already assigned each rank its own GPU.
         1 => Ok(0),
         _ if local_rank < visible => Ok(local_rank),
         _ => Err(Error::invalid(format!(

@@ -1,9 +1,9 @@
-//! The moment at which a wait on the host gives up.
+//! Deadlines of host waits.
 
 use crate::error::{Error, ErrorKind};
 use std::time::{Duration, Instant};
 
-/// A moment in time after which a wait ends with [`ErrorKind::Timeout`].
+/// An instant at which a wait ends with [`ErrorKind::Timeout`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Deadline {
     at: Instant,
@@ -13,7 +13,7 @@ pub struct Deadline {
 impl Deadline {
     /// `limit` from now.
     pub fn after(limit: Duration) -> Self {
-        // A longer limit could overflow the clock.
+        // Longer limits could overflow the clock.
         let limit = limit.min(Duration::from_secs(365 * 24 * 3600));
         Self {
             at: Instant::now() + limit,
@@ -31,12 +31,12 @@ impl Deadline {
         Instant::now() >= self.at
     }
 
-    /// The limit that it was made with, for error texts.
+    /// Limit that it was created with, for error messages.
     pub fn limit(&self) -> Duration {
         self.limit
     }
 
-    /// The error of a wait for `what`, a noun phrase, that this deadline ended.
+    /// Timeout error for a wait for `what`, a noun phrase.
     pub fn expired(&self, what: &str) -> Error {
         Error::new(
             ErrorKind::Timeout,

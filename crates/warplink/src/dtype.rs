@@ -56,7 +56,7 @@ impl DType {
         Self::F8E5M2,
     ];
 
-    /// The types that element-wise operations cast from and to; all of them but `u8` are also computed with there.
+    /// Types that element-wise operations can cast; all except `u8` also support element-wise arithmetic.
     /// Collectives and kernels reduce every type.
     pub const ELEMENTWISE: [Self; 6] = [
         Self::F16,
@@ -77,7 +77,7 @@ impl DType {
         }
     }
 
-    /// The name in program text and on the command line.
+    /// Name in program text and on the command line.
     pub const fn name(self) -> &'static str {
         match self {
             Self::F16 => "f16",
@@ -95,7 +95,7 @@ impl DType {
         }
     }
 
-    /// Whether element-wise operations compute with it.
+    /// Whether element-wise arithmetic supports it.
     pub(crate) const fn is_computed_elementwise(self) -> bool {
         matches!(
             self,
@@ -103,7 +103,7 @@ impl DType {
         )
     }
 
-    /// Whether element-wise operations cast it.
+    /// Whether element-wise casts support it.
     pub(crate) const fn is_cast_elementwise(self) -> bool {
         self.is_computed_elementwise() || matches!(self, Self::U8)
     }
@@ -116,9 +116,8 @@ impl DType {
         )
     }
 
-    /// Largest relative error, ‖out − ref‖ / ‖ref‖, accepted of a matmul that accumulates
-    /// in `f32` and rounds its operands and result to this type; `None` where matmuls are not
-    /// offered.
+    /// Maximum accepted relative error ‖out − ref‖ / ‖ref‖ of a matmul that accumulates in `f32` and rounds
+    /// operands and result to this type; `None` if there is no matmul for it.
     pub const fn matmul_tolerance(self) -> Option<f64> {
         match self {
             Self::BF16 => Some(1e-2),
@@ -172,8 +171,7 @@ macro_rules! with_element {
 }
 
 impl DType {
-    /// The values of the elements in `bytes`, each as [`Element::to_f64`] gives it. Bytes after the last whole element
-    /// are left out.
+    /// Element values in `bytes`, converted by [`Element::to_f64`]. A trailing partial element is ignored.
     pub fn decode(self, bytes: &[u8]) -> Box<dyn Iterator<Item = f64> + '_> {
         fn all<T: Element>(bytes: &[u8]) -> impl Iterator<Item = f64> + '_ {
             let chunks = bytes.chunks_exact(size_of::<T>());
@@ -182,7 +180,7 @@ impl DType {
         with_element!(self, T => Box::new(all::<T>(bytes)))
     }
 
-    /// The elements nearest to `values`, as bytes, each as [`Element::from_f64`] gives it.
+    /// Encodes `values` as elements, converted by [`Element::from_f64`].
     pub fn encode(self, values: impl IntoIterator<Item = f64>) -> Vec<u8> {
         fn all<T: Element>(values: impl Iterator<Item = f64>) -> Vec<u8> {
             let values: Vec<T> = values.map(T::from_f64).collect();
@@ -199,9 +197,9 @@ pub trait Element:
 {
     /// The element type it is.
     const DTYPE: DType;
-    /// The value as `f64`: exactly, but for integers of 64 bits above 2^53, the nearest.
+    /// Converts to `f64`: exact, except that 64-bit integers above 2^53 are rounded.
     fn to_f64(self) -> f64;
-    /// The nearest value to `value`.
+    /// Converts from `f64`, to the nearest value.
     fn from_f64(value: f64) -> Self;
 }
 

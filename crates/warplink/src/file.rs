@@ -1,4 +1,4 @@
-//! Reading files that a user or the environment names.
+//! Reads files that a user or the environment names.
 
 use crate::error::{Error, ErrorKind, Result};
 use rustix::fs::OFlags;
@@ -7,20 +7,21 @@ use std::io::{self, Read};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 
-/// Reads text of at most `limit` bytes from a file, a pipe or a device. A longer one is not read to its end.
+/// Reads text of at most `limit` bytes from a file, pipe or device. Stops reading beyond the limit.
 ///
 /// # Errors
-/// [`ErrorKind::Io`] where it cannot be read or is too long, [`ErrorKind::Parse`] where it is not UTF-8.
+/// [`ErrorKind::Io`] if it cannot be read or is too long, [`ErrorKind::Parse`] if it is not UTF-8.
 pub fn read_text(path: &Path, limit: usize) -> Result<String> {
     read(path, limit, File::open(path))
 }
 
-/// As [`read_text`], from a regular file only: one that several processes read, or none waits for.
+/// As [`read_text`], but only from a regular file: one that several processes may read, and that never
+/// blocks.
 ///
 /// # Errors
 /// As [`read_text`], and [`ErrorKind::Io`] for anything but a regular file.
 pub fn read_regular(path: &Path, limit: usize) -> Result<String> {
-    // Opening a pipe would wait for a writer.
+    // Opening a pipe without O_NONBLOCK would block until it has a writer.
     let flags = OFlags::NONBLOCK.bits().cast_signed();
     let file = File::options().read(true).custom_flags(flags).open(path);
     read(path, limit, file.and_then(regular))

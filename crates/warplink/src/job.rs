@@ -1,4 +1,4 @@
-//! This process among the others of its job.
+//! A job: the ranks that joined together.
 
 use crate::communicator::Communicator;
 use crate::config::Config;
@@ -7,12 +7,11 @@ use crate::error::{Error, ErrorKind, Rank, Result};
 use std::sync::Arc;
 use std::thread::JoinHandle;
 
-/// A job that this process has joined as one of its ranks: one connection to the store, one device,
-/// one memory service and a handful of threads, however many communicators there are. Clones are the
-/// same membership.
+/// A job that this process has joined as one of its ranks: one connection to the store, one device, one
+/// memory service and a few threads, independent of the number of communicators. Clones share the membership.
 ///
-/// Its ranks communicate by communicators. [`Job::world`] is the one of all ranks; others are made
-/// from it.
+/// Ranks communicate through communicators: [`Job::world`] contains all ranks, and others are derived from
+/// it.
 #[derive(Clone, Debug)]
 pub struct Job {
     world: Communicator,
@@ -27,7 +26,7 @@ impl Job {
         Communicator::join(config).map(|world| Self { world })
     }
 
-    /// Starts to join the other ranks, and returns at once: so one thread can join several ranks.
+    /// Joins the other ranks in the background, so one thread can join several ranks.
     ///
     /// # Errors
     /// Those of starting a thread.
@@ -40,15 +39,16 @@ impl Job {
         Ok(PendingJob { thread })
     }
 
-    /// Joins as the environment says; see [`Config::from_env`]. Blocks until all ranks have joined.
+    /// Joins with the configuration in the environment; see [`Config::from_env`]. Blocks until all ranks have
+    /// joined.
     ///
     /// # Errors
-    /// As [`Communicator::join`], and what the variables are refused for.
+    /// As [`Communicator::join`], and invalid variables.
     pub fn from_env() -> Result<Self> {
         Self::join(&Config::from_env()?)
     }
 
-    /// The communicator of all ranks, the same one at every call.
+    /// The communicator of all ranks; the same one for every call.
     pub fn world(&self) -> Communicator {
         self.world.clone()
     }
@@ -63,7 +63,7 @@ impl Job {
         self.world.device()
     }
 
-    /// Leaves in order, as [`Communicator::close`] of the world. Blocks until every rank has.
+    /// Leaves in order, like [`Communicator::close`] of the world. Blocks until every rank has.
     ///
     /// # Errors
     /// As [`Communicator::close`].
@@ -71,26 +71,26 @@ impl Job {
         self.world.close()
     }
 
-    /// Leaves as a failure; see [`Communicator::abort`].
+    /// Leaves as failed; see [`Communicator::abort`].
     pub fn abort(&self, reason: &str) {
         self.world.abort(reason);
     }
 }
 
-/// A join under way. A rank whose pending join is dropped joins all the same, and is lost to the
-/// others as soon as it has.
+/// A join in progress. Dropping it does not cancel the join; the rank is then lost to the others as soon as
+/// it has joined.
 #[derive(Debug)]
 pub struct PendingJob {
     thread: JoinHandle<Result<Job>>,
 }
 
 impl PendingJob {
-    /// Whether it has ended, so that [`wait`](Self::wait) does not block.
+    /// Whether it has ended, so that [`wait`](Self::wait) will not block.
     pub fn is_finished(&self) -> bool {
         self.thread.is_finished()
     }
 
-    /// The job that was joined. Blocks until every rank has joined, or one could not.
+    /// The joined job. Blocks until every rank has joined, or one could not.
     ///
     /// # Errors
     /// As [`Job::join`].

@@ -1,5 +1,4 @@
-//! What the system is short of: which resource, its limit, and the remedy. And warnings of what may happen again
-//! and again.
+//! Resource exhaustion: which resource, its limit, and the remedy. Also rate-limited warnings.
 
 use crate::sync::lock;
 use rustix::io::Errno;
@@ -8,10 +7,10 @@ use std::io;
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
-/// How often one warning is given at most.
+/// Minimum interval between warnings, so that a persistent condition does not flood the log.
 const INTERVAL: Duration = Duration::from_secs(10);
 
-/// A resource that is used up.
+/// An exhausted resource.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Shortage {
     pub(crate) message: String,
@@ -19,7 +18,7 @@ pub(crate) struct Shortage {
 }
 
 impl Shortage {
-    /// The one that a system call failed for; none for any other reason.
+    /// The resource for lack of which a system call failed; `None` for other errors.
     pub(crate) fn of(error: &io::Error) -> Option<Self> {
         match Errno::from_io_error(error)? {
             Errno::MFILE => Some(Self::of_descriptors(getrlimit(Resource::Nofile).current)),
@@ -34,7 +33,7 @@ impl Shortage {
         }
     }
 
-    /// Of a process that may have `limit` descriptors.
+    /// Exhausted descriptors of a process with this limit.
     pub(crate) fn of_descriptors(limit: Option<u64>) -> Self {
         Self {
             message: format!(
@@ -45,7 +44,7 @@ impl Shortage {
         }
     }
 
-    /// The one for which a thread could not be started.
+    /// The resource for lack of which a thread could not be started.
     pub(crate) fn of_threads(error: &io::Error) -> Option<Self> {
         if Errno::from_io_error(error)? != Errno::AGAIN {
             return Self::of(error);
@@ -68,7 +67,7 @@ fn system_limit(path: &str) -> String {
     text.map_or_else(|_| "unknown".to_owned(), |text| text.trim().to_owned())
 }
 
-/// Limits the rate of one warning.
+/// Rate limit of a warning.
 #[derive(Debug)]
 pub(crate) struct Throttle(Mutex<(Option<Instant>, u64)>);
 
@@ -77,7 +76,7 @@ impl Throttle {
         Self(Mutex::new((None, 0)))
     }
 
-    /// Whether the warning is to be given now, and how many were left out since the last.
+    /// Whether the warning is due; returns the number of warnings suppressed since the last.
     pub(crate) fn due(&self) -> Option<u64> {
         let (last, omitted) = &mut *lock(&self.0);
         if last.is_some_and(|at| at.elapsed() < INTERVAL) {
@@ -122,7 +121,7 @@ mod tests {
                 assert!(error.to_string().contains(word), "{error}: {word}");
             }
         }
-        // Of a socket, it is its limit of time.
+        // For a socket, EAGAIN means that its timeout expired.
         let late = Error::io("read", &of_errno(Errno::AGAIN));
         assert_eq!(late.kind(), ErrorKind::Timeout);
     }

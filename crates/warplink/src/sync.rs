@@ -1,5 +1,5 @@
-//! Atomics and locks: the standard library's, or loom's when the crate is built with `--cfg loom`,
-//! so that the protocols checked by loom are the ones that run.
+//! Atomics and locks: the standard library's, or loom's if the crate is built with `--cfg loom`, so that the
+//! protocols under test are the real ones.
 
 #[cfg(loom)]
 pub(crate) use loom::sync::{
@@ -16,14 +16,14 @@ pub(crate) use std::sync::{
 #[cfg(not(loom))]
 pub(crate) use std::thread::{Thread, current as this_thread, park_timeout};
 
-/// Without a limit, so that loom finds a thread that nobody wakes.
+/// Ignores the timeout, so that loom detects a lost wakeup.
 #[cfg(loom)]
 pub(crate) fn park_timeout(_: std::time::Duration) {
     loom::thread::park();
 }
 
-/// The standard library's, which loom lacks, with its order told to loom: who sees the value sees what
-/// was done before it was set.
+/// The standard library's cell, which loom lacks, with its ordering declared to loom: a reader that sees the
+/// value sees everything before it was set.
 #[cfg(loom)]
 #[derive(Debug)]
 pub(crate) struct OnceLock<T> {
@@ -45,25 +45,27 @@ impl<T> Default for OnceLock<T> {
 impl<T> OnceLock<T> {
     pub(crate) fn set(&self, value: T) -> Result<(), T> {
         self.value.set(value)?;
+        // Models the release store of `std::sync::OnceLock::set`.
         self.is_set.store(true, Ordering::Release);
         Ok(())
     }
 
     pub(crate) fn get(&self) -> Option<&T> {
+        // Models the acquire load of `std::sync::OnceLock::get`.
         let is_set = self.is_set.load(Ordering::Acquire);
         self.value.get().filter(|_| is_set)
     }
 }
 
-/// The value behind a lock, also after a thread panicked while it held it: what the lock guards is
-/// kept consistent by every holder, and a library must not answer one panic with another.
+/// Locks a mutex, ignoring poisoning: every holder keeps the guarded value consistent, and a library must not
+/// answer one panic with another.
 pub(crate) fn guard<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex
         .lock()
         .unwrap_or_else(std::sync::PoisonError::into_inner)
 }
 
-/// As [`guard`], for the standard library's locks, which code that loom does not check uses.
+/// As [`guard`], for standard-library locks in code that loom does not check.
 pub(crate) fn lock<T: ?Sized>(mutex: &std::sync::Mutex<T>) -> std::sync::MutexGuard<'_, T> {
     mutex
         .lock()

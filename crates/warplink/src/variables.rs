@@ -1,4 +1,4 @@
-//! Variables of the environment, as text.
+//! Environment variables as text.
 
 use crate::error::{Error, ErrorKind, Result};
 use std::ffi::OsString;
@@ -6,12 +6,12 @@ use std::ffi::OsString;
 /// The value of a variable of this process.
 ///
 /// # Errors
-/// [`ErrorKind::Parse`] where it is not UTF-8.
+/// [`ErrorKind::Parse`] if it is not UTF-8.
 pub fn read(name: &str) -> Result<Option<String>> {
     text(name, std::env::var_os(name))
 }
 
-/// A variable's value as text.
+/// Converts a variable's value to text.
 ///
 /// # Errors
 /// As [`read`].

@@ -388,7 +388,7 @@ fn an_exchange_with_a_stopped_store_ends_at_its_deadline() {
             // What may be published yet meets nothing later.
             let request = ConnectionRequest::new(0, 9, &region);
             let error = comm.connect(&[request]).unwrap_err();
-            assert_says(&error, &["could not be taken back", "communicator"]);
+            assert_says(&error, &["could not be withdrawn", "communicator"]);
             let later = Stopwatch::start();
             comm.abort("rank 0 does not answer");
             assert!(

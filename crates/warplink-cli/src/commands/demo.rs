@@ -60,7 +60,7 @@ pub(crate) struct Demo {
     samples: Option<u16>,
 }
 
-/// The times of one method, eager and captured.
+/// Times of one method, eager and captured.
 #[derive(Debug, Serialize)]
 struct Method {
     name: String,
@@ -81,7 +81,7 @@ struct Outcome {
     reason: String,
     overlapped: Method,
     plain: Method,
-    /// Time without overlap over time with it, of the faster submission each.
+    /// Time without overlap divided by time with overlap, of the faster submission each.
     ratio: f64,
     checked_rows: usize,
     tolerance: Option<f64>,
@@ -121,7 +121,7 @@ impl Demo {
         }
     }
 
-    /// The lowering that is asked for.
+    /// The requested lowering.
     fn lowering(&self, op: Op) -> Result<Option<Lowering>> {
         let Some(name) = &self.lowering else {
             return Ok(None);
@@ -148,7 +148,7 @@ impl Demo {
             ..overlap::Options::default()
         })?;
         let choice: Choice = plan.choice().clone();
-        // Overlap is what this shows, also where the collective is expected to be as fast.
+        // The demo shows overlap even if the collective is expected to be as fast.
         let with_overlap = choice.estimates.iter().find(|one| !one.needs_engine);
         let mut reason = format!("Estimated by the cost model, and not measured:\n{choice}");
         if !requested
@@ -203,8 +203,8 @@ impl Demo {
     }
 }
 
-/// Checks a run of `work` over a poisoned result, times it, and checks what the last run left. The
-/// worse error counts.
+/// Checks a run of `work` over a poisoned result, times it, and checks the result of the last run. Returns
+/// the worse error.
 fn time(
     gemm: &mut Gemm<'_>,
     clock: &Clock<'_>,
@@ -220,7 +220,7 @@ fn time(
         name,
         eager,
         captured,
-        // `max` would lose a NaN.
+        // `max` would discard a NaN.
         error: if before >= after || before.is_nan() {
             before
         } else {

@@ -10,7 +10,7 @@ use std::ffi::OsString;
 use std::process::ExitCode;
 use std::time::Duration;
 
-/// The longest grace time.
+/// Maximum grace time.
 const MAX_GRACE: Duration = Duration::from_secs(24 * 3600);
 
 /// Start N ranks of a program on this machine
@@ -76,7 +76,7 @@ impl Launch {
         };
         let outcome = launch::run(&plan)?;
         if options.json {
-            report::print_json(&Report::new(&outcome))?;
+            report::print_json(&LaunchReport::new(&outcome))?;
         }
         Ok(outcome.exit_code())
     }
@@ -91,9 +91,9 @@ fn seconds(text: &str) -> Result<Duration, String> {
     seconds.ok_or_else(|| "expected a number of seconds from 0 to 86400, such as 5 or 0.5".into())
 }
 
-/// What `--json` prints.
+/// Output of `--json`.
 #[derive(Debug, Serialize)]
-struct Report {
+struct LaunchReport {
     exit_code: u8,
     first_failure: Option<usize>,
     /// Why no rank was started.
@@ -110,7 +110,7 @@ struct RankReport {
     seconds: f64,
 }
 
-impl Report {
+impl LaunchReport {
     fn new(outcome: &Outcome) -> Self {
         let ranks = outcome
             .exits

@@ -1,4 +1,4 @@
-//! The subcommands, each with its arguments and what it does with them.
+//! The subcommands: arguments and implementation.
 
 pub(crate) mod bench;
 pub(crate) mod demo;

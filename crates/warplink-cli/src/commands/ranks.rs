@@ -1,5 +1,5 @@
-//! Subcommands that run as several ranks: the first process starts this command again, once for
-//! each rank, and rank 0 prints the result.
+//! Subcommands that run as several ranks: the first process starts this command again for each rank, and rank
+//! 0 prints the result.
 
 use crate::launch::{self, LaunchPlan, Output, Variable};
 use crate::options::Options;
@@ -10,19 +10,18 @@ use std::time::Duration;
 use warplink::bootstrap::JoinConfig;
 use warplink::{Communicator, Config, DeviceKind};
 
-/// The variable with the code that a rank exits with where it fails because another rank did.
+/// Variable with the exit code of a rank that fails because of another rank.
 const CONSEQUENCE_VARIABLE: &str = "WARPLINK_CONSEQUENCE";
 
-/// That code.
+/// Value of that variable; not used otherwise.
 const CONSEQUENCE: u8 = 70;
 
-/// Whether this process is one of the ranks of a job.
+/// Whether this process is a rank of a job.
 pub(crate) fn is_rank() -> bool {
     std::env::var_os("WARPLINK_RANK").is_some()
 }
 
-/// The exit code of a process that fails with `error`. It informs the launcher of a rank whether another rank is the
-/// cause.
+/// Exit code of a process that fails with `error`. It tells a launcher whether another rank is the cause.
 pub(crate) fn failure_code(error: &anyhow::Error) -> ExitCode {
     let asked = std::env::var_os(CONSEQUENCE_VARIABLE).is_some();
     if asked && report::is_consequence(error) {
@@ -32,9 +31,8 @@ pub(crate) fn failure_code(error: &anyhow::Error) -> ExitCode {
     }
 }
 
-/// Runs `body` in every rank. In the process that was called, that means starting the ranks and
-/// waiting for them; in a rank (started so, or by `warplink launch`, torchrun or mpirun with
-/// `WARPLINK_RANK` set), it means joining the others first.
+/// Runs `body` in every rank. The initial process starts the ranks and waits for them; a rank (started that
+/// way, or by `warplink launch`, torchrun or mpirun with `WARPLINK_RANK` set) joins the others first.
 pub(crate) fn run(
     options: &Options,
     body: impl FnOnce(&Communicator) -> Result<ExitCode>,
@@ -42,8 +40,8 @@ pub(crate) fn run(
     run_checked(options, |_, _| Ok(()), body)
 }
 
-/// As [`run`], after `check` of the device and the number of ranks: an error of `check` is printed once, and
-/// not by every rank.
+/// As [`run`], after `check` of the device and number of ranks, whose error is printed once rather than by
+/// every rank.
 pub(crate) fn run_checked(
     options: &Options,
     check: impl FnOnce(DeviceKind, usize) -> Result<()>,
@@ -64,7 +62,7 @@ pub(crate) fn run_checked(
             Ok(code)
         }
         Err(error) => {
-            // Printed first, so that the cause appears before the errors that follow from it.
+            // Printed first, so that the cause precedes secondary errors.
             report::print_error(&error, options.json);
             comm.abort(&format!("{error:#}"));
             Ok(failure_code(&error))
@@ -72,14 +70,14 @@ pub(crate) fn run_checked(
     }
 }
 
-/// Reads the variables that every rank will read, with those that the launcher sets, so that a wrong one is
+/// Reads the variables that every rank will read, including those of the launcher, so that an invalid one is
 /// reported once.
 fn check_environment(kind: DeviceKind, ranks: usize) -> Result<()> {
     let get = |name: &str| match name {
         "WARPLINK_RANK" | "WARPLINK_LOCAL_RANK" => Some("0".into()),
         "WARPLINK_WORLD" => Some(ranks.to_string().into()),
         "WARPLINK_ID" => None,
-        // Instead of the id, which does not exist yet.
+        // Placeholder for the id, which does not exist yet.
         "WARPLINK_ADDRESS" => Some("127.0.0.1:1".into()),
         "WARPLINK_DEVICE" => Some(kind.to_string().into()),
         name => std::env::var_os(name),
@@ -99,8 +97,8 @@ fn start(options: &Options, ranks_per_gpu: Option<usize>) -> Result<ExitCode> {
     )
 }
 
-/// Starts this command again as `ranks` ranks, with a variable more. With `--json`, prints the first line that rank 0
-/// wrote, which is its result; where ranks failed, the error of the one that is the cause.
+/// Starts this command again as `ranks` ranks, with an additional variable. With `--json`, prints rank 0's
+/// first line, which is its result, or the root-cause error if ranks failed.
 pub(crate) fn launch_self(
     options: &Options,
     ranks: usize,
@@ -109,7 +107,7 @@ pub(crate) fn launch_self(
 ) -> Result<ExitCode> {
     let plan = LaunchPlan {
         ranks,
-        // The link leads to the running binary also after its file was replaced.
+        // The link works even if the executable was replaced.
         program: "/proc/self/exe".into(),
         args: std::env::args_os().skip(1).collect(),
         env: vec![

@@ -1,10 +1,10 @@
-//! Random matrices whose elements any rank can compute, so that a reference needs no communication.
+//! Reproducible random matrices, so that every rank can compute the reference without communication.
 
 use std::ops::Range;
 use warplink::DType;
 
-/// A matrix of pseudo-random elements between -1 and 1, each exact in its type: what is multiplied
-/// is what the reference multiplies.
+/// A matrix of pseudo-random elements between -1 and 1, exact in its element type, so that the reference
+/// multiplies the same values.
 #[derive(Clone, Debug)]
 pub(crate) struct Matrix {
     seed: u64,
@@ -12,7 +12,7 @@ pub(crate) struct Matrix {
     dtype: DType,
 }
 
-/// Elements that one random word gives, and their significant bits.
+/// Elements drawn from one random word, and their significant bits.
 fn elements_per_word(dtype: DType) -> (usize, u32) {
     match dtype {
         DType::BF16 => (8, 8),
@@ -21,7 +21,7 @@ fn elements_per_word(dtype: DType) -> (usize, u32) {
     }
 }
 
-/// A bijection that spreads every bit of its argument over all bits.
+/// Bijective mixing function (SplitMix64 finalizer).
 pub(crate) fn mix(mut x: u64) -> u64 {
     x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
@@ -30,7 +30,7 @@ pub(crate) fn mix(mut x: u64) -> u64 {
 
 const STEP: u64 = 0x9e37_79b9_7f4a_7c15;
 
-/// A generator of numbers that are the same for the same seed (SplitMix64).
+/// Reproducible generator (SplitMix64).
 pub(crate) struct Random(pub(crate) u64);
 
 impl Random {
@@ -39,12 +39,12 @@ impl Random {
         mix(self.0) >> 11
     }
 
-    /// From 0 up to 1.
+    /// Uniform in [0, 1).
     pub(crate) fn unit(&mut self) -> f64 {
         self.bits() as f64 / (1_u64 << 53) as f64
     }
 
-    /// From 0 up to `end`, which is above 0.
+    /// Uniform in 0..`end`; `end` must not be 0.
     pub(crate) fn below(&mut self, end: usize) -> usize {
         (self.bits() % end as u64) as usize
     }
@@ -61,7 +61,7 @@ impl Matrix {
         }
     }
 
-    /// The elements of a row's `columns` into `out`, which has as many.
+    /// Generates elements `columns` of a row.
     pub(crate) fn row(&self, row: usize, columns: Range<usize>, out: &mut [f32]) {
         let (per_word, bits) = elements_per_word(self.dtype);
         let width = 64 / per_word as u32;
@@ -74,7 +74,7 @@ impl Matrix {
             let first = at % per_word;
             let last = per_word.min(first + columns.end - at);
             for (index, value) in (first..last).zip(&mut out) {
-                // The element's highest bits, as a signed number.
+                // The element's top bits, sign-extended.
                 let top = (drawn << (64 - width * (index as u32 + 1))) as i64 >> (64 - bits);
                 *value = top as f32 * scale;
             }
@@ -82,7 +82,7 @@ impl Matrix {
         }
     }
 
-    /// A block in its element type, row after row. `ranks` of this machine share its processors.
+    /// Encodes a block row by row. `ranks` of this machine share its cores.
     pub(crate) fn bytes(&self, rows: Range<usize>, columns: Range<usize>, ranks: usize) -> Vec<u8> {
         let row_bytes = columns.len() * self.dtype.size();
         let mut bytes = vec![0; rows.len() * row_bytes];
@@ -103,7 +103,7 @@ impl Matrix {
     }
 }
 
-/// The transpose of a matrix of `columns` columns.
+/// Transposes a matrix with `columns` columns.
 pub(crate) fn transposed(bytes: &[u8], columns: usize, dtype: DType) -> Vec<u8> {
     let size = dtype.size();
     let rows = bytes.len() / size / columns;
@@ -117,7 +117,7 @@ pub(crate) fn transposed(bytes: &[u8], columns: usize, dtype: DType) -> Vec<u8> 
     out
 }
 
-/// The number of threads that each of `ranks` may use.
+/// Number of threads for each of `ranks`.
 pub(crate) fn threads(ranks: usize) -> usize {
     let all = std::thread::available_parallelism().map_or(1, usize::from);
     (all / ranks.max(1)).clamp(1, 16)
@@ -126,7 +126,7 @@ pub(crate) fn threads(ranks: usize) -> usize {
 fn encode(dtype: DType, values: &[f32], out: &mut [u8]) {
     let pairs = values.iter().zip(out.chunks_exact_mut(dtype.size()));
     match dtype {
-        // The values are exact, so cutting off is not rounding.
+        // Values are exact, so truncation does not round.
         DType::BF16 => pairs.for_each(|(value, out)| {
             out.copy_from_slice(&((value.to_bits() >> 16) as u16).to_le_bytes());
         }),

@@ -30,7 +30,7 @@ pub(crate) struct Gemm<'a> {
 }
 
 impl<'a> Gemm<'a> {
-    /// Draws the inputs; with the same `seed` on every rank.
+    /// Generates the inputs; `seed` must be equal on every rank.
     pub(crate) fn new(comm: &'a Communicator, problem: Problem, seed: u64) -> Result<Self> {
         let (rank, world) = (comm.rank(), comm.world());
         problem.check(world)?;
@@ -73,7 +73,7 @@ impl<'a> Gemm<'a> {
         })
     }
 
-    /// A plan for it. Every rank calls this at the same time.
+    /// Creates a plan. Collective.
     pub(crate) fn plan(&self, options: &Options) -> warplink::Result<OverlapPlan> {
         let (a, b, c) = (self.a.clone(), self.b.clone(), self.c.clone());
         match self.problem.op {
@@ -103,16 +103,15 @@ impl<'a> Gemm<'a> {
         }
     }
 
-    /// Runs `work` once over a poisoned result, and gives the relative error of what it computes,
-    /// over all ranks: the norm of the difference to a double-precision GEMM over the latter's,
-    /// over all rows of a small problem and some of a large one. Every rank calls this at the same
-    /// time.
+    /// Runs `work` once over a poisoned result, and returns the relative error over all ranks: norm of the
+    /// difference to a double-precision GEMM, relative to the latter's norm, over all rows of a small problem
+    /// and some of a large one. Collective.
     pub(crate) fn error_of(
         &mut self,
         stream: &Stream,
         work: &dyn Fn(&Stream) -> Result<()>,
     ) -> Result<f64> {
-        // Every byte 0xff is NaN in every type.
+        // All bytes 0xff are NaN in every element type.
         stream.fill(&self.c, 0xff)?;
         self.comm.synchronize(stream)?;
         work(stream)?;
@@ -120,7 +119,7 @@ impl<'a> Gemm<'a> {
         self.error()
     }
 
-    /// The relative error of what the result holds.
+    /// Relative error of the current result.
     pub(crate) fn error(&mut self) -> Result<f64> {
         let world = self.comm.world();
         if self.reference.is_none() {
@@ -158,7 +157,7 @@ impl<'a> Gemm<'a> {
         Ok((difference / norm).sqrt())
     }
 
-    /// Some rows of what the result holds, always the same ones.
+    /// Some rows of the current result, always the same ones.
     pub(crate) fn some_rows(&self) -> Result<Vec<f64>> {
         const MAX_ROWS: usize = 128;
         let row_bytes = self.problem.n * self.problem.dtype.size();
@@ -174,14 +173,14 @@ impl<'a> Gemm<'a> {
         Ok(values)
     }
 
-    /// The number of rows of this rank's result that are checked.
+    /// Number of checked rows of this rank's result.
     pub(crate) fn checked_rows(&self) -> usize {
         self.reference
             .as_ref()
             .map_or(0, |reference| reference.rows().count())
     }
 
-    /// Whether `error` is accepted for the problem's element type; NaN is not.
+    /// Whether `error` is acceptable for the problem's element type; false for NaN.
     pub(crate) fn is_right(&self, error: f64) -> bool {
         self.problem
             .dtype
@@ -190,7 +189,7 @@ impl<'a> Gemm<'a> {
     }
 }
 
-/// A and B as a whole.
+/// Complete A and B.
 fn matrices(problem: &Problem, seed: u64) -> (Matrix, Matrix) {
     let Problem { m, k, n, dtype, .. } = *problem;
     (
@@ -199,7 +198,7 @@ fn matrices(problem: &Problem, seed: u64) -> (Matrix, Matrix) {
     )
 }
 
-/// The seed that was given, or one from the operating system's randomness; rank 0's, on every rank.
+/// The given seed, or a random one; rank 0's on every rank.
 pub(crate) fn common_seed(comm: &Communicator, given: Option<u64>) -> Result<u64> {
     let own = match given {
         Some(seed) => seed,

@@ -47,7 +47,7 @@ impl Op {
         }
     }
 
-    /// The lowering without overlap: the collective engine, and one GEMM.
+    /// The lowering without overlap: collective engine followed by one GEMM.
     pub(crate) fn collective(self) -> warplink::Result<Lowering> {
         match self {
             Self::AllGatherMatmul => AllGatherMatmulLowering::Collective.lowering(),
@@ -55,8 +55,8 @@ impl Op {
         }
     }
 
-    /// Those of the library's lowerings that `names` names, or all if there are no names, and the
-    /// `.wlp` files among the names whose programs are named after the operation.
+    /// Lowerings selected by `names` (all of the library's if empty), including `.wlp` files with programs
+    /// for this operation.
     pub(crate) fn select(self, names: &[String]) -> Result<Vec<Lowering>> {
         let own = self.lowerings()?;
         if names.is_empty() {
@@ -79,7 +79,7 @@ impl Op {
         Ok(selected)
     }
 
-    /// The prefix of names of programs for the operation.
+    /// Prefix of program names for the operation.
     const fn prefix(self) -> &'static str {
         match self {
             Self::AllGatherMatmul => "all_gather_matmul",
@@ -88,12 +88,12 @@ impl Op {
     }
 }
 
-/// Checks a name on the command line: that of a lowering of either operation, or a program's file.
+/// Validates a lowering name or program file on the command line.
 pub(crate) fn lowering_name(text: &str) -> Result<String, String> {
     known_lowering(text, &Op::ALL)
 }
 
-/// The same, of an all-gather + matmul.
+/// The same, for all-gather + matmul.
 pub(crate) fn gather_lowering_name(text: &str) -> Result<String, String> {
     known_lowering(text, &[Op::AllGatherMatmul])
 }
@@ -109,7 +109,7 @@ fn known_lowering(text: &str, ops: &[Op]) -> Result<String, String> {
     ))
 }
 
-/// The names of the library's lowerings of these operations, each once.
+/// Names of the library's lowerings of these operations, without duplicates.
 fn lowering_names(ops: &[Op]) -> warplink::Result<Vec<String>> {
     let mut names: Vec<String> = Vec::new();
     for op in ops {
@@ -122,7 +122,7 @@ fn lowering_names(ops: &[Op]) -> warplink::Result<Vec<String>> {
     Ok(names)
 }
 
-/// Fails where one of `names` is a lowering of none of `ops`, or a file that is not a program.
+/// Fails if one of `names` is not a lowering of any of `ops`, or not a program.
 pub(crate) fn check_lowerings(names: &[String], ops: &[Op]) -> Result<()> {
     for name in names {
         let mut found = false;
@@ -157,12 +157,12 @@ pub(crate) struct Problem {
     pub(crate) n: usize,
     #[serde(serialize_with = "as_text", deserialize_with = "from_text")]
     pub(crate) dtype: DType,
-    /// Whether memory holds B's transpose.
+    /// Whether memory holds B transposed.
     #[serde(default)]
     pub(crate) transposed_b: bool,
 }
 
-/// Reads an element type that GEMM supports.
+/// Parses an element type that GEMM supports.
 pub(crate) fn gemm_dtype(text: &str) -> Result<DType, String> {
     match text.parse::<DType>() {
         Ok(dtype) if dtype.matmul_tolerance().is_some() => Ok(dtype),
@@ -208,7 +208,7 @@ impl Problem {
         }
     }
 
-    /// Fails if the ranks cannot share it.
+    /// Fails if the ranks cannot divide it evenly.
     pub(crate) fn check(&self, world: usize) -> Result<()> {
         let Self { m, k, n, .. } = *self;
         ensure!(
@@ -232,7 +232,7 @@ impl Problem {
         Ok(())
     }
 
-    /// Fails if the matrices do not fit this machine's memory.
+    /// Fails if the matrices exceed this machine's memory.
     pub(crate) fn check_memory(&self, kind: DeviceKind, world: usize) -> Result<()> {
         let bytes = |rows: usize, columns: usize| {
             rows as u128 * columns as u128 * self.dtype.size() as u128

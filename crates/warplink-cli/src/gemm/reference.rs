@@ -1,26 +1,26 @@
-//! Rows of a GEMM in double precision.
+//! GEMM rows in double precision.
 
 use super::inputs::{Matrix, threads};
 use std::ops::Range;
 
-/// GEMMs of at most this many multiplications are checked in full.
+/// GEMMs of at most this many multiplications are checked completely.
 const MAX_FULL: u128 = 1 << 28;
 
-/// Rows of a larger GEMM that are checked.
+/// Number of rows checked of a larger GEMM.
 const SAMPLED: usize = 16;
 
 /// Some rows of A · B.
 #[derive(Debug)]
 pub(crate) struct Reference {
-    // Counted from the first row of the part that was asked for.
+    // Relative to the first row of the requested part.
     rows: Vec<usize>,
     columns: usize,
     values: Vec<f64>,
 }
 
 impl Reference {
-    /// Rows of `part` of the GEMM: all of a small one, else some that `seed` chooses, spread over
-    /// the part. `ranks` of this machine share its processors.
+    /// Rows of `part` of the GEMM: all if it is small, else some selected by `seed`, spread over the part.
+    /// `ranks` of this machine share its cores.
     pub(crate) fn new(a: &Matrix, b: &Matrix, part: Range<usize>, ranks: usize, seed: u64) -> Self {
         let size = part.len() as u128 * a.columns as u128 * b.columns as u128;
         let count = if size <= MAX_FULL {
@@ -39,8 +39,7 @@ impl Reference {
             a.row(part.start + row, 0..a.columns, out);
         }
         let mut values = vec![0.0; count * b.columns];
-        // Each thread has some of the columns, and computes all rows of them at a time, so that an
-        // element of B is drawn once.
+        // Each thread computes all rows of some columns, so that each element of B is generated once.
         let each = b.columns.div_ceil(threads(ranks));
         let parts: Vec<(Range<usize>, Vec<f64>)> = std::thread::scope(|scope| {
             let workers: Vec<_> = (0..b.columns)
@@ -68,7 +67,7 @@ impl Reference {
         }
     }
 
-    /// The rows, with their index in the part.
+    /// The rows with their index in the part.
     pub(crate) fn rows(&self) -> impl Iterator<Item = (usize, &[f64])> {
         self.rows
             .iter()
@@ -77,7 +76,7 @@ impl Reference {
     }
 }
 
-/// Some columns of the GEMM of `left`, rows of `depth`, and `b`.
+/// Some columns of the GEMM of `left`, with rows of length `depth`, and `b`.
 fn block(left: &[f32], depth: usize, b: &Matrix, columns: Range<usize>) -> Vec<f64> {
     let width = columns.len();
     let mut sums = vec![0.0; left.len() / depth * width];

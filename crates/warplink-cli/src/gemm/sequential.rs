@@ -1,4 +1,4 @@
-//! An all-gather + matmul without overlap: everything is gathered, then multiplied.
+//! All-gather + matmul without overlap: gather everything, then multiply.
 
 use super::{Gemm, Op};
 use anyhow::{Result, ensure};
@@ -7,8 +7,8 @@ use warplink::device::{Compute, DeviceSlice, MatmulSpec, Stream};
 use warplink::memory::Region;
 use warplink::p2p::{Protocol, Transfer, TransferRequest, post_all, wait_all};
 
-/// Every rank sends its part to every other in one group of transfers; then one GEMM. The baseline
-/// where the vendor's collectives are not installed.
+/// Every rank sends its part to every other in one group of transfers; then one GEMM. The baseline without
+/// the vendor's collectives.
 pub(crate) struct Sequential {
     transfers: Vec<Transfer>,
     gathered: Region,
@@ -21,7 +21,7 @@ pub(crate) struct Sequential {
 }
 
 impl Sequential {
-    /// Every rank makes one at the same time.
+    /// Collective.
     pub(crate) fn new(gemm: &Gemm<'_>) -> Result<Self> {
         let (comm, problem) = (gemm.comm, gemm.problem);
         ensure!(
@@ -33,7 +33,7 @@ impl Sequential {
         let gathered = comm.alloc(part * world)?;
         let source = comm.register(&gemm.a)?;
         let mut requests = Vec::new();
-        // In rotated order, so that in each step every rank is the target of one other.
+        // In rotated order, so that in each step every rank has a different target.
         for step in 1..world {
             let (to, from) = ((rank + world - step) % world, (rank + step) % world);
             let target = gathered.slice(from * part..(from + 1) * part)?;

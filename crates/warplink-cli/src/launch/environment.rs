@@ -1,4 +1,4 @@
-//! What a rank finds in its environment, and where its program is.
+//! Environment of ranks, and lookup of their program.
 
 use anyhow::{Context, Result};
 use rustix::fs::{Access, access};
@@ -11,7 +11,7 @@ use std::process::Command;
 use std::str::FromStr;
 use warplink::bootstrap::{HeldPort, UniqueId};
 
-/// What the launcher alone decides.
+/// Variables that only the launcher sets.
 const RESERVED: [&str; 8] = [
     "WARPLINK_RANK",
     "WARPLINK_WORLD",
@@ -23,7 +23,7 @@ const RESERVED: [&str; 8] = [
     "LOCAL_WORLD_SIZE",
 ];
 
-/// A variable for the ranks, whose value may differ from rank to rank.
+/// A variable for the ranks, whose value may depend on the rank.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Variable {
     name: String,
@@ -31,7 +31,7 @@ pub(crate) struct Variable {
 }
 
 impl Variable {
-    /// `{rank}`, `{local_rank}` and `{world}` in `value` are replaced for each rank.
+    /// `{rank}`, `{local_rank}` and `{world}` in `value` are substituted for each rank.
     pub(crate) fn new(name: impl Into<String>, value: impl Into<String>) -> Self {
         Self {
             name: name.into(),
@@ -62,12 +62,12 @@ impl FromStr for Variable {
     }
 }
 
-/// What all ranks of one launch have in common.
+/// Environment shared by all ranks of a launch.
 #[derive(Debug)]
 pub(super) struct Environment {
     world: usize,
     id: String,
-    /// Until rank 0 listens there.
+    /// Reserves the port until rank 0 listens there.
     _port: HeldPort,
     master_port: u16,
 }
@@ -75,7 +75,7 @@ pub(super) struct Environment {
 impl Environment {
     pub(super) fn new(world: usize) -> Result<Self> {
         let id = UniqueId::create(IpAddr::V4(Ipv4Addr::LOCALHOST), 0)?;
-        // PyTorch's own store listens beside ours; while ours is held, the system picks another.
+        // PyTorch's own store needs another port; while ours is reserved, the system picks a different one.
         let master_port = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))
             .and_then(|listener| listener.local_addr())
             .context("find a free port")?
@@ -83,13 +83,13 @@ impl Environment {
         Ok(Self {
             world,
             id: id.to_string(),
-            // Rank 0 will listen there, and it is another process.
+            // Rank 0, another process, will listen there.
             _port: id.release(),
             master_port,
         })
     }
 
-    /// Sets what `rank` finds in its environment.
+    /// Sets the environment of `rank`.
     pub(super) fn apply(&self, rank: usize, command: &mut Command) {
         let (rank_text, world) = (rank.to_string(), self.world.to_string());
         for name in ["WARPLINK_RANK", "WARPLINK_LOCAL_RANK", "RANK", "LOCAL_RANK"] {
@@ -101,12 +101,12 @@ impl Environment {
         command.env("WARPLINK_ID", &self.id);
         set_default(command, "MASTER_ADDR", Ipv4Addr::LOCALHOST.to_string());
         set_default(command, "MASTER_PORT", self.master_port.to_string());
-        // Streams that share one of a GPU's queues hold one another up when one of them waits for a
-        // peer; 32 is the most queues there are.
+        // Streams that share a hardware queue block one another when one of them waits for a peer; 32 is the
+        // maximum.
         set_default(command, "CUDA_DEVICE_MAX_CONNECTIONS", "32".into());
     }
 
-    /// Sets what the caller of the launcher wants, which overrides the rest.
+    /// Sets the variables that the user asked for, which override the others.
     pub(super) fn apply_extra(&self, rank: usize, extra: &[Variable], command: &mut Command) {
         for variable in extra {
             command.env(&variable.name, variable.value(rank, self.world));
@@ -114,7 +114,7 @@ impl Environment {
     }
 }
 
-/// Sets a variable that the launcher did not inherit.
+/// Sets a variable unless it was inherited.
 fn set_default(command: &mut Command, name: &str, value: String) {
     if env::var_os(name).is_none() {
         command.env(name, value);
@@ -129,7 +129,7 @@ pub(super) struct MissingProgram {
 }
 
 impl MissingProgram {
-    /// What shells exit with in this case.
+    /// Exit code that shells use in this case.
     pub(super) fn exit_code(&self) -> u8 {
         if self.exists { 126 } else { 127 }
     }
@@ -149,8 +149,8 @@ impl fmt::Display for MissingProgram {
     }
 }
 
-/// The file that `name` stands for in the folders of `search`, looked up once here so that a wrong name
-/// is said once and not by every rank.
+/// Resolves `name` in the directories of `search`, once for all ranks, so that an error is reported only
+/// once.
 pub(super) fn find_program(name: &OsStr, search: &OsStr) -> Result<PathBuf, MissingProgram> {
     let executable = |path: &Path| path.is_file() && access(path, Access::EXEC_OK).is_ok();
     let missing = |exists| MissingProgram {
@@ -170,7 +170,7 @@ pub(super) fn find_program(name: &OsStr, search: &OsStr) -> Result<PathBuf, Miss
     }
     let mut candidates = env::split_paths(search).map(|folder| {
         if folder.as_os_str().is_empty() {
-            // The current folder; the './' keeps the name from being looked up again.
+            // Current directory; the './' prevents another lookup.
             Path::new(".").join(name)
         } else {
             folder.join(name)

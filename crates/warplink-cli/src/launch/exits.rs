@@ -1,4 +1,4 @@
-//! The ends of processes, in the order in which the kernel saw them.
+//! Process exits, in the order in which the kernel reports them.
 
 use anyhow::{Context, Result};
 use rustix::buffer::spare_capacity;
@@ -10,11 +10,11 @@ use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 
-/// What is done when a process has ended.
+/// Callback for the exit of a process.
 type Ended = Box<dyn FnOnce() + Send>;
 
-/// The processes that are watched. One thread waits for all of them: a thread each would report them in the order in
-/// which these get to run, and the first rank that fails is the one to name.
+/// Watches processes with a single thread: separate threads would report exits in scheduling order, and the
+/// first rank to fail must be identified.
 #[derive(Clone)]
 pub(super) struct Exits(Arc<Watched>);
 
@@ -30,9 +30,9 @@ impl std::fmt::Debug for Exits {
 }
 
 impl Exits {
-    /// Starts the thread, which lives as long as this process; none where the kernel is too old for it.
+    /// Starts the thread, which lives as long as this process; `None` on kernels without pidfd.
     pub(super) fn new() -> Option<Self> {
-        // A process that can be opened shows that the kernel can do it.
+        // A successful `pidfd_open` proves kernel support.
         pidfd_open(rustix::process::getpid(), PidfdFlags::empty()).ok()?;
         let exits = Self(Arc::new(Watched {
             epoll: epoll::create(CreateFlags::CLOEXEC).ok()?,
@@ -44,7 +44,7 @@ impl Exits {
         Some(exits)
     }
 
-    /// Calls `ended` once the process has ended.
+    /// Calls `ended` when the process has exited.
     pub(super) fn watch(&self, pid: Pid, ended: Ended) -> Result<()> {
         let process = pidfd_open(pid, PidfdFlags::empty()).context("watch a rank")?;
         let number = u64::from(pid.as_raw_nonzero().get().cast_unsigned());

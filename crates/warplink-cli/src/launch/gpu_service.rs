@@ -1,8 +1,8 @@
-//! Ranks that share GPUs, by CUDA's multi-process service: without it, the work of one process on a GPU
-//! waits for that of another, and ranks wait for one another.
+//! Ranks that share GPUs through CUDA's multi-process service (MPS). Without it, the GPU time-slices
+//! processes, so ranks that wait for one another stall.
 //!
-//! Each launch has a service of its own, in private directories. It carries the mark of the launch, so
-//! that it ends also when the launcher is killed.
+//! Each launch has its own service in private directories. It carries the mark of the launch, so that it ends
+//! even if the launcher is killed.
 
 use super::guard;
 use super::leftovers::Mark;
@@ -17,33 +17,33 @@ use std::thread;
 use std::time::{Duration, Instant};
 use warplink::variables;
 
-/// The variable with the GPUs that a process sees.
+/// Selects the GPUs visible to a process.
 const VISIBLE: &str = "CUDA_VISIBLE_DEVICES";
-/// The variable with a process's number of queues on a GPU.
+/// Sets a process's number of hardware queues on a GPU.
 const CONNECTIONS: &str = "CUDA_DEVICE_MAX_CONNECTIONS";
-/// The most queues of all processes of a GPU together; with more, they run out of memory.
+/// Maximum queues of all processes on a GPU together; beyond it the service runs out of memory.
 const MAX_QUEUES: usize = 64;
-/// The most queues of one process.
+/// Maximum queues of one process.
 const MAX_QUEUES_EACH: usize = 32;
-/// The longest that the service takes to answer, and to end.
+/// Time limits for the service to start answering, and to end.
 const MAX_START: Duration = Duration::from_secs(20);
 const MAX_END: Duration = Duration::from_secs(5);
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
-/// How ranks are spread over GPUs.
+/// Distribution of ranks over GPUs.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct GpuSharing {
     ranks_per_gpu: usize,
-    /// The GPUs as `CUDA_VISIBLE_DEVICES` names them, if this process does not see all.
+    /// Available GPUs in the form of `CUDA_VISIBLE_DEVICES`, if it restricts them.
     gpus: Option<Vec<String>>,
     queues: usize,
 }
 
 impl GpuSharing {
-    /// For `ranks` ranks, of which neighbours share a GPU.
+    /// Distribution of `ranks` ranks; neighbours share a GPU.
     ///
     /// # Errors
-    /// Where `CUDA_VISIBLE_DEVICES` lists fewer GPUs than they need.
+    /// If `CUDA_VISIBLE_DEVICES` lists too few GPUs.
     pub(super) fn new(ranks: usize, ranks_per_gpu: usize) -> Result<Self> {
         let visible = variables::read(VISIBLE)?;
         let queues = variables::read(CONNECTIONS)?;
@@ -78,7 +78,7 @@ impl GpuSharing {
         })
     }
 
-    /// Sets which GPU `rank` sees, and how many queues it has there.
+    /// Sets the GPU visible to `rank`, and its number of queues.
     pub(super) fn apply(&self, rank: usize, command: &mut Command) {
         let gpu = rank / self.ranks_per_gpu;
         let name = self.gpus.as_ref().and_then(|gpus| gpus.get(gpu)).cloned();
@@ -88,12 +88,12 @@ impl GpuSharing {
     }
 }
 
-/// The most queues that each of `processes` processes may have on a GPU that they share.
+/// Maximum queues for each of `processes` processes on a shared GPU.
 pub(crate) fn queues_of_each(processes: usize) -> usize {
     (MAX_QUEUES / processes.max(1)).clamp(1, MAX_QUEUES_EACH)
 }
 
-/// A running service. Dropping it ends it and removes its directories.
+/// A running service. Dropping it stops it and removes its directories.
 #[derive(Debug)]
 pub(super) struct GpuService {
     control: ServiceControl,
@@ -104,7 +104,7 @@ impl GpuService {
     /// Starts the service, and waits until it answers.
     ///
     /// # Errors
-    /// Where the command that starts it is missing or fails, or the service does not answer.
+    /// If the command is missing or fails, or the service does not answer.
     pub(super) fn start(mark: &Mark) -> Result<Self> {
         let random = getrandom::u64().map_err(|error| anyhow!("name a directory: {error}"))?;
         let name = format!("{}{random:016x}", prefix(guard::id()));
@@ -144,7 +144,7 @@ impl GpuService {
         Ok(service)
     }
 
-    /// Lets a rank find the service.
+    /// Sets the variables by which a rank finds the service.
     pub(super) fn apply(&self, command: &mut Command) {
         command.envs(variables(&self.directory));
     }
@@ -157,7 +157,7 @@ impl GpuService {
         logs(&self.directory)
     }
 
-    /// The end of the service's own log, for an error.
+    /// End of the service's log, for an error.
     fn log(&self) -> String {
         let text = std::fs::read_to_string(self.logs().join("control.log")).unwrap_or_default();
         match text.lines().last() {
@@ -175,17 +175,18 @@ impl Drop for GpuService {
                 thread::sleep(POLL_INTERVAL);
             }
         }
-        // Dropping it kills what is left of it by its mark; the directories are not needed for that.
+        // Remaining processes are killed by their mark when this is dropped, which does not need the
+        // directories.
         let _ = std::fs::remove_dir_all(&self.directory);
     }
 }
 
-/// What the names of the directories of a launch begin with that this process guards.
+/// Prefix of the directory names of launches guarded by this process.
 fn prefix(guard: u32) -> String {
     format!("warplink-mps-{guard}-")
 }
 
-/// Removes what services leave whose launcher was killed. This process was its guard.
+/// Removes directories of services whose launcher was killed. This process was its guard.
 pub(super) fn remove_directories() {
     let prefix = prefix(std::process::id());
     for entry in std::fs::read_dir(env::temp_dir())
@@ -199,7 +200,7 @@ pub(super) fn remove_directories() {
     }
 }
 
-/// The variables by which the service and its clients find one another.
+/// Variables by which service and clients find each other.
 fn variables(directory: &Path) -> [(&'static str, PathBuf); 2] {
     [
         ("CUDA_MPS_PIPE_DIRECTORY", pipes(directory)),
@@ -245,7 +246,7 @@ mod tests {
         }
         let sharing = GpuSharing::with(8, 8, Some("GPU-a, GPU-b"), Some("32")).unwrap();
         assert_eq!(set_for(&sharing, 7), expected("GPU-a", "8"));
-        // Fewer queues than there may be stay as they are set.
+        // An explicitly lower number of queues is kept.
         let sharing = GpuSharing::with(4, 2, Some("5,3"), Some("4")).unwrap();
         assert_eq!(set_for(&sharing, 2), expected("3", "4"));
         let one = GpuSharing::with(2, 1, None, None).unwrap();

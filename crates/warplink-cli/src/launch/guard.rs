@@ -1,8 +1,8 @@
-//! The guard: the process that was called, which starts the launcher as a child and sees to it that nothing is left.
+//! The guard: the initial process, which starts the launcher as a child and cleans up after it.
 //!
-//! Each of the two ends what is left when the other is gone. Both are *subreapers*, to whom processes whose parents
-//! have ended are given as children: those of a launcher that was killed become the guard's, and those of a killed guard
-//! stay the launcher's, which gets a signal by the guard's death.
+//! Guard and launcher each clean up when the other dies. Both are *subreapers*, which adopt orphans: those of
+//! a killed launcher become the guard's children, and those of a killed guard stay the launcher's, which gets
+//! a signal when the guard dies.
 
 use super::leftovers::kill_children;
 use super::{gpu_service, outcome, this_command};
@@ -18,11 +18,11 @@ use std::os::unix::process::CommandExt;
 use std::process::{self, Command, ExitCode};
 use std::thread;
 
-/// The variable with the guard's process id, which is the parent of the launcher.
+/// Process id of the guard, which is the launcher's parent.
 const VARIABLE: &str = "WARPLINK_GUARD";
 
-/// The signals that end a launch, without those that were ignored when this process was started, as `nohup` and a shell's
-/// `&` do: these stay ignored, by the ranks as well.
+/// Signals that end a launch, except those ignored when this process was started (`nohup`, a shell's `&`),
+/// which stay ignored, also by the ranks.
 pub(crate) fn ending_signals() -> impl Iterator<Item = i32> {
     let signals = [SIGINT, SIGTERM, SIGQUIT, SIGHUP];
     signals.into_iter().filter(|signal| !is_ignored(*signal))
@@ -34,9 +34,9 @@ pub(crate) fn is_guarded() -> bool {
     guard.is_some_and(|guard| guard == *Pid::as_raw(getppid()).to_string())
 }
 
-/// In the child of a guard: gets [`Signal::CONT`] when the guard ends, which it takes also where it is stopped.
+/// In a guard's child: requests SIGCONT when the guard dies, which is delivered even while stopped.
 pub(crate) fn follow() {
-    // Without it, the guard's death goes unnoticed.
+    // Best effort: without it, the guard's death goes unnoticed.
     let _ = set_parent_process_death_signal(Some(Signal::CONT));
 }
 
@@ -49,30 +49,30 @@ pub(super) fn id() -> u32 {
     }
 }
 
-/// Whether this process has lost the guard that it had.
+/// Whether this process has lost its guard.
 pub(super) fn is_lost() -> bool {
     std::env::var_os(VARIABLE).is_some() && !is_guarded()
 }
 
-/// Keeps `command` from taking this process for a guard.
+/// Prevents `command` from treating this process as a guard.
 pub(super) fn hide(command: &mut Command) {
     command.env_remove(VARIABLE);
 }
 
-/// Runs this command again as a child, and passes signals on to it. Kills what it leaves where it is killed itself.
+/// Runs this command again as a child and forwards signals to it. Kills its leftovers if it is killed.
 pub(crate) fn guard(json: bool) -> Result<ExitCode> {
     super::leftovers::adopt();
     let mut signals = Signals::new(ending_signals()).context("handle signals")?;
     let child = this_command()
         .args(std::env::args_os().skip(1))
         .env(VARIABLE, process::id().to_string())
-        // In a group of its own, it gets a terminal's signals from here only, and so once.
+        // In its own group, it gets a terminal's signals only through this process, and so only once.
         .process_group(0)
         .spawn()
         .context("start the launcher")?;
     let pid = i32::try_from(child.id()).ok().and_then(Pid::from_raw);
     let pid = pid.context("the launcher has no process id")?;
-    // It is not reaped before the end, so that the number cannot stand for another process.
+    // It is reaped only at the end, so its pid cannot be reused.
     let pass_on = move |signal| match pidfd_open(pid, PidfdFlags::empty()) {
         Ok(launcher) => pidfd_send_signal(&launcher, signal),
         Err(_) => rustix::process::kill_process(pid, signal),
@@ -100,7 +100,7 @@ pub(crate) fn guard(json: bool) -> Result<ExitCode> {
         if let Some(signal) = status.terminating_signal() {
             break signal;
         }
-        // Stopped, it could not end the ranks.
+        // A stopped launcher could not end the ranks.
         let _ = pass_on(Signal::CONT);
     };
     kill_children();
@@ -113,7 +113,7 @@ pub(crate) fn guard(json: bool) -> Result<ExitCode> {
     Ok(ExitCode::from(u8::try_from(128 + killed).unwrap_or(1)))
 }
 
-/// Whether this process was started with a signal ignored.
+/// Whether a signal was ignored when this process was started.
 fn is_ignored(signal: i32) -> bool {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let mask = status

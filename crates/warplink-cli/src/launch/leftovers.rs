@@ -1,7 +1,7 @@
-//! Ends the processes that ranks started, also those that left their rank's process group or session.
+//! Kills processes that ranks started, even if they left their rank's process group or session.
 //!
-//! Two things find them. The launcher is their *subreaper*, and its guard after it: a process whose parent has
-//! ended becomes its child. And all of them inherit a variable with a mark of their launch.
+//! They are found in two ways: the launcher, and after it the guard, is their *subreaper*, so orphans become
+//! its children; and they inherit an environment variable with the mark of their launch.
 
 use anyhow::{Result, anyhow};
 use rustix::io::Errno;
@@ -13,26 +13,26 @@ use std::os::unix::ffi::OsStrExt;
 use std::process::Command;
 use std::time::Duration;
 
-/// The variable with the marks of a launch and of those around it.
+/// Variable with the marks of this launch and those around it.
 const VARIABLE: &str = "WARPLINK_LAUNCH";
-/// How often processes are looked for: what is killed may have started others meanwhile.
+/// Maximum number of scans: a process may have started others before it was killed.
 const MAX_ROUNDS: usize = 200;
-/// Time for killed processes to end.
+/// Time for killed processes to exit.
 const PAUSE: Duration = Duration::from_millis(5);
 
-/// Tells the processes of one launch from all others.
+/// Identifies the processes of one launch.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Mark(String);
 
 impl Mark {
-    /// A new mark. Makes this process the parent of what its ranks leave.
+    /// Creates a mark, and makes this process a subreaper.
     pub(super) fn new() -> Result<Self> {
         let random = getrandom::u64().map_err(|error| anyhow!("make a mark: {error}"))?;
         adopt();
         Ok(Self(format!("{random:016x}")))
     }
 
-    /// Marks what `command` will start, beside the marks of the launches around this one.
+    /// Marks the processes that `command` will start, in addition to the marks of outer launches.
     pub(super) fn apply(&self, command: &mut Command) {
         let mut value = std::env::var_os(VARIABLE).unwrap_or_default();
         value.push(",");
@@ -45,7 +45,7 @@ impl Mark {
         kill(|pid| self.is_on(pid));
     }
 
-    /// Whether the process inherited the mark. One of another user cannot be asked.
+    /// Whether the process inherited the mark; false for another user's process, which cannot be inspected.
     fn is_on(&self, pid: Pid) -> bool {
         let environment = std::fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
         environment.split(|&byte| byte == 0).any(|entry| {
@@ -61,26 +61,26 @@ impl Mark {
     }
 }
 
-/// Makes this process the parent of processes below it whose own parent ends.
+/// Makes this process the subreaper of its descendants.
 pub(super) fn adopt() {
-    // Without it, the mark alone finds them.
+    // Best effort: without it, only the mark finds them.
     let _ = set_child_subreaper(Some(getpid()));
 }
 
-/// Kills every child of this process, those that become its children by that as well.
+/// Kills every child of this process, including orphans that become its children meanwhile.
 pub(super) fn kill_children() {
     kill(|_| false);
 }
 
-/// Kills every child of this process and every process that `also` holds for.
+/// Kills every child of this process, and every process that satisfies `also`.
 fn kill(also: impl Fn(Pid) -> bool) {
     for _ in 0..MAX_ROUNDS {
         let mut found = false;
         for pid in processes().into_iter().filter(|pid| *pid != getpid()) {
-            // Held before it is looked at, so that the number cannot stand for another process.
+            // Hold a pidfd before inspecting the process, so that the pid cannot be reused meanwhile.
             let process = match pidfd_open(pid, PidfdFlags::empty()) {
                 Ok(process) => Some(process),
-                // An old kernel; the number has to do.
+                // Old kernel without pidfd: use the pid.
                 Err(Errno::NOSYS) => None,
                 Err(_) => continue,
             };
@@ -118,10 +118,10 @@ fn processes() -> Vec<Pid> {
         .collect()
 }
 
-/// The fields of `/proc/PID/stat` behind the name: the state, then the parent.
+/// Fields of `/proc/PID/stat` after the name: state and parent.
 fn stat(pid: Pid) -> Option<(char, Option<Pid>)> {
     let text = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    // The name may contain anything, a parenthesis too.
+    // The name may contain anything, including parentheses.
     let (_, rest) = text.rsplit_once(") ")?;
     let mut fields = rest.split(' ');
     let state = fields.next()?.chars().next()?;
@@ -133,7 +133,7 @@ fn parent(pid: Pid) -> Option<Pid> {
     stat(pid)?.1
 }
 
-/// Whether a process is stopped, by a signal or a debugger.
+/// Whether a process is stopped, by a signal or debugger.
 pub(super) fn is_stopped(pid: Pid) -> bool {
     stat(pid).is_some_and(|(state, _)| matches!(state, 'T' | 't'))
 }

@@ -1,9 +1,9 @@
-//! Starts the ranks of a program on this machine and sees them through to their end.
+//! Starts the ranks of a program on this machine and supervises them until the end.
 //!
-//! Each rank leads a process group of its own, so that it can be signalled with what it starts. A rank
-//! is first this command itself (`become_rank`), which ties its life to the launcher's and then turns
-//! into the program. What ranks leave is killed, whatever group or session it is in (`leftovers`); if
-//! the launcher is killed, its parent, the guard, does that.
+//! Each rank leads its own process group, so that it can be signalled with its descendants. A rank starts as
+//! this command (`become_rank`), which ties its life to the launcher's and then execs the program. Leftover
+//! processes are killed, whatever group or session they are in (`leftovers`); if the launcher itself is
+//! killed, its parent, the guard, does that.
 
 mod environment;
 mod exits;
@@ -36,50 +36,50 @@ use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::time::Duration;
 
-/// What to start, and what becomes of its output.
+/// What to launch.
 #[derive(Debug)]
 pub(crate) struct LaunchPlan {
-    /// How many ranks.
+    /// Number of ranks.
     pub(crate) ranks: usize,
-    /// A path, or a name to look up in `PATH`.
+    /// Path, or name to look up in `PATH`.
     pub(crate) program: OsString,
-    /// Its arguments, the same for every rank.
+    /// Arguments, the same for every rank.
     pub(crate) args: Vec<OsString>,
-    /// Variables beside those that every rank gets.
+    /// Additional variables.
     pub(crate) env: Vec<Variable>,
-    /// Where the output goes.
+    /// Handling of output.
     pub(crate) output: Output,
-    /// The time between SIGTERM and SIGKILL.
+    /// Time between SIGTERM and SIGKILL.
     pub(crate) grace: Duration,
-    /// How many ranks share a GPU, where any do.
+    /// Number of ranks on a GPU, if shared.
     pub(crate) ranks_per_gpu: Option<usize>,
-    /// The code with which a rank exits that fails because another did; it counts as 1.
+    /// Exit code by which a rank reports that it failed because of another; reported as 1.
     pub(crate) consequence: Option<i32>,
 }
 
-/// Where the output of ranks goes.
+/// Handling of the ranks' output.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Output {
-    /// Each stream to the launcher's, in whole lines that name their rank.
+    /// Forward both streams in whole lines, prefixed with the rank.
     Prefixed,
-    /// The same, but all of it to standard error, to leave standard output to a result.
+    /// The same, but all to standard error, which leaves standard output for a result.
     PrefixedToStderr,
-    /// Rank 0 writes to the launcher's streams itself; of the others, only standard error is shown,
+    /// Rank 0 writes directly to the launcher's streams; only standard error of the others is forwarded,
     /// prefixed.
     Rank0Only,
-    /// The same, but what ranks write to standard output is kept in the [`Outcome`].
+    /// The same, but standard output of ranks is captured in the [`Outcome`].
     Kept,
-    /// Every rank writes to the launcher's streams itself.
+    /// Every rank writes directly to the launcher's streams.
     #[expect(dead_code, reason = "for the subcommands that start themselves")]
     Inherit,
 }
 
-/// Runs the plan until every rank has ended and nothing that it started is left.
+/// Runs the plan until every rank has exited and none of its descendants is left.
 ///
-/// Call it from a thread that lives on until it returns: the kernel ends the ranks with that thread.
+/// Call it from a thread that outlives the call: the kernel kills the ranks when their parent thread exits.
 ///
 /// # Errors
-/// A process that cannot be started. What ranks do, failures included, is in the [`Outcome`].
+/// Errors of starting processes. Failures of ranks are in the [`Outcome`].
 pub(crate) fn run(plan: &LaunchPlan) -> Result<Outcome> {
     let search = std::env::var_os("PATH").unwrap_or_default();
     let program = match environment::find_program(&plan.program, &search) {
@@ -134,7 +134,7 @@ pub(crate) fn run(plan: &LaunchPlan) -> Result<Outcome> {
     supervisor.see_through(ranks, plan.grace)
 }
 
-/// What becomes of one stream of one rank.
+/// Handling of one stream of one rank.
 #[derive(Clone, Copy, Debug)]
 enum Stream {
     Prefixed(Target),
@@ -153,7 +153,7 @@ impl Stream {
     }
 }
 
-/// What becomes of a rank's standard output and standard error.
+/// Handling of a rank's standard output and standard error.
 fn targets(output: Output, rank: usize) -> [Stream; 2] {
     use Stream::{Dropped, Inherited, Kept, Prefixed};
     match (output, rank) {
@@ -166,8 +166,7 @@ fn targets(output: Output, rank: usize) -> [Stream; 2] {
     }
 }
 
-/// This command itself, for what it starts of its own. The link leads to the running binary also
-/// after its file was replaced.
+/// This executable, to start itself. The link works even if its file was replaced.
 fn this_command() -> Command {
     let mut command = Command::new("/proc/self/exe");
     command.arg0("warplink");

@@ -1,32 +1,32 @@
-//! How the ranks of a launch ended, and what that makes the exit code.
+//! How the ranks of a launch exited, and the resulting exit code.
 
 use crate::report::JsonError;
 use signal_hook::consts::{SIGBUS, SIGFPE, SIGILL, SIGKILL, SIGSEGV};
 use std::process::ExitCode;
 use std::time::Duration;
 
-/// The signals that end no rank because another one failed.
+/// Signals that are never caused by the failure of another rank.
 const FIRST_CAUSES: [i32; 5] = [SIGKILL, SIGSEGV, SIGBUS, SIGILL, SIGFPE];
 
-/// How ranks ended.
+/// How the ranks exited.
 #[derive(Debug)]
 pub(crate) struct Outcome {
     /// By rank.
     pub(crate) exits: Vec<RankExit>,
-    /// The rank whose failure is the cause of the others'.
+    /// The rank whose failure is the root cause.
     pub(crate) first_failure: Option<usize>,
-    /// The first signal that the launcher passed on.
+    /// The first signal that the launcher forwarded.
     pub(super) signalled: Option<i32>,
-    /// What each rank wrote to standard output, where that was kept.
+    /// Captured standard output of each rank.
     pub(crate) kept: Vec<Vec<u8>>,
-    /// What to exit with where no rank failed: not 0 where the launcher itself gave up.
+    /// Exit code if no rank failed: nonzero if the launcher itself gave up.
     pub(super) otherwise: u8,
     /// Why no rank was started.
     pub(crate) error: Option<String>,
 }
 
 impl Outcome {
-    /// Nothing was started.
+    /// The outcome if nothing was started.
     pub(super) fn not_started(code: u8, error: String) -> Self {
         Self {
             exits: Vec::new(),
@@ -38,14 +38,14 @@ impl Outcome {
         }
     }
 
-    /// The first line that a rank wrote, where that was kept.
+    /// First captured line of a rank.
     pub(crate) fn first_line(&self, rank: usize) -> Option<&[u8]> {
         let mut lines = self.kept.get(rank)?.split_inclusive(|byte| *byte == b'\n');
         lines.next().filter(|line| line.ends_with(b"\n"))
     }
 
-    /// Of the ranks that `failed`, in the order in which they ended, the one that is the cause. What only a signal from
-    /// outside or a fault of its own does to a process follows from nothing that another rank did.
+    /// Root cause among the ranks that `failed`, in order of exit: a rank killed from outside or by a crash
+    /// is not a consequence of another rank.
     pub(super) fn cause(&self, failed: &[usize]) -> Option<usize> {
         let find = |is: fn(&RankExit) -> bool| {
             let mut failed = failed.iter().copied();
@@ -59,7 +59,7 @@ impl Outcome {
         .or_else(|| failed.first().copied())
     }
 
-    /// The code of the first rank that failed, 128 and the signal's number where one ended it.
+    /// Exit code of the first rank that failed; 128 plus the signal number if killed.
     pub(crate) fn code(&self) -> u8 {
         match self.first_failure.and_then(|rank| self.exits.get(rank)) {
             Some(exit) => exit.shell_code(),
@@ -71,7 +71,7 @@ impl Outcome {
         ExitCode::from(self.code())
     }
 
-    /// Why there is no result, for machines, where no rank said it.
+    /// The error for `--json` if no rank printed a result.
     pub(crate) fn failure(&self) -> JsonError {
         if let Some(error) = &self.error {
             return JsonError::invalid(error);
@@ -90,16 +90,16 @@ impl Outcome {
     }
 }
 
-/// How one rank ended.
+/// How one rank exited.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct RankExit {
-    /// What it exited with.
+    /// Exit code.
     pub(crate) code: Option<i32>,
-    /// The signal that ended it.
+    /// Signal that killed it.
     pub(crate) signal: Option<i32>,
-    /// How long it ran.
+    /// Run time.
     pub(crate) after: Duration,
-    /// Whether it said that it failed because another rank did.
+    /// Whether it reported that it failed because of another rank.
     pub(super) follows: bool,
 }
 
@@ -116,7 +116,7 @@ impl RankExit {
         u8::try_from(code).unwrap_or(1)
     }
 
-    /// Whether it ended by the signal, or with the code that says so.
+    /// Whether it was killed by the signal, or exited with the corresponding code.
     pub(super) fn is_by(&self, signal: i32) -> bool {
         self.signal == Some(signal) || self.code == Some(128 + signal)
     }

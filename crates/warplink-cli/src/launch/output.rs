@@ -1,20 +1,20 @@
-//! Passes the output of ranks on in whole lines, each with its rank before it.
+//! Forwards the ranks' output in whole lines, prefixed with the rank.
 
 use crate::report::has_colour;
 use std::io::{self, Read, Write};
 use std::sync::{Mutex, PoisonError};
 
-/// A longer line is broken, so that a rank that never ends one does not fill the memory.
+/// Longer lines are broken, which bounds the memory of a rank that writes no newline.
 const MAX_LINE: usize = 1 << 20;
 
-/// The launcher's stream that a rank's output goes to.
+/// Destination stream of a rank's output.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Target {
     Stdout,
     Stderr,
 }
 
-/// The launcher's output streams, which may lead to one terminal and so take one writer at a time.
+/// The launcher's output streams, which may be the same terminal, so only one writer at a time.
 #[derive(Debug)]
 pub(super) struct Printer {
     turn: Mutex<()>,
@@ -42,7 +42,7 @@ impl Printer {
         if lines.is_empty() {
             return Ok(());
         }
-        // The lock guards no data, so that one left by a panic is as good as any.
+        // The lock guards no data, so poisoning does not matter.
         let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
         match target {
             Target::Stdout => {
@@ -55,7 +55,7 @@ impl Printer {
     }
 }
 
-/// Passes on a rank's stream until its end.
+/// Forwards a rank's stream until it ends.
 ///
 /// # Errors
 /// The launcher's stream was closed.
@@ -71,7 +71,7 @@ pub(super) fn pump(
     loop {
         match from.read(&mut chunk) {
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-            // A pipe that cannot be read ends as one that is closed.
+            // A read error counts as end of file.
             Ok(0) | Err(_) => break,
             Ok(length) => {
                 lines.feed(&chunk[..length], &mut ready);
@@ -95,7 +95,7 @@ fn prefix(rank: usize, colour: bool) -> Vec<u8> {
     }
 }
 
-/// Cuts a stream of bytes into lines with a prefix.
+/// Splits a byte stream into lines with a prefix.
 #[derive(Debug)]
 struct Prefixer {
     prefix: Vec<u8>,
@@ -110,7 +110,7 @@ impl Prefixer {
         }
     }
 
-    /// Appends to `ready` the lines that `bytes` completes, and keeps the rest.
+    /// Appends completed lines to `ready`, and buffers the rest.
     fn feed(&mut self, bytes: &[u8], ready: &mut Vec<u8>) {
         for piece in bytes.split_inclusive(|&byte| byte == b'\n') {
             self.partial.extend_from_slice(piece);
@@ -120,7 +120,7 @@ impl Prefixer {
         }
     }
 
-    /// Appends to `ready` what is kept, as a line.
+    /// Appends the buffered rest to `ready`, as a line.
     fn finish(&mut self, ready: &mut Vec<u8>) {
         if self.partial.is_empty() {
             return;

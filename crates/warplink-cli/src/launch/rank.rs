@@ -1,4 +1,4 @@
-//! The processes of a launch.
+//! Rank processes of a launch.
 
 use super::gpu_service::GpuService;
 use super::guard;
@@ -14,10 +14,10 @@ use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{self, Child, Command, ExitCode};
 
-/// The hidden subcommand that turns into a rank's program.
+/// The hidden subcommand that execs a rank's program.
 pub(crate) const RANK_COMMAND: &str = "__rank";
 
-/// The arguments of the hidden subcommand that becomes a rank.
+/// Arguments of the hidden subcommand.
 #[derive(Debug, Args)]
 pub(crate) struct RankArgs {
     /// The launcher's process id
@@ -28,7 +28,7 @@ pub(crate) struct RankArgs {
     command: Vec<OsString>,
 }
 
-/// The command that becomes a rank of `program`.
+/// The command that execs `program` as a rank.
 pub(super) fn command(program: &Path, args: &[OsString]) -> Command {
     let mut command = this_command();
     command
@@ -40,8 +40,8 @@ pub(super) fn command(program: &Path, args: &[OsString]) -> Command {
     command
 }
 
-/// Turns this process into a rank's program, which the kernel ends when the launcher ends. Returns
-/// only on failure, with the code to exit with.
+/// Replaces this process by a rank's program, which the kernel kills when the launcher dies. Returns only on
+/// failure, with the exit code.
 pub(crate) fn become_rank(args: &RankArgs) -> ExitCode {
     if let Err(error) = set_parent_process_death_signal(Some(Signal::KILL)) {
         report::print_message(&format!(
@@ -49,7 +49,7 @@ pub(crate) fn become_rank(args: &RankArgs) -> ExitCode {
         ));
         return ExitCode::FAILURE;
     }
-    // A launcher that died before the line above sends no signal; another parent tells.
+    // A launcher that died before the call above sends no signal; detect it by the changed parent.
     if Pid::as_raw(getppid()).cast_unsigned() != args.parent {
         return ExitCode::FAILURE;
     }
@@ -65,17 +65,17 @@ pub(crate) fn become_rank(args: &RankArgs) -> ExitCode {
     })
 }
 
-/// The ranks that run. Dropping it kills them and all that they started.
+/// Running ranks. Dropping it kills them and everything they started.
 #[derive(Debug)]
 pub(super) struct Ranks {
     children: Vec<Child>,
     mark: Mark,
-    /// What lets them share GPUs.
+    /// The service through which they share GPUs.
     service: Option<GpuService>,
 }
 
 impl Ranks {
-    /// No ranks yet.
+    /// Creates an empty set.
     pub(super) fn new(capacity: usize, mark: Mark) -> Self {
         Self {
             children: Vec::with_capacity(capacity),
@@ -84,19 +84,19 @@ impl Ranks {
         }
     }
 
-    /// Keeps `service` as long as a rank runs.
+    /// Keeps `service` running as long as the ranks.
     pub(super) fn share(&mut self, service: GpuService) {
         self.service = Some(service);
     }
 
-    /// Lets `command` find the service, if there is one.
+    /// Sets the service's variables for `command`, if there is a service.
     pub(super) fn apply_service(&self, command: &mut Command) {
         if let Some(service) = &self.service {
             service.apply(command);
         }
     }
 
-    /// Starts one more. Its process group must be its own.
+    /// Starts a rank, which must have its own process group.
     pub(super) fn start(&mut self, command: &mut Command) -> Result<&mut Child> {
         let child = command.spawn()?;
         self.children.push(child);
@@ -107,18 +107,18 @@ impl Ranks {
         self.children.len()
     }
 
-    /// Sends `signal` to every rank and all that it started. A rank is not reaped before this is
-    /// dropped, so that its number cannot stand for another process meanwhile.
+    /// Signals every rank and everything it started. Ranks are reaped only on drop, so their pids cannot be
+    /// reused meanwhile.
     pub(super) fn signal(&self, signal: Signal) {
         for group in self.children.iter().filter_map(pid) {
-            // It fails for a group of which nothing is left.
+            // Fails for a group without processes.
             let _ = kill_process_group(group, signal);
         }
     }
 }
 
 impl Ranks {
-    /// Kills the ranks that are stopped, and what they started: they cannot react to a signal.
+    /// Kills stopped ranks and what they started, since they cannot react to a signal.
     pub(super) fn kill_stopped(&self) {
         for group in self.children.iter().filter_map(pid) {
             if is_stopped(group) {
@@ -132,10 +132,10 @@ impl Drop for Ranks {
     fn drop(&mut self) {
         self.signal(Signal::KILL);
         for child in &mut self.children {
-            // Killed above, so that this ends at once; a failure means that nothing is left.
+            // Killed above, so this returns soon; on an error nothing is left to reap.
             let _ = child.wait();
         }
-        // After the ranks, which it serves, and before what is left is killed.
+        // After the ranks that use it, and before leftovers are killed.
         self.service = None;
         self.mark.kill_all();
     }

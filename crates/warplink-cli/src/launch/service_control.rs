@@ -1,8 +1,7 @@
-//! Talking to CUDA's multi-process service by its control command.
+//! Client of CUDA's multi-process service.
 //!
-//! The command talks to a daemon, which starts a server when a process first uses a GPU. A process that is
-//! killed while the server works for it may leave the server unable to serve others; the daemon starts
-//! another when that one is gone.
+//! The control command talks to a daemon, which starts a server when a process first uses a GPU. Killing a
+//! process while the server works for it may break the server; the daemon starts another when it is gone.
 
 use super::environment::find_program;
 use super::leftovers::Mark;
@@ -18,9 +17,9 @@ use std::process::{Child, Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// The command that starts the service and talks to it.
+/// Control command of the service.
 const CONTROL: &str = "nvidia-cuda-mps-control";
-/// Where drivers put it, if not into a folder of `PATH`.
+/// Directories where drivers install it, if not in `PATH`.
 const FOLDERS: [&str; 6] = [
     "/usr/bin",
     "/usr/local/bin",
@@ -29,28 +28,28 @@ const FOLDERS: [&str; 6] = [
     "/opt/nvidia/bin",
     "/run/nvidia/driver/usr/bin",
 ];
-/// The variable with the GPUs that a process sees.
+/// Selects the GPUs visible to a process.
 const VISIBLE: &str = "CUDA_VISIBLE_DEVICES";
-/// The longest that the service takes to answer a command.
+/// Time limit for an answer of the service.
 const MAX_ANSWER: Duration = Duration::from_secs(5);
-/// The longest that a server takes to end, asked for it or killed.
+/// Time limit for a server to end, after a request or kill.
 const MAX_END: Duration = Duration::from_secs(5);
 const POLL_INTERVAL: Duration = Duration::from_millis(5);
 
-/// The control command of one service.
+/// Control command of one service.
 #[derive(Clone, Debug)]
 pub(crate) struct ServiceControl {
     program: PathBuf,
     mark: Option<Mark>,
-    /// What names the service, beside what is inherited.
+    /// Variables that identify the service.
     variables: Vec<(&'static str, PathBuf)>,
 }
 
 impl ServiceControl {
-    /// The command, for the service that the environment names.
+    /// The control command for the service in the environment.
     ///
     /// # Errors
-    /// Where it is not installed.
+    /// If it is not installed.
     pub(crate) fn find() -> Result<Self> {
         let search = env::var_os("PATH").unwrap_or_default();
         Ok(Self {
@@ -60,7 +59,7 @@ impl ServiceControl {
         })
     }
 
-    /// The same, for the service of a launch.
+    /// The control command for a launch's service.
     pub(super) fn of(
         mut self,
         mark: &Mark,
@@ -83,15 +82,15 @@ impl ServiceControl {
             mark.apply(&mut command);
         }
         command
-            // The service serves all GPUs, so that ranks name them as without it.
+            // The service serves all GPUs, so ranks use the usual ordinals.
             .env_remove(VISIBLE)
-            // Out of reach of the signals of the launcher's terminal.
+            // Shielded from the terminal's signals.
             .process_group(0)
             .stderr(Stdio::null());
         command
     }
 
-    /// Sends the service a command, and returns its answer if it understood.
+    /// Sends a command to the service; returns the answer if it was understood.
     pub(super) fn ask(&self, request: &str) -> Option<String> {
         let mut command = self.command();
         command.stdin(Stdio::piped()).stdout(Stdio::piped());
@@ -99,7 +98,7 @@ impl ServiceControl {
         if let Some(mut input) = child.stdin.take() {
             let _ = writeln!(input, "{request}");
         }
-        // An answer is a few lines, for which a pipe has room.
+        // An answer is a few lines, which fit into a pipe's buffer.
         if !ends_well(&mut child) {
             return None;
         }
@@ -112,11 +111,11 @@ impl ServiceControl {
         self.ask("get_server_list").is_some()
     }
 
-    /// Ends the servers, killing those that do not end by themselves, so that another serves who comes
-    /// next. Every process that uses them must have ended. Blocks for a limited time.
+    /// Ends the servers, by force if necessary, so that new ones serve later processes. Every process that
+    /// uses them must have exited. Blocks for a bounded time.
     ///
     /// # Errors
-    /// Where the service does not answer, or a server does not end.
+    /// If the service does not answer, or a server does not end.
     pub(crate) fn restart_servers(&self) -> Result<()> {
         let list = self.ask("get_server_list").context(
             "CUDA's multi-process service does not answer; expected the list of its servers",
@@ -153,7 +152,7 @@ fn ends_well(child: &mut Child) -> bool {
     }
 }
 
-/// Waits for the end of a process that is no child, and says whether it came.
+/// Waits for the exit of a process that is not a child; returns whether it exited.
 fn has_ended(process: Pid) -> bool {
     let until = Instant::now() + MAX_END;
     loop {
@@ -165,7 +164,7 @@ fn has_ended(process: Pid) -> bool {
     }
 }
 
-/// Whether a process has ended, and its parent has not asked how.
+/// Whether a process has exited but was not reaped.
 fn is_zombie(process: Pid) -> bool {
     let stat = std::fs::read_to_string(format!("/proc/{}/stat", process.as_raw_nonzero()));
     stat.is_ok_and(|text| {
@@ -191,7 +190,7 @@ mod tests {
     use std::fs;
     use std::os::unix::fs::PermissionsExt;
 
-    /// Behaves as the control command: a server is listed until it is shut down.
+    /// Imitates the control command: a server is listed until it is shut down.
     const STAND_IN: &str = "#!/bin/sh
 read word number force
 echo \"$word $number $force\" >> $HERE/words

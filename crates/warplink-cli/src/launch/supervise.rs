@@ -19,12 +19,12 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// How long to wait for the rest of the output once no rank is left.
+/// How long to wait for remaining output once no rank is left.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(2);
-/// How long the other ranks go on after the first failure. Ranks that fail together then all print
-/// why: the one whose failure is the cause is not always the first to exit.
+/// How long the other ranks continue after the first failure, so that ranks that fail together can all print
+/// their error: the first to exit is not always the cause.
 const SETTLE_TIME: Duration = Duration::from_millis(500);
-/// How often to look for stopped ranks once they were signalled.
+/// Interval for checking for stopped ranks after they were signalled.
 const STOPPED_INTERVAL: Duration = Duration::from_secs(1);
 
 #[derive(Debug)]
@@ -35,15 +35,15 @@ enum Event {
     OutputFailed(io::Error),
 }
 
-/// Collects what happens to the ranks from the threads that wait for it.
+/// Collects events about ranks from several threads.
 #[derive(Debug)]
 pub(super) struct Supervisor {
     events: Receiver<Event>,
     sender: Sender<Event>,
-    /// Closes when the last thread that passes on output has come to its end.
+    /// Closed when the last output thread has ended.
     drained: Receiver<()>,
     pumping: Sender<()>,
-    /// What was read of each rank's stream that is kept.
+    /// Captured output of each rank.
     kept: Arc<Mutex<Vec<Vec<u8>>>>,
     signals: Handle,
     exits: Option<Exits>,
@@ -52,7 +52,7 @@ pub(super) struct Supervisor {
 }
 
 impl Supervisor {
-    /// From here on, the launcher's signals are events, and no longer end it.
+    /// From here on, signals to the launcher are events and no longer terminate it.
     pub(super) fn new(consequence: Option<i32>) -> Result<Self> {
         let (sender, events) = mpsc::channel();
         let (pumping, drained) = mpsc::channel();
@@ -62,7 +62,7 @@ impl Supervisor {
         let to = sender.clone();
         spawn("signals", move || {
             for signal in signals.forever() {
-                // The receiver is gone only when all has ended.
+                // The receiver exists until everything has ended.
                 let _ = to.send(Event::Signal(signal));
             }
         })?;
@@ -79,7 +79,7 @@ impl Supervisor {
         })
     }
 
-    /// Passes on a rank's output, line by line.
+    /// Forwards a rank's output line by line.
     pub(super) fn pump(
         &self,
         rank: usize,
@@ -100,7 +100,7 @@ impl Supervisor {
         })
     }
 
-    /// Keeps a rank's output for the [`Outcome`].
+    /// Captures a rank's output for the [`Outcome`].
     pub(super) fn keep(&self, rank: usize, mut stream: impl Read + Send + 'static) -> Result<()> {
         let (kept, open) = (Arc::clone(&self.kept), self.pumping.clone());
         let length = lock(&kept).len().max(rank + 1);
@@ -110,7 +110,7 @@ impl Supervisor {
             loop {
                 match stream.read(&mut chunk) {
                     Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                    // A pipe that cannot be read ends as one that is closed.
+                    // A read error counts as end of file.
                     Ok(0) | Err(_) => break,
                     Ok(length) => lock(&kept)[rank].extend_from_slice(&chunk[..length]),
                 }
@@ -119,7 +119,7 @@ impl Supervisor {
         })
     }
 
-    /// Watches for a rank's end, and leaves it to be reaped later.
+    /// Watches for a rank's exit, without reaping it.
     pub(super) fn watch(&self, rank: usize, child: &Child) -> Result<()> {
         let pid = rank::pid(child).context("a rank has no process id")?;
         let (started, consequence) = (Instant::now(), self.consequence);
@@ -127,7 +127,7 @@ impl Supervisor {
         let ended = move || {
             let exit = wait_for(pid, consequence);
             let after = started.elapsed();
-            // The receiver is gone only when all has ended.
+            // The receiver exists until everything has ended.
             let _ = events.send(Event::Exited(rank, RankExit { after, ..exit }));
         };
         match &self.exits {
@@ -136,8 +136,8 @@ impl Supervisor {
         }
     }
 
-    /// Waits for all ranks, ends them when one fails, passes signals on to them, and ends what they
-    /// leave behind.
+    /// Waits for all ranks, terminates them when one fails, forwards signals to them, and kills their
+    /// leftover processes.
     pub(super) fn see_through(self, ranks: Ranks, grace: Duration) -> Result<Outcome> {
         let mut watch = Watch {
             outcome: Outcome {
@@ -154,7 +154,7 @@ impl Supervisor {
             timers: BTreeSet::new(),
             grace,
         };
-        // Its signal may have come before it was handled.
+        // The signal may have arrived before its handler was installed.
         if guard::is_lost() {
             watch.follow_guard(&ranks);
         }
@@ -172,7 +172,7 @@ impl Supervisor {
         watch.decide();
         drop(ranks);
         drop(self.pumping);
-        // What arrives is the end of the channel, or nothing in time.
+        // Returns when the channel closes, or on timeout.
         let _ = self.drained.recv_timeout(DRAIN_TIMEOUT);
         self.signals.close();
         tracing::info!(
@@ -186,13 +186,12 @@ impl Supervisor {
         })
     }
 
-    /// The next event, or none when `deadline` has come.
+    /// The next event, or `None` at `deadline`.
     fn next(&self, deadline: Option<Instant>) -> Option<Event> {
         match deadline {
             None => self.events.recv().ok(),
             Some(deadline) => {
-                // The channel cannot close while `self.sender` is there, so that an error is the
-                // deadline.
+                // The channel cannot close while `self.sender` exists, so an error is the deadline.
                 let left = deadline.saturating_duration_since(Instant::now());
                 self.events.recv_timeout(left).ok()
             }
@@ -200,27 +199,27 @@ impl Supervisor {
     }
 }
 
-/// What has happened so far.
+/// State of the watch.
 #[derive(Debug)]
 struct Watch {
     outcome: Outcome,
     running: usize,
-    /// The ranks that failed before the launcher ended any, in the order in which they did.
+    /// Ranks that failed before the launcher terminated any, in order.
     failed: Vec<usize>,
     ending: bool,
-    /// What is to be done, and when; the next first.
+    /// Pending actions by time.
     timers: BTreeSet<(Instant, Timer)>,
     grace: Duration,
 }
 
-/// What happens at a later time.
+/// A pending action.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Timer {
-    /// The ranks get SIGTERM.
+    /// Send SIGTERM to the ranks.
     End,
-    /// The ranks get SIGKILL.
+    /// Send SIGKILL to the ranks.
     Kill,
-    /// Ranks that are stopped get SIGKILL.
+    /// Send SIGKILL to stopped ranks.
     KillStopped,
 }
 
@@ -272,7 +271,7 @@ impl Watch {
         }
     }
 
-    /// The guard was killed, and so are the ranks.
+    /// The guard was killed: kill the ranks.
     fn follow_guard(&mut self, ranks: &Ranks) {
         if self.outcome.signalled.replace(SIGKILL) != Some(SIGKILL) {
             report::print_message("the guard was killed; killing the ranks");
@@ -280,9 +279,9 @@ impl Watch {
         ranks.signal(Signal::KILL);
     }
 
-    /// Reports why the ranks' output is lost, and returns what to exit with.
+    /// Reports why the ranks' output is lost, and returns the exit code.
     fn output_failed(&self, error: &io::Error) -> u8 {
-        // As in a pipeline whose reader is gone: nobody is left to write for.
+        // Like a pipeline whose reader has exited: there is nobody to report to.
         if error.kind() == io::ErrorKind::BrokenPipe {
             return 128 + SIGPIPE as u8;
         }
@@ -306,7 +305,7 @@ impl Watch {
         }
     }
 
-    /// Finds the cause of the failures so far, and reports it.
+    /// Determines and reports the root cause of the failures so far.
     fn decide(&mut self) {
         let failed = std::mem::take(&mut self.failed);
         let Some(rank) = self.outcome.cause(&failed) else {
@@ -314,7 +313,7 @@ impl Watch {
         };
         self.outcome.first_failure = Some(rank);
         let exit = self.outcome.exits[rank];
-        // What follows from the launcher's signal is no news.
+        // Failures caused by the launcher's own signal are not reported.
         let signalled = self.outcome.signalled;
         if !signalled.is_some_and(|signal| exit.is_by(signal)) {
             let rest = if self.running > 0 {
@@ -335,7 +334,8 @@ impl Watch {
     }
 }
 
-/// Blocks until the process has ended, and leaves it as it is. The code `consequence` says that another rank failed first.
+/// Blocks until the process has exited, without reaping it. Exit code `consequence` means that another rank
+/// failed first.
 fn wait_for(pid: Pid, consequence: Option<i32>) -> RankExit {
     loop {
         match waitid(
@@ -358,7 +358,7 @@ fn wait_for(pid: Pid, consequence: Option<i32>) -> RankExit {
     }
 }
 
-/// The bytes are as good after a panic as before it.
+/// The data is valid even if another thread panicked while it held the lock.
 fn lock<T>(kept: &Mutex<T>) -> MutexGuard<'_, T> {
     kept.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -1,11 +1,11 @@
-//! Numbers of bytes as people write them: `4KiB`, `1GiB`, `2.5MB`.
+//! Human-readable byte counts: `4KiB`, `1GiB`, `2.5MB`.
 
 use serde::Serialize;
 use std::fmt;
 use std::str::FromStr;
 
-/// A number of bytes. It is read with or without a unit (`K` and `KiB` are 1024, `KB` is 1000), and
-/// written in the largest binary unit that loses nothing.
+/// A number of bytes. Parsed with or without a unit (`K` and `KiB` are 1024, `KB` is 1000), and displayed in
+/// the largest binary unit that is exact.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
 #[serde(transparent)]
 pub(crate) struct Bytes(pub(crate) u64);
@@ -18,7 +18,7 @@ impl fmt::Display for Bytes {
             value /= 1024;
             unit += 1;
         }
-        // Through `pad`, so that widths and alignments apply to the whole.
+        // `pad` applies width and alignment to the whole.
         f.pad(&format!("{value} {}", BINARY[unit]))
     }
 }
@@ -38,7 +38,7 @@ impl FromStr for Bytes {
         let factor = factor(unit.trim()).ok_or_else(bad)?;
         let (whole, fraction) = number.split_once('.').unwrap_or((number, "0"));
         let whole: u128 = whole.parse().map_err(|_| bad())?;
-        // In integers, so that what is written without loss is also read without.
+        // Integer arithmetic keeps exact values exact.
         let scale = 10_u128
             .checked_pow(u32::try_from(fraction.len()).map_err(|_| bad())?)
             .ok_or_else(bad)?;

@@ -1,5 +1,4 @@
-//! How errors reach people and machines: one text, and with `--json` one object `{"error": …}` in place
-//! of the result.
+//! Error output for people (text) and machines (`{"error": …}` in place of the result).
 
 use super::{print_json, print_message};
 use serde::Serialize;
@@ -8,41 +7,41 @@ use std::fmt;
 use std::io;
 use warplink::ErrorKind;
 
-/// What stands between a message and what to do about it.
+/// Separates a message from its help.
 const HELP: &str = "; help: ";
 
-/// An error for machines. What has no value is absent.
+/// Machine-readable error. Unknown fields are omitted.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub(crate) struct JsonError {
     kind: String,
-    /// Without the help.
+    /// Without the help text.
     message: String,
     #[serde(skip_serializing_if = "Option::is_none")]
     help: Option<String>,
-    /// Where it happened.
+    /// Rank on which it happened.
     #[serde(skip_serializing_if = "Option::is_none")]
     rank: Option<usize>,
     #[serde(skip_serializing_if = "Option::is_none")]
     peer: Option<usize>,
-    /// Of a driver, a library or the system.
+    /// Code of a driver, a library or the system.
     #[serde(skip_serializing_if = "Option::is_none")]
     code: Option<i64>,
-    /// What is wrong with a program.
+    /// Problems of a program.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     diagnostics: Vec<Value>,
 }
 
-/// The object that is printed in place of a result.
+/// The object printed in place of a result.
 #[derive(Serialize)]
 struct Envelope<'a> {
     error: &'a JsonError,
 }
 
-/// A program that is not one, or that the verifier refuses.
+/// A program that does not parse or verify.
 #[derive(Debug)]
 pub(crate) struct RefusedProgram {
     pub(crate) error: warplink::Error,
-    /// For machines; the error has them in words.
+    /// Machine-readable; the error has them as text.
     pub(crate) diagnostics: Vec<Value>,
 }
 
@@ -55,7 +54,7 @@ impl fmt::Display for RefusedProgram {
 impl std::error::Error for RefusedProgram {}
 
 impl JsonError {
-    /// An error that `text` tells, with help at its end or none.
+    /// Parses an error from `text`, which may end with help.
     pub(crate) fn new(kind: &str, text: &str) -> Self {
         let (message, help) = match text.split_once(HELP) {
             Some((message, help)) => (message, Some(help.trim().to_owned())),
@@ -72,26 +71,26 @@ impl JsonError {
         }
     }
 
-    /// Arguments that are wrong.
+    /// For invalid arguments.
     pub(crate) fn invalid(text: &str) -> Self {
         Self::new("invalid-argument", text)
     }
 
-    /// Names the rank on which it happened.
+    /// Sets the rank.
     pub(crate) fn with_rank(mut self, rank: usize) -> Self {
         self.rank = Some(rank);
         self
     }
 
-    /// Arguments that do not follow the command's grammar.
+    /// For arguments that clap rejects.
     pub(crate) fn of_usage(error: &clap::Error) -> Self {
         use clap::error::ErrorKind;
         if error.kind() == ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand {
-            // Its text is all of the help.
+            // Its text is the complete help.
             return Self::invalid("arguments are missing; help: see --help");
         }
         let text = error.to_string();
-        // A message, tips, the usage and a hint at --help, with empty lines between.
+        // clap separates message, tips, usage and hint by empty lines.
         let mut paragraphs = text.split("\n\n").map(|lines| {
             let words: Vec<&str> = lines.split_whitespace().collect();
             words.join(" ")
@@ -103,7 +102,7 @@ impl JsonError {
         made
     }
 
-    /// Whether a line is such an object, and no result.
+    /// Whether a line is such an object rather than a result.
     pub(crate) fn is_in(line: &[u8]) -> bool {
         line.starts_with(br#"{"error":"#)
     }
@@ -126,7 +125,7 @@ impl From<&anyhow::Error> for JsonError {
         let kind = match (library, system) {
             (Some(error), _) => kebab_case(&format!("{:?}", error.kind())),
             (None, Some(_)) => "io".to_owned(),
-            // What the command itself refuses is an argument.
+            // Anything the command itself rejects is an argument.
             (None, None) => "invalid-argument".to_owned(),
         };
         let code = library.and_then(warplink::Error::code);
@@ -141,7 +140,7 @@ impl From<&anyhow::Error> for JsonError {
     }
 }
 
-/// Whether an error of a rank says no more than that another rank failed, left or is gone.
+/// Whether a rank's error is only a consequence of another rank's failure.
 pub(crate) fn is_consequence(error: &anyhow::Error) -> bool {
     let kind = error
         .downcast_ref::<warplink::Error>()
@@ -152,7 +151,7 @@ pub(crate) fn is_consequence(error: &anyhow::Error) -> bool {
     )
 }
 
-/// `InvalidArgument` as `invalid-argument`.
+/// Converts `InvalidArgument` to `invalid-argument`.
 fn kebab_case(name: &str) -> String {
     let mut text = String::new();
     for letter in name.chars() {
@@ -164,8 +163,7 @@ fn kebab_case(name: &str) -> String {
     text
 }
 
-/// Prints an error on standard error, and with `json` also as an object `{"error": …}` in place of
-/// the result.
+/// Prints an error on standard error, and with `json` also as an object in place of the result.
 pub(crate) fn print_error(error: &anyhow::Error, json: bool) {
     print_message(&format!("error: {error:#}"));
     if json {

@@ -1,7 +1,7 @@
-//! Writing results to files that a user names.
+//! Writes results to files.
 //!
-//! A regular file is replaced as a whole, so that nobody reads half of it and a full disk leaves the one before. Where a
-//! symbolic link leads to one, it still does afterwards. Devices and pipes are written to.
+//! A regular file is replaced atomically, so that nobody reads a partial file and a full disk keeps the
+//! previous one. A symbolic link to it is preserved. Devices and pipes are written in place.
 
 use anyhow::{Context, Result};
 use rustix::fs::{Access, access};
@@ -12,20 +12,20 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use warplink::program::Trace;
 
-/// The most symbolic links that lead to one file.
+/// Maximum chain of symbolic links, as in the kernel.
 const MAX_LINKS: usize = 40;
 
-/// What a path leads to.
+/// What a path resolves to.
 #[derive(Debug)]
 enum Target {
-    /// A file to be replaced or made: its own path.
+    /// A file to be replaced or created: its resolved path.
     File(PathBuf),
-    /// A device or a pipe, and a file that has no path any more.
+    /// A device, a pipe, or a file without path.
     Other,
 }
 
-/// Checks that a result can be written to `path`, so that a wrong one is reported before the work. Leaves nothing
-/// behind, and does not open a pipe, whose reader would take that for the end.
+/// Checks that a result can be written to `path`, to fail before the work rather than after. Leaves nothing
+/// behind, and does not open pipes, whose reader would see end of file.
 pub(crate) fn check_output(path: &Path) -> Result<()> {
     let check = || match target(path)? {
         Target::Other => Ok(access(path, Access::WRITE_OK)?),
@@ -47,7 +47,7 @@ pub(crate) fn write_file(path: &Path, bytes: &[u8]) -> Result<()> {
     let write = || match target(path)? {
         Target::Other => File::options().write(true).open(path)?.write_all(bytes),
         Target::File(file) => match replace(&file, bytes) {
-            // In a folder that takes no other file, or mounted by itself.
+            // The directory is not writable, or the file is a mount point.
             Err(error) if in_place_instead(&error) && file.exists() => overwrite(&file, bytes),
             done => done,
         },
@@ -66,19 +66,19 @@ fn target(path: &Path) -> io::Result<Target> {
     match fs::metadata(path) {
         Ok(metadata) if metadata.is_dir() => Err(ErrorKind::IsADirectory.into()),
         Ok(metadata) if !metadata.is_file() => Ok(Target::Other),
-        // What a link of /proc leads to may have no path.
+        // The target of a /proc link may have no path.
         Ok(_) => Ok(fs::canonicalize(path).map_or(Target::Other, Target::File)),
         Err(error) if error.kind() == ErrorKind::NotFound => missing(path),
         Err(error) => Err(error),
     }
 }
 
-/// The file that `path` stands for, where there is none yet: links may lead to it.
+/// The file that `path` would create, following dangling links.
 fn missing(path: &Path) -> io::Result<Target> {
     let mut path = path.to_owned();
     for _ in 0..MAX_LINKS {
         match fs::read_link(&path) {
-            // A link is relative to its folder.
+            // A link is relative to its directory.
             Ok(link) => path = path.parent().unwrap_or(Path::new("")).join(link),
             Err(_) => return Ok(Target::File(path)),
         }
@@ -86,21 +86,21 @@ fn missing(path: &Path) -> io::Result<Target> {
     Err(Errno::LOOP.into())
 }
 
-/// Replaces a file, or makes one.
+/// Replaces or creates a file.
 fn replace(path: &Path, bytes: &[u8]) -> io::Result<()> {
     let mut partial = Partial::beside(path)?;
     if let Ok(metadata) = fs::metadata(path) {
-        // Renaming needs no permission to write to the file, so check that first.
+        // A rename does not require write permission on the file, so check that first.
         File::options().append(true).open(path)?;
         partial.file.set_permissions(metadata.permissions())?;
     }
     partial.file.write_all(bytes)?;
-    // Some file systems tell only now that they are full.
+    // Some file systems report a full disk only on sync.
     partial.file.sync_all()?;
     fs::rename(&partial.path, path)
 }
 
-/// Writes over a file; one that would be partial is left empty.
+/// Overwrites a file in place; truncates it on failure.
 fn overwrite(path: &Path, bytes: &[u8]) -> io::Result<()> {
     let mut file = File::options().write(true).truncate(true).open(path)?;
     let written = file.write_all(bytes);
@@ -110,7 +110,7 @@ fn overwrite(path: &Path, bytes: &[u8]) -> io::Result<()> {
     written
 }
 
-/// Whether a file can be written to though none can be put in its place.
+/// Whether to fall back to writing in place.
 fn in_place_instead(error: &io::Error) -> bool {
     matches!(
         error.kind(),
@@ -118,7 +118,7 @@ fn in_place_instead(error: &io::Error) -> bool {
     )
 }
 
-/// A file that is to take another's place. Dropping it removes it if it did not.
+/// Temporary file to be renamed. Removed on drop if it was not.
 #[derive(Debug)]
 struct Partial {
     file: File,
@@ -131,6 +131,7 @@ impl Partial {
         if path.file_name().is_none() {
             return Err(ErrorKind::InvalidFilename.into());
         }
+        // Relaxed: only uniqueness matters.
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
         let name = format!(".warplink-{}-{number}.partial", std::process::id());
         let path = path.with_file_name(name);
@@ -141,7 +142,7 @@ impl Partial {
 
 impl Drop for Partial {
     fn drop(&mut self) {
-        // After a rename it is gone.
+        // Already gone after a rename.
         let _ = fs::remove_file(&self.path);
     }
 }

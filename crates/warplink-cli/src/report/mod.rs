@@ -1,8 +1,7 @@
 //! Output of results, for people and machines.
 //!
-//! A result goes to standard output: a table or a sentence, or with `--json` one object on one
-//! line. Everything else (progress, warnings, the output of ranks beside a result) goes to standard
-//! error.
+//! A result goes to standard output: a table or sentence, or with `--json` one object on one line. Everything
+//! else (progress, warnings, other output of ranks) goes to standard error.
 
 pub(crate) mod bytes;
 pub(crate) mod error;
@@ -17,21 +16,21 @@ use serde::Serialize;
 use std::io::{self, IsTerminal, Write};
 use std::process::ExitCode;
 
-/// Whether what goes to `target` may have colours: where it is a terminal, unless `NO_COLOR` is set.
+/// Whether output to `target` may be coloured: if it is a terminal and `NO_COLOR` is not set.
 pub(crate) fn has_colour(target: &impl IsTerminal) -> bool {
     let wanted = std::env::var_os("NO_COLOR").is_none_or(|value| value.is_empty());
     wanted && target.is_terminal()
 }
 
-/// Prints a result for people.
+/// Prints a human-readable result.
 ///
 /// # Errors
-/// Standard output is closed, or its disk is full.
+/// If standard output is closed, or its disk is full.
 pub(crate) fn print_text(text: &str) -> Result<()> {
     print_bytes(text.as_bytes())
 }
 
-/// Prints a result for machines, as one line.
+/// Prints a machine-readable result, as one line.
 ///
 /// # Errors
 /// As [`print_text`].
@@ -41,7 +40,7 @@ pub(crate) fn print_json(result: &impl Serialize) -> Result<()> {
     print_bytes(&text)
 }
 
-/// Prints a result for machines with `json`, and else for people.
+/// Prints a result, machine-readable if `json`.
 ///
 /// # Errors
 /// As [`print_text`].
@@ -57,7 +56,7 @@ pub(crate) fn print_result(
     }
 }
 
-/// The exit code of a command whose results are right, or not.
+/// Exit code of a command whose results are correct or not.
 pub(crate) fn exit_code(is_right: bool) -> ExitCode {
     if is_right {
         ExitCode::SUCCESS
@@ -79,8 +78,8 @@ pub(crate) fn print_bytes(text: &[u8]) -> Result<()> {
 
 /// Prints a line on standard error.
 pub(crate) fn print_message(message: &str) {
-    // One write, so that lines of several processes do not mix. Nothing is to be done when standard
-    // error is closed.
+    // A single write, so that lines of several processes do not interleave. Errors of a closed standard error
+    // are ignored.
     let _ = io::stderr()
         .lock()
         .write_all(format!("warplink: {message}\n").as_bytes());
@@ -91,7 +90,7 @@ pub(crate) fn counted(count: usize, what: &str) -> String {
     format!("{count} {what}{plural}")
 }
 
-/// A number with three significant digits, or all those before the point.
+/// Formats with three significant digits, or all integer digits.
 pub(crate) fn digits(value: f64) -> String {
     let magnitude = value.abs().max(1e-9).log10().floor() as i32;
     let decimals = (2 - magnitude).clamp(0, 6) as usize;

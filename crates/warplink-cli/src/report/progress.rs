@@ -1,15 +1,15 @@
-//! Progress of long work, on standard error where that is a terminal, and nowhere else.
+//! Progress of long work, on standard error if that is a terminal.
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use std::borrow::Cow;
 use std::io::{self, IsTerminal};
 
-/// A bar over `steps`, named `what`. It vanishes when it is dropped.
+/// A progress bar, cleared on drop.
 #[derive(Debug)]
 pub(crate) struct Progress(ProgressBar);
 
 impl Progress {
-    /// On a terminal, where it is `shown`.
+    /// Shows a bar if on a terminal and `shown`.
     pub(crate) fn new(steps: u64, what: impl Into<Cow<'static, str>>, shown: bool) -> Self {
         let target = if shown && io::stderr().is_terminal() {
             ProgressDrawTarget::stderr()
@@ -19,12 +19,12 @@ impl Progress {
         let bar = ProgressBar::with_draw_target(Some(steps), target).with_message(what);
         match ProgressStyle::with_template("{msg} {bar:30} {pos}/{len} {eta}") {
             Ok(style) => Self(bar.with_style(style)),
-            // A style that cannot be read costs the looks, not the work.
+            // An invalid style only affects the looks.
             Err(_) => Self(bar),
         }
     }
 
-    /// One more step is done; `what` is next.
+    /// Advances by one step; `what` is the next one.
     pub(crate) fn step(&self, what: impl Into<Cow<'static, str>>) {
         self.0.set_message(what);
         self.0.inc(1);

@@ -1,4 +1,4 @@
-//! Tables of aligned columns, for people.
+//! Tables with aligned columns.
 
 use std::fmt;
 
@@ -11,7 +11,7 @@ pub(crate) enum Align {
     Right,
 }
 
-/// Rows under a heading. Printing it aligns its columns, two spaces apart.
+/// Rows under a heading, displayed with aligned columns.
 #[derive(Clone, Debug)]
 pub(crate) struct Table {
     align: Vec<Align>,
@@ -31,7 +31,7 @@ impl Table {
         }
     }
 
-    /// Adds a row. Cells that are missing stay empty; cells beyond the last column are dropped.
+    /// Adds a row. Missing cells are empty; extra cells are dropped.
     pub(crate) fn row(&mut self, cells: impl IntoIterator<Item = impl fmt::Display>) {
         let mut row: Vec<_> = cells.into_iter().map(|cell| cell.to_string()).collect();
         row.resize(self.align.len(), String::new());
@@ -58,7 +58,7 @@ impl fmt::Display for Table {
     }
 }
 
-/// Cells in columns of these widths, two spaces apart.
+/// Formats cells in columns of these widths, two spaces apart.
 pub(crate) fn line(cells: impl IntoIterator<Item = (impl fmt::Display, Align, usize)>) -> String {
     let padded = cells.into_iter().map(|(cell, align, width)| {
         let cell = cell.to_string();

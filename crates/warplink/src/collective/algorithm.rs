@@ -1,4 +1,5 @@
-//! The algorithms: programs, a file for each collective; `chunks` and `direct` share one, as a launch finds out which it is.
+//! Algorithms: each is a program file for a collective. `chunks` and `direct` share one, since a launch
+//! determines which applies.
 
 use super::call::CollectiveKind;
 use crate::error::{Error, ErrorKind, Result};
@@ -7,29 +8,31 @@ use std::fmt;
 use std::str::FromStr;
 use std::sync::OnceLock;
 
-/// How a collective is done.
+/// Algorithm of a collective.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 #[non_exhaustive]
 pub enum Algorithm {
-    /// Data goes to where it is needed as packets, in one step.
+    /// Packets, in one step: data goes directly to every rank that needs it.
     OneShot,
-    /// As packets, in two steps: to where it is reduced, and from there to all. For all-reduce.
+    /// Packets, in two steps: to the rank that reduces it, and from there to all. All-reduce only.
     TwoShot,
-    /// By chunks through memory behind signals: any length.
+    /// Chunks through the workspace, with signals; for any length.
     Chunks,
-    /// From and to the memory of the calls, where all ranks reach it: any length. Until they do, by chunks.
+    /// Directly between the memory of the calls, if all ranks can access it; for any length. Falls back to
+    /// chunks until then.
     Direct,
-    /// From and to the memory of the calls by the copy engine, for calls that were bound to their memory
-    /// ([`Collectives::bind`](crate::Collectives::bind)). Lanes move a part while it starts. For all-gather and all-to-all.
+    /// Directly between the memory of the calls by the copy engine, for bound calls
+    /// ([`Collectives::bind`](crate::Collectives::bind)). Lanes move a part while it starts. All-gather and
+    /// all-to-all only.
     CopyEngine,
-    /// As packets over the links of a hybrid cube mesh, in two steps: to the ranks that a rank is linked with, and
-    /// from the one that it faces to its group. For all-reduce, and only there.
+    /// Packets over the links of a hybrid cube mesh, in two steps: among directly linked ranks, and between
+    /// opposite ranks of the two groups. All-reduce only.
     Cube,
 }
 
-/// Which memory of a workspace an algorithm uses.
+/// Part of the workspace that an algorithm uses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Room {
+pub(super) enum WorkspacePart {
     Packets,
     Plain,
     /// None.
@@ -37,8 +40,8 @@ pub(super) enum Room {
 }
 
 impl Algorithm {
-    /// Those that a call on any memory may be done by, as far as they fit the links and the workspace. Of those that are
-    /// as fast as one another, the first is chosen. What goes directly goes by chunks where memory is not reached.
+    /// Algorithms for calls on any memory, subject to links and workspace. Ties go to the first. `Direct`
+    /// covers chunks, as its fallback.
     pub const CHOICES: [Self; 5] = [
         Self::OneShot,
         Self::TwoShot,
@@ -57,7 +60,7 @@ impl Algorithm {
         Self::Cube,
     ];
 
-    /// Its name in options and reports.
+    /// Name in options and reports.
     pub const fn name(self) -> &'static str {
         match self {
             Self::OneShot => "one-shot",
@@ -69,18 +72,18 @@ impl Algorithm {
         }
     }
 
-    /// Which memory it uses.
-    pub(super) const fn room(self) -> Room {
+    /// Part of the workspace that it uses.
+    pub(super) const fn room(self) -> WorkspacePart {
         match self {
-            Self::OneShot | Self::TwoShot | Self::Cube => Room::Packets,
-            Self::Chunks | Self::Direct => Room::Plain,
-            Self::CopyEngine => Room::Nothing,
+            Self::OneShot | Self::TwoShot | Self::Cube => WorkspacePart::Packets,
+            Self::Chunks | Self::Direct => WorkspacePart::Plain,
+            Self::CopyEngine => WorkspacePart::Nothing,
         }
     }
 
-    /// Rows of its scratch: of a launch, or of a lane where it goes by so many chunks.
+    /// Rows of its scratch: for each launch, or for each lane if it goes by chunks.
     pub(super) fn rows(self, kind: CollectiveKind, world: usize, chunks: usize) -> usize {
-        // One for each other rank that sends to a rank.
+        // One for each rank that sends to a rank.
         let each = match kind {
             CollectiveKind::Broadcast | CollectiveKind::Scatter => 1,
             _ => (world - 1).max(1),
@@ -98,7 +101,7 @@ impl Algorithm {
         }
     }
 
-    /// Whether it does a collective of this kind, where links, workspace and binding allow it.
+    /// Whether it implements this kind of collective, subject to links, workspace and binding.
     pub fn supports(self, kind: CollectiveKind) -> bool {
         self.program(kind).is_some()
     }
@@ -112,7 +115,7 @@ impl Algorithm {
     }
 }
 
-/// The program of [`Algorithm::CopyEngine`] for calls in place, `None` where it does none.
+/// The in-place program of [`Algorithm::CopyEngine`], if there is one.
 pub(super) fn copies_in_place(kind: CollectiveKind) -> Option<Result<&'static Program>> {
     (kind == CollectiveKind::AllGather).then(|| ALL_GATHER_IN_PLACE.program())
 }
@@ -139,7 +142,7 @@ impl FromStr for Algorithm {
     }
 }
 
-/// An algorithm for a collective.
+/// An algorithm's implementation of a collective.
 struct Entry {
     kind: CollectiveKind,
     algorithm: Algorithm,

@@ -1,4 +1,4 @@
-//! The programs of collectives before they run.
+//! Static tests of the collectives' programs.
 
 use super::*;
 use crate::collective::MIN_BYTES_PER_RANK;
@@ -14,7 +14,7 @@ use crate::program::cost::find::shipped;
 use crate::program::verify::{verify, verify_links, verify_sharing};
 use crate::topology::{CUBE_RANKS, is_cube_link};
 
-/// The ranks at the positions of a hybrid cube mesh, in an order of no pattern.
+/// Ranks by position of a hybrid cube mesh, in an arbitrary order.
 const POSITIONS: [Rank; CUBE_RANKS] = [3, 6, 0, 5, 7, 2, 1, 4];
 
 pub(in crate::collective) fn machine(world: usize) -> Machine {
@@ -33,7 +33,7 @@ pub(in crate::collective) fn machine(world: usize) -> Machine {
     }
 }
 
-/// The worlds that an algorithm is for, of some.
+/// The worlds among `worlds` that an algorithm supports.
 fn worlds<'a>(entry: &Entry, worlds: &'a [usize]) -> impl Iterator<Item = usize> + use<'a> {
     let cube = entry.algorithm == Algorithm::Cube;
     let worlds = worlds.iter().copied();
@@ -89,7 +89,7 @@ fn ranks_that_share_a_device_have_room_for_all_their_lanes() {
     assert_eq!(Machine::most_lanes(114, 1), 113);
 }
 
-/// Also in the smallest workspace, with as many lanes as a model may ask for.
+/// Also in the smallest workspace, with as many lanes as a model may request.
 #[test]
 fn chunks_of_all_lanes_fit_into_a_workspace() {
     for world in 2..=8 {
@@ -130,7 +130,7 @@ fn chunks_of_all_lanes_fit_into_a_workspace() {
     }
 }
 
-/// A call of `count` elements as an algorithm does it, with lanes of so many threads and chunks.
+/// Parameters for a call of `count` elements, with lanes of so many threads and chunks.
 fn parameters(
     entry: &Entry,
     world: usize,
@@ -159,7 +159,7 @@ fn every_program_is_verified_for_every_world() {
     for entry in PROGRAMS.iter().chain([&ALL_GATHER_IN_PLACE]) {
         let program = entry.program().unwrap_or_else(|error| panic!("{error}"));
         for world in worlds(entry, &[1, 2, 3, 8]) {
-            // Many lanes, of which some may go directly and others not, are the same in every world.
+            // Mixes of direct and chunked lanes are the same in every world, so many lanes are tested in one.
             let shapes = [(1, 1, 1), (37, 2, 3), (1000, 4, 2), (300, 16, 1)];
             let most = if world <= 2 { 4 } else { 3 };
             for (count, lanes, chunks) in shapes.into_iter().take(most) {
@@ -178,16 +178,16 @@ fn an_all_to_all_in_pieces_is_verified() {
         (entry.kind, entry.algorithm) == (CollectiveKind::AllToAll, Algorithm::Direct)
     });
     let entry = found.unwrap();
-    // Two pieces of a lane.
+    // Two pieces for each lane.
     let given = parameters(entry, 2, 3_000_001, (4, 64));
     if let Err(found) = verify(entry.program().unwrap(), 2, 1, &given) {
         panic!("{given}: {}", found[0]);
     }
 }
 
-/// Any algorithm may follow any other, with another length and another number of lanes.
+/// Any algorithm may follow any other, with different length and number of lanes.
 fn share_a_workspace(world: usize, shapes: &'static [(usize, usize, usize)]) {
-    // What goes directly is followed as several, one of which goes by chunks.
+    // A direct launch is followed by several, one of which falls back to chunks.
     let direct = |kind| Algorithm::Direct.program(kind).is_some();
     let entries = PROGRAMS
         .iter()
@@ -239,7 +239,7 @@ fn of_cube() -> (&'static Entry, &'static Program) {
     (entry, entry.program().unwrap())
 }
 
-/// With the program for a hybrid cube mesh, no other uses the workspace.
+/// With the hybrid cube mesh's program, no other program uses the workspace.
 #[test]
 fn calls_in_a_hybrid_cube_mesh_share_a_workspace() {
     let (entry, program) = of_cube();
@@ -258,7 +258,7 @@ fn the_program_of_a_hybrid_cube_mesh_keeps_to_its_links() {
         let given = parameters(entry, CUBE_RANKS, 100, (2, 2));
         verify_links(entry.program().unwrap(), CUBE_RANKS, 1, &given, linked)
     };
-    // Rank 0 is at position 2, beside the ranks at 0, 1 and 3, and faces the one at 6.
+    // Rank 0 is at position 2, adjacent to the ranks at 0, 1 and 3, and opposite the one at 6.
     let beside: Vec<Rank> = (0..CUBE_RANKS).filter(|peer| linked(0, *peer)).collect();
     assert_eq!(beside, [1, 3, 5, 6]);
     for entry in PROGRAMS.iter() {
@@ -272,7 +272,7 @@ fn the_program_of_a_hybrid_cube_mesh_keeps_to_its_links() {
             entry.algorithm
         );
     }
-    // In another order of ranks, the same program leaves the links.
+    // With another order of ranks, the same program would use missing links.
     let (entry, program) = of_cube();
     let given = parameters(entry, CUBE_RANKS, 100, (2, 1));
     let in_order = std::array::from_fn(|rank| rank);
@@ -287,7 +287,7 @@ fn the_program_of_a_hybrid_cube_mesh_keeps_to_its_links() {
     );
 }
 
-/// The data that a rank needs comes to it, whatever the positions.
+/// Every rank receives the data it needs, whatever the positions.
 #[test]
 fn a_hybrid_cube_mesh_may_have_its_ranks_in_any_order() {
     let (entry, program) = of_cube();
@@ -308,10 +308,10 @@ fn a_hybrid_cube_mesh_may_have_its_ranks_in_any_order() {
     }
 }
 
-/// One kernel serves all counts: what is compiled for one is found again for the next.
+/// One kernel serves all counts: the text compiled for one count is a cache hit for the next.
 #[test]
 fn the_text_of_a_kernel_does_not_depend_on_the_count() {
-    // Calls that are bound have one count.
+    // Bound calls have one count.
     let any = |entry: &&Entry| entry.algorithm != Algorithm::CopyEngine;
     for entry in PROGRAMS.iter().filter(any) {
         let world = if entry.algorithm == Algorithm::Cube {

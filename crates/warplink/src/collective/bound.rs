@@ -1,11 +1,11 @@
-//! Calls that are bound to their memory: what ranks tell one another of it once, calls need not find out.
+//! Bound calls: ranks exchange the addresses of a call's memory once instead of in every call.
 
 use super::Collectives;
 use super::algorithm::{Algorithm, copies_in_place};
 use super::call::Call;
 use super::choice::Choice;
 use super::enqueue::Uses;
-use super::join::{Server, cannot_map};
+use super::join::{CallPath, cannot_map};
 use super::launches::Overlap;
 use crate::device::{DeviceSlice, Stream};
 use crate::error::{Error, ErrorKind, Rank, Result};
@@ -14,28 +14,28 @@ use crate::program::execute::{Bindings, Executor, Plan, PrepareOptions, RankCont
 use std::fmt;
 use std::sync::Arc;
 
-/// A call of a collective that is bound to memory, to be made as often as one likes
-/// ([`Collectives::bind`]). Clones are the same. It keeps its memory.
+/// A call of a collective bound to fixed memory, which it keeps alive ([`Collectives::bind`]). Clones share
+/// the binding.
 #[derive(Clone)]
 pub struct BoundCall(Arc<Bound>);
 
 struct Bound {
     collectives: Collectives,
     call: Call,
-    /// None where the vendor's library does it.
+    /// None if the vendor's library executes it.
     choice: Option<Choice>,
-    way: Way,
+    way: Strategy,
 }
 
-/// How calls are made.
-enum Way {
-    /// As those on any memory.
+/// Execution strategy.
+enum Strategy {
+    /// As a call on any memory.
     Any {
         uses: Uses,
         output: DeviceSlice,
         input: DeviceSlice,
     },
-    /// By the program that uses the copy engine.
+    /// The program that uses the copy engine.
     Copies(Box<Plan>),
 }
 
@@ -49,18 +49,18 @@ impl fmt::Debug for BoundCall {
 }
 
 impl BoundCall {
-    /// What is called. Where nothing is reduced, in bytes.
+    /// The call; in bytes if it does not reduce.
     pub fn call(&self) -> &Call {
         &self.0.call
     }
 
-    /// How it is done; `None` where the vendor's library does it.
+    /// How it is executed; `None` for the vendor's library.
     pub fn choice(&self) -> Option<Choice> {
         self.0.choice
     }
 
-    /// Enqueues the call once. It counts as a call of its [`Collectives`]: all ranks make it in the same order among
-    /// the others. It may be captured; a graph does not keep what was bound. Does not block.
+    /// Enqueues the call once. It counts as a call of its [`Collectives`]: all ranks make it in the same
+    /// order among the others. May be captured; a graph does not keep the binding alive. Does not block.
     ///
     /// # Errors
     /// As [`Collectives::all_reduce`].
@@ -72,12 +72,12 @@ impl BoundCall {
             ..
         } = &*self.0;
         match way {
-            Way::Any {
+            Strategy::Any {
                 uses,
                 output,
                 input,
             } => collectives.enqueue_checked(call, *uses, (output, input), stream),
-            Way::Copies(plan) => {
+            Strategy::Copies(plan) => {
                 collectives.0.context.fault.check()?;
                 collectives.in_turn(call, stream, |is_recorded| {
                     if is_recorded {
@@ -92,20 +92,20 @@ impl BoundCall {
 }
 
 impl Collectives {
-    /// Binds a call to memory, for calls that are made again and again on the same: ranks tell one another where it lies
-    /// once. So the copy engine can do large all-gathers and all-to-alls ([`Algorithm::CopyEngine`]), which moves more bytes
-    /// a second than kernels and leaves the multiprocessors to others. Every other call is made as without binding. Every
-    /// rank binds the same call at the same time. Blocks until all have: all succeed, or none. It also compiles the kernel of the
-    /// call.
+    /// Binds a call to memory that will be used repeatedly, by exchanging addresses among the ranks once. The
+    /// copy engine can then execute large all-gathers and all-to-alls ([`Algorithm::CopyEngine`]), with more
+    /// bandwidth than kernels, and without occupying multiprocessors. Other calls execute as without binding.
+    /// Collective: every rank binds the same call at the same time, and all succeed or none. Blocks until all
+    /// have. Also compiles the call's kernel.
     ///
-    /// Where peers cannot map the memory, the call is made as without binding too, unless the options allow the copy engine
-    /// alone.
+    /// If peers cannot map the memory, the call executes as without binding too, unless the options allow
+    /// only the copy engine.
     ///
     /// # Errors
-    /// Of the arguments, those of [`enqueue`](Self::enqueue); [`ErrorKind::Unsupported`] where the options ask for an
-    /// algorithm that does not do the call;
-    /// [`ErrorKind::Mismatch`] where ranks bind different calls, with the peer and both calls;
-    /// [`ErrorKind::PeerFailed`] where another rank fails; [`ErrorKind::Timeout`], which names a rank that does not bind.
+    /// For invalid arguments as [`enqueue`](Self::enqueue); [`ErrorKind::Unsupported`] if the options require
+    /// an algorithm that does not implement the call; [`ErrorKind::Mismatch`] if ranks bind different calls,
+    /// with the peer and both calls; [`ErrorKind::PeerFailed`] if another rank fails; [`ErrorKind::Timeout`],
+    /// naming a rank that does not bind.
     pub fn bind(
         &self,
         call: &Call,
@@ -131,24 +131,26 @@ impl Collectives {
     ) -> Result<BoundCall> {
         let inner = &self.0;
         let context = &inner.context;
-        // Those that do not know of a fault yet would wait for a rank that does.
+        // Ranks that have not seen a fault yet would wait for a rank that has.
         let checked = context.fault.check();
         let checked = checked.and_then(|()| self.uses(call, output, input));
         let (call, uses) = context.agree_on(checked)?;
+        // Overlap may differ between ranks; then the copy engine's program, which depends on it, is not used.
         let overlap = self.overlap_of_all(&call, uses.overlap)?;
-        let direct = matches!(inner.server(&call)?, Server::Direct(_));
-        // The lanes beside the copy engine are a launch.
+        let direct = matches!(inner.path_for(&call)?, CallPath::Direct(_));
+        // The lanes beside the copy engine are one launch.
         let copies = direct && self.too_long(&call).is_none();
         let copied = match overlap.filter(|_| copies) {
             Some(overlap) => self.by_copies(&call, (output, input), overlap)?,
             None => None,
         };
         let (choice, way) = match copied {
-            Some((choice, plan)) => (Some(choice), Way::Copies(Box::new(plan))),
+            Some((choice, plan)) => (Some(choice), Strategy::Copies(Box::new(plan))),
             None => {
+                // Compiles the kernel now, so that later calls do not block.
                 context.agree_on(self.prepare(&call))?;
                 let choice = direct.then(|| inner.machine.choose(&call)).transpose()?;
-                let way = Way::Any {
+                let way = Strategy::Any {
                     uses,
                     output: output.clone(),
                     input: input.clone(),
@@ -164,8 +166,7 @@ impl Collectives {
         })))
     }
 
-    /// How input and output lie to each other on all ranks; `None` where that differs. Fails where ranks bind different
-    /// calls.
+    /// Overlap of input and output on all ranks; `None` if it differs. Fails if ranks bind different calls.
     fn overlap_of_all(&self, call: &Call, own: Overlap) -> Result<Option<Overlap>> {
         let words = call.words(0);
         let mut told: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
@@ -184,7 +185,8 @@ impl Collectives {
         Ok(all.iter().all(|theirs| *theirs == told).then_some(own))
     }
 
-    /// The call by the copy engine, where that is to do it and can. Blocks until all ranks have asked.
+    /// Binds the call to the copy engine's program, if that is requested and possible. Blocks until all ranks
+    /// have answered.
     fn by_copies(
         &self,
         call: &Call,
@@ -195,14 +197,15 @@ impl Collectives {
         if choice.algorithm != Algorithm::CopyEngine {
             return Ok(None);
         }
+        // Unmappable memory is not an error: fall back to kernels.
         match self.plan(call, &choice, memory, overlap) {
             Ok(plan) => Ok(Some((choice, plan))),
             Err(error) => self.check_unmapped(error).map(|()| None),
         }
     }
 
-    /// Fails where binding for the copy engine failed on a rank for another reason than that memory cannot be mapped, or
-    /// where no other way is allowed. Blocks until all ranks, on which it failed too, have asked.
+    /// Fails if binding failed on some rank for a reason other than unmappable memory, or no alternative is
+    /// allowed. Blocks until all ranks, on which it failed too, have answered.
     fn check_unmapped(&self, error: Error) -> Result<()> {
         let inner = &self.0;
         let fault = inner.context.fault.check();
@@ -210,13 +213,13 @@ impl Collectives {
         let all = inner.context.gather_in_step(&[u8::from(other)])?;
         fault?;
         if all.iter().all(|other| other == &[0]) {
-            tracing::info!(%error, "a bound call goes by kernels");
+            tracing::info!(%error, "a bound call uses kernels, since its memory cannot be mapped");
             return Ok(());
         }
         Err(error)
     }
 
-    /// The program that uses the copy engine, bound to memory. Blocks until all ranks have bound theirs.
+    /// Binds the copy engine's program to memory. Blocks until all ranks have bound.
     fn plan(
         &self,
         call: &Call,
@@ -238,7 +241,7 @@ impl Collectives {
             })
             .and_then(|program| {
                 let parameters = self.0.machine.parameters(call, choice);
-                // Tests have verified it for every world, as the programs of other calls.
+                // Tests have verified it for every world, like other programs.
                 let options = PrepareOptions {
                     streams: 1,
                     verify: false,
@@ -261,8 +264,9 @@ impl Collectives {
         prepared.bind(&memory)
     }
 
-    /// Runs programs of bound calls.
+    /// Executor of bound calls' programs.
     fn executor(&self) -> &Executor {
+        // Created on first use: most communicators bind nothing.
         self.0.executor.get_or_init(|| {
             Executor::new(RankContext {
                 path: Some(Path::CopyEngine),
@@ -272,7 +276,7 @@ impl Collectives {
     }
 }
 
-/// The other ranks' parts of an output, by the names that the program has for them.
+/// The other ranks' parts of an output, by their names in the program.
 fn parts_of_others(
     call: &Call,
     (rank, world): (Rank, usize),

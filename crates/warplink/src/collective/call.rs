@@ -1,4 +1,4 @@
-//! A call of a collective: what every rank has to say alike.
+//! A call of a collective, which must be identical on all ranks.
 
 use crate::device::ReduceOp;
 use crate::dtype::DType;
@@ -6,7 +6,7 @@ use crate::error::{Error, ErrorKind, Rank, Result};
 use std::fmt;
 use std::str::FromStr;
 
-/// Which collective.
+/// Kind of collective.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 #[non_exhaustive]
 pub enum CollectiveKind {
@@ -26,23 +26,23 @@ pub enum CollectiveKind {
     Gather,
     /// Every rank gets its part of the root's input.
     Scatter,
-    /// No rank goes on before all have come.
+    /// No rank proceeds until all have arrived.
     Barrier,
 }
 
 /// A call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Call {
-    /// Which collective.
+    /// Kind.
     pub kind: CollectiveKind,
-    /// How inputs are reduced, where they are ([`CollectiveKind::reduces`]).
+    /// Reduction operator, if it [reduces](CollectiveKind::reduces).
     pub op: Option<ReduceOp>,
     /// The element type.
     pub dtype: DType,
-    /// How many elements a part has: what one rank gives to or gets from one other. Input and output have
+    /// Elements of a part: the data exchanged between two ranks. Input and output have
     /// [`CollectiveKind::rows`] parts.
     pub count: usize,
-    /// The root, where there is one ([`CollectiveKind::has_root`]).
+    /// Root, if it [has one](CollectiveKind::has_root).
     pub root: Option<Rank>,
 }
 
@@ -60,7 +60,7 @@ impl CollectiveKind {
         Self::Barrier,
     ];
 
-    /// Its name in errors and on the command line.
+    /// Name in errors and on the command line.
     pub const fn name(self) -> &'static str {
         match self {
             Self::AllReduce => "all_reduce",
@@ -80,7 +80,7 @@ impl CollectiveKind {
         matches!(self, Self::AllReduce | Self::ReduceScatter | Self::Reduce)
     }
 
-    /// Whether one rank has another part than the others.
+    /// Whether one rank has a special role.
     pub const fn has_root(self) -> bool {
         matches!(
             self,
@@ -88,7 +88,7 @@ impl CollectiveKind {
         )
     }
 
-    /// How often the count is in the input and in the output, for `world` ranks.
+    /// Parts of the input and of the output, for `world` ranks.
     pub const fn rows(self, world: usize) -> (usize, usize) {
         match self {
             Self::AllReduce | Self::Broadcast | Self::Reduce => (1, 1),
@@ -122,13 +122,13 @@ impl fmt::Display for CollectiveKind {
 }
 
 impl Call {
-    /// Bytes of a part.
+    /// Size of a part in bytes.
     pub fn bytes(&self) -> usize {
         self.count.saturating_mul(self.dtype.size())
     }
 
-    /// The collective whose program does it: where there is nothing to move, ranks only meet, so that one that
-    /// calls something else is found.
+    /// The collective whose program executes it. Without data ranks still run a barrier, so that a rank with
+    /// a different call is detected.
     pub(super) const fn program(&self) -> CollectiveKind {
         match self.count {
             0 => CollectiveKind::Barrier,
@@ -136,11 +136,11 @@ impl Call {
         }
     }
 
-    /// The call as it is announced to the other ranks, where `algorithm` does it: what it is, the count, and the
-    /// factor. A factor of 64 bits takes the place of the count's upper half, which is 0 then.
+    /// Encodes the call for its announcement to other ranks: kind, algorithm, count and factor. A 64-bit
+    /// factor replaces the upper half of the count, which is then 0.
     pub(super) fn words(&self, algorithm: u8) -> [u32; 4] {
         let op = self.op.map_or(0, |op| 1 + number(op));
-        // Ranks that announce calls to one another are few; a value of a user's may have any root.
+        // Announced calls have few ranks; a user's value may contain any root.
         let root = self.root.map_or(0, |root| 1 + root.min(0xfe) as u32);
         let what = self.kind as u32 | op << 4 | (self.dtype as u32) << 8 | root << 16;
         let count = self.count as u64;
@@ -160,8 +160,8 @@ impl Call {
         ]
     }
 
-    /// The call as ranks tell it of those that the engine does: with 16 bits for the root, since there may be more
-    /// ranks, and no algorithm.
+    /// Encodes the call for comparison between ranks that use the engine: 16 bits for the root, since there
+    /// may be more ranks, and no algorithm.
     pub(super) fn engine_words(&self) -> [u32; 4] {
         let [what, rest @ ..] = self.words(0);
         let root = self.root.map_or(0, |root| 1 + root.min(0xfffe) as u32);
@@ -169,12 +169,12 @@ impl Call {
         [what & 0xffff | root << 16, second, third, fourth]
     }
 
-    /// What was announced, in words.
+    /// Describes an announced call.
     pub(super) fn describe(words: &[u32]) -> String {
         Self::describe_with(words, 8)
     }
 
-    /// What is told of a call of the engine, in words.
+    /// Describes a call of the engine.
     pub(super) fn describe_of_engine(words: &[u32]) -> String {
         Self::describe_with(words, 16)
     }
@@ -193,7 +193,7 @@ impl Call {
         };
         let count = u64::from(high) << 32 | u64::from(low);
         let Some(kind) = CollectiveKind::ALL.get(size(0, 4)) else {
-            return format!("something unknown ({what:#x}, {count})");
+            return format!("an unknown call ({what:#x}, {count})");
         };
         if *kind == CollectiveKind::Barrier {
             return kind.to_string();
@@ -215,7 +215,8 @@ impl Call {
         text
     }
 
-    /// The call as kernels do it: in bytes, where nothing is reduced. Fails where it is none for `world` ranks.
+    /// The call as kernels execute it: in bytes if it does not reduce. Fails if it is invalid for `world`
+    /// ranks.
     pub(super) fn checked(&self, world: usize) -> Result<Self> {
         let kind = self.kind;
         let refused = |text: String, help: &'static str| {
@@ -224,16 +225,19 @@ impl Call {
                 .with_help(help))
         };
         if self.op.is_some() != kind.reduces() || self.root.is_some() != kind.has_root() {
-            let given = |is: bool| if is { "one" } else { "none" };
+            let operator = if kind.reduces() {
+                "requires an operator"
+            } else {
+                "takes no operator"
+            };
+            let root = if kind.has_root() {
+                "requires a root"
+            } else {
+                "takes no root"
+            };
             return refused(
-                format!(
-                    "operator: {}, root: {}; expected {} and {}",
-                    given(self.op.is_some()),
-                    given(self.root.is_some()),
-                    given(kind.reduces()),
-                    given(kind.has_root())
-                ),
-                "see CollectiveKind for what a collective has",
+                format!("{kind} {operator} and {root}"),
+                "see CollectiveKind for the arguments of each collective",
             );
         }
         if let Some(root) = self.root.filter(|root| *root >= world) {
@@ -266,7 +270,7 @@ impl Call {
         })
     }
 
-    /// How an announcement that differs is told.
+    /// Describes the difference between two announcements.
     pub(super) fn difference(own: &[u32], theirs: &[u32]) -> String {
         let (here, there) = (Self::describe(own), Self::describe(theirs));
         if here == there {
@@ -278,7 +282,7 @@ impl Call {
     }
 }
 
-/// The number of an operator in announcements.
+/// Code of an operator in announcements.
 fn number(op: ReduceOp) -> u32 {
     let known = ReduceOp::ALL.iter().position(|other| *other == op);
     known.unwrap_or(ReduceOp::ALL.len()) as u32
@@ -327,7 +331,7 @@ mod tests {
             let told = Call::difference(&scaled(0.5).words(1), &scaled(0.25).words(1));
             let said = "scaled_sum(0.25), root 3; expected reduce of 9";
             assert!(told.contains(said), "{told}");
-            // What is rounded to the same factor is the same.
+            // Factors that round to the same value are equal.
             let near = scaled(0.1 + 1e-12).words(1) == scaled(0.1).words(1);
             assert_eq!(near, dtype == DType::F32);
         }

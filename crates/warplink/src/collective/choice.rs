@@ -1,6 +1,6 @@
-//! Which algorithm does a call, with how many lanes: the only place that decides.
+//! Selection of algorithm and launch shape of a call: the only place that decides.
 
-use super::algorithm::{Algorithm, Room, copies_in_place};
+use super::algorithm::{Algorithm, WorkspacePart, copies_in_place};
 use super::call::{Call, CollectiveKind};
 use super::estimate::Estimates;
 use super::launches::Overlap;
@@ -10,103 +10,105 @@ use crate::program::expr::PART_UNIT;
 use crate::program::{Parameters, RankProgram, unroll};
 use crate::topology::CUBE_RANKS;
 
-/// How many lanes of a launch may move data. Programs list the same numbers, each with the lane that meets the other
-/// ranks: powers of two, and those that leave that lane room within a power of two.
+/// Numbers of lanes that move data. Programs list the same numbers plus the lane that synchronizes with other
+/// ranks: powers of two, and numbers that leave space for that lane within a power of two.
 const LANES: [usize; 14] = [1, 2, 4, 7, 8, 15, 16, 31, 32, 63, 64, 95, 127, 128];
 
-/// The threads that a lane may have, as programs list them.
+/// Threads of a lane, as programs list them.
 const THREADS: [usize; 4] = [128, 256, 512, 1024];
 const MAX_THREADS: usize = THREADS[THREADS.len() - 1];
 
-/// Bytes that a lane moves before another one is added, where it goes by chunks and where directly: more lanes meet
-/// more often, which costs some microseconds where memory is announced.
+/// Bytes per lane before another lane is added, for chunks and for direct access: more lanes synchronize
+/// more, which costs some microseconds when memory is announced.
 const CHUNK_LANE_BYTES: usize = 16 << 10;
 const DIRECT_LANE_BYTES: usize = 128 << 10;
 
-/// Bytes per second that a lane adds to those of many that share a link, as they store at peers and load from them; more
-/// lanes take multiprocessors from others and gain less than 3 %. A lane alone is several times as fast (measured with
-/// scripts/device-sweep.sh, docs/performance.md).
+/// Bandwidth that a lane adds when many share a link, for stores to peers and loads from them. More lanes
+/// take multiprocessors from other work and gain less than 3 %. A single lane is several times as fast
+/// (measured with scripts/device-sweep.sh, docs/performance.md).
 const LANE_STORES: f64 = 5e9;
 const LANE_LOADS: f64 = 9.5e9;
 
-/// Bytes from which on twice as many lanes gain those 3 %.
+/// From this size on, twice as many lanes gain those 3 %.
 const LONG: usize = 128 << 20;
 
-/// Threads of a lane; and of lanes that are so few that each has to do more, where it loads from peers.
+/// Usual threads of a lane, and the number of lanes up to which each gets more, where it loads from peers.
 const USUAL_THREADS: usize = 512;
 const FEW_LANES: usize = 8;
 const FEW_LOADING_LANES: usize = 16;
 
-/// Of 64 parts of the data, how many lanes move while the copy engine starts, and the most lanes that do: what was fastest
-/// from 16 MiB on (docs/performance.md).
+/// Parts of 64 that lanes move while the copy engine starts, and the maximum of such lanes: the fastest
+/// values from 16 MiB on (docs/performance.md).
 const EARLY_PARTS: i64 = 8;
 const EARLY_LANES: usize = 32;
 
-/// Elements that chunks have multiples of.
+/// Chunk sizes are multiples of this many elements.
 const CHUNK_UNIT: usize = 16;
 
-/// More than what a part is padded by.
+/// Upper bound of a part's padding in bytes.
 const PADDING: usize = 4096;
 
-/// Bytes of data in a packet.
+/// Data bytes of a packet.
 const PACKET_BYTES: usize = 8;
 
-/// How a call is done.
+/// How a call is executed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Choice {
     /// The algorithm.
     pub algorithm: Algorithm,
-    /// Lanes that move data; another one meets the other ranks.
+    /// Lanes that move data; one more synchronizes with other ranks.
     pub lanes: usize,
-    /// Threads of each.
+    /// Threads of each lane.
     pub threads: usize,
-    /// Into how many chunks a lane cuts its data; 1 where packets go at once.
+    /// Number of chunks of a lane; 1 if packets go at once.
     pub chunks: usize,
 }
 
-/// What a choice depends on beside the call; the same on every rank, which they check when they join by comparing how
-/// it is printed.
+/// Inputs of a choice besides the call. Equal on every rank, which ranks verify at joining by comparing its
+/// `Debug` output.
 #[derive(Clone, Debug)]
 pub(super) struct Machine {
     pub(super) world: usize,
-    /// What kernels are good for, of the machine's model.
+    /// Kernel performance, from the machine's model.
     pub(super) kernels: TransferKernels,
-    /// Bytes of data that half of a workspace has room for, as packets and as it is.
+    /// Data capacity of half a workspace in bytes, as packets and as raw data.
     pub(super) packet_bytes: usize,
     pub(super) plain_bytes: usize,
-    /// The most lanes that move data. Where ranks share a device, it has to have room for those of all.
+    /// Maximum lanes that move data. If ranks share a device, it must have space for all of them.
     pub(super) most_lanes: usize,
-    /// How many lanes move data, and the threads of each, where options leave no choice.
+    /// Lanes and threads fixed by options.
     pub(super) forced_lanes: Option<usize>,
     pub(super) forced_threads: Option<usize>,
-    /// The only algorithm that is allowed.
+    /// Algorithm fixed by options.
     pub(super) forced: Option<Algorithm>,
-    /// The ranks at the positions of a hybrid cube mesh, if the links form one. [`Algorithm::Cube`] alone keeps to them.
+    /// Ranks by position of a hybrid cube mesh, if the links form one. Only [`Algorithm::Cube`] uses no other
+    /// links.
     pub(super) cube: Option<[Rank; CUBE_RANKS]>,
-    /// Bytes per second that all lanes of a rank store at peers, and load from them.
+    /// Bandwidth of all lanes of a rank in bytes per second, for stores to peers and loads from them.
     pub(super) rates: [f64; 2],
-    /// How long algorithms take.
+    /// Estimated times of algorithms.
     pub(super) estimates: Estimates,
 }
 
 impl Machine {
-    /// The most lanes for data of each of `ranks_per_device` ranks on a device of so many multiprocessors, each of
-    /// which has room for a lane. One lane more meets the other ranks.
+    /// Maximum data lanes for each of `ranks_per_device` ranks on a device with space for one lane on each
+    /// multiprocessor. One more lane synchronizes.
     pub(super) fn most_lanes(multiprocessors: usize, ranks_per_device: usize) -> usize {
         (multiprocessors / ranks_per_device.max(1))
             .saturating_sub(1)
             .clamp(1, LANES[LANES.len() - 1])
     }
 
-    /// How `call` is done.
+    /// Selects how to execute `call`.
     ///
     /// # Errors
-    /// [`ErrorKind::Unsupported`] where the algorithm that was asked for does not do this.
+    /// [`ErrorKind::Unsupported`] if the requested algorithm does not implement it.
     pub(super) fn choose(&self, call: &Call) -> Result<Choice> {
         if !self.does(call) {
             return Err(self.not_linked(call));
         }
+        // A barrier moves no data: only the lane that synchronizes runs.
         if call.program() == CollectiveKind::Barrier {
             return Ok(Choice {
                 algorithm: Algorithm::OneShot,
@@ -123,7 +125,7 @@ impl Machine {
         Ok(self.shape(algorithm, call))
     }
 
-    /// How `call` is done on memory that it was bound to; `overlap` as of any rank where input and output overlap.
+    /// Selects how to execute a bound call; `overlap` is the combined overlap on all ranks.
     ///
     /// # Errors
     /// As [`choose`](Self::choose).
@@ -138,6 +140,7 @@ impl Machine {
         }
         let by_kernels = self.choose(call)?;
         let seconds = |choice: &Choice| self.seconds(choice.algorithm, call);
+        // Equal estimates prefer kernels, which need no binding.
         Ok(if seconds(&copied)? < seconds(&by_kernels)? {
             copied
         } else {
@@ -145,7 +148,7 @@ impl Machine {
         })
     }
 
-    /// Whether the copy engine does a call on memory that it was bound to.
+    /// Whether the copy engine executes a bound call.
     fn copies(&self, call: &Call, overlap: Overlap) -> bool {
         let program = match overlap {
             Overlap::Apart => Algorithm::CopyEngine.program(call.kind),
@@ -154,7 +157,7 @@ impl Machine {
         program.is_some() && self.cube.is_none() && self.world > 1 && call.count > 0
     }
 
-    /// The parameters of the program of a choice.
+    /// Program parameters of a choice.
     pub(super) fn parameters(&self, call: &Call, choice: &Choice) -> Parameters {
         if choice.algorithm == Algorithm::CopyEngine {
             return Parameters::new()
@@ -164,9 +167,10 @@ impl Machine {
                 .with("lanes", choice.lanes as i64)
                 .with("threads", choice.threads as i64);
         }
+        // The announcement contains the algorithm, so ranks that choose differently are detected.
         let words = call.words(choice.algorithm as u8);
         let mut parameters = Parameters::new();
-        // As the program's integers of 32 bits.
+        // The program's integers have 32 bits.
         let [what, length, upper, factor] = words.map(|word| i64::from(word as i32));
         for (name, word) in [("what", what), ("length", length), ("upper", upper)] {
             parameters.insert(name, word);
@@ -176,20 +180,22 @@ impl Machine {
         }
         let size = call.dtype.size();
         let room = match choice.algorithm.room() {
-            Room::Packets => self.packet_bytes / size,
-            Room::Plain | Room::Nothing => self.plain_bytes / size,
+            WorkspacePart::Packets => self.packet_bytes / size,
+            WorkspacePart::Plain | WorkspacePart::Nothing => self.plain_bytes / size,
         };
         parameters.insert("n", call.count as i64);
         parameters.insert("room", room as i64);
+        // One more lane synchronizes with the other ranks.
         parameters.insert("lanes", choice.lanes as i64 + 1);
         parameters.insert("threads", choice.threads as i64);
-        if choice.algorithm.room() == Room::Plain {
+        if choice.algorithm.room() == WorkspacePart::Plain {
             let direct = choice.algorithm == Algorithm::Direct;
             parameters.insert("chunks", choice.chunks as i64);
             parameters.insert("direct", i64::from(direct));
         }
         if let (Algorithm::Cube, Some(positions)) = (choice.algorithm, &self.cube) {
             let (order, places) = packed(positions);
+            // Positions and their inverse, three bits each.
             parameters.insert("order", order);
             parameters.insert("places", places);
         }
@@ -204,12 +210,12 @@ impl Machine {
         parameters
     }
 
-    /// Whether the direct path does a call; in a hybrid cube mesh, some only.
+    /// Whether the direct path executes a call; in a hybrid cube mesh, only some.
     pub(super) fn does(&self, call: &Call) -> bool {
         self.cube.is_none() || call.count > 0 && self.fits(Algorithm::Cube, call)
     }
 
-    /// Whether an algorithm does a call on any memory.
+    /// Whether an algorithm can execute a call on any memory.
     fn fits(&self, algorithm: Algorithm, call: &Call) -> bool {
         if algorithm.program(call.kind).is_none() {
             return false;
@@ -218,6 +224,7 @@ impl Machine {
             return false;
         }
         let rows = algorithm.rows(call.kind, self.world, 1);
+        // Packets must fit completely; chunks handle any length.
         match algorithm {
             Algorithm::OneShot | Algorithm::Cube => {
                 self.packet_room(call, rows) >= part(call.count, 1)
@@ -228,14 +235,14 @@ impl Machine {
         }
     }
 
-    /// The elements of a row, where `rows` rows share the packets.
+    /// Packet capacity of a row in elements, if `rows` rows share the space.
     fn packet_room(&self, call: &Call, rows: usize) -> usize {
         self.packet_bytes / call.dtype.size() / rows
     }
 
-    /// The algorithm that is fastest by the model, of those that do the call.
+    /// Fastest applicable algorithm by the model.
     fn fastest(&self, call: &Call) -> Algorithm {
-        // What is done directly is faster than by several chunks, whose steps the estimates take for shorter than they are.
+        // Direct access beats several chunks, whose steps the estimates underrate.
         let quick = |one: Algorithm| one != Algorithm::Chunks || self.shape(one, call).chunks == 1;
         let fitting = Algorithm::CHOICES
             .into_iter()
@@ -247,12 +254,13 @@ impl Machine {
             })
     }
 
-    /// Seconds of a call by an algorithm, by the model, where memory is reached.
+    /// Estimated seconds of a call, if its memory is accessible.
     pub(super) fn seconds(&self, algorithm: Algorithm, call: &Call) -> Result<f64> {
         let choice = self.shape(algorithm, call);
-        // One that stands for shorter calls may have no room itself.
+        // A representative of shorter calls may itself exceed the workspace.
         let rows = algorithm.rows(call.kind, self.world, 1);
         let machine = Self {
+            // Enlarge the packet area for the estimate only.
             packet_bytes: self.packet_bytes.max(2 * rows * (call.bytes() + PADDING)),
             ..self.clone()
         };
@@ -261,7 +269,7 @@ impl Machine {
         self.estimates.seconds(&programs)
     }
 
-    /// The program of a choice, as a rank runs it.
+    /// Program of a choice, unrolled for a rank.
     pub(super) fn rank_program(
         &self,
         rank: Rank,
@@ -275,12 +283,12 @@ impl Machine {
         unroll(program, rank, self.world, 1, &parameters)
     }
 
-    /// The lanes, threads and chunks of a call that an algorithm does.
+    /// Lanes, threads and chunks of a call for an algorithm.
     pub(super) fn shape(&self, algorithm: Algorithm, call: &Call) -> Choice {
         match algorithm.room() {
-            Room::Packets => self.packets(algorithm, call),
-            Room::Plain => self.chunks(algorithm, call),
-            Room::Nothing => Choice {
+            WorkspacePart::Packets => self.packets(algorithm, call),
+            WorkspacePart::Plain => self.chunks(algorithm, call),
+            WorkspacePart::Nothing => Choice {
                 algorithm,
                 lanes: self.lanes(EARLY_LANES, EARLY_LANES),
                 threads: self.threads(MAX_THREADS),
@@ -294,6 +302,7 @@ impl Machine {
             Algorithm::TwoShot => call.bytes() / self.world,
             _ => call.bytes(),
         };
+        // Threads before lanes: a packet for each thread of one lane, then more lanes.
         let least = (self.kernels.packet_threads as usize).clamp(THREADS[0], MAX_THREADS);
         let wanted = bytes.div_ceil(least * PACKET_BYTES);
         let lanes = self.lanes(wanted, self.kernels.packet_blocks as usize);
@@ -310,11 +319,13 @@ impl Machine {
         let bytes = call.bytes();
         let [stored, loaded] = self.rates;
         let direct = algorithm == Algorithm::Direct;
+        // Reductions load from peers, which gives more bandwidth for each lane than stores.
         let most = if direct && call.kind.reduces() {
             loaded / LANE_LOADS
         } else {
             stored / LANE_STORES
         };
+        // Long transfers amortize more lanes.
         let most = if direct && bytes >= LONG {
             2.0 * most
         } else {
@@ -330,7 +341,7 @@ impl Machine {
             let rows = lanes * algorithm.rows(call.kind, self.world, chunks);
             self.plain_bytes / call.dtype.size() / rows / CHUNK_UNIT * CHUNK_UNIT
         };
-        // A small workspace has no room for chunks of many lanes.
+        // A small workspace lacks space for chunks of many lanes.
         while lanes > 1 && room(lanes, usize::MAX) == 0 {
             lanes = LANES[..]
                 .iter()
@@ -338,16 +349,18 @@ impl Machine {
                 .rfind(|fewer| *fewer < lanes)
                 .unwrap_or(1);
         }
+        // An all-reduce handles one rank's part at a time.
         let parts = match call.kind {
             CollectiveKind::AllReduce => part(call.count, self.world),
             _ => call.count,
         };
         let piece = part(parts, lanes);
-        // The elements of a chunk, where there are so many.
+        // Elements of a chunk, for a number of chunks.
         let room = |chunks: usize| room(lanes, chunks).max(CHUNK_UNIT);
         let chunks = if piece <= room(1) {
             1
         } else {
+            // Several chunks overlap transfer and copy, so never fewer than two.
             piece.div_ceil(room(usize::MAX)).max(2)
         };
         let loads = matches!(
@@ -355,6 +368,7 @@ impl Machine {
             CollectiveKind::ReduceScatter | CollectiveKind::Reduce
         );
         let few = if loads { FEW_LOADING_LANES } else { FEW_LANES };
+        // Few lanes with much data: more threads keep more accesses in flight.
         let busy = direct && lanes <= few && bytes > few * each;
         Choice {
             algorithm,
@@ -364,15 +378,15 @@ impl Machine {
         }
     }
 
-    /// At least `wanted` lanes, as far as `most` and the options allow it.
+    /// At least `wanted` lanes, within `most` and the options.
     pub(super) fn lanes(&self, wanted: usize, most: usize) -> usize {
         let most = most.min(self.most_lanes);
         let (wanted, most) = match self.forced_lanes {
             Some(forced) => (forced, forced.min(self.most_lanes)),
             None => (wanted.min(most), most),
         };
-        // Parts of as many lanes as a power of two start at whole lines of memory more often, which is worth 4 %; where
-        // multiprocessors are short, all that there are count for more.
+        // Parts of a power of two of lanes begin at cache lines more often, which gains 4 %. If
+        // multiprocessors are scarce, using all of them gains more.
         let usual = |lanes: &usize| lanes.is_power_of_two() || *lanes == self.most_lanes;
         let allowed = LANES
             .into_iter()
@@ -381,7 +395,7 @@ impl Machine {
         enough.or(allowed.max()).unwrap_or(1)
     }
 
-    /// At least `wanted` threads of a lane, as far as options allow it.
+    /// At least `wanted` threads of a lane, within the options.
     pub(super) fn threads(&self, wanted: usize) -> usize {
         let wanted = self.forced_threads.unwrap_or(wanted);
         let mut all = THREADS.into_iter();
@@ -389,7 +403,7 @@ impl Machine {
             .unwrap_or(MAX_THREADS)
     }
 
-    /// The error of what the direct path does not do in a hybrid cube mesh.
+    /// Error for a call that the direct path does not support in a hybrid cube mesh.
     fn not_linked(&self, call: &Call) -> Error {
         let rows = Algorithm::Cube.rows(CollectiveKind::AllReduce, self.world, 1);
         Error::new(
@@ -421,7 +435,7 @@ impl Machine {
     }
 }
 
-/// The rank at each position of a hybrid cube mesh, and the position of each rank, as its program takes them.
+/// Ranks by position of a hybrid cube mesh, and positions by rank, packed for its program.
 fn packed(positions: &[Rank; CUBE_RANKS]) -> (i64, i64) {
     let all = positions.iter().enumerate();
     all.fold((0, 0), |(order, places), (position, rank)| {
@@ -432,7 +446,7 @@ fn packed(positions: &[Rank; CUBE_RANKS]) -> (i64, i64) {
     })
 }
 
-/// Elements of a part, as programs cut tensors.
+/// Elements of a part, as programs divide tensors.
 pub(super) fn part(elements: usize, parts: usize) -> usize {
     let unit = PART_UNIT as usize;
     elements.div_ceil(unit * parts).saturating_mul(unit)

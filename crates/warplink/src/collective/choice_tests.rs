@@ -1,4 +1,4 @@
-//! What the model chooses.
+//! Selection of algorithms and launch shapes.
 
 use super::*;
 use crate::collective::estimate::rounded;
@@ -55,8 +55,8 @@ fn estimate(machine: &Machine, algorithm: Algorithm, call: &Call) -> f64 {
     machine.seconds(algorithm, call).unwrap()
 }
 
-/// docs/lab-notes.md: packets up to 512 KiB, then pushed chunks while one is enough, then reading; and the estimates of
-/// packets and of reading differ as the times do.
+/// docs/lab-notes.md: packets up to 512 KiB, then one pushed chunk, then direct reads; estimated times differ
+/// as measured ones do.
 #[test]
 fn what_was_fastest_on_two_gpus_is_chosen() {
     let model = shipped("h200-2").unwrap();
@@ -90,7 +90,7 @@ fn what_was_fastest_on_two_gpus_is_chosen() {
     }
 }
 
-/// In one shot a rank puts its data to every other one, in two shots twice as much to all together.
+/// One-shot sends the data to every peer; two-shot sends twice the data in total.
 #[test]
 fn two_shots_win_where_there_are_more_ranks_and_the_link_counts() {
     let model = shipped("h200-2").unwrap();
@@ -133,8 +133,8 @@ fn every_call_is_chosen_on_every_machine() {
     }
 }
 
-/// docs/performance.md: few lanes share a link as well as many, until data is long. A bound is used up, though it leaves one
-/// lane less than a power of two.
+/// docs/performance.md: few lanes saturate a link until data is long. A limit is used fully, even if that
+/// leaves one lane less than a power of two.
 #[test]
 fn lanes_follow_the_link_and_the_bound() {
     use CollectiveKind::{AllGather, AllReduce, ReduceScatter};
@@ -161,7 +161,7 @@ fn lanes_follow_the_link_and_the_bound() {
         let told = format!("{kind} of {bytes} bytes, at most {most_lanes}");
         assert_eq!((choice.lanes, choice.threads), (lanes, threads), "{told}");
     }
-    // A link of a tenth of the rate needs a tenth of the lanes.
+    // A tenth of the bandwidth needs a tenth of the lanes.
     let slow = Machine {
         rates: [35e9, 33e9],
         ..machine(&model, 2)
@@ -170,7 +170,7 @@ fn lanes_follow_the_link_and_the_bound() {
     assert_eq!(choice.lanes, 4);
 }
 
-/// The numbers that are chosen are those that programs list.
+/// All choices are listed in the programs.
 #[test]
 fn programs_have_all_lanes_and_threads() {
     let machine = machine(&shipped("h200-2").unwrap(), 2);
@@ -191,7 +191,7 @@ fn programs_have_all_lanes_and_threads() {
     }
 }
 
-/// So what a rank has called before does not matter, nor in which order.
+/// So the order of earlier calls does not matter.
 #[test]
 fn calls_of_about_the_same_length_go_alike() {
     let model = shipped("h200-8").unwrap();
@@ -235,7 +235,7 @@ fn the_choice_follows_the_machine() {
     lanes.packet_round *= 20.0;
     model.lanes = Some(lanes);
     assert_eq!(chosen(&machine(&model, 8), &call), Algorithm::Chunks);
-    // What ranks compare when they join says so.
+    // Ranks that compare their machines at joining would notice.
     assert_ne!(before, format!("{:?}", Estimates::new(&model).unwrap()));
 }
 
@@ -259,7 +259,7 @@ fn a_measured_table_goes_before_estimates() {
     model.algorithms = vec![Algorithms {
         collective: "all_reduce".to_owned(),
         world: 4,
-        // As files were that did not say it: for elements of 2 bytes.
+        // Older files without the field, meaning elements of 2 bytes.
         element_bytes: None,
         limits: vec![
             (KIB as u64, "direct".to_owned()),
@@ -275,10 +275,10 @@ fn a_measured_table_goes_before_estimates() {
         (Algorithm::Direct, Algorithm::TwoShot)
     );
     assert_eq!(of(&four, 65 * KIB), Algorithm::OneShot);
-    // There is no room for packets of so much data, and the table is that of four ranks.
+    // Too long for packets, and the table is for four ranks.
     assert_eq!(of(&four, 16 * MIB), Algorithm::Direct);
     assert_eq!(of(&machine(&model, 8), 2 * KIB), Algorithm::OneShot);
-    // Other types have elements of their own; those of a size go alike.
+    // Other types have their own tables; types of one size share them.
     let as_type = |machine: &Machine, dtype: DType| {
         let two_bytes = call(CollectiveKind::AllReduce, KIB);
         let count = KIB / dtype.size();
@@ -318,7 +318,7 @@ fn a_measured_table_goes_before_estimates() {
     );
 }
 
-/// A first call of its length waits for this. It is ten times faster where it is optimized.
+/// The first call of a length waits for this. Ten times faster in optimized builds.
 #[test]
 fn a_choice_is_made_quickly() {
     let model = shipped("h200-8").unwrap();
@@ -360,7 +360,7 @@ fn a_model_names_what_exists_and_once() {
                     ..right.clone()
                 },
             ],
-            "all_reduce of 2 ranks for elements of 2 bytes stand twice",
+            "all_reduce of 2 ranks for elements of 2 bytes are listed twice",
         ),
         (
             vec![Algorithms {
@@ -379,7 +379,7 @@ fn a_model_names_what_exists_and_once() {
     }
 }
 
-/// Also where some ranks have nothing to reduce, or less than others.
+/// Also if some ranks have less to reduce than others, or nothing.
 #[test]
 fn the_shortest_calls_have_estimates() {
     let model = shipped("h200-8").unwrap();
@@ -401,7 +401,8 @@ fn the_shortest_calls_have_estimates() {
     }
 }
 
-/// docs/performance.md: on two GPUs, copies were ahead of kernels from 128 or 256 MiB on, and kernels up to 16 MiB.
+/// docs/performance.md: on two GPUs, copies beat kernels from 128 or 256 MiB on, and kernels win up to 16
+/// MiB.
 #[test]
 fn bound_calls_of_large_data_go_by_the_copy_engine() {
     let model = shipped("h200-2").unwrap();

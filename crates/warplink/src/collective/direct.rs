@@ -1,4 +1,4 @@
-//! The direct path: kernels of our own over a shared workspace.
+//! Direct path: our own kernels over a shared workspace.
 
 use super::MAX_LAUNCH_BYTES;
 use super::algorithm::Algorithm;
@@ -14,33 +14,34 @@ use crate::program::section::{ScratchInstance, WorkspaceLayout};
 use crate::topology;
 use std::sync::Arc;
 
-/// The most lanes of a kernel that shares the workspace.
+/// Maximum lanes of a kernel that shares the workspace: 128 for data and one to synchronize.
 const MAX_LANES: usize = 129;
 
-/// A launch takes as many bytes at least: some elements of each rank.
+/// Minimum bytes of a launch, so that each rank has some elements.
 const MIN_LAUNCH_BYTES: usize = 4096;
 
-/// What a rank has for it.
+/// State of a rank.
 pub(super) struct Direct {
     rank: Rank,
     pub(super) workspace: SharedWorkspace,
     launches: Launches,
     pub(super) fused: FusedLaunches,
-    /// The most bytes of a tensor of a launch.
+    /// Maximum bytes of a tensor in one launch.
     pub(super) launch_bytes: usize,
-    /// Where ranks announce, in the area of packets.
+    /// Announcements, in the packet area.
     pub(super) announcements: ScratchInstance,
 }
 
 impl Direct {
-    /// Allocates a workspace and maps those of the peers. Blocks until all ranks do so: all succeed, or none.
+    /// Allocates a workspace and maps the peers'. Collective: all ranks succeed or none. Blocks until all
+    /// have called it.
     pub(super) fn join(
         context: &RankContext,
         machine: &Machine,
         launch_bytes: usize,
     ) -> Result<Self> {
         let rank = context.rank();
-        // One program of each kind of room has all the scratch that others have.
+        // One program of each workspace part declares all scratch that the others use.
         let mut scratch = Vec::new();
         let algorithms: &[Algorithm] = if machine.cube.is_some() {
             &[Algorithm::Cube]
@@ -81,9 +82,9 @@ impl Direct {
         })
     }
 
-    /// Has the kernel of a call made, if there is none yet.
+    /// Compiles and loads the kernel of a call, if needed.
     pub(super) fn prepare(&self, machine: &Machine, shape: &Shape) -> Result<()> {
-        // Calls on memory that is not aligned are few; the graphs are for the others.
+        // Calls on unaligned memory are rare; reserve prepared graphs for the others.
         let readying = if shape.aligned {
             Readying::Always
         } else {
@@ -92,7 +93,7 @@ impl Direct {
         self.kernel(machine, shape, readying).map(drop)
     }
 
-    /// Launches the kernel of a call on input and output.
+    /// Launches the kernel of a call.
     pub(super) fn enqueue(
         &self,
         machine: &Machine,
@@ -107,7 +108,7 @@ impl Direct {
             overlap,
         };
         let kernel = self.kernel(machine, &shape, Readying::WithCode)?;
-        // In place, what peers store would replace what is still to be sent.
+        // In place, peers' stores would overwrite data that is still to be sent.
         let reachable = overlap == Overlap::Apart || call.kind != CollectiveKind::AllToAll;
         kernel.enqueue((stream, is_recorded), tensors, reachable)
     }

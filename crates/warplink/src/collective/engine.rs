@@ -1,9 +1,9 @@
-//! The path by the vendor's library, for ranks that cannot map one another's memory.
+//! Engine path: the vendor's library, for ranks that cannot map one another's memory.
 
 use super::MAX_DIRECT_RANKS;
 use super::call::{Call, CollectiveKind};
+use super::comparison::CallComparison;
 use super::launches::Overlap;
-use super::witness::Witness;
 use crate::device::{
     AllocationKind, Collective, CollectiveEngine, CollectiveRequest, Device, DeviceSlice, Priority,
     ReduceOp, Stream, VendorCommunicator,
@@ -14,25 +14,26 @@ use crate::sync::lock;
 use std::ffi::c_void;
 use std::sync::{Arc, Mutex};
 
-/// Bytes that a barrier gathers of each rank.
+/// Bytes that each rank contributes to a barrier, which is an all-gather.
 const BARRIER_BYTES: usize = 16;
 
-/// The engine, and memory of its own for what it has no collective for.
+/// The engine, and staging memory for collectives that it lacks.
 pub(super) struct EngineCollectives {
     rank: Rank,
     world: usize,
     device: Arc<dyn Device>,
     engine: Arc<dyn CollectiveEngine>,
     barrier: DeviceSlice,
-    /// What ranks tell one another of the calls.
-    pub(super) witness: Arc<Witness>,
-    /// For inputs that their outputs replace, each longer than the one before. Those before stay for graphs that name
-    /// them.
+    /// Comparison of calls between ranks.
+    pub(super) comparison: Arc<CallComparison>,
+    /// Staging for inputs that their outputs overwrite, by increasing length. Shorter ones are kept for
+    /// graphs that use them.
     staging: Mutex<Vec<DeviceSlice>>,
 }
 
 impl EngineCollectives {
-    /// Joins the engine, or takes that of a communicator that the application has. Blocks until all ranks have.
+    /// Joins the engine, or adopts the application's communicator. Collective; blocks until all ranks have
+    /// joined.
     pub(super) fn join(context: &RankContext, adopted: Option<VendorCommunicator>) -> Result<Self> {
         let (rank, world) = (context.rank(), context.world());
         let engine = match adopted {
@@ -52,8 +53,9 @@ impl EngineCollectives {
             stream.synchronize(context.deadline())?;
             Ok(barrier)
         };
-        // Before others may tell of calls.
-        let witness = Witness::new(&context.group, &context.fault);
+        // Registered before other ranks can send statements.
+        let comparison = CallComparison::new(&context.group, &context.fault);
+        // Collective: fails on all ranks if one fails.
         let barrier = context.agree_on(zeros())?;
         Ok(Self {
             device: context.device.clone(),
@@ -61,19 +63,19 @@ impl EngineCollectives {
             world,
             engine,
             barrier,
-            witness,
+            comparison,
             staging: Mutex::default(),
         })
     }
 
-    /// So many bytes, which every call may use: calls follow one another.
+    /// A staging buffer of at least `bytes`. Calls are serialized, so all may use it.
     fn staging(&self, bytes: usize) -> Result<DeviceSlice> {
         let mut all = lock(&self.staging);
         let last = all.last().filter(|last| last.bytes() >= bytes);
         if let Some(last) = last {
             return last.slice(0..bytes);
         }
-        // At least twice as much, so that all together are not many times the longest.
+        // Doubling bounds the total at twice the longest.
         let most = all.last().map_or(0, DeviceSlice::bytes);
         let memory = self
             .device
@@ -83,12 +85,12 @@ impl EngineCollectives {
         memory.slice(0..bytes)
     }
 
-    /// What the library takes.
+    /// The library's communicator.
     pub(super) fn communicator(&self) -> *mut c_void {
         self.engine.raw_communicator()
     }
 
-    /// Enqueues a call on input and output, or records it into a graph. Calls come one after the other.
+    /// Enqueues or captures a call. Calls are serialized.
     pub(super) fn enqueue(
         &self,
         call: &Call,
@@ -96,7 +98,8 @@ impl EngineCollectives {
         overlap: Overlap,
         (stream, is_recorded): (&Stream, bool),
     ) -> Result<()> {
-        self.witness.note(call, is_recorded, || {
+        // The library does not compare calls between ranks, so record them.
+        self.comparison.note(call, is_recorded, || {
             self.enqueue_noted(call, tensors, overlap, stream)
         })
     }
@@ -111,7 +114,7 @@ impl EngineCollectives {
         let root = call.root.unwrap_or(0);
         let op = call.op.unwrap_or(ReduceOp::Sum);
         let (source, target) = match tensors {
-            // The library has none in place.
+            // The library has no in-place all-to-all.
             [source, target]
                 if (call.kind, overlap) == (CollectiveKind::AllToAll, Overlap::Shared) =>
             {
@@ -126,7 +129,7 @@ impl EngineCollectives {
             ),
         };
         let collective = match call.kind {
-            // Ranks meet where there is nothing to move.
+            // A barrier if there is no data.
             _ if tensors.is_empty() => Collective::AllGather,
             CollectiveKind::AllReduce => Collective::AllReduce(op),
             CollectiveKind::AllGather | CollectiveKind::Barrier => Collective::AllGather,
@@ -147,12 +150,12 @@ impl EngineCollectives {
         self.engine.enqueue(stream, &request)
     }
 
-    /// Enqueues what is made for the engine.
+    /// Enqueues a prepared request.
     pub(super) fn request(&self, request: &CollectiveRequest, stream: &Stream) -> Result<()> {
         self.engine.enqueue(stream, request)
     }
 
-    /// A gather or scatter: the root's part is copied, the others' are sent.
+    /// A gather or scatter: the root copies its own part and exchanges the others.
     fn exchange(
         &self,
         call: &Call,
@@ -162,6 +165,7 @@ impl EngineCollectives {
     ) -> Result<()> {
         let gathers = call.kind == CollectiveKind::Gather;
         let (mut sends, mut receives) = (Vec::new(), Vec::new());
+        // The root exchanges with every rank; others only with the root.
         if self.rank != root {
             if gathers {
                 sends.push((root, source.clone()));
@@ -178,6 +182,7 @@ impl EngineCollectives {
                     (part(source)?, target.clone())
                 };
                 if rank == root {
+                    // In place, the root's own part is already there.
                     if from.address() != to.address() {
                         stream.copy(&to, &from)?;
                     }
@@ -193,7 +198,7 @@ impl EngineCollectives {
     }
 }
 
-/// The error of a call of which the library alone chooses the algorithm.
+/// Error for asking for the algorithm of a call that the vendor's library executes.
 pub(super) fn no_choice(call: &Call) -> Error {
     Error::new(
         ErrorKind::Unsupported,
@@ -203,7 +208,7 @@ pub(super) fn no_choice(call: &Call) -> Error {
     .with_help("ask path_of which path does a call")
 }
 
-/// The error of ranks that have no library, with what they need it for.
+/// Adds to a missing-library error why the library is needed.
 fn with_reason(error: Error, world: usize) -> Error {
     if error.kind() != ErrorKind::LibraryMissing {
         return error;

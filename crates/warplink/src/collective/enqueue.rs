@@ -1,8 +1,8 @@
-//! From the slices of a call to a launch.
+//! From a call's slices to its launch.
 
 use super::Collectives;
 use super::call::{Call, CollectiveKind};
-use super::join::Server;
+use super::join::CallPath;
 use super::launches::{Overlap, Shape};
 use crate::device::{DeviceSlice, ReduceOp, Stream};
 use crate::dtype::DType;
@@ -10,7 +10,7 @@ use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::sync::lock;
 use std::ops::Range;
 
-/// What a rank does with the memory of a call.
+/// Memory use of a call on this rank.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Uses {
     pub(super) reads: bool,
@@ -19,7 +19,7 @@ pub(super) struct Uses {
 }
 
 impl Collectives {
-    /// A call that reduces.
+    /// For a call that reduces.
     pub(super) fn reduction(
         &self,
         kind: CollectiveKind,
@@ -50,7 +50,7 @@ impl Collectives {
         self.enqueue(&call, output, input, stream)
     }
 
-    /// A call that moves bytes.
+    /// For a call that moves bytes.
     pub(super) fn movement(
         &self,
         kind: CollectiveKind,
@@ -69,12 +69,11 @@ impl Collectives {
         self.enqueue(&call, output, input, stream)
     }
 
-    /// Enqueues a call that is given as a value; the methods with the names of collectives do the same. Does not
-    /// block.
+    /// Enqueues a call given as a value, like the methods named after collectives. Does not block.
     ///
     /// # Errors
-    /// As [`all_reduce`](Self::all_reduce), and [`ErrorKind::InvalidArgument`] for an operator or a root that the
-    /// collective has not, or lacks.
+    /// As [`all_reduce`](Self::all_reduce), and [`ErrorKind::InvalidArgument`] for an operator or root that
+    /// is superfluous or missing.
     pub fn enqueue(
         &self,
         call: &Call,
@@ -86,7 +85,7 @@ impl Collectives {
         self.enqueue_checked(&call, uses, (output, input), stream)
     }
 
-    /// The same, of a call that [`uses`](Self::uses) gave.
+    /// The same, for a call validated by [`uses`](Self::uses).
     pub(super) fn enqueue_checked(
         &self,
         call: &Call,
@@ -95,7 +94,7 @@ impl Collectives {
         stream: &Stream,
     ) -> Result<()> {
         if call.count == 0 {
-            // Ranks meet all the same, so that one that calls something else is found.
+            // Synchronize even without data, so that a rank with a different call is detected.
             return self.launch(call, &[], Overlap::Apart, stream);
         }
         if let Some(bytes) = self.too_long(call) {
@@ -116,7 +115,7 @@ impl Collectives {
         self.launch(call, &[input, output], uses.overlap, stream)
     }
 
-    /// The call as kernels do it, and what this rank does with its memory. Fails where they do not fit together.
+    /// Validates a call; returns it as kernels execute it, with its memory use on this rank.
     pub(super) fn uses(
         &self,
         call: &Call,
@@ -127,7 +126,7 @@ impl Collectives {
         let call = call.checked(world)?;
         let rank = self.0.context.rank();
         let (input_rows, output_rows) = call.kind.rows(world);
-        // What a rank does not use, it may pass as it likes.
+        // Slices that a rank does not use may be anything.
         let at_root = call.root.is_none_or(|root| root == rank);
         let reads = at_root
             || !matches!(
@@ -155,7 +154,7 @@ impl Collectives {
         Ok((call, uses))
     }
 
-    /// Launches the kernel of a call on input and output.
+    /// Launches the kernel of a call.
     pub(super) fn launch(
         &self,
         call: &Call,
@@ -168,18 +167,21 @@ impl Collectives {
         if inner.machine.world == 1 && tensors.is_empty() {
             return Ok(());
         }
-        let server = inner.server(call);
+        let server = inner.path_for(call);
         let server = server.map_err(|error| error.with_operation(call.kind.name()))?;
         self.in_turn(call, stream, |is_recorded| match server {
-            Server::Direct(direct) => {
+            CallPath::Direct(direct) => {
                 let tensors = (tensors, overlap);
                 direct.enqueue(&inner.machine, call, tensors, (stream, is_recorded))
             }
-            Server::Engine(engine) => engine.enqueue(call, tensors, overlap, (stream, is_recorded)),
+            CallPath::Engine(engine) => {
+                engine.enqueue(call, tensors, overlap, (stream, is_recorded))
+            }
         })
     }
 
-    /// Gives `stream` the work of a call, after that of the calls before. `work` is told whether a graph records it.
+    /// Enqueues a call's work on `stream`, ordered after earlier calls. `work` receives whether it is being
+    /// captured.
     pub(super) fn in_turn(
         &self,
         call: &Call,
@@ -192,21 +194,21 @@ impl Collectives {
         enqueued.map_err(|error| error.with_operation(call.kind.name()))
     }
 
-    /// Compiles the kernel of a call, so that the call itself does not have to: for all alignments, in place or
-    /// not. It takes a second or so, the first time on a machine. Asks no other rank. Blocks until no kernel of this
-    /// process runs on the GPU, as a call does that is the first of its kind: where ranks make calls of several
-    /// communicators in different orders, prepare them before.
+    /// Compiles the kernel of a call ahead of time, for all alignments, in place and out of place. It takes a
+    /// second or so, the first time on a machine. Not collective. Blocks until no kernel of this process runs
+    /// on the GPU, as does the first call of a kind: if ranks call several communicators in different orders,
+    /// prepare the calls first.
     ///
-    /// On a GPU it also readies launches for calls on aligned memory, up to 64 kernels for each communicator, so that they take
-    /// the host half as long. A call that was not prepared does that where it loads the kernel's code, and not where
-    /// another communicator has loaded it.
+    /// On a GPU it also prepares launches on aligned memory, up to 64 kernels for each communicator, which
+    /// halves their host time. A call that was not prepared does that only if it loads the kernel's code
+    /// itself, not on a module-cache hit.
     ///
     /// # Errors
-    /// As [`choice`](Self::choice), and what compiling says.
+    /// As [`choice`](Self::choice), and compile errors.
     pub fn prepare(&self, call: &Call) -> Result<()> {
         let inner = &*self.0;
         let call = call.checked(inner.machine.world)?;
-        let Server::Direct(direct) = inner.server(&call)? else {
+        let CallPath::Direct(direct) = inner.path_for(&call)? else {
             return Ok(());
         };
         if inner.machine.world == 1 && call.op.and_then(ReduceOp::factor).is_none() {
@@ -232,8 +234,7 @@ impl Collectives {
     }
 }
 
-/// Fails for a slice of another length than `rows` parts of the call, and for one whose elements do not begin at multiples
-/// of their size, as devices load them.
+/// Fails unless a slice has `rows` parts of the call and is aligned to its elements, as devices require.
 fn check_slice(call: &Call, what: &str, slice: &DeviceSlice, rows: usize) -> Result<()> {
     let refused = |text: String, help: &'static str| {
         Err(Error::invalid(text)
@@ -255,12 +256,12 @@ fn check_slice(call: &Call, what: &str, slice: &DeviceSlice, rows: usize) -> Res
             slice.address(),
             call.dtype
         );
-        return refused(text, "begin at a whole element");
+        return refused(text, "align it to the element size");
     }
     Ok(())
 }
 
-/// How input and output lie to each other.
+/// Overlap of input and output.
 fn overlap(call: &Call, rank: Rank, output: &DeviceSlice, input: &DeviceSlice) -> Result<Overlap> {
     if !output.overlaps(input) {
         return Ok(Overlap::Apart);
@@ -284,8 +285,8 @@ fn overlap(call: &Call, rank: Rank, output: &DeviceSlice, input: &DeviceSlice) -
     }
     Err(Error::new(
         ErrorKind::InvalidArgument,
-        format!("input {input:?} and output {output:?} overlap in part; expected memory apart, or one in place"),
+        format!("input {input:?} and output {output:?} overlap in part; expected separate memory, or one in place"),
     )
     .with_operation(call.kind.name())
-    .with_help("see Collectives for what may be in place"))
+    .with_help("see Collectives for in-place calls"))
 }

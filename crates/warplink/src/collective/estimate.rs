@@ -1,4 +1,4 @@
-//! How long algorithms take for a call: by a table that was measured, else by the cost model.
+//! Estimated time of algorithms: from a measured table, else from the cost model.
 
 use super::algorithm::Algorithm;
 use super::call::{Call, CollectiveKind};
@@ -12,18 +12,18 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::sync::{Arc, Mutex};
 
-/// What is known of how long algorithms take, and what was found so far. Clones are the same.
+/// Estimates, with a cache of results. Clones share it.
 #[derive(Clone)]
 pub(super) struct Estimates {
     model: Arc<HardwareModel>,
     found: Arc<Mutex<BTreeMap<Key, Algorithm>>>,
 }
 
-/// What a choice depends on: the collective, bytes of an element and of a part, and the algorithms that do it.
+/// Cache key: collective, element size, part size, and applicable algorithms.
 type Key = (CollectiveKind, usize, usize, Vec<Algorithm>);
 
 impl fmt::Debug for Estimates {
-    /// All that estimates depend on, for ranks to compare.
+    /// Everything that estimates depend on, so that ranks can compare it.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.model.fmt(f)
     }
@@ -31,8 +31,8 @@ impl fmt::Debug for Estimates {
 
 impl Estimates {
     /// # Errors
-    /// [`ErrorKind::Parse`] where the model names a collective, an algorithm or an element size that does not exist, or a
-    /// collective of as many ranks and elements of one size twice.
+    /// [`ErrorKind::Parse`] if the model has an unknown collective, algorithm or element size, or a duplicate
+    /// table.
     pub(super) fn new(model: &HardwareModel) -> Result<Self> {
         let mut measured = BTreeSet::new();
         for of in &model.algorithms {
@@ -51,7 +51,7 @@ impl Estimates {
             }
             if !measured.insert((name, of.world, element)) {
                 let twice = format!(
-                    "the algorithms of {name} of {} ranks for elements of {element} bytes stand twice",
+                    "the algorithms of {name} of {} ranks for elements of {element} bytes are listed twice",
                     of.world
                 );
                 return Err(wrong(twice));
@@ -63,8 +63,8 @@ impl Estimates {
         })
     }
 
-    /// Of the algorithms that do a call of `world` ranks, the one that is fastest; the first of those that are as fast
-    /// as one another. `seconds` is how long one takes for a call. Calls of about the same length go alike.
+    /// Fastest of the algorithms that apply to a call of `world` ranks; ties go to the first. `seconds`
+    /// estimates one. Lengths are rounded, so that similar calls choose alike.
     pub(super) fn fastest(
         &self,
         world: usize,
@@ -107,7 +107,7 @@ impl Estimates {
         best.1
     }
 
-    /// Seconds of a launch of a program, by the model.
+    /// Estimated seconds of a program's launch.
     pub(super) fn seconds(&self, ranks: &[RankProgram]) -> Result<f64> {
         let options = SimulateOptions {
             submission: Submission::Captured,
@@ -117,7 +117,7 @@ impl Estimates {
     }
 }
 
-/// Bytes of the elements that tables were measured with before they said it.
+/// Element size of tables from before the field existed.
 const fn unsaid_element(kind: CollectiveKind) -> usize {
     if kind.reduces() {
         DType::BF16.size()
@@ -126,13 +126,13 @@ const fn unsaid_element(kind: CollectiveKind) -> usize {
     }
 }
 
-/// The error of a model whose algorithms cannot be used.
+/// Error for a model with an invalid algorithm table.
 fn wrong(what: String) -> Error {
     Error::new(ErrorKind::Parse, format!("{what} in the hardware model"))
-        .with_help("mend the model's file, or measure it again with `warplink tune --algorithms`")
+        .with_help("fix the model's file, or measure again with `warplink tune --algorithms`")
 }
 
-/// The next of two lengths for each power of two: it, and half as much again.
+/// Rounds up to the next power of two or one and a half times one.
 pub(super) fn rounded(bytes: usize) -> usize {
     let power = bytes.checked_next_power_of_two().unwrap_or(bytes);
     let less = power / 4 * 3;

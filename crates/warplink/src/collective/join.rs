@@ -1,4 +1,4 @@
-//! Which path does the calls of a communicator, and joining it.
+//! Joining collectives: selects the path of a communicator.
 
 use super::choice::Machine;
 use super::direct::Direct;
@@ -16,21 +16,21 @@ use crate::program::execute::RankContext;
 use crate::topology::{Topology, TopologyClass, rendezvous};
 use std::sync::{Arc, Mutex, OnceLock};
 
-/// What does the calls.
-pub(super) enum Served {
+/// Available paths.
+pub(super) enum Paths {
     Direct(Box<Direct>),
     Engine(EngineCollectives),
-    /// The direct path what it has a program for, and the engine the rest, or why there is none.
+    /// Direct path for calls that it has a program for, and the engine for others, or why there is none.
     Both(Box<Direct>, Result<EngineCollectives>),
 }
 
-/// What does one of them.
-pub(super) enum Server<'a> {
+/// Path of one call.
+pub(super) enum CallPath<'a> {
     Direct(&'a Direct),
     Engine(&'a EngineCollectives),
 }
 
-impl Served {
+impl Paths {
     pub(super) fn direct(&self) -> Option<&Direct> {
         match self {
             Self::Direct(direct) | Self::Both(direct, _) => Some(direct),
@@ -38,7 +38,7 @@ impl Served {
         }
     }
 
-    /// The engine, if it was joined.
+    /// The engine, if joined.
     pub(super) fn joined_engine(&self) -> Option<&EngineCollectives> {
         match self {
             Self::Direct(_) => None,
@@ -47,7 +47,7 @@ impl Served {
         }
     }
 
-    /// The engine, for what the direct path does not do.
+    /// The engine, for calls that the direct path does not support.
     pub(super) fn engine(&self) -> Result<Option<&EngineCollectives>> {
         match self {
             Self::Direct(_) => Ok(None),
@@ -58,19 +58,19 @@ impl Served {
 }
 
 impl Inner {
-    /// What does `call`.
-    pub(super) fn server(&self, call: &Call) -> Result<Server<'_>> {
+    /// Path of `call`.
+    pub(super) fn path_for(&self, call: &Call) -> Result<CallPath<'_>> {
         match &self.path {
-            Served::Direct(direct) => Ok(Server::Direct(direct)),
-            Served::Both(direct, _) if self.machine.does(call) => Ok(Server::Direct(direct)),
-            Served::Both(_, Err(error)) => Err(error.clone()),
-            Served::Both(_, Ok(engine)) | Served::Engine(engine) => Ok(Server::Engine(engine)),
+            Paths::Direct(direct) => Ok(CallPath::Direct(direct)),
+            Paths::Both(direct, _) if self.machine.does(call) => Ok(CallPath::Direct(direct)),
+            Paths::Both(_, Err(error)) => Err(error.clone()),
+            Paths::Both(_, Ok(engine)) | Paths::Engine(engine) => Ok(CallPath::Engine(engine)),
         }
     }
 }
 
 impl Collectives {
-    /// Joins the collectives of all ranks. Blocks until every rank has called it.
+    /// Joins the collectives. Collective; blocks until every rank has called it.
     pub(crate) fn join(
         context: RankContext,
         options: &CollectiveOptions,
@@ -78,16 +78,19 @@ impl Collectives {
     ) -> Result<Self> {
         let rank = context.rank();
         let model = context.hardware_model()?;
+        // Collective, before anything can fail on a single rank.
         let fewest = fewest_multiprocessors(&context)?;
         let machine = Self::machine(&context, options, &model, fewest);
+        // If one rank fails, all do, since later steps are collective.
         let mut machine = context.agree_on(machine)?;
         let topology = topology(&context, forced)?;
         machine.cube = topology.as_ref().and_then(Topology::cube_positions);
         if machine.cube.is_some() {
-            // Nothing else uses the workspace, and packets are half data.
+            // The whole workspace is for packets, half of whose bytes are data.
             machine.packet_bytes = pages(options.workspace_bytes / 4);
         }
         let told = format!("{options:?} {machine:?}");
+        // Ranks with different options or models would choose different algorithms.
         let all = context.all_gather(told.as_bytes())?;
         if let Some(peer) = all.iter().position(|other| other != told.as_bytes()) {
             return Err(Error::new(
@@ -101,7 +104,7 @@ impl Collectives {
         }
         let path = match options.path {
             Some(CollectivePath::Direct) => {
-                // Where ranks are on several machines, each has one that is far.
+                // If ranks span machines, each rank has a remote peer.
                 if let Some(peer) = far(&context, machine.world)? {
                     return Err(Error::new(
                         ErrorKind::Unsupported,
@@ -112,19 +115,20 @@ impl Collectives {
                     .with_peer(peer)
                     .with_help("leave the path open"));
                 }
-                Served::Direct(Box::new(Direct::join(
+                Paths::Direct(Box::new(Direct::join(
                     &context,
                     &machine,
                     options.launch_bytes,
                 )?))
             }
             Some(CollectivePath::Engine) => {
-                Served::Engine(EngineCollectives::join(&context, options.communicator)?)
+                Paths::Engine(EngineCollectives::join(&context, options.communicator)?)
             }
             None => Self::either(&context, &machine, options, topology.as_ref())?,
         };
         let lines = match &path {
-            Served::Direct(direct) if machine.cube.is_none() => {
+            Paths::Direct(direct) if machine.cube.is_none() => {
+                // Messages use the same workspace publication, but memory of their own.
                 let bytes = messages_bytes(options.workspace_bytes, &context.device.properties());
                 let most = options.multiprocessors.unwrap_or(usize::MAX);
                 let beside = &direct.workspace;
@@ -145,16 +149,17 @@ impl Collectives {
         Ok(Self(Arc::new(InUse::new(inner, &in_flight))))
     }
 
-    /// The direct path where all ranks can map one another's memory, else the engine; alike on all ranks. Where
-    /// something speaks against the links between them, the engine, if there is one.
+    /// The direct path if all ranks can map one another's memory, else the engine; the same on all ranks. If
+    /// the topology has an obstacle, the engine if available.
     fn either(
         context: &RankContext,
         machine: &Machine,
         options: &CollectiveOptions,
         topology: Option<&Topology>,
-    ) -> Result<Served> {
+    ) -> Result<Paths> {
         let by_engine =
-            || EngineCollectives::join(context, options.communicator).map(Served::Engine);
+            || EngineCollectives::join(context, options.communicator).map(Paths::Engine);
+        // All ranks come to the same result, since peer information is identical.
         if machine.world > MAX_DIRECT_RANKS || far(context, machine.world)?.is_some() {
             return by_engine();
         }
@@ -162,6 +167,7 @@ impl Collectives {
             let engine = by_engine();
             context.fault.check()?;
             let all = context.all_gather(&[u8::from(engine.is_ok())])?;
+            // The engine is used by all ranks or by none.
             if all.iter().all(|joined| joined == &[1]) {
                 tracing::info!(%obstacle, "collectives go by the vendor's library");
                 return engine;
@@ -170,7 +176,8 @@ impl Collectives {
             tracing::warn!(%obstacle, ?error, "collectives go directly, without the vendor's library");
         }
         let joined = Direct::join(context, machine, options.launch_bytes);
-        // Whether this rank failed for a reason that another path does not mend; its peers know only that it failed.
+        // Whether this rank failed for a reason that also affects the other path; peers only know that it
+        // failed.
         let hopeless = joined
             .as_ref()
             .err()
@@ -178,14 +185,15 @@ impl Collectives {
         let all = context.all_gather(&[u8::from(hopeless)])?;
         let first = all.iter().position(|other| other != &[0]);
         match (joined, first) {
-            (Ok(direct), None) if machine.cube.is_none() => Ok(Served::Direct(Box::new(direct))),
+            (Ok(direct), None) if machine.cube.is_none() => Ok(Paths::Direct(Box::new(direct))),
             (Ok(direct), None) => {
+                // For calls that the mesh's links do not support.
                 let engine = EngineCollectives::join(context, options.communicator);
                 if let Err(error) = &engine {
                     context.fault.check()?;
                     tracing::warn!(%error, "collectives that links of the mesh do not serve will fail");
                 }
-                Ok(Served::Both(Box::new(direct), engine))
+                Ok(Paths::Both(Box::new(direct), engine))
             }
             (Err(error), None) => {
                 tracing::warn!(%error, "collectives go by the vendor's library");
@@ -218,6 +226,7 @@ impl Collectives {
             .with_help("leave the path open, or use fewer ranks"));
         }
         let least = MIN_BYTES_PER_RANK * world;
+        // Every rank needs a part in each area.
         if options.workspace_bytes < least {
             return Err(Error::invalid(format!(
                 "a workspace of {} bytes; expected at least {least} for {world} ranks",
@@ -226,6 +235,7 @@ impl Collectives {
             .with_operation("join the collectives")
             .with_help("give the workspace more bytes"));
         }
+        // One lane always synchronizes with the other ranks.
         if let Some(few @ (0 | 1)) = options.multiprocessors {
             return Err(Error::invalid(format!(
                 "{few} multiprocessors; expected at least 2, one that moves data and one that meets the other ranks"
@@ -234,7 +244,7 @@ impl Collectives {
         }
         let sharing = context.ranks_per_device()?;
         let all = if context.device.properties().shared {
-            // All ranks of a machine share its processors, where these run the lanes.
+            // Lanes run on the machine's cores, which all ranks share.
             fewest / world + 1
         } else {
             fewest
@@ -244,7 +254,7 @@ impl Collectives {
             None => all,
         };
         let lanes = model.lanes();
-        // A fifth is for packets, of which half is data; each is in two halves by epoch.
+        // A fifth is for packets, of which half is data; both areas have two halves by epoch.
         Ok(Machine {
             world,
             kernels: model.link.transfer_kernels(),
@@ -262,7 +272,7 @@ impl Collectives {
     }
 }
 
-/// The multiprocessors of the rank that has the fewest. Every rank calls it at the same time.
+/// Smallest number of multiprocessors among ranks. Collective.
 fn fewest_multiprocessors(context: &RankContext) -> Result<usize> {
     let own = context.device.properties().multiprocessors as u64;
     let all = context.all_gather(&own.to_le_bytes())?;
@@ -271,7 +281,7 @@ fn fewest_multiprocessors(context: &RankContext) -> Result<usize> {
     Ok(usize::try_from(fewest).unwrap_or(usize::MAX))
 }
 
-/// The first rank that is on another machine.
+/// First rank on another machine.
 fn far(context: &RankContext, world: usize) -> Result<Option<Rank>> {
     for peer in 0..world {
         if !context.memory.is_near(context.group.job_rank(peer)?)? {
@@ -281,7 +291,7 @@ fn far(context: &RankContext, world: usize) -> Result<Option<Rank>> {
     Ok(None)
 }
 
-/// The links between the ranks' devices, where the direct path may serve so many. Blocks until all ranks have asked.
+/// Topology of the ranks' devices, if the world may use the direct path. Collective.
 fn topology(context: &RankContext, forced: Option<TopologyClass>) -> Result<Option<Topology>> {
     if !(2..=MAX_DIRECT_RANKS).contains(&context.world()) {
         return Ok(None);
@@ -290,22 +300,23 @@ fn topology(context: &RankContext, forced: Option<TopologyClass>) -> Result<Opti
     rendezvous(&*context.device, context.rank(), forced, gather).map(Some)
 }
 
-/// Bytes for messages: so many that a chunk takes longer than the signals between two of them. Where ranks share
-/// processors, signals cost more than chunks gain.
+/// Message workspace in bytes: a chunk should take longer than the signals between two chunks. If ranks share
+/// cores, signals cost more than large chunks gain.
 fn messages_bytes(workspace: usize, device: &DeviceProperties) -> usize {
     if device.shared {
         workspace / 2
     } else {
         workspace.saturating_mul(4)
+        // Alignment of mappings and of vector accesses.
     }
 }
 
-/// Bytes rounded down to pages.
+/// Rounds down to pages.
 const fn pages(bytes: usize) -> usize {
     bytes / 4096 * 4096
 }
 
-/// Whether the memory of ranks cannot be mapped, so that another path is needed.
+/// Whether memory cannot be mapped, so that another path is needed.
 pub(super) fn cannot_map(error: &Error) -> bool {
     matches!(
         error.kind(),

@@ -1,4 +1,4 @@
-//! The kernels of calls that were made before.
+//! Cache of call kernels.
 
 use super::algorithm::Algorithm;
 use super::call::Call;
@@ -12,30 +12,29 @@ use crate::program::{OperationKind, RankProgram};
 use crate::sync::lock;
 use std::sync::{Arc, Mutex};
 
-/// The most calls whose kernels are kept, and the most kernels that others are made like.
+/// Maximum cached calls, and maximum kernels whose code others share.
 const MAX_KEPT: usize = 4096;
 const MAX_MODELS: usize = 512;
 
-/// What tells calls apart that need kernels of their own.
+/// Cache key: calls with different keys need different kernels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Shape {
     pub(super) call: Call,
-    /// Whether all memory starts at multiples of 16 bytes.
+    /// Whether all addresses are multiples of 16 bytes.
     pub(super) aligned: bool,
-    /// How input and output lie to each other.
+    /// Overlap of input and output.
     pub(super) overlap: Overlap,
 }
 
-/// How input and output lie to each other.
+/// Overlap of input and output.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum Overlap {
     Apart,
-    /// They are the same memory, or the one is a part of the other.
+    /// Equal, or one contains the other.
     Shared,
 }
 
-/// What calls have alike that may have the same code: all but the count and the factor, of which the code does not depend,
-/// and how they are done.
+/// Cache key of code: everything that the code depends on, which excludes count and factor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Form {
     shape: Shape,
@@ -44,12 +43,12 @@ struct Form {
     threads: usize,
 }
 
-/// Makes kernels, and keeps those of the calls that were made last.
+/// Creates kernels, and caches those of recent calls.
 #[derive(Debug)]
 pub(super) struct Launches {
-    // Shapes are this process's own, and each call looks for one.
+    // Looked up by every call.
     kept: Mutex<Recent<Shape, Arc<SharedKernel>>>,
-    /// For each form, a kernel whose code others use too.
+    /// For each form, a kernel whose code others share.
     models: Mutex<Recent<Form, Arc<SharedKernel>>>,
 }
 
@@ -64,11 +63,12 @@ impl Default for Launches {
 
 impl Form {
     fn of(shape: &Shape, choice: &Choice) -> Self {
+        // The factor is a kernel parameter, so it does not affect the code.
         let op = shape.call.op.map(|op| match op.factor() {
             Some(_) => ReduceOp::scaled_sum(1.0),
             None => op,
         });
-        // Counts of as many bits.
+        // Counts with the same bit length.
         let count = usize::BITS - shape.call.count.leading_zeros();
         let call = Call {
             op,
@@ -85,8 +85,8 @@ impl Form {
 }
 
 impl Launches {
-    /// The kernel for a call, on rank `rank`; made where there is none. That of a count which was not met before costs as much
-    /// as unrolling its program: the code is that of another count.
+    /// The kernel of a call on rank `rank`, created on a miss. A new count of a known form only costs
+    /// unrolling its program, since the code is shared.
     pub(super) fn get(
         &self,
         shape: &Shape,
@@ -95,6 +95,7 @@ impl Launches {
         rank: usize,
         readying: Readying,
     ) -> Result<Arc<SharedKernel>> {
+        // Fast path: the same call was made before.
         if let Some(kept) = lock(&self.kept).get(shape) {
             return Ok(kept.clone());
         }
@@ -106,7 +107,7 @@ impl Launches {
                 count,
                 ..shape.call
             };
-            // More of what is longer.
+            // More chunks for longer data.
             let chunks = if count == shape.call.count {
                 choice.chunks
             } else {
@@ -130,7 +131,8 @@ impl Launches {
         let made = match workspace.kernel_like(&wanted) {
             Some(made) => Arc::new(made?),
             None => {
-                // The longest of the form, whose code may be the same: then it is that of all between.
+                // The longest count of the form: if its code is the same, so is that of every count in
+                // between.
                 let most = usize::MAX.checked_shr(shape.call.count.leading_zeros());
                 let most = most.filter(|most| *most > shape.call.count);
                 wanted.largest = most.and_then(|most| section(most).ok());
@@ -139,14 +141,14 @@ impl Launches {
                 made
             }
         };
-        // Dropped without the lock.
+        // Dropped outside the lock.
         let before = lock(&self.kept).insert(*shape, made.clone());
         drop(before);
         Ok(made)
     }
 }
 
-/// The only kernel of a program, as one that serves all counts.
+/// The only kernel of a program, in a form that serves all counts.
 pub(super) fn section(program: &RankProgram) -> Result<SectionInstance> {
     let mut kernels = program
         .operations

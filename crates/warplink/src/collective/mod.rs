@@ -1,38 +1,40 @@
-//! Collectives: what all ranks of a communicator do together, on any memory.
+//! Collectives of a communicator, on any memory.
 //!
-//! A call only enqueues, and asks no other rank. Kernels access the other ranks' workspaces, which were mapped when the
-//! [`Collectives`] were joined, and, for large data, memory of calls that a thread has published
-//! (`program/execute/publication`). Every algorithm is a program
-//! (`programs/`), verified with all others that share the workspace, and run by GPUs and the host device alike.
+//! A call only enqueues and does not communicate with other hosts. Kernels access the other ranks' workspaces, which are mapped
+//! when the [`Collectives`] are joined, and, for large data, the memory of calls, which a background thread publishes
+//! (`program/execute/publication`). Every algorithm is a program (`programs/`), verified together with all others that
+//! share the workspace, and executed by GPUs and the host device alike.
 //!
 //! | module | subject |
 //! |---|---|
-//! | `bound` | calls that are bound to their memory |
-//! | `call` | a call, and what ranks tell one another of it |
+//! | `bound` | calls bound to fixed memory |
+//! | `call` | a call, and its encoding for announcements |
 //! | `algorithm` | the algorithms: one program each |
-//! | `choice`, `estimate` | which of them does a call; how long each takes by the cost model |
-//! | `direct` | the path by kernels of our own |
-//! | `engine` | the path by the vendor's library |
-//! | `experts` | rows of tokens to the ranks of their experts, and back |
-//! | `join` | which path does the calls, and joining it |
-//! | `launches` | kernels of calls that were made before |
-//! | `pieces` | calls on more memory than one launch takes |
-//! | `recent` | a map that keeps what was used last |
+//! | `choice`, `estimate` | selection of the algorithm; its estimated time |
+//! | `direct` | the direct path: our own kernels |
+//! | `engine` | the engine path: the vendor's library |
+//! | `experts` | expert parallelism: dispatch and combine |
+//! | `join` | selecting and joining a path |
+//! | `launches` | cache of call kernels |
+//! | `pieces` | splitting calls that exceed one launch |
+//! | `recent` | LRU cache |
 //! | `messages` | sends and receives between pairs of ranks |
-//! | `record`, `witness` | the calls of the engine that ranks made, and what they tell one another of them |
-//! | `trouble` | what is told of calls that do not end, or that differ |
+//! | `record`, `comparison` | flight recorder of engine calls, and its exchange between ranks |
+//! | `diagnosis` | diagnosis of calls that do not complete or that differ |
 //!
-//! # What makes one workspace safe for all
-//! All programs use half `epoch % 2` of it, and in each launch every rank meets every other
-//! (`announce` and `agree`). So a rank in launch e + 2 knows that all others have begun launch e + 1, and are done
-//! with launch e, whose half it writes to. What they announce is the call itself: a rank that calls something
-//! else is found in that launch. In a hybrid cube mesh one program alone uses the workspace; there, a rank meets those
-//! that it is linked with, and reaches no others.
+//! # Why one workspace is safe for all programs
+//! Every program uses half `epoch % 2` of it, and in each launch every rank synchronizes with every other
+//! (`announce` and `agree`). So when a rank is in launch e + 2, all others have begun launch e + 1, and have finished
+//! launch e, whose half it writes to. The announcement contains the call itself, so a rank that makes a different
+//! call is detected in that launch. In a hybrid cube mesh only one program uses the workspace; there, a rank synchronizes
+//! with the ranks that it is linked with, and accesses no others.
 
 mod algorithm;
 mod bound;
 mod call;
 mod choice;
+mod comparison;
+mod diagnosis;
 mod direct;
 mod engine;
 mod enqueue;
@@ -45,8 +47,6 @@ mod messages;
 mod pieces;
 mod recent;
 mod record;
-mod trouble;
-mod witness;
 
 pub use algorithm::Algorithm;
 pub use bound::BoundCall;
@@ -63,63 +63,63 @@ use crate::error::{Rank, Result};
 use crate::program::execute::{Executor, RankContext};
 use crate::program::section::MAX_TENSOR_BYTES;
 use choice::Machine;
+pub(crate) use diagnosis::JoinedCollectives;
 use engine::EngineCollectives;
-use join::Served;
+use join::Paths;
 use launches::Overlap;
 use messages::Lines;
 use std::ffi::c_void;
 use std::fmt;
 use std::sync::{Arc, Mutex, OnceLock};
-pub(crate) use trouble::Known;
 
-/// Bytes of a workspace unless options say otherwise.
+/// Default size of a workspace.
 pub const DEFAULT_WORKSPACE_BYTES: usize = 10 << 20;
 
-/// The fewest bytes of a workspace for each rank.
+/// Minimum size of a workspace for each rank.
 const MIN_BYTES_PER_RANK: usize = 64 << 10;
 
-/// The most bytes of input or output that one launch of the direct path takes.
+/// Maximum bytes of input or output of one launch on the direct path.
 pub const MAX_LAUNCH_BYTES: usize = MAX_TENSOR_BYTES;
 
-/// The most ranks that the direct path serves.
+/// Maximum ranks of the direct path.
 pub const MAX_DIRECT_RANKS: usize = 8;
 
-/// What does the calls of a communicator.
+/// Implementation of a communicator's collectives.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CollectivePath {
-    /// Kernels that store into memory of the peers: ranks of one machine.
+    /// Kernels that access peers' memory, for ranks of one machine.
     Direct,
     /// The vendor's library (NCCL on GPUs).
     Engine,
 }
 
-/// How collectives are done; the same on every rank.
+/// Options of collectives; equal on every rank.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CollectiveOptions {
-    /// Bytes of the workspace of each rank, of which a fifth is for packets, in a hybrid cube mesh all; at least 64 KiB
-    /// for each rank. Parts of it are rounded down to pages of 4 KiB. Messages between pairs of ranks have four
-    /// times as many of their own, on the host device half as many.
+    /// Size of each rank's workspace, a fifth of which is for packets, or all of it in a hybrid cube mesh; at
+    /// least 64 KiB for each rank. Parts are rounded down to pages of 4 KiB. Messages have a workspace of
+    /// their own, four times as large, or half as large on the host device.
     pub workspace_bytes: usize,
-    /// The only algorithm that is allowed on the direct path; where there is none, the hardware model chooses.
+    /// Restricts the direct path to one algorithm; by default the hardware model chooses.
     pub algorithm: Option<Algorithm>,
-    /// The most multiprocessors that a call takes on the direct path, at least 2; where there is none, as many as the
-    /// hardware model finds the fewest that are fast. For calls beside kernels that must not be held up.
-    /// Messages take two for each rank where that is more.
+    /// Maximum multiprocessors of a call on the direct path, at least 2; by default as few as the hardware
+    /// model finds fast. For calls concurrent with kernels that must not be delayed. Messages use two for
+    /// each rank if that is more.
     pub multiprocessors: Option<usize>,
-    /// How many lanes (blocks) move data in a launch, and the threads of each, instead of those that the hardware model
-    /// finds fast: the least number that there are programs for and that is no smaller. To measure with.
+    /// Number of lanes (blocks) that move data, and threads of each, for measurements; rounded up to a
+    /// supported number. By default chosen by the hardware model.
     pub lanes: Option<usize>,
     /// See [`lanes`](Self::lanes).
     pub threads: Option<usize>,
-    /// The only path that is allowed. Where there is none, it is the direct one, unless there are more than
-    /// [`MAX_DIRECT_RANKS`] ranks or one cannot map the memory of another. In a hybrid cube mesh, the direct one does what
-    /// its links serve, and the other the rest.
+    /// Restricts the path. By default the direct one, unless there are more than [`MAX_DIRECT_RANKS`] ranks
+    /// or one cannot map the memory of another. In a hybrid cube mesh, the direct path executes calls that
+    /// its links support, and the engine the others.
     pub path: Option<CollectivePath>,
-    /// The communicator of the vendor's library that calls by [`CollectivePath::Engine`] use, of the same ranks in the
-    /// same order. Where there is none, one is made.
+    /// Communicator of the vendor's library to adopt for [`CollectivePath::Engine`], with the same ranks in
+    /// the same order. By default one is created.
     pub communicator: Option<VendorCommunicator>,
-    /// The most bytes of input or output that one launch of the direct path takes, [`MAX_LAUNCH_BYTES`] at most. Longer calls
-    /// are several, with the same results.
+    /// Maximum bytes of input or output of one launch on the direct path, at most [`MAX_LAUNCH_BYTES`].
+    /// Longer calls are split, with identical results.
     pub launch_bytes: usize,
 }
 
@@ -138,37 +138,37 @@ impl Default for CollectiveOptions {
     }
 }
 
-/// The collectives of a communicator. Clones are the same.
+/// Collectives of a communicator. Clones share them.
 ///
-/// Every rank makes the same calls in the same order, with the same counts, types, operators and roots. A call
-/// enqueues on the stream that it is given, which may record a graph, and does not block, but for the first one of its
-/// kind, which may compile its kernel for a second or so ([`prepare`](Self::prepare)). Streams may differ from
-/// call to call and from rank to rank: launches happen in the order of the calls, also in a graph. Launches of graphs,
-/// and calls beside them, are for the caller to order alike on all ranks. A graph keeps neither the collectives nor the memory of its calls:
-/// do not launch it after they are gone. For calls that are to run side by side, use communicators of their own.
+/// Every rank makes the same calls in the same order, with the same counts, types, operators and roots. A
+/// call enqueues on its stream, which may be capturing, and does not block, except the first of its kind,
+/// which may compile a kernel for a second or so ([`prepare`](Self::prepare)). Streams may differ between
+/// calls and ranks: launches execute in call order, also within a graph. The caller must order launches of
+/// graphs, and calls concurrent with them, identically on all ranks. A graph keeps neither the collectives
+/// nor the memory of its calls alive. For concurrent calls, use several communicators.
 ///
-/// Input and output may be the same memory; for all-gather and gather, the input may be this rank's part of the
-/// output, for reduce-scatter and scatter the output its part of the input. Other overlaps are refused.
-/// All-to-all in place by the vendor's library goes through a copy of the input, in memory that the collectives keep.
+/// Input and output may be the same memory; for all-gather and gather, the input may be this rank's part of
+/// the output, for reduce-scatter and scatter the output its part of the input. Other overlaps are rejected.
+/// In-place all-to-all on the engine path copies the input to internal memory.
 ///
-/// Where ranks call different things, that is an error of all: on the direct path in the call itself, on the other
-/// when ranks [`synchronize`](crate::Communicator::synchronize), perhaps some calls later.
+/// If ranks make different calls, all ranks get an error: on the direct path in the call itself, on the
+/// engine path when ranks [`synchronize`](crate::Communicator::synchronize), perhaps some calls later.
 ///
-/// On the direct path, inputs are reduced in the order of ranks, and all ranks get the same results, bit for bit; on
-/// the other, results are what the vendor's library promises.
+/// On the direct path, inputs are reduced in rank order, and all ranks get bitwise identical results; on the
+/// engine path, results are as the vendor's library defines.
 #[derive(Clone, Debug)]
 pub struct Collectives(Arc<InUse<Inner>>);
 
 struct Inner {
     context: RankContext,
     machine: Machine,
-    path: Served,
+    path: Paths,
     turns: Turns,
-    /// For messages between pairs of ranks, where the direct path serves.
+    /// Messages between pairs of ranks, on the direct path.
     lines: Option<Lines>,
-    /// What was called last.
+    /// The most recent call, for errors.
     last: Mutex<Option<Call>>,
-    /// For calls that are bound.
+    /// Executor of bound calls.
     executor: OnceLock<Executor>,
 }
 
@@ -181,8 +181,8 @@ impl fmt::Debug for Inner {
 }
 
 impl Collectives {
-    /// Which implementation runs the calls. In a hybrid cube mesh it is the direct path for some, as
-    /// [`path_of`](Self::path_of) tells.
+    /// Path of the calls. In a hybrid cube mesh the direct path executes only some; see
+    /// [`path_of`](Self::path_of).
     pub fn path(&self) -> CollectivePath {
         match self.0.path.direct() {
             Some(_) => CollectivePath::Direct,
@@ -190,27 +190,27 @@ impl Collectives {
         }
     }
 
-    /// Which implementation runs a call. One that is not valid fails on either.
+    /// Path of a call. An invalid call fails on either.
     pub fn path_of(&self, call: &Call) -> CollectivePath {
         let does = || {
             let checked = call.checked(self.0.machine.world);
             checked.is_ok_and(|call| self.0.machine.does(&call))
         };
         match &self.0.path {
-            Served::Direct(_) => CollectivePath::Direct,
-            Served::Both(..) if does() => CollectivePath::Direct,
-            Served::Both(..) | Served::Engine(_) => CollectivePath::Engine,
+            Paths::Direct(_) => CollectivePath::Direct,
+            Paths::Both(..) if does() => CollectivePath::Direct,
+            Paths::Both(..) | Paths::Engine(_) => CollectivePath::Engine,
         }
     }
 
-    /// Whether [`send_receive`](Self::send_receive) and [`all_to_all_v`](Self::all_to_all_v) reach the other ranks. Where
-    /// they do not, in a hybrid cube mesh on the direct path alone or without the vendor's library, they fail.
+    /// Whether [`send_receive`](Self::send_receive) and [`all_to_all_v`](Self::all_to_all_v) are available.
+    /// In a hybrid cube mesh they fail without the vendor's library.
     pub fn serves_messages(&self) -> bool {
         self.path_of_messages().is_some()
     }
 
-    /// Which implementation runs [`send_receive`](Self::send_receive) and [`all_to_all_v`](Self::all_to_all_v); `None` where
-    /// they do not reach the other ranks ([`serves_messages`](Self::serves_messages)).
+    /// Path of [`send_receive`](Self::send_receive) and [`all_to_all_v`](Self::all_to_all_v); `None` if they
+    /// are not available ([`serves_messages`](Self::serves_messages)).
     pub fn path_of_messages(&self) -> Option<CollectivePath> {
         if self.0.lines.is_some() {
             return Some(CollectivePath::Direct);
@@ -219,26 +219,26 @@ impl Collectives {
         engine.map(|_| CollectivePath::Engine)
     }
 
-    /// Has `stream` wait for all calls that were enqueued so far, but for those that were recorded into graphs.
+    /// Makes `stream` wait for all calls enqueued so far, except captured ones.
     ///
     /// # Errors
-    /// The fault that ended the device's work.
+    /// The fault that aborted the device's work.
     pub fn precede(&self, stream: &Stream) -> Result<()> {
         self.0.turns.precede(stream)
     }
 
-    /// The library's communicator (`ncclComm_t` on GPUs) that does calls; `None` where the direct path does all. It is
-    /// valid for as long as these collectives are and no rank is lost.
+    /// The vendor library's communicator (`ncclComm_t` on GPUs); `None` if the direct path executes all
+    /// calls. Valid as long as these collectives, until a rank is lost.
     pub fn communicator(&self) -> Option<*mut c_void> {
         let engine = self.0.path.engine().ok().flatten();
         engine.map(EngineCollectives::communicator)
     }
 
-    /// How a call is done, where the direct path does it ([`path_of`](Self::path_of)).
+    /// How a call is executed on the direct path ([`path_of`](Self::path_of)).
     ///
     /// # Errors
-    /// [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported) where the options ask for an algorithm that does not do
-    /// it, or where the direct path does not.
+    /// [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported) if the options require an algorithm that
+    /// does not implement it, or the direct path does not support it.
     pub fn choice(&self, call: &Call) -> Result<Choice> {
         let call = call.checked(self.0.machine.world)?;
         if self.0.path.direct().is_none() {
@@ -247,11 +247,11 @@ impl Collectives {
         self.0.machine.choose(&call)
     }
 
-    /// How many lanes of this rank's kernels have moved data from or to users' memory of the peers directly, where it
-    /// lies; 0 where the direct path does not serve. Blocks for as long as reading some bytes of the device takes.
+    /// Number of lanes of this rank's kernels that accessed peers' user memory directly; 0 without the direct
+    /// path. Blocks while it reads some bytes of the device.
     ///
     /// # Errors
-    /// The device's fault when it is raised.
+    /// The device's fault once raised.
     pub fn direct_lanes(&self) -> Result<u64> {
         let direct = self.0.path.direct();
         let of_calls = direct.map_or(Ok(0), |direct| direct.workspace.direct_lanes())?;
@@ -259,20 +259,20 @@ impl Collectives {
         Ok(of_calls + of_messages)
     }
 
-    /// The workspace of a rank, as it is mapped here; of this rank, its own. What it holds between calls is
-    /// undefined, and it must not be written; memory to write to is shared by
-    /// [`Communicator::export_handle`](crate::Communicator::export_handle). `None` where the direct path does not serve,
-    /// and for ranks that no link of a hybrid cube mesh leads to.
+    /// A rank's workspace as mapped here. Its contents are undefined, and it must not be written; to share
+    /// writable memory use [`Communicator::export_handle`](crate::Communicator::export_handle). `None`
+    /// without the direct path, and for ranks that are not linked in a hybrid cube mesh.
     pub fn peer_buffer(&self, rank: Rank) -> Option<&DeviceSlice> {
         self.0.path.direct()?.workspace.memory(rank)
     }
 
-    /// `output` becomes the reduction of all ranks' `input`s, element by element.
+    /// Reduces all ranks' `input`s element-wise into `output` on every rank.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) for slices of lengths that do not fit, or that
-    /// overlap in part; so for all collectives. That ranks call something else is an error of the stream
-    /// ([`synchronize`](crate::Communicator::synchronize)): [`ErrorKind::Mismatch`](crate::ErrorKind::Mismatch).
+    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) for slices of wrong lengths or with
+    /// partial overlap; likewise for all collectives. Different calls on ranks fail the stream
+    /// ([`synchronize`](crate::Communicator::synchronize)):
+    /// [`ErrorKind::Mismatch`](crate::ErrorKind::Mismatch).
     pub fn all_reduce(
         &self,
         output: &DeviceSlice,
@@ -285,7 +285,7 @@ impl Collectives {
         self.reduction(kind, (output, input), (dtype, op), None, stream)
     }
 
-    /// `output` becomes this rank's part of the reduction of all ranks' `input`s; an `input` has `world` times the
+    /// Reduces all ranks' `input`s and writes this rank's part to `output`; an `input` has `world` times the
     /// bytes of `output`.
     ///
     /// # Errors
@@ -302,8 +302,8 @@ impl Collectives {
         self.reduction(kind, (output, input), (dtype, op), None, stream)
     }
 
-    /// On `root`, `output` becomes the reduction of all ranks' `input`s; on others it is left alone, and may be the
-    /// input.
+    /// Reduces all ranks' `input`s into `output` on `root`; the output of other ranks is not modified, and
+    /// may be the input.
     ///
     /// # Errors
     /// As [`all_reduce`](Self::all_reduce).
@@ -320,7 +320,7 @@ impl Collectives {
         self.reduction(kind, (output, input), (dtype, op), Some(root), stream)
     }
 
-    /// `output` becomes all ranks' `input`s, in rank order.
+    /// Concatenates all ranks' `input`s, in rank order, into `output`.
     ///
     /// # Errors
     /// As [`all_reduce`](Self::all_reduce).
@@ -334,7 +334,7 @@ impl Collectives {
         self.movement(kind, input.bytes(), (output, input), None, stream)
     }
 
-    /// Part p of `output` becomes this rank's part of rank p's `input`, for each rank.
+    /// Part p of `output` receives this rank's part of rank p's `input`, for each rank.
     ///
     /// # Errors
     /// As [`all_reduce`](Self::all_reduce).
@@ -349,7 +349,7 @@ impl Collectives {
         self.movement(kind, count, (output, input), None, stream)
     }
 
-    /// `output` becomes `root`'s `input`; that of others is not read, and may be the output.
+    /// Copies `root`'s `input` to every `output`; inputs of other ranks are not read, and may be the output.
     ///
     /// # Errors
     /// As [`all_reduce`](Self::all_reduce).
@@ -364,8 +364,8 @@ impl Collectives {
         self.movement(kind, output.bytes(), (output, input), Some(root), stream)
     }
 
-    /// On `root`, `output` becomes all ranks' `input`s, in rank order; on others it is left alone, and may be the
-    /// input.
+    /// Concatenates all ranks' `input`s, in rank order, into `output` on `root`; the output of other ranks is
+    /// not modified, and may be the input.
     ///
     /// # Errors
     /// As [`all_reduce`](Self::all_reduce).
@@ -380,7 +380,8 @@ impl Collectives {
         self.movement(kind, input.bytes(), (output, input), Some(root), stream)
     }
 
-    /// `output` becomes this rank's part of `root`'s `input`; that of others is not read, and may be the output.
+    /// Copies this rank's part of `root`'s `input` to `output`; inputs of other ranks are not read, and may
+    /// be the output.
     ///
     /// # Errors
     /// As [`all_reduce`](Self::all_reduce).
@@ -395,7 +396,7 @@ impl Collectives {
         self.movement(kind, output.bytes(), (output, input), Some(root), stream)
     }
 
-    /// What follows in the stream waits until all ranks' streams have come to it.
+    /// Barrier between the ranks' streams.
     ///
     /// # Errors
     /// As [`all_reduce`](Self::all_reduce).

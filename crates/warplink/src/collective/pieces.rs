@@ -1,38 +1,40 @@
-//! Calls on more memory than one launch takes: several calls, with the same results bit for bit, since inputs are reduced in
-//! the order of ranks whatever the length is.
+//! Splits calls on more memory than one launch supports. Results are bitwise identical, since inputs are
+//! reduced in rank order whatever the length.
 //!
-//! What has one part is cut along it. A reduce-scatter is a reduction to each rank in turn. What only moves parts between
-//! ranks is one group of messages, which may have any length.
+//! Calls with one part are split along it. A reduce-scatter becomes a reduction to each rank in turn. Calls
+//! that only move parts become one group of messages, which may have any length.
 
 use super::call::{Call, CollectiveKind};
 use super::enqueue::Uses;
-use super::join::Server;
+use super::join::CallPath;
 use super::launches::Overlap;
 use super::{Collectives, Message};
 use crate::device::{DeviceSlice, Stream};
 use crate::error::{Error, ErrorKind, Result};
 use std::ops::Range;
 
-/// Elements that pieces have multiples of, so that all of them are aligned as the whole is.
+/// Pieces are multiples of this many elements, so that all are aligned like the whole.
 const UNIT: usize = 256;
 
 impl Collectives {
-    /// How many bytes a launch takes, where a call that was checked has more and the direct path does it.
+    /// Maximum bytes of a launch, if a validated call on the direct path exceeds it.
     pub(super) fn too_long(&self, call: &Call) -> Option<usize> {
         let world = self.0.machine.world;
         let (input, output) = call.kind.rows(world);
         let bytes = call.bytes().saturating_mul(input.max(output));
-        // Nothing is launched that is a copy.
+        // A plain copy launches nothing.
         if world == 1 && call.op.is_none() {
             return None;
         }
-        match self.0.server(call) {
-            Ok(Server::Direct(direct)) if bytes > direct.launch_bytes => Some(direct.launch_bytes),
+        match self.0.path_for(call) {
+            Ok(CallPath::Direct(direct)) if bytes > direct.launch_bytes => {
+                Some(direct.launch_bytes)
+            }
             _ => None,
         }
     }
 
-    /// The longest of the calls that do a long one, each on at most `bytes` of memory; none where messages do it.
+    /// The longest piece of a long call, on at most `bytes` of memory; `None` if messages execute it.
     pub(super) fn piece(&self, call: &Call, bytes: usize) -> Option<Call> {
         let count = (bytes / call.dtype.size() / UNIT * UNIT).max(1);
         let count = count.min(call.count);
@@ -50,7 +52,7 @@ impl Collectives {
         }
     }
 
-    /// Enqueues a call that was checked as several, each on at most `bytes` of memory. Does not block.
+    /// Enqueues a validated call in pieces, each on at most `bytes` of memory. Does not block.
     pub(super) fn enqueue_pieces(
         &self,
         call: &Call,
@@ -84,14 +86,14 @@ impl Collectives {
                 };
                 let of_root = range(root.filter(|_| scatters).unwrap_or(0));
                 let (output, input) = (output.slice(range(0))?, input.slice(of_root)?);
-                // What a rank does not write in this call may be what it reads.
+                // An output that a rank does not write may alias its input.
                 self.enqueue(&piece, &output, &input, stream)?;
             }
         }
         Ok(())
     }
 
-    /// A call that only moves parts, as a group of messages.
+    /// Executes a call that only moves parts as a group of messages.
     fn move_parts(
         &self,
         call: &Call,
@@ -104,7 +106,7 @@ impl Collectives {
             let text = format!("{call} in place is longer than one launch takes");
             return Err(Error::new(ErrorKind::Unsupported, text)
                 .with_operation(call.kind.name())
-                .with_help("give it an output of its own, or make several calls"));
+                .with_help("pass a separate output, or split the call"));
         }
         let (rank, world) = (self.0.context.rank(), self.0.machine.world);
         let part = |memory: &DeviceSlice, rows: usize, row: usize| {
@@ -119,9 +121,9 @@ impl Collectives {
             _ => true,
         };
         let (mut sent, mut received) = (Vec::new(), Vec::new());
-        // Each rank begins with another peer.
+        // Each rank starts with another peer, to spread the load over links.
         for peer in (0..world).map(|step| (rank + step) % world) {
-            // In place, its own part is where it belongs.
+            // In place, its own part is already there.
             if peer == rank && in_place {
                 continue;
             }

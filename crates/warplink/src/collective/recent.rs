@@ -1,15 +1,14 @@
-//! A map that keeps what was used last.
+//! LRU cache.
 
 use rustc_hash::FxHashMap;
 use std::fmt;
 use std::hash::Hash;
 
-/// A map of at most so many entries: a new one takes the place of that which was not used for longest. Looking one up and
-/// adding one take the same time, however many there are.
+/// LRU cache of bounded size, with lookup and insertion in constant time.
 pub(super) struct Recent<K, V> {
     places: FxHashMap<K, usize>,
     entries: Vec<Entry<K, V>>,
-    /// The entry that was used last; the one before it in the ring was not used for longest.
+    /// Most recently used entry; its successor in the ring is the least recently used one.
     newest: usize,
     capacity: usize,
 }
@@ -17,13 +16,13 @@ pub(super) struct Recent<K, V> {
 struct Entry<K, V> {
     key: K,
     value: V,
-    /// The entries that were used next before and next after, in a ring.
+    /// Neighbours in the ring, in order of use.
     older: usize,
     newer: usize,
 }
 
 impl<K: Copy + Eq + Hash, V> Recent<K, V> {
-    /// An empty map of at most `capacity` entries, at least one.
+    /// An empty cache of at most `capacity` entries, at least one.
     pub(super) fn new(capacity: usize) -> Self {
         Self {
             places: FxHashMap::default(),
@@ -33,14 +32,15 @@ impl<K: Copy + Eq + Hash, V> Recent<K, V> {
         }
     }
 
-    /// The value of a key, which counts as used.
+    /// Looks up a key and marks it as used.
     pub(super) fn get(&mut self, key: &K) -> Option<&V> {
         let place = *self.places.get(key)?;
         self.renew(place);
         self.entries.get(place).map(|entry| &entry.value)
     }
 
-    /// Adds or replaces an entry, which counts as used; the value that it takes the place of, to be dropped outside of locks.
+    /// Adds or replaces an entry and marks it as used. Returns the evicted value, to be dropped outside
+    /// locks.
     pub(super) fn insert(&mut self, key: K, value: V) -> Option<V> {
         if let Some(place) = self.places.get(&key).copied() {
             self.renew(place);
@@ -48,7 +48,7 @@ impl<K: Copy + Eq + Hash, V> Recent<K, V> {
         }
         if self.entries.len() < self.capacity {
             let place = self.entries.len();
-            // In a ring of its own, from which it is taken.
+            // A ring of its own, from which it is removed below.
             let (older, newer) = (place, place);
             self.entries.push(Entry {
                 key,
@@ -60,7 +60,7 @@ impl<K: Copy + Eq + Hash, V> Recent<K, V> {
             self.put_first(place);
             return None;
         }
-        // The ring goes on from the oldest: it becomes the newest where it is.
+        // The least recently used slot becomes the most recent one without moving.
         let oldest = self.entries[self.newest].newer;
         let entry = &mut self.entries[oldest];
         self.places.remove(&entry.key);
@@ -81,7 +81,7 @@ impl<K: Copy + Eq + Hash, V> Recent<K, V> {
         self.put_first(place);
     }
 
-    /// Puts an entry that is not in the ring behind the newest.
+    /// Inserts an unlinked entry as the most recent one.
     fn put_first(&mut self, place: usize) {
         if self.entries.len() > 1 {
             let (newest, oldest) = (self.newest, self.entries[self.newest].newer);
@@ -112,7 +112,7 @@ mod tests {
             steps in proptest::collection::vec((0..9_u8, any::<bool>()), 0..80),
         ) {
             let mut recent = Recent::new(capacity);
-            // The same, slowly: the newest at the end.
+            // Reference implementation: the most recent at the end.
             let mut all: Vec<(u8, usize)> = Vec::new();
             for (number, (key, insert)) in steps.into_iter().enumerate() {
                 let known = all.iter().position(|(other, _)| *other == key);

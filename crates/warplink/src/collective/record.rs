@@ -1,30 +1,29 @@
-//! The last calls of the engine that a rank made, and what differs from those of another.
+//! Flight recorder of a rank's engine calls, and comparison with those of other ranks.
 
 use super::call::Call;
 
-/// How many calls a rank keeps.
+/// Number of calls kept.
 const KEPT: usize = 256;
 
-/// The most of them that it tells another.
+/// Maximum calls in a statement.
 pub(super) const MAX_STATED: u64 = 240;
 
-/// What a call says of itself ([`Call::engine_words`]).
+/// Encoded call ([`Call::engine_words`]).
 type Words = [u32; 4];
 
-/// Calls that a rank has made, numbered from 1. Those that are recorded into graphs have no numbers, since a graph makes
-/// them as often as it is launched.
+/// Ring buffer of a rank's calls, numbered from 1. Captured calls have no numbers, since a graph makes them
+/// at every launch.
 #[derive(Debug)]
 pub(super) struct Record {
     made: u64,
-    /// A hash of all calls.
+    /// Running hash of all calls.
     hash: u64,
-    /// A hash of when calls were recorded: of how many were made before each. Numbers of two ranks mean the same calls
-    /// where these are the same.
+    /// Running hash of the call counts at which calls were captured. Call numbers of two ranks correspond
+    /// only if these hashes are equal.
     recordings: u64,
-    /// What the three were before the last call, while that is being made: it may fail, so that it counts, but is not
-    /// compared.
+    /// The three counters before the call in progress. It may fail, so it counts but is not compared yet.
     under_way: Option<[u64; 3]>,
-    /// The calls, by their numbers modulo its length.
+    /// Calls, indexed by number modulo the length.
     last: Box<[Entry; KEPT]>,
 }
 
@@ -36,30 +35,29 @@ struct Entry {
     recordings: u64,
 }
 
-/// What a rank tells of its record.
+/// Excerpt of a record, sent to another rank.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Statement {
-    /// How many calls it has made.
+    /// Number of calls made.
     pub(super) made: u64,
     recordings: u64,
-    /// The number of the last of `calls`, which follow one another, and what were recorded before that.
+    /// Number of the last of `calls`, which are consecutive, and the capture hash before it.
     last: u64,
     last_recordings: u64,
-    /// The hash of all calls before `calls`.
+    /// Running hash before `calls`.
     before: u64,
     calls: Vec<Words>,
 }
 
-/// Where another rank has made another call.
+/// First difference to another rank's calls.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Difference {
     pub(super) number: u64,
-    /// This rank's call of that number and the other's; none where what differs is a call before that, which the
-    /// statement does not have.
+    /// This rank's call of that number and the other's; `None` if the difference precedes the statement.
     pub(super) calls: Option<[String; 2]>,
 }
 
-/// `hash` with what follows.
+/// Extends a running hash.
 fn extend(hash: u64, [a, b, c, d]: Words) -> u64 {
     let pair = |low: u32, high: u32| u64::from(high) << 32 | u64::from(low);
     let hash = (hash ^ pair(a, b)).wrapping_mul(0x9e37_79b9_7f4a_7c15);
@@ -79,7 +77,7 @@ impl Default for Record {
 }
 
 impl Record {
-    /// Notes a call that is about to be made, or recorded.
+    /// Records a call that is about to be made or captured.
     pub(super) fn begin(&mut self, call: &Call, is_recorded: bool) {
         self.under_way = Some([self.made, self.hash, self.recordings]);
         if is_recorded {
@@ -97,7 +95,7 @@ impl Record {
         };
     }
 
-    /// The call that was begun was made, or was not, and is forgotten.
+    /// Confirms or discards the call in progress.
     pub(super) fn end(&mut self, is_made: bool) {
         let before = self.under_way.take();
         if !is_made && let Some(before) = before {
@@ -105,7 +103,7 @@ impl Record {
         }
     }
 
-    /// How many calls this rank has made, without one that is under way.
+    /// Number of calls made, without the one in progress.
     pub(super) fn settled(&self) -> u64 {
         self.under_way.map_or(self.made, |[made, ..]| made)
     }
@@ -114,19 +112,19 @@ impl Record {
         (number % KEPT as u64) as usize
     }
 
-    /// The call of that number, if it is kept. One that was not made may have taken the place of the oldest.
+    /// The call with a number, if kept. A discarded call may have overwritten the oldest one.
     fn entry(&self, number: u64) -> Option<&Entry> {
         let is_kept = (1..=self.made).contains(&number) && self.made - number < KEPT as u64 - 1;
         is_kept.then(|| &self.last[Self::place(number)])
     }
 
-    /// The call of that number in words, if it is kept.
+    /// Description of the call with a number, if kept.
     pub(super) fn describe(&self, number: u64) -> Option<String> {
         let entry = self.entry(number)?;
         Some(Call::describe_of_engine(&entry.words))
     }
 
-    /// The last `count` calls of this rank, of those up to the number `until`, as far as nothing was recorded between
+    /// Statement of the last `count` calls up to number `until`, limited to those without captures between
     /// them.
     pub(super) fn statement(&self, until: u64, count: u64) -> Statement {
         let last = until.min(self.settled());
@@ -149,7 +147,7 @@ impl Record {
             let Some(entry) = entry.filter(|entry| entry.recordings == end.recordings) else {
                 break;
             };
-            // What precedes the first call is not always kept.
+            // The call before the first one may have been overwritten.
             let before = match number {
                 1 => Some(0),
                 _ => self.entry(number - 1).map(|entry| entry.hash),
@@ -162,9 +160,8 @@ impl Record {
         statement
     }
 
-    /// The first of the calls that another rank tells of that is not as this rank's, as far as this rank has made and
-    /// kept them. Calls that ranks have made beside other recordings are not compared: what launches of graphs do has no
-    /// number.
+    /// First difference between another rank's statement and this rank's kept calls. Calls after different
+    /// captures are not compared, since launches of graphs have no numbers.
     pub(super) fn difference(&self, other: &Statement) -> Option<Difference> {
         let mut hash = other.before;
         for (number, theirs) in other.numbered() {
@@ -183,7 +180,7 @@ impl Record {
         None
     }
 
-    /// Whether the other rank has made fewer calls. It is not known beside other recordings.
+    /// Whether the other rank has made fewer calls; false after different captures, when that is unknown.
     pub(super) fn is_ahead_of(&self, other: &Statement) -> bool {
         self.recordings == other.recordings && other.made < self.made
     }
@@ -195,7 +192,7 @@ impl Statement {
         (first..).zip(&self.calls)
     }
 
-    /// The last call that it tells of, in words.
+    /// Description of the statement's last call.
     pub(super) fn last_call(&self) -> Option<String> {
         let words = self.calls.last()?;
         Some(Call::describe_of_engine(words))
@@ -215,7 +212,7 @@ impl Statement {
             .collect()
     }
 
-    /// What another rank sent; none where it is no statement.
+    /// Decodes a statement; `None` if invalid.
     pub(super) fn from_bytes(bytes: &[u8]) -> Option<Self> {
         let (head, words) = bytes.split_first_chunk::<40>()?;
         let (numbers, _) = head.as_chunks::<8>();
@@ -287,7 +284,7 @@ mod tests {
         let calls = [35, 99].map(|count| format!("all_reduce of {count} i32, sum"));
         assert_eq!((found.number, found.calls), (35, Some(calls)));
         assert!(own.is_ahead_of(&other.statement(40, 10)));
-        // One that is behind is answered with what it has made itself.
+        // A rank that is behind is answered with its own calls.
         let answer = own.statement(36, 10);
         assert_eq!((answer.made, answer.last), (40, 36));
         assert_eq!(other.difference(&answer).unwrap().number, 35);
@@ -314,7 +311,7 @@ mod tests {
         assert!(own.statement(9, 9).calls.is_empty());
         assert!(own.describe(9).is_none());
         assert!(own.describe(2000 - 254).is_some() && own.describe(2000 - 255).is_none());
-        // A call that was not made took the place of the oldest.
+        // A discarded call has overwritten the oldest one.
         let mut own = record(1..=KEPT);
         own.begin(&call(99), false);
         own.end(false);
@@ -346,19 +343,19 @@ mod tests {
         let (mut own, mut other) = (record([1]), record([1]));
         record_call(&mut own, 2);
         make(&mut own, [3, 4]);
-        // The other makes the call that a graph here makes, and has a graph later.
+        // The peer makes a call that this rank captures, and captures one later.
         make(&mut other, [2]);
         assert_eq!(own.difference(&other.statement(9, 9)), None);
         record_call(&mut other, 2);
         make(&mut other, [3, 4]);
         assert_eq!(own.difference(&other.statement(9, 9)), None);
         assert!(!other.is_ahead_of(&own.statement(9, 9)));
-        // One that fails is no recording.
+        // A failed capture does not count.
         let recordings = other.recordings;
         other.begin(&call(9), true);
         other.end(false);
         assert_eq!((other.settled(), other.recordings), (4, recordings));
-        // Beside the same graphs they are.
+        // With the same captures they are comparable.
         let mut same = record([1]);
         record_call(&mut same, 2);
         make(&mut same, [3, 5]);

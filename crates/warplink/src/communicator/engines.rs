@@ -1,4 +1,4 @@
-//! The collective engines of a communicator: that of all its ranks, and those of some of them.
+//! Collective engines of a communicator: of all its ranks, and of subsets.
 
 use crate::bootstrap::{Bootstrap, Group};
 use crate::deadline::Deadline;
@@ -10,20 +10,20 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 
-/// Joins each engine once, on the first call from any place.
+/// Joins each engine once, on first use.
 #[derive(Debug)]
 pub(super) struct Engines {
     bootstrap: Arc<Bootstrap>,
     device: Arc<dyn Device>,
-    /// Raised when a rank of the communicator is lost, also one that is not in a part.
+    /// Raised when a rank of the communicator is lost, even one outside a subset.
     fault: Arc<Fault>,
     timeout: Duration,
     all: Joined,
     parts: Mutex<HashMap<Vec<Rank>, Arc<Joined>>>,
 }
 
-/// An engine, once it is joined. The group stays the same when joining fails, so that its ranks stay in
-/// step where they try again.
+/// An engine, once joined. The group is kept when joining fails, so that the ranks' gathers still match when
+/// they retry.
 #[derive(Debug)]
 struct Joined {
     group: Arc<Group>,
@@ -62,8 +62,7 @@ impl Engines {
         Ok(part)
     }
 
-    /// The engine of `joined`, which its ranks join at the same time. Errors name the ranks of the
-    /// communicator.
+    /// Joins the engine of `joined`. Collective among its ranks. Errors name ranks of the communicator.
     fn join(&self, joined: &Joined) -> Result<Arc<dyn CollectiveEngine>> {
         if let Some(engine) = joined.engine.get() {
             return Ok(engine.clone());

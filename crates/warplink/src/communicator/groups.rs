@@ -1,4 +1,4 @@
-//! Communicators of some of a communicator's ranks.
+//! Sub-communicators.
 
 use super::{Communicator, losses};
 use crate::error::{Error, ErrorKind, Rank, Result};
@@ -6,16 +6,15 @@ use crate::sync::lock;
 use std::sync::Arc;
 
 impl Communicator {
-    /// The communicator of `ranks` of this one, this rank among them, in their order. Ranks that are
-    /// not listed need not call anything. Does not wait for others.
+    /// Creates the communicator of `ranks` of this one, which include this rank, in their order. Other ranks
+    /// need not call anything. Does not wait.
     ///
-    /// Every rank that is listed calls it with the same list, and two ranks make all the subgroups that
-    /// contain both in the same order. Where they do not, what is done in the subgroups fails soon after
-    /// with [`ErrorKind::Mismatch`], naming the ranks and their lists.
+    /// Every listed rank calls it with the same list, and two ranks create all subgroups that contain both in
+    /// the same order. Otherwise operations in the subgroups soon fail with [`ErrorKind::Mismatch`], naming
+    /// the ranks and their lists.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidArgument`] where a rank is out of range or listed twice, or where this rank
-    /// is not listed.
+    /// [`ErrorKind::InvalidArgument`] if a rank is out of range or listed twice, or this rank is not listed.
     pub fn subgroup(&self, ranks: &[Rank]) -> Result<Self> {
         self.subgroup_of(ranks).map_err(|error| {
             let error = error.with_operation("make a subgroup");
@@ -49,9 +48,8 @@ impl Communicator {
         Ok(made)
     }
 
-    /// The communicator of the ranks that give the same `color`, ordered by `key` and, where keys are
-    /// equal, by their rank here. Every rank of this communicator calls it at the same time. Blocks
-    /// until all have: one round trip to the store.
+    /// Creates the communicator of the ranks with the same `color`, ordered by `key` and then by rank.
+    /// Collective; blocks until all ranks of this communicator have called it: one round trip to the store.
     ///
     /// # Errors
     /// Those of [`barrier`](Self::barrier).
@@ -80,16 +78,16 @@ impl Communicator {
         self.child("split", &members.collect::<Result<Vec<_>>>()?, number)
     }
 
-    /// The communicator of the ranks of this one that are still there, in its order. Ranks that are
-    /// left call it at the same time, as a rule when an operation failed with
-    /// [`ErrorKind::PeerLost`] or [`ErrorKind::PeerFailed`]; it takes the place of this communicator, also where closing this one is
-    /// leaving the job. Blocks until all ranks that are left have called it.
+    /// Creates the communicator of the surviving ranks of this one, in its order. All survivors call it,
+    /// usually after an operation failed with [`ErrorKind::PeerLost`] or [`ErrorKind::PeerFailed`]. It
+    /// replaces this communicator, also for leaving the job by closing it. Blocks until all survivors have
+    /// called it.
     ///
-    /// Streams that waited for a rank that was lost, and transfers and plans of this communicator,
-    /// cannot be used any more; regions, the device and other streams can.
+    /// Streams that waited for a lost rank, and transfers and plans of this communicator, are unusable;
+    /// regions, the device and other streams remain usable.
     ///
     /// # Errors
-    /// [`ErrorKind::GivenUp`] when the others go on without this rank; [`ErrorKind::Timeout`] at the
+    /// [`ErrorKind::GivenUp`] if the others have declared this rank lost; [`ErrorKind::Timeout`] at the
     /// configured timeout.
     pub fn survivors(&self) -> Result<Self> {
         let deadline = self.deadline();
@@ -103,7 +101,7 @@ impl Communicator {
             let group = bootstrap.named_group(&members, name)?;
             match group.barrier(deadline) {
                 Ok(()) => return Ok(Self::of(&self.job, Arc::new(group), self.is_world)),
-                // One more: those that are left agree on the rest.
+                // Another rank was lost: retry with the remaining ones.
                 Err(error)
                     if error.peer().is_some_and(|peer| members.contains(&peer))
                         && losses::is_gone(bootstrap, &error, deadline) => {}
@@ -115,7 +113,7 @@ impl Communicator {
         }
     }
 
-    /// How many groups of `members` (ranks of the job) were made in the way `how` before this one.
+    /// Number of groups of `members` (job ranks) created by method `how` before this one.
     pub(super) fn number(&self, how: &'static str, members: &[Rank]) -> u64 {
         let mut made = lock(&self.made);
         let count = made.entry((how, members.to_vec())).or_default();
@@ -123,7 +121,7 @@ impl Communicator {
         *count - 1
     }
 
-    /// The communicator of `members`, ranks of the job.
+    /// Communicator of `members`, which are job ranks.
     fn child(&self, how: &str, members: &[Rank], number: u64) -> Result<Self> {
         let name = self.group.name().child(how, members, number);
         let group = self.job.bootstrap.named_group(members, name)?;

@@ -1,4 +1,4 @@
-//! Lost ranks, and the communicators that they concern.
+//! Lost ranks, and their effect on communicators.
 
 use crate::bootstrap::{Bootstrap, Group, GroupName, Health, failed_group};
 use crate::deadline::Deadline;
@@ -8,32 +8,33 @@ use crate::sync::lock;
 use std::sync::{Arc, Mutex, Weak};
 use std::time::Duration;
 
-/// The longest that waits in streams go on after a loss while others are told of it, in all of the
-/// communicators together. One that does not answer may have stopped.
+/// Total time for which waits in streams are held after a loss while other ranks are notified. A rank that
+/// does not confirm may be stopped.
 pub(super) const MAX_TELLING: Duration = Duration::from_secs(2);
 
-/// How long after a failure was found the others are told of it: those that find it themselves know more of it.
+/// Delay before other ranks are notified of a failure: ranks that detect it themselves report it more
+/// precisely.
 const HEAD_START: Duration = Duration::from_millis(100);
 
-/// How long confirmations are waited for before the others are told again: a store that is lost may have taken what it
-/// was told along.
+/// How long to wait for confirmations before notifying again: a failing store may have lost the notification.
 const CONFIRMING: Duration = Duration::from_millis(500);
 
-/// Between two looks at what is known.
+/// Polling interval.
 const POLL_INTERVAL: Duration = Duration::from_millis(1);
 
-/// The communicators of a job here, by what ends their waits.
+/// This rank's communicators, with the faults that abort their waits.
 #[derive(Debug, Default)]
 pub(super) struct Losses(Mutex<Vec<(Weak<Fault>, Arc<Group>)>>);
 
 impl Losses {
-    /// Has `fault` raised when a rank of `group` is lost, or was.
+    /// Raises `fault` when a rank of `group` is lost, or if one already is.
     pub(super) fn add(&self, group: &Arc<Group>, fault: &Arc<Fault>, health: &Health) {
         let mut concerned = lock(&self.0);
+        // Remove dropped communicators.
         concerned.retain(|(fault, _)| fault.strong_count() > 0);
         concerned.push((Arc::downgrade(fault), group.clone()));
         drop(concerned);
-        // A rank that is lost from now on is told of by a callback.
+        // Later losses are reported by callback.
         if let Some(error) = health.group_failure(group.name()) {
             fault.raise(group.in_own_ranks(error));
         }
@@ -46,8 +47,7 @@ impl Losses {
         }
     }
 
-    /// Tells the communicators that `lost` concerns; their streams do not go on yet. Returns what ends
-    /// their waits.
+    /// First step for communicators that contain `lost`; their streams stay blocked. Returns their faults.
     pub(super) fn announce(&self, lost: Rank, error: &Error) -> Vec<Arc<Fault>> {
         let concerned = self.concerned(lost).into_iter();
         let announced = concerned.map(|(fault, group)| {
@@ -57,9 +57,9 @@ impl Losses {
         announced.collect()
     }
 
-    /// Tells the communicators whose work lies in streams that fail by `faults`, because of `error`, and
-    /// all their ranks, until `deadline`: that work must not pass for done there either. Their streams do not
-    /// go on yet.
+    /// Fails the communicators with work in streams that fail by `faults`, because of `error`, and notifies
+    /// all of their ranks until `deadline`, since that work may be incomplete there too. Their streams stay
+    /// blocked.
     pub(super) fn spread(
         &self,
         bootstrap: &Bootstrap,
@@ -67,12 +67,14 @@ impl Losses {
         error: &Error,
         deadline: Deadline,
     ) -> Vec<Spoiled> {
+        // Transitive: a stream that fails may also have work of further communicators.
         let mut spoiled = Vec::new();
         while let Some(fault) = faults.pop() {
             for fault in fault.spoiled() {
                 let Some(group) = self.group_of(&fault) else {
                     continue;
                 };
+                // Already failed; its waits are released elsewhere.
                 if fault.error().is_some() {
                     continue;
                 }
@@ -89,6 +91,8 @@ impl Losses {
                     group,
                     reason,
                 };
+                // Notify before confirming: a rank that waits for all confirmations must not miss the
+                // failure.
                 failed.tell(bootstrap, deadline);
                 failed.confirm(bootstrap, deadline);
                 spoiled.push(failed);
@@ -97,7 +101,7 @@ impl Losses {
         spoiled
     }
 
-    /// The communicator `name` and what ends its waits.
+    /// The communicator `name` and its fault.
     pub(super) fn named(&self, name: GroupName) -> Option<Spoiled> {
         let all = lock(&self.0);
         let mut alive = all
@@ -119,7 +123,7 @@ impl Losses {
         Some(group.clone())
     }
 
-    /// Ends the waits for the signals of the communicators that `lost` concerns.
+    /// Second step: aborts waits for signals of the communicators that contain `lost`.
     pub(super) fn release(&self, lost: Rank) {
         for (fault, _) in self.concerned(lost) {
             fault.release();
@@ -135,36 +139,36 @@ impl Losses {
     }
 }
 
-/// A communicator that has failed, though none of its ranks was lost.
+/// A communicator that failed although none of its ranks was lost.
 #[derive(Debug)]
 pub(super) struct Spoiled {
     pub(super) fault: Arc<Fault>,
     pub(super) group: Arc<Group>,
-    /// Why, where this rank is the one that tells the others.
+    /// Reason, if this rank must notify the others.
     reason: Option<String>,
 }
 
 impl Spoiled {
-    /// Tells its ranks why, if this rank has to. Blocks for as long as the store takes, until `deadline` at most.
+    /// Notifies its ranks of the reason, if this rank must. Blocks while the store is busy, until `deadline`.
     fn tell(&self, bootstrap: &Bootstrap, deadline: Deadline) {
         let Some(reason) = &self.reason else { return };
         if let Err(error) = bootstrap.fail_group(&self.group, reason, deadline) {
-            tracing::warn!(%error, "ranks could not be told that a communicator failed");
+            tracing::warn!(%error, "the failure of a communicator could not be reported to its ranks");
         }
     }
 
-    /// Tells its ranks that this one knows.
+    /// Confirms to its ranks that this one knows of the failure.
     fn confirm(&self, bootstrap: &Bootstrap, deadline: Deadline) {
         if let Err(error) = bootstrap.confirm_failure(self.group.name(), deadline) {
             tracing::debug!(%error, "a failure could not be confirmed");
         }
     }
 
-    /// Ends the waits for its signals when all of its ranks know that it failed, or could; at `deadline` at
-    /// the latest.
+    /// Aborts waits for its signals once all of its ranks have confirmed the failure, or at `deadline`.
     pub(super) fn release(&self, bootstrap: &Bootstrap, deadline: Deadline) {
         loop {
             let until = Deadline::after(deadline.remaining().min(CONFIRMING));
+            // Retry the notification if confirmations are missing: the store may have been replaced.
             if bootstrap.wait_for_confirmations(&self.group, until) || deadline.passed() {
                 break;
             }
@@ -174,9 +178,9 @@ impl Spoiled {
     }
 }
 
-/// A rank can do no more work in the communicator `name`: tells it, and those whose work lies in streams that
-/// fail by it, and ends their waits when all of their ranks know. Does not block for that, since the ranks
-/// wait for one another.
+/// Handles a failure of the communicator `name` reported by another rank: fails it and those with work in its
+/// failing streams, and aborts their waits once all of their ranks have confirmed. Does not block for that,
+/// since ranks wait for one another.
 pub(super) fn end_group(
     losses: &Losses,
     bootstrap: Arc<Bootstrap>,
@@ -184,7 +188,7 @@ pub(super) fn end_group(
     error: &Error,
 ) {
     let deadline = Deadline::after(MAX_TELLING);
-    // Where this rank knew before, by a loss or by what it found itself, it ends the waits when others know of those.
+    // If this rank already knew, through a loss or its own failure, that path aborts the waits.
     let failed = losses.named(name);
     let failed = failed.filter(|failed| failed.fault.error().is_none());
     let mut further = Vec::new();
@@ -196,7 +200,8 @@ pub(super) fn end_group(
         further
             .iter()
             .for_each(|one| one.release(&bootstrap, deadline));
-        // Only now: those that wait for this let go of what stands before the work of those.
+        // Confirm only now: ranks that wait for this release streams with work of the communicators failed
+        // above.
         if let Err(error) = bootstrap.confirm_failure(name, deadline) {
             tracing::debug!(%error, "a failure could not be confirmed");
         }
@@ -206,9 +211,9 @@ pub(super) fn end_group(
     });
 }
 
-/// This rank has found that its communicator cannot go on, because of `error`, which its fault was announced with. Tells
-/// its other ranks, and all communicators whose work lies in streams that fail by it, and ends their waits when all of
-/// their ranks know. Does not block.
+/// Handles a failure of this rank's communicator by `error`, with which its fault was announced. Notifies its
+/// other ranks and those of communicators with work in its failing streams, and aborts their waits once all
+/// have confirmed. Does not block.
 pub(super) fn fail(
     losses: Arc<Losses>,
     bootstrap: Arc<Bootstrap>,
@@ -216,6 +221,7 @@ pub(super) fn fail(
     error: Error,
 ) {
     release_behind(move || {
+        // Ranks that detect the failure themselves should report it with their own details.
         std::thread::sleep(HEAD_START);
         let deadline = Deadline::after(MAX_TELLING);
         let failed = Spoiled {
@@ -228,13 +234,14 @@ pub(super) fn fail(
         further
             .iter()
             .for_each(|one| one.release(&bootstrap, deadline));
-        // Only now: those that wait for this let go of what stands before the work of those.
+        // Confirm only now: ranks that wait for this release streams with work of the communicators failed
+        // above.
         failed.confirm(&bootstrap, deadline);
         failed.release(&bootstrap, deadline);
     });
 }
 
-/// Runs what ends waits on a thread of its own, since it waits for other ranks.
+/// Runs `finish` on its own thread, since it waits for other ranks.
 fn release_behind(finish: impl FnOnce() + Send + 'static) {
     let started = std::thread::Builder::new()
         .name("warplink-release".into())
@@ -244,7 +251,7 @@ fn release_behind(finish: impl FnOnce() + Send + 'static) {
     }
 }
 
-/// Blocks until all ranks that are left have heard of the loss of `lost`, or `deadline`.
+/// Blocks until all survivors know of the loss of `lost`, or until `deadline`.
 pub(super) fn wait_until_all_know(bootstrap: &Bootstrap, lost: Rank, deadline: Deadline) {
     let name = GroupName::WORLD.child("loss", &[lost], 0);
     loop {
@@ -263,7 +270,7 @@ pub(super) fn wait_until_all_know(bootstrap: &Bootstrap, lost: Rank, deadline: D
     }
 }
 
-/// The ranks of the job that are neither lost nor have left, as far as is known here.
+/// Job ranks that, as far as is known here, have neither been lost nor left.
 pub(super) fn remaining(bootstrap: &Bootstrap) -> Vec<Rank> {
     let health = bootstrap.health();
     let (lost, left) = (health.lost(), health.left());
@@ -272,7 +279,7 @@ pub(super) fn remaining(bootstrap: &Bootstrap) -> Vec<Rank> {
         .collect()
 }
 
-/// Whether `error` says that a rank is gone. Blocks until that is known here too.
+/// Whether `error` means that a rank is gone. Blocks until that is known here too.
 pub(super) fn is_gone(bootstrap: &Bootstrap, error: &Error, deadline: Deadline) -> bool {
     let (ErrorKind::PeerLost | ErrorKind::PeerLeft, Some(peer)) = (error.kind(), error.peer())
     else {
@@ -280,7 +287,7 @@ pub(super) fn is_gone(bootstrap: &Bootstrap, error: &Error, deadline: Deadline) 
     };
     let health = bootstrap.health();
     while health.check(&[peer]).is_ok() {
-        // Not by the membership, whose end waits for the callback that may have called this.
+        // Do not wait for the membership thread: it may be running the callback that called this.
         if deadline.passed() || health.is_closed() {
             return false;
         }

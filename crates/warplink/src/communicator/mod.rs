@@ -1,4 +1,4 @@
-//! The front door: a group of the ranks of a job, their device, and what they do together.
+//! Communicators: the main entry point.
 
 mod collectives;
 mod engines;
@@ -36,62 +36,59 @@ use services::JobServices;
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
 
-/// An ordered group of the ranks of a [`Job`](crate::Job), seen from one of them. A communicator has
-/// ranks, tags, keys and signals of its own: its ranks are numbered from 0 in its order, and nothing
-/// that is done in it meets what is done in another. What a process has once (device, connection to
-/// the store, threads, registered memory) is the job's, so that a communicator costs little.
+/// An ordered group of the ranks of a [`Job`](crate::Job), as seen from one of them. Each communicator
+/// numbers its ranks from 0 and has its own tags, keys and signals, so operations in different communicators
+/// never interfere. Per-process resources (device, connection to the store, threads, registered memory)
+/// belong to the job, so a communicator is cheap.
 ///
-/// Every method that involves other ranks says whether it blocks; waits on the host end at the
-/// configured timeout, and when a rank is lost, with an error that names it. A lost rank ends the
-/// communicators that contain it, and no others: streams that wait for their signals fail and stay
-/// failed, and so does every later call; the ranks that are left go on in the communicator that
-/// [`survivors`](Self::survivors) makes. A stream that waited for such a communicator's signals, and was not
-/// synchronized since, cannot be used any more, for other communicators either. What it had still to do for
-/// those may never be right: so they fail too, on all of their ranks, with [`ErrorKind::PeerFailed`], and go
-/// on by `survivors` as well. Give communicators streams of their own where they are to go on without one
-/// another. Clones are the same
-/// communicator.
+/// Methods that involve other ranks document whether they block; host waits end at the configured timeout,
+/// and when a rank is lost, with an error that names it. A lost rank fails the communicators that contain it,
+/// and no others: streams waiting for their signals fail permanently, and so does every later call. Survivors
+/// continue in the communicator that [`survivors`](Self::survivors) creates. A stream that waited for signals
+/// of a failed communicator, and was not synchronized since, is unusable for other communicators too. Work
+/// still queued on it for those may be incomplete, so they fail too, on every rank, with
+/// [`ErrorKind::PeerFailed`], and continue with `survivors` as well. Use separate streams for communicators
+/// that should fail independently. Clones share the communicator.
 #[derive(Clone, Debug)]
 pub struct Communicator {
     job: Arc<JobServices>,
     group: Arc<Group>,
-    /// Raised when a rank of it is lost.
+    /// Raised when one of its ranks is lost.
     fault: Arc<Fault>,
-    /// Whether closing it is leaving the job.
+    /// Whether closing it leaves the job.
     is_world: bool,
     transfers: Arc<TransferExchange>,
     connections: Arc<ConnectionExchange>,
     engines: Arc<Engines>,
     made: Arc<Mutex<MadeGroups>>,
     topology: Arc<Mutex<Option<Arc<Topology>>>>,
-    /// Those with the default options, once they are joined.
+    /// Those with default options, once joined.
     collectives: Arc<Mutex<Option<Collectives>>>,
-    /// All that were joined.
-    known_collectives: Arc<collective::Known>,
+    /// Registry of all joined collectives.
+    joined_collectives: Arc<collective::JoinedCollectives>,
 }
 
-/// How many groups were made from a communicator, in which way and of which members.
+/// Number of groups created from a communicator, by method and members.
 type MadeGroups = HashMap<(&'static str, Vec<Rank>), u64>;
 
 impl Communicator {
-    /// Joins as the environment says; see [`Config::from_env`]. Blocks until all ranks have joined.
+    /// Joins with the configuration in the environment; see [`Config::from_env`]. Blocks until all ranks have
+    /// joined.
     pub fn from_env() -> Result<Self> {
         Self::join(&Config::from_env()?)
     }
 
     /// Joins the other ranks. Blocks until all have joined.
     ///
-    /// # Errors
-    /// What [`Bootstrap::join`] and [`device::open`](crate::device::open) say, and
-    /// [`ErrorKind::Mismatch`] where ranks
-    /// chose different devices.
+    /// Those of [`Bootstrap::join`] and [`device::open`](crate::device::open), and [`ErrorKind::Mismatch`] if
+    /// ranks use different kinds of devices.
     pub fn join(config: &Config) -> Result<Self> {
         let job = JobServices::join(config)?;
         let everyone = job.bootstrap.everyone().clone();
         Ok(Self::of(&job, everyone, true))
     }
 
-    /// The communicator of `group`. Does not communicate.
+    /// Creates the communicator of `group`. Does not communicate.
     fn of(job: &Arc<JobServices>, group: Arc<Group>, is_world: bool) -> Self {
         let fault = Arc::<Fault>::default();
         job.losses.add(&group, &fault, job.bootstrap.health());
@@ -103,7 +100,7 @@ impl Communicator {
                 Some(bootstrap) => {
                     losses::fail(losses.clone(), bootstrap, (fault, own.1.clone()), error);
                 }
-                // The others know that this rank is gone.
+                // The other ranks already know that this rank is gone.
                 None => fault.release(),
             }
         });
@@ -121,7 +118,7 @@ impl Communicator {
         let (memory, all) = (job.memory.clone(), job.bootstrap.world());
         let paths = PathModel::new(move || {
             let (model, _) = HardwareModel::find(&DeviceDescription::of(&*described), world)?;
-            // Ranks of other communicators transfer at the same time.
+            // Ranks of other communicators transfer concurrently.
             let all: Vec<_> = (0..all).collect();
             let sharing = memory.ranks_per_device(&all)?;
             Ok(model.link.transfer_kernels().shared_by(sharing))
@@ -149,7 +146,7 @@ impl Communicator {
             made: Arc::default(),
             topology: Arc::default(),
             collectives: Arc::default(),
-            known_collectives: Arc::default(),
+            joined_collectives: Arc::default(),
         }
     }
 
@@ -158,12 +155,12 @@ impl Communicator {
         self.group.rank()
     }
 
-    /// How many ranks the communicator has.
+    /// Number of ranks.
     pub fn world(&self) -> usize {
         self.group.world()
     }
 
-    /// The ranks in the job of the communicator's ranks, in its order.
+    /// Job ranks of the communicator's ranks, in its order.
     pub fn job_ranks(&self) -> &[Rank] {
         self.group.members()
     }
@@ -173,58 +170,56 @@ impl Communicator {
         &self.job.device
     }
 
-    /// This process's membership in the job: the store, and collectives of bytes among all ranks of
-    /// the job, whose numbers are the job's.
+    /// This process's membership in the job: the store, and byte collectives among all ranks of the job, in
+    /// job numbering.
     pub fn bootstrap(&self) -> &Arc<Bootstrap> {
         &self.job.bootstrap
     }
 
-    /// A deadline of the configured timeout from now.
+    /// Deadline: now plus the configured timeout.
     pub fn deadline(&self) -> Deadline {
         self.job.deadline()
     }
 
-    /// Allocates `bytes` and registers them. The content is undefined. Memory of regions that were
-    /// dropped is used again, once no stream and no peer uses it any more; up to
-    /// [`Config::max_pooled_bytes`] are kept for that.
+    /// Allocates and registers `bytes`. Contents are undefined. Memory of dropped regions is pooled, up to
+    /// [`Config::max_pooled_bytes`], and reused once no stream and no peer uses it.
     ///
     /// # Errors
-    /// [`ErrorKind::OutOfMemory`], after all that is kept for later was given back, and peers had two
-    /// seconds to unmap what was freed.
+    /// [`ErrorKind::OutOfMemory`], after all pooled memory was returned and peers had two seconds to unmap
+    /// freed memory.
     pub fn alloc(&self, bytes: usize) -> Result<Region> {
         self.job.memory.allocate(bytes, AllocationKind::Plain)
     }
 
-    /// Registers memory for peers; it stays allocated as long as the region, or a peer's mapping.
+    /// Registers memory for peers; it stays allocated as long as the region or a peer's mapping exists.
     ///
     /// # Errors
-    /// [`ErrorKind::Unsupported`] where the memory cannot be shared.
+    /// [`ErrorKind::Unsupported`] if the memory cannot be shared.
     pub fn register(&self, slice: &DeviceSlice) -> Result<Region> {
         self.job.memory.register(slice)
     }
 
-    /// A handle of `region`, for `peer` to [`open_handle`](Self::open_handle), by whatever way it
-    /// gets there. A handle is good for one opening, and keeps the memory allocated until that is
-    /// undone.
+    /// Issues a handle of `region` with which `peer` can [`open_handle`](Self::open_handle); how it is
+    /// delivered is up to the caller. A handle can be opened once, and keeps the memory allocated until that
+    /// mapping is closed.
     pub fn export_handle(&self, region: &Region, peer: Rank) -> Result<[u8; HANDLE_BYTES]> {
         let peer = self.group.job_rank(peer)?;
         let handle = self.job.memory.export_handle(region, peer);
         handle.map_err(|error| self.group.in_own_ranks(error))
     }
 
-    /// Maps the region that `peer` exported, for one-sided copies in any stream. Nothing orders
-    /// them with what the peer does; signals do.
+    /// Maps the region that `peer` exported, for one-sided copies in any stream. They are not ordered with
+    /// the peer's work, except by signals.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidHandle`] where the handle is truncated, altered, not `peer`'s, or its
-    /// region is gone.
+    /// [`ErrorKind::InvalidHandle`] if the handle is truncated, altered, not `peer`'s, or its region is gone.
     pub fn open_handle(&self, peer: Rank, handle: &[u8]) -> Result<RemoteRegion> {
         let peer = self.group.job_rank(peer)?;
         let opened = self.job.memory.open_handle(peer, handle);
         opened.map_err(|error| self.group.in_own_ranks(error))
     }
 
-    /// Makes a stream.
+    /// Creates a stream.
     pub fn create_stream(&self, priority: Priority) -> Result<Stream> {
         self.job.device.create_stream(priority)
     }
@@ -235,7 +230,7 @@ impl Communicator {
         self.exchange_until(requests, self.deadline())
     }
 
-    /// Matches transfers, with a deadline of one's own.
+    /// As [`exchange`](Self::exchange), with an explicit deadline.
     pub fn exchange_until(
         &self,
         requests: &[TransferRequest],
@@ -245,13 +240,13 @@ impl Communicator {
         self.fault.with_outcome(exchanged)
     }
 
-    /// Connects with peers, for channels in kernels; see [`ConnectionExchange::connect`]. Blocks until the
-    /// peers have requested their ends.
+    /// Connects to peers, for channels in kernels; see [`ConnectionExchange::connect`]. Blocks until the
+    /// peers have connected too.
     pub fn connect(&self, requests: &[ConnectionRequest]) -> Result<Connections> {
         self.connect_until(requests, self.deadline())
     }
 
-    /// As [`connect`](Self::connect), with a deadline of one's own.
+    /// As [`connect`](Self::connect), with an explicit deadline.
     pub fn connect_until(
         &self,
         requests: &[ConnectionRequest],
@@ -268,22 +263,22 @@ impl Communicator {
         self.fault.with_outcome(numbered)
     }
 
-    /// Allocates `count` signals of this rank, for kernels and streams to wait for and peers to count up; all
-    /// zero at first.
+    /// Allocates `count` zeroed signals of this rank, for its kernels and streams to wait for and for peers
+    /// to increment.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidArgument`] for none; those of an allocation.
+    /// [`ErrorKind::InvalidArgument`] for 0; those of an allocation.
     pub fn signals(&self, count: usize) -> Result<Signals> {
         Signals::allocate(&self.job.memory, &self.fault, count)
     }
 
-    /// Stops the proxy, which serves the proxied channels of all communicators of this rank: it does what
-    /// kernels have asked for, until the deadline, and ends. Blocks until then. Kernels that use these
-    /// channels later get the status `aborted`. Connections that are made later have a new proxy. Closing
-    /// the communicator stops it, too.
+    /// Stops the proxy, which serves the proxied channels of all communicators of this rank: it completes
+    /// pending requests, until the deadline, and ends. Blocks until then. Kernels that use these channels
+    /// afterwards get the status `aborted`. Later connections start a new proxy. Closing the communicator
+    /// stops it too.
     ///
     /// # Errors
-    /// [`ErrorKind::Timeout`], with the number of triggers that were not sent; what the proxy failed with.
+    /// [`ErrorKind::Timeout`], with the number of unsent triggers; the proxy's error.
     pub fn stop_proxy(&self, deadline: Deadline) -> Result<()> {
         self.job
             .proxies
@@ -303,8 +298,7 @@ impl Communicator {
         self.once(&[TransferRequest::receive(region, peer, tag)], stream)
     }
 
-    /// Does every transfer once, as one group, in whatever order they are given; see
-    /// [`send`](Self::send).
+    /// Executes every transfer once, as one group, in any order; see [`send`](Self::send).
     pub fn once(&self, requests: &[TransferRequest], stream: &Stream) -> Result<()> {
         if stream.is_capturing()? {
             return Err(Error::new(
@@ -322,19 +316,19 @@ impl Communicator {
             .enqueue(stream)
     }
 
-    /// Blocks until `stream` is done, and lets go of what was dropped while it used it.
+    /// Blocks until `stream` is done, and releases resources that its work kept alive.
     ///
     /// # Errors
-    /// [`ErrorKind::PeerLost`], which names the rank, when one is lost; [`ErrorKind::Timeout`], which
-    /// names a peer and a tag that are waited for, or a rank that has not made a collective;
-    /// [`ErrorKind::Mismatch`], with the peer and both calls, where ranks call different collectives. Where the
-    /// vendor's library does them, the ranks compare their calls here, without waiting for one another: an earlier
-    /// call may be found to differ. After a timeout, it takes up to a second longer to ask the others.
+    /// [`ErrorKind::PeerLost`], naming the rank, if one is lost; [`ErrorKind::Timeout`], naming a peer and
+    /// tag, or a rank that has not called a collective; [`ErrorKind::Mismatch`], with the peer and both
+    /// calls, if ranks call different collectives. Calls on the engine path are compared here,
+    /// asynchronously, so an earlier call may be reported. After a timeout, querying the other ranks takes up
+    /// to a second.
     pub fn synchronize(&self, stream: &Stream) -> Result<()> {
         self.synchronize_until(stream, self.deadline())
     }
 
-    /// As [`synchronize`](Self::synchronize), with a deadline of one's own.
+    /// As [`synchronize`](Self::synchronize), with an explicit deadline.
     pub fn synchronize_until(&self, stream: &Stream, deadline: Deadline) -> Result<()> {
         let synchronized = self.wait_for(stream, deadline);
         let synchronized = synchronized.map_err(|error| match error.kind() {
@@ -344,61 +338,61 @@ impl Communicator {
         let synchronized = self.fault.with_outcome(synchronized);
         synchronized.map_err(|error| error.with_rank(self.rank()))?;
         self.job.in_flight.release_finished();
-        // A fault lets waits go, so work that ended because of it must not pass for done.
+        // A fault aborts waits, so work that ended because of it must not count as done.
         self.job.device.fault().check()?;
         self.fault.check()?;
-        self.known_collectives
+        self.joined_collectives
             .check_agreement()
             .map_err(|error| error.with_rank(self.rank()))
     }
 
-    /// Blocks until `stream` is done, and has the other ranks compare their calls with this rank's meanwhile.
+    /// Blocks until `stream` is done; meanwhile exchanges call statements with other ranks.
     fn wait_for(&self, stream: &Stream, deadline: Deadline) -> Result<()> {
-        if let Some(moment) = self.known_collectives.tell()
+        if let Some(moment) = self.joined_collectives.tell()
             && moment < deadline.remaining()
         {
             match stream.synchronize(Deadline::after(moment)) {
                 Err(error) if error.kind() == ErrorKind::Timeout => {}
                 ended => return ended,
             }
-            self.known_collectives.tell();
+            self.joined_collectives.tell();
         }
         stream.synchronize(deadline)
     }
 
-    /// What this rank knows of the end of a wait that timed out, or that another rank's failure ended, or the device's.
+    /// Replaces a timeout or secondary failure by its cause, as far as this rank can determine it.
     fn explained(&self, error: Error) -> Error {
-        // What it found itself says more than what others tell.
-        if let Err(found) = self.known_collectives.check_agreement() {
+        // What this rank detected itself is more specific than reports of others.
+        if let Err(found) = self.joined_collectives.check_agreement() {
             return found;
         }
         if error.kind() != ErrorKind::Timeout {
-            return self.known_collectives.explain_failure().unwrap_or(error);
+            return self.joined_collectives.explain_failure().unwrap_or(error);
         }
         let explained = self.transfers.explain_timeout(&error);
-        let explained = explained.or_else(|| self.known_collectives.explain_timeout());
+        let explained = explained.or_else(|| self.joined_collectives.explain_timeout());
         explained.unwrap_or(error)
     }
 
-    /// Blocks until every rank has called it. It orders hosts, not streams.
+    /// Blocks until every rank has called it. Orders hosts, not streams.
     ///
     /// # Errors
-    /// [`ErrorKind::PeerLost`] or [`ErrorKind::PeerLeft`], naming the rank, when one is gone;
-    /// [`ErrorKind::Timeout`], which names a rank that did not call it. The others then count this
-    /// call as made.
+    /// [`ErrorKind::PeerLost`] or [`ErrorKind::PeerLeft`], naming the rank, if one is gone;
+    /// [`ErrorKind::Timeout`], naming a rank that did not call it. For the others this call then counts as
+    /// made.
     pub fn barrier(&self) -> Result<()> {
         let barrier = self.group.barrier(self.deadline());
         let barrier = self.fault.with_outcome(barrier);
         barrier.map_err(|error| self.group.in_own_ranks(error))
     }
 
-    /// A barrier of streams, to be enqueued any number of times. Every rank makes one at the same time. It uses
-    /// the communicator's path ([`Config::path`]).
+    /// Creates a reusable barrier between the ranks' streams. Collective. Uses the communicator's path
+    /// ([`Config::path`]).
     pub fn stream_barrier(&self) -> Result<StreamBarrier> {
         self.stream_barrier_by(self.job.path.unwrap_or_default())
     }
 
-    /// As [`stream_barrier`](Self::stream_barrier), by `path`, the same on every rank.
+    /// As [`stream_barrier`](Self::stream_barrier), with an explicit `path`, equal on every rank.
     pub fn stream_barrier_by(&self, path: Path) -> Result<StreamBarrier> {
         let place = (self.rank(), self.world());
         let (memory, transfers) = (&self.job.memory, &self.transfers);
@@ -406,23 +400,23 @@ impl Communicator {
         self.fault.with_outcome(made)
     }
 
-    /// Every rank's bytes, in rank order. Blocks until every rank has called it.
+    /// Gathers every rank's bytes, in rank order. Blocks until every rank has called it.
     ///
     /// # Errors
-    /// As [`barrier`](Self::barrier); after a timeout, the others still get what this rank gave.
+    /// As [`barrier`](Self::barrier); after a timeout, the others still receive this rank's bytes.
     pub fn all_gather_bytes(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
         let gathered = self.group.all_gather(bytes, self.deadline());
         let gathered = self.fault.with_outcome(gathered);
         gathered.map_err(|error| self.group.in_own_ranks(error))
     }
 
-    /// Matmuls and sums of the device.
+    /// Matmuls and element-wise operations of the device.
     pub fn compute(&self) -> Result<Arc<dyn Compute>> {
         self.job.device.compute()
     }
 
-    /// The vendor's collectives (NCCL on GPUs). The first call joins them, on every rank at the
-    /// same time, and blocks until all have.
+    /// The vendor's collectives (NCCL on GPUs). The first call joins them: collective, blocks until all have
+    /// joined.
     ///
     /// # Errors
     /// [`ErrorKind::LibraryMissing`] without the library.
@@ -430,8 +424,8 @@ impl Communicator {
         self.engines.of_all()
     }
 
-    /// An executor of host programs, with pools of its own. Keep it for as long as its plans are
-    /// made anew.
+    /// Creates an executor of host programs, with its own memory pools. Keep it while plans are repeatedly
+    /// created.
     pub fn executor(&self) -> Executor {
         Executor::new(self.rank_context())
     }
@@ -450,13 +444,13 @@ impl Communicator {
         }
     }
 
-    /// How many allocations are registered here (or still mapped by a peer), and how many of
-    /// peers' are mapped here.
+    /// Number of allocations registered here (or still mapped by a peer), and of peers' allocations mapped
+    /// here.
     pub fn registrations_and_mappings(&self) -> (usize, usize) {
         self.job.memory.counts()
     }
 
-    /// Unmaps what no transfer uses, and tells its owners. Blocks until they were told.
+    /// Closes idle mappings and notifies their owners. Blocks until they are notified.
     pub fn release_idle(&self) -> Result<()> {
         self.job.in_flight.release_finished();
         self.job.networks.collect();
@@ -464,35 +458,34 @@ impl Communicator {
         Ok(())
     }
 
-    /// Gives all memory that was freed and is kept for later allocations back to the system, and unmaps
-    /// what no transfer uses, here and at the peers that map what was freed. Blocks until that is
-    /// done. On a GPU, the driver may meanwhile wait for work of other libraries and hold up whatever
-    /// is enqueued.
+    /// Returns all pooled memory to the system, and closes idle mappings, here and at peers that map freed
+    /// memory. Blocks until done. On a GPU, the driver may wait for work of other libraries meanwhile and
+    /// delay enqueue calls.
     ///
     /// # Errors
-    /// [`ErrorKind::Timeout`] at `deadline`, with the peer that still maps memory, or where streams of
-    /// this process had work until then. What is not given back is kept, as before.
+    /// [`ErrorKind::Timeout`] at `deadline`, with the peer that still maps memory, or if streams of this
+    /// process were busy. Memory that was not returned stays pooled.
     pub fn trim(&self, deadline: Deadline) -> Result<()> {
         self.job.in_flight.release_finished();
         self.job.memory.trim(deadline)
     }
 
-    /// How many freed allocations are kept registered for later ones, and their bytes.
+    /// Number of pooled allocations, and their bytes.
     pub fn pooled_allocations_and_bytes(&self) -> (usize, u64) {
         self.job.memory.pooled()
     }
 
     /// Closes the communicator: blocks until every rank of it has.
     ///
-    /// Closing the [world](crate::Job::world), or the [survivors](Self::survivors) of it, is leaving the
-    /// job in order: it waits for what streams still do with transfers and plans that were dropped,
-    /// unmaps peers' memory, and no communicator of the job can be used any more. It is the only orderly
-    /// way to leave: for its peers, a rank that drops the last communicator of a job is lost.
+    /// Closing the [world](crate::Job::world), or its [survivors](Self::survivors), leaves the job in order:
+    /// it waits for streams that still use dropped transfers and plans, unmaps peers' memory, and makes all
+    /// communicators of the job unusable. It is the only orderly way to leave: a rank that drops the last
+    /// communicator of a job counts as lost.
     ///
     /// # Errors
-    /// [`ErrorKind::Timeout`] where streams still wait for peers at the deadline; this rank then
-    /// leaves as by [`abort`](Self::abort). Those of [`barrier`](Self::barrier) when a peer is lost or
-    /// does not close; of a job, this rank then leaves as by abort too. The communicator is closed all the same.
+    /// [`ErrorKind::Timeout`] if streams still wait for peers at the deadline; this rank then leaves as by
+    /// [`abort`](Self::abort). Those of [`barrier`](Self::barrier) if a peer is lost or does not close; for a
+    /// job, this rank then leaves as by abort too. The communicator is closed in any case.
     pub fn close(self) -> Result<()> {
         drop(lock(&self.collectives).take());
         if self.is_world {
@@ -501,18 +494,19 @@ impl Communicator {
         self.barrier()
     }
 
-    /// Fails with what ended the communicator, or the device's work, if something did. Asks nobody and does not block.
+    /// Fails with the error that ended the communicator or the device's work, if any. Local; does not block.
     ///
     /// # Errors
-    /// That error; as [`synchronize`](Self::synchronize).
+    /// As [`synchronize`](Self::synchronize).
     pub fn check(&self) -> Result<()> {
         self.job.device.fault().check()?;
         self.fault.check()
     }
 
-    /// Ends the communicator on all of its ranks, for `reason`, and stays in the job: waits for its signals end, its
-    /// streams and later calls fail, and what hosts do together ([`all_gather_bytes`](Self::all_gather_bytes),
-    /// [`subgroup`](Self::subgroup), [`close`](Self::close)) goes on. Does not block.
+    /// Fails the communicator on all of its ranks, for `reason`, without leaving the job: waits for its
+    /// signals are aborted, its streams and later calls fail, while host operations
+    /// ([`all_gather_bytes`](Self::all_gather_bytes), [`subgroup`](Self::subgroup), [`close`](Self::close))
+    /// keep working. Does not block.
     pub fn fail(&self, reason: &str) {
         let error = Error::new(
             ErrorKind::PeerFailed,
@@ -521,10 +515,9 @@ impl Communicator {
         self.fault.fail(error.with_rank(self.rank()));
     }
 
-    /// Leaves the job as a failure: every wait of the peers that depends on this rank ends with an error
-    /// that names it and `reason`, and so do the waits in this rank's own streams. Later calls fail.
-    /// Blocks for about two seconds at most; does nothing after [`close`](Self::close) or an earlier
-    /// abort.
+    /// Leaves the job as failed: every wait of peers that depends on this rank ends with an error that names
+    /// it and `reason`, and so do waits in this rank's own streams. Later calls fail. Blocks for about two
+    /// seconds at most; no effect after [`close`](Self::close) or an earlier abort.
     pub fn abort(&self, reason: &str) {
         let reason = format!("it aborted: {reason}");
         self.job.end(&reason);

@@ -1,4 +1,4 @@
-//! The proxy of a rank, which all of its communicators share.
+//! The proxy of a rank, shared by its communicators.
 
 use crate::bootstrap::Bootstrap;
 use crate::channel::proxy::Proxy;
@@ -10,7 +10,7 @@ use crate::sync::lock;
 use std::fmt;
 use std::sync::{Arc, Mutex};
 
-/// Starts the proxy when it is first needed, and stops it.
+/// Starts the proxy on first use, and stops it.
 pub(super) struct Proxies {
     running: Arc<Mutex<Option<Arc<Proxy>>>>,
     source: ProxySource,
@@ -33,7 +33,7 @@ impl Proxies {
             let proxy = Proxy::start(
                 &device,
                 config,
-                // Peers may wait for what it did not send, so this rank has failed for them.
+                // Peers may wait for requests that it did not send, so this rank has failed.
                 Box::new(move |error| {
                     if let Some(bootstrap) = left.upgrade() {
                         bootstrap.abort(&format!("its proxy failed: {error}"));
@@ -46,12 +46,12 @@ impl Proxies {
         Self { running, source }
     }
 
-    /// What gives the proxy.
+    /// Accessor for users of the proxy.
     pub(super) fn source(&self) -> ProxySource {
         self.source.clone()
     }
 
-    /// Stops the proxy where there is one.
+    /// Stops the proxy, if running.
     pub(super) fn stop(&self, deadline: Deadline) -> Result<()> {
         let proxy = lock(&self.running).take();
         proxy.map_or(Ok(()), |proxy| proxy.stop(deadline))

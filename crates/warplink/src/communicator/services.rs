@@ -1,4 +1,4 @@
-//! What a rank runs once for its job, and all of its communicators use.
+//! Per-job services of a rank, shared by its communicators.
 
 use super::losses::{self, Losses};
 use super::proxies::Proxies;
@@ -16,8 +16,8 @@ use crate::transport::Networks;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// This process among the others: the store, the device, the memory service, and what is in flight.
-/// When the last communicator of the job is dropped and the job was not closed, this rank has failed.
+/// Store, device, memory service and values in flight. If the last communicator of a job is dropped without
+/// closing the job, this rank has failed.
 #[derive(Debug)]
 pub(super) struct JobServices {
     pub(super) device: Arc<dyn Device>,
@@ -31,7 +31,7 @@ pub(super) struct JobServices {
     pub(super) protocol: Protocol,
     pub(super) path: Option<Path>,
     pub(super) timeout: Duration,
-    /// The class that is forced.
+    /// Topology class forced by the environment.
     pub(super) topology: Option<TopologyClass>,
 }
 
@@ -65,7 +65,7 @@ impl JobServices {
             if let Some(bootstrap) = joined.upgrade() {
                 let spoiled = told.spread(&bootstrap, announced, error, deadline);
                 losses::wait_until_all_know(&bootstrap, lost, deadline);
-                // Before the waits behind which their work stands.
+                // Before the waits that precede their work in the streams.
                 spoiled
                     .iter()
                     .for_each(|one| one.release(&bootstrap, deadline));
@@ -113,18 +113,18 @@ impl JobServices {
         }))
     }
 
-    /// This process's rank in the job.
+    /// Job rank of this process.
     pub(super) fn rank(&self) -> Rank {
         self.bootstrap.rank()
     }
 
-    /// A deadline of the configured timeout from now.
+    /// Deadline: now plus the configured timeout.
     pub(super) fn deadline(&self) -> Deadline {
         Deadline::after(self.timeout)
     }
 
-    /// Leaves in order; see [`Communicator::close`](super::Communicator::close). `barrier` waits for
-    /// the ranks that are still there.
+    /// Leaves in order; see [`Communicator::close`](super::Communicator::close). `barrier` waits for the
+    /// remaining ranks.
     pub(super) fn close(&self, barrier: impl FnOnce(Deadline) -> Result<()>) -> Result<()> {
         let deadline = self.deadline();
         if !self.in_flight.wait_until_empty(deadline) && self.device.fault().error().is_none() {
@@ -137,15 +137,15 @@ impl JobServices {
                     "check that both ranks post every transfer, or abort the communicator",
                 ));
         }
-        // What kernels asked for is done before peers are left; they close too if it was not.
+        // Complete kernels' requests before leaving the peers; proceed even if that fails.
         let stopped = self.proxies.stop(self.deadline());
         self.memory.release_idle();
         let deadline = self.deadline();
         self.networks.leave();
         let together = barrier(deadline);
         if let Err(error) = &together {
-            // Those that did not close may wait for this rank, in streams or in other communicators: they
-            // are let go.
+            // Ranks that did not close may be waiting for this one, in streams or other communicators; end
+            // their waits.
             self.end(&match error.kind() {
                 ErrorKind::Timeout => {
                     "it closed its communicator, and not all ranks did in time".to_owned()
@@ -156,7 +156,7 @@ impl JobServices {
                 ),
             });
         }
-        // Nobody sends any more.
+        // No rank sends any more.
         let networks = self.networks.close(deadline);
         self.memory.stop();
         together
@@ -165,7 +165,7 @@ impl JobServices {
             .and(networks)
     }
 
-    /// Leaves as a failure, for `reason`.
+    /// Leaves as failed, for `reason`.
     pub(super) fn end(&self, reason: &str) {
         self.bootstrap.abort(reason);
         let message = format!("this rank's communicator ended: {reason}");
@@ -175,8 +175,7 @@ impl JobServices {
     }
 }
 
-/// A job that is dropped without being closed has failed: its peers are told so, and do not wait
-/// for this rank.
+/// Dropping a job without closing it is a failure: peers are notified and do not wait for this rank.
 impl Drop for JobServices {
     fn drop(&mut self) {
         if self.bootstrap.is_closed() {

@@ -1,4 +1,4 @@
-//! A whole job in one process, each rank a thread.
+//! A whole job in one process, with ranks as threads.
 
 use super::Communicator;
 use crate::bootstrap::{JoinConfig, Rendezvous, UniqueId};
@@ -8,13 +8,13 @@ use crate::error::{Error, ErrorKind, Rank, Result};
 use std::net::Ipv4Addr;
 
 impl Communicator {
-    /// Runs `body` as every rank of a job of `world` ranks, each a thread of this process. The
-    /// device is the one that the environment says, as for [`from_env`](Self::from_env); with fewer
-    /// GPUs than ranks, several ranks share one. Blocks until all have ended.
+    /// Runs `body` as every rank of a job of `world` ranks, each a thread of this process. The environment
+    /// selects the device, as for [`from_env`](Self::from_env); if there are fewer GPUs than ranks, ranks
+    /// share them. Blocks until all have ended.
     ///
     /// # Errors
-    /// The first error of the lowest rank that failed for a reason of its own, or that lost a peer
-    /// where none did.
+    /// The error of the lowest rank that failed with a cause of its own, or otherwise of the lowest that lost
+    /// a peer.
     pub fn run_threads(world: usize, body: impl Fn(&Self) -> Result<()> + Sync) -> Result<()> {
         let id = UniqueId::create(Ipv4Addr::LOCALHOST.into(), 0)?;
         let gpus = match Config::device_kind()? {
@@ -46,7 +46,7 @@ impl Communicator {
                 .collect()
         });
         let mut errors: Vec<Error> = results.into_iter().filter_map(Result::err).collect();
-        // Those that only lost a peer come after the reason why it was lost.
+        // Secondary errors (a lost peer) sort after the cause.
         errors
             .sort_by_key(|error| matches!(error.kind(), ErrorKind::PeerLost | ErrorKind::PeerLeft));
         errors.into_iter().next().map_or(Ok(()), Err)

@@ -1,4 +1,4 @@
-//! How the ranks of a communicator are connected.
+//! Topology of a communicator.
 
 use super::Communicator;
 use crate::error::Result;
@@ -7,18 +7,16 @@ use crate::topology::{Topology, rendezvous};
 use std::sync::Arc;
 
 impl Communicator {
-    /// What connects the ranks' devices, the same on every rank. The first call finds it out: every
-    /// rank of the communicator makes it at the same time, and it blocks until all have. Later calls
-    /// give the same again at once.
+    /// Connections between the ranks' devices, identical on every rank. The first call discovers them:
+    /// collective, blocks until all ranks have called it. Later calls return the cached result.
     ///
-    /// Ranks that cannot reach one another are no error; see
-    /// [`Topology::obstacles`](crate::topology::Topology::obstacles). With the environment variable
-    /// `WARPLINK_TOPOLOGY`, the class is what it says.
+    /// Unreachable ranks are not an error; see [`Topology::obstacles`](crate::topology::Topology::obstacles).
+    /// The environment variable `WARPLINK_TOPOLOGY` overrides the class.
     ///
     /// # Errors
     /// Those of [`barrier`](Self::barrier).
     pub fn topology(&self) -> Result<Arc<Topology>> {
-        // Held meanwhile, so that of two threads of a rank one takes part; the wait has a deadline.
+        // Held meanwhile, so that only one thread of a rank takes part; the wait has a deadline.
         let mut known = lock(&self.topology);
         if let Some(topology) = &*known {
             return Ok(topology.clone());

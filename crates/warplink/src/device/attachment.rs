@@ -1,4 +1,4 @@
-//! Where a device is attached to its machine, as the kernel's file system of devices tells.
+//! PCI and NUMA location of a device, read from Linux sysfs.
 
 use super::pci::PciAddress;
 use serde::{Deserialize, Serialize};
@@ -6,33 +6,33 @@ use std::fmt;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// Where the kernel shows its devices.
+/// Mount point of sysfs.
 const SYSFS: &str = "/sys";
 
-/// Where a device is attached to its machine. What the machine does not tell is `None`.
+/// Location of a device in its machine. Fields that the machine does not report are `None`.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Attachment {
-    /// Its place on the PCI bus. None for a device that is no card, which any number of ranks may use.
+    /// PCI address. `None` for a device that is not a PCI card, which any number of ranks may share.
     pub address: Option<PciAddress>,
-    /// The NUMA node that it is attached to.
+    /// NUMA node.
     pub numa_node: Option<u32>,
-    /// The network device that is nearest on the PCI bus; of several as near, one for InfiniBand or
-    /// RoCE, and then the first by name.
+    /// Nearest network device on the PCI bus. Ties prefer InfiniBand and RoCE over Ethernet, then the first
+    /// by name.
     pub network: Option<NetworkDevice>,
 }
 
 /// A network device of the machine.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct NetworkDevice {
-    /// What the kernel calls it, such as `mlx5_0` or `eth0`.
+    /// Kernel name, such as `mlx5_0` or `eth0`.
     pub name: String,
-    /// What it speaks.
+    /// Link type.
     pub kind: NetworkKind,
-    /// How far it is from the device; none where the device is no card.
+    /// PCI distance to the device; `None` if the device is not a PCI card.
     pub distance: Option<PciDistance>,
 }
 
-/// What a network device speaks.
+/// Link type of a network device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum NetworkKind {
@@ -44,22 +44,22 @@ pub enum NetworkKind {
     Ethernet,
 }
 
-/// How far apart two devices of a machine are, from near to far.
+/// PCI distance between two devices of a machine, nearest first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum PciDistance {
-    /// Below one port of a processor: data between them passes PCI switches only.
+    /// Same processor port: traffic passes PCI switches only.
     SameSwitch,
-    /// Below one PCI root of a processor: data passes that root.
+    /// Same PCI root complex.
     SameRoot,
-    /// Below different roots of one NUMA node.
+    /// Different PCI roots of one NUMA node.
     SameNode,
-    /// On different NUMA nodes, or nothing better is known.
+    /// Different NUMA nodes, or unknown.
     OtherNode,
 }
 
 impl Attachment {
-    /// That of the card at `address`, or of this machine's processors.
+    /// Location of the card at `address`, or of the processors if there is none.
     pub(super) fn find(address: Option<PciAddress>) -> Self {
         Self::find_below(Path::new(SYSFS), address)
     }
@@ -115,15 +115,15 @@ impl fmt::Display for PciDistance {
     }
 }
 
-/// A device's place in the tree of PCI buses.
+/// Position of a device in the PCI tree.
 struct BusPlace {
-    /// The PCI root, then every bridge, then the device.
+    /// The PCI root, then every bridge, then the device itself.
     chain: Vec<String>,
     numa_node: Option<u32>,
 }
 
 impl BusPlace {
-    /// That of the device at `path`, all links in it resolved.
+    /// Position of the device at `path`, a canonical sysfs path.
     fn of(path: &Path) -> Self {
         let mut chain = Vec::new();
         let mut card = PathBuf::new();
@@ -131,7 +131,7 @@ impl BusPlace {
             let name = component.as_os_str().to_string_lossy();
             let is_root = chain.is_empty() && name.starts_with("pci") && name.contains(':');
             let is_card = !chain.is_empty() && name.parse::<PciAddress>().is_ok();
-            // Below the card is what its driver made of it.
+            // Entries below the card are interfaces that its driver created.
             if !chain.is_empty() && !is_card {
                 break;
             }
@@ -143,12 +143,12 @@ impl BusPlace {
         let text = fs::read_to_string(card.join("numa_node")).unwrap_or_default();
         Self {
             chain,
-            // The kernel says -1 where there is none.
+            // sysfs reports -1 for "no node".
             numa_node: text.trim().parse().ok(),
         }
     }
 
-    /// How far `other` is, and over how many steps in the tree.
+    /// Distance to `other`, and the number of hops in the tree.
     fn distance(&self, other: &Self) -> (PciDistance, usize) {
         let pairs = self.chain.iter().zip(&other.chain);
         let shared = pairs.take_while(|(own, theirs)| own == theirs).count();
@@ -165,7 +165,7 @@ impl BusPlace {
     }
 }
 
-/// The network devices that are cards: name, kind, and resolved path.
+/// Network devices on PCI cards: name, kind and canonical path.
 fn network_devices(sysfs: &Path) -> Vec<(String, NetworkKind, PathBuf)> {
     let mut found: Vec<(String, NetworkKind, PathBuf)> = Vec::new();
     for (name, path) in rdma_cards(sysfs) {
@@ -173,7 +173,7 @@ fn network_devices(sysfs: &Path) -> Vec<(String, NetworkKind, PathBuf)> {
         found.push((name, kind, path));
     }
     for (name, path) in devices_of_class(sysfs, "net") {
-        // The interface of a card that is listed already.
+        // RDMA devices come first, so skip the Ethernet interface of a card already listed.
         if found.iter().all(|(_, _, known)| *known != path) {
             found.push((name, NetworkKind::Ethernet, path));
         }
@@ -181,7 +181,7 @@ fn network_devices(sysfs: &Path) -> Vec<(String, NetworkKind, PathBuf)> {
     found
 }
 
-/// Whether there are network cards that read and write memory by themselves (RDMA).
+/// Whether the machine has RDMA network cards.
 pub(super) fn has_rdma_cards() -> bool {
     !rdma_cards(Path::new(SYSFS)).is_empty()
 }
@@ -190,7 +190,7 @@ fn rdma_cards(sysfs: &Path) -> Vec<(String, PathBuf)> {
     devices_of_class(sysfs, "infiniband")
 }
 
-/// The devices of a class that belong to a card: name, and the card's resolved path.
+/// Devices of a sysfs class that belong to a PCI card: name and canonical path of the card.
 fn devices_of_class(sysfs: &Path, class: &str) -> Vec<(String, PathBuf)> {
     let entries = fs::read_dir(sysfs.join("class").join(class));
     entries
@@ -223,7 +223,7 @@ mod tests {
     use std::os::unix::fs::symlink;
     use tempfile::TempDir;
 
-    /// A made-up file system of devices.
+    /// Fake sysfs tree.
     struct Machine {
         root: TempDir,
     }
@@ -235,7 +235,7 @@ mod tests {
             Self { root }
         }
 
-        /// A card at `chain` below a root, on a NUMA node.
+        /// Creates a card at `chain` below a root, on a NUMA node.
         fn card(&self, chain: &str, numa_node: i32) -> PathBuf {
             let path = self.root.path().join("devices").join(chain);
             fs::create_dir_all(&path).unwrap();
@@ -245,7 +245,7 @@ mod tests {
             path
         }
 
-        /// A device of a class, made of a card by its driver.
+        /// Creates a device of a class on a card.
         fn device(&self, card: &Path, class: &str, name: &str) -> PathBuf {
             let path = card.join(class).join(name);
             fs::create_dir_all(&path).unwrap();
@@ -294,7 +294,7 @@ mod tests {
         let expected = network("mlx5_3", NetworkKind::Infiniband, PciDistance::SameSwitch);
         assert_eq!(attached.network, expected);
 
-        // Of two that are as far by their kind of distance, the one over fewer steps.
+        // Equal distance class: the one with fewer hops wins.
         let expected = network("eno1", NetworkKind::Ethernet, PciDistance::SameNode);
         assert_eq!(machine.find("0000:3b:00.0").network, expected);
 

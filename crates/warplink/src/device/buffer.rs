@@ -54,7 +54,7 @@ impl<T: Element> DeviceBuffer<T> {
         &self.slice
     }
 
-    /// The elements `range`, as a buffer of the same memory.
+    /// The elements in `range`, as a view of the same memory.
     ///
     /// # Errors
     /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) where the range is
@@ -68,13 +68,13 @@ impl<T: Element> DeviceBuffer<T> {
         })
     }
 
-    /// Copies `values` (as many as it holds) in. Blocks; ordered after nothing in a stream.
+    /// Copies `values` to the device; the length must match. Blocks; not ordered with any stream.
     pub fn upload(&self, values: &[T]) -> Result<()> {
         self.device
             .upload(&self.slice, zerocopy::IntoBytes::as_bytes(values))
     }
 
-    /// Copies all values out. Blocks; ordered after nothing in a stream.
+    /// Copies all values to the host. Blocks; not ordered with any stream.
     pub fn download(&self) -> Result<Vec<T>> {
         let mut bytes = vec![0; self.slice.bytes()];
         self.device.download(&self.slice, &mut bytes)?;

@@ -1,4 +1,4 @@
-//! The vendor's collectives, as a peer to compare with and to hand over to.
+//! Collectives of the vendor's library, as a baseline and as a fallback.
 
 use super::reduce_op::ReduceOp;
 use super::slice::DeviceSlice;
@@ -9,10 +9,10 @@ use crate::error::{Error, ErrorKind, Rank, Result};
 use std::ffi::c_void;
 use std::fmt;
 
-/// Gathers one byte string from every rank, in rank order; what an engine joins with.
+/// Gathers one byte string from every rank, in rank order; used by engines to join.
 pub type AllGatherBytes<'a> = &'a mut dyn FnMut(Vec<u8>) -> Result<Vec<Vec<u8>>>;
 
-/// Which collective. `Root` is a rank, or an expression for one in the text of a program.
+/// Kind of collective. `Root` is a rank, or an expression for one in program text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Collective<Root = Rank> {
     /// The target is every rank's source, in rank order.
@@ -30,7 +30,7 @@ pub enum Collective<Root = Rank> {
 }
 
 impl<Root> Collective<Root> {
-    /// Its name in program text and in errors.
+    /// Name in program text and errors.
     pub const fn name(&self) -> &'static str {
         match self {
             Self::AllGather => "all_gather",
@@ -44,7 +44,7 @@ impl<Root> Collective<Root> {
 }
 
 impl<Root: fmt::Display> Collective<Root> {
-    /// What follows the source in program text: `, sum`, ` from 2`, `, max to 0`.
+    /// Arguments after the source in program text: `, sum`, ` from 2`, `, max to 0`.
     pub fn arguments(&self) -> String {
         match self {
             Self::AllGather | Self::AllToAll => String::new(),
@@ -55,31 +55,31 @@ impl<Root: fmt::Display> Collective<Root> {
     }
 }
 
-/// What an engine is asked to enqueue.
+/// A request to an engine.
 #[derive(Clone, Debug)]
 pub enum CollectiveRequest {
-    /// A collective of all ranks.
+    /// A collective over all ranks.
     Collective {
-        /// Which.
+        /// Kind.
         collective: Collective,
-        /// The type of the elements, for those that reduce.
+        /// Element type, for reductions.
         dtype: DType,
-        /// What is written.
+        /// Output.
         target: DeviceSlice,
-        /// What is read.
+        /// Input.
         source: DeviceSlice,
     },
-    /// Sends and receives, all at once: none waits for another of the same request.
+    /// Sends and receives that progress concurrently: none waits for another of the same request.
     Exchange {
-        /// To whom, and what.
+        /// Destination rank and data.
         sends: Vec<(Rank, DeviceSlice)>,
-        /// From whom, and where to.
+        /// Source rank and destination memory.
         receives: Vec<(Rank, DeviceSlice)>,
     },
 }
 
 impl CollectiveRequest {
-    /// Its name, for errors.
+    /// Name for errors.
     pub const fn name(&self) -> &'static str {
         match self {
             Self::Collective { collective, .. } => collective.name(),
@@ -87,7 +87,7 @@ impl CollectiveRequest {
         }
     }
 
-    /// All device memory that it names.
+    /// All device memory that it references.
     pub fn slices(&self) -> Vec<&DeviceSlice> {
         match self {
             Self::Collective { target, source, .. } => vec![target, source],
@@ -98,7 +98,7 @@ impl CollectiveRequest {
         }
     }
 
-    /// Fails where lengths do not fit together in a world of `world` ranks, or a rank is not in it.
+    /// Validates lengths and ranks for a world of `world` ranks.
     pub(crate) fn check(&self, world: usize) -> Result<()> {
         let checked = match self {
             Self::Collective {
@@ -116,97 +116,96 @@ impl CollectiveRequest {
     }
 }
 
-/// A set of sends and receives that a rank does at once, after it has told its peers what it calls.
+/// Sends and receives of one rank, preceded by an exchange of headers that describe the call.
 #[derive(Clone, Debug, Default)]
 pub struct RankCall {
-    /// What it tells each peer, and what that is expected to tell. Every peer tells as many bytes.
-    pub said: Vec<Said>,
-    /// To whom, and what.
+    /// Header for each peer, and the header expected from it. All headers have the same length.
+    pub headers: Vec<CallHeader>,
+    /// Destination rank and data.
     pub sends: Vec<(Rank, DeviceSlice)>,
-    /// From whom, and where to.
+    /// Source rank and destination memory.
     pub receives: Vec<(Rank, DeviceSlice)>,
-    /// How what is received is combined; it is as long as the memory of each receive, which is not written then.
+    /// Reduction of the received data. If present, it is as long as each receive, whose memory is then not
+    /// written.
     pub reduction: Option<Reduction>,
 }
 
-/// What two ranks tell each other of a call.
+/// Headers that two ranks exchange about a call.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Said {
+pub struct CallHeader {
     /// The other rank.
     pub peer: Rank,
-    /// What this rank tells.
-    pub told: Vec<u8>,
-    /// What the other is expected to tell.
+    /// Header sent by this rank.
+    pub sent: Vec<u8>,
+    /// Header expected from the other rank.
     pub expected: Vec<u8>,
 }
 
-/// A reduction of what all peers send with what this rank has, in the order of ranks.
+/// Reduction of the data of all peers and this rank, in rank order.
 #[derive(Clone, Debug)]
 pub struct Reduction {
     /// The operator.
     pub op: ReduceOp,
     /// The type of the elements.
     pub dtype: DType,
-    /// What this rank has.
+    /// This rank's contribution.
     pub own: DeviceSlice,
-    /// What is written; it may be what is sent.
+    /// Output; may alias the sent data.
     pub target: DeviceSlice,
 }
 
-/// A communicator of the vendor's library that the application has (`ncclComm_t` on GPUs), to be adopted: calls that
-/// go to the library use it, where it would make one of its own otherwise.
+/// A communicator of the vendor's library that the application owns (`ncclComm_t` on GPUs), adopted for calls
+/// that go to the library instead of creating a new one.
 ///
-/// It stays the application's, which destroys it. Nothing here does, and nothing here aborts it: where a rank is lost,
-/// calls fail with an error that names it, but what stands in streams inside the library ends only when the
+/// The application keeps ownership and destroys it; nothing here destroys or aborts it. When a rank is lost,
+/// calls fail with an error that names it, but work already inside the library in a stream ends only when the
 /// application aborts the communicator.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct VendorCommunicator(usize);
 
 impl VendorCommunicator {
-    /// The communicator `raw` of the library.
+    /// Wraps the library's communicator `raw`.
     ///
     /// # Safety
-    /// `raw` is a communicator of the library that is loaded here, for this rank's device, whose calls block (NCCL's
-    /// default). It is not destroyed before everything that adopted it has been dropped and the streams that its calls were
-    /// enqueued on are done, and aborted only once an error has told that a rank is lost. While a call is made, no other
-    /// thread makes one with it, unless the library allows that.
+    /// `raw` must be a communicator of the library that is loaded here, for this rank's device, with blocking
+    /// calls (NCCL's default). It must stay valid until everything that adopted it has been dropped and the
+    /// streams with its calls are complete, and may be aborted only after an error has reported a lost rank.
+    /// No other thread may use it during a call unless the library allows that.
     pub unsafe fn from_raw(raw: *mut c_void) -> Self {
         Self(raw as usize)
     }
 
-    /// What the library takes.
+    /// The library's pointer.
     pub fn as_raw(self) -> *mut c_void {
         self.0 as *mut c_void
     }
 }
 
-/// Without the address, which is another on every rank.
+/// Omits the address, which differs between ranks.
 impl fmt::Debug for VendorCommunicator {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("VendorCommunicator")
     }
 }
 
-/// The collectives of all ranks. Every rank enqueues the same ones in the same order with fitting
-/// lengths.
+/// Collectives over all ranks. Every rank must enqueue the same ones in the same order with matching lengths.
 pub trait CollectiveEngine: Send + Sync + fmt::Debug {
-    /// Name and version, for tables.
+    /// Name and version.
     fn name(&self) -> String;
 
     /// Enqueues `request` on `stream`. Does not block.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) where lengths do not fit
-    /// together or a rank is out of range;
-    /// [`ErrorKind::Closed`](crate::ErrorKind::Closed) once the engine was aborted.
+    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) if lengths do not match or a rank is
+    /// out of range; [`ErrorKind::Closed`](crate::ErrorKind::Closed) after an abort.
     fn enqueue(&self, stream: &Stream, request: &CollectiveRequest) -> Result<()>;
 
-    /// Does `call` on this thread, and blocks until it is done. Where a peer tells something else than was expected, that
-    /// is given, with the peer, and nothing more can be done with the engine.
+    /// Executes `call` on this thread and blocks until it is complete. If a peer's header differs from the
+    /// expected one, returns the peer and its header; the engine is unusable afterwards.
     ///
     /// # Errors
     /// [`ErrorKind::Timeout`](crate::ErrorKind::Timeout) after the deadline;
-    /// [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported) where the engine works in streams alone.
+    /// [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported) if the engine works only in streams.
     fn call(&self, _: &RankCall, _: Deadline) -> Result<Option<(Rank, Vec<u8>)>> {
         Err(Error::new(
             ErrorKind::Unsupported,
@@ -216,13 +215,13 @@ pub trait CollectiveEngine: Send + Sync + fmt::Debug {
         .with_help("enqueue it"))
     }
 
-    /// Tells the engine of memory that later requests name, which it may then access at all ranks directly.
-    /// Every rank calls it at the same time with as many bytes. Blocks until all have. The engine keeps the
-    /// memory for as long as it lives.
+    /// Registers memory that later requests use, so that the engine may access it directly on all ranks.
+    /// Collective: every rank calls it at the same time with the same length. Blocks until all have. The
+    /// engine holds the memory as long as it lives.
     ///
     /// # Errors
-    /// [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported) where the engine, or this kind of memory,
-    /// cannot be accessed so.
+    /// [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported) if the engine cannot register this kind of
+    /// memory.
     fn register(&self, slice: &DeviceSlice) -> Result<()> {
         Err(Error::new(
             ErrorKind::Unsupported,
@@ -232,12 +231,12 @@ pub trait CollectiveEngine: Send + Sync + fmt::Debug {
         .with_help("use it as it is: nothing needs to be registered"))
     }
 
-    /// The library's communicator, for calls of the library itself; null once it was aborted. It is the engine's, and
-    /// valid for as long as that lives.
+    /// The library's communicator, for direct calls of the library; null after an abort. Owned by the engine
+    /// and valid as long as it lives.
     fn raw_communicator(&self) -> *mut c_void;
 
-    /// Ends what is under way, so that a lost peer does not hold this rank. Of an adopted communicator, it only ends
-    /// its use here.
+    /// Aborts operations in flight, so that a lost peer does not block this rank. An adopted communicator is
+    /// not aborted, only no longer used.
     fn abort(&self);
 }
 
@@ -248,7 +247,7 @@ fn check_collective(
     source: usize,
     world: usize,
 ) -> Result<()> {
-    // The shorter side, how often it makes the longer one, and whether elements are reduced.
+    // Shorter side, longer side, their ratio, and whether elements are reduced.
     let (part, whole, times, reduces) = match collective {
         Collective::AllGather => (source, target, world, false),
         Collective::ReduceScatter(_) => (target, source, world, true),
@@ -283,7 +282,7 @@ fn check_collective(
     }
 }
 
-/// Fails unless a communicator that is adopted has the ranks that it is to serve.
+/// Fails unless an adopted communicator has the expected rank and world.
 pub(super) fn check_adopted(
     (rank, world): (Rank, usize),
     (expected_rank, expected_world): (Rank, usize),

@@ -8,9 +8,9 @@ use crate::error::{Error, ErrorKind, Result};
 use std::fmt;
 use std::sync::Arc;
 
-/// C = A·B, all row-major and, without leading dimensions, contiguous: A is `m × k`, B is `k × n`, C is `m × n`, of one element
-/// type, accumulated in `f32`. Of an operand that is transposed, memory holds the transpose: `k × m`
-/// for A, `n × k` for B.
+/// C = A·B, all row-major and, without leading dimensions, contiguous: A is `m × k`, B is `k × n`, C is `m ×
+/// n`, all of one element type, accumulated in `f32`. For a transposed operand, memory holds the transpose:
+/// `k × m` for A, `n × k` for B.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct MatmulSpec {
     /// Rows of A and C.
@@ -29,8 +29,7 @@ pub struct MatmulSpec {
     pub bias: bool,
     /// Whether A·B is added to what C holds instead of replacing it.
     pub accumulate: bool,
-    /// Elements from one row of memory to the next of A, B and C, where rows are further apart than they
-    /// are long.
+    /// Row strides of A, B and C in elements, if rows are padded.
     pub leading: [Option<usize>; 3],
 }
 
@@ -50,7 +49,7 @@ impl MatmulSpec {
         }
     }
 
-    /// Rows in memory of A, B and C, their length, and the elements from one to the next.
+    /// Rows, row length and row stride in memory, for A, B and C.
     pub(crate) fn in_memory(&self) -> [(usize, usize, usize); 3] {
         let sides = [
             (self.m, self.k, self.transposed_a),
@@ -68,8 +67,7 @@ impl MatmulSpec {
         })
     }
 
-    /// Bytes from the first to the last element of A, B and C; `None` where a size overflows, or rows
-    /// overlap.
+    /// Bytes from the first to the last element of A, B and C; `None` if a size overflows or rows overlap.
     pub(crate) fn bytes(&self) -> [Option<usize>; 3] {
         self.in_memory().map(|(rows, length, step)| {
             let before = rows.checked_sub(1)?.checked_mul(step)?;
@@ -79,7 +77,7 @@ impl MatmulSpec {
         })
     }
 
-    /// Fails unless the slices are as long as this says; a bias is there exactly when it says so.
+    /// Validates the lengths of the slices, and that a bias is present exactly if the spec has one.
     pub(crate) fn check(
         &self,
         a: &DeviceSlice,
@@ -106,7 +104,7 @@ impl MatmulSpec {
                     self.dtype
                 ))
                 .with_operation("matmul")
-                .with_help("pass slices of the lengths that the spec says, none of them empty"));
+                .with_help("pass non-empty slices of the lengths in the spec"));
             }
         }
         if bias.is_some() != self.bias {
@@ -119,7 +117,7 @@ impl MatmulSpec {
         Ok(())
     }
 
-    /// Fails for a type that no device multiplies.
+    /// Fails for an element type that no device multiplies.
     pub(crate) fn check_dtype(&self) -> Result<()> {
         if self.dtype.matmul_tolerance().is_some() {
             return Ok(());
@@ -143,16 +141,15 @@ impl MatmulSpec {
 
 /// Matmuls and element-wise operations of a device.
 pub trait Compute: Send + Sync + fmt::Debug {
-    /// Chooses the algorithm and loads what it needs for `spec`, so that no later call does: a
-    /// module that is loaded while a kernel spins can deadlock. Blocks.
+    /// Chooses the algorithm and loads its kernels, so that later calls load nothing: loading a module while
+    /// a kernel spins can deadlock. Blocks.
     fn prepare_matmul(&self, spec: &MatmulSpec) -> Result<()>;
 
     /// Enqueues a matmul.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidArgument`] where a slice's length is
-    /// not what `spec` says or `bias` is not there when it should be;
-    /// [`ErrorKind::Unsupported`] for a type that has no matmul.
+    /// [`ErrorKind::InvalidArgument`] if a slice's length does not match `spec`, or `bias` is missing or
+    /// superfluous; [`ErrorKind::Unsupported`] for an element type without matmul.
     fn matmul(
         &self,
         stream: &Stream,
@@ -163,8 +160,8 @@ pub trait Compute: Send + Sync + fmt::Debug {
         bias: Option<&DeviceSlice>,
     ) -> Result<()>;
 
-    /// Makes matmuls of one right operand ready to be enqueued at once: `c = a · b` for each `(a, c)`
-    /// of `matmuls`. A result may lie in a peer's memory. Loads what it needs, as
+    /// Prepares matmuls with a common right operand to be enqueued together: `c = a · b` for each `(a, c)` of
+    /// `matmuls`. A result may be in a peer's memory. Loads kernels, as
     /// [`prepare_matmul`](Self::prepare_matmul). Blocks.
     ///
     /// # Errors
@@ -177,7 +174,7 @@ pub trait Compute: Send + Sync + fmt::Debug {
         bias: Option<&DeviceSlice>,
     ) -> Result<Arc<dyn PreparedLaunch>>;
 
-    /// Makes an [`elementwise`](Self::elementwise) operation ready to be enqueued. Blocks.
+    /// Prepares an [`elementwise`](Self::elementwise) operation. Blocks.
     ///
     /// # Errors
     /// As [`elementwise`](Self::elementwise).
@@ -189,21 +186,20 @@ pub trait Compute: Send + Sync + fmt::Debug {
     /// Enqueues an element-wise operation.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidArgument`] where the operands do not fit one another, or a source overlaps a
-    /// part of the target; [`ErrorKind::Unsupported`] for a type that cannot be computed with.
+    /// [`ErrorKind::InvalidArgument`] if the operands do not match, or a source partially overlaps the
+    /// target; [`ErrorKind::Unsupported`] for an element type without arithmetic.
     fn elementwise(&self, stream: &Stream, request: &Elementwise) -> Result<()>;
 }
 
-/// Work with fixed operands, made ready to be enqueued again and again in less of the host's time
-/// than by the calls that name them. It keeps its memory.
+/// Work with fixed operands, prepared so that enqueuing it repeatedly takes less host time. Keeps its memory
+/// alive.
 pub trait PreparedLaunch: Send + Sync + fmt::Debug {
-    /// Enqueues the work. Does not block. Enqueued on several streams at once, it may run one after
-    /// the other.
+    /// Enqueues the work. Does not block. If enqueued on several streams, the launches may be serialized.
     fn enqueue(&self, stream: &Stream) -> Result<()>;
 }
 
 impl MatmulSpec {
-    /// Fails unless every matmul fits.
+    /// Validates every matmul.
     pub(crate) fn check_all(
         &self,
         matmuls: &[(DeviceSlice, DeviceSlice)],

@@ -1,4 +1,4 @@
-//! Which device, and how it is opened.
+//! Device selection and options.
 
 use super::links::PeerAccess;
 use crate::error::{Error, ErrorKind, Result};
@@ -6,7 +6,7 @@ use std::fmt;
 use std::str::FromStr;
 use std::time::Duration;
 
-/// Which of the devices.
+/// Kind of device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum DeviceKind {
     /// Shared memory and threads of this machine's processors.
@@ -39,21 +39,21 @@ impl FromStr for DeviceKind {
     }
 }
 
-/// What to open.
+/// Options for opening a device.
 #[derive(Clone, Debug)]
 pub struct DeviceConfig {
-    /// Which device.
+    /// Kind of device.
     pub kind: DeviceKind,
-    /// Which of the GPUs that this process sees; the host device ignores it.
+    /// Index among the GPUs visible to this process; ignored by the host device.
     pub ordinal: usize,
-    /// Random delays before (and inside) operations of the host device, to bring out missing waits.
+    /// Random delays before and inside host-device operations, to expose missing waits.
     pub delays: Option<Delays>,
-    /// What it is to do without.
+    /// Features to treat as missing.
     pub pretend: Pretend,
 }
 
 impl DeviceConfig {
-    /// The device of `kind` with `ordinal`, without delays.
+    /// Device `ordinal` of `kind`, without delays.
     pub fn new(kind: DeviceKind, ordinal: usize) -> Self {
         Self {
             kind,
@@ -64,21 +64,21 @@ impl DeviceConfig {
     }
 }
 
-/// What a device does without, as if the machine lacked it, so that any machine shows what happens on such a one. Peers
-/// find the same between themselves and a rank that pretends.
+/// Simulates a machine without a feature, so that fallbacks can be tested anywhere. Peers see the same limits
+/// towards a rank that pretends.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Pretend {
-    /// Nothing: it is what it is.
+    /// Use all features.
     #[default]
     Nothing,
-    /// No atomic operations on the memory of other devices.
+    /// No atomic operations on memory of other devices.
     NoAtomics,
-    /// No access to the memory of other devices, nor they to its own.
+    /// No access between this device's memory and that of other devices, in either direction.
     NoPeerAccess,
 }
 
 impl Pretend {
-    /// What is left of an access to another device's memory.
+    /// Restricts an access to another device's memory accordingly.
     pub(super) fn limit(self, access: PeerAccess) -> PeerAccess {
         match self {
             Self::Nothing => access,
@@ -106,11 +106,11 @@ impl FromStr for Pretend {
     }
 }
 
-/// Random delays of the host device's operations.
+/// Random delays of host-device operations.
 #[derive(Clone, Copy, Debug)]
 pub struct Delays {
-    /// Seed of the delays; streams of one device draw different ones.
+    /// Seed; each stream of a device draws its own sequence.
     pub seed: u64,
-    /// The longest delay.
+    /// Maximum delay.
     pub max: Duration,
 }

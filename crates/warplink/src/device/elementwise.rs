@@ -1,30 +1,30 @@
-//! Element-wise operations: what is computed of which elements.
+//! Element-wise operations.
 
 use super::slice::DeviceSlice;
 use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Result};
 use std::fmt;
 
-/// The most sources that every device takes in one element-wise operation.
+/// Maximum number of sources that every device supports.
 pub const MAX_ELEMENTWISE_SOURCES: usize = 16;
 
-/// The most axes that every device takes in one element-wise operation.
+/// Maximum number of axes that every device supports.
 pub const MAX_ELEMENTWISE_AXES: usize = 4;
 
-/// What becomes of the elements of the sources.
+/// Element-wise function.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum ElementwiseOp {
-    /// Their sum.
+    /// Sum of all sources.
     Sum,
-    /// Their product.
+    /// Product of all sources.
     Product,
-    /// The largest.
+    /// Maximum of all sources.
     Max,
-    /// The smallest.
+    /// Minimum of all sources.
     Min,
-    /// The only source's value, as an element of the target's type.
+    /// The single source converted to the target type.
     Cast,
-    /// The only source's value, bit for bit.
+    /// The single source, bit for bit.
     Copy,
 }
 
@@ -39,7 +39,7 @@ impl ElementwiseOp {
         Self::Copy,
     ];
 
-    /// Its name in program text.
+    /// Name in program text.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Sum => "sum",
@@ -51,7 +51,7 @@ impl ElementwiseOp {
         }
     }
 
-    /// Whether it takes one source only.
+    /// Whether it takes exactly one source.
     pub const fn is_unary(self) -> bool {
         matches!(self, Self::Cast | Self::Copy)
     }
@@ -66,9 +66,9 @@ impl fmt::Display for ElementwiseOp {
 /// Elements of a slice.
 #[derive(Clone, Debug)]
 pub struct Operand {
-    /// From the first to the last of the elements.
+    /// Covers the first to the last element.
     pub slice: DeviceSlice,
-    /// For each axis, elements from one index to the next.
+    /// Stride of each axis in elements.
     pub strides: Vec<usize>,
 }
 
@@ -82,32 +82,30 @@ impl Operand {
     }
 }
 
-/// An element-wise operation: each element of the target is computed of the elements of the sources at
-/// the same indices, in order of the sources.
+/// An element-wise operation: each target element is computed from the source elements at the same indices,
+/// in order of the sources.
 ///
-/// 16-bit floats are accumulated in `f32` and rounded once, to nearest; `f32`, `f64` and `i32` in
-/// themselves, where `i32` wraps around. A largest or smallest value is a number where one of the sources
-/// is. A cast to a 16-bit float goes by way of `f32`; one to an integer cuts the fraction off, and gives
-/// the nearest integer that there is where the value has none, and 0 for what is no number.
+/// 16-bit floats are accumulated in `f32` and rounded once, to nearest; `f32`, `f64` and `i32` in their own
+/// type, where `i32` wraps. Maximum and minimum ignore NaN unless all sources are NaN. Casts to 16-bit floats
+/// go through `f32`; casts to integers truncate and saturate, and map NaN to 0.
 #[derive(Clone, Debug)]
 pub struct Elementwise {
-    /// What is computed.
+    /// Function.
     pub op: ElementwiseOp,
-    /// The type of the target's elements.
+    /// Element type of the target.
     pub dtype: DType,
-    /// The type of the sources' elements: the target's, but for a cast.
+    /// Element type of the sources; differs from the target's only for a cast.
     pub source_dtype: DType,
-    /// Extents of the target and of each source, outermost first; at most [`MAX_ELEMENTWISE_AXES`].
+    /// Extents of target and sources, outermost axis first; at most [`MAX_ELEMENTWISE_AXES`].
     pub shape: Vec<usize>,
-    /// What is written, of which no two elements may be one. It may be one of the sources, if the types
-    /// are the same.
+    /// Output. Its elements must not alias one another. It may be identical to a source of the same type.
     pub target: Operand,
-    /// What is read, at most [`MAX_ELEMENTWISE_SOURCES`].
+    /// Inputs, at most [`MAX_ELEMENTWISE_SOURCES`].
     pub sources: Vec<Operand>,
 }
 
 impl Elementwise {
-    /// An operation on whole slices of one type and length.
+    /// An operation on contiguous slices of one type and length.
     pub fn new(
         op: ElementwiseOp,
         dtype: DType,
@@ -124,7 +122,7 @@ impl Elementwise {
         }
     }
 
-    /// A cast of a whole slice.
+    /// A cast of a contiguous slice.
     pub fn cast(
         (dtype, target): (DType, &DeviceSlice),
         (source_dtype, source): (DType, &DeviceSlice),
@@ -136,7 +134,7 @@ impl Elementwise {
         }
     }
 
-    /// How many elements the target has.
+    /// Number of elements of the target.
     pub fn elements(&self) -> usize {
         self.shape.iter().product()
     }
@@ -147,7 +145,7 @@ impl Elementwise {
         self.shape.len() == 1 && all.all(|operand| operand.strides == [1])
     }
 
-    /// Fails for what no device does.
+    /// Validates the operation for every device.
     pub(crate) fn check(&self) -> Result<()> {
         let (op, dtype) = (self.op, self.dtype);
         let wrong = |text: String| Err(Error::invalid(text).with_operation(op.name()));
@@ -221,8 +219,8 @@ impl Elementwise {
         }
     }
 
-    /// Bytes from the first to the last element; `None` where they are too many, or the strides do not
-    /// fit the shape.
+    /// Bytes from the first to the last element; `None` on overflow, or if the strides do not match the
+    /// shape.
     fn spanned(&self, strides: &[usize], dtype: DType) -> Option<usize> {
         if strides.len() != self.shape.len() {
             return None;

@@ -1,4 +1,4 @@
-//! The one-way switch that turns a lost peer into errors instead of hangs.
+//! One-shot latch that turns a lost peer into errors instead of hangs.
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::sync::{AtomicBool, Mutex, OnceLock, Ordering, guard};
@@ -6,7 +6,7 @@ use std::any::Any;
 use std::fmt;
 use std::sync::{Arc, Weak};
 
-/// What is to happen when waits end, as long as there is the one that it is for.
+/// Callback run when waits are aborted, if its owner still exists.
 struct Hook {
     listener: Weak<dyn Any + Send + Sync>,
     run: Box<dyn FnOnce() + Send>,
@@ -14,39 +14,41 @@ struct Hook {
 
 type Tell = Box<dyn Fn(Error) + Send + Sync>;
 
-/// A stream, as the faults know it that concern it.
+/// A stream, as registered with the faults that affect it.
 pub(super) trait Concerned: Send + Sync {
-    /// The faults of others whose work is not known to be done, where the stream fails when `fault` is
-    /// raised.
+    /// Faults of other communicators whose work in this stream may be incomplete if the stream fails by
+    /// `fault`.
     fn spoiled_by(&self, fault: &Fault) -> Vec<Arc<Fault>>;
 }
 
-/// Raised at most once, by the first thread that learns that a peer is lost. A device has one that concerns all of
-/// its work, and each communicator has one that concerns the signals of its own. Raising it has two
-/// steps: from the first on, everything that it concerns fails with the error that was raised first;
-/// with the second, the waits in streams end. Between them the other ranks can be told, so that
-/// nobody takes what a released stream does for good.
+/// Set at most once, by the first thread that detects a lost peer. A device has one for all of its work, and
+/// each communicator has one for waits on its signals.
+///
+/// Raising has two steps. After the first, host calls and streams fail with the first error. The second
+/// aborts waits in streams. In between, other ranks can be notified, so that no rank treats the output of a
+/// released stream as valid.
 #[derive(Default)]
 pub struct Fault {
     pub(super) error: Arc<OnceLock<Error>>,
     released: AtomicBool,
     hooks: Mutex<Vec<Hook>>,
-    /// Tells the other ranks before waits end.
+    /// Notifies other ranks before waits are aborted.
     tell: OnceLock<Tell>,
-    /// The streams that it concerns.
+    /// Streams that it affects.
     streams: Mutex<Vec<Weak<dyn Concerned>>>,
 }
 
 impl Fault {
-    /// Raises it with `error`, in both steps; a second error is dropped, since the first is the cause.
+    /// Raises it with `error`, both steps at once. A second error is dropped, since the first one is the
+    /// cause.
     pub fn raise(&self, error: Error) {
         self.announce(error);
         self.release();
     }
 
-    /// Raises it because of what was found at this rank, which the ranks that wait for it are told before waits end, where
-    /// there are any. Where it was announced before, nothing is told again: the announcer does that and ends waits. Does not
-    /// block.
+    /// Raises it for an error detected on this rank. Peers that wait for this rank are notified before waits
+    /// are aborted. If it was announced before, nothing is sent: the announcer notifies them and aborts the
+    /// waits. Does not block.
     pub(crate) fn fail(&self, error: Error) {
         let Some(tell) = self.tell.get() else {
             return self.raise(error);
@@ -56,28 +58,29 @@ impl Fault {
         }
     }
 
-    /// Has `tell` called by [`fail`](Self::fail): it tells the other ranks, and takes the second step then. It must not
-    /// block. Only the first counts.
+    /// Registers the callback that [`fail`](Self::fail) uses to notify other ranks, and which then performs
+    /// the second step. It must not block. Only the first registration counts.
     pub(crate) fn tell_with(&self, tell: impl Fn(Error) + Send + Sync + 'static) {
         let _ = self.tell.set(Box::new(tell));
     }
 
-    /// The first step: host calls and streams fail with `error`. What waits on a GPU goes on waiting.
+    /// First step: host calls and streams fail with `error`. GPU waits continue.
     pub(crate) fn announce(&self, error: Error) {
-        // A second error cannot be set, and only the first matters.
+        // `set` fails if an error is set; only the first one matters.
         let _ = self.error.set(error);
     }
 
-    /// The second step, after the first: waits end.
+    /// Second step, after the first: waits are aborted.
     pub(crate) fn release(&self) {
         let mut hooks = guard(&self.hooks);
+        // Pairs with the acquire load in `is_released`: a thread that sees the flag also sees the error.
         self.released.store(true, Ordering::Release);
         let hooks = std::mem::take(&mut *hooks);
         hooks.into_iter().for_each(|hook| (hook.run)());
     }
 
-    /// The faults of others whose work lies in a stream that fails by this one, and so counts for
-    /// nothing. To be asked between the two steps.
+    /// Faults of other communicators with work in a stream that fails by this one, which may therefore be
+    /// incomplete. To be called between the two steps.
     pub(crate) fn spoiled(self: &Arc<Self>) -> Vec<Arc<Self>> {
         let streams = guard(&self.streams).clone();
         let streams = streams.iter().filter_map(Weak::upgrade);
@@ -90,29 +93,29 @@ impl Fault {
         spoiled
     }
 
-    /// Notes a stream that it concerns.
+    /// Registers a stream that it affects.
     pub(super) fn concerns(&self, stream: Weak<dyn Concerned>) {
         let mut streams = guard(&self.streams);
         streams.retain(|stream| stream.strong_count() > 0);
         streams.push(stream);
     }
 
-    /// Whether waits are to end.
+    /// Whether waits are aborted.
     pub(crate) fn is_released(&self) -> bool {
         self.released.load(Ordering::Acquire)
     }
 
-    /// The error that was raised, if one was.
+    /// The error, if raised.
     pub fn error(&self) -> Option<&Error> {
         self.error.get()
     }
 
-    /// `result`, whose timeout also says whether the communicator can be used further, where this is a
-    /// communicator's: unless it was raised.
+    /// For a communicator's fault, appends to a timeout error whether the communicator is still usable.
+    /// Unchanged if `result` is the error that was raised.
     pub(crate) fn with_outcome<T>(&self, result: Result<T>) -> Result<T> {
         result.map_err(|error| match (error.kind(), self.error()) {
             (ErrorKind::Timeout, None) => error.adding("the communicator can still be used"),
-            // What was raised says so itself.
+            // The raised error already says so.
             (ErrorKind::Timeout, Some(raised)) if raised.message() != error.message() => {
                 error.adding("the communicator has ended")
             }
@@ -120,7 +123,7 @@ impl Fault {
         })
     }
 
-    /// Fails with the error that was raised, if one was.
+    /// Fails with the error, if raised.
     pub fn check(&self) -> Result<()> {
         match self.error.get() {
             Some(error) => Err(error.clone()),
@@ -128,8 +131,8 @@ impl Fault {
         }
     }
 
-    /// Runs `hook` with `listener` once when waits are to end, or at once if they are already. It is
-    /// forgotten some time after `listener` is gone.
+    /// Calls `hook` with `listener` once when waits are aborted, or at once if they already are. Dropped some
+    /// time after `listener` is.
     pub(crate) fn when_raised<T: Send + Sync + 'static>(
         &self,
         listener: &Arc<T>,

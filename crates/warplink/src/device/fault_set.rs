@@ -1,4 +1,4 @@
-//! The faults that concern a stream, and what its work is good for once one of them is raised.
+//! Faults that affect a stream, and which of its work is invalid once one is raised.
 
 use super::fault::{Concerned, Fault};
 use crate::error::{Error, ErrorKind, Result};
@@ -8,47 +8,48 @@ use std::sync::{Arc, Weak};
 #[cfg(all(test, loom))]
 mod loom_tests;
 
-/// The faults that concern a stream: those of the words that it waits for, and those that concern
-/// what it follows. It fails when one is raised before such a wait is known to be over, and stays failed:
-/// what it did after a wait that was let go must not pass for done.
+/// Faults that affect a stream: those of the words that it waits for, and those inherited from streams that
+/// it follows. The stream fails if one is raised before such a wait is known to be complete, and stays
+/// failed, so that work after an aborted wait is never treated as done.
 ///
-/// A set also knows whose work the stream does. So it tells whose comes to nothing when the stream fails.
+/// The set also tracks for which communicators the stream does work, to report whose work is invalid when the
+/// stream fails.
 #[derive(Debug, Default)]
 pub(crate) struct FaultSet(Mutex<Concerns>);
 
 #[derive(Debug, Default)]
 struct Concerns {
     list: Vec<Concern>,
-    /// Counts what was enqueued, as far as it matters here.
+    /// Sequence number of relevant enqueue calls.
     place: u64,
-    /// The places before what was noted and may not be in the stream yet.
+    /// Sequence numbers before operations that were recorded but may not be in the stream yet.
     before_pending: Vec<u64>,
 }
 
-/// What was noted is being enqueued, until this is dropped. Before that, nobody takes it for done where
-/// the stream is idle.
+/// Guard while recorded operations are being enqueued. Until it is dropped, they are not treated as complete
+/// even if the stream is idle.
 #[derive(Debug)]
-#[must_use = "what was noted counts as enqueued when this is dropped"]
+#[must_use = "dropping it marks the recorded operations as enqueued"]
 pub(crate) struct Noted<'a> {
     set: &'a FaultSet,
-    /// Its entry in `before_pending`, where anything was noted.
+    /// Its entry in `before_pending`, if anything was recorded.
     before: Option<u64>,
 }
 
 #[derive(Clone, Debug)]
 struct Concern {
     error: Arc<OnceLock<Error>>,
-    /// When it is gone and was not raised, it never will be.
+    /// Once it is dropped without having been raised, it never will be.
     fault: Weak<Fault>,
-    /// The place of the last wait that it ends, unless it is known to be over.
+    /// Sequence number of the last wait that it aborts, unless known to be complete.
     waits: Option<u64>,
-    /// The place of the last work for what it concerns, unless it is known to be done.
+    /// Sequence number of the last work for its communicator, unless known to be complete.
     work: Option<u64>,
 }
 
 impl FaultSet {
-    /// Waits are being enqueued that `faults` end, for what these concern. To be dropped when the call that
-    /// enqueues has returned.
+    /// Records waits that `faults` abort, for work of their communicators. Drop the guard when the enqueue
+    /// call has returned.
     #[inline]
     pub(crate) fn add<'a>(
         self: &Arc<Self>,
@@ -64,12 +65,12 @@ impl FaultSet {
         noted
     }
 
-    /// Work is enqueued for what `fault` concerns, without a wait.
+    /// Records work for `fault`'s communicator that does not wait.
     pub(crate) fn add_work(self: &Arc<Self>, fault: &Arc<Fault>) {
         self.note(fault, None);
     }
 
-    /// Notes work, and a wait where one is being enqueued.
+    /// Records work, and optionally a wait that is being enqueued.
     #[inline]
     fn note(self: &Arc<Self>, fault: &Arc<Fault>, wait: Option<&mut Noted<'_>>) {
         let waits = wait.is_some();
@@ -102,13 +103,13 @@ impl FaultSet {
         fault.concerns(stream);
     }
 
-    /// The stream is made to follow what `other` concerns. To be dropped when the call that enqueues has
-    /// returned.
+    /// Inherits the faults of `other`, which this stream is made to wait for. Drop the guard when the enqueue
+    /// call has returned.
     pub(crate) fn follow(self: &Arc<Self>, other: &Self) -> Noted<'_> {
         self.take_over(other, false)
     }
 
-    /// The stream is made to do again what `other` was recorded from. To be dropped as for
+    /// Records that the stream repeats the work `other` was captured from. The guard is as for
     /// [`follow`](Self::follow).
     pub(crate) fn repeat(self: &Arc<Self>, other: &Self) -> Noted<'_> {
         self.take_over(other, true)
@@ -122,7 +123,7 @@ impl FaultSet {
         if std::ptr::eq(Arc::as_ptr(self), other) {
             return noted;
         }
-        // Not under both locks, which two streams may take in either order.
+        // Never hold both locks: two streams could take them in opposite order.
         let added = guard(&other.0).list.clone();
         if added.is_empty() {
             return noted;
@@ -168,20 +169,20 @@ impl FaultSet {
         noted
     }
 
-    /// Forgets what it has, and takes the faults of `other`.
+    /// Replaces its faults by those of `other`.
     pub(crate) fn replace(&self, other: &Self) {
         let taken = guard(&other.0).list.clone();
         guard(&self.0).list = taken;
     }
 
-    /// The last place up to which all that was noted has been enqueued.
+    /// Sequence number up to which all recorded operations have been enqueued.
     pub(crate) fn place(&self) -> u64 {
         let concerns = guard(&self.0);
         let pending = concerns.before_pending.iter().copied().min();
         pending.unwrap_or(concerns.place)
     }
 
-    /// Everything up to `place` is done.
+    /// Marks everything up to `place` as complete.
     pub(crate) fn done(&self, place: u64) {
         for concern in &mut guard(&self.0).list {
             concern.work = concern.work.filter(|&work| work > place);
@@ -189,16 +190,17 @@ impl FaultSet {
         }
     }
 
-    /// Fails with the error of a fault that was raised, if one was.
+    /// Fails with the error of a raised fault.
     #[inline]
     pub(crate) fn check(&self) -> Result<()> {
         let concerns = guard(&self.0);
         let waiting = concerns.list.iter().filter(|held| held.waits.is_some());
         let raised = waiting.filter_map(|concern| concern.error.get());
-        // Where a fault spread, the first cause.
+        // If a fault has spread to others, report the original cause.
         let raised = raised.min_by_key(|error| error.kind() == ErrorKind::PeerFailed);
         raised.map_or(Ok(()), |error| {
-            const HELP: &str = "use another stream: this one waited for what will not come";
+            const HELP: &str =
+                "use another stream: this one waited for a signal that will never arrive";
             let help = match error.help() {
                 Some(cause) => format!("{cause}; {HELP}"),
                 None => HELP.to_owned(),
@@ -209,7 +211,7 @@ impl FaultSet {
 }
 
 impl Concerns {
-    /// What is noted from now on is being enqueued.
+    /// Marks later recorded operations as being enqueued.
     fn begin(&mut self, noted: &mut Noted<'_>) {
         if noted.before.is_none() {
             noted.before = Some(self.place);
@@ -230,7 +232,7 @@ impl Drop for Noted<'_> {
 }
 
 impl Concerned for FaultSet {
-    // Order does not matter: what is before a wait that is let go may not be done either.
+    // Order is irrelevant: work before an aborted wait may be incomplete too.
     fn spoiled_by(&self, fault: &Fault) -> Vec<Arc<Fault>> {
         let concerns = guard(&self.0);
         let is_own = |concern: &&Concern| Arc::ptr_eq(&concern.error, &fault.error);
@@ -278,7 +280,7 @@ mod tests {
         assert!(follower.check().is_ok());
     }
 
-    /// Whether the work of `other` is spoiled where `fault` is raised.
+    /// Whether work of `other` is invalid if `fault` is raised.
     fn spoils(fault: &Arc<Fault>, other: &Arc<Fault>) -> bool {
         let spoiled = fault.spoiled();
         spoiled.iter().any(|spoiled| Arc::ptr_eq(spoiled, other))
@@ -319,7 +321,7 @@ mod tests {
         drop(follower.follow(stream));
         follower.add_work(&other);
         assert!(spoils(&lost, &other));
-        // A graph of a wait and work behind it.
+        // A graph of a wait followed by work.
         let graph = FaultSet::default();
         stream.add_work(&third);
         graph.replace(stream);

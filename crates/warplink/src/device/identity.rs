@@ -1,10 +1,10 @@
-//! What tells physical devices and machines apart.
+//! Identities of physical devices and machines.
 
 use sha2::{Digest, Sha256};
 use std::fmt;
 
-/// Which physical device, whatever ordinal a process sees it under: a GPU's UUID, the machine's
-/// boot id for the host device.
+/// Identity of a physical device, independent of ordinals: a GPU's UUID, or the machine's boot id for the
+/// host device.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct DeviceIdentity(pub [u8; 16]);
 
@@ -14,16 +14,15 @@ impl fmt::Debug for DeviceIdentity {
     }
 }
 
-/// The machine's boot id, the same for every process on it: ranks that agree on it can share memory.
-/// Zero where the kernel gives none.
+/// Boot id of the machine, equal for all of its processes; ranks with the same id can share memory. Zero if
+/// the kernel does not provide it.
 pub(crate) fn machine_identity() -> [u8; 16] {
     let text = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
     let digits: String = text.chars().filter(char::is_ascii_hexdigit).collect();
     u128::from_str_radix(&digits, 16).unwrap_or(0).to_be_bytes()
 }
 
-/// The number of memory that consists of pieces with these numbers: that of a single one, and one that
-/// no other memory has in practice for several.
+/// Identity of memory made of several pieces: that of a single piece, or a hash for several.
 pub(crate) fn combined_identity(pieces: &[u64]) -> u64 {
     if let [single] = pieces {
         return *single;
@@ -35,6 +34,6 @@ pub(crate) fn combined_identity(pieces: &[u64]) -> u64 {
     let hash = hash.finalize();
     let mut number = [0; 8];
     number.copy_from_slice(&hash[..8]);
-    // Numbers that are counted do not get so far.
+    // Counted identities never reach this bit, so they cannot collide with hashes.
     u64::from_le_bytes(number) | 1 << 62
 }

@@ -1,15 +1,15 @@
-//! Machine code of the caller's: whether it is whole, and of a format that the driver takes. The driver finds the end of an
-//! image by what is in it, so one that is cut off would have it read past the end.
+//! Validates machine code supplied by the caller: complete, and in a format that the driver accepts. The
+//! driver determines an image's length from its content, so it would read past the end of a truncated one.
 
 use crate::error::{Error, Result};
 
-/// ELF's number for machines that run CUDA.
+/// ELF machine number of CUDA.
 const CUDA_MACHINE: u64 = 190;
 
-/// What a text of PTX starts with, after comments.
+/// First directive of PTX text, after comments.
 const PTX_START: &str = ".version";
 
-/// Fails for what is neither a whole cubin, nor a whole fat binary, nor PTX.
+/// Fails unless the image is a complete cubin, a complete fat binary, or PTX.
 pub(super) fn check(image: &[u8]) -> Result<()> {
     let expected = match image {
         [0x7f, b'E', b'L', b'F', 2, 1, ..] => {
@@ -46,10 +46,10 @@ fn refused(message: String) -> Error {
     Error::invalid(format!(
         "{message}; expected a whole cubin, a whole fat binary, or PTX"
     ))
-    .with_help("pass all bytes of a file that nvcc made by -cubin, -fatbin or -ptx")
+    .with_help("pass the whole file that nvcc produced with -cubin, -fatbin or -ptx")
 }
 
-/// How many bytes an object of ELF has, by its tables, in which nvcc's end.
+/// Length of an ELF object according to its tables, which nvcc places last.
 fn elf_bytes(image: &[u8]) -> Option<u64> {
     let table = |start, size, count| {
         let (start, size, count) = (
@@ -63,18 +63,18 @@ fn elf_bytes(image: &[u8]) -> Option<u64> {
     Some(programs.max(sections).max(0x40))
 }
 
-/// How many bytes a fat binary has: those of its header, and what that says.
+/// Length of a fat binary according to its header.
 fn fat_binary_bytes(image: &[u8]) -> Option<u64> {
     number(image, 6, 2)?.checked_add(number(image, 8, 8)?)
 }
 
-/// The number of `bytes` bytes at `start`, the lowest first.
+/// Little-endian number of `bytes` bytes at `start`.
 fn number(image: &[u8], start: usize, bytes: usize) -> Option<u64> {
     let bytes = image.get(start..start + bytes)?.iter().rev();
     Some(bytes.fold(0, |number, byte| number << 8 | u64::from(*byte)))
 }
 
-/// Whether it is text that starts as PTX does. It may end with a zero, as C's texts do.
+/// Whether it is PTX text, optionally terminated by a zero.
 fn is_ptx(image: &[u8]) -> bool {
     let text = image.strip_suffix(&[0]).unwrap_or(image);
     let Ok(mut text) = std::str::from_utf8(text) else {
@@ -107,7 +107,7 @@ mod tests {
         image[start..start + bytes].copy_from_slice(&number.to_le_bytes()[..bytes]);
     }
 
-    /// An object of ELF for CUDA with 3 sections of which the table is at its end.
+    /// A CUDA ELF object with 3 sections whose table is at the end.
     fn cubin() -> Vec<u8> {
         let mut image = vec![0; 500 + 3 * 64];
         image[..6].copy_from_slice(&[0x7f, b'E', b'L', b'F', 2, 1]);
@@ -134,7 +134,7 @@ mod tests {
             for bytes in 0..image.len() {
                 assert!(check(&image[..bytes]).is_err(), "{bytes}");
             }
-            // What follows an image does not matter.
+            // Trailing bytes are ignored.
             assert!(check(&[&image[..], &[0; 8]].concat()).is_ok());
         }
     }

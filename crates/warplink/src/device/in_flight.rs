@@ -1,4 +1,4 @@
-//! What streams may still use, kept until they are past it.
+//! Keeps values alive until streams have completed the work that uses them.
 
 use super::{Device, Event, Stream};
 use crate::deadline::Deadline;
@@ -9,24 +9,23 @@ use std::ops::Deref;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-/// Between two looks at what is left, at first and at most.
+/// Polling interval, initial and maximum (exponential backoff).
 const POLL_INTERVALS: [Duration; 2] = [Duration::from_millis(1), Duration::from_millis(50)];
 
-/// How long streams may take to end after the device's fault, which ends their waits.
+/// How long streams may take to drain after the device's fault, which aborts their waits.
 const MAX_AFTER_FAULT: Duration = Duration::from_secs(2);
 
-/// From this number of streams on, idle ones are forgotten before another is noted.
+/// Above this number of streams, idle ones are removed before another is added.
 const MAX_STREAMS_UNCHECKED: usize = 4;
 
-/// The one list of work in flight: things that streams may still use, each with marks in these
-/// streams behind its last use. What cannot be asked whether it is reached counts as in use. While
-/// there is something, a thread looks whether it may go.
+/// The list of values in flight, each with events in the streams that may still use it. A value whose events
+/// cannot be queried counts as in use. A thread polls while the list is not empty.
 pub(crate) struct InFlight {
     device: Arc<dyn Device>,
-    state: Mutex<State>,
+    state: Mutex<Items>,
 }
 
-/// A value that streams use. When it is dropped, it is kept until they are past it.
+/// A value that streams use. Dropping it keeps the value alive until they have completed.
 #[derive(Debug)]
 pub(crate) struct InUse<T: Send + Sync + 'static> {
     value: Arc<T>,
@@ -35,11 +34,11 @@ pub(crate) struct InUse<T: Send + Sync + 'static> {
 }
 
 #[derive(Default)]
-struct State {
+struct Items {
     held: Vec<Held>,
-    /// How many threads let go of what they have taken out.
+    /// Number of threads that are dropping values removed from the list.
     releasing: usize,
-    /// Whether a thread looks at what is left.
+    /// Whether the polling thread is running.
     polled: bool,
 }
 
@@ -48,10 +47,10 @@ struct Held {
     _item: Box<dyn Any + Send>,
 }
 
-/// A place in a stream that is to be passed.
+/// A position in a stream that must be reached.
 enum Mark {
     Recorded(Event),
-    /// The stream could not be marked; it may be when it is tried again.
+    /// The event could not be recorded yet; retried at the next poll.
     Unrecorded(Stream),
 }
 
@@ -63,8 +62,9 @@ impl InFlight {
         }
     }
 
-    /// Keeps `item` until `streams` have done what they were given so far. Does not block.
+    /// Keeps `item` alive until `streams` have completed their work so far. Does not block.
     pub(crate) fn hold(self: &Arc<Self>, streams: &[Stream], item: impl Any + Send) {
+        // Idle streams have completed, so they need no event.
         let busy = streams.iter().filter(|stream| is_busy(stream));
         let marks: Vec<Mark> = busy.map(mark).collect();
         if marks.is_empty() {
@@ -73,7 +73,7 @@ impl InFlight {
         self.hold_behind(marks, Box::new(item));
     }
 
-    /// Lets go of what no stream uses any more. Does not block.
+    /// Drops values that no stream uses any more. Does not block.
     pub(crate) fn release_finished(&self) {
         let mut marked = Vec::new();
         let mut state = lock(&self.state);
@@ -84,16 +84,17 @@ impl InFlight {
         if marked.is_empty() && finished.is_empty() {
             return;
         }
+        // Counted so that `wait_until_empty` does not return while destructors run.
         state.releasing += 1;
         drop(state);
-        // Not under the lock: what items and streams do when they are dropped may lead back here.
+        // Outside the lock: destructors of items and streams may call back into this.
         drop(marked);
         drop(finished);
         lock(&self.state).releasing -= 1;
     }
 
-    /// Blocks until everything is let go of, at most until `deadline`, or for two seconds after the
-    /// device's fault, which ends what streams wait for; whether nothing is left.
+    /// Blocks until the list is empty, up to `deadline`, or up to two seconds after the device's fault, which
+    /// aborts the streams' waits. Returns whether it is empty.
     pub(crate) fn wait_until_empty(&self, deadline: Deadline) -> bool {
         let [mut interval, max_interval] = POLL_INTERVALS;
         let mut after_fault = None;
@@ -104,6 +105,7 @@ impl InFlight {
                 return true;
             }
             drop(state);
+            // The fault aborts the streams' waits, so they drain soon.
             if self.device.fault().error().is_some() {
                 after_fault.get_or_insert_with(|| Deadline::after(MAX_AFTER_FAULT));
             }
@@ -118,6 +120,7 @@ impl InFlight {
     fn hold_behind(self: &Arc<Self>, marks: Vec<Mark>, item: Box<dyn Any + Send>) {
         let mut state = lock(&self.state);
         state.held.push(Held { marks, _item: item });
+        // The polling thread is running already.
         if std::mem::replace(&mut state.polled, true) {
             return;
         }
@@ -127,13 +130,13 @@ impl InFlight {
             .name("warplink-in-flight".to_owned())
             .spawn(move || own.poll());
         if let Err(error) = started {
-            // Later calls try again, and look at what is left themselves.
+            // Later calls try again, and poll themselves.
             lock(&self.state).polled = false;
-            tracing::warn!(%error, "what streams still use is kept for longer");
+            tracing::warn!(%error, "resources in flight are kept for longer, since the polling thread failed to start");
         }
     }
 
-    /// Looks at what is left until nothing is.
+    /// Polls until the list is empty.
     fn poll(&self) {
         let [mut interval, max_interval] = POLL_INTERVALS;
         loop {
@@ -141,6 +144,7 @@ impl InFlight {
             interval = max_interval.min(2 * interval);
             self.release_finished();
             let mut state = lock(&self.state);
+            // Checked under the lock, so that no value is added in between without a thread.
             if state.held.is_empty() {
                 state.polled = false;
                 return;
@@ -150,7 +154,7 @@ impl InFlight {
 }
 
 impl Held {
-    /// Whether all marks are reached. Streams that could be marked now go to `marked`.
+    /// Whether all events are reached. Handles of streams that could be marked now are moved to `marked`.
     fn is_finished(&mut self, marked: &mut Vec<Mark>) -> bool {
         for mark in &mut self.marks {
             if let Mark::Unrecorded(stream) = mark
@@ -162,12 +166,13 @@ impl Held {
         self.marks.retain(|mark| match mark {
             Mark::Recorded(event) => !event.is_reached().unwrap_or(false),
             Mark::Unrecorded(_) => true,
+            // A query error counts as not reached: memory is never released too early.
         });
         self.marks.is_empty()
     }
 }
 
-/// Whether the stream has work or records some; also where it cannot be asked.
+/// Whether the stream has work or is capturing; true if it cannot be queried.
 fn is_busy(stream: &Stream) -> bool {
     stream.is_capturing().unwrap_or(true) || !stream.is_idle().unwrap_or(false)
 }
@@ -191,16 +196,16 @@ impl<T: Send + Sync> InUse<T> {
         }
     }
 
-    /// Calls `enqueue`, which gives `stream` work that uses the value.
+    /// Calls `enqueue`, which enqueues work on `stream` that uses the value.
     pub(crate) fn used_by<R>(&self, stream: &Stream, enqueue: impl FnOnce() -> R) -> R {
         self.note(stream);
         let enqueued = enqueue();
-        // Another thread may have found the stream without work before, and forgotten it.
+        // Another thread may have found the stream idle before, and removed it.
         self.note(stream);
         enqueued
     }
 
-    /// Notes that `stream` uses the value from now on, and has work that does.
+    /// Records that `stream` has work that uses the value.
     pub(crate) fn note(&self, stream: &Stream) {
         let mut streams = lock(&self.streams);
         if streams.iter().any(|noted| noted.raw() == stream.raw()) {
@@ -211,7 +216,7 @@ impl<T: Send + Sync> InUse<T> {
             idle.extend(streams.extract_if(.., |stream| !is_busy(stream)));
         }
         streams.push(stream.clone());
-        // Streams may be somebody else's, and do anything when they are let go of.
+        // Outside the lock: dropping a borrowed stream may run arbitrary code.
         drop(streams);
         drop(idle);
     }
@@ -251,7 +256,7 @@ mod tests {
     use crate::error::{Error, ErrorKind, Result};
     use std::sync::atomic::{AtomicBool, Ordering};
 
-    /// An event that can be asked only once it is allowed.
+    /// An event that cannot be queried until allowed.
     #[derive(Debug, Default)]
     struct Silent(AtomicBool);
 
@@ -299,7 +304,7 @@ mod tests {
         );
     }
 
-    /// Sets `word` to 1 in a stream, as the end of a wait does.
+    /// Sets `word` to 1 in a stream, which ends a wait.
     fn set(device: &Arc<dyn Device>, word: &crate::device::Word) {
         let stream = device.create_stream(Priority::Normal).unwrap();
         let write = MemoryOp::Write { word, value: 1 };
@@ -349,7 +354,7 @@ mod tests {
         device
             .fault()
             .raise(Error::new(ErrorKind::PeerLost, "a peer is gone"));
-        // Also what is dropped only now.
+        // Also values that are dropped only now.
         in_flight.hold(std::slice::from_ref(&stream), items[1].clone());
         assert!(in_flight.wait_until_empty(late()));
         assert!(items.iter().all(|item| Arc::strong_count(item) == 1));

@@ -1,4 +1,4 @@
-//! How a kernel is launched, and with which arguments.
+//! Kernel launches: shape and arguments.
 
 use super::channel::{ChannelArray, ChannelHandle};
 use super::config::DeviceKind;
@@ -9,7 +9,7 @@ use crate::error::Result;
 use std::fmt;
 use std::sync::Arc;
 
-/// The shape of a launch: a grid of blocks of threads, each of one dimension.
+/// Shape of a launch: a one-dimensional grid of one-dimensional blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Launch {
     pub(crate) blocks: u32,
@@ -20,8 +20,8 @@ pub struct Launch {
 }
 
 impl Launch {
-    /// `blocks` blocks of `threads` threads. The host device runs a closure for each block, and tells it
-    /// the number of threads.
+    /// `blocks` blocks of `threads` threads. The host device runs a closure for each block and passes the
+    /// number of threads to it.
     pub fn new(blocks: u32, threads: u32) -> Self {
         Self {
             blocks,
@@ -32,28 +32,29 @@ impl Launch {
         }
     }
 
-    /// Gives each block `bytes` bytes of dynamic shared memory.
+    /// Sets the dynamic shared memory of each block.
     pub fn with_shared_bytes(mut self, bytes: u32) -> Self {
         self.shared_bytes = bytes;
         self
     }
 
-    /// Only with all blocks on the device at the same time, so that they may wait for one another; a
-    /// launch that does not fit is an error. On the host device they always are.
+    /// Requires all blocks to be resident at the same time, so that they may wait for one another; a launch
+    /// that does not fit is an error. Always the case on the host device.
     pub fn with_all_blocks_together(mut self) -> Self {
         self.together = true;
         self
     }
 
-    /// The blocks may start while the kernel before in the stream still runs, once all of its blocks have said that they
-    /// may, or ended. The kernel awaits its end (`await_preceding` in `memory.cuh`) before it touches memory.
+    /// Allows the blocks to start while the preceding kernel in the stream is still running, once all of its
+    /// blocks have permitted that or ended. The kernel must call `await_preceding` (`memory.cuh`) before it
+    /// accesses memory.
     pub(crate) fn with_early_start(mut self, early: bool) -> Self {
         self.early = early;
         self
     }
 }
 
-/// The value of a kernel's parameter.
+/// An argument of a kernel.
 #[derive(Clone)]
 #[non_exhaustive]
 pub enum Argument {
@@ -69,7 +70,7 @@ pub enum Argument {
     F32(f32),
     /// `double`.
     F64(f64),
-    /// A pointer to the first byte.
+    /// Pointer to the first byte.
     Slice(DeviceSlice),
     /// `warplink::Channel`, by value.
     Channel(Arc<dyn ChannelHandle>),
@@ -77,13 +78,13 @@ pub enum Argument {
     Channels(Arc<ChannelArray>),
     /// A structure of `unsigned long long`, by value: at most 4,000 bytes.
     Words(Arc<[u64]>),
-    /// Memory whose addresses are among the words. Closures of the host device find it here; kernels of GPUs
-    /// have no parameter for it.
+    /// Memory whose addresses are among the words. Closures of the host device find it here; GPU kernels have
+    /// no parameter for it.
     Memory(Arc<[DeviceSlice]>),
 }
 
 impl Argument {
-    /// The bytes of the parameter, in 8-byte units of which the last may be used in part, and how many.
+    /// Argument value in 8-byte words, the last of which may be partial, and its length in bytes.
     pub(crate) fn words(&self) -> (Vec<u64>, usize) {
         match self {
             Self::U32(value) => (vec![u64::from(*value)], 4),
@@ -103,7 +104,7 @@ impl Argument {
         }
     }
 
-    /// Whether it names no memory but that of devices of a kind.
+    /// Whether all memory that it references belongs to devices of `kind`.
     pub(crate) fn is_of(&self, kind: DeviceKind) -> bool {
         match self {
             Self::Slice(slice) => slice.kind() == kind,
@@ -114,12 +115,12 @@ impl Argument {
         }
     }
 
-    /// Whether kernels of GPUs have a parameter for it.
+    /// Whether GPU kernels have a parameter for it.
     pub(crate) fn is_parameter(&self) -> bool {
         !matches!(self, Self::Memory(_))
     }
 
-    /// The faults that end waits in a kernel which has it.
+    /// Faults that abort waits of a kernel with this argument.
     pub(crate) fn faults(&self) -> Vec<&Arc<Fault>> {
         match self {
             Self::Slice(slice) => slice.backing().fault().into_iter().collect(),
@@ -134,7 +135,7 @@ impl Argument {
         }
     }
 
-    /// Fails where what serves its channels has failed.
+    /// Fails if the proxy of one of its channels has failed.
     pub(crate) fn check(&self) -> Result<()> {
         match self {
             Self::Channel(channel) => channel.check(),
@@ -143,7 +144,7 @@ impl Argument {
         }
     }
 
-    /// Has what it names kept until `stream` is past what was enqueued so far.
+    /// Keeps its memory alive until `stream` has completed the work enqueued so far.
     pub(crate) fn note(&self, stream: &Stream) {
         match self {
             Self::Channel(channel) => channel.note(stream),
@@ -154,7 +155,7 @@ impl Argument {
         }
     }
 
-    /// What it is, for messages.
+    /// Type name in messages.
     pub(crate) fn type_name(&self) -> &'static str {
         match self {
             Self::U32(_) => "u32",
@@ -190,7 +191,7 @@ impl fmt::Debug for Argument {
     }
 }
 
-/// Arguments made of the values themselves.
+/// Conversions from plain values.
 macro_rules! from_values {
     ($($type:ty => $variant:ident),* $(,)?) => {$(
         impl From<$type> for Argument {

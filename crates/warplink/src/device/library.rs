@@ -1,14 +1,14 @@
-//! Finding the vendor's libraries at run time, and saying where they were looked for.
+//! Locates vendor libraries at run time, and reports where they were searched for.
 
 use crate::error::{Error, ErrorKind, Result};
 use std::ffi::{CStr, OsString, c_char};
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// A directory list, separated by colons, that is searched before anything else.
+/// Colon-separated list of directories that are searched first.
 const PATH_VARIABLE: &str = "WARPLINK_LIBRARY_PATH";
 
-/// Where NVIDIA's wheels put their libraries, below site-packages or a `pip install --target`.
+/// Directories of NVIDIA's wheels below site-packages or a `pip install --target`.
 const WHEEL_DIRECTORIES: [&str; 4] = [
     "nvidia/cu13/lib",
     "nvidia/cuda_nvrtc/lib",
@@ -16,7 +16,7 @@ const WHEEL_DIRECTORIES: [&str; 4] = [
     "nvidia/nccl/lib",
 ];
 
-/// Declares a table of a library's functions and how it is loaded.
+/// Declares a table of a library's functions, and how to resolve them.
 macro_rules! function_table {
     (
         $(#[$meta:meta])* $table:ident {
@@ -49,13 +49,13 @@ macro_rules! function_table {
 }
 pub(crate) use function_table;
 
-/// A library that is wanted: its name, the file names it goes by, and what to install.
+/// A library to load: name, sonames, and installation help.
 #[derive(Debug)]
 pub(crate) struct Wanted {
     pub(crate) name: &'static str,
     sonames: &'static [&'static str],
     help: &'static str,
-    /// Whether it is part of the toolkit, and not of the driver, which only the system installs.
+    /// Whether it belongs to the CUDA toolkit rather than the driver, which is only installed system-wide.
     toolkit: bool,
 }
 
@@ -108,8 +108,7 @@ pub(crate) const UCX: Wanted = Wanted {
     toolkit: false,
 };
 
-/// A library that was loaded. It stays loaded until the process ends, since function pointers
-/// into it are kept.
+/// A loaded library. Never unloaded, since function pointers into it are kept.
 #[derive(Debug)]
 pub(crate) struct Loaded {
     library: &'static libloading::Library,
@@ -119,7 +118,7 @@ pub(crate) struct Loaded {
 }
 
 impl Loaded {
-    /// The function `symbol`, if the library has it.
+    /// Resolves `symbol`, if the library has it.
     ///
     /// # Safety
     /// `F` must be a function pointer type with the symbol's signature and calling convention.
@@ -134,7 +133,7 @@ impl Loaded {
         }
     }
 
-    /// The function `symbol`.
+    /// Resolves `symbol`.
     ///
     /// # Safety
     /// As for [`find`](Self::find).
@@ -151,20 +150,20 @@ impl Loaded {
     }
 }
 
-/// Where a library was found, or where it was looked for.
+/// Result of searching for a library.
 #[derive(Clone, Debug)]
 pub struct LibraryReport {
-    /// The library's name.
+    /// Library name.
     pub name: &'static str,
     /// The file that was loaded, if one was.
     pub path: Option<PathBuf>,
-    /// Every name and path that was tried without success.
+    /// Names and paths that were tried without success.
     pub tried: Vec<PathBuf>,
-    /// What to do where it is missing.
+    /// How to install it.
     pub help: &'static str,
 }
 
-/// Loads `wanted` from the first place that has it.
+/// Loads `wanted` from the first matching location.
 pub(crate) fn load(wanted: &'static Wanted) -> Result<Loaded> {
     search(wanted, &Places::of_this_process()).map_err(|tried| {
         let tried: Vec<_> = tried
@@ -179,7 +178,7 @@ pub(crate) fn load(wanted: &'static Wanted) -> Result<Loaded> {
     })
 }
 
-/// What a library calls one of its error codes.
+/// The library's description of an error code.
 ///
 /// # Safety
 /// `text` must be null or a string that ends with a zero and is not freed meanwhile.
@@ -193,7 +192,7 @@ pub(crate) unsafe fn message(text: *const c_char) -> String {
         .into_owned()
 }
 
-/// Says for each library where it is or where it was looked for.
+/// For each library, where it was found or searched for.
 pub fn libraries() -> Vec<LibraryReport> {
     [&DRIVER, &NVRTC, &CUBLAS_LT, &CUBLAS, &NCCL, &NVML, &UCX]
         .into_iter()
@@ -212,7 +211,7 @@ pub fn libraries() -> Vec<LibraryReport> {
         .collect()
 }
 
-/// What the environment says about places, apart from it so that tests can say something else.
+/// Search locations from the environment, injectable for tests.
 struct Places {
     listed: Vec<PathBuf>,
     cuda_homes: Vec<PathBuf>,
@@ -242,7 +241,7 @@ impl Places {
         }
     }
 
-    /// Directories to look in before the loader's own search, and those to look in after it.
+    /// Directories to search before and after the dynamic loader's own search.
     fn directories(&self, toolkit: bool) -> (Vec<PathBuf>, Vec<PathBuf>) {
         let with_wheels = |root: &PathBuf| {
             std::iter::once(root.clone())
@@ -264,19 +263,19 @@ impl Places {
         (first, then)
     }
 
-    /// The package directories of the `python3` that the search path names.
+    /// Package directories of the `python3` on PATH.
     fn site_packages(&self) -> Vec<PathBuf> {
         let mut prefixes = self.python_prefixes.clone();
         if let Some(python) = std::env::split_paths(&self.search_path)
             .map(|path| path.join("python3"))
             .find(|p| p.is_file())
         {
-            // A virtual environment's python3 is a link out of it: both ends have packages.
+            // In a virtual environment python3 is a symlink out of it; both ends have packages.
             let prefix = |path: &Path| path.parent().and_then(Path::parent).map(Path::to_path_buf);
             let resolved = fs::canonicalize(&python).ok();
             prefixes.extend(prefix(&python));
             prefixes.extend(resolved.as_deref().and_then(prefix));
-            // pyenv puts scripts on the path that start one of its versions.
+            // pyenv puts shims on PATH that start one of its versions.
             if python
                 .parent()
                 .is_some_and(|parent| parent.ends_with("shims"))
@@ -307,7 +306,7 @@ impl Places {
     }
 }
 
-/// The entries of `directory` whose names start with `start`, in order.
+/// Entries of `directory` whose names start with `start`, sorted.
 fn children(directory: &Path, start: &str) -> Vec<PathBuf> {
     let mut found: Vec<_> = fs::read_dir(directory)
         .into_iter()
@@ -338,8 +337,8 @@ fn search(wanted: &'static Wanted, places: &Places) -> std::result::Result<Loade
         None
     };
     let by_name = |tried: &mut Vec<PathBuf>| {
-        // By its bare name the loader gives the copy that is already in the process, such as the
-        // one PyTorch brought, and otherwise looks where the system is told to.
+        // By soname the loader returns a copy already in the process, such as PyTorch's, and otherwise
+        // searches the system's directories.
         for soname in wanted.sonames {
             if let Some(library) = open(Path::new(soname)) {
                 return Some((
@@ -371,7 +370,7 @@ fn open(path: &Path) -> Option<libloading::Library> {
     unsafe { libloading::Library::new(path) }.ok()
 }
 
-/// The file behind a library that was loaded by its bare name.
+/// Path of a library that was loaded by soname.
 fn loaded_path(soname: &str) -> Option<PathBuf> {
     let maps = fs::read_to_string("/proc/self/maps").ok()?;
     maps.lines()
@@ -403,7 +402,7 @@ mod tests {
         }
     }
 
-    /// A shared library that is on every machine that runs these tests, to copy under other names.
+    /// A shared library that exists on every test machine, to copy under other names.
     fn some_library() -> PathBuf {
         loaded_path("libc.so").unwrap()
     }

@@ -1,64 +1,62 @@
-//! Where a device is attached, and the links that it has to others of its machine.
+//! A device's location and its links to other devices of the machine.
 
 use super::attachment::Attachment;
 use super::pci::PciAddress;
 use crate::error::Result;
 
-/// What a device tells of its place in the machine.
+/// Queries of a device's location and links.
 pub trait LinkQuery {
-    /// Where it is attached to its machine: its address, its NUMA node, the nearest network device.
+    /// PCI address, NUMA node and nearest network device.
     ///
     /// # Errors
-    /// [`ErrorKind::Driver`](crate::ErrorKind::Driver) where its address cannot be had. What else the
-    /// machine does not tell is no error.
+    /// [`ErrorKind::Driver`](crate::ErrorKind::Driver) if the PCI address cannot be determined. Other missing
+    /// information is not an error.
     fn attachment(&self) -> Result<Attachment>;
 
-    /// Its links that are up. The host device has one, to the memory that all ranks of the machine
-    /// share.
+    /// Active links. The host device has one, to the memory shared by all ranks of the machine.
     ///
     /// # Errors
     /// [`ErrorKind::LibraryMissing`](crate::ErrorKind::LibraryMissing) without the vendor's library,
-    /// [`ErrorKind::Driver`](crate::ErrorKind::Driver) where that fails.
+    /// [`ErrorKind::Driver`](crate::ErrorKind::Driver) if the query fails.
     fn links(&self) -> Result<DeviceLinks>;
 
-    /// Whether it reads and writes the memory of the device of its kind at `peer` on the same machine
-    /// (none for a device without an address), by whatever way. False also where this process cannot
-    /// see that device.
+    /// Whether it can access the memory of the device of the same kind at `peer` on this machine (`None` for
+    /// a device without address), over any path. False if that device is not visible to this process.
     ///
     /// # Errors
     /// As [`links`](Self::links).
     fn reaches(&self, peer: Option<PciAddress>) -> Result<bool>;
 
-    /// What it can do with the memory of the device of its kind at `peer` on the same machine (none for a device
-    /// without an address), which may be the device itself; `None` where this process cannot find out.
+    /// Access to the memory of the device of the same kind at `peer` on this machine (`None` for a device
+    /// without address), possibly itself. `None` if this process cannot determine it.
     fn peer_access(&self, _peer: Option<PciAddress>) -> Option<PeerAccess> {
         None
     }
 }
 
-/// What a device can do with another one's memory.
+/// Access of a device to another device's memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PeerAccess {
-    /// Map it.
+    /// Can map it.
     pub mapped: bool,
-    /// Change words of it atomically, where it is mapped.
+    /// Can perform atomic operations on it while mapped.
     pub atomics: bool,
 }
 
 impl PeerAccess {
-    /// All that there is, as a device has to its own memory.
+    /// Full access, as to a device's own memory.
     pub const FULL: Self = Self {
         mapped: true,
         atomics: true,
     };
 
-    /// None at all.
+    /// No access.
     pub const NONE: Self = Self {
         mapped: false,
         atomics: false,
     };
 
-    /// What both can do.
+    /// Intersection of two accesses.
     #[must_use]
     pub fn and(self, other: Self) -> Self {
         Self {
@@ -68,31 +66,31 @@ impl PeerAccess {
     }
 }
 
-/// What a device is linked to. Links are those made for devices (NVLink, say), not the PCI bus.
+/// Links of a device: device interconnects such as NVLink, not PCIe.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct DeviceLinks {
-    /// The links that are up.
+    /// Active links.
     pub links: Vec<DeviceLink>,
 }
 
 /// One link of a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DeviceLink {
-    /// Its number among the device's links.
+    /// Index among the device's links.
     pub number: u32,
-    /// The version of its protocol, major and minor, as far as it is told.
+    /// Protocol version, major and minor, if known.
     pub version: Option<(u8, u8)>,
-    /// What is at the other end.
+    /// Other end.
     pub end: LinkEnd,
 }
 
-/// What is at the other end of a link.
+/// Other end of a link.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LinkEnd {
     /// Another device.
     Device(PciAddress),
-    /// A switch. All switches of a machine are taken to be connected with one another.
+    /// A switch. All switches of a machine are assumed to be interconnected.
     Switch,
-    /// Something else, such as a processor.
+    /// Any other device, such as a processor.
     Other,
 }

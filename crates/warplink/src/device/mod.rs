@@ -1,25 +1,25 @@
-//! What a device does, as traits, and the two devices that do it.
+//! Device interface as traits, and its two implementations.
 //!
-//! `cuda` drives a GPU through the driver, loaded at run time. `host` needs no GPU: a rank is a
-//! process (or a thread), device memory is a shared-memory file, a stream is a thread. Everything
-//! above this module is written over these traits and runs on either.
+//! `cuda` drives a GPU through the driver, loaded at run time. `host` needs no GPU: a rank is a process or
+//! thread, device memory is a shared-memory file, a stream is a thread. All code above this module uses only
+//! these traits and runs on either.
 //!
-//! # What holds on every device
-//! 1. Operations enqueued on one stream happen in order; on two streams, in no order unless an
-//!    event or a word orders them.
+//! # Rules for every device
+//! 1. Operations enqueued on one stream execute in order; those on two streams are unordered unless an event
+//!    or a word orders them.
 //! 2. Enqueuing does not block the caller.
-//! 3. A write to a word becomes visible after everything that was enqueued before it on its
-//!    stream, also in a peer's memory and to a peer. What follows a wait on its stream sees what
-//!    preceded the write that ended the wait.
-//! 4. Memory that is dropped while an enqueued operation names it is neither freed nor used again until
-//!    streams are past it. Borrowed memory is its owner's to keep until then.
-//! 5. After [`Fault::raise`] of the device's fault, waits in streams end, and everything that can
-//!    fail on the device fails with the error that was raised. After that of a communicator's, so do
-//!    the waits for its signals, the streams that wait for them, and those that follow such a stream
-//!    by an event; all else goes on.
-//! 6. A launched kernel is an operation of its stream. Its waits, by the channels and signals that it was
-//!    given, end as rule 5 says, with a status or an error. The blocks of a launch may run one after
-//!    another, unless it asked for all of them together.
+//! 3. A write to a word becomes visible after everything enqueued before it on its stream, also in a peer's
+//!    memory and to a peer. Work after a wait on its stream observes everything that preceded the write that
+//!    satisfied the wait.
+//! 4. Memory dropped while an enqueued operation uses it is neither freed nor reused until streams have
+//!    completed. Borrowed memory must be kept by its owner until then.
+//! 5. After [`Fault::raise`] of the device's fault, waits in streams are aborted, and every fallible call on
+//!    the device fails with that error. After that of a communicator's fault, the same holds for waits on its
+//!    signals, the streams that wait for them, and streams that follow such a stream by an event; all other
+//!    work continues.
+//! 6. A launched kernel is an operation of its stream. Its waits on channels and signals among its arguments
+//!    are aborted as in rule 5, with a status or an error. Blocks of a launch may run one after another
+//!    unless it requests all of them together.
 
 mod attachment;
 
@@ -58,8 +58,8 @@ pub use buffer::DeviceBuffer;
 pub use channel::{At, ChannelArray, ChannelHandle, ChannelMemory, Fifo, FifoReader};
 use collective::check_adopted;
 pub use collective::{
-    AllGatherBytes, Collective, CollectiveEngine, CollectiveRequest, RankCall, Reduction, Said,
-    VendorCommunicator,
+    AllGatherBytes, CallHeader, Collective, CollectiveEngine, CollectiveRequest, RankCall,
+    Reduction, VendorCommunicator,
 };
 pub use compute::{Compute, MatmulSpec, PreparedLaunch};
 pub use config::{Delays, DeviceConfig, DeviceKind, Pretend};
@@ -99,7 +99,7 @@ use crate::error::Result;
 use std::sync::Arc;
 
 impl DeviceKind {
-    /// `Cuda` where the driver loads and shows at least one GPU, else `Host`.
+    /// `Cuda` if the driver loads and reports at least one GPU, else `Host`.
     pub fn detect() -> Self {
         if cuda::device_count().is_ok_and(|count| count > 0) {
             Self::Cuda
@@ -109,11 +109,11 @@ impl DeviceKind {
     }
 }
 
-/// How many devices of `kind` this process sees. The host device is always there, once.
+/// Number of devices of `kind` visible to this process. There is always exactly one host device.
 ///
 /// # Errors
 /// [`ErrorKind::LibraryMissing`](crate::ErrorKind::LibraryMissing) without a driver,
-/// [`ErrorKind::Driver`](crate::ErrorKind::Driver) if it does not start.
+/// [`ErrorKind::Driver`](crate::ErrorKind::Driver) if it fails to initialize.
 pub fn count(kind: DeviceKind) -> Result<usize> {
     match kind {
         DeviceKind::Host => Ok(1),
@@ -121,13 +121,12 @@ pub fn count(kind: DeviceKind) -> Result<usize> {
     }
 }
 
-/// Opens a device. Each rank opens its own, also where ranks are threads of one process.
+/// Opens a device. Each rank opens its own, even if ranks are threads of one process.
 ///
 /// # Errors
 /// [`ErrorKind::LibraryMissing`](crate::ErrorKind::LibraryMissing) or
-/// [`ErrorKind::Driver`](crate::ErrorKind::Driver) for a GPU that cannot be used,
-/// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) for an ordinal that is not
-/// there.
+/// [`ErrorKind::Driver`](crate::ErrorKind::Driver) for an unusable GPU,
+/// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) for an unknown ordinal.
 pub fn open(config: &DeviceConfig) -> Result<Arc<dyn Device>> {
     match config.kind {
         DeviceKind::Host => Ok(host::HostDevice::open(config.delays, config.pretend)),

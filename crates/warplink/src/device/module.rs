@@ -1,4 +1,4 @@
-//! Code of the user's for a device: modules, the kernels in them, and launching these.
+//! User code for a device: modules, kernels and launches.
 
 use super::image;
 use super::launch::{Argument, Launch};
@@ -10,8 +10,8 @@ use std::fmt;
 use std::pin::Pin;
 use std::sync::Arc;
 
-/// What a module is made of: CUDA C++ or machine code for GPUs, closures for the host device, or both,
-/// so that one program runs on either.
+/// Source of a module: CUDA C++ or machine code for GPUs, closures for the host device, or both, so that a
+/// program runs on either.
 #[derive(Clone, Default)]
 pub struct ModuleSource {
     name: String,
@@ -23,26 +23,26 @@ pub struct ModuleSource {
 /// A kernel of the host device.
 #[derive(Clone)]
 pub(crate) enum HostKernel {
-    /// Blocks that run all at the same time, and may wait for one another in any way.
+    /// Blocks that run concurrently and may wait for one another in any way.
     Blocks(Arc<BlockBody>),
-    /// Lanes of one of so many ranks, which share the machine.
+    /// Lanes of one of `ranks` ranks that share the machine.
     Lanes {
         ranks: usize,
         body: Arc<dyn HostLanes>,
     },
 }
 
-/// What one block of a launch does.
+/// Body of one block.
 pub(crate) type BlockBody = dyn Fn(&super::Block<'_>) -> Result<()> + Send + Sync;
 
-/// Lanes on a device that takes closures for kernels: blocks that wait by futures alone, so that one thread runs several.
-/// Argument 1 of a launch is the signals of the rank, whose doorbell each store rings that a lane may wait for.
+/// Lanes on the host device: blocks that wait only by futures, so that one thread can run several. Argument 1
+/// of a launch is the rank's signals; every store that a lane may wait for rings the doorbell in them.
 pub(crate) trait HostLanes: Send + Sync {
-    /// What the lane of `block` does.
+    /// Body of the lane of `block`.
     fn run<'a>(&'a self, block: &'a super::Block<'a>) -> LaneFuture<'a>;
 }
 
-/// A lane under way.
+/// A running lane.
 pub(crate) type LaneFuture<'a> = Pin<Box<dyn Future<Output = Result<()>> + 'a>>;
 
 /// Code for a GPU.
@@ -50,17 +50,17 @@ pub(crate) type LaneFuture<'a> = Pin<Box<dyn Future<Output = Result<()>> + 'a>>;
 pub(crate) enum CudaCode {
     /// CUDA C++.
     Text(String),
-    /// What a compiler made of it: a cubin, a fat binary or PTX that ends with a zero.
+    /// Compiled code: a cubin, a fat binary or PTX terminated by a zero.
     Image(Arc<[u8]>),
-    /// CUDA C++ that is written when it is asked for, and whose module is kept for the next time.
+    /// CUDA C++ generated on demand; the module is cached by its text.
     Written(Arc<WriteText>),
 }
 
-/// Writes CUDA C++.
+/// Generates CUDA C++.
 pub(crate) type WriteText = dyn Fn() -> Result<String> + Send + Sync;
 
 impl ModuleSource {
-    /// Nothing yet; `name` is for messages.
+    /// An empty source; `name` is for messages.
     pub fn new(name: impl Into<String>) -> Self {
         Self {
             name: name.into(),
@@ -68,15 +68,14 @@ impl ModuleSource {
         }
     }
 
-    /// With CUDA C++, which is compiled for the GPU at hand when the module is loaded for the first time.
-    /// It may include `<warplink/device.cuh>`. Kernels are `extern "C"`, so that they are found by name.
+    /// Adds CUDA C++, compiled for the GPU when the module is first loaded. It may include
+    /// `<warplink/device.cuh>`. Kernels must be `extern "C"`, so that they can be found by name.
     pub fn with_cuda(mut self, text: impl Into<String>) -> Self {
         self.code = Some(CudaCode::Text(text.into()));
         self
     }
 
-    /// With CUDA C++ that `write` gives when the module is loaded. What was loaded is kept, so that the same
-    /// text is neither compiled nor loaded again.
+    /// Adds CUDA C++ that `write` generates when the module is loaded. Loaded modules are cached by text.
     pub(crate) fn with_written_cuda(
         mut self,
         write: impl Fn() -> Result<String> + Send + Sync + 'static,
@@ -85,22 +84,22 @@ impl ModuleSource {
         self
     }
 
-    /// With machine code for the GPU at hand (a cubin or a fat binary), or PTX.
+    /// Adds machine code for the GPU (a cubin or a fat binary), or PTX.
     pub fn with_cubin(mut self, image: impl Into<Vec<u8>>) -> Self {
         let mut image = image.into();
-        // PTX is text, whose end the driver finds by a zero; other images ignore one.
+        // The driver expects PTX to be zero-terminated; other images ignore the zero.
         image.push(0);
         self.code = Some(CudaCode::Image(image.into()));
         self
     }
 
-    /// With an option of the compiler's, such as `-DBLOCK=256`.
+    /// Adds a compiler option, such as `-DBLOCK=256`.
     pub fn with_option(mut self, option: impl Into<String>) -> Self {
         self.options.push(option.into());
         self
     }
 
-    /// With the kernel `name` of the host device: `body` runs once for each block, all at the same time.
+    /// Adds host-device kernel `name`: `body` runs once for each block, concurrently.
     pub fn with_host_kernel(
         mut self,
         name: impl Into<String>,
@@ -111,7 +110,7 @@ impl ModuleSource {
         self
     }
 
-    /// With the kernel `name` of the host device, whose blocks are lanes of one of `ranks` ranks.
+    /// Adds host-device kernel `name`, whose blocks are lanes of one of `ranks` ranks.
     pub(crate) fn with_host_lanes(
         mut self,
         name: impl Into<String>,
@@ -124,17 +123,17 @@ impl ModuleSource {
         self
     }
 
-    /// Its name.
+    /// Name.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// Fails for machine code that is not whole.
+    /// Fails for incomplete machine code.
     pub(super) fn check_image(&self) -> Result<()> {
         let Some(CudaCode::Image(image)) = &self.code else {
             return Ok(());
         };
-        // Without the zero that was added.
+        // Without the zero that was appended.
         let given = image.split_last().map_or(&[][..], |(_, given)| given);
         image::check(given).map_err(|error| error.with_operation(format!("load '{}'", self.name)))
     }
@@ -162,13 +161,12 @@ impl fmt::Debug for ModuleSource {
     }
 }
 
-/// Code that was loaded into a device; see [`Device::load_module`](super::Device::load_module). A clone
-/// is another handle of the same module.
+/// Code loaded on a device; see [`Device::load_module`](super::Device::load_module). Clones share the module.
 #[derive(Clone)]
 pub struct Module(Arc<dyn ModuleBackend>);
 
 impl Module {
-    /// The handle of what a device loaded.
+    /// Wraps a device's module.
     pub(crate) fn new(backend: Arc<dyn ModuleBackend>) -> Self {
         Self(backend)
     }
@@ -176,8 +174,7 @@ impl Module {
     /// The kernel `name`, ready to launch.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) where the module has no such
-    /// kernel.
+    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) if the module has no such kernel.
     pub fn kernel(&self, name: &str) -> Result<Kernel> {
         self.0.kernel(name).map(Kernel)
     }
@@ -189,23 +186,23 @@ impl fmt::Debug for Module {
     }
 }
 
-/// A kernel of a module, which it keeps loaded. A clone is another handle of the same kernel.
+/// A kernel of a module, which it keeps loaded. Clones share the kernel.
 #[derive(Clone)]
 pub struct Kernel(pub(super) Arc<dyn KernelBackend>);
 
 impl Kernel {
-    /// Enqueues the kernel on `stream`, of the module's device. Does not block. Where the stream records a
-    /// graph, the launch is recorded with the values of its arguments.
+    /// Enqueues the kernel on `stream`, of the module's device. Does not block. During a capture, the launch
+    /// is recorded with the current argument values.
     ///
-    /// Memory that arguments name must stay allocated until the kernel is done; channels see to that
-    /// themselves, except in graphs. If the kernel waits for signals of a communicator, by channels among
-    /// its arguments, the stream fails when the communicator does.
+    /// Memory referenced by arguments must stay allocated until the kernel is done; channels ensure that
+    /// themselves, except in graphs. If the kernel waits for signals of a communicator, through channels
+    /// among its arguments, the stream fails when the communicator does.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) where number, sizes or kinds of the
-    /// arguments are not those of the kernel's parameters (as far as the driver tells), for a grid that is
-    /// empty or too large, and for a stream of another device;
-    /// [`ErrorKind::Driver`](crate::ErrorKind::Driver) where the launch fails.
+    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) if number, sizes or kinds of the
+    /// arguments do not match the kernel's parameters (as far as the driver reports them), for an empty or
+    /// too large grid, and for a stream of another device; [`ErrorKind::Driver`](crate::ErrorKind::Driver) if
+    /// the launch fails.
     pub fn launch(&self, stream: &Stream, launch: &Launch, arguments: &[Argument]) -> Result<()> {
         if launch.blocks == 0 || launch.threads == 0 {
             return Err(Error::invalid(format!(
@@ -223,43 +220,44 @@ impl Kernel {
 }
 
 impl Kernel {
-    /// Fails where the device has no room for all blocks of such a launch at the same time, from each of `ranks`
-    /// ranks that share it.
+    /// Fails unless all blocks of such a launch can be resident at the same time, from each of `ranks` ranks
+    /// that share the device.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument), with how many fit.
+    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument), with the number of blocks that fit.
     pub(crate) fn check_together(&self, launch: &Launch, ranks: usize) -> Result<()> {
         self.0.check_together(launch, ranks)
     }
 
-    /// The launch, starting early where the device can, and has room for eight such launches of each of `ranks` ranks that
-    /// share it: one that waits for its turn keeps that room from kernels of other streams, which peers may wait for. So
-    /// four streams find room for two each. The kernel awaits what precedes it.
+    /// Makes the launch start early if the device supports it and has space for eight such launches of each
+    /// of `ranks` ranks that share it. A launch that waits for its predecessor occupies space that kernels of
+    /// other streams need, which peers may be waiting for; the limit leaves four streams space for two each.
+    /// The kernel must await its predecessor.
     pub(crate) fn early(&self, launch: Launch, ranks: usize) -> Launch {
         launch.with_early_start(self.0.starts_early(&launch, ranks))
     }
 
-    /// What a launch takes of the device; `None` where it does not tell.
+    /// Resource use of a launch; `None` if the device does not report it.
     ///
     /// # Errors
-    /// [`ErrorKind::Driver`](crate::ErrorKind::Driver) where it fails to tell.
+    /// [`ErrorKind::Driver`](crate::ErrorKind::Driver) if the query fails.
     pub fn resources(&self, launch: &Launch) -> Result<Option<KernelResources>> {
         self.0.resources(launch)
     }
 }
 
-/// What a kernel takes of a device.
+/// Resources that a kernel uses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct KernelResources {
     /// Registers of a thread.
     pub registers: u32,
-    /// Bytes of shared memory of a block, without what a launch asks for.
+    /// Static shared memory of a block in bytes.
     pub shared_bytes: u32,
-    /// Bytes of local memory of a thread; what is above 0 costs time.
+    /// Local memory of a thread in bytes; more than 0 costs time.
     pub local_bytes: u32,
-    /// How many blocks fit on a multiprocessor at a time.
+    /// Blocks that fit on a multiprocessor.
     pub blocks_per_multiprocessor: u32,
-    /// How many multiprocessors there are.
+    /// Number of multiprocessors.
     pub multiprocessors: u32,
 }
 
@@ -269,15 +267,15 @@ impl fmt::Debug for Kernel {
     }
 }
 
-/// A module as a device loads it; the methods are those of [`Module`].
+/// Device side of [`Module`].
 pub(crate) trait ModuleBackend: Send + Sync + fmt::Debug {
     /// See [`Module::kernel`].
     fn kernel(&self, name: &str) -> Result<Arc<dyn KernelBackend>>;
 }
 
-/// A kernel as a device has it; the methods are those of [`Kernel`].
+/// Device side of [`Kernel`].
 pub(crate) trait KernelBackend: Send + Sync + fmt::Debug {
-    /// See [`Kernel::check_together`]. A launch finds out where this does not tell.
+    /// See [`Kernel::check_together`]. If the default does not check, the launch itself fails.
     fn check_together(&self, _launch: &Launch, _ranks: usize) -> Result<()> {
         Ok(())
     }
@@ -295,24 +293,24 @@ pub(crate) trait KernelBackend: Send + Sync + fmt::Debug {
     /// See [`Kernel::launch`].
     fn launch(&self, stream: &Stream, launch: &Launch, arguments: &[Argument]) -> Result<()>;
 
-    /// A number that kernels of the same code share, and no others while one is held; `None` where the device gains
-    /// nothing by readying launches.
+    /// Cache key shared by kernels of the same code, unique while one is held; `None` if preparing launches
+    /// gains nothing on this device.
     fn identity(&self) -> Option<usize> {
         None
     }
 
-    /// Whether its code was loaded with it, and not found loaded.
+    /// Whether loading this kernel loaded its code, as opposed to a module-cache hit.
     fn loaded_its_code(&self) -> bool {
         true
     }
 
-    /// Readies launches like `launch`; see [`SerialKernels`](super::serial::SerialKernels).
+    /// Prepares launches like `launch`; see [`SerialKernels`](super::serial::SerialKernels).
     fn serial(self: Arc<Self>, _launch: &Launch) -> Result<Option<Arc<dyn SerialBackend>>> {
         Ok(None)
     }
 }
 
-/// That the module has no kernel `name`, but `known`.
+/// Error for an unknown kernel `name`, listing the `known` ones.
 pub(crate) fn unknown_kernel<'a>(
     module: &str,
     name: &str,

@@ -1,19 +1,20 @@
-//! What one block does of a transfer by packets: the order of its accesses to the words of a line.
+//! Packet protocol of one block: the order of its accesses to the words of a line.
 //!
-//! The kernels of GPUs do the same, in `kernels/transfer.cu`. Why nothing is overwritten too early is said in
-//! `packets.rs`; the models below check it.
+//! GPU kernels implement the same protocol in `kernels/transfer.cu`. `packets.rs` explains why nothing is
+//! overwritten too early; the loom models below check it.
 
 use crate::error::Result;
 
-/// A word of a line, as one block of an end has it.
+/// A word of a line, as seen by one block of an end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum BlockWord {
-    /// The epoch that the block has finished.
+    /// Last epoch that the block has completed.
     Epoch,
-    /// At the sender: the epoch that the receiver's block has finished; and the same as the receiver sets it.
+    /// At the sender: last epoch that the receiver's block has completed; and the same word as the receiver
+    /// stores it.
     Consumed,
     ConsumedAtPeer,
-    /// A half of a packet in the receiver's scratch: data below, the flag above.
+    /// Half of a packet in the receiver's scratch: data in the low bits, flag in the high bits.
     Packet {
         epoch: u64,
         number: usize,
@@ -23,24 +24,24 @@ pub(crate) enum BlockWord {
 
 /// Access to the words of a line.
 pub(crate) trait BlockWords {
-    /// The word; what was done before it was set is seen.
+    /// Loads a word (acquire).
     fn load(&self, word: BlockWord) -> Result<u64>;
 
-    /// Sets the word, after what this block did before.
+    /// Stores a word (release).
     fn set(&self, word: BlockWord, value: u64) -> Result<()>;
 
-    /// Between two looks at a word; fails when the waits are ended.
+    /// Backoff between polls; fails once waits are aborted.
     fn pause(&self, looks: u32) -> Result<()>;
 }
 
-/// Sends one epoch: `packets`, with the data that `data` gives for each.
+/// Sends one epoch: `packets`, with their data from `data`.
 pub(crate) fn push(
     words: &impl BlockWords,
     packets: impl Iterator<Item = usize>,
     data: impl Fn(usize) -> Result<[u32; 2]>,
 ) -> Result<()> {
     let epoch = words.load(BlockWord::Epoch)? + 1;
-    // What is in this epoch's half of the scratch, that of the last epoch but one, has been read.
+    // Wait until the receiver has read epoch e - 2, which used the same half of the scratch.
     spin(words, || Ok(words.load(BlockWord::Consumed)? + 2 >= epoch))?;
     for number in packets {
         for (half, data) in data(number)?.into_iter().enumerate() {
@@ -56,7 +57,7 @@ pub(crate) fn push(
     words.set(BlockWord::Epoch, epoch)
 }
 
-/// Receives one epoch: hands the data of each of `packets` to `place`.
+/// Receives one epoch: passes the data of each of `packets` to `place`.
 pub(crate) fn unpack(
     words: &impl BlockWords,
     packets: impl Iterator<Item = usize>,
@@ -78,7 +79,7 @@ pub(crate) fn unpack(
         place(number, data)?;
     }
     words.set(BlockWord::Epoch, epoch)?;
-    // Last: from here on the sender may write this epoch's half again.
+    // Last: from here on the sender may overwrite this epoch's half.
     words.set(BlockWord::ConsumedAtPeer, epoch)
 }
 
@@ -144,7 +145,7 @@ mod loom_tests {
         }
     }
 
-    /// What is sent in an epoch; the two halves differ, and so do epochs.
+    /// Data of an epoch; differs between the two words and between epochs.
     fn sent(epoch: u32) -> [u32; 2] {
         [10 * epoch, 10 * epoch + 1]
     }
@@ -159,7 +160,7 @@ mod loom_tests {
         }
     }
 
-    /// Unpacks as many epochs; what came, until the waits are ended.
+    /// Unpacks `epochs` epochs; returns the data received until waits are aborted.
     fn unpack_all(line: &Line, epochs: u32) -> Vec<[u32; 2]> {
         let end = End {
             line,
@@ -185,8 +186,8 @@ mod loom_tests {
         builder.check(model);
     }
 
-    /// A sender gets two epochs ahead and no further: each epoch is unpacked once, whole and in order, also
-    /// where both halves of the scratch are used again.
+    /// A sender is at most two epochs ahead: each epoch is unpacked once, whole and in order, also when both
+    /// halves of the scratch are reused.
     #[test]
     fn loom_a_packet_is_overwritten_when_it_was_unpacked() {
         bounded(3, || {
@@ -198,7 +199,7 @@ mod loom_tests {
         });
     }
 
-    /// A launch goes on from where the one before it left off, whichever end was faster.
+    /// The next launch continues where the previous one ended, whichever end was faster.
     #[test]
     fn loom_epochs_go_on_in_the_next_launch() {
         bounded(3, || {
@@ -213,7 +214,7 @@ mod loom_tests {
         });
     }
 
-    /// Ended waits give nothing that was not sent.
+    /// Aborted waits return no data that was not sent.
     #[test]
     fn loom_ended_waits_give_no_packet() {
         bounded(3, || {

@@ -1,18 +1,18 @@
-//! Transfers by packets: data and its flag in one store, through scratch memory of the receiver.
+//! Packet transfers: data and flag in one store, through scratch memory of the receiver.
 //!
 //! A *packet* is 16 bytes: data, flag, data, flag, of 4 bytes each. The sender's kernel stores packets into
-//! the receiver's scratch, and the receiver's kernel looks at each until both flags are those of the epoch,
-//! and stores the data where it belongs. So there is neither a fence nor a signal. A transfer is divided among
-//! as many blocks at either end, and each block counts its epochs in memory of its own device: a graph that
-//! is launched again goes on counting, and eager and captured transfers may follow one another.
+//! the receiver's scratch; the receiver's kernel polls each until both flags equal the epoch and stores the
+//! data at its destination. So neither fences nor signals are needed. A transfer is divided among equally
+//! many blocks at both ends, and each block counts its epochs in its own device's memory: a relaunched graph
+//! continues counting, and eager and captured transfers may alternate.
 //!
 //! # Why scratch is not overwritten too early
 //! The scratch has two halves; epoch e uses half e mod 2. When a block of the receiver has unpacked epoch e,
-//! it writes e into the sender's scratch (*consumed*), and the sender's block of the same number stores epoch
-//! e only when it has seen e - 2 there. So what is in the half, epoch e - 2, has been read. A flag of epoch
-//! e - 2 is never taken for e: they differ as long as flags, the low 32 bits of the epoch, do, and what was
-//! stored in a half two or more epochs ago is what is overwritten there, never what is to be read. Fresh
-//! scratch is zero and the first epoch is 1. Nothing here follows from e having been *sent*: a sender that
+//! it writes e to the sender's scratch (*consumed*), and the sender's block of the same index stores epoch e
+//! only after it has seen e - 2 there. So epoch e - 2, the previous content of the half, has been read. A
+//! flag of epoch e - 2 is never mistaken for e: the low 32 bits of the epoch, which are the flag, differ.
+//! Fresh scratch is zero and the first epoch is 1. It is not enough that e was *sent*: a sender that only
+//! sends could then run ahead of the receiver by any number of epochs.
 //! only sends would otherwise run ahead of a receiver by any number of epochs.
 //!
 //! ```text
@@ -24,20 +24,20 @@
 use super::slice::{DeviceSlice, Word};
 use crate::error::{Error, ErrorKind, Result};
 
-/// What scratch is aligned to.
+/// Alignment of scratch memory.
 const SCRATCH_ALIGNMENT: usize = 256;
 
-/// Most blocks of a transfer; must match the kernels.
+/// Maximum blocks of a transfer; must match the kernels.
 pub(crate) const MAX_BLOCKS: u32 = 128;
 
-/// Bytes of data of a packet, and of all of it.
+/// Data bytes and total bytes of a packet.
 pub(crate) const PACKET: [usize; 2] = [8, 16];
 
-/// Where *consumed* begins in the scratch, and where the packets do.
+/// Offsets of *consumed* and of the packets in the scratch.
 const CONSUMED: usize = 8 * MAX_BLOCKS as usize;
 const HALVES: usize = 2 * CONSUMED;
 
-/// How a transfer by packets is divided; the same at both ends.
+/// Division of a packet transfer; equal at both ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct PacketShape {
     pub(crate) bytes: usize,
@@ -46,13 +46,13 @@ pub(crate) struct PacketShape {
 }
 
 impl PacketShape {
-    /// Bytes of an end's scratch.
+    /// Size of an end's scratch.
     pub(crate) fn scratch_bytes(&self, receives: bool) -> usize {
         let halves = if receives { 2 * self.half_bytes() } else { 0 };
         (HALVES + halves).next_multiple_of(SCRATCH_ALIGNMENT)
     }
 
-    /// How many packets there are.
+    /// Number of packets.
     pub(crate) fn packets(&self) -> usize {
         self.bytes.div_ceil(PACKET[0])
     }
@@ -62,7 +62,7 @@ impl PacketShape {
     }
 }
 
-/// One end of a line that packets go through in one direction.
+/// One end of a unidirectional line of packets.
 #[derive(Clone, Debug)]
 pub struct PacketLine {
     shape: PacketShape,
@@ -72,11 +72,11 @@ pub struct PacketLine {
 }
 
 impl PacketLine {
-    /// The end with the scratch `own`, zero at first, and the other's, mapped here. Waits end when `abort` is
-    /// not zero any more.
+    /// The end with scratch `own`, initially zero, and the peer's, mapped here. Waits abort when `abort`
+    /// becomes nonzero.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidHandle`] where the peer's scratch is not as long as the shape asks for.
+    /// [`ErrorKind::InvalidHandle`] if the peer's scratch has the wrong length.
     pub(crate) fn new(
         shape: PacketShape,
         receives: bool,
@@ -107,22 +107,22 @@ impl PacketLine {
         self.shape
     }
 
-    /// This end's scratch, and the other's.
+    /// Scratch of this end and of the peer.
     pub(crate) fn scratch(&self) -> [&DeviceSlice; 2] {
         [&self.own, &self.peer]
     }
 
-    /// Not zero when waits are to end.
+    /// Nonzero when waits must abort.
     pub(crate) fn abort(&self) -> &Word {
         &self.abort
     }
 
-    /// The epoch that `block` of this end has finished.
+    /// Last epoch that `block` of this end has completed.
     pub(crate) fn epoch(&self, block: u32) -> Result<Word> {
         self.own.word(8 * block as usize)
     }
 
-    /// At the sender: the epoch that `block` of the receiver has finished.
+    /// At the sender: last epoch that `block` of the receiver has completed.
     pub(crate) fn consumed(&self, block: u32) -> Result<Word> {
         self.own.word(CONSUMED + 8 * block as usize)
     }
@@ -132,7 +132,7 @@ impl PacketLine {
         self.peer.word(CONSUMED + 8 * block as usize)
     }
 
-    /// The two words of packet `number` of `epoch`, in the scratch of the receiver.
+    /// The two words of packet `number` of `epoch`, in the receiver's scratch.
     pub(crate) fn packet(&self, receives: bool, epoch: u64, number: usize) -> Result<[Word; 2]> {
         let scratch = if receives { &self.own } else { &self.peer };
         let half = (epoch % 2) as usize * self.shape.half_bytes();
@@ -141,22 +141,22 @@ impl PacketLine {
     }
 }
 
-/// What one end does of a transfer by packets.
+/// One end's part of a packet transfer.
 #[derive(Clone, Copy, Debug)]
 pub struct PacketPart<'a> {
     /// The line.
     pub line: &'a PacketLine,
-    /// What is sent, or where what is received belongs.
+    /// Source at the sender, destination at the receiver.
     pub data: &'a DeviceSlice,
     /// Whether this end receives.
     pub receives: bool,
-    /// A word of this rank's own memory that each block adds one to when it is done.
+    /// A word in this rank's memory that each block increments when done.
     pub completed: Option<&'a Word>,
 }
 
 impl PacketPart<'_> {
-    /// Whether `later`, which was enqueued after this, must not run at the same time. What is sent after
-    /// something was received may be the answer to it, also where it lies elsewhere in memory.
+    /// Whether `later`, enqueued after this, must not run concurrently. A send after a receive may depend on
+    /// the received data even if it reads other memory.
     pub(crate) fn excludes(&self, later: &Self) -> bool {
         let answers = self.receives && !later.receives;
         let writes = self.receives || later.receives;
@@ -165,7 +165,7 @@ impl PacketPart<'_> {
             || (writes && self.data.overlaps(later.data))
     }
 
-    /// Fails where the data is not as long as the line is for.
+    /// Fails unless the data has the line's length.
     pub(crate) fn check(&self) -> Result<()> {
         let (expected, bytes) = (self.line.shape.bytes, self.data.bytes());
         if bytes == expected {
@@ -229,9 +229,9 @@ mod tests {
         };
         let (send, receive, other) = (part(0, 0), part(1, 1), part(2, 2));
         assert!(!send.excludes(&receive) && !receive.excludes(&other));
-        // The answer to what was received.
+        // A reply to the received data.
         assert!(receive.excludes(&send));
-        // One line's epochs follow one another, and so do accesses to the same memory.
+        // Epochs of a line are sequential, and so are accesses to the same memory.
         assert!(receive.excludes(&receive) && send.excludes(&send));
         assert!(send.excludes(&part(1, 0)) && other.excludes(&part(1, 2)));
     }

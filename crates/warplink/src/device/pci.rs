@@ -1,22 +1,21 @@
-//! Addresses of devices on a machine's PCI bus.
+//! PCI addresses.
 
 use crate::error::{Error, ErrorKind, Result};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::str::FromStr;
 
-/// Where a device is on the PCI bus of its machine. Unlike an ordinal, it is the same in every process.
-/// It is written as `0000:1b:00.0`.
+/// PCI address of a device. Unlike an ordinal, it is the same in every process. Displayed as `0000:1b:00.0`.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(into = "String", try_from = "String")]
 pub struct PciAddress {
-    /// The domain, also called segment.
+    /// Domain, also called segment.
     pub domain: u32,
-    /// The bus in the domain.
+    /// Bus in the domain.
     pub bus: u8,
-    /// The device on the bus.
+    /// Device on the bus.
     pub device: u8,
-    /// The function of the device.
+    /// Function of the device.
     pub function: u8,
 }
 
@@ -28,7 +27,7 @@ impl fmt::Display for PciAddress {
             device,
             function,
         } = self;
-        // As the file system of the kernel's devices has it.
+        // Same format as sysfs.
         f.pad(&format!("{domain:04x}:{bus:02x}:{device:02x}.{function:x}"))
     }
 }
@@ -42,7 +41,7 @@ impl fmt::Debug for PciAddress {
 impl FromStr for PciAddress {
     type Err = Error;
 
-    /// Reads an address in upper or lower case, with a domain of any length: libraries differ.
+    /// Parses an address in upper or lower case, with a domain of any length, since libraries differ.
     fn from_str(text: &str) -> Result<Self> {
         let parsed = || {
             let (place, function) = text.split_once('.')?;
@@ -79,7 +78,7 @@ impl From<PciAddress> for String {
 }
 
 fn hex(text: &str) -> Option<u32> {
-    // The parser alone would take a sign.
+    // `from_str_radix` alone would accept a sign.
     let digits = !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_hexdigit());
     digits.then(|| u32::from_str_radix(text, 16).ok()).flatten()
 }

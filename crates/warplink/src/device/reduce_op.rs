@@ -1,32 +1,32 @@
-//! How values of several ranks become one.
+//! Reduction operators.
 
 use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Result};
 use std::fmt;
 use std::str::FromStr;
 
-/// The name of the operator with a factor.
+/// Name of the operator with a factor.
 const SCALED: &str = "scaled_sum";
 
-/// How values of several ranks become one.
+/// Reduction operator.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum ReduceOp {
-    /// Their sum.
+    /// Sum.
     Sum,
-    /// The largest.
+    /// Maximum.
     Max,
-    /// The smallest.
+    /// Minimum.
     Min,
-    /// Their product.
+    /// Product.
     Product,
-    /// Their sum, divided by how many they are; of integers, without the remainder.
+    /// Sum divided by the number of values; integer division truncates.
     Average,
-    /// The sum of what they are multiplied by a factor; of floats. The factor has the precision in which they are
-    /// summed, and each product is rounded to that.
+    /// Sum of the values multiplied by a factor; floats only. The factor has the accumulator's precision, and
+    /// each product is rounded to it.
     ScaledSum(Factor),
 }
 
-/// What the values of a sum are multiplied by. Factors of the same bits are equal.
+/// Factor of a scaled sum. Equality compares bits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Factor(u64);
 
@@ -34,17 +34,18 @@ impl Factor {
     /// A factor of 1.
     pub const ONE: Self = Self::new(1.0);
 
-    /// The factor of that value.
+    /// Creates a factor.
     pub const fn new(value: f64) -> Self {
         Self(value.to_bits())
     }
 
-    /// Its value.
+    /// Value of the factor.
     pub const fn value(self) -> f64 {
         f64::from_bits(self.0)
     }
 
-    /// As values of a type are multiplied by it: in double precision those of 64 bits, and in single precision others.
+    /// Rounded to the precision in which values of `dtype` are multiplied: double for 64-bit types, else
+    /// single.
     pub fn rounded(self, dtype: DType) -> Self {
         match dtype {
             DType::F64 => self,
@@ -54,7 +55,7 @@ impl Factor {
 }
 
 impl ReduceOp {
-    /// Every operator that takes no factor.
+    /// Every operator without a factor.
     pub const ALL: [Self; 5] = [
         Self::Sum,
         Self::Max,
@@ -63,7 +64,7 @@ impl ReduceOp {
         Self::Average,
     ];
 
-    /// Its name in program text.
+    /// Name in program text.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Sum => "sum",
@@ -75,12 +76,12 @@ impl ReduceOp {
         }
     }
 
-    /// The sum of values that are multiplied by `factor` beforehand.
+    /// Sum of values multiplied by `factor`.
     pub const fn scaled_sum(factor: f64) -> Self {
         Self::ScaledSum(Factor::new(factor))
     }
 
-    /// What values are multiplied by beforehand, if they are.
+    /// The factor, if the operator has one.
     pub const fn factor(self) -> Option<Factor> {
         match self {
             Self::ScaledSum(factor) => Some(factor),
@@ -88,7 +89,7 @@ impl ReduceOp {
         }
     }
 
-    /// Fails where it does not reduce values of a type, or its factor is no number to multiply by.
+    /// Fails if it does not apply to `dtype`, or its factor is not finite.
     pub(crate) fn check(self, dtype: DType) -> Result<()> {
         let Some(factor) = self.factor() else {
             return Ok(());

@@ -1,4 +1,4 @@
-//! Kernels whose launches follow one another, readied so that each costs the host little.
+//! Kernels with serialized launches, prepared so that each launch takes little host time.
 
 use super::launch::{Argument, Launch};
 use super::module::Kernel;
@@ -10,34 +10,34 @@ use std::collections::HashMap;
 use std::fmt;
 use std::sync::{Arc, Mutex};
 
-/// The most kernels of one user that are readied: each takes 0.1 MiB of a GPU.
+/// Maximum prepared kernels of one user: each takes 0.1 MiB of GPU memory.
 const MAX_READY: usize = 64;
 
-/// When launches of a kernel are readied, while the device may wait for its work.
+/// When to prepare launches of a kernel, which may wait for the device's work.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Readying {
     /// Now.
     Always,
-    /// Now if the kernel's code was loaded for it, which has waited already, and never if not: the work that would be
-    /// waited for may itself wait for what this rank does next.
+    /// Now if the kernel's code was just loaded, which has waited already, and never otherwise: the pending
+    /// work may itself wait for this rank's next action.
     WithCode,
     Never,
 }
 
-/// A kernel whose launches follow one another, readied so that each costs the host as little as the device can do. Two
-/// streams may be given launches only in the order in which they run: a device may have each wait for the one before.
+/// A kernel with serialized launches, prepared to minimize host time. Launches on different streams must be
+/// enqueued in the order in which they run: a device may make each wait for the previous one.
 #[derive(Clone, Debug)]
 pub(crate) struct SerialKernel {
     kernel: Kernel,
     ready: Option<Arc<dyn SerialBackend>>,
 }
 
-/// The arguments of a launch of a serial kernel.
+/// Arguments of a launch of a serial kernel.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct SerialArguments<'a> {
-    /// A structure, by value.
+    /// A struct, passed by value.
     pub(crate) words: &'a [u64],
-    /// A pointer to the first byte.
+    /// Pointer to the first byte.
     pub(crate) signals: &'a DeviceSlice,
     /// Memory whose addresses are among the words.
     pub(crate) memory: &'a [&'a DeviceSlice],
@@ -49,7 +49,7 @@ impl SerialArguments<'_> {
         self.memory.iter().copied().chain([self.signals])
     }
 
-    /// As arguments of any kernel.
+    /// As arguments of an ordinary kernel.
     pub(crate) fn to_arguments(self) -> [Argument; 3] {
         [
             Argument::Words(self.words.into()),
@@ -59,12 +59,13 @@ impl SerialArguments<'_> {
     }
 }
 
-/// The kernels that one user has readied, by their code: what is launched with other words or another grid is the same.
+/// One user's prepared kernels, keyed by code: launches that differ only in words or grid share an entry.
 #[derive(Debug, Default)]
 pub(crate) struct SerialKernels(Mutex<HashMap<usize, Arc<dyn SerialBackend>>>);
 
 impl SerialKernels {
-    /// Readies `kernel`, the launches of which are like `launch`, if it is to be now. Others are launched as any kernel.
+    /// Prepares `kernel` for launches like `launch`, if permitted now. Otherwise it is launched as an
+    /// ordinary kernel.
     pub(crate) fn ready(
         &self,
         kernel: Kernel,
@@ -78,7 +79,7 @@ impl SerialKernels {
         Ok(SerialKernel { kernel, ready })
     }
 
-    /// A kernel of the code of `like`, which is launched in the same way.
+    /// A kernel with the same code as `like`, launched in the same way.
     pub(crate) fn again(
         &self,
         like: &SerialKernel,
@@ -86,7 +87,7 @@ impl SerialKernels {
         readying: Readying,
     ) -> Result<SerialKernel> {
         let readying = match readying {
-            // The code was loaded for another kernel, perhaps long ago.
+            // The code was loaded earlier for another kernel.
             Readying::WithCode => Readying::Never,
             other => other,
         };
@@ -112,21 +113,21 @@ impl SerialKernels {
         if known.is_some() || !now || count >= MAX_READY {
             return Ok(known);
         }
-        // Without the lock, which launches take that need not wait.
+        // Unlocked: launches, which take the lock, must not wait for the device.
         let made = kernel.0.clone().serial(launch)?;
-        // One that another thread has readied meanwhile counts.
+        // If another thread was faster, use its result.
         Ok(made.map(|made| lock(&self.0).entry(identity).or_insert(made).clone()))
     }
 }
 
 impl SerialKernel {
-    /// Whether launches with other words may have the same kernel. On a device that takes closures, they hold what others
-    /// find in the words.
+    /// Whether launches with other words may share the kernel. Closures of the host device capture what GPU
+    /// kernels find in the words.
     pub(crate) fn is_code(&self) -> bool {
         self.kernel.0.identity().is_some()
     }
 
-    /// Enqueues a launch, after all that were given to any stream before. Does not block.
+    /// Enqueues a launch, after all launches enqueued on any stream before. Does not block.
     ///
     /// # Errors
     /// As [`Kernel::launch`].
@@ -145,7 +146,7 @@ impl SerialKernel {
     }
 }
 
-/// A kernel whose launches were readied; see [`SerialKernel`].
+/// A kernel with prepared launches; see [`SerialKernel`].
 pub(crate) trait SerialBackend: Send + Sync + fmt::Debug {
     /// See [`SerialKernel::launch`].
     fn launch(

@@ -1,4 +1,4 @@
-//! Views of device memory: an address, a length, and what keeps both valid.
+//! Views of device memory: address, length and the owner that keeps them valid.
 
 use super::config::DeviceKind;
 use super::fault::Fault;
@@ -8,50 +8,50 @@ use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// What a slice lies in: an allocation, a mapping of a peer's, or memory borrowed from somebody.
-/// Only devices make one. Dropping it frees, unmaps or gives back.
+/// Backing store of slices: an allocation, a mapping of a peer's memory, or borrowed memory. Only devices
+/// create it. Dropping it frees, unmaps or returns the memory.
 pub trait Backing: Any + Send + Sync + fmt::Debug {
-    /// Address of the first byte of the whole allocation.
+    /// Address of the whole allocation.
     fn base(&self) -> u64;
-    /// Bytes of the whole allocation.
+    /// Length of the whole allocation.
     fn bytes(&self) -> usize;
-    /// Number of the allocation, unique in this process and never used again, so that memory freed
-    /// and allocated anew at the same address is told apart.
+    /// Identity of the allocation, unique in this process and never reused, to distinguish successive
+    /// allocations at the same address.
     fn identity(&self) -> u64;
-    /// Which device's memory it is.
+    /// Kind of device that owns the memory.
     fn kind(&self) -> DeviceKind;
-    /// Whether it is somebody else's memory, whose owner is held: then several may lie in one
-    /// allocation, and dropping one may run its owner's code.
+    /// Whether it is borrowed from an owner that it keeps alive: then several backings may share one
+    /// allocation, and dropping one may run the owner's code.
     fn is_borrowed(&self) -> bool {
         false
     }
-    /// The same borrowed memory without its owner, who may free it at any time: [`is_there`](Self::is_there) tells, and
-    /// until it has, nothing may access it but what is known to have it. Nothing where it is not borrowed, or where nothing
-    /// would tell.
+    /// The same borrowed memory without holding its owner, who may free it at any time; see
+    /// [`is_there`](Self::is_there). Access is allowed only while the memory is otherwise known to exist.
+    /// `None` if it is not borrowed, or its disappearance cannot be detected.
     fn without_owner(&self) -> Option<Arc<dyn Backing>> {
         None
     }
-    /// Whether it still is the allocation that it was when this was made. Only what has no owner may not be.
+    /// Whether the memory is still the same allocation as at creation. Always true unless it is held without
+    /// its owner.
     fn is_there(&self) -> bool {
         true
     }
-    /// Whether it is memory of the host, which processors and networks reach at its address.
+    /// Whether it is host memory, accessible to processors and networks at its address.
     fn is_host_memory(&self) -> bool {
         false
     }
-    /// Has the memory given back to the system when it is freed, and not used for something else: a
-    /// rank that was lost may still write to it.
+    /// Returns the memory to the system when freed instead of reusing it: a lost rank may still write to it.
     fn forbid_reuse(&self) {}
-    /// What ends waits for words in it, where it holds signals.
+    /// Fault that aborts waits for words in it, if it holds signals.
     fn fault(&self) -> Option<&Arc<Fault>> {
         None
     }
-    /// Itself, for the device that made it.
+    /// For downcasts by the device that created it.
     fn as_any(&self) -> &dyn Any;
 }
 
-/// A range of device memory, checked against its allocation, which it keeps allocated. It hands
-/// out no Rust reference: a GPU or a peer may write to it at any time.
+/// A bounds-checked range of device memory, which it keeps allocated. It never exposes a Rust reference: a
+/// GPU or peer may write at any time.
 #[derive(Clone)]
 pub struct DeviceSlice {
     backing: Arc<dyn Backing>,
@@ -60,7 +60,7 @@ pub struct DeviceSlice {
 }
 
 impl DeviceSlice {
-    /// The whole of `backing`.
+    /// All of `backing`.
     pub(crate) fn whole(backing: Arc<dyn Backing>) -> Self {
         let bytes = backing.bytes();
         Self {
@@ -85,21 +85,21 @@ impl DeviceSlice {
         self.offset
     }
 
-    /// The allocation that it lies in.
+    /// The allocation that contains it.
     pub fn backing(&self) -> &Arc<dyn Backing> {
         &self.backing
     }
 
-    /// Which device's memory it is.
+    /// Kind of device that owns the memory.
     pub fn kind(&self) -> DeviceKind {
         self.backing.kind()
     }
 
-    /// The bytes `range` of this slice.
+    /// Sub-slice `range`.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) where the range is
-    /// reversed or passes the end.
+    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) if the range is reversed or out of
+    /// bounds.
     pub fn slice(&self, range: Range<usize>) -> Result<Self> {
         if range.start > range.end || range.end > self.bytes {
             return Err(Error::invalid(format!(
@@ -115,7 +115,7 @@ impl DeviceSlice {
         })
     }
 
-    /// The whole allocation that this slice lies in.
+    /// The whole allocation that contains this slice.
     pub fn allocation(&self) -> Self {
         Self::whole(self.backing.clone())
     }
@@ -123,8 +123,8 @@ impl DeviceSlice {
     /// The 8-byte word at `offset`.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) where it passes the end or
-    /// is not aligned to 8 bytes.
+    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) if it is out of bounds or not
+    /// aligned to 8 bytes.
     pub fn word(&self, offset: usize) -> Result<Word> {
         let end = offset
             .checked_add(8)
@@ -140,7 +140,7 @@ impl DeviceSlice {
         Ok(Word(slice))
     }
 
-    /// Whether all of `other` lies in it.
+    /// Whether it contains all of `other`.
     pub(crate) fn contains(&self, other: &Self) -> bool {
         self.backing.identity() == other.backing.identity()
             && self.address() <= other.address()
@@ -171,17 +171,17 @@ impl fmt::Debug for DeviceSlice {
 pub struct Word(DeviceSlice);
 
 impl Word {
-    /// Its address.
+    /// Address.
     pub fn address(&self) -> u64 {
         self.0.address()
     }
 
-    /// What ends waits for it, where it is a signal of this process.
+    /// Fault that aborts waits for it, if it is a signal of this process.
     pub(crate) fn fault(&self) -> Option<&Arc<Fault>> {
         self.0.backing.fault()
     }
 
-    /// Its bytes.
+    /// As a slice.
     pub fn as_slice(&self) -> &DeviceSlice {
         &self.0
     }

@@ -1,33 +1,35 @@
-//! Memory of the host that copies of a device's streams, the network and processors all reach.
+//! Host memory that a device's streams, the network and processors can access.
 
 use super::slice::DeviceSlice;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Memory between a device's own and the network: streams of the device copy to and from it at full rate, a
-/// network sends it and writes to it, and its words can be read and set. All zero at first.
+/// Buffer between device memory and the network: streams copy to and from it at full bandwidth, a network
+/// sends it and writes to it, and its words can be loaded and stored. Initially zero.
 #[derive(Clone, Debug)]
 pub struct StagingMemory(DeviceSlice);
 
 impl StagingMemory {
     /// # Safety
-    /// The memory of `slice` is at its address for processors of this process too, as long as the slice is held,
-    /// and nothing accesses it but devices, networks, and this type.
+    /// Processors of this process must be able to access `slice` at its address as long as it is held, and
+    /// only devices, networks and this type may access it.
     pub(in crate::device) unsafe fn new(slice: DeviceSlice) -> Self {
         Self(slice)
     }
 
-    /// The same as memory of the device.
+    /// As device memory.
     pub fn slice(&self) -> &DeviceSlice {
         &self.0
     }
 
-    /// The word at `offset`, and what was written before it was; zero where there is none.
+    /// Loads the word at `offset` (acquire); zero if out of bounds.
     pub(crate) fn load(&self, offset: usize) -> u64 {
         self.word(offset)
+            // Acquire: pairs with the release store of a local thread; the network's ordering is its
+            // guarantee 1.
             .map_or(0, |word| word.load(Ordering::Acquire))
     }
 
-    /// Sets the word at `offset`, after what this thread did before.
+    /// Stores the word at `offset` (release).
     pub(crate) fn store(&self, offset: usize, value: u64) {
         if let Some(word) = self.word(offset) {
             word.store(value, Ordering::Release);
@@ -57,7 +59,7 @@ mod tests {
         assert!(memory.slice().backing().is_host_memory());
         assert_eq!((memory.load(0), memory.load(56)), (0, 0));
         memory.store(56, 7);
-        // Past the end, and between words.
+        // Past the end, and misaligned.
         for offset in [57, 64, usize::MAX] {
             memory.store(offset, 9);
             assert_eq!(memory.load(offset), 0);

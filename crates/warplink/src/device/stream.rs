@@ -9,34 +9,34 @@ use std::any::Any;
 use std::fmt;
 use std::sync::Arc;
 
-/// How urgent a stream's work is to the device.
+/// Scheduling priority of a stream.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Priority {
-    /// As other work.
+    /// Default.
     #[default]
     Normal,
-    /// Before other work; for communication, so that it is not held up by matmuls.
+    /// Before other work; for communication, so that matmuls do not delay it.
     High,
 }
 
-/// An operation on a word in stream order.
+/// A stream-ordered operation on a word.
 #[derive(Clone, Copy, Debug)]
 pub enum MemoryOp<'a> {
-    /// Sets the word, after everything before it in the stream is visible everywhere.
+    /// Stores the word once everything before it in the stream is visible system-wide.
     Write {
-        /// The word, here or at a peer.
+        /// The word, local or a peer's.
         word: &'a Word,
-        /// Its new value.
+        /// New value.
         value: u64,
     },
-    /// Sets the word, in this rank's own memory, to zero, after what precedes it in the stream and
-    /// before every later `Write` of the stream. It orders nothing else, and so costs less.
+    /// Sets a word in this rank's own memory to zero, after preceding operations of the stream and before
+    /// every later `Write` of it. Has no other ordering, and is therefore cheaper.
     Reset {
         /// The word.
         word: &'a Word,
     },
-    /// Holds the stream until the word is at least `value`. Values are compared as a signed
-    /// difference, so they may not be 2^63 or more apart.
+    /// Blocks the stream until the word is at least `value`. Values are compared as a signed difference, so
+    /// they must be less than 2^63 apart.
     Wait {
         /// The word, in this rank's own memory.
         word: &'a Word,
@@ -45,12 +45,12 @@ pub enum MemoryOp<'a> {
     },
 }
 
-/// What does an operation on a word in a sequence.
+/// Hardware that executes a word operation of a sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Unit {
-    /// Not a kernel, so that it needs no multiprocessor.
+    /// The stream's memory operations, which need no multiprocessor.
     Stream,
-    /// The kernel of one block that copies just before or after it, if there is one; else no kernel.
+    /// The one-block copy kernel just before or after it, if there is one, else the stream.
     Beside,
     /// A kernel.
     Kernel,
@@ -59,56 +59,55 @@ pub enum Unit {
 /// A member of a sequence.
 #[derive(Clone, Copy, Debug)]
 pub enum StreamOp<'a> {
-    /// On a word.
+    /// A word operation.
     Memory(MemoryOp<'a>, Unit),
-    /// A copy between slices of the same length, either of which may be a peer's, by no kernel.
+    /// A copy between slices of equal length, either of which may be a peer's, by the copy engine.
     Copy {
-        /// What is written.
+        /// Destination.
         target: &'a DeviceSlice,
-        /// What is read.
+        /// Source.
         source: &'a DeviceSlice,
     },
     /// A copy by a kernel.
     KernelCopy(KernelCopy<'a>),
-    /// One end's part of a transfer by packets, by a kernel.
+    /// One end's part of a packet transfer, by a kernel.
     Packets(PacketPart<'a>),
 }
 
-/// A copy between slices of the same length, either of which may be a peer's, by the blocks of a kernel.
+/// A copy between slices of equal length, either of which may be a peer's, by the blocks of a kernel.
 #[derive(Clone, Copy, Debug)]
 pub struct KernelCopy<'a> {
-    /// What is written.
+    /// Destination.
     pub target: &'a DeviceSlice,
-    /// What is read.
+    /// Source.
     pub source: &'a DeviceSlice,
-    /// How many blocks copy.
+    /// Number of blocks.
     pub blocks: u32,
-    /// Words that each block adds one to when what it copied is visible everywhere.
+    /// Words that each block increments once its part of the copy is visible system-wide.
     pub arrivals: [Option<&'a Word>; 2],
-    /// A word of this rank's own memory that is zero, for several blocks to agree in, and is left zero. Only
-    /// one copy at a time uses it.
+    /// A zero word in this rank's own memory by which the blocks synchronize, and which they leave zero. Used
+    /// by one copy at a time.
     pub counter: &'a Word,
 }
 
-/// An ordered queue of device work. A clone is another handle of the same queue. Enqueuing never
-/// blocks; every method but [`synchronize`](Self::synchronize) only enqueues, unless it says
-/// otherwise.
+/// An ordered queue of device work. Clones share the queue. Every method only enqueues and does not block,
+/// unless stated otherwise.
 #[derive(Clone)]
 pub struct Stream(Arc<dyn StreamBackend>);
 
 impl Stream {
-    /// The handle of a device's own stream.
+    /// Wraps a device's stream.
     pub fn new(backend: Arc<dyn StreamBackend>) -> Self {
         Self(backend)
     }
 
-    /// What the device made, if it is of type `T`.
+    /// Downcasts to the device's stream type.
     pub fn backend<T: StreamBackend>(&self) -> Option<&T> {
         let backend: &dyn Any = &*self.0;
         backend.downcast_ref()
     }
 
-    /// Copies `source` to `target`, of the same length, either of which may be a peer's.
+    /// Copies `source` to `target`, of equal length; either may be a peer's.
     pub fn copy(
         &self,
         target: impl AsRef<DeviceSlice>,
@@ -117,56 +116,55 @@ impl Stream {
         self.0.copy(target.as_ref(), source.as_ref())
     }
 
-    /// Sets every byte of `target`.
+    /// Fills `target` with `byte`.
     pub fn fill(&self, target: impl AsRef<DeviceSlice>, byte: u8) -> Result<()> {
         self.0.fill(target.as_ref(), byte)
     }
 
-    /// Writes and waits, in the order given.
+    /// Writes and waits, in order.
     pub fn memory_ops(&self, ops: &[MemoryOp<'_>]) -> Result<()> {
         self.0.memory_ops(ops)
     }
 
-    /// As [`memory_ops`](Self::memory_ops), but in one kernel where the device gains by that, which
-    /// it does from a few on. A kernel waits for room on a multiprocessor, which a GEMM on another
-    /// stream may leave none of.
+    /// As [`memory_ops`](Self::memory_ops), but merged into one kernel if that is faster, which it is for
+    /// more than a few. A kernel needs a free multiprocessor, which a GEMM on another stream may not leave.
     pub fn memory_ops_in_kernel(&self, ops: &[MemoryOp<'_>]) -> Result<()> {
         self.0.memory_ops_in_kernel(ops)
     }
 
-    /// Copies, writes and waits, in the order given. A device may do several in one step, so this is
-    /// never slower than the calls one by one.
+    /// Copies, writes and waits, in order. The device may merge operations, so this is never slower than
+    /// individual calls.
     ///
     /// # Errors
-    /// [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported) for what a kernel is to do where the
-    /// device has none for it ([`DeviceProperties::kernel_copies`](super::DeviceProperties)).
+    /// [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported) for kernel operations if the device has no
+    /// kernel for them ([`DeviceProperties::kernel_copies`](super::DeviceProperties)).
     pub fn sequence(&self, ops: &[StreamOp<'_>]) -> Result<()> {
         self.0.sequence(ops)
     }
 
-    /// Notes that what is enqueued next is work for what `fault` concerns. Waits for its signals say so
-    /// by themselves; what only tells a peer does not. Where the stream turns out to stand behind a wait
-    /// that never ends, those that rely on the work are told.
+    /// Records that the next enqueued operation is work for `fault`'s communicator. Waits for its signals
+    /// imply that; operations that only notify a peer do not. If the stream is blocked behind a wait that was
+    /// aborted, ranks that rely on the work are notified.
     pub(crate) fn note_work(&self, fault: &Arc<Fault>) {
         self.0.note_work(fault);
     }
 
-    /// Marks this point of the stream in `event`; an earlier mark is forgotten.
+    /// Records `event` at this point of the stream, replacing its previous record.
     pub fn record(&self, event: &Event) -> Result<()> {
         self.0.record(event)
     }
 
-    /// A mark behind everything that was enqueued so far, for what is to be kept until the stream is
-    /// past it: it can be recorded, and asked whether it is reached, after the device's fault too.
+    /// Records an event after everything enqueued so far, for releasing resources once the stream has
+    /// completed. It can be recorded and queried even after the device's fault.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) while the stream records a
-    /// graph, of which the mark would become a part.
+    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) during a capture, of which the event
+    /// would become a part.
     pub fn record_end(&self) -> Result<Event> {
         self.0.record_end()
     }
 
-    /// Holds the stream until the point that `event` marked when this was called.
+    /// Blocks the stream until the point that `event` recorded last.
     pub fn wait_event(&self, event: &Event) -> Result<()> {
         self.0.wait_event(event)
     }
@@ -174,14 +172,14 @@ impl Stream {
     /// Blocks the caller until everything enqueued so far is done.
     ///
     /// # Errors
-    /// [`ErrorKind::Timeout`](crate::ErrorKind::Timeout) at the deadline; the device's fault when
-    /// it is raised; [`ErrorKind::Driver`](crate::ErrorKind::Driver) when work failed.
+    /// [`ErrorKind::Timeout`](crate::ErrorKind::Timeout) at the deadline; the device's fault once raised;
+    /// [`ErrorKind::Driver`](crate::ErrorKind::Driver) if work failed.
     pub fn synchronize(&self, deadline: Deadline) -> Result<()> {
         self.0.synchronize(deadline)
     }
 
-    /// Fails with what the stream has failed with, as far as this process knows; nothing is asked of the device,
-    /// so a stream of somebody else may be checked too.
+    /// Fails with the stream's error, as far as this process knows. Does not query the device, so it is safe
+    /// for borrowed streams.
     pub(crate) fn check(&self) -> Result<()> {
         self.0.check()
     }
@@ -191,41 +189,40 @@ impl Stream {
         self.0.is_idle()
     }
 
-    /// Starts recording what is enqueued into a graph instead of doing it. Another stream joins
-    /// when it waits for an event recorded in one that is recording; it must be joined back in the
-    /// same way before the end.
+    /// Starts a capture: operations are recorded into a graph instead of executed. Another stream joins when
+    /// it waits for an event recorded in a capturing stream, and must be joined back in the same way before
+    /// the end.
     pub fn begin_capture(&self) -> Result<()> {
         self.0.begin_capture()
     }
 
-    /// Ends recording and makes the graph ready to launch. Blocks while it is prepared.
+    /// Ends the capture and instantiates the graph. Blocks meanwhile.
     pub fn end_capture(&self) -> Result<Graph> {
         self.0.end_capture()
     }
 
-    /// The number of the capture that records what is enqueued, if one does. No two captures of a
-    /// process have the same.
+    /// Id of the stream's capture, if it is capturing; unique in the process.
     pub fn capture_id(&self) -> Result<Option<u64>> {
         self.0.capture_id()
     }
 
-    /// Whether what is enqueued is being recorded.
+    /// Whether it is capturing.
     pub fn is_capturing(&self) -> Result<bool> {
         self.0.is_capturing()
     }
 
-    /// Gives a stream that was borrowed ([`Device::borrow_stream`](super::Device::borrow_stream)) back: when this returns,
-    /// its owner may destroy it, also while what holds what the stream uses has not let go of it. What was enqueued is
-    /// done all the same. Every later call that enqueues on it fails. Does nothing for a stream of the device's own, and for
-    /// one that was given back before. Does not block.
+    /// Returns a borrowed stream ([`Device::borrow_stream`](super::Device::borrow_stream)): afterwards its
+    /// owner may destroy it, even while resources used by its work are still held. Enqueued work still
+    /// completes. Later calls that enqueue on it fail. No effect for the device's own streams; idempotent.
+    /// Does not block.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) while the stream records a graph.
+    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) during a capture.
     pub fn give_back(&self) -> Result<()> {
         self.0.give_back()
     }
 
-    /// Number that tells streams of one device apart; on a GPU the driver's handle.
+    /// Unique number among the device's streams; on a GPU the driver's handle.
     pub fn raw(&self) -> u64 {
         self.0.raw()
     }
@@ -237,33 +234,32 @@ impl fmt::Debug for Stream {
     }
 }
 
-/// A mark in a stream. A clone is another handle of the same mark.
+/// An event in a stream. Clones share the event.
 #[derive(Clone)]
 pub struct Event(Arc<dyn EventBackend>);
 
 impl Event {
-    /// The handle of a device's own event.
+    /// Wraps a device's event.
     pub fn new(backend: Arc<dyn EventBackend>) -> Self {
         Self(backend)
     }
 
-    /// What the device made, if it is of type `T`.
+    /// Downcasts to the device's event type.
     pub fn backend<T: EventBackend>(&self) -> Option<&T> {
         let backend: &dyn Any = &*self.0;
         backend.downcast_ref()
     }
 
-    /// Milliseconds from `earlier` to this one, both made with timing, recorded and reached.
+    /// Milliseconds since `earlier`; both created with timing, recorded and reached.
     ///
     /// # Errors
     /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) without timing,
-    /// [`ErrorKind::Driver`](crate::ErrorKind::Driver) if either is not reached.
+    /// [`ErrorKind::Driver`](crate::ErrorKind::Driver) if either has not been reached.
     pub fn elapsed_since(&self, earlier: &Event) -> Result<f32> {
         self.0.elapsed_since(earlier)
     }
 
-    /// Whether the mark has been reached. An event that was never recorded counts as reached: waiting for it is
-    /// waiting for nothing.
+    /// Whether the event has been reached. True if it was never recorded.
     pub fn is_reached(&self) -> Result<bool> {
         self.0.is_reached()
     }
@@ -275,23 +271,22 @@ impl fmt::Debug for Event {
     }
 }
 
-/// Work recorded once and launched any number of times. A clone is another handle of the same
-/// graph.
+/// Work recorded once and launched any number of times. Clones share the graph.
 #[derive(Clone)]
 pub struct Graph(Arc<dyn GraphBackend>);
 
 impl Graph {
-    /// The handle of a device's own graph.
+    /// Wraps a device's graph.
     pub fn new(backend: Arc<dyn GraphBackend>) -> Self {
         Self(backend)
     }
 
-    /// Enqueues the whole graph on `stream`. Launches of one graph happen one after the other.
+    /// Enqueues the whole graph on `stream`. Launches of one graph are serialized.
     pub fn launch(&self, stream: &Stream) -> Result<()> {
         self.0.launch(stream)
     }
 
-    /// How many operations it holds.
+    /// Number of operations.
     pub fn operations(&self) -> usize {
         self.0.operations()
     }
@@ -303,7 +298,7 @@ impl fmt::Debug for Graph {
     }
 }
 
-/// A stream as a device makes it; the methods are those of [`Stream`].
+/// Device side of [`Stream`].
 pub trait StreamBackend: Any + Send + Sync + fmt::Debug {
     /// See [`Stream::copy`].
     fn copy(&self, target: &DeviceSlice, source: &DeviceSlice) -> Result<()>;
@@ -328,7 +323,7 @@ pub trait StreamBackend: Any + Send + Sync + fmt::Debug {
     /// One [`StreamOp::Packets`].
     fn packets(&self, part: &PacketPart<'_>) -> Result<()>;
 
-    /// Notes that what `fault` concerns has work in the stream; see `Stream::note_work`.
+    /// Records work for `fault`'s communicator; see `Stream::note_work`.
     fn note_work(&self, fault: &Arc<Fault>);
 
     /// See [`Stream::record`].
@@ -372,7 +367,7 @@ pub trait StreamBackend: Any + Send + Sync + fmt::Debug {
     fn raw(&self) -> u64;
 }
 
-/// An event as a device makes it; the methods are those of [`Event`].
+/// Device side of [`Event`].
 pub trait EventBackend: Any + Send + Sync + fmt::Debug {
     /// See [`Event::elapsed_since`].
     fn elapsed_since(&self, earlier: &Event) -> Result<f32>;
@@ -381,7 +376,7 @@ pub trait EventBackend: Any + Send + Sync + fmt::Debug {
     fn is_reached(&self) -> Result<bool>;
 }
 
-/// A graph as a device makes it; the methods are those of [`Graph`].
+/// Device side of [`Graph`].
 pub trait GraphBackend: Send + Sync + fmt::Debug {
     /// See [`Graph::launch`].
     fn launch(&self, stream: &Stream) -> Result<()>;
@@ -390,7 +385,7 @@ pub trait GraphBackend: Send + Sync + fmt::Debug {
     fn operations(&self) -> usize;
 }
 
-/// A sequence by the calls one by one, with neighbouring operations on words together.
+/// Executes a sequence as individual calls, merging adjacent word operations.
 pub(crate) fn sequence_apart(stream: &dyn StreamBackend, ops: &[StreamOp<'_>]) -> Result<()> {
     let mut pending: Vec<MemoryOp<'_>> = Vec::with_capacity(ops.len());
     for op in ops {

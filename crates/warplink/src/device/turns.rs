@@ -1,4 +1,4 @@
-//! Streams that use one thing, such as a workspace, one after the other.
+//! Serializes the use of a shared resource, such as a workspace, by several streams.
 
 use super::{Device, Event, Stream};
 use crate::error::Result;
@@ -6,11 +6,11 @@ use crate::sync::lock;
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard};
 
-/// The most graphs that are recorded at the same time and have their work ordered.
+/// Maximum number of concurrent captures whose work is ordered.
 const MAX_RECORDINGS: usize = 16;
 
-/// Orders work that several streams are given, as it is enqueued: what is given to one stream is done before what
-/// another one is given later. Work that is recorded into a graph is ordered among itself.
+/// Orders work on several streams in the order in which it is enqueued: work enqueued on one stream completes
+/// before work enqueued later on another starts. Work captured into one graph is ordered among itself.
 #[derive(Debug)]
 pub struct Turns {
     device: Arc<dyn Device>,
@@ -21,22 +21,23 @@ pub struct Turns {
 struct LastWork {
     /// Outside of graphs.
     eager: Option<Last>,
-    /// In each graph that is recorded, by the number of its capture, which grows.
+    /// For each graph under capture, by capture id; ids increase.
     recorded: BTreeMap<u64, Last>,
 }
 
-/// The last work that a stream was given.
+/// The most recent work.
 #[derive(Debug)]
 struct Last {
-    /// Held, so that no other stream gets its handle.
+    /// Kept, so that no other stream reuses its handle.
     stream: Stream,
-    /// Behind the work, and before what its stream was given later.
+    /// After the work, and before later work of its stream.
     done: Event,
 }
 
 impl Last {
-    /// Has `stream` wait for the work.
+    /// Makes `stream` wait for the work.
     fn precede(&self, stream: &Stream) -> Result<()> {
+        // A stream is ordered with itself.
         if self.stream.raw() == stream.raw() {
             return Ok(());
         }
@@ -45,7 +46,7 @@ impl Last {
 }
 
 impl Turns {
-    /// Turns of streams of `device`.
+    /// Order among streams of `device`.
     pub fn new(device: &Arc<dyn Device>) -> Self {
         Self {
             device: device.clone(),
@@ -53,14 +54,14 @@ impl Turns {
         }
     }
 
-    /// Calls `enqueue`, which gives `stream` work, after the last such work of another stream. Calls of several
-    /// threads do so one after the other, also where one fails that has given the stream some work. Does not block
-    /// for work of the device.
+    /// Calls `enqueue`, which enqueues work on `stream`, ordered after the last such work of another stream.
+    /// Concurrent calls are serialized, even if one fails after enqueuing some work. Does not wait for device
+    /// work.
     pub fn take(&self, stream: &Stream, enqueue: impl FnOnce() -> Result<()>) -> Result<()> {
         self.take_with(stream, |_| enqueue())
     }
 
-    /// As [`take`](Self::take), for an `enqueue` that is told whether a graph records what it gives.
+    /// As [`take`](Self::take); `enqueue` receives whether the work is being captured.
     pub fn take_with(
         &self,
         stream: &Stream,
@@ -70,21 +71,23 @@ impl Turns {
         let capture = stream.capture_id()?;
         last.begin(capture, stream)?;
         let enqueued = enqueue(capture.is_some());
+        // Recorded even after a failure, which may have enqueued part of the work.
         enqueued.and(self.end_turn(&mut last, capture, stream))
     }
 
-    /// The first half of [`take`](Self::take), for callers with a lock of their own: what `stream` is given from now
-    /// on is done after the last work of another stream. Call [`end`](Self::end) behind it, also where that failed.
+    /// First half of [`take`](Self::take), for callers with their own lock: work enqueued on `stream` from
+    /// now on follows the last work of another stream. Call [`end`](Self::end) afterwards, even after a
+    /// failure.
     pub fn begin(&self, stream: &Stream) -> Result<()> {
         lock(&self.last).begin(stream.capture_id()?, stream)
     }
 
-    /// The second half: what `stream` was given so far was the last.
+    /// Second half: work enqueued on `stream` so far was the last.
     pub fn end(&self, stream: &Stream) -> Result<()> {
         self.end_turn(&mut lock(&self.last), stream.capture_id()?, stream)
     }
 
-    /// `capture` is that which records `stream`, if one does; so below.
+    /// `capture` is the capture of `stream`, if any; likewise below.
     fn end_turn(
         &self,
         last: &mut MutexGuard<'_, LastWork>,
@@ -95,8 +98,8 @@ impl Turns {
             None => last.eager.take(),
             Some(capture) => last.recorded.remove(&capture),
         };
-        // Now, and on this thread: later the stream may have to wait for what comes after this work elsewhere, may
-        // be recording, or may be another thread's.
+        // Record the event now, on this thread: later the stream may have to wait for work that follows this
+        // elsewhere, may be capturing, or may belong to another thread.
         let done = match earlier {
             Some(earlier) => earlier.done,
             None => self.device.create_event(false)?,
@@ -108,7 +111,7 @@ impl Turns {
             None => last.eager = Some(work),
             Some(capture) => {
                 last.recorded.insert(capture, work);
-                // Nobody tells when a graph is complete.
+                // Nothing reports the end of a capture, so drop the oldest.
                 while last.recorded.len() > MAX_RECORDINGS {
                     last.recorded.pop_first();
                 }
@@ -117,7 +120,7 @@ impl Turns {
         Ok(())
     }
 
-    /// Has `stream`, which is not recording, wait for the last work outside of graphs. Does not block.
+    /// Makes `stream`, which is not capturing, wait for the last work outside of graphs. Does not block.
     pub fn precede(&self, stream: &Stream) -> Result<()> {
         match &lock(&self.last).eager {
             Some(last) => last.precede(stream),

@@ -1,4 +1,4 @@
-//! Floats of 8 bits.
+//! 8-bit floats.
 
 /// Bits of the mantissa, and the exponent of the smallest normal number.
 struct Format {
@@ -19,7 +19,7 @@ const E5M2: Format = Format {
     largest: 0x7b,
 };
 
-/// What is no number, in both formats.
+/// NaN, in both formats.
 const NAN: u8 = 0x7f;
 
 macro_rules! float {
@@ -40,12 +40,12 @@ macro_rules! float {
         pub struct $name(pub u8);
 
         impl $name {
-            /// The value, exactly.
+            /// Exact conversion.
             pub fn to_f32(self) -> f32 {
                 $format.value(self.0)
             }
 
-            /// The nearest value, of two the even one; the largest for what is larger.
+            /// Rounds to nearest, ties to even; saturates.
             pub fn from_f32(value: f32) -> Self {
                 Self($format.nearest(value.into()))
             }
@@ -71,7 +71,7 @@ float!(
 );
 
 impl Format {
-    /// Whether the largest exponent is that of infinities.
+    /// Whether the largest exponent encodes infinities.
     const fn has_infinities(&self) -> bool {
         self.mantissa == 2
     }
@@ -89,7 +89,7 @@ impl Format {
                 f32::NAN
             }
         } else {
-            // A number without exponent has that of the smallest normal one, and no leading one.
+            // Subnormal numbers have the smallest normal exponent and no implicit leading bit.
             let leading = u32::from(exponent > 0) << self.mantissa;
             let power = self.least + exponent.max(1) as i32 - 1 - self.mantissa as i32;
             (leading + fraction) as f32 * 2f32.powi(power)
@@ -103,14 +103,14 @@ impl Format {
         }
         let sign = u8::from(value.is_sign_negative()) << 7;
         let size = value.abs();
-        // Larger than any number, so that its exponent is not looked at.
+        // Larger than any finite value, so skip the exponent computation.
         if size >= f64::from(1_u32 << 20) {
             return sign | self.largest;
         }
         let exponent = if size < 2f64.powi(self.least) {
             self.least
         } else {
-            // The exponent of a normal number of 64 bits.
+            // Exponent of a normal 64-bit number.
             (size.to_bits() >> 52) as i32 - 1023
         };
         let steps = (size / 2f64.powi(exponent - self.mantissa as i32)).round_ties_even() as u32;
@@ -118,7 +118,7 @@ impl Format {
         let bits = if steps < one {
             steps
         } else {
-            // A carry into the next exponent comes along.
+            // A mantissa overflow carries into the exponent.
             (((exponent - self.least + 1) as u32) << self.mantissa) + steps - one
         };
         sign | bits.min(u32::from(self.largest)) as u8
@@ -156,13 +156,13 @@ mod tests {
 
     #[test]
     fn what_lies_between_goes_to_the_nearest_and_ties_to_the_even() {
-        // Between 16 and 18, and between 18 and 20.
+        // Halfway cases: between 16 and 18, and between 18 and 20.
         assert_eq!(F8E4M3::from_f32(17.0).to_f32(), 16.0);
         assert_eq!(F8E4M3::from_f32(17.1).to_f32(), 18.0);
         assert_eq!(F8E4M3::from_f32(19.0).to_f32(), 20.0);
         assert_eq!(F8E4M3::from_f32(2f32.powi(-10)).0, 0);
         assert_eq!(F8E4M3::from_f32(3.0 * 2f32.powi(-10)).0, 2);
-        // A carry into the next exponent, and one out of the last.
+        // Rounding carries into the exponent, also beyond the largest.
         assert_eq!(F8E4M3::from_f32(15.6).to_f32(), 16.0);
         assert_eq!(F8E4M3::from_f32(1e9).to_f32(), 448.0);
         assert_eq!(F8E5M2::from_f32(f32::NEG_INFINITY).to_f32(), -57344.0);

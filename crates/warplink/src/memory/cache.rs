@@ -1,18 +1,18 @@
-//! The table of mappings of peers' allocations.
+//! Cache of mappings of peers' allocations.
 //!
-//! Opening is slow (14 CUDA IPC handles took 200 ms), so a mapping is kept when its last user is
-//! gone, within limits. The table knows neither devices nor clocks: what it holds is opened by a
-//! closure, and what is old is told by [`MappingCache::age`].
+//! Opening is slow (14 CUDA IPC handles took 200 ms), so a mapping is kept after its last use, within limits.
+//! The cache knows neither devices nor clocks: a closure opens mappings, and [`MappingCache::age`] is called
+//! periodically to expire idle ones.
 //!
 //! # Invariants
-//! 1. At most one open of a key is under way; others that want it wait for the outcome.
-//! 2. A mapping of one generation is never given to a request for another.
-//! 3. A mapping in use is neither evicted nor revoked; one that was revoked while it was in use, was
-//!    being opened or was still to be opened is closed when its last user is gone.
-//! 4. The table's lock is not held while a mapping is opened or closed: opening asks the owner,
-//!    whose own threads may at that moment want this table.
-//! 5. Every handle that was opened is counted once, and the count comes back when the mapping it
-//!    was counted on is closed, so that the owner knows when none is left.
+//! 1. At most one open of a key is in progress; concurrent requests wait for its result.
+//! 2. A mapping of one generation never serves a request for another.
+//! 3. A mapping in use is neither evicted nor closed by a revocation. If it is revoked while in use, while
+//!    being opened or before it is opened, it is closed after its last use.
+//! 4. The lock is not held while a mapping is opened or closed: opening asks the owner, whose threads may
+//!    need this cache at that moment.
+//! 5. Every opened handle is counted once, and the count is returned when its mapping is closed, so that the
+//!    owner knows when none is left.
 
 use crate::error::Result;
 use crate::sync::{Arc, Condvar, Mutex, guard};
@@ -21,25 +21,25 @@ use std::fmt;
 use std::hash::Hash;
 use std::ops::Deref;
 
-/// Revocations that are remembered of what is not open. One that crosses the closing of its mapping
-/// is never asked for again.
+/// Maximum number of revocations remembered for keys that are not open. Needed when a revocation overtakes
+/// its handle; those that cross the closing of their mapping are never matched and would accumulate.
 const MAX_EARLY_REVOCATIONS: usize = 4096;
 
-/// What the table holds.
+/// A cached value.
 pub(super) trait Mapping {
-    /// Counts one more handle that led to it.
+    /// Counts another handle that resolved to it.
     fn count_handle(&self);
 
-    /// How much memory it maps.
+    /// Mapped bytes.
     fn bytes(&self) -> u64;
 
-    /// Whether it is worth keeping when nobody uses it.
+    /// Whether to keep it while idle.
     fn is_kept_idle(&self) -> bool {
         true
     }
 }
 
-/// How much is kept though nobody uses it.
+/// Limits of idle mappings.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct CacheLimits {
     pub(super) idle_count: usize,
@@ -49,7 +49,7 @@ pub(super) struct CacheLimits {
 /// Mappings by key.
 pub(super) struct MappingCache<K: Copy + Eq + Hash, V: Mapping>(Arc<Shared<K, V>>);
 
-/// A mapping in use, until this is dropped.
+/// A mapping in use, released on drop.
 pub(super) struct Lease<K: Copy + Eq + Hash, V: Mapping> {
     cache: Arc<Shared<K, V>>,
     key: K,
@@ -65,9 +65,9 @@ struct Shared<K, V> {
 
 struct Table<K, V> {
     entries: HashMap<K, Entry<V>>,
-    // Counts openings and releases: the order in which mappings were used last.
+    // Logical clock of openings and releases, for LRU order.
     clock: u64,
-    // Counts calls of `age`.
+    // Number of calls of `age`.
     epoch: u64,
     early_revocations: VecDeque<(K, u64)>,
 }
@@ -79,12 +79,12 @@ enum Entry<V> {
 
 struct Open<V> {
     generation: u64,
-    /// Tells it from others that were open under its key.
+    /// Distinguishes it from earlier entries with the same key.
     serial: u64,
     value: Arc<V>,
     users: usize,
     revoked: bool,
-    /// When it was used last.
+    /// Clock at its last use.
     used: u64,
     used_epoch: u64,
 }
@@ -104,8 +104,8 @@ impl<K: Copy + Eq + Hash, V: Mapping> MappingCache<K, V> {
         }))
     }
 
-    /// The mapping of `generation` under `key`, opened with `open` where there is none. An older
-    /// generation is dropped from the table; its users keep it.
+    /// The mapping of `generation` for `key`, opened with `open` on a miss. An older generation is removed;
+    /// its users keep it.
     pub(super) fn open(
         &self,
         key: K,
@@ -124,6 +124,8 @@ impl<K: Copy + Eq + Hash, V: Mapping> MappingCache<K, V> {
                     let (serial, value) = (entry.serial, entry.value.clone());
                     return Ok(self.lease(key, serial, value));
                 }
+                // Another thread is opening this key: wait for its result rather than open twice (invariant
+                // 1).
                 Some(Entry::Opening { .. }) => {
                     table = self
                         .0
@@ -134,11 +136,13 @@ impl<K: Copy + Eq + Hash, V: Mapping> MappingCache<K, V> {
                 Some(Entry::Open(_)) | None => break,
             }
         }
+        // The revocation may have overtaken the handle; then the mapping is closed after this use.
         let revoked = table.take_early_revocation(key, generation);
         let opening = Entry::Opening {
             generation,
             revoked,
         };
+        // Marks the key as being opened before the lock is released, so that concurrent requests wait.
         let stale = table.entries.insert(key, opening);
         drop(table);
         drop(stale);
@@ -148,11 +152,13 @@ impl<K: Copy + Eq + Hash, V: Mapping> MappingCache<K, V> {
             Ok(value) => {
                 let value = Arc::new(value);
                 value.count_handle();
+                // Unique: the clock advances with every request.
                 let serial = table.clock;
                 table.finish_opening(key, serial, value.clone());
                 Ok((serial, value))
             }
             Err(error) => {
+                // Waiters find no entry and try themselves: the failure may be specific to this handle.
                 table.entries.remove(&key);
                 Err(error)
             }
@@ -173,7 +179,7 @@ impl<K: Copy + Eq + Hash, V: Mapping> MappingCache<K, V> {
         }
     }
 
-    /// Closes the mapping of `generation` under `key`, at once or when its last user is gone.
+    /// Revokes `generation` of `key`: closes the mapping now or after its last use.
     pub(super) fn revoke(&self, key: K, generation: u64) {
         let mut table = guard(&self.0.table);
         let revoked = table.revoke(key, generation);
@@ -181,7 +187,7 @@ impl<K: Copy + Eq + Hash, V: Mapping> MappingCache<K, V> {
         drop(revoked);
     }
 
-    /// Closes every mapping that nobody uses.
+    /// Closes every idle mapping.
     pub(super) fn release_idle(&self) {
         let none = CacheLimits {
             idle_count: 0,
@@ -191,10 +197,11 @@ impl<K: Copy + Eq + Hash, V: Mapping> MappingCache<K, V> {
         drop(idle);
     }
 
-    /// Closes what was used before the last call and not since.
+    /// Closes mappings that were not used since the previous call.
     pub(super) fn age(&self) {
         let mut table = guard(&self.0.table);
         let epoch = table.epoch;
+        // An entry used in the current epoch survives this call, and is closed by the next one if unused.
         table.epoch += 1;
         let old: Vec<_> = table
             .entries
@@ -206,7 +213,7 @@ impl<K: Copy + Eq + Hash, V: Mapping> MappingCache<K, V> {
         drop(old);
     }
 
-    /// How many mappings the table holds.
+    /// Number of mappings.
     pub(super) fn len(&self) -> usize {
         guard(&self.0.table).entries.len()
     }
@@ -220,7 +227,7 @@ impl<K: Copy + Eq + Hash, V: Mapping> Table<K, V> {
         );
         let generation = match self.entries.get(&key) {
             Some(Entry::Opening { generation, .. }) => *generation,
-            // The opening thread has put the entry there, and no other removes it.
+            // Only the opening thread removes its entry.
             Some(Entry::Open(_)) | None => return,
         };
         let open = Open {
@@ -235,7 +242,7 @@ impl<K: Copy + Eq + Hash, V: Mapping> Table<K, V> {
         self.entries.insert(key, Entry::Open(open));
     }
 
-    /// Takes the entry out, or notes that it is to be once nobody uses it.
+    /// Removes the entry, or marks it for removal after its last use.
     fn revoke(&mut self, key: K, of: u64) -> Option<Entry<V>> {
         match self.entries.get_mut(&key) {
             Some(Entry::Opening {
@@ -248,7 +255,7 @@ impl<K: Copy + Eq + Hash, V: Mapping> Table<K, V> {
             Some(Entry::Open(open)) if open.generation == of => {
                 return self.entries.remove(&key);
             }
-            // The handle is still on its way here, or its mapping was closed just now.
+            // The handle is still in transit, or its mapping was just closed.
             _ => {
                 if self.early_revocations.len() == MAX_EARLY_REVOCATIONS {
                     self.early_revocations.pop_front();
@@ -267,13 +274,14 @@ impl<K: Copy + Eq + Hash, V: Mapping> Table<K, V> {
         found.is_some_and(|index| self.early_revocations.remove(index).is_some())
     }
 
-    /// One user of a mapping is gone. Takes out what is to be closed because of it.
+    /// Ends one use of a mapping. Returns entries to close as a result.
     fn release(&mut self, key: K, serial: u64, limits: &CacheLimits) -> Vec<Entry<V>> {
         self.clock += 1;
         let (now, epoch) = (self.clock, self.epoch);
         let Some(Entry::Open(open)) = self.entries.get_mut(&key) else {
             return Vec::new();
         };
+        // The key was reused by a newer generation; this lease's mapping is no longer in the table.
         if open.serial != serial {
             return Vec::new();
         }
@@ -288,13 +296,14 @@ impl<K: Copy + Eq + Hash, V: Mapping> Table<K, V> {
         self.evict(limits)
     }
 
-    /// Takes out the mappings unused for longest until those that nobody uses are within `limits`.
+    /// Removes the least recently used idle mappings until the rest is within `limits`.
     fn evict(&mut self, limits: &CacheLimits) -> Vec<Entry<V>> {
         let idle = self.entries.iter().filter_map(|(key, entry)| match entry {
             Entry::Open(open) if open.users == 0 => Some((open.used, *key, open.value.bytes())),
             _ => None,
         });
         let mut idle: Vec<(u64, K, u64)> = idle.collect();
+        // Least recently used first.
         idle.sort_unstable_by_key(|(used, ..)| *used);
         let mut count = idle.len();
         let mut bytes: u64 = idle.iter().map(|(.., bytes)| *bytes).sum();
@@ -335,7 +344,7 @@ impl<K: Copy + Eq + Hash, V: Mapping> Drop for Lease<K, V> {
     fn drop(&mut self) {
         let mut table = guard(&self.cache.table);
         let closed = table.release(self.key, self.serial, &self.cache.limits);
-        // Mappings are closed outside of the lock: these, and this one if it is in no table any more.
+        // Close mappings outside the lock: evicted ones, and this one if it is no longer in the cache.
         drop(table);
         drop(closed);
     }

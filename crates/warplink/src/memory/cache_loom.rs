@@ -1,11 +1,11 @@
-//! The table of mappings under every interleaving.
+//! Loom models of the mapping cache.
 
 use super::cache::{CacheLimits, Mapping, MappingCache};
 use loom::sync::Arc;
 use loom::sync::atomic::{AtomicUsize, Ordering};
 use loom::thread;
 
-/// Counts opens under way and handles, and gives the count back when it is closed.
+/// Counts concurrent opens and handles, and returns the count when closed.
 struct Value {
     generation: u64,
     handles: AtomicUsize,
@@ -36,11 +36,10 @@ fn cache() -> Arc<MappingCache<u32, Value>> {
     }))
 }
 
-/// Invariants 1, 2 and 5 with two ranks' threads that open while the owner revokes.
+/// Invariants 1, 2 and 5: two threads open while the owner revokes.
 #[test]
 fn loom_open_and_revoke() {
-    // With three threads, all interleavings take many minutes; a bug that needs more preemptions than
-    // these is rare.
+    // All interleavings of three threads take many minutes; bugs that need more preemptions are rare.
     let mut model = loom::model::Builder::new();
     model.preemption_bound = Some(3);
     model.check(|| {
@@ -81,7 +80,7 @@ fn loom_open_and_revoke() {
     });
 }
 
-/// Invariant 3: however the revocation meets an opening and its use, nothing is left of it.
+/// Invariant 3: a revocation takes effect however it interleaves with opening and use.
 #[test]
 fn loom_a_revocation_is_never_forgotten() {
     loom::model(|| {

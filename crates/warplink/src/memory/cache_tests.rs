@@ -1,4 +1,4 @@
-//! Tests of the table of mappings.
+//! Tests of the mapping cache.
 
 use super::cache::{CacheLimits, Mapping, MappingCache};
 use crate::error::{Error, ErrorKind, Result};
@@ -43,7 +43,7 @@ fn another_generation_is_opened_anew() {
     let old = cache.open(1, 10, || value(100)).unwrap();
     let new = cache.open(1, 11, || value(101)).unwrap();
     assert_eq!((old.0, new.0), (100, 101));
-    // The end of the old one's use is not the new one's.
+    // Releasing the old mapping does not release the new one.
     drop(old);
     cache.release_idle();
     assert_eq!(
@@ -108,7 +108,7 @@ fn what_is_revoked_before_it_is_opened_is_closed_after_its_use() {
     assert_eq!(cache.len(), 1, "another generation was revoked");
     drop(cache.open(1, 10, || value(0)).unwrap());
     assert_eq!(cache.len(), 0, "kept after it was revoked");
-    // While it is opened.
+    // Revoked while being opened.
     drop(
         cache
             .open(1, 12, || {

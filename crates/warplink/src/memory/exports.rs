@@ -1,15 +1,14 @@
-//! The owner's side: which regions are registered, in which allocations, and which peers may still
-//! reach them.
+//! Owner's side: registered regions, their allocations, and the peers that may still access them.
 //!
 //! # Invariants
-//! 1. An allocation is held by at least one of its regions until no peer maps it: memory must not be
-//!    freed under a mapping.
-//! 2. A region of memory that somebody else owns is held until it is not registered any more and no
-//!    peer uses it, and not longer, except for 1.
-//! 3. What was held is dropped outside of the lock, and where that may run somebody else's code, on
-//!    a thread that may wait ([`Releaser`]).
-//! 4. An allocation is used again ([`pool`]) only if nobody has a slice of it, no stream here and no
-//!    peer uses it, and no rank that was lost has mapped it.
+//! 1. An allocation is held by at least one of its regions until no peer maps it: memory must not be freed
+//!    under a mapping.
+//! 2. A region of borrowed memory is held until it is unregistered and no peer uses it, and not longer,
+//!    except for 1.
+//! 3. Memory is released outside the lock, and if that may run foreign code, on a thread that may block
+//!    ([`Releaser`]).
+//! 4. An allocation is reused ([`pool`]) only if nobody holds a slice of it, no local stream and no peer uses
+//!    it, and no lost rank has mapped it.
 
 mod pool;
 #[cfg(test)]
@@ -34,14 +33,14 @@ pub(super) struct Exports {
     releaser: Releaser,
 }
 
-/// What a region is registered as.
+/// Identifiers of a registered region.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct RegionNumbers {
     pub(super) generation: u64,
     pub(super) region: u64,
 }
 
-/// What a peer is to be asked to unmap.
+/// An allocation that a peer should unmap.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Unwanted {
     pub(super) peer: Rank,
@@ -49,16 +48,16 @@ pub(super) struct Unwanted {
     pub(super) generation: u64,
 }
 
-/// What the end of a registration leads to.
+/// Consequences of ending a registration.
 #[derive(Debug, Default)]
 pub(super) struct EndedRegistration {
-    /// What is not registered any more, and what had to leave the pool.
+    /// Allocations that are no longer registered, and those evicted from the pool.
     pub(super) unwanted: Vec<Unwanted>,
-    /// What has entered the pool: it is used again when the device's streams are past it.
+    /// Allocation that entered the pool; reusable once the device's streams have completed.
     pub(super) pooled: Option<EnteredPool>,
 }
 
-/// How a handle opens an allocation.
+/// The data a handle needs to open an allocation.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct ExportedAllocation {
     pub(super) identity: u64,
@@ -66,20 +65,20 @@ pub(super) struct ExportedAllocation {
     pub(super) ipc: Option<[u8; 64]>,
     pub(super) pieces: u32,
     pub(super) host: bool,
-    /// The number of the region, where the owner waits for the end of its use; else 0.
+    /// Number of the region if the owner tracks its use; else 0.
     pub(super) region: u64,
 }
 
 #[derive(Debug, Default)]
 struct Table {
     entries: HashMap<u64, Entry>,
-    // The entry of each allocation that regions are registered in.
+    // Entry of each allocation that currently accepts regions.
     current: HashMap<u64, u64>,
-    // The entry of each region that waits for the end of its use.
+    // Entry of each region whose use is tracked.
     generation_of_region: HashMap<u64, u64>,
     generations: u64,
     regions: u64,
-    // The generations of allocations in the pool, by their bytes and the order in which they entered.
+    // Pool: generations keyed by size and order of entry.
     pool: BTreeMap<(u64, u64), u64>,
     max_pooled_bytes: u64,
     pooled_so_far: u64,
@@ -93,11 +92,11 @@ struct Entry {
     pieces: Vec<Piece>,
     host: bool,
     regions: BTreeMap<u64, RegionEntry>,
-    // How many handles each peer was sent and has not given back.
+    // Handles that each peer was sent and has not returned.
     holders: Holders,
-    // How it was allocated, where it was for this table and may be used again.
+    // Allocation kind, if the registry allocated it and may reuse it.
     reusable: Option<AllocationKind>,
-    // Holds the allocation once no region of it is registered, where it is to be used again.
+    // Holds the allocation while it is pooled, when no region of it is registered.
     pooled: Option<Pooled>,
 }
 
@@ -105,16 +104,16 @@ struct Entry {
 struct RegionEntry {
     backing: Arc<dyn Backing>,
     registered: bool,
-    // How many handles of this region each peer uses, where the end of its use matters: where its
+    // Handles of this region in use by each peer; tracked if the memory is borrowed or reusable.
     // memory is somebody else's, or is to be used again.
     users: Holders,
 }
 
-/// How many handles each peer holds.
+/// Number of handles of each peer.
 #[derive(Debug, Default)]
 struct Holders(BTreeMap<Rank, u64>);
 
-/// What is to be dropped outside of the lock.
+/// Values to drop outside the lock.
 #[must_use]
 #[derive(Debug, Default)]
 struct Freed {
@@ -123,7 +122,7 @@ struct Freed {
 }
 
 impl Exports {
-    /// An empty table, which keeps up to `max_pooled_bytes` of freed allocations for later ones.
+    /// An empty table whose pool keeps up to `max_pooled_bytes`.
     pub(super) fn new(max_pooled_bytes: u64) -> Self {
         Self {
             table: Mutex::new(Table {
@@ -135,9 +134,8 @@ impl Exports {
         }
     }
 
-    /// Registers `slice` as a region of its allocation; `export` opens the allocation to peers if
-    /// the region is its first. Where the allocation is `reusable`, it is used again after its last
-    /// region.
+    /// Registers `slice` as a region of its allocation. `export` exports the allocation if this is its first
+    /// region. A `reusable` allocation is pooled after its last region.
     pub(super) fn register(
         &self,
         slice: &DeviceSlice,
@@ -150,18 +148,19 @@ impl Exports {
         let generation = match known {
             Some(generation) => generation,
             None => {
+                // Exported once for all of its regions.
                 let export = export()?;
                 table.add(allocation, slice.backing().bytes() as u64, reusable, export)
             }
         };
         let backing = slice.backing().clone();
+        // Registered again while pooled: it must not be reused for another region.
         table.leave_pool(generation);
         Ok(table.add_region(generation, backing))
     }
 
-    /// Ends one registration. Where it was the last of its allocation, this enters the pool, or its
-    /// entry is not given to new regions any more, and the peers that hold handles of it are to be
-    /// asked to unmap it.
+    /// Ends a registration. If it was the allocation's last, the allocation enters the pool, or accepts no
+    /// more regions and is to be unmapped by peers that hold handles.
     pub(super) fn unregister(&self, numbers: RegionNumbers) -> EndedRegistration {
         let generation = numbers.generation;
         let mut table = lock(&self.table);
@@ -174,21 +173,23 @@ impl Exports {
         let mut ended = EndedRegistration::default();
         let mut freed = Freed::default();
         if !entry.is_registered() {
+            // The last region ended: pool the allocation, or let peers unmap it.
             ended.pooled = table.enter_pool(generation, numbers.region);
             if ended.pooled.is_none() {
                 ended.unwanted = table.give_up(generation);
             }
+            // Entering may exceed the limit.
             table.limit_pool(&mut ended.unwanted, &mut freed);
         }
         freed.extend(table.free_unused(generation));
         drop(table);
-        // On the caller's thread, which gives the memory up.
+        // On the caller's thread, which gives up the memory.
         drop(freed);
         self.changed.notify_all();
         ended
     }
 
-    /// Makes a handle for `peer` and counts it.
+    /// Issues a handle for `peer` and counts it.
     pub(super) fn issue_handle(
         &self,
         numbers: RegionNumbers,
@@ -202,6 +203,7 @@ impl Exports {
             .regions
             .get_mut(&numbers.region)
             .ok_or_else(not_registered)?;
+        // Only for these does the owner need to know when a region is no longer used.
         let reported = region.backing.is_borrowed() || entry.reusable.is_some();
         if reported {
             region.users.add(peer);
@@ -219,11 +221,12 @@ impl Exports {
 
     /// Takes back a handle that never reached `peer`.
     pub(super) fn cancel_handle(&self, numbers: RegionNumbers, peer: Rank) {
+        // In the order in which a peer would report it: use first, then mapping.
         self.region_released(numbers.region, peer, 1);
         self.handles_released(numbers.generation, peer, 1);
     }
 
-    /// `peer` has given `handles` back: it holds no mapping that they led to.
+    /// `peer` has returned `handles` handles: it holds no mapping opened from them.
     pub(super) fn handles_released(&self, generation: u64, peer: Rank, handles: u64) {
         let mut table = lock(&self.table);
         if let Some(entry) = table.entries.get_mut(&generation) {
@@ -231,10 +234,10 @@ impl Exports {
         }
         let freed = table.free_unused(generation);
         drop(table);
-        self.let_go(freed);
+        self.release(freed);
     }
 
-    /// `peer` does not use `handles` handles of a region any more.
+    /// `peer` no longer uses `handles` handles of a region.
     pub(super) fn region_released(&self, region: u64, peer: Rank, handles: u64) {
         let mut table = lock(&self.table);
         let Some(generation) = table.generation_of_region.get(&region).copied() else {
@@ -247,10 +250,10 @@ impl Exports {
         }
         let freed = table.free_unused(generation);
         drop(table);
-        self.let_go(freed);
+        self.release(freed);
     }
 
-    /// `peer` is gone, and is not waited for any more; what other peers are to be asked to unmap.
+    /// `peer` is gone: stops waiting for it. Returns allocations that other peers should unmap.
     pub(super) fn forget_peer(&self, peer: Rank) -> Vec<Unwanted> {
         let mut table = lock(&self.table);
         let (mut unwanted, mut freed) = (Vec::new(), Freed::default());
@@ -260,6 +263,7 @@ impl Exports {
                 for region in entry.regions.values_mut() {
                     region.users.0.remove(&peer);
                 }
+                // The lost rank may still write to memory that it has mapped.
                 if entry.holders.0.remove(&peer).is_some() {
                     unwanted.extend(table.never_reuse(generation));
                 }
@@ -267,14 +271,15 @@ impl Exports {
             freed.extend(table.free_unused(generation));
         }
         drop(table);
-        self.let_go(freed);
+        self.release(freed);
         unwanted
     }
 
-    /// A piece of the allocation, for a peer that holds a handle of it.
+    /// A piece of the allocation, for a peer that holds a handle.
     pub(super) fn piece(&self, generation: u64, allocation: u64, index: u64) -> Result<Piece> {
         let table = lock(&self.table);
         let entry = table.entries.get(&generation);
+        // The identity guards against a stale generation of a reused number.
         let entry = entry.filter(|entry| entry.allocation == allocation);
         let entry = entry.ok_or_else(not_registered)?;
         let piece = usize::try_from(index).ok();
@@ -289,8 +294,7 @@ impl Exports {
         piece.try_clone()
     }
 
-    /// Waits until a region that is not registered any more is freed, at most for `limit`; which peers
-    /// hold it, where it is not.
+    /// Waits up to `limit` until an unregistered region is freed. Otherwise returns the peers that hold it.
     pub(super) fn wait_freed(&self, numbers: RegionNumbers, limit: Duration) -> Option<Vec<Rank>> {
         let table = lock(&self.table);
         let waited = self
@@ -300,7 +304,7 @@ impl Exports {
         table.holds(numbers).map(Entry::peers)
     }
 
-    /// What peers are to be asked to unmap, as it is allocated only because of them.
+    /// Allocations that exist only because peers map them.
     pub(super) fn unregistered(&self) -> Vec<Unwanted> {
         let table = lock(&self.table);
         let left = table.unregistered();
@@ -308,7 +312,7 @@ impl Exports {
             .collect()
     }
 
-    /// Which peers map or use what is allocated only because of them; `None` where nothing is.
+    /// Peers that map or use such allocations; `None` if there are none.
     pub(super) fn unregistered_at(&self) -> Option<Vec<Rank>> {
         let table = lock(&self.table);
         let mut left = table.unregistered().peekable();
@@ -316,19 +320,19 @@ impl Exports {
         Some(left.flat_map(|(_, entry)| entry.peers()).collect())
     }
 
-    /// Waits until something was freed, or for `limit`.
+    /// Waits for a free, up to `limit`.
     pub(super) fn wait_for_change(&self, limit: Duration) {
         let table = lock(&self.table);
         let count = table.entries.len();
-        // Whatever ends the wait, the caller looks again.
+        // Callers check again whatever ended the wait.
         drop(
             self.changed
                 .wait_timeout_while(table, limit, |table| table.entries.len() >= count),
         );
     }
 
-    /// How many allocations are registered, or still used or held by a peer. What is in the pool and
-    /// unused does not count.
+    /// Number of allocations that are registered or still used or mapped by a peer, excluding unused ones in
+    /// the pool.
     pub(super) fn len(&self) -> usize {
         let table = lock(&self.table);
         let entries = table.entries.values();
@@ -337,15 +341,15 @@ impl Exports {
             .count()
     }
 
-    /// Drops what was freed because of what a peer said.
-    fn let_go(&self, freed: Freed) {
+    /// Drops values freed by a peer's message.
+    fn release(&self, freed: Freed) {
         self.releaser.release(freed.is_borrowed(), freed);
         self.changed.notify_all();
     }
 }
 
 impl Table {
-    /// Adds an entry for an allocation; its generation.
+    /// Adds an entry for an allocation and returns its generation.
     fn add(
         &mut self,
         allocation: u64,
@@ -373,7 +377,7 @@ impl Table {
         generation
     }
 
-    /// Adds a registered region to an entry.
+    /// Adds a region to an entry.
     fn add_region(&mut self, generation: u64, backing: Arc<dyn Backing>) -> RegionNumbers {
         self.regions += 1;
         let region = self.regions;
@@ -391,18 +395,19 @@ impl Table {
         RegionNumbers { generation, region }
     }
 
-    /// Gives an entry to new regions no more; what peers are to unmap.
+    /// Stops an entry from accepting regions. Returns what peers should unmap.
     fn give_up(&mut self, generation: u64) -> Vec<Unwanted> {
         let Some(entry) = self.entries.get(&generation) else {
             return Vec::new();
         };
+        // New regions of this memory start a new generation, since peers may already be unmapping this one.
         if self.current.get(&entry.allocation) == Some(&generation) {
             self.current.remove(&entry.allocation);
         }
         entry.unwanted(generation)
     }
 
-    /// What is allocated only because of peers.
+    /// Entries that exist only because of peers.
     fn unregistered(&self) -> impl Iterator<Item = (&u64, &Entry)> {
         let entries = self.entries.iter();
         entries.filter(|(_, entry)| !entry.is_registered() && !entry.is_kept())
@@ -414,7 +419,7 @@ impl Table {
         entry.filter(|entry| entry.regions.contains_key(&numbers.region))
     }
 
-    /// Takes out what is neither registered nor reached by a peer.
+    /// Removes entry or regions that are neither registered nor used by a peer.
     fn free_unused(&mut self, generation: u64) -> Freed {
         let mut freed = Freed::default();
         let Some(entry) = self.entries.get_mut(&generation) else {
@@ -427,6 +432,7 @@ impl Table {
             .map(|(number, _)| *number)
             .collect();
         for number in unused {
+            // The last region keeps the allocation while handles are out (invariant 1).
             let last = entry.regions.len() == 1 && entry.pooled.is_none();
             if last && !entry.holders.0.is_empty() {
                 break;
@@ -434,6 +440,7 @@ impl Table {
             freed.regions.extend(entry.regions.remove(&number));
             self.generation_of_region.remove(&number);
         }
+        // A pooled allocation that is leaving also stays until all handles are returned.
         let held = entry.is_kept() || entry.pooled.is_some() && !entry.holders.0.is_empty();
         if entry.regions.is_empty() && !held {
             freed.entries.extend(self.entries.remove(&generation));
@@ -447,12 +454,12 @@ impl Entry {
         self.regions.values().any(|region| region.registered)
     }
 
-    /// Whether it is in the pool, to be used again.
+    /// Whether it is pooled for reuse.
     fn is_kept(&self) -> bool {
         self.pooled.as_ref().is_some_and(Pooled::is_kept)
     }
 
-    /// The peers that map it, and those that have yet to tell that they do not use a region of it.
+    /// Peers that map it, and those that have not reported the end of their use of a region.
     fn peers(&self) -> Vec<Rank> {
         let users = self.regions.values().map(|region| &region.users);
         let holders = users.chain([&self.holders]);
@@ -460,7 +467,7 @@ impl Entry {
         peers.into_iter().collect()
     }
 
-    /// What the peers that hold handles of it are to be asked.
+    /// Requests to the peers that hold handles.
     fn unwanted(&self, generation: u64) -> Vec<Unwanted> {
         let peers = self.holders.peers().into_iter();
         peers
@@ -509,6 +516,6 @@ impl Freed {
 }
 
 fn not_registered() -> Error {
-    Error::new(ErrorKind::Closed, "the region is not registered any more")
+    Error::new(ErrorKind::Closed, "the region is no longer registered")
         .with_help("keep the region as long as peers open handles of it")
 }

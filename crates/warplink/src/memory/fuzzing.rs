@@ -1,4 +1,4 @@
-//! What the fuzz target of the memory service calls.
+//! Entry points for the fuzz target of the memory service.
 
 use super::MemoryRegistry;
 use super::limits::IdleMappings;
@@ -10,12 +10,12 @@ use crate::device::{AllocationKind, Device, DeviceConfig, DeviceKind};
 use rustix::net::{AddressFamily, SendFlags, SocketFlags, SocketType, socketpair};
 use std::sync::{Arc, OnceLock};
 
-/// Bytes as packets that a rank's memory service receives from rank 1 of two: each begins with a byte, whose low
-/// half chooses which of the arguments are numbers that the service knows and whose high half, how long it is. The rest
-/// of each packet is what stands behind the token. Then the same bytes as an answer of a service.
+/// Interprets bytes as packets that a rank's memory service receives from rank 1 of two. The first byte of
+/// each packet selects in its low half which arguments are replaced by valid numbers, and in its high half
+/// the length; the rest follows the token. Then parses the same bytes as a service's answer.
 ///
 /// # Panics
-/// Where a packet is not read as it was written, or harms what this rank holds.
+/// If a packet does not round-trip, or damages this rank's state.
 pub fn service_packets(bytes: &[u8]) {
     let Some(registry) = registry() else { return };
     let shared = &registry.shared;
@@ -50,7 +50,7 @@ pub fn service_packets(bytes: &[u8]) {
         rest = next;
         let mut packet = shared.token.to_vec();
         packet.extend_from_slice(body);
-        // The arguments stand behind the kind, the sender and the number.
+        // The arguments follow kind, sender and number.
         for argument in 0..3 {
             let at = TOKEN_BYTES + 16 + 8 * argument;
             if form >> argument & 1 == 1
@@ -69,7 +69,7 @@ pub fn service_packets(bytes: &[u8]) {
         receive(&packet, &shared.token, &handler);
     }
     registry.stop_listening(publication);
-    // Whatever a peer has let go of, this rank still holds its region.
+    // This rank must still hold its region whatever a peer has released.
     assert!(
         registry.export_handle(&region, 1).is_ok(),
         "a region is gone"
@@ -85,7 +85,7 @@ pub fn service_packets(bytes: &[u8]) {
     answer(bytes);
 }
 
-/// A registry of rank 0 of two, whose peer does not listen.
+/// Registry of rank 0 of two, whose peer does not listen.
 fn registry() -> Option<&'static MemoryRegistry> {
     static REGISTRY: OnceLock<Option<MemoryRegistry>> = OnceLock::new();
     let make = || {
@@ -95,7 +95,7 @@ fn registry() -> Option<&'static MemoryRegistry> {
         let peer = postcard::to_stdvec(&peer).ok()?;
         let idle = IdleMappings::default();
         let gather = |own: Vec<u8>| {
-            // What each says of the memory of both comes second.
+            // The second exchange is about access to each other's memory.
             let peer = if own.len() == 2 {
                 own.clone()
             } else {
@@ -108,7 +108,7 @@ fn registry() -> Option<&'static MemoryRegistry> {
     REGISTRY.get_or_init(make).as_ref()
 }
 
-/// The service receives a packet, and the peer its answer.
+/// Passes a packet to the service and its answer to the peer.
 fn receive(packet: &[u8], token: &[u8; TOKEN_BYTES], handler: &Handler) {
     if let Ok(request) = Request::decode(packet, token) {
         let offer = matches!(
@@ -137,7 +137,7 @@ fn receive(packet: &[u8], token: &[u8; TOKEN_BYTES], handler: &Handler) {
     }
 }
 
-/// A peer's answer, as the rank that asked reads it.
+/// Parses a peer's answer.
 fn answer(bytes: &[u8]) {
     let Some([asking, answering]) = pair() else {
         return;

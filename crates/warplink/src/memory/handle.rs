@@ -1,7 +1,7 @@
-//! A region on the wire: fixed layout, versioned, and authenticated.
+//! Region handles on the wire: fixed layout, versioned and authenticated.
 //!
-//! The last bytes are a keyed hash over the others, so that a handle that was altered, or that
-//! somebody outside of the communicator made, is refused before a driver sees it.
+//! The last bytes are a keyed hash of the others, so that a handle that was altered, or created outside of
+//! the job, is rejected before a driver sees it.
 
 use crate::device::{DeviceIdentity, DeviceKind};
 use crate::error::{Error, ErrorKind, Rank, Result};
@@ -41,22 +41,22 @@ struct Wire {
     tag: [u8; TAG_BYTES],
 }
 
-/// What a peer needs to reach a region: which allocation, how to open it, and where in it.
+/// Everything a peer needs to access a region: allocation, how to open it, and the range.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Handle {
-    /// The rank whose memory it is.
+    /// Rank that owns the memory.
     pub owner: Rank,
-    /// Which device's memory it is.
+    /// Kind of device that owns the memory.
     pub kind: DeviceKind,
     /// The physical device.
     pub device: DeviceIdentity,
-    /// Random number of the owner's process.
+    /// Random id of the owner's process.
     pub process: [u8; 16],
-    /// Number of the allocation in the owner's process.
+    /// Identity of the allocation in the owner's process.
     pub allocation: u64,
-    /// Number of this registration of the allocation; never used again by its owner.
+    /// Generation: number of this registration; never reused by its owner.
     pub generation: u64,
-    /// Number of the region, where its owner is to be told when it is not used any more; else 0.
+    /// Number of the region if its owner tracks its use; else 0.
     pub region: u64,
     /// Bytes of the whole allocation.
     pub allocation_bytes: u64,
@@ -64,15 +64,15 @@ pub struct Handle {
     pub offset: u64,
     /// Bytes of the region.
     pub bytes: u64,
-    /// The CUDA IPC handle, where the allocation has one.
+    /// CUDA IPC handle, if the allocation has one.
     pub ipc: Option<[u8; 64]>,
-    /// How many pieces it consists of that the owner gives out descriptors of; 0 if it does not.
+    /// Number of pieces for which the owner provides descriptors; 0 if it does not.
     pub pieces: u32,
-    /// Whether its one piece is memory of the host, which every device of the machine maps.
+    /// Whether its single piece is host memory, which every device of the machine can map.
     pub host: bool,
 }
 
-/// Makes and checks the keyed hashes of handles.
+/// Computes and verifies the keyed hashes of handles.
 #[derive(Clone)]
 pub struct HandleKey(Hmac<Sha256>);
 
@@ -83,25 +83,25 @@ impl std::fmt::Debug for HandleKey {
 }
 
 impl HandleKey {
-    /// The key of the communicators that share `secret`.
+    /// The key of jobs that share `secret`.
     ///
     /// # Errors
-    /// [`ErrorKind::Internal`] where the hash does not take the secret, which it does at any length.
+    /// [`ErrorKind::Internal`] if the hash rejects the secret, which cannot happen: it accepts any length.
     pub fn new(secret: &[u8]) -> Result<Self> {
         let mut mac = Hmac::<Sha256>::new_from_slice(secret).map_err(|_| {
-            Error::new(ErrorKind::Internal, "the hash does not take this secret")
+            Error::new(ErrorKind::Internal, "the hash rejects this secret")
                 .with_operation("make the key of handles")
         })?;
         mac.update(b"warplink handle");
         Ok(Self(mac))
     }
 
-    /// The token that requests between the ranks of this communicator carry.
+    /// The token that requests between ranks of this job carry.
     pub(super) fn token(&self) -> [u8; 16] {
         self.tag(b"token of the service")
     }
 
-    /// Writes the keyed hash of the other bytes to the end of `wire`, as a handle needs it.
+    /// Writes the keyed hash of the other bytes to the end of `wire`.
     pub fn seal(&self, wire: &mut [u8; HANDLE_BYTES]) {
         let (rest, tag) = wire.split_at_mut(UNTAGGED_BYTES);
         tag.copy_from_slice(&self.tag(rest));
@@ -123,7 +123,7 @@ impl HandleKey {
 }
 
 impl Handle {
-    /// The handle as it goes over the wire.
+    /// Encodes the handle.
     pub fn encode(&self, key: &HandleKey) -> [u8; HANDLE_BYTES] {
         let flag = |is_set, flag| if is_set { flag } else { 0 };
         let openings = flag(self.ipc.is_some(), OPEN_BY_IPC) | flag(self.host, MEMORY_OF_HOST);
@@ -150,11 +150,11 @@ impl Handle {
         bytes
     }
 
-    /// Reads a handle that came over the wire.
+    /// Decodes and verifies a handle.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidHandle`] where it is truncated, altered, of another version, or
-    /// describes a range outside of its allocation.
+    /// [`ErrorKind::InvalidHandle`] if it is truncated, altered, of another version, or describes a range
+    /// outside its allocation.
     pub fn decode(bytes: &[u8], key: &HandleKey) -> Result<Self> {
         let invalid = |what: String| {
             Error::new(ErrorKind::InvalidHandle, what).with_operation("read a handle")
@@ -179,7 +179,7 @@ impl Handle {
         }
         if !key.holds(&bytes[..UNTAGGED_BYTES], &wire.tag) {
             return Err(invalid(
-                "the handle was altered or made with another secret".to_owned(),
+                "the handle was altered or sealed with another secret".to_owned(),
             ));
         }
         let kind = match wire.kind.get() {
@@ -307,7 +307,7 @@ mod tests {
         fn sealed_bytes_do_not_panic(bytes in proptest::collection::vec(any::<u8>(), HANDLE_BYTES)) {
             let key = HandleKey::new(b"secret").unwrap();
             let mut wire: [u8; HANDLE_BYTES] = bytes.try_into().unwrap();
-            // What lies behind the first checks is reached as well.
+            // Also reach the code after the first checks.
             wire[..6].copy_from_slice(&example().encode(&key)[..6]);
             key.seal(&mut wire);
             if let Ok(handle) = Handle::decode(&wire, &key) {

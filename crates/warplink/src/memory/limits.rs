@@ -1,16 +1,16 @@
-//! How much is kept though nobody uses it.
+//! Limits of idle mappings.
 
 use std::time::Duration;
 
-/// Limits of the mappings of peers' memory that are kept for later though no transfer uses them.
-/// Opening a mapping is slow, and a mapping that its owner still has registered costs little.
+/// Limits of cached mappings of peers' memory that no transfer uses. Opening a mapping is slow, and a mapping
+/// of memory that its owner still has registered costs little.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct IdleMappings {
-    /// How many allocations.
+    /// Maximum number of allocations.
     pub max_count: usize,
-    /// Bytes of them all.
+    /// Maximum total bytes.
     pub max_bytes: u64,
-    /// How long one is kept after its last use, which is looked at 20 times a second at most.
+    /// Maximum idle time, checked at most 20 times a second.
     pub max_age: Duration,
 }
 

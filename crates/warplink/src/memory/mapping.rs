@@ -1,4 +1,4 @@
-//! A peer's allocation mapped here, and what uses it.
+//! A peer's allocation mapped here, and its users.
 
 use super::cache::{Lease, Mapping};
 use super::handle::Handle;
@@ -10,17 +10,17 @@ use std::any::Any;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 
-/// A mapping of a peer's allocation. When it is closed, and not before, the owner is told that the
-/// handles which led to it are not used any more.
+/// A mapping of a peer's allocation. The owner gets its handles back after the mapping was closed, and not
+/// before.
 #[derive(Debug)]
 pub(super) struct Mapped {
-    // Dropped in this order.
+    // Drop order matters: unmap, then return the handles.
     mapping: Arc<dyn Backing>,
     handles: OpenedHandles,
     same_process: bool,
 }
 
-/// The handles of one registration that led to a mapping, given back when this is dropped.
+/// Handles of one registration that resolved to a mapping, returned to the owner on drop.
 #[derive(Debug)]
 struct OpenedHandles {
     shared: Weak<Shared>,
@@ -29,15 +29,15 @@ struct OpenedHandles {
     count: AtomicU64,
 }
 
-/// What slices of a peer's region lie in: its mapping, in use as long as there is one of them.
+/// Backing of slices of a peer's region: keeps its mapping in use.
 #[derive(Debug)]
 pub(super) struct RemoteBacking {
     lease: Lease<MappingKey, Mapped>,
-    /// The use of which the owner is told the end, where it waits for that.
+    /// Reports the end of the use, if the owner tracks it.
     region_use: Option<RegionUse>,
 }
 
-/// One handle's use of a region whose owner waits for its end.
+/// One handle's use of a region that the owner tracks.
 #[derive(Debug)]
 struct RegionUse {
     shared: Weak<Shared>,
@@ -67,6 +67,7 @@ impl Mapped {
 
 impl Mapping for Mapped {
     fn count_handle(&self) {
+        // Relaxed: a plain counter; the cache's lock orders it before the drop.
         self.handles.count.fetch_add(1, Ordering::Relaxed);
     }
 
@@ -74,7 +75,7 @@ impl Mapping for Mapped {
         self.mapping.bytes() as u64
     }
 
-    /// Memory of this process costs nothing to open, and would be kept allocated.
+    /// Memory of this process is free to open again, and would be kept allocated.
     fn is_kept_idle(&self) -> bool {
         !self.same_process
     }
@@ -87,10 +88,11 @@ impl Drop for OpenedHandles {
         };
         let message = Message::HandlesReleased {
             generation: self.generation,
+            // Relaxed: `drop` has exclusive access.
             handles: self.count.load(Ordering::Relaxed),
         };
         let (outbox, owner) = (shared.outbox.clone(), self.owner);
-        // The owner may free as soon as it is told, and the device may still be unmapping.
+        // The owner may free immediately, so wait until the device has unmapped.
         shared
             .device
             .after_unmapping(Box::new(move || outbox.tell(owner, message)));
@@ -150,7 +152,7 @@ impl Drop for RemoteBacking {
             handles: 1,
         };
         let (outbox, owner) = (shared.outbox.clone(), region_use.owner);
-        // The owner may use the memory for something else as soon as it is told.
+        // The owner may reuse the memory immediately, so wait for local streams first.
         let mapping = DeviceSlice::whole(self.lease.mapping.clone());
         let tell = move || outbox.tell(owner, message);
         shared.device.after_uses(&mapping, Box::new(tell));

@@ -1,35 +1,34 @@
-//! What ranks of one machine ask and tell one another about memory, as fixed records.
+//! Messages between the memory services of a machine's ranks, as fixed-size records.
 
 use super::handle::HANDLE_BYTES;
 use crate::error::{Error, ErrorKind, Rank, Result};
 use zerocopy::little_endian::{U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
-/// Bytes of a request on the wire at most: a record, and a handle behind it where something is published.
+/// Maximum length of a request: a record, followed by a handle if something is published.
 pub(super) const MAX_REQUEST_BYTES: usize = size_of::<Record>() + HANDLE_BYTES;
 
-/// Bytes of the token that every request carries.
+/// Length of the token in every request.
 pub(super) const TOKEN_BYTES: usize = 16;
 
-/// What one rank asks or tells another.
+/// A request or notice from one rank to another.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Message {
-    /// Asks the owner for a piece of an allocation.
+    /// To the owner: request for a piece of an allocation.
     Piece {
         allocation: u64,
         generation: u64,
         index: u64,
     },
-    /// The owner asks to unmap an allocation.
+    /// From the owner: request to unmap an allocation.
     Unmap { allocation: u64, generation: u64 },
-    /// Tells the owner that handles of a registration are not used any more.
+    /// To the owner: handles of a registration are no longer used.
     HandlesReleased { generation: u64, handles: u64 },
-    /// Tells the owner that handles of a region are not used any more, though its allocation may
-    /// still be mapped.
+    /// To the owner: handles of a region are no longer used, though its allocation may still be mapped.
     RegionReleased { region: u64, handles: u64 },
-    /// Tells a peer that its signal slot will not be written any more.
+    /// To a peer: its signal slot will not be written any more.
     SlotReleased { slot: u64 },
-    /// Concerns an entry of a publication; its number is the receiver's.
+    /// About an entry of a publication; its number is the receiver's.
     Published {
         publication: u64,
         entry: u64,
@@ -37,18 +36,18 @@ pub(crate) enum Message {
     },
 }
 
-/// What ranks tell one another of an allocation that its owner publishes.
+/// Notices between ranks about a published allocation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Notice {
-    /// The owner's handle of it.
+    /// The owner's handle.
     Offer([u8; HANDLE_BYTES]),
-    /// To the owner: the peer reaches it.
+    /// To the owner: the peer has mapped it.
     Taken,
     /// To the owner: the peer cannot map it.
     Refused,
-    /// The owner's launches that use it are done, and nobody is to keep it.
+    /// The owner's launches that use it are complete; unmap it.
     Withdrawn,
-    /// To the owner: the peer has let go of it.
+    /// To the owner: the peer has unmapped it.
     LetGo,
 }
 
@@ -56,8 +55,8 @@ pub(crate) enum Notice {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Request {
     pub(super) from: Rank,
-    /// Which of the notices of `from` to the receiver it is, counted from 1, so that one which is sent
-    /// again is not handled again; 0 for what may be.
+    /// Sequence number among the notices of `from` to the receiver, starting from 1, so that retransmissions
+    /// are ignored; 0 for idempotent requests.
     pub(super) number: u64,
     pub(super) message: Message,
 }
@@ -149,7 +148,7 @@ impl Message {
 }
 
 impl Request {
-    /// The request as it goes over the wire.
+    /// Encodes the request.
     pub(super) fn encode(&self, token: &[u8; TOKEN_BYTES]) -> Vec<u8> {
         let (kind, arguments) = self.message.to_wire();
         let record = Record {
@@ -170,10 +169,10 @@ impl Request {
         bytes
     }
 
-    /// Reads a request that came over the wire.
+    /// Decodes a request.
     ///
     /// # Errors
-    /// [`ErrorKind::Protocol`] where its length, token or kind is wrong.
+    /// [`ErrorKind::Protocol`] if length, token or kind is wrong.
     pub(super) fn decode(bytes: &[u8], token: &[u8; TOKEN_BYTES]) -> Result<Self> {
         let refuse =
             |what: String| Error::new(ErrorKind::Protocol, what).with_operation("read a request");
@@ -189,7 +188,7 @@ impl Request {
             [] => None,
             rest => Some(<[u8; HANDLE_BYTES]>::try_from(rest).map_err(|_| wrong_length())?),
         };
-        // Compared as a whole, so that the time taken does not tell how much of it fits.
+        // Constant-time comparison, so that timing does not reveal a matching prefix.
         let difference = record
             .token
             .iter()
@@ -284,7 +283,7 @@ mod tests {
         let error = Request::decode(&unknown, &TOKEN).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Protocol);
         assert!(error.to_string().contains("kind of request 99"), "{error}");
-        // A handle where none belongs, half a handle, and none where one does.
+        // A superfluous handle, half a handle, and a missing one.
         let mut longer = wire.clone();
         longer.extend([0; HANDLE_BYTES]);
         assert!(Request::decode(&longer, &TOKEN).is_err());

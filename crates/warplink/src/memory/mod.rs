@@ -1,14 +1,14 @@
-//! Regions that peers may reach, handles of them on the wire, and mappings of peers' regions.
+//! Regions that peers may access, handles on the wire, and mappings of peers' regions.
 //!
-//! # What holds
-//! 1. A region's memory is not freed while a peer maps it: its registration outlives the region
-//!    until every handle that was given out has come back, or the peer is gone.
-//! 2. A mapping is closed when its last user is gone and the owner asks, the cache's bound asks, or
-//!    the communicator closes; then the owner is told how many handles came back.
-//! 3. A freed and reallocated buffer at the same address is another allocation, with another
-//!    identity and generation; a mapping of the old one is never used for it.
-//! 4. An allocation that is kept for reuse is not freed: it stays registered, and mapped by peers. It
-//!    is used again when no stream and no peer uses it.
+//! # Invariants
+//! 1. A region's memory is not freed while a peer maps it: its registration persists until every issued
+//!    handle has been returned, or the peer is gone.
+//! 2. A mapping is closed after its last use when the owner requests it, the cache evicts it, or the job
+//!    closes; then the owner is told how many handles were returned.
+//! 3. A buffer freed and reallocated at the same address is another allocation, with another identity and
+//!    generation; a mapping of the old one is never used for it.
+//! 4. A pooled allocation is not freed: it stays registered, and mapped by peers. It is reused once no stream
+//!    and no peer uses it.
 
 mod cache;
 #[cfg(all(test, loom))]

@@ -1,11 +1,10 @@
-//! Tells peers things from a thread of its own, so that dropping never waits for a peer.
+//! Sends notices to peers from a background thread, so that destructors never wait for a peer.
 //!
-//! One thread waits for the answers of all peers at a time. A peer is told one thing after another, so
-//! that the order holds; one that does not answer, as its process is stopped, holds up nobody else.
+//! One thread waits for the answers of all peers concurrently. Notices to one peer are sent in order, one at
+//! a time; an unresponsive (stopped) peer delays nobody else.
 //!
-//! What a peer has not confirmed is told again, since a notice that is lost leaks what it lets go of. A
-//! notice carries its number, and the peer does not do again what it has done. Only where nobody
-//! listens any more is the peer gone.
+//! Unconfirmed notices are retransmitted, since a lost notice leaks memory. Each carries a sequence number,
+//! so handling is idempotent. A peer counts as gone only if nobody listens on its socket any more.
 
 use super::message::Message;
 use super::service_client::{self, Asked};
@@ -22,49 +21,49 @@ use std::sync::{Arc, Mutex, Weak, mpsc};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-/// The longest wait for notices to be sent.
+/// Maximum wait of a flush.
 const MAX_FLUSH: Duration = Duration::from_secs(5);
-/// The longest that the thread goes on to tell peers when it is to end.
+/// How long the thread continues to send after it was asked to stop.
 const MAX_STOP: Duration = Duration::from_secs(2);
-/// Between two attempts at what the system refuses for lack of something, or the peer drops for it.
+/// Retry interval after resource exhaustion, here or at the peer.
 const PAUSE: Duration = Duration::from_millis(10);
-/// The shortest time between two looks at which mappings are old.
+/// Minimum interval between expirations of idle mappings.
 const MIN_AGING_INTERVAL: Duration = Duration::from_millis(50);
 
-/// What the thread has to do.
+/// A command to the thread.
 #[derive(Debug)]
 enum Notice {
     Tell(Rank, Message),
-    // The peer is gone, and is told nothing any more.
+    // The peer is gone; drop its notices.
     Forget(Rank),
-    // Answers when every notice before it was sent.
+    // Replies once every earlier notice was sent.
     Flush(mpsc::Sender<()>),
     Stop,
 }
 
-/// The queue's sending side. Clones send to the same thread.
+/// Sending side of the queue. Clones share it.
 #[derive(Clone, Debug)]
 pub(super) struct Outbox {
     notices: mpsc::Sender<Notice>,
-    /// Readable when there are notices.
+    /// Eventfd, readable when there are commands.
     wake: Arc<OwnedFd>,
 }
 
-/// The queue's receiving side, until the thread starts.
+/// Receiving side of the queue, until the thread starts.
 #[derive(Debug)]
 pub(super) struct Queue {
     notices: mpsc::Receiver<Notice>,
     wake: Arc<OwnedFd>,
 }
 
-/// The thread that sends notices.
+/// The notifier thread.
 #[derive(Debug)]
 pub(super) struct Notifier {
     outbox: Outbox,
     thread: Mutex<Option<JoinHandle<()>>>,
 }
 
-/// A queue of notices.
+/// Creates the queue.
 pub(super) fn queue() -> Result<(Outbox, Queue)> {
     let (sender, receiver) = mpsc::channel();
     let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
@@ -79,17 +78,17 @@ pub(super) fn queue() -> Result<(Outbox, Queue)> {
 }
 
 impl Outbox {
-    /// Has `peer` told. Does not block.
+    /// Queues a notice to `peer`. Does not block.
     pub(super) fn tell(&self, peer: Rank, message: Message) {
         self.send(Notice::Tell(peer, message));
     }
 
-    /// Has the thread forget what `peer` was to be told: it is gone. Does not block.
+    /// Drops queued notices to `peer`, which is gone. Does not block.
     pub(super) fn forget(&self, peer: Rank) {
         self.send(Notice::Forget(peer));
     }
 
-    /// Waits until every notice so far was sent, or for as long as a peer may take.
+    /// Waits until every queued notice was sent, up to [`MAX_FLUSH`].
     pub(super) fn flush(&self) {
         let (done, wait) = mpsc::channel();
         self.send(Notice::Flush(done));
@@ -98,16 +97,16 @@ impl Outbox {
     }
 
     fn send(&self, notice: Notice) {
-        // The thread is gone only when the communicator is closed; then peers know that anyway.
+        // The thread ends only when the job is closed, which peers notice by other means.
         let _ = self.notices.send(notice);
-        // A full counter is readable too.
+        // Fails only if the counter is full, and then the thread wakes anyway.
         let _ = rustix::io::write(&*self.wake, &1u64.to_ne_bytes());
     }
 }
 
 impl Notifier {
-    /// Starts the thread, which ends when `shared` is gone. It also closes mappings that were not used
-    /// for `max_idle_age`.
+    /// Starts the thread, which ends when `shared` is dropped. It also closes mappings idle for
+    /// `max_idle_age`.
     pub(super) fn start(
         outbox: Outbox,
         queue: Queue,
@@ -124,13 +123,13 @@ impl Notifier {
         })
     }
 
-    /// Sends what is queued, as far as peers answer within two seconds, and ends the thread.
+    /// Sends queued notices for up to two seconds, and ends the thread.
     pub(super) fn stop(&self) {
         let Some(thread) = lock(&self.thread).take() else {
             return;
         };
         self.outbox.send(Notice::Stop);
-        // The last owner may be dropped by this thread, which cannot wait for itself.
+        // The last owner may be dropped by this thread, which cannot join itself.
         if thread.thread().id() != std::thread::current().id() && thread.join().is_err() {
             tracing::error!("the notifier thread panicked");
         }
@@ -139,23 +138,23 @@ impl Notifier {
 
 static CANNOT_WAIT: Throttle = Throttle::new();
 
-/// What one peer is told.
+/// Notices to one peer.
 #[derive(Debug, Default)]
 struct Line {
-    /// What it has not confirmed, the first of which it may have been told.
+    /// Unconfirmed notices; only the first may have been sent.
     queued: VecDeque<Message>,
-    /// The answer to the first.
+    /// Pending answer to the first.
     asked: Option<Asked>,
-    /// When the first is to be told again.
+    /// When to retransmit the first.
     again: Option<Deadline>,
-    /// How many notices there were, and how many of them are done with.
+    /// Number of notices queued and completed.
     noticed: u64,
     done: u64,
     is_gone: bool,
 }
 
 impl Line {
-    /// Tells the peer the next thing, if it has confirmed the one before.
+    /// Sends the next notice, if the previous one is confirmed.
     fn advance(&mut self, peer: Rank, shared: &Shared) {
         while self.asked.is_none()
             && let Some(&message) = self.queued.front()
@@ -164,10 +163,12 @@ impl Line {
                 self.first_is_done();
                 shared.forget_peer(peer);
                 continue;
+                // Backoff: wait before retransmitting.
             }
             if self.again.is_some_and(|again| !again.passed()) {
                 return;
             }
+            // The sequence number stays the same for a retransmission, so the peer can detect duplicates.
             match shared.begin_telling(peer, self.done + 1, message) {
                 Ok(asked) => self.asked = Some(asked),
                 Err(error) => self.failed(peer, &error),
@@ -175,7 +176,7 @@ impl Line {
         }
     }
 
-    /// The answer is there, or will not come.
+    /// Handles an answer, or its absence.
     fn answered(&mut self, peer: Rank) {
         let Some(asked) = self.asked.take() else {
             return;
@@ -188,16 +189,17 @@ impl Line {
 
     fn failed(&mut self, peer: Rank, error: &Error) {
         match error.kind() {
-            // A peer that does not listen any more maps nothing any more.
+            // A process that does not listen any more maps nothing.
             ErrorKind::PeerLost => self.is_gone = true,
             kind if service_client::may_pass(kind) => {
                 if self.again.is_none() {
-                    tracing::warn!(%error, peer, "a peer could not be told; trying again");
+                    tracing::warn!(%error, peer, "a notice could not be sent; retrying");
                 }
                 self.again = Some(Deadline::after(PAUSE));
             }
             _ => {
-                tracing::warn!(%error, peer, "a peer could not be told");
+                // Retrying would not help, so drop it rather than block later notices.
+                tracing::warn!(%error, peer, "a notice could not be sent");
                 self.first_is_done();
             }
         }
@@ -209,7 +211,8 @@ impl Line {
         self.done += 1;
     }
 
-    /// How long the next attempt is to wait for, if there is to be one.
+    /// Time until the next retransmission, if one is due.
+    // While an answer is pending, its arrival wakes the thread.
     fn pause(&self) -> Option<Duration> {
         self.again
             .filter(|_| self.asked.is_none())
@@ -217,7 +220,7 @@ impl Line {
     }
 }
 
-/// A wait for what every peer was to be told when it began: how many notices.
+/// A flush in progress, with the notice counts to reach.
 #[derive(Debug)]
 struct Flush {
     done: mpsc::Sender<()>,
@@ -228,9 +231,9 @@ struct Flush {
 #[derive(Debug)]
 struct Lines {
     lines: BTreeMap<Rank, Line>,
-    /// Who waits for which notices.
+    /// Waiting flushes.
     flushes: Vec<Flush>,
-    /// Until when the rest may be sent.
+    /// Time limit for sending the rest.
     stopping: Option<Deadline>,
 }
 
@@ -245,10 +248,12 @@ impl Lines {
             Notice::Forget(peer) => {
                 let line = self.lines.entry(peer).or_default();
                 line.is_gone = true;
+                // Closing the connection abandons the pending answer.
                 line.asked = None;
             }
             Notice::Flush(done) => {
                 let noticed = self.lines.iter().map(|(&peer, line)| (peer, line.noticed));
+                // Only notices queued so far: later ones must not prolong the flush.
                 let noticed = noticed.collect();
                 self.flushes.push(Flush { done, noticed });
             }
@@ -273,15 +278,15 @@ impl Lines {
         });
     }
 
-    /// Whether the thread is to end.
+    /// Whether the thread should end.
     fn has_ended(&self) -> bool {
         let idle = self.lines.values().all(|line| line.queued.is_empty());
         self.stopping.is_some_and(|until| idle || until.passed())
     }
 
-    /// Waits until a peer has answered, is to be told again, there are notices, or for `limit`; the
-    /// peers that answered.
+    /// Waits up to `limit` for an answer, a retransmission or a command. Returns the peers that answered.
     fn wait(&self, wake: &OwnedFd, limit: Duration) -> Vec<Rank> {
+        // Wake for the earliest of: the stop limit, a retransmission, the caller's limit.
         let limit = self
             .stopping
             .map_or(limit, |until| until.remaining().min(limit));
@@ -302,7 +307,7 @@ impl Lines {
         match poll(&mut polled, Some(&limit)) {
             Ok(_) | Err(Errno::INTR) => {}
             Err(errno) => {
-                // The limit of descriptors was lowered, or memory is short, which may pass.
+                // The descriptor limit was lowered, or memory is short: may be transient.
                 if let Some(omitted) = CANNOT_WAIT.due() {
                     tracing::warn!(%errno, omitted, "cannot wait for the answers of peers; trying again");
                 }
@@ -313,13 +318,13 @@ impl Lines {
         let answered = peers.iter().zip(ready);
         let answered = answered.filter_map(|(&peer, ready)| ready.then_some(peer));
         let answered: Vec<Rank> = answered.collect();
-        // Before the notices are looked at, so that none is left lying.
+        // Reset before the queue is read, so that no command is missed.
         let _ = rustix::io::read(wake, &mut [0; 8]);
         answered
     }
 }
 
-/// A mapping is closed at the second look after its last use.
+/// A mapping is closed at the second expiration after its last use.
 fn aging_interval(max_idle_age: Duration) -> Duration {
     (max_idle_age / 2).max(MIN_AGING_INTERVAL)
 }
@@ -331,6 +336,7 @@ fn run(queue: &Queue, shared: &Weak<Shared>, aging_interval: Duration) {
         flushes: Vec::new(),
         stopping: None,
     };
+    // Each iteration: drain commands, send what is due, then sleep until an event.
     loop {
         loop {
             match queue.notices.try_recv() {
@@ -340,6 +346,7 @@ fn run(queue: &Queue, shared: &Weak<Shared>, aging_interval: Duration) {
             }
         }
         {
+            // Upgraded only while needed, so that this thread does not keep the registry alive.
             let Some(shared) = shared.upgrade() else {
                 return;
             };

@@ -1,4 +1,4 @@
-//! A peer hears of everything that it is told, once and in order, whatever its service drops.
+//! A peer receives every notice once and in order, whatever its service drops.
 
 use super::message::Request;
 use super::peers::PeerInfo;
@@ -26,12 +26,12 @@ fn device() -> Arc<dyn Device> {
     crate::device::open(&DeviceConfig::new(DeviceKind::Host, 0)).unwrap()
 }
 
-/// Rank 0 of two; the other answers with the service `peer`.
+/// Rank 0 of two; the peer answers with the service `peer`.
 fn registry(device: &Arc<dyn Device>, peer: &[u8], idle: IdleMappings) -> MemoryRegistry {
     let peer = PeerInfo::of_this_rank(&**device, peer);
     let peer = postcard::to_stdvec(&peer).unwrap();
     let gather = |own: Vec<u8>| {
-        // What each says of the memory of both comes second.
+        // The second exchange is about access to each other's memory.
         let peer = if own.len() == 2 {
             own.clone()
         } else {
@@ -70,13 +70,13 @@ fn a_peer_that_drops_connections_is_told_again_and_not_forgotten() {
             lock(&heard).push(request);
             Ok(None)
         });
-        // Not read; read and handled, but not answered; then as it should be.
+        // First not read; then read and handled but not answered; then answered.
         drop(rustix::net::accept(&listener).unwrap());
         let unanswered = rustix::net::accept(&listener).unwrap();
         let request = service::read_request(&unanswered, &token).unwrap();
         assert_eq!(handler(request).unwrap().map(|_| ()), None);
         drop(unanswered);
-        // The third asks to unmap what is not registered any more.
+        // The third one requests unmapping of an unregistered allocation.
         for _ in 0..3 {
             let connection = rustix::net::accept(&listener).unwrap();
             service::answer(&connection, &token, &handler).unwrap();
@@ -86,7 +86,7 @@ fn a_peer_that_drops_connections_is_told_again_and_not_forgotten() {
     registry.tell(1, release(6));
     peer.join().unwrap();
     let told: Vec<Request> = lock(&told).clone();
-    // That of the dropped region comes first.
+    // The dropped region's notice comes first.
     assert!(matches!(told[0].message, Message::Unmap { .. }), "{told:?}");
     assert_eq!(told[0], told[1]);
     assert_eq!(

@@ -1,4 +1,4 @@
-//! The ways to open a peer's allocation.
+//! Opening peers' allocations.
 
 use super::handle::Handle;
 use super::mapping::Mapped;
@@ -10,21 +10,20 @@ use crate::sync::lock;
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, OnceLock, Weak};
 
-/// The most pieces of physical memory that an allocation may have: each takes a descriptor of its
-/// owner's.
+/// Maximum physical pieces of an allocation: each takes a descriptor of its owner.
 pub(super) const MAX_PIECES: u32 = 4096;
 
-// What holds the registered allocations of this process, for ranks that are threads of it. Several
-// may hold one allocation: somebody's memory, borrowed in parts.
+// Registered allocations of this process, for ranks that are threads of it. Several may belong to one
+// allocation: memory borrowed in parts.
 static IN_PROCESS: Mutex<BTreeMap<u64, Vec<Weak<dyn Backing>>>> = Mutex::new(BTreeMap::new());
 
-/// A random number that tells this process from every other.
+/// Random id of this process.
 pub(super) fn process_identity() -> [u8; 16] {
     static IDENTITY: OnceLock<[u8; 16]> = OnceLock::new();
     *IDENTITY.get_or_init(|| {
         let mut identity = [0; 16];
         if getrandom::fill(&mut identity).is_err() {
-            // Without randomness: the process id and the time, unique on this machine.
+            // Without randomness: process id and time, unique on this machine.
             let now = std::time::SystemTime::now()
                 .duration_since(std::time::UNIX_EPOCH)
                 .unwrap_or_default();
@@ -35,7 +34,7 @@ pub(super) fn process_identity() -> [u8; 16] {
     })
 }
 
-/// Lets ranks that are threads of this process find the allocation.
+/// Makes the allocation available to ranks that are threads of this process.
 pub(super) fn publish_in_process(backing: &Arc<dyn Backing>) {
     let mut known = lock(&IN_PROCESS);
     known.retain(|_, holders| {
@@ -49,7 +48,7 @@ pub(super) fn publish_in_process(backing: &Arc<dyn Backing>) {
     }
 }
 
-/// Maps the allocation that `handle` names.
+/// Maps the allocation that `handle` refers to.
 pub(super) fn open(shared: &Arc<Shared>, handle: &Handle) -> Result<Mapped> {
     let mapped = import(shared, handle).map_err(|error| {
         error
@@ -61,7 +60,7 @@ pub(super) fn open(shared: &Arc<Shared>, handle: &Handle) -> Result<Mapped> {
     Ok(Mapped::new(shared, handle, &mapped, same_process))
 }
 
-/// The ways: the same process, the descriptor of memory of the host, CUDA IPC, descriptors.
+/// Tries in order: same process, host memory by descriptor, CUDA IPC, descriptors.
 fn import(shared: &Shared, handle: &Handle) -> Result<DeviceSlice> {
     let bytes = usize::try_from(handle.allocation_bytes).map_err(|_| {
         Error::new(
@@ -123,7 +122,7 @@ fn import(shared: &Shared, handle: &Handle) -> Result<DeviceSlice> {
     }))
 }
 
-/// The pieces of the allocation that `handle` names, of which the owner is asked for descriptors.
+/// Requests descriptors of the allocation's pieces from the owner.
 fn pieces(shared: &Shared, handle: &Handle) -> Result<Vec<Piece>> {
     if handle.pieces > MAX_PIECES {
         return Err(Error::new(

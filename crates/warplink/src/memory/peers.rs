@@ -1,4 +1,4 @@
-//! What every rank knows about the others: machine, process, device, and where its service listens.
+//! Peer information: machine, process, device and service address of every rank.
 
 use super::opening::process_identity;
 use crate::device::{Device, DeviceIdentity, DeviceKind, PciAddress, PeerAccess, machine_identity};
@@ -6,28 +6,28 @@ use crate::error::{Error, ErrorKind, Rank, Result};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
-/// What a rank tells every other when it joins.
+/// Information that a rank sends to all others when joining.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct PeerInfo {
     process: [u8; 16],
     host: [u8; 16],
-    /// The namespace of its network, in which alone its service can be reached.
+    /// Network namespace, within which its service's socket is reachable.
     namespace: u64,
     device: [u8; 16],
     cuda: bool,
-    // Whether the device serves several processes at the same time.
+    // Whether several processes can use the device concurrently.
     shareable: bool,
-    /// Where the device is; none of one without an address.
+    /// PCI address of the device, if it has one.
     address: Option<PciAddress>,
     service: Vec<u8>,
 }
 
-/// Every rank's information, by rank.
+/// Information about every rank, by rank.
 #[derive(Debug)]
 pub(super) struct Peers {
     own_place: ([u8; 16], u64),
     infos: Vec<PeerInfo>,
-    /// What this rank's device and that of each other on this machine can both do with the other's memory.
+    /// Mutual access between this rank's device and each other rank's on this machine.
     accesses: Vec<PeerAccess>,
 }
 
@@ -46,25 +46,24 @@ impl PeerInfo {
         }
     }
 
-    /// Ranks that agree on it can map one another's memory.
+    /// Ranks with equal values can map one another's memory.
     fn place(&self) -> ([u8; 16], u64) {
         (self.host, self.namespace)
     }
 }
 
-/// The number of the network namespace of this process; 0 where the kernel gives none. Containers on one
-/// machine may have one each.
+/// Network namespace of this process; 0 if unknown. Containers on one machine may have different ones.
 fn network_namespace() -> u64 {
     rustix::fs::stat("/proc/self/ns/net").map_or(0, |stat| stat.st_ino)
 }
 
 impl Peers {
-    /// Exchanges `own` for the information of every rank with `all_gather`, and then what `device` can do with the
-    /// memory of the others' for what these can do with its own.
+    /// Exchanges `own` among all ranks with `all_gather`, and then each device's access to the others'
+    /// memory.
     ///
     /// # Errors
-    /// [`ErrorKind::Mismatch`] where ranks use different kinds of devices;
-    /// [`ErrorKind::Unsupported`] where two processes use a device that serves one at a time.
+    /// [`ErrorKind::Mismatch`] if ranks use different kinds of devices; [`ErrorKind::Unsupported`] if two
+    /// processes use a device that serves one at a time.
     pub(super) fn gather(
         rank: Rank,
         own: &PeerInfo,
@@ -97,7 +96,7 @@ impl Peers {
         let own_place = own.place();
         let asked = infos.iter().enumerate().map(|(peer, info)| {
             let is_other = peer != rank && info.place() == own_place;
-            // Where a process does not see the other's device, only trying tells.
+            // If a process does not see the other's device, only an attempt shows whether it can map.
             is_other
                 .then(|| device.peer_access(info.address))
                 .flatten()
@@ -108,7 +107,7 @@ impl Peers {
         let mut accesses = Vec::with_capacity(asked.len());
         for ((peer, told), asked) in all_gather(told)?.iter().enumerate().zip(asked) {
             let back = told.get(rank).copied().and_then(decode).ok_or_else(|| {
-                let what = "the peer does not say what its device does with other memory";
+                let what = "the peer's access information is malformed";
                 Error::new(ErrorKind::Protocol, what)
                     .with_operation("read peer information")
                     .with_peer(peer)
@@ -122,23 +121,23 @@ impl Peers {
         })
     }
 
-    /// What the devices of this rank and of `peer`, on the same machine, can both do with each other's memory.
+    /// Mutual access between the devices of this rank and of `peer`, on the same machine.
     pub(super) fn access(&self, peer: Rank) -> Result<PeerAccess> {
         self.info(peer)?;
         Ok(self.accesses.get(peer).copied().unwrap_or(PeerAccess::FULL))
     }
 
-    /// Whether every other rank of this machine maps the memory of this rank's device.
+    /// Whether every other rank of this machine can map the memory of this rank's device.
     pub(super) fn all_map_device_memory(&self) -> bool {
         self.accesses.iter().all(|access| access.mapped)
     }
 
-    /// The name of the socket on which `peer` answers.
+    /// Name of `peer`'s service socket.
     pub(super) fn service(&self, peer: Rank) -> Result<&[u8]> {
         self.info(peer).map(|info| &*info.service)
     }
 
-    /// Whether `peer` runs on this machine, where its memory can be mapped.
+    /// Whether `peer` is on this machine, so that its memory can be mapped.
     pub(super) fn is_near(&self, peer: Rank) -> Result<bool> {
         Ok(self.info(peer)?.place() == self.own_place)
     }
@@ -148,8 +147,8 @@ impl Peers {
         Ok(self.info(peer)?.process == super::opening::process_identity())
     }
 
-    /// The most of `ranks` that use one device, of which each rank should have its own; at least 1. It is the
-    /// same on every rank. Devices that give each rank threads of its own do not count.
+    /// Maximum number of `ranks` on one device, at least 1; equal on every rank. Devices that provide threads
+    /// for each rank do not count.
     pub(super) fn ranks_per_device(&self, ranks: &[Rank]) -> Result<usize> {
         let mut counts = BTreeMap::new();
         for rank in ranks {
@@ -161,7 +160,7 @@ impl Peers {
         Ok(counts.into_values().max().unwrap_or(1))
     }
 
-    /// Fails unless `peer` runs on this machine.
+    /// Fails unless `peer` is on this machine.
     pub(super) fn check_same_host(&self, peer: Rank) -> Result<()> {
         if self.is_near(peer)? {
             return Ok(());
@@ -184,12 +183,12 @@ impl Peers {
     }
 }
 
-/// An access as a rank tells of it.
+/// Encodes an access for peer information.
 fn encode(access: PeerAccess) -> u8 {
     u8::from(access.mapped) | u8::from(access.atomics) << 1
 }
 
-/// Reads what [`encode`] wrote; none where it is nothing that this writes.
+/// Decodes an access; `None` if invalid.
 fn decode(byte: u8) -> Option<PeerAccess> {
     (byte < 4).then_some(PeerAccess {
         mapped: byte & 1 != 0,
@@ -197,8 +196,8 @@ fn decode(byte: u8) -> Option<PeerAccess> {
     })
 }
 
-/// Fails where two processes use one device that does not serve both at the same time: what they run
-/// there takes turns, so that one waits for what the other cannot do. All ranks find the same.
+/// Fails if two processes use one device that does not serve both concurrently: their work is time-sliced, so
+/// one would wait for work that cannot run. All ranks come to the same result.
 fn check_sharing(infos: &[PeerInfo]) -> Result<()> {
     for (rank, info) in infos.iter().enumerate() {
         let other = infos[..rank].iter().position(|other| {

@@ -1,4 +1,4 @@
-//! What peers say of memory that ranks publish to one another, handed on to whom it concerns.
+//! Dispatches peers' notices about published memory to the publications of this rank.
 
 use super::message::Notice;
 use crate::error::Rank;
@@ -6,22 +6,22 @@ use crate::sync::lock;
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 
-/// What a publication is told. It must not block.
+/// Event for a publication. Handlers must not block.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Heard {
-    /// A peer tells of an entry: its own, of which it is the owner, or one of this rank's.
+    /// A peer's notice about an entry, either the peer's or this rank's.
     Notice {
         from: Rank,
         entry: u64,
         notice: Notice,
     },
-    /// Memory runs out: what is held for nobody is to be let go of.
+    /// Memory is exhausted: release what nobody holds.
     Reclaim,
 }
 
 type Listener = Arc<dyn Fn(Heard) + Send + Sync>;
 
-/// The publications of this rank, by number.
+/// Publications of this rank, by number.
 #[derive(Default)]
 pub(super) struct Publications(Mutex<Table>);
 
@@ -32,7 +32,7 @@ struct Table {
 }
 
 impl Publications {
-    /// Adds one; its number, which is never used again.
+    /// Adds a publication; returns its number, which is never reused.
     pub(super) fn add(&self, listener: Listener) -> u64 {
         let mut table = lock(&self.0);
         table.so_far += 1;
@@ -43,11 +43,11 @@ impl Publications {
 
     pub(super) fn remove(&self, number: u64) {
         let removed = lock(&self.0).listeners.remove(&number);
-        // Not under the lock: what it holds may lead back here.
+        // Outside the lock: dropping the listener may call back into this.
         drop(removed);
     }
 
-    /// Whether there is one of that number, which is then told.
+    /// Delivers an event; returns whether the publication exists.
     pub(super) fn tell(&self, number: u64, heard: Heard) -> bool {
         let listener = lock(&self.0).listeners.get(&number).cloned();
         if let Some(listener) = &listener {
@@ -56,7 +56,7 @@ impl Publications {
         listener.is_some()
     }
 
-    /// Tells all that memory runs out.
+    /// Notifies all publications that memory is exhausted.
     pub(super) fn reclaim(&self) {
         let listeners: Vec<Listener> = lock(&self.0).listeners.values().cloned().collect();
         for listener in listeners {

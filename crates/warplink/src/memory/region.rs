@@ -8,9 +8,9 @@ use crate::error::{Error, Rank, Result};
 use std::ops::Range;
 use std::sync::Arc;
 
-/// Local memory registered for peers. Clones are the same registration; with the last of them it
-/// ends. Memory that was [allocated](crate::Communicator::alloc) with the region is then used for a
-/// later one, once no stream and no peer uses it; other memory is let go of when no peer maps it.
+/// Local memory registered for peers. Clones share the registration, which ends with the last of them. Memory
+/// [allocated](crate::Communicator::alloc) with the region is then pooled for reuse once no stream and no
+/// peer uses it; other memory is released when no peer maps it.
 #[derive(Clone, Debug)]
 pub struct Region {
     pub(super) slice: DeviceSlice,
@@ -23,7 +23,7 @@ pub(super) struct Registration {
     pub(super) numbers: RegionNumbers,
 }
 
-/// A peer's region, mapped here as long as this, a clone or a slice of it is there.
+/// A peer's region, mapped here as long as the value, a clone or a slice of it exists.
 #[derive(Clone, Debug)]
 pub struct RemoteRegion {
     pub(super) owner: Rank,
@@ -48,15 +48,14 @@ impl Drop for Registration {
 }
 
 impl Region {
-    /// Its memory.
+    /// The memory.
     pub fn memory(&self) -> &DeviceSlice {
         &self.slice
     }
 
-    /// Whether anybody but this region, without clones, holds the memory as it was registered. `others` say how many
-    /// slices of it are known of.
+    /// Whether anyone holds the memory besides this region and `others` known slices.
     pub(crate) fn is_held_elsewhere(&self, others: usize) -> bool {
-        // Of the region itself, and of its registration.
+        // Held by the region itself and by its registration.
         Arc::strong_count(self.slice.backing()) > 2 + others
     }
 
@@ -65,20 +64,19 @@ impl Region {
         self.slice.bytes()
     }
 
-    /// Copies `bytes` (as many as the region has) in. Blocks until that is done; it is ordered after
-    /// nothing in a stream.
+    /// Copies `bytes` in; the length must match. Blocks until done; not ordered with any stream.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) for another
-    /// length; the device's fault when it is raised.
+    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) if the length differs; the device's
+    /// fault once raised.
     pub fn upload(&self, bytes: &[u8]) -> Result<()> {
         self.registration.shared.device.upload(&self.slice, bytes)
     }
 
-    /// Copies all bytes out. Blocks until that is done; it is ordered after nothing in a stream.
+    /// Copies all bytes out. Blocks until done; not ordered with any stream.
     ///
     /// # Errors
-    /// The device's fault when it is raised.
+    /// The device's fault once raised.
     pub fn download(&self) -> Result<Vec<u8>> {
         let mut bytes = vec![0; self.slice.bytes()];
         let device = &self.registration.shared.device;
@@ -86,7 +84,7 @@ impl Region {
         Ok(bytes)
     }
 
-    /// The bytes `range` of this region, as a region of the same registration.
+    /// Sub-region `range`, of the same registration.
     ///
     /// # Errors
     /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) where the range
@@ -98,19 +96,18 @@ impl Region {
         })
     }
 
-    /// Number of the registration of the allocation that it lies in; another one after that was freed
-    /// or no region of it was registered meanwhile.
+    /// Generation of the allocation's registration; changes after the allocation was freed or had no region.
     pub fn generation(&self) -> u64 {
         self.registration.numbers.generation
     }
 
-    /// Ends the registration and waits until no peer maps the memory, which is freed and not kept for
-    /// later. Other clones must be gone.
+    /// Ends the registration and waits until no peer maps the memory, which is freed rather than pooled. No
+    /// clones may exist.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) where the region
-    /// has clones, [`ErrorKind::Timeout`](crate::ErrorKind::Timeout), with the peer, where one
-    /// still uses a mapping of it; the memory then stays allocated until it lets go.
+    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) if the region has clones,
+    /// [`ErrorKind::Timeout`](crate::ErrorKind::Timeout), with the peer, if one still uses a mapping; the
+    /// memory then stays allocated until it is released.
     pub fn close(self, deadline: Deadline) -> Result<()> {
         let numbers = self.registration.numbers;
         let shared = self.registration.shared.clone();
@@ -132,7 +129,7 @@ impl Region {
     }
 }
 
-/// `late`, with the first of the `peers` that hold what was not freed.
+/// Adds the first of `peers`, which hold the memory, to a timeout error.
 pub(super) fn held(late: Error, peers: &[Rank]) -> Error {
     let late = match peers.first() {
         Some(peer) => late.with_peer(*peer),
@@ -142,22 +139,22 @@ pub(super) fn held(late: Error, peers: &[Rank]) -> Error {
 }
 
 impl RemoteRegion {
-    /// The rank whose memory it is.
+    /// Rank that owns the memory.
     pub fn owner(&self) -> Rank {
         self.owner
     }
 
-    /// Whether this rank's device has atomic operations on it.
+    /// Whether this rank's device supports atomic operations on it.
     pub fn has_atomics(&self) -> bool {
         self.atomics
     }
 
-    /// Its memory, at an address of this process.
+    /// The memory, at an address of this process.
     pub fn memory(&self) -> &DeviceSlice {
         &self.slice
     }
 
-    /// The bytes `range` of this region, of the same mapping.
+    /// Sub-region `range`, of the same mapping.
     ///
     /// # Errors
     /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) where the range

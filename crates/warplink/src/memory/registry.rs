@@ -1,4 +1,4 @@
-//! A rank's registrations and mappings, as the rest of the library uses them.
+//! A rank's registrations and mappings: entry point for the rest of the library.
 
 use super::cache::{CacheLimits, MappingCache};
 use super::exports::{Exports, RegionNumbers};
@@ -20,10 +20,10 @@ use crate::sync::lock;
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 
-/// The longest that an allocation waits for peers to let go of memory that it could use.
+/// Maximum wait of an allocation for peers to release memory.
 const MAX_RECLAIM: Duration = Duration::from_secs(2);
 
-/// Between two attempts of such an allocation.
+/// Retry interval of such an allocation.
 const RECLAIM_INTERVAL: Duration = Duration::from_millis(20);
 
 /// A rank's registrations, and its mappings of peers' memory.
@@ -35,8 +35,8 @@ pub(crate) struct MemoryRegistry {
 }
 
 impl MemoryRegistry {
-    /// Starts the table, its service and its notifier. `secret` is the communicator's; `all_gather`
-    /// collects every rank's bytes. Every rank calls this at the same time.
+    /// Starts table, service and notifier. `secret` is the job's; `all_gather` exchanges bytes among the
+    /// ranks. Collective.
     pub(crate) fn start(
         rank: Rank,
         device: &Arc<dyn Device>,
@@ -65,6 +65,7 @@ impl MemoryRegistry {
             reclaimers: Mutex::default(),
             waited: Mutex::default(),
         });
+        // A weak reference: the service must not keep the registry alive.
         let answering = Arc::downgrade(&shared);
         let service = Service::start(
             shared.token,
@@ -74,7 +75,7 @@ impl MemoryRegistry {
             }),
         )?;
         let own = PeerInfo::of_this_rank(&**device, service.name());
-        // Set once, here; nobody else has the table yet.
+        // Set only here, before anybody else has the table.
         let peers = Peers::gather(rank, &own, &**device, all_gather)?;
         let _ = shared.peers.set(peers);
         let notifier = Notifier::start(outbox, queue, Arc::downgrade(&shared), idle.max_age)?;
@@ -85,10 +86,10 @@ impl MemoryRegistry {
         })
     }
 
-    /// Allocates `bytes` and registers them: in an allocation that was freed and kept, if one fits. Where a peer's
-    /// device cannot map this one's memory, it is memory of the host, which that maps too.
-    /// Where there is not enough memory, has everything let go of that is kept for later, asks peers
-    /// to unmap what is only theirs any more, and waits for them, for two seconds at most.
+    /// Allocates and registers `bytes`, from the pool if an allocation fits. If a peer's device cannot map
+    /// this device's memory, allocates host memory, which all can map. If memory is exhausted, releases
+    /// pooled and cached memory, asks peers to unmap memory that only they use, and waits for that up to two
+    /// seconds.
     ///
     /// # Errors
     /// [`ErrorKind::OutOfMemory`].
@@ -96,14 +97,15 @@ impl MemoryRegistry {
         let shared = &self.shared;
         let kind = self.shareable_kind(kind)?;
         if let Some((slice, numbers)) = shared.exports.reuse(bytes, kind) {
+            // The device may have to remove protections from the previous use.
             shared.device.prepare_reuse(&slice);
             return Ok(self.region(slice, numbers));
         }
         self.register_as(&self.allocate_fresh(bytes, kind)?, Some(kind))
     }
 
-    /// Allocates and registers `bytes` of words for signals, all zero, which every peer on the machine maps. Waits on
-    /// them end when `fault`, or the device's, is raised.
+    /// Allocates and registers `bytes` of zeroed signal words, which every peer on the machine can map.
+    /// `fault` and the device's fault abort waits for them.
     pub(crate) fn allocate_signals(&self, bytes: usize, fault: &Arc<Fault>) -> Result<Region> {
         let kind = self.shareable_kind(AllocationKind::Plain)?;
         let device = &self.shared.device;
@@ -115,7 +117,7 @@ impl MemoryRegistry {
         Ok(self.shared.peers()?.all_map_device_memory())
     }
 
-    /// `kind`, or what all peers of the machine can map instead.
+    /// `kind`, or a kind that all peers of the machine can map.
     fn shareable_kind(&self, kind: AllocationKind) -> Result<AllocationKind> {
         if self.all_map_device_memory()? {
             return Ok(kind);
@@ -125,6 +127,7 @@ impl MemoryRegistry {
 
     fn allocate_fresh(&self, bytes: usize, kind: AllocationKind) -> Result<DeviceSlice> {
         let shared = &self.shared;
+        // Other errors would not be fixed by freeing memory.
         let enough = |result: &Result<DeviceSlice>| !matches!(result, Err(error) if error.kind() == ErrorKind::OutOfMemory);
         let first = shared.device.allocate(bytes, kind);
         if enough(&first) {
@@ -133,6 +136,7 @@ impl MemoryRegistry {
         self.let_go_of_unused();
         let deadline = Deadline::after(MAX_RECLAIM);
         loop {
+            // Checked before the attempt: memory released in between makes the attempt succeed.
             let nothing_left = shared.exports.unregistered_at().is_none();
             let again = shared.device.allocate(bytes, kind);
             if enough(&again) {
@@ -146,7 +150,7 @@ impl MemoryRegistry {
         }
     }
 
-    /// Lets go of everything that is kept for later, and asks peers to unmap what is only theirs.
+    /// Releases everything pooled or cached, and asks peers to unmap memory that only they use.
     fn let_go_of_unused(&self) {
         let shared = &self.shared;
         shared.publications.reclaim();
@@ -154,19 +158,20 @@ impl MemoryRegistry {
             .iter()
             .for_each(|reclaim| reclaim());
         shared.mappings.release_idle();
-        // Those that left just now are not registered any more either.
+        // Allocations evicted just now are no longer registered either.
         shared.exports.empty_pool();
         shared.ask_to_unmap(shared.exports.unregistered());
     }
 
-    /// Gives memory that is kept for later back to the system, and unmaps what nobody uses; peers are
-    /// asked to unmap it too. Blocks until that is done, at most until `deadline`.
+    /// Returns pooled memory to the system, and closes idle mappings; peers are asked to unmap it too. Blocks
+    /// until done, up to `deadline`.
     ///
     /// # Errors
-    /// [`ErrorKind::Timeout`], with a peer that still maps memory, or where streams still had work.
+    /// [`ErrorKind::Timeout`], with a peer that still maps memory, or if streams were busy.
     pub(crate) fn trim(&self, deadline: Deadline) -> Result<()> {
         let shared = &self.shared;
         self.let_go_of_unused();
+        // Peers must have received the requests to unmap before waiting for them.
         shared.outbox.flush();
         let late = |error: Error| error.with_operation("trim memory").with_rank(shared.rank);
         while let Some(peers) = shared.exports.unregistered_at() {
@@ -180,16 +185,16 @@ impl MemoryRegistry {
         shared.device.trim(deadline).map_err(late)
     }
 
-    /// Calls `reclaim` when memory runs out, to let go of what is kept for later.
+    /// Registers a callback for when memory is exhausted, to release cached memory.
     pub(crate) fn when_out_of_memory(&self, reclaim: impl Fn() + Send + Sync + 'static) {
         lock(&self.shared.reclaimers).push(Box::new(reclaim));
     }
 
-    /// Registers `slice` for peers. What it registers stays allocated as long as a region of it, or
-    /// a peer's mapping, is there.
+    /// Registers `slice` for peers. Its memory stays allocated as long as a region or a peer's mapping of it
+    /// exists.
     ///
     /// # Errors
-    /// [`ErrorKind::Unsupported`] where the memory cannot be shared.
+    /// [`ErrorKind::Unsupported`] if the memory cannot be shared.
     pub(crate) fn register(&self, slice: &DeviceSlice) -> Result<Region> {
         self.register_as(slice, None)
     }
@@ -211,6 +216,7 @@ impl MemoryRegistry {
                     .with_operation("register memory")
                     .with_rank(shared.rank)
             })?;
+        // Ranks that are threads of this process find it without a handle's descriptors.
         opening::publish_in_process(slice.backing());
         Ok(self.region(slice.clone(), numbers))
     }
@@ -225,7 +231,7 @@ impl MemoryRegistry {
         }
     }
 
-    /// A handle of `region` for `peer`, which must either open it or decline it.
+    /// Issues a handle of `region` for `peer`, which must either open or decline it.
     ///
     /// # Errors
     /// [`ErrorKind::InvalidArgument`] for a region of another rank or job.
@@ -261,18 +267,18 @@ impl MemoryRegistry {
         Ok(handle.encode(&shared.key))
     }
 
-    /// Takes back a handle that was made for `peer` and never reached it.
+    /// Takes back a handle that never reached `peer`.
     pub(crate) fn cancel_handle(&self, region: &Region, peer: Rank) {
         self.shared
             .exports
             .cancel_handle(region.registration.numbers, peer);
     }
 
-    /// Maps the region that `peer` exported, from the cache where it is there.
+    /// Maps the region that `peer` exported, from the cache if present.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidHandle`] where the handle is truncated, altered or not `peer`'s, or its
-    /// region is gone; what the device says where it cannot be opened.
+    /// [`ErrorKind::InvalidHandle`] if the handle is truncated, altered, not `peer`'s, or its region is gone;
+    /// errors of the device.
     pub(crate) fn open_handle(&self, peer: Rank, wire: &[u8]) -> Result<RemoteRegion> {
         let shared = &self.shared;
         let handle = shared.decode(peer, wire)?;
@@ -280,6 +286,7 @@ impl MemoryRegistry {
         let lease = shared
             .mappings
             .open(key, handle.generation, || opening::open(shared, &handle))
+            // A handle that fails to open is returned at once, so that the owner can free the memory.
             .inspect_err(|_| shared.release_handle(&handle))?;
         let whole = RemoteBacking::slice(shared, &handle, lease);
         let (start, bytes) = (handle.offset as usize, handle.bytes as usize);
@@ -290,45 +297,45 @@ impl MemoryRegistry {
         })
     }
 
-    /// Gives back a handle that will not be opened.
+    /// Returns a handle that will not be opened.
     pub(crate) fn decline_handle(&self, peer: Rank, wire: &[u8]) {
         self.shared.decline(peer, wire);
     }
 
-    /// Whether `peer` runs on this machine, where its memory can be mapped.
+    /// Whether `peer` is on this machine, so that its memory can be mapped.
     pub(crate) fn is_near(&self, peer: Rank) -> Result<bool> {
         self.shared.peers()?.is_near(peer)
     }
 
-    /// What the devices of this rank and of `peer`, on the same machine, can both do with each other's memory.
+    /// Mutual access between the devices of this rank and of `peer`, on the same machine.
     pub(crate) fn access(&self, peer: Rank) -> Result<PeerAccess> {
         self.shared.peers()?.access(peer)
     }
 
-    /// The most of `ranks` that share one device, of which each should have its own; the same on every rank.
+    /// Maximum number of `ranks` on one device; equal on every rank.
     pub(crate) fn ranks_per_device(&self, ranks: &[Rank]) -> Result<usize> {
         self.shared.peers()?.ranks_per_device(ranks)
     }
 
-    /// Has `peer` told by the notifier. Does not block.
+    /// Queues a notice to `peer`. Does not block.
     pub(crate) fn tell(&self, peer: Rank, message: Message) {
         self.shared.outbox.tell(peer, message);
     }
 
-    /// Calls `handler` with the peer and the slot's number when a peer releases a signal slot.
+    /// Registers the handler for peers' releases of signal slots; it receives the peer and the slot number.
     pub(crate) fn when_slot_released(&self, handler: impl Fn(Rank, u64) + Send + Sync + 'static) {
         if self.shared.slot_released.set(Box::new(handler)).is_err() {
             tracing::error!("two handlers for released signal slots");
         }
     }
 
-    /// A new publication of this rank, by which `listener` is told what peers say of entries of it and of theirs, and
-    /// before an allocation finds no memory. The number under which peers reach it.
+    /// Adds a publication, whose `listener` receives peers' notices and is called when memory is exhausted.
+    /// Returns its number, by which peers address it.
     pub(crate) fn listen(&self, listener: impl Fn(Heard) + Send + Sync + 'static) -> u64 {
         self.shared.publications.add(Arc::new(listener))
     }
 
-    /// Ends a publication: what peers say of it from now on is not heard.
+    /// Ends a publication: later notices about it are ignored.
     pub(crate) fn stop_listening(&self, publication: u64) {
         self.shared.publications.remove(publication);
     }
@@ -338,34 +345,33 @@ impl MemoryRegistry {
         self.shared.peers()?.is_in_process(peer)
     }
 
-    /// A rank died or left: what it maps is not waited for any more.
+    /// A rank died or left: stops waiting for it to unmap memory.
     pub(crate) fn forget_peer(&self, peer: Rank) {
         self.shared.outbox.forget(peer);
         self.shared.forget_peer(peer);
     }
 
-    /// Unmaps what nobody uses, and returns when its owners have been told.
+    /// Closes idle mappings, and returns once their owners have been notified.
     pub(crate) fn release_idle(&self) {
         self.shared.mappings.release_idle();
         self.shared.outbox.flush();
     }
 
-    /// How many allocations are registered (or still mapped by a peer), and how many are mapped. What
-    /// is kept for later does not count.
+    /// Number of allocations registered (or still mapped by a peer), and of mappings, excluding pooled ones.
     pub(crate) fn counts(&self) -> (usize, usize) {
         (self.shared.exports.len(), self.shared.mappings.len())
     }
 
-    /// How many freed allocations are kept for later, and their bytes.
+    /// Number of pooled allocations, and their bytes.
     pub(crate) fn pooled(&self) -> (usize, u64) {
         self.shared.exports.pooled()
     }
 
-    /// Frees what is kept for later, unmaps what nobody uses and stops the threads. What peers still
-    /// map is not waited for.
+    /// Frees pooled memory, closes idle mappings and stops the threads. Does not wait for peers to unmap.
     pub(crate) fn stop(&self) {
         self.shared.exports.close_pool();
         self.shared.mappings.release_idle();
+        // The notifier goes first, as it still sends notices about the mappings closed above.
         self.notifier.stop();
         self.service.stop();
     }

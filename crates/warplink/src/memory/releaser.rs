@@ -1,19 +1,19 @@
-//! Letting go of memory that somebody else owns, on a thread that may wait.
+//! Releases borrowed memory on a thread that may block.
 //!
-//! Dropping an owner may run any code: an interpreter's, which needs a lock that the thread holding
-//! it may give up only when a peer has been answered. So threads that answer peers hand owners over.
+//! Dropping an owner may run arbitrary code, such as an interpreter that needs a lock whose holder may be
+//! waiting for a peer's answer. So threads that answer peers hand owners over to this thread.
 
 use crate::sync::lock;
 use std::any::Any;
 use std::sync::Mutex;
 use std::sync::mpsc::{Sender, channel};
 
-/// The thread, started when it is needed first. It ends when this is dropped.
+/// The thread, started on first use. Ends on drop.
 #[derive(Debug, Default)]
 pub(super) struct Releaser(Mutex<Option<Sender<Box<dyn Any + Send>>>>);
 
 impl Releaser {
-    /// Drops `item`, on the thread if it is `borrowed`, else here.
+    /// Drops `item`: on the thread if it is `borrowed`, else here.
     pub(super) fn release(&self, borrowed: bool, item: impl Any + Send) {
         if !borrowed {
             return drop(item);
@@ -26,7 +26,7 @@ impl Releaser {
             Some(sender) => sender.send(Box::new(item)).err().map(|error| error.0),
             None => Some(Box::new(item) as Box<dyn Any + Send>),
         };
-        // Here after all, but not under the lock.
+        // The thread failed to start: drop here, but outside the lock.
         drop(sender);
         drop(unsent);
     }
@@ -40,7 +40,7 @@ fn start() -> Option<Sender<Box<dyn Any + Send>>> {
     match thread {
         Ok(_) => Some(sender),
         Err(error) => {
-            tracing::warn!(%error, "owners of memory are let go of on threads that answer peers");
+            tracing::warn!(%error, "owners of borrowed memory are released on threads that answer peers");
             None
         }
     }

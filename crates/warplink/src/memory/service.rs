@@ -1,12 +1,11 @@
-//! The Unix socket on which ranks of one machine ask one another for descriptors and tell one
-//! another what they let go of.
+//! Unix socket on which ranks of one machine request descriptors and send notices.
 //!
-//! A request is one fixed record on a connection of its own, and so is the answer, with a
-//! descriptor where one was asked for. Every request carries the communicator's token.
+//! Each request is one record on its own connection, and so is the answer, with a descriptor if one was
+//! requested. Every request carries the job's token.
 //!
-//! Any process of the machine can connect. So both sides ask the kernel whether the other runs as
-//! the same user, and one thread waits for the requests of all connections at a time: one that is
-//! silent holds up nobody.
+//! Any process of the machine can connect, so both sides verify through the kernel that the other runs as the
+//! same user. One thread waits for requests on all connections concurrently: a silent connection blocks
+//! nobody.
 
 use super::message::{MAX_REQUEST_BYTES, Request, TOKEN_BYTES};
 use super::socket::{MAX_WAIT, address, io, is_same_user, socket};
@@ -27,17 +26,17 @@ use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// The most connections whose requests have not come; the oldest makes room for another.
+/// Maximum connections without a request; the oldest is dropped for a new one.
 const MAX_PENDING: usize = 64;
-/// Between two attempts at what the system refuses for lack of something.
+/// Retry interval after resource exhaustion.
 const PAUSE: Duration = Duration::from_millis(10);
-/// The most connections that are accepted before requests are looked at again.
+/// Maximum connections accepted before requests are served again, so that a flood of connections cannot
+/// starve them.
 const MAX_ACCEPTED: usize = 64;
 
-/// Bytes of an answer: what became of the request, and the length of the piece or, of one that is [`SHORT`], the
-/// limit.
+/// Length of an answer: status, and the length of the piece or, for [`SHORT`], the descriptor limit.
 pub(super) const ANSWER_BYTES: usize = 12;
-/// What became of a request.
+/// Status of a request.
 pub(super) const DONE: u32 = 0;
 pub(super) const REFUSED: u32 = 1;
 /// The process has no file descriptor for the answer.
@@ -46,13 +45,13 @@ pub(super) const SHORT: u32 = 2;
 static CANNOT_WAIT: Throttle = Throttle::new();
 static CANNOT_ACCEPT: Throttle = Throttle::new();
 
-/// Answers requests: a piece of memory where one was asked for, else nothing; an error refuses.
+/// Handles a request: returns the piece if one was requested; an error is a refusal.
 pub(super) type Handler = Box<dyn Fn(Request) -> Result<Option<Piece>> + Send + Sync>;
 
-/// The listening side, ended by [`Service::stop`] or drop.
+/// The listening side, stopped by [`Service::stop`] or drop.
 pub(super) struct Service {
     name: Vec<u8>,
-    /// Readable once the thread is to end.
+    /// Eventfd, readable when the thread should end.
     stop: Arc<OwnedFd>,
     thread: Mutex<Option<JoinHandle<()>>>,
 }
@@ -73,7 +72,7 @@ pub(super) fn listen(name: &[u8]) -> Result<OwnedFd> {
 }
 
 impl Service {
-    /// Listens under a random name and answers with `handler`, on a thread of its own.
+    /// Listens under a random name and answers with `handler`, on its own thread.
     pub(super) fn start(token: [u8; TOKEN_BYTES], handler: Handler) -> Result<Self> {
         let mut random = [0u8; 12];
         getrandom::fill(&mut random).map_err(|error| {
@@ -104,21 +103,21 @@ impl Service {
         })
     }
 
-    /// The name under which peers reach it.
+    /// Name by which peers connect.
     pub(super) fn name(&self) -> &[u8] {
         &self.name
     }
 
-    /// Ends the thread. Requests that come later are refused by the system.
+    /// Ends the thread. Later connections are refused by the system.
     pub(super) fn stop(&self) {
         let Some(thread) = lock(&self.thread).take() else {
             return;
         };
         if let Err(errno) = rustix::io::write(&*self.stop, &1u64.to_ne_bytes()) {
-            tracing::warn!(%errno, "the service thread could not be told to end");
+            tracing::warn!(%errno, "the service thread could not be stopped");
             return;
         }
-        // The last handle may be dropped by the service's own thread, which cannot wait for itself.
+        // The last handle may be dropped by the service's own thread, which cannot join itself.
         if thread.thread().id() != std::thread::current().id() && thread.join().is_err() {
             tracing::error!("the service thread panicked");
         }
@@ -131,23 +130,23 @@ impl Drop for Service {
     }
 }
 
-/// A connection whose request has not come yet.
+/// A connection without a request so far.
 struct Pending {
     connection: OwnedFd,
     since: Instant,
 }
 
-/// The listening thread's state.
+/// State of the listening thread.
 struct Server<'a> {
     token: &'a [u8; TOKEN_BYTES],
     handler: &'a Handler,
-    /// The oldest first.
+    /// Oldest first.
     pending: VecDeque<Pending>,
-    /// Given up for a connection when no other descriptor is left.
+    /// Closed to free a descriptor for a connection when none is left.
     reserve: Option<OwnedFd>,
 }
 
-/// A descriptor that stands for another.
+/// A placeholder descriptor.
 fn reserve() -> Option<OwnedFd> {
     eventfd(0, EventfdFlags::CLOEXEC).ok()
 }
@@ -182,8 +181,7 @@ impl<'a> Server<'a> {
                 Ok(_) => {}
                 Err(Errno::INTR) => continue,
                 Err(errno) => {
-                    // The limit of descriptors was lowered, or memory is short: requests lie in the
-                    // backlog until it is over.
+                    // The descriptor limit was lowered, or memory is short: requests wait in the backlog.
                     if let Some(omitted) = CANNOT_WAIT.due() {
                         tracing::warn!(%errno, omitted, "the memory service cannot wait for requests; trying again");
                     }
@@ -211,7 +209,7 @@ impl<'a> Server<'a> {
         }
     }
 
-    /// Answers the connections that are ready, and drops those that waited too long.
+    /// Answers ready connections, and drops those that timed out.
     fn answer_ready(&mut self, ready: &[bool]) {
         for (pending, ready) in std::mem::take(&mut self.pending).into_iter().zip(ready) {
             if *ready {
@@ -231,14 +229,14 @@ impl<'a> Server<'a> {
                 Ok(connection) => connection,
                 Err(Errno::AGAIN) => return,
                 Err(Errno::INTR | Errno::CONNABORTED) => continue,
-                // The one that is kept for this is enough for a connection, and for all answers without a piece.
+                // The reserve suffices for a connection and all answers without a piece.
                 Err(Errno::MFILE | Errno::NFILE) if self.reserve.take().is_some() => continue,
                 Err(errno) => {
                     if let Some(omitted) = CANNOT_ACCEPT.due() {
                         let error = Error::io("accept a peer's request", &errno.into());
                         tracing::warn!(%error, omitted, "a peer's request could not be accepted; trying again");
                     }
-                    // A connection without a request gives its descriptor back; its peer asks again.
+                    // Drop a connection without a request to free its descriptor; its peer retries.
                     self.pending.pop_front();
                     std::thread::sleep(PAUSE);
                     return;
@@ -354,7 +352,7 @@ mod tests {
         let connection = socket().unwrap();
         limit(&connection).unwrap();
         let asked = send(connection, service.name(), &[6; 16], descriptor_of(7)).unwrap();
-        // The service listens, so its peer is not gone.
+        // Not `PeerLost`: the service still listens.
         assert_eq!(asked.finish().unwrap_err().kind(), ErrorKind::Io);
         let stray = socket().unwrap();
         rustix::net::connect(&stray, &address(service.name()).unwrap()).unwrap();
@@ -366,7 +364,7 @@ mod tests {
         );
     }
 
-    /// Patience is for peers that cannot answer, and not for those that take a while.
+    /// Patience applies to peers that cannot answer, not to slow ones.
     #[test]
     fn a_slow_peer_is_not_given_up() {
         let handler: Handler = Box::new(|_| {

@@ -1,4 +1,4 @@
-//! What a rank asks of a peer's [service](super::service).
+//! Client of a peer's memory [service](super::service).
 
 use super::message::{Request, TOKEN_BYTES};
 use super::service::{ANSWER_BYTES, DONE, SHORT};
@@ -16,26 +16,25 @@ use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::Duration;
 
-/// Between two attempts at what the service refuses for lack of something.
+/// Retry interval after resource exhaustion.
 const PAUSE: Duration = Duration::from_millis(10);
 
-/// Between two looks at whether the peer can answer.
+/// Interval for checking whether the peer is stopped.
 const SLICE: Duration = Duration::from_millis(500);
 
-/// A request that was sent and not answered yet.
+/// A request in flight.
 #[derive(Debug)]
 pub(super) struct Asked {
     connection: OwnedFd,
 }
 
-/// Sends `request`, which may be handled twice, to the service called `name` and waits for the answer: for [`MAX_WAIT`]
-/// at most, and for `patience` where the peer cannot answer now, since it is stopped or out of descriptors.
-/// Asks again, for `patience`, where the service drops the connection or this process has no descriptor for one:
-/// something is short, which may pass.
+/// Sends an idempotent `request` to the service called `name` and waits for the answer: up to [`MAX_WAIT`],
+/// or up to `patience` if the peer cannot answer because it is stopped or out of descriptors. Retries for
+/// `patience` if the service drops the connection, or this process has no descriptor for one.
 ///
 /// # Errors
-/// [`ErrorKind::PeerLost`] where nobody listens, [`ErrorKind::InvalidHandle`] where it is refused,
-/// [`ErrorKind::Timeout`] where it does not answer.
+/// [`ErrorKind::PeerLost`] if nobody listens, [`ErrorKind::InvalidHandle`] if the request is refused,
+/// [`ErrorKind::Timeout`] without an answer.
 pub(super) fn ask(
     name: &[u8],
     token: &[u8; TOKEN_BYTES],
@@ -61,20 +60,19 @@ pub(super) fn ask(
     }
 }
 
-/// Sends `request` to the service called `name`, without waiting for anything.
+/// Sends `request` to the service called `name` without waiting.
 ///
 /// # Errors
-/// [`ErrorKind::PeerLost`] where nobody listens; where it is another that [may pass](may_pass), the
-/// request was not sent, or it is not known whether.
+/// [`ErrorKind::PeerLost`] if nobody listens; after an error that [may pass](may_pass), the request may or
+/// may not have been sent.
 pub(super) fn begin(name: &[u8], token: &[u8; TOKEN_BYTES], request: Request) -> Result<Asked> {
     let connection = socket()?;
-    // A full backlog, of a peer that is stopped, must not hold up the caller.
+    // The full backlog of a stopped peer must not block the caller.
     rustix::io::ioctl_fionbio(&connection, true).map_err(io("configure a Unix socket"))?;
     send(connection, name, token, request)
 }
 
-/// Whether an error of `kind` may be over when a request is sent again: something is short, here or at
-/// the peer.
+/// Whether an error of `kind` may be transient: resource exhaustion, here or at the peer.
 pub(super) fn may_pass(kind: ErrorKind) -> bool {
     matches!(
         kind,
@@ -89,14 +87,13 @@ pub(super) fn send(
     request: Request,
 ) -> Result<Asked> {
     rustix::net::connect(&connection, &address(name)?).map_err(|errno| match errno {
-        rustix::io::Errno::CONNREFUSED => Error::new(
-            ErrorKind::PeerLost,
-            "the peer's memory service does not listen any more",
-        )
-        .with_operation("connect to a peer's service"),
+        rustix::io::Errno::CONNREFUSED => {
+            Error::new(ErrorKind::PeerLost, "the peer's memory service is gone")
+                .with_operation("connect to a peer's service")
+        }
         other => io("connect to a peer's service")(other),
     })?;
-    // The name may be another's by now, who must not learn the token.
+    // Another process may have taken the name; it must not learn the token.
     if !is_same_user(&connection) {
         return Err(Error::new(
             ErrorKind::PeerLost,
@@ -114,15 +111,15 @@ pub(super) fn send(
 }
 
 impl AsFd for Asked {
-    /// Readable once the answer is there, or will not come.
+    /// Readable once there is an answer or an error.
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.connection.as_fd()
     }
 }
 
 impl Asked {
-    /// Waits until the answer is there, or [`MAX_WAIT`] has passed. Only until `patience` passes where the peer has no
-    /// descriptor left to accept this connection by, or is stopped.
+    /// Waits for the answer, up to [`MAX_WAIT`]; only up to `patience` if the peer is out of descriptors or
+    /// stopped.
     fn wait(&self, patience: Deadline) -> Result<()> {
         let deadline = Deadline::after(MAX_WAIT);
         loop {
@@ -158,13 +155,13 @@ impl Asked {
         let stat = || {
             let peer = socket_peercred(&self.connection).ok()?.pid.as_raw_nonzero();
             let stat = std::fs::read_to_string(format!("/proc/{peer}/stat")).ok()?;
-            // Behind the command, which may hold anything.
+            // Fields after the command name, which may contain anything.
             stat.rsplit_once(") ")?.1.chars().next()
         };
         matches!(stat(), Some('T' | 't'))
     }
 
-    /// The limit of the peer's descriptors, if it has as many.
+    /// The peer's descriptor limit, if it is exhausted.
     fn exhausted(&self) -> Option<u64> {
         let peer = socket_peercred(&self.connection).ok()?.pid.as_raw_nonzero();
         let open = std::fs::read_dir(format!("/proc/{peer}/fd")).ok()?.count();
@@ -186,7 +183,7 @@ impl Asked {
     }
 }
 
-/// Not proof that the peer is gone: a service drops connections when it is short of something.
+/// Not a proof that the peer is gone: a service drops connections when resources are exhausted.
 fn closed() -> Error {
     Error::new(
         ErrorKind::Io,
@@ -226,7 +223,7 @@ pub(super) fn read_answer(connection: &OwnedFd) -> Result<Option<Piece>> {
         other => io("read an answer")(other),
     })?;
     if received.flags.contains(ReturnFlags::CTRUNC) {
-        // The descriptor that came found no place in this process.
+        // The kernel dropped the descriptor for lack of a slot in this process.
         return Err(io("receive a peer's descriptor")(Errno::MFILE));
     }
     let descriptor = control.drain().find_map(|message| match message {
@@ -247,10 +244,10 @@ pub(super) fn read_answer(connection: &OwnedFd) -> Result<Option<Piece>> {
     if status != DONE {
         return Err(Error::new(
             ErrorKind::InvalidHandle,
-            "the peer refused: it does not share this region any more",
+            "the peer refused: the region is no longer registered",
         )
         .with_operation("ask a peer's service")
-        .with_help("exchange the region anew"));
+        .with_help("exchange the region again"));
     }
     let bytes = usize::try_from(number).map_err(|_| {
         Error::new(

@@ -1,4 +1,4 @@
-//! What regions, mappings and the threads of one rank's memory share, and what peers ask of it.
+//! State shared by regions, mappings and threads of one rank, and the handling of peers' requests.
 
 use super::cache::MappingCache;
 use super::exports::{Exports, Unwanted};
@@ -16,24 +16,24 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
-/// How long in all requests wait for peers that cannot answer, or for descriptors of this process. Of many peers that
-/// are short their times would add up.
+/// Total time that requests wait for peers that cannot answer, or for descriptors of this process. A shared
+/// budget, since waits for many such peers would add up.
 const PATIENCE: Duration = Duration::from_secs(1);
 
-/// What each request may wait so in any case.
+/// Minimum such wait of each request.
 const MIN_PATIENCE: Duration = Duration::from_millis(50);
 
-/// How long after such a wait [`PATIENCE`] begins anew.
+/// The budget is renewed this long after the last such wait.
 const RENEWAL: Duration = Duration::from_secs(10);
 
-/// The key of a mapping: whose memory, and which allocation of it.
+/// Cache key of a mapping: owner and allocation.
 pub(super) type MappingKey = (Rank, u64);
 
 pub(super) type SlotReleasedHandler = Box<dyn Fn(Rank, u64) + Send + Sync>;
 
 pub(super) type Reclaimer = Box<dyn Fn() + Send + Sync>;
 
-/// What regions, mappings and the threads share.
+/// State shared by regions, mappings and threads.
 pub(super) struct Shared {
     pub(super) rank: Rank,
     pub(super) device: Arc<dyn Device>,
@@ -43,12 +43,12 @@ pub(super) struct Shared {
     pub(super) exports: Exports,
     pub(super) mappings: MappingCache<MappingKey, Mapped>,
     pub(super) outbox: Outbox,
-    /// The last notice of each peer that was handled.
+    /// Sequence number of the last handled notice of each peer.
     pub(super) heard: Mutex<BTreeMap<Rank, u64>>,
     pub(super) slot_released: OnceLock<SlotReleasedHandler>,
     pub(super) publications: Publications,
     pub(super) reclaimers: Mutex<Vec<Reclaimer>>,
-    /// How long requests waited lately, and when the last of these ended.
+    /// Recently spent wait budget, and when the last wait ended.
     pub(super) waited: Mutex<Option<(Duration, Instant)>>,
 }
 
@@ -62,12 +62,12 @@ impl Shared {
         })
     }
 
-    /// Gives back a handle that will not be opened.
+    /// Returns a handle that will not be opened.
     pub(super) fn decline(&self, peer: Rank, wire: &[u8]) {
         match self.decode(peer, wire) {
             Ok(handle) => self.release_handle(&handle),
             Err(error) => {
-                tracing::warn!(%error, "a handle that cannot be read cannot be given back")
+                tracing::warn!(%error, "an invalid handle cannot be returned to its owner")
             }
         }
     }
@@ -78,6 +78,7 @@ impl Shared {
             handles: 1,
         };
         self.outbox.tell(handle.owner, message);
+        // 0 means that the owner does not track this region.
         if handle.region != 0 {
             let message = Message::RegionReleased {
                 region: handle.region,
@@ -91,6 +92,7 @@ impl Shared {
         let handle = Handle::decode(wire, &self.key)
             .map_err(|error| error.with_rank(self.rank).with_peer(peer))?;
         let kind = self.device.kind();
+        // A valid seal proves only that some rank of the job made it.
         if handle.owner != peer || handle.kind != kind {
             let what = format!(
                 "the handle is of rank {} on device {}; expected rank {peer} on device {kind}",
@@ -108,7 +110,7 @@ impl Shared {
         self.ask_to_unmap(self.exports.forget_peer(peer));
     }
 
-    /// Has peers asked to unmap what is not to be used again. Does not block.
+    /// Asks peers to unmap allocations that will not be reused. Does not block.
     pub(super) fn ask_to_unmap(&self, unwanted: Vec<Unwanted>) {
         for Unwanted {
             peer,
@@ -124,7 +126,7 @@ impl Shared {
         }
     }
 
-    /// Asks `peer`'s service and waits for the answer, which may carry a piece of memory.
+    /// Sends a request to `peer`'s service and waits for the answer, possibly a piece of memory.
     pub(super) fn ask(&self, peer: Rank, message: Message) -> Result<Option<Piece>> {
         let request = Request {
             from: self.rank,
@@ -139,13 +141,14 @@ impl Shared {
         let begun = Instant::now();
         let answer = service_client::ask(name, &self.token, request, patience);
         let took = begun.elapsed();
+        // Short waits are normal and do not consume the budget.
         if took >= MIN_PATIENCE {
             *lock(&self.waited) = Some((waited + took, Instant::now()));
         }
         answer.map_err(|error| error.with_rank(self.rank).with_peer(peer))
     }
 
-    /// Sends the notice `number` to `peer`'s service, and does not wait for the answer.
+    /// Sends notice `number` to `peer`'s service without waiting for the answer.
     pub(super) fn begin_telling(&self, peer: Rank, number: u64, message: Message) -> Result<Asked> {
         let request = Request {
             from: self.rank,
@@ -156,18 +159,20 @@ impl Shared {
             .map_err(|error| error.with_rank(self.rank).with_peer(peer))
     }
 
-    /// Does what a peer asks for, unless it is a notice that was handled before: then the peer has not
-    /// had the answer.
+    /// Handles a peer's request, unless it is a notice that was handled before and is retransmitted because
+    /// its answer was lost.
     pub(super) fn answer(&self, request: Request) -> Result<Option<Piece>> {
         let Request {
             from,
             number,
             message,
         } = request;
+        // Reject unknown ranks. Before the peers are gathered, only their own information can be requested.
         if let Some(peers) = self.peers.get() {
             peers.service(from)?;
         }
         if number != 0 {
+            // Deduplicate retransmissions: the answer to an earlier copy was lost.
             let mut heard = lock(&self.heard);
             let last = heard.entry(from).or_default();
             if number <= *last {

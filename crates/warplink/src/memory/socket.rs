@@ -6,8 +6,7 @@ use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use std::os::fd::{AsFd, OwnedFd};
 use std::time::Duration;
 
-/// Longest that either side waits for the other's record; both are threads of this machine that
-/// do nothing else.
+/// Maximum wait for the other side's record. Both sides are dedicated threads on this machine.
 pub(super) const MAX_WAIT: Duration = Duration::from_secs(5);
 
 pub(super) fn io(what: &'static str) -> impl Fn(rustix::io::Errno) -> Error {
@@ -24,7 +23,7 @@ pub(super) fn socket() -> Result<OwnedFd> {
     .map_err(io("make a Unix socket"))
 }
 
-/// An abstract address: it is gone with its socket, also when the process is killed.
+/// An abstract address: it vanishes with its socket, even if the process is killed.
 pub(super) fn address(name: &[u8]) -> Result<SocketAddrUnix> {
     SocketAddrUnix::new_abstract_name(name).map_err(io("name a Unix socket"))
 }
@@ -36,7 +35,7 @@ pub(super) fn limit(socket: impl AsFd) -> Result<()> {
     set_socket_timeout(&socket, Timeout::Send, Some(MAX_WAIT)).map_err(io("limit a socket's waits"))
 }
 
-/// Whether the process at the other end runs as the same user as this one, says the kernel.
+/// Whether the process at the other end runs as the same user, according to the kernel.
 pub(super) fn is_same_user(connection: &OwnedFd) -> bool {
     match socket_peercred(connection) {
         Ok(peer) if peer.uid == rustix::process::geteuid() => true,

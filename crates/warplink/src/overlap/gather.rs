@@ -7,34 +7,33 @@ use crate::device::{DeviceSlice, Stream};
 use crate::error::{Error, Result};
 use crate::program::Executor;
 
-/// The memory of an all-gather + matmul. With [`Options::outer`] above 1, `a`, the results and
-/// `gathered` hold one of these for each rank, one after the other.
+/// Memory of an all-gather + matmul. With [`Options::outer`] above 1, `a`, the results and `gathered` hold
+/// one of these for each outer index, consecutively.
 #[derive(Clone, Debug)]
 pub struct AllGatherMatmulBuffers {
     /// This rank's part of A, `[m / world, k]`.
     pub a: DeviceSlice,
-    /// The right operands, each `[k, n]` (`[n, k]` where it is transposed); not shared, whole on every rank.
+    /// Right operands, each `[k, n]` (`[n, k]` if transposed); complete on every rank.
     pub b: Vec<DeviceSlice>,
-    /// For each right operand a vector of `n`, where the problem has a bias; else none.
+    /// For each right operand a vector of `n` if the problem has a bias; else empty.
     pub bias: Vec<DeviceSlice>,
-    /// The results, each `[m, n]`: the parts in rank order.
+    /// Results, each `[m, n]`: parts in rank order.
     pub c: Vec<DeviceSlice>,
-    /// All of A, `[m, k]`, where the problem keeps it; else `None`, and the plan has memory of its
-    /// own for it.
+    /// All of A, `[m, k]`, if the problem keeps it; else `None`, and the plan uses internal memory.
     pub gathered: Option<DeviceSlice>,
 }
 
 impl AllGatherMatmul {
-    /// Makes a plan: chooses the lowering and verifies it, exchanges handles and tunes the matmuls.
-    /// Where the cost model finds several lowerings close to the fastest, they are tried on the machine,
-    /// with the inputs and with other memory than the outputs (see [`Options::trials`]). Every rank calls this at the same time with the same problem and options. Blocks until the
-    /// peers have exchanged theirs.
+    /// Creates a plan: selects and verifies the lowering, exchanges handles and tunes the matmuls. If the
+    /// cost model finds several lowerings close to the fastest, they are timed on the machine, with the
+    /// inputs and temporary outputs (see [`Options::trials`]). Collective, with the same problem and options;
+    /// blocks until all ranks have exchanged theirs.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) where `m` does not divide
-    /// by the world size, a size is zero, the element type has no matmul, or a slice is not as long as
-    /// the problem says; [`ErrorKind::LibraryMissing`](crate::ErrorKind::LibraryMissing) where only
-    /// the collective is allowed and there is no library for it.
+    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) if `m` is not divisible by the world
+    /// size, a size is zero, the element type has no matmul, or a slice has the wrong length;
+    /// [`ErrorKind::LibraryMissing`](crate::ErrorKind::LibraryMissing) if only the collective is allowed and
+    /// its library is missing.
     pub fn plan(
         &self,
         executor: &Executor,
@@ -44,7 +43,7 @@ impl AllGatherMatmul {
         OverlapPlan::new(executor, self, options, self.tensors(buffers))
     }
 
-    /// The memory of the program's tensors.
+    /// Memory of the program's tensors.
     fn tensors(&self, buffers: &AllGatherMatmulBuffers) -> Result<Vec<Bound>> {
         let count = self.n.len();
         let biases = if self.bias { count } else { 0 };
@@ -57,9 +56,9 @@ impl AllGatherMatmul {
             (None, false) => {}
             (given, _) => {
                 return Err(Error::invalid(if given.is_some() {
-                    "there is memory for the gathered A; expected none, since it is not kept"
+                    "unexpected memory for the gathered A; the problem does not keep it"
                 } else {
-                    "there is no memory for the gathered A; expected some, since it is kept"
+                    "missing memory for the gathered A; the problem keeps it"
                 }));
             }
         }
@@ -67,14 +66,12 @@ impl AllGatherMatmul {
     }
 }
 
-/// Enqueues an all-gather + matmul once: makes a plan, runs it, and lets go of it when the run is
-/// done. Every rank calls this at the same time. Blocks until the peers have exchanged handles, not
-/// until the result is there. For what repeats, make a [plan](AllGatherMatmul::plan) instead. Gives
-/// the lowering that runs, and why.
+/// Enqueues an all-gather + matmul once: creates a plan, runs it, and releases it when the run is complete.
+/// Collective. Blocks until the peers have exchanged handles, not until the result is ready. For repeated
+/// use, create a [plan](AllGatherMatmul::plan) instead. Returns the lowering and the reason for it.
 ///
 /// # Errors
-/// As [`AllGatherMatmul::plan`]; [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported) in a
-/// capture.
+/// As [`AllGatherMatmul::plan`]; [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported) during a capture.
 pub fn all_gather_matmul(
     executor: &Executor,
     stream: &Stream,
@@ -82,7 +79,7 @@ pub fn all_gather_matmul(
     options: &Options,
     buffers: &AllGatherMatmulBuffers,
 ) -> Result<Choice> {
-    // A trial takes longer than one run is worth.
+    // Trials would take longer than a single run can save.
     let options = Options {
         trials: false,
         ..options.clone()

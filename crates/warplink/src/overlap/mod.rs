@@ -1,26 +1,24 @@
 //! Matmuls overlapped with the communication that feeds or follows them.
 //!
 //! | call | what it computes |
-//! |---|---|
-//! | [`all_gather_matmul`], [`AllGatherMatmul::plan`] | `C = A · B`, where every rank has a part of A's rows and wants all of C |
-//! | [`matmul_reduce_scatter`], [`MatmulReduceScatter::plan`] | `C = A · B`, where every rank has a part of the contraction and wants a part of C's rows |
+//! | call | result |
+//! | [`all_gather_matmul`], [`AllGatherMatmul::plan`] | `C = A · B`, where every rank has some of A's rows and needs all of C |
+//! | [`matmul_reduce_scatter`], [`MatmulReduceScatter::plan`] | `C = A · B`, where every rank has a part of the contraction and needs some of C's rows |
 //!
-//! A plan is made once, by all ranks at the same time, for slices of device memory; then every
-//! [`run`](OverlapPlan::run) only enqueues. The functions are for one use. Both are lowered
-//! to a host program (see [`lower`](crate::program::lower)). Which lowering runs is chosen by a cost
-//! model, by trials of those that it finds close, or by [`Options::lowering`]; a plan's `choice()`
-//! explains it.
+//! A plan is created once, collectively, for slices of device memory; then every [`run`](OverlapPlan::run)
+//! only enqueues. The functions are for single use. Both are lowered to a host program (see
+//! [`lower`](crate::program::lower)). The lowering is selected by a cost model, by trials of close
+//! candidates, or by [`Options::lowering`]; a plan's `choice()` explains it.
 //!
-//! Elements are bf16, f16 or f32, accumulated in f32. Everything is row-major and contiguous, but B may
-//! be transposed in memory (`transposed_b`), as the weights of a linear layer are.
+//! Elements are bf16, f16 or f32, accumulated in f32. Everything is row-major and contiguous, but B may be
+//! transposed in memory (`transposed_b`), like the weights of a linear layer.
 //!
 //! # Leading dimensions
-//! A may have more than two dimensions, `[.., m, k]`, and be gathered along any but the last; C
-//! likewise is scattered along any but the last. [`Leading`] says how such a shape is one of rows:
-//! where all dimensions before the one that is shared are 1 (the common case), those after it are
-//! flattened into rows and there is one program. Otherwise a rank's part is not one contiguous range
-//! of the whole; then there is one program for each index of the dimensions before, one after the
-//! other.
+//! A may have more than two dimensions, `[.., m, k]`, and be gathered along any but the last; C likewise is
+//! scattered along any but the last. [`Leading`] maps such a shape to rows: if all dimensions before the
+//! shared one are 1 (the common case), those after it are flattened into rows and there is one program.
+//! Otherwise a rank's part is not contiguous; then there is one program for each index of the preceding
+//! dimensions, run consecutively.
 
 mod gather;
 mod operands;
@@ -40,31 +38,29 @@ use crate::error::{Error, Result};
 use crate::program::cost::HardwareModel;
 use std::sync::Arc;
 
-/// How many streams the matmuls of a plan take turns on unless [`Options::streams`] says otherwise:
-/// with two, one fills the device while the last tiles of the other run.
+/// Default of [`Options::streams`]: with two, one matmul fills the device while the last tiles of the other
+/// run.
 pub const DEFAULT_STREAMS: usize = 2;
 
-/// How a plan is made; the same on every rank.
+/// Options of a plan; equal on every rank.
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// The only lowering that is allowed. Where there is none, the cost model chooses among the
-    /// library's and `added`.
+    /// Restricts the choice to one lowering. By default the cost model chooses among the library's and
+    /// `added`.
     pub lowering: Option<Lowering>,
-    /// Lowerings of the caller's, to be chosen among as well.
+    /// Additional lowerings to choose from.
     pub added: Vec<Lowering>,
-    /// How many streams the matmuls take turns on.
+    /// Number of streams that the matmuls alternate between.
     pub streams: usize,
-    /// How often the whole is done, for the leading dimensions before the one that is shared; see
-    /// [`Leading::outer`].
+    /// Number of repetitions, for the dimensions before the shared one; see [`Leading::outer`].
     pub outer: usize,
-    /// What the cost model takes the machine for; the model that is found for the device where none
-    /// is given.
+    /// Hardware model for the cost model; by default the device's.
     pub model: Option<Arc<HardwareModel>>,
-    /// Whether a plan is decided by times on the machine where the model finds several lowerings within
-    /// its [uncertainty](HardwareModel::uncertainty). Making the plan then takes up to some tenths of a
-    /// second longer, and memory for another result. The functions of one use never try.
+    /// Whether to time candidates on the machine when the model finds several within its
+    /// [uncertainty](HardwareModel::uncertainty). Creating the plan then takes up to some tenths of a second
+    /// longer, and memory for another result. The single-use functions never do.
     pub trials: bool,
-    /// Whether the lowered program is verified before it runs.
+    /// Whether to verify the lowered program before it runs.
     pub verify: bool,
 }
 
@@ -83,7 +79,7 @@ impl Default for Options {
 }
 
 impl Options {
-    /// The defaults with `lowering` alone allowed.
+    /// Defaults with only `lowering` allowed.
     pub fn only(lowering: Lowering) -> Self {
         Self {
             lowering: Some(lowering),
@@ -92,25 +88,25 @@ impl Options {
     }
 }
 
-/// A shape `[.., m, k]` seen as rows of `k`, of which those along one dimension are shared by the
+/// A shape `[.., m, k]` viewed as rows of `k`, of which those along one dimension are distributed over the
 /// ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Leading {
-    /// How many separate matmuls there are: the product of the dimensions before the shared one.
+    /// Number of separate matmuls: product of the dimensions before the shared one.
     pub outer: usize,
-    /// Rows of each: the product of the shared dimension and those after it, but the last. This is
-    /// the `m` of [`AllGatherMatmul`] and [`MatmulReduceScatter`].
+    /// Rows of each: product of the shared dimension and those after it, except the last. This is the `m` of
+    /// [`AllGatherMatmul`] and [`MatmulReduceScatter`].
     pub rows: usize,
     /// The last dimension.
     pub columns: usize,
 }
 
 impl Leading {
-    /// Reads the whole tensor's `shape`, shared along `dimension`.
+    /// Interprets the whole tensor's `shape`, distributed along `dimension`.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) where `dimension` is the
-    /// last or not there, an extent is 0, or the number of rows overflows.
+    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) if `dimension` is the last or does
+    /// not exist, an extent is 0, or the number of rows overflows.
     pub fn of(shape: &[usize], dimension: usize) -> Result<Self> {
         let invalid = |what: &str| {
             Error::invalid(format!(

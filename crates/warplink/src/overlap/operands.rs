@@ -1,4 +1,4 @@
-//! The caller's memory for the tensors of a program.
+//! Binds the caller's memory to a program's tensors.
 
 use crate::device::DeviceSlice;
 use crate::error::{Error, Result};
@@ -8,13 +8,13 @@ use crate::program::Bindings;
 pub(super) struct Bound {
     name: String,
     slice: DeviceSlice,
-    /// Whether every outer index has a part of it, rather than all of it.
+    /// Whether every outer index has its own part.
     parted: bool,
     written: bool,
 }
 
 impl Bound {
-    /// An input that has a part for each outer index: A.
+    /// An input with a part for each outer index: A.
     pub(super) fn parted(name: impl Into<String>, slice: &DeviceSlice) -> Self {
         Self {
             name: name.into(),
@@ -24,7 +24,7 @@ impl Bound {
         }
     }
 
-    /// An output, which has a part for each outer index: C and G.
+    /// An output, with a part for each outer index: C and G.
     pub(super) fn written(name: impl Into<String>, slice: &DeviceSlice) -> Self {
         Self {
             written: true,
@@ -32,7 +32,7 @@ impl Bound {
         }
     }
 
-    /// An input that all outer indices use: B and the bias.
+    /// An input shared by all outer indices: B and the bias.
     pub(super) fn shared(name: impl Into<String>, slice: &DeviceSlice) -> Self {
         Self {
             name: name.into(),
@@ -42,7 +42,7 @@ impl Bound {
         }
     }
 
-    /// Its name in the program.
+    /// Name in the program.
     pub(super) fn name(&self) -> &str {
         &self.name
     }
@@ -52,7 +52,7 @@ impl Bound {
         self.written
     }
 
-    /// The part of one outer index.
+    /// Part of one outer index.
     pub(super) fn part(&self, index: usize, outer: usize) -> Result<DeviceSlice> {
         if !self.parted || outer == 1 {
             return Ok(self.slice.clone());
@@ -69,7 +69,7 @@ impl Bound {
     }
 }
 
-/// A family's members as the program names them: `B[0]`, `B[1]`, …
+/// Members of a family by their names in the program: `B[0]`, `B[1]`, …
 pub(super) fn family(
     name: &str,
     slices: &[DeviceSlice],
@@ -89,7 +89,7 @@ pub(super) fn family(
         .collect())
 }
 
-/// What the program's tensors are bound to for one outer index.
+/// Bindings of the program's tensors for one outer index.
 pub(super) fn bindings(tensors: &[Bound], index: usize, outer: usize) -> Result<Bindings> {
     tensors
         .iter()

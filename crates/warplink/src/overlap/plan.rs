@@ -1,4 +1,4 @@
-//! A plan of either operation: one program, bound once for each index of the outer dimensions.
+//! A plan of either operation: one program, bound once for each outer index.
 
 use super::operands::{Bound, bindings};
 use super::{Choice, Lowering, Options, trial};
@@ -10,10 +10,10 @@ use crate::program::lower::{Decision, Problem, choose};
 use crate::program::{Bindings, Executor, Plan, PrepareOptions};
 use std::fmt;
 
-/// An operation that is ready to run on given memory, any number of times.
+/// An operation bound to memory, which can run any number of times.
 ///
-/// Every rank makes the same plans in the same order. Drop a plan when the streams that it ran on
-/// are done; the memory is kept until then.
+/// Every rank creates the same plans in the same order. Drop a plan once its streams are done; memory is kept
+/// until then.
 pub struct OverlapPlan {
     executor: Executor,
     choice: Choice,
@@ -31,9 +31,8 @@ impl fmt::Debug for OverlapPlan {
 }
 
 impl OverlapPlan {
-    /// Chooses the lowering of `problem`, verifies it, and binds it to part `index` of every one of
-    /// `tensors`, for each outer index. Every rank calls this at the same time, and all learn what any
-    /// of them fails for.
+    /// Selects and verifies the lowering of `problem`, and binds it to part `index` of each of `tensors`, for
+    /// each outer index. Collective; if any rank fails, all learn its error.
     pub(super) fn new<P: Problem>(
         executor: &Executor,
         problem: &P,
@@ -51,7 +50,7 @@ impl OverlapPlan {
         tensors: Result<Vec<Bound>>,
     ) -> Result<Self> {
         let outer = options.outer;
-        // Before anything can fail on one rank alone, since ranks agree on it.
+        // Before anything can fail on one rank alone, since agreeing on the model is collective.
         let agreed = executor.hardware_model();
         let local = || {
             if outer == 0 {
@@ -68,7 +67,7 @@ impl OverlapPlan {
             Ok((choice, tensors, parts, model))
         };
         let local = local();
-        // Before the engine is joined, which those join who have chosen alike.
+        // Before joining the engine, which only ranks with the same choice may do.
         let digest = local
             .as_ref()
             .map_err(Error::clone)
@@ -104,7 +103,7 @@ impl OverlapPlan {
             .map(|part| prepared.bind(part))
             .collect::<Result<_>>()?;
         if choice.decision == Decision::Trial {
-            // What the lowerings that lost wrote to.
+            // Outputs of the lowerings that lost the trial.
             executor.release_free();
         }
         Ok(Self {
@@ -114,22 +113,21 @@ impl OverlapPlan {
         })
     }
 
-    /// Enqueues one run, starting from and joining back into `stream`. Does not block. The next may
-    /// be enqueued before it is done.
+    /// Enqueues one run that starts from and joins back into `stream`. Does not block. The next run may be
+    /// enqueued before this one is done.
     ///
     /// # Errors
-    /// The device's fault, and what an operation says that cannot be enqueued.
+    /// The device's fault, and errors of operations that cannot be enqueued.
     pub fn run(&self, stream: &Stream) -> Result<()> {
         self.plans.iter().try_for_each(|plan| plan.run(stream))
     }
 
-    /// Whether the program has an output of that name, as the program names it, which a run writes.
+    /// Whether the program has an output with that name.
     pub fn is_output(&self, name: &str) -> bool {
         self.plans.iter().any(|plan| plan.is_output(name))
     }
 
-    /// The tensors (`A`, `B[0]`, `C[0]`, …, as the program names them) that [`run_on`](Self::run_on) takes
-    /// other memory for.
+    /// Tensors (`A`, `B[0]`, `C[0]`, …) whose memory [`run_on`](Self::run_on) can replace.
     pub fn replaceable(&self) -> Vec<&str> {
         self.plans
             .first()
@@ -137,8 +135,8 @@ impl OverlapPlan {
             .unwrap_or_default()
     }
 
-    /// As [`run`](Self::run), with `memory` in the place of that of some tensors, for this run alone; see
-    /// [`Plan::run_on`]. With [`Options::outer`] above 1, memory is as long as when the plan was made.
+    /// As [`run`](Self::run), but with `memory` for some tensors in this run; see [`Plan::run_on`]. With
+    /// [`Options::outer`] above 1, its length must be unchanged.
     ///
     /// # Errors
     /// As [`Plan::run_on`].
@@ -159,10 +157,10 @@ impl OverlapPlan {
         })
     }
 
-    /// Turns the plan into one graph. Blocks while the graph is prepared.
+    /// Captures the plan into one graph. Blocks meanwhile.
     ///
     /// # Errors
-    /// As [`run`](Self::run), and what the device says that cannot capture.
+    /// As [`run`](Self::run), and errors of a device that cannot capture.
     pub fn capture(self) -> Result<CapturedOverlap> {
         let stream = self.executor.create_stream()?;
         stream.begin_capture()?;
@@ -175,12 +173,12 @@ impl OverlapPlan {
         })
     }
 
-    /// The lowering, and why.
+    /// The lowering and the reason for it.
     pub fn choice(&self) -> &Choice {
         &self.choice
     }
 
-    /// The text of the host program that runs.
+    /// Text of the host program.
     pub fn text(&self) -> &str {
         self.choice.lowered.lowering.text()
     }
@@ -198,16 +196,16 @@ impl OverlapPlan {
                 "a plan of one use cannot be captured",
             )
             .with_rank(self.executor.rank())
-            .with_help("make a plan before the capture, and run that in it"));
+            .with_help("create a plan before the capture, and run it there"));
         }
         let enqueued = self.run(stream);
-        // Also where that failed: some of it may have been enqueued.
+        // Even after a failure: some of it may have been enqueued.
         self.executor.keep_until_done(self.plans, stream);
         enqueued.map(|()| self.choice)
     }
 }
 
-/// The choice among all that is allowed, whether or not the collective engine's library is there.
+/// The choice among all allowed lowerings, whether or not the collective engine's library is available.
 fn choose_first<P: Problem>(
     executor: &Executor,
     problem: &P,
@@ -224,8 +222,8 @@ fn choose_first<P: Problem>(
     choose(problem, &allowed, executor.world(), options.streams, model)
 }
 
-/// The choice; without the lowerings that need the collective engine where there is none for these
-/// ranks and nobody asked for one. Every rank comes to the same end: they join the engine together.
+/// The choice, without lowerings that need the collective engine if these ranks have none and none was
+/// forced. All ranks decide alike: they join the engine together.
 fn available<P: Problem>(
     executor: &Executor,
     problem: &P,
@@ -256,16 +254,16 @@ fn available<P: Problem>(
     }
 }
 
-/// Whether there is no collective engine for these ranks, which all of them find.
+/// Whether these ranks have no collective engine, which all of them find alike.
 fn is_unavailable(error: &Error) -> bool {
     let kinds = [ErrorKind::LibraryMissing, ErrorKind::Unsupported];
     kinds.contains(&error.kind())
 }
 
-/// A plan as one graph, launched in the place of its runs. Launches of one plan and runs of it take
-/// turns in the same order on every rank.
+/// A plan as one graph, launched in place of runs. Launches and runs of a plan must have the same order on
+/// every rank.
 pub struct CapturedOverlap {
-    // Before the plan, whose memory and streams it uses.
+    // Dropped before the plan, whose memory and streams it uses.
     graph: Graph,
     plan: OverlapPlan,
 }
@@ -277,7 +275,7 @@ impl fmt::Debug for CapturedOverlap {
 }
 
 impl CapturedOverlap {
-    /// Enqueues the whole on `stream`. Does not block.
+    /// Enqueues the graph on `stream`. Does not block.
     ///
     /// # Errors
     /// The device's fault.
@@ -285,12 +283,12 @@ impl CapturedOverlap {
         self.graph.launch(stream)
     }
 
-    /// How many operations the graph holds.
+    /// Number of operations in the graph.
     pub fn operations(&self) -> usize {
         self.graph.operations()
     }
 
-    /// The lowering, and why.
+    /// The lowering and the reason for it.
     pub fn choice(&self) -> &Choice {
         self.plan.choice()
     }

@@ -7,32 +7,31 @@ use crate::device::{DeviceSlice, Stream};
 use crate::error::{Error, Result};
 use crate::program::Executor;
 
-/// The memory of a matmul + reduce-scatter. With [`Options::outer`] above 1, `a` and `c` hold so
-/// many of these one after the other.
+/// Memory of a matmul + reduce-scatter. With [`Options::outer`] above 1, `a` and `c` hold that many,
+/// consecutively.
 #[derive(Clone, Debug)]
 pub struct MatmulReduceScatterBuffers {
     /// This rank's part of A's columns, `[m, k / world]`.
     pub a: DeviceSlice,
-    /// This rank's part of B's rows, `[k / world, n]`; `[n, k / world]` where it is transposed.
+    /// This rank's part of B's rows, `[k / world, n]`; `[n, k / world]` if transposed.
     pub b: DeviceSlice,
-    /// A vector of `n`, the same on every rank, exactly where the problem has a bias. It counts
-    /// once.
+    /// A vector of `n`, equal on every rank, if and only if the problem has a bias. Added once.
     pub bias: Option<DeviceSlice>,
     /// This rank's part of C's rows, `[m / world, n]`.
     pub c: DeviceSlice,
 }
 
 impl MatmulReduceScatter {
-    /// Makes a plan: chooses the lowering and verifies it, exchanges handles and tunes the matmuls.
-    /// Where the cost model finds several lowerings close to the fastest, they are tried on the machine,
-    /// with the inputs and with other memory than the outputs (see [`Options::trials`]). Every rank calls this at the same time with the same problem and options. Blocks until the
-    /// peers have exchanged theirs.
+    /// Creates a plan: selects and verifies the lowering, exchanges handles and tunes the matmuls. If the
+    /// cost model finds several lowerings close to the fastest, they are timed on the machine, with the
+    /// inputs and temporary outputs (see [`Options::trials`]). Collective, with the same problem and options;
+    /// blocks until all ranks have exchanged theirs.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) where `m` or `k` does not
-    /// divide by the world size, a size is zero, the element type has no matmul, or a slice is not
-    /// as long as the problem says; [`ErrorKind::LibraryMissing`](crate::ErrorKind::LibraryMissing)
-    /// where only the collective is allowed and there is no library for it.
+    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) if `m` or `k` is not divisible by
+    /// the world size, a size is zero, the element type has no matmul, or a slice has the wrong length;
+    /// [`ErrorKind::LibraryMissing`](crate::ErrorKind::LibraryMissing) if only the collective is allowed and
+    /// its library is missing.
     pub fn plan(
         &self,
         executor: &Executor,
@@ -42,7 +41,7 @@ impl MatmulReduceScatter {
         OverlapPlan::new(executor, self, options, self.tensors(buffers))
     }
 
-    /// The memory of the program's tensors.
+    /// Memory of the program's tensors.
     fn tensors(&self, buffers: &MatmulReduceScatterBuffers) -> Result<Vec<Bound>> {
         let mut tensors = vec![
             Bound::parted("A", &buffers.a),
@@ -54,9 +53,9 @@ impl MatmulReduceScatter {
             (None, false) => {}
             (given, _) => {
                 return Err(Error::invalid(if given.is_some() {
-                    "there is memory of a bias; expected none, since the problem has none"
+                    "unexpected bias memory; the problem has no bias"
                 } else {
-                    "there is no memory of the bias; expected some, since the problem has one"
+                    "missing bias memory; the problem has a bias"
                 }));
             }
         }
@@ -64,13 +63,13 @@ impl MatmulReduceScatter {
     }
 }
 
-/// Enqueues a matmul + reduce-scatter once: makes a plan, runs it, and lets go of it when the run is
-/// done. Every rank calls this at the same time. Blocks until the peers have exchanged handles, not
-/// until the result is there. For what repeats, make a [plan](MatmulReduceScatter::plan) instead.
-/// Gives the lowering that runs, and why.
+/// Enqueues a matmul + reduce-scatter once: creates a plan, runs it, and releases it when the run is
+/// complete. Collective. Blocks until the peers have exchanged handles, not until the result is ready. For
+/// repeated use, create a [plan](MatmulReduceScatter::plan) instead. Returns the lowering and the reason for
+/// it.
 ///
 /// # Errors
-/// As [`MatmulReduceScatter::plan`]; [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported) in a
+/// As [`MatmulReduceScatter::plan`]; [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported) during a
 /// capture.
 pub fn matmul_reduce_scatter(
     executor: &Executor,
@@ -79,7 +78,7 @@ pub fn matmul_reduce_scatter(
     options: &Options,
     buffers: &MatmulReduceScatterBuffers,
 ) -> Result<Choice> {
-    // A trial takes longer than one run is worth.
+    // Trials would take longer than a single run can save.
     let options = Options {
         trials: false,
         ..options.clone()

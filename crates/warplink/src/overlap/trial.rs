@@ -1,4 +1,4 @@
-//! Trials: which of the lowerings that may be the fastest is so on the machine.
+//! Trials: times candidate lowerings on the machine.
 
 use super::Choice;
 use super::operands::Bound;
@@ -6,16 +6,15 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::program::lower::Lowered;
 use crate::program::{Bindings, Executor, Plan, PrepareOptions};
 
-/// Seconds that the runs of a trial take together, as far as the fewest samples allow.
+/// Total seconds of a trial's runs, unless the minimum number of samples takes longer.
 const TIME: f64 = 0.2;
 
-/// The fewest and the most runs of each lowering as each submission.
+/// Minimum and maximum runs of each lowering and submission method.
 const SAMPLES: (usize, usize) = (5, 25);
 
-/// Decides `choice` among the lowerings that take at most `uncertainty` times as long as the fastest by
-/// the cost model: each is bound to the inputs among `tensors` and to memory of its own for what it
-/// writes, and timed. Every rank calls this at the same time, and all decide alike. One that cannot be
-/// bound for want of memory, on any rank, is left out.
+/// Decides `choice` among the lowerings whose estimate is within `uncertainty` times the fastest: each is
+/// bound to the inputs among `tensors` and to temporary outputs, and timed. Collective, and all ranks decide
+/// alike. A lowering that cannot be bound for lack of memory on some rank is skipped.
 pub(super) fn decide(
     choice: &mut Choice,
     uncertainty: f64,
@@ -59,7 +58,7 @@ pub(super) fn decide(
     Ok(())
 }
 
-/// The plan of `lowered`; `None` where some rank has no memory for it.
+/// The plan of `lowered`; `None` if some rank lacks memory for it.
 fn bind(
     executor: &Executor,
     lowered: &Lowered,
@@ -77,7 +76,7 @@ fn bind(
         },
     };
     if outcome == Outcome::Failed {
-        // The error that says most is this rank's, whether or not the others hear of it.
+        // This rank's own error is the most informative, whether or not the gather succeeds.
         let _ = executor.all_gather(&[outcome as u8]);
         return plan.map(Some);
     }
@@ -89,7 +88,7 @@ fn bind(
         return Err(Error::new(
             ErrorKind::PeerFailed,
             format!(
-                "rank {rank} could not make a plan of '{}'",
+                "rank {rank} could not create a plan for '{}'",
                 lowered.lowering.name()
             ),
         )
@@ -100,7 +99,7 @@ fn bind(
     Ok(plan.ok().filter(|_| all))
 }
 
-/// What became of a plan on a rank, as a byte for the others.
+/// Result of binding on a rank, encoded as a byte.
 #[derive(Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 enum Outcome {

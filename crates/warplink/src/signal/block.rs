@@ -1,30 +1,30 @@
-//! Signals that users have: words that kernels and streams of this rank wait for and peers count up.
+//! User signals: words that kernels and streams of this rank wait for and peers increment.
 
 use crate::device::{Argument, DeviceSlice, Fault, Word};
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::{MemoryRegistry, Region, RemoteRegion};
 use std::sync::Arc;
 
-/// Bytes of a signal; what all of them share comes first. Must match the kernels.
+/// Size of a signal; the header shared by all signals comes first. Must match the kernels.
 const SIGNAL_BYTES: usize = 64;
 
-/// Signals of one rank, all zero at first, by number from 0. Kernels get them as `warplink::Signals`, by
-/// value ([`Argument`]), and streams wait for a [`word`](Self::word). Peers reach them by a handle of their
-/// [`region`](Self::region). Waits for them end when a rank of the communicator is lost. Clones are the same
-/// signals.
+/// Zero-initialized signals of one rank, numbered from 0. Kernels receive them as `warplink::Signals`, by
+/// value ([`Argument`]), and streams wait for a [`word`](Self::word). Peers access them through a handle of
+/// their [`region`](Self::region). Waits are aborted when a rank of the communicator is lost. Clones share
+/// the signals.
 #[derive(Clone, Debug)]
 pub struct Signals {
     region: Region,
 }
 
-/// A peer's signals, mapped here. Kernels get them as `warplink::RemoteSignals`, by value.
+/// A peer's signals, mapped here. Kernels receive them as `warplink::RemoteSignals`, by value.
 #[derive(Clone, Debug)]
 pub struct RemoteSignals {
     region: RemoteRegion,
 }
 
 impl Signals {
-    /// `count` signals whose waits end when `fault` is raised.
+    /// Allocates `count` signals whose waits `fault` aborts.
     pub(crate) fn allocate(
         memory: &MemoryRegistry,
         fault: &Arc<Fault>,
@@ -34,43 +34,45 @@ impl Signals {
             .checked_add(1)
             .and_then(|all| all.checked_mul(SIGNAL_BYTES));
         let bytes = bytes.filter(|_| count > 0).ok_or_else(|| {
-            Error::invalid(format!("{count} signals; expected at least one, and fewer"))
-                .with_operation("allocate signals")
+            Error::invalid(format!(
+                "invalid signal count {count}; expected 1 to {}",
+                usize::MAX / SIGNAL_BYTES - 1
+            ))
+            .with_operation("allocate signals")
         })?;
         Ok(Self {
             region: memory.allocate_signals(bytes, fault)?,
         })
     }
 
-    /// How many there are.
+    /// Number of signals.
     pub fn count(&self) -> usize {
         count(self.region.memory())
     }
 
-    /// The word of signal `number`, for waits in a stream
-    /// ([`MemoryOp::Wait`](crate::device::MemoryOp::Wait)), which use up no count.
+    /// Word of signal `number`, for stream waits ([`MemoryOp::Wait`](crate::device::MemoryOp::Wait)), which
+    /// do not consume the signal.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) where the block has fewer.
+    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) if out of range.
     pub fn word(&self, number: usize) -> Result<Word> {
         word(self.region.memory(), number)
     }
 
-    /// Their memory, for a handle that a peer opens
-    /// ([`export_handle`](crate::Communicator::export_handle)).
+    /// Their memory, for a handle that a peer opens ([`export_handle`](crate::Communicator::export_handle)).
     pub fn region(&self) -> &Region {
         &self.region
     }
 }
 
 impl RemoteSignals {
-    /// The signals behind a region that a peer exported. Any rank may count them up, so that this takes atomic operations
-    /// on the peer's memory.
+    /// Signals in a region that a peer exported. Any rank may increment them, which requires atomic
+    /// operations on the peer's memory.
     ///
     /// # Errors
-    /// [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported) without these;
-    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) for a region that is not the whole of
-    /// a peer's signals.
+    /// [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported) without such atomics;
+    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) if the region is not exactly a
+    /// peer's signals.
     pub fn new(region: RemoteRegion) -> Result<Self> {
         let bytes = region.memory().bytes();
         if bytes < 2 * SIGNAL_BYTES || !bytes.is_multiple_of(SIGNAL_BYTES) {
@@ -93,16 +95,16 @@ impl RemoteSignals {
         Ok(Self { region })
     }
 
-    /// How many there are.
+    /// Number of signals.
     pub fn count(&self) -> usize {
         count(self.region.memory())
     }
 
-    /// The word of signal `number`, to be set in a stream
-    /// ([`MemoryOp::Write`](crate::device::MemoryOp::Write)) where nobody else counts it up.
+    /// Word of signal `number`, to be set in a stream ([`MemoryOp::Write`](crate::device::MemoryOp::Write))
+    /// if nobody else increments it.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) where the block has fewer.
+    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) if out of range.
     pub fn word(&self, number: usize) -> Result<Word> {
         word(self.region.memory(), number)
     }

@@ -1,13 +1,11 @@
-//! Words that one rank sets and another waits for.
+//! Signals: words that one rank sets and another waits for.
 //!
-//! Every end of a transfer, and of a connection, has a slot of such words in its own memory, and waits
-//! on that alone: a wait is always for a word in the waiter's own memory. The peer maps the slot's page
-//! and sets the inbound words in it. Which end sets which word, and when, is the protocol's
-//! (`p2p/protocol.rs`, `channel/`).
+//! Each end of a transfer or connection has a slot of such words in its own memory, and waits only there. The
+//! peer maps the slot's page and sets the inbound words. Which end sets which word, and when, is defined by
+//! the protocols (`p2p/protocol.rs`, `channel/`).
 //!
-//! When waits are to end ([`Fault`](crate::device::Fault)), a GPU's pages are filled with a value that is
-//! at least every epoch, so that streams go on, and that kernels know to be no epoch: every word of a
-//! slot, its abort word too.
+//! To abort waits ([`Fault`](crate::device::Fault)), a GPU's pages are overwritten, abort words included,
+//! with a value greater than every epoch, which releases streams, and which kernels recognize as invalid.
 
 mod block;
 mod numbers;
@@ -25,12 +23,12 @@ pub(crate) use slots::{RemoteSlot, Slot, SlotPool};
 /// A word of a transfer, from one end's point of view.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum SignalWord {
-    /// In the own slot: set by the other end.
+    /// In the own slot; set by the peer.
     Inbound,
-    /// In the other end's slot: its inbound word.
+    /// The peer's inbound word.
     Outbound,
-    /// In the own slot: set by the own stream when it has copied the bytes, for other streams here.
-    /// Not in graphs.
+    /// In the own slot; set by the own stream after the copy, for other streams of this rank. Not used in
+    /// graphs.
     Completed,
 }
 
@@ -39,6 +37,6 @@ pub(crate) enum SignalWord {
 pub(crate) enum SignalOp {
     Set(SignalWord, u64),
     Reset(SignalWord),
-    /// Until the word is at least the value.
+    /// Wait until the word is at least the value.
     Wait(SignalWord, u64),
 }

@@ -1,10 +1,10 @@
-//! The numbers of ends: of those that match by one key, the n-th meets the peer's n-th.
+//! Sequence numbers of ends: among ends with the same key, the n-th matches the peer's n-th.
 
 use crate::sync::{Mutex, guard};
 use std::collections::{BTreeSet, HashMap};
 use std::hash::Hash;
 
-/// Numbers ends under each key, from 0.
+/// Numbers ends for each key, from 0.
 #[derive(Debug)]
 pub(crate) struct EndNumbers<K>(Mutex<HashMap<K, Numbers>>);
 
@@ -16,14 +16,14 @@ impl<K> Default for EndNumbers<K> {
 
 #[derive(Debug, Default)]
 struct Numbers {
-    /// Above all that are taken.
+    /// Upper bound of assigned numbers.
     next: u64,
-    /// Below it, and given back.
+    /// Returned numbers below it.
     free: BTreeSet<u64>,
 }
 
 impl<K: Eq + Hash> EndNumbers<K> {
-    /// Numbers the next end under `key`: the smallest number that no end has.
+    /// Assigns the smallest free number to a new end with `key`.
     pub(crate) fn next(&self, key: K) -> u64 {
         let mut all = guard(&self.0);
         let numbers = all.entry(key).or_default();
@@ -33,12 +33,13 @@ impl<K: Eq + Hash> EndNumbers<K> {
         })
     }
 
-    /// Gives `number` back: no peer has seen the end, so that a later try meets the peer's. Ends that
-    /// another thread numbered meanwhile keep theirs.
+    /// Returns `number`: no peer has seen the end, so a retry must match the same peer's end. Ends numbered
+    /// by other threads meanwhile keep theirs.
     pub(crate) fn reuse(&self, key: K, number: u64) {
         let mut all = guard(&self.0);
         let numbers = all.entry(key).or_default();
         numbers.free.insert(number);
+        // Shrink the range again, so that numbers continue without gaps.
         while numbers.next > 0 && numbers.free.remove(&(numbers.next - 1)) {
             numbers.next -= 1;
         }
@@ -61,7 +62,7 @@ mod tests {
             numbers.reuse(0, number);
         }
         assert_eq!(next(3), [0, 1, 2]);
-        // One whose follower was matched by another thread.
+        // A number below one that another thread has matched.
         numbers.reuse(0, 1);
         assert_eq!(next(2), [1, 3]);
     }
@@ -73,7 +74,7 @@ mod loom_tests {
     use loom::sync::Arc;
     use loom::thread;
 
-    /// A thread whose exchange fails does not take the number of another's.
+    /// A thread whose exchange fails does not reuse another thread's number.
     #[test]
     fn loom_ends_of_an_exchange_are_numbered_apart() {
         loom::model(|| {

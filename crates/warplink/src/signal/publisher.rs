@@ -1,8 +1,8 @@
-//! Publishing what this rank offers its peers, taking what they offer, and taking back what no peer took.
+//! Publishes this rank's offers in the store, takes the peers' offers, and withdraws those that no peer took.
 //!
-//! Whatever two ranks exchange (the ends of transfers and of connections, regions that are added to these)
-//! goes this way: each offer is set in the store under a key of its own, which the peer takes. All of a
-//! batch are published before any is waited for, so batches need not be cut alike on the two ranks.
+//! Used for everything that two ranks exchange: ends of transfers and connections, and regions added to
+//! these. Each offer has its own key, which the peer takes. All offers of a batch are published before any
+//! wait, so the two ranks need not batch alike.
 
 use crate::bootstrap::{Bootstrap, Group, Wait};
 use crate::deadline::Deadline;
@@ -12,39 +12,39 @@ use crate::memory::{MemoryRegistry, Region};
 use std::sync::Arc;
 use std::time::Duration;
 
-/// The longest that a withdrawal takes. What it waits for is in the store already; only a store that does
-/// not answer, as its process is stopped, takes longer.
+/// Time limit of a withdrawal. The awaited value is in the store already; only an unresponsive (stopped)
+/// store takes longer.
 const MAX_WITHDRAWAL: Duration = Duration::from_secs(1);
 
-/// Publishes for one rank of one communicator.
+/// Publisher of one rank of one communicator.
 #[derive(Debug)]
 pub(crate) struct Publisher {
     bootstrap: Arc<Bootstrap>,
     group: Arc<Group>,
     memory: Arc<MemoryRegistry>,
-    /// Raised where what was published can be neither used nor taken back.
+    /// Raised if published offers can be neither used nor withdrawn.
     fault: Arc<Fault>,
-    /// What the ranks do by it, for errors.
+    /// Operation name, for errors.
     operation: &'static str,
 }
 
-/// An offer to a peer, and what this rank needs to go on with when it has the peer's.
+/// An offer to a peer, and this rank's state to continue with once the peer's arrives.
 #[derive(Debug)]
 pub(crate) struct Offer<T> {
-    /// What this rank needs.
+    /// This rank's state.
     pub(crate) item: T,
     pub(crate) peer: Rank,
-    /// The peer's rank in the job.
+    /// Job rank of the peer.
     pub(crate) job_peer: Rank,
-    /// Where this rank publishes, and where the peer does.
+    /// Key of this rank's offer and of the peer's.
     pub(crate) own_key: String,
     peer_key: String,
     message: Vec<u8>,
-    /// Whose handles the peer is to get.
+    /// Regions with handles in the offer.
     exported: Vec<Region>,
 }
 
-/// What a wait is for, in the terms of the caller, and what to do when it does not come.
+/// Description of a missing offer, for the timeout error.
 pub(crate) struct Missing {
     pub(crate) what: String,
     pub(crate) help: &'static str,
@@ -67,7 +67,7 @@ impl Publisher {
         }
     }
 
-    /// An offer to `peer` without a message yet, under `keys` of this rank and of the peer.
+    /// Creates an offer to `peer` without a message, under the keys of this rank and of the peer.
     pub(crate) fn offer<T>(
         &self,
         peer: Rank,
@@ -85,8 +85,8 @@ impl Publisher {
         })
     }
 
-    /// A handle of `region` for the peer of `offer`, to be part of its message. It is cancelled if it never
-    /// reaches the peer.
+    /// Issues a handle of `region` for the offer's message. It is cancelled if the message never reaches the
+    /// peer.
     pub(crate) fn export<T>(&self, offer: &mut Offer<T>, region: &Region) -> Result<Vec<u8>> {
         let handle = self.memory.export_handle(region, offer.job_peer);
         let handle = handle.map_err(|error| self.group.in_own_ranks(error))?;
@@ -94,16 +94,18 @@ impl Publisher {
         Ok(handle.to_vec())
     }
 
-    /// Publishes all at once, or nothing where that fails. Waits for the store alone. Should that not answer until `deadline`, the offers may be published yet, so the
-    /// communicator ends.
+    /// Publishes all offers atomically. Waits only for the store. If that does not answer by `deadline`, the
+    /// offers may or may not be published, so the communicator fails.
     pub(crate) fn publish<T>(&self, offers: &[Offer<T>], deadline: Deadline) -> Result<()> {
         let pairs: Vec<_> = offers
             .iter()
             .map(|offer| (offer.own_key.clone(), offer.message.clone()))
             .collect();
+        // One request sets all keys, so the peers see all offers of a batch or none.
         let set = self.bootstrap.store().multi_set_until(&pairs, deadline);
         set.map_err(|error| {
             let error = self.group.in_own_ranks(error);
+            // The store may still execute the request, and the offers would then be taken.
             if error.kind() == ErrorKind::Timeout {
                 self.fault.fail(self.not_withdrawn(&error));
             }
@@ -111,11 +113,10 @@ impl Publisher {
         })
     }
 
-    /// What the peers offer, in the order of `offers`. Blocks until all have published.
+    /// Takes the peers' offers, in the order of `offers`. Blocks until all are published.
     ///
     /// # Errors
-    /// [`ErrorKind::Timeout`] with what `missing` says of the first that did not come;
-    /// [`ErrorKind::PeerLost`].
+    /// [`ErrorKind::Timeout`], described by `missing` for the first absent one; [`ErrorKind::PeerLost`].
     pub(crate) fn take<T>(
         &self,
         offers: &[Offer<T>],
@@ -124,12 +125,14 @@ impl Publisher {
     ) -> Result<Vec<Vec<u8>>> {
         let keys: Vec<String> = offers.iter().map(|offer| offer.peer_key.clone()).collect();
         let mut peers: Vec<Rank> = offers.iter().map(|offer| offer.job_peer).collect();
+        // Wait for each peer once, whatever the number of offers.
         peers.sort_unstable();
         peers.dedup();
         let wait = Wait::on(peers, deadline);
         let taken = self.bootstrap.store().multi_take(&keys, &wait);
         taken.map_err(|error| {
             let error = self.group.in_own_ranks(error);
+            // The store reports the first missing key; describe it in the caller's terms.
             let awaited = |offer: &&Offer<T>| error.key() == Some(offer.peer_key.as_str());
             let error = match offers.iter().find(awaited) {
                 Some(offer) if error.kind() == ErrorKind::Timeout => {
@@ -145,9 +148,9 @@ impl Publisher {
         })
     }
 
-    /// Takes back what peers have not taken, and has it forgotten. What was taken belongs to something that
-    /// the peer believes in; it is completed with the peer's message. Where the store does not answer in
-    /// time, what is published stays, so the communicator ends.
+    /// Withdraws offers that peers have not taken. A peer that has taken an offer relies on it, so that one
+    /// is completed with the peer's message. If the store does not answer in time, the offers stay published,
+    /// so the communicator fails.
     pub(crate) fn withdraw<T>(
         &self,
         offers: Vec<Offer<T>>,
@@ -157,12 +160,13 @@ impl Publisher {
         let store = self.bootstrap.store();
         let deadline = Deadline::after(MAX_WITHDRAWAL);
         for offer in offers {
+            // Deleting succeeds only if the peer has not taken the offer, which decides the race.
             let withdrawn = match store.delete_until(&offer.own_key, deadline) {
                 Ok(true) => {
                     forget(self.cancel(offer));
                     Ok(())
                 }
-                // The peer publishes before it takes, so its offer is there.
+                // The peer publishes before it takes, so its offer is present.
                 Ok(false) => {
                     let wait = Wait::on([offer.job_peer], deadline);
                     let taken = store.take(&offer.peer_key, &wait);
@@ -172,6 +176,7 @@ impl Publisher {
             };
             match withdrawn {
                 Ok(()) => {}
+                // The state of the offer is unknown, so no later exchange could be trusted.
                 Err(error) if error.kind() == ErrorKind::Timeout && deadline.passed() => {
                     return self.fault.fail(self.not_withdrawn(&error));
                 }
@@ -180,7 +185,7 @@ impl Publisher {
         }
     }
 
-    /// Cancels the handles of an offer that no peer has seen, and gives its item back.
+    /// Cancels the handles of an offer that no peer has seen, and returns its item.
     pub(crate) fn cancel<T>(&self, offer: Offer<T>) -> T {
         for region in &offer.exported {
             self.memory.cancel_handle(region, offer.job_peer);
@@ -188,22 +193,22 @@ impl Publisher {
         offer.item
     }
 
-    /// Why a communicator ends whose exchange could not be taken back.
+    /// The error for an exchange that could not be withdrawn.
     fn not_withdrawn(&self, error: &Error) -> Error {
         Error::new(
             ErrorKind::Timeout,
             format!(
-                "an exchange that failed could not be taken back, which ends the communicator: {}",
+                "a failed exchange could not be withdrawn, so the communicator fails: {}",
                 error.message()
             ),
         )
         .with_operation(self.operation)
-        .with_help("make a communicator of these ranks anew")
+        .with_help("create a new communicator of these ranks")
     }
 }
 
 impl<T> Offer<T> {
-    /// The same, with what the peer is told.
+    /// Sets the message for the peer.
     pub(crate) fn with_message(mut self, message: Vec<u8>) -> Self {
         self.message = message;
         self

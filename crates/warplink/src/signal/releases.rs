@@ -1,4 +1,4 @@
-//! When a signal slot may be used again: when neither end will write to it any more.
+//! Tracks when a signal slot may be reused: once neither end will write to it.
 
 use super::SlotPool;
 use crate::device::{Device, Fault};
@@ -8,10 +8,10 @@ use crate::sync::lock;
 use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, Mutex, Weak};
 
-/// Slots of one pool are numbered from a multiple of this.
+/// Slot numbers of a pool start at a multiple of this.
 const SLOTS_OF_A_POOL: u64 = 1 << 32;
 
-/// The slot pools of a job, two for each communicator: of its transfers and of its channels.
+/// Slot pools of a job, two for each communicator: for transfers and for channels.
 #[derive(Debug, Default)]
 pub(crate) struct SlotDirectory(Mutex<Pools>);
 
@@ -22,9 +22,10 @@ struct Pools {
 }
 
 impl SlotDirectory {
-    /// An empty directory that hears of the slots that peers release, and of the want of memory.
+    /// An empty directory that receives peers' slot releases and out-of-memory events.
     pub(crate) fn start(memory: &MemoryRegistry) -> Arc<Self> {
         let directory = Arc::new(Self::default());
+        // Weak references: the registry's callbacks must not keep the directory alive.
         let told = Arc::downgrade(&directory);
         memory.when_slot_released(move |_, slot| {
             if let Some(directory) = told.upgrade() {
@@ -41,14 +42,14 @@ impl SlotDirectory {
     }
 
     fn release_unused_scratch(&self) {
-        // The last owner of one locks the directory when it is dropped.
+        // Collected first: dropping the last owner of a pool locks the directory.
         let known: Vec<_> = lock(&self.0).by_number.values().cloned().collect();
         for pool in known.iter().filter_map(Weak::upgrade) {
             pool.slots.release_unused_scratch();
         }
     }
 
-    /// One of the two ends let go of a slot of this rank.
+    /// One of the two ends has released a slot of this rank.
     fn release(&self, slot: u64) {
         let pool = lock(&self.0)
             .by_number
@@ -60,19 +61,19 @@ impl SlotDirectory {
     }
 }
 
-/// Which slots of a pool of this rank one of the two ends has let go of.
+/// Slots of a pool that one of the two ends has released.
 #[derive(Debug)]
 pub(crate) struct SlotReleases {
     slots: Arc<SlotPool>,
     directory: Arc<SlotDirectory>,
-    /// Of the pool in the directory.
+    /// Number of the pool in the directory.
     number: u64,
     memory: Weak<MemoryRegistry>,
     released_once: Mutex<HashSet<u64>>,
 }
 
 impl SlotReleases {
-    /// A new pool that `directory` knows.
+    /// Creates a pool registered in `directory`.
     pub(crate) fn start(
         directory: &Arc<SlotDirectory>,
         device: &Arc<dyn Device>,
@@ -94,8 +95,8 @@ impl SlotReleases {
         (slots, releases)
     }
 
-    /// This rank dropped its end of a transfer or a connection: it will write neither to the slot `own` nor to the
-    /// slot `at_peer` of `peer` any more.
+    /// This rank dropped its end of a transfer or connection: it will write neither to its slot `own` nor to
+    /// `peer`'s slot `at_peer`.
     pub(crate) fn end_dropped(&self, peer: Rank, own: u64, at_peer: u64) {
         if let Some(memory) = self.memory.upgrade() {
             memory.tell(peer, Message::SlotReleased { slot: at_peer });
@@ -103,8 +104,9 @@ impl SlotReleases {
         self.release(own);
     }
 
-    /// One of the two ends let go of a slot of this rank.
+    /// One of the two ends has released a slot of this rank.
     fn release(&self, slot: u64) {
+        // The slot is free after the second release: one comes from this end, one from the peer.
         let mut released_once = lock(&self.released_once);
         if released_once.remove(&slot) {
             drop(released_once);

@@ -1,47 +1,49 @@
-//! Scratch memory of the ends of transfers: parts of pages that peers map whole, as they do those of slots.
+//! Scratch memory of transfer ends: parts of pages that peers map whole, like slots.
 //!
-//! Parts are of a few sizes, four to each doubling, so that one which was given back serves transfers of
-//! other lengths. A page without parts is kept until memory is asked for.
+//! Parts come in a few size classes, four for each doubling, so that a returned part fits transfers of other
+//! lengths. Pages without parts are kept until memory is exhausted.
 
 use crate::error::Result;
 use crate::memory::Region;
 use std::collections::{BTreeMap, HashMap};
 
-/// Bytes of a page, unless a part is longer.
+/// Size of a page, unless a part is longer.
+// Large enough that peers map few pages.
 const PAGE_BYTES: usize = 4 << 20;
 
-/// Hands out parts of pages; each belongs to a slot, and goes back with it.
+/// Allocates parts of pages; each belongs to a slot and is returned with it.
 #[derive(Debug, Default)]
 pub(super) struct ScratchPool {
     pages: BTreeMap<u64, Page>,
     pages_so_far: u64,
-    /// What was given back, by its size.
-    free: BTreeMap<usize, Vec<Place>>,
-    /// Where the parts of slots are, and of which size.
-    held: HashMap<u64, (Place, usize)>,
+    /// Returned parts by size.
+    free: BTreeMap<usize, Vec<PartLocation>>,
+    /// Parts of slots, and their sizes.
+    held: HashMap<u64, (PartLocation, usize)>,
 }
 
 #[derive(Debug)]
 struct Page {
     region: Region,
-    /// The first byte that was in no part yet.
+    /// Offset of the first byte not yet in any part.
     used: usize,
-    /// How many parts slots have.
+    /// Number of parts in use.
     held: usize,
 }
 
-/// Where a part is: the page's number, and the first byte in it.
-type Place = (u64, usize);
+/// Location of a part: page number and offset.
+type PartLocation = (u64, usize);
 
 impl ScratchPool {
-    /// Bytes of a page that has room for a part of `bytes`.
+    /// Size of a page for a part of `bytes`.
     pub(super) fn page_bytes(bytes: usize) -> usize {
         size(bytes).max(PAGE_BYTES)
     }
 
-    /// `bytes` for slot `number`, as they were left; `None` where no page has room.
+    /// `bytes` for slot `number`, with stale contents; `None` if no page has space.
     pub(super) fn take(&mut self, number: u64, bytes: usize) -> Result<Option<Region>> {
         let size = size(bytes);
+        // Reuse a part of the same size class before cutting a new one.
         let free = self.free.get_mut(&size).and_then(Vec::pop);
         let Some((place, start)) = free.or_else(|| self.cut(size)) else {
             return Ok(None);
@@ -66,7 +68,7 @@ impl ScratchPool {
         self.pages_so_far += 1;
     }
 
-    /// Takes back what slot `number` had, if it had any. Neither end may write to it any more.
+    /// Returns the part of slot `number`, if it has one. Neither end may write to it any more.
     pub(super) fn give_back(&mut self, number: u64) {
         let Some((place, size)) = self.held.remove(&number) else {
             return;
@@ -77,10 +79,11 @@ impl ScratchPool {
         self.free.entry(size).or_default().push(place);
     }
 
-    /// Takes the pages out in which no slot has a part.
+    /// Removes the pages without parts in use.
     pub(super) fn take_unused_pages(&mut self) -> Vec<Region> {
         let pages = std::mem::take(&mut self.pages).into_iter();
         let (unused, kept): (BTreeMap<u64, Page>, _) = pages.partition(|(_, page)| page.held == 0);
+        // Parts of removed pages must not be handed out again.
         self.pages = kept;
         self.free.retain(|_, places| {
             places.retain(|(page, _)| self.pages.contains_key(page));
@@ -89,8 +92,8 @@ impl ScratchPool {
         unused.into_values().map(|page| page.region).collect()
     }
 
-    /// A new part of `size`, where a page has room for it.
-    fn cut(&mut self, size: usize) -> Option<Place> {
+    /// Cuts a new part of `size` from a page with space.
+    fn cut(&mut self, size: usize) -> Option<PartLocation> {
         let fits = |page: &Page| page.used + size <= page.region.bytes();
         let (&number, page) = self.pages.iter_mut().find(|(_, page)| fits(page))?;
         let start = page.used;
@@ -99,8 +102,9 @@ impl ScratchPool {
     }
 }
 
-/// The size of a part for `bytes`: a quarter more at most, and aligned as they are.
+/// Size class for `bytes`: at most a quarter larger, with the same alignment.
 fn size(bytes: usize) -> usize {
+    // An eighth of the power of two above: four classes for each doubling.
     bytes.next_multiple_of((bytes.next_power_of_two() / 8).max(1))
 }
 

@@ -1,4 +1,4 @@
-//! The memory that signals live in: slots of words, handed out from pages that peers map whole.
+//! Allocates slots of signal words from pages that peers map whole.
 
 use super::SignalWord;
 use super::scratch::ScratchPool;
@@ -8,9 +8,11 @@ use crate::memory::{MemoryRegistry, Region};
 use crate::sync::lock;
 use std::sync::{Arc, Mutex};
 
+// Peers map whole pages, so a page serves many slots at the cost of one mapping.
 const PAGE_BYTES: usize = 64 << 10;
-// A cache line each, so that two transfers' signals never share one.
+// A cache line each, so that signals of two transfers never share one (false sharing).
 const SLOT_BYTES: usize = 64;
+// Offsets of the words in a slot. The two inbound words come first, as the peer maps only these.
 const INBOUND: usize = 0;
 const INBOUND_CAPTURED: usize = 8;
 const COMPLETED: usize = 16;
@@ -18,29 +20,29 @@ const AWAITED: usize = 24;
 const ABORT: usize = 32;
 const COUNTER: usize = 40;
 
-/// Bytes of a slot that a peer needs: its two inbound words.
+/// Size of the part of a slot that a peer accesses: its two inbound words.
 const REMOTE_SLOT_BYTES: usize = 16;
 
-/// Hands out the slots of one rank.
+/// Slot allocator of one rank.
 #[derive(Debug)]
 pub(crate) struct SlotPool {
     device: Arc<dyn Device>,
-    /// What ends waits for its words.
+    /// Fault that aborts waits for its words.
     fault: Arc<Fault>,
-    /// The number of the first slot, so that no two pools of a job number slots alike.
+    /// Number of the first slot, so that slot numbers are unique among the pools of a job.
     first: u64,
-    state: Mutex<State>,
+    state: Mutex<Pages>,
 }
 
 #[derive(Debug, Default)]
-struct State {
+struct Pages {
     pages: Vec<Region>,
     free: Vec<u64>,
     scratch: ScratchPool,
 }
 
-/// The words that an end waits on, in its own memory. It goes back to the pool with
-/// [`SlotPool::recycle`], not by itself: a peer may still write to it.
+/// The words that an end waits for, in its own memory. Returned to the pool by [`SlotPool::recycle`] rather
+/// than on drop: a peer may still write to it.
 #[derive(Debug)]
 pub(crate) struct Slot {
     pub(crate) number: u64,
@@ -50,20 +52,20 @@ pub(crate) struct Slot {
     inbound: Region,
 }
 
-/// The words of a slot as a channel uses them.
+/// Words of a slot as used by a channel.
 #[derive(Debug)]
 pub(crate) struct ChannelWords {
-    /// How often the peer has signalled; the only one that it writes.
+    /// Number of signals from the peer; the only word that it writes.
     pub(crate) inbound: Word,
-    /// How many signals kernels have waited for.
+    /// Number of signals that kernels have waited for.
     pub(crate) awaited: Word,
-    /// Up to where the proxy has done what it was asked for.
+    /// Position up to which the proxy has completed requests.
     pub(crate) completed: Word,
-    /// Zero until the waits are ended.
+    /// Nonzero once waits are aborted.
     pub(crate) abort: Word,
 }
 
-/// The inbound words of the other end, mapped here.
+/// Inbound words of the peer, mapped here.
 #[derive(Debug)]
 pub(crate) struct RemoteSlot {
     words: [Word; 2],
@@ -79,13 +81,13 @@ impl SlotPool {
         }
     }
 
-    /// A slot whose words are all zero.
+    /// Allocates a zeroed slot.
     pub(crate) fn allocate(&self, memory: &MemoryRegistry) -> Result<Slot> {
         let mut state = lock(&self.state);
         let number = match state.free.pop() {
             Some(number) => {
                 let slice = state.slice(number)?;
-                // Not when it is recycled: that could be before the peer's last signal is there. Now
+                // Cleared now rather than when recycled, which could precede the peer's last signal. Now
                 // nobody writes.
                 self.device.upload(&slice, &[0; SLOT_BYTES])?;
                 number
@@ -94,6 +96,7 @@ impl SlotPool {
                 let page = memory.allocate_signals(PAGE_BYTES, &self.fault)?;
                 let first = (state.pages.len() * (PAGE_BYTES / SLOT_BYTES)) as u64;
                 state.pages.push(page);
+                // Lowest numbers on top of the stack.
                 let rest = first + 1..first + (PAGE_BYTES / SLOT_BYTES) as u64;
                 state.free.extend(rest.rev());
                 first
@@ -105,8 +108,9 @@ impl SlotPool {
             slice.word(INBOUND_CAPTURED)?,
             slice.word(COMPLETED)?,
         ];
-        let (page, start) = State::place(number);
+        let (page, start) = Pages::place(number);
         let page = state.pages.get(page).ok_or_else(|| unknown_slot(number))?;
+        // The peer's handle covers only the words that it may write.
         let inbound = page.slice(start..start + REMOTE_SLOT_BYTES)?;
         Ok(Slot {
             number: self.first + number,
@@ -117,8 +121,8 @@ impl SlotPool {
         })
     }
 
-    /// Scratch memory of `bytes`, all zero, which goes back with the slot `number`; a multiple of what
-    /// scratch is aligned to. Blocks while it is cleared.
+    /// Zeroed scratch memory of `bytes`, a multiple of its alignment, returned with slot `number`. Blocks
+    /// while it is cleared.
     pub(crate) fn allocate_scratch(
         &self,
         memory: &MemoryRegistry,
@@ -129,7 +133,7 @@ impl SlotPool {
         let mut part = state.scratch.take(number, bytes)?;
         drop(state);
         if part.is_none() {
-            // Not under the lock: an allocation that finds no memory asks here for what is unused.
+            // Outside the lock: an allocation that runs out of memory calls back for unused pages.
             let page_bytes = ScratchPool::page_bytes(bytes);
             let page = memory.allocate(page_bytes, AllocationKind::Plain)?;
             state = lock(&self.state);
@@ -138,10 +142,10 @@ impl SlotPool {
             drop(state);
         }
         let part = part.ok_or_else(|| {
-            let what = format!("a new page has no room for {bytes} bytes of scratch memory");
+            let what = format!("a new page has no space for {bytes} bytes of scratch memory");
             Error::new(ErrorKind::Internal, what)
         })?;
-        // Those that used it before are done with it: both ends of their transfer are gone.
+        // Both ends of its previous transfer are gone, so nobody writes to it.
         match self.device.upload(part.memory(), &vec![0; bytes]) {
             Ok(()) => Ok(part),
             Err(error) => {
@@ -151,14 +155,14 @@ impl SlotPool {
         }
     }
 
-    /// Lets go of the pages of scratch memory that no slot has a part of.
+    /// Releases scratch pages without parts in use.
     pub(super) fn release_unused_scratch(&self) {
         let unused = lock(&self.state).scratch.take_unused_pages();
-        // Not under the lock: what waits for the end of their use may lead back here.
+        // Outside the lock: dropping regions may call back into this.
         drop(unused);
     }
 
-    /// Takes back a slot that neither end will write any more.
+    /// Returns a slot that neither end will write any more.
     pub(crate) fn recycle(&self, number: u64) {
         let mut state = lock(&self.state);
         state.scratch.give_back(number);
@@ -166,7 +170,7 @@ impl SlotPool {
     }
 }
 
-impl State {
+impl Pages {
     fn place(number: u64) -> (usize, usize) {
         let per_page = (PAGE_BYTES / SLOT_BYTES) as u64;
         (
@@ -183,32 +187,32 @@ impl State {
 }
 
 impl Slot {
-    /// The region that the peer maps to set the inbound words.
+    /// Region that the peer maps to set the inbound words.
     pub(crate) fn inbound(&self) -> &Region {
         &self.inbound
     }
 
-    /// The word that the peer sets outside of graphs.
+    /// Word that the peer sets outside of graphs.
     pub(crate) fn inbound_word(&self) -> &Word {
         &self.words[0]
     }
 
-    /// The word that counts what the own streams have done outside of graphs.
+    /// Word that counts the own streams' completed posts outside of graphs.
     pub(crate) fn completed_word(&self) -> &Word {
         &self.words[2]
     }
 
-    /// A word that stays zero between uses, for the blocks of a kernel of this rank.
+    /// A word by which the blocks of a kernel of this rank synchronize; zero between uses.
     pub(crate) fn counter(&self) -> &Word {
         &self.counter
     }
 
-    /// Not zero when the waits were ended.
+    /// Nonzero once waits were aborted.
     pub(crate) fn abort(&self) -> Result<Word> {
         self.memory.word(ABORT)
     }
 
-    /// Its words for a channel.
+    /// Its words, as used by a channel.
     pub(crate) fn channel_words(&self) -> Result<ChannelWords> {
         Ok(ChannelWords {
             inbound: self.memory.word(INBOUND)?,
@@ -218,7 +222,7 @@ impl Slot {
         })
     }
 
-    /// The word `name`; `None` for the one that lies at the peer.
+    /// The word `name`; `None` for the one in the peer's memory.
     pub(crate) fn word(&self, name: SignalWord, captured: bool) -> Option<&Word> {
         match name {
             SignalWord::Inbound => Some(&self.words[usize::from(captured)]),

@@ -7,16 +7,16 @@ use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::str::FromStr;
 
-/// The environment variable that forces the class.
+/// Environment variable that forces the class.
 pub(crate) const CLASS_VARIABLE: &str = "WARPLINK_TOPOLOGY";
 
-/// What kind of mesh the links form. It does not depend on the order of the ranks.
+/// Class of a mesh. Independent of the order of the ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum TopologyClass {
-    /// Links connect every two ranks, straight or through switches.
+    /// Every pair of ranks is linked, directly or through switches.
     FullyConnected,
-    /// Eight ranks in two groups of four: links connect all of a group, and each rank with one of the
+    /// Eight ranks in two groups of four: links connect all ranks of a group, and each rank with one of the
     /// other group. There are no other links.
     HybridCubeMesh,
     /// Any other.
@@ -24,7 +24,7 @@ pub enum TopologyClass {
 }
 
 impl TopologyClass {
-    /// That of `mesh`.
+    /// The class of `mesh`.
     pub fn of(mesh: &Mesh) -> Self {
         if mesh.pairs().all(|(rank, peer)| mesh.is_linked(rank, peer)) {
             Self::FullyConnected

@@ -1,20 +1,20 @@
-//! Recognizing a hybrid cube mesh, the mesh of eight devices with few links each.
+//! Recognizes a hybrid cube mesh: eight devices with few links each.
 //!
-//! Its positions 0 to 3 are one group and 4 to 7 the other; position p faces position p + 4. Two
-//! positions are linked if they are of one group or face each other. How many links connect two
-//! positions differs between machines and is not a part of it.
+//! Its positions 0 to 3 are one group and 4 to 7 the other; position p is opposite p + 4. Two
+//! positions are linked if they are in one group or opposite each other. The number of links between two
+//! positions differs between machines and is ignored.
 
 use super::mesh::{Connection, Mesh};
 use crate::error::Rank;
 
-/// The ranks of a hybrid cube mesh.
+/// Number of ranks of a hybrid cube mesh.
 pub const CUBE_RANKS: usize = 8;
 
-/// The ranks of a group.
+/// Number of ranks of a group.
 const GROUP: usize = CUBE_RANKS / 2;
 
-/// The rank at each position, if the direct links of `mesh` are those of a hybrid cube mesh. Of the
-/// 48 ways to place the ranks, it is the one with the smallest ranks first.
+/// Rank at each position, if the direct links of `mesh` form a hybrid cube mesh. Of the 48 equivalent
+/// placements, the lexicographically smallest one.
 pub(super) fn positions(mesh: &Mesh) -> Option<[Rank; CUBE_RANKS]> {
     if mesh.world() != CUBE_RANKS {
         return None;
@@ -24,7 +24,7 @@ pub(super) fn positions(mesh: &Mesh) -> Option<[Rank; CUBE_RANKS]> {
     if neighbours.len() != GROUP {
         return None;
     }
-    // One of rank 0's neighbours faces it, and the other three are its group.
+    // One of rank 0's neighbours is opposite; the other three are in its group.
     neighbours.iter().find_map(|&facing| {
         let mut positions = [0; CUBE_RANKS];
         let group = neighbours.iter().filter(|&&peer| peer != facing);
@@ -40,7 +40,7 @@ pub(super) fn positions(mesh: &Mesh) -> Option<[Rank; CUBE_RANKS]> {
     })
 }
 
-/// Whether a link connects two ranks of a hybrid cube mesh that has `positions`.
+/// Whether two ranks of a hybrid cube mesh with these `positions` are linked.
 pub(crate) fn is_cube_link(positions: &[Rank; CUBE_RANKS], a: Rank, b: Rank) -> bool {
     let position = |rank| positions.iter().position(|other| *other == rank);
     position(a)
@@ -48,12 +48,12 @@ pub(crate) fn is_cube_link(positions: &[Rank; CUBE_RANKS], a: Rank, b: Rank) -> 
         .is_some_and(|(a, b)| is_link(a, b))
 }
 
-/// Whether a link connects two positions.
+/// Whether two positions are linked.
 fn is_link(a: usize, b: usize) -> bool {
     a != b && (a / GROUP == b / GROUP || a % GROUP == b % GROUP)
 }
 
-/// Whether each rank has one position, and the links are those of the positions and no others.
+/// Whether each rank has one position, and the links are exactly those of the positions.
 fn is_cube(positions: &[Rank; CUBE_RANKS], linked: impl Fn(Rank, Rank) -> bool) -> bool {
     let all = (0..CUBE_RANKS).flat_map(|a| (0..a).map(move |b| (a, b)));
     all.into_iter().all(|(a, b)| {

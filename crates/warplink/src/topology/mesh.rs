@@ -1,4 +1,4 @@
-//! The links between the devices of ranks, and what each rank reaches.
+//! Links between the ranks' devices, and mutual memory access.
 
 use super::place::Place;
 use crate::device::{DeviceLinks, LinkEnd, LinkQuery};
@@ -6,52 +6,52 @@ use crate::error::{Error, ErrorKind, Rank, Result};
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// What a rank found out about the links of its device: what it tells the others second.
+/// A rank's view of its device's links: its second message.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LinkCounts {
-    /// How many links lead straight to each rank's device; ranks without any are left out.
+    /// Number of direct links to each rank's device; ranks without any are omitted.
     #[serde(default)]
     pub direct: BTreeMap<Rank, u32>,
-    /// How many links lead to switches.
+    /// Number of links to switches.
     #[serde(default)]
     pub switch: u32,
-    /// The ranks whose memory the device reads and writes by itself, over links or over the bus.
+    /// Ranks whose memory the device can access, over links or the bus.
     #[serde(default)]
     pub reaches: BTreeSet<Rank>,
-    /// The version of the links, such as `4.0`, as far as the device tells it.
+    /// Link version, such as `4.0`, if known.
     #[serde(default)]
     pub version: Option<String>,
-    /// Why nothing was found out, if so.
+    /// Why the query failed, if it did.
     #[serde(default)]
     pub error: Option<String>,
 }
 
-/// What connects two ranks.
+/// Connection between two ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case", tag = "by", content = "links")]
 pub enum Connection {
     /// The rank itself.
     Itself,
-    /// This number of links from device to device.
+    /// Direct links between the devices.
     Links(u32),
-    /// Switches, with this number of links to them from the device that has fewer.
+    /// Links to switches; the smaller number of the two devices.
     Switches(u32),
-    /// The bus of the machine: each device reaches the other's memory, but not over links.
+    /// The machine's bus only: each device can access the other's memory, but not over links.
     Bus,
-    /// Nothing by which one device reaches the other's memory.
+    /// No access to each other's memory.
     Nothing,
 }
 
-/// The links among the devices of all ranks, as the ranks told them.
+/// Links among the devices of all ranks, as reported by the ranks.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Mesh {
-    /// For each rank, a number for its machine.
+    /// Machine number of each rank.
     machines: Vec<usize>,
     counts: Vec<LinkCounts>,
 }
 
 impl LinkCounts {
-    /// Asks the device of `rank`. A failure is a part of the answer, so that the rank can give one.
+    /// Queries the device of `rank`. A failure is part of the answer, so that the rank can still send one.
     pub(super) fn ask(device: &(impl LinkQuery + ?Sized), rank: Rank, places: &[Place]) -> Self {
         let links = match device.links() {
             Ok(links) => links,
@@ -87,7 +87,7 @@ impl LinkCounts {
         }
     }
 
-    /// Finds the ranks at the other ends. Several ranks may use one device.
+    /// Maps the links' other ends to ranks. Several ranks may use one device.
     fn count(links: &DeviceLinks, rank: Rank, places: &[Place]) -> Self {
         let mut counts = Self::default();
         for link in &links.links {
@@ -111,7 +111,7 @@ impl LinkCounts {
         counts
     }
 
-    /// Checks an answer that came from `rank`, one of `world`.
+    /// Validates an answer from `rank`, one of `world`.
     pub(super) fn check(&self, rank: Rank, world: usize) -> Result<()> {
         let named = self.direct.keys().chain(&self.reaches);
         match named.copied().find(|&peer| peer >= world || peer == rank) {
@@ -128,7 +128,7 @@ impl LinkCounts {
 }
 
 impl Mesh {
-    /// The mesh of ranks at `places` that counted these links, in rank order.
+    /// The mesh of ranks at `places` with these link counts, in rank order.
     pub(super) fn new(places: &[Place], counts: Vec<LinkCounts>) -> Self {
         let mut known: Vec<&str> = Vec::new();
         let machines = places
@@ -144,28 +144,27 @@ impl Mesh {
         Self { machines, counts }
     }
 
-    /// How many ranks there are.
+    /// Number of ranks.
     pub fn world(&self) -> usize {
         self.counts.len()
     }
 
-    /// A number for the machine of `rank`, counted from 0 in the order of ranks.
+    /// Machine number of `rank`, from 0 in rank order.
     pub fn machine(&self, rank: Rank) -> Option<usize> {
         self.machines.get(rank).copied()
     }
 
-    /// What `rank` counted.
+    /// Answer of `rank`.
     pub fn counts(&self, rank: Rank) -> Option<&LinkCounts> {
         self.counts.get(rank)
     }
 
-    /// How many links lead straight from one rank's device to the other's; the smaller number, where
-    /// the two count differently.
+    /// Direct links between two ranks' devices; the smaller number if the two disagree.
     pub fn direct(&self, rank: Rank, peer: Rank) -> u32 {
         self.counted(rank, peer).min(self.counted(peer, rank))
     }
 
-    /// How many links `rank` counted to `peer`.
+    /// Direct links to `peer` as counted by `rank`.
     pub fn counted(&self, rank: Rank, peer: Rank) -> u32 {
         let counts = self.counts.get(rank);
         counts
@@ -174,7 +173,7 @@ impl Mesh {
             .unwrap_or(0)
     }
 
-    /// How many links to switches two ranks of one machine both have.
+    /// Switch links that two ranks of one machine have in common.
     pub fn through_switches(&self, rank: Rank, peer: Rank) -> u32 {
         match (self.counts.get(rank), self.counts.get(peer)) {
             (Some(own), Some(theirs)) if self.machines.get(rank) == self.machines.get(peer) => {
@@ -184,7 +183,7 @@ impl Mesh {
         }
     }
 
-    /// What connects two ranks: of several ways, the first in the order of [`Connection`].
+    /// Connection between two ranks: the first applicable in the order of [`Connection`].
     pub fn connection(&self, rank: Rank, peer: Rank) -> Connection {
         if rank == peer {
             return Connection::Itself;
@@ -201,7 +200,7 @@ impl Mesh {
         }
     }
 
-    /// Whether links, straight or through switches, connect two ranks.
+    /// Whether two ranks are connected by links, direct or through switches.
     pub fn is_linked(&self, rank: Rank, peer: Rank) -> bool {
         matches!(
             self.connection(rank, peer),
@@ -209,7 +208,7 @@ impl Mesh {
         )
     }
 
-    /// The ranks whose memory `rank` reaches, over links or over the bus.
+    /// Ranks whose memory `rank` can access, over links or the bus.
     pub fn reached_by(&self, rank: Rank) -> Vec<Rank> {
         let unreached = [Connection::Itself, Connection::Nothing];
         (0..self.world())
@@ -217,7 +216,7 @@ impl Mesh {
             .collect()
     }
 
-    /// Every pair of ranks, the smaller first.
+    /// Every pair of ranks, smaller first.
     pub(super) fn pairs(&self) -> impl Iterator<Item = (Rank, Rank)> + use<> {
         let world = self.world();
         (0..world).flat_map(move |rank| (rank + 1..world).map(move |peer| (rank, peer)))
@@ -256,7 +255,7 @@ mod tests {
         let places = [
             place("a", "0000:10:00.0"),
             place("a", "0000:20:00.0"),
-            // As an address on another machine, which no link leads to.
+            // The same address on another machine.
             place("b", "0000:20:00.0"),
             place("a", "0000:30:00.0"),
         ];

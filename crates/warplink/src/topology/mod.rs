@@ -1,21 +1,20 @@
-//! What the ranks of a communicator are connected by: which machine and device each has, the links
-//! between the devices, and what follows for how data may go.
+//! Topology of a communicator: machine and device of each rank, links between devices, and the resulting data
+//! paths.
 //!
-//! The ranks find out in two steps ([`rendezvous`]). First each tells the others who and where it is:
-//! machine, device, address on the bus. Then each asks its own device for its links to theirs, and
-//! tells the others what it found. From the same answers every rank derives the same [`Topology`]. What
-//! speaks against sending directly is an [`Obstacle`] in it, not an error, so that a caller can choose
-//! another way: ranks on several machines, two ranks on one device, links that two ranks count
-//! differently.
+//! Ranks discover it in two all-gathers ([`rendezvous`]): first everyone's machine, device and PCI address,
+//! then the links of each device to the others. From the same answers every rank derives the same
+//! [`Topology`]. A reason against direct access is an [`Obstacle`] in it rather than an error, so that
+//! callers can choose another path: ranks on several machines, two ranks on one device, inconsistent link
+//! counts.
 //!
 //! | file | subject |
 //! |---|---|
-//! | `place.rs` | who and where a rank is |
-//! | `mesh.rs` | the links between ranks, and what each reaches |
-//! | `class.rs`, `cube.rs` | the classes of meshes, and recognizing a hybrid cube mesh |
-//! | `obstacle.rs` | why the direct path is not possible |
-//! | `survey.rs` | a topology from the answers of all ranks, and as a file |
-//! | `rendezvous.rs` | the two steps |
+//! | `place.rs` | identity and location of a rank |
+//! | `mesh.rs` | links between ranks, and mutual access |
+//! | `class.rs`, `cube.rs` | classes of meshes, and recognition of a hybrid cube mesh |
+//! | `obstacle.rs` | reasons against the direct path |
+//! | `survey.rs` | a topology derived from all answers, and its file format |
+//! | `rendezvous.rs` | the two all-gathers |
 
 mod class;
 mod cube;

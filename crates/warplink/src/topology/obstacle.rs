@@ -1,4 +1,4 @@
-//! Why the direct path is not possible.
+//! Reasons against the direct path.
 
 use super::class::TopologyClass;
 use crate::device::PciAddress;
@@ -6,73 +6,73 @@ use crate::error::Rank;
 use serde::Serialize;
 use std::fmt;
 
-/// Something that keeps ranks from sending straight into one another's memory.
+/// Reason why ranks cannot access one another's memory directly.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case", tag = "what")]
 pub enum Obstacle {
     /// The ranks run on several machines.
     DifferentMachines {
-        /// The ranks of each machine, and the machine's name.
+        /// Ranks of each machine, with the machine's name.
         machines: Vec<(String, Vec<Rank>)>,
     },
     /// Several ranks use one device.
     SharedDevice {
-        /// Where the device is.
+        /// PCI address of the device.
         address: PciAddress,
-        /// These ranks.
+        /// Its ranks.
         ranks: Vec<Rank>,
     },
-    /// A rank cannot tell what its device is linked to.
+    /// A rank cannot query the links of its device.
     LinksUnknown {
         /// The rank.
         rank: Rank,
         /// Why.
         reason: String,
     },
-    /// Two ranks see different meshes: they count the links between them differently.
+    /// Two ranks disagree on the number of links between them.
     MeshesDiffer {
         /// One rank.
         rank: Rank,
-        /// How many links it sees.
+        /// Links that it counts.
         links: u32,
         /// The other.
         peer: Rank,
-        /// How many that sees.
+        /// Links that the peer counts.
         peer_links: u32,
     },
-    /// The mesh is of no known class: no links connect some ranks.
+    /// Some ranks are not linked, so the mesh has no known class.
     NotLinked {
         /// The first such rank.
         rank: Rank,
-        /// The first rank that it has no link to.
+        /// The first rank without a link to it.
         peer: Rank,
-        /// How many pairs there are like this.
+        /// Number of such pairs.
         pairs: usize,
     },
     /// The environment forces the class `unknown`.
     ForcedUnknown,
-    /// The environment forces a class on one rank, and another or none on another.
+    /// The environment forces different classes on two ranks.
     ForcedDifferently {
         /// One rank.
         rank: Rank,
-        /// What is forced on it.
+        /// Class forced on it.
         class: Option<TopologyClass>,
         /// The other.
         peer: Rank,
-        /// What is forced on that.
+        /// Class forced on the peer.
         peer_class: Option<TopologyClass>,
     },
-    /// The environment forces a class that needs another number of ranks.
+    /// The environment forces a class that requires another number of ranks.
     ForcedOutOfPlace {
         /// The class.
         class: TopologyClass,
-        /// How many ranks there are.
+        /// Number of ranks.
         world: usize,
     },
 }
 
 impl Obstacle {
-    /// Whether a class that is forced leaves it in the way.
+    /// Whether it remains an obstacle when a class is forced.
     pub(super) fn withstands_force(&self) -> bool {
         matches!(
             self,

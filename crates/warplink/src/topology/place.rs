@@ -1,30 +1,30 @@
-//! Who and where a rank is.
+//! Identity and location of a rank.
 
 use crate::device::{Attachment, Device, NetworkDevice, PciAddress, machine_identity};
 use serde::{Deserialize, Serialize};
 
-/// Who and where a rank is: what it tells the others first.
+/// Identity and location of a rank: its first message.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Place {
-    /// The same for two ranks if and only if they run on the same machine.
+    /// Equal for two ranks if and only if they run on the same machine.
     pub machine: String,
-    /// The name of the machine, for people.
+    /// Host name, for messages.
     pub host: String,
-    /// The model of the device.
+    /// Model of the device.
     pub device: String,
-    /// The device's place on the PCI bus. None for a device that any number of ranks may use.
+    /// PCI address of the device. None for a device that any number of ranks may use.
     #[serde(default)]
     pub address: Option<PciAddress>,
-    /// The NUMA node that the device is attached to.
+    /// NUMA node of the device.
     #[serde(default)]
     pub numa_node: Option<u32>,
-    /// The network device that is nearest to the device.
+    /// Network device nearest to the device.
     #[serde(default)]
     pub network: Option<NetworkDevice>,
 }
 
 impl Place {
-    /// That of a rank with `device`, which is attached so.
+    /// The place of a rank with `device` and its attachment.
     pub(super) fn of(device: &dyn Device, attachment: Attachment) -> Self {
         let host = rustix::system::uname()
             .nodename()
@@ -33,7 +33,7 @@ impl Place {
         let identity = u128::from_be_bytes(machine_identity());
         Self {
             machine: match identity {
-                // Without a boot id, the name has to do.
+                // Fall back to the host name without a boot id.
                 0 => host.clone(),
                 _ => format!("{identity:032x}"),
             },
@@ -45,7 +45,7 @@ impl Place {
         }
     }
 
-    /// Whether both ranks use the same device, of which each should have one of its own.
+    /// Whether both ranks use the same physical device.
     pub(super) fn shares_device_with(&self, other: &Self) -> bool {
         self.machine == other.machine && self.address.is_some() && self.address == other.address
     }

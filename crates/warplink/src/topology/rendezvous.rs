@@ -1,4 +1,4 @@
-//! The two steps in which ranks find out how they are connected.
+//! The two all-gathers by which ranks discover the topology.
 
 use super::class::TopologyClass;
 use super::mesh::LinkCounts;
@@ -11,20 +11,19 @@ use serde::{Deserialize, Serialize};
 
 const OPERATION: &str = "find the topology";
 
-/// What a rank tells the others first.
+/// First message of a rank.
 #[derive(Serialize, Deserialize)]
 struct Introduction {
     place: Place,
-    /// The class that this rank's environment forces.
+    /// Class forced by this rank's environment.
     forced: Option<TopologyClass>,
 }
 
-/// Finds out how the devices of all ranks are connected. Every rank calls it at the same time; it
-/// blocks as `all_gather` does, twice. That a device cannot tell its links is a part of the answer and
-/// no error.
+/// Discovers the topology of all ranks. Collective; blocks in `all_gather`, twice. A device that cannot
+/// report its links is part of the answer rather than an error.
 ///
 /// # Errors
-/// Those of `all_gather`, and [`ErrorKind::Protocol`] where a peer's answer is malformed.
+/// Those of `all_gather`, and [`ErrorKind::Protocol`] for a malformed answer.
 pub fn rendezvous(
     device: &dyn Device,
     rank: Rank,
@@ -42,7 +41,8 @@ pub fn rendezvous(
     meet(device, failed.as_ref(), rank, &own, &mut all_gather)
 }
 
-/// The two steps of a rank that introduces itself so, and that has `failed` to find its place.
+/// Both all-gathers of a rank with this introduction; `failed` is its error if it could not locate its
+/// device.
 fn meet(
     device: &(impl LinkQuery + ?Sized),
     failed: Option<&Error>,
@@ -95,7 +95,7 @@ mod tests {
     use crate::topology::{Connection, Obstacle};
     use std::sync::{Barrier, Mutex};
 
-    /// A device of a machine that is made up.
+    /// A fake device.
     #[derive(Clone, Default)]
     struct MadeUp {
         machine: &'static str,
@@ -132,7 +132,7 @@ mod tests {
         }
     }
 
-    /// What each rank finds out, one of them with each of `devices`.
+    /// The topology as computed by each rank, given their devices.
     fn topologies(devices: &[MadeUp]) -> Vec<Topology> {
         let world = devices.len();
         let (barrier, values) = (Barrier::new(world), Mutex::new(vec![Vec::new(); world]));
@@ -169,7 +169,7 @@ mod tests {
         })
     }
 
-    /// The topology of `devices`, which every rank finds alike.
+    /// The topology of `devices`, asserted equal on every rank.
     fn topology(devices: &[MadeUp]) -> Topology {
         let mut all = topologies(devices);
         let first = all.swap_remove(0);
@@ -220,7 +220,7 @@ mod tests {
             found.obstacles()[0],
             Obstacle::DifferentMachines { machines }
         );
-        // The rest is known all the same.
+        // Other information is still available.
         assert_eq!(found.mesh().reached_by(0), [2]);
     }
 

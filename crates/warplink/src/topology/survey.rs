@@ -1,4 +1,4 @@
-//! A topology from the answers of all ranks, and as a file.
+//! A topology derived from the answers of all ranks, and its file format.
 
 use super::class::TopologyClass;
 use super::cube;
@@ -9,17 +9,17 @@ use crate::error::{Error, ErrorKind, Rank, Result};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
-/// What one rank told the others.
+/// Answers of one rank.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RankAnswer {
-    /// Who and where it is.
+    /// Identity and location.
     pub place: Place,
-    /// The links of its device.
+    /// Links of its device.
     #[serde(default)]
     pub links: LinkCounts,
 }
 
-/// What connects the ranks of a communicator, the same on all of them.
+/// Connections between the ranks of a communicator, identical on all of them.
 ///
 /// ```
 /// use warplink::topology::{Connection, Topology, TopologyClass};
@@ -43,7 +43,7 @@ pub struct Topology {
     obstacles: Vec<Obstacle>,
 }
 
-/// A file with a recorded topology. What follows from the answers is not read, but found again.
+/// File format of a recorded topology. Derived values are not stored but computed again.
 #[derive(Deserialize)]
 struct Recorded {
     ranks: Vec<RankAnswer>,
@@ -59,8 +59,7 @@ struct Recording<'a> {
 }
 
 impl Topology {
-    /// What follows from the answers of all ranks, in rank order, and from the classes that the
-    /// environment forces on them.
+    /// Derives the topology from the answers of all ranks, in rank order, and the classes forced on them.
     pub(super) fn new(answers: Vec<RankAnswer>, forced: &[Option<TopologyClass>]) -> Self {
         let (places, counts): (Vec<_>, Vec<_>) = answers
             .into_iter()
@@ -94,10 +93,10 @@ impl Topology {
         }
     }
 
-    /// Reads a topology that was recorded by [`to_json`](Self::to_json), or written by hand.
+    /// Parses a topology written by [`to_json`](Self::to_json) or by hand.
     ///
     /// # Errors
-    /// [`ErrorKind::Parse`] where the text is none.
+    /// [`ErrorKind::Parse`] if the text is invalid.
     pub fn from_json(text: &str) -> Result<Self> {
         let malformed = |message: String| {
             Error::new(ErrorKind::Parse, message).with_operation("read a topology")
@@ -117,17 +116,17 @@ impl Topology {
         Ok(Self::new(recorded.ranks, &forced))
     }
 
-    /// The answers of all ranks and what follows from them, as JSON.
+    /// All answers and derived values, as JSON.
     ///
     /// # Errors
-    /// None that is known; writing JSON may fail in principle.
+    /// None in practice; serialization is fallible in principle.
     pub fn to_json(&self) -> Result<String> {
         serde_json::to_string(self).map_err(|error| {
             Error::new(ErrorKind::Internal, error.to_string()).with_operation("write a topology")
         })
     }
 
-    /// Who and where each rank is, in rank order.
+    /// Identity and location of each rank, in rank order.
     pub fn places(&self) -> &[Place] {
         &self.places
     }
@@ -137,29 +136,29 @@ impl Topology {
         &self.mesh
     }
 
-    /// The class of the mesh, or the one that is forced.
+    /// Class of the mesh, or the forced one.
     pub fn class(&self) -> TopologyClass {
         self.class
     }
 
-    /// Whether the environment forces the class.
+    /// Whether the class is forced.
     pub fn is_forced(&self) -> bool {
         self.is_forced
     }
 
-    /// Whether every rank may reach every other's memory in the way of the class. If not,
-    /// [`obstacles`](Self::obstacles) says why.
+    /// Whether every rank may access every other's memory as the class implies. If not, see
+    /// [`obstacles`](Self::obstacles).
     pub fn is_direct(&self) -> bool {
         self.obstacles.is_empty()
     }
 
-    /// What speaks against the direct path; nothing if it is possible.
+    /// Reasons against the direct path; empty if it is possible.
     pub fn obstacles(&self) -> &[Obstacle] {
         &self.obstacles
     }
 
-    /// For the class hybrid cube mesh, the rank at each position: 0 to 3 are one group, 4 to 7 the
-    /// other, and position p faces p + 4. In rank order where the class is forced on another mesh.
+    /// Rank at each position of a hybrid cube mesh: positions 0 to 3 are one group, 4 to 7 the other, and p
+    /// is opposite p + 4. In rank order if the class is forced on another mesh.
     pub fn cube_positions(&self) -> Option<[Rank; cube::CUBE_RANKS]> {
         if self.class != TopologyClass::HybridCubeMesh {
             return None;
@@ -202,7 +201,7 @@ impl fmt::Display for Topology {
     }
 }
 
-/// The obstacles that the answers tell of by themselves.
+/// Obstacles that follow from the answers.
 fn found(places: &[Place], mesh: &Mesh) -> Vec<Obstacle> {
     let mut obstacles = Vec::new();
     let mut machines: Vec<(String, Vec<Rank>)> = Vec::new();
@@ -248,7 +247,7 @@ fn found(places: &[Place], mesh: &Mesh) -> Vec<Obstacle> {
     obstacles
 }
 
-/// The pairs without links, as one obstacle.
+/// Unlinked pairs, as one obstacle.
 fn unlinked(mesh: &Mesh) -> Option<Obstacle> {
     let mut pairs = mesh
         .pairs()
@@ -261,7 +260,7 @@ fn unlinked(mesh: &Mesh) -> Option<Obstacle> {
     })
 }
 
-/// The class that is forced on all ranks alike.
+/// The class forced on all ranks, if they agree.
 fn agreed(
     forced: &[Option<TopologyClass>],
     world: usize,

@@ -1,4 +1,4 @@
-//! The device's copy engine, by a stream.
+//! Carrier that uses the device's copy engine, through a stream.
 
 use super::Carrier;
 use crate::deadline::Deadline;
@@ -10,28 +10,28 @@ use crate::sync::lock;
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex};
 
-/// Calls from one mark in the stream to the next, and marks that are not reached: as many calls are under
-/// way at most. A driver has some hundred places for operations of a stream that are not done; the call
-/// that finds none blocks, with locks held that others need.
+/// Calls between two events in the stream, and maximum number of unreached events, which bound the calls in
+/// flight. A driver has some hundred slots for pending stream operations; a call that finds none blocks while
+/// it holds locks that others need.
 const CALLS_PER_MARK: u32 = 32;
 const MARKS: usize = 4;
 
-/// Moves bytes between memory that is mapped here. It uses copies and words in stream order alone, never a
-/// kernel: one of the user's may leave no multiprocessor free.
+/// Moves bytes between mapped memory, using only copies and stream-ordered word operations, never a kernel: a
+/// user kernel may occupy all multiprocessors.
 #[derive(Debug)]
 pub(crate) struct CopyEngine {
     stream: Stream,
     windows: Arc<Windows>,
     /// The peer's inbound word.
     outbound: Word,
-    /// This rank's word for flushes.
+    /// This rank's flush word.
     completed: Word,
     under_way: Mutex<UnderWay>,
 }
 
 #[derive(Debug)]
 struct UnderWay {
-    /// Calls since the last mark.
+    /// Calls since the last event.
     calls: u32,
     marks: VecDeque<Event>,
     spare: Vec<Event>,
@@ -46,6 +46,7 @@ impl CopyEngine {
     ) -> Result<Self> {
         let spare = (0..MARKS).map(|_| device.create_event(false));
         Ok(Self {
+            // A stream of its own, so that user work does not delay it.
             stream: device.create_stream(Priority::High)?,
             windows: windows.clone(),
             outbound: outbound.clone(),
@@ -69,6 +70,7 @@ impl Carrier for CopyEngine {
         if under_way.calls < CALLS_PER_MARK {
             return Ok(true);
         }
+        // Events are reached in order, so checking the oldest suffices.
         if let Some(oldest) = under_way.marks.front()
             && oldest.is_reached()?
         {
@@ -85,6 +87,7 @@ impl Carrier for CopyEngine {
     }
 
     fn start(&self, movement: Movement, own: &DeviceSlice, peers: At) -> Result<()> {
+        // The trigger comes from a kernel, so its range is not trusted.
         let peers = self.windows.range(Side::Peers, peers, own.bytes() as u64)?;
         self.count();
         match movement {

@@ -1,6 +1,6 @@
-//! How bytes and signals reach a peer when a host moves them on a kernel's behalf.
+//! Carriers: how the host moves bytes and signals to a peer on behalf of kernels.
 //!
-//! A direct channel needs none of this: its kernels reach the peer's mapped memory themselves.
+//! Direct channels do not need one: their kernels access the peer's mapped memory themselves.
 
 mod copy_engine;
 mod network;
@@ -23,31 +23,31 @@ use crate::device::{At, DeviceSlice, Word};
 use crate::error::Result;
 use std::fmt;
 
-/// What moves the bytes of one connection, and sets its words, in the order of the calls. None of them
-/// blocks, but [`drain`](Self::drain).
+/// Moves the bytes of one connection and sets its words, in call order. No method blocks except
+/// [`drain`](Self::drain).
 pub(crate) trait Carrier: Send + Sync + fmt::Debug {
-    /// Whether it takes a few more calls. What is under way is bounded: a driver may block the caller for as
-    /// long as too much is, and memory would grow.
+    /// Whether it accepts a few more calls. Operations in flight are bounded: beyond a limit a driver blocks
+    /// its caller, and memory would grow.
     fn has_room(&self) -> Result<bool>;
 
-    /// Moves bytes between `own` and a place at the peer.
+    /// Moves bytes between `own` and a location at the peer.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) where they pass the end of a
-    /// region of the peer's.
+    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) if out of bounds of the peer's
+    /// region.
     fn start(&self, movement: Movement, own: &DeviceSlice, peers: At) -> Result<()>;
 
-    /// When everything before is done and visible: sets the peer's inbound word, and then this rank's word
-    /// for flushes, to the values that are given.
+    /// Once everything before is complete and visible, sets the peer's inbound word, then this rank's flush
+    /// word.
     fn set(&self, inbound: Option<u64>, completed: Option<u64>) -> Result<()>;
 
-    /// When everything before is done: sets a word of this rank. The values of a word come in the order of the
-    /// calls.
+    /// Once everything before is complete, sets a word of this rank. Values for one word must come in call
+    /// order.
     fn answer(&self, word: &Word, value: u64) -> Result<()>;
 
-    /// Whether everything is done.
+    /// Whether everything is complete.
     fn is_idle(&self) -> Result<bool>;
 
-    /// Blocks until everything is done.
+    /// Blocks until everything is complete.
     fn drain(&self, deadline: Deadline) -> Result<()>;
 }

@@ -1,4 +1,4 @@
-//! The network, for a peer whose memory cannot be mapped.
+//! Carrier that uses the network, for peers whose memory cannot be mapped.
 
 use super::{Carrier, NetworkLink};
 use crate::deadline::Deadline;
@@ -10,27 +10,28 @@ use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Bytes that are sent at once, so that something arrives now and then over a slow network too.
+/// Maximum bytes of one operation, so that progress is visible even on slow networks and the connection's
+/// timeout does not fire.
 const PART: u64 = 16 << 20;
 
-/// Parts that may be under way, and how many end together.
+/// Maximum parts in flight, and number of parts for each completion callback.
 const MAX_UNDER_WAY: u64 = 4096;
 const PARTS_PER_MARK: u64 = 32;
 
-/// Moves bytes between memory of this process and a peer's.
+/// Moves bytes between this process's and a peer's memory.
 pub(crate) struct NetworkCarrier {
     link: Arc<NetworkLink>,
     windows: Arc<Windows>,
-    /// Sets this rank's word for flushes.
+    /// Sets this rank's flush word.
     stream: Stream,
     completed: Word,
-    /// Parts under way, and how many of them no mark is behind.
+    /// Parts in flight, and those not yet covered by a completion callback.
     under_way: Arc<AtomicU64>,
     unmarked: AtomicU64,
 }
 
 impl NetworkCarrier {
-    /// Raises `fault` when the connection fails.
+    /// `fault` is raised when the connection fails.
     pub(crate) fn new(
         device: &Arc<dyn Device>,
         link: &Arc<NetworkLink>,
@@ -39,6 +40,7 @@ impl NetworkCarrier {
         fault: &Arc<Fault>,
     ) -> Result<Self> {
         link.fail_when_broken(fault)?;
+        // A stream of its own, so that the flush word is not delayed by other work.
         Ok(Self {
             link: link.clone(),
             windows: windows.clone(),
@@ -50,6 +52,7 @@ impl NetworkCarrier {
     }
 
     fn count(&self) -> Result<()> {
+        // Relaxed: bounds parts in flight; only the completion callback orders data.
         self.under_way.fetch_add(1, Ordering::Relaxed);
         if self.unmarked.fetch_add(1, Ordering::Relaxed) + 1 >= PARTS_PER_MARK {
             self.mark()?;
@@ -57,7 +60,7 @@ impl NetworkCarrier {
         Ok(())
     }
 
-    /// Has what is under way counted down when it is done.
+    /// Registers a completion callback for the parts so far.
     fn mark(&self) -> Result<()> {
         let (parts, under_way) = (
             self.unmarked.swap(0, Ordering::Relaxed),
@@ -67,6 +70,8 @@ impl NetworkCarrier {
             return Ok(());
         }
         self.link.connection().when_done(Box::new(move |_| {
+            // Release: pairs with the acquire loads below, so that "idle" implies that the parts have
+            // completed.
             under_way.fetch_sub(parts, Ordering::Release);
         }))
     }
@@ -79,6 +84,7 @@ impl Carrier for NetworkCarrier {
 
     fn start(&self, movement: Movement, own: &DeviceSlice, peers: At) -> Result<()> {
         let bytes = own.bytes() as u64;
+        // The trigger comes from a kernel, so its range is not trusted.
         self.windows.check(Side::Peers, peers, bytes)?;
         let remote = self.link.region(peers.region)?;
         let connection = self.link.connection();
@@ -109,12 +115,13 @@ impl Carrier for NetworkCarrier {
         self.link.connection().when_done(Box::new(move |done| {
             let write = MemoryOp::Write { word: &word, value };
             if let Err(error) = done.and_then(|()| stream.memory_ops(&[write])) {
-                tracing::debug!(%error, "what waits for the network is not told");
+                tracing::debug!(%error, "a waiter for the network could not be notified");
             }
         }))
     }
 
     fn is_idle(&self) -> Result<bool> {
+        // Cover the remaining parts, or they would never be counted as complete.
         self.mark()?;
         Ok(self.under_way.load(Ordering::Acquire) == 0 && self.stream.is_idle()?)
     }

@@ -1,4 +1,4 @@
-//! A connection without a peer, for tests.
+//! Fake network connection for tests.
 
 use crate::deadline::Deadline;
 use crate::device::DeviceSlice;
@@ -8,17 +8,16 @@ use crate::sync::lock;
 use std::fmt;
 use std::sync::Mutex;
 
-/// A connection to a peer that the test plays: nothing is sent, and it breaks when the test says so.
+/// A connection whose peer the test plays: nothing is sent, and it breaks on request.
 #[derive(Default)]
 pub(super) struct NoPeer {
     handlers: Mutex<Vec<OnFailure>>,
     calls: Mutex<Vec<Call>>,
-    /// What is to be called when all is done, while the test holds it up.
+    /// Completion callbacks, while the test delays them.
     held: Mutex<Option<Vec<OnDone>>>,
 }
 
-/// What was asked of it: bytes of this process from an address on, and bytes of so much memory of the peer's from an
-/// offset on.
+/// A recorded request: local address and length, and offset and length in the peer's memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Call {
     Put(u64, usize, (usize, usize)),
@@ -34,18 +33,18 @@ impl NoPeer {
         }
     }
 
-    /// From now on nothing is done until it is [let go](Self::let_go).
+    /// Delays completions until [`resume`](Self::resume).
     pub(super) fn hold(&self) {
         *lock(&self.held) = Some(Vec::new());
     }
 
-    pub(super) fn let_go(&self) {
+    pub(super) fn resume(&self) {
         for then in lock(&self.held).take().into_iter().flatten() {
             then(Ok(()));
         }
     }
 
-    /// What was asked of it since the last call.
+    /// Requests since the last call.
     pub(super) fn calls(&self) -> Vec<Call> {
         std::mem::take(&mut lock(&self.calls))
     }
@@ -63,7 +62,7 @@ impl fmt::Debug for NoPeer {
 }
 
 impl NetworkConnection for NoPeer {
-    /// A key is the number of bytes.
+    /// Keys encode a length.
     fn open(&self, key: &[u8]) -> Result<RemoteMemory> {
         let bytes = key.try_into().map(u64::from_le_bytes);
         let bytes = bytes.map_err(|_| Error::invalid("nobody is there"))?;

@@ -330,6 +330,6 @@ fn in_a_hybrid_cube_mesh_another_count_is_told_on_all_ranks() {
 fn in_a_hybrid_cube_mesh_a_rank_that_never_calls_is_named() {
     fail(Duration::from_secs(3), None, |error| {
         assert_eq!(error.kind(), ErrorKind::Timeout, "{error}");
-        assert_says(error, &["a rank has not come to a collective", "peer 2"]);
+        assert_says(error, &["a rank has not arrived at a collective", "peer 2"]);
     });
 }

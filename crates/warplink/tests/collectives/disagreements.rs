@@ -261,7 +261,7 @@ fn ranks_are_named_as_their_communicator_numbers_them() {
             if let Some(error) = error {
                 let ended = (error.kind(), error.peer());
                 assert_eq!(ended, (ErrorKind::Timeout, Some(OTHER)), "{error}");
-                assert_says(&error, &["was not made by rank 1 (which has made none)"]);
+                assert_says(&error, &["was not made by rank 1 (which has made no call)"]);
             } else {
                 caller.call(USUAL).unwrap();
             }

@@ -114,7 +114,7 @@ fn a_rank_that_never_calls_is_named() {
         },
         ErrorKind::Timeout,
         &[
-            "a rank has not come to a collective",
+            "a rank has not arrived at a collective",
             "the last that this rank called is all_reduce of 10 i32, sum",
             "peer 1",
         ],

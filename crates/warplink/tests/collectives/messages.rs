@@ -369,11 +369,8 @@ fn a_peer_that_never_comes_is_named() {
         |comm| {
             comm.collectives().unwrap();
             let expected = match comm.rank() {
-                0 => Some(((true, 1), "not come to the receive of what this rank sends")),
-                2 => Some((
-                    (false, 1),
-                    "not come to the send of what this rank receives",
-                )),
+                0 => Some(((true, 1), "not posted the receive for this rank's send")),
+                2 => Some(((false, 1), "not posted the send for this rank's receive")),
                 _ => None,
             };
             if let Some((message, says)) = expected {

@@ -5,7 +5,7 @@
 
 use super::clock::Submission;
 use super::plot;
-use super::report::{Figures, Report};
+use super::report::{BenchReport, Figures};
 use crate::commands::ranks;
 use crate::names::OneOrBoth;
 use crate::options::{Options, step};
@@ -264,14 +264,14 @@ impl<C: Case> Bench<C> {
             let figures = self.case.measure(comm, &setup)?;
             let is_right = figures.is_right();
             if comm.rank() == 0 {
-                self.report(Report::new(C::NAME, comm, figures), options.json)?;
+                self.report(BenchReport::new(C::NAME, comm, figures), options.json)?;
             }
             Ok(exit_code(is_right))
         })
     }
 
     /// Prints the figures first: a file that cannot be written does not lose them.
-    fn report(&self, report: Report<C::Figures>, json: bool) -> Result<()> {
+    fn report(&self, report: BenchReport<C::Figures>, json: bool) -> Result<()> {
         if json || !C::LIVE {
             print_result(json, &report, || report.text())?;
         }

@@ -26,7 +26,7 @@ pub(crate) trait Figures: Serialize {
 }
 
 #[derive(Debug, Serialize)]
-pub(crate) struct Report<F> {
+pub(crate) struct BenchReport<F> {
     benchmark: &'static str,
     device: String,
     ranks: usize,
@@ -34,7 +34,7 @@ pub(crate) struct Report<F> {
     pub(crate) figures: F,
 }
 
-impl<F: Figures> Report<F> {
+impl<F: Figures> BenchReport<F> {
     pub(crate) fn new(benchmark: &'static str, comm: &Communicator, figures: F) -> Self {
         Self {
             benchmark,

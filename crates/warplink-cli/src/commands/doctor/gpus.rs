@@ -1,4 +1,4 @@
-//! What the driver reports about the GPUs.
+//! GPU checks, based on the driver's information.
 
 use super::{Check, Found};
 use serde::Serialize;
@@ -9,7 +9,7 @@ use warplink::variables;
 
 const AREA: &str = "GPUs";
 
-/// The oldest CUDA version that a driver must serve: that of driver 570.
+/// Minimum CUDA version of the driver: that of driver 570.
 const CUDA_VERSION: (u32, u32) = (12, 8);
 
 /// A GPU, for `--json`.
@@ -45,7 +45,7 @@ impl Gpu {
     }
 }
 
-/// A UUID as `nvidia-smi -L` writes it.
+/// Formats a UUID like `nvidia-smi -L`.
 fn uuid(bytes: [u8; 16]) -> String {
     let mut text = String::from("GPU-");
     for (index, byte) in bytes.iter().enumerate() {
@@ -57,7 +57,7 @@ fn uuid(bytes: [u8; 16]) -> String {
     text
 }
 
-/// The driver and every GPU that this process sees; `count` is what the driver said of their number.
+/// Checks of the driver and every visible GPU; `count` is the driver's number of GPUs.
 pub(super) fn checks(count: &warplink::Result<usize>) -> (Vec<Gpu>, Vec<Check>) {
     let needed = |name: &str, found| Check::new(AREA, name, found).needed_by(DeviceKind::Cuda);
     let count = match count {
@@ -132,7 +132,7 @@ pub(super) fn checks(count: &warplink::Result<usize>) -> (Vec<Gpu>, Vec<Check>) 
         "CUDA IPC",
         every(|gpu| gpu.ipc, "use Linux, and no virtual GPU"),
     ));
-    // Only memory that PyTorch's expandable segments (or the like) made needs these.
+    // Required only for memory of PyTorch's expandable segments and the like.
     checks.push(Check::new(
         AREA,
         "virtual memory shared by descriptor",
@@ -145,7 +145,7 @@ pub(super) fn checks(count: &warplink::Result<usize>) -> (Vec<Gpu>, Vec<Check>) 
 }
 
 fn driver((major, minor): (u32, u32)) -> Found {
-    // The version of the package, which the driver's own interface does not tell.
+    // Version of the driver package, which the driver API does not report.
     let package = std::fs::read_to_string("/sys/module/nvidia/version").unwrap_or_default();
     let package = match package.trim() {
         "" => String::new(),
@@ -159,7 +159,7 @@ fn driver((major, minor): (u32, u32)) -> Found {
     }
 }
 
-/// Whether every GPU maps the memory of every other.
+/// Whether every GPU can map every other's memory.
 fn peer_access(gpus: &[Capabilities]) -> Found {
     let apart: Vec<String> = gpus
         .iter()
@@ -179,7 +179,7 @@ fn peer_access(gpus: &[Capabilities]) -> Found {
     }
 }
 
-/// Compiles every kernel for the GPUs at hand, or for all that are served where there is none.
+/// Compiles every kernel for the GPUs present, or for all supported ones if there is none.
 pub(super) fn compile(gpus: &[Gpu]) -> Found {
     let present: BTreeSet<&str> = gpus.iter().map(|gpu| gpu.architecture.as_str()).collect();
     let architectures: Vec<&str> = if present.is_empty() {
@@ -200,7 +200,7 @@ pub(super) fn compile(gpus: &[Gpu]) -> Found {
     }
 }
 
-/// Variables that change how GPUs behave.
+/// Environment variables that affect GPUs.
 pub(super) fn environment() -> Vec<Check> {
     let variable = |name| variables::read(name).unwrap_or_default();
     vec![Check::new(

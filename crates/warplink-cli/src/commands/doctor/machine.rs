@@ -1,4 +1,4 @@
-//! What the host device and the exchange of handles need from the operating system.
+//! Operating-system prerequisites of the host device and of exchanging handles.
 
 use super::{Check, Found};
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
@@ -21,11 +21,10 @@ use warplink::DeviceKind;
 
 const AREA: &str = "machine";
 
-/// Descriptors that a rank may come to need: a few for each peer, and one for each allocation that
-/// is shared by descriptor.
+/// Descriptors that a rank may need: a few for each peer, and one for each allocation shared by descriptor.
 const DESCRIPTORS: u64 = 1024;
 
-/// The most time that anything inside this machine may take.
+/// Time limit of every operation within this machine.
 const TIMEOUT: Duration = Duration::from_secs(5);
 
 pub(super) fn checks() -> Vec<Check> {
@@ -93,7 +92,7 @@ fn same(bytes: &[u8]) -> io::Result<()> {
     }
 }
 
-/// Passes a descriptor from one end of a pair of sockets to the other, and reads through it.
+/// Sends a descriptor over a socket pair, and reads through it.
 fn descriptor() -> io::Result<()> {
     let file = File::from(memfd_create("warplink-doctor", MemfdFlags::CLOEXEC)?);
     file.write_all_at(b"warplink", 0)?;
@@ -113,7 +112,7 @@ fn descriptor() -> io::Result<()> {
         &mut control,
         SendFlags::NOSIGNAL,
     )?;
-    // A socket that is closed ends the read below where nothing came.
+    // A closed socket would end the read below without data.
     drop(here);
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
@@ -135,7 +134,7 @@ fn descriptor() -> io::Result<()> {
     same(&back)
 }
 
-/// Waits for a word that has changed already, which ends at once where there are futexes.
+/// Waits for a word that has already changed, which returns at once if futexes work.
 fn futexes() -> io::Result<()> {
     let word = AtomicU32::new(1);
     match futex::wait(&word, futex::Flags::empty(), 0, None) {
@@ -157,7 +156,7 @@ fn loopback() -> io::Result<()> {
     same(&back)
 }
 
-/// Ranks take themselves to be on one machine when they read the same boot id.
+/// Ranks consider themselves on one machine if their boot ids are equal.
 fn boot_id() -> Found {
     const PATH: &str = "/proc/sys/kernel/random/boot_id";
     match std::fs::read_to_string(PATH) {
@@ -165,7 +164,7 @@ fn boot_id() -> Found {
             Found::ok(text.trim())
         }
         _ => Found::warning(
-            format!("{PATH} cannot be read; machines cannot be told apart"),
+            format!("{PATH} cannot be read; machines cannot be distinguished"),
             "mount /proc",
         ),
     }

@@ -1,7 +1,6 @@
-//! `warplink doctor`: checks what works on this machine and says how to fix what does not.
+//! `warplink doctor`: checks this machine, and explains how to fix problems.
 //!
-//! Features are tried, not only queried: ranks are started as processes that share memory and read
-//! it back.
+//! Features are exercised rather than only queried: rank processes share memory and read it back.
 
 mod gpus;
 mod machine;
@@ -38,15 +37,15 @@ use warplink::program::cost::{DeviceDescription, HardwareModel, Origin, find};
     warplink doctor --json > doctor.json")]
 pub(crate) struct Doctor {}
 
-/// How a check ended.
+/// Result of a check.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 enum Status {
     /// It works.
     Ok,
-    /// It works, but not well, or not for everything.
+    /// It works partially or slowly.
     Warning,
-    /// It is not there, or does not work.
+    /// Missing or broken.
     Missing,
 }
 
@@ -60,16 +59,16 @@ impl Status {
     }
 }
 
-/// What was looked at, and what was found.
+/// A check with its result.
 #[derive(Clone, Debug, Serialize)]
 struct Check {
     area: &'static str,
     name: String,
     status: Status,
     detail: String,
-    /// What to do about it.
+    /// Remedy.
     help: Option<String>,
-    /// The device that does not work without this.
+    /// Device that requires it.
     #[serde(skip)]
     needed_by: Option<DeviceKind>,
 }
@@ -86,7 +85,7 @@ impl Check {
         }
     }
 
-    /// Without this, `kind` does not work.
+    /// Marks the check as required by `kind`.
     fn needed_by(mut self, kind: DeviceKind) -> Self {
         self.needed_by = Some(kind);
         self
@@ -97,7 +96,7 @@ impl Check {
     }
 }
 
-/// What a check found.
+/// Finding of a check.
 #[derive(Clone, Debug)]
 struct Found {
     status: Status,
@@ -131,9 +130,9 @@ impl Found {
     }
 }
 
-/// What `--json` prints.
+/// Output of `--json`.
 #[derive(Debug, Serialize)]
-struct Report {
+struct DoctorReport {
     version: &'static str,
     device: String,
     works: bool,
@@ -167,7 +166,7 @@ impl Doctor {
         checks.push(Check::new("choices", "hardware model", model(wanted)));
         drop(progress);
 
-        let report = Report {
+        let report = DoctorReport {
             version: env!("CARGO_PKG_VERSION"),
             device: wanted.to_string(),
             works: !checks.iter().any(|check| check.stops(wanted)),
@@ -179,7 +178,7 @@ impl Doctor {
     }
 }
 
-/// Which model of this machine decides what is fastest here, and why that one.
+/// The hardware model in use on this machine, and why.
 fn model(kind: DeviceKind) -> Found {
     let found = device::open(&DeviceConfig::new(kind, 0))
         .and_then(|device| HardwareModel::find(&DeviceDescription::of(&*device), 2));
@@ -197,18 +196,18 @@ fn model(kind: DeviceKind) -> Found {
         )),
         Ok((_, Origin::Derived)) => match find::calibrations() {
             Some(directory) => Found::ok(format!(
-                "from what the device says of itself, and a short measurement by the first job of several ranks, kept in {}",
+                "from the device's specifications and a short measurement by the first job of several ranks, cached in {}",
                 directory.display()
             )),
             None => Found::warning(
-                "from what the device says of itself, and a short measurement that each job makes anew, since there is no directory for caches",
+                "from the device's specifications and a short measurement repeated by each job, since there is no cache directory",
                 "set HOME or WARPLINK_CACHE_DIR",
             ),
         },
     }
 }
 
-/// The vendor's libraries. Transfers need none but the driver, which the GPUs' checks are about.
+/// Vendor libraries. Transfers need only the driver, which the GPU checks cover.
 fn libraries(gpus: &[gpus::Gpu]) -> Vec<Check> {
     let mut checks = Vec::new();
     for library in cuda::libraries().into_iter().skip(1) {
@@ -239,7 +238,7 @@ fn libraries(gpus: &[gpus::Gpu]) -> Vec<Check> {
     checks
 }
 
-/// Whether programs that are started like this one, which has `loaded` these files, get Warplink where they use NCCL.
+/// Whether programs started with `loaded` libraries get Warplink for NCCL calls.
 fn interface(loaded: &str) -> Found {
     let paths = loaded
         .lines()
@@ -254,7 +253,7 @@ fn interface(loaded: &str) -> Found {
     })
 }
 
-impl Report {
+impl DoctorReport {
     fn to_text(&self) -> String {
         let mut text = String::new();
         let mut areas: Vec<&str> = self.checks.iter().map(|check| check.area).collect();
@@ -321,7 +320,7 @@ mod tests {
 
     #[test]
     fn a_report_says_how_to_fix_things() {
-        let report = Report {
+        let report = DoctorReport {
             version: "0",
             device: "host".into(),
             works: true,

@@ -1,4 +1,4 @@
-//! What each rank of a trial does: memory, words, transfers, a GEMM, collectives.
+//! Steps of a rank in a trial: memory, words, transfers, a GEMM, collectives.
 
 use crate::report::print_json;
 use anyhow::{Context, Result, ensure};
@@ -13,15 +13,15 @@ use warplink::memory::Region;
 use warplink::p2p::{Batch, Protocol, Transfer, TransferRequest};
 use warplink::{Communicator, Config, DType, Error, ErrorKind};
 
-/// Bytes of a transfer: no multiple of a page or of a word, and more than fits one small kernel.
+/// Transfer size: not a multiple of a page or word, and more than one small kernel copies.
 const BYTES: usize = 100_003;
 
 pub(super) const WORDS: &str = "words in stream order";
 pub(super) const GEMM: &str = "GEMM";
 
-/// What is tried.
+/// Kind of trial.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(super) enum What {
+pub(super) enum TrialKind {
     /// Memory, words, transfers and a GEMM.
     Device,
     /// The vendor's collectives.
@@ -31,41 +31,41 @@ pub(super) enum What {
 /// The arguments of the hidden subcommand.
 #[derive(Debug, Args)]
 pub(crate) struct TrialArgs {
-    /// What to try
+    /// TrialKind to try
     #[arg(value_enum)]
-    pub(super) what: What,
+    pub(super) what: TrialKind,
 }
 
-/// How one step ended on one rank.
+/// Result of one step on one rank.
 #[derive(Debug, PartialEq, Serialize, Deserialize)]
 pub(super) struct Step {
     pub(super) name: String,
-    /// What was found, or what went wrong.
+    /// Details, or the error.
     pub(super) outcome: Result<String, String>,
-    /// Whether the step failed for want of a library alone.
+    /// Whether the step failed only for lack of a library.
     pub(super) library_missing: bool,
 }
 
-/// The line that a rank prints.
+/// Output line of a rank.
 #[derive(Debug, PartialEq, Serialize, Deserialize)]
 pub(super) struct RankReport {
     pub(super) device: String,
     pub(super) steps: Vec<Step>,
 }
 
-/// Is one rank of a trial.
+/// Runs as one rank of a trial.
 pub(crate) fn run_trial(args: &TrialArgs) -> Result<ExitCode> {
     let comm = Communicator::join(&Config::from_env()?).context("join the job")?;
     let steps = match args.what {
-        What::Device => try_device(&comm),
-        What::Collectives => vec![step("collectives", || try_collectives(&comm))],
+        TrialKind::Device => try_device(&comm),
+        TrialKind::Collectives => vec![step("collectives", || try_collectives(&comm))],
     };
     let failed = steps.iter().any(|step| step.outcome.is_err());
     print_json(&RankReport {
         device: comm.device().name(),
         steps,
     })?;
-    // After a failure some ranks may be held up; the report is out, and that is what counts.
+    // Ranks may be stuck after a failure; the report has been printed, which is all that matters.
     match comm.close() {
         Err(error) if !failed => Err(error).context("leave the job"),
         _ => Ok(ExitCode::SUCCESS),
@@ -112,7 +112,7 @@ fn try_words(comm: &Communicator) -> Result<String> {
         comm.create_stream(Priority::Normal)?,
         comm.create_stream(Priority::Normal)?,
     );
-    // More than 32 bits, so that a narrower operation shows.
+    // More than 32 bits, so that a 32-bit operation is detected.
     let value = (1 << 40) + 7;
     waiting.memory_ops(&[MemoryOp::Wait { word: &word, value }])?;
     ensure!(!waiting.is_idle()?, "a stream did not wait for its word");
@@ -128,8 +128,8 @@ fn try_words(comm: &Communicator) -> Result<String> {
     Ok("written and waited for".to_owned())
 }
 
-/// Every rank sends to every other. A step that fails on one rank ends on all before anybody waits
-/// for what will not come.
+/// Every rank sends to every other. A failure on one rank ends the step on all of them before any rank waits
+/// in vain.
 fn try_transfers(comm: &Communicator, kind: AllocationKind, protocol: Protocol) -> Result<String> {
     let (rank, world) = (comm.rank(), comm.world());
     let peers: Vec<usize> = (0..world).filter(|peer| *peer != rank).collect();
@@ -180,7 +180,7 @@ fn carry_out(comm: &Communicator, transfers: &[Transfer]) -> Result<()> {
     Ok(comm.synchronize(&stream)?)
 }
 
-/// Passes `own` on if every rank succeeded, and fails if one did not.
+/// Returns `own` if every rank succeeded, and fails otherwise.
 fn agree<T>(comm: &Communicator, own: Result<T>) -> Result<T> {
     let all = comm.all_gather_bytes(&[u8::from(own.is_ok())])?;
     let own = own?;
@@ -190,14 +190,14 @@ fn agree<T>(comm: &Communicator, own: Result<T>) -> Result<T> {
     }
 }
 
-/// What `from` sends `to`: bytes that differ for every pair.
+/// Data sent from `from` to `to`; differs for every pair.
 fn pattern(from: usize, to: usize) -> Vec<u8> {
     (0..BYTES)
         .map(|index| (index * 31 + index / 251 + from * 17 + to * 101 + 1) as u8)
         .collect()
 }
 
-/// A GEMM with the identity matrix.
+/// Multiplies by the identity matrix.
 fn try_gemm(comm: &Communicator) -> Result<String> {
     const SIZE: usize = 64;
     let device = comm.device();
@@ -218,7 +218,7 @@ fn try_gemm(comm: &Communicator) -> Result<String> {
     Ok("multiplied by the identity and compared".to_owned())
 }
 
-/// A sum over all ranks.
+/// Sums over all ranks.
 fn try_collectives(comm: &Communicator) -> Result<String> {
     let engine = comm.collective_engine()?;
     let device = comm.device();

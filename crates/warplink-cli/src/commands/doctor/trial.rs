@@ -1,9 +1,9 @@
-//! Trying a device out: ranks as processes that hand one another memory and check what arrives.
+//! Device trials: rank processes exchange memory and verify the data.
 //!
-//! The doctor starts this command again under `launch`, with a hidden subcommand, so that a trial
-//! that crashes or hangs becomes a line of the report. Every rank prints one line of JSON.
+//! The doctor starts this command again under `launch`, with a hidden subcommand, so that a crash or hang
+//! becomes a line of the report. Every rank prints one line of JSON.
 
-use super::steps::{GEMM, RankReport, Step, VIRTUAL, What};
+use super::steps::{GEMM, RankReport, Step, TrialKind, VIRTUAL};
 use super::{Check, Found};
 use crate::report::counted;
 use anyhow::{Context, Result, ensure};
@@ -14,42 +14,42 @@ use std::thread;
 use std::time::{Duration, Instant};
 use warplink::DeviceKind;
 
-/// The hidden subcommand that is a rank of a trial.
+/// Hidden subcommand of a trial's rank.
 pub(crate) const TRIAL_COMMAND: &str = "__doctor-trial";
 
-/// The most time that a rank waits for another.
+/// Time limit for waits of a rank.
 const RANK_TIMEOUT: Duration = Duration::from_secs(15);
 
-/// The most time that a trial may take in all.
+/// Time limit of a whole trial.
 const TRIAL_TIMEOUT: Duration = Duration::from_secs(150);
 
 /// Tries the host device with two ranks.
 pub(super) fn on_host() -> Vec<Check> {
-    tried("host device", DeviceKind::Host, 2, What::Device)
+    tried("host device", DeviceKind::Host, 2, TrialKind::Device)
 }
 
 /// Tries `ranks` ranks on `count` GPUs.
 pub(super) fn on_gpus(ranks: usize, count: usize) -> Vec<Check> {
     const AREA: &str = "GPUs, tried";
-    let mut checks = tried(AREA, DeviceKind::Cuda, ranks, What::Device);
-    // NCCL takes no two ranks on one GPU.
+    let mut checks = tried(AREA, DeviceKind::Cuda, ranks, TrialKind::Device);
+    // NCCL does not support two ranks on one GPU.
     if count >= ranks {
-        checks.extend(tried(AREA, DeviceKind::Cuda, ranks, What::Collectives));
+        checks.extend(tried(AREA, DeviceKind::Cuda, ranks, TrialKind::Collectives));
     }
     checks
 }
 
-/// Starts the ranks of a trial, and makes a check of each of its steps.
-fn tried(area: &'static str, kind: DeviceKind, ranks: usize, what: What) -> Vec<Check> {
+/// Runs a trial, and converts each of its steps to a check.
+fn tried(area: &'static str, kind: DeviceKind, ranks: usize, what: TrialKind) -> Vec<Check> {
     let reports = match run_ranks(kind, ranks, what) {
         Ok(reports) => reports,
         Err(error) => {
             let name = match what {
-                What::Device => "ranks",
-                What::Collectives => "collectives",
+                TrialKind::Device => "ranks",
+                TrialKind::Collectives => "collectives",
             };
             let help = match kind {
-                DeviceKind::Host => "fix what is missing under machine, above",
+                DeviceKind::Host => "fix the items listed under machine, above",
                 DeviceKind::Cuda => {
                     "in a container, share the host's IPC and PID namespaces \
                      (--ipc=host --pid=host); run with -v for details"
@@ -57,8 +57,8 @@ fn tried(area: &'static str, kind: DeviceKind, ranks: usize, what: What) -> Vec<
             };
             let check = Check::new(area, name, Found::missing(format!("{error:#}"), help));
             return vec![match what {
-                What::Device => check.needed_by(kind),
-                What::Collectives => check,
+                TrialKind::Device => check.needed_by(kind),
+                TrialKind::Collectives => check,
             }];
         }
     };
@@ -68,7 +68,7 @@ fn tried(area: &'static str, kind: DeviceKind, ranks: usize, what: What) -> Vec<
 fn summarize(
     area: &'static str,
     kind: DeviceKind,
-    what: What,
+    what: TrialKind,
     reports: &[RankReport],
 ) -> Vec<Check> {
     let Some(first) = reports.first() else {
@@ -117,9 +117,9 @@ fn summarize(
                 }
             };
             let check = Check::new(area, name, found);
-            // A device without GEMM still transfers.
+            // Transfers do not need GEMM.
             let optional = name == GEMM
-                || what == What::Collectives
+                || what == TrialKind::Collectives
                 || (kind == DeviceKind::Cuda && name.starts_with(VIRTUAL));
             if optional {
                 check
@@ -130,12 +130,12 @@ fn summarize(
         .collect()
 }
 
-/// Starts the ranks, and collects what they print.
-fn run_ranks(kind: DeviceKind, ranks: usize, what: What) -> Result<Vec<RankReport>> {
+/// Starts the ranks and collects their output.
+fn run_ranks(kind: DeviceKind, ranks: usize, what: TrialKind) -> Result<Vec<RankReport>> {
     let argument = what.to_possible_value();
     let argument = argument.as_ref().map_or("", |value| value.get_name());
     let (device, count) = (kind.to_string(), ranks.to_string());
-    // The link leads to the running binary also after its file was replaced.
+    // The link works even if the executable was replaced.
     let mut child = Command::new("/proc/self/exe")
         .args(["launch", "--device", &device, "-n", &count])
         .args(["--grace", "1"])
@@ -146,7 +146,7 @@ fn run_ranks(kind: DeviceKind, ranks: usize, what: What) -> Result<Vec<RankRepor
         .stderr(Stdio::piped())
         .spawn()
         .context("start ranks")?;
-    // Read beside the waiting, so that a full pipe holds nobody up.
+    // Read concurrently, so that a full pipe does not block the ranks.
     let out = child.stdout.take().map(read_all);
     let err = child.stderr.take().map(read_all);
     let end = Instant::now() + TRIAL_TIMEOUT;
@@ -155,7 +155,7 @@ fn run_ranks(kind: DeviceKind, ranks: usize, what: What) -> Result<Vec<RankRepor
             break Some(status);
         }
         if Instant::now() >= end {
-            // The launcher's guard ends the ranks.
+            // The launcher's guard then ends the ranks.
             let _ = child.kill();
             let _ = child.wait();
             break None;
@@ -178,13 +178,13 @@ fn run_ranks(kind: DeviceKind, ranks: usize, what: What) -> Result<Vec<RankRepor
 fn read_all(mut pipe: impl Read + Send + 'static) -> thread::JoinHandle<String> {
     thread::spawn(move || {
         let mut text = Vec::new();
-        // What came before a pipe broke is still worth showing.
+        // Output before the pipe broke is still useful.
         let _ = pipe.read_to_end(&mut text);
         String::from_utf8_lossy(&text).into_owned()
     })
 }
 
-/// The reports in the ranks' prefixed lines, in rank order.
+/// Parses the reports in the ranks' prefixed lines, in rank order.
 fn parse(out: &str, ranks: usize) -> Result<Vec<RankReport>> {
     (0..ranks)
         .map(|rank| {
@@ -196,7 +196,7 @@ fn parse(out: &str, ranks: usize) -> Result<Vec<RankReport>> {
         .collect()
 }
 
-/// The line of the ranks' output that names the error.
+/// The line of the ranks' output with the error.
 fn first_complaint(err: &str) -> &str {
     let mut lines = err.lines().filter(|line| !line.trim().is_empty());
     let error = err.lines().find(|line| line.contains("error: "));
@@ -231,7 +231,7 @@ mod tests {
             report(&[(WORDS, Ok("fine"), false), (GEMM, Err("gone"), true)]),
             report(&[(WORDS, Err("torn"), false), (GEMM, Err("gone"), true)]),
         ];
-        let checks = summarize("area", DeviceKind::Cuda, What::Device, &reports);
+        let checks = summarize("area", DeviceKind::Cuda, TrialKind::Device, &reports);
         assert_eq!(checks.len(), 2);
         assert!(checks[0].stops(DeviceKind::Cuda));
         assert_eq!(checks[0].detail, "rank 1 on cuda:0: torn");

@@ -1,4 +1,4 @@
-//! Positions in the drawing of a topology.
+//! Layout of a topology drawing.
 
 use std::f64::consts::PI;
 use warplink::Rank;
@@ -7,27 +7,27 @@ use warplink::topology::{Connection, Topology};
 /// Width and height of a rank's box.
 pub(super) const BOX: (i32, i32) = (136, 64);
 
-/// Between boxes, and around the content of a machine.
+/// Gap between boxes, and margin of a machine.
 const GAP: i32 = 28;
 
-/// Height of the switches' bar, and from it to the boxes.
+/// Height of the switch bar, and its distance to the boxes.
 const BAR: i32 = 34;
 const RISE: i32 = 64;
 
-/// The most ranks that stand in one row.
+/// Maximum ranks in one row.
 const ROW: usize = 4;
 
-/// The drawing of one machine. Positions are pixels from the upper left corner of its panel.
+/// Layout of one machine. Positions are pixels relative to its panel.
 pub(super) struct Panel {
     pub(super) ranks: Vec<Rank>,
-    /// The middle of each rank's box, as in `ranks`.
+    /// Centre of each rank's box, in the order of `ranks`.
     pub(super) middles: Vec<(i32, i32)>,
-    /// The upper left and lower right corners of the box for switches.
+    /// Upper left and lower right corner of the switch box.
     pub(super) switches: Option<[(i32, i32); 2]>,
     pub(super) size: (i32, i32),
 }
 
-/// A panel for each machine, in the order of ranks.
+/// A panel for each machine, in rank order.
 pub(super) fn panels(topology: &Topology) -> Vec<Panel> {
     let mesh = topology.mesh();
     let mut machines: Vec<Vec<Rank>> = Vec::new();
@@ -94,12 +94,12 @@ fn rows(ranks: Vec<Rank>) -> Panel {
     }
 }
 
-/// Ranks around a ring, each at its place, counted clockwise from the top.
+/// Ranks on a ring, each at its place, clockwise from the top.
 fn ring(ranks: Vec<Rank>, places: &[usize], switches: bool) -> Panel {
     let count = ranks.len() as f64;
-    // Neighbours stand apart by more than a box is wide, also at the top of the ring.
+    // Neighbours must be further apart than a box is wide, also at the top of the ring.
     let least = f64::from(BOX.0 + GAP) / (2.0 * (PI / count.max(2.0)).sin());
-    // Wide, so that lines from a rank to the next but one pass the box between them.
+    // An ellipse, so that lines between second neighbours miss the box between them.
     let wide = if ranks.len() > ROW { 1.55 } else { 1.12 };
     let (across, down) = (least.max(150.0) * wide, least.max(110.0));
     let centre = (
@@ -107,7 +107,7 @@ fn ring(ranks: Vec<Rank>, places: &[usize], switches: bool) -> Panel {
         down as i32 + GAP + BOX.1 / 2,
     );
     let middle = |&place: &usize| {
-        // Two neighbours share the top, so that pairs stand side by side.
+        // Two neighbours share the top, so that pairs are side by side.
         let angle = match ranks.len() {
             1 => 0.0,
             2 => -PI / 2.0 + PI * place as f64,
@@ -134,8 +134,8 @@ fn ring(ranks: Vec<Rank>, places: &[usize], switches: bool) -> Panel {
     }
 }
 
-/// The place on the ring of each of `ranks`: one group from the top down on the left, and opposite
-/// each of its ranks the one that it faces.
+/// Place of each rank on the ring: one group down the left side, and opposite each of its ranks its
+/// counterpart.
 fn cube_places(ranks: &[Rank], positions: &[Rank]) -> Vec<usize> {
     let count = positions.len();
     ranks

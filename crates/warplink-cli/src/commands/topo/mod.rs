@@ -1,4 +1,4 @@
-//! `warplink topo`: what connects the ranks, as a matrix and as a drawing.
+//! `warplink topo`: links between the ranks, as a matrix or drawing.
 
 mod draw;
 mod layout;
@@ -59,10 +59,10 @@ impl Topo {
     }
 }
 
-/// The longest file that is read as a topology; one of 64 ranks has some 500 KiB.
+/// Maximum length of a topology file; one of 64 ranks has some 500 KiB.
 const MAX_MESH_BYTES: usize = 16 << 20;
 
-/// The topology in a file.
+/// Reads a topology file.
 fn recorded(path: &Path) -> Result<Topology> {
     let text = file::read_text(path, MAX_MESH_BYTES)?;
     Topology::from_json(&text).with_context(|| format!("read {}", path.display()))

@@ -1,4 +1,4 @@
-//! A topology for the terminal.
+//! Text output of a topology.
 
 use crate::report::table::{Align, Table};
 use std::collections::BTreeSet;
@@ -6,7 +6,7 @@ use std::fmt::Write;
 use warplink::device::NetworkDevice;
 use warplink::topology::{Connection, Topology};
 
-/// The text of a cell of the matrix.
+/// Content of a matrix cell.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Cell {
     Itself,
@@ -46,7 +46,7 @@ impl Cell {
     }
 }
 
-/// The matrix, what its cells mean, the class, and whether the direct path is possible.
+/// The matrix with a legend, the class, and whether the direct path is possible.
 pub(super) fn describe(topology: &Topology) -> String {
     let (places, world) = (topology.places(), topology.places().len());
     let several = places

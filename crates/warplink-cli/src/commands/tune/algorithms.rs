@@ -1,4 +1,4 @@
-//! Which algorithms of the library's own collectives are fastest.
+//! Fastest algorithms of the library's own collectives.
 
 use super::machine::Machine;
 use crate::commands::bench::clock::Submission;
@@ -14,17 +14,17 @@ use warplink::program::cost::model::Algorithms;
 /// Calls of a sample.
 const CALLS: usize = 8;
 
-/// Element types of reductions: one of each size, floats, since these have more to compute.
+/// Element types of reductions: one of each size, floats, since these cost more.
 const REDUCED: [DType; 4] = [DType::F8E4M3, DType::BF16, DType::F32, DType::F64];
 
-/// Calls before time is taken, and how long memory may take to be reached.
+/// Warm-up calls, and time limit for memory to become reachable.
 const WARM_UP: usize = 4;
 const SOON: Duration = Duration::from_secs(2);
 
-/// Measures them where that is asked for and the direct path is possible.
+/// Measures them if requested and the direct path is possible.
 pub(super) fn measure(machine: &Machine<'_>, model: &mut HardwareModel) -> Result<()> {
     let comm = machine.comm;
-    // Earlier choices belong to earlier figures.
+    // Previous choices belong to previous figures.
     model.algorithms.clear();
     if comm.world() == 1 || !machine.selection.algorithms {
         return Ok(());
@@ -60,7 +60,7 @@ pub(super) fn measure(machine: &Machine<'_>, model: &mut HardwareModel) -> Resul
     Ok(())
 }
 
-/// The fastest algorithm up to each number of bytes of a part.
+/// Fastest algorithm for each range of part sizes.
 fn limits(
     machine: &Machine<'_>,
     (kind, dtype): (CollectiveKind, DType),
@@ -70,7 +70,7 @@ fn limits(
     let (input_rows, output_rows) = kind.rows(world);
     let rows = input_rows.max(output_rows);
     let mut limits: Vec<(u64, String)> = Vec::new();
-    // A barrier has no part.
+    // A barrier has no data.
     let fitting = |bytes: &usize| rows > 0 && *bytes <= machine.largest / rows;
     for bytes in machine.sizes().into_iter().filter(fitting) {
         let call = Call {
@@ -84,7 +84,7 @@ fn limits(
         let output = machine.into.memory().slice(0..output_rows * bytes)?;
         let mut best: Option<(f64, Algorithm)> = None;
         for (algorithm, collectives) in by {
-            // It does not do such a call, or has no room for it: on any rank.
+            // Unsupported, or exceeds the workspace, on some rank.
             if collectives.choice(&call).is_err() {
                 continue;
             }
@@ -104,7 +104,7 @@ fn limits(
     Ok(limits)
 }
 
-/// Seconds of a call, once memory is reached.
+/// Seconds of a call, once memory is reachable.
 fn seconds(
     machine: &Machine<'_>,
     collectives: &Collectives,
@@ -121,7 +121,7 @@ fn seconds(
         let direct = collectives.direct_lanes()? - before == choice.lanes as u64;
         let reached = choice.algorithm != Algorithm::Direct || direct;
         let done = round >= WARM_UP && (reached || started.elapsed() > SOON);
-        // All ranks go on together.
+        // All ranks continue together.
         let all = machine.comm.all_gather_bytes(&[u8::from(done)])?;
         if all.iter().all(|done| *done == [1]) {
             break;

@@ -11,7 +11,7 @@ use warplink::program::cost::HardwareModel;
 use warplink::program::cost::collective::{CollectiveTimes, Collectives, EXCHANGE};
 use warplink::program::cost::curve::Curve;
 
-/// Measures all of them, unless their library is missing.
+/// Measures them, unless their library is missing.
 pub(super) fn measure(machine: &Machine<'_>, model: &mut HardwareModel) -> Result<()> {
     let (comm, world) = (machine.comm, machine.comm.world());
     if world == 1 || !machine.selection.nccl {
@@ -24,7 +24,7 @@ pub(super) fn measure(machine: &Machine<'_>, model: &mut HardwareModel) -> Resul
     let times = |name: &str, request: &dyn Fn(usize) -> Result<CollectiveRequest>| {
         let mut points = Vec::new();
         for bytes in machine.sizes() {
-            // Every rank's part is a number of whole elements.
+            // Every rank's part must be whole elements.
             let bytes = bytes
                 .next_multiple_of(4 * world)
                 .min(machine.largest / (4 * world) * 4 * world);

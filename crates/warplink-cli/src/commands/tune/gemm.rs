@@ -8,18 +8,18 @@ use warplink::device::{DeviceSlice, MatmulSpec};
 use warplink::program::cost::HardwareModel;
 use warplink::program::cost::gemm::Grid;
 
-/// Bytes of the pattern that fills the operands.
+/// Size of the pattern that fills the operands.
 const PATTERN: usize = 4 << 20;
 
-/// Measures a grid for each element type: of rows that are multiples of 16 bytes, and, where that matters,
-/// of others. The ranks divide the shapes among them; where they share the processors, each measures all at
-/// the same time, if there are enough of these, and the slowest counts.
+/// Measures a grid for each element type: rows that are multiples of 16 bytes and, where that matters,
+/// others. Ranks divide the shapes among themselves; if they share cores, each measures all concurrently,
+/// given enough cores, and the slowest counts.
 pub(super) fn measure(machine: &Machine<'_>, model: &mut HardwareModel) -> Result<()> {
     let (shared, largest) = (model.device.shared, machine.selection.largest_shape);
     model.gemm.grids.clear();
     for &dtype in &machine.selection.dtypes {
         for aligned in [true, false] {
-            // Processors load from anywhere.
+            // Processors do not care about alignment.
             if !shared || aligned {
                 let grid = grid(machine, dtype, aligned, largest, shared)?;
                 model.gemm.grids.push(grid);
@@ -27,15 +27,15 @@ pub(super) fn measure(machine: &Machine<'_>, model: &mut HardwareModel) -> Resul
         }
     }
     if shared {
-        // One thread computes each.
+        // Each matmul runs on one thread.
         model.gemm.tile = (usize::MAX >> 16, usize::MAX >> 16);
         model.gemm.smallest_tile = model.gemm.tile;
     }
     Ok(())
 }
 
-/// 1, 16, 64, 256, 1024 and so on up to `largest`; with `fine`, every power of two from 1024 on, where
-/// how a result divides into tiles and waves matters most.
+/// 1, 16, 64, 256, 1024 and so on up to `largest`; with `fine`, every power of two from 1024 on, where tiling
+/// and wave quantization matter most.
 fn sizes(largest: usize, fine: bool) -> Vec<usize> {
     let next = |size: &usize| size.checked_mul(if fine && *size >= 1024 { 2 } else { 4 });
     let from_16 = std::iter::successors(Some(16_usize), next);
@@ -43,7 +43,7 @@ fn sizes(largest: usize, fine: bool) -> Vec<usize> {
     std::iter::once(1).chain(rest).collect()
 }
 
-/// The sizes of k and n: multiples of 8, or odd.
+/// Sizes of k and n: multiples of 8, or odd.
 fn columns(largest: usize, aligned: bool) -> Vec<usize> {
     let size = |size: usize| match (aligned, size) {
         (true, 1) => 8,
@@ -96,7 +96,7 @@ fn grid(
                 0.0
             });
         }
-        // Nobody is left alone for longer than a row of the grid.
+        // No rank stays idle for longer than a row of the grid.
         let all = gather(machine.comm, &own)?;
         for index in 0..shapes.len() {
             let of_ranks = all.iter().filter_map(|own| own.get(index));
@@ -113,7 +113,7 @@ fn grid(
     })
 }
 
-/// Seconds of one shape, by the path that programs take.
+/// Seconds of one shape, on the path that programs use.
 fn shape(
     machine: &Machine<'_>,
     dtype: DType,
@@ -130,8 +130,7 @@ fn shape(
         .with_context(|| format!("multiply {m} x {k} by {k} x {n} of {dtype}"))
 }
 
-/// Memory of numbers between -1 and 1 that no two rows have in common: a device takes less power for
-/// zeros, and is faster.
+/// Random memory with distinct rows: zeros draw less power and run faster.
 pub(super) fn filled(machine: &Machine<'_>, bytes: usize, dtype: DType) -> Result<DeviceSlice> {
     let slice = machine.allocate(bytes)?;
     let size = dtype.size();

@@ -1,4 +1,4 @@
-//! Work beside other work: how much slower each is, and results stored at peers.
+//! Interference: slowdown of concurrent work, and results stored at peers.
 
 use super::gemm::filled;
 use super::link::ends;
@@ -11,11 +11,11 @@ use warplink::device::{DeviceSlice, MatmulSpec, PreparedLaunch, Priority, Stream
 use warplink::p2p::Protocol;
 use warplink::program::cost::HardwareModel;
 
-/// Time of the load over that of the work that is timed beside it.
+/// Duration of the background load relative to the timed work.
 const LONGER: f64 = 1.5;
 
 pub(super) fn measure(machine: &Machine<'_>, model: &mut HardwareModel) -> Result<()> {
-    // Where ranks share the processors, sharing explains it all.
+    // If ranks share cores, sharing explains all interference.
     if machine.comm.world() == 1 || model.device.shared {
         return Ok(());
     }
@@ -39,7 +39,7 @@ pub(super) fn measure(machine: &Machine<'_>, model: &mut HardwareModel) -> Resul
     stored(machine, model)
 }
 
-/// The speed of each of two works beside the other, over that alone.
+/// Speed of each of two works when concurrent, relative to alone.
 fn both(
     machine: &Machine<'_>,
     other: &Stream,
@@ -52,7 +52,7 @@ fn both(
         let seconds = machine.timed(main, &|| (0..8).try_for_each(|_| work(main)))? / 8.0;
         machine.median(seconds)
     };
-    // Once to warm up.
+    // Warm-up.
     alone(first)?;
     let times = [alone(first)?, alone(second)?];
     let beside = |timed: usize| -> Result<f64> {
@@ -78,7 +78,7 @@ fn both(
     Ok((beside(0)?, beside(1)?))
 }
 
-/// A multiplication that fills the device.
+/// A matmul that fills the device.
 struct Matmul {
     launch: Arc<dyn PreparedLaunch>,
 }
@@ -95,8 +95,8 @@ impl Matmul {
     }
 }
 
-/// Multiplications whose results are stored at all peers: two depths tell the rate of the link from
-/// the share of the multiplication that it does not hide.
+/// Matmuls whose results are stored at all peers: two depths separate the link's rate from the share that the
+/// matmul does not hide.
 fn stored(machine: &Machine<'_>, model: &mut HardwareModel) -> Result<()> {
     const ROWS: usize = 2048;
     const COLUMNS: usize = 4096;
@@ -110,7 +110,7 @@ fn stored(machine: &Machine<'_>, model: &mut HardwareModel) -> Result<()> {
         .map(|distance| {
             let peer = machine.remote_into[(rank + distance) % world].as_ref();
             let peer = peer.context("a peer is missing")?.memory();
-            // Every rank has a place of its own there.
+            // Every rank has its own range there.
             Ok(peer.slice(rank * each..(rank + 1) * each)?)
         })
         .collect::<Result<Vec<DeviceSlice>>>()?;

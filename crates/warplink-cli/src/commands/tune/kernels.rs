@@ -1,4 +1,4 @@
-//! Transfers by kernels where multiprocessors are free: how many blocks, up to which length, and how long.
+//! Kernel transfers with free multiprocessors: number of blocks, maximum length, and time.
 
 use super::latency::one_way;
 use super::link::ends;
@@ -11,17 +11,17 @@ use warplink::program::cost::HardwareModel;
 use warplink::program::cost::curve::Curve;
 use warplink::topology::TopologyClass;
 
-/// The longest transfer that is measured; the copy engine has caught up before.
+/// Longest transfer measured; the copy engine catches up before.
 const LONGEST: usize = 16 << 20;
 
-/// The largest number of blocks that is tried.
+/// Maximum number of blocks to try.
 const MAX_BLOCKS: u32 = 128;
 
-/// Fewer blocks are as good where they take at most this many times as long.
+/// Prefer fewer blocks if they take at most this factor longer.
 const AS_GOOD: f64 = 1.03;
 
-/// Measures by the numbers of blocks that it finds only where this runs again: the transfers that are timed
-/// follow the model that was found before. How packets are divided stays as that has it.
+/// The transfers timed here use the previous model's numbers of blocks; run it again to measure with the new
+/// ones. The division into packets is not changed.
 pub(super) fn measure(machine: &Machine<'_>, model: &mut HardwareModel) -> Result<()> {
     let properties = machine.comm.device().properties();
     if !properties.kernel_copies || properties.shared || machine.comm.world() == 1 {
@@ -32,7 +32,7 @@ pub(super) fn measure(machine: &Machine<'_>, model: &mut HardwareModel) -> Resul
         .into_iter()
         .filter(|bytes| *bytes <= LONGEST)
         .collect();
-    // Blocks tell of their copies by additions in the peer's memory, which links know and other buses may not.
+    // Blocks signal completion by atomics on peer memory, which links support but buses may not.
     let linked = machine.comm.topology()?.class() != TopologyClass::Unknown;
     let most = if linked { MAX_BLOCKS } else { 1 };
     let mut blocks: Vec<(u64, u32)> = Vec::new();
@@ -66,7 +66,7 @@ pub(super) fn measure(machine: &Machine<'_>, model: &mut HardwareModel) -> Resul
     Ok(())
 }
 
-/// The fewest blocks that put `bytes` about as fast as any number.
+/// Fewest blocks that put `bytes` about as fast as any number.
 fn best_blocks(machine: &Machine<'_>, bytes: usize, most: u32) -> Result<u32> {
     let (target, source) = ends(machine, Protocol::Put, 1, bytes)?;
     let counter = machine.comm.device().allocate_signals(64)?.word(0)?;
@@ -95,6 +95,6 @@ fn best_blocks(machine: &Machine<'_>, bytes: usize, most: u32) -> Result<u32> {
     let good = tried
         .iter()
         .find(|(_, seconds)| *seconds <= AS_GOOD * least);
-    // Ranks time the same copies, the slowest of which counts, so all find the same.
+    // All ranks use the slowest rank's times, so they decide alike.
     Ok(good.map_or(1, |(blocks, _)| *blocks))
 }

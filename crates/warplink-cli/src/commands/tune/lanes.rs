@@ -1,7 +1,7 @@
-//! Latencies and rates of lanes of kernel sections.
+//! Latencies and rates of lanes in kernel sections.
 //!
-//! Each figure is the difference of two launches of a small program (`lanes/`), which differ in how often its lanes do
-//! something, or in how much they move.
+//! Each figure is the difference between two launches of a small program (`lanes/`) that differ in the
+//! repetitions or bytes of a step.
 
 use super::machine::Machine;
 use crate::commands::bench::clock::Submission;
@@ -21,33 +21,33 @@ const GET: &str = include_str!("lanes/get.wlp");
 /// Launches of a sample.
 const LAUNCHES: usize = 16;
 
-/// Repetitions of a step whose latency is measured, in the shorter and the longer launch.
+/// Repetitions of a latency measurement in the shorter and longer launch.
 const TIMES: [usize; 2] = [8, 40];
 
-/// Bytes of what takes no time but its latency.
+/// Size for which only latency matters.
 const SHORT: usize = 64;
 
-/// Bytes of data in a packet.
+/// Data bytes of a packet.
 const PACKET: usize = 8;
 
-/// Threads of a lane, and rounds of packets of each, at first and at last.
+/// Threads of a lane, and packet rounds of the shorter and longer launch.
 const PACKET_THREADS: usize = 256;
 const ROUNDS: [usize; 2] = [16, 64];
 
-/// Threads of a lane that are tried.
+/// Threads of a lane to try.
 const THREADS: [usize; 5] = [64, 128, 256, 512, 1024];
 
-/// Fewer threads are as good where they take at most this many times as long.
+/// Prefer fewer threads if they take at most this factor longer.
 const AS_GOOD: f64 = 1.05;
 
-/// The most bytes that one lane moves, and all.
+/// Maximum bytes of one lane, and of all.
 const ONE_LANE: usize = 4 << 20;
 const ALL_LANES: usize = 64 << 20;
 
-/// The lanes that move data together.
+/// Number of lanes for aggregate rates.
 const LANES: usize = 64;
 
-/// The shape of a launch: lanes and threads, bytes, and repetitions.
+/// Shape of a launch: lanes and threads, bytes, and repetitions.
 #[derive(Clone, Copy)]
 struct Shape {
     lanes: usize,
@@ -56,7 +56,7 @@ struct Shape {
     times: usize,
 }
 
-/// Measures them, unless there is no peer; leaves them as they were where kernels cannot be compiled.
+/// Measures lanes; unchanged without a peer or a compiler.
 pub(super) fn measure(machine: &Machine<'_>, model: &mut HardwareModel) -> Result<()> {
     if machine.comm.world() == 1 {
         return Ok(());
@@ -71,7 +71,7 @@ fn measured(machine: &Machine<'_>) -> Result<Lanes> {
     let properties = machine.comm.device().properties();
     let mut block_threads = 1;
     let mut threads = THREADS[0];
-    // Seconds for each of the bytes that `lanes` lanes move.
+    // Seconds for each byte that `lanes` lanes move.
     let each = |text: &str, lanes: usize, threads: usize, most: usize| -> Result<f64> {
         let [less, more] = halves(most.min(machine.largest)).map(|bytes| Shape {
             lanes,
@@ -80,7 +80,7 @@ fn measured(machine: &Machine<'_>) -> Result<Lanes> {
             times: 1,
         });
         let (sooner, later) = (machine.launch(text, less)?, machine.launch(text, more)?);
-        // Where the shorter launch was disturbed, the longer one alone says what there is to say.
+        // If the shorter launch was disturbed, use the longer one alone.
         Ok(if later > sooner {
             (later - sooner) / (more.bytes - less.bytes) as f64
         } else {
@@ -88,7 +88,7 @@ fn measured(machine: &Machine<'_>) -> Result<Lanes> {
         })
     };
     let one = |text: &str, threads: usize| each(text, 1, threads, ONE_LANE);
-    // One thread of the host does what those of a lane would.
+    // The host device has one thread for each lane.
     if !properties.shared {
         let mut tried = Vec::new();
         for threads in THREADS {
@@ -98,13 +98,13 @@ fn measured(machine: &Machine<'_>) -> Result<Lanes> {
             .iter()
             .map(|(_, each)| *each)
             .fold(f64::INFINITY, f64::min);
-        // Ranks time the same copies, the slowest of which counts, so all find the same.
+        // All ranks use the slowest rank's times, so they decide alike.
         let good = tried.iter().find(|(_, each)| *each <= AS_GOOD * least);
         (block_threads, _) = good.copied().unwrap_or((THREADS[0], least));
         threads = block_threads;
     }
     let (copy, put, get) = (one(COPY, threads)?, one(PUT, threads)?, one(GET, threads)?);
-    // What a copy does twice, a put and a get do once.
+    // A copy accesses memory twice, a put or get once.
     let remote = |each: f64| 1.0 / (each - copy / 2.0).max(each / 10.0);
     let latency = |text: &str| -> Result<f64> {
         let shape = |times| Shape {
@@ -143,7 +143,7 @@ fn measured(machine: &Machine<'_>) -> Result<Lanes> {
     })
 }
 
-/// Seconds of a round in which each thread puts a packet, or reads one.
+/// Seconds of a round in which each thread stores or reads a packet.
 fn packet_round(machine: &Machine<'_>, shared: bool) -> Result<f64> {
     let at_once = if shared { 1 } else { PACKET_THREADS };
     let bytes = ROUNDS.map(|rounds| rounds * PACKET_THREADS * PACKET);
@@ -155,7 +155,7 @@ fn packet_round(machine: &Machine<'_>, shared: bool) -> Result<f64> {
     });
     let seconds = machine.launch(PACKETS, many)? - machine.launch(PACKETS, few)?;
     let rounds = (many.bytes - few.bytes) / PACKET / at_once;
-    // A lane puts all of them, then reads as many.
+    // A lane stores all packets, then reads as many.
     Ok(seconds.max(0.0) / (2 * rounds) as f64)
 }
 
@@ -167,7 +167,7 @@ fn halves(bytes: usize) -> [usize; 2] {
 }
 
 impl Machine<'_> {
-    /// Seconds of a launch of a program on all ranks at once, one of many in a graph.
+    /// Seconds of a program's launch on all ranks concurrently, one of many in a graph.
     fn launch(&self, text: &str, shape: Shape) -> Result<f64> {
         let program = Program::parse(text)?;
         let mut parameters = Parameters::new();
@@ -180,7 +180,7 @@ impl Machine<'_> {
             parameters.insert(name, i64::try_from(value)?);
         }
         let options = PrepareOptions {
-            // Times count, not what is written.
+            // Only times matter, not results.
             verify: false,
             ..PrepareOptions::default()
         };

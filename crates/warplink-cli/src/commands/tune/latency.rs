@@ -1,4 +1,4 @@
-//! Latencies between operations, and the host's time to enqueue them.
+//! Latencies between operations, and host time for enqueuing.
 
 use super::machine::Machine;
 use crate::commands::bench::clock::Submission;
@@ -12,16 +12,16 @@ use warplink::{Communicator, DType};
 /// Round trips of a sample.
 const ROUND_TRIPS: usize = 32;
 
-/// Bytes of a transfer whose size does not count.
+/// Transfer size for measuring latency only.
 const SMALL: usize = 1024;
 
-/// Bytes of a transfer that the copy engine does.
+/// Transfer size for which the copy engine is used.
 const ENGINE_COPY: usize = 1 << 20;
 
-/// No figure of a device is less than this.
+/// Lower bound of every figure: below it a difference is noise.
 const MIN_SECONDS: f64 = 50e-9;
 
-/// From how many on a device does operations on words in a kernel, where it has one.
+/// Number of word operations from which on a device merges them into a kernel.
 const WORDS_IN_KERNEL: usize = 4;
 
 pub(super) fn measure(machine: &Machine<'_>, model: &mut HardwareModel) -> Result<()> {
@@ -49,8 +49,8 @@ pub(super) fn measure(machine: &Machine<'_>, model: &mut HardwareModel) -> Resul
     host(machine, model)
 }
 
-/// Seconds that a transfer by the copy engine takes longer in a graph than eagerly, beyond what a
-/// kernel does.
+/// Extra seconds of a copy-engine transfer in a graph compared to eager submission, beyond the extra of a
+/// kernel.
 fn captured_copy(machine: &Machine<'_>) -> Result<f64> {
     let bytes = ENGINE_COPY.min(machine.largest);
     let pair = pair(machine, bytes)?;
@@ -68,7 +68,7 @@ fn captured_copy(machine: &Machine<'_>) -> Result<f64> {
     Ok((copy - kernel).max(0.0))
 }
 
-/// Seconds of a single captured run of a small kernel beyond one of many in a row.
+/// Extra seconds of a single captured kernel compared to one of a sequence.
 pub(super) fn single_run(machine: &Machine<'_>, model: &HardwareModel) -> Result<f64> {
     let kernel = small_sum(machine)?;
     let single = machine.each(1, Submission::Captured, &|stream| {
@@ -77,9 +77,9 @@ pub(super) fn single_run(machine: &Machine<'_>, model: &HardwareModel) -> Result
     Ok(single - model.memory.kernel)
 }
 
-/// Seconds that one sequence of `count` writes to this rank's own words takes.
+/// Seconds of one sequence of `count` writes to this rank's own words.
 fn own_words(machine: &Machine<'_>, count: usize) -> Result<f64> {
-    // The second word is nobody else's to wait for.
+    // No other rank waits for the second word.
     let write = MemoryOp::Write {
         word: &machine.words[1],
         value: 1,
@@ -89,9 +89,9 @@ fn own_words(machine: &Machine<'_>, count: usize) -> Result<f64> {
     })
 }
 
-/// Seconds of a signal from rank 0 to rank 1 and back.
+/// Seconds of a signal round trip between rank 0 and rank 1.
 fn words_round_trip(machine: &Machine<'_>) -> Result<f64> {
-    // Ranks in between hand it on around the ring.
+    // Ranks in between forward it around the ring.
     let world = machine.comm.world();
     let remote = machine.remote_words.as_ref().context("there is no peer")?;
     let count = Cell::new(0_u64);
@@ -118,7 +118,7 @@ fn words_round_trip(machine: &Machine<'_>) -> Result<f64> {
     Ok(seconds * 2.0 / world as f64)
 }
 
-/// Seconds of a transfer in graphs from rank to rank around the ring, of one of the ways.
+/// Seconds of a captured transfer around the ring, for one path.
 pub(super) fn one_way(
     machine: &Machine<'_>,
     bytes: usize,
@@ -140,7 +140,7 @@ pub(super) fn one_way(
     Ok(seconds / world as f64)
 }
 
-/// A send to the right and a receive from the left, as beside matmuls.
+/// A send to the right and a receive from the left, as they run concurrently with matmuls.
 fn pair(machine: &Machine<'_>, bytes: usize) -> Result<[Transfer; 2]> {
     pair_by(machine, bytes, Protocol::Put, Path::OneBlock)
 }
@@ -161,7 +161,7 @@ fn pair_by(
     made.try_into().ok().context("two transfers were exchanged")
 }
 
-/// Seconds of an event to a second stream and one back.
+/// Seconds of an event to a second stream and back.
 fn events(machine: &Machine<'_>) -> Result<f64> {
     machine.each(16, Submission::Eager, &|stream| {
         machine.second.fork(stream)?;
@@ -169,7 +169,7 @@ fn events(machine: &Machine<'_>) -> Result<f64> {
     })
 }
 
-/// Seconds of a small kernel behind a write of a word.
+/// Seconds of a small kernel after a write of a word.
 fn launches(machine: &Machine<'_>, word: f64) -> Result<f64> {
     let launch = small_sum(machine)?;
     let write = MemoryOp::Write {
@@ -249,7 +249,7 @@ fn host(machine: &Machine<'_>, model: &mut HardwareModel) -> Result<()> {
     Ok(())
 }
 
-/// Seconds of the host to launch a graph of a few operations.
+/// Host seconds to launch a graph of a few operations.
 fn graph(machine: &Machine<'_>, stream: &Stream) -> Result<f64> {
     let launch = small_sum(machine)?;
     stream.begin_capture()?;

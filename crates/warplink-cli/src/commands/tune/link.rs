@@ -1,4 +1,4 @@
-//! Transfers between ranks: alone, and all at once.
+//! Transfers between ranks: one pair, and all at once.
 
 use super::machine::{self, Machine};
 use crate::commands::bench::clock::Submission;
@@ -8,10 +8,10 @@ use warplink::p2p::Protocol;
 use warplink::program::cost::HardwareModel;
 use warplink::program::cost::curve::Curve;
 
-/// Up to this number of bytes, a kernel of one block may be worth it.
+/// Up to this size a one-block kernel may be worthwhile.
 const ONE_BLOCK_LIMIT: usize = 256 << 10;
 
-/// The ranks that copy: the first alone, or all at once.
+/// Ranks that copy: only the first, or all at once.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Copying {
     First,
@@ -23,7 +23,7 @@ pub(super) fn measure(machine: &Machine<'_>, model: &mut HardwareModel) -> Resul
         return Ok(());
     }
     let properties = machine.comm.device().properties();
-    // Ranks that share their multiprocessors have no copy engine to compare with.
+    // Ranks that share multiprocessors have no copy engine to compare with.
     let limit = if properties.kernel_copies && !properties.shared {
         ONE_BLOCK_LIMIT
     } else {
@@ -53,7 +53,7 @@ pub(super) fn measure(machine: &Machine<'_>, model: &mut HardwareModel) -> Resul
     Ok(())
 }
 
-/// Target and source of a copy of `bytes` to or from the neighbour at a distance.
+/// Target and source of a copy of `bytes` between this rank and the one at a distance.
 pub(super) fn ends(
     machine: &Machine<'_>,
     protocol: Protocol,
@@ -82,7 +82,7 @@ pub(super) fn ends(
     })
 }
 
-/// Seconds of one of many copies in a row from one rank to another.
+/// Seconds of one of many consecutive copies between two ranks.
 fn copies(machine: &Machine<'_>, protocol: Protocol, bytes: usize, in_kernel: bool) -> Result<f64> {
     let (target, source) = ends(machine, protocol, 1, bytes)?;
     let repeat = ((256 << 20) / bytes).clamp(4, 32);
@@ -103,7 +103,7 @@ fn copies(machine: &Machine<'_>, protocol: Protocol, bytes: usize, in_kernel: bo
     })
 }
 
-/// Bytes per second of every rank when all copy at once: to one neighbour, or to all in turn.
+/// Bandwidth of each rank when all copy at once: to one neighbour, or to all in turn.
 fn peers(machine: &Machine<'_>, protocol: Protocol, bytes: usize, rotated: bool) -> Result<f64> {
     let distances = if rotated { machine.comm.world() - 1 } else { 1 };
     let turns: Vec<_> = (1..=distances)

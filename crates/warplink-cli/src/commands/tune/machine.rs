@@ -1,4 +1,4 @@
-//! The state of all measurements: memory of all ranks, streams, and clocks.
+//! Shared state of measurements: memory of all ranks, streams, and clocks.
 
 use crate::commands::bench::clock::{Clock, Submission, median};
 use crate::commands::bench::peers::{SecondStream, gather, neighbours, share};
@@ -10,23 +10,23 @@ use warplink::memory::{Region, RemoteRegion};
 use warplink::program::cost::curve::Curve;
 use warplink::{Communicator, DType};
 
-/// Seconds that the repetitions of one sample should take together.
+/// Target duration in seconds of one sample's repetitions.
 const SAMPLE: f64 = 1e-3;
 
-/// Time that work runs before it is timed on one rank alone.
+/// Warm-up time before timing a single rank.
 const WARM_UP: Duration = Duration::from_millis(20);
 
-/// The extent of the measurements.
+/// Scope of the measurements.
 pub(super) struct Selection {
     pub(super) samples: usize,
     pub(super) largest_transfer: usize,
-    /// The largest extent of a matrix.
+    /// Largest matrix extent.
     pub(super) largest_shape: usize,
     /// Element types of matrices.
     pub(super) dtypes: Vec<DType>,
-    /// Whether algorithms of collectives are measured.
+    /// Whether to measure algorithms of collectives.
     pub(super) algorithms: bool,
-    /// Whether the vendor's collectives are measured.
+    /// Whether to measure the vendor's collectives.
     pub(super) nccl: bool,
 }
 
@@ -36,15 +36,15 @@ pub(super) struct Machine<'a> {
     pub(super) second: SecondStream,
     pub(super) selection: Selection,
     pub(super) samples: usize,
-    /// The largest transfer.
+    /// Largest transfer.
     pub(super) largest: usize,
-    /// Memory that peers read, and that they write.
+    /// Memory that peers read and write.
     pub(super) own: Region,
     pub(super) into: Region,
-    /// The same of every peer; none for this rank.
+    /// The peers' memory; none for this rank.
     pub(super) remote_own: Vec<Option<RemoteRegion>>,
     pub(super) remote_into: Vec<Option<RemoteRegion>>,
-    /// Words that the left neighbour writes, and those of the right one.
+    /// Words that the left neighbour writes, and the right neighbour's.
     pub(super) words: [Word; 2],
     pub(super) remote_words: Option<[Word; 2]>,
     _words: Region,
@@ -54,7 +54,7 @@ pub(super) struct Machine<'a> {
 }
 
 impl<'a> Machine<'a> {
-    /// Every rank makes one at the same time.
+    /// Collective.
     pub(super) fn new(comm: &'a Communicator, selection: Selection) -> Result<Self> {
         let largest = selection.largest_transfer;
         let bytes = largest as u128;
@@ -102,7 +102,7 @@ impl<'a> Machine<'a> {
         left
     }
 
-    /// Sizes from 1 KiB to the largest transfer, each four times the one before.
+    /// Sizes from 1 KiB to the largest transfer, in factors of four.
     pub(super) fn sizes(&self) -> Vec<usize> {
         std::iter::successors(Some(1024_usize), |size| size.checked_mul(4))
             .take_while(|size| *size <= self.largest)
@@ -113,8 +113,8 @@ impl<'a> Machine<'a> {
         Ok(self.comm.device().allocate(bytes, AllocationKind::Plain)?)
     }
 
-    /// Seconds of one of many repetitions of `work` in a row: the median of the samples, each that of the slowest rank.
-    /// Every rank calls this with as much to do.
+    /// Seconds of one of many consecutive repetitions of `work`: median over samples of the slowest rank.
+    /// Collective.
     pub(super) fn each(
         &self,
         repeat: usize,
@@ -128,17 +128,16 @@ impl<'a> Machine<'a> {
         Ok(times.first().context("nothing was timed")?.stream.median)
     }
 
-    /// As [`each`](Self::each) for this rank alone: other ranks need not call it.
+    /// As [`each`](Self::each) for this rank alone.
     pub(super) fn alone(&self, work: &dyn Fn(&Stream) -> Result<()>) -> Result<f64> {
         let stream = &self.clock.stream;
-        // The first run loads what is missing.
+        // The first run loads kernels.
         let mut once = 0.0;
         for _ in 0..2 {
             once = self.timed(stream, &|| work(stream))?;
         }
         let repeat = (SAMPLE / once.max(1e-6)).clamp(1.0, 32.0) as usize;
-        // A device that has been idle runs faster than one at its power limit, where programs that
-        // compute for long run.
+        // A GPU that was idle runs faster than one at its power limit, which long programs reach.
         let start = Instant::now();
         while start.elapsed() < WARM_UP {
             self.timed(stream, &|| (0..repeat).try_for_each(|_| work(stream)))?;
@@ -151,7 +150,7 @@ impl<'a> Machine<'a> {
         Ok(median(&mut times))
     }
 
-    /// Seconds that `stream` takes for what `work` enqueues.
+    /// Seconds that `stream` takes for the work that `work` enqueues.
     pub(super) fn timed(&self, stream: &Stream, work: &dyn Fn() -> Result<()>) -> Result<f64> {
         stream.record(&self.begin)?;
         work()?;
@@ -160,7 +159,7 @@ impl<'a> Machine<'a> {
         Ok(f64::from(self.end.elapsed_since(&self.begin)?) / 1e3)
     }
 
-    /// Seconds of the host for one of many calls of `work`.
+    /// Host seconds of one of many calls of `work`.
     pub(super) fn host(&self, work: &mut dyn FnMut() -> Result<()>) -> Result<f64> {
         const ROUNDS: usize = 16;
         const IN_A_ROW: usize = 8;
@@ -177,14 +176,13 @@ impl<'a> Machine<'a> {
         Ok(median(&mut times))
     }
 
-    /// The median over the ranks of a figure that each has measured.
+    /// Median over the ranks of a locally measured figure.
     pub(super) fn median(&self, own: f64) -> Result<f64> {
         Ok(median(&mut gather(self.comm, &[own])?.concat()))
     }
 }
 
-/// A curve of measured points. More bytes never take less time: where it seems so, the smaller copy
-/// was disturbed.
+/// A curve of measured points, made monotonic: if more bytes seem faster, the smaller sample was disturbed.
 pub(super) fn curve(mut points: Vec<(u64, f64)>) -> Curve {
     let mut least = f64::INFINITY;
     for (_, seconds) in points.iter_mut().rev() {

@@ -1,4 +1,4 @@
-//! Copies within a device's memory, and sums.
+//! Copies within device memory, and sums.
 
 use super::machine::{Machine, curve};
 use crate::commands::bench::clock::Submission;
@@ -7,7 +7,7 @@ use warplink::DType;
 use warplink::device::{Elementwise, ElementwiseOp};
 use warplink::program::cost::HardwareModel;
 
-/// Bytes of a sum that takes no time but that of its kernel.
+/// Size of a sum whose time is only its kernel's.
 const MIN_BYTES: usize = 1024;
 
 pub(super) fn measure(machine: &Machine<'_>, model: &mut HardwareModel) -> Result<()> {
@@ -37,10 +37,10 @@ pub(super) fn measure(machine: &Machine<'_>, model: &mut HardwareModel) -> Resul
         points.push((bytes as u64, seconds));
     }
     model.memory.copy = curve(points);
-    // Whichever comes closer to what the memory can do; a copy reads and writes.
+    // The better approximation of the memory bandwidth; a copy reads and writes.
     model.memory.rate = model.memory.sum_rate.max(2.0 * model.memory.copy.peak());
     let one = 1.0 / model.device.multiprocessors as f64;
-    // The engines of a GPU copy without its multiprocessors, which a sum fills.
+    // Copy engines need no multiprocessors, while a sum fills them.
     (model.memory.copy_occupancy, model.memory.sum_occupancy) = if model.device.shared {
         (one, one)
     } else {

@@ -1,4 +1,4 @@
-//! `warplink tune`: measures the machine, for the cost model.
+//! `warplink tune`: measures the machine for the cost model.
 
 mod algorithms;
 mod collective;
@@ -28,22 +28,23 @@ use warplink::program::cost::model::{DeviceMatch, FORMAT, Source};
 use warplink::program::cost::{DeviceDescription, HardwareModel, find};
 use warplink::{Communicator, DType, DeviceKind};
 
-/// The largest extent of a matrix that can be asked for.
+/// Largest matrix extent that can be requested.
 const MAX_SHAPE: usize = 1 << 17;
 
-/// The shortest `--largest-transfer`: shorter ones have no rates, and are less than the parts of some measurements.
+/// Minimum of `--largest-transfer`: below it rates are meaningless, and some measurements cannot be divided.
 const MIN_TRANSFER: u64 = 4 << 10;
 
 /// Added for each rank, since some measurements give every rank a part.
 const MIN_TRANSFER_PER_RANK: u64 = 1 << 10;
 
-/// The largest factor between estimates by measured figures and times, over 500 random shapes on two H200.
+/// Largest factor between estimates with measured figures and actual times, over 500 random shapes on two
+/// H200.
 const UNCERTAINTY: f64 = 1.6;
 
-/// A measurement: it writes its figures into the model.
+/// A measurement, which writes its figures into the model.
 type Measurement = fn(&Machine<'_>, &mut HardwareModel) -> Result<()>;
 
-/// All of them. Later ones subtract times that earlier ones have measured.
+/// Order matters: later ones subtract times measured earlier.
 const MEASUREMENTS: [(&str, Measurement); 9] = [
     ("memory", memory::measure),
     ("transfers", link::measure),
@@ -96,7 +97,7 @@ pub(crate) struct Tune {
     no_nccl: bool,
 }
 
-/// The error where no default path exists.
+/// The error without a default path.
 const NO_DIRECTORY: &str = "no cache directory; use --output FILE";
 
 impl Tune {
@@ -115,7 +116,7 @@ impl Tune {
         ranks::run_checked(options, check, |comm| {
             self.check(comm.device().kind(), comm.world())?;
             let description = DeviceDescription::of(&**comm.device());
-            // Figures that cannot be measured keep their known or guessed values.
+            // Figures that cannot be measured keep their known or assumed values.
             let (assumed, _) = HardwareModel::find(&description, comm.world())?;
             let model = rounded(&self.measure(comm, &assumed)?)?;
             if comm.rank() == 0 {
@@ -130,7 +131,7 @@ impl Tune {
         })
     }
 
-    /// Fails where nothing could be measured with the arguments.
+    /// Fails if the arguments leave nothing to measure.
     fn check(&self, kind: DeviceKind, world: usize) -> Result<()> {
         if let Some(transfer) = self.largest_transfer {
             let least = Bytes(MIN_TRANSFER.max(MIN_TRANSFER_PER_RANK * world as u64));
@@ -153,7 +154,7 @@ impl Tune {
         Ok(())
     }
 
-    /// `assumed`, with all figures that can be measured here.
+    /// `assumed`, updated with all figures that can be measured here.
     fn measure(&self, comm: &Communicator, assumed: &HardwareModel) -> Result<HardwareModel> {
         let properties = comm.device().properties();
         let selection = self.selection(properties.shared)?;
@@ -169,7 +170,7 @@ impl Tune {
                 multiprocessors: properties.multiprocessors,
                 shared: properties.shared,
             },
-            // Ranks that share processors disturb one another's trials more than estimates are off.
+            // Ranks that share cores disturb trials more than estimates are off.
             uncertainty: if properties.shared { 1.0 } else { UNCERTAINTY },
             source: Source {
                 machine: format!("{} on {}", counted(comm.world(), "rank"), properties.model),
@@ -230,7 +231,7 @@ impl Tune {
     }
 }
 
-/// The command with these arguments, without its output path.
+/// The command line, without its output path.
 fn command(arguments: impl Iterator<Item = String>) -> String {
     let mut command = "warplink".to_owned();
     let mut is_path = false;
@@ -244,7 +245,7 @@ fn command(arguments: impl Iterator<Item = String>) -> String {
     command
 }
 
-/// Four digits of every figure, which is more than is known of it.
+/// Rounds every figure to four digits, more than its precision.
 fn rounded(model: &HardwareModel) -> Result<HardwareModel> {
     fn round(value: &mut serde_json::Value) {
         match value {
@@ -266,7 +267,7 @@ fn rounded(model: &HardwareModel) -> Result<HardwareModel> {
     serde_json::from_value(value).context("round the figures")
 }
 
-/// Writes the model. One with a figure that cannot be is written, too, so that what was measured is not lost.
+/// Writes the model, even if some figure is invalid, so that measurements are not lost.
 fn write(path: &Path, model: &HardwareModel) -> Result<()> {
     let text = model.to_json()?;
     write_file(path, format!("{text}\n").as_bytes())?;
@@ -275,7 +276,7 @@ fn write(path: &Path, model: &HardwareModel) -> Result<()> {
     Ok(())
 }
 
-/// The date in UTC, as year-month-day.
+/// UTC date as year-month-day.
 fn today() -> String {
     let seconds = SystemTime::now()
         .duration_since(UNIX_EPOCH)
@@ -283,7 +284,7 @@ fn today() -> String {
     date(seconds / 86_400)
 }
 
-/// The date that is this number of days after 1970-01-01.
+/// The date `days` after 1970-01-01.
 fn date(days: u64) -> String {
     let leap = |year: u64| {
         year.is_multiple_of(4) && (!year.is_multiple_of(100) || year.is_multiple_of(400))

@@ -1,11 +1,10 @@
-//! A short account of what was measured.
+//! Summary of the measurements.
 
 use crate::report::bytes::Bytes;
 use crate::report::table::{Align, Table};
 use warplink::program::cost::HardwareModel;
 
-/// The figures of `model` that say most about a machine. Those that are as in `assumed`, the model that was there before,
-/// could not be measured.
+/// Key figures of `model`. Those equal to `assumed`, the previous model, were not measured.
 pub(super) fn text(model: &HardwareModel, assumed: &HardwareModel) -> String {
     let columns = [
         ("", Align::Left),
@@ -23,7 +22,7 @@ pub(super) fn text(model: &HardwareModel, assumed: &HardwareModel) -> String {
     format!("{}\n\n{table}", model.name)
 }
 
-/// The figures that every model has, by name.
+/// Figures of every model, by name.
 fn scalars(model: &HardwareModel) -> Vec<(&'static str, String)> {
     let rate = |rate: f64| format!("{:.1} GB/s", rate / 1e9);
     let micros = |seconds: f64| format!("{:.2} us", seconds * 1e6);
@@ -69,7 +68,7 @@ fn scalars(model: &HardwareModel) -> Vec<(&'static str, String)> {
     ]
 }
 
-/// The measured algorithms, matmuls and collectives of the vendor, by name.
+/// Measured algorithms, matmuls and vendor collectives, by name.
 fn series(model: &HardwareModel) -> Vec<(String, String)> {
     let micros = |seconds: f64| format!("{:.2} us", seconds * 1e6);
     let mut rows = Vec::new();

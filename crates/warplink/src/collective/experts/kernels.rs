@@ -1,26 +1,26 @@
-//! The kernels of a layer of experts that work on memory of one rank; `kernels/experts.cu` says what they do.
+//! Local kernels of a layer of experts; see `kernels/experts.cu`.
 
 use crate::device::{Argument, Block, Device, DeviceSlice, Kernel, Launch, ModuleSource, Stream};
 use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Result};
 use std::sync::Arc;
 
-/// For what goes to no expert. Must match the kernels.
+/// Marks a slot without an expert. Must match the kernels.
 const NOWHERE: u32 = u32::MAX;
 
 const ROUTE_THREADS: u32 = 1024;
 const SUM_THREADS: u32 = 512;
 
-/// The most blocks that sum.
+/// Maximum blocks of the sum: enough to saturate memory bandwidth.
 const MAX_SUM_BLOCKS: usize = 256;
 
-/// Kernels that are loaded.
+/// The loaded kernels.
 pub(super) struct ExpertKernels {
     route: Kernel,
     sums: [(DType, Kernel); 3],
 }
 
-/// What `route` takes; the memory is 32 bits for each number.
+/// Arguments of `route`; memory holds 32-bit integers.
 pub(super) struct Routing {
     pub(super) experts: DeviceSlice,
     pub(super) tokens: usize,
@@ -34,7 +34,7 @@ pub(super) struct Routing {
     pub(super) places: DeviceSlice,
 }
 
-/// What `sum` takes.
+/// Arguments of `sum`.
 pub(super) struct Sum {
     pub(super) rows: DeviceSlice,
     pub(super) places: DeviceSlice,
@@ -67,7 +67,7 @@ impl ExpertKernels {
         })
     }
 
-    /// Enqueues the listing of what goes to each of `world` ranks.
+    /// Enqueues building the list of rows for each of `world` ranks.
     pub(super) fn route(&self, it: &Routing, world: usize, stream: &Stream) -> Result<()> {
         let words = [
             it.experts.address(),
@@ -127,7 +127,7 @@ fn store(block: &Block<'_>, memory: &DeviceSlice, from: usize, numbers: &[u32]) 
     block.store(&memory.slice(4 * from..4 * from + bytes.len())?, &bytes)
 }
 
-/// `route`: a block for each rank.
+/// `route`: one block for each rank.
 fn route(block: &Block<'_>) -> Result<()> {
     let words = block.words(0)?;
     let [tokens, slots, all, each, limit] = [1, 2, 3, 4, 5].map(|word| words[word] as usize);
@@ -163,7 +163,7 @@ fn route(block: &Block<'_>) -> Result<()> {
     store(block, counts, rank, &[count as u32])
 }
 
-/// `sum`: blocks take tokens in turn.
+/// `sum`: blocks process tokens round-robin.
 fn sum(block: &Block<'_>, dtype: DType) -> Result<()> {
     let words = block.words(0)?;
     let [tokens, slots, elements] = [4, 5, 6].map(|word| words[word] as usize);

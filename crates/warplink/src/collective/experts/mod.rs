@@ -1,12 +1,12 @@
-//! Expert parallelism: rows of tokens to the ranks of their experts, and back as weighted sums.
+//! Expert parallelism: sends rows of tokens to the ranks of their experts, and returns weighted sums.
 //!
-//! Which rows go where is only known in device memory. A kernel lists them (`kernels/experts.cu`), messages with counts in
-//! device memory move them, and another kernel sums what came back. No rank waits for others than those that it
-//! exchanges rows with, and no host for any.
+//! The routing exists only in device memory. A kernel lists the rows (`kernels/experts.cu`), messages with
+//! counts in device memory move them, and another kernel sums the returned rows. A rank waits only for ranks
+//! that it exchanges rows with, and no host waits.
 //!
 //! | module | subject |
 //! |---|---|
-//! | `kernels` | the kernels on each rank, and what they do where a device takes closures |
+//! | `kernels` | the kernels, and their host-device versions |
 
 mod kernels;
 
@@ -21,43 +21,42 @@ use kernels::{ExpertKernels, Routing, Sum};
 use std::fmt;
 use std::sync::Mutex;
 
-/// Bytes of an expert's number, a count or a place.
+/// Bytes of an expert number, count or position.
 const WORD: usize = 4;
 
-/// A layer of experts; the same on every rank.
+/// Options of a layer of experts; equal on every rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ExpertOptions {
-    /// How many experts there are: a multiple of the ranks. Rank r has those from `r * experts / world` on.
+    /// Number of experts, a multiple of the ranks. Rank r has those from `r * experts / world` on.
     pub experts: usize,
-    /// To how many experts a token goes.
+    /// Experts for each token.
     pub top_k: usize,
-    /// The most tokens of a rank in one call.
+    /// Maximum tokens of a rank in one call.
     pub max_tokens: usize,
-    /// The most rows that one rank sends to one other in a call, which all memory is made for; where there is none,
-    /// as many as there may be: each token to `top_k` experts of one rank, or to all of its experts where these are
-    /// fewer.
+    /// Maximum rows from one rank to another in a call, which determines the memory. By default the worst
+    /// case: every token goes to `top_k` experts of one rank, or to all of its experts if these are fewer.
     pub max_rows: Option<usize>,
     /// Elements of a row.
     pub elements: usize,
-    /// Their type: `f32`, `f16` or `bf16`.
+    /// Element type: `f32`, `f16` or `bf16`.
     pub dtype: DType,
 }
 
-/// What [`Experts::dispatch`] gives: the rows for the experts of this rank, by the rank that they come from. All of it
-/// is the caller's memory.
+/// Output of [`Experts::dispatch`]: rows for this rank's experts, grouped by source rank. All of it is the
+/// caller's memory.
 #[derive(Clone, Copy, Debug)]
 pub struct Dispatched<'a> {
-    /// The rows: `[world, max_rows, elements]`, of which those of rank p are the first `counts[p]`, in the order of its
+    /// Rows: `[world, max_rows, elements]`. Those of rank p are the first `counts[p]`, in the order of its
     /// tokens.
     pub rows: &'a DeviceSlice,
-    /// For each row, which of this rank's experts it is for, from 0 on: `i32[world, max_rows]`.
+    /// Local index of the expert of each row: `i32[world, max_rows]`.
     pub experts: &'a DeviceSlice,
-    /// How many rows came from each rank: `i32[world]`.
+    /// Number of rows from each rank: `i32[world]`.
     pub counts: &'a DeviceSlice,
 }
 
-/// A layer of experts whose calls follow one another; for calls that are under way at the same time, make several.
-/// Clones are the same.
+/// A layer of experts. Its calls are serialized; use several layers for concurrent calls. Clones share the
+/// layer.
 #[derive(Clone)]
 pub struct Experts(std::sync::Arc<InUse<Layer>>);
 
@@ -66,25 +65,25 @@ struct Layer {
     options: ExpertOptions,
     max_rows: usize,
     kernels: ExpertKernels,
-    /// For each rank, how many rows go there, the token of each, and for which of its experts.
+    /// For each rank: number of rows, and token and expert of each.
     counts: DeviceSlice,
     tokens: DeviceSlice,
     locals: DeviceSlice,
-    /// For each slot of each token, where its row comes back.
+    /// For each slot of each token, the position of its returned row.
     places: DeviceSlice,
-    /// What comes back: `[world, max_rows, elements]`.
+    /// Returned rows: `[world, max_rows, elements]`.
     back: DeviceSlice,
-    /// How many tokens the last dispatch had, which `places` are for.
+    /// Number of tokens of the last dispatch, to which `places` belongs.
     dispatched: Mutex<Option<usize>>,
 }
 
 impl ExpertOptions {
-    /// Bytes of a row.
+    /// Size of a row in bytes.
     pub fn row_bytes(&self) -> usize {
         self.elements * self.dtype.size()
     }
 
-    /// The most rows from one of `world` ranks to another.
+    /// Maximum rows from one of `world` ranks to another.
     pub fn rows_per_peer(&self, world: usize) -> usize {
         let of_token = self.top_k.min(self.experts / world.max(1));
         self.max_rows.unwrap_or(self.max_tokens * of_token)
@@ -115,7 +114,7 @@ impl ExpertOptions {
                 "give sizes above 0",
             );
         }
-        // Kernels number rows in 32 bits.
+        // Kernels index rows with 32 bits.
         let slots = self.max_tokens.checked_mul(self.top_k);
         let rows = slots.and_then(|_| self.rows_per_peer(world).checked_mul(world));
         let bytes = rows.and_then(|rows| rows.checked_mul(self.elements)?.checked_mul(4));
@@ -133,12 +132,12 @@ impl ExpertOptions {
 }
 
 impl Collectives {
-    /// A layer of experts on these ranks, with memory for its calls: `world * max_rows` rows. Asks no other rank; blocks
-    /// while kernels are compiled, the first time on a machine.
+    /// Creates a layer of experts on these ranks, with memory for `world * max_rows` rows. Not collective;
+    /// blocks while kernels are compiled, the first time on a machine.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidArgument`] for options that do not fit together; [`ErrorKind::Unsupported`] on the path by
-    /// the vendor's library, and for rows that are longer than a chunk of the workspace.
+    /// [`ErrorKind::InvalidArgument`] for inconsistent options; [`ErrorKind::Unsupported`] on the engine
+    /// path, and for rows longer than a chunk of the workspace.
     pub fn experts(&self, options: &ExpertOptions) -> Result<Experts> {
         let made = self.layer(options);
         made.map_err(|error| error.with_operation("make a layer of experts"))
@@ -177,15 +176,14 @@ impl Collectives {
 }
 
 impl Experts {
-    /// Sends each row of `tokens` (`[n, elements]`) to the ranks of its `experts` (`i32[n, top_k]`), once for each
-    /// expert. A number that is no expert's is a slot without one. Every rank calls it, with any number of tokens up to
-    /// `max_tokens`, also none. Does not block; the counts are in device memory alone.
+    /// Sends each row of `tokens` (`[n, elements]`) to the ranks of its `experts` (`i32[n, top_k]`), once for
+    /// each expert. Out-of-range numbers are empty slots. Collective, with up to `max_tokens` tokens on each
+    /// rank, possibly none. Does not block; counts stay in device memory.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidArgument`] for memory of other lengths, that is not aligned to its elements, or that overlaps
-    /// where it is written. More rows for a rank than `max_rows`, and ranks with
-    /// other options, are errors of the streams on both ranks ([`ErrorKind::Mismatch`]), and no row of that call
-    /// arrives there.
+    /// [`ErrorKind::InvalidArgument`] for memory of wrong length or alignment, or overlapping outputs. More
+    /// rows for a rank than `max_rows`, and differing options of two ranks, fail the streams of both ranks
+    /// ([`ErrorKind::Mismatch`]), and no row of that call arrives.
     pub fn dispatch(
         &self,
         tokens: &DeviceSlice,
@@ -197,14 +195,14 @@ impl Experts {
         done.map_err(|error| error.with_operation("dispatch"))
     }
 
-    /// `output` (`[n, elements]`) becomes for each token of the last dispatch the sum of its rows, each times its weight
-    /// in `weights` (`f32[n, top_k]`): in `f32`, in the order of the slots, rounded once, so that it is the same from
-    /// run to run. `from` is what the dispatch gave, with the experts' results in the place of the rows. A token without
-    /// an expert gets zeros. Every rank calls it. Does not block.
+    /// Computes for each token of the last dispatch the weighted sum of its returned rows into `output` (`[n,
+    /// elements]`), with `weights` (`f32[n, top_k]`): in `f32`, in slot order, rounded once, hence
+    /// deterministic. `from` is the dispatch's output with the experts' results in place of the rows. Tokens
+    /// without an expert get zeros. Collective. Does not block.
     ///
     /// # Errors
-    /// As [`dispatch`](Self::dispatch); [`ErrorKind::InvalidArgument`] for another number of tokens than the last
-    /// dispatch had, or without one.
+    /// As [`dispatch`](Self::dispatch); [`ErrorKind::InvalidArgument`] if the number of tokens differs from
+    /// the last dispatch, or there was none.
     pub fn combine(
         &self,
         output: &DeviceSlice,
@@ -261,7 +259,7 @@ impl Experts {
                 index,
             };
             let given = Count::Given(&sent[peer]);
-            let told = Count::Told(&received.2[peer]);
+            let told = Count::Stated(&received.2[peer]);
             let numbers = Some(&numbers[peer]);
             entries.push(message(Direction::Send, tokens, row, given, numbers));
             entries.push(message(Direction::Send, &locals[peer], WORD, given, None));
@@ -348,7 +346,7 @@ impl Experts {
         })
     }
 
-    /// Gives `stream` the work of a call, when it is its turn; `work` is passed whether a graph records it.
+    /// Enqueues a call's work on `stream`, in order; `work` receives whether it is being captured.
     fn enqueue(&self, stream: &Stream, work: impl FnOnce(bool) -> Result<()>) -> Result<()> {
         let inner = &self.0.collectives.0;
         inner.context.fault.check()?;
@@ -362,13 +360,13 @@ impl Layer {
         self.collectives.0.machine.world
     }
 
-    /// All ranks, from this one on.
+    /// All ranks, starting with this one, so that ranks do not all target the same peer.
     fn peers(&self) -> impl Iterator<Item = Rank> {
         let (rank, world) = (self.collectives.0.context.rank(), self.world());
         (0..world).map(move |step| (rank + step) % world)
     }
 
-    /// How many tokens' rows the memory has.
+    /// Number of tokens whose rows fit the memory exactly.
     fn tokens_in(&self, what: &str, memory: &DeviceSlice) -> Result<usize> {
         let (row, most) = (self.options.row_bytes(), self.options.max_tokens);
         if memory.bytes().is_multiple_of(row) && memory.bytes() / row <= most {
@@ -390,8 +388,8 @@ impl Layer {
         check_bytes("the counts of rows", all.counts, WORD * self.world(), WORD)
     }
 
-    /// Fails where the last dispatch was of other tokens than `tokens` that are combined: where their rows come back is
-    /// not known.
+    /// Fails if the last dispatch had another number of tokens than `tokens`: the positions of returned rows
+    /// would be wrong.
     fn check_dispatched(&self, tokens: usize) -> Result<()> {
         let last = match *lock(&self.dispatched) {
             Some(last) if last == tokens => return Ok(()),
@@ -400,11 +398,11 @@ impl Layer {
         };
         Err(
             Error::invalid(format!("a combine of {tokens} tokens; expected {last}"))
-                .with_help("combine what was dispatched, before more is dispatched"),
+                .with_help("combine each dispatch before the next one"),
         )
     }
 
-    /// The part of each rank, of `bytes` bytes.
+    /// Splits memory into a part of `bytes` bytes for each rank.
     fn parts(&self, memory: &DeviceSlice, bytes: usize) -> Result<Vec<DeviceSlice>> {
         let ranks = 0..self.world();
         ranks
@@ -420,7 +418,7 @@ impl Layer {
     }
 }
 
-/// Fails for memory of another length, or whose elements of `unit` bytes do not begin at multiples of that.
+/// Fails if memory has the wrong length, or is not aligned to `unit` bytes.
 fn check_bytes(what: &str, memory: &DeviceSlice, expected: usize, unit: usize) -> Result<()> {
     if memory.bytes() != expected {
         return Err(Error::invalid(format!(
@@ -434,7 +432,7 @@ fn check_bytes(what: &str, memory: &DeviceSlice, expected: usize, unit: usize) -
             "{what} begin at {:#x}; expected a multiple of {unit}",
             memory.address()
         ))
-        .with_help("begin at a whole element"));
+        .with_help("align it to the element size"));
     }
     Ok(())
 }

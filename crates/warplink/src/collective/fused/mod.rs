@@ -194,7 +194,7 @@ impl FusedMemory<'_> {
                 let in_place = (name, other) == ("residual_out", "residual") && self.is_in_place();
                 if name != other && !in_place && target.overlaps(slice) {
                     return Err(Error::invalid(format!(
-                        "{name} overlaps {other}; expected memory apart, but for the residual in place"
+                        "{name} overlaps {other}; expected separate memory, but for the residual in place"
                     ))
                     .with_help("pass other memory"));
                 }

@@ -1,13 +1,13 @@
-//! What is told of the ends of a message that do not fit.
+//! Errors of messages whose two ends do not match.
 
 use crate::error::{Error, ErrorKind};
 use crate::p2p::Direction;
 
-/// That nothing is known of how many units there are. Must match the kernel.
+/// Marks an unknown number of units. Must match the kernel.
 pub(super) const ANY_UNITS: u64 = u64::MAX;
 
-/// The error of an end that moves at most `own` bytes, where the other states `theirs`, and has `length` to move,
-/// where that is known.
+/// Error of an end that moves at most `own` bytes while the other end states `theirs`; `length` is the actual
+/// length, if known.
 pub(super) fn difference(
     direction: Direction,
     own: u64,
@@ -42,7 +42,7 @@ pub(super) fn difference(
         .with_help(help)
 }
 
-/// What a kernel noted, in words of 32 bits; see `refuse` there.
+/// Error recorded by a kernel, as 32-bit words; see `refuse` there.
 pub(super) fn noted(words: &[u32]) -> Error {
     let word = |number: usize| {
         let half = |number: usize| u64::from(words.get(number).copied().unwrap_or(0));

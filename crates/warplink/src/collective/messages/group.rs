@@ -1,4 +1,4 @@
-//! Groups of sends and receives, and the all-to-all with sizes for each peer.
+//! Groups of sends and receives, and all-to-all with a size for each peer.
 
 use super::{Entry, MAX_MESSAGES};
 use crate::collective::Collectives;
@@ -7,21 +7,21 @@ use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::p2p::Direction;
 
-/// The most bytes of a message of a rank to itself that go along in the launch of the others, by way of the workspace: a
-/// copy of the device's costs the host a call more. For longer ones that has more threads.
+/// Maximum bytes of a message to self that joins the launch, through the workspace: a separate device copy
+/// costs another host call, but is faster for longer data.
 const MAX_ALONG: usize = 1 << 20;
 
-/// What a rank gives itself: target and source.
-type Own<'a> = (&'a DeviceSlice, &'a DeviceSlice);
+/// A message to self: target and source.
+type SelfMessage<'a> = (&'a DeviceSlice, &'a DeviceSlice);
 
-/// A send or a receive of a group.
+/// A send or receive of a group.
 #[derive(Clone, Copy, Debug)]
 pub struct Message<'a> {
-    /// The rank at the other end; it may be this one.
+    /// Rank at the other end; may be this rank.
     pub peer: Rank,
-    /// Which way the bytes go.
+    /// Direction.
     pub direction: Direction,
-    /// What is sent, or where what is received belongs.
+    /// Source of a send, destination of a receive.
     pub memory: &'a DeviceSlice,
 }
 
@@ -45,40 +45,37 @@ impl<'a> Message<'a> {
     }
 }
 
-/// How memory is cut into a part for each rank, in elements.
+/// Division of memory into a part for each rank, in elements.
 #[derive(Clone, Copy, Debug)]
 pub struct Parts<'a> {
-    /// How many elements the part of each rank has.
+    /// Elements of each rank's part.
     pub counts: &'a [usize],
-    /// From which element on it lies.
+    /// Offset of each rank's part.
     pub displacements: &'a [usize],
 }
 
 impl Collectives {
-    /// Does all `messages` at the same time, of which those to one peer, and those from one, happen in their order:
-    /// the n-th send to a rank is for the n-th receive there from this one. Only the two ranks of a message need to
-    /// call, and ranks may group their messages differently, as long as some order of them lets all go on. Messages
-    /// to this rank itself have both ends in one group. What is received overlaps no other memory of the group.
-    /// Does not block.
+    /// Executes all `messages` concurrently; those to or from one peer are matched in order: the n-th send to
+    /// a rank belongs to its n-th receive from this rank. Only the two ranks of a message need to call, and
+    /// ranks may group messages differently, as long as some order allows all to complete. Messages to self
+    /// need both ends in one group. Receive buffers must not overlap other memory of the group. Does not
+    /// block.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidArgument`] for ranks out of range, memory that
-    /// overlaps, more than [`MAX_MESSAGES`] messages, and messages to this rank that do not fit. That the ends of a
-    /// message have other lengths is an error of the stream on both ranks
-    /// ([`ErrorKind::Mismatch`], with the peer), where the direct path does it.
+    /// [`ErrorKind::InvalidArgument`] for ranks out of range, overlapping memory, more than [`MAX_MESSAGES`]
+    /// messages, and unmatched messages to self. Different lengths of a message's ends fail the streams of
+    /// both ranks ([`ErrorKind::Mismatch`], with the peer) on the direct path.
     pub fn send_receive(&self, messages: &[Message<'_>], stream: &Stream) -> Result<()> {
         self.exchange(messages, stream)
             .map_err(|error| error.with_operation("send and receive"))
     }
 
-    /// Part p of `output` becomes this rank's part of rank p's `input`, for each rank; each may have another length.
-    /// Counts of 0 are allowed, and parts of the input may overlap. No kernel is compiled for new counts. Does not
-    /// block.
+    /// Sends part p of `input` to rank p and receives its part into part p of `output`; sizes may differ.
+    /// Counts may be 0, and input parts may overlap. New counts compile no kernel. Does not block.
     ///
     /// # Errors
-    /// As [`send_receive`](Self::send_receive): what a rank sends to another is as long as that one expects it. Parts
-    /// that are not one for each rank, or not in the memory, are
-    /// [`ErrorKind::InvalidArgument`].
+    /// As [`send_receive`](Self::send_receive): a part's length must match at both ranks.
+    /// [`ErrorKind::InvalidArgument`] if there is not one part for each rank, or a part is out of bounds.
     pub fn all_to_all_v(
         &self,
         (output, output_parts): (&DeviceSlice, Parts<'_>),
@@ -94,7 +91,7 @@ impl Collectives {
         );
         let (rank, world) = (self.0.context.rank(), self.0.machine.world);
         let mut messages = Vec::with_capacity(2 * world);
-        // Each rank begins with another peer.
+        // Each rank starts with another peer, to spread the load over links.
         for peer in (0..world).map(|step| (rank + step) % world) {
             messages.push(Message::send(peer, &sent[peer]));
             messages.push(Message::receive(peer, &received[peer]));
@@ -118,6 +115,7 @@ impl Collectives {
             ))
             .with_help("give one of each for every rank"));
         }
+        // Checked arithmetic: counts and displacements come from the caller.
         let both = parts.counts.iter().zip(parts.displacements);
         let parts = both.enumerate().map(|(peer, (count, displacement))| {
             let end = displacement.checked_add(*count);
@@ -163,7 +161,7 @@ impl Collectives {
             });
         }
         let (mut sends, mut receives) = (Vec::new(), Vec::new());
-        // Both ends leave out what is empty.
+        // Both ends skip empty messages.
         for message in others.filter(|message| message.memory.bytes() > 0) {
             let end = (message.peer, message.memory.clone());
             match message.direction {
@@ -183,14 +181,17 @@ impl Collectives {
     }
 }
 
-/// Enqueues what a rank gives itself.
-fn copy(copies: &[Own<'_>], stream: &Stream) -> Result<()> {
+/// Enqueues messages to self.
+fn copy(copies: &[SelfMessage<'_>], stream: &Stream) -> Result<()> {
     let mut filled = copies.iter().filter(|(_, source)| source.bytes() > 0);
     filled.try_for_each(|(target, source)| stream.copy(target, source))
 }
 
-/// What of `copies` goes along in a launch of `others` messages, and what is copied before it.
-fn divide(copies: Vec<Own<'_>>, others: usize) -> (Vec<Own<'_>>, Vec<Own<'_>>) {
+/// Splits messages to self into those that join a launch of `others` messages, and those copied before it.
+fn divide(
+    copies: Vec<SelfMessage<'_>>,
+    others: usize,
+) -> (Vec<SelfMessage<'_>>, Vec<SelfMessage<'_>>) {
     // A launch for nothing else costs as much as a copy.
     let mut room = if others == 0 {
         0
@@ -212,7 +213,7 @@ fn not_linked() -> Error {
     .with_help("leave the path open")
 }
 
-/// Fails where there are more messages between ranks than one launch does.
+/// Fails for more messages than one launch supports.
 fn check_count(messages: usize) -> Result<()> {
     if messages <= MAX_MESSAGES {
         return Ok(());
@@ -242,18 +243,18 @@ fn check(messages: &[Message<'_>], world: usize) -> Result<()> {
             .find(|(_, other)| other.memory.bytes() > 0 && other.memory.overlaps(message.memory))
         {
             return Err(Error::invalid(format!(
-                "what is received into {:?} overlaps {:?}; expected memory apart",
+                "the receive buffer {:?} overlaps {:?}; expected separate memory",
                 message.memory, other.memory
             ))
             .with_peer(message.peer)
-            .with_help("receive into memory that no other message of the group names"));
+            .with_help("receive into memory that no other message of the group uses"));
         }
     }
     Ok(())
 }
 
-/// Targets and sources of the messages of this rank to itself.
-fn own<'a>(messages: &[Message<'a>], rank: Rank) -> Result<Vec<Own<'a>>> {
+/// Targets and sources of messages to self.
+fn own<'a>(messages: &[Message<'a>], rank: Rank) -> Result<Vec<SelfMessage<'a>>> {
     let of = |direction| {
         let own = messages.iter().filter(move |message| message.peer == rank);
         own.filter(move |message| message.direction == direction)

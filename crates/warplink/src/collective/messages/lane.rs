@@ -1,4 +1,4 @@
-//! One lane of a message, on a device that takes closures for kernels: what `kernels/messages.cu` does.
+//! One lane of a message on the host device, the counterpart of `kernels/messages.cu`.
 
 use super::Shape;
 use super::difference::{ANY_UNITS, difference};
@@ -10,35 +10,35 @@ use crate::program::execute::Tables;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// What the lanes of a rank reach.
+/// Memory that the lanes of a rank access.
 pub(super) struct Ends {
     pub(super) shape: Shape,
     pub(super) workspaces: Vec<DeviceSlice>,
     pub(super) signals: Vec<DeviceSlice>,
     pub(super) waiting: DeviceSlice,
     pub(super) tables: Arc<Tables>,
-    /// How many lanes stored what they sent where it belongs.
+    /// Number of lanes that stored sent data directly at its destination.
     pub(super) stored: Word,
-    /// Raised where ends do not fit, to end the waits of this rank's other lanes.
+    /// Raised on a mismatch of ends, to abort the waits of this rank's other lanes.
     pub(super) fault: Arc<Fault>,
 }
 
-/// What an end states of a message.
+/// Header that an end states about a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Header {
     bytes: u64,
     unit: u64,
     units: u64,
-    /// Of a receiver, where its memory is published; of a sender, how the first bytes come.
+    /// From a receiver, where its memory is published; from a sender, the encoding of the first bytes.
     how: u64,
 }
 
-/// How the first bytes of a message come.
+/// Encoding of the first bytes of a message.
 const AS_NOTHING: u64 = 0;
 const AS_PACKETS: u64 = 1;
 const AS_LINES: u64 = 2;
 
-/// How the rest comes.
+/// Encoding of the rest.
 const AS_CHUNKS: u32 = 1;
 const STORED: u32 = 2;
 
@@ -49,7 +49,7 @@ struct End<'a> {
     message: Decoded,
     memory: &'a [DeviceSlice],
     lane: usize,
-    /// How many messages this lane had, this one included.
+    /// Sequence number of this message on the lane.
     epoch: u64,
 }
 
@@ -60,7 +60,7 @@ impl HostLanes for Ends {
 }
 
 impl Ends {
-    /// Does the messages of which the block has a lane.
+    /// Executes the messages that the block has a lane of.
     async fn messages(&self, block: &Block<'_>) -> Result<()> {
         let memory = block.memory(2)?;
         for message in decode(block.words(0)?) {
@@ -72,6 +72,7 @@ impl Ends {
             let lane = index - message.first;
             let receives = message.direction == Direction::Receive;
             let number = self.shape.number(receives, message.peer, lane);
+            // Only this lane writes its count, so no atomic increment is needed.
             let count = self.waiting.word(8 * number)?;
             let end = End {
                 block,
@@ -85,11 +86,13 @@ impl Ends {
                 Direction::Send => end.send().await,
                 Direction::Receive => end.receive().await,
             };
+            // A mismatch is final: abort this rank's other lanes, which would wait for the peer's.
             done.inspect_err(|error| {
                 if error.kind() == ErrorKind::Mismatch {
                     self.fault.fail(error.clone());
                 }
             })?;
+            // Counted once the message is complete; the next one uses the slots of the other parity.
             block.set(&count, end.epoch);
         }
         Ok(())
@@ -104,6 +107,7 @@ impl End<'_> {
             None => self.all_units(),
         };
         let whole = units <= self.all_units();
+        // A count above the limit is stated to the peer, so that both ends fail.
         let how = if whole {
             self.first_of(units)?
         } else {
@@ -113,15 +117,18 @@ impl End<'_> {
         let own = self.header(units, how);
         let slot = self.slot(peer, self.data(shape.rank))?;
         let words = [own.bytes, own.unit, own.units, own.how];
+        // Headers cross: each end states its own before it waits for the peer's.
         self.state(&slot, &words)?;
         let first = self.first_bytes(how, range.len());
         let mut from = range.start + first;
+        // The first bytes follow without waiting: their slots are free, since the receiver stated its
+        // previous header, which this end has received, after it had completed the message before that.
         self.put(range.start..from, how)?;
         let theirs = self.stated(self.room(peer)).await?;
         let fits = own.bytes == theirs.bytes
             && own.unit == theirs.unit
             && (theirs.units == ANY_UNITS || theirs.units == units);
-        // The receiver finds the same.
+        // The receiver comes to the same conclusion.
         if !fits || !whole {
             let units = if fits { units } else { theirs.units };
             return Err(self.refusal(theirs.bytes, units));
@@ -133,9 +140,11 @@ impl End<'_> {
             let tail = slot.slice(2 * HEADER_BYTES..2 * HEADER_BYTES + 16)?;
             self.state(&tail, &[how.into()])
         };
+        // The receiver has announced its memory, and it is mapped here: store the rest directly.
         if let Some(target) = self.ends.tables.reached(peer, theirs.how) {
             let rest = from..range.end;
             self.gather(rest.clone(), &target.slice(rest)?)?;
+            // Counted for diagnostics and tests.
             self.block.increment(&self.ends.stored);
             return tail(STORED);
         }
@@ -143,11 +152,13 @@ impl End<'_> {
         while from < range.end {
             self.block.pause()?;
             let bytes = step.min(range.end - from);
+            // The workspace has two chunks, so from the third on wait for credit.
             if number >= 2 {
                 self.wait(self.room(peer)).await?;
             }
             let chunk = self.chunk(peer, shape.rank, number)?.slice(0..bytes)?;
             self.gather(from..from + bytes, &chunk)?;
+            // The tail doubles as the signal for the first chunk.
             if number == 0 {
                 tail(AS_CHUNKS)?;
             } else {
@@ -162,6 +173,7 @@ impl End<'_> {
     async fn receive(&self) -> Result<()> {
         let (shape, peer) = (&self.ends.shape, self.message.peer);
         let expected = match self.message.memory.1 {
+            // The receiver learns the count from the sender.
             _ if self.message.tells => ANY_UNITS,
             Some(_) => self.count()?,
             None => self.all_units(),
@@ -180,6 +192,7 @@ impl End<'_> {
         if !fits || theirs.units > self.all_units() {
             return Err(self.refusal(theirs.bytes, theirs.units));
         }
+        // One lane suffices to store the count.
         if let (true, 0, Some(count)) = (self.message.tells, self.lane, self.message.memory.1) {
             self.tell(count, theirs.units)?;
         }
@@ -187,6 +200,7 @@ impl End<'_> {
         let mut from = range.start + self.first_bytes(theirs.how, range.len());
         self.take(&target.slice(range.start..from)?, theirs.how)
             .await?;
+        // Everything was in packets, or the sender stores directly and signals by the tail.
         if from >= range.end || self.tail(self.data(peer)).await? == STORED {
             return Ok(());
         }
@@ -194,6 +208,7 @@ impl End<'_> {
         while from < range.end {
             self.block.pause()?;
             let bytes = step.min(range.end - from);
+            // The tail was the signal for the first chunk.
             if number > 0 {
                 self.wait(self.data(peer)).await?;
             }
@@ -201,7 +216,7 @@ impl End<'_> {
             self.block
                 .copy(&target.slice(from..from + bytes)?, &chunk)?;
             from += bytes;
-            // Whether a chunk is to come where this one was.
+            // Whether another chunk will reuse this slot.
             if range.end.saturating_sub(from) > step {
                 self.signal(self.room(shape.rank))?;
             }
@@ -210,7 +225,7 @@ impl End<'_> {
         Ok(())
     }
 
-    /// The number of a lane's signal, or box, from `from`: of data at receivers, of room at senders.
+    /// Index of a lane's signal or box for `from`: data at receivers, credit at senders.
     fn data(&self, from: Rank) -> usize {
         self.lane * self.ends.shape.world + from
     }
@@ -219,7 +234,7 @@ impl End<'_> {
         (self.ends.shape.lanes + self.lane) * self.ends.shape.world + from
     }
 
-    /// Counts up a signal of the peer's.
+    /// Increments a signal of the peer.
     fn signal(&self, number: usize) -> Result<()> {
         let signals = &self.ends.signals[self.message.peer];
         self.block.signals_at(signals).tell(number)
@@ -239,18 +254,19 @@ impl End<'_> {
         }
     }
 
-    /// States words in a slot of the peer's, after everything that this lane did before.
+    /// Writes words to a slot of the peer, after all earlier writes of this lane.
     fn state(&self, slot: &DeviceSlice, words: &[u64]) -> Result<()> {
         let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
         self.store(slot, &bytes, false)
     }
 
-    /// Waits for what the peer states in a box of this rank's, and notes that it does.
+    /// Waits for the peer's header in one of this rank's boxes, and records that it is waiting.
     async fn stated(&self, number: usize) -> Result<Header> {
         let world = self.ends.shape.world;
         let receives = self.message.direction == Direction::Receive;
         let place = if receives { world } else { 0 } + self.message.peer;
         let word = self.ends.waiting.word(8 * place)?;
+        // For diagnosis of timeouts; one lane is enough to tell which peer is awaited.
         if self.lane == 0 {
             self.block.set(&word, 1);
         }
@@ -274,7 +290,7 @@ impl End<'_> {
         })
     }
 
-    /// Waits for how the rest comes, as the peer states in a box of this rank's.
+    /// Waits for the encoding of the rest, which the peer writes to one of this rank's boxes.
     async fn tail(&self, number: usize) -> Result<u32> {
         let slot = self.slot(self.ends.shape.rank, number)?;
         let tail = slot.slice(2 * HEADER_BYTES..2 * HEADER_BYTES + 16)?;
@@ -283,16 +299,16 @@ impl End<'_> {
         Ok(u32::from_le_bytes(bytes.try_into().unwrap_or_default()))
     }
 
-    /// How the first bytes of `units` units that are sent come.
+    /// Encoding of the first bytes when `units` units are sent.
     fn first_of(&self, units: u64) -> Result<u64> {
         let (shape, unit) = (&self.ends.shape, self.message.unit);
         let in_order = self.message.memory.2.is_none();
         let each = self.each(units as usize);
         let address = self.memory(self.message.memory.0)?.address();
-        // To find each row takes longer than to wait for the receiver, where there are many.
+        // If there are many rows, locating each takes longer than waiting for the receiver.
         let few = in_order || each <= shape.lined;
         Ok(if !in_order && !unit.is_multiple_of(8) {
-            // Each 8 bytes of a packet are of one row.
+            // Each 8 bytes of a packet belong to one row.
             AS_NOTHING
         } else if each <= shape.packed {
             AS_PACKETS
@@ -303,7 +319,7 @@ impl End<'_> {
         })
     }
 
-    /// How many of `bytes` bytes are among the first that come so.
+    /// Number of leading bytes, of `bytes`, with this encoding.
     fn first_bytes(&self, how: u64, bytes: usize) -> usize {
         let (lined, unit) = (self.ends.shape.lined, self.message.unit);
         match how {
@@ -313,7 +329,7 @@ impl End<'_> {
         }
     }
 
-    /// Puts the bytes `range` of what is sent as packets.
+    /// Stores bytes `range` of the sent data as packets.
     fn put(&self, range: Range<usize>, how: u64) -> Result<()> {
         if range.is_empty() {
             return Ok(());
@@ -327,7 +343,7 @@ impl End<'_> {
         self.store(&packets, &bytes, how == AS_LINES)
     }
 
-    /// Waits for the bytes of `target`, which come as packets.
+    /// Waits for packets and stores their data to `target`.
     async fn take(&self, target: &DeviceSlice, how: u64) -> Result<()> {
         if target.bytes() == 0 {
             return Ok(());
@@ -348,6 +364,7 @@ impl End<'_> {
         };
         let room = packets.slice(0..room)?;
         self.block.store_packets(&room, bytes, self.flag(), lines)?;
+        // Wakes the receiving lanes, which may be asleep.
         let signals = &self.ends.signals[self.message.peer];
         self.block.signals_at(signals).ring()
     }
@@ -363,18 +380,19 @@ impl End<'_> {
             .await
     }
 
-    /// The flag of this message's packets, which is never what memory holds before the first.
+    /// Flag of this message's packets, which never equals initial memory.
     fn flag(&self) -> u64 {
+        // Never 0, which is the content of fresh memory.
         1 + self.epoch % u64::from(u32::MAX)
     }
 
-    /// The slot for this message's header in a box.
+    /// This message's header slot in a box.
     fn slot(&self, owner: Rank, number: usize) -> Result<DeviceSlice> {
         let from = (2 * number + self.parity()) * SLOT_BYTES;
         self.ends.workspaces[owner].slice(from..from + SLOT_BYTES)
     }
 
-    /// Where this message's packets are in a box.
+    /// This message's packet slot in a box.
     fn packets(&self, owner: Rank, number: usize, how: u64) -> Result<DeviceSlice> {
         let shape = &self.ends.shape;
         let slot = shape.packets_from() + (2 * number + self.parity()) * shape.room();
@@ -400,7 +418,7 @@ impl End<'_> {
         self.message.bytes.div_ceil(self.message.unit) as u64
     }
 
-    /// The count in device memory. What stands for an unknown one is none.
+    /// The count in device memory; the marker for unknown counts is invalid.
     fn count(&self) -> Result<u64> {
         let count = self.memory(self.message.memory.1.unwrap_or(0))?;
         if !self.message.wide {
@@ -408,10 +426,11 @@ impl End<'_> {
         }
         let mut bytes = [0; 8];
         self.block.read(&count.slice(0..8)?, &mut bytes)?;
+        // The marker itself is not a valid count.
         Ok(u64::from_le_bytes(bytes).min(ANY_UNITS - 1))
     }
 
-    /// Stores the count in device memory.
+    /// Stores the count to device memory.
     fn tell(&self, count: usize, units: u64) -> Result<()> {
         let bytes = units.to_le_bytes();
         let bytes = &bytes[..if self.message.wide { 8 } else { 4 }];
@@ -433,11 +452,11 @@ impl End<'_> {
         })
     }
 
-    /// What a lane moves of `units` units at most.
+    /// Maximum bytes a lane moves of `units` units.
     fn each(&self, units: usize) -> usize {
         let unit = self.message.unit;
         let each = units.div_ceil(self.message.lanes) * unit;
-        // Of small units a lane has as many as the widest accesses need.
+        // Small units are grouped to fill the widest accesses.
         if unit < 16 && unit.is_power_of_two() {
             each.next_multiple_of(16)
         } else {
@@ -445,17 +464,17 @@ impl End<'_> {
         }
     }
 
-    /// Which bytes this lane moves of `units` units, and the bytes of its chunks.
+    /// Byte range that this lane moves of `units` units, and its chunk size.
     fn share(&self, units: u64) -> (Range<usize>, usize) {
         let (units, unit) = (units as usize, self.message.unit);
         let each = self.each(units);
         let all = match self.message.memory.1 {
             Some(_) => units * unit,
-            // The last unit may be short.
+            // The last unit may be partial.
             None => self.message.bytes.min(units * unit),
         };
         let from = all.min(self.lane * each);
-        // Several chunks, so that one is copied out while the next one comes.
+        // Several chunks, so that one is copied out while the next arrives.
         let piece = (each / CHUNKS)
             .max(LEAST_CHUNK)
             .next_multiple_of(16)
@@ -464,7 +483,7 @@ impl End<'_> {
         (from..all.min(from + each), step)
     }
 
-    /// Copies the bytes `range` of what is sent to `target`.
+    /// Copies bytes `range` of the sent data to `target`.
     fn gather(&self, range: Range<usize>, target: &DeviceSlice) -> Result<()> {
         let mut at = 0;
         for piece in self.pieces(range)? {
@@ -475,7 +494,7 @@ impl End<'_> {
         Ok(())
     }
 
-    /// The bytes `range` of what is sent, where they are in memory: of rows by number, a piece for each.
+    /// Memory of bytes `range` of the sent data; indexed rows are separate pieces.
     fn pieces(&self, range: Range<usize>) -> Result<Vec<DeviceSlice>> {
         let data = self.memory(self.message.memory.0)?;
         let Some(index) = self.message.memory.2 else {
@@ -498,7 +517,7 @@ impl End<'_> {
             peer,
             ..
         } = self.message;
-        // A count may be any number.
+        // Counts in device memory are untrusted.
         let length =
             (units != ANY_UNITS).then(|| units.saturating_mul(unit as u64).min(ANY_UNITS - 1));
         difference(direction, bytes as u64, theirs, length)

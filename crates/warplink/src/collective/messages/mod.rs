@@ -1,16 +1,22 @@
-//! Sends and receives between pairs of ranks, on any memory: groups of them, and what is made of groups.
+//! Messages: sends and receives between pairs of ranks on any memory, in groups.
 //!
-//! All messages of a group are one launch of `kernels/messages.cu`, which describes the protocol of a message. The
-//! ranks of a pair agree on nothing but their messages: ranks that have none launch nothing, and others may differ in
-//! how they group them.
+//! All messages of a group are one launch of `kernels/messages.cu`, which documents the protocol: each
+//! message has lanes of its own, which interact only with the lanes at its other end. Ranks without messages
+//! launch nothing, and ranks may group messages differently.
+//!
+//! Both ends state their lengths and compare them before data is written to its destination, so a mismatch is
+//! detected at both. The first bytes of a lane are packets in slots that alternate by message, so the sender
+//! waits for nobody; the rest is stored directly into the receiver's memory if that is published, and
+//! otherwise goes through chunks of the workspace. A lane's slot follows from its message count, which both
+//! ends track, and every signal is consumed within its message.
 //!
 //! | module | subject |
 //! |---|---|
-//! | `group` | groups, and parts with sizes that the host gives |
-//! | `on_device` | parts with sizes that only device memory has |
-//! | `table` | the messages of a launch, as a kernel takes them |
-//! | `lane` | one lane of a message, on a device that takes closures for kernels |
-//! | `difference` | what is told of ends that do not fit |
+//! | `group` | groups, and parts with sizes known to the host |
+//! | `on_device` | parts with sizes in device memory |
+//! | `table` | encoding of a launch's messages for the kernel |
+//! | `lane` | one lane of a message on the host device |
+//! | `difference` | errors of ends that do not match |
 
 mod difference;
 mod group;
@@ -35,61 +41,61 @@ use table::WHOLE_UNIT;
 pub(super) use table::{Count, Entry};
 use table::{LINE_DATA, SLOT_BYTES, Table};
 
-/// The most messages of a group.
+/// Maximum messages of a group.
 pub const MAX_MESSAGES: usize = table::MAX_MESSAGES;
 
-/// Lanes of all peers in one direction: a launch has up to twice as many blocks. With half as many lanes, 1 MiB takes half
-/// as long again (docs/performance.md).
+/// Lanes of all peers in one direction; a launch has up to twice as many blocks. Half as many lanes take 1.5
+/// times as long for 1 MiB (docs/performance.md).
 const LANES: usize = 64;
 
-/// Bytes from which on a message gets another lane: a packet of 8 for each thread.
+/// Bytes for each additional lane of a message: one 8-byte packet word for each thread.
 const LANE_BYTES: usize = 4 << 10;
 
-/// The most bytes that a lane moves as packets of 16 bytes, of which half is data: two for each thread.
+/// Maximum bytes of a lane sent as 16-byte packets, half of which is data: two for each thread.
 const PACKED_BYTES: usize = 8 << 10;
 
-/// The most bytes of a longer message that a lane moves as packets of 128 bytes: they cross the link in the time in which
-/// sender and receiver hear of each other, and of 4 MiB on two ranks they are all.
+/// Maximum bytes of a longer message's lane sent as 128-byte packets: they cross the link while sender and
+/// receiver handshake, and cover all of 4 MiB on two ranks.
 const LINED_BYTES: usize = 128 << 10;
 
 const THREADS: u32 = 512;
 
-/// The name of the kernel.
+/// Name of the kernel.
 const KERNEL: &str = "messages";
 
-/// What a rank has for messages.
+/// A rank's state for messages.
 pub(super) struct Lines {
     workspace: SharedWorkspace,
     kernel: SerialKernel,
     shape: Shape,
     signals: DeviceSlice,
-    /// What does not change from launch to launch.
+    /// Words that are the same in every launch.
     table: Table,
     waiting: DeviceSlice,
-    /// The most blocks of a launch that starts before the one before has ended.
+    /// Maximum blocks of a launch that may start early.
     early_blocks: u32,
-    /// Whether anything was enqueued: where nothing was, nobody asks the device what became of it.
+    /// Whether anything was ever enqueued; if not, the device need not be queried for errors.
     used: AtomicBool,
 }
 
-/// How lines divide a workspace; the same on every rank.
+/// Division of a workspace; equal on every rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Shape {
     pub(super) rank: Rank,
     pub(super) world: usize,
-    /// The most lanes of a message.
+    /// Maximum lanes of a message.
     pub(super) lanes: usize,
-    /// Bytes of a chunk.
+    /// Size of a chunk.
     pub(super) chunk: usize,
-    /// The most bytes that a lane moves as packets of 16 bytes.
+    /// Maximum bytes of a lane sent as 16-byte packets.
     pub(super) packed: usize,
-    /// The most bytes of a longer message that a lane moves as packets of 128 bytes; none where links split these.
+    /// Maximum bytes of a longer message's lane sent as 128-byte packets; 0 if the bus splits these.
     pub(super) lined: usize,
 }
 
 impl Shape {
-    /// What fits into `bytes` for chunks, and of which each of `ranks_per_device` ranks finds room on `multiprocessors`
-    /// that have it for a block each. `lines` is whether links carry packets of 128 bytes whole.
+    /// Shape for `bytes` of chunks, with blocks for each of `ranks_per_device` ranks on `multiprocessors`
+    /// with space for one block each. `lines` is whether links carry 128-byte packets atomically.
     fn new(
         rank: Rank,
         world: usize,
@@ -98,7 +104,9 @@ impl Shape {
         lines: bool,
     ) -> Self {
         // A lane has a block in each direction.
+        // Ranks that share a device share its multiprocessors.
         let lanes = LANES.min(multiprocessors / 2) / (world * ranks_per_device);
+        // A power of two, so that parts are equally long and aligned.
         let lanes = 1 << lanes.max(1).ilog2();
         let chunk = bytes / (2 * lanes * world) / 16 * 16;
         Self {
@@ -111,55 +119,56 @@ impl Shape {
         }
     }
 
-    /// Words of a rank's own: what waits in each direction of each peer, and how many messages each lane of these had.
-    /// Signals are as many for each rank, of which two for each lane are used.
+    /// This rank's words: waiting state for each direction and peer, and message counts of their lanes. Each
+    /// rank has equally many signals, two for each lane.
     fn words(&self) -> usize {
         self.number(true, self.world - 1, self.lanes)
     }
 
-    /// Which word is the number of messages so far of a lane, in one direction of a peer.
+    /// Index of the word that counts messages of a lane.
     pub(super) fn number(&self, receives: bool, peer: Rank, lane: usize) -> usize {
         let line = usize::from(receives) * self.world + peer;
         2 * self.world + line * self.lanes + lane
     }
 
-    /// Bytes of a workspace: for each lane and peer, two slots for headers in each direction, and for packets, and two
-    /// chunks.
+    /// Size of a workspace: for each lane and peer, header slots and packet slots for both parities and
+    /// directions, and two chunks.
     fn workspace_bytes(&self) -> usize {
         self.chunks_from() + 2 * self.chunk * self.lanes * self.world
     }
 
-    /// Bytes of a slot for packets.
+    /// Size of a packet slot.
     pub(super) fn room(&self) -> usize {
         self.lines_from() + self.lined.div_ceil(LINE_DATA) * 128
     }
 
-    /// Where packets of 128 bytes begin in a slot. Their data may equal the flag of a packet of 16, so that no place is for
-    /// both.
+    /// Offset of 128-byte packets in a slot. They never share memory with 16-byte packets, whose flag their
+    /// data might equal.
     pub(super) fn lines_from(&self) -> usize {
         (2 * self.packed).next_multiple_of(128)
     }
 
-    /// Where packets begin in a workspace, behind headers.
+    /// Offset of packets in a workspace, after the headers.
     pub(super) fn packets_from(&self) -> usize {
         4 * SLOT_BYTES * self.lanes * self.world
     }
 
-    /// Where chunks begin, behind packets.
+    /// Offset of chunks, after the packets.
     pub(super) fn chunks_from(&self) -> usize {
         self.packets_from() + 2 * self.room() * self.lanes * self.world
     }
 
-    /// How many lanes a message of at most `bytes` bytes has; the same at both ends.
+    /// Lanes of a message of at most `bytes`; equal at both ends.
     fn lanes_of(&self, bytes: usize) -> usize {
+        // Depends only on the limit that both ends know, so both use equally many lanes.
         1 << (bytes / LANE_BYTES).clamp(1, self.lanes).ilog2()
     }
 }
 
 impl Lines {
-    /// Allocates a workspace with `bytes` for chunks and maps those of the peers; receives find and publish memory with
-    /// `beside`. A launch takes `multiprocessors` at most, the same on all ranks, or two for each rank where that is more.
-    /// Blocks until all ranks do so: all succeed, or none.
+    /// Allocates a workspace with `bytes` for chunks and maps the peers'. Receives use the publication of
+    /// `beside`. A launch uses at most `multiprocessors`, equal on all ranks, or two for each rank if that is
+    /// more. Collective: all ranks succeed or none.
     pub(super) fn join(
         context: &RankContext,
         beside: &SharedWorkspace,
@@ -171,8 +180,9 @@ impl Lines {
         let device = context.device.properties();
         let mapped = |peer| Ok(context.memory.access(context.group.job_rank(peer)?)?.mapped);
         let mapped: Vec<bool> = (0..context.world()).map(mapped).collect::<Result<_>>()?;
-        // Between host ranks there is no link; where a peer is not mapped, the workspace is behind the bus.
+        // Host ranks have no link. If a peer cannot be mapped, the workspace is host memory, behind the bus.
         let whole = device.shared || device.linked && !mapped.contains(&false);
+        // All ranks must use the same encoding.
         let lines = context.all_gather(&[u8::from(whole)])?;
         let lines = lines.iter().all(|lines| *lines == [1]);
         let shape = Shape::new(context.rank(), context.world(), room, bytes, lines);
@@ -211,10 +221,13 @@ impl Lines {
             let kernel = module.kernel(KERNEL)?;
             let all = 2 * shape.lanes * shape.world;
             let launch = Launch::new(all as u32, THREADS);
+            // All lanes of a launch may wait for one another's peers, so they must be resident together.
             kernel.check_together(&launch, sharing)?;
             let early = |blocks: &u32| kernel.early(Launch::new(*blocks, THREADS), sharing).early;
+            // The largest number of blocks that may start early.
             let counts: Vec<u32> = (1..=all as u32).collect();
             let early_blocks = counts.partition_point(early) as u32;
+            // Prepared at joining, where waiting for the device is allowed.
             let kernel = SerialKernels::default().ready(kernel, &launch, Readying::Always)?;
             Ok((kernel, early_blocks))
         });
@@ -231,8 +244,7 @@ impl Lines {
         })
     }
 
-    /// Enqueues messages, of which those between the same ranks in the same direction happen one after the other
-    /// and all others at the same time. Does not block.
+    /// Enqueues messages: those of one pair and direction in order, all others concurrently. Does not block.
     pub(super) fn enqueue(
         &self,
         entries: &[Entry<'_>],
@@ -241,6 +253,7 @@ impl Lines {
         if entries.is_empty() {
             return Ok(());
         }
+        // Before anything is enqueued, so that no part of the group is sent.
         for entry in entries {
             self.check_unit(entry.unit)?;
         }
@@ -253,15 +266,17 @@ impl Lines {
             signals: &self.signals,
             memory: &memory,
         };
+        // A larger launch would occupy space that kernels of other streams need.
         let launch = Launch::new(blocks, THREADS).with_early_start(blocks <= self.early_blocks);
+        // Relaxed: a hint that only saves queries; the stream orders the data.
         self.used.store(true, Ordering::Relaxed);
         self.kernel.launch(stream, &launch, &arguments)
     }
 
-    /// Where senders find the memory of a receive that is too long for packets alone, which is published when it is first
-    /// met.
+    /// Published location of the memory of a receive too long for packets, which is published on first use.
     fn published(&self, entry: &Entry<'_>, stream: (&Stream, bool)) -> Option<Published> {
         let lanes = self.shape.lanes_of(entry.bytes);
+        // Packets alone suffice for short messages, so publishing their memory would gain nothing.
         let is_direct = entry.direction == Direction::Receive
             && (entry.bytes > lanes * self.shape.packed.max(self.shape.lined)
                 || entry.unit != WHOLE_UNIT && entry.bytes > lanes * self.shape.packed);
@@ -270,7 +285,7 @@ impl Lines {
             .flatten()
     }
 
-    /// Fails where a unit is longer than a chunk.
+    /// Fails if a unit exceeds a chunk.
     pub(super) fn check_unit(&self, bytes: usize) -> Result<()> {
         if bytes <= self.shape.chunk {
             return Ok(());
@@ -285,14 +300,13 @@ impl Lines {
         .with_help("give the workspace more bytes"))
     }
 
-    /// How many lanes have stored what they sent where it belongs. Blocks for as long as reading some bytes of the device
-    /// takes.
+    /// Number of lanes that stored directly. Blocks while it reads some bytes of the device.
     pub(super) fn direct_lanes(&self) -> Result<u64> {
         self.workspace.direct_lanes()
     }
 
-    /// The peer of a message that has begun here and not there, and what this rank does. Blocks for as long as
-    /// reading some bytes of the device takes.
+    /// Peer of a message that has begun here but not there, and its direction. Blocks while it reads some
+    /// bytes of the device.
     pub(super) fn awaited(&self, device: &dyn Device) -> Result<Option<(Rank, Direction)>> {
         if !self.used.load(Ordering::Relaxed) {
             return Ok(None);
@@ -314,8 +328,8 @@ impl Lines {
         }))
     }
 
-    /// The error of ends that do not fit, where a kernel has noted that. Blocks for as long as reading some bytes
-    /// of the device takes. Devices that take closures fail the stream instead.
+    /// Error of mismatched ends, if a kernel recorded one. Blocks while it reads some bytes of the device.
+    /// The host device fails the stream instead.
     pub(super) fn disagreement(&self) -> Result<Option<Error>> {
         if !self.used.load(Ordering::Relaxed) {
             return Ok(None);
@@ -324,7 +338,7 @@ impl Lines {
         Ok(noted.map(|(peer, announced)| {
             let words = match announced {
                 Announced::Other(words) => words,
-                // Messages tell of no memory.
+                // Messages announce no memory.
                 Announced::UnknownMemory => Vec::new(),
             };
             difference::noted(&words).with_peer(peer)

@@ -1,4 +1,4 @@
-//! The all-to-all whose sizes for each peer are in device memory alone.
+//! All-to-all with sizes in device memory.
 
 use super::{Count, Entry};
 use crate::collective::Collectives;
@@ -7,24 +7,24 @@ use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::p2p::Direction;
 
-/// Bytes of a count.
+/// Size of a count.
 const COUNT_BYTES: usize = size_of::<u64>();
 
 impl Collectives {
-    /// As [`all_to_all_v`](Self::all_to_all_v), where only device memory has the counts: `sent` says how many elements go
-    /// to each rank, and `received` becomes how many came from each. Both are `u64[world]`. `max_count` limits each of them
-    /// and is the same on all ranks; `output` and `input` have that many elements for each rank, `[world, max_count]`, of
-    /// which the first are used. The others of the output are left alone. The call may be captured: a graph serves all
-    /// counts up to the limit. A rank waits for those that it sends to and receives from, which are all; no host waits for
-    /// a count. Does not block.
+    /// As [`all_to_all_v`](Self::all_to_all_v), but with counts in device memory: `sent` has the elements for
+    /// each rank, and `received` gets the elements from each; both are `u64[world]`. `max_count` bounds each
+    /// count and is equal on all ranks. `output` and `input` are `[world, max_count]`, of which the leading
+    /// elements are used; the rest of the output is not modified. May be captured: a graph serves all counts
+    /// up to the limit. A rank waits for all others; no host waits for a count. Does not block.
     ///
-    /// It goes fastest where a part of `max_count` elements has a multiple of 16 bytes.
+    /// Fastest if `max_count` elements are a multiple of 16 bytes.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidArgument`] for memory of other lengths, counts that do not begin at multiples of 8 bytes, and
-    /// memory that overlaps where it is written. [`ErrorKind::Unsupported`] where the vendor's library does messages,
-    /// which takes no counts from device memory. A count above the limit, and ranks with another limit or type, are errors
-    /// of the streams on both ranks of a message ([`ErrorKind::Mismatch`], with the peer), of which nothing arrives.
+    /// [`ErrorKind::InvalidArgument`] for wrong lengths, counts not aligned to 8 bytes, and overlapping
+    /// outputs; [`ErrorKind::Unsupported`] if the vendor's library executes messages, which takes no counts
+    /// from device memory. A count above the limit, or a different limit or type on another rank, fails the
+    /// streams of both ranks of a message ([`ErrorKind::Mismatch`], with the peer), and nothing of it
+    /// arrives.
     pub fn all_to_all_v_on_device(
         &self,
         (output, received): (&DeviceSlice, &DeviceSlice),
@@ -46,7 +46,7 @@ impl Collectives {
         .map_err(|error| error.with_operation("all_to_all_v_on_device"))
     }
 
-    /// The part and the count of each rank.
+    /// Part and count of each rank.
     fn padded(
         &self,
         what: &str,
@@ -88,7 +88,7 @@ impl Collectives {
         Ok((cut(memory, bytes)?, cut(counts, COUNT_BYTES)?))
     }
 
-    /// Enqueues a message to and from each rank, this one included, where each has a part and a count.
+    /// Enqueues a message to and from each rank, including this one, with its part and count.
     fn exchange_padded(
         &self,
         (output, received): (&[DeviceSlice], &[DeviceSlice]),
@@ -116,9 +116,9 @@ impl Collectives {
             index: None,
         };
         let mut entries = Vec::with_capacity(2 * world);
-        // Each rank begins with another peer.
+        // Each rank starts with another peer, to spread the load over links.
         for peer in (0..world).map(|step| (rank + step) % world) {
-            let (given, told) = (Count::Given(&sent[peer]), Count::Told(&received[peer]));
+            let (given, told) = (Count::Given(&sent[peer]), Count::Stated(&received[peer]));
             entries.push(message(peer, Direction::Send, &input[peer], given));
             entries.push(message(peer, Direction::Receive, &output[peer], told));
         }
@@ -130,7 +130,7 @@ impl Collectives {
     }
 }
 
-/// Fails where memory that is written overlaps other memory of the call.
+/// Fails if outputs overlap other memory of the call.
 pub(in crate::collective) fn check_apart(
     written: &[(&str, &DeviceSlice)],
     read: &[(&str, &DeviceSlice)],
@@ -141,9 +141,9 @@ pub(in crate::collective) fn check_apart(
         let found = others.find(|(_, other)| memory.bytes() > 0 && overlaps(other));
         if let Some((other, _)) = found {
             return Err(Error::invalid(format!(
-                "the {what} overlap the {other}; expected memory apart"
+                "the {what} overlap the {other}; expected separate memory"
             ))
-            .with_help("pass memory of its own for what a call writes"));
+            .with_help("pass separate memory for outputs"));
         }
     }
     Ok(())

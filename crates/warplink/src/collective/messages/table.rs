@@ -1,4 +1,4 @@
-//! The messages of a launch, as a kernel takes them; must match `kernels/messages.cu`.
+//! Encoding of a launch's messages; must match `kernels/messages.cu`.
 
 use super::Shape;
 use crate::collective::MAX_DIRECT_RANKS;
@@ -7,35 +7,36 @@ use crate::error::{Error, Rank, Result};
 use crate::p2p::Direction;
 use crate::program::execute::Published;
 
-/// The most messages of a launch.
+/// Maximum messages of a launch.
 pub(super) const MAX_MESSAGES: usize = 64;
 
-/// Bytes of what an end states in a header, and of a slot, where the tail is behind the packets of a header.
+/// Size of a header, and of its slot, which also holds the encoding of the tail.
 pub(super) const HEADER_BYTES: usize = 32;
 pub(super) const SLOT_BYTES: usize = 128;
 
-/// The data of a packet of 128 bytes.
+/// Data bytes of a 128-byte packet.
 pub(super) const LINE_DATA: usize = 120;
 
-/// Into how many chunks a lane cuts what it moves, as far as these have room and are no shorter than that.
+/// Number of chunks of a lane's data, reduced if they would exceed their space or be shorter than
+/// `LEAST_CHUNK`.
 pub(super) const CHUNKS: usize = 4;
 pub(super) const LEAST_CHUNK: usize = 16 << 10;
 
-/// Words before the messages, and of each message.
+/// Words before the messages, and words of each message.
 const FIXED_WORDS: usize = 2 * MAX_DIRECT_RANKS + 11;
 const MESSAGE_WORDS: usize = 7;
 
-/// Which fixed word is the number of messages.
+/// Index of the word with the number of messages.
 const COUNT: usize = FIXED_WORDS - 2;
 
 const RECEIVES: u64 = 1 << 8;
 const TELLS: u64 = 1 << 9;
 const WIDE: u64 = 1 << 10;
 
-/// Bytes of a count of 64 bits.
+/// Bytes of a 64-bit count.
 const WIDE_BYTES: usize = 8;
 
-/// The unit of a message that has all bytes of its memory.
+/// Unit of a message that covers its memory completely.
 pub(super) const WHOLE_UNIT: usize = 16;
 
 /// A message of a launch.
@@ -43,27 +44,26 @@ pub(super) const WHOLE_UNIT: usize = 16;
 pub(in crate::collective) struct Entry<'a> {
     pub(in crate::collective) peer: Rank,
     pub(in crate::collective) direction: Direction,
-    /// What is sent, or where what is received belongs; of what is sent by number, all that it is taken from.
+    /// Source or destination; for indexed rows, all rows they are selected from.
     pub(in crate::collective) data: &'a DeviceSlice,
-    /// The most bytes; of a message without a count, all of them.
+    /// Maximum bytes; exact for a message without count.
     pub(in crate::collective) bytes: usize,
     /// Bytes of a unit.
     pub(in crate::collective) unit: usize,
     pub(in crate::collective) count: Count<'a>,
-    /// The number of each unit in `data`, 32 bits each, for what is sent.
+    /// For sends: 32-bit index in `data` of each unit.
     pub(in crate::collective) index: Option<&'a DeviceSlice>,
 }
 
-/// How many units a message has: a number in device memory where the host does not know, of 32 or 64 bits by how long
-/// that memory is.
+/// Number of units: known to the host, or in device memory of 32 or 64 bits, depending on its length.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::collective) enum Count<'a> {
-    /// As many as it has bytes for.
+    /// All that its bytes hold.
     All,
-    /// As this number says.
+    /// Read from this memory.
     Given(&'a DeviceSlice),
-    /// As the sender says, which is stored here.
-    Told(&'a DeviceSlice),
+    /// Stated by the sender, and stored here.
+    Stated(&'a DeviceSlice),
 }
 
 impl<'a> Entry<'a> {
@@ -84,11 +84,11 @@ impl<'a> Entry<'a> {
         }
     }
 
-    /// All memory of this rank that it names, as [`Decoded::memory`] numbers it.
+    /// All local memory that it references, in the order of [`Decoded::memory`].
     pub(super) fn memory(&self) -> impl Iterator<Item = &'a DeviceSlice> {
         let count = match self.count {
             Count::All => None,
-            Count::Given(count) | Count::Told(count) => Some(count),
+            Count::Given(count) | Count::Stated(count) => Some(count),
         };
         [Some(self.data), count, self.index].into_iter().flatten()
     }
@@ -98,13 +98,12 @@ impl<'a> Entry<'a> {
     }
 }
 
-/// The words of a launch before it has messages.
+/// Leading words of a launch, without messages.
 #[derive(Clone, Debug)]
 pub(super) struct Table([u64; FIXED_WORDS]);
 
 impl Table {
-    /// `notes` are where lanes note that they wait, and what does not fit; `tables` is where published allocations are
-    /// mapped.
+    /// `notes` receives waiting state and mismatches; `tables` has the mappings of published allocations.
     pub(super) fn new(
         shape: &Shape,
         workspaces: &[DeviceSlice],
@@ -133,8 +132,8 @@ impl Table {
         Self(words)
     }
 
-    /// The words of a launch of `entries`, and its blocks, where `lanes` is how many lanes a message of so many
-    /// bytes has, and `published` where a receive's memory is.
+    /// Words of a launch of `entries`, and its number of blocks. `lanes` maps bytes to lanes, `published`
+    /// locates a receive's memory.
     pub(super) fn with(
         &self,
         entries: &[Entry<'_>],
@@ -172,15 +171,15 @@ impl Table {
                     0
                 }
                 | (lanes(entry.bytes) as u64) << 16
-                // That of the first of its line is filled in below.
+                // The first entry of a line is set below.
                 | first.unwrap_or(0) << 32;
             words[1] = entry.data.address();
             words[2] = entry.bytes as u64;
             words[3] = entry.unit as u64;
             words[4] = match entry.count {
                 Count::All => 0,
-                Count::Given(count) | Count::Told(count) => {
-                    if matches!(entry.count, Count::Told(_)) {
+                Count::Given(count) | Count::Stated(count) => {
+                    if matches!(entry.count, Count::Stated(_)) {
                         words[0] |= TELLS;
                     }
                     if count.bytes() == WIDE_BYTES {
@@ -203,7 +202,7 @@ impl Table {
     }
 }
 
-/// A message as it is read from the words of a launch.
+/// A message decoded from the words of a launch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Decoded {
     pub(super) peer: Rank,
@@ -212,17 +211,17 @@ pub(super) struct Decoded {
     pub(super) first: usize,
     pub(super) bytes: usize,
     pub(super) unit: usize,
-    /// Whether the count is stored rather than given.
+    /// Whether the count is stored rather than read.
     pub(super) tells: bool,
     /// Whether it has 64 bits.
     pub(super) wide: bool,
-    /// The numbers of data, count and index in the memory of the launch.
+    /// Indices of data, count and index in the launch's memory.
     pub(super) memory: (usize, Option<usize>, Option<usize>),
-    /// Where what is received is published.
+    /// Published location of the receive buffer.
     pub(super) published: Option<Published>,
 }
 
-/// The messages of a launch.
+/// Decodes the messages of a launch.
 pub(super) fn decode(words: &[u64]) -> Vec<Decoded> {
     let count = words.get(COUNT).map_or(0, |count| *count as usize);
     let messages = words.get(FIXED_WORDS..).unwrap_or_default();

@@ -6,15 +6,15 @@ use crate::error::{Error, Result};
 use std::fmt;
 use std::sync::Arc;
 
-/// A channel that a kernel can be given, with what keeps it valid while a stream uses it.
+/// A channel that can be passed to a kernel, with the resources that keep it valid while in use.
 pub trait ChannelHandle: Send + Sync + fmt::Debug {
-    /// What the kernel gets.
+    /// Channel descriptor for the kernel.
     fn memory(&self) -> &Arc<ChannelMemory>;
 
-    /// Has everything behind it kept until `stream` is past what was enqueued so far.
+    /// Keeps the channel alive until `stream` has completed the work enqueued so far.
     fn note(&self, stream: &Stream);
 
-    /// Fails with what its proxy failed with.
+    /// Returns the error of the channel's proxy, if it failed.
     fn check(&self) -> Result<()>;
 }
 
@@ -26,11 +26,11 @@ pub struct ChannelArray {
 }
 
 impl ChannelArray {
-    /// Copies the channels, in this order, to memory of `device`. Blocks until that is done.
+    /// Copies the channel descriptors, in this order, to memory of `device`. Blocks until the copy is done.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) for no channels or those of
-    /// another kind of device; those of an allocation.
+    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) if the list is empty or a channel
+    /// belongs to another kind of device; allocation errors.
     pub fn new(device: &Arc<dyn Device>, channels: &[Arc<dyn ChannelHandle>]) -> Result<Arc<Self>> {
         let failed = |text: &'static str, help: &'static str| {
             Err(Error::invalid(text)
@@ -68,7 +68,7 @@ impl ChannelArray {
         &self.handles
     }
 
-    /// Where kernels find them.
+    /// Device memory that holds the descriptors.
     pub(crate) fn table(&self) -> &DeviceSlice {
         &self.table
     }

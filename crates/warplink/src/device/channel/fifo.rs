@@ -1,18 +1,17 @@
-//! The ring through which kernels hand triggers to a proxy.
+//! Ring buffer that carries triggers from kernels to a proxy.
 //!
-//! # What holds
-//! 1. A trigger is read whole or not at all: each half says in which lap of the ring it was stored, and
-//!    the reader takes a trigger when both halves are of the lap that is due.
-//! 2. No trigger is overwritten before it was read: a producer claims a position when the one a lap
-//!    earlier has been read.
+//! # Guarantees
+//! 1. Triggers are read whole: each half carries the parity of its lap, and the reader takes a trigger only
+//!    when both halves have the expected parity.
+//! 2. No unread trigger is overwritten: a position is claimed only after the position one lap earlier was
+//!    read.
 //! 3. Triggers are read in the order in which their positions were claimed.
-//! 4. A producer that waits is let go when the FIFO is stopped. It may give up as well: as it has claimed
-//!    nothing while it waits, the reader never waits for a trigger that does not come.
-//! 5. A trigger whose producer takes it for sent was read, or is among those that the reader counts as unread after
-//!    the stop: a producer asks whether the FIFO was stopped after it has claimed its position, and the reader counts
-//!    what was claimed after it has said so.
+//! 4. Stopping the FIFO releases waiting producers. A waiting producer has claimed nothing yet, so it may
+//!    also give up without leaving a gap that the reader would wait for.
+//! 5. A trigger whose `push` succeeded was read or is counted as unread after a stop: a producer checks the
+//!    stop flag after its claim, and the reader counts claims after it has set the flag.
 //!
-//! The producers' side is written a second time in the kernels' `Channel::push`, for GPUs.
+//! The producer side is implemented a second time for GPUs, in the kernels' `Channel::push`.
 
 use super::listener::Listener;
 use super::trigger::LAP;
@@ -23,32 +22,32 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// The words of a FIFO: two for each slot of the ring, how many triggers were read, and whether it was
-/// stopped. A load acquires what was written before the store that it sees.
+/// The words of a FIFO: two for each slot of the ring, the number of triggers read, and the stop flag. Loads
+/// have acquire semantics and pair with the stores, which have release semantics.
 pub(crate) trait FifoMemory: Send + Sync + fmt::Debug {
-    /// The word.
+    /// Loads a word (acquire).
     fn load(&self, word: usize) -> u64;
 
-    /// Sets the word after all that this thread did before.
+    /// Stores a word (release).
     fn store(&self, word: usize, value: u64);
 
-    /// Claims `position` for a producer of this process, if it is the next one to be claimed; whether it was.
-    /// Never, where only kernels produce.
+    /// Claims `position` for a producer in this process if it is the next free one, and returns whether it
+    /// did. Always false if only kernels produce.
     fn claim(&self, position: u64) -> bool;
 
     /// Whether threads of this process produce.
     fn has_host_producers(&self) -> bool;
 
-    /// How many positions were claimed.
+    /// Number of positions claimed so far.
     fn claimed(&self) -> Result<u64>;
 
-    /// Tells kernels, which look elsewhere than at the words after they claimed a position, that the FIFO was stopped.
+    /// Sets the stop flag that kernels check after a claim, which is not one of the words above.
     fn stop_kernels(&self) -> Result<()> {
         Ok(())
     }
 
-    /// What kernels reach it by: the addresses of the ring and of the count of what was read, and the
-    /// words (claimed, seen as read, whether somebody looks, whether it was stopped) in the device's memory.
+    /// Addresses for kernels: the ring, the read count, and in device memory the counters (claimed, known to
+    /// be read, refresh lock, stopped).
     fn addresses(&self) -> FifoAddresses;
 }
 
@@ -60,7 +59,7 @@ pub(crate) struct FifoAddresses {
     pub(crate) counters: Option<DeviceSlice>,
 }
 
-/// A ring of triggers with any number of producers and one reader, for a device's
+/// Ring of triggers with any number of producers and one reader. Created by
 /// [`create_fifo`](crate::device::Device::create_fifo).
 #[derive(Debug)]
 pub struct Fifo {
@@ -69,7 +68,7 @@ pub struct Fifo {
     listener: Listener,
 }
 
-/// The only reader of a FIFO.
+/// The single reader of a FIFO.
 #[derive(Debug)]
 pub struct FifoReader {
     fifo: Arc<Fifo>,
@@ -77,15 +76,15 @@ pub struct FifoReader {
 }
 
 impl Fifo {
-    /// Words that a FIFO of `slots` needs.
+    /// Number of words needed for `slots` slots.
     pub(crate) fn words(slots: usize) -> usize {
         2 * slots + 2
     }
 
-    /// A FIFO of `slots`, which must be a power of two, in the memory that `allocate` gives, all zero.
+    /// Creates a FIFO of `slots` slots, a power of two, in zeroed memory from `allocate`.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidArgument`] for another number of slots.
+    /// [`ErrorKind::InvalidArgument`] if `slots` is not a power of two or out of range.
     pub(crate) fn new(
         slots: usize,
         allocate: impl FnOnce(usize) -> Result<Box<dyn FifoMemory>>,
@@ -109,21 +108,22 @@ impl Fifo {
         Ok((fifo, reader))
     }
 
-    /// How many triggers it holds.
+    /// Capacity in triggers.
     pub(crate) fn slots(&self) -> u64 {
         self.slots
     }
 
-    /// What kernels reach it by.
+    /// Addresses for kernels.
     pub(crate) fn addresses(&self) -> FifoAddresses {
         self.memory.addresses()
     }
 
-    /// Puts a trigger in, once there is room, and gives its position. Whatever this thread did before is
-    /// done before the reader has it. `pause` is called between looks, and may give up.
+    /// Pushes a trigger, waiting while the ring is full, and returns its position. Everything that this
+    /// thread did before is visible to the reader of the trigger. `pause` runs between polls and may give up.
     ///
     /// # Errors
-    /// [`ErrorKind::Closed`] when the FIFO is stopped, though the trigger may be counted as unread; those of `pause`.
+    /// [`ErrorKind::Closed`] if the FIFO is stopped, in which case the trigger may still be counted as
+    /// unread; errors of `pause`.
     pub(crate) fn push(
         &self,
         [first, second]: [u64; 2],
@@ -137,7 +137,7 @@ impl Fifo {
         }
         let position = loop {
             let next = self.memory.claimed()?;
-            // More may have been claimed and read meanwhile: then this one is not claimed.
+            // If others claimed and the reader advanced meanwhile, the claim of the stale `next` fails.
             if next.saturating_sub(self.read()) < self.slots {
                 if self.memory.claim(next) {
                     break next;
@@ -150,9 +150,12 @@ impl Fifo {
             pause()?;
         };
         let (slot, lap) = self.place(position);
+        // The half that the reader checks first is stored last. Either order is correct, since both carry the
+        // lap.
         self.memory.store(slot + 1, second | lap);
         self.memory.store(slot, first | lap);
-        // Also between the claim and the look at whether it was stopped.
+        // Contains the SeqCst fence between the claim and the check of the stop flag; its counterpart is in
+        // `stop`.
         self.listener.wake();
         if self.is_stopped() {
             return Err(stopped());
@@ -160,19 +163,19 @@ impl Fifo {
         Ok(position)
     }
 
-    /// Lets go of producers that wait for room, and refuses what they put in from here on. What is in the ring stays
-    /// unread.
+    /// Releases producers that wait for space, and makes later pushes fail. Triggers in the ring stay unread.
     ///
     /// # Errors
-    /// Those of the device, which may not have told its kernels.
+    /// Errors of the device, whose kernels may then not have been notified.
     pub(crate) fn stop(&self) -> Result<()> {
         self.memory.store(self.words_of_ring() + 1, 1);
         let told = self.memory.stop_kernels();
+        // Orders the stop flag before the count of claims that the caller reads next (guarantee 5).
         fence(Ordering::SeqCst);
         told
     }
 
-    /// Whether it was stopped.
+    /// Whether the FIFO was stopped.
     pub(crate) fn is_stopped(&self) -> bool {
         self.memory.load(self.words_of_ring() + 1) != 0
     }
@@ -185,17 +188,17 @@ impl Fifo {
         2 * self.slots as usize
     }
 
-    /// The first word of the slot of `position`, and the bit that its halves have.
+    /// First word of the slot of `position`, and the lap bit of its halves.
     fn place(&self, position: u64) -> (usize, u64) {
         let slot = 2 * (position & (self.slots - 1)) as usize;
-        // Memory starts as zeros, so the first lap sets the bit.
+        // Memory starts zeroed, so the first lap must set the bit.
         let lap = if position & self.slots == 0 { LAP } else { 0 };
         (slot, lap)
     }
 }
 
 impl FifoReader {
-    /// The next trigger with its position, if it is there. Its slot may be used again.
+    /// Takes the next trigger and its position, if there is one, and frees its slot.
     pub(crate) fn pop(&mut self) -> Option<(u64, [u64; 2])> {
         let halves = self.peek()?;
         let position = self.position;
@@ -205,13 +208,13 @@ impl FifoReader {
         Some((position, halves))
     }
 
-    /// Whether there is no trigger to be read.
+    /// Whether no trigger is ready.
     pub(crate) fn is_empty(&self) -> bool {
         self.peek().is_none()
     }
 
-    /// Blocks the only thread that calls this, for `limit` at most, until a producer of this process has put
-    /// a trigger in, or somebody unparks the thread. Does nothing where only kernels produce; whether it did.
+    /// Sleeps for up to `limit` until a producer of this process pushes or the thread is unparked. Must
+    /// always be called by the same thread. Returns false at once if only kernels produce.
     pub(crate) fn listen(&self, limit: Duration) -> bool {
         if !self.fifo.memory.has_host_producers() {
             return false;
@@ -220,7 +223,7 @@ impl FifoReader {
         true
     }
 
-    /// How many triggers were claimed and not read.
+    /// Number of triggers that were claimed but not read.
     pub(crate) fn unread(&self) -> Result<u64> {
         Ok(self.fifo.memory.claimed()?.saturating_sub(self.position))
     }
@@ -234,7 +237,7 @@ impl FifoReader {
     }
 }
 
-/// That the proxy behind a FIFO has ended.
+/// The error for using a FIFO whose proxy has stopped.
 pub(crate) fn stopped() -> Error {
     Error::new(ErrorKind::Closed, "the proxy was stopped")
         .with_operation("use a proxied channel")
@@ -261,6 +264,7 @@ impl FifoMemory for HostFifoMemory {
     fn load(&self, word: usize) -> u64 {
         self.words
             .get(word)
+            // Pairs with the release store below, so a reader of a trigger sees the data written before it.
             .map_or(0, |word| word.load(Ordering::Acquire))
     }
 
@@ -271,6 +275,7 @@ impl FifoMemory for HostFifoMemory {
     }
 
     fn claim(&self, position: u64) -> bool {
+        // Relaxed: the claim publishes nothing. The lap bits of the slot order the data.
         let (relaxed, next) = (Ordering::Relaxed, position + 1);
         let claimed = &self.claimed;
         claimed

@@ -1,4 +1,4 @@
-//! The FIFO, epochs and the abort word under every interleaving.
+//! Loom models of the FIFO, epochs and the abort word.
 
 use super::fifo::{Fifo, FifoReader, HostFifoMemory};
 use loom::cell::UnsafeCell;
@@ -7,7 +7,7 @@ use loom::{sync, thread};
 use std::sync::Arc;
 use std::time::Duration;
 
-/// A value that is only to be accessed in order.
+/// A value that must only be accessed in a defined order.
 #[derive(Default)]
 struct Data(UnsafeCell<u64>);
 
@@ -44,24 +44,24 @@ fn pop(reader: &mut FifoReader) -> (u64, [u64; 2]) {
     }
 }
 
-/// A model with few preemptions: with three threads, all interleavings take many minutes, and a bug that
-/// needs more is rare.
+/// Runs a model with few preemptions: with three threads all interleavings take many minutes, and bugs that
+/// need more preemptions are rare.
 fn bounded(preemptions: usize, model: impl Fn() + Send + Sync + 'static) {
     let mut builder = loom::model::Builder::new();
     builder.preemption_bound = Some(preemptions);
-    // Two threads that look again and again take many steps until the third goes on.
+    // Two polling threads take many steps before the third one runs.
     builder.max_branches = 100_000;
     builder.check(model);
 }
 
-/// Each trigger comes whole, once, in the order of its producer, and what its producer did before is seen;
-/// the ring is gone around, and producers wait for room. One producer for each count of triggers.
+/// Checks that each trigger arrives whole, once, in its producer's order, and that the producer's earlier
+/// writes are visible. The ring wraps and producers wait for space. One producer for each entry of `counts`.
 fn producers(counts: &'static [u64], slots: usize) {
     bounded(2, move || {
         let (fifo, mut reader) = fifo(slots);
         let all: u64 = counts.iter().sum();
         let data: Arc<Vec<Data>> = Arc::new((0..all).map(|_| Data::default()).collect());
-        // The numbers of each producer's triggers follow those of the one before.
+        // Trigger numbers continue from one producer to the next.
         let firsts: Vec<u64> = (0..counts.len())
             .map(|one| counts[..one].iter().sum())
             .collect();
@@ -113,8 +113,8 @@ fn loom_two_producers_share_two_slots() {
     producers(&[2, 1], 2);
 }
 
-/// A stop beside a producer, with room for all triggers or not: what the producer takes for sent was served or is counted
-/// as unread right after the stop, as the proxy does it, and one that waits for room is let go.
+/// Stops the FIFO concurrently with a producer, with and without space for all triggers: each successful push
+/// was served or is counted as unread right after the stop, and a waiting producer is released.
 fn stop_beside_a_producer(slots: usize) {
     bounded(3, move || {
         let (fifo, mut reader) = fifo(slots);
@@ -127,7 +127,7 @@ fn stop_beside_a_producer(slots: usize) {
         fifo.stop().unwrap();
         let unread = reader.unread().unwrap();
         let sent = thread.join().unwrap();
-        // One more may be counted whose producer was refused.
+        // One more may be counted, whose producer got an error.
         let accounted = served + unread;
         assert!(
             accounted == sent || accounted == sent + 1,
@@ -147,7 +147,8 @@ fn loom_what_is_sent_beside_a_stop_is_counted() {
     stop_beside_a_producer(4);
 }
 
-/// A reader that sleeps as soon as it finds the ring empty is woken for each trigger: otherwise it would sleep for ever.
+/// A reader that sleeps whenever the ring is empty is woken for each trigger; a missed wakeup would hang the
+/// model.
 #[test]
 fn loom_a_reader_that_listens_misses_no_trigger() {
     bounded(3, || {
@@ -170,8 +171,7 @@ fn loom_a_reader_that_listens_misses_no_trigger() {
     });
 }
 
-/// A producer that finds the ring full and gives up, beside one that waits: what the other one puts in is
-/// read.
+/// A producer that gives up on a full ring does not block another one that waits.
 #[test]
 fn loom_a_producer_that_gives_up_blocks_nobody() {
     bounded(3, || {
@@ -202,14 +202,14 @@ fn loom_a_producer_that_gives_up_blocks_nobody() {
     });
 }
 
-/// From here on a count says that waits were ended; as in the kernels.
+/// Counts from here on mean that waits were aborted; as in the kernels.
 const ENDED: u64 = 1 << 61;
 
-/// What the fault's thread writes to all words; as the device does.
+/// Value written to all words by an abort; as the device does.
 const POISON: u64 = 1 << 62;
 
-/// The words of a channel, as `warplink::Channel` uses them: the peer counts `inbound` up, waits take
-/// tickets from `awaited`, and the fault fills all words.
+/// The words of a channel as `warplink::Channel` uses them: the peer increments `inbound`, waits take tickets
+/// from `awaited`, and an abort overwrites all words.
 #[derive(Default)]
 struct Words {
     inbound: AtomicU64,
@@ -222,7 +222,7 @@ impl Words {
         self.inbound.fetch_add(1, Ordering::Release);
     }
 
-    /// Whether the signal came; otherwise the waits were ended.
+    /// Waits for a signal; false if waits were aborted.
     fn wait(&self) -> bool {
         let ticket = self.awaited.fetch_add(1, Ordering::Relaxed) + 1;
         loop {
@@ -240,7 +240,7 @@ impl Words {
         }
     }
 
-    /// Takes a count where there is one; whether there was, or nothing where the waits were ended. As `detail::take`.
+    /// Takes a signal if one is available; `None` if waits were aborted. As `detail::take`.
     fn poll(&self) -> Option<bool> {
         let mut taken = self.awaited.load(Ordering::Relaxed);
         loop {
@@ -266,7 +266,7 @@ impl Words {
     }
 }
 
-/// Two waits and two signals: each wait is for one, and sees what preceded it.
+/// Two waits and two signals: each wait consumes one, and sees the writes that preceded it.
 #[test]
 fn loom_each_wait_uses_up_one_signal() {
     bounded(3, || {
@@ -288,8 +288,8 @@ fn loom_each_wait_uses_up_one_signal() {
     });
 }
 
-/// Waits that are ended while the peer signals: one that says that its signal came has it, with the data;
-/// and every wait ends.
+/// Waits are aborted while the peer signals: a wait that succeeds has the signal and its data, and every wait
+/// ends.
 #[test]
 fn loom_ended_waits_pass_for_no_signal() {
     bounded(3, || {
@@ -311,7 +311,7 @@ fn loom_ended_waits_pass_for_no_signal() {
     });
 }
 
-/// Two threads that wait, and two signals: each is for one of them, and both have seen what preceded them.
+/// Two threads wait for two signals: each consumes one, and both see the writes that preceded it.
 #[test]
 fn loom_two_waits_at_once_use_up_a_signal_each() {
     bounded(3, || {
@@ -332,7 +332,7 @@ fn loom_two_waits_at_once_use_up_a_signal_each() {
     });
 }
 
-/// A poll beside a wait takes no count twice: one signal lets one of them go, and the second the other.
+/// A poll concurrent with a wait consumes no signal twice.
 #[test]
 fn loom_a_poll_beside_a_wait_takes_no_count_twice() {
     bounded(2, || {

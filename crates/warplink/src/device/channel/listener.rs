@@ -1,14 +1,15 @@
-//! How the reader of a FIFO sleeps until a producer of its process has put a trigger in.
+//! Lets the reader of a FIFO sleep until a producer in its process pushes a trigger.
 //!
-//! No trigger is missed: the reader says that it listens before it looks for one last time, and a producer asks whether
-//! somebody listens after its trigger is in. One of the two sees the other.
+//! There are no lost wakeups (Dekker's pattern): the reader sets `listens` and then checks the ring once
+//! more; a producer pushes its trigger and then checks `listens`. The SeqCst fence between store and load on
+//! both sides means that at least one sees the other.
 
 use crate::sync::{
     AtomicBool, OnceLock, Ordering::SeqCst, Thread, fence, park_timeout, this_thread,
 };
 use std::time::Duration;
 
-/// The thread that waits for producers of this process. Kernels of a GPU cannot wake it.
+/// The thread that waits for producers of this process. GPU kernels cannot wake it.
 #[derive(Debug, Default)]
 pub(super) struct Listener {
     thread: OnceLock<Thread>,
@@ -16,11 +17,11 @@ pub(super) struct Listener {
 }
 
 impl Listener {
-    /// Blocks the only thread that calls this, for `limit` at most, until it was woken since it listened, unless
-    /// `is_there` says that what it waits for has come. Somebody may unpark the thread as well.
+    /// Sleeps for up to `limit` until woken, unless `is_there` finds that a trigger has arrived. Must always
+    /// be called by the same thread. Spurious wakeups are possible.
     pub(super) fn listen(&self, limit: Duration, is_there: impl FnOnce() -> bool) {
         if self.thread.get().is_none() {
-            // The same thread each time.
+            // Set once: the caller is always the same thread.
             let _ = self.thread.set(this_thread());
         }
         self.listens.store(true, SeqCst);
@@ -31,7 +32,7 @@ impl Listener {
         self.listens.store(false, SeqCst);
     }
 
-    /// Wakes the thread, if it listens, after what the caller did before.
+    /// Wakes the sleeping reader, if any. Orders the caller's earlier writes before the check.
     pub(super) fn wake(&self) {
         fence(SeqCst);
         if self.listens.load(SeqCst)

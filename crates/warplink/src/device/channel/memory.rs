@@ -1,4 +1,4 @@
-//! The memory and the words of a channel, and how they are laid out for kernels.
+//! Memory and words of a channel, and their layout for kernels.
 
 use super::fifo::Fifo;
 use super::trigger::{At, MAX_REGIONS};
@@ -8,69 +8,69 @@ use crate::sync::lock;
 use std::fmt;
 use std::sync::{Arc, Mutex};
 
-/// Bytes of the table of a connection's regions.
+/// Size of a connection's region table in bytes.
 pub(crate) const TABLE_BYTES: usize = 2 * MAX_REGIONS * ENTRY_BYTES;
 
-/// Bytes of an entry: address and length.
+/// Size of a table entry in bytes: address and length.
 const ENTRY_BYTES: usize = 16;
 
-/// 8-byte units of a channel as kernels have it.
+/// Length of `warplink::Channel` in 8-byte words; must match `device.cuh`.
 const DESCRIPTOR_WORDS: usize = 16;
 
-/// What a kernel knows of a connection. The addresses in it stay valid as long as it.
+/// A connection as kernels see it. Its addresses stay valid as long as it lives.
 pub struct ChannelMemory {
     parts: ChannelParts,
 }
 
-/// What a channel is made of.
+/// Constituents of a channel.
 #[derive(Debug)]
 pub(crate) struct ChannelParts {
     /// The rank at the other end.
     pub(crate) peer: u32,
-    /// What the connection was made with.
+    /// The connection's tag.
     pub(crate) tag: u64,
-    /// The regions of both sides; there is at least one of each.
+    /// Regions of both sides, at least one each.
     pub(crate) windows: Arc<Windows>,
-    /// In this rank's memory: how often the peer has signalled.
+    /// Number of signals from the peer, in this rank's memory.
     pub(crate) inbound: Word,
-    /// How many signals kernels have waited for.
+    /// Number of signals that kernels have waited for.
     pub(crate) awaited: Word,
-    /// Up to which position of the FIFO what was asked for is done.
+    /// FIFO position up to which requests are complete.
     pub(crate) completed: Word,
-    /// Not zero when the waits were ended.
+    /// Nonzero once waits were aborted.
     pub(crate) abort: Word,
-    /// The peer's inbound word, where it is mapped here.
+    /// The peer's inbound word, if it is mapped here.
     pub(crate) outbound: Option<Word>,
-    /// The proxy, where there is one.
+    /// The proxy, if the channel has one.
     pub(crate) proxy: Option<ProxyEnd>,
 }
 
-/// How a channel reaches its proxy.
+/// A channel's access to its proxy.
 #[derive(Clone, Debug)]
 pub(crate) struct ProxyEnd {
     pub(crate) fifo: Arc<Fifo>,
-    /// The number of the connection there.
+    /// Index of the connection at the proxy.
     pub(crate) connection: u32,
 }
 
-/// The regions of a connection on both sides, for the host and in a table for kernels.
+/// Regions of a connection on both sides, for the host and as a table for kernels.
 pub(crate) struct Windows {
     device: Arc<dyn Device>,
     table: DeviceSlice,
     sides: Mutex<[Vec<Place>; 2]>,
 }
 
-/// Where a region is.
+/// Location of a region.
 #[derive(Clone, Debug)]
 pub(crate) enum Place {
-    /// In memory that is mapped here.
+    /// Mapped into this process.
     Mapped(DeviceSlice),
-    /// On another machine, where only a proxy gets; its length in bytes.
+    /// On another machine, reachable only through a proxy; length in bytes.
     Elsewhere(u64),
 }
 
 impl Place {
-    /// Address and length for kernels. What is elsewhere has an address that none of them uses.
+    /// Address and length for kernels. A remote region gets an address that no kernel dereferences.
     fn window(&self) -> [u64; 2] {
         match self {
             Self::Mapped(slice) => [slice.address(), slice.bytes() as u64],
@@ -83,7 +83,7 @@ impl Place {
     }
 }
 
-/// Whose region it is.
+/// Owner of a region.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Side {
     Own,
@@ -91,7 +91,7 @@ pub(crate) enum Side {
 }
 
 impl Windows {
-    /// Regions that begin with these, with `table` (of [`TABLE_BYTES`]) for kernels.
+    /// Creates the list from the first pair of regions, with `table` ([`TABLE_BYTES`] long) for kernels.
     pub(crate) fn new(
         device: &Arc<dyn Device>,
         table: DeviceSlice,
@@ -107,7 +107,7 @@ impl Windows {
         Ok(windows)
     }
 
-    /// Adds a region on each side, under the number that is given back. Blocks until kernels find it.
+    /// Adds a region on each side and returns its number. Blocks until kernels can see it.
     pub(crate) fn add(&self, own: DeviceSlice, peers: Place) -> Result<u32> {
         let number = self.next()?;
         let mut sides = lock(&self.sides);
@@ -118,11 +118,10 @@ impl Windows {
         Ok(number)
     }
 
-    /// The number that the next region gets.
+    /// Number of the next region.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) where there are as many as there
-    /// can be.
+    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) if the maximum is reached.
     pub(crate) fn next(&self) -> Result<u32> {
         let number = self.count();
         if number < MAX_REGIONS {
@@ -131,25 +130,25 @@ impl Windows {
         Err(Error::invalid(format!(
             "the connection has {number} regions already; expected at most {MAX_REGIONS}"
         ))
-        .with_help("make a further connection with another tag"))
+        .with_help("create another connection with a different tag"))
     }
 
-    /// Bytes of the region `number` on one side, where it is there.
+    /// Length in bytes of region `number` on one side, if it exists.
     pub(crate) fn bytes(&self, side: Side, number: u32) -> Option<u64> {
         let sides = lock(&self.sides);
         sides[side as usize].get(number as usize).map(Place::bytes)
     }
 
-    /// How many regions there are on each side.
+    /// Number of regions on each side.
     fn count(&self) -> usize {
         lock(&self.sides)[0].len()
     }
 
-    /// The memory of the `bytes` from `at` on, on one side.
+    /// `bytes` of memory starting at `at` on one side.
     ///
     /// # Errors
-    /// Those of [`check`](Self::check); [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported) where they
-    /// are on another machine.
+    /// As [`check`](Self::check); [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported) if the memory is
+    /// on another machine.
     pub(crate) fn range(&self, side: Side, at: At, bytes: u64) -> Result<DeviceSlice> {
         match self.check(side, at, bytes)? {
             Place::Mapped(region) => region.slice(at.offset as usize..(at.offset + bytes) as usize),
@@ -161,10 +160,10 @@ impl Windows {
         }
     }
 
-    /// The region that the `bytes` from `at` on, on one side, lie in.
+    /// The region that contains `bytes` starting at `at` on one side.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) where they are not all in a
+    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) if the range is not within one
     /// region.
     pub(crate) fn check(&self, side: Side, at: At, bytes: u64) -> Result<Place> {
         let region = lock(&self.sides)[side as usize]
@@ -212,7 +211,7 @@ impl ChannelMemory {
         Self { parts }
     }
 
-    /// Which device's memory it is.
+    /// Kind of device that owns the memory.
     pub fn kind(&self) -> DeviceKind {
         self.parts.inbound.as_slice().kind()
     }
@@ -222,7 +221,7 @@ impl ChannelMemory {
         self.parts.peer
     }
 
-    /// What both ranks made the connection with.
+    /// Tag of the connection.
     pub fn tag(&self) -> u64 {
         self.parts.tag
     }
@@ -231,13 +230,13 @@ impl ChannelMemory {
         &self.parts
     }
 
-    /// What ends its waits.
+    /// The fault that aborts its waits.
     pub(crate) fn fault(&self) -> Option<&Arc<Fault>> {
         self.parts.inbound.fault()
     }
 
-    /// As kernels have it: the bytes of `warplink::Channel` in `warplink/device.cuh`. Valid as long as this, for
-    /// kernels that are launched by other means than [`Kernel::launch`](crate::device::Kernel::launch).
+    /// The bytes of `warplink::Channel` in `warplink/device.cuh`, valid as long as `self`, for kernels that
+    /// are not launched by [`Kernel::launch`](crate::device::Kernel::launch).
     pub fn descriptor(&self) -> [u64; DESCRIPTOR_WORDS] {
         let parts = &self.parts;
         let sides = lock(&parts.windows.sides);

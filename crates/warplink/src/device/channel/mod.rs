@@ -1,4 +1,4 @@
-//! What kernels know of a channel: its memory, its words, and the FIFO of its proxy.
+//! A channel as kernels see it: memory, words, and the FIFO to its proxy.
 
 mod array;
 pub(crate) mod fifo;

@@ -1,20 +1,20 @@
-//! Triggers: what a kernel asks a proxy for, in 128 bits.
+//! Triggers: 128-bit requests from kernels to a proxy.
 
 use crate::error::{Error, ErrorKind, Result};
 
-/// Regions that a connection has at most, on either side; must match the kernels.
+/// Maximum number of regions of a connection on either side; must match the kernels.
 pub(crate) const MAX_REGIONS: usize = 16;
 
-/// Connections that a proxy serves at most: the range of the number in a trigger.
+/// Maximum number of connections of a proxy: the range of the index in a trigger.
 pub(crate) const MAX_CONNECTIONS: usize = 1 << 10;
 
-/// Bytes from which on a region is too long to be named in a trigger.
+/// Upper bound of offsets in a trigger; regions beyond it cannot be addressed.
 pub(crate) const MAX_OFFSET: u64 = 1 << 36;
 
-/// The most bytes of one trigger; must match the kernels.
+/// Maximum bytes of one trigger; must match the kernels.
 pub(crate) const MAX_TRIGGER_BYTES: u64 = 1 << 31;
 
-/// The bit of each half that says in which lap of the ring it was stored.
+/// The bit in each half that holds the lap parity of the ring.
 pub(crate) const LAP: u64 = 1 << 63;
 
 const PUT: u32 = 1;
@@ -22,25 +22,25 @@ const GET: u32 = 2;
 const SIGNAL: u32 = 4;
 const FLUSH: u32 = 8;
 
-/// A request from a kernel. Both halves leave their highest bit free, for the FIFO.
+/// Request from a kernel. The highest bit of both halves is reserved for the FIFO's lap.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Trigger {
     pub(crate) movement: Option<Movement>,
-    /// Signal the peer, after the movement.
+    /// Signal the peer after the data movement.
     pub(crate) signal: bool,
-    /// Tell the kernel when everything of the connection until here is done.
+    /// Notify the kernel once all requests of the connection up to this one are complete.
     pub(crate) flush: bool,
-    /// The number of the connection at the proxy.
+    /// Index of the connection at the proxy.
     pub(crate) connection: u32,
-    /// Bytes to be moved.
+    /// Bytes to move.
     pub(crate) bytes: u64,
-    /// Where they lie here.
+    /// Local location.
     pub(crate) own: At,
-    /// Where they lie at the peer.
+    /// Location at the peer.
     pub(crate) peers: At,
 }
 
-/// Which way bytes go.
+/// Direction of the movement.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Movement {
     /// To the peer.
@@ -49,8 +49,8 @@ pub(crate) enum Movement {
     Get,
 }
 
-/// A place in one of a connection's regions: the region that it was made with is number 0, which a bare
-/// offset means.
+/// Location in a region of a connection. Region 0 is the one that the connection was created with; a plain
+/// offset refers to it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct At {
     /// The number of the region.
@@ -72,7 +72,7 @@ impl From<(u32, u64)> for At {
 }
 
 impl Trigger {
-    /// A signal and nothing else.
+    /// A trigger that only signals.
     pub(crate) fn signal(connection: u32) -> Self {
         Self {
             movement: None,
@@ -85,7 +85,7 @@ impl Trigger {
         }
     }
 
-    /// The two halves; places and lengths are within their limits. Must match the kernels.
+    /// Encodes into two halves; locations and lengths must be within their limits. Must match the kernels.
     pub(crate) fn encode(&self) -> [u64; 2] {
         let movement = match self.movement {
             None => 0,
@@ -104,10 +104,10 @@ impl Trigger {
         ]
     }
 
-    /// What two halves mean.
+    /// Decodes two halves.
     ///
     /// # Errors
-    /// [`ErrorKind::Protocol`] for what no call of a channel makes.
+    /// [`ErrorKind::Protocol`] for bits that no channel call produces.
     pub(crate) fn decode([first, second]: [u64; 2]) -> Result<Self> {
         let bits = |word: u64, from: u32, count: u32| word >> from & ((1 << count) - 1);
         let kind = bits(first, 59, 4) as u32;

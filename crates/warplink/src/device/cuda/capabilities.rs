@@ -1,4 +1,4 @@
-//! What a GPU and its driver can do, as far as it matters here.
+//! Capabilities of a GPU and its driver.
 
 use super::driver::context::Context;
 use super::driver::{Driver, status};
@@ -10,16 +10,16 @@ use cudarc::driver::sys::{
 };
 use std::ffi::{CStr, c_char, c_int};
 
-/// What a GPU and its driver can do.
+/// Capabilities of a GPU and its driver.
 #[derive(Clone, Debug)]
 pub struct Capabilities {
-    /// Which of the GPUs that this process sees.
+    /// Index among the GPUs visible to this process.
     pub ordinal: usize,
     /// The model.
     pub name: String,
     /// The GPU's UUID.
     pub identity: DeviceIdentity,
-    /// The newest CUDA version that the driver serves: major and minor.
+    /// Newest CUDA version that the driver supports: major and minor.
     pub driver_version: (u32, u32),
     /// Compute capability: major and minor.
     pub compute_capability: (u32, u32),
@@ -31,29 +31,29 @@ pub struct Capabilities {
     pub stream_memory_operations: bool,
     /// Whether plain allocations can be shared by CUDA IPC.
     pub ipc: bool,
-    /// Whether there is a virtual memory interface.
+    /// Whether the virtual memory API is available.
     pub virtual_memory: bool,
-    /// Whether its memory can be shared by file descriptor.
+    /// Whether virtual memory can be shared by file descriptor.
     pub descriptors: bool,
-    /// Whether its memory can be reached by network cards.
+    /// Whether network cards can reach virtual memory (GPUDirect RDMA).
     pub virtual_memory_rdma: bool,
-    /// Whether kernels that run see what network cards write to its memory, in the order of the writes.
+    /// Whether running kernels observe writes of network cards in order.
     pub network_writes_ordered: bool,
-    /// Whether a call makes them see it.
+    /// Whether writes of network cards can be flushed by a driver call.
     pub network_writes_flush: bool,
-    /// Whether contexts on it are shared with other processes by the multi-process service.
+    /// Whether the multi-process service shares contexts on it between processes.
     pub multi_process_service: bool,
-    /// For every other GPU that this process sees, its ordinal and whether this one maps its memory.
+    /// For every other visible GPU, its ordinal and whether this GPU can map its memory.
     pub peers: Vec<(usize, bool)>,
 }
 
 impl Capabilities {
-    /// The device's name in messages.
+    /// Name in messages.
     pub(super) fn device_name(&self) -> String {
         format!("cuda:{} {}", self.ordinal, self.name)
     }
 
-    /// Asks the driver. Makes no context.
+    /// Queries the driver. Creates no context.
     pub(super) fn of(driver: &Driver, device: CUdevice, ordinal: usize) -> Result<Self> {
         use CUdevice_attribute_enum as Attribute;
         let attribute =
@@ -111,13 +111,13 @@ impl Capabilities {
         })
     }
 
-    /// Whether a kernel may start while the one before it in its stream ends, in graphs too, which drivers before 12.3 do
-    /// not record.
+    /// Whether kernels can start before the preceding kernel in the stream ends (programmatic dependent
+    /// launch). Requires driver 12.3, since earlier ones do not capture it into graphs.
     pub(crate) fn starts_kernels_early(&self) -> bool {
         self.compute_capability.0 >= 9 && self.driver_version >= (12, 3)
     }
 
-    /// The architecture's name for compilers, such as `sm_90`.
+    /// Architecture name for compilers, such as `sm_90`.
     pub fn architecture(&self) -> String {
         format!(
             "sm_{}{}",
@@ -126,7 +126,7 @@ impl Capabilities {
     }
 }
 
-/// What the GPU with `ordinal` can do.
+/// Capabilities of the GPU with index `ordinal`.
 ///
 /// # Errors
 /// As [`open`](super::open).
@@ -154,7 +154,7 @@ fn name(driver: &Driver, device: CUdevice) -> Result<String> {
 fn identity(driver: &Driver, device: CUdevice) -> Result<DeviceIdentity> {
     let mut uuid = CUuuid { bytes: [0; 16] };
     let mut code = status::NOT_SUPPORTED;
-    // The first form gave every part of a partitioned GPU the whole GPU's UUID.
+    // The first version returned the same UUID for every MIG partition of a GPU.
     for ask in [driver.cuDeviceGetUuid_v2, driver.cuDeviceGetUuid]
         .into_iter()
         .flatten()

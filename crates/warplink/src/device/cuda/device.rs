@@ -28,10 +28,10 @@ use std::fmt;
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
-/// A GPU as one rank uses it.
+/// A GPU as used by one rank.
 pub(super) struct CudaDevice {
     gpu: Arc<Gpu>,
-    /// Made at first use; not part of what streams and memory hold, since it holds them.
+    /// Created on first use. Not part of `Gpu`, which streams and memory hold: it holds streams itself.
     compute: Mutex<Option<Arc<CudaCompute>>>,
     pretend: Pretend,
 }
@@ -48,7 +48,8 @@ impl CudaDevice {
         }))
     }
 
-    /// What the driver says of this GPU and the memory of the one at `peer`; none where it does not know that one.
+    /// Access of this GPU to the memory of the one at `peer`, as the driver reports; `None` if it does not
+    /// know that GPU.
     fn found_access(&self, peer: PciAddress) -> Option<PeerAccess> {
         let (driver, own) = (self.gpu.context.driver, self.gpu.context.device);
         let peer = driver.device_at(peer)?;
@@ -112,7 +113,7 @@ impl Device for CudaDevice {
         let all = self.gpu.properties();
         DeviceProperties {
             kernel_copies: kernel.is_some(),
-            // What goes through memory of the host goes over the bus, which splits packets of 128 bytes.
+            // Host memory is reached over PCIe, which splits packets of 128 bytes, so they need a link.
             linked: all.linked && self.pretend != Pretend::NoPeerAccess,
             ..all
         }
@@ -137,7 +138,7 @@ impl Device for CudaDevice {
             AllocationKind::Virtual => {
                 let memory = VirtualMemory::allocate(&self.gpu, bytes)?;
                 let (address, whole) = (memory.address, memory.bytes);
-                // The backing spans whole pages, as does what a peer maps; the slice what was asked.
+                // The backing and a peer's mapping span whole pages; the slice has the requested length.
                 CudaBacking::slice(
                     &self.gpu,
                     address,
@@ -158,7 +159,8 @@ impl Device for CudaDevice {
         fault: &Arc<Fault>,
     ) -> Result<DeviceSlice> {
         self.gpu.fault.check()?;
-        // Loading waits for what spins, so the kernel is there before the first word to spin on.
+        // Loading waits for spinning kernels, so load the kernel before the first signal that one could spin
+        // on.
         let (context, reaper) = (&self.gpu.context, &self.gpu.reaper);
         self.gpu
             .transfer_kernel
@@ -299,7 +301,7 @@ impl Device for CudaDevice {
     fn attach_thread(&self) -> Result<()> {
         let able = &self.gpu.capabilities;
         if !able.network_writes_ordered && !able.network_writes_flush {
-            let text = "kernels of this GPU need not see what network cards write to its memory";
+            let text = "writes of network cards to this GPU's memory may not be visible to running kernels";
             return Err(Error::new(ErrorKind::Unsupported, text));
         }
         self.gpu.context.attach()

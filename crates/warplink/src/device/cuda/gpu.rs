@@ -1,5 +1,5 @@
-//! What everything of one opened GPU shares: its context, its fault, and the threads and buffers
-//! that have to be there before anything goes wrong.
+//! State shared by everything on one opened GPU: context, fault, and the threads and buffers that must exist
+//! before anything fails.
 
 use super::capabilities::{self, Capabilities};
 use super::compute::workspace::{Workspace, Workspaces};
@@ -20,7 +20,7 @@ use std::fmt;
 use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
-/// So large a part of the GPU's memory is kept when more is allocated of the driver.
+/// The pool of freed blocks keeps up to 1 / `POOLED_PART` of the GPU's memory.
 const POOLED_PART: usize = 4;
 
 /// An opened GPU. Streams, events and memory hold it.
@@ -29,19 +29,19 @@ pub(super) struct Gpu {
     pub(super) fault: Arc<Fault>,
     pub(super) capabilities: Capabilities,
     pub(super) reaper: Reaper,
-    /// Freed memory that is kept for the next allocation.
+    /// Freed memory kept for later allocations.
     pub(super) blocks: Arc<BlockPool>,
     pub(super) staging: Staging,
     pub(super) signals: Arc<Signals>,
     pub(super) workspaces: Workspaces,
     pub(super) written: WrittenModules,
-    /// The communicators of the vendor's collectives.
+    /// Communicators of the vendor's library.
     pub(super) collectives: Watched,
-    /// Loaded with the first signals, which come before the first transfer.
+    /// Loaded with the first signals, which precede the first transfer.
     pub(super) transfer_kernel: OnceLock<Option<TransferKernel>>,
-    /// Whether the driver records writes and waits into graphs; found out when the GPU is opened.
+    /// Whether the driver captures memory operations into graphs; probed when the GPU is opened.
     captures_memory_ops: OnceLock<bool>,
-    /// Asked for once, since NVML takes milliseconds to start.
+    /// Queried once, since starting NVML takes milliseconds.
     properties: OnceLock<DeviceProperties>,
 }
 
@@ -76,7 +76,7 @@ impl Gpu {
         }))
     }
 
-    /// What the driver and NVML say about the GPU.
+    /// Properties reported by the driver and NVML.
     pub(super) fn properties(&self) -> DeviceProperties {
         let properties = self.properties.get_or_init(|| {
             let attribute = |which| self.context.driver.attribute(self.context.device, which);
@@ -85,42 +85,41 @@ impl Gpu {
         properties.clone()
     }
 
-    /// Finds out, with a live word at `address`, what [`captures_memory_ops`](Self::captures_memory_ops)
-    /// says.
+    /// Probes [`captures_memory_ops`](Self::captures_memory_ops) with a live word at `address`.
     pub(super) fn try_capturing(&self, address: u64) -> Result<()> {
         let captures = memory_ops::are_captured(&self.context, address)?;
         self.captures_memory_ops.get_or_init(|| captures);
         Ok(())
     }
 
-    /// Whether the driver records writes and waits into graphs.
+    /// Whether the driver captures memory operations into graphs.
     #[inline]
     pub(super) fn captures_memory_ops(&self) -> bool {
         self.captures_memory_ops.get().copied().unwrap_or(true)
     }
 
-    /// Gives freed memory that is kept to the driver, until `until` at most; whether that is done.
+    /// Returns pooled memory to the driver, by `until`; returns whether it completed.
     pub(super) fn give_back(&self, until: Instant) -> bool {
         self.free_blocks(self.blocks.take_all());
         self.free_workspaces(self.workspaces.take_unborrowed());
         self.reaper.flush(until)
     }
 
-    /// Gives blocks that nobody uses to the driver. Does not wait.
+    /// Returns unused blocks to the driver, asynchronously.
     pub(super) fn free_blocks(&self, blocks: Vec<Block>) {
         for block in blocks {
             self.reaper.free(block);
         }
     }
 
-    /// Gives scratch memory to the driver, which lets what uses it end first. Does not wait.
+    /// Frees scratch memory, asynchronously; the driver waits for work that uses it.
     pub(super) fn free_workspaces(&self, workspaces: Vec<Workspace>) {
         if !workspaces.is_empty() {
             self.reaper.run(move |_| drop(workspaces));
         }
     }
 
-    /// The CPUs of the GPU's part of the machine, as the system says.
+    /// CPUs local to the GPU, as the system reports.
     pub(super) fn local_cpus(&self) -> Vec<usize> {
         let attribute = |which| self.context.driver.attribute(self.context.device, which);
         let [domain, bus, device] = [
@@ -134,13 +133,13 @@ impl Gpu {
         std::fs::read_to_string(path).map_or_else(|_| Vec::new(), |list| parse_cpus(&list))
     }
 
-    /// Name for people.
+    /// Name in messages.
     pub(super) fn name(&self) -> String {
         self.capabilities.device_name()
     }
 }
 
-/// The CPUs of a list such as `0-3,8`; what cannot be read is left out.
+/// Parses a CPU list such as `0-3,8`; skips entries that it cannot parse.
 fn parse_cpus(list: &str) -> Vec<usize> {
     let ranges = list.trim().split(',').filter_map(|part| {
         let (first, last) = part.split_once('-').unwrap_or((part, part));
@@ -152,8 +151,8 @@ fn parse_cpus(list: &str) -> Vec<usize> {
 impl Drop for Gpu {
     fn drop(&mut self) {
         self.signals.stop();
-        // Calls that the driver may hold until the GPU is idle, which it is only once the signals' thread
-        // has ended what still waits.
+        // These calls may block until the GPU is idle, which requires the signals' thread to abort
+        // outstanding waits first.
         let workspaces = self.workspaces.take_all();
         let (buffer, kernel) = (self.staging.close(), self.transfer_kernel.take());
         let written = self.written.take_all();

@@ -2,26 +2,24 @@
 //!
 //! | folder or file | subject |
 //! |---|---|
-//! | `driver/` | the driver's functions and errors; the primary context; streams, events and pinned memory as the driver has them (`raw`) |
-//! | `gpu`, `device` | what everything of one GPU shares; the device as the traits want it |
-//! | `memory/` | allocations, ours and others'; giving them to peers and opening theirs (`sharing`, `ipc`); blocking copies (`staging`); keeping what is freed (`block_pool`), giving it to the driver (`reaper`), and when that may be done (`gate`) |
-//! | `stream/` | what is enqueued, and recording it; how far streams are (`live`); ending waits after a fault (`signals`) |
-//! | `kernels/` | compiling (`nvrtc`), keeping and loading kernels, also users' (`user`); launches that follow one another (`serial`); a small transfer; adding |
-//! | `compute/` | GEMMs by `cublas_lt`, several in one launch by `cublas`; their algorithms and scratch memory; launches ready to be repeated (`recorded`) |
+//! | `driver/` | driver functions and errors; the primary context; RAII wrappers of streams, events and pinned memory (`raw`) |
+//! | `gpu`, `device` | state shared by everything on one GPU; the implementation of `Device` |
+//! | `memory/` | own and borrowed allocations; exporting and importing (`sharing`, `ipc`); blocking copies (`staging`); reuse of freed memory (`block_pool`); returning it to the driver (`reaper`) when that is safe (`gate`) |
+//! | `stream/` | enqueuing and capture; progress of streams (`live`); aborting waits after a fault (`signals`) |
+//! | `kernels/` | compiling (`nvrtc`), caching and loading kernels, including users' (`user`); serialized launches (`serial`); small transfers; element-wise operations |
+//! | `compute/` | GEMMs by `cublas_lt`, batches by `cublas`; algorithm tuning and scratch memory; prepared launches (`recorded`) |
 //! | `nccl/` | NCCL; collectives over it |
-//! | `nvml/` | NVML; a GPU's links and peer access |
-//! | `capabilities` | what a GPU can do, for the doctor |
+//! | `nvml/` | NVML: links and peer access of a GPU |
+//! | `capabilities` | GPU capabilities, for the doctor |
 //!
-//! # What holds here
-//! 1. The default streams and whole-context synchronization are never used: they would wait for
-//!    streams that wait for a peer.
-//! 2. A call leaves the thread's current context and capture mode as they were (a thread without a
-//!    context keeps ours).
-//! 3. A GPU's memory is neither freed nor unmapped on the thread that drops it: the driver might block
-//!    without bound. What is freed is kept, and used again when streams are past it; it is given to
-//!    the driver when memory is short, on request and at close, at moments without work of this
-//!    process.
-//! 4. No lock that those take who enqueue is held while the driver may block.
+//! # Invariants
+//! 1. Default streams and whole-context synchronization are never used: they would wait for streams that wait
+//!    for a peer.
+//! 2. A call restores the thread's current context and capture mode (a thread without a context keeps ours).
+//! 3. GPU memory is neither freed nor unmapped on the thread that drops it, where the driver might block
+//!    without bound. Freed memory is pooled and reused once streams have completed; it is returned to the
+//!    driver when memory is short, on request and at close, while no stream has work of this process.
+//! 4. No lock that enqueue calls take is held while the driver may block.
 //! 5. A missing library or symbol is an error.
 
 mod capabilities;
@@ -44,29 +42,29 @@ use super::{Device, Pretend};
 use crate::error::Result;
 use std::sync::Arc;
 
-/// The architectures that kernels are kept compiling for: one of each generation that is served. A GPU of another one of
-/// the same generation has its own compiled for it.
+/// Architectures that the kernels must compile for, one for each supported GPU generation. On other
+/// architectures of a generation kernels are compiled at run time.
 pub const ARCHITECTURES: [&str; 4] = ["sm_80", "sm_90", "sm_100", "sm_120"];
 
-/// How many GPUs this process sees.
+/// Number of GPUs visible to this process.
 ///
 /// # Errors
 /// [`ErrorKind::LibraryMissing`](crate::ErrorKind::LibraryMissing) without a driver,
-/// [`ErrorKind::Driver`](crate::ErrorKind::Driver) if it does not start.
+/// [`ErrorKind::Driver`](crate::ErrorKind::Driver) if it fails to initialize.
 pub fn device_count() -> Result<usize> {
     driver::Driver::get()?.device_count()
 }
 
-/// Opens the GPU with `ordinal`.
+/// Opens GPU `ordinal`.
 ///
 /// # Errors
-/// As [`device_count`], and [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) where
-/// there is no such GPU.
+/// As [`device_count`], and [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) if the GPU does
+/// not exist.
 pub fn open(ordinal: usize) -> Result<Arc<dyn Device>> {
     open_as(ordinal, Pretend::Nothing)
 }
 
-/// As [`open`], a GPU that does without something.
+/// As [`open`], with features disabled by `pretend`.
 pub(super) fn open_as(ordinal: usize, pretend: Pretend) -> Result<Arc<dyn Device>> {
     Ok(device::CudaDevice::open(ordinal, pretend)?)
 }
@@ -91,7 +89,7 @@ mod tests {
                 ErrorKind::LibraryMissing
             );
         }
-        // UCX replaces functions when it is loaded, which the thread sanitizer has replaced already.
+        // UCX hooks functions at load time that the thread sanitizer has already intercepted.
         if cfg!(warplink_tsan) {
             return;
         }

@@ -1,18 +1,18 @@
-//! What the driver and NVML say about a GPU's rates.
+//! Peak rates of a GPU, as reported by the driver and NVML.
 
 use super::capabilities::Capabilities;
 use super::nvml::NvmlGpu;
 use crate::device::{DeviceLink, DeviceProperties, PciAddress};
 use cudarc::driver::sys::CUdevice_attribute_enum as Attribute;
 
-/// Those of a GPU, of which `attribute` tells an attribute.
+/// Properties of a GPU whose driver attributes `attribute` returns.
 pub(super) fn of(
     capabilities: &Capabilities,
     attribute: &dyn Fn(Attribute) -> i32,
 ) -> DeviceProperties {
     let positive = |which| f64::from(attribute(which).max(0));
     let clock = 1e3 * positive(Attribute::CU_DEVICE_ATTRIBUTE_CLOCK_RATE);
-    // Both edges of the clock carry a bit.
+    // Double data rate: one bit on both clock edges.
     let memory_rate = 2e3
         * positive(Attribute::CU_DEVICE_ATTRIBUTE_MEMORY_CLOCK_RATE)
         * positive(Attribute::CU_DEVICE_ATTRIBUTE_GLOBAL_MEMORY_BUS_WIDTH)
@@ -35,9 +35,9 @@ pub(super) fn of(
     }
 }
 
-/// Operations that a multiprocessor does in a cycle in products of 16-bit and of 32-bit floats, by architecture (the
-/// programming guide's table of arithmetic throughput, and the whitepapers). One that is not known counts as the newest
-/// that is.
+/// Operations of a multiprocessor per cycle for 16-bit and 32-bit matrix products, by compute capability
+/// (programming guide, arithmetic throughput table; whitepapers). Unknown architectures use the newest known
+/// one.
 const fn operations((major, minor): (u32, u32)) -> [f64; 2] {
     match (major, minor) {
         (..=7, _) => [1024.0, 128.0],
@@ -48,7 +48,7 @@ const fn operations((major, minor): (u32, u32)) -> [f64; 2] {
     }
 }
 
-/// Bytes per second to all peers in one direction, and whether that is by links.
+/// Bandwidth to all peers in one direction in bytes per second, and whether it comes from links.
 fn link_rate(attribute: &dyn Fn(Attribute) -> i32) -> (f64, bool) {
     let address = || -> Option<PciAddress> {
         Some(PciAddress {
@@ -75,8 +75,7 @@ fn link_rate(attribute: &dyn Fn(Attribute) -> i32) -> (f64, bool) {
     (nvml.bus_rate().unwrap_or(0.0), false)
 }
 
-/// Bytes per second of a link in one direction, by the version of NVLink. One that is not known counts as the newest
-/// that is.
+/// Bytes per second of a link in one direction, by NVLink version. Unknown versions use the newest known one.
 fn rate_of(link: &DeviceLink) -> f64 {
     match link.version {
         Some((1, _)) => 20e9,

@@ -1,5 +1,5 @@
-//! A loss, told in two steps, beside threads that enqueue work, streams that wait, and streams that follow them, under
-//! every interleaving.
+//! Loom models of a two-step fault concurrent with threads that enqueue work, streams that wait, and streams
+//! that follow them.
 
 use super::*;
 use crate::error::ErrorKind;
@@ -8,7 +8,7 @@ use loom::sync::Arc as Shared;
 use loom::sync::atomic::AtomicU64;
 use loom::thread;
 
-/// Work that the stream takes is known when the loss spreads, or is refused.
+/// Work accepted by the stream is either known when the fault spreads, or rejected.
 #[test]
 fn loom_work_in_a_stream_that_fails_is_refused_or_known() {
     loom::model(|| {
@@ -22,7 +22,7 @@ fn loom_work_in_a_stream_that_fails_is_refused_or_known() {
             raising.release();
             spoiled
         });
-        // As a post does: it is noted first, and then refused where the stream has failed.
+        // As a post does: record first, then check whether the stream has failed.
         enqueuing.add_work(&other);
         let taken = enqueuing.check().is_ok();
         let spoiled = raising.join().unwrap();
@@ -30,7 +30,7 @@ fn loom_work_in_a_stream_that_fails_is_refused_or_known() {
     });
 }
 
-/// Nor does that of a stream which begins to follow the one that fails.
+/// The same for a stream that begins to follow the failing one.
 #[test]
 fn loom_work_in_a_stream_that_follows_is_refused_or_known() {
     loom::model(|| {
@@ -52,19 +52,19 @@ fn loom_work_in_a_stream_that_follows_is_refused_or_known() {
     });
 }
 
-/// What ends a wait without a signal.
+/// Value that aborts a wait.
 const LET_GO: u64 = u64::MAX;
 
 fn lost() -> Error {
     Error::new(ErrorKind::PeerLost, "lost")
 }
 
-/// A fault that ends the waits for a word, and the faults of a stream that waits for it.
+/// A fault that aborts waits for a word, and the faults of a stream that waits for it.
 fn waiting() -> (Arc<Fault>, Arc<FaultSet>, Shared<AtomicU64>) {
     let (fault, set) = (Arc::new(Fault::default()), Arc::<FaultSet>::default());
     let word = Shared::new(AtomicU64::new(0));
     let ended = word.clone();
-    // The word is there for as long as the stream is.
+    // The word lives as long as the stream.
     fault.when_raised(&set, move |_| ended.store(LET_GO, Ordering::Release));
     drop(set.add([&fault]));
     (fault, set, word)
@@ -79,7 +79,7 @@ fn wait(word: &AtomicU64) -> u64 {
     }
 }
 
-/// A stream whose wait was let go of has failed by then, whether or not the peer's signal comes.
+/// A stream with an aborted wait has failed by then, even if the peer's signal still arrives.
 #[test]
 fn loom_what_was_let_go_of_has_failed() {
     loom::model(|| {
@@ -87,7 +87,7 @@ fn loom_what_was_let_go_of_has_failed() {
         let raising = thread::spawn(move || fault.raise(lost()));
         let signal = word.clone();
         let peer = thread::spawn(move || {
-            // A signal that comes late does not undo the end of the waits.
+            // A late signal does not overwrite the abort value.
             let _ = signal.compare_exchange(0, 1, Ordering::Release, Ordering::Relaxed);
         });
         if wait(&word) == LET_GO {
@@ -99,7 +99,7 @@ fn loom_what_was_let_go_of_has_failed() {
     });
 }
 
-/// So has a stream that follows it by an event.
+/// The same for a stream that follows it by an event.
 #[test]
 fn loom_what_follows_has_failed_too() {
     loom::model(|| {
@@ -118,7 +118,7 @@ fn loom_what_follows_has_failed_too() {
     });
 }
 
-/// A wait that another thread enqueues meanwhile is not taken for done where the stream is idle.
+/// A wait that another thread is enqueuing does not count as complete while the stream is idle.
 #[test]
 fn loom_a_wait_that_is_being_enqueued_is_not_taken_for_done() {
     loom::model(|| {
@@ -145,7 +145,7 @@ fn loom_a_wait_that_is_being_enqueued_is_not_taken_for_done() {
     });
 }
 
-/// What is to happen when waits end happens once, whenever it is asked for; and the first error stays.
+/// Hooks run exactly once whenever they are registered, and the first error is kept.
 #[test]
 fn loom_hooks_run_once_and_the_first_error_stays() {
     loom::model(|| {

@@ -1,4 +1,4 @@
-//! Recording operations instead of doing them.
+//! Captures: recording operations instead of executing them.
 
 use super::operation::Operation;
 use crate::error::{Error, Result};
@@ -6,14 +6,14 @@ use crate::sync::lock;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
-/// A mark recorded in a stream that is being captured.
+/// An event recorded in a stream under capture.
 #[derive(Clone, Debug)]
 pub(super) struct CapturedMark {
     pub(super) session: Arc<Session>,
     pub(super) mark: usize,
 }
 
-/// A capture under way, shared by the streams that take part.
+/// A capture in progress, shared by the participating streams.
 #[derive(Debug)]
 pub(super) struct Session {
     number: u64,
@@ -21,11 +21,11 @@ pub(super) struct Session {
     ended: AtomicBool,
 }
 
-/// What was recorded: the operations of each branch.
+/// Recorded operations of each branch.
 #[derive(Debug, Default)]
 pub(super) struct Recording {
     pub(super) branches: Vec<Vec<Operation>>,
-    /// For each mark, its branch and how many operations preceded it there.
+    /// For each event, its branch and the number of operations before it.
     pub(super) marks: Vec<(usize, usize)>,
 }
 
@@ -33,18 +33,19 @@ impl Session {
     pub(super) fn new() -> Self {
         static NEXT: AtomicU64 = AtomicU64::new(1);
         Self {
+            // Relaxed: only uniqueness matters.
             number: NEXT.fetch_add(1, Ordering::Relaxed),
             recording: Mutex::default(),
             ended: AtomicBool::new(false),
         }
     }
 
-    /// Tells captures apart.
+    /// Unique number of the capture.
     pub(super) fn number(&self) -> u64 {
         self.number
     }
 
-    /// Adds a branch and gives its number.
+    /// Adds a branch and returns its index.
     pub(super) fn join(&self) -> usize {
         let mut recording = lock(&self.recording);
         recording.branches.push(Vec::new());
@@ -65,13 +66,13 @@ impl Session {
         mark
     }
 
-    /// Whether the capture is over, for the streams that took part.
+    /// Whether the capture has ended.
     pub(super) fn has_ended(&self) -> bool {
         self.ended.load(Ordering::Acquire)
     }
 
-    /// Ends the capture and gives what was recorded. Fails where a branch has work that the first
-    /// branch does not wait for.
+    /// Ends the capture and returns the recording. Fails if a branch has work that was not joined into the
+    /// first branch.
     pub(super) fn finish(&self) -> Result<Recording> {
         self.ended.store(true, Ordering::Release);
         let recording = std::mem::take(&mut *lock(&self.recording));

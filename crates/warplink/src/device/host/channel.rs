@@ -1,4 +1,4 @@
-//! The calls of a channel for kernels of the host device, with the meanings of `warplink/device.cuh`.
+//! Channel calls for kernels of the host device, with the semantics of `warplink/device.cuh`.
 
 use super::memory;
 use super::operation::Context;
@@ -10,9 +10,9 @@ use crate::device::channel::{ChannelParts, ProxyEnd, Side};
 use crate::device::{At, ChannelMemory, DeviceSlice};
 use crate::error::{Error, ErrorKind, Result};
 
-/// A channel, as a block of a kernel of the host device has it. The calls are those of
-/// `warplink::Channel` in `warplink/device.cuh`, made by the whole block: they have the same meanings,
-/// and fail where those give another status than `ok`.
+/// A channel as seen by one block of a host-device kernel. The calls correspond to those of
+/// `warplink::Channel` in `warplink/device.cuh`, made by the whole block. They fail where those return a
+/// status other than `ok`.
 #[derive(Debug)]
 pub struct BlockChannel<'a> {
     memory: &'a ChannelMemory,
@@ -29,20 +29,20 @@ impl<'a> BlockChannel<'a> {
         self.memory.peer()
     }
 
-    /// What both ranks made the connection with.
+    /// Tag of the connection.
     pub fn tag(&self) -> u64 {
         self.memory.tag()
     }
 
-    /// The memory of `bytes` in one of this rank's regions.
+    /// `bytes` of memory in one of this rank's regions.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidArgument`] where they are not all in the region.
+    /// [`ErrorKind::InvalidArgument`] if the range is not within the region.
     pub fn here(&self, at: impl Into<At>, bytes: u64) -> Result<DeviceSlice> {
         self.parts().windows.range(Side::Own, at.into(), bytes)
     }
 
-    /// Copies `bytes` from a region here to one of the peer's; nothing is known until a signal or a
+    /// Copies `bytes` from a local region to one of the peer's. Completion is known only by a signal or
     /// flush.
     pub fn put(&self, target: impl Into<At>, source: impl Into<At>, bytes: u64) -> Result<()> {
         self.movement(
@@ -54,7 +54,7 @@ impl<'a> BlockChannel<'a> {
         )
     }
 
-    /// Copies `bytes` from a region of the peer's to one here; nothing is known until a flush.
+    /// Copies `bytes` from a region of the peer's to a local one. Completion is known only by a flush.
     pub fn get(&self, target: impl Into<At>, source: impl Into<At>, bytes: u64) -> Result<()> {
         self.movement(
             Movement::Get,
@@ -65,7 +65,7 @@ impl<'a> BlockChannel<'a> {
         )
     }
 
-    /// A put and a signal.
+    /// Put followed by a signal.
     pub fn put_with_signal(
         &self,
         target: impl Into<At>,
@@ -81,7 +81,7 @@ impl<'a> BlockChannel<'a> {
         )
     }
 
-    /// A put, a signal and a flush.
+    /// Put followed by a signal and a flush.
     pub fn put_with_signal_and_flush(
         &self,
         target: impl Into<At>,
@@ -97,7 +97,7 @@ impl<'a> BlockChannel<'a> {
         )
     }
 
-    /// Counts up the peer's epoch by one, after everything that the block did before.
+    /// Increments the peer's epoch, after all earlier writes of the block.
     pub fn signal(&self) -> Result<()> {
         self.context.check()?;
         match (&self.parts().proxy, &self.parts().outbound) {
@@ -118,7 +118,8 @@ impl<'a> BlockChannel<'a> {
         Ok(())
     }
 
-    /// Blocks until what was put on this channel before may be overwritten, and what was got may be read.
+    /// Blocks until the sources of earlier puts may be overwritten and the targets of earlier gets may be
+    /// read.
     pub fn flush(&self) -> Result<()> {
         self.context.check()?;
         let Some(proxy) = &self.parts().proxy else {
@@ -130,30 +131,30 @@ impl<'a> BlockChannel<'a> {
         self.await_flush(proxy, position)
     }
 
-    /// Blocks until the peer has signalled once more than was waited for.
+    /// Blocks until another signal arrives, and consumes it.
     pub fn wait(&self) -> Result<()> {
         let awaited = words::increment(&self.parts().awaited) + 1;
         self.wait_until(awaited)
     }
 
-    /// Blocks until the peer has signalled `epoch` times in all. Uses up no signal.
+    /// Blocks until the peer has signalled `epoch` times in total. Consumes no signal.
     pub fn wait_until(&self, epoch: u64) -> Result<()> {
         let word = AwaitedWord::new(&self.parts().inbound);
         self.context.wait(&word, epoch)
     }
 
-    /// As [`wait`](Self::wait), where that would not block; whether there was a signal to use up.
+    /// Consumes a signal if one is available and returns whether it did; never blocks.
     pub fn poll(&self) -> Result<bool> {
         self.context.check()?;
         Ok(words::take(&self.parts().inbound, &self.parts().awaited))
     }
 
-    /// How often the peer has signalled so far.
+    /// Total number of signals received.
     pub fn epoch(&self) -> u64 {
         words::load(&self.parts().inbound)
     }
 
-    /// Puts `bytes` as packets of 8 bytes, of which 4 are data, with `flag`.
+    /// Puts `bytes` as packets of 8 bytes with 4 bytes of data each, and `flag`.
     pub fn put_packets8(
         &self,
         target: impl Into<At>,
@@ -164,7 +165,7 @@ impl<'a> BlockChannel<'a> {
         self.put_packets(target.into(), source.into(), bytes, flag, [4, 8])
     }
 
-    /// Reads what the peer put here by [`put_packets8`](Self::put_packets8) with the same flag.
+    /// Reads packets that the peer put here by [`put_packets8`](Self::put_packets8) with the same flag.
     pub fn read_packets8(
         &self,
         target: impl Into<At>,
@@ -175,7 +176,7 @@ impl<'a> BlockChannel<'a> {
         self.read_packets(target.into(), source.into(), bytes, flag, [4, 8])
     }
 
-    /// Puts `bytes` as packets of 16 bytes, of which 8 are data, with `flag`.
+    /// Puts `bytes` as packets of 16 bytes with 8 bytes of data each, and `flag`.
     pub fn put_packets16(
         &self,
         target: impl Into<At>,
@@ -186,7 +187,7 @@ impl<'a> BlockChannel<'a> {
         self.put_packets(target.into(), source.into(), bytes, flag, [8, 16])
     }
 
-    /// Reads what the peer put here by [`put_packets16`](Self::put_packets16) with the same flag.
+    /// Reads packets that the peer put here by [`put_packets16`](Self::put_packets16) with the same flag.
     pub fn read_packets16(
         &self,
         target: impl Into<At>,
@@ -197,7 +198,7 @@ impl<'a> BlockChannel<'a> {
         self.read_packets(target.into(), source.into(), bytes, flag, [8, 16])
     }
 
-    /// Puts `bytes` as packets of 128 bytes, of which 120 are data, with `flag`.
+    /// Puts `bytes` as packets of 128 bytes with 120 bytes of data each, and `flag`.
     pub fn put_packets128(
         &self,
         target: impl Into<At>,
@@ -212,7 +213,7 @@ impl<'a> BlockChannel<'a> {
         self.store_packets(&target, &source, flag, true)
     }
 
-    /// Reads what the peer put here by [`put_packets128`](Self::put_packets128) with the same flag.
+    /// Reads packets that the peer put here by [`put_packets128`](Self::put_packets128) with the same flag.
     pub fn read_packets128(
         &self,
         target: impl Into<At>,
@@ -231,7 +232,7 @@ impl<'a> BlockChannel<'a> {
         self.memory.parts()
     }
 
-    /// A put or a get, and the signal and the flush after it.
+    /// A put or get, with the optional signal and flush after it.
     fn movement(
         &self,
         movement: Movement,
@@ -276,7 +277,7 @@ impl<'a> BlockChannel<'a> {
         Ok(())
     }
 
-    /// Hands a trigger to the proxy, once there is room.
+    /// Pushes a trigger to the proxy, waiting while the FIFO is full.
     fn push(&self, proxy: &ProxyEnd, trigger: Trigger) -> Result<u64> {
         self.context.delay();
         let mut looks = 0;
@@ -286,14 +287,14 @@ impl<'a> BlockChannel<'a> {
         })
     }
 
-    /// Blocks until the proxy has done what it found before `position`, and that.
+    /// Blocks until the proxy has completed the requests up to `position`.
     fn await_flush(&self, proxy: &ProxyEnd, position: u64) -> Result<()> {
         let done = || words::load(&self.parts().completed) > position;
         packets::spin(self.context, || {
             if done() {
                 return Ok(true);
             }
-            // What was done before the proxy ended counts.
+            // Requests completed before the proxy stopped count.
             if proxy.fifo.is_stopped() && !done() {
                 return Err(stopped());
             }
@@ -389,7 +390,7 @@ impl<'a> BlockChannel<'a> {
     }
 }
 
-/// Fails where packets, or the data beside them, are not aligned.
+/// Fails if packets or data are misaligned.
 fn check_aligned(
     packets: &DeviceSlice,
     plain: &DeviceSlice,

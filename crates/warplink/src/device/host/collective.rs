@@ -1,4 +1,5 @@
-//! Collectives of host ranks, in the place of a vendor's: sets of sends and receives, and a reduction where there is one.
+//! Collectives between ranks on the host device, a stand-in for a vendor's library: sends and receives, with
+//! an optional reduction.
 
 use super::exchange::{Exchange, HEADER, aborted, outbox_bytes};
 use super::operation::{Context, Operation};
@@ -16,24 +17,24 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 const _: () = assert!(MARK.start >= size_of::<u64>() && MARK.end <= HEADER / 2);
 
-/// Up to this many bytes, ranks reduce all of what is reduced each by itself, in one step.
+/// Up to this size, every rank reduces everything itself in one step, which saves a round trip.
 const ONE_SHOT_BYTES: usize = 128 << 10;
 
 #[derive(Debug)]
 pub(super) struct HostCollectives {
     inner: Arc<Exchange>,
-    /// Raised when a rank is lost to those that use this, and when all work of the device is to end.
+    /// Raised when a peer is lost, or when all work of the device is aborted.
     fault: Arc<Fault>,
     device_fault: Arc<Fault>,
     delays: Option<Delays>,
-    /// Whether others use what this does, and it ends by itself.
+    /// Whether it borrows another engine's outboxes and must not abort that engine.
     is_adopted: bool,
     ended: AtomicBool,
 }
 
 impl HostCollectives {
-    /// Maps every rank's outbox. The files are opened through the owners' descriptors, so nothing
-    /// is left behind by a rank that dies. Where one rank fails, all do.
+    /// Maps every rank's outbox. Files are opened through the owners' descriptors, so a dying rank leaves
+    /// nothing behind. Fails on all ranks if one fails.
     pub(super) fn join(
         device: &HostDevice,
         (rank, world): (Rank, usize),
@@ -41,13 +42,13 @@ impl HostCollectives {
         all_gather: AllGatherBytes<'_>,
     ) -> Result<Self> {
         let own = OwnOutbox::new(rank, outbox_bytes(world));
-        // Nobody waits for a rank that failed: it says so.
+        // A rank that failed reports it, so that nobody waits for it.
         let place = own.as_ref().map(OwnOutbox::place);
         let places = all_gather(place.unwrap_or_default())?;
         let opened = own.as_ref().map_err(Error::clone);
         let opened = opened.and_then(|own| open_all(rank, world, own, &places));
         let failure = opened.as_ref().err().map(Error::to_string);
-        // The descriptor must stay open until every peer has opened it.
+        // Descriptors must stay open until every peer has opened them.
         let failures = all_gather(failure.unwrap_or_default().into_bytes())?;
         let outboxes = opened?;
         if let Some(peer) = failures.iter().position(|failure| !failure.is_empty()) {
@@ -75,7 +76,8 @@ impl HostCollectives {
         }
     }
 
-    /// Those of `communicator`, as [`raw_communicator`](CollectiveEngine::raw_communicator) gave it.
+    /// Adopts the engine `communicator`, as returned by
+    /// [`raw_communicator`](CollectiveEngine::raw_communicator).
     pub(super) fn adopt(
         device: &HostDevice,
         communicator: VendorCommunicator,
@@ -112,7 +114,7 @@ impl HostCollectives {
         stream.enqueue(Operation::Task(Arc::new(task)))
     }
 
-    /// Every rank's `parts[p]` goes to rank p; what arrives from rank p goes to `targets[p]`.
+    /// Sends `parts[p]` to rank p, and receives from rank p into `targets[p]`.
     fn scatter(
         &self,
         stream: &Stream,
@@ -126,7 +128,7 @@ impl HostCollectives {
         })
     }
 
-    /// What every rank's `parts` are for rank p, the reduction of which is rank p's `target`.
+    /// Reduces the parts for this rank into `target`: rank p gets the reduction of all ranks' `parts[p]`.
     fn reduce_scatter(
         &self,
         stream: &Stream,
@@ -139,12 +141,12 @@ impl HostCollectives {
         })
     }
 
-    /// Whether every rank sends all of `source` to all others to reduce it.
+    /// Whether the one-step algorithm applies to `source`.
     fn is_one_shot(&self, source: &DeviceSlice) -> bool {
         self.world() <= 2 || source.bytes() <= ONE_SHOT_BYTES
     }
 
-    /// Each rank reduces a part, then all gather the parts.
+    /// Reduce-scatter followed by all-gather.
     fn two_shot(&self, stream: &Stream, reduction: &Reduction) -> Result<()> {
         let (world, size) = (self.world(), reduction.dtype.size());
         let elements = reduction.own.bytes() / size;
@@ -168,7 +170,7 @@ impl HostCollectives {
         )
     }
 
-    /// The slice in as many equal parts as there are ranks.
+    /// Splits the slice into one equal part for each rank.
     fn parts(&self, slice: &DeviceSlice) -> Result<Vec<DeviceSlice>> {
         let each = slice.bytes() / self.world();
         (0..self.world())

@@ -71,7 +71,7 @@ impl Compute for HostCompute {
     }
 }
 
-/// Matmuls one after the other.
+/// A sequence of matmuls.
 #[derive(Debug)]
 struct Matmuls {
     spec: MatmulSpec,
@@ -88,7 +88,7 @@ impl PreparedLaunch for Matmuls {
     }
 }
 
-/// An element-wise operation.
+/// A prepared element-wise operation.
 #[derive(Debug)]
 struct Prepared(Elementwise);
 
@@ -98,8 +98,7 @@ impl PreparedLaunch for Prepared {
     }
 }
 
-/// The elements of a matrix of `rows` rows in memory of `length` elements, `step` from one to the next;
-/// what lies between is not touched.
+/// Elements of a matrix of `rows` rows with `length` elements and stride `step`; padding is not read.
 fn read_f32<T: Element>(
     slice: &DeviceSlice,
     (rows, length, step): (usize, usize, usize),
@@ -125,7 +124,7 @@ fn row_of<T: Element>(
     slice.slice(from..from + length * size_of::<T>())
 }
 
-/// Matmuls of every type run in `f32`: half types are widened and the result is rounded once.
+/// Matmuls of all types run in `f32`: half types are widened and the result is rounded once.
 fn matmul<T: Element>(
     spec: &MatmulSpec,
     a: &DeviceSlice,
@@ -149,7 +148,7 @@ fn matmul<T: Element>(
                 .for_each(|(value, bias)| *value += bias)
         });
     }
-    // Steps from column to column and from row to row.
+    // Column and row strides.
     let strides = |transposed: bool, rows: usize, columns: usize| {
         if transposed {
             (rows as isize, 1)

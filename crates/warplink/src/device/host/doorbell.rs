@@ -1,9 +1,9 @@
-//! A thread that waits for several things at once sleeps on a doorbell: a count, which each thread raises that has brought
-//! something, and the number of sleepers.
+//! Doorbell: lets a thread sleep until any of several events happens. It consists of a counter that every
+//! event increments, and the number of sleepers.
 //!
-//! Who brings something makes no system call while nobody sleeps. That loses no wake-up: a sleeper counts itself and
-//! then looks whether the count is what it has seen, and who rings raises the count and then looks for sleepers. With a
-//! fence between the two steps of either, one of them sees the other.
+//! Ringing makes no system call while nobody sleeps. No wakeup is lost (Dekker's pattern): a sleeper
+//! registers and then checks that the counter is unchanged; a ringer increments the counter and then checks
+//! for sleepers. With a SeqCst fence between the two steps on both sides, at least one sees the other.
 
 use super::words;
 use crate::device::{DeviceSlice, Word};
@@ -14,47 +14,49 @@ use std::time::Duration;
 
 /// Access to the two words of a doorbell.
 pub(super) trait BellWords {
-    /// The count; what was brought before it was raised is seen.
+    /// Reads the counter (acquire: sees the writes before it was incremented).
     fn count(&self) -> u64;
-    /// Raises the count by one.
+    /// Increments the counter.
     fn raise(&self);
     fn sleepers(&self) -> u64;
     fn add_sleeper(&self);
     fn remove_sleeper(&self);
-    /// Sleeps for at most `limit`, if the count is `seen`, until somebody wakes the sleepers.
+    /// Sleeps until woken or for up to `limit`, if the counter still equals `seen`.
     fn sleep_while(&self, seen: u64, limit: Duration);
     fn wake(&self);
 }
 
-/// Tells those that sleep, or are about to, that something has come.
+/// Rings: wakes threads that sleep or are about to.
 pub(super) fn ring(bell: &impl BellWords) {
     bell.raise();
+    // Orders the increment before the check for sleepers.
     fence(Ordering::SeqCst);
     if bell.sleepers() > 0 {
         bell.wake();
     }
 }
 
-/// Sleeps until it has rung since the count was `seen`, or until `limit` has passed.
+/// Sleeps until it has rung since the counter was `seen`, or until `limit` has passed.
 fn sleep(bell: &impl BellWords, seen: u64, limit: Duration) {
     bell.add_sleeper();
+    // Orders the registration before the check of the counter, which `sleep_while` makes.
     fence(Ordering::SeqCst);
     bell.sleep_while(seen, limit);
     bell.remove_sleeper();
 }
 
-/// Looks at a doorbell before a thread sleeps: for about as long as it takes to fall asleep and to be woken.
+/// Polls before sleeping: about the time that falling asleep and waking up takes.
 const LOOKS: u32 = 400;
 
-/// The fault is looked for this often by a sleeper that nobody wakes.
+/// A sleeper checks for a fault at this interval, since a fault does not ring.
 const NAP: Duration = Duration::from_millis(10);
 
-/// How often a rank looks before it sleeps: not at all where it may hold the processor that its peers need.
+/// Number of polls before a rank sleeps: zero if it may occupy the core that its peers need.
 pub(super) fn looks(processors: usize, ranks: usize) -> u32 {
     if ranks <= processors { LOOKS } else { 0 }
 }
 
-/// Until it has rung since the count was `seen`, or the fault is to be looked for.
+/// Waits until it has rung since the counter was `seen`, or a fault check is due.
 pub(super) fn rest(bell: &impl BellWords, seen: u64, looks: u32) {
     for _ in 0..looks {
         if bell.count() != seen {
@@ -73,7 +75,7 @@ pub(super) struct Doorbell {
 }
 
 impl Doorbell {
-    /// The one in the 16 bytes at `offset`, which are zero at first.
+    /// The doorbell in the 16 bytes at `offset`, initially zero.
     pub(super) fn at(memory: &DeviceSlice, offset: usize) -> Result<Self> {
         Ok(Self {
             count: memory.word(offset)?,
@@ -88,18 +90,22 @@ impl BellWords for Doorbell {
     }
 
     fn raise(&self) {
+        // Release publishes the event; acquire keeps the modification order with other ringers.
         words::atomic(&self.count).fetch_add(1, Ordering::AcqRel);
     }
 
     fn sleepers(&self) -> u64 {
+        // Relaxed: ordered by the fence in `ring`.
         words::atomic(&self.sleepers).load(Ordering::Relaxed)
     }
 
     fn add_sleeper(&self) {
+        // Relaxed: ordered by the fence in `sleep`.
         words::atomic(&self.sleepers).fetch_add(1, Ordering::Relaxed);
     }
 
     fn remove_sleeper(&self) {
+        // Relaxed: a late decrement costs one needless wakeup.
         words::atomic(&self.sleepers).fetch_sub(1, Ordering::Relaxed);
     }
 
@@ -119,7 +125,7 @@ mod loom_tests {
     use loom::sync::{Arc, Condvar, Mutex};
     use loom::thread;
 
-    /// The words, and in the place of the kernel's queue of sleepers a lock under which it compares.
+    /// The two words, and a lock that plays the kernel's wait queue, under which the counter is compared.
     #[derive(Default)]
     struct Model {
         count: AtomicU64,
@@ -150,7 +156,7 @@ mod loom_tests {
             self.sleepers.fetch_sub(1, Ordering::Relaxed);
         }
 
-        /// Without a limit, so that loom finds a sleeper that nobody wakes.
+        /// Without a timeout, so that loom detects a lost wakeup as a deadlock.
         fn sleep_while(&self, seen: u64, _: Duration) {
             let queue = self.queue.lock().unwrap();
             if self.count() == seen {
@@ -167,7 +173,7 @@ mod loom_tests {
     #[test]
     fn loom_who_sleeps_for_several_things_is_woken_for_each() {
         let mut model = loom::model::Builder::new();
-        // Three threads in all their interleavings take many minutes; one missed wake-up needs two switches.
+        // All interleavings of three threads take many minutes; a lost wakeup needs only two switches.
         model.preemption_bound = Some(3);
         model.check(|| {
             let bell = Arc::new(Model::default());

@@ -9,7 +9,7 @@ use crate::error::Result;
 use half::{bf16, f16};
 use zerocopy::IntoBytes;
 
-/// A type that is computed with, and what it is accumulated in.
+/// An arithmetic type and its accumulator.
 trait Number: Element {
     type Sum: Copy;
     fn widen(self) -> Self::Sum;
@@ -49,7 +49,7 @@ macro_rules! integer {
             fn narrow(value: Self) -> Self {
                 value
             }
-            // Overflow wraps around, as on a GPU.
+            // Wraps on overflow, as on a GPU.
             fn combine(op: ElementwiseOp, a: Self, b: Self) -> Self {
                 match op {
                     ElementwiseOp::Product => a.wrapping_mul(b),
@@ -69,7 +69,7 @@ float!(f64, f64, std::convert::identity, std::convert::identity);
 integer!(i32);
 integer!(u8);
 
-/// Does an operation that was checked.
+/// Executes a validated operation.
 pub(super) fn run(request: &Elementwise) -> Result<()> {
     let size = request.source_dtype.size();
     let shape = &request.shape;
@@ -92,7 +92,7 @@ pub(super) fn run(request: &Elementwise) -> Result<()> {
     })
 }
 
-/// `target` becomes the combination of `sources`, in order, of any number and type.
+/// Combines `sources` into `target`, in order, for any number of sources and any type.
 pub(super) fn reduce(
     op: ReduceOp,
     dtype: DType,
@@ -106,8 +106,8 @@ pub(super) fn reduce(
     })
 }
 
-/// Calls `with` for each contiguous piece of an operand and its place among all bytes, in order of the
-/// indices. What lies between is not touched: another stream may be at it.
+/// Calls `with` for each contiguous run of an operand and its byte offset, in index order. Gaps are not
+/// touched: another stream may be writing there.
 fn each_run(
     shape: &[usize],
     operand: &Operand,
@@ -149,7 +149,7 @@ fn combined(op: ElementwiseOp, dtype: DType, sources: &[Vec<u8>]) -> Vec<u8> {
         DType::F64 => combined_as::<f64>(op, sources),
         DType::I32 => combined_as::<i32>(op, sources),
         DType::U8 => combined_as::<u8>(op, sources),
-        // They are copied only.
+        // Other types are only copied.
         _ => sources.first().cloned().unwrap_or_default(),
     }
 }
@@ -167,7 +167,7 @@ fn combined_as<T: Number>(op: ElementwiseOp, sources: &[Vec<u8>]) -> Vec<u8> {
     rounded.as_bytes().to_vec()
 }
 
-/// Every type's values are values of `f64`.
+/// Converts through `f64`, which represents all values of every type.
 fn cast(to: DType, from: DType, bytes: &[u8]) -> Vec<u8> {
     let values: Vec<f64> = match from {
         DType::F16 => elements::<f16>(bytes).map(Element::to_f64).collect(),

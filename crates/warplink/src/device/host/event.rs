@@ -1,4 +1,4 @@
-//! Marks in streams.
+//! Events of the host device.
 
 use super::capture::CapturedMark;
 use super::mark::EventState;
@@ -9,16 +9,15 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
-/// An event: marks are numbered in the order in which they are recorded, and waiting for one is
-/// waiting for its number.
+/// An event. Records are numbered in order; waiting for the event means waiting for a number.
 #[derive(Debug)]
 pub(super) struct HostEvent {
     timing: bool,
     pub(super) state: Arc<EventState>,
     pub(super) recorded: Mutex<Recorded>,
-    /// The number of the last mark in a stream. Those in captures have none.
+    /// Number of the last record in a stream. Records in captures have none.
     last_mark: AtomicU64,
-    /// Those of the stream in which it was recorded last.
+    /// Faults of the stream that recorded it last.
     pub(super) faults: FaultSet,
 }
 
@@ -42,9 +41,10 @@ impl HostEvent {
         }
     }
 
-    /// Numbers the next mark.
+    /// Assigns the next number.
     pub(super) fn next_mark(&self) -> u64 {
         let mut recorded = lock(&self.recorded);
+        // Relaxed: the number is published by the lock around the recorded state.
         let mark = self.last_mark.fetch_add(1, Ordering::Relaxed) + 1;
         *recorded = Recorded::InStream(mark);
         mark

@@ -1,8 +1,9 @@
-//! Moves bytes between host ranks, through outboxes in memory that they share.
+//! Moves bytes between host ranks through outboxes in shared memory.
 //!
-//! Every rank has an outbox: for each peer some chunks, a count of chunks posted and a count of chunks that the peer has
-//! taken. Sends and receives advance together, chunk by chunk, in whatever order the peers allow. Who waits sleeps on a
-//! doorbell of its own, which peers ring when they have posted or taken a chunk.
+//! Each rank has an outbox with a ring of chunks for each peer, a count of chunks posted and a count of
+//! chunks that the peer has consumed. Sends and receives progress together, chunk by chunk, in whatever order
+//! peers allow. A waiting rank sleeps on its own doorbell, which peers ring after posting or consuming a
+//! chunk.
 
 use super::doorbell::{self, BellWords, Doorbell};
 use super::operation::Context;
@@ -13,20 +14,21 @@ use crate::error::{Error, ErrorKind, Rank, Result};
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// Bytes of a chunk, and how many there are for a peer.
+/// Size and number of chunks for a peer: two, so that one is filled while the other is drained.
 const CHUNK: usize = 64 << 10;
 const CHUNKS: u64 = 2;
 
-/// The counts of chunks lie on cache lines of their own. Between them, bytes of the first peer's tell whose outbox it is.
+/// The two counters are on separate cache lines, to avoid false sharing. Bytes between those of the first
+/// peer identify the outbox's owner.
 pub(super) const HEADER: usize = 128;
 const TAKEN: usize = 64;
 
 const BOX: usize = HEADER + CHUNKS as usize * CHUNK;
 
-/// The most bytes that ranks say of a call.
-const MAX_SAID: usize = CHUNK / 2;
+/// Maximum length of a call's header.
+const MAX_CALL_HEADER: usize = CHUNK / 2;
 
-/// Bytes of an outbox: after the chunks comes the doorbell of its rank.
+/// Size of an outbox; the rank's doorbell follows the chunks.
 pub(super) const fn outbox_bytes(world: usize) -> usize {
     BOX * world + 64
 }
@@ -37,27 +39,27 @@ pub(super) struct Exchange {
     pub(super) rank: Rank,
     outboxes: Vec<DeviceSlice>,
     bells: Vec<Doorbell>,
-    /// How often a rank looks for what it waits for before it sleeps.
+    /// Number of polls before a rank sleeps.
     looks: u32,
     aborted: AtomicBool,
 }
 
-/// A send or a receive under way.
+/// A send or receive in progress.
 struct Move {
     peer: Rank,
     chunks: DeviceSlice,
     posted: Word,
     taken: Word,
     sends: bool,
-    /// What comes before the data: what is said to a peer, or what it is expected to say.
-    said: Vec<u8>,
+    /// Header before the data: the one to send, or the one expected.
+    header: Vec<u8>,
     data: Option<DeviceSlice>,
     position: usize,
     end: usize,
 }
 
-/// What a peer said that is something else than was expected.
-type Other = Option<(Rank, Vec<u8>)>;
+/// An unexpected header and its sender.
+type UnexpectedHeader = Option<(Rank, Vec<u8>)>;
 
 impl Exchange {
     pub(super) fn new(rank: Rank, outboxes: Vec<DeviceSlice>, processors: usize) -> Result<Self> {
@@ -77,27 +79,28 @@ impl Exchange {
     }
 
     pub(super) fn abort(&self) {
+        // Pairs with the acquire load in `advance`'s loop.
         self.aborted.store(true, Ordering::Release);
     }
 
-    /// What goes to other ranks, or comes from them.
+    /// Filters out this rank's own entry.
     pub(super) fn of_others(&self, all: &[DeviceSlice]) -> Vec<(Rank, DeviceSlice)> {
         let others = all.iter().cloned().enumerate();
         others.filter(|(peer, _)| *peer != self.rank).collect()
     }
 
-    /// The call that sends `parts[p]` to rank p, and reduces what comes.
+    /// The call that sends `parts[p]` to rank p and reduces what arrives.
     pub(super) fn reduced(&self, parts: &[DeviceSlice], reduction: Reduction) -> RankCall {
         let receives = vec![reduction.target.clone(); self.world()];
         RankCall {
-            said: Vec::new(),
+            headers: Vec::new(),
             sends: self.of_others(parts),
             receives: self.of_others(&receives),
             reduction: Some(reduction),
         }
     }
 
-    /// Sends and receives, all at once.
+    /// Executes sends and receives concurrently.
     pub(super) fn advance(
         &self,
         context: &Context,
@@ -112,15 +115,16 @@ impl Exchange {
         self.call(context, &call, None).map(drop)
     }
 
-    /// Does a call, where peers say of it what is expected; what the first of the others said.
+    /// Executes a call whose headers must match; returns the first unexpected header.
     pub(super) fn call(
         &self,
         context: &Context,
         call: &RankCall,
         deadline: Option<Deadline>,
-    ) -> Result<Other> {
+    ) -> Result<UnexpectedHeader> {
         let mut sends = self.moves(call, true)?;
         let mut receives = self.moves(call, false)?;
+        // In rank order, which determines the order of the reduction.
         if let Some(reduction) = &call.reduction {
             receives.sort_by_key(|side| side.peer);
             let bytes = reduction.target.bytes();
@@ -136,19 +140,21 @@ impl Exchange {
             }
         }
         loop {
+            // Read before polling, so that an event during the poll prevents sleeping.
             let seen = self.bells[self.rank].count();
             let mut moved = false;
             for side in first_of_each(&mut sends) {
                 moved |= self.step(context, side)?;
             }
+            // Before data is consumed: a mismatch must leave the receive buffers untouched.
             for number in 0..receives.len() {
-                if let Some(other) = self.other_said(&mut receives, number)? {
+                if let Some(other) = self.unexpected_header(&mut receives, number)? {
                     return Ok(Some(other));
                 }
             }
             match &call.reduction {
                 Some(reduction) if !receives.is_empty() => {
-                    // What is overwritten has been sent.
+                    // Only overwrite data that has been sent.
                     let sent = sends.iter().map(|side| side.position).min();
                     moved |= self.combine(context, reduction, &mut receives, sent)?;
                 }
@@ -167,12 +173,13 @@ impl Exchange {
             if moved {
                 continue;
             }
+            // Only when no progress is possible, since it takes locks.
             context.check()?;
             if self.aborted.load(Ordering::Acquire) {
                 return Err(aborted());
             }
             if let Some(deadline) = deadline.filter(Deadline::passed) {
-                return Err(deadline.expired("what other ranks send"));
+                return Err(deadline.expired("data from other ranks"));
             }
             doorbell::rest(&self.bells[self.rank], seen, self.looks);
         }
@@ -182,12 +189,13 @@ impl Exchange {
     fn moves(&self, call: &RankCall, sends: bool) -> Result<Vec<Move>> {
         let data = if sends { &call.sends } else { &call.receives };
         let mut moves = Vec::new();
-        for head in &call.said {
-            let said = if sends { &head.told } else { &head.expected };
-            moves.push(self.side(head.peer, sends, said.clone(), None)?);
+        for head in &call.headers {
+            let header = if sends { &head.sent } else { &head.expected };
+            moves.push(self.side(head.peer, sends, header.clone(), None)?);
         }
+        // Data of a peer with a header follows that header in the same chunks.
         for (peer, data) in data {
-            let mut with_head = moves.iter_mut().take(call.said.len());
+            let mut with_head = moves.iter_mut().take(call.headers.len());
             match with_head.find(|side: &&mut Move| side.peer == *peer && side.data.is_none()) {
                 Some(side) => {
                     side.end += data.bytes();
@@ -204,7 +212,7 @@ impl Exchange {
         &self,
         peer: Rank,
         sends: bool,
-        said: Vec<u8>,
+        header: Vec<u8>,
         data: Option<&DeviceSlice>,
     ) -> Result<Move> {
         let (from, to) = if sends {
@@ -216,11 +224,11 @@ impl Exchange {
         let outbox = outbox.ok_or_else(|| {
             Error::invalid(format!("rank {peer} is out of range")).with_peer(peer)
         })?;
-        // So elements of the data are whole in each chunk.
-        if said.len() > MAX_SAID || !said.len().is_multiple_of(16) {
+        // A multiple of every element size, so that chunks hold whole elements.
+        if header.len() > MAX_CALL_HEADER || !header.len().is_multiple_of(16) {
             return Err(Error::invalid(format!(
-                "{} bytes are said of a call; expected a multiple of 16, at most {MAX_SAID}",
-                said.len()
+                "a call header of {} bytes; expected a multiple of 16, at most {MAX_CALL_HEADER}",
+                header.len()
             )));
         }
         let start = to * BOX;
@@ -230,14 +238,14 @@ impl Exchange {
             posted: outbox.word(start)?,
             taken: outbox.word(start + TAKEN)?,
             sends,
-            end: said.len() + data.map_or(0, DeviceSlice::bytes),
-            said,
+            end: header.len() + data.map_or(0, DeviceSlice::bytes),
+            header,
             data: data.cloned(),
             position: 0,
         })
     }
 
-    /// Moves one chunk if the other side is ready for it.
+    /// Moves one chunk if the peer is ready for it.
     fn step(&self, context: &Context, side: &mut Move) -> Result<bool> {
         let Some(chunk) = side.next()? else {
             return Ok(false);
@@ -245,8 +253,8 @@ impl Exchange {
         context.delay();
         let data = side.data_of(&chunk)?;
         if side.sends {
-            if side.position == 0 && !side.said.is_empty() {
-                memory::write_bytes(&side.chunks(&chunk, 0..side.said.len())?, &side.said)?;
+            if side.position == 0 && !side.header.is_empty() {
+                memory::write_bytes(&side.chunks(&chunk, 0..side.header.len())?, &side.header)?;
             }
             if let Some((own, there)) = data {
                 memory::copy(&there, &own);
@@ -258,34 +266,35 @@ impl Exchange {
         Ok(true)
     }
 
-    /// Counts a chunk, and tells the peer.
+    /// Advances the counter and rings the peer's doorbell.
     fn done(&self, side: &mut Move, chunk: &Chunk) -> Result<()> {
         let word = if side.sends {
             &side.posted
         } else {
             &side.taken
         };
+        // Release store: the peer sees the chunk's content before the count.
         words::set(word, chunk.number + 1);
         side.position = chunk.range.end;
         doorbell::ring(&self.bells[side.peer]);
         Ok(())
     }
 
-    /// What a peer said that is something else than was expected, where its first chunk has come.
-    fn other_said(&self, receives: &mut [Move], number: usize) -> Result<Other> {
+    /// The peer's header, if its first chunk has arrived and it differs from the expected one.
+    fn unexpected_header(&self, receives: &mut [Move], number: usize) -> Result<UnexpectedHeader> {
         let side = &receives[number];
-        if side.position > 0 || side.said.is_empty() {
+        if side.position > 0 || side.header.is_empty() {
             return Ok(None);
         }
         let Some(chunk) = side.next()? else {
             return Ok(None);
         };
-        let mut said = vec![0; side.said.len()];
-        memory::read_bytes(&side.chunks(&chunk, 0..said.len())?, &mut said)?;
-        Ok((said != side.said).then_some((side.peer, said)))
+        let mut header = vec![0; side.header.len()];
+        memory::read_bytes(&side.chunks(&chunk, 0..header.len())?, &mut header)?;
+        Ok((header != side.header).then_some((side.peer, header)))
     }
 
-    /// Combines one chunk of all peers with this rank's, once all have come and what is overwritten has been sent.
+    /// Combines one chunk of all peers with this rank's, once all have arrived and the target has been sent.
     fn combine(
         &self,
         context: &Context,
@@ -303,11 +312,12 @@ impl Exchange {
         let Some(first) = chunks.first() else {
             return Ok(false);
         };
+        // The target may alias data that is still to be sent.
         if sent.is_some_and(|sent| sent < first.range.end) {
             return Ok(false);
         }
         context.delay();
-        let head = sides.first().map_or(0, |side| side.said.len());
+        let head = sides.first().map_or(0, |side| side.header.len());
         let start = first.range.start.max(head);
         if start < first.range.end {
             let inside = start - first.range.start..first.range.end - first.range.start;
@@ -315,7 +325,7 @@ impl Exchange {
             let there = sides.iter().zip(&chunks);
             let there = there.map(|(side, chunk)| side.chunks(chunk, inside.clone()));
             let mut sources = there.collect::<Result<Vec<_>>>()?;
-            // In the order of ranks, so that all ranks get the same bits.
+            // In rank order, so that all ranks compute identical bits.
             let before = sides.iter().filter(|side| side.peer < self.rank).count();
             sources.insert(before, reduction.own.slice(here.clone())?);
             let target = reduction.target.slice(here)?;
@@ -328,7 +338,7 @@ impl Exchange {
     }
 }
 
-/// The next chunk of a move: its number, and which bytes of the move it has.
+/// Next chunk of a move: its sequence number and byte range.
 struct Chunk {
     number: u64,
     range: Range<usize>,
@@ -339,8 +349,9 @@ impl Move {
         self.position < self.end
     }
 
-    /// The next chunk, if the other side has done its part for it.
+    /// Next chunk, if the peer has made it available.
     fn next(&self) -> Result<Option<Chunk>> {
+        // Acquire loads: the chunk's content is visible once its count is.
         let (posted, taken) = (words::load(&self.posted), words::load(&self.taken));
         let (number, ready) = if self.sends {
             (posted, posted.wrapping_sub(taken) < CHUNKS)
@@ -351,15 +362,15 @@ impl Move {
         Ok(ready.then_some(Chunk { number, range }))
     }
 
-    /// The bytes `range` of a chunk.
+    /// Bytes `range` of a chunk.
     fn chunks(&self, chunk: &Chunk, range: Range<usize>) -> Result<DeviceSlice> {
         let start = (chunk.number % CHUNKS) as usize * CHUNK;
         self.chunks.slice(start + range.start..start + range.end)
     }
 
-    /// The data of a chunk: this rank's memory, and the chunk's.
+    /// Data of a chunk: this rank's memory, and the chunk's.
     fn data_of(&self, chunk: &Chunk) -> Result<Option<(DeviceSlice, DeviceSlice)>> {
-        let head = self.said.len();
+        let head = self.header.len();
         let (from, to) = (chunk.range.start.max(head), chunk.range.end);
         let Some(data) = self.data.as_ref().filter(|_| from < to) else {
             return Ok(None);
@@ -370,7 +381,7 @@ impl Move {
     }
 }
 
-/// The first move of each peer: two of one pair and direction share its chunks.
+/// First move of each peer: moves of one pair and direction share the chunks, so they run one after another.
 fn first_of_each(moves: &mut [Move]) -> impl Iterator<Item = &mut Move> {
     let mut busy: Vec<Rank> = Vec::new();
     moves.iter_mut().filter(move |side| {
@@ -390,7 +401,7 @@ pub(super) fn aborted() -> Error {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::device::{AllocationKind, FaultSet, ReduceOp, Said};
+    use crate::device::{AllocationKind, CallHeader, FaultSet, ReduceOp};
     use crate::dtype::DType;
     use std::sync::Arc;
     use std::time::Duration;
@@ -399,7 +410,7 @@ mod tests {
         Context::new(Arc::default(), Arc::<FaultSet>::default(), None, 1)
     }
 
-    /// One thread for each rank, which are given their exchange and number.
+    /// One thread for each rank, with its exchange and rank.
     fn ranks(world: usize, body: impl Fn(&Exchange) + Sync) {
         let outboxes = (0..world)
             .map(|_| memory::allocate(outbox_bytes(world), AllocationKind::Plain).unwrap());
@@ -430,14 +441,14 @@ mod tests {
         values.map(|bytes| i32::from_le_bytes(*bytes)).collect()
     }
 
-    fn said(exchange: &Exchange, told: u8) -> Vec<Said> {
+    fn headers(exchange: &Exchange, sent: u8) -> Vec<CallHeader> {
         let others = (0..exchange.world()).filter(|peer| *peer != exchange.rank);
-        let said = others.map(|peer| Said {
+        let all = others.map(|peer| CallHeader {
             peer,
-            told: vec![told; 112],
+            sent: vec![sent; 112],
             expected: vec![1; 112],
         });
-        said.collect()
+        all.collect()
     }
 
     #[test]
@@ -457,7 +468,7 @@ mod tests {
                         target: memory.clone(),
                     },
                 );
-                call.said = said(exchange, 1);
+                call.headers = headers(exchange, 1);
                 let limit = Deadline::after(Duration::from_secs(20));
                 assert_eq!(exchange.call(&context(), &call, Some(limit)).unwrap(), None);
                 let factor = (1..=world as i32).sum::<i32>();
@@ -473,7 +484,7 @@ mod tests {
             let peer = 1 - exchange.rank;
             let memory = memory_of(&[-1; 1000]);
             let call = RankCall {
-                said: said(exchange, if exchange.rank == 0 { 1 } else { 2 }),
+                headers: headers(exchange, if exchange.rank == 0 { 1 } else { 2 }),
                 sends: vec![(peer, memory_of(&[5; 1000]))],
                 receives: vec![(peer, memory.clone())],
                 reduction: None,
@@ -494,7 +505,7 @@ mod tests {
         ranks(2, |exchange| {
             if exchange.rank == 0 {
                 let call = RankCall {
-                    said: said(exchange, 1),
+                    headers: headers(exchange, 1),
                     ..RankCall::default()
                 };
                 let limit = Deadline::after(Duration::from_millis(50));

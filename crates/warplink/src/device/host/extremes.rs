@@ -1,12 +1,12 @@
-//! The larger and the smaller of two numbers, as GPUs have them.
+//! Maximum and minimum with GPU semantics.
 
-/// A number that has an order.
+/// An ordered number type.
 pub(super) trait Extremes: Copy {
     fn larger(self, other: Self) -> Self;
     fn smaller(self, other: Self) -> Self;
 }
 
-/// Of a number and what is none, the number; and -0 is below +0, so that the order of two makes no difference.
+/// NaN loses against a number, and -0 is less than +0, so the result does not depend on argument order.
 macro_rules! floats {
     ($($type:ty)*) => {$(
         impl Extremes for $type {

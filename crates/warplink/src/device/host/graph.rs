@@ -1,7 +1,7 @@
-//! Operations recorded once and launched many times.
+//! Graphs: operations recorded once and launched many times.
 //!
-//! A graph has a branch for every stream that took part. Branches run beside one another, as the
-//! streams would have, and are ordered only by the marks recorded in them.
+//! A graph has a branch for each stream that took part in the capture. Branches run concurrently, ordered
+//! only by recorded events.
 
 use super::capture::Recording;
 use super::mark::EventState;
@@ -18,7 +18,7 @@ struct Branch {
     worker: Option<Worker>,
 }
 
-/// What was recorded, ready to run.
+/// An executable graph.
 #[derive(Debug)]
 pub(super) struct RecordedGraph {
     branches: Vec<Branch>,
@@ -27,7 +27,7 @@ pub(super) struct RecordedGraph {
 }
 
 impl RecordedGraph {
-    /// A graph of what the capture `number` recorded, with threads for all branches but the first.
+    /// Builds the graph of capture `number`, with a thread for each branch but the first.
     pub(super) fn new(
         recording: Recording,
         number: u64,
@@ -37,7 +37,7 @@ impl RecordedGraph {
         let marks = recording.marks.len();
         let branches = recording.branches.into_iter().enumerate();
         let branches = branches.map(|(branch, operations)| {
-            // The first branch runs on the thread that launches.
+            // The first branch runs on the launching thread.
             let worker = (branch > 0)
                 .then(|| Worker::start(number << 16 | branch as u64, fault.clone(), delays))
                 .transpose()?;
@@ -53,7 +53,7 @@ impl RecordedGraph {
         })
     }
 
-    /// How many operations a launch does.
+    /// Number of operations of a launch.
     pub(super) fn operations(&self) -> usize {
         self.branches
             .iter()
@@ -61,7 +61,7 @@ impl RecordedGraph {
             .sum()
     }
 
-    /// Runs every branch once, on the thread of the stream that launched and on the branches' own.
+    /// Runs every branch once, on the launching stream's thread and the branches' threads.
     pub(super) fn run(&self, context: &Context) -> Result<()> {
         let _one_at_a_time = lock(&self.launching);
         let marks: Arc<[EventState]> = (0..self.marks).map(|_| EventState::default()).collect();
@@ -105,7 +105,7 @@ impl RecordedGraph {
     }
 }
 
-/// A branch that fails still makes its marks, so that the others end.
+/// A failed branch still records its events, so that other branches end.
 fn run_branch(context: &Context, operations: &[Operation]) -> Result<()> {
     let mut result = Ok(());
     for operation in operations {

@@ -1,4 +1,4 @@
-//! Kernels of the host device: a closure for each block.
+//! Kernels of the host device: a closure that runs for each block.
 
 use super::channel::BlockChannel;
 use super::lanes::{self, Share};
@@ -12,10 +12,10 @@ use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
-/// Most blocks of a launch: each has a thread.
+/// Maximum number of blocks of a launch: each has a thread.
 const MAX_BLOCKS: u32 = 256;
 
-/// What a kernel of the host device is run with: one block of a launch.
+/// One block of a launch, as passed to a kernel closure.
 #[derive(Debug)]
 pub struct Block<'a> {
     index: u32,
@@ -41,25 +41,25 @@ impl<'a> Block<'a> {
 }
 
 impl Block<'_> {
-    /// The block's number in the grid.
+    /// Index in the grid.
     pub fn index(&self) -> u32 {
         self.index
     }
 
-    /// How many blocks the launch has.
+    /// Number of blocks of the launch.
     pub fn blocks(&self) -> u32 {
         self.launch.blocks
     }
 
-    /// How many threads a block of the launch would have on a GPU.
+    /// Number of threads that a block would have on a GPU.
     pub fn threads(&self) -> u32 {
         self.launch.threads
     }
 
-    /// The unsigned integer that is argument `number`.
+    /// Unsigned integer argument `number`.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidArgument`] where the launch has no such argument; likewise for the others.
+    /// [`ErrorKind::InvalidArgument`] if the launch has no such argument; likewise for the other types.
     pub fn u64(&self, number: usize) -> Result<u64> {
         match self.argument(number)? {
             Argument::U64(value) => Ok(*value),
@@ -68,7 +68,7 @@ impl Block<'_> {
         }
     }
 
-    /// The signed integer that is argument `number`.
+    /// Signed integer argument `number`.
     pub fn i64(&self, number: usize) -> Result<i64> {
         match self.argument(number)? {
             Argument::I64(value) => Ok(*value),
@@ -77,7 +77,7 @@ impl Block<'_> {
         }
     }
 
-    /// The unsigned integer of 32 bits that is argument `number`.
+    /// 32-bit unsigned integer argument `number`.
     pub fn u32(&self, number: usize) -> Result<u32> {
         match self.argument(number)? {
             Argument::U32(value) => Ok(*value),
@@ -85,7 +85,7 @@ impl Block<'_> {
         }
     }
 
-    /// The number that is argument `number`.
+    /// `f32` argument `number`.
     pub fn f32(&self, number: usize) -> Result<f32> {
         match self.argument(number)? {
             Argument::F32(value) => Ok(*value),
@@ -93,7 +93,7 @@ impl Block<'_> {
         }
     }
 
-    /// The number of 64 bits that is argument `number`.
+    /// `f64` argument `number`.
     pub fn f64(&self, number: usize) -> Result<f64> {
         match self.argument(number)? {
             Argument::F64(value) => Ok(*value),
@@ -101,7 +101,7 @@ impl Block<'_> {
         }
     }
 
-    /// The memory that is argument `number`.
+    /// Memory argument `number`.
     pub fn slice(&self, number: usize) -> Result<&DeviceSlice> {
         match self.argument(number)? {
             Argument::Slice(slice) => Ok(slice),
@@ -109,7 +109,7 @@ impl Block<'_> {
         }
     }
 
-    /// The channel that is argument `number`.
+    /// Channel argument `number`.
     pub fn channel(&self, number: usize) -> Result<BlockChannel<'_>> {
         match self.argument(number)? {
             Argument::Channel(channel) => Ok(BlockChannel::new(channel.memory(), &self.context)),
@@ -117,7 +117,7 @@ impl Block<'_> {
         }
     }
 
-    /// The channels that are argument `number`.
+    /// Channel array argument `number`.
     pub fn channels(&self, number: usize) -> Result<Vec<BlockChannel<'_>>> {
         match self.argument(number)? {
             Argument::Channels(channels) => {
@@ -130,14 +130,13 @@ impl Block<'_> {
         }
     }
 
-    /// Blocks until all peers have called it with their channels: signals on each of `channels` and waits
-    /// for each.
+    /// Barrier with the peers of `channels`, which must call it too: signals each channel and waits for each.
     pub fn barrier(&self, channels: &[BlockChannel<'_>]) -> Result<()> {
         channels.iter().try_for_each(BlockChannel::signal)?;
         channels.iter().try_for_each(BlockChannel::wait)
     }
 
-    /// The words that are argument `number`.
+    /// Array-of-words argument `number`.
     pub fn words(&self, number: usize) -> Result<&[u64]> {
         match self.argument(number)? {
             Argument::Words(words) => Ok(words),
@@ -145,7 +144,7 @@ impl Block<'_> {
         }
     }
 
-    /// The memory that is argument `number`.
+    /// Array-of-slices argument `number`.
     pub(crate) fn memory(&self, number: usize) -> Result<&[DeviceSlice]> {
         match self.argument(number)? {
             Argument::Memory(slices) => Ok(slices),
@@ -153,19 +152,19 @@ impl Block<'_> {
         }
     }
 
-    /// Copies `bytes` to `target`, of the same length.
+    /// Copies `bytes` to `target`; lengths must match.
     pub fn write(&self, target: &DeviceSlice, bytes: &[u8]) -> Result<()> {
         check_kind(target)?;
         memory::write_bytes(target, bytes)
     }
 
-    /// Copies `source` to `bytes`, of the same length.
+    /// Copies `source` to `bytes`; lengths must match.
     pub fn read(&self, source: &DeviceSlice, bytes: &mut [u8]) -> Result<()> {
         check_kind(source)?;
         memory::read_bytes(source, bytes)
     }
 
-    /// What its thread needs.
+    /// Context of the block's thread.
     pub(super) fn context(&self) -> &Context {
         &self.context
     }
@@ -191,7 +190,7 @@ fn mismatch(number: usize, argument: &Argument, expected: &str) -> Error {
     .with_help("launch the kernel with the arguments that it asks for")
 }
 
-/// The closures of a module.
+/// Closures of a module.
 #[derive(Clone)]
 pub(super) struct HostModule {
     name: String,
@@ -298,7 +297,7 @@ impl fmt::Debug for HostKernelBackend {
     }
 }
 
-/// Runs what `work` gives for each of so many threads, all at the same time, and gives the error of the first that
+/// Runs a closure from `work` for each thread, concurrently, and returns the error of the first one that
 /// failed.
 pub(super) fn together<W: FnOnce() -> Result<()> + Send>(
     threads: usize,

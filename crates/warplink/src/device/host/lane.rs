@@ -1,7 +1,7 @@
-//! What a lane of a kernel section does on the host device, in the place of `warplink/steps.cuh`.
+//! Steps of a kernel-section lane on the host device, the counterpart of `warplink/steps.cuh`.
 //!
-//! Bytes are moved in two halves with a delay between, where tests ask for delays, so that who does not
-//! wait finds half of them.
+//! If tests ask for delays, bytes move in two halves with a delay between, so that a reader that does not
+//! wait sees only half.
 
 use super::extremes::Extremes;
 use super::kernel::Block;
@@ -11,24 +11,24 @@ use crate::dtype::{DType, Element, F8E4M3, F8E5M2};
 use crate::error::{Error, ErrorKind, Result};
 use std::ops::{Add, Mul};
 
-/// The most bytes of each source of a lane that are there before the next.
+/// Maximum bytes of each source that are loaded at a time.
 const COMBINED_BYTES: usize = 8 << 10;
 
-/// The most bytes of each that are combined before the next: these stay in the nearest cache.
+/// Maximum bytes of each source that are combined at a time: these stay in the L1 cache.
 const PIECE_BYTES: usize = 2 << 10;
 
-/// Takes a piece of what was combined, and where it begins.
+/// Receives a piece of the result and its offset.
 pub(crate) type Write<'a> = dyn FnMut(usize, &[u8]) -> Result<()> + 'a;
 
 impl Block<'_> {
-    /// Fails where the waits are ended; sleeps for a while, where tests ask for it.
+    /// Fails once waits are aborted; sleeps at random if tests ask for it.
     pub(crate) fn pause(&self) -> Result<()> {
         self.context().check()?;
         self.context().delay();
         Ok(())
     }
 
-    /// Copies `source` to `target`, of the same length.
+    /// Copies `source` to `target`; lengths must match.
     pub(crate) fn copy(&self, target: &DeviceSlice, source: &DeviceSlice) -> Result<()> {
         check_kind(target)?;
         check_kind(source)?;
@@ -36,19 +36,19 @@ impl Block<'_> {
         self.context().copy(target, source)
     }
 
-    /// The most bytes to be combined at once: what stays in the nearest cache, or all where tests delay each access.
+    /// Maximum bytes to combine at once: an L1-sized piece, or everything if accesses are delayed.
     pub(crate) fn combined_bytes(&self) -> usize {
         self.context().delays.map_or(COMBINED_BYTES, |_| usize::MAX)
     }
 
-    /// The bytes of `source`.
+    /// Reads `source`.
     pub(crate) fn load(&self, source: &DeviceSlice) -> Result<Vec<u8>> {
         let mut bytes = Vec::new();
         self.load_into(source, &mut bytes)?;
         Ok(bytes)
     }
 
-    /// Replaces `bytes` by those of `source`.
+    /// Reads `source` into `bytes`, replacing their content.
     pub(crate) fn load_into(&self, source: &DeviceSlice, bytes: &mut Vec<u8>) -> Result<()> {
         check_kind(source)?;
         bytes.resize(source.bytes(), 0);
@@ -61,7 +61,7 @@ impl Block<'_> {
         memory::read_bytes(&source.slice(0..first.len())?, first)
     }
 
-    /// Writes `bytes` to `target`, of the same length.
+    /// Writes `bytes` to `target`; lengths must match.
     pub(crate) fn store(&self, target: &DeviceSlice, bytes: &[u8]) -> Result<()> {
         check_kind(target)?;
         let (first, second) = bytes.split_at(bytes.len() / 2);
@@ -73,8 +73,8 @@ impl Block<'_> {
         memory::write_bytes(&target.slice(0..first.len())?, first)
     }
 
-    /// Replaces `data` by as many `bytes` as packets at `source` hold, once all have `flag`; with `lines`, packets of
-    /// 128 bytes.
+    /// Waits for packets with `flag` at `source` and reads `bytes` of data from them into `data`; `lines`
+    /// selects packets of 128 bytes.
     pub(crate) async fn load_packets(
         &self,
         source: &DeviceSlice,
@@ -99,26 +99,26 @@ impl Block<'_> {
         packets::store(self.context(), target, bytes, flag, lines)
     }
 
-    /// The value of a word; what was written before it was set is visible after.
+    /// Loads a word (acquire).
     pub(crate) fn value(&self, word: &Word) -> u64 {
         words::load(word)
     }
 
-    /// Sets a word after all earlier writes of this block.
+    /// Stores a word (release).
     pub(crate) fn set(&self, word: &Word, value: u64) {
         words::set(word, value);
     }
 
-    /// Adds one to a word after all earlier writes of this block; the value before.
+    /// Increments a word (release), and returns the previous value.
     pub(crate) fn increment(&self, word: &Word) -> u64 {
         words::increment(word)
     }
 }
 
-/// Bytes of one length that are combined with others.
+/// A source of bytes to combine with others of the same length.
 pub(crate) trait Values {
     fn length(&self) -> usize;
-    /// Reads those from `from` on, which there are.
+    /// Reads bytes starting at `from`, which must exist.
     fn read(&self, from: usize, bytes: &mut [u8]) -> Result<()>;
 }
 
@@ -145,11 +145,15 @@ impl Values for DeviceSlice {
 }
 
 fn too_short() -> Error {
-    Error::new(ErrorKind::Internal, "what is combined is of one length")
+    Error::new(
+        ErrorKind::Internal,
+        "combined values must have the same length",
+    )
 }
 
-/// Combines sources of one length element by element, in order: floats of 8 and 16 bits in single precision, rounded
-/// once at the end, the others in their own type. Integers wrap. `write` gets piece after piece, and where it begins.
+/// Combines sources of equal length element by element, in order: 8-bit and 16-bit floats in single
+/// precision, rounded once at the end, other types in their own. Integers wrap. `write` receives the pieces
+/// of the result with their offsets.
 pub(crate) fn combine(
     op: ReduceOp,
     dtype: DType,
@@ -157,7 +161,7 @@ pub(crate) fn combine(
     write: &mut Write<'_>,
 ) -> Result<()> {
     if let ([source], None) = (sources, op.factor()) {
-        // As it is, also what its type would round.
+        // Copy a single source unchanged, including values that a conversion would round.
         let mut piece = [0; PIECE_BYTES];
         for from in (0..source.length()).step_by(PIECE_BYTES) {
             let piece = &mut piece[..PIECE_BYTES.min(source.length() - from)];
@@ -173,7 +177,7 @@ pub(crate) fn combine(
         DType::F8E5M2 => fold(op, sources, write, F8E5M2::to_f32, F8E5M2::from_f32),
         DType::F32 => fold(op, sources, write, |x: f32| x, |x| x),
         DType::F64 => fold(op, sources, write, |x: f64| x, |x| x),
-        // In 32 bits, as kernels do, which the average shows.
+        // In 32 bits as kernels do, which affects averages.
         DType::I8 => fold(op, sources, write, |x: i8| i32::from(x), |x| x as i8),
         DType::U8 => fold(op, sources, write, |x: u8| u32::from(x), |x| x as u8),
         DType::I32 => fold(op, sources, write, |x: i32| x, |x| x),
@@ -183,13 +187,13 @@ pub(crate) fn combine(
     }
 }
 
-/// What values are combined as.
+/// Accumulator type.
 trait Summand: Extremes {
     fn plus(self, other: Self) -> Self;
     fn times(self, other: Self) -> Self;
-    /// What becomes of the sum of `count` values for their average.
+    /// The average of `count` summed values.
     fn divided(self, count: usize) -> Self;
-    /// A number that the type has.
+    /// Converts a number that the type can represent.
     fn of(number: f64) -> Self;
 }
 
@@ -224,7 +228,7 @@ summands! {
     u64: wrapping_add wrapping_mul;
 }
 
-/// Chooses the loop for the operator once, so that processors do several elements at a time.
+/// Dispatches on the operator once, so that the loop can be vectorized.
 fn fold<T: Element, A: Summand>(
     op: ReduceOp,
     sources: &[&dyn Values],

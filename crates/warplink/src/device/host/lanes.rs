@@ -1,8 +1,9 @@
-//! Runs the lanes of a launch: by turns, on as few threads as there are processors for the ranks of a machine.
+//! Cooperative scheduler for the lanes of a launch, on as many threads as there are cores for the machine's
+//! ranks.
 //!
-//! A lane that waits lets the others of its thread go on. When all of them wait, the thread looks for a moment whether
-//! its rank's doorbell rings, which everybody does who brings something, and then sleeps on that. So a rank that
-//! waits leaves its processor to the rank that it waits for, and none wakes without a reason.
+//! A waiting lane yields to the others of its thread. When all wait, the thread polls its rank's doorbell
+//! briefly and then sleeps on it; every packet and signal for the rank rings it. A waiting rank thus leaves
+//! its core to the rank that it waits for, and wakes only for a reason.
 
 use super::doorbell::{self, BellWords, Doorbell};
 use super::kernel::{Block, together};
@@ -12,7 +13,7 @@ use crate::device::{Argument, HostLanes, LaneFuture, Launch};
 use crate::error::Result;
 use std::task::{Context, Poll, Waker};
 
-/// How threads run the lanes of a launch.
+/// Threads and polling for the lanes of a launch.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Share {
     threads: usize,
@@ -20,7 +21,7 @@ pub(super) struct Share {
 }
 
 impl Share {
-    /// Of one of `ranks` ranks on a machine with so many processors.
+    /// For one of `ranks` ranks on a machine with `processors` cores.
     pub(super) fn of(processors: usize, ranks: usize) -> Self {
         Self {
             threads: (processors / ranks.max(1)).max(1),
@@ -29,7 +30,7 @@ impl Share {
     }
 }
 
-/// Runs all lanes, and gives the error of the first that failed.
+/// Runs all lanes, and returns the error of the first that failed.
 pub(super) fn run(
     lanes: &dyn HostLanes,
     share: Share,
@@ -37,8 +38,7 @@ pub(super) fn run(
     arguments: &[Argument],
     context: &operation::Context,
 ) -> Result<()> {
-    // Where tests ask for delays, each lane has a thread of its own, whose operations mix with those of the others in
-    // any order.
+    // With delays, each lane has its own thread, so that operations of lanes interleave arbitrarily.
     let threads = match context.delays {
         Some(_) => launch.blocks as usize,
         None => share.threads.min(launch.blocks as usize),
@@ -53,7 +53,7 @@ pub(super) fn run(
     })
 }
 
-/// Polls the lanes of `blocks` in turn until all have ended.
+/// Polls the lanes of `blocks` round-robin until all are done.
 fn by_turns(
     lanes: &dyn HostLanes,
     blocks: &[Block<'_>],
@@ -64,7 +64,7 @@ fn by_turns(
     let mut running: Vec<LaneFuture<'_>> = blocks.iter().map(|block| lanes.run(block)).collect();
     let mut context = Context::from_waker(Waker::noop());
     loop {
-        // Before the lanes look: so none misses what comes later.
+        // Read before polling the lanes, so that events during the poll are not missed.
         let seen = bell.count();
         running.retain_mut(|lane| match lane.as_mut().poll(&mut context) {
             Poll::Pending => true,

@@ -1,4 +1,4 @@
-//! Shared-memory files mapped into this process: one alone, or several one behind the other.
+//! Shared-memory files mapped into this process, singly or several contiguously.
 
 use crate::device::Piece;
 use crate::error::{Error, Result};
@@ -12,7 +12,7 @@ use std::ptr;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, Weak};
 
-/// A mapping of one shared-memory file, or of several one behind the other; unmapped on drop.
+/// A mapping of one shared-memory file or of several contiguous ones; unmapped on drop.
 #[derive(Debug)]
 pub(super) struct Mapping {
     pub(super) base: u64,
@@ -20,35 +20,36 @@ pub(super) struct Mapping {
     mapped: usize,
     pub(super) identity: u64,
     pub(super) pieces: Vec<Piece>,
-    /// Of a piece of a segment: the addresses that it lies in.
+    /// For a piece of a segment, the reservation that contains it.
     inside: Option<Arc<Reservation>>,
-    /// How many hold it only until nobody else does; they count themselves.
+    /// Number of weak holders, which do not count as users of the mapping.
     pub(super) last_holders: AtomicUsize,
-    /// Whether it stands for memory of the host, which every device maps.
+    /// Whether it represents host memory, which every device can map.
     pub(super) host: bool,
-    /// Whether it is a peer's, and this device pretends to have no atomic operations on it.
+    /// Whether it belongs to a peer and this device simulates missing atomics on it.
     without_atomics: AtomicBool,
 }
 
 impl Mapping {
-    /// From now on there are no atomic operations on it.
+    /// Disables atomic operations on it.
     pub(super) fn deny_atomics(&self) {
+        // Relaxed: published by the release store of the global flag.
         self.without_atomics.store(true, Ordering::Relaxed);
         SOME_WITHOUT_ATOMICS.store(true, Ordering::Release);
     }
 
-    /// Whether anybody holds it who is not one of the last holders.
+    /// Whether anyone but weak holders holds it.
     pub(super) fn is_held(self: &Arc<Self>) -> bool {
         Arc::strong_count(self) > self.last_holders.load(Ordering::Relaxed)
     }
 
-    /// Whether it is a piece of a segment, whose addresses are mapped again as soon as it is unmapped.
+    /// Whether it is a piece of a segment, whose addresses stay reserved when it is unmapped.
     pub(super) fn is_piece(&self) -> bool {
         self.inside.is_some()
     }
 }
 
-/// Addresses kept for one purpose, given back on drop.
+/// A reserved address range, released on drop.
 #[derive(Debug)]
 pub(super) struct Reservation {
     base: u64,
@@ -57,10 +58,10 @@ pub(super) struct Reservation {
 
 static IDENTITIES: AtomicU64 = AtomicU64::new(1);
 
-// Whether any mapping of this process is without atomic operations.
+// Whether any mapping of this process has atomics disabled, so that the common case needs no lookup.
 static SOME_WITHOUT_ATOMICS: AtomicBool = AtomicBool::new(false);
 
-// The mappings of this process by base address, so that a bare address can be borrowed.
+// Mappings of this process by base address, so that a raw address can be borrowed.
 static MAPPINGS: Mutex<BTreeMap<u64, Weak<Mapping>>> = Mutex::new(BTreeMap::new());
 
 pub(super) fn next_identity() -> u64 {
@@ -70,10 +71,10 @@ pub(super) fn next_identity() -> u64 {
 impl Drop for Mapping {
     fn drop(&mut self) {
         lock(&MAPPINGS).remove(&self.base);
-        // Nothing refers to the range: every access goes through a slice that holds this mapping, and
-        // this is its last holder.
+        // No references exist: every access goes through a slice that holds this mapping, and this is its
+        // last holder.
         let unmapped = match &self.inside {
-            // The addresses stay the segment's.
+            // The addresses stay reserved for the segment.
             Some(_) => reserve_at(Some(self.base), self.mapped).map(|_| ()),
             // SAFETY: the range was mapped for this mapping, and nothing refers to it.
             None => unsafe { rustix::mm::munmap(self.base as *mut c_void, self.mapped) },
@@ -85,7 +86,7 @@ impl Drop for Mapping {
 }
 
 impl Reservation {
-    /// Reserves addresses for `bytes`, in whole pages.
+    /// Reserves an address range of at least `bytes`, in whole pages.
     pub(super) fn new(bytes: usize) -> Result<Self> {
         let bytes = whole_pages(bytes)?;
         let base = reserve_at(None, bytes)
@@ -97,7 +98,7 @@ impl Reservation {
         self.base
     }
 
-    /// Maps `pieces` at `offset`, one behind the other.
+    /// Maps `pieces` contiguously at `offset`.
     fn map(&self, offset: usize, pieces: &[Piece]) -> Result<()> {
         let mut start = offset;
         for piece in pieces {
@@ -117,7 +118,7 @@ impl Reservation {
         Ok(())
     }
 
-    /// Hands the addresses to somebody who gives them back.
+    /// Releases ownership of the addresses to the caller.
     fn into_base(self) -> u64 {
         let base = self.base;
         std::mem::forget(self);
@@ -134,7 +135,7 @@ impl Drop for Reservation {
     }
 }
 
-/// Reserves `bytes` without memory behind them: anywhere, or over what is mapped at `base`.
+/// Reserves `bytes` of addresses without memory: anywhere, or over the mapping at `base`.
 fn reserve_at(base: Option<u64>, bytes: usize) -> rustix::io::Result<u64> {
     let (at, fixed) = match base {
         Some(base) => (base as *mut c_void, MapFlags::FIXED),
@@ -167,10 +168,10 @@ pub(super) fn add_piece(
     Ok(mapping_at(base, pieces, false, Some(segment.clone())))
 }
 
-/// What a file has to promise, so that no access to its mapping can raise SIGBUS: its length stays.
+/// Required seals of a file: its length cannot change, so accesses to the mapping cannot raise SIGBUS.
 pub(super) const FIXED_LENGTH: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW);
 
-/// A new file of `bytes` of zeros, whose length nobody can change any more.
+/// Creates a zeroed file of `bytes` with sealed length.
 pub(super) fn new_file(bytes: usize) -> Result<Piece> {
     let fail = |errno: rustix::io::Errno| {
         Error::io(
@@ -185,7 +186,7 @@ pub(super) fn new_file(bytes: usize) -> Result<Piece> {
     Ok(Piece { descriptor, bytes })
 }
 
-/// Maps files one behind the other.
+/// Maps files contiguously.
 pub(super) fn map_pieces(pieces: Vec<Piece>, host: bool) -> Result<Arc<Mapping>> {
     let base = if let [piece] = &pieces[..] {
         // SAFETY: a new mapping at an address of the kernel's choice touches no memory in use.
@@ -208,7 +209,7 @@ pub(super) fn map_pieces(pieces: Vec<Piece>, host: bool) -> Result<Arc<Mapping>>
 /// Maps a file of `bytes`.
 ///
 /// # Safety
-/// With [`MapFlags::FIXED`], nobody may refer to what is mapped at `at`, in whole pages.
+/// With [`MapFlags::FIXED`], nothing may refer to the existing mapping of the pages at `at`.
 unsafe fn map_file(
     descriptor: &OwnedFd,
     bytes: usize,
@@ -230,7 +231,7 @@ unsafe fn map_file(
         .map_err(|errno| Error::io(format!("map {bytes} bytes of shared memory"), &errno.into()))
 }
 
-/// Notes what was mapped at `base`.
+/// Registers a mapping at `base`.
 fn mapping_at(
     base: u64,
     pieces: Vec<Piece>,
@@ -253,7 +254,7 @@ fn mapping_at(
     mapping
 }
 
-/// Whether there are atomic operations on the word at `address`.
+/// Whether atomic operations are available on the word at `address`.
 pub(super) fn has_atomics(address: u64) -> bool {
     if !SOME_WITHOUT_ATOMICS.load(Ordering::Acquire) {
         return true;
@@ -265,9 +266,9 @@ pub(super) fn has_atomics(address: u64) -> bool {
     !denied.any(|denied| denied)
 }
 
-/// The mapping that `address` lies in, and those that follow it in its segment up to `end`.
+/// The mapping that contains `address`, and following ones of its segment up to `end`.
 pub(super) fn mappings_of(address: u64, end: u64) -> Vec<Arc<Mapping>> {
-    // Dropped behind the lock, which the last holder of a mapping takes.
+    // Dropped after the lock is released, since the last holder of a mapping takes it.
     let mut found: Vec<Arc<Mapping>> = Vec::new();
     let known = lock(&MAPPINGS);
     let mut next = address;

@@ -1,4 +1,4 @@
-//! Marks that streams reach and wait for.
+//! Progress of events.
 
 use crate::device::Fault;
 use crate::error::Result;
@@ -6,14 +6,14 @@ use crate::sync::lock;
 use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-/// How far the marks of an event were reached.
+/// Progress of an event.
 #[derive(Debug, Default)]
 pub(super) struct EventState {
     reached: Mutex<Reached>,
     change: Condvar,
 }
 
-/// The last mark that was reached, and when.
+/// Last record reached, and when.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Reached {
     pub(super) mark: u64,

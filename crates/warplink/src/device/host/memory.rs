@@ -1,4 +1,4 @@
-//! Slices of shared memory, and copies of their bytes.
+//! Shared-memory slices, and copies of their bytes.
 
 use super::mapping::{FIXED_LENGTH, Mapping, map_pieces, mappings_of, new_file, next_identity};
 use super::unmapping::LateUnmapping;
@@ -11,24 +11,24 @@ use std::ptr;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-/// What slices of a mapping lie in.
+/// Backing of slices of a mapping.
 #[derive(Debug)]
 pub(super) struct Allocation {
     pub(super) mapping: Arc<Mapping>,
     late: Option<LateUnmapping>,
-    /// Of signals: what ends waits for them.
+    /// Fault that aborts waits for signals in this memory.
     fault: Option<Arc<Fault>>,
 }
 
-/// Memory that somebody else answers for, inside one of this process's mappings or beside them.
+/// Memory owned by other code, inside one of this process's mappings or not.
 #[derive(Debug)]
 struct Borrowed {
     base: u64,
     bytes: usize,
     identity: u64,
-    // The mappings that it lies in, which alone can be shared with peers.
+    // Mappings that contain it; only these can be shared with peers.
     inside: Vec<Arc<Mapping>>,
-    // Without one, it is one of the last holders of these.
+    // If `None`, this is a weak holder of the mappings.
     owner: Option<Arc<dyn Any + Send + Sync>>,
 }
 
@@ -86,8 +86,9 @@ impl Backing for Borrowed {
             inside: self.inside.clone(),
             owner: None,
         };
-        // After they are held: so nobody takes them for unheld meanwhile.
+        // After they are held, so that they are never seen as unused meanwhile.
         for mapping in &left.inside {
+            // Relaxed: the count is advisory for `is_held`, and atomic with itself.
             mapping.last_holders.fetch_add(1, Ordering::Relaxed);
         }
         Some(Arc::new(left))
@@ -118,12 +119,12 @@ impl Drop for Allocation {
     }
 }
 
-/// Allocates `bytes` of zeros that other processes can map.
+/// Allocates `bytes` of zeroed memory that other processes can map.
 pub(in crate::device) fn allocate(bytes: usize, kind: AllocationKind) -> Result<DeviceSlice> {
     allocate_for(bytes, kind, None)
 }
 
-/// As [`allocate`], for signals that `fault` ends waits for.
+/// As [`allocate`], for signals whose waits `fault` aborts.
 pub(super) fn allocate_for(
     bytes: usize,
     kind: AllocationKind,
@@ -140,7 +141,7 @@ pub(super) fn allocate_for(
     Ok(slice_of(mapping, None, fault))
 }
 
-/// Maps a peer's files one behind the other, which must hold at least `bytes` and keep their lengths.
+/// Maps a peer's files contiguously. They must hold at least `bytes` and have sealed lengths.
 pub(in crate::device) fn map(
     pieces: Vec<Piece>,
     bytes: usize,
@@ -151,8 +152,8 @@ pub(in crate::device) fn map(
     };
     let mut whole = 0_usize;
     for piece in &pieces {
-        // Touching pages past the end of a file raises SIGBUS, so its length is checked, not trusted; and
-        // first that it is the length of a file that the peer cannot truncate afterwards.
+        // Touching pages past the end of a file raises SIGBUS, so verify the length, and first the seal that
+        // prevents the peer from truncating it afterwards.
         let seals = rustix::fs::fcntl_get_seals(&piece.descriptor);
         if !seals.is_ok_and(|seals| seals.contains(FIXED_LENGTH)) {
             return Err(invalid(
@@ -194,7 +195,7 @@ fn slice_of(
     }))
 }
 
-/// Has no atomic operations on a peer's memory, which was mapped as `slice`.
+/// Disables atomic operations on a peer's memory mapped as `slice`.
 pub(super) fn deny_atomics(slice: &DeviceSlice) {
     let backing = slice.backing().as_any();
     if let Some(Allocation { mapping, .. }) = backing.downcast_ref() {
@@ -202,7 +203,7 @@ pub(super) fn deny_atomics(slice: &DeviceSlice) {
     }
 }
 
-/// A view of memory that `owner` keeps.
+/// A view of memory that `owner` keeps alive.
 pub(super) fn borrow(
     address: u64,
     bytes: usize,
@@ -241,7 +242,7 @@ pub(super) fn borrow(
     DeviceSlice::whole(Arc::new(borrowed)).slice(offset..end)
 }
 
-/// The pieces of the files behind `slice`, for a peer to map, and whether they are memory of the host, in one piece.
+/// File pieces behind `slice`, for a peer to map, and whether they are a single piece of host memory.
 pub(in crate::device) fn pieces(slice: &DeviceSlice) -> Result<(Vec<Piece>, bool)> {
     let any = slice.backing().as_any();
     let mappings = match any.downcast_ref::<Borrowed>() {
@@ -266,7 +267,7 @@ pub(in crate::device) fn pieces(slice: &DeviceSlice) -> Result<(Vec<Piece>, bool
     Ok((pieces, host))
 }
 
-/// Copies `source` to `target`, of the same length.
+/// Copies `source` to `target`; lengths must match.
 pub(super) fn copy(target: &DeviceSlice, source: &DeviceSlice) {
     debug_assert_eq!(target.bytes(), source.bytes());
     // SAFETY: both ranges are mapped, since the slices hold their backing, and as long as the
@@ -281,13 +282,13 @@ pub(super) fn copy(target: &DeviceSlice, source: &DeviceSlice) {
     }
 }
 
-/// Sets every byte of `target`.
+/// Fills `target` with `byte`.
 pub(super) fn fill(target: &DeviceSlice, byte: u8) {
     // SAFETY: as for `copy`.
     unsafe { ptr::write_bytes(target.address() as *mut u8, byte, target.bytes()) }
 }
 
-/// Copies `bytes`, of the same length, to `target`.
+/// Copies `bytes` to `target`; lengths must match.
 pub(super) fn write_bytes(target: &DeviceSlice, bytes: &[u8]) -> Result<()> {
     check_length(target, bytes.len())?;
     // SAFETY: the target is mapped and as long as `bytes`; device memory and a Rust slice never
@@ -296,7 +297,7 @@ pub(super) fn write_bytes(target: &DeviceSlice, bytes: &[u8]) -> Result<()> {
     Ok(())
 }
 
-/// Copies `source` to `bytes`, of the same length.
+/// Copies `source` to `bytes`; lengths must match.
 pub(super) fn read_bytes(source: &DeviceSlice, bytes: &mut [u8]) -> Result<()> {
     check_length(source, bytes.len())?;
     // SAFETY: as for `write_bytes`.
@@ -310,7 +311,7 @@ pub(super) fn read_bytes(source: &DeviceSlice, bytes: &mut [u8]) -> Result<()> {
     Ok(())
 }
 
-/// As [`write_bytes`], from byte `from` of the target on, which is longer.
+/// As [`write_bytes`], at offset `from` of a longer target.
 pub(super) fn write_to(target: &DeviceSlice, from: usize, bytes: &[u8]) -> Result<()> {
     check_inside(target, from, bytes.len())?;
     let start = target.address() as usize + from;
@@ -319,7 +320,7 @@ pub(super) fn write_to(target: &DeviceSlice, from: usize, bytes: &[u8]) -> Resul
     Ok(())
 }
 
-/// As [`read_bytes`], from byte `from` of the source on, which is longer.
+/// As [`read_bytes`], from offset `from` of a longer source.
 pub(super) fn read_from(source: &DeviceSlice, from: usize, bytes: &mut [u8]) -> Result<()> {
     check_inside(source, from, bytes.len())?;
     let start = source.address() as usize + from;

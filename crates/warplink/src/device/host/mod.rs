@@ -1,9 +1,8 @@
-//! Shared memory and threads in place of a GPU: memory is a shared-memory file, a stream is a
-//! thread, a wait for a word spins briefly and then sleeps on a futex.
+//! Host device: shared memory and threads stand in for a GPU. Memory is a shared-memory file, a stream is a
+//! thread, and waiting for a word spins briefly and then sleeps on a futex.
 //!
-//! It is meant to be as unforgiving as a GPU: streams run truly beside one another, enqueued work
-//! is late, and tests can delay any operation at random ([`Delays`]), so that a missing wait shows
-//! as a wrong result.
+//! It is designed to be as unforgiving as a GPU: streams run concurrently, enqueued work is asynchronous, and
+//! tests can delay any operation at random ([`Delays`]), so that a missing wait shows up as a wrong result.
 
 mod capture;
 pub(crate) mod channel;
@@ -53,10 +52,10 @@ pub(crate) struct HostDevice {
     fault: Arc<Fault>,
     delays: Option<Delays>,
     pretend: Pretend,
-    /// Hardware threads; the system reads several files to tell.
+    /// Hardware threads, cached since the system reads several files to report them.
     threads: usize,
     streams: AtomicU64,
-    /// Started for the first mapping, where tests ask for delays.
+    /// Started with the first mapping if delays are requested.
     late_unmapping: OnceLock<LateUnmapping>,
 }
 
@@ -77,7 +76,7 @@ impl HostDevice {
         }
     }
 
-    /// What unmaps late, where tests ask for delays.
+    /// The thread that unmaps asynchronously, if delays are requested.
     fn late_unmapping(&self) -> Result<Option<LateUnmapping>> {
         let Some(delays) = self.delays else {
             return Ok(None);
@@ -90,7 +89,7 @@ impl HostDevice {
     }
 }
 
-/// The name of the processors, empty where the system does not say.
+/// Processor model; empty if the system does not report it.
 fn processor_name() -> String {
     let text = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
     let mut lines = text.lines().filter_map(|line| line.split_once(':'));
@@ -98,7 +97,7 @@ fn processor_name() -> String {
     name.map_or_else(String::new, |(_, name)| name.trim().to_owned())
 }
 
-/// Fails unless `slice` is the host device's.
+/// Fails unless `slice` belongs to the host device.
 fn check_kind(slice: &DeviceSlice) -> Result<()> {
     if slice.kind() == DeviceKind::Host {
         return Ok(());
@@ -110,7 +109,7 @@ fn check_kind(slice: &DeviceSlice) -> Result<()> {
     .with_help("use memory of the same device"))
 }
 
-/// Fails unless a copy's two slices have the same length.
+/// Fails unless source and target have the same length.
 fn check_lengths(target: &DeviceSlice, source: &DeviceSlice) -> Result<()> {
     if target.bytes() == source.bytes() {
         return Ok(());
@@ -129,7 +128,7 @@ impl LinkQuery for HostDevice {
         Ok(Attachment::find(None))
     }
 
-    /// The memory that all ranks of a machine share stands for a switch with one link to each.
+    /// Models the shared memory of a machine's ranks as a switch with one link to each.
     fn links(&self) -> Result<DeviceLinks> {
         if self.pretend == Pretend::NoPeerAccess {
             return Ok(DeviceLinks::default());
@@ -199,8 +198,8 @@ impl Device for HostDevice {
     }
 
     fn prepare_reuse(&self, slice: &DeviceSlice) {
-        // Fresh pages are zero, and used ones hold what was right once, which hides reads of what
-        // nothing wrote; tests see garbage instead.
+        // Fresh pages are zero, and reused ones contain values that were once right, which would hide reads
+        // of uninitialized memory. Fill with garbage in tests.
         if self.delays.is_some() {
             memory::fill(slice, 0xa5);
         }
@@ -241,6 +240,7 @@ impl Device for HostDevice {
     }
 
     fn create_stream(&self, _priority: Priority) -> Result<Stream> {
+        // Relaxed: only uniqueness matters.
         let number = self.streams.fetch_add(1, Ordering::Relaxed);
         let stream = stream::HostStream::start(number, self.fault.clone(), self.delays)?;
         Ok(Stream::new(stream))

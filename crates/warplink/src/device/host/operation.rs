@@ -1,4 +1,4 @@
-//! What a stream's thread does, one operation at a time.
+//! Operations that a stream's thread executes in order.
 
 use super::mark::EventState;
 use super::memory;
@@ -10,10 +10,10 @@ use std::sync::Arc;
 use std::task::Poll;
 use std::time::Duration;
 
-/// Host code as an operation; graphs run it again and again.
+/// Host code as an operation; graphs run it repeatedly.
 pub(super) type Task = Arc<dyn Fn(&Context) -> Result<()> + Send + Sync>;
 
-/// One enqueued operation. It holds the memory that it names.
+/// An enqueued operation. Holds the memory that it uses.
 #[derive(Clone)]
 pub(super) enum Operation {
     Copy {
@@ -40,7 +40,7 @@ pub(super) enum Operation {
         event: Arc<EventState>,
         mark: u64,
     },
-    /// Record and wait between the branches of one graph, by the number of the mark in it.
+    /// Event record and wait between branches of one graph, by event index.
     RecordInGraph(usize),
     WaitInGraph(usize),
     Task(Task),
@@ -64,15 +64,15 @@ impl fmt::Debug for Operation {
     }
 }
 
-/// What an operation may need of the thread that does it.
+/// State of the executing thread that operations need.
 #[derive(Debug)]
 pub(super) struct Context {
     pub(super) fault: Arc<Fault>,
-    /// What else ends the work of the stream.
+    /// Faults that abort the stream's work, besides the device's.
     pub(super) faults: Arc<FaultSet>,
     pub(super) delays: Option<Delays>,
     pub(super) random: std::cell::Cell<u64>,
-    /// The marks of the graph that is being launched, if one is.
+    /// Events of the graph being launched, if any.
     pub(super) marks: Option<Arc<[EventState]>>,
 }
 
@@ -94,13 +94,13 @@ impl Context {
         }
     }
 
-    /// Fails where a fault that concerns the stream was raised.
+    /// Fails if a relevant fault was raised.
     pub(super) fn check(&self) -> Result<()> {
         self.fault.check()?;
         self.faults.check()
     }
 
-    /// Lets the other lanes of the thread go on; fails where the waits are ended.
+    /// Yields to other lanes of the thread; fails once waits are aborted.
     pub(super) async fn turn(&self) -> Result<()> {
         self.check()?;
         let mut given = false;
@@ -115,8 +115,7 @@ impl Context {
         Ok(())
     }
 
-    /// The same thread, for the marks of one launch of a graph by a stream that `faults` concern;
-    /// with other delays than the last.
+    /// Context for one launch of a graph by a stream with `faults`, with its own delays.
     pub(super) fn within_graph(&self, marks: Arc<[EventState]>, faults: Arc<FaultSet>) -> Self {
         let seed = self.draw();
         Self {
@@ -128,7 +127,7 @@ impl Context {
         }
     }
 
-    /// The same stream, for another thread that does a part of its work.
+    /// Context of the same stream for a helper thread.
     pub(super) fn for_block(&self) -> Self {
         let seed = self.draw();
         Self {
@@ -140,7 +139,7 @@ impl Context {
         }
     }
 
-    /// The next pseudo-random number of the thread.
+    /// Next pseudo-random number of the thread.
     pub(super) fn draw(&self) -> u64 {
         let mut x = self.random.get();
         x ^= x << 13;
@@ -150,18 +149,18 @@ impl Context {
         x
     }
 
-    /// Sleeps for a random while, if tests asked for it.
+    /// Sleeps at random, if tests ask for it.
     pub(super) fn delay(&self) {
         let Some(delays) = self.delays else { return };
         let x = self.draw();
-        // Half of the operations go undelayed, so that orders mix more than if all were late.
+        // Delay only half of the operations: orders vary more than if all were late.
         if x & (1 << 40) == 0 {
             let max = delays.max.as_nanos() as u64;
             std::thread::sleep(Duration::from_nanos(x % max.max(1)));
         }
     }
 
-    /// Does `operation`. After a fault only marks are still made, so that waiting threads go on.
+    /// Executes `operation`. After a fault only events are recorded, so that waiting threads end.
     pub(super) fn perform(&self, operation: &Operation) -> Result<()> {
         match operation {
             Operation::Record { event, mark } => {
@@ -200,7 +199,7 @@ impl Context {
         })
     }
 
-    /// In two halves with a delay between, so that a reader that does not wait sees half.
+    /// In two halves with a delay between, so that a reader that does not wait sees only half.
     pub(super) fn copy(&self, target: &DeviceSlice, source: &DeviceSlice) -> Result<()> {
         if self.delays.is_none() || target.bytes() < 2 {
             memory::copy(target, source);
@@ -216,10 +215,10 @@ impl Context {
         Ok(())
     }
 
-    /// Spins briefly, then sleeps; ends with the fault when it is raised.
+    /// Spins briefly, then sleeps; ends when the fault is raised.
     pub(super) fn wait(&self, word: &AwaitedWord, at_least: u64) -> Result<()> {
         const SPINS: usize = 200;
-        // The fault is looked for this often by a sleeper that nobody wakes.
+        // Interval for checking the fault, which does not wake sleepers.
         const NAP: Duration = Duration::from_millis(10);
         for round in 0.. {
             let seen = words::load(word);

@@ -1,4 +1,4 @@
-//! The outboxes of the host collectives: made, found by peers, and opened by them.
+//! Outboxes of the host collectives: creation, discovery and mapping by peers.
 
 use super::memory;
 use crate::device::{AllocationKind, DeviceSlice, Piece};
@@ -7,22 +7,22 @@ use rustix::fs::{Mode, OFlags};
 use std::ops::Range;
 use std::os::fd::AsRawFd;
 
-/// Where an outbox says whose it is: bytes of its first header that nothing else uses.
+/// Bytes of the first header, otherwise unused, that identify the outbox's owner.
 pub(super) const MARK: Range<usize> = 16..40;
 
-/// Bytes of what tells peers where an outbox is.
+/// Length of an outbox's address message.
 const PLACE: usize = 24;
 
-/// This rank's outbox, and where peers find it.
+/// This rank's outbox, and its address.
 pub(super) struct OwnOutbox {
     pub(super) slice: DeviceSlice,
-    // Open for as long as this, so that peers can open them.
+    // Kept open so that peers can open them.
     pieces: Vec<Piece>,
     token: [u8; 16],
 }
 
 impl OwnOutbox {
-    /// One of `bytes` zeros but for its mark.
+    /// Creates an outbox of `bytes`, zeroed except for its mark.
     pub(super) fn new(rank: Rank, bytes: usize) -> Result<Self> {
         let slice = memory::allocate(bytes, AllocationKind::Plain)?;
         let (pieces, _) = memory::pieces(&slice)?;
@@ -41,7 +41,7 @@ impl OwnOutbox {
         })
     }
 
-    /// What tells peers where it is: its token, and the numbers of the process and of the descriptor there.
+    /// Address message for peers: random token, process id and descriptor number.
     pub(super) fn place(&self) -> Vec<u8> {
         let descriptor = self.pieces.first();
         let descriptor = descriptor.map_or(-1, |piece| piece.descriptor.as_raw_fd());
@@ -50,7 +50,7 @@ impl OwnOutbox {
     }
 }
 
-/// What an outbox says of itself.
+/// Identification stored in an outbox.
 fn mark(token: &[u8; 16], rank: Rank) -> [u8; MARK.end - MARK.start] {
     let mut mark = [0; MARK.end - MARK.start];
     mark[..16].copy_from_slice(token);
@@ -58,7 +58,7 @@ fn mark(token: &[u8; 16], rank: Rank) -> [u8; MARK.end - MARK.start] {
     mark
 }
 
-/// The outboxes of all ranks, which told their `places`.
+/// Opens the outboxes of all ranks at the addresses `places`.
 pub(super) fn open_all(
     rank: Rank,
     world: usize,
@@ -80,8 +80,8 @@ pub(super) fn open_all(
     outboxes.collect()
 }
 
-/// The outbox of `peer`. Where this process has another view of processes than the peer, its numbers may
-/// lead to anything here.
+/// Opens the outbox of `peer`. If the processes are in different PID namespaces, its numbers may denote any
+/// file here, so the token is verified.
 fn open(peer: Rank, bytes: usize, place: &[u8]) -> Result<DeviceSlice> {
     let refused = |what: &'static str| {
         Error::new(ErrorKind::InvalidHandle, what)
@@ -101,7 +101,7 @@ fn open(peer: Rank, bytes: usize, place: &[u8]) -> Result<DeviceSlice> {
         i32::from_le_bytes(*descriptor),
     );
     let path = format!("/proc/{process}/fd/{descriptor}");
-    // Without waiting for the other end of a pipe, and without adopting a terminal.
+    // O_NONBLOCK avoids blocking on a pipe, O_NOCTTY acquiring a terminal.
     let flags = OFlags::RDWR | OFlags::CLOEXEC | OFlags::NONBLOCK | OFlags::NOCTTY;
     let descriptor = rustix::fs::open(&path, flags, Mode::empty())
         .map_err(|errno| Error::io(format!("open {path}"), &errno.into()))?;
@@ -125,11 +125,11 @@ mod tests {
     use crate::device::host::exchange::outbox_bytes;
     use std::sync::Arc;
 
-    /// What a peer says where its outbox is, from what this rank says.
-    type Place = Box<dyn Fn(&[u8]) -> Vec<u8>>;
+    /// Produces a peer's address message from this rank's.
+    type AddressOf = Box<dyn Fn(&[u8]) -> Vec<u8>>;
 
-    /// Joins as rank 0 of 2, with a peer that says `place`, which may depend on this rank's, and then `failure`.
-    /// What came of it, and what the peer was told.
+    /// Joins as rank 0 of 2 with a peer that sends the address `place`, which may depend on this rank's, and
+    /// then `failure`. Returns the result and what the peer received.
     fn join_with(
         place: impl Fn(&[u8]) -> Vec<u8>,
         failure: &str,
@@ -154,9 +154,9 @@ mod tests {
         let at = |descriptor: i32| {
             move |own: &[u8]| [&own[..20], &descriptor.to_le_bytes()[..]].concat()
         };
-        let places: [Place; 5] = [
+        let places: [AddressOf; 5] = [
             Box::new(|own| own.to_vec()),
-            // The peer's token, where the numbers lead to this rank's own outbox.
+            // A wrong token, with numbers that denote this rank's own outbox.
             Box::new(|own| [&[own[0] ^ 1], &own[1..]].concat()),
             Box::new(at(reader.as_raw_fd())),
             Box::new(at(-1)),

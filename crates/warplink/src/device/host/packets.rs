@@ -1,4 +1,4 @@
-//! Packets: data that carries its own flag, so that who reads it waits for nothing else.
+//! Packets: data with an inline flag, so that readers need no other synchronization.
 
 use super::operation::Context;
 use super::words;
@@ -7,20 +7,20 @@ use crate::error::{Error, ErrorKind, Result};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-/// Data bytes and all bytes of a packet of 128 bytes.
+/// Data bytes and total bytes of a 128-byte packet.
 pub(super) const LINE: (usize, usize) = (120, 128);
 
-/// Words of data in it; its flag follows.
+/// Data words of a packet; the flag follows.
 const LINE_WORDS: usize = LINE.0 / 8;
 
-/// Longest pause of a thread that looks for something again and again.
+/// Maximum sleep between polls.
 const NAP: Duration = Duration::from_micros(50);
 
-/// Looks before a thread that waits begins to pause.
+/// Polls before a waiting thread starts to sleep.
 const SPINS: u32 = 200;
 
-/// Stores `bytes` as packets at `target`, which has room for them: with `lines`, of 128 bytes, else of 8
-/// or 16, which are the same. What the last packet has room for is filled up with zeros.
+/// Stores `bytes` as packets at `target`, which must be large enough: packets of 128 bytes if `lines`, else
+/// of 8 or 16 bytes, which have the same layout. The last packet is zero-padded.
 pub(super) fn store(
     context: &Context,
     target: &DeviceSlice,
@@ -37,6 +37,8 @@ pub(super) fn store(
         for (words, bytes) in [(first, early), (second, late)] {
             for (word, data) in words.iter().zip(filled::<4>(bytes)) {
                 let value = flag | u64::from(u32::from_le_bytes(data));
+                // Data and flag are in one word. Release orders it after the thread's earlier writes, as on a
+                // GPU.
                 word.store(value.to_le(), Ordering::Release);
             }
             context.delay();
@@ -50,12 +52,13 @@ pub(super) fn store(
             word.store(u64::from_ne_bytes(data), Ordering::Release);
         }
         context.delay();
+        // Release: readers that see the flag see the data words of the line.
         flag_word.store(flag, Ordering::Release);
     }
     Ok(())
 }
 
-/// Reads what was stored at `source` with `flag`, once it is there.
+/// Waits for packets with `flag` at `source` and reads them.
 pub(super) fn load(
     context: &Context,
     source: &DeviceSlice,
@@ -67,7 +70,7 @@ pub(super) fn load(
     spin(context, || arrivals.take())
 }
 
-/// As [`load`], for a lane, which lets the others go on meanwhile.
+/// As [`load`], for a lane; yields to others meanwhile.
 pub(super) async fn arrived(
     context: &Context,
     source: &DeviceSlice,
@@ -82,13 +85,13 @@ pub(super) async fn arrived(
     Ok(())
 }
 
-/// Packets that are waited for.
+/// Packets being received.
 struct Arrivals<'a> {
     words: &'a [AtomicU64],
     bytes: &'a mut [u8],
     flag: u64,
     lines: bool,
-    /// How many packets have come.
+    /// Number of packets received.
     taken: usize,
 }
 
@@ -113,7 +116,7 @@ impl<'a> Arrivals<'a> {
         })
     }
 
-    /// Takes what has come; whether that was the rest.
+    /// Reads available packets; returns whether all have arrived.
     fn take(&mut self) -> Result<bool> {
         if !self.lines {
             let words = self.words.iter().zip(self.bytes.chunks_mut(4));
@@ -131,6 +134,7 @@ impl<'a> Arrivals<'a> {
         let lines = lines.zip(self.bytes.chunks_mut(LINE.0));
         for (line, data) in lines.skip(self.taken) {
             let (flag_word, words) = last_of(line)?;
+            // Acquire pairs with the release store of the flag: the data words below are complete.
             if flag_word.load(Ordering::Acquire) != self.flag {
                 return Ok(false);
             }
@@ -144,7 +148,7 @@ impl<'a> Arrivals<'a> {
     }
 }
 
-/// Looks until `ready`, or until the waits are ended.
+/// Polls `ready` until it returns true or waits are aborted.
 pub(super) fn spin(context: &Context, mut ready: impl FnMut() -> Result<bool>) -> Result<()> {
     let mut looks = 0;
     while !ready()? {
@@ -154,7 +158,7 @@ pub(super) fn spin(context: &Context, mut ready: impl FnMut() -> Result<bool>) -
     Ok(())
 }
 
-/// Between two looks.
+/// Backoff between polls.
 pub(super) fn pause(context: &Context, looks: u32) -> Result<()> {
     if looks < SPINS {
         std::hint::spin_loop();
@@ -165,7 +169,7 @@ pub(super) fn pause(context: &Context, looks: u32) -> Result<()> {
     Ok(())
 }
 
-/// `bytes` in pieces of a length, of which the last is filled up with zeros and followed by zeros.
+/// Splits `bytes` into pieces of `LENGTH`; the last one is zero-padded and followed by zeros.
 fn filled<const LENGTH: usize>(bytes: &[u8]) -> impl Iterator<Item = [u8; LENGTH]> + '_ {
     let (whole, rest) = bytes.as_chunks::<LENGTH>();
     let mut last = [0; LENGTH];
@@ -174,7 +178,7 @@ fn filled<const LENGTH: usize>(bytes: &[u8]) -> impl Iterator<Item = [u8; LENGTH
     whole.iter().copied().chain([last]).chain(zeros)
 }
 
-/// The last word of a packet of 128 bytes, and those before.
+/// Splits a line into its last word (the flag) and the data words.
 fn last_of(line: &[AtomicU64]) -> Result<(&AtomicU64, &[AtomicU64])> {
     let split = line.split_last();
     split.ok_or_else(|| Error::new(ErrorKind::Internal, "a line has words"))
@@ -192,7 +196,7 @@ mod tests {
         let context = Context::new(Arc::default(), Arc::<FaultSet>::default(), None, 1);
         for (lines, data, packed) in [(false, 4, 8), (true, LINE.0, LINE.1)] {
             for bytes in [1_usize, 3, 4, 7, 8, 119, 120, 121, 247, 960] {
-                // Packets of 16 bytes are filled up.
+                // 16-byte packets are padded in pairs.
                 let packets = bytes.div_ceil(data).next_multiple_of(2);
                 let memory = memory::allocate(packets * packed, AllocationKind::Plain).unwrap();
                 let sent: Vec<u8> = (0..bytes).map(|at| at as u8 ^ 0x5a).collect();

@@ -1,4 +1,4 @@
-//! Addresses in which shared memory is added piece by piece.
+//! Reserved addresses into which shared memory is mapped piece by piece.
 
 use super::mapping::{Mapping, Reservation, add_piece};
 use crate::device::Segment;
@@ -6,7 +6,7 @@ use crate::error::{Error, Result};
 use crate::sync::lock;
 use std::sync::{Arc, Mutex};
 
-/// A [`Segment`] of the host device.
+/// Growable memory of the host device.
 #[derive(Debug)]
 pub(super) struct HostSegment {
     reservation: Arc<Reservation>,
@@ -16,7 +16,7 @@ pub(super) struct HostSegment {
 #[derive(Debug, Default)]
 struct Pieces {
     bytes: usize,
-    // Held for as long as the segment.
+    // Held as long as the segment.
     mappings: Vec<Arc<Mapping>>,
 }
 

@@ -1,4 +1,4 @@
-//! Signals for kernels of the host device, with the meanings of `warplink/signals.cuh`.
+//! Signals for kernels of the host device, with the semantics of `warplink/signals.cuh`.
 
 use super::doorbell::{self, Doorbell};
 use super::kernel::Block;
@@ -7,16 +7,16 @@ use super::words::{self, AwaitedWord};
 use crate::device::{Argument, DeviceSlice, Word};
 use crate::error::{Error, ErrorKind, Result};
 
-/// Bytes of a signal; what all of them share comes first.
+/// Size of a signal; the header shared by all signals comes first.
 const SIGNAL_BYTES: usize = 64;
 
-/// Where the doorbell of a rank's lanes is in what its signals share, of which GPUs use the first words.
+/// Offset of the lanes' doorbell in the shared header, whose first words GPUs use.
 const DOORBELL: usize = 48;
 
-/// Where the count of waits is in a signal.
+/// Offset of the wait count in a signal.
 const AWAITED: usize = 8;
 
-/// The doorbell of the lanes that are launched with `arguments`.
+/// The doorbell of lanes launched with `arguments`.
 pub(super) fn doorbell(arguments: &[Argument]) -> Result<Doorbell> {
     match arguments.get(1) {
         Some(Argument::Slice(signals)) => Doorbell::at(signals, DOORBELL),
@@ -24,8 +24,8 @@ pub(super) fn doorbell(arguments: &[Argument]) -> Result<Doorbell> {
     }
 }
 
-/// Signals, as a block of a kernel of the host device has them: of this rank, to wait for, or a peer's, to
-/// count up. The calls are those of `warplink::Signals` and `warplink::RemoteSignals`.
+/// Signals as seen by a block of a host-device kernel: this rank's, to wait for, or a peer's, to increment.
+/// The calls correspond to `warplink::Signals` and `warplink::RemoteSignals`.
 #[derive(Debug)]
 pub struct BlockSignals<'a> {
     words: &'a DeviceSlice,
@@ -33,16 +33,15 @@ pub struct BlockSignals<'a> {
 }
 
 impl Block<'_> {
-    /// The signals that are argument `number`.
+    /// Signals in argument `number`.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) where the launch has no such
-    /// argument.
+    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) if the launch has no such argument.
     pub fn signals(&self, number: usize) -> Result<BlockSignals<'_>> {
         Ok(self.signals_at(self.slice(number)?))
     }
 
-    /// The signals in `words`.
+    /// Signals in `words`.
     pub(crate) fn signals_at<'a>(&'a self, words: &'a DeviceSlice) -> BlockSignals<'a> {
         BlockSignals {
             words,
@@ -52,19 +51,19 @@ impl Block<'_> {
 }
 
 impl BlockSignals<'_> {
-    /// Blocks until signal `number` was counted up once more than was waited for.
+    /// Blocks until signal `number` arrives once more, and consumes it.
     pub fn wait(&self, number: usize) -> Result<()> {
         let ticket = words::count_up(&self.word(number, AWAITED)?) + 1;
         self.wait_until(number, ticket)
     }
 
-    /// Blocks until signal `number` was counted up `epoch` times in all. Uses up no count.
+    /// Blocks until signal `number` has been incremented `epoch` times in total. Consumes nothing.
     pub fn wait_until(&self, number: usize, epoch: u64) -> Result<()> {
         self.context
             .wait(&AwaitedWord::new(&self.word(number, 0)?), epoch)
     }
 
-    /// As [`wait`](Self::wait), where that would not block; whether there was a count to use up.
+    /// Consumes a signal if one is available and returns whether it did; never blocks.
     pub fn poll(&self, number: usize) -> Result<bool> {
         self.context.check()?;
         Ok(words::take(
@@ -73,19 +72,20 @@ impl BlockSignals<'_> {
         ))
     }
 
-    /// How often signal `number` was counted up so far.
+    /// Total number of increments of signal `number`.
     pub fn epoch(&self, number: usize) -> Result<u64> {
         Ok(words::load(&self.word(number, 0)?))
     }
 
-    /// Counts a peer's signal `number` up by one, after everything that the block did before. Several ranks may.
+    /// Increments a peer's signal `number`, after all earlier writes of the block. Several ranks may do so
+    /// concurrently.
     pub fn add(&self, number: usize) -> Result<()> {
         self.context.check()?;
         self.context.delay();
         words::increment_at_peer(&self.word(number, 0)?).map(drop)
     }
 
-    /// As [`wait`](Self::wait), for a lane, which lets the others go on meanwhile.
+    /// As [`wait`](Self::wait), for a lane; yields to others meanwhile.
     pub(crate) async fn arrived(&self, number: usize) -> Result<()> {
         let ticket = words::count_up(&self.word(number, AWAITED)?) + 1;
         let word = self.word(number, 0)?;
@@ -95,8 +95,8 @@ impl BlockSignals<'_> {
         Ok(())
     }
 
-    /// Counts the signal `number` of a rank's lanes up by one, after everything that the block did before. Only this rank
-    /// does.
+    /// Increments signal `number` of another rank's lanes, after all earlier writes of the block. Only one
+    /// rank may increment it.
     pub(crate) fn tell(&self, number: usize) -> Result<()> {
         self.context.check()?;
         self.context.delay();
@@ -104,7 +104,7 @@ impl BlockSignals<'_> {
         self.ring()
     }
 
-    /// Has the rank's lanes look for what was stored for them.
+    /// Rings the doorbell of the rank's lanes.
     pub(crate) fn ring(&self) -> Result<()> {
         doorbell::ring(&Doorbell::at(self.words, DOORBELL)?);
         Ok(())

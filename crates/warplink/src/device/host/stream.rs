@@ -1,4 +1,4 @@
-//! Streams, which a worker works off in order, and the graphs that they record and launch.
+//! Streams, executed in order by a worker thread, and their graphs.
 
 use super::capture::{CapturedMark, Session};
 use super::event::{self, HostEvent, Recorded};
@@ -48,7 +48,7 @@ impl HostStream {
         }))
     }
 
-    /// Enqueues `operation`, or records it while a capture is under way.
+    /// Enqueues `operation`, or records it during a capture.
     pub(super) fn enqueue(&self, operation: Operation) -> Result<()> {
         self.check()?;
         if let Some(capture) = &*self.capture() {
@@ -70,7 +70,7 @@ impl HostStream {
         capture
     }
 
-    /// Has the stream fail when one of `faults` is raised. To be held until what waits is enqueued.
+    /// Makes the stream fail when one of `faults` is raised. Hold the guard until the waits are enqueued.
     pub(super) fn depend_on<'a>(
         &self,
         faults: impl IntoIterator<Item = &'a Arc<Fault>>,
@@ -168,7 +168,7 @@ impl StreamBackend for HostStream {
         }
         let event = HostEvent::new(false);
         let mark = event.next_mark();
-        // Marks are made after a failure too.
+        // Events are recorded even after a failure.
         self.worker.push(Operation::Record {
             event: event.state.clone(),
             mark,
@@ -282,11 +282,11 @@ impl StreamBackend for HostStream {
     }
 }
 
-/// A graph, launched by a stream.
+/// An executable graph.
 #[derive(Debug)]
 struct HostGraph {
     graph: Arc<RecordedGraph>,
-    /// Those of the stream that recorded it.
+    /// Faults of the stream that recorded it.
     faults: FaultSet,
 }
 

@@ -1,4 +1,4 @@
-//! What the kernels of transfers do, on the host device: several blocks that copy, and packets.
+//! Host-device versions of the transfer kernels: multi-block copies and packets.
 
 use super::memory;
 use super::operation::{Context, Operation};
@@ -11,12 +11,12 @@ use crate::error::{Error, ErrorKind, Result};
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Looks before a thread that waits begins to pause, and its pause.
+/// Polls before a waiting thread starts to sleep, and the sleep between polls.
 const SPINS: u32 = 200;
 const NAP: Duration = Duration::from_micros(20);
 
 impl HostStream {
-    /// Block after block, each of which tells by itself that it has copied.
+    /// Runs block after block; each signals completion itself.
     pub(super) fn enqueue_kernel_copy(&self, copy: &KernelCopy<'_>) -> Result<()> {
         let KernelCopy {
             target,
@@ -44,7 +44,7 @@ impl HostStream {
         })))
     }
 
-    /// Block after block.
+    /// Runs block after block.
     pub(super) fn enqueue_packets(&self, part: &PacketPart<'_>) -> Result<()> {
         part.check()?;
         check_kind(part.data)?;
@@ -74,7 +74,7 @@ impl HostStream {
     }
 }
 
-/// Runs the blocks of a kernel, beginning with any of them where there are delays.
+/// Runs the blocks of a kernel, in random order if delays are requested.
 fn in_any_order(context: &Context, blocks: u32, run: impl Fn(u32) -> Result<()>) -> Result<()> {
     let first = if context.delays.is_some() {
         (context.draw() % u64::from(blocks.max(1))) as u32
@@ -89,7 +89,7 @@ fn in_any_order(context: &Context, blocks: u32, run: impl Fn(u32) -> Result<()>)
     Ok(())
 }
 
-/// One end of a line, while a block of a kernel runs there.
+/// One end of a line of packets, for one block.
 struct LineEnd<'a> {
     line: &'a PacketLine,
     data: &'a DeviceSlice,
@@ -132,7 +132,7 @@ impl LineEnd<'_> {
         }
     }
 
-    /// The numbers of a block's packets: thread by thread, and again from the first.
+    /// Indices of a block's packets, thread by thread and round by round.
     fn packets(&self) -> impl Iterator<Item = usize> + use<> {
         let shape = self.line.shape();
         let (blocks, threads) = (shape.blocks as usize, shape.threads as usize);
@@ -142,7 +142,7 @@ impl LineEnd<'_> {
             .flat_map(move |turn| turn..(turn + threads).min(shape.packets()))
     }
 
-    /// The bytes that a packet holds.
+    /// Byte range of a packet's data.
     fn range(&self, packet: usize) -> (usize, usize) {
         let start = PACKET[0] * packet;
         (start, (start + PACKET[0]).min(self.data.bytes()))

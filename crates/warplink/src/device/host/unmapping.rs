@@ -1,17 +1,17 @@
-//! Unmapping late, as a GPU's driver does, where tests ask for delays.
+//! Asynchronous unmapping, as GPU drivers do it, if tests ask for delays.
 
 use crate::device::Delays;
 use crate::error::{Error, Result};
 use std::any::Any;
 use std::sync::mpsc::{Sender, channel};
 
-/// What is unmapped or done, in the order given.
+/// A mapping to drop or a callback, processed in order.
 enum Job {
     Unmap(Box<dyn Any + Send>),
     Then(Box<dyn FnOnce() + Send>),
 }
 
-/// The thread that unmaps. It ends after its last work when all clones of this are dropped.
+/// The unmapping thread. It ends after its last job when all clones are dropped.
 #[derive(Clone, Debug)]
 pub(in crate::device) struct LateUnmapping(Sender<Job>);
 
@@ -37,11 +37,11 @@ impl LateUnmapping {
 
     /// Drops `mapping` later.
     pub(super) fn unmap(&self, mapping: impl Any + Send) {
-        // The thread lives as long as this.
+        // Cannot fail: the thread lives as long as the sender.
         let _ = self.0.send(Job::Unmap(Box::new(mapping)));
     }
 
-    /// Runs `then` when everything so far is unmapped.
+    /// Runs `then` after everything submitted so far is unmapped.
     pub(super) fn then(&self, then: Box<dyn FnOnce() + Send>) {
         let _ = self.0.send(Job::Then(then));
     }

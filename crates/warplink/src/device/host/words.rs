@@ -1,4 +1,4 @@
-//! Words of shared memory: loads, stores and waits that order what lies around them.
+//! Words of shared memory: atomic loads, stores and waits.
 
 use super::mapping::{Mapping, has_atomics};
 use super::memory::Allocation;
@@ -10,13 +10,13 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, Weak};
 use std::time::Duration;
 
-/// A word that a stream waits for. It stays mapped, but the wait does not keep its allocation: once
-/// nobody else has it, nobody can set the word.
+/// A word that a stream waits for. It stays mapped, but the wait does not hold its allocation: once no other
+/// holder is left, nobody can set the word.
 #[derive(Clone, Debug)]
 pub(super) struct AwaitedWord {
     address: u64,
     allocation: Weak<dyn Backing>,
-    // What keeps the address valid.
+    // Keeps the address valid.
     _held: Held,
 }
 
@@ -26,7 +26,7 @@ enum Held {
     Backing { _held: Arc<dyn Backing> },
 }
 
-/// A word that stays mapped, at an aligned address, as long as this.
+/// An aligned word that stays mapped as long as the value.
 pub(super) trait MappedWord {
     fn address(&self) -> u64;
 }
@@ -61,47 +61,47 @@ impl AwaitedWord {
         }
     }
 
-    /// Whether anybody is left who could set it.
+    /// Whether any holder is left that could set it.
     pub(super) fn can_be_set(&self) -> bool {
         self.allocation.strong_count() > 0
     }
 }
 
-/// Sets a word after all earlier writes of this thread, and wakes those that sleep on it.
+/// Stores a word (release) and wakes its waiters.
 pub(super) fn store(word: &Word, value: u64) {
     atomic(word).store(value, Ordering::Release);
     wake(word);
 }
 
-/// Wakes those that sleep on it.
+/// Wakes the waiters of a word.
 pub(super) fn wake(word: &Word) {
     if let Err(errno) = futex::wake(low_half(word), futex::Flags::empty(), i32::MAX as u32) {
         tracing::error!(address = word.address(), %errno, "waking waiters failed");
     }
 }
 
-/// As [`store`], for words that nobody sleeps on.
+/// As [`store`], for words without sleeping waiters.
 pub(super) fn set(word: &Word, value: u64) {
     atomic(word).store(value, Ordering::Release);
 }
 
-/// Adds one to a word after all earlier writes of this thread, and wakes those that sleep on it. The value
-/// before.
+/// Increments a word (release), wakes its waiters and returns the previous value.
 pub(super) fn increment(word: &Word) -> u64 {
     let before = count_up(word);
     wake(word);
     before
 }
 
-/// As [`increment`], for words that nobody sleeps on.
+/// As [`increment`], for words without sleeping waiters.
 pub(super) fn count_up(word: &Word) -> u64 {
+    // AcqRel: releases this thread's writes, and joins the release sequence of other increments.
     atomic(word).fetch_add(1, Ordering::AcqRel)
 }
 
-/// As [`increment`], of a word that may be a peer's.
+/// As [`increment`], for a word that may be a peer's.
 ///
 /// # Errors
-/// [`ErrorKind::Unsupported`] where this device has no atomic operations on it.
+/// [`ErrorKind::Unsupported`] if this device has no atomic operations on it.
 pub(super) fn increment_at_peer(word: &Word) -> Result<u64> {
     if has_atomics(word.address()) {
         return Ok(increment(word));
@@ -113,19 +113,20 @@ pub(super) fn increment_at_peer(word: &Word) -> Result<u64> {
     .with_operation("count up a peer's word"))
 }
 
-/// Adds one to a word, which threads of this process alone change, after all earlier writes of this thread: by a plain
-/// store, which any device has. For words that nobody sleeps on.
+/// Increments a word that only threads of this process modify, after all earlier writes of this thread, by a
+/// plain store, which needs no device atomics. For words without sleeping waiters.
 pub(super) fn count_up_alone(word: &Word) {
-    // Words of one rank's lanes are seldom counted up at the same time.
+    // Striped locks: concurrent increments of one rank's lanes are rare.
     static TURNS: [Mutex<()>; 64] = [const { Mutex::new(()) }; 64];
     let _turn = lock(&TURNS[(word.address() / 64 % 64) as usize]);
     set(word, load(word) + 1);
 }
 
-/// Takes one count of `awaited` where `word` is further; whether it did.
+/// Consumes one count of `awaited` if `word` is ahead of it; returns whether it did.
 pub(super) fn take(word: &Word, awaited: &Word) -> bool {
     let mut taken = load(awaited);
     while load(word).wrapping_sub(taken) as i64 > 0 {
+        // Acquire on success and failure: the caller reads data that the signal published.
         let (order, failed) = (Ordering::AcqRel, Ordering::Acquire);
         match atomic(awaited).compare_exchange(taken, taken + 1, order, failed) {
             Ok(_) => return true,
@@ -135,12 +136,12 @@ pub(super) fn take(word: &Word, awaited: &Word) -> bool {
     false
 }
 
-/// The word's value; what was written before the store that set it is visible after.
+/// Loads a word (acquire).
 pub(super) fn load(word: &impl MappedWord) -> u64 {
     atomic(word).load(Ordering::Acquire)
 }
 
-/// The words of a slice that begins at a multiple of 8, as far as they are whole.
+/// The complete words of a slice, which must begin at a multiple of 8.
 pub(super) fn all_of(slice: &DeviceSlice) -> Result<&[AtomicU64]> {
     let first = slice.word(0)?;
     // SAFETY: they are mapped and aligned for as long as the slice is borrowed, and every process accesses them
@@ -150,14 +151,14 @@ pub(super) fn all_of(slice: &DeviceSlice) -> Result<&[AtomicU64]> {
     })
 }
 
-/// Sleeps until the word is not `seen`, is written, or `limit` has passed.
+/// Sleeps until the word differs from `seen`, is written, or `limit` has passed.
 pub(super) fn sleep_while(word: &impl MappedWord, seen: u64, limit: Duration) {
     let limit = futex::Timespec {
         tv_sec: limit.as_secs() as i64,
         tv_nsec: i64::from(limit.subsec_nanos()),
     };
-    // The kernel compares the low half alone. A value that differs only in the high half is noticed
-    // when the limit has passed. Every way in which this returns means the same: look again.
+    // The kernel compares the low half only; a change of just the high half is noticed after the limit.
+    // Whatever the return value, the caller checks the word again.
     let _ = futex::wait(
         low_half(word),
         futex::Flags::empty(),

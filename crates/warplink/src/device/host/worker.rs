@@ -1,4 +1,4 @@
-//! A queue of operations and the thread that works it off in order.
+//! A queue of operations and the thread that executes it in order.
 
 use super::operation::{Context, Operation};
 use crate::deadline::Deadline;
@@ -9,7 +9,7 @@ use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 
-/// The thread's owner. Dropping it ends the thread once the queue is empty.
+/// Owner of the thread. Dropping it ends the thread once the queue is empty.
 #[derive(Debug)]
 pub(super) struct Worker {
     shared: Arc<Shared>,
@@ -40,15 +40,16 @@ impl Worker {
         Ok(())
     }
 
-    /// Enqueues a mark, which is reached also when the stream has failed.
+    /// Enqueues an event record, which executes even after the stream has failed.
     pub(super) fn enqueue_mark(&self, operation: Operation) -> Result<()> {
         self.shared.fault.check()?;
         self.push(operation);
         Ok(())
     }
 
-    /// Puts `operation` into the queue, also after a failure.
+    /// Pushes `operation`, even after a failure.
     pub(super) fn push(&self, operation: Operation) {
+        // Only an idle thread needs a wakeup, which saves system calls.
         let mut queue = lock(&self.shared.queue);
         queue.waiting.push_back(operation);
         queue.enqueued += 1;
@@ -59,16 +60,16 @@ impl Worker {
         }
     }
 
-    /// The faults that concern what is enqueued, beside the device's.
+    /// Faults that affect the enqueued work, besides the device's.
     pub(super) fn faults(&self) -> &Arc<FaultSet> {
         &self.shared.faults
     }
 
-    /// A fault, or the first failure of an operation.
+    /// Fails with a fault or the first error of an operation.
     pub(super) fn check(&self) -> Result<()> {
         self.shared.fault.check()?;
         let failure = self.shared.failure.get();
-        // What a kernel found says more than what other ranks tell of it.
+        // An error of a kernel is more specific than a fault reported by other ranks.
         let failure = failure.map_or(Ok(()), |error| Err(error.clone()));
         match failure {
             Err(error) if error.kind() == ErrorKind::Mismatch => Err(error),
@@ -76,7 +77,7 @@ impl Worker {
         }
     }
 
-    /// Waits until what is enqueued now is done.
+    /// Waits until everything enqueued so far is done.
     pub(super) fn wait(&self, deadline: Deadline) -> Result<()> {
         let place = self.shared.faults.place();
         let mut queue = lock(&self.shared.queue);
@@ -85,15 +86,16 @@ impl Worker {
             self.check()?;
             if deadline.passed() {
                 let left = match end - queue.completed {
-                    1 => "one operation is left, which is under way".to_owned(),
-                    left => format!("{left} operations are left, the first of them under way"),
+                    1 => "one operation is left, in progress".to_owned(),
+                    left => format!("{left} operations are left, the first in progress"),
                 };
                 let help = format!(
-                    "check that every rank does what this one waits for, such as posting its part of a transfer: {left}"
+                    "check that every rank performs the operations that this one waits for, such as posting its end of a transfer: {left}"
                 );
                 let late = deadline.expired("the end of a stream's work");
                 return Err(late.with_operation("synchronize").with_help(help));
             }
+            // Short naps, since faults do not notify this condition.
             let nap = deadline.remaining().min(Duration::from_millis(10));
             queue.awaited = Some(queue.awaited.map_or(end, |other| other.min(end)));
             queue = self
@@ -103,13 +105,14 @@ impl Worker {
                 .unwrap_or_else(PoisonError::into_inner)
                 .0;
         }
+        // Work after an aborted wait must not be reported as done.
         drop(queue);
         self.check()?;
         self.shared.faults.done(place);
         Ok(())
     }
 
-    /// Whether everything that was enqueued is done.
+    /// Whether everything enqueued is done.
     pub(super) fn is_idle(&self) -> Result<bool> {
         self.check()?;
         let place = self.shared.faults.place();
@@ -124,7 +127,7 @@ impl Worker {
 }
 
 impl Drop for Worker {
-    /// What is enqueued is still done, as on a GPU; nothing is waited for.
+    /// Does not wait: remaining work is still executed, as on a GPU.
     fn drop(&mut self) {
         lock(&self.shared.queue).closed = true;
         self.shared.work.notify_one();
@@ -138,7 +141,7 @@ struct Shared {
     queue: Mutex<Queue>,
     work: Condvar,
     done: Condvar,
-    // The first failure of an operation; what follows it is not done.
+    // First error of an operation; later operations are skipped.
     failure: OnceLock<Error>,
 }
 
@@ -148,13 +151,13 @@ struct Queue {
     enqueued: u64,
     completed: u64,
     closed: bool,
-    /// Whether the thread waits for work, and nobody has woken it.
+    /// Whether the thread is waiting for work and has not been woken.
     idle: bool,
-    /// How many operations are to be completed before a waiting thread is woken; it then asks anew.
+    /// Number of completed operations at which to wake a waiting thread, which then checks again.
     awaited: Option<u64>,
 }
 
-/// Works the queue off until the stream is dropped and the queue is empty.
+/// Executes operations until the stream is dropped and the queue is empty.
 fn work(shared: &Shared, context: &Context) {
     let mut queue = lock(&shared.queue);
     loop {
@@ -171,14 +174,15 @@ fn work(shared: &Shared, context: &Context) {
         };
         drop(queue);
         let mark = matches!(operation, Operation::Record { .. });
+        // After a failure only event records run, so that streams that wait for them end.
         if (mark || shared.failure.get().is_none())
             && let Err(error) = context.perform(&operation)
         {
             tracing::debug!(?operation, %error, "an operation in a stream failed");
-            // A second failure cannot be set, and only the first matters.
+            // `set` fails if an error is set; only the first one matters.
             let _ = shared.failure.set(error);
         }
-        // What the operation holds is released before it counts as done.
+        // Release the operation's resources before it counts as done.
         drop(operation);
         queue = lock(&shared.queue);
         queue.completed += 1;

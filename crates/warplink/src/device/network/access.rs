@@ -1,21 +1,20 @@
-//! Whether the network's library reads and writes memory that only the device reaches.
+//! Whether the network library accesses device memory directly.
 
 use crate::error::{Error, ErrorKind, Result};
 use std::fmt;
 use std::str::FromStr;
 
-/// How connections over the network move bytes of memory that only the device reaches.
+/// How network connections transfer device memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum DeviceAccess {
-    /// Through staging memory of the host, always.
+    /// Always through host staging memory.
     Staged,
-    /// By the network's library itself where a network card reads and writes the device's memory at both ends, else
-    /// through staging memory.
+    /// Directly if network cards can access the device memory at both ends, else through staging memory.
     #[default]
     Automatic,
-    /// By the network's library itself wherever it can at both ends, also where it copies small pieces through
-    /// the host on its own, and waits for each: that is slower than staging, and a copy that is held up behind
-    /// streams that wait (`CUDA_DEVICE_MAX_CONNECTIONS`) holds up all connections of the rank.
+    /// Directly whenever the network library can do so at both ends, even if it copies small pieces through
+    /// the host and waits for each. That is slower than staging, and a copy delayed behind waiting streams
+    /// (`CUDA_DEVICE_MAX_CONNECTIONS`) delays all connections of the rank.
     Direct,
 }
 

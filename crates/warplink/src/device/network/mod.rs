@@ -1,22 +1,22 @@
-//! A network by which a process writes into the memory of processes on other machines.
+//! RDMA network: writes into memory of processes on other machines.
 //!
-//! Each process opens the [`Network`] once and gives its peers its [address](Network::address), by
-//! whatever way. It registers memory and gives them the key. A peer connects to the address, opens the
-//! key, and from then on puts into that memory and signals words in it, without the owner's part.
+//! Each process opens the [`Network`] once and passes its [address](Network::address) to its peers, by any
+//! channel. It registers memory and passes them the key. A peer connects to the address, opens the key, and
+//! can then write to that memory and signal words in it, without involving the owner.
 //!
-//! # What holds
+//! # Guarantees
 //! 1. [`put`](NetworkConnection::put), [`get`](NetworkConnection::get) and
-//!    [`signal`](NetworkConnection::signal) return at once. What was put before a signal on a connection is
-//!    in the peer's memory before the word is.
-//! 2. Words of successive signals on a connection appear in their order.
-//! 3. After [`flush`](NetworkConnection::flush), everything before it is in the peer's memory, or here if it
-//!    was got.
-//! 4. A peer that cannot be reached fails its connection and no other: flushes give an error that names
-//!    it, and what is enqueued is dropped. A wait ends at its deadline in any case.
-//! 5. Memory that is sent or registered is held for as long as the network may use it.
-//! 6. Memory that only the device reaches may be put to and got from where the network's library reaches it by itself
-//!    ([`register_device_memory`](Network::register_device_memory)). No word lies in it: after a flush the data has
-//!    arrived, but a kernel that runs may see it only when the owner of the memory has called
+//!    [`signal`](NetworkConnection::signal) do not block. Puts that precede a signal on a connection reach
+//!    the peer's memory before the word does.
+//! 2. Words of successive signals on a connection appear in order.
+//! 3. After [`flush`](NetworkConnection::flush), everything before it has reached the peer's memory, or local
+//!    memory for a get.
+//! 4. An unreachable peer fails its own connection only: flushes return an error that names it, and queued
+//!    operations are dropped. Waits always end at their deadline.
+//! 5. Memory that is being sent or registered is held as long as the network may use it.
+//! 6. Device memory can be used for puts and gets if the network library can access it
+//!    ([`register_device_memory`](Network::register_device_memory)). It holds no signal words: after a flush
+//!    the data has arrived, but running kernels may see it only after the owner has called
 //!    [`Device::settle_network_writes`].
 
 mod access;
@@ -33,21 +33,20 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// How long something may be under way while nothing arrives, unless told otherwise.
+/// Default of [`NetworkOptions::patience`].
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// How to open the network.
+/// Options for opening the network.
 #[derive(Clone, Debug)]
 pub struct NetworkOptions {
-    /// The network devices to use, as the network's library names them and separated by commas, such as
-    /// `mlx5_0:1` or `eth0`; all of them if not given.
+    /// Comma-separated network devices as the network library names them, such as `mlx5_0:1` or `eth0`; all
+    /// if not set.
     pub devices: Option<String>,
-    /// How long something may be under way while the peer takes nothing, until the connection fails; 60
-    /// seconds if not told otherwise.
+    /// A connection fails if nothing in flight completes for this long; 60 seconds by default.
     pub patience: Duration,
-    /// Which of the device's memory the network's library reaches by itself.
+    /// Whether the network library accesses device memory directly.
     pub access: DeviceAccess,
-    /// The device whose memory that is; none to reach memory of the host alone.
+    /// The device that owns such memory; `None` to use host memory only.
     pub device: Option<Arc<dyn Device>>,
 }
 
@@ -62,47 +61,47 @@ impl Default for NetworkOptions {
     }
 }
 
-/// Called once, on the network's thread: it must not block.
+/// Completion callback, called once on the network's thread; must not block.
 pub type OnDone = Box<dyn FnOnce(Result<()>) + Send>;
 
-/// Called with the error of a connection that fails, on the network's thread: it must not block.
+/// Failure callback, called on the network's thread; must not block.
 pub type OnFailure = Box<dyn FnOnce(&Error) + Send>;
 
-/// This process's end of the network.
+/// This process's endpoint of the network.
 pub trait Network: Send + Sync + fmt::Debug {
-    /// Name and version of what carries the bytes.
+    /// Name and version of the transport library.
     fn name(&self) -> String;
 
-    /// What a peer needs to [connect](Self::connect) to this process.
+    /// Address that peers [connect](Self::connect) to.
     fn address(&self) -> &[u8];
 
-    /// Whether it reaches `memory`: sends it and lets peers write to it.
+    /// Whether it can access `memory`, to send it and to let peers write to it.
     fn reaches(&self, memory: &DeviceSlice) -> bool;
 
-    /// Lets peers write to `memory`, until what is returned is dropped.
+    /// Registers `memory` for access by peers, until the result is dropped.
     ///
     /// # Errors
-    /// [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported) for memory that the network does not
-    /// reach, [`ErrorKind::Driver`](crate::ErrorKind::Driver) where its library refuses.
+    /// [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported) for memory that the network cannot access,
+    /// [`ErrorKind::Driver`](crate::ErrorKind::Driver) if its library refuses.
     fn register(&self, memory: &DeviceSlice) -> Result<NetworkRegion>;
 
-    /// Lets peers put to `memory` and get from it by what the network's library can do itself, as
-    /// [`NetworkOptions::access`] says, until what is returned is dropped. Its words are not to be signalled.
+    /// Registers device memory for direct puts and gets by peers, subject to [`NetworkOptions::access`],
+    /// until the result is dropped. Words in it must not be signalled.
     ///
     /// # Errors
-    /// [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported) where the library cannot, or is not to;
-    /// [`ErrorKind::Driver`](crate::ErrorKind::Driver) where it refuses.
+    /// [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported) if direct access is impossible or disabled;
+    /// [`ErrorKind::Driver`](crate::ErrorKind::Driver) if the library refuses.
     fn register_device_memory(&self, memory: &DeviceSlice) -> Result<NetworkRegion>;
 
-    /// Connects to `peer` at `address`. Does not wait for the peer: that it cannot be reached shows later.
+    /// Connects to `peer` at `address`. Does not wait for the peer; unreachability is reported later.
     ///
     /// # Errors
-    /// [`ErrorKind::Driver`](crate::ErrorKind::Driver) for an address that is none, or that no network
-    /// device leads to.
+    /// [`ErrorKind::Driver`](crate::ErrorKind::Driver) for an invalid address, or one that no network device
+    /// can reach.
     fn connect(&self, peer: Rank, address: &[u8]) -> Result<Arc<dyn NetworkConnection>>;
 
-    /// Ends the connections that are still open, and the network. Blocks until the deadline at most;
-    /// dropping it does the same, with a deadline of two seconds.
+    /// Closes all connections and the network. Blocks until the deadline at most; dropping it does the same,
+    /// with a deadline of two seconds.
     ///
     /// # Errors
     /// [`ErrorKind::Timeout`](crate::ErrorKind::Timeout) at the deadline.
@@ -114,83 +113,81 @@ pub trait NetworkConnection: Send + Sync + fmt::Debug {
     /// Opens memory that the peer registered, by its [key](NetworkRegion::key).
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidHandle`](crate::ErrorKind::InvalidHandle) for a key that is none, and the
-    /// error of the connection where that has failed.
+    /// [`ErrorKind::InvalidHandle`](crate::ErrorKind::InvalidHandle) for an invalid key, and the connection's
+    /// error if it has failed.
     fn open(&self, key: &[u8]) -> Result<RemoteMemory>;
 
-    /// Writes `source` to `offset` in the peer's memory. `source` must not change until a flush. Memory that only the
-    /// device reaches is registered as such, and stays so until then; the connection fails where it is not.
+    /// Writes `source` to `offset` in the peer's memory. `source` must not change until a flush. Device
+    /// memory must be registered, and stay so until then; otherwise the connection fails.
     ///
     /// # Errors
     /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) outside the peer's memory or for
-    /// memory of another connection, [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported) for a
-    /// source that the network does not reach, and [`ErrorKind::Closed`](crate::ErrorKind::Closed) where
-    /// the network was closed. A failure of the connection is told by [`flush`](Self::flush).
+    /// memory of another connection, [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported) for a source
+    /// that the network cannot access, and [`ErrorKind::Closed`](crate::ErrorKind::Closed) after the network
+    /// was closed. Connection failures are reported by [`flush`](Self::flush).
     fn put(&self, source: &DeviceSlice, target: &RemoteMemory, offset: usize) -> Result<()>;
 
-    /// Reads the peer's memory from `offset` on into `target`, which may be read after a flush.
+    /// Reads the peer's memory at `offset` into `target`, which may be read after a flush.
     ///
     /// # Errors
     /// As [`put`](Self::put).
     fn get(&self, target: &DeviceSlice, source: &RemoteMemory, offset: usize) -> Result<()>;
 
-    /// Calls `then` when everything so far is done, as after a flush, or with the error of the connection
-    /// where that has failed.
+    /// Calls `then` when everything so far is complete, as after a flush, or with the connection's error if
+    /// it has failed.
     ///
     /// # Errors
-    /// [`ErrorKind::Closed`](crate::ErrorKind::Closed) where the network was closed.
+    /// [`ErrorKind::Closed`](crate::ErrorKind::Closed) after the network was closed.
     fn when_done(&self, then: OnDone) -> Result<()>;
 
-    /// Calls `handler` when the connection fails, at once where it has.
+    /// Calls `handler` when the connection fails, or at once if it has failed.
     ///
     /// # Errors
     /// As [`when_done`](Self::when_done).
     fn when_failed(&self, handler: OnFailure) -> Result<()>;
 
-    /// Writes `value` into the word at `offset`, which is a multiple of 8, in the peer's memory, after
-    /// everything that was put before.
+    /// Writes `value` to the word at `offset`, a multiple of 8, in the peer's memory, after all earlier puts.
     ///
     /// # Errors
     /// As [`put`](Self::put).
     fn signal(&self, target: &RemoteMemory, offset: usize, value: u64) -> Result<()>;
 
-    /// Blocks until everything so far is in the peer's memory.
+    /// Blocks until everything so far has reached the peer's memory.
     ///
     /// # Errors
     /// [`ErrorKind::Timeout`](crate::ErrorKind::Timeout) at the deadline, and
-    /// [`ErrorKind::PeerLost`](crate::ErrorKind::PeerLost) where the connection has failed; both name the
-    /// peer.
+    /// [`ErrorKind::PeerLost`](crate::ErrorKind::PeerLost) if the connection has failed; both name the peer.
     fn flush(&self, deadline: Deadline) -> Result<()>;
 
-    /// Flushes and ends the connection. It is ended also where that fails; what was not sent by the
-    /// deadline is lost.
+    /// Flushes and closes the connection. It is closed even if the flush fails; data not sent by the deadline
+    /// is lost.
     ///
     /// # Errors
     /// As [`flush`](Self::flush).
     fn close(&self, deadline: Deadline) -> Result<()>;
 }
 
-/// Memory of this process that peers may write to.
+/// Memory of this process that peers may access.
 pub struct NetworkRegion {
     key: Vec<u8>,
-    /// Unregisters the memory when it is dropped.
+    /// Unregisters the memory when dropped.
     _registration: Box<dyn Any + Send + Sync>,
 }
 
-/// Memory of a peer, opened on one connection.
+/// A peer's memory, opened on one connection.
 pub struct RemoteMemory {
-    /// Which of the keys that were opened in this process.
+    /// Number of the key among those opened in this process.
     number: u64,
-    /// The number of the connection.
+    /// Number of the connection.
     connection: u64,
     bytes: usize,
-    /// Forgets the key when it is dropped.
+    /// Closes the key when dropped.
     _opened: Box<dyn Any + Send + Sync>,
 }
 
 #[cfg(all(test, not(loom)))]
 impl NetworkRegion {
-    /// Memory with this key, for tests of what uses a network.
+    /// Fake region with this key, for tests.
     pub(crate) fn of_nobody(key: &[u8]) -> Self {
         Self {
             key: key.to_vec(),
@@ -200,7 +197,7 @@ impl NetworkRegion {
 }
 
 impl NetworkRegion {
-    /// What a peer needs to [open](NetworkConnection::open) the memory.
+    /// Key by which a peer [opens](NetworkConnection::open) the memory.
     pub fn key(&self) -> &[u8] {
         &self.key
     }
@@ -208,7 +205,7 @@ impl NetworkRegion {
 
 #[cfg(all(test, not(loom)))]
 impl RemoteMemory {
-    /// Memory that nobody has, for tests of what uses a connection.
+    /// Fake peer memory, for tests.
     pub(crate) fn of_nobody(bytes: usize) -> Self {
         Self {
             number: 0,
@@ -220,12 +217,12 @@ impl RemoteMemory {
 }
 
 impl RemoteMemory {
-    /// How many bytes there are.
+    /// Length in bytes.
     pub fn bytes(&self) -> usize {
         self.bytes
     }
 
-    /// Fails unless `bytes` at `offset` are inside.
+    /// Fails unless `bytes` at `offset` are within bounds.
     fn check(&self, offset: usize, bytes: usize) -> Result<()> {
         match offset.checked_add(bytes) {
             Some(end) if end <= self.bytes => Ok(()),
@@ -249,11 +246,11 @@ impl fmt::Debug for RemoteMemory {
     }
 }
 
-/// Opens the network of this process: UCX, over what network devices it finds.
+/// Opens the network of this process: UCX, over any network device that it finds.
 ///
 /// # Errors
 /// [`ErrorKind::LibraryMissing`](crate::ErrorKind::LibraryMissing) without UCX,
-/// [`ErrorKind::Driver`](crate::ErrorKind::Driver) where it does not start.
+/// [`ErrorKind::Driver`](crate::ErrorKind::Driver) if it fails to start.
 pub fn open(options: &NetworkOptions) -> Result<Arc<dyn Network>> {
     Ok(Arc::new(ucx::UcxNetwork::open(options)?))
 }

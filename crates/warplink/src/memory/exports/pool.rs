@@ -1,15 +1,14 @@
-//! Allocations of which no region is left, kept for the next one that fits.
+//! Pool of allocations without regions, for reuse.
 //!
-//! An allocation in the pool stays registered, and peers keep their mappings of it as long as they
-//! like: it was never freed, so that its identity and generation are the same when it is used again,
-//! and a peer that is sent a region of it finds it mapped. A loop that allocates, sends and drops
-//! thus neither allocates nor maps, frees nor unmaps after its first rounds, and asks no driver for
-//! anything that waits until the device is idle.
+//! A pooled allocation stays registered, and peers keep their mappings: it was never freed, so its identity
+//! and generation are unchanged when it is reused, and peers that receive a region of it find it mapped. A
+//! loop that allocates, sends and drops thus makes no driver calls after its first iterations, which could
+//! block until the device is idle.
 //!
-//! Its last region enters it into the pool. It is used again when nobody here holds a slice of it,
-//! the device's streams are past it, and every peer has told that it does not use it any more. It
-//! leaves the pool when this is too large, when an allocation finds no memory, on request and at
-//! close: then peers are asked to unmap it, and when none maps it, it is freed.
+//! An allocation enters the pool with the end of its last region. It can be reused once nobody holds a slice
+//! of it locally, the device's streams have completed, and every peer has reported the end of its use. It is
+//! evicted when the pool exceeds its limit, when an allocation fails, on request and at close; then peers are
+//! asked to unmap it, and it is freed when none maps it.
 
 use super::{Exports, Freed, RegionNumbers, Table, Unwanted};
 use crate::deadline::Deadline;
@@ -20,25 +19,24 @@ use std::sync::atomic::{Ordering, fence};
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
-/// An allocation may be longer than what is asked for by a part of so much of that.
+/// A pooled allocation may exceed the requested size by up to 1 / `SLACK_DIVISOR`, which bounds the waste.
 const SLACK_DIVISOR: u64 = 8;
 
-/// A nanosecond of waiting for each of this number of bytes, for an allocation that would fit but that a
-/// peer may still use: fresh memory has to be mapped by peers, which takes longer.
+/// Wait 1 ns for each `WAIT_BYTES_PER_NS` bytes for a fitting allocation that a peer still uses. Fresh memory
+/// must be mapped by peers, which takes longer than that.
 const WAIT_BYTES_PER_NS: u64 = 16;
 const MIN_WAIT: Duration = Duration::from_micros(200);
 
-/// An allocation leaves the pool unused when this number of others have entered it since, and
-/// [`MAX_UNUSED_EACH`] more for each that is there. Such a surplus arises when a peer was late to tell
-/// that it had done with one.
+/// An allocation is evicted if this many others, plus [`MAX_UNUSED_EACH`] for each one in the pool, have
+/// entered since. Such surplus arises when a peer was late to report the end of a use.
 const MAX_UNUSED: u64 = 64;
 const MAX_UNUSED_EACH: u64 = 8;
 
-/// An allocation that no registered region is left of.
+/// A pooled allocation.
 #[derive(Debug)]
 pub(super) struct Pooled {
     backing: Arc<dyn Backing>,
-    /// Its place in the order in which allocations entered.
+    /// Sequence number of its entry.
     number: u64,
     stage: Stage,
 }
@@ -47,20 +45,20 @@ pub(super) struct Pooled {
 enum Stage {
     /// Streams of this rank may still use it.
     InUse,
-    /// To be used again.
+    /// Reusable.
     Ready,
-    /// To be freed when no peer maps it any more.
+    /// To be freed once no peer maps it.
     Leaving,
 }
 
 impl Pooled {
-    /// Whether it is to be used again.
+    /// Whether it will be reused.
     pub(super) fn is_kept(&self) -> bool {
         self.stage != Stage::Leaving
     }
 }
 
-/// What has entered the pool, of which its device's streams may still use every byte of `slice`.
+/// An allocation that entered the pool; streams may still use `slice`.
 #[derive(Debug)]
 pub(in crate::memory) struct EnteredPool {
     pub(in crate::memory) slice: DeviceSlice,
@@ -75,8 +73,8 @@ pub(in crate::memory) struct PoolNumbers {
 }
 
 impl Exports {
-    /// A region of `bytes` in an allocation of the pool, if one fits; its content is what its last
-    /// user left. Waits briefly, in proportion to `bytes`, for one that is still in use.
+    /// A region of `bytes` in a pooled allocation, if one fits. Contents are stale. Waits briefly, in
+    /// proportion to `bytes`, for one that is still in use.
     pub(in crate::memory) fn reuse(
         &self,
         bytes: usize,
@@ -98,15 +96,17 @@ impl Exports {
             if fitting.is_empty() || deadline.passed() {
                 return None;
             }
+            // A peer's notice or a completed stream may make a fitting allocation reusable.
             let waited = self.changed.wait_timeout(table, deadline.remaining());
             table = waited.unwrap_or_else(PoisonError::into_inner).0;
         }
     }
 
-    /// The device's streams are past what was in use when it entered the pool. It may have left it since,
-    /// and entered it again after further use: that is another stay.
+    /// The device's streams have completed the uses of this stay. Ignored if the allocation has left the pool
+    /// meanwhile, even if it has entered again.
     pub(in crate::memory) fn streams_are_past(&self, numbers: PoolNumbers) {
         let mut table = lock(&self.table);
+        // The stay's number tells whether the allocation has been reused since.
         let entry = table.entries.get_mut(&numbers.generation);
         if let Some(pooled) = entry.and_then(|entry| entry.pooled.as_mut())
             && pooled.number == numbers.number
@@ -118,25 +118,24 @@ impl Exports {
         self.changed.notify_all();
     }
 
-    /// Has everything leave the pool; what peers are to be asked to unmap. What no peer maps is freed
-    /// at once.
+    /// Evicts everything; returns what peers should unmap. Allocations that no peer maps are freed now.
     pub(in crate::memory) fn empty_pool(&self) -> Vec<Unwanted> {
         self.shrink_pool(None)
     }
 
-    /// As [`empty_pool`](Self::empty_pool), and nothing enters it any more.
+    /// As [`empty_pool`](Self::empty_pool), and disables the pool.
     pub(in crate::memory) fn close_pool(&self) -> Vec<Unwanted> {
         self.shrink_pool(Some(0))
     }
 
-    /// Has the allocation freed after its last region, and not used again.
+    /// Frees the allocation after its last region instead of pooling it.
     pub(in crate::memory) fn keep_out_of_pool(&self, generation: u64) {
         if let Some(entry) = lock(&self.table).entries.get_mut(&generation) {
             entry.reusable = None;
         }
     }
 
-    /// How many allocations are in the pool, and their bytes.
+    /// Number of pooled allocations, and their bytes.
     pub(in crate::memory) fn pooled(&self) -> (usize, u64) {
         let table = lock(&self.table);
         (table.pool.len(), table.pooled_bytes())
@@ -146,6 +145,7 @@ impl Exports {
         let (mut unwanted, mut freed) = (Vec::new(), Freed::default());
         let mut table = lock(&self.table);
         let limit = limit_from_now_on.unwrap_or(table.max_pooled_bytes);
+        // A limit of zero evicts everything; the lasting limit is restored below.
         table.max_pooled_bytes = 0;
         table.limit_pool(&mut unwanted, &mut freed);
         table.max_pooled_bytes = limit;
@@ -157,11 +157,11 @@ impl Exports {
 }
 
 impl Table {
-    /// Enters an allocation into the pool, where it may be used again and is not too large; it is
-    /// one of which `region` was the last to be registered.
+    /// Pools an allocation whose last registered region was `region`, if it is reusable and within the limit.
     pub(super) fn enter_pool(&mut self, generation: u64, region: u64) -> Option<EnteredPool> {
         let max = self.max_pooled_bytes;
         let entry = self.entries.get_mut(&generation)?;
+        // A larger allocation would evict the whole pool and then itself.
         entry.reusable.filter(|_| entry.bytes <= max)?;
         let backing = entry.regions.get(&region)?.backing.clone();
         self.pooled_so_far += 1;
@@ -178,7 +178,7 @@ impl Table {
         })
     }
 
-    /// Takes an allocation out of the pool, to be used again.
+    /// Removes an allocation from the pool for reuse.
     pub(super) fn leave_pool(&mut self, generation: u64) -> Option<Arc<dyn Backing>> {
         let entry = self.entries.get_mut(&generation)?;
         let pooled = entry.pooled.take_if(|pooled| pooled.is_kept())?;
@@ -186,12 +186,13 @@ impl Table {
         Some(pooled.backing)
     }
 
-    /// A rank that had mapped the allocation was lost, and may still write to it; what other peers
-    /// are to be asked to unmap.
+    /// Bars an allocation from reuse, since a lost rank has mapped it and may still write to it. Returns what
+    /// other peers should unmap.
     pub(super) fn never_reuse(&mut self, generation: u64) -> Vec<Unwanted> {
         let Some(entry) = self.entries.get_mut(&generation) else {
             return Vec::new();
         };
+        // Set before any later check, so that no race can return it to the pool.
         entry.reusable = None;
         let region = entry.regions.values().next();
         let backing = region.map(|region| &region.backing);
@@ -202,7 +203,7 @@ impl Table {
         self.start_leaving(generation)
     }
 
-    /// Has the allocations that entered first leave until the rest is within the limit, and used.
+    /// Evicts the oldest allocations until the rest is within the limit and recent enough.
     pub(super) fn limit_pool(&mut self, unwanted: &mut Vec<Unwanted>, freed: &mut Freed) {
         let mut bytes = self.pooled_bytes();
         while let Some((&(size, number), &generation)) =
@@ -227,6 +228,7 @@ impl Table {
         }) else {
             return Vec::new();
         };
+        // From here on it cannot be reused, even if its last peer unmaps it now.
         pooled.stage = Stage::Leaving;
         let number = pooled.number;
         self.pool.remove(&(bytes, number));
@@ -237,8 +239,8 @@ impl Table {
         self.pool.keys().map(|(bytes, _)| bytes).sum()
     }
 
-    /// The allocations in the pool that `bytes` fit into, the shortest first, and of these the one
-    /// that entered last: what is too much is then not used at all.
+    /// Pooled allocations that fit `bytes`, smallest first, and among equals the most recent, so that surplus
+    /// ones age out.
     fn fitting(&self, bytes: usize, kind: AllocationKind) -> Vec<u64> {
         let wanted = bytes as u64;
         let longest = wanted.saturating_add(wanted / SLACK_DIVISOR);
@@ -257,14 +259,15 @@ impl Table {
             .collect()
     }
 
-    /// Whether nobody uses an allocation of the pool, here or at a peer.
+    /// Whether a pooled allocation is unused, here and at peers.
     fn is_unused(&self, generation: u64) -> bool {
         self.entries.get(&generation).is_some_and(|entry| {
             let pooled = entry.pooled.as_ref();
             let alone = |pooled: &Pooled| {
-                // Who could make another reference to it would hold one.
+                // New references are only cloned from existing ones, so the count cannot rise from one.
                 let alone = Arc::strong_count(&pooled.backing) == 1;
-                // What others did with the memory before they let go of it has happened.
+                // Pairs with the release decrements of dropped references: others' last accesses have
+                // happened.
                 fence(Ordering::Acquire);
                 alone && pooled.stage == Stage::Ready
             };

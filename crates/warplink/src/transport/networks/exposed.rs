@@ -1,4 +1,4 @@
-//! What a peer may write to over a network.
+//! Memory that a peer may write to over a network.
 
 use super::{GONE, Networks};
 use crate::device::network::{Network, NetworkRegion};
@@ -10,11 +10,11 @@ use std::any::Any;
 use std::fmt;
 use std::sync::{Arc, Weak};
 
-/// What a peer may write to: the words of a slot, and regions. Dropping it holds them until the peer writes no
-/// more; what no peer writes to is [discarded](Self::discard).
+/// Words of a slot and regions that a peer may write to. Dropping it keeps them alive until the peer has
+/// stopped writing; memory that no peer will write to is [discarded](Self::discard) at once.
 pub(crate) struct Exposed {
     networks: Weak<Networks>,
-    /// There until it is dropped.
+    /// `None` only while being dropped.
     memory: Option<ExposedMemory>,
 }
 
@@ -22,13 +22,13 @@ pub(super) struct ExposedMemory {
     pub(super) network: Arc<dyn Network>,
     pub(super) words: NetworkRegion,
     pub(super) regions: Vec<NetworkRegion>,
-    /// Regions of the device's memory that the network's library reaches by itself.
+    /// Regions of device memory that the network library accesses directly.
     pub(super) reached: Vec<NetworkRegion>,
-    /// What the network does not reach, and peers reach through this.
+    /// Staging for memory that the network cannot access.
     pub(super) staged: Option<Arc<Incoming>>,
-    /// Held as long as the peer may write: regions, and the staged end.
+    /// Kept while the peer may write: regions, and the staged end.
     pub(super) held: Vec<Box<dyn Any + Send + Sync>>,
-    /// Set by the peer when it writes no more.
+    /// Set by the peer when it has stopped writing.
     pub(super) gone: Word,
     /// Called when it is set.
     pub(super) recycle: Option<Box<dyn FnOnce() + Send>>,
@@ -42,29 +42,29 @@ impl Exposed {
         }
     }
 
-    /// The memory, which whoever takes it holds from now on.
+    /// Moves the memory to the caller, who must keep it alive.
     pub(super) fn take(&mut self) -> Option<ExposedMemory> {
         self.memory.take()
     }
 
-    /// What the peer needs to connect: the address, and the keys of the words and of the region.
+    /// Data a peer needs to connect: the address, and the keys of the words and the region.
     pub(crate) fn keys(&self) -> [&[u8]; 3] {
         self.memory.as_ref().map_or([&[]; 3], ExposedMemory::keys)
     }
 
-    /// The rings that the peer is to send through, where the network does not reach the region.
+    /// Shape of the rings that the peer must use, if the region is staged.
     pub(crate) fn staging(&self) -> Option<Shape> {
         let staged = self.memory.as_ref()?.staged.as_ref();
         staged.map(|staged| staged.shape)
     }
 
-    /// The key of the region, where the peer need not go through the rings.
+    /// Key of the region, if the peer can bypass the rings.
     pub(crate) fn reached_key(&self) -> &[u8] {
         let memory = self.memory.as_ref();
         memory.map_or(&[], ExposedMemory::reached_key)
     }
 
-    /// Lets go of what no peer has seen, or will write to.
+    /// Releases memory that no peer has seen or will write to.
     pub(crate) fn discard(mut self) {
         self.memory = None;
     }
@@ -79,13 +79,14 @@ impl Drop for Exposed {
 }
 
 impl ExposedMemory {
-    /// Lets a peer write to a slot and a region, or to `staged` in their place, where there is one.
+    /// Exposes a slot and a region to a peer, or `staged` in their place.
     pub(super) fn new(
         network: Arc<dyn Network>,
         staged: Option<Arc<Incoming>>,
         (slot, region): (&Region, &Region),
         recycle: impl FnOnce() + Send + 'static,
     ) -> Result<Self> {
+        // With staging, the peer writes to the rings instead of the slot and region.
         let [words, written] = match &staged {
             Some(staged) => [staged.control.slice(), staged.ring.slice()],
             None => [slot.memory(), region.memory()],
@@ -105,11 +106,12 @@ impl ExposedMemory {
         })
     }
 
-    /// Whether the peer has said that it writes no more.
+    /// Whether the peer has stopped writing.
     pub(super) fn is_left(&self, device: &dyn Device) -> bool {
         match &self.staged {
             Some(staged) => staged.control.load(GONE) == 1,
             None => {
+                // The word is in device memory, so read it by a copy.
                 let mut word = [0; 8];
                 let read = device.download(self.gone.as_slice(), &mut word);
                 read.is_ok() && u64::from_ne_bytes(word) == 1
@@ -117,23 +119,23 @@ impl ExposedMemory {
         }
     }
 
-    /// What is to be called when the peer writes no more.
+    /// The callback for when the peer has stopped writing.
     pub(super) fn take_recycle(&mut self) -> Option<Box<dyn FnOnce() + Send>> {
         self.recycle.take()
     }
 
-    /// What the peer needs to connect: the address, and the keys of the words and of the last region.
+    /// Data a peer needs to connect: the address, and the keys of the words and of the last region.
     pub(super) fn keys(&self) -> [&[u8]; 3] {
         let region = self.regions.last().map_or(&[][..], NetworkRegion::key);
         [self.network.address(), self.words.key(), region]
     }
 
-    /// The key of the last region that the network's library reaches by itself.
+    /// Key of the last region, if the network library accesses it directly.
     fn reached_key(&self) -> &[u8] {
         self.reached.last().map_or(&[], NetworkRegion::key)
     }
 
-    /// Lets the peer write to one more region.
+    /// Exposes one more region.
     pub(super) fn add(&mut self, region: &Region) -> Result<()> {
         self.regions.push(self.network.register(region.memory())?);
         self.held.push(Box::new(region.clone()));
@@ -141,7 +143,7 @@ impl ExposedMemory {
     }
 }
 
-/// Has the network's library reach memory that only the device reaches by itself, where it can and may.
+/// Registers device memory with the network library for direct access, if possible and allowed.
 pub(super) fn reached(network: &dyn Network, memory: &DeviceSlice) -> Option<NetworkRegion> {
     network
         .register_device_memory(memory)

@@ -1,7 +1,7 @@
-//! A connection to a peer over a network.
+//! A network connection to a peer.
 
 use super::exposed::{ExposedMemory, reached};
-use super::{GONE, INBOUND, Networks, Told};
+use super::{GONE, GoneNotice, INBOUND, Networks};
 use crate::device::Fault;
 use crate::device::network::{NetworkConnection, NetworkRegion, RemoteMemory};
 use crate::error::{Error, ErrorKind, Rank, Result};
@@ -13,20 +13,20 @@ use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 
-/// How a connection over the network moves bytes of the device's memory.
+/// How a network connection moves bytes of device memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum NetworkPath {
-    /// The network's library reads and writes the memory itself.
+    /// The network library accesses the memory itself.
     Direct,
-    /// Through staging memory of the host.
+    /// Through host staging memory.
     Staged,
 }
 
-/// Bytes of the words that a peer writes to.
+/// Size of the words that a peer writes to.
 const WORDS_BYTES: usize = 16;
 
-/// What a peer tells of its end: its address, and the keys of its words and of its region. Where it stages, they are
-/// those of the rings' control memory and of the ring.
+/// A peer's offer: its address, and the keys of its words and region, or of the control memory and ring if it
+/// stages.
 pub(crate) struct Offered<'a> {
     pub(crate) address: &'a [u8],
     pub(crate) words: &'a [u8],
@@ -34,45 +34,45 @@ pub(crate) struct Offered<'a> {
     pub(crate) staging: Option<OfferedRings<'a>>,
 }
 
-/// The rings that a peer receives through.
+/// Rings of a peer.
 pub(crate) struct OfferedRings<'a> {
     pub(crate) shape: Shape,
-    /// Bytes of the region behind them.
+    /// Size of the staged region.
     pub(crate) region_bytes: u64,
-    /// Its key, where the peer's library reaches it by itself; else empty.
+    /// Key of the region if the peer's library accesses it directly; else empty.
     pub(crate) region: &'a [u8],
 }
 
-/// The peer's end of a connection.
+/// Peer's end of a connection.
 pub(super) struct PeerEnd {
     rank: Rank,
     connection: Arc<dyn NetworkConnection>,
     words: RemoteMemory,
     region: RemoteMemory,
     rings: Option<Shape>,
-    /// Its region, where both ends' libraries reach their memory by themselves.
+    /// The peer's region, if both ends' libraries access their memory directly.
     memory: Option<Arc<RemoteMemory>>,
 }
 
-/// A connection to a peer over the network, with what either side may write to.
+/// Network connection to a peer, with the memory exposed on both sides.
 pub(crate) struct NetworkLink {
     networks: Arc<Networks>,
     peer: Rank,
     connection: Arc<dyn NetworkConnection>,
-    /// The peer's words and regions; the latter by number.
+    /// The peer's words, and its regions by number.
     words: Arc<RemoteMemory>,
     regions: Mutex<BTreeMap<u32, Arc<RemoteMemory>>>,
     exposed: Mutex<Option<ExposedMemory>>,
     staged: Option<(Arc<Incoming>, Shape)>,
-    /// The peer's first region, where what goes over the link goes past the staging memory.
+    /// The peer's first region, if data bypasses staging.
     peers_memory: Option<Arc<RemoteMemory>>,
     staged_end: OnceLock<Arc<StagedEnd>>,
-    /// Held as long as it matters that the connection works.
+    /// Held as long as a failure of the connection matters.
     used: Arc<()>,
 }
 
 impl PeerEnd {
-    /// Connects to the rank `peer`, to which this one has `exposed` memory, and opens what it offered.
+    /// Connects to rank `peer`, to which this one has `exposed` memory, and opens its offer.
     pub(super) fn open(peer: Rank, exposed: &ExposedMemory, offered: &Offered<'_>) -> Result<Self> {
         let connection = exposed.network.connect(peer, offered.address)?;
         let words = connection.open(offered.words)?;
@@ -80,6 +80,7 @@ impl PeerEnd {
         let staging = offered.staging.as_ref();
         let rings = staging.map(|staging| staging.shape);
         check_words(&words, &region, rings).map_err(|error| error.with_peer(peer))?;
+        // Direct access requires that both ends' libraries support it.
         let reached = staging.filter(|_| !exposed.reached.is_empty());
         let memory = reached
             .and_then(|staging| open_reached(&*connection, staging.region, staging.region_bytes));
@@ -114,7 +115,7 @@ impl NetworkLink {
         &self.connection
     }
 
-    /// The peer's words, and where its inbound word is in them.
+    /// The peer's words, and the offset of its inbound word.
     pub(crate) fn inbound(&self) -> (&RemoteMemory, usize) {
         (&self.words, INBOUND)
     }
@@ -124,27 +125,27 @@ impl NetworkLink {
         &self.words
     }
 
-    /// Where this end receives, if what goes over the link is staged.
+    /// Receiving rings of this end, if the link is staged.
     pub(in crate::transport) fn incoming(&self) -> Option<&Arc<Incoming>> {
         self.staged.as_ref().map(|(incoming, _)| incoming)
     }
 
-    /// The rings of the peer, if what goes over the link is staged.
+    /// Rings of the peer, if the link is staged.
     pub(in crate::transport) fn peer_shape(&self) -> Option<Shape> {
         self.staged.as_ref().map(|(_, shape)| *shape)
     }
 
-    /// Whether what goes over the link is staged.
+    /// Whether the link is staged.
     pub(crate) fn is_staged(&self) -> bool {
         self.staged.is_some()
     }
 
-    /// The peer's first region, where what goes over the link goes past the staging memory.
+    /// The peer's first region, if data bypasses staging.
     pub(in crate::transport) fn peers_memory(&self) -> Option<&Arc<RemoteMemory>> {
         self.peers_memory.as_ref()
     }
 
-    /// Whether the network's library reaches this rank's first region by itself.
+    /// Whether the network library accesses this rank's first region directly.
     pub(in crate::transport) fn is_reached(&self) -> bool {
         let exposed = lock(&self.exposed);
         exposed
@@ -152,7 +153,7 @@ impl NetworkLink {
             .is_some_and(|exposed| !exposed.reached.is_empty())
     }
 
-    /// How bytes of the device's memory go over the link.
+    /// How bytes of device memory travel over the link.
     pub(crate) fn path(&self) -> NetworkPath {
         match (&self.staged, &self.peers_memory) {
             (Some(_), None) => NetworkPath::Staged,
@@ -160,9 +161,10 @@ impl NetworkLink {
         }
     }
 
-    /// Keeps the link's staged end as long as the peer may write; what serves it.
+    /// Keeps the link's staged end alive while the peer may write; returns the service for it.
     pub(in crate::transport) fn keep_end(&self, staged_end: &Arc<StagedEnd>) -> &Arc<Service> {
-        // There is one at most, made with the connection.
+        // At most one, created with the connection.
+        // Kept alive with the exposed memory, since it must receive messages until the peer's end is gone.
         let _ = self.staged_end.set(staged_end.clone());
         if let Some(exposed) = &mut *lock(&self.exposed) {
             exposed.held.push(Box::new(staged_end.clone()));
@@ -170,7 +172,7 @@ impl NetworkLink {
         &self.networks.service
     }
 
-    /// Fails `fault` when the connection breaks while it is used. The peer may not know of it, nor do others.
+    /// Raises `fault` if the connection breaks while in use. Other ranks, even the peer, may not notice.
     pub(in crate::transport) fn fail_when_broken(&self, fault: &Arc<Fault>) -> Result<()> {
         let failed = Arc::downgrade(fault);
         self.when_broken(move |error| {
@@ -186,21 +188,23 @@ impl NetworkLink {
         found.ok_or_else(|| Error::invalid(format!("unknown region {number} of the peer")))
     }
 
-    /// Calls `handler` with the error when the connection breaks while it is used.
+    /// Calls `handler` with the error if the connection breaks while in use.
     fn when_broken(&self, handler: impl FnOnce(&Error) + Send + 'static) -> Result<()> {
+        // Weak references: the handler must not keep the link alive.
         let (used, networks) = (Arc::downgrade(&self.used), Arc::downgrade(&self.networks));
         let leaving = move || {
             let networks = networks.upgrade();
             networks.is_none_or(|networks| networks.is_leaving())
         };
         self.connection.when_failed(Box::new(move |error| {
+            // After the link was dropped, or while peers leave, a broken connection is expected.
             if used.strong_count() > 0 && !leaving() {
                 handler(error);
             }
         }))
     }
 
-    /// Lets the peer write to one more region, under `number`; what the peer needs to open it.
+    /// Exposes one more region as `number`; returns the data the peer needs to open it.
     pub(crate) fn expose(&self, region: &Region, number: u32) -> Result<Vec<u8>> {
         let mut exposed = lock(&self.exposed);
         let exposed = exposed
@@ -212,6 +216,7 @@ impl NetworkLink {
                 .as_ref()
                 .and_then(|_| reached(&*exposed.network, region.memory()));
             staged_end.set_region(number, region.memory(), reached.is_some());
+            // Length, then the key if the peer may bypass the rings.
             let mut told = (region.bytes() as u64).to_le_bytes().to_vec();
             told.extend_from_slice(reached.as_ref().map_or(&[], NetworkRegion::key));
             exposed.reached.extend(reached);
@@ -223,18 +228,18 @@ impl NetworkLink {
         Ok(key.to_vec())
     }
 
-    /// Opens one more region of the peer's, which gets `number`; its bytes.
+    /// Opens one more region of the peer as `number`; returns its length.
     pub(crate) fn open(&self, key: &[u8], number: u32) -> Result<u64> {
         if self.is_staged() {
             let Some((bytes, key)) = key.split_first_chunk() else {
                 let text = format!(
-                    "the peer's region is told in {} bytes; expected at least 8",
+                    "the peer's region message has {} bytes; expected at least 8",
                     key.len()
                 );
                 return Err(Error::new(ErrorKind::Protocol, text).with_peer(self.peer));
             };
             let bytes = u64::from_le_bytes(*bytes);
-            // Past the rings goes what does so from the first region on.
+            // Regions bypass the rings only if the first one does.
             if let (Some(staged_end), Some(_)) = (self.staged_end.get(), &self.peers_memory)
                 && let Some(opened) = open_reached(&*self.connection, key, bytes)
             {
@@ -250,33 +255,36 @@ impl NetworkLink {
 }
 
 impl Drop for NetworkLink {
-    /// Tells the peer that nothing follows, and keeps what the peer may write to.
+    /// Notifies the peer that nothing follows, and keeps exposed memory alive until the peer has stopped
+    /// writing.
     fn drop(&mut self) {
         let done = Arc::new(AtomicBool::new(false));
         let (telling, connection) = (done.clone(), &self.connection);
         let told = match self.staged_end.get() {
-            // It tells the peer when neither end has anything to do.
+            // It notifies the peer once both ends are idle.
             Some(staged_end) => {
+                // The service performs the close.
                 staged_end.close(&telling);
                 self.networks.service.wake();
                 Ok(())
             }
+            // Ordered after all puts on the connection.
             None => connection.signal(&self.words, GONE, 1).and_then(|()| {
                 connection.when_done(Box::new(move |_| telling.store(true, Ordering::Release)))
             }),
         };
         if let Err(error) = told {
-            tracing::debug!(%error, "a peer was not told that a connection is gone");
+            tracing::debug!(%error, "the end of a connection was not sent to the peer");
         }
         if let Some(exposed) = lock(&self.exposed).take() {
-            let told = Told::new(done, connection, &self.words);
+            let told = GoneNotice::new(done, connection, &self.words);
             self.networks.part(exposed, Some(told));
         }
     }
 }
 
-/// Opens memory of the peer's, of `bytes`, that its library reaches by itself, if it gave a key of it. Without one that
-/// fits, what goes there is staged, which the peer takes as well.
+/// Opens the peer's region of `bytes` for direct access, if it offered a key. Otherwise data for it is
+/// staged, which the peer accepts too.
 fn open_reached(
     connection: &dyn NetworkConnection,
     key: &[u8],
@@ -285,6 +293,7 @@ fn open_reached(
     if key.is_empty() {
         return None;
     }
+    // Validate the peer's claim about the region's length.
     let opened = connection.open(key).and_then(|opened| {
         if opened.bytes() as u64 == bytes {
             return Ok(opened);
@@ -293,12 +302,12 @@ fn open_reached(
         Err(Error::new(ErrorKind::Protocol, text))
     });
     opened
-        .inspect_err(|error| tracing::debug!(%error, "what goes to the peer's region is staged"))
+        .inspect_err(|error| tracing::debug!(%error, "data for the peer's region is staged"))
         .map(Arc::new)
         .ok()
 }
 
-/// Fails where the memory that a peer offers is not what it says, or not what is needed.
+/// Fails if the offered memory does not have the stated or required size.
 fn check_words(words: &RemoteMemory, region: &RemoteMemory, staging: Option<Shape>) -> Result<()> {
     if let Some(shape) = staging {
         return shape.check(words.bytes(), region.bytes());

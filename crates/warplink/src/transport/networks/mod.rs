@@ -1,13 +1,11 @@
-//! The networks that a rank has opened, and what peers may write to over them.
+//! Networks opened by a rank, and the memory exposed over them.
 //!
-//! Nothing keeps a peer from writing to memory that it has a key of, so the memory, and the words of the
-//! connection's slot, are held until the peer has said that it writes no more: by a word beside the inbound
-//! one, the last thing that its end sends. A connection is ended when both have said so: ending it breaks the
-//! peer's end of it.
+//! A peer that has a key can write to the memory at any time, so memory and slot words are kept alive until
+//! the peer has announced its last write, by a word next to the inbound one. A connection is closed when both
+//! ends have announced that: closing breaks the peer's end.
 //!
-//! Where the network does not reach the device's memory as it reaches the host's, peers write to staging memory instead
-//! (`staging`), and the staged ends do the rest. Where its library puts to the device's memory and gets from it by
-//! itself all the same, at both ends, data goes past the staging memory.
+//! If the network cannot access device memory, peers write to staging memory instead (`staging`). If the
+//! network library can access it by itself at both ends, data bypasses the staging memory.
 
 mod exposed;
 mod link;
@@ -30,38 +28,38 @@ use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
-/// Where the words of an end lie from the start of those that the peer writes to.
+/// Offsets of an end's words within those that the peer writes to.
 const INBOUND: usize = 0;
 const GONE: usize = staging::GONE;
 
-/// The networks of a rank, by the devices that they use, opened when they are first needed.
+/// Networks of a rank by device selection, opened on first use.
 pub(crate) struct Networks {
     device: Arc<dyn Device>,
     options: NetworkOptions,
     staging: StagingConfig,
     service: Arc<Service>,
     opened: Mutex<HashMap<Option<String>, Arc<dyn Network>>>,
-    /// Ends that are gone here, whose peers may write yet.
+    /// Dropped ends whose peers may still write.
     parting: Mutex<Vec<Parting>>,
-    /// Whether peers may leave, so that it is no failure when a connection breaks.
+    /// Whether peers may leave, so that broken connections are not failures.
     leaving: AtomicBool,
 }
 
-/// An end that is gone here: what it had exposed, and its connection.
+/// A dropped end: its exposed memory and connection.
 struct Parting {
     exposed: ExposedMemory,
-    told: Option<Told>,
+    told: Option<GoneNotice>,
 }
 
-/// A connection over which the peer is told that this end is gone.
-struct Told {
-    /// Whether it was.
+/// A connection over which the peer is notified that this end is gone.
+struct GoneNotice {
+    /// Whether the notification was delivered.
     done: Arc<AtomicBool>,
     _connection: Arc<dyn NetworkConnection>,
     _words: Arc<RemoteMemory>,
 }
 
-impl Told {
+impl GoneNotice {
     fn new(
         done: Arc<AtomicBool>,
         connection: &Arc<dyn NetworkConnection>,
@@ -92,10 +90,11 @@ impl Networks {
         })
     }
 
-    /// The network over `devices`, or over those that are configured.
+    /// The network over `devices`, or over the configured ones.
     fn get(&self, devices: Option<&str>) -> Result<Arc<dyn Network>> {
         let devices = devices.or(self.options.devices.as_deref());
         let devices = devices.map(str::to_owned);
+        // Held while opening, so that each network is opened once.
         let mut opened = lock(&self.opened);
         if let Some(network) = opened.get(&devices) {
             return Ok(network.clone());
@@ -108,8 +107,8 @@ impl Networks {
         Ok(opened.entry(devices).or_insert(network).clone())
     }
 
-    /// Lets a peer write to `slot`, the words of a slot, and to `region`, over `devices`. `recycle` is called when
-    /// it writes no more, unless what is given back is dropped before the peer has it.
+    /// Exposes `slot` and `region` to a peer, over `devices`. `recycle` is called when the peer has stopped
+    /// writing, or if the result is dropped before the peer received it.
     pub(crate) fn expose(
         self: &Arc<Self>,
         devices: Option<&str>,
@@ -119,6 +118,7 @@ impl Networks {
     ) -> Result<Exposed> {
         let network = self.get(devices)?;
         let staged = if self.staging.always || !network.reaches(region.memory()) {
+            // Explicitly staged, or the network cannot access the memory.
             let shape = Shape::new(&self.staging)?;
             Some(Arc::new(Incoming::allocate(&self.device, shape)?))
         } else {
@@ -128,7 +128,7 @@ impl Networks {
         Ok(Exposed::new(self, memory))
     }
 
-    /// Connects to `peer`, which offered so.
+    /// Connects to `peer` with its offer.
     pub(crate) fn connect(
         self: &Arc<Self>,
         peer: Rank,
@@ -140,15 +140,15 @@ impl Networks {
         match PeerEnd::open(peer, &exposed, offered) {
             Ok(end) => Ok(NetworkLink::new(self, end, exposed)),
             Err(error) => {
-                // The peer believes in the connection.
+                // The peer considers the connection established.
                 self.part(exposed, None);
                 Err(error)
             }
         }
     }
 
-    /// Holds what a peer may write to until it writes no more.
-    fn part(&self, exposed: ExposedMemory, told: Option<Told>) {
+    /// Keeps memory alive until its peer has stopped writing.
+    fn part(&self, exposed: ExposedMemory, told: Option<GoneNotice>) {
         lock(&self.parting).push(Parting { exposed, told });
     }
 
@@ -156,13 +156,15 @@ impl Networks {
         self.leaving.load(Ordering::Acquire)
     }
 
-    /// From now on connections may break, since peers leave.
+    /// Connections may break from now on, since peers leave.
     pub(crate) fn leave(&self) {
+        // Release: pairs with the acquire load in the failure handler of a connection.
         self.leaving.store(true, Ordering::Release);
     }
 
-    /// Lets go of what peers write to no more.
+    /// Releases memory that peers have stopped writing to.
     pub(crate) fn collect(&self) {
+        // Both directions must be finished: the peer knows that this end stopped, and has stopped itself.
         let is_gone = |parting: &mut Parting| {
             let told = parting.told.as_ref();
             let told = told.is_none_or(|told| told.done.load(Ordering::Acquire));
@@ -171,7 +173,7 @@ impl Networks {
         let gone: Vec<_> = lock(&self.parting).extract_if(.., is_gone).collect();
         for mut parting in gone {
             let recycle = parting.exposed.take_recycle();
-            // Before the words are used again.
+            // Close the connections before the words are reused.
             drop(parting);
             if let Some(recycle) = recycle {
                 recycle();
@@ -179,8 +181,9 @@ impl Networks {
         }
     }
 
-    /// Ends all networks, when no peer writes any more.
+    /// Closes all networks once no peer writes any more.
     pub(crate) fn close(&self, deadline: Deadline) -> Result<()> {
+        // Before the networks: the service still uses their connections.
         self.service.stop();
         let opened: Vec<_> = lock(&self.opened).drain().collect();
         let closed: Vec<_> = opened

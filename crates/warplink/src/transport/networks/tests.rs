@@ -1,4 +1,4 @@
-//! What a link does when its connection breaks, and how data goes over it.
+//! Failure handling of links, and selection of the data path.
 
 use super::exposed::reached;
 use super::*;
@@ -10,7 +10,7 @@ use crate::transport::no_peer::NoPeer;
 /// Bytes of a region.
 const BYTES: u64 = 64;
 
-/// A link between regions of which the libraries of the two ends reach what has a key. An end's is `own`.
+/// A link between regions that the libraries can access if they have a key; `own` is this end's.
 fn link(own: Option<Vec<u8>>, peers: &[u8]) -> (Arc<Networks>, NetworkLink, Arc<NoPeer>) {
     let device = crate::device::open(&DeviceConfig::new(DeviceKind::Host, 0)).unwrap();
     let networks = Networks::new(&device, NetworkOptions::default(), StagingConfig::default());
@@ -77,7 +77,7 @@ fn a_break_when_peers_leave_or_of_a_link_that_is_gone_is_no_failure() {
     }
 }
 
-/// A network that reaches the memory of the host alone, but `device_memory`, if that is its key.
+/// A network that accesses only host memory, unless `device_memory` is its key.
 #[derive(Debug)]
 struct Reaching {
     device_memory: Option<Vec<u8>>,
@@ -117,20 +117,20 @@ impl Network for Reaching {
     }
 }
 
-/// Data goes past the staging memory where both ends' libraries reach the memory, and else through it.
+/// Data bypasses staging if both ends' libraries access the memory, else it is staged.
 #[test]
 fn the_path_is_what_both_ends_can() {
     let bytes = || BYTES.to_le_bytes().to_vec();
     let altered = || vec![1; 3];
     for (own, peers, is_direct) in [
         (Some(bytes()), bytes(), true),
-        // It is not supported, or mapping fails.
+        // Unsupported, or mapping fails.
         (None, bytes(), false),
         (Some(bytes()), Vec::new(), false),
         (None, Vec::new(), false),
         // Opening fails.
         (Some(bytes()), altered(), false),
-        // It is a key of less than the region.
+        // A key for less than the region.
         (Some(bytes()), (BYTES - 8).to_le_bytes().to_vec(), false),
     ] {
         let (_networks, link, _) = link(own, &peers);

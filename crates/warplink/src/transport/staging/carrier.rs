@@ -1,4 +1,4 @@
-//! An end as what carries the bytes of a connection.
+//! A staged end as the carrier of a connection.
 
 use super::end::{EndParts, StagedEnd};
 use super::service::Service;
@@ -13,23 +13,23 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Between two looks at whether everything is done.
+/// Polling interval while draining.
 const LOOK: Duration = Duration::from_micros(100);
 
-/// Moves bytes between memory that the network does not reach.
+/// Carrier for memory that the network cannot access.
 pub(crate) struct StagedCarrier {
     end: Arc<StagedEnd>,
     service: Arc<Service>,
     windows: Arc<Windows>,
-    /// This rank's word for flushes.
+    /// This rank's flush word.
     completed: Word,
     peer: Rank,
     fault: Arc<Fault>,
 }
 
 impl StagedCarrier {
-    /// The carrier of a link to `peer`, which may reach `own`, and whose signals count up `inbound`. Raises `fault`
-    /// when the connection fails.
+    /// Carrier of a link to `peer`, which may access `own` and whose signals increment `inbound`. Raises
+    /// `fault` when the connection fails.
     pub(crate) fn new(
         device: &Arc<dyn Device>,
         (peer, link): (Rank, &Arc<NetworkLink>),
@@ -122,7 +122,7 @@ impl Carrier for StagedCarrier {
             self.fault.check()?;
             if deadline.passed() {
                 return Err(deadline
-                    .expired("the peer to take what was sent")
+                    .expired("the peer to receive the sent data")
                     .with_peer(self.peer));
             }
             std::thread::sleep(LOOK);

@@ -1,14 +1,15 @@
-//! What goes without staging memory: puts and gets between regions that the network's library reaches by itself.
+//! Fast path of a staged connection: puts and gets between regions that the network library accesses
+//! directly.
 //!
-//! Data goes straight from memory to memory, and signals as messages: a message is announced when all that was put
-//! before it has arrived, and the host of the target sets the inbound word. So no word lies in memory that only the
-//! device reaches, and the target can make what a network card wrote visible to its kernels before the word is set.
+//! Data moves from memory to memory, while signals remain messages: a message is announced once all earlier
+//! puts have arrived, and the target's host sets the inbound word. So no word is in device memory, and the
+//! target can flush network writes to its kernels before it sets the word.
 //!
-//! Each end does so for what both sides' regions allow, and either takes messages all the same: memory that is no
-//! region of the connection is staged, and so is what goes to a region that the peer gave no key of.
+//! Each end uses the fast path where both sides' regions allow it, and always accepts messages: memory
+//! outside the connection's regions, and regions without a key, are staged.
 
 use super::end::StagedEnd;
-use super::state::{Operation, State};
+use super::state::{EndState, Operation};
 use crate::device::channel::trigger::Movement;
 use crate::device::network::RemoteMemory;
 use crate::device::{At, DeviceSlice};
@@ -17,27 +18,27 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Bytes that are sent at once, so that something arrives now and then over a slow network too.
+/// Maximum bytes of one operation, so that progress is visible even on slow networks.
 const PART: usize = 16 << 20;
 
-/// Parts that may be under way, and how many end together.
+/// Maximum parts in flight, and number of parts for each completion callback.
 const MAX_UNDER_WAY: u64 = 1024;
 const PARTS_PER_MARK: u64 = 32;
 
-/// How far an end is with what goes without staging memory.
+/// Progress of an end's direct operations.
 #[derive(Default)]
 pub(super) struct Direct {
-    /// This rank's regions that the network reaches.
+    /// This rank's directly accessible regions.
     own: Vec<DeviceSlice>,
     /// The peer's, by number.
     peers: BTreeMap<u32, Arc<RemoteMemory>>,
-    /// Parts that were begun, those that a mark is behind, and those that are done.
+    /// Parts started, parts covered by a completion callback, and parts completed.
     begun: u64,
     marked: u64,
     done: Arc<AtomicU64>,
 }
 
-/// What is at the front of the queue, where it needs no staging memory.
+/// Operation at the front of the queue that needs no staging memory.
 struct Front {
     movement: Movement,
     own: DeviceSlice,
@@ -54,7 +55,7 @@ impl Direct {
         self.peers.insert(number, region);
     }
 
-    /// Whether the peer may write to memory of this rank without staging memory.
+    /// Whether the peer may write to this rank's memory directly.
     pub(super) fn is_exposed(&self) -> bool {
         !self.own.is_empty()
     }
@@ -64,6 +65,7 @@ impl Direct {
     }
 
     pub(super) fn done(&self) -> u64 {
+        // Acquire: pairs with the release store in the completion callback.
         self.done.load(Ordering::Acquire)
     }
 
@@ -75,14 +77,14 @@ impl Direct {
         self.begun - self.done() < MAX_UNDER_WAY
     }
 
-    /// The peer's region at `at`, where both it and `own` are reached.
+    /// The peer's region at `at`, if both it and `own` are directly accessible.
     fn remote(&self, own: &DeviceSlice, at: At) -> Option<&Arc<RemoteMemory>> {
         self.own.iter().find(|region| region.contains(own))?;
         self.peers.get(&at.region)
     }
 }
 
-impl State {
+impl EndState {
     fn direct_front(&self) -> Option<Front> {
         let (movement, own, at) = match self.queue.front()? {
             Operation::Put { source, at } => (Movement::Put, source, *at),
@@ -100,14 +102,15 @@ impl State {
 }
 
 impl StagedEnd {
-    /// Begins what is at the front of the queue and needs no staging memory, as far as there is room; whether the front is
-    /// for messages now.
-    pub(super) fn begin_direct(&self, state: &mut State) -> Result<bool> {
+    /// Starts direct operations at the front of the queue, up to the limit; returns whether the next one
+    /// needs messages.
+    pub(super) fn begin_direct(&self, state: &mut EndState) -> Result<bool> {
         while let Some(front) = state.direct_front() {
             if !state.direct.has_room() {
                 return Ok(false);
             }
             self.start_part(state, front)?;
+            // Bound the parts for each callback, so that completions are reported regularly.
             if state.direct.begun - state.direct.marked >= PARTS_PER_MARK {
                 self.mark(state)?;
             }
@@ -115,18 +118,19 @@ impl StagedEnd {
         Ok(true)
     }
 
-    /// Has all that was begun counted when it is done, but for what messages follow that no answer waits for: they are not
-    /// to wait for it twice.
-    pub(super) fn mark_direct(&self, state: &mut State) -> Result<()> {
+    /// Registers a completion callback for started parts, except those before messages that no answer waits
+    /// for, which would wait twice.
+    pub(super) fn mark_direct(&self, state: &mut EndState) -> Result<()> {
         let answer = state.answers.front();
         let is_awaited = answer.is_some_and(|answer| answer.direct > state.direct.marked);
+        // Messages are sent after earlier parts complete, so they need a callback only if an answer waits.
         if state.leaving.is_empty() || is_awaited {
             self.mark(state)?;
         }
         Ok(())
     }
 
-    fn start_part(&self, state: &mut State, front: Front) -> Result<()> {
+    fn start_part(&self, state: &mut EndState, front: Front) -> Result<()> {
         let Front {
             movement,
             own,
@@ -134,6 +138,7 @@ impl StagedEnd {
             remote,
         } = front;
         let bytes = own.bytes().min(PART);
+        // Split long transfers, so that progress is observable.
         let (part, offset) = (own.slice(0..bytes)?, at.offset as usize);
         let connection = &self.parts.connection;
         match movement {
@@ -145,6 +150,7 @@ impl StagedEnd {
             state.queue.pop_front();
             return Ok(());
         }
+        // The remainder stays at the front, which preserves the order.
         let rest = own.slice(bytes..own.bytes())?;
         if let Some(
             Operation::Put {
@@ -161,7 +167,7 @@ impl StagedEnd {
         Ok(())
     }
 
-    fn mark(&self, state: &mut State) -> Result<()> {
+    fn mark(&self, state: &mut EndState) -> Result<()> {
         let direct = &mut state.direct;
         if direct.marked == direct.begun {
             return Ok(());
@@ -169,8 +175,9 @@ impl StagedEnd {
         direct.marked = direct.begun;
         let (done, number) = (direct.done.clone(), direct.begun);
         self.parts.connection.when_done(Box::new(move |ended| {
-            // A connection that broke raises the fault.
+            // A broken connection raises the fault elsewhere.
             if ended.is_ok() {
+                // Release: whoever sees the count sees the data.
                 done.store(number, Ordering::Release);
             }
         }))

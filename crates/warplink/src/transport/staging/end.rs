@@ -1,7 +1,7 @@
-//! One end of a staged connection: what it sends, what it takes, and what both wait for. Nothing here blocks.
+//! One end of a staged connection: sending, receiving and completions. Never blocks.
 
 use super::message::{Message, WORDS, malformed};
-use super::state::{MAX_GETS, Operation, Portion, State};
+use super::state::{EndState, MAX_GETS, Operation, Portion};
 use super::{ARRIVED, CONSUMED, GONE, HEADER_BYTES, Incoming, Shape};
 use crate::device::network::{NetworkConnection, RemoteMemory};
 use crate::device::{
@@ -13,31 +13,31 @@ use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
-/// Operations that wait to be sent, from which on there is no room for more.
+/// Maximum queued operations before it reports that it is full.
 const MAX_QUEUED: usize = 256;
 
-/// Values from here on are what ended waits store, not counts of signals.
+/// Larger values are poison from aborted waits rather than signal counts.
 const MAX_SIGNALS: u64 = 1 << 60;
 
 /// One end.
 pub(crate) struct StagedEnd {
     device: Arc<dyn Device>,
     pub(super) parts: EndParts,
-    /// Copies from and to the device's memory.
+    /// Copies from and to device memory.
     outward: Stream,
     inward: Stream,
-    /// Of the chunks of both rings.
+    /// For the chunks of both rings.
     left: Vec<Event>,
     placed: Vec<Event>,
     ring: StagingMemory,
     headers: StagingMemory,
-    state: Mutex<State>,
+    state: Mutex<EndState>,
 }
 
-/// What an end is made of.
+/// Constituents of an end.
 pub(crate) struct EndParts {
     pub(crate) peer: Rank,
-    /// Raised when the peer does not follow the protocol, or a copy fails.
+    /// Raised when the peer violates the protocol, or a copy fails.
     pub(crate) fault: Arc<Fault>,
     pub(crate) connection: Arc<dyn NetworkConnection>,
     /// The peer's control memory, its ring, and the ring's shape.
@@ -45,7 +45,7 @@ pub(crate) struct EndParts {
     pub(crate) peer_ring: Arc<RemoteMemory>,
     pub(crate) peer_shape: Shape,
     pub(super) incoming: Arc<Incoming>,
-    /// Which the peer's signals set.
+    /// Set by the peer's signals.
     pub(crate) inbound: Word,
 }
 
@@ -53,6 +53,7 @@ impl StagedEnd {
     pub(super) fn new(device: &Arc<dyn Device>, parts: EndParts) -> Result<Self> {
         let events = |count: u64| (0..count).map(|_| device.create_event(false)).collect();
         let shape = parts.peer_shape;
+        // High priority and streams of their own: copies must not queue behind user kernels.
         Ok(Self {
             outward: device.create_stream(Priority::High)?,
             inward: device.create_stream(Priority::High)?,
@@ -66,13 +67,14 @@ impl StagedEnd {
         })
     }
 
-    /// Lets the peer reach one of this rank's regions by its number, and the network put from it and get into it without
-    /// staging memory where it `is_reached`.
+    /// Exposes one of this rank's regions to the peer as `number`, and to direct puts and gets if
+    /// `is_reached`.
     pub(crate) fn set_region(&self, number: u32, memory: &DeviceSlice, is_reached: bool) {
         let state = &mut *lock(&self.state);
         let number = number as usize;
         if state.regions.len() <= number {
             state.regions.resize(number + 1, None);
+            // Memory inside reachable regions bypasses the rings.
         }
         state.regions[number] = Some(memory.clone());
         if is_reached {
@@ -80,7 +82,7 @@ impl StagedEnd {
         }
     }
 
-    /// A region of the peer's that the network reaches without staging memory.
+    /// Sets a region of the peer that is directly accessible.
     pub(crate) fn set_peers_region(&self, number: u32, memory: Arc<RemoteMemory>) {
         lock(&self.state).direct.add_peers(number, memory);
     }
@@ -93,17 +95,18 @@ impl StagedEnd {
         lock(&self.state).queue.push_back(operation);
     }
 
-    /// Ends it, when both ends have done what they were asked for: then `told` is set, and the peer knows that
-    /// this end writes no more.
+    /// Closes it once both ends are idle: then `told` is set, and the peer knows that this end has stopped
+    /// writing.
     pub(crate) fn close(&self, told: &Arc<AtomicBool>) {
         let mut state = lock(&self.state);
         state.queue.push_back(Operation::End);
         state.told = Some(told.clone());
     }
 
-    /// Whether everything that was asked for is done.
+    /// Whether all requested operations are complete.
     pub(super) fn is_idle(&self) -> Result<bool> {
         let state = lock(&self.state);
+        // `consumed == begun` means that the peer has placed the data of every message.
         let is_sent = state.queue.is_empty() && state.consumed == state.begun;
         Ok(is_sent
             && state.gets.is_empty()
@@ -112,8 +115,9 @@ impl StagedEnd {
             && self.inward.is_idle()?)
     }
 
-    /// Does what can be done now; whether there was something.
+    /// Makes progress; returns whether there was any.
     pub(super) fn advance(&self) -> bool {
+        // Receive before sending: consuming never depends on the peer, so two full rings cannot deadlock.
         let mut state = lock(&self.state);
         if state.is_over {
             return false;
@@ -132,6 +136,7 @@ impl StagedEnd {
             .and_then(|()| self.part(&mut state));
         let worked = before != state.progress();
         if let Err(error) = advanced {
+            // Raising the fault runs callbacks that may lock this end.
             drop(state);
             let error = error.with_operation("stage data for the network");
             self.parts.fault.fail(error.with_peer(self.parts.peer));
@@ -139,15 +144,16 @@ impl StagedEnd {
         worked
     }
 
-    /// Parts from the peer after a failure, once the end was closed; whether it did. Nothing more is sent or taken.
-    fn end_failed(&self, state: &mut State) -> bool {
-        // What a failed stream cannot tell is taken for done.
+    /// Notifies the peer after a failure, once the end was closed; returns whether it did. Nothing more is
+    /// sent or received.
+    fn end_failed(&self, state: &mut EndState) -> bool {
+        // A failed stream that cannot be queried counts as idle.
         if state.told.is_none() || matches!(self.inward.is_idle(), Ok(false)) {
             return false;
         }
         state.is_over = true;
         if let Some(told) = state.told.take() {
-            // Where the peer cannot be told, it is gone as well.
+            // A peer that cannot be notified is gone as well.
             let gone = told.clone();
             if self.tell_gone(told).is_err() {
                 gone.store(true, Ordering::Release);
@@ -156,16 +162,16 @@ impl StagedEnd {
         true
     }
 
-    /// Whether it does nothing any more.
+    /// Whether it is finished.
     pub(super) fn is_over(&self) -> bool {
         lock(&self.state).is_over
     }
 
-    /// Takes the messages that have arrived.
-    fn take(&self, state: &mut State) -> Result<()> {
+    /// Receives the messages that have arrived.
+    fn take(&self, state: &mut EndState) -> Result<()> {
         let incoming = &self.parts.incoming;
         let arrived = incoming.control.load(ARRIVED);
-        // The peer may send as many as there are chunks that it has back.
+        // Validates the peer's counter: it may run ahead only by the chunks returned to it.
         if arrived.wrapping_sub(state.returned) > incoming.shape.chunks || arrived < state.taken {
             return Err(malformed(format!(
                 "the peer has sent {arrived} messages; expected {} to {}",
@@ -174,6 +180,7 @@ impl StagedEnd {
             )));
         }
         while state.taken < arrived {
+            // Everything below comes from the peer's writes, and is validated before use.
             let number = state.taken;
             let start = incoming.shape.header(number);
             let header: [u64; WORDS] =
@@ -181,15 +188,17 @@ impl StagedEnd {
             let message = Message::decode(header, number)?;
             self.apply(state, number, message)?;
             let (chunk, _) = incoming.shape.chunk(number);
+            // The chunk may be returned to the peer once this event is reached.
             self.inward.record(&self.placed[chunk])?;
             state.taken += 1;
         }
         Ok(())
     }
 
-    /// Does what the peer asks for by message `number`.
-    fn apply(&self, state: &mut State, number: u64, message: Message) -> Result<()> {
+    /// Executes message `number` of the peer.
+    fn apply(&self, state: &mut EndState, number: u64, message: Message) -> Result<()> {
         let Incoming { shape, ring, .. } = &*self.parts.incoming;
+        // After its end the peer only answers this end's gets.
         if state.peer_ended && !matches!(message, Message::Got { .. }) {
             return Err(malformed(
                 "the peer asks for something after its end".to_owned(),
@@ -207,6 +216,7 @@ impl StagedEnd {
         match message {
             Message::Put { at, bytes } => self.inward.copy(state.region(at, bytes)?, &chunk),
             Message::Signal { value } => {
+                // Signals count up, and must stay below the poison value.
                 if value <= state.signalled || value >= MAX_SIGNALS {
                     return Err(malformed(format!(
                         "the peer signals {value} after {}",
@@ -214,10 +224,12 @@ impl StagedEnd {
                     )));
                 }
                 state.signalled = value;
+                // Direct puts of the peer precede this signal: make them visible to kernels first.
                 if state.direct.is_exposed() {
                     self.device.settle_network_writes()?;
                 }
                 let word = &self.parts.inbound;
+                // Ordered after the copies of earlier puts, which are in the same stream.
                 self.inward.memory_ops(&[MemoryOp::Write { word, value }])
             }
             Message::Get { id, at, bytes } => {
@@ -227,6 +239,7 @@ impl StagedEnd {
                         "the peer asks for 0 bytes; expected at least 1".to_owned(),
                     ));
                 }
+                // Bounds the memory for outstanding gets.
                 if state.requests.len() >= MAX_GETS {
                     return Err(malformed(format!(
                         "the peer asks for more than {MAX_GETS} gets at a time"
@@ -238,6 +251,7 @@ impl StagedEnd {
             Message::Got { id, offset, bytes } => {
                 let get = state.gets.get_mut(&id);
                 let due = |get: &&mut Portion| {
+                    // Parts of a get arrive in order, so exactly the next offset is valid.
                     offset == get.done && (1..=get.left.bytes() as u64).contains(&bytes)
                 };
                 let Some(get) = get.filter(due) else {
@@ -258,11 +272,12 @@ impl StagedEnd {
         }
     }
 
-    /// Tells the peer which chunks it has back.
-    fn give_back(&self, state: &mut State) -> Result<()> {
+    /// Returns consumed chunks to the peer.
+    fn give_back(&self, state: &mut EndState) -> Result<()> {
         let before = state.returned;
         while state.returned < state.taken {
             let (chunk, _) = self.parts.incoming.shape.chunk(state.returned);
+            // Chunks are returned in order, so stop at the first unfinished copy.
             if !self.placed[chunk].is_reached()? {
                 break;
             }
@@ -276,12 +291,14 @@ impl StagedEnd {
             control,
             ..
         } = &self.parts;
+        // One signal acknowledges all chunks so far.
         connection.signal(control, CONSUMED, state.returned)
     }
 
-    /// Begins messages, as far as there are chunks: has what they carry copied there.
-    fn begin(&self, state: &mut State) -> Result<()> {
+    /// Starts messages while chunks are free: copies their payload into chunks.
+    fn begin(&self, state: &mut EndState) -> Result<()> {
         let consumed = self.parts.incoming.control.load(CONSUMED);
+        // The peer cannot consume more than was sent, and never goes back.
         if !(state.consumed..=state.sent).contains(&consumed) {
             return Err(malformed(format!(
                 "the peer has consumed {consumed} messages; expected {} to {}",
@@ -291,6 +308,7 @@ impl StagedEnd {
         state.consumed = consumed;
         let shape = self.parts.peer_shape;
         loop {
+            // An answer waits for the operations before it; record them before later ones start.
             while let Some(Operation::Answer { .. }) = state.queue.front() {
                 state.note_answer();
             }
@@ -298,6 +316,7 @@ impl StagedEnd {
             if let Some(Operation::Answer { .. }) = state.queue.front() {
                 continue;
             }
+            // Flow control: at most one ring of unconsumed messages.
             if !is_for_messages || state.begun - state.consumed >= shape.chunks {
                 return Ok(());
             }
@@ -309,14 +328,15 @@ impl StagedEnd {
                 let target = self.ring.slice().slice(start..start + source.bytes())?;
                 self.outward.copy(&target, &source)?;
             }
+            // Messages without payload too: the event keeps the order with earlier ones.
             self.outward.record(&self.left[chunk])?;
             state.leaving.push_back(message);
             state.begun += 1;
         }
     }
 
-    /// Sends the messages whose chunks are filled.
-    fn send(&self, state: &mut State) -> Result<()> {
+    /// Sends messages whose chunks are filled.
+    fn send(&self, state: &mut EndState) -> Result<()> {
         let EndParts {
             connection,
             control,
@@ -327,6 +347,7 @@ impl StagedEnd {
         let before = state.sent;
         while let Some(message) = state.leaving.front() {
             let (chunk, start) = shape.chunk(state.sent);
+            // Send in order, so stop at the first chunk that is still being filled.
             if !self.left[chunk].is_reached()? {
                 break;
             }
@@ -339,6 +360,7 @@ impl StagedEnd {
             let payload = message.payload() as usize;
             if payload > 0 {
                 let chunk = self.ring.slice().slice(start..start + payload)?;
+                // The arrival signal below is ordered after both puts.
                 connection.put(&chunk, peer_ring, start)?;
             }
             state.leaving.pop_front();
@@ -347,11 +369,12 @@ impl StagedEnd {
         if state.sent == before {
             return Ok(());
         }
+        // One signal announces all messages so far.
         connection.signal(control, ARRIVED, state.sent)
     }
 
-    /// Sets the words for what is done.
-    fn answer(&self, state: &mut State) -> Result<()> {
+    /// Sets the words of completed operations.
+    fn answer(&self, state: &mut EndState) -> Result<()> {
         while let Some(answer) = state.answers.front() {
             let oldest = state.gets.keys().next().copied();
             let is_got = oldest.is_none_or(|oldest| oldest >= answer.get);
@@ -359,19 +382,21 @@ impl StagedEnd {
             if !is_got || !is_moved || state.consumed < answer.begun {
                 break;
             }
+            // Direct gets wrote to device memory through the network card.
             if answer.direct > 0 {
                 self.device.settle_network_writes()?;
             }
             let (word, value) = (&answer.word, answer.value);
-            // Behind the copies of what was got.
+            // Ordered after the copies of received gets.
             self.inward.memory_ops(&[MemoryOp::Write { word, value }])?;
             state.answers.pop_front();
         }
         Ok(())
     }
 
-    /// Tells the peer that this end writes no more, when neither asks for anything.
-    fn part(&self, state: &mut State) -> Result<()> {
+    /// Notifies the peer that this end has stopped writing, once both are idle.
+    fn part(&self, state: &mut EndState) -> Result<()> {
+        // Idle in both directions: otherwise the peer could still wait for an answer.
         let is_done = state.peer_ended
             && state.queue.is_empty()
             && state.consumed == state.begun
@@ -386,7 +411,7 @@ impl StagedEnd {
         self.tell_gone(told)
     }
 
-    /// Tells the peer, behind everything that was put, that this end writes no more; `told` is set when it knows.
+    /// Notifies the peer, after all puts, that this end has stopped writing; `told` is set once delivered.
     fn tell_gone(&self, told: Arc<AtomicBool>) -> Result<()> {
         let connection = &self.parts.connection;
         connection.signal(&self.parts.control, GONE, 1)?;

@@ -1,4 +1,4 @@
-//! What an end does with what a peer writes, whatever that is.
+//! Behaviour of an end for arbitrary data written by its peer.
 
 use super::end::{EndParts, StagedEnd};
 use super::message::{Message, WORDS};
@@ -16,8 +16,8 @@ use std::time::{Duration, Instant};
 const LATE: Duration = Duration::from_secs(10);
 const REGION: usize = 256;
 
-/// An end, and what its peer writes to.
-struct Rig {
+/// An end, and the memory that its peer writes to.
+struct Fixture {
     device: Arc<dyn Device>,
     end: StagedEnd,
     incoming: Arc<Incoming>,
@@ -25,11 +25,11 @@ struct Rig {
     peer: Arc<NoPeer>,
     region: DeviceSlice,
     inbound: Word,
-    /// Messages that the peer has sent.
+    /// Number of messages sent by the peer.
     sent: u64,
 }
 
-impl Rig {
+impl Fixture {
     fn new() -> Self {
         let device = crate::device::open(&DeviceConfig::new(DeviceKind::Host, 0)).unwrap();
         let shape = Shape {
@@ -67,7 +67,7 @@ impl Rig {
         }
     }
 
-    /// Lets the network reach the region, and the peer's of `bytes`, past the rings.
+    /// Makes the region, and the peer's of `bytes`, directly accessible.
     fn reach_past_the_rings(&self, bytes: usize) {
         self.end.set_region(0, &self.region, true);
         let peers = RemoteMemory::of_nobody(bytes);
@@ -80,7 +80,7 @@ impl Rig {
         u64::from_ne_bytes(bytes)
     }
 
-    /// The peer sends a message by what is in its header, with a chunk of sevens.
+    /// Sends a message with a raw header, and a chunk filled with 7.
     fn send(&mut self, header: [u64; WORDS]) {
         let (_, start) = self.incoming.shape.chunk(self.sent);
         let chunk = self.incoming.ring.slice().slice(start..start + 64).unwrap();
@@ -93,7 +93,7 @@ impl Rig {
         self.incoming.control.store(ARRIVED, self.sent);
     }
 
-    /// Has the end go on until `done`, or until it has failed.
+    /// Advances the end until `done` or a failure.
     fn until(&self, done: impl Fn() -> bool) {
         let started = Instant::now();
         while !done() && self.fault.error().is_none() {
@@ -103,7 +103,7 @@ impl Rig {
         }
     }
 
-    /// Has it take what was sent, so that the peer may send again.
+    /// Receives all messages, so that the peer may send again.
     fn take(&self) {
         self.until(|| self.end.returned() == self.sent);
     }
@@ -117,38 +117,46 @@ impl Rig {
         let error = self.fault.error().unwrap();
         assert_eq!((error.kind(), error.peer()), (ErrorKind::Protocol, Some(1)));
         assert!(error.to_string().contains(says), "{error}");
-        // It takes nothing any more.
+        // It receives nothing any more.
         assert!(!self.end.advance());
     }
 }
 
 #[test]
 fn messages_do_what_they_say_in_their_order() {
-    let mut rig = Rig::new();
+    let mut fixture = Fixture::new();
     let at = At::from(192);
-    rig.send(Message::Put { at, bytes: 64 }.encode(0));
-    rig.send(Message::Signal { value: 3 }.encode(1));
-    rig.take();
-    rig.until(|| rig.word() == 3);
+    fixture.send(Message::Put { at, bytes: 64 }.encode(0));
+    fixture.send(Message::Signal { value: 3 }.encode(1));
+    fixture.take();
+    fixture.until(|| fixture.word() == 3);
     let mut bytes = [0; REGION];
-    rig.device.download(&rig.region, &mut bytes).unwrap();
+    fixture
+        .device
+        .download(&fixture.region, &mut bytes)
+        .unwrap();
     assert!(bytes[..192] == [0; 192] && bytes[192..] == [7; 64]);
-    // What this end asked for comes in parts.
-    let target = rig.device.allocate_staging(100).unwrap().slice().clone();
+    // The reply to this end's get arrives in parts.
+    let target = fixture
+        .device
+        .allocate_staging(100)
+        .unwrap()
+        .slice()
+        .clone();
     let at = At::default();
-    rig.end.push(Operation::Get {
+    fixture.end.push(Operation::Get {
         target: target.clone(),
         at,
     });
-    rig.until(|| rig.end.gets() == 1);
+    fixture.until(|| fixture.end.gets() == 1);
     for (number, offset, bytes) in [(2, 0, 64), (3, 64, 36)] {
         let id = 0;
-        rig.send(Message::Got { id, offset, bytes }.encode(number));
+        fixture.send(Message::Got { id, offset, bytes }.encode(number));
     }
-    rig.take();
+    fixture.take();
     let mut bytes = [0; 100];
-    rig.device.download(&target, &mut bytes).unwrap();
-    assert!(bytes == [7; 100] && rig.end.gets() == 0);
+    fixture.device.download(&target, &mut bytes).unwrap();
+    assert!(bytes == [7; 100] && fixture.end.gets() == 0);
 }
 
 #[test]
@@ -192,80 +200,80 @@ fn what_does_not_follow_the_protocol_is_an_error_that_names_the_peer() {
             "of get 5, which are not due",
         ),
     ] {
-        let mut rig = Rig::new();
-        rig.send(message.encode(0));
-        rig.assert_refused(says);
+        let mut fixture = Fixture::new();
+        fixture.send(message.encode(0));
+        fixture.assert_refused(says);
     }
-    let mut rig = Rig::new();
-    rig.send(Message::End.encode(0));
-    rig.send(Message::Signal { value: 1 }.encode(1));
-    rig.assert_refused("after its end");
-    let mut rig = Rig::new();
-    rig.send(Message::End.encode(9));
-    rig.assert_refused("that of message 9; expected 0");
-    let rig = Rig::new();
-    rig.incoming.control.store(ARRIVED, 5);
-    rig.assert_refused("has sent 5 messages; expected 0 to 4");
-    let rig = Rig::new();
-    rig.incoming.control.store(CONSUMED, 1);
-    rig.assert_refused("has consumed 1 messages; expected 0 to 0");
+    let mut fixture = Fixture::new();
+    fixture.send(Message::End.encode(0));
+    fixture.send(Message::Signal { value: 1 }.encode(1));
+    fixture.assert_refused("after its end");
+    let mut fixture = Fixture::new();
+    fixture.send(Message::End.encode(9));
+    fixture.assert_refused("that of message 9; expected 0");
+    let fixture = Fixture::new();
+    fixture.incoming.control.store(ARRIVED, 5);
+    fixture.assert_refused("has sent 5 messages; expected 0 to 4");
+    let fixture = Fixture::new();
+    fixture.incoming.control.store(CONSUMED, 1);
+    fixture.assert_refused("has consumed 1 messages; expected 0 to 0");
 }
 
 #[test]
 fn a_failure_is_told_before_waits_end() {
-    let mut rig = Rig::new();
+    let mut fixture = Fixture::new();
     let told = Arc::<AtomicBool>::default();
     let tells = told.clone();
-    rig.fault
+    fixture
+        .fault
         .tell_with(move |_| tells.store(true, Ordering::Release));
-    rig.send([9; WORDS]);
-    rig.end.advance();
+    fixture.send([9; WORDS]);
+    fixture.end.advance();
     assert!(told.load(Ordering::Acquire));
-    assert!(rig.fault.error().is_some() && !rig.fault.is_released());
+    assert!(fixture.fault.error().is_some() && !fixture.fault.is_released());
 }
 
-/// A ring holds no more than the peer has taken, and all that was asked for is done in the end.
-/// Whatever failed, an end that is closed tells the peer that it writes no more, and is over.
+/// Whatever failed, a closed end notifies its peer that it has stopped writing, and finishes.
 #[test]
 fn an_end_that_failed_parts_from_its_peer() {
     for breaks_the_protocol in [true, false] {
-        let mut rig = Rig::new();
-        rig.send(Message::Signal { value: 1 }.encode(0));
-        rig.end.advance();
+        let mut fixture = Fixture::new();
+        fixture.send(Message::Signal { value: 1 }.encode(0));
+        fixture.end.advance();
         if breaks_the_protocol {
-            rig.send([9; WORDS]);
-            rig.end.advance();
+            fixture.send([9; WORDS]);
+            fixture.end.advance();
         } else {
-            rig.fault.raise(Error::invalid("for a test"));
+            fixture.fault.raise(Error::invalid("for a test"));
         }
-        assert!(rig.fault.error().is_some());
-        // It is still in use.
-        rig.end.advance();
-        assert!(!rig.end.is_over());
+        assert!(fixture.fault.error().is_some());
+        // Still in use.
+        fixture.end.advance();
+        assert!(!fixture.end.is_over());
         let told = Arc::<AtomicBool>::default();
-        rig.end.close(&told);
+        fixture.end.close(&told);
         let deadline = Deadline::after(LATE);
-        while !rig.end.is_over() {
+        while !fixture.end.is_over() {
             assert!(!deadline.passed());
-            rig.end.advance();
+            fixture.end.advance();
         }
         assert!(told.load(Ordering::Acquire));
     }
 }
 
-/// What the network reaches goes from memory to memory, and what announces the signal behind it comes later.
+/// Direct data moves from memory to memory; the message with the signal is sent after it has arrived.
 #[test]
 fn signals_follow_what_went_past_the_rings() {
-    let rig = Rig::new();
-    rig.reach_past_the_rings(1000);
+    let fixture = Fixture::new();
+    fixture.reach_past_the_rings(1000);
     let at = At::from(900);
-    let source = rig.region.slice(8..72).unwrap();
+    let source = fixture.region.slice(8..72).unwrap();
     let from = source.address();
-    rig.end.push(Operation::Put { source, at });
-    rig.end.push(Operation::Signal(1));
-    rig.until(|| rig.end.sent() == 1);
-    let control = rig.incoming.shape.control_bytes();
-    let calls = rig.peer.calls();
+    fixture.end.push(Operation::Put { source, at });
+    fixture.end.push(Operation::Signal(1));
+    fixture.until(|| fixture.end.sent() == 1);
+    let control = fixture.incoming.shape.control_bytes();
+    let calls = fixture.peer.calls();
     let [put, header, announced] = calls[..] else {
         panic!("{calls:?}");
     };
@@ -277,111 +285,117 @@ fn signals_follow_what_went_past_the_rings() {
 #[test]
 fn answers_wait_for_what_went_past_the_rings() {
     for movement in ["put", "get"] {
-        let rig = Rig::new();
-        rig.reach_past_the_rings(REGION);
-        rig.peer.hold();
-        let (own, at) = (rig.region.slice(0..64).unwrap(), At::default());
-        rig.end.push(match movement {
+        let fixture = Fixture::new();
+        fixture.reach_past_the_rings(REGION);
+        fixture.peer.hold();
+        let (own, at) = (fixture.region.slice(0..64).unwrap(), At::default());
+        fixture.end.push(match movement {
             "put" => Operation::Put { source: own, at },
             _ => Operation::Get { target: own, at },
         });
-        let answered = rig.device.allocate_signals(8).unwrap().word(0).unwrap();
+        let answered = fixture.device.allocate_signals(8).unwrap().word(0).unwrap();
         let word = answered.clone();
-        rig.end.push(Operation::Answer { word, value: 7 });
+        fixture.end.push(Operation::Answer { word, value: 7 });
         for _ in 0..20 {
-            rig.end.advance();
-            // An answer would be written by a stream.
+            fixture.end.advance();
+            // A stream would write an answer.
             std::thread::sleep(Duration::from_millis(1));
         }
-        assert_eq!(rig.peer.calls().len(), 1, "{movement}");
-        assert!(!rig.end.is_idle().unwrap() && rig.read(&answered) == 0);
-        rig.peer.let_go();
-        rig.until(|| rig.end.is_idle().unwrap());
-        assert_eq!(rig.read(&answered), 7, "{movement}");
+        assert_eq!(fixture.peer.calls().len(), 1, "{movement}");
+        assert!(!fixture.end.is_idle().unwrap() && fixture.read(&answered) == 0);
+        fixture.peer.resume();
+        fixture.until(|| fixture.end.is_idle().unwrap());
+        assert_eq!(fixture.read(&answered), 7, "{movement}");
         // No message was needed.
-        assert_eq!(rig.end.sent(), 0);
+        assert_eq!(fixture.end.sent(), 0);
     }
 }
 
-/// What is no region of this rank's, or goes to one of the peer's that is not reached, is staged.
+/// Memory outside this rank's regions, or targets that are not directly accessible, are staged.
 #[test]
 fn what_the_network_does_not_reach_is_staged_beside_what_it_does() {
-    let rig = Rig::new();
-    rig.reach_past_the_rings(REGION);
-    let other = rig.device.allocate_staging(64).unwrap().slice().clone();
-    let own = rig.region.slice(0..64).unwrap();
+    let fixture = Fixture::new();
+    fixture.reach_past_the_rings(REGION);
+    let other = fixture.device.allocate_staging(64).unwrap().slice().clone();
+    let own = fixture.region.slice(0..64).unwrap();
     let at = |region| At { region, offset: 0 };
     for (sent, source, at) in [(1, &other, at(0)), (2, &own, at(1)), (2, &own, at(0))] {
         let source = source.clone();
         let address = source.address();
-        rig.end.push(Operation::Put { source, at });
-        rig.until(|| rig.end.sent() == sent);
-        rig.incoming.control.store(CONSUMED, sent);
-        rig.until(|| rig.end.is_idle().unwrap());
-        let is_direct = rig.peer.calls() == [Call::Put(address, 64, (REGION, 0))];
+        fixture.end.push(Operation::Put { source, at });
+        fixture.until(|| fixture.end.sent() == sent);
+        fixture.incoming.control.store(CONSUMED, sent);
+        fixture.until(|| fixture.end.is_idle().unwrap());
+        let is_direct = fixture.peer.calls() == [Call::Put(address, 64, (REGION, 0))];
         assert_eq!(is_direct, address == own.address() && at.region == 0);
     }
     let target = other;
-    rig.end.push(Operation::Get { target, at: at(0) });
-    rig.until(|| rig.end.gets() == 1);
+    fixture.end.push(Operation::Get { target, at: at(0) });
+    fixture.until(|| fixture.end.gets() == 1);
 }
 
-/// A put that is longer than what is sent at once goes in parts, each from where the last one ended.
+/// A put longer than the maximum is split into consecutive parts.
 #[test]
 fn large_puts_past_the_rings_go_in_parts() {
     const MIB: usize = 1 << 20;
-    let rig = Rig::new();
-    let region = rig.device.allocate_staging(40 * MIB).unwrap();
+    let fixture = Fixture::new();
+    let region = fixture.device.allocate_staging(40 * MIB).unwrap();
     let region = region.slice();
-    rig.end.set_region(0, region, true);
+    fixture.end.set_region(0, region, true);
     let peers = RemoteMemory::of_nobody(50 * MIB);
-    rig.end.set_peers_region(0, Arc::new(peers));
+    fixture.end.set_peers_region(0, Arc::new(peers));
     let (source, at) = (region.clone(), At::from(MIB as u64));
-    rig.end.push(Operation::Put { source, at });
-    rig.until(|| rig.end.is_idle().unwrap());
+    fixture.end.push(Operation::Put { source, at });
+    fixture.until(|| fixture.end.is_idle().unwrap());
     let parts = [(0, 16), (16, 16), (32, 8)].map(|(start, mib)| {
         let from = region.address() + (start * MIB) as u64;
         Call::Put(from, mib * MIB, (50 * MIB, (start + 1) * MIB))
     });
-    assert_eq!(rig.peer.calls(), parts);
+    assert_eq!(fixture.peer.calls(), parts);
 }
 
 #[test]
 fn no_more_than_a_ring_is_under_way() {
-    let rig = Rig::new();
-    let source = rig.device.allocate_staging(64 * 9).unwrap().slice().clone();
+    let fixture = Fixture::new();
+    let source = fixture
+        .device
+        .allocate_staging(64 * 9)
+        .unwrap()
+        .slice()
+        .clone();
     let at = At::default();
-    rig.end.push(Operation::Put { source, at });
-    let answered = rig.device.allocate_signals(8).unwrap().word(0).unwrap();
+    fixture.end.push(Operation::Put { source, at });
+    let answered = fixture.device.allocate_signals(8).unwrap().word(0).unwrap();
     let word = answered.clone();
-    rig.end.push(Operation::Answer { word, value: 1 });
+    fixture.end.push(Operation::Answer { word, value: 1 });
     let told = Arc::new(AtomicBool::new(false));
     for consumed in 0..9 {
-        rig.until(|| rig.end.sent() == (consumed + 4).min(9));
+        fixture.until(|| fixture.end.sent() == (consumed + 4).min(9));
         for _ in 0..10 {
-            rig.end.advance();
+            fixture.end.advance();
         }
-        assert_eq!(rig.end.sent(), (consumed + 4).min(9));
+        assert_eq!(fixture.end.sent(), (consumed + 4).min(9));
         let mut bytes = [0; 8];
-        rig.device
+        fixture
+            .device
             .download(answered.as_slice(), &mut bytes)
             .unwrap();
         assert_eq!(bytes, [0; 8], "answered after {consumed} of 9");
-        rig.incoming.control.store(CONSUMED, consumed + 1);
+        fixture.incoming.control.store(CONSUMED, consumed + 1);
     }
-    rig.until(|| rig.end.is_idle().unwrap());
-    // It ends when the peer's end does, and not before.
-    rig.end.close(&told);
-    rig.until(|| rig.end.sent() == 10);
-    rig.incoming.control.store(CONSUMED, 10);
+    fixture.until(|| fixture.end.is_idle().unwrap());
+    // It finishes when the peer's end does, and not before.
+    fixture.end.close(&told);
+    fixture.until(|| fixture.end.sent() == 10);
+    fixture.incoming.control.store(CONSUMED, 10);
     for _ in 0..10 {
-        rig.end.advance();
+        fixture.end.advance();
     }
     assert!(!told.load(Ordering::Acquire));
-    let mut rig = rig;
-    rig.send(Message::End.encode(0));
-    rig.until(|| told.load(Ordering::Acquire));
-    assert!(rig.fault.error().is_none());
+    let mut fixture = fixture;
+    fixture.send(Message::End.encode(0));
+    fixture.until(|| told.load(Ordering::Acquire));
+    assert!(fixture.fault.error().is_none());
 }
 
 proptest! {
@@ -398,20 +412,20 @@ proptest! {
         ),
         (arrived, consumed) in (0_u64..3, 0_u64..3),
     ) {
-        let mut rig = Rig::new();
-        rig.end.push(Operation::Get { target: rig.region.slice(0..100).unwrap(), at: At::default() });
-        rig.until(|| rig.end.gets() == 1);
+        let mut fixture = Fixture::new();
+        fixture.end.push(Operation::Get { target: fixture.region.slice(0..100).unwrap(), at: At::default() });
+        fixture.until(|| fixture.end.gets() == 1);
         for (kind, region, offset, bytes, value) in messages {
-            let number = rig.sent;
-            rig.send([number, kind, region, offset, bytes, value, !number]);
-            rig.take();
+            let number = fixture.sent;
+            fixture.send([number, kind, region, offset, bytes, value, !number]);
+            fixture.take();
         }
-        rig.incoming.control.store(ARRIVED, rig.sent + arrived);
-        rig.incoming.control.store(CONSUMED, consumed);
+        fixture.incoming.control.store(ARRIVED, fixture.sent + arrived);
+        fixture.incoming.control.store(CONSUMED, consumed);
         for _ in 0..5 {
-            rig.end.advance();
+            fixture.end.advance();
         }
-        if let Some(error) = rig.fault.error() {
+        if let Some(error) = fixture.fault.error() {
             prop_assert_eq!((error.kind(), error.peer()), (ErrorKind::Protocol, Some(1)));
         }
     }

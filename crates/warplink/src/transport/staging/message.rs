@@ -1,4 +1,4 @@
-//! Messages of a staged connection: what is in the header beside each chunk.
+//! Messages of a staged connection: the header next to each chunk.
 
 use crate::device::At;
 use crate::error::{Error, ErrorKind, Result};
@@ -12,23 +12,23 @@ const GET: u64 = 3;
 const GOT: u64 = 4;
 const END: u64 = 5;
 
-/// What one end tells the other.
+/// A message between two ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Message {
-    /// The chunk belongs to this place.
+    /// The chunk's data belongs at this location.
     Put { at: At, bytes: u64 },
-    /// Set the inbound word to this, after all chunks before.
+    /// Set the inbound word, after all earlier chunks.
     Signal { value: u64 },
-    /// Send what lies at this place.
+    /// Send the data at this location.
     Get { id: u64, at: At, bytes: u64 },
-    /// The chunk is what was asked for, from this offset on.
+    /// The chunk contains the requested data, from this offset.
     Got { id: u64, offset: u64, bytes: u64 },
-    /// No message follows.
+    /// Last message.
     End,
 }
 
 impl Message {
-    /// Bytes of its chunk that count.
+    /// Payload bytes in its chunk.
     pub(super) fn payload(&self) -> u64 {
         match self {
             Self::Put { bytes, .. } | Self::Got { bytes, .. } => *bytes,
@@ -36,7 +36,7 @@ impl Message {
         }
     }
 
-    /// The header of message `number`.
+    /// Encodes the header of message `number`.
     pub(super) fn encode(&self, number: u64) -> [u64; WORDS] {
         let [kind, region, offset, bytes, value] = match *self {
             Self::Put { at, bytes } => [PUT, at.region.into(), at.offset, bytes, 0],
@@ -48,10 +48,10 @@ impl Message {
         [number, kind, region, offset, bytes, value, !number]
     }
 
-    /// What the header of message `number` says.
+    /// Decodes and validates the header of message `number`.
     ///
     /// # Errors
-    /// [`ErrorKind::Protocol`] for what no end sends.
+    /// [`ErrorKind::Protocol`] for headers that no end sends.
     pub(super) fn decode(header: [u64; WORDS], number: u64) -> Result<Self> {
         let [found, kind, region, offset, bytes, value, check] = header;
         if found != number || check != !number {
@@ -87,15 +87,17 @@ impl Message {
                 )));
             }
         };
-        // What a kind does not use is zero.
+        // Unused fields must be zero.
         if message.encode(number) != header {
-            return Err(malformed(format!("a message of kind {kind} says too much")));
+            return Err(malformed(format!(
+                "a message of kind {kind} has unexpected fields"
+            )));
         }
         Ok(message)
     }
 }
 
-/// That a peer did not follow the protocol.
+/// The error for a protocol violation by the peer.
 pub(super) fn malformed(what: String) -> Error {
     Error::new(ErrorKind::Protocol, what)
         .with_help("run the same version of Warplink on every rank")

@@ -1,21 +1,22 @@
-//! The network for memory that it does not reach: through chunks of staging memory at both ends.
+//! Staging: network transfers for device memory that the network cannot access, through chunks of host memory
+//! at both ends.
 //!
-//! What leaves the device's memory is copied to a chunk of an outgoing ring, put to the chunk of the same number
-//! in the peer's incoming ring, and copied by the peer's host from there to where it belongs. So every chunk
-//! carries a *message*, whose header says what it is.
+//! Outgoing data is copied to a chunk of the outgoing ring, put to the same chunk in the peer's incoming
+//! ring, and copied by the peer's host to its destination. So each chunk carries a *message*, described by a
+//! header.
 //!
-//! # What holds
-//! 1. Messages are taken in their order, each once, and what they ask for is done in one stream. So a signal
-//!    becomes visible after all that was put before it.
-//! 2. A chunk is written again when the peer has said that it consumed it: that its copy is done. So no end runs
-//!    more than a ring ahead, and what was consumed is in the peer's memory.
-//! 3. Consuming depends on nothing that the peer does: what a *get* asks for is sent later, and how many are asked
-//!    for at a time is limited. So two ends with full rings go on.
-//! 4. Everything that comes from the peer is checked. What does not follow the protocol ends the communicator with
-//!    an error that names the peer.
-//! 5. An end that is gone takes messages until the peer's end is gone too, so that the peer's puts end.
-//! 6. What the network's library reaches by itself goes past the rings (`direct`), ordered with the messages all the same.
-//!
+//! # Invariants
+//! 1. Messages are received in order, exactly once, and executed in one stream. So a signal becomes visible
+//!    after all earlier puts.
+//! 2. A chunk is reused once the peer has reported that its copy is complete (credit-based flow control). So
+//!    an end is at most one ring ahead, and consumed data is in the peer's memory.
+//! 3. Consuming never depends on the peer: a *get* is answered later, and their number is limited. So two
+//!    ends with full rings do not deadlock.
+//! 4. Everything from the peer is validated. A protocol violation fails the communicator with an error that
+//!    names the peer.
+//! 5. A dropped end receives messages until the peer's end is dropped too, so that the peer's puts complete.
+//! 6. Memory that the network library accesses directly bypasses the rings (`direct`), still ordered with the
+//!    messages.
 //! ```text
 //! control memory, written by the peer:   arrived, gone, consumed     a word each
 //!                                        headers                     64 bytes for each chunk
@@ -43,36 +44,35 @@ use message::malformed;
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 
-/// Limits of what a peer may offer, and of what is configured.
+/// Limits of a peer's offer and of the configuration.
 const CHUNK_BYTES: std::ops::RangeInclusive<u64> = 64..=64 << 20;
 const CHUNKS: std::ops::RangeInclusive<u64> = 2..=1024;
 const MAX_RING_BYTES: u64 = 256 << 20;
 
-/// Where the words of the control memory lie.
+/// Offsets of the words in the control memory.
 const ARRIVED: usize = 0;
 pub(super) const GONE: usize = 8;
 const CONSUMED: usize = 16;
 const HEADERS: usize = 64;
 const HEADER_BYTES: usize = 64;
 
-/// How connections over the network go where it does not reach the device's memory: through staging memory of
-/// the host, in chunks. Each end has two rings of them.
+/// Staging of network connections whose device memory the network cannot access: through chunks of host
+/// memory. Each end has two rings of chunks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StagingConfig {
-    /// Bytes of a chunk: a multiple of 64, from 64 to 64 MiB.
+    /// Size of a chunk: a multiple of 64, from 64 bytes to 64 MiB.
     pub chunk_bytes: usize,
-    /// Chunks of a ring: from 2 to 1024, and of 256 MiB at most together.
+    /// Chunks of a ring: from 2 to 1024, and at most 256 MiB in total.
     pub chunks: usize,
-    /// Whether connections go this way also where the network reaches the memory; the same on every rank. For
-    /// tests.
+    /// Stage even if the network can access the memory; equal on every rank. For tests.
     pub always: bool,
-    /// What goes past the chunks, since the network's library reaches the device's memory by itself. Ranks may differ in
-    /// it: a connection goes past them where both ends allow it.
+    /// Whether data may bypass the chunks when the network library accesses device memory directly. May
+    /// differ between ranks: a connection bypasses them if both ends allow it.
     pub access: DeviceAccess,
 }
 
 impl Default for StagingConfig {
-    /// 8 chunks of 1 MiB, where they are needed.
+    /// 8 chunks of 1 MiB, if needed.
     fn default() -> Self {
         Self {
             chunk_bytes: 1 << 20,
@@ -83,14 +83,14 @@ impl Default for StagingConfig {
     }
 }
 
-/// The rings that an end receives in.
+/// Shape of an end's receiving ring.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Shape {
     chunk_bytes: u64,
     chunks: u64,
 }
 
-/// The memory of an end that its peer writes to.
+/// An end's memory that its peer writes to.
 #[derive(Debug)]
 pub(super) struct Incoming {
     pub(super) shape: Shape,
@@ -127,7 +127,7 @@ impl Shape {
             && self.chunk_bytes * self.chunks <= MAX_RING_BYTES
     }
 
-    /// Fails for what no peer offers: a shape that is not that of the memory that it gave keys of.
+    /// Fails for an invalid shape, or one that does not match the memory behind the peer's keys.
     pub(crate) fn check(&self, control_bytes: usize, ring_bytes: usize) -> Result<()> {
         if self.is_allowed()
             && self.control_bytes() == control_bytes
@@ -149,13 +149,13 @@ impl Shape {
         HEADERS + HEADER_BYTES * self.chunks as usize
     }
 
-    /// The chunk of message `number`, and where it begins.
+    /// Offset and length of the chunk of message `number`.
     fn chunk(&self, number: u64) -> (usize, usize) {
         let chunk = number % self.chunks;
         (chunk as usize, (chunk * self.chunk_bytes) as usize)
     }
 
-    /// Where the header of message `number` begins in the control memory.
+    /// Offset in the control memory of the header of message `number`.
     fn header(&self, number: u64) -> usize {
         HEADERS + HEADER_BYTES * self.chunk(number).0
     }

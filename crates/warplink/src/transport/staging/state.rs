@@ -1,4 +1,4 @@
-//! What an end has to send, and how far it is.
+//! EndState of an end: queued operations and progress.
 
 use super::direct::Direct;
 use super::message::{Message, malformed};
@@ -8,10 +8,10 @@ use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-/// Gets that an end asks for at a time.
+/// Maximum concurrent gets of an end, which bounds the peer's memory (invariant 3).
 pub(super) const MAX_GETS: usize = 64;
 
-/// Something to be sent, in order.
+/// A queued operation.
 pub(super) enum Operation {
     Put {
         source: DeviceSlice,
@@ -22,7 +22,7 @@ pub(super) enum Operation {
         at: At,
     },
     Signal(u64),
-    /// Set a word of this rank when everything before is done.
+    /// Set a word of this rank once everything before is complete.
     Answer {
         word: Word,
         value: u64,
@@ -31,43 +31,43 @@ pub(super) enum Operation {
 }
 
 #[derive(Default)]
-pub(super) struct State {
+pub(super) struct EndState {
     /// This rank's regions, by number.
     pub(super) regions: Vec<Option<DeviceSlice>>,
     pub(super) queue: VecDeque<Operation>,
-    /// Messages that were begun, that were sent, and that the peer has consumed.
+    /// Number of messages started, sent, and consumed by the peer.
     pub(super) begun: u64,
     pub(super) sent: u64,
     pub(super) consumed: u64,
-    /// Those begun and not sent, from `sent` on.
+    /// Messages started but not sent, from `sent` on.
     pub(super) leaving: VecDeque<Message>,
-    /// Messages that were taken, and that were consumed here.
+    /// Number of messages received and consumed here.
     pub(super) taken: u64,
     pub(super) returned: u64,
-    /// What the peer signalled last.
+    /// Latest signal value of the peer.
     pub(super) signalled: u64,
-    /// Gets of this end that are not done, by number.
+    /// Outstanding gets of this end, by number.
     pub(super) gets: BTreeMap<u64, Portion>,
     pub(super) next_get: u64,
-    /// Gets of the peer that are not done, with their numbers.
+    /// Outstanding gets of the peer, with their numbers.
     pub(super) requests: VecDeque<(u64, Portion)>,
     pub(super) answers: VecDeque<Answer>,
     pub(super) direct: Direct,
-    /// Whether the peer asks for nothing more.
+    /// Whether the peer has ended its requests.
     pub(super) peer_ended: bool,
-    /// Set when the peer is told that this end writes no more.
+    /// Set when the peer has been notified that this end has stopped writing.
     pub(super) told: Option<Arc<AtomicBool>>,
     pub(super) is_over: bool,
 }
 
-/// What is left of the memory of a get, after so many bytes.
+/// Remainder of a get's memory, after some bytes.
 pub(super) struct Portion {
     pub(super) done: u64,
     pub(super) left: DeviceSlice,
 }
 
-/// A word to be set when the peer has consumed the messages before `begun`, and the gets before `get` and what went
-/// without staging memory before `direct` are done.
+/// A word to set once the peer has consumed the messages before `begun`, and gets before `get` and direct
+/// parts before `direct` are complete.
 pub(super) struct Answer {
     pub(super) begun: u64,
     pub(super) get: u64,
@@ -76,8 +76,8 @@ pub(super) struct Answer {
     pub(super) value: u64,
 }
 
-impl State {
-    /// Changes whenever something is done.
+impl EndState {
+    /// Changes with every progress.
     pub(super) fn progress(&self) -> [u64; 9] {
         [
             self.begun,
@@ -92,7 +92,7 @@ impl State {
         ]
     }
 
-    /// The `bytes` from `at` on of this rank's regions, where the peer may reach them.
+    /// `bytes` at `at` in this rank's regions, if exposed to the peer.
     pub(super) fn region(&self, at: At, bytes: u64) -> Result<DeviceSlice> {
         let region = self
             .regions
@@ -110,11 +110,12 @@ impl State {
         })
     }
 
-    /// The next message, with what it carries: a part of what the peer asked for, or of what is queued.
+    /// The next message with its payload: part of a requested get, or of a queued operation.
     pub(super) fn next(
         &mut self,
         chunk_bytes: u64,
     ) -> Result<Option<(Message, Option<DeviceSlice>)>> {
+        // Answer the peer's gets before sending own operations, so that both directions progress.
         if let Some((id, request)) = self.requests.front_mut() {
             let bytes = chunk_bytes.min(request.left.bytes() as u64);
             let (id, offset) = (*id, request.done);
@@ -123,6 +124,7 @@ impl State {
                 self.requests.pop_front();
             }
             return Ok(Some((Message::Got { id, offset, bytes }, Some(source))));
+            // A partial put keeps its place at the front of the queue.
         }
         let (message, payload) = match self.queue.front_mut() {
             Some(Operation::Put { source, at }) => {
@@ -136,6 +138,7 @@ impl State {
                 }
                 (message, Some(part))
             }
+            // Beyond the limit a get waits in the queue, and with it everything after it.
             Some(Operation::Get { target, at }) if self.gets.len() < MAX_GETS => {
                 let (id, left) = (self.next_get, target.clone());
                 let bytes = left.bytes() as u64;
@@ -151,7 +154,7 @@ impl State {
         Ok(Some((message, payload)))
     }
 
-    /// Notes what the answer at the front of the queue waits for.
+    /// Records what the answer at the front of the queue waits for.
     pub(super) fn note_answer(&mut self) {
         if let Some(Operation::Answer { word, value }) = self.queue.pop_front() {
             self.answers.push_back(Answer {
@@ -166,7 +169,7 @@ impl State {
 }
 
 impl Portion {
-    /// Takes the next `bytes` away.
+    /// Splits off the next `bytes`.
     pub(super) fn take(&mut self, bytes: u64) -> Result<DeviceSlice> {
         let taken = self.left.slice(0..bytes as usize)?;
         self.left = self.left.slice(bytes as usize..self.left.bytes())?;

@@ -58,7 +58,7 @@ pub(crate) struct Collective {
     root: usize,
     /// Where the output goes: out (memory of its own), in (the memory of the input) or both
     #[arg(long, value_name = "PLACE", default_value = "out")]
-    place: OneOrBoth<Place>,
+    place: OneOrBoth<Placement>,
     /// The only algorithm that is allowed [default: chosen by size]
     #[arg(long, value_name = "NAME")]
     algorithm: Option<Algorithm>,
@@ -90,7 +90,7 @@ pub(crate) struct Collective {
 /// The memory of a collective's output.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Deserialize, Serialize)]
 #[serde(rename_all = "lowercase")]
-enum Place {
+enum Placement {
     /// To memory of its own.
     Out,
     /// To the memory of the input, of which it may be a part.
@@ -152,7 +152,7 @@ impl Case for Collective {
         };
         setup.check_least(least, &each)?;
         ensure!(
-            !self.place.0.contains(&Place::In) || self.collective.has_in_place(),
+            !self.place.0.contains(&Placement::In) || self.collective.has_in_place(),
             "{} in place is not compared, since NCCL has none; help: use --place out",
             template::name(self.collective)
         );

@@ -1,5 +1,5 @@
-//! Several matmuls in one launch, through cuBLAS, which unlike cuBLASLt takes the places of results
-//! from a list, so that each may lie in another peer's memory.
+//! Several matmuls in one launch, through cuBLAS: unlike cuBLASLt it takes result addresses from a list, so
+//! each result may be in another peer's memory.
 
 use super::tuning::Scratch;
 use crate::device::cuda::gpu::Gpu;
@@ -24,11 +24,11 @@ const COMPUTE_F32: c_int = 68;
 /// `CUBLAS_GEMM_DEFAULT`.
 const DEFAULT_ALGORITHM: c_int = -1;
 
-/// Scratch memory that the library gets, as NVIDIA recommends for the newest GPUs.
+/// Workspace size that NVIDIA recommends for the newest GPUs.
 const WORKSPACE: usize = 32 << 20;
 
-/// What rows and addresses have to be multiples of: the library does not see the addresses when it
-/// chooses a kernel, and takes the best alignment for granted.
+/// Required alignment of rows and addresses: the library chooses a kernel without seeing the addresses, and
+/// assumes the best alignment.
 const ALIGNMENT: u64 = 16;
 
 function_table! {
@@ -71,7 +71,7 @@ impl Blas {
     }
 }
 
-/// The library's handle, for one GPU. Its stream is set for each call.
+/// cuBLAS handle for one GPU. Its stream is set for each call.
 pub(super) struct BatchedGemms {
     library: &'static Blas,
     gpu: Arc<Gpu>,
@@ -83,14 +83,14 @@ struct Handle(*mut c_void);
 // SAFETY: the library allows a handle on every thread, one at a time.
 unsafe impl Send for Handle {}
 
-/// Whether the library does all of `matmuls` at once.
+/// Whether the library can run all of `matmuls` in one batch.
 pub(super) fn takes(
     spec: &MatmulSpec,
     matmuls: &[(DeviceSlice, DeviceSlice)],
     b: &DeviceSlice,
 ) -> bool {
     let size = spec.dtype.size() as u64;
-    // Lengths of rows in memory: of C, B and A.
+    // Row lengths in memory of C, B and A.
     let right = if spec.transposed_b { spec.k } else { spec.n };
     let left = if spec.transposed_a { spec.m } else { spec.k };
     let rows = [spec.n, right, left].map(|length| length as u64 * size);
@@ -121,7 +121,7 @@ fn data_type(dtype: DType) -> Option<c_int> {
 }
 
 impl BatchedGemms {
-    /// Loads the library and makes a handle for the GPU.
+    /// Loads the library and creates a handle for the GPU.
     pub(super) fn create(gpu: &Arc<Gpu>) -> Result<Self> {
         let library = Blas::get()?;
         let _entered = gpu.context.enter()?;
@@ -137,7 +137,7 @@ impl BatchedGemms {
         })
     }
 
-    /// Lists the matmuls on the device, and runs as many on scratch memory, which loads the kernel.
+    /// Uploads the operand lists, and runs the batch once on scratch memory to load the kernel.
     pub(super) fn prepare(
         self: &Arc<Self>,
         spec: &MatmulSpec,
@@ -194,7 +194,7 @@ impl BatchedGemms {
                 spec.dtype
             ))
         })?;
-        // Each was checked to fit when the matmul was.
+        // Cannot truncate: checked when the matmul was validated.
         let [m, n, k] = [spec.m as c_int, spec.n as c_int, spec.k as c_int];
         let [a, b, c] = lists.addresses();
         let operation = |transposed: bool| {
@@ -213,7 +213,7 @@ impl BatchedGemms {
         unsafe {
             let code = (self.library.cublasSetStream_v2)(handle.0, stream);
             self.library.check(code, "set the stream of matmuls")?;
-            // After the stream, which takes the library's own workspace with it.
+            // Must follow the stream: setting that resets the workspace.
             let code =
                 (self.library.cublasSetWorkspace_v2)(handle.0, device(workspace.0), workspace.1);
             self.library
@@ -251,7 +251,7 @@ impl Drop for BatchedGemms {
     fn drop(&mut self) {
         let handle = lock(&self.handle).0 as usize;
         let library = self.library;
-        // The library frees memory of its own with the handle, which may block.
+        // Destroying the handle frees memory, which may block.
         self.gpu.reaper.run(move |_| {
             // SAFETY: created once, destroyed once, with the context current.
             let code = unsafe { (library.cublasDestroy_v2)(handle as *mut c_void) };
@@ -268,7 +268,7 @@ impl fmt::Debug for BatchedGemms {
     }
 }
 
-/// Addresses of operands and results in device memory: all left operands, all right, all results.
+/// Device arrays of operand addresses: all left operands, all right, all results.
 struct Lists {
     memory: PlainMemory,
     count: usize,
@@ -295,19 +295,19 @@ impl Lists {
     }
 }
 
-/// Matmuls that are ready.
+/// A prepared batch of matmuls.
 pub(super) struct BatchedGemm {
     batched: Arc<BatchedGemms>,
     spec: MatmulSpec,
     lists: Lists,
     workspace_bytes: usize,
-    // Kept alive.
+    // Keeps the operands alive.
     matmuls: Vec<(DeviceSlice, DeviceSlice)>,
     b: DeviceSlice,
 }
 
 impl BatchedGemm {
-    /// Enqueues all of them, in any order.
+    /// Enqueues the batch; the matmuls may run in any order.
     pub(super) fn enqueue(&self, stream: &Stream) -> Result<()> {
         let gpu = &self.batched.gpu;
         let stream = CudaStream::of(stream, gpu)?;

@@ -1,4 +1,4 @@
-//! cuBLASLt: its functions, and the objects that describe a matmul to it.
+//! cuBLASLt: its functions, and RAII wrappers of its descriptors.
 
 use crate::device::MatmulSpec;
 use crate::device::library::function_table;
@@ -23,8 +23,8 @@ const EPILOGUE_BIAS: u32 = 4;
 /// `CUBLAS_OP_T`.
 const TRANSPOSED: c_int = 1;
 
-/// An algorithm that cuBLASLt proposes; its own type with the state as an integer, since a newer
-/// library may have states that no enumeration of today knows.
+/// An algorithm that cuBLASLt proposes. The state is an integer, since a newer library may have states that
+/// no enumeration knows.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub(crate) struct Proposal {
@@ -95,7 +95,7 @@ impl BlasLt {
     }
 }
 
-/// A handle of the library's, for one GPU. Threads may share it.
+/// cuBLASLt handle for one GPU. Threads may share it.
 pub(crate) struct Handle {
     pub(crate) library: &'static BlasLt,
     pub(crate) raw: cublasLtHandle_t,
@@ -107,7 +107,7 @@ unsafe impl Send for Handle {}
 unsafe impl Sync for Handle {}
 
 impl Handle {
-    /// Makes a handle for the GPU whose context is current.
+    /// Creates a handle for the GPU whose context is current.
     pub(crate) fn create() -> Result<Self> {
         let library = BlasLt::get()?;
         let mut raw = std::ptr::null_mut();
@@ -140,7 +140,7 @@ impl fmt::Debug for Handle {
     }
 }
 
-/// Declares an object of the library's that is created, given attributes and destroyed.
+/// Declares a wrapper of a library object that is created, given attributes and destroyed.
 macro_rules! object {
     ($(#[$meta:meta])* $name:ident, $raw:ty, $destroy:ident) => {
         $(#[$meta])*
@@ -167,15 +167,15 @@ macro_rules! object {
 }
 
 object!(
-    /// What is to be computed.
+    /// The operation.
     Description, cublasLtMatmulDesc_t, cublasLtMatmulDescDestroy
 );
 object!(
-    /// How a matrix lies in memory.
+    /// Layout of a matrix.
     Layout, cublasLtMatrixLayout_t, cublasLtMatrixLayoutDestroy
 );
 object!(
-    /// What an algorithm may use.
+    /// Constraints on algorithms.
     Preference, cublasLtMatmulPreference_t, cublasLtMatmulPreferenceDestroy
 );
 
@@ -190,7 +190,7 @@ impl Description {
         let code = unsafe { (library.cublasLtMatmulDescCreate)(&mut raw, compute, scale) };
         library.check(code, "describe a matmul")?;
         let description = Self { library, raw };
-        // The library's first operand is our B.
+        // Column-major: the library's first operand is our B.
         if spec.transposed_b {
             description.set(DescAttribute::CUBLASLT_MATMUL_DESC_TRANSA, &TRANSPOSED)?;
         }
@@ -219,7 +219,7 @@ impl Description {
 }
 
 impl Layout {
-    /// A matrix by columns, with `step` elements from one column to the next.
+    /// Column-major matrix with `step` elements between columns.
     pub(crate) fn create(
         library: &'static BlasLt,
         kind: cudaDataType_t,
@@ -248,7 +248,7 @@ impl Preference {
         let mut raw = std::ptr::null_mut();
         // SAFETY: `raw` is an output parameter for one preference.
         let code = unsafe { (library.cublasLtMatmulPreferenceCreate)(&mut raw) };
-        library.check(code, "say what an algorithm may use")?;
+        library.check(code, "set the constraints of an algorithm")?;
         Ok(Self { library, raw })
     }
 
@@ -262,7 +262,8 @@ impl Preference {
                 size_of::<T>(),
             )
         };
-        self.library.check(code, "say what an algorithm may use")
+        self.library
+            .check(code, "set the constraints of an algorithm")
     }
 }
 

@@ -1,4 +1,4 @@
-//! A matmul as cuBLASLt wants it, with the algorithm that was chosen for it.
+//! A matmul described for cuBLASLt, with its chosen algorithm.
 
 use super::cublas_lt::{BlasLt, Description, Handle, Layout, NOT_SUPPORTED, Preference, Proposal};
 use crate::device::MatmulSpec;
@@ -13,10 +13,10 @@ use std::ffi::{c_int, c_void};
 use std::fmt;
 use std::sync::Mutex;
 
-/// Most algorithms that are asked for.
+/// Maximum number of algorithms to request.
 pub(crate) const CANDIDATES: usize = 8;
 
-/// Alignment beyond which none is better.
+/// Alignment beyond which no algorithm is faster.
 pub(crate) const BEST_ALIGNMENT: u32 = 256;
 
 /// Addresses of one matmul's operands.
@@ -29,7 +29,7 @@ pub(crate) struct Operands {
 }
 
 impl Operands {
-    /// The alignments of A, B and C, as far as they matter.
+    /// Alignments of A, B and C, capped at [`BEST_ALIGNMENT`].
     pub(crate) fn alignments(&self) -> [u32; 3] {
         [self.a, self.b, self.c].map(|address| {
             1 << address
@@ -39,16 +39,16 @@ impl Operands {
     }
 }
 
-/// A matmul as cuBLASLt wants it described, and the algorithms that it proposes.
+/// A matmul described for cuBLASLt, and the algorithms that it proposes.
 ///
-/// cuBLASLt has matrices by columns, which by rows are their transposes; so what is asked for is
-/// Cᵀ = Bᵀ·Aᵀ: its first operand is our B, an `n × k` matrix by columns, its second our A, `k × m`,
-/// its result our C, `n × m`. Its bias runs along the result's rows, which are our columns. Of an operand
-/// of ours that is transposed, it is given the matrix that memory holds, and asked to transpose it.
+/// cuBLASLt is column-major, so it sees the transposes of our row-major matrices and is asked for Cᵀ = Bᵀ·Aᵀ:
+/// its first operand is our B (`n × k`), its second our A (`k × m`), its result our C (`n × m`). Its bias
+/// runs along the rows of the result, which are our columns. For a transposed operand of ours, it gets the
+/// matrix in memory and transposes it.
 pub(crate) struct Gemm {
     library: &'static BlasLt,
     spec: MatmulSpec,
-    /// Behind a lock, since the bias vector's address is set in it for each matmul.
+    /// Locked, since the bias address is set in it for each matmul.
     description: Mutex<Description>,
     first: Layout,
     second: Layout,
@@ -57,8 +57,8 @@ pub(crate) struct Gemm {
 }
 
 impl Gemm {
-    /// Describes `spec` and asks for algorithms with at most `workspace` bytes of scratch memory
-    /// and operands aligned as those given.
+    /// Describes `spec` and requests algorithms with at most `workspace` bytes of scratch memory, for
+    /// operands of the given alignment.
     pub(crate) fn propose(
         handle: &Handle,
         spec: &MatmulSpec,
@@ -161,7 +161,7 @@ impl Gemm {
         self.chosen = proposal;
     }
 
-    /// Bytes of scratch memory that it needs.
+    /// Required scratch memory in bytes.
     pub(crate) fn workspace(&self) -> usize {
         self.chosen.workspace
     }

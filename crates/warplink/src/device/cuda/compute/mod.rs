@@ -23,10 +23,11 @@ use crate::sync::lock;
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock};
 
-/// Scratch memory that a graph of one matmul may hold; a program has dozens of them.
+/// Maximum scratch memory of a graph of one matmul. A program has dozens of such graphs, each of which holds
+/// its own.
 const MAX_SCRATCH: usize = 4 << 20;
 
-/// Which matmul, and how its operands are aligned.
+/// Cache key: spec and operand alignments.
 type Key = (MatmulSpec, [u32; 3]);
 
 /// Matmuls and element-wise operations of a GPU.
@@ -36,10 +37,10 @@ pub(super) struct CudaCompute {
     handle: Handle,
     elementwise: ElementwiseKernels,
     gemms: RwLock<HashMap<Key, Arc<Gemm>>>,
-    /// One preparation at a time, so that they do not disturb each other's timing.
+    /// Serializes preparations, so that they do not disturb each other's timing.
     preparing: Mutex<()>,
     workspace: usize,
-    /// Made for the first batch.
+    /// Created with the first batch.
     batched: OnceLock<Option<Arc<BatchedGemms>>>,
     recorder: Recorder,
 }
@@ -50,7 +51,7 @@ impl CudaCompute {
         let _relaxed = gpu.context.relax_capture();
         let handle = Handle::create()?;
         let elementwise = ElementwiseKernels::load(gpu)?;
-        // What NVIDIA recommends as a minimum, doubled: more leaves more algorithms to choose from.
+        // Twice NVIDIA's recommended minimum, which allows more algorithms.
         let workspace = if gpu.capabilities.compute_capability.0 >= 9 {
             64 << 20
         } else {
@@ -68,7 +69,7 @@ impl CudaCompute {
         })
     }
 
-    /// What enqueues several matmuls at once, where the library for it is there.
+    /// Batched matmuls, if cuBLAS is available.
     fn batched(&self) -> Option<&Arc<BatchedGemms>> {
         let made = self
             .batched
@@ -92,7 +93,7 @@ impl CudaCompute {
 
     fn keep(&self, key: Key, gemm: Gemm) -> Arc<Gemm> {
         let mut gemms = self.gemms.write().unwrap_or_else(PoisonError::into_inner);
-        // Two threads may prepare the same; the first stands.
+        // Two threads may prepare the same key; the first one wins.
         gemms.entry(key).or_insert_with(|| Arc::new(gemm)).clone()
     }
 }
@@ -152,7 +153,7 @@ impl Compute for CudaCompute {
             least => {
                 let (reaper, live) = (&self.gpu.reaper, stream.live());
                 let workspaces = &self.gpu.workspaces;
-                // A stream's piece serves all matmuls to come, a graph's only those in it.
+                // A stream's scratch serves all later matmuls, a graph's only those recorded in it.
                 match stream.capture()? {
                     Some(capture) => workspaces.of_graph(reaper, live, &capture, least)?,
                     None => workspaces.of_stream(reaper, live, self.workspace)?,
@@ -185,7 +186,7 @@ impl Compute for CudaCompute {
             let alone = lock(&self.preparing);
             match batched.prepare(spec, matmuls, b, &scratch) {
                 Ok(batch) => return self.recorder.record(move |stream| batch.enqueue(stream)),
-                // A peer that is ready would wait for this rank's.
+                // Do not fail on one rank only: its ready peers would wait for it.
                 Err(error) => {
                     self.gpu.fault.check()?;
                     tracing::info!(%error, "matmuls of a batch are enqueued one by one");
@@ -224,7 +225,7 @@ impl Compute for CudaCompute {
     }
 }
 
-/// Fails for a type or a size that the library does not take.
+/// Fails for an element type or a size that the library does not support.
 fn check_spec(spec: &MatmulSpec) -> Result<()> {
     spec.check_dtype()?;
     let max = i32::MAX as usize;

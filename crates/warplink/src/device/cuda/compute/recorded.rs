@@ -1,5 +1,5 @@
-//! Work with fixed operands, recorded once into a graph of its own: launching that takes the driver
-//! less of the host's time than enqueuing a kernel, and much less than asking a library to.
+//! Work with fixed operands, recorded into a graph of its own: launching that takes less host time than
+//! enqueuing a kernel, and much less than a library call.
 
 use crate::device::cuda::gpu::Gpu;
 use crate::device::cuda::stream::CudaStream;
@@ -9,7 +9,7 @@ use crate::sync::lock;
 use std::fmt;
 use std::sync::{Arc, Mutex};
 
-/// Records work on a stream of its own.
+/// Records work on a private stream.
 #[derive(Debug)]
 pub(crate) struct Recorder {
     // One recording at a time.
@@ -23,7 +23,7 @@ impl Recorder {
         })
     }
 
-    /// Records what `work` enqueues. It must enqueue the same on every call.
+    /// Records what `work` enqueues. `work` must enqueue the same each time.
     pub(crate) fn record(
         &self,
         work: impl Fn(&Stream) -> Result<()> + Send + Sync + 'static,
@@ -39,7 +39,7 @@ impl Recorder {
         }))
     }
 
-    /// The same without a graph, for what would have it hold much scratch memory.
+    /// The same without a graph, for work whose graph would hold much scratch memory.
     pub(crate) fn unrecorded(
         work: impl Fn(&Stream) -> Result<()> + Send + Sync + 'static,
     ) -> Arc<dyn PreparedLaunch> {
@@ -47,9 +47,9 @@ impl Recorder {
     }
 }
 
-/// Work and the graph that holds it.
+/// Work and its graph.
 struct Recorded<W> {
-    // Before the work, whose memory it uses.
+    // Dropped before the work, whose memory it uses.
     graph: Option<Graph>,
     work: W,
 }
@@ -57,7 +57,7 @@ struct Recorded<W> {
 impl<W: Fn(&Stream) -> Result<()> + Send + Sync> PreparedLaunch for Recorded<W> {
     fn enqueue(&self, stream: &Stream) -> Result<()> {
         match &self.graph {
-            // A graph is not launched into another one.
+            // While capturing, enqueue the work itself: graph launches do not nest.
             Some(graph) if !stream.is_capturing()? => graph.launch(stream),
             _ => (self.work)(stream),
         }

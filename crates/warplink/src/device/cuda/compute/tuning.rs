@@ -1,4 +1,4 @@
-//! Choosing the algorithm of a matmul, by timing those that cuBLASLt proposes on scratch memory.
+//! Selects a matmul algorithm by timing cuBLASLt's proposals on scratch memory.
 
 use super::CudaCompute;
 use super::cublas_lt::Proposal;
@@ -14,29 +14,30 @@ use crate::error::{Error, ErrorKind, Result};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// Turns the timing of candidates off when it is "0"; cuBLASLt's first choice is used then.
+/// Set to "0" to skip timing and use cuBLASLt's first choice.
 const TUNING_VARIABLE: &str = "WARPLINK_MATMUL_TUNING";
 
-/// Longest time for timing the candidates of one matmul.
+/// Time limit for timing the candidates of one matmul.
 const TUNING_TIME: Duration = Duration::from_millis(500);
 
-/// Time to run each candidate for.
+/// Milliseconds to run each candidate.
 const SAMPLE: f32 = 3.0;
 
-/// Up to this multiple of the fastest candidate's time, another may be as fast.
+/// Candidates within this factor of the fastest time are timed again: one sample is not precise enough to
+/// rank them.
 const CLOSE: f32 = 1.06;
 
-/// How many candidates run again.
+/// Maximum number of candidates that are timed again.
 const FINALISTS: usize = 4;
 
-/// How often each of them does.
+/// Number of additional samples of each.
 const ROUNDS: usize = 4;
 
-/// Longest time for one matmul.
+/// Time limit for one matmul to complete.
 const LIMIT: Duration = Duration::from_secs(60);
 
 impl CudaCompute {
-    /// Runs the candidates and, where there are several, times them on scratch memory.
+    /// Runs the candidates and, if there are several, times them on scratch memory.
     pub(super) fn choose_and_run(&self, spec: &MatmulSpec) -> Result<Gemm> {
         let scratch = Scratch::allocate(&self.gpu, spec, self.workspace)?;
         let (mut gemm, proposals) =
@@ -46,16 +47,16 @@ impl CudaCompute {
         if tune && let Some(fastest) = self.fastest(&mut gemm, &proposals, &scratch)? {
             gemm.choose(fastest);
         }
-        // Also loads the kernels of the chosen one, whether or not it was timed.
+        // Loads the kernels of the chosen one even if it was not timed.
         self.run(&gemm, &scratch, 1)?;
         tracing::debug!(?gemm, "prepared a matmul");
         Ok(gemm)
     }
 
-    /// The fastest of `proposals`, or none if none of them runs.
+    /// The fastest of `proposals`, or `None` if none of them runs.
     ///
-    /// Those that one sample finds close to the fastest run again in turns: within one sample a GPU's
-    /// clocks may change by more than they differ.
+    /// Candidates close to the fastest are sampled again in turns: clock changes between samples exceed their
+    /// differences.
     fn fastest(
         &self,
         gemm: &mut Gemm,
@@ -69,7 +70,7 @@ impl CudaCompute {
                 break;
             }
             gemm.choose(proposal);
-            // The first run loads kernels. A proposal that does not run after all is passed over.
+            // The first run loads kernels. Skip proposals that fail to run.
             let Ok(_) = self.run(gemm, scratch, 1) else {
                 self.gpu.fault.check()?;
                 continue;
@@ -86,7 +87,7 @@ impl CudaCompute {
         tried.retain(|(time, ..)| *time <= least * CLOSE);
         tried.truncate(FINALISTS);
         for _ in 0..ROUNDS {
-            // Whole rounds, so that all have as many chances.
+            // Only complete rounds, so that all have the same number of samples.
             if start.elapsed() > TUNING_TIME {
                 break;
             }
@@ -100,7 +101,7 @@ impl CudaCompute {
         Ok(best.map(|(_, _, proposal)| *proposal))
     }
 
-    /// Milliseconds that `times` runs take.
+    /// Duration of `times` runs in milliseconds.
     fn run(&self, gemm: &Gemm, scratch: &Scratch, times: u32) -> Result<f32> {
         let gpu = &self.gpu;
         let _entered = gpu.context.enter()?;
@@ -126,7 +127,7 @@ impl CudaCompute {
     }
 }
 
-/// Memory, a stream and events to try matmuls with.
+/// Memory, a stream and events for timing matmuls.
 pub(super) struct Scratch {
     memory: [PlainMemory; 5],
     pub(super) operands: Operands,
@@ -138,8 +139,8 @@ pub(super) struct Scratch {
 }
 
 impl Scratch {
-    /// Allocates operands for `spec`, with random values: matmuls of zeros take less power, and so
-    /// less time, than others.
+    /// Allocates operands for `spec`, with random values: zeros draw less power and so run faster than real
+    /// data.
     pub(super) fn allocate(
         gpu: &Arc<Gpu>,
         spec: &MatmulSpec,
@@ -220,7 +221,7 @@ impl Scratch {
 
 impl Drop for Scratch {
     fn drop(&mut self) {
-        // Work that was given up may still use it.
+        // Work that timed out may still use the memory.
         if !self.stream.is_idle().unwrap_or(false) {
             self.memory.iter().for_each(PlainMemory::forbid_reuse);
         }

@@ -1,10 +1,10 @@
-//! Scratch memory of matmuls: one piece for each stream, since two matmuls that run at the
-//! same time must not share it, and one for each stream that takes part in a capture, which the
-//! graph owns, since it may run at the same time as the stream that it was recorded on.
+//! Scratch memory of matmuls: one buffer for each stream, since concurrent matmuls must not share one, and
+//! one for each stream of a capture, owned by the graph, since a graph may run concurrently with the stream
+//! that it was recorded on.
 //!
-//! A stream of ours takes its pieces with it. One of others may be borrowed anew at any time, often
-//! for each call, so the pieces of a few of them that nobody has borrowed are kept. A graph's go with
-//! the last graph that was made from it, also where another library has recorded it.
+//! Our own streams free their buffers when dropped. Borrowed streams may be borrowed again at any time, often
+//! for each call, so buffers of a few streams without borrowers are kept. A graph's buffers are freed with
+//! the last graph instantiated from the capture, even if another library recorded it.
 
 use crate::device::cuda::driver::context::Context;
 use crate::device::cuda::driver::status;
@@ -18,8 +18,7 @@ use std::collections::HashMap;
 use std::fmt;
 use std::sync::{Arc, Mutex, Weak};
 
-/// A piece of scratch memory, freed when dropped. Dropping may block until the GPU is idle, and so
-/// belongs on the thread that frees.
+/// A scratch buffer. Dropping it may block until the GPU is idle, so it belongs on the reaper's thread.
 #[derive(Debug)]
 pub(crate) struct Workspace {
     context: Arc<Context>,
@@ -57,7 +56,7 @@ impl Drop for Workspace {
     }
 }
 
-/// A piece that a graph owns. It can be dropped where the driver must not be called.
+/// A buffer owned by a graph. It can be dropped in callbacks that must not call the driver.
 struct OfGraph {
     address: u64,
     bytes: usize,
@@ -72,34 +71,34 @@ impl Drop for OfGraph {
     }
 }
 
-/// So many streams that nobody has borrowed keep their pieces.
+/// Number of streams without borrowers that keep their buffers.
 const MAX_UNBORROWED: usize = 4;
 
-/// The scratch memory of a device's streams.
+/// Scratch memory of a device's streams.
 #[derive(Default)]
-pub(crate) struct Workspaces(Mutex<State>);
+pub(crate) struct Workspaces(Mutex<Buffers>);
 
 #[derive(Default)]
-struct State {
-    /// By the stream's key.
+struct Buffers {
+    /// By stream key.
     streams: HashMap<u64, Pieces>,
     uses: u64,
-    /// The largest piece of each stream's part of a graph, by the keys of stream and capture.
+    /// Largest buffer of each stream's part of a graph, by the keys of stream and capture.
     graphs: HashMap<(u64, u64), Weak<OfGraph>>,
 }
 
 struct Pieces {
-    /// The last piece is the largest; work enqueued before it was needed uses the others.
+    /// The last one is the largest; the others are used by work enqueued earlier.
     all: Vec<Workspace>,
-    /// The stream, as it was used last.
+    /// The stream at its last use.
     stream: Weak<LiveStream>,
-    /// Counts up with every use of any.
+    /// Global counter value at the last use.
     last_use: u64,
 }
 
 impl Workspaces {
-    /// The address of a piece of at least `bytes` for what `stream` is given to do at once. `reaper` frees
-    /// what is too much.
+    /// Address of a buffer of at least `bytes` for work to be enqueued on `stream` now. `reaper` frees
+    /// surplus buffers.
     pub(crate) fn of_stream(
         &self,
         reaper: &Reaper,
@@ -137,8 +136,8 @@ impl Workspaces {
         Ok(address)
     }
 
-    /// The address of a piece of at least `bytes` for what `stream` records as a part of `capture`. When the
-    /// graph is gone, `reaper` frees it.
+    /// Address of a buffer of at least `bytes` for work that `stream` records into `capture`. `reaper` frees
+    /// it once the graph is gone.
     pub(crate) fn of_graph(
         &self,
         reaper: &Reaper,
@@ -167,29 +166,29 @@ impl Workspaces {
         Ok(address)
     }
 
-    /// Takes out the pieces of the stream whose key is `stream`.
+    /// Removes the buffers of the stream with key `stream`.
     pub(crate) fn take_of_stream(&self, stream: u64) -> Vec<Workspace> {
         lock(&self.0).take(|key| key == stream)
     }
 
-    /// Takes out the pieces of streams that nobody has borrowed.
+    /// Removes the buffers of streams without borrowers.
     pub(crate) fn take_unborrowed(&self) -> Vec<Workspace> {
         lock(&self.0).take_unborrowed(0)
     }
 
-    /// Takes out the pieces of all streams.
+    /// Removes the buffers of all streams.
     pub(crate) fn take_all(&self) -> Vec<Workspace> {
         lock(&self.0).take(|_| true)
     }
 }
 
-impl State {
+impl Buffers {
     fn take(&mut self, which: impl Fn(u64) -> bool) -> Vec<Workspace> {
         let taken = self.streams.extract_if(|key, _| which(*key));
         taken.flat_map(|(_, pieces)| pieces.all).collect()
     }
 
-    /// Takes out the pieces of streams that nobody has borrowed, but for the `kept` used last.
+    /// Removes the buffers of streams without borrowers, except the `kept` most recently used.
     fn take_unborrowed(&mut self, kept: usize) -> Vec<Workspace> {
         let streams = self.streams.iter();
         let unborrowed = streams.filter(|(_, pieces)| pieces.stream.strong_count() == 0);
@@ -199,7 +198,7 @@ impl State {
     }
 }
 
-/// The keys of all but the `kept` that were used last.
+/// Keys of all but the `kept` most recently used.
 fn surplus(mut by_last_use: Vec<(u64, u64)>, kept: usize) -> Vec<u64> {
     by_last_use.sort_unstable_by_key(|(last_use, _)| Reverse(*last_use));
     let surplus = by_last_use.into_iter().skip(kept);

@@ -1,4 +1,4 @@
-//! A GPU's primary context, and making it the calling thread's.
+//! A GPU's primary context, and making it current on a thread.
 
 use super::{Driver, status};
 use crate::error::Result;
@@ -11,8 +11,8 @@ use std::fmt;
 use std::marker::PhantomData;
 use std::sync::Arc;
 
-/// The primary context of a GPU, which PyTorch and everything else on the CUDA runtime use too, so
-/// that memory and streams can be shared. Everything made in it holds it.
+/// The primary context of a GPU, which the CUDA runtime and PyTorch use too, so that memory and streams can
+/// be shared. Everything created in it holds a reference.
 pub(crate) struct Context {
     pub(crate) driver: &'static Driver,
     pub(crate) device: CUdevice,
@@ -26,7 +26,7 @@ unsafe impl Send for Context {}
 unsafe impl Sync for Context {}
 
 impl Context {
-    /// Retains the primary context of the GPU with `ordinal`.
+    /// Retains the primary context of GPU `ordinal`.
     pub(crate) fn retain(ordinal: usize) -> Result<Arc<Self>> {
         let driver = Driver::get()?;
         let device = driver.device(ordinal)?;
@@ -42,8 +42,8 @@ impl Context {
         }))
     }
 
-    /// Makes this the calling thread's context until the guard is dropped. Costs one query where
-    /// it is already; nothing is remembered here, since others change it behind our back.
+    /// Makes this context current on the calling thread until the guard is dropped. One query if it already
+    /// is; the state is not cached, since other libraries change it.
     #[inline]
     pub(crate) fn enter(&self) -> Result<Entered<'_>> {
         let mut current = std::ptr::null_mut();
@@ -71,8 +71,8 @@ impl Context {
         })
     }
 
-    /// Makes this the calling thread's context for good, and lets the thread do what a stream capture by anybody would
-    /// forbid. The caller keeps the context as long as the thread uses it.
+    /// Makes this context current on the calling thread permanently, and relaxes the thread's capture mode.
+    /// The caller must keep the context alive as long as the thread uses it.
     pub(crate) fn attach(&self) -> Result<()> {
         // SAFETY: the context is retained for as long as `self` lives.
         let code = unsafe { (self.driver.cuCtxSetCurrent)(self.raw) };
@@ -81,7 +81,7 @@ impl Context {
         Ok(())
     }
 
-    /// Waits until what network cards have written to the GPU's memory is visible to its kernels.
+    /// Waits until earlier writes of network cards to the GPU's memory are visible to its kernels.
     pub(crate) fn settle_network_writes(&self) -> Result<()> {
         let Some(flush) = self.driver.cuFlushGPUDirectRDMAWrites else {
             return Ok(());
@@ -95,8 +95,8 @@ impl Context {
         self.driver.check(code, "wait for writes of network cards")
     }
 
-    /// Lets the calling thread do, until the guard is dropped, what a stream capture by anybody in
-    /// the process would forbid (allocate, query): none of it touches the captured streams.
+    /// Allows the calling thread, until the guard is dropped, calls that a capture elsewhere in the process
+    /// would forbid (allocate, query): none of them touches the captured streams.
     pub(crate) fn relax_capture(&self) -> Relaxed<'_> {
         let mut mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED as c_int;
         // SAFETY: `mode` is an output parameter for one mode, read and then set to the thread's
@@ -130,11 +130,11 @@ impl fmt::Debug for Context {
     }
 }
 
-/// While it lives, the context is the thread's; then the one before it is again.
+/// Guard: restores the previous context when dropped.
 pub(crate) struct Entered<'a> {
     context: &'a Context,
     restore: CUcontext,
-    /// The current context belongs to a thread, so that this must stay on its own.
+    /// Makes the guard !Send: the current context is a property of the thread.
     thread: PhantomData<*const ()>,
 }
 
@@ -152,11 +152,11 @@ impl Drop for Entered<'_> {
     }
 }
 
-/// While it lives, the thread's capture mode is relaxed; then it is the one before.
+/// Guard: restores the previous capture mode when dropped.
 pub(crate) struct Relaxed<'a> {
     context: &'a Context,
     previous: Option<c_int>,
-    /// The mode belongs to a thread.
+    /// Makes the guard !Send: the mode is a property of the thread.
     thread: PhantomData<*const ()>,
 }
 

@@ -1,9 +1,8 @@
-//! The driver's functions, each resolved once by the name of the version that is meant.
+//! The driver API, each function resolved once by its versioned name.
 //!
-//! The names carry their version suffix, so that no header's renaming is needed:
-//! `cuStreamWaitValue64` without a suffix, for example, is an older function that a current driver
-//! refuses. Codes come back as integers: a newer driver may return one that no enumeration of today
-//! knows.
+//! The names carry their version suffix, as no header renames them here: `cuStreamWaitValue64` without a
+//! suffix, for example, is an older function that current drivers refuse. Status codes are integers: a newer
+//! driver may return one that no enumeration knows.
 
 pub(super) mod context;
 pub(super) mod poll;
@@ -19,7 +18,7 @@ use std::sync::OnceLock;
 /// A code that the driver returned; zero is success.
 pub(super) type Status = c_int;
 
-/// The codes that are told apart.
+/// The codes that callers distinguish.
 pub(super) mod status {
     use super::Status;
     use crate::error::Error;
@@ -35,13 +34,13 @@ pub(super) mod status {
     pub(crate) const NOT_SUPPORTED: Status = 801;
     const DEINITIALIZED: Status = 4;
 
-    /// Whether what was to be given back is gone: also where the process ends, and the driver has given
-    /// everything back by itself.
+    /// Whether a resource is released: also if the process is exiting and the driver has already released
+    /// everything.
     pub(crate) fn is_gone(code: Status) -> bool {
         matches!(code, SUCCESS | DEINITIALIZED)
     }
 
-    /// Whether an error says that the process ends, and the driver does nothing any more.
+    /// Whether the driver has shut down because the process is exiting.
     pub(crate) fn is_over(error: &Error) -> bool {
         error.code() == Some(DEINITIALIZED.into())
     }
@@ -169,11 +168,11 @@ impl std::fmt::Debug for Driver {
 }
 
 impl Driver {
-    /// The driver of this process, loaded and started.
+    /// The driver, loaded and initialized.
     ///
     /// # Errors
-    /// [`ErrorKind::LibraryMissing`] without it, [`ErrorKind::Driver`] if it does not start. A
-    /// failure is not remembered: the next call tries again.
+    /// [`ErrorKind::LibraryMissing`] if it is not installed, [`ErrorKind::Driver`] if it fails to initialize.
+    /// Failures are not cached: the next call tries again.
     pub(super) fn get() -> Result<&'static Self> {
         static DRIVER_TABLE: OnceLock<Driver> = OnceLock::new();
         if let Some(driver) = DRIVER_TABLE.get() {
@@ -249,7 +248,7 @@ impl Driver {
         Ok(version)
     }
 
-    /// How many GPUs this process sees.
+    /// Number of GPUs visible to this process.
     pub(super) fn device_count(&self) -> Result<usize> {
         let mut count = 0;
         // SAFETY: `count` is an output parameter for one integer.
@@ -258,7 +257,7 @@ impl Driver {
         Ok(usize::try_from(count).unwrap_or(0))
     }
 
-    /// The GPU with `ordinal`.
+    /// The GPU with index `ordinal`.
     pub(super) fn device(&self, ordinal: usize) -> Result<CUdevice> {
         let count = self.device_count()?;
         let number = c_int::try_from(ordinal)
@@ -277,7 +276,7 @@ impl Driver {
         Ok(device)
     }
 
-    /// Where a GPU is on the PCI bus.
+    /// PCI address of a GPU.
     pub(super) fn pci_address(&self, device: CUdevice) -> Result<PciAddress> {
         let mut text = [0 as c_char; 32];
         // SAFETY: `text` has as many bytes as are said; the driver ends what it writes with a zero.
@@ -291,7 +290,7 @@ impl Driver {
         text.parse()
     }
 
-    /// An attribute of a GPU; an attribute that the driver does not know counts as 0.
+    /// An attribute of a GPU; 0 if the driver does not know the attribute.
     pub(super) fn attribute(&self, device: CUdevice, attribute: CUdevice_attribute) -> i32 {
         let mut value = 0;
         // SAFETY: `value` is an output parameter for one integer; an unknown attribute is refused.
@@ -308,7 +307,7 @@ impl Driver {
         Ok(can != 0)
     }
 
-    /// The GPU at `address`; none where this process does not see it.
+    /// The GPU at `address`; `None` if it is not visible to this process.
     pub(super) fn device_at(&self, address: PciAddress) -> Option<CUdevice> {
         let text = CString::new(address.to_string()).ok()?;
         let mut device = 0;
@@ -317,7 +316,7 @@ impl Driver {
         (code == status::SUCCESS).then_some(device)
     }
 
-    /// Whether the first GPU, which can map the second's memory, does atomic operations on it.
+    /// Whether the first GPU, which can map the second's memory, supports atomic operations on it.
     pub(super) fn has_peer_atomics(&self, device: CUdevice, peer: CUdevice) -> Result<bool> {
         let mut has = 0;
         let attribute = CUdevice_P2PAttribute::CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED;

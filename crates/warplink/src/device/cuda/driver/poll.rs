@@ -1,16 +1,16 @@
-//! Waiting on the host for something that only a query tells.
+//! Host-side polling, with backoff.
 
 use crate::error::Result;
 use std::time::{Duration, Instant};
 
-/// How long to ask again at once: most waits end here, and sleeping would cost more than they take.
+/// Busy-wait first: most waits end here, and a sleep would take longer than they do.
 const SPIN: Duration = Duration::from_micros(50);
-/// How long, from the start, to leave the processor to others between two questions.
+/// Then yield between polls until this much time has passed since the start.
 const YIELD: Duration = Duration::from_micros(300);
-/// How long to sleep between two questions after that.
+/// Then sleep between polls: short enough to keep latency low, long enough to leave the core idle.
 const SLEEP: Duration = Duration::from_micros(30);
 
-/// Asks `ready` until it says yes or fails. `go_on` is asked in between and ends the wait with its
+/// Polls `ready` until it returns true or fails. `go_on` runs between polls and ends the wait by returning an
 /// error.
 pub(crate) fn poll(
     mut ready: impl FnMut() -> Result<bool>,

@@ -1,4 +1,4 @@
-//! The driver's streams, events and pinned host memory, each destroyed when dropped.
+//! RAII wrappers of the driver's streams, events and pinned host memory.
 
 use super::context::Context;
 use super::status;
@@ -8,12 +8,12 @@ use std::ffi::{c_uint, c_void};
 use std::fmt;
 use std::sync::Arc;
 
-/// `CU_STREAM_NON_BLOCKING`: not ordered with the default stream, which others use.
+/// `CU_STREAM_NON_BLOCKING`: not ordered with the default stream, which other libraries use.
 const NON_BLOCKING: c_uint = 1;
 /// `CU_MEMHOSTALLOC_PORTABLE`: pinned for every context of the process.
 const PORTABLE: c_uint = 1;
 
-/// A stream of the driver's that is ours.
+/// A stream owned by us.
 pub(crate) struct RawStream {
     context: Arc<Context>,
     pub(crate) raw: CUstream,
@@ -25,7 +25,7 @@ unsafe impl Send for RawStream {}
 unsafe impl Sync for RawStream {}
 
 impl RawStream {
-    /// Makes a stream; with `high`, of the greatest priority there is.
+    /// Creates a stream, with the highest available priority if `high`.
     pub(crate) fn create(context: &Arc<Context>, high: bool) -> Result<Self> {
         let _entered = context.enter()?;
         let driver = context.driver;
@@ -44,7 +44,7 @@ impl RawStream {
         })
     }
 
-    /// Whether everything enqueued is done. The context need not be current.
+    /// Whether all enqueued work is done. The context need not be current.
     pub(crate) fn is_idle(&self) -> Result<bool> {
         let _entered = self.context.enter()?;
         // SAFETY: the stream lives as long as `self`.
@@ -62,7 +62,7 @@ impl RawStream {
 impl Drop for RawStream {
     fn drop(&mut self) {
         let _entered = self.context.enter();
-        // This thread may be in a capture of another stream.
+        // This thread may be capturing another stream.
         let _relaxed = self.context.relax_capture();
         // SAFETY: made by `create` and not destroyed before. The driver lets enqueued work finish
         // and does not wait for it here.
@@ -108,7 +108,7 @@ impl RawEvent {
         })
     }
 
-    /// Marks the end of `stream`.
+    /// Records the event at the current end of `stream`.
     ///
     /// # Safety
     /// `stream` must be a valid stream of the event's context, which must be current.
@@ -118,7 +118,7 @@ impl RawEvent {
         self.context.driver.check(code, "record an event")
     }
 
-    /// Whether the mark has been reached (an event never recorded counts as reached).
+    /// Whether the event has completed; true if it was never recorded.
     pub(crate) fn is_reached(&self) -> Result<bool> {
         let _entered = self.context.enter()?;
         // SAFETY: the event lives as long as `self`.
@@ -165,7 +165,7 @@ impl fmt::Debug for RawEvent {
     }
 }
 
-/// Host memory that the GPU's copy engines reach directly.
+/// Page-locked host memory, which the GPU's copy engines can access directly.
 #[derive(Debug)]
 pub(crate) struct Pinned {
     context: Arc<Context>,
@@ -191,7 +191,7 @@ impl Pinned {
         })
     }
 
-    /// Its address at `offset`, for the driver.
+    /// Address at `offset`, for the driver.
     pub(crate) fn at(&self, offset: usize) -> *mut u8 {
         debug_assert!(offset <= self.bytes);
         self.pointer.wrapping_add(offset)

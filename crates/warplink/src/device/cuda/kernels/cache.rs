@@ -1,5 +1,5 @@
-//! Machine code kept on disk, by what it was made from. An entry carries a digest of itself, so
-//! that one that was cut short or altered is made anew.
+//! On-disk cache of machine code, keyed by its source. Each entry carries a digest of its content, so
+//! truncated or corrupted entries are recompiled.
 
 use crate::error::Result;
 use sha2::{Digest, Sha256};
@@ -8,13 +8,13 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Where the cache is, when it is not where such things usually are.
+/// Overrides the directory of the cache.
 const DIRECTORY_VARIABLE: &str = "WARPLINK_CACHE_DIR";
 
-/// Bytes of a digest.
+/// Length of a digest in bytes.
 const DIGEST: usize = 32;
 
-/// The directory of the cache; none where the environment names no place for it.
+/// Directory of the cache; `None` if the environment defines none.
 pub(crate) fn directory() -> Option<PathBuf> {
     let variable = |name| {
         std::env::var_os(name)
@@ -27,11 +27,11 @@ pub(crate) fn directory() -> Option<PathBuf> {
         .filter(|path| path.is_absolute())
 }
 
-/// The name of the entry that is made from `parts`.
+/// Cache key of an entry compiled from `parts`.
 pub(crate) fn key(parts: &[&str]) -> String {
     let mut digest = Sha256::new();
     for part in parts {
-        // With lengths, so that no two lists of parts look alike.
+        // Length-prefixed, so that different lists of parts cannot collide.
         digest.update((part.len() as u64).to_le_bytes());
         digest.update(part);
     }
@@ -42,8 +42,8 @@ pub(crate) fn key(parts: &[&str]) -> String {
         .collect()
 }
 
-/// The entry `key`, or what `make` makes, which is then kept. A cache that cannot be read or
-/// written only costs time.
+/// Returns entry `key`, or produces it with `make` and stores it. A cache that cannot be read or written only
+/// costs time.
 pub(crate) fn get_or_make(
     directory: Option<&Path>,
     key: &str,
@@ -63,16 +63,17 @@ pub(crate) fn get_or_make(
     Ok(content)
 }
 
-/// What an entry holds, if it is whole.
+/// Content of an entry, if its digest matches.
 fn checked(bytes: &[u8]) -> Option<Vec<u8>> {
     let (digest, content) = bytes.split_at_checked(DIGEST)?;
     (!content.is_empty() && digest == Sha256::digest(content).as_slice()).then(|| content.to_vec())
 }
 
-/// Writes an entry under another name first, so that nobody sees half of it.
+/// Writes to a temporary name and renames it, so that no reader sees a partial entry.
 fn write(directory: &Path, path: &Path, content: &[u8]) -> std::io::Result<()> {
     static NUMBER: AtomicU64 = AtomicU64::new(0);
     fs::create_dir_all(directory)?;
+    // Relaxed: only uniqueness within the process matters; the name also has the process id.
     let number = NUMBER.fetch_add(1, Ordering::Relaxed);
     let temporary = path.with_extension(format!("{}-{number}", std::process::id()));
     let result = fs::File::create(&temporary)
@@ -82,7 +83,7 @@ fn write(directory: &Path, path: &Path, content: &[u8]) -> std::io::Result<()> {
         })
         .and_then(|()| fs::rename(&temporary, path));
     if result.is_err() {
-        // The first error is the one to report; the file may not even be there.
+        // Report the first error; the file may not exist.
         let _ = fs::remove_file(&temporary);
     }
     result
@@ -131,7 +132,7 @@ mod tests {
             );
             assert_eq!(fs::read(&path).unwrap(), whole);
         }
-        // Nothing but the entry is left behind.
+        // No temporary file is left.
         assert_eq!(fs::read_dir(&directory).unwrap().count(), 1);
     }
 

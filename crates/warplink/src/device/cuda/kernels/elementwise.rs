@@ -12,16 +12,16 @@ use crate::dtype::DType;
 use crate::error::{Error, Result};
 use std::ffi::{CStr, c_uint, c_void};
 
-/// Threads of a block; must not pass the kernels' launch bounds.
+/// Threads of a block; bounded by the kernels' launch bounds.
 const BLOCK: u32 = 512;
 
-/// Blocks for each multiprocessor: enough to have its memory busy.
+/// Blocks for each multiprocessor: enough to saturate its memory bandwidth.
 const BLOCKS_PER_MULTIPROCESSOR: u32 = 4;
 
-/// Bytes that one thread reads of a source at once.
+/// Bytes of one vector load.
 const VECTOR: usize = 16;
 
-/// Elements with strides that one thread has under way.
+/// Strided elements in flight for each thread.
 const ITEMS: usize = 2;
 
 /// The kernels for contiguous operands of one type.
@@ -52,13 +52,13 @@ const COMBINING: [(ElementwiseOp, DType, &CStr); 20] = {
     ]
 };
 
-/// As the kernels have it.
+/// Layout must match the kernels.
 #[repr(C)]
 struct Sources {
     at: [u64; MAX_ELEMENTWISE_SOURCES],
 }
 
-/// As the kernels have it.
+/// Layout must match the kernels.
 #[repr(C)]
 struct Operands {
     extents: [u64; MAX_ELEMENTWISE_AXES],
@@ -71,7 +71,7 @@ struct Operands {
 #[derive(Debug)]
 pub(crate) struct ElementwiseKernels {
     combining: Vec<(ElementwiseOp, DType, Function)>,
-    /// For operands with strides and for casts, by what is accumulated in: `f32`, `f64` and `i32`.
+    /// For strided operands and casts, by accumulator type: `f32`, `f64` and `i32`.
     strided: [Function; 3],
     copy: Function,
     max_blocks: u32,
@@ -225,7 +225,7 @@ impl ElementwiseKernels {
         unsafe { function.launch(stream.raw_stream(), blocks, BLOCK, &mut parameters) }
     }
 
-    /// Blocks for an operation of which a thread does `elements` elements at once.
+    /// Number of blocks, for `elements` elements per thread and iteration.
     fn blocks(&self, request: &Elementwise, elements: usize) -> u32 {
         let per_block = (BLOCK as usize * elements) as u64;
         let blocks = (request.elements() as u64).div_ceil(per_block);
@@ -240,20 +240,20 @@ fn operands(request: &Elementwise) -> impl Iterator<Item = (&Operand, DType)> {
     std::iter::once((&request.target, request.dtype)).chain(sources)
 }
 
-/// As the kernels have it.
+/// Type code; must match the kernels.
 fn type_code(dtype: DType) -> c_uint {
     match dtype {
         DType::F16 => 0,
         DType::BF16 => 1,
         DType::F32 => 2,
-        // Others are copied only, as types of their lengths are.
+        // Other types are only copied, as integers of the same size.
         DType::F64 | DType::I64 | DType::U64 => 3,
         DType::I32 | DType::U32 => 4,
         DType::U8 | DType::I8 | DType::F8E4M3 | DType::F8E5M2 => 5,
     }
 }
 
-/// As the kernels have it; those of one source have nothing to combine.
+/// Operator code; must match the kernels. Unary operators have no combining step.
 fn op_code(op: ElementwiseOp) -> c_uint {
     match op {
         ElementwiseOp::Sum | ElementwiseOp::Cast | ElementwiseOp::Copy => 0,

@@ -1,4 +1,4 @@
-//! The CUDA C++ kernels: compiling, keeping and loading them; the two that are embedded, and users'.
+//! CUDA C++ kernels, embedded and user-supplied: compilation, cache and loading.
 
 pub(super) mod cache;
 pub(super) mod elementwise;

@@ -1,4 +1,4 @@
-//! Machine code in the GPU, and launching it.
+//! Modules of machine code, and kernel launches.
 
 use super::nvrtc::{self, Source};
 use crate::device::Launch;
@@ -16,13 +16,13 @@ use std::ffi::{CStr, c_int, c_void};
 use std::fmt;
 use std::sync::{Arc, Mutex};
 
-/// Machine code that was loaded. It is unloaded at a moment when no stream has work: the driver may wait for
-/// what runs, and a kernel of it may.
+/// Loaded machine code. It is unloaded when no stream has work: the driver may wait for running kernels,
+/// which may wait for a peer.
 pub(crate) struct Module {
     context: Arc<Context>,
     raw: RawModule,
     reaper: Reaper,
-    /// Held while the limits of kernels are compared and raised: handles of one kernel share its limit.
+    /// Held while shared-memory limits are compared and raised: handles of one kernel share its limit.
     limits: Mutex<()>,
 }
 
@@ -36,10 +36,11 @@ unsafe impl Send for RawModule {}
 unsafe impl Sync for RawModule {}
 
 impl RawModule {
-    /// Unloads it.
+    /// Unloads the module.
     ///
     /// # Safety
-    /// Loaded with `context`, which is current, and unloaded once; no kernel of it runs or is launched later.
+    /// It must have been loaded in `context`, which is current, and not unloaded before; no kernel of it runs
+    /// or is launched later.
     unsafe fn unload(self, context: &Context) {
         // SAFETY: as the caller says.
         let code = unsafe { (context.driver.cuModuleUnload)(self.0) };
@@ -50,7 +51,7 @@ impl RawModule {
 }
 
 impl Module {
-    /// Compiles `source` for the GPU, unless that was done before, and loads it. `reaper` unloads it.
+    /// Compiles `source` for the GPU, unless cached, and loads it. `reaper` unloads it.
     pub(crate) fn load(
         context: &Arc<Context>,
         reaper: &Reaper,
@@ -62,7 +63,7 @@ impl Module {
         unsafe { Self::load_image(context, reaper, capabilities, source.name, &code) }
     }
 
-    /// Loads machine code, which `reaper` unloads.
+    /// Loads machine code; `reaper` unloads it.
     ///
     /// # Safety
     /// `code` must be a whole image of a format that the driver takes, which need not be for this GPU.
@@ -90,8 +91,8 @@ impl Module {
         }))
     }
 
-    /// The kernel `name`, put into the GPU at once: one that is put there when it is first launched
-    /// would wait for a kernel that spins.
+    /// The kernel `name`, loaded eagerly: lazy loading at the first launch would wait for a kernel that
+    /// spins.
     pub(crate) fn function(self: &Arc<Self>, name: &CStr) -> Result<Function> {
         let driver = self.context.driver;
         let _entered = self.context.enter()?;
@@ -140,10 +141,11 @@ impl fmt::Debug for Module {
     }
 }
 
-/// A launch starts early where the GPU has room for so many of its kind; see [`Kernel::early`](crate::device::Kernel).
+/// A launch may start early only if the GPU has space for this many of its kind; see
+/// [`Kernel::early`](crate::device::Kernel).
 pub(super) const EARLY_LAUNCHES: u64 = 8;
 
-/// A kernel that can be launched.
+/// A launchable kernel.
 #[derive(Debug)]
 pub(crate) struct Function {
     module: Arc<Module>,
@@ -156,7 +158,7 @@ unsafe impl Send for Function {}
 unsafe impl Sync for Function {}
 
 impl Function {
-    /// The driver's handle, valid as long as this.
+    /// Driver handle, valid as long as `self`.
     pub(super) fn handle(&self) -> CUfunction {
         self.raw
     }
@@ -178,7 +180,7 @@ impl Function {
         unsafe { self.launch_as(stream, &launch, parameters) }
     }
 
-    /// As [`launch`](Self::launch), with everything that a launch can have.
+    /// As [`launch`](Self::launch), with all launch options.
     ///
     /// # Safety
     /// As for [`launch`](Self::launch).
@@ -252,8 +254,8 @@ impl Function {
         driver.check(code, "launch a kernel")
     }
 
-    /// Allows launches with up to `bytes` of dynamic shared memory, which the driver wants to be asked for
-    /// beyond 48 KiB, and with what was allowed before.
+    /// Allows launches with up to `bytes` of dynamic shared memory; beyond 48 KiB the driver requires an
+    /// opt-in. Never lowers the limit.
     pub(crate) fn allow_shared(&self, bytes: u32) -> Result<()> {
         let driver = self.module.context.driver;
         let _entered = self.module.context.enter()?;
@@ -272,8 +274,8 @@ impl Function {
         driver.check(code, "allow dynamic shared memory")
     }
 
-    /// How many blocks of `threads` threads, with `shared` bytes of dynamic shared memory each, fit on a
-    /// multiprocessor at a time.
+    /// Number of blocks of `threads` threads and `shared` bytes of dynamic shared memory that fit on a
+    /// multiprocessor.
     pub(crate) fn blocks_per_multiprocessor(&self, threads: u32, shared: u32) -> Result<u32> {
         let driver = self.module.context.driver;
         let _entered = self.module.context.enter()?;
@@ -292,7 +294,7 @@ impl Function {
         Ok(u32::try_from(blocks).unwrap_or(0))
     }
 
-    /// Registers of a thread, and bytes of a block's shared and of a thread's local memory.
+    /// Registers of a thread, shared memory of a block and local memory of a thread, in bytes.
     pub(crate) fn resources(&self) -> Result<[u32; 3]> {
         let driver = self.module.context.driver;
         let _entered = self.module.context.enter()?;
@@ -306,13 +308,13 @@ impl Function {
             let mut answer = 0;
             // SAFETY: `answer` is an output parameter for one integer; the function lives as long as `self`.
             let code = unsafe { (driver.cuFuncGetAttribute)(&mut answer, which, self.raw) };
-            driver.check(code, "ask what a kernel takes")?;
+            driver.check(code, "query a kernel's resources")?;
             *value = u32::try_from(answer).unwrap_or(0);
         }
         Ok(values)
     }
 
-    /// The bytes of each parameter, where the driver tells them.
+    /// Size of each parameter in bytes, if the driver reports them.
     pub(crate) fn parameter_bytes(&self) -> Option<Vec<usize>> {
         let ask = self.module.context.driver.cuFuncGetParamInfo?;
         let _entered = self.module.context.enter().ok()?;

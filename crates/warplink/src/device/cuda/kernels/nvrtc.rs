@@ -1,4 +1,4 @@
-//! Compiling CUDA C++ for the GPU at hand: the kernels that are embedded in the library, and users'.
+//! Compiles CUDA C++ at run time: the embedded kernels, and users'.
 
 use super::cache;
 use crate::device::library::function_table;
@@ -8,50 +8,50 @@ use cudarc::nvrtc::sys::nvrtcProgram;
 use std::ffi::{CStr, CString, c_char, c_int};
 use std::sync::OnceLock;
 
-/// A piece of CUDA C++ that is embedded in the library.
+/// CUDA C++ embedded in the library.
 #[derive(Debug)]
 pub(crate) struct Source {
     pub(crate) name: &'static str,
     text: &'static str,
 }
 
-/// Element-wise operations.
+/// Element-wise kernels.
 pub(crate) const ELEMENTWISE: Source = Source {
     name: "elementwise.cu",
     text: include_str!("../../../../kernels/elementwise.cu"),
 };
 
-/// A small transfer.
+/// Transfer kernels.
 pub(crate) const TRANSFER: Source = Source {
     name: "transfer.cu",
     text: include_str!("../../../../kernels/transfer.cu"),
 };
 
-/// Every call of a channel.
+/// Instantiates every call of a channel.
 const CHANNEL: Source = Source {
     name: "channel.cu",
     text: include_str!("../../../../kernels/channel.cu"),
 };
 
-/// Every step of a kernel section.
+/// Instantiates every step of kernel sections.
 const STEPS: Source = Source {
     name: "steps.cu",
     text: include_str!("../../../../kernels/steps.cu"),
 };
 
-/// Messages between pairs of ranks.
+/// Kernels for messages between pairs of ranks.
 const MESSAGES: Source = Source {
     name: "messages.cu",
     text: include_str!("../../../../kernels/messages.cu"),
 };
 
-/// What a layer of experts does on each rank.
+/// Kernels of a layer of experts.
 const EXPERTS: Source = Source {
     name: "experts.cu",
     text: include_str!("../../../../kernels/experts.cu"),
 };
 
-/// Every kernel file; each is compiled by itself.
+/// Every kernel file; each is a translation unit.
 const SOURCES: [&Source; 6] = [
     &ELEMENTWISE,
     &TRANSFER,
@@ -61,7 +61,7 @@ const SOURCES: [&Source; 6] = [
     &EXPERTS,
 ];
 
-/// What kernels may include, by name.
+/// Headers that kernels may include, by name.
 const HEADERS: [(&CStr, &str); 10] = [
     (
         c"warplink/device.cuh",
@@ -105,11 +105,11 @@ const HEADERS: [(&CStr, &str); 10] = [
     ),
 ];
 
-/// What every file is compiled with, besides the architecture.
+/// Options for every file, besides the architecture.
 const OPTIONS: [&str; 2] = ["--std=c++17", "--extra-device-vectorization"];
 
 function_table! {
-    /// The compiler's functions.
+    /// NVRTC's functions.
     Compiler {
         nvrtcVersion(*mut c_int, *mut c_int) -> c_int;
         nvrtcGetErrorString(c_int) -> *const c_char;
@@ -157,8 +157,7 @@ impl Compiler {
         Ok((major, minor))
     }
 
-    /// Compiles `text`, the file `name`, with `options` for `architecture`, such as `sm_90`, to machine
-    /// code.
+    /// Compiles `text` as file `name` with `options` for `architecture`, such as `sm_90`, to machine code.
     fn compile(
         &self,
         name: &str,
@@ -214,13 +213,13 @@ impl Compiler {
         let mut bytes = 0;
         // SAFETY: `bytes` is an output parameter for one size.
         let code = unsafe { (self.nvrtcGetCUBINSize)(program.raw, &mut bytes) };
-        self.check(code, "take a kernel's machine code")?;
+        self.check(code, "get a kernel's machine code")?;
         let mut image = vec![0_u8; bytes];
         // SAFETY: `image` has as many bytes as the compiler said that it writes.
         let code = unsafe { (self.nvrtcGetCUBIN)(program.raw, image.as_mut_ptr().cast()) };
-        self.check(code, "take a kernel's machine code")?;
+        self.check(code, "get a kernel's machine code")?;
         if image.is_empty() {
-            let text = format!("NVRTC made no machine code of {name} for {architecture}");
+            let text = format!("NVRTC produced no machine code for {name} on {architecture}");
             return Err(Error::new(ErrorKind::Driver, text)
                 .with_help("name a real architecture, such as sm_90"));
         }
@@ -228,14 +227,14 @@ impl Compiler {
     }
 }
 
-/// A program of the compiler's.
+/// An NVRTC program.
 struct Program<'a> {
     compiler: &'a Compiler,
     raw: nvrtcProgram,
 }
 
 impl Program<'_> {
-    /// What the compiler said about it.
+    /// The compilation log.
     fn log(&self) -> Option<String> {
         let mut bytes = 0;
         // SAFETY: `bytes` is an output parameter for one size; the program is live.
@@ -273,12 +272,12 @@ fn options(architecture: &str, further: &[String]) -> Vec<String> {
         .collect()
 }
 
-/// The machine code of `source` for `architecture`, from the disk where it was compiled before.
+/// Machine code of `source` for `architecture`, from the disk cache if present.
 pub(crate) fn machine_code(source: &Source, architecture: &str) -> Result<Vec<u8>> {
     machine_code_of(source.name, source.text, &[], architecture)
 }
 
-/// As [`machine_code`], of any text, with further options.
+/// As [`machine_code`], for any text, with additional options.
 pub(crate) fn machine_code_of(
     name: &str,
     text: &str,
@@ -297,19 +296,19 @@ pub(crate) fn machine_code_of(
     })
 }
 
-/// A kernel file that was compiled.
+/// A compiled kernel file.
 #[derive(Clone, Debug)]
 pub struct CompiledKernel {
-    /// The file's name.
+    /// File name.
     pub name: &'static str,
-    /// The architecture that it was compiled for.
+    /// Target architecture.
     pub architecture: String,
     /// Bytes of machine code.
     pub bytes: usize,
 }
 
-/// Compiles `text`, CUDA C++ that may include `<warplink/device.cuh>`, for `architecture`, such as `sm_90`,
-/// anew, and gives the machine code. Needs no GPU.
+/// Compiles CUDA C++ that may include `<warplink/device.cuh>` for `architecture`, such as `sm_90`, bypassing
+/// the cache, and returns the machine code. Needs no GPU.
 ///
 /// # Errors
 /// As [`compile_all`].
@@ -318,11 +317,11 @@ pub fn compile(name: &str, text: &str, architecture: &str) -> Result<Vec<u8>> {
     Compiler::get()?.compile(name, text, &options, architecture)
 }
 
-/// Compiles every kernel for each of `architectures`, such as `sm_90`, anew. Needs no GPU.
+/// Compiles every kernel for each of `architectures`, such as `sm_90`, bypassing the cache. Needs no GPU.
 ///
 /// # Errors
-/// [`ErrorKind::LibraryMissing`] without NVRTC, [`ErrorKind::Driver`] with the compiler's messages
-/// where a kernel does not compile.
+/// [`ErrorKind::LibraryMissing`] without NVRTC; [`ErrorKind::Driver`] with the compiler's messages if a
+/// kernel does not compile.
 pub fn compile_all(architectures: &[&str]) -> Result<Vec<CompiledKernel>> {
     let compiler = Compiler::get()?;
     let pairs = SOURCES.iter().flat_map(|source| {

@@ -1,8 +1,8 @@
-//! A kernel whose launches follow one another, launched as a graph of one kernel.
+//! A kernel launched repeatedly as a graph of one node.
 //!
-//! Such a launch takes the host half as long as that of a kernel by itself, if only the values of parameters change
-//! between launches. The driver lets a graph wait for its own launch before, also on another stream, so that a graph
-//! serves one user, who orders the launches anyway.
+//! If only parameter values change between launches, such a graph takes half the host time of a kernel
+//! launch. The driver serializes launches of one graph, even across streams, so a graph serves one user,
+//! whose launches are ordered anyway.
 
 use super::user::UserKernel;
 use crate::device::cuda::driver::context::Context;
@@ -19,22 +19,22 @@ use std::ffi::c_void;
 use std::fmt;
 use std::sync::{Arc, Mutex};
 
-/// A kernel whose launches follow one another.
+/// A kernel whose launches are serialized.
 pub(crate) struct SerialKernel {
-    /// Behind a lock, since parameters are set before a launch. It is let go of before the kernel that it names.
+    /// Locked, since parameters are set before a launch. Dropped before the kernel that it references.
     graph: Mutex<KernelGraph>,
     kernel: Arc<UserKernel>,
 }
 
-/// A graph of one kernel, ready to launch.
+/// An instantiated graph of one kernel.
 struct KernelGraph {
     context: Arc<Context>,
     function: CUfunction,
-    /// Kept, since the node is named when parameters are set.
+    /// Kept alive, since setting parameters refers to its node.
     graph: CUgraph,
     node: CUgraphNode,
     exec: CUgraphExec,
-    /// What its parameters were set to last, if that succeeded.
+    /// Launch configuration last set successfully.
     launch: Option<Launch>,
     words: Vec<u64>,
     signals: u64,
@@ -44,8 +44,8 @@ struct KernelGraph {
 unsafe impl Send for KernelGraph {}
 
 impl SerialKernel {
-    /// Readies launches of `kernel`, the first of which is like `launch`. `None` where the driver has no such graphs. The
-    /// driver may wait for the GPU, as it does where code is loaded.
+    /// Prepares launches of `kernel`, the first of which resembles `launch`. `None` if the driver lacks such
+    /// graphs. May wait for the GPU, as loading code does.
     pub(super) fn ready(kernel: &Arc<UserKernel>, launch: &Launch) -> Result<Option<Self>> {
         let Some(parameters) = kernel.parameter_words() else {
             return Ok(None);
@@ -89,7 +89,7 @@ impl SerialBackend for SerialKernel {
     }
 }
 
-/// Where the driver finds the values of the parameters, which it only reads.
+/// Pointers to parameter values, as the driver expects them; it only reads them.
 fn pointers(words: &[u64], signals: &mut u64) -> [*mut c_void; 2] {
     [
         words.as_ptr().cast_mut().cast(),
@@ -113,7 +113,7 @@ impl KernelGraph {
             return Ok(None);
         }
         let _entered = context.enter()?;
-        // Others may be recording.
+        // Another thread may be capturing.
         let _relaxed = context.relax_capture();
         let mut made = Self {
             context: context.clone(),
@@ -128,18 +128,18 @@ impl KernelGraph {
         // SAFETY: `made.graph` is an output parameter for one graph; no flags.
         let code = unsafe { create(&mut made.graph, 0) };
         driver.check(code, "create a graph")?;
-        // The first launch sets them.
+        // Placeholder; the first launch sets the real values.
         let mut signals = made.signals;
         let mut pointers = pointers(&made.words, &mut signals);
         let params = made.params(launch, &mut pointers);
         // SAFETY: `made.node` is an output parameter for one node, which depends on no other; the driver copies the
         // parameters, of which there are as many as the kernel has, each of its length.
         let code = unsafe { add(&mut made.node, made.graph, std::ptr::null(), 0, &params) };
-        driver.check(code, "make a graph of a kernel")?;
+        driver.check(code, "add a kernel to a graph")?;
         // SAFETY: `made.exec` is an output parameter for one graph; no flags.
         let code = unsafe { (driver.cuGraphInstantiateWithFlags)(&mut made.exec, made.graph, 0) };
-        driver.check(code, "make a graph ready to launch")?;
-        // So that the first launch does not pay for it.
+        driver.check(code, "instantiate a graph")?;
+        // Upload now, so that the first launch does not pay for it.
         let stream = RawStream::create(context, false)?;
         // SAFETY: the graph was made just now, and the stream is of its context.
         let code = unsafe { (driver.cuGraphUpload)(made.exec, stream.raw) };
@@ -207,7 +207,7 @@ impl Drop for KernelGraph {
     fn drop(&mut self) {
         let driver = self.context.driver;
         let _entered = self.context.enter();
-        // This thread may be in a capture.
+        // This thread may be capturing.
         let _relaxed = self.context.relax_capture();
         for code in [
             // SAFETY: made once and destroyed once; a launch under way is let finish first.

@@ -1,4 +1,4 @@
-//! The kernels that do a transfer, with its waits and signals, in one launch.
+//! Kernels that perform a transfer, with its waits and signals, in one launch.
 
 use super::module::{EARLY_LAUNCHES, Function, Module};
 use super::nvrtc;
@@ -13,20 +13,20 @@ use cudarc::driver::sys::CUstream;
 use std::ffi::c_void;
 use std::sync::Arc;
 
-/// Most operations of one launch; must match the kernel.
+/// Maximum operations of one launch; must match the kernel.
 pub(crate) const MAX_OPERATIONS: usize = 16;
 
-/// Most transfers by packets of one launch; must match the kernel.
+/// Maximum packet transfers of one launch; must match the kernel.
 pub(crate) const MAX_PARTS: usize = 8;
 
-/// Most threads of a block; must match the kernels' launch bounds.
+/// Maximum threads of a block; must match the kernels' launch bounds.
 const MAX_THREADS: u32 = 1024;
 
-/// Bytes that a thread copies at once, and how often before it stores; fewer threads suffice for
-/// less.
+/// Bytes that a thread copies per iteration: four 16-byte loads before the stores. Shorter copies use fewer
+/// threads.
 const BYTES_PER_THREAD: usize = 16 * 4;
 
-/// As the kernel has it.
+/// Layout must match the kernel.
 #[repr(C)]
 struct Parameters {
     target: u64,
@@ -43,7 +43,7 @@ struct Parameters {
     operations: [[u64; 2]; MAX_OPERATIONS],
 }
 
-/// As the kernel has it.
+/// Layout must match the kernel.
 #[derive(Clone, Copy, Default)]
 #[repr(C)]
 struct Part {
@@ -59,7 +59,7 @@ struct Part {
     unused: u32,
 }
 
-/// As the kernel has it.
+/// Layout must match the kernel.
 #[repr(C)]
 struct Parts {
     parts: [Part; MAX_PARTS],
@@ -67,14 +67,14 @@ struct Parts {
     unused: u32,
 }
 
-/// The kernels, loaded before anything can spin.
+/// The transfer kernels, loaded before anything can spin.
 #[derive(Debug)]
 pub(crate) struct TransferKernel {
     transfer: OneKernel,
     packets: OneKernel,
 }
 
-/// A kernel, and the most threads of its launches that start early.
+/// A kernel, and the maximum threads of launches that start early.
 #[derive(Debug)]
 struct OneKernel {
     function: Function,
@@ -82,7 +82,7 @@ struct OneKernel {
 }
 
 impl TransferKernel {
-    /// Loads the kernels; `None` where the compiler is missing, and the copy engine does small transfers too.
+    /// Loads the kernels. `None` without a compiler; small transfers then use the copy engine.
     pub(crate) fn load(
         context: &Arc<Context>,
         reaper: &Reaper,
@@ -102,13 +102,13 @@ impl TransferKernel {
             .ok()
     }
 
-    /// Enqueues operations on words alone: at most [`MAX_OPERATIONS`].
+    /// Enqueues only operations on words, at most [`MAX_OPERATIONS`].
     pub(crate) fn words(&self, stream: CUstream, ops: &[MemoryOp<'_>]) -> Result<()> {
         self.enqueue(stream, ops, None, &[])
     }
 
-    /// Enqueues `before`, the copy and `after`: at most [`MAX_OPERATIONS`]. Where several blocks copy, `after`
-    /// may only wait.
+    /// Enqueues `before`, the copy and `after`, at most [`MAX_OPERATIONS`] each. If several blocks copy,
+    /// `after` may only wait.
     pub(crate) fn copy(
         &self,
         stream: CUstream,
@@ -175,7 +175,7 @@ impl TransferKernel {
         }
         let each = bytes.div_ceil(blocks as usize);
         let threads = each.div_ceil(BYTES_PER_THREAD).next_multiple_of(32) as u32;
-        // Several blocks are for speed, and one thread for each access gives the most of it.
+        // Several blocks are used for bandwidth, which is highest with one thread per access.
         let threads = match blocks {
             1 => threads,
             _ => each.div_ceil(16).next_multiple_of(32) as u32,
@@ -191,7 +191,7 @@ impl TransferKernel {
         }
     }
 
-    /// Enqueues `parts` side by side: at most [`MAX_PARTS`], none of which excludes another.
+    /// Enqueues `parts` concurrently, at most [`MAX_PARTS`], all compatible with one another.
     pub(crate) fn packets(&self, stream: CUstream, parts: &[PacketPart<'_>]) -> Result<()> {
         let mut parameters = Parts {
             parts: [Part::default(); MAX_PARTS],
@@ -242,8 +242,8 @@ impl OneKernel {
     }
 }
 
-/// The threads of launches that may start early, where a multiprocessor has room for so many of the largest blocks: none
-/// where processes share the GPU, whose launches nobody counts.
+/// Threads of launches that may start early, given how many of the largest blocks fit on a multiprocessor.
+/// Zero if processes share the GPU, since their launches cannot be counted.
 fn early_threads(capabilities: &Capabilities, blocks_per_multiprocessor: u32) -> u32 {
     if !capabilities.starts_kernels_early() || capabilities.multi_process_service {
         return 0;

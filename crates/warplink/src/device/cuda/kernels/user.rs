@@ -1,4 +1,4 @@
-//! Users' kernels: modules of CUDA C++ or machine code, and launches with checked arguments.
+//! User kernels: modules of CUDA C++ or machine code, and launches with checked arguments.
 
 use super::module::{EARLY_LAUNCHES, Function, Module};
 use super::nvrtc;
@@ -19,22 +19,22 @@ use std::fmt;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
 
-/// Dynamic shared memory that every launch may have.
+/// Dynamic shared memory that needs no opt-in.
 const SHARED_WITHOUT_ASKING: u32 = 48 << 10;
 
 const POINTER_BYTES: usize = size_of::<u64>();
 
-/// A module of the user's.
+/// A user's module.
 pub(crate) struct UserModule {
     gpu: Arc<Gpu>,
     name: String,
     module: Arc<Module>,
-    /// Whether the code was loaded for it, and not found among what was written before.
+    /// Whether this load was new rather than a hit in the module cache.
     is_new: bool,
 }
 
 impl UserModule {
-    /// Compiles, where that is needed, and loads.
+    /// Compiles if needed, and loads.
     ///
     /// # Safety
     /// As [`Device::load_module`](crate::device::Device::load_module) says; an image must be whole.
@@ -72,7 +72,7 @@ impl UserModule {
         })
     }
 
-    /// Compiles `text`, where that is needed, and loads it.
+    /// Compiles `text` if needed, and loads it.
     ///
     /// # Safety
     /// As [`Device::load_module`](crate::device::Device::load_module) says.
@@ -123,18 +123,17 @@ impl fmt::Debug for UserModule {
     }
 }
 
-/// Modules of texts that the library wrote: loaded once, and kept, since unloading one may have to wait for
-/// the GPU.
+/// Cache of modules of generated text. Modules are kept, since unloading one may wait for the GPU.
 #[derive(Default)]
 pub(crate) struct WrittenModules(Mutex<HashMap<String, Arc<Module>>>);
 
 impl WrittenModules {
-    /// The module of `text`, from `load` the first time.
+    /// The module of `text`, created by `load` on a miss.
     fn get(&self, text: &str, load: impl FnOnce() -> Result<Arc<Module>>) -> Result<Arc<Module>> {
         if let Some(module) = lock(&self.0).get(text) {
             return Ok(module.clone());
         }
-        // Without the lock, since compiling takes its time.
+        // Unlocked, since compiling is slow.
         let module = load()?;
         Ok(lock(&self.0)
             .entry(text.to_owned())
@@ -142,26 +141,26 @@ impl WrittenModules {
             .clone())
     }
 
-    /// Lets go of all.
+    /// Removes all entries.
     pub(crate) fn take_all(&self) -> Vec<Arc<Module>> {
         lock(&self.0).drain().map(|(_, module)| module).collect()
     }
 }
 
-/// A kernel of the user's.
+/// A user's kernel.
 pub(super) struct UserKernel {
     gpu: Arc<Gpu>,
     name: String,
-    /// The bytes of each parameter, where the driver tells them.
+    /// Size of each parameter in bytes, if the driver reports them.
     parameters: Option<Vec<usize>>,
-    /// Dynamic shared memory that the driver is known to allow.
+    /// Dynamic shared memory that was already allowed.
     shared: AtomicU32,
     loaded_its_code: bool,
     function: Function,
 }
 
 impl UserKernel {
-    /// Fails where the arguments do not match the parameters.
+    /// Fails if the arguments do not match the parameters.
     fn check(&self, arguments: &[Argument]) -> Result<()> {
         let failed = |text: String, help: &'static str| {
             Err(Error::invalid(text)
@@ -207,10 +206,10 @@ impl UserKernel {
     }
 }
 
-/// For launches that follow one another.
+/// Support for serial launches.
 impl UserKernel {
-    /// How many words its first parameter has, where a pointer is the second and last; `None` where that is not so, the
-    /// first is not of whole words, or the driver does not tell.
+    /// Length of the first parameter in words, if there is a second and last one that is a pointer; `None`
+    /// otherwise, or if the driver does not report sizes.
     pub(super) fn parameter_words(&self) -> Option<usize> {
         match self.parameters.as_deref()? {
             [bytes, POINTER_BYTES] if bytes.is_multiple_of(size_of::<u64>()) => {
@@ -228,12 +227,12 @@ impl UserKernel {
         self.function.handle()
     }
 
-    /// The stream behind the trait, which must be of the kernel's GPU.
+    /// Downcasts the stream, which must be of the kernel's GPU.
     pub(super) fn stream<'a>(&self, stream: &'a Stream) -> Result<&'a CudaStream> {
         CudaStream::of(stream, &self.gpu)
     }
 
-    /// Fails where the arguments do not match the parameters.
+    /// Fails if the arguments do not match the parameters.
     pub(super) fn check_serial(&self, arguments: &SerialArguments<'_>) -> Result<()> {
         let is_of_gpu = |slice: &DeviceSlice| slice.kind() == DeviceKind::Cuda;
         let fits = self.parameter_words() == Some(arguments.words.len());
@@ -243,8 +242,9 @@ impl UserKernel {
         self.check(&arguments.to_arguments())
     }
 
-    /// Allows a launch as much dynamic shared memory as it has.
+    /// Allows the dynamic shared memory of a launch.
     pub(super) fn allow_shared(&self, launch: &Launch) -> Result<()> {
+        // Relaxed: only a cache of the driver's limit. A stale value costs one redundant call.
         if launch.shared_bytes > self.shared.load(Ordering::Relaxed) {
             self.function.allow_shared(launch.shared_bytes)?;
             self.shared
@@ -267,7 +267,7 @@ impl UserKernel {
         unsafe { self.function.launch_as(stream, launch, parameters) }
     }
 
-    /// Says in an error which kernel it was.
+    /// Adds the kernel's name to an error.
     pub(super) fn explain(&self, launched: Result<()>) -> Result<()> {
         launched.map_err(|error| error.with_key(&*self.name).with_device(self.gpu.name()))
     }

@@ -1,36 +1,36 @@
-//! Blocks of plain memory that were freed, kept for the next allocation.
+//! Pool of freed blocks of plain memory, for reuse by later allocations.
 
 use crate::sync::lock;
 use std::collections::BTreeMap;
 use std::sync::Mutex;
 
-/// An allocation may be longer than what is asked for by a part of so much of that.
+/// A pooled block may exceed the requested size by up to 1 / `SLACK_DIVISOR`, which bounds the waste.
 const SLACK_DIVISOR: usize = 8;
 
-/// A block of the driver's, which nobody uses.
+/// An unused block of driver memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Block {
     pub(crate) address: u64,
     pub(crate) bytes: usize,
 }
 
-/// The freed blocks of a GPU. It knows no driver: who takes a block out frees it or uses it.
+/// The freed blocks of a GPU. It does not call the driver: callers free or use the blocks that they take.
 #[derive(Debug)]
 pub(crate) struct BlockPool {
-    state: Mutex<State>,
+    state: Mutex<Blocks>,
     max_bytes: usize,
 }
 
 #[derive(Debug, Default)]
-struct State {
-    // The address of each block, by its bytes and the order in which blocks came.
+struct Blocks {
+    // Block addresses, keyed by size and order of insertion.
     blocks: BTreeMap<(usize, u64), u64>,
     count: u64,
     closed: bool,
 }
 
 impl BlockPool {
-    /// An empty pool, which keeps up to `max_bytes` when more is allocated of the driver.
+    /// An empty pool that keeps up to `max_bytes` when new memory is allocated from the driver.
     pub(crate) fn new(max_bytes: usize) -> Self {
         Self {
             state: Mutex::default(),
@@ -38,8 +38,8 @@ impl BlockPool {
         }
     }
 
-    /// The shortest block of at least `bytes` that is not much longer, and of these the last that
-    /// was freed.
+    /// Best fit: the smallest block of at least `bytes` that is not much longer; among equals the most
+    /// recently freed.
     pub(crate) fn take(&self, bytes: usize) -> Option<Block> {
         let mut state = lock(&self.state);
         let longest = bytes.saturating_add(bytes / SLACK_DIVISOR);
@@ -56,7 +56,7 @@ impl BlockPool {
         })
     }
 
-    /// Keeps a block, or gives it back where the pool is closed.
+    /// Keeps a block, or returns it if the pool is closed.
     pub(crate) fn put(&self, block: Block) -> Option<Block> {
         let mut state = lock(&self.state);
         if state.closed {
@@ -68,17 +68,17 @@ impl BlockPool {
         None
     }
 
-    /// Takes out what is too much: the blocks that were freed first.
+    /// Removes the blocks beyond the limit, oldest first.
     pub(crate) fn take_surplus(&self) -> Vec<Block> {
         lock(&self.state).shrink(self.max_bytes)
     }
 
-    /// Takes out all blocks.
+    /// Removes all blocks.
     pub(crate) fn take_all(&self) -> Vec<Block> {
         lock(&self.state).shrink(0)
     }
 
-    /// Takes out all blocks, and keeps none from now on.
+    /// Removes all blocks, and accepts none from now on.
     pub(crate) fn close(&self) -> Vec<Block> {
         let mut state = lock(&self.state);
         state.closed = true;
@@ -86,7 +86,7 @@ impl BlockPool {
     }
 }
 
-impl State {
+impl Blocks {
     fn shrink(&mut self, max_bytes: usize) -> Vec<Block> {
         let mut bytes: usize = self.blocks.keys().map(|(bytes, _)| bytes).sum();
         let mut taken = Vec::new();

@@ -1,4 +1,4 @@
-//! Views of device memory that others allocated.
+//! Views of device memory that other code allocated.
 
 use super::{Borrowed, CudaBacking, Source, foreign_identity, next_identity};
 use crate::device::cuda::driver::status;
@@ -12,8 +12,8 @@ use std::sync::Arc;
 /// `CU_MEMORYTYPE_DEVICE`.
 const DEVICE_MEMORY: u64 = 2;
 
-/// Makes a slice of `bytes` at `address` inside a backing that spans the whole allocation, or the
-/// pieces of virtual memory that it lies in.
+/// Creates a slice of `bytes` at `address`. Its backing spans the whole allocation, or the pieces of virtual
+/// memory that contain the range.
 ///
 /// # Safety
 /// As [`Device::borrow`](crate::device::Device::borrow).
@@ -67,8 +67,8 @@ pub(crate) unsafe fn borrow(
             "{bytes} bytes at {address:#x} pass the end of the allocation; expected an end of at most {allocation_end:#x}"
         )));
     }
-    // Without a number of the driver's, nothing tells whether it is the allocation of last time, so
-    // it counts as another: nothing stale is used, at the price of being exchanged again.
+    // Without a buffer id from the driver nothing proves that this is the same allocation as before, so treat
+    // it as a new one: no stale mapping is used, at the price of another exchange.
     let numbered = identity_of(&pieces);
     let identity = numbered.unwrap_or_else(next_identity);
     let source = Source::Borrowed(Borrowed {
@@ -82,7 +82,7 @@ pub(crate) unsafe fn borrow(
     whole.slice(start..start + bytes)
 }
 
-/// The identity of all that lies in a range by now, where the driver has numbers for it.
+/// The current identity of a range, if the driver has ids for all of its pieces.
 pub(super) fn identity(gpu: &Gpu, base: u64, bytes: usize, plain: bool) -> Option<u64> {
     let _entered = gpu.context.enter().ok()?;
     let _relaxed = gpu.context.relax_capture();
@@ -104,14 +104,13 @@ struct MappedPiece {
     id: Option<u64>,
 }
 
-/// The mappings from the one at `address` to that before `end`, as far as they follow one another;
-/// plain memory is always one.
+/// Contiguous mappings from the one at `address` to `end`; plain memory is always one.
 fn pieces(gpu: &Gpu, address: u64, end: u64, plain: bool) -> Result<Vec<MappedPiece>> {
     let mut pieces: Vec<MappedPiece> = Vec::new();
     let mut next = address;
     while next < end {
         let (base, bytes) = extent(gpu, next, plain)?;
-        // What follows must begin where the last one ends.
+        // The next piece must begin where the previous one ends.
         if bytes == 0 || !pieces.is_empty() && base != next {
             break;
         }
@@ -132,10 +131,10 @@ fn pieces(gpu: &Gpu, address: u64, end: u64, plain: bool) -> Result<Vec<MappedPi
     Ok(pieces)
 }
 
-/// Where the mapping at `address` begins, and its bytes.
+/// Start and length of the mapping at `address`.
 fn extent(gpu: &Gpu, address: u64, plain: bool) -> Result<(u64, usize)> {
     if !plain {
-        // Of one physical piece, where an address range may be that of all that was reserved.
+        // Query the single physical piece: the address range may be the whole reservation.
         let base = attribute(
             gpu,
             Attribute::CU_POINTER_ATTRIBUTE_MAPPING_BASE_ADDR,
@@ -157,10 +156,10 @@ fn extent(gpu: &Gpu, address: u64, plain: bool) -> Result<(u64, usize)> {
     Ok((base, size))
 }
 
-/// An attribute of an address, or nothing where the driver has none for it.
+/// An attribute of an address, if the driver has it.
 fn attribute(gpu: &Gpu, which: CUpointer_attribute, address: u64) -> Option<u64> {
-    // Attributes are of 1, 4 or 8 bytes: zeros above what the driver writes make them one width on
-    // a little-endian machine, which all with this driver are.
+    // Attributes have 1, 4 or 8 bytes. The zeroed upper bytes widen them on little-endian machines, which are
+    // all that this driver supports.
     let mut value = 0_u64;
     // SAFETY: `value` has room for the widest attribute that is asked for here.
     let code = unsafe {

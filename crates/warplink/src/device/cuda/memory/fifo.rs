@@ -1,9 +1,8 @@
-//! The memory of a FIFO between kernels and a thread of the host.
+//! Memory of a FIFO between GPU kernels and a host thread.
 //!
-//! The ring lies in pinned host memory, which kernels store to and the host polls, as does the count of
-//! what was read. What only kernels count (positions claimed, how much of the ring they know to be read, and
-//! whether one of them is looking) lies in the GPU's memory, where they reach it fast, and so does what they look at after
-//! each claim: whether the FIFO was stopped.
+//! The ring and the read count are in pinned host memory: kernels store to it and the host polls it. Words
+//! that only kernels use (positions claimed, cached read count, refresh lock) and the stop flag, which
+//! kernels check after each claim, are in GPU memory, where kernels reach them fast.
 
 use super::PlainMemory;
 use crate::device::DeviceSlice;
@@ -15,14 +14,14 @@ use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Bytes of the four words in the GPU's memory.
+/// Size of the four counters in GPU memory.
 const COUNTERS: usize = 32;
-/// Where the one lies that says whether the FIFO was stopped; must match `device.cuh`.
+/// Offset of the stop flag; must match `device.cuh`.
 const STOPPED: u64 = 24;
 
 pub(crate) struct CudaFifoMemory {
     gpu: Arc<Gpu>,
-    /// There until it is dropped.
+    /// `None` only while being dropped.
     pinned: Option<Pinned>,
     words: usize,
     slots: usize,
@@ -62,11 +61,13 @@ impl CudaFifoMemory {
 impl FifoMemory for CudaFifoMemory {
     fn load(&self, word: usize) -> u64 {
         self.word(word)
+            // Pairs with the kernels' system-scope release store of a trigger half.
             .map_or(0, |word| word.load(Ordering::Acquire))
     }
 
     fn store(&self, word: usize, value: u64) {
         if let Some(word) = self.word(word) {
+            // Pairs with the kernels' acquire load of the read count: the slot was read before it is reused.
             word.store(value, Ordering::Release);
         }
     }
@@ -112,7 +113,7 @@ impl FifoMemory for CudaFifoMemory {
 
 impl Drop for CudaFifoMemory {
     fn drop(&mut self) {
-        // The driver might wait for the GPU, so this is done as memory is freed.
+        // The driver may wait for the GPU, so free this on the reaper's thread, as device memory.
         let pinned = self.pinned.take();
         self.gpu.reaper.run(move |_| drop(pinned));
     }

@@ -1,28 +1,27 @@
-//! What is enqueued, and what is given to the driver, kept apart for moments.
+//! Separates enqueuing work from returning memory to the driver.
 //!
-//! A driver call that frees or unmaps waits until the GPU is idle, and meanwhile holds up what other
-//! threads enqueue, on any GPU of the process. If a stream waits for a peer at that time, and the
-//! peer for what one of these threads is about to enqueue, nobody goes on. So such calls are made when
-//! no stream has work of this process, and what is enqueued just then is held back, but for
-//! [`MAX_HOLD`] at most: it is no lock, and the driver's own waits for other libraries' work do not
-//! hold up anybody through it.
+//! A driver call that frees or unmaps waits until the GPU is idle, and meanwhile blocks enqueue calls of
+//! other threads, on any GPU of the process. If a stream then waits for a peer, and the peer for work that
+//! one of those threads is about to enqueue, the ranks deadlock. So such calls are made only while no stream
+//! has work of this process, and enqueue calls are delayed meanwhile, by at most [`MAX_HOLD`]: the gate is
+//! not a lock, so waits inside the driver for work of other libraries block nobody.
 
 use crate::sync::lock;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-/// The longest that something is held back before it is enqueued.
+/// Maximum delay of an enqueue call.
 const MAX_HOLD: Duration = Duration::from_millis(100);
 
-/// How long those that are enqueuing are waited for.
+/// Maximum wait for enqueue calls in progress.
 const MAX_CLOSING: Duration = Duration::from_millis(1);
 
-/// The gate of the process: the driver's waits concern all of its GPUs.
+/// Process-wide, since the driver's waits affect all GPUs of the process.
 pub(crate) static GATE: Gate = Gate::new();
 
-/// Counts those that enqueue and those that give memory to the driver. Both only ever wait for the
-/// other for a bounded time.
+/// Counts threads that enqueue and threads that return memory to the driver. Both wait for each other only
+/// for a bounded time.
 pub(crate) struct Gate {
     enqueuing: AtomicUsize,
     giving: AtomicUsize,
@@ -30,10 +29,10 @@ pub(crate) struct Gate {
     opened: Condvar,
 }
 
-/// To be held while something is enqueued.
+/// Guard held while enqueuing.
 pub(crate) struct Passage<'a>(&'a Gate);
 
-/// While it is held, what is to be enqueued is held back.
+/// Guard that delays enqueue calls.
 pub(crate) struct Closed<'a>(&'a Gate);
 
 impl Gate {
@@ -46,9 +45,11 @@ impl Gate {
         }
     }
 
-    /// Waits while the gate is closed, but not for long.
+    /// Waits while the gate is closed, up to [`MAX_HOLD`].
     #[inline]
     pub(crate) fn pass(&self) -> Passage<'_> {
+        // Dekker's pattern with `close`: each side increments its own counter before it reads the other's.
+        // SeqCst orders store and load, so at least one side sees the other.
         self.enqueuing.fetch_add(1, Ordering::SeqCst);
         if self.giving.load(Ordering::SeqCst) > 0 {
             self.hold_back();
@@ -60,7 +61,7 @@ impl Gate {
     fn hold_back(&self) {
         self.enqueuing.fetch_sub(1, Ordering::SeqCst);
         let closed = |(): &mut ()| self.giving.load(Ordering::SeqCst) > 0;
-        // Whatever ends the wait, the caller goes on.
+        // Proceed even after a timeout: the gate must never block.
         drop(
             self.opened
                 .wait_timeout_while(lock(&self.lock), MAX_HOLD, closed),
@@ -68,7 +69,7 @@ impl Gate {
         self.enqueuing.fetch_add(1, Ordering::SeqCst);
     }
 
-    /// Closes the gate, unless somebody is enqueuing for longer than a moment.
+    /// Closes the gate; `None` if some thread keeps enqueuing beyond [`MAX_CLOSING`].
     pub(crate) fn close(&self) -> Option<Closed<'_>> {
         self.giving.fetch_add(1, Ordering::SeqCst);
         let closed = Closed(self);
@@ -93,7 +94,8 @@ impl Drop for Passage<'_> {
 impl Drop for Closed<'_> {
     fn drop(&mut self) {
         self.0.giving.fetch_sub(1, Ordering::SeqCst);
-        // Taken and released, so that nobody is between looking and waiting.
+        // Taking the lock ensures that no waiter is between its check and its wait, so none misses the
+        // notification.
         drop(self.0.lock.lock().unwrap_or_else(PoisonError::into_inner));
         self.0.opened.notify_all();
     }
@@ -125,7 +127,7 @@ mod tests {
         let gate = Gate::new();
         let closed = gate.close().unwrap();
         let begun = Instant::now();
-        // As if the driver blocked for ever.
+        // Simulates a driver call that never returns.
         drop(gate.pass());
         assert!(begun.elapsed() >= MAX_HOLD);
         drop(closed);
@@ -139,7 +141,7 @@ mod tests {
         let gate = Gate::new();
         let passage = gate.pass();
         assert!(gate.close().is_none());
-        // One that enqueues may do so again.
+        // The enqueuing thread may pass again.
         drop(gate.pass());
         drop(passage);
         assert!(gate.close().is_some());

@@ -1,5 +1,5 @@
-//! Memory of the host that the GPUs of several processes map: a shared-memory file, which each process registers with its
-//! driver. It takes the place of memory of the device where two GPUs cannot map each other's.
+//! Host memory that the GPUs of several processes map: a shared-memory file that each process registers with
+//! its driver. Replaces device memory between GPUs that cannot map each other's.
 
 use super::{CudaBacking, Source, next_identity, not_ours, release};
 use crate::device::cuda::driver::context::Context;
@@ -15,33 +15,34 @@ use std::sync::Arc;
 /// `CU_MEMHOSTREGISTER_PORTABLE` and `CU_MEMHOSTREGISTER_DEVICEMAP`.
 const ALL_CONTEXTS_MAPPED: u32 = 1 | 2;
 
-/// Of this process, or a peer's mapped here. It is unregistered and unmapped when streams are past it.
+/// Our own allocation, or a peer's mapped here. Unregistered and unmapped once streams have completed their
+/// use.
 pub(in crate::device::cuda) struct HostMemory {
     gpu: Arc<Gpu>,
-    /// There until it is dropped.
+    /// `None` only while being dropped.
     registered: Option<Registered>,
     pub(super) uses: Arc<Uses>,
-    /// Of signals: what ends waits for them.
+    /// Fault that aborts waits for signals in this memory.
     pub(super) fault: Option<Arc<Fault>>,
     pub(super) is_of_a_peer: bool,
 }
 
-/// A mapped file that the driver knows of.
+/// A mapped file that is registered with the driver.
 struct Registered {
     context: Arc<Context>,
     file: DeviceSlice,
-    /// Where the GPU has it.
+    /// Address on the GPU.
     address: u64,
 }
 
 impl HostMemory {
-    /// Allocates `bytes` zeros.
+    /// Allocates `bytes` of zeroed memory.
     pub(in crate::device::cuda) fn allocate(gpu: &Arc<Gpu>, bytes: usize) -> Result<Self> {
         let file = files::allocate(bytes, AllocationKind::Host)?;
         Self::new(gpu, file, false)
     }
 
-    /// Allocates zeros that `fault`, and the device's, ends waits for.
+    /// Allocates zeroed signal words; `fault` and the device's fault abort waits for them.
     pub(in crate::device::cuda) fn allocate_signals(
         gpu: &Arc<Gpu>,
         bytes: usize,
@@ -54,7 +55,7 @@ impl HostMemory {
         Ok(memory)
     }
 
-    /// Maps a peer's, of at least `bytes`.
+    /// Maps a peer's memory of at least `bytes`.
     pub(super) fn import(gpu: &Arc<Gpu>, piece: Piece, bytes: usize) -> Result<Self> {
         Self::new(gpu, files::map(vec![piece], bytes, None)?, true)
     }
@@ -73,7 +74,7 @@ impl HostMemory {
         self.registered.as_ref().map_or(0, |it| it.address)
     }
 
-    /// The descriptor by which peers map it.
+    /// File descriptor by which peers map it.
     pub(super) fn export(&self) -> Result<Vec<Piece>> {
         match &self.registered {
             Some(it) if !self.is_of_a_peer => Ok(files::pieces(&it.file)?.0),
@@ -81,7 +82,7 @@ impl HostMemory {
         }
     }
 
-    /// The same with what a slice needs.
+    /// Wraps it in a slice.
     pub(in crate::device::cuda) fn into_slice(self, bytes: usize) -> DeviceSlice {
         let (gpu, address) = (self.gpu.clone(), self.address());
         CudaBacking::slice(&gpu, address, bytes, next_identity(), Source::Host(self))
@@ -94,7 +95,7 @@ impl Drop for HostMemory {
         let address = registered.as_ref().map_or(0, |it| it.address);
         let free = move || reaper.run(move |_| drop(registered));
         if self.is_of_a_peer {
-            // At a moment without work, and before what the owner is told behind it.
+            // Free while no stream has work, before the owner is notified.
             return free();
         }
         let signals = self.fault.as_ref().map(|_| address);

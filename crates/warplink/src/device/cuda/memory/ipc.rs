@@ -1,9 +1,8 @@
-//! A peer's memory opened by CUDA IPC handle.
+//! Peer memory opened by CUDA IPC handle.
 //!
-//! The driver's behaviour when one process opens one handle twice has changed over time (refused,
-//! the same address, a count), so here it never happens: a table of the process gives a second
-//! opening the first one's mapping, also where that was dropped and is still to be closed. An opening
-//! waits only while the driver closes an earlier mapping.
+//! Driver versions differ when a process opens one handle twice (error, same address, or reference count), so
+//! that never happens here: a process-wide table returns the existing mapping, even one that was dropped but
+//! not yet closed. An opening waits only while the driver closes an earlier mapping.
 
 use crate::device::cuda::driver::context::Context;
 use crate::device::cuda::driver::status;
@@ -20,26 +19,26 @@ use std::time::{Duration, Instant};
 /// `CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS`.
 const LAZY_PEER_ACCESS: u32 = 1;
 
-/// How long an opening waits for an earlier mapping of the same handle to be closed.
+/// Maximum wait for an earlier mapping of the same handle to be closed.
 const CLOSING: Duration = Duration::from_secs(10);
 
-/// Which context and which handle.
+/// Context and handle.
 type Key = (usize, [u8; 64]);
 
 enum MappingState {
     Open(Weak<IpcMapping>),
-    /// Dropped; it is closed when no stream has work, unless it is opened again before.
+    /// Dropped, and closed when no stream has work, unless it is opened again first.
     Unused(Extent),
-    /// Being opened or closed by the driver.
+    /// The driver is opening or closing it.
     Busy,
 }
 
-/// Where a mapping is.
+/// Address range of a mapping.
 #[derive(Clone, Copy, PartialEq, Eq)]
 struct Extent {
     address: u64,
     bytes: usize,
-    /// Tells it from others that were mapped at the address.
+    /// Distinguishes it from earlier mappings at the same address.
     identity: u64,
 }
 
@@ -54,13 +53,13 @@ fn table() -> &'static Table {
     TABLE.get_or_init(Table::default)
 }
 
-/// Removes an entry, and wakes the threads that wait for that.
+/// Removes an entry and wakes threads that wait for that.
 fn clear(key: &Key) {
     lock(&table().states).remove(key);
     table().changed.notify_all();
 }
 
-/// A mapping of a peer's allocation. It is closed when the last holder drops it.
+/// Mapping of a peer's allocation, closed when the last reference is dropped.
 pub(crate) struct IpcMapping {
     gpu: Arc<Gpu>,
     key: Key,
@@ -71,7 +70,7 @@ pub(crate) struct IpcMapping {
 }
 
 impl IpcMapping {
-    /// Opens `handle`, or shares the mapping that is already open.
+    /// Opens `handle`, or shares the existing mapping.
     pub(crate) fn open(gpu: &Arc<Gpu>, handle: &[u8; 64]) -> Result<Arc<Self>> {
         let key = (gpu.context.raw as usize, *handle);
         let table = table();
@@ -80,6 +79,7 @@ impl IpcMapping {
         loop {
             match states.entry(key) {
                 Entry::Vacant(vacant) => {
+                    // Reserves the key before the lock is released, so that the handle is opened once.
                     vacant.insert(MappingState::Busy);
                     break;
                 }
@@ -88,9 +88,10 @@ impl IpcMapping {
                         if let Some(mapping) = mapping.upgrade() {
                             return Ok(mapping);
                         }
-                        // It is being dropped: its drop says that it is unused.
+                        // Being dropped; its destructor will mark it unused.
                     }
                     MappingState::Unused(extent) => {
+                        // Reuse: cancels the pending close, which checks the entry first.
                         let mapping = Arc::new(Self::at(gpu, key, extent.address, extent.bytes));
                         state.insert(MappingState::Open(Arc::downgrade(&mapping)));
                         return Ok(mapping);
@@ -124,7 +125,7 @@ impl IpcMapping {
         }
     }
 
-    /// Opens the handle whose state is held.
+    /// Opens a handle whose table entry is marked busy by the caller.
     fn open_alone(gpu: &Arc<Gpu>, key: Key) -> Result<Arc<Self>> {
         let _entered = gpu.context.enter()?;
         let _relaxed = gpu.context.relax_capture();
@@ -179,12 +180,13 @@ impl Drop for IpcMapping {
         table().changed.notify_all();
         self.gpu.reaper.run(move |context| {
             let mut states = lock(&table().states);
+            // Reopened meanwhile, possibly at the same address: then this close is obsolete.
             if !matches!(states.get(&key), Some(MappingState::Unused(unused)) if *unused == extent)
             {
                 return;
             }
             states.insert(key, MappingState::Busy);
-            // The driver may take its time.
+            // Do not hold the table's lock during a slow driver call.
             drop(states);
             close(context, extent.address);
             clear(&key);

@@ -1,5 +1,5 @@
-//! What a slice of GPU memory lies in: plain memory, signal pages, memory of the virtual memory
-//! interface, memory that others own, and a peer's memory mapped here.
+//! Backings of GPU memory slices: plain memory, signal pages, virtual memory, borrowed memory, and mapped
+//! peer memory.
 
 pub(super) mod block_pool;
 pub(super) mod borrowed;
@@ -28,50 +28,51 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-/// Plain allocations are whole multiples of this. The driver cuts smaller ones out of a block of
-/// this size, and a handle of one would give a peer the whole block, with what else is in it.
+/// Plain allocations are multiples of this. The driver carves smaller ones out of a block of this size, and
+/// an IPC handle would expose the whole block, including unrelated data, to the peer.
 const BLOCK: usize = 2 << 20;
 
-/// How long an allocation that does not fit waits for memory that is still to be freed.
+/// How long an allocation that fails waits for pending frees.
 const FREEING: Duration = Duration::from_secs(1);
 
-/// Set in the identity of memory that others allocated, whose numbers the driver gives.
+/// Flag in identities derived from the driver's buffer ids, for memory allocated elsewhere.
 const FOREIGN: u64 = 1 << 63;
 
-/// A new number for an allocation of ours.
+/// A new identity for an allocation of ours.
 pub(super) fn next_identity() -> u64 {
     static NEXT: AtomicU64 = AtomicU64::new(1);
+    // Relaxed: only uniqueness matters.
     NEXT.fetch_add(1, Ordering::Relaxed)
 }
 
-/// The number of an allocation of others', from the driver's for it.
+/// Identity of an allocation made elsewhere, from the driver's buffer id.
 pub(super) fn foreign_identity(buffer: u64) -> u64 {
     FOREIGN | buffer
 }
 
-/// Every backing of the `cuda` device.
+/// Any backing of the `cuda` device.
 pub(super) struct CudaBacking {
     pub(super) gpu: Arc<Gpu>,
     base: u64,
     bytes: usize,
     identity: u64,
-    /// The streams that it was used on.
+    /// Streams that have used it.
     uses: Arc<Uses>,
     pub(super) source: Source,
 }
 
-/// Where the memory is from. Dropping it frees, unmaps or gives back.
+/// Origin of the memory. Dropping it frees, unmaps or returns it.
 pub(super) enum Source {
     Plain {
         held: PlainMemory,
     },
     Virtual(VirtualMemory),
-    /// Of the host.
+    /// Host memory.
     Pinned(PinnedMemory),
-    /// Of the host, which peers map too: ours or a peer's.
+    /// Host memory that peers map too; ours or a peer's.
     Host(HostMemory),
     Borrowed(Borrowed),
-    /// A peer's, opened by IPC handle; the mapping may be shared by several backings.
+    /// A peer's, opened by IPC handle; several backings may share the mapping.
     Ipc {
         _held: Arc<IpcMapping>,
     },
@@ -81,16 +82,16 @@ pub(super) enum Source {
     },
 }
 
-/// Memory that others own, held by holding their owner.
+/// Borrowed memory, kept alive by its owner.
 #[derive(Clone)]
 pub(super) struct Borrowed {
-    /// Dropping it tells them that it is no longer used. Without one, they may free it at any time.
+    /// Dropped when we no longer use the memory. If `None`, the memory may be freed at any time.
     pub(super) owner: Option<Arc<dyn Any + Send + Sync>>,
-    /// Whether its identity is made of the driver's numbers, so that it can be found out again.
+    /// Whether its identity comes from the driver's buffer ids and can be queried again.
     pub(super) is_numbered: bool,
-    /// Whether the driver makes an IPC handle for it.
+    /// Whether the driver can export it as an IPC handle.
     pub(super) ipc_capable: bool,
-    /// The bytes of the pieces of physical memory that it consists of, in order.
+    /// Lengths of its physical pieces, in order.
     pub(super) pieces: Vec<usize>,
 }
 
@@ -118,13 +119,13 @@ impl CudaBacking {
         }))
     }
 
-    /// The streams that it was used on.
+    /// Streams that have used it.
     #[inline]
     pub(super) fn uses(&self) -> &Uses {
         &self.uses
     }
 
-    /// Whether it is another process's memory.
+    /// Whether it is a peer's memory.
     pub(in crate::device::cuda) fn is_of_a_peer(&self) -> bool {
         match &self.source {
             Source::Ipc { .. } | Source::Descriptor { .. } => true,
@@ -232,11 +233,10 @@ impl fmt::Debug for CudaBacking {
     }
 }
 
-/// Memory of the host that the GPU's copy engines reach, at the same address. It is freed when streams are past
-/// it.
+/// Pinned host memory, reached by the GPU at the same address. Freed once streams have completed their use.
 pub(super) struct PinnedMemory {
     gpu: Arc<Gpu>,
-    /// There until it is dropped.
+    /// `None` only while being dropped.
     pinned: Option<Pinned>,
     uses: Arc<Uses>,
 }
@@ -245,7 +245,7 @@ pub(super) struct PinnedMemory {
 unsafe impl Sync for PinnedMemory {}
 
 impl PinnedMemory {
-    /// Allocates `bytes` zeros.
+    /// Allocates `bytes` of zeroed memory.
     pub(super) fn allocate(gpu: &Arc<Gpu>, bytes: usize) -> Result<Self> {
         let mut pinned = Pinned::allocate(&gpu.context, bytes)?;
         // SAFETY: nobody else knows of the memory yet.
@@ -257,7 +257,7 @@ impl PinnedMemory {
         })
     }
 
-    /// The same with what a slice needs.
+    /// Wraps it in a slice.
     pub(super) fn into_slice(self, bytes: usize) -> DeviceSlice {
         let gpu = self.gpu.clone();
         let address = self
@@ -270,22 +270,21 @@ impl PinnedMemory {
 
 impl Drop for PinnedMemory {
     fn drop(&mut self) {
-        // The driver might wait for the GPU, so this is done as memory is freed.
+        // The driver may wait for the GPU, so free this on the reaper's thread, as device memory.
         let (pinned, reaper) = (self.pinned.take(), self.gpu.reaper.clone());
         let free = move || reaper.run(move |_| drop(pinned));
         release(&self.gpu, &self.uses, None, free);
     }
 }
 
-/// Memory from the driver's plain allocation. When it is dropped and streams are past it, it is kept
-/// for the next.
+/// Plain driver memory. When it is dropped and streams have completed their use, it goes to the pool.
 pub(super) struct PlainMemory {
     gpu: Arc<Gpu>,
     pub(super) address: u64,
     whole: usize,
     uses: Arc<Uses>,
     reusable: AtomicBool,
-    /// Of signals: what ends waits for them.
+    /// Fault that aborts waits for signals in this memory.
     fault: Option<Arc<Fault>>,
 }
 
@@ -317,12 +316,13 @@ impl PlainMemory {
         })
     }
 
-    /// Has it given to the driver when it is dropped.
+    /// Returns the block to the driver rather than the pool when dropped.
     pub(super) fn forbid_reuse(&self) {
+        // Pairs with the acquire load in `drop`, which may run on another thread.
         self.reusable.store(false, Ordering::Release);
     }
 
-    /// A new block of the driver's.
+    /// Allocates a new block from the driver.
     fn allocate_block(gpu: &Arc<Gpu>, bytes: usize) -> Result<Block> {
         gpu.free_blocks(gpu.blocks.take_surplus());
         let _entered = gpu.context.enter()?;
@@ -346,7 +346,7 @@ impl PlainMemory {
         Ok(Block { address, bytes })
     }
 
-    /// Allocates zeros that `fault`, and the device's, ends waits for.
+    /// Allocates zeroed signal words; `fault` and the device's fault abort waits for them.
     pub(super) fn allocate_signals(
         gpu: &Arc<Gpu>,
         bytes: usize,
@@ -361,7 +361,7 @@ impl PlainMemory {
         Ok(memory)
     }
 
-    /// The same with what a slice needs.
+    /// Wraps it in a slice.
     pub(super) fn into_slice(self, bytes: usize) -> DeviceSlice {
         let (gpu, address) = (self.gpu.clone(), self.address);
         CudaBacking::slice(
@@ -399,8 +399,8 @@ impl Drop for PlainMemory {
     }
 }
 
-/// Has `free` run when streams are past `uses`. Where signals are at `signals`, waits for them are ended first: streams
-/// would never be past them.
+/// Runs `free` once streams have completed `uses`. If the memory holds signals (at address `signals`), waits
+/// for them are aborted first, since those streams would never complete.
 fn release(
     gpu: &Gpu,
     uses: &Arc<Uses>,
@@ -415,7 +415,7 @@ fn release(
         }
         return reaper.when_past(pending, free);
     };
-    // What asks the driver is left to the reaper's thread.
+    // Driver queries belong on the reaper's thread.
     let (signals, uses) = (gpu.signals.clone(), uses.clone());
     let (again, last) = (reaper.clone(), reaper.clone());
     let free = move || last.when_past(uses.pending(), free);
@@ -424,7 +424,7 @@ fn release(
     });
 }
 
-/// Fails unless `bytes` of signals are whole words.
+/// Fails unless `bytes` is a whole number of words.
 fn check_words(bytes: usize) -> Result<()> {
     if bytes.is_multiple_of(size_of::<u64>()) {
         return Ok(());
@@ -436,7 +436,7 @@ fn check_words(bytes: usize) -> Result<()> {
     .with_help("allocate whole words"))
 }
 
-/// Fails where memory of a peer, or of another kind, is asked to be shared on.
+/// The error for exporting mapped peer memory or an unsuitable kind.
 pub(super) fn not_ours() -> Error {
     Error::new(
         ErrorKind::Unsupported,

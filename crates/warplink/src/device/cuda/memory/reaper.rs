@@ -1,11 +1,10 @@
-//! Giving memory to the driver, and waiting for streams to be past it, on a thread of its own.
+//! Background thread that returns memory to the driver, and waits for streams to complete.
 //!
-//! A driver call that frees or unmaps waits until the GPU is idle, and a stream may wait for a peer
-//! at that time. So dropping never makes such a call: plain memory goes to a pool when streams are
-//! past it, and what cannot be used again is left to this thread, which calls the driver at moments
-//! when no stream has work of this process ([`gate`](super::gate)). Only where somebody waits for
-//! that (an allocation that finds no memory, a request to trim, the end of the device) is what is
-//! enqueued held back for moments, so that streams can run empty.
+//! A driver call that frees or unmaps waits until the GPU is idle, while a stream may be waiting for a peer.
+//! So destructors never make such calls: plain memory goes to a pool once streams have completed, and
+//! everything else is queued for this thread, which calls the driver only while no stream has work of this
+//! process ([`gate`](super::gate)). Enqueue calls are delayed, so that streams drain, only if a caller waits
+//! for the memory: a failing allocation, a trim, or closing the device.
 
 use super::block_pool::Block;
 use super::gate::{Closed, GATE};
@@ -19,46 +18,45 @@ use std::fmt;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Between two looks at streams: at first and at most.
+/// Polling interval of streams, initial and maximum (exponential backoff).
 const POLL_INTERVALS: [Duration; 2] = [Duration::from_micros(50), Duration::from_millis(2)];
 
-/// The longest that what is enqueued is held back, so that streams run empty, and how long it is let
-/// go on before the next time.
+/// Maximum delay of enqueue calls while streams drain, and the minimum pause before the next one.
 const MAX_HOLD: Duration = Duration::from_millis(20);
 const REST: Duration = Duration::from_millis(5);
 
-/// For so long the driver is called in one moment without work.
+/// Maximum duration of driver calls within one idle period.
 const MAX_MOMENT: Duration = Duration::from_millis(10);
 
-/// For so long what is enqueued is held back at times when the device was closed.
+/// How long enqueue calls are delayed after the device was closed.
 const CLOSING: Duration = Duration::from_secs(2);
 
-/// The thread that frees what belongs to one context. Clones are handles of the same one.
+/// Thread that frees the resources of one context. Clones share it.
 #[derive(Clone)]
 pub(crate) struct Reaper(Arc<Shared>);
 
 struct Shared {
-    state: Mutex<State>,
+    state: Mutex<Jobs>,
     changed: Condvar,
 }
 
 #[derive(Default)]
-struct State {
-    /// Done in order.
+struct Jobs {
+    /// In order of submission.
     jobs: VecDeque<Job>,
-    /// How many jobs were given and done.
+    /// Number of jobs submitted and completed.
     given: u64,
     done: u64,
     uses: Vec<Awaited>,
-    /// Until then, somebody waits for the jobs.
+    /// A caller waits for the jobs until then.
     urgent_until: Option<Instant>,
     stopped: bool,
 }
 
 enum Job {
-    /// A call that the driver may hold until the GPU is idle.
+    /// A call that may block until the GPU is idle.
     Driver(Box<dyn FnOnce(&Context) + Send>),
-    /// Something to be done after what precedes it.
+    /// A callback that runs after the preceding jobs.
     Then(Box<dyn FnOnce() + Send>),
 }
 
@@ -81,13 +79,12 @@ impl Reaper {
         Ok(Self(shared))
     }
 
-    /// Has the driver called by `free`, with the context current, at a moment when no stream has work.
-    /// Does not wait.
+    /// Runs `free` with the context current while no stream has work. Asynchronous.
     pub(crate) fn run(&self, free: impl FnOnce(&Context) + Send + 'static) {
         self.give(Job::Driver(Box::new(free)));
     }
 
-    /// Gives a block that nobody uses to the driver, at a moment when no stream has work. Does not wait.
+    /// Returns an unused block to the driver while no stream has work. Asynchronous.
     pub(crate) fn free(&self, block: Block) {
         self.run(move |context| {
             // SAFETY: allocated once and freed once; nothing names it any more.
@@ -98,26 +95,27 @@ impl Reaper {
         });
     }
 
-    /// Has `then` run when everything given to [`run`](Self::run) so far is done. Does not wait.
+    /// Runs `then` after everything submitted to [`run`](Self::run) so far. Asynchronous.
     pub(crate) fn after(&self, then: impl FnOnce() + Send + 'static) {
         self.give(Job::Then(Box::new(then)));
     }
 
-    /// Has `then` run when streams are past `uses`. Does not wait.
+    /// Runs `then` once streams have completed `uses`. Asynchronous.
     pub(crate) fn when_past(&self, uses: Vec<PendingUse>, then: impl FnOnce() + Send + 'static) {
         let then = Box::new(then);
         lock(&self.0.state).uses.push(Awaited { uses, then });
         self.0.changed.notify_all();
     }
 
-    /// Waits, until `until` at most, for everything given to [`run`](Self::run) so far; whether it is
-    /// done. Meanwhile, what is enqueued is held back for moments.
+    /// Waits until `until` for all jobs submitted to [`run`](Self::run) so far, and returns whether they are
+    /// complete. Enqueue calls are delayed at times meanwhile.
     pub(crate) fn flush(&self, until: Instant) -> bool {
         let mut state = lock(&self.0.state);
         let given = state.given;
         if state.done >= given {
             return true;
         }
+        // Keep the latest limit of all waiting callers.
         state.urgent_until = state.urgent_until.max(Some(until));
         self.0.changed.notify_all();
         let limit = until.saturating_duration_since(Instant::now());
@@ -128,10 +126,11 @@ impl Reaper {
         waited.unwrap_or_else(PoisonError::into_inner).0.done >= given
     }
 
-    /// Ends the thread when all is done and nobody else has a handle to give it more.
+    /// Ends the thread once all jobs are done and no other handle exists.
     pub(crate) fn stop(&self) {
         let mut state = lock(&self.0.state);
         state.stopped = true;
+        // Delay enqueue calls for a while, so that the device's resources are freed soon.
         state.urgent_until = state.urgent_until.max(Some(Instant::now() + CLOSING));
         drop(state);
         self.0.changed.notify_all();
@@ -160,15 +159,17 @@ impl Shared {
             let urgent = state.is_urgent();
             if state.jobs.is_empty() && state.uses.is_empty() {
                 interval = first_interval;
-                // Whatever ends the wait, what is there is looked at.
+                // Check the jobs whatever ended the wait.
                 if !state.stopped {
                     drop(self.changed.wait(state));
+                // No other handle can submit jobs any more.
                 } else if Arc::strong_count(self) == 1 {
                     return;
                 } else {
                     drop(self.changed.wait_timeout(state, max_interval));
                 }
             } else {
+                // Exponential backoff; with urgency, a fixed pause between attempts to close the gate.
                 let pause = if urgent { REST } else { interval };
                 drop(self.changed.wait_timeout(state, pause));
                 interval = max_interval.min(2 * interval);
@@ -177,10 +178,11 @@ impl Shared {
     }
 
     fn do_what_streams_are_past(&self) {
-        // Not under the lock: the driver is asked.
+        // Outside the lock: this queries the driver.
         let mut awaited = std::mem::take(&mut lock(&self.state).uses);
         let past: Vec<Awaited> = awaited
             .extract_if(.., |awaited| {
+                // An empty list of uses is complete.
                 awaited.uses.retain_mut(|pending| !pending.is_past());
                 awaited.uses.is_empty()
             })
@@ -189,7 +191,7 @@ impl Shared {
         past.into_iter().for_each(|past| (past.then)());
     }
 
-    /// Does what comes before the next job that needs the driver.
+    /// Runs jobs up to the next one that needs the driver.
     fn do_without_the_driver(&self) {
         let next = || {
             let mut state = lock(&self.state);
@@ -207,7 +209,7 @@ impl Shared {
         }
     }
 
-    /// Calls the driver for jobs, if there are any and no stream has work; whether it did.
+    /// Runs driver jobs if there are any and no stream has work; returns whether it did.
     fn give_to_the_driver(&self, context: &Context) -> bool {
         let (idle, urgent) = {
             let state = lock(&self.state);
@@ -216,6 +218,7 @@ impl Shared {
         if idle {
             return false;
         }
+        // Keeps the gate closed during the driver calls below.
         let Some(_closed) = moment_without_work(urgent) else {
             return false;
         };
@@ -223,6 +226,7 @@ impl Shared {
             return false;
         };
         let _relaxed = context.relax_capture();
+        // Bounded, since enqueue calls are delayed meanwhile.
         let until = Instant::now() + MAX_MOMENT;
         while Instant::now() < until {
             let Some(job) = lock(&self.state).jobs.pop_front() else {
@@ -243,20 +247,22 @@ impl Shared {
     }
 }
 
-impl State {
+impl Jobs {
     fn is_urgent(&self) -> bool {
         self.urgent_until
             .is_some_and(|until| Instant::now() < until)
     }
 }
 
-/// Closes the gate if no stream has work; where it is urgent, also where streams run empty soon.
+/// Closes the gate if no stream has work. If `urgent`, also waits briefly for streams to drain.
 fn moment_without_work(urgent: bool) -> Option<Closed<'static>> {
+    // Without urgency, do not delay anyone: only use periods that are idle anyway.
     if !urgent && !all_done() {
         return None;
     }
     let closed = GATE.close()?;
     let until = Instant::now() + MAX_HOLD;
+    // Work enqueued before the gate closed must still complete.
     while !all_done() {
         if !urgent || Instant::now() > until {
             return None;

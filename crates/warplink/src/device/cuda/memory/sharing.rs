@@ -1,4 +1,4 @@
-//! Giving allocations to peers and opening theirs.
+//! Exporting allocations to peers and importing theirs.
 
 use super::host_memory::HostMemory;
 use super::ipc::IpcMapping;
@@ -12,7 +12,7 @@ use cudarc::driver::sys::CUipcMemHandle;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-/// Makes what a peer needs to open the allocation that `slice` lies in.
+/// Exports the allocation that contains `slice`.
 pub(crate) fn export(slice: &DeviceSlice) -> Result<Export> {
     let backing = CudaBacking::of(slice)?;
     let gpu = &*backing.gpu;
@@ -51,7 +51,7 @@ fn ipc_handle(gpu: &Gpu, base: u64) -> Result<[u8; 64]> {
     Ok(handle.reserved.map(|byte| byte as u8))
 }
 
-/// Pieces of memory that others mapped one behind the other.
+/// Descriptors of contiguous pieces that other code mapped.
 fn mapped_pieces(gpu: &Gpu, base: u64, lengths: &[usize]) -> Result<Vec<Piece>> {
     let mut next = base;
     let piece = |bytes: &usize| {
@@ -65,7 +65,7 @@ fn mapped_pieces(gpu: &Gpu, base: u64, lengths: &[usize]) -> Result<Vec<Piece>> 
     lengths.iter().map(piece).collect()
 }
 
-/// A descriptor of memory that others mapped.
+/// A descriptor of memory that other code mapped.
 fn mapped_descriptor(gpu: &Gpu, address: u64) -> Result<OwnedFd> {
     virtual_memory::export_mapped(gpu, address).map_err(|error| {
         let text = format!("the memory can be shared neither by IPC nor by descriptor: {}", error.message());
@@ -73,11 +73,11 @@ fn mapped_descriptor(gpu: &Gpu, address: u64) -> Result<OwnedFd> {
             .with_operation("export device memory")
             .with_device(gpu.name())
             .with_code(error.code().unwrap_or_default())
-            .with_help("memory of a stream-ordered pool (cudaMallocAsync) cannot be shared unless its pool was made for it; use cudaMalloc, or PyTorch's own allocator")
+            .with_help("memory of a stream-ordered pool (cudaMallocAsync) cannot be shared unless its pool was created as shareable; use cudaMalloc, or PyTorch's own allocator")
     })
 }
 
-/// Opens a peer's allocation of `bytes`.
+/// Imports a peer's allocation of `bytes`.
 pub(crate) fn import(gpu: &Arc<Gpu>, opening: Opening, bytes: usize) -> Result<DeviceSlice> {
     if bytes == 0 {
         return Err(Error::new(
@@ -134,7 +134,7 @@ pub(crate) fn import(gpu: &Arc<Gpu>, opening: Opening, bytes: usize) -> Result<D
     }
 }
 
-/// Lets `gpu` reach memory of another GPU of this process.
+/// Enables access of `gpu` to the memory of another GPU of this process.
 fn reach(gpu: &Gpu, backing: &CudaBacking) -> Result<()> {
     let (mine, theirs) = (&gpu.context, &backing.gpu.context);
     if mine.device == theirs.device || matches!(backing.source, Source::Host(_)) {
@@ -158,7 +158,7 @@ fn reach(gpu: &Gpu, backing: &CudaBacking) -> Result<()> {
     }
     match &backing.source {
         Source::Virtual(memory) => memory.allow(gpu),
-        // What others mapped by the virtual memory interface does not follow peer access either.
+        // Virtual memory mapped by other code is not covered by peer access either.
         Source::Borrowed(borrowed) if !borrowed.ipc_capable => {
             virtual_memory::allow(gpu, backing.base(), backing.bytes())
         }

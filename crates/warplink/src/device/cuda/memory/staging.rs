@@ -1,5 +1,5 @@
-//! Blocking copies between host memory and the device, through pinned memory and a stream of their
-//! own, so that they wait for no other stream: one may be held by a peer.
+//! Blocking copies between host and device, through pinned memory and a private stream, so that they never
+//! wait behind a stream that waits for a peer.
 
 use crate::deadline::Deadline;
 use crate::device::Fault;
@@ -11,17 +11,17 @@ use crate::sync::lock;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-/// Bytes of one half of the pinned buffer: while the GPU copies one half the host fills the other.
+/// Half of the pinned buffer: the GPU copies one half while the host fills the other.
 const HALF: usize = 4 << 20;
 
-/// Longest time for one half. A copy takes below a millisecond; more means that something holds
-/// the copy engine.
+/// Time limit for one half. A copy takes less than a millisecond, so exceeding it means that the copy engine
+/// is blocked.
 const LIMIT: Duration = Duration::from_secs(60);
 
-/// How long after a fault a copy may still end by itself.
+/// How long after a fault a copy may still complete.
 const GRACE: Duration = Duration::from_secs(2);
 
-/// The pinned buffer and the stream of a device's blocking copies.
+/// Pinned buffer and stream for a device's blocking copies.
 #[derive(Debug)]
 pub(crate) struct Staging {
     context: Arc<Context>,
@@ -33,9 +33,9 @@ pub(crate) struct Staging {
 struct Inner {
     stream: RawStream,
     done: [RawEvent; 2],
-    /// `None` once it is closed.
+    /// `None` once closed.
     buffer: Option<Pinned>,
-    /// Whether a call gave up while the GPU was still to use the buffer.
+    /// Whether a call timed out while the GPU could still access the buffer.
     abandoned: bool,
 }
 
@@ -55,15 +55,15 @@ impl Staging {
         })
     }
 
-    /// Takes the buffer out, to be freed when the driver may be held up; there are no copies after this.
+    /// Closes it, and returns the buffer to be freed on the reaper's thread.
     pub(crate) fn close(&self) -> Option<Pinned> {
         let mut inner = lock(&self.inner);
         let buffer = inner.buffer.take();
         if inner.abandoned && !inner.stream.is_idle().unwrap_or(false) {
-            // The GPU may still use the buffer, and waiting for that here could take for ever.
+            // The GPU may still access the buffer, and waiting for it could hang, so leak it.
             std::mem::forget(buffer);
             tracing::warn!(
-                "a pinned buffer is leaked, since a copy that was given up may still use it"
+                "a pinned buffer is leaked, since a copy that timed out may still use it"
             );
             return None;
         }
@@ -99,7 +99,7 @@ impl Staging {
         })
     }
 
-    /// Copies to `bytes` from the device.
+    /// Copies from the device to `bytes`.
     ///
     /// # Safety
     /// `source` must be device memory of as many bytes.
@@ -137,7 +137,7 @@ impl Staging {
         })
     }
 
-    /// Sets `bytes` at `target` to zero.
+    /// Zeroes `bytes` of memory at `target`.
     ///
     /// # Safety
     /// `target` must be device memory of as many bytes.
@@ -156,7 +156,7 @@ impl Staging {
         })
     }
 
-    /// Runs `work` alone, with the context current and the buffer unused by the GPU.
+    /// Runs `work` exclusively, with the context current and the buffer idle.
     fn with(
         &self,
         work: impl FnOnce(&Inner, &mut Pinned, &dyn Fn(&RawEvent) -> Result<()>) -> Result<()>,

@@ -1,5 +1,4 @@
-//! Memory from the virtual memory interface: physical memory, shared by descriptor, mapped into a
-//! range of addresses that was reserved for it.
+//! Virtual memory: physical memory, shareable by descriptor, mapped into a reserved address range.
 
 use super::FREEING;
 use crate::device::cuda::driver::status;
@@ -17,18 +16,18 @@ use std::time::Instant;
 const DESCRIPTOR: CUmemAllocationHandleType =
     CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
 
-/// Pieces of physical memory, mapped one behind the other into a range of addresses. Each part that
-/// was done is undone when it is dropped.
+/// Pieces of physical memory mapped contiguously into a reserved address range. Dropping it undoes each
+/// completed step.
 pub(crate) struct VirtualMemory {
     gpu: Arc<Gpu>,
     pub(crate) address: u64,
-    /// Bytes of all pieces.
+    /// Total length of the pieces.
     pub(crate) bytes: usize,
     reserved: usize,
     pieces: Vec<Mapped>,
 }
 
-/// A piece that is mapped behind those before it.
+/// A mapped piece.
 #[derive(Clone, Copy)]
 struct Mapped {
     handle: CUmemGenericAllocationHandle,
@@ -36,14 +35,14 @@ struct Mapped {
 }
 
 impl VirtualMemory {
-    /// Allocates at least `bytes` and maps them.
+    /// Allocates and maps at least `bytes`.
     pub(crate) fn allocate(gpu: &Arc<Gpu>, bytes: usize) -> Result<Self> {
         let mut memory = Self::reserve(gpu, bytes)?;
         memory.grow(bytes)?;
         Ok(memory)
     }
 
-    /// Reserves addresses for at least `bytes`.
+    /// Reserves an address range of at least `bytes`.
     pub(crate) fn reserve(gpu: &Arc<Gpu>, bytes: usize) -> Result<Self> {
         if bytes == 0 {
             return Err(
@@ -105,7 +104,7 @@ impl VirtualMemory {
         self.map(Mapped { handle, bytes })
     }
 
-    /// Maps the physical memory behind the descriptors of a peer's pieces.
+    /// Maps the physical memory behind a peer's descriptors.
     pub(crate) fn import(gpu: &Arc<Gpu>, pieces: &[Piece]) -> Result<Self> {
         let granularity = |piece: &Piece| round_up(gpu, &property(gpu), piece.bytes);
         let lengths: Vec<usize> = pieces.iter().map(granularity).collect::<Result<_>>()?;
@@ -125,7 +124,7 @@ impl VirtualMemory {
         let driver = gpu.context.driver;
         for (piece, bytes) in pieces.iter().zip(lengths) {
             let mut handle = 0;
-            // The driver takes the descriptor's number in place of a pointer.
+            // The driver takes the descriptor cast to a pointer.
             let number = piece.descriptor.as_raw_fd() as usize as *mut c_void;
             // SAFETY: `handle` is an output parameter for one handle. The descriptor is open during
             // the call; one that is not of the driver's making is refused.
@@ -133,11 +132,11 @@ impl VirtualMemory {
                 unsafe { (driver.cuMemImportFromShareableHandle)(&mut handle, number, DESCRIPTOR) };
             driver.check(code, "open a peer's memory by descriptor")?;
             memory.map(Mapped { handle, bytes }).map_err(|error| {
-                // Mapping past the end of the physical memory is an invalid value.
+                // The driver reports a mapping beyond the physical memory as an invalid value.
                 if error.code() == Some(status::INVALID_VALUE.into()) {
                     Error::new(
                         ErrorKind::InvalidHandle,
-                        format!("the peer's allocation is smaller than expected: a piece says {bytes} bytes"),
+                        format!("the peer's allocation is smaller than expected: a piece has {bytes} bytes according to its owner"),
                     )
                     .with_operation("map a peer's memory")
                     .with_code(status::INVALID_VALUE.into())
@@ -149,7 +148,7 @@ impl VirtualMemory {
         Ok(memory)
     }
 
-    /// Maps `piece` behind the others, and takes it over also if that fails.
+    /// Maps `piece` after the others. Takes ownership even on failure.
     fn map(&mut self, piece: Mapped) -> Result<()> {
         let driver = self.gpu.context.driver;
         let mapped = self.map_behind(piece);
@@ -182,12 +181,12 @@ impl VirtualMemory {
         driver.check(code, "map physical memory")
     }
 
-    /// Lets `gpu` read and write it.
+    /// Gives `gpu` read and write access.
     pub(crate) fn allow(&self, gpu: &Gpu) -> Result<()> {
         allow(gpu, self.address, self.bytes)
     }
 
-    /// Its pieces, for peers.
+    /// Exports its pieces for peers.
     pub(crate) fn export(&self) -> Result<Vec<Piece>> {
         let piece = |piece: &Mapped| {
             Ok(Piece {
@@ -227,7 +226,7 @@ impl Drop for VirtualMemory {
     }
 }
 
-/// A [`Segment`] of a GPU.
+/// Growable memory of a GPU.
 #[derive(Debug)]
 pub(crate) struct CudaSegment(Mutex<VirtualMemory>);
 
@@ -257,7 +256,7 @@ impl fmt::Debug for VirtualMemory {
     }
 }
 
-/// Lets `gpu` read and write the mapped range.
+/// Gives `gpu` read and write access to the mapped range.
 pub(crate) fn allow(gpu: &Gpu, address: u64, bytes: usize) -> Result<()> {
     let _entered = gpu.context.enter()?;
     let access = CUmemAccessDesc {
@@ -271,7 +270,7 @@ pub(crate) fn allow(gpu: &Gpu, address: u64, bytes: usize) -> Result<()> {
         .check(code, "allow access to virtual memory")
 }
 
-/// A descriptor of the physical memory mapped at `address`, which others allocated.
+/// A descriptor of physical memory at `address` that other code allocated.
 pub(crate) fn export_mapped(gpu: &Gpu, address: u64) -> Result<OwnedFd> {
     let _entered = gpu.context.enter()?;
     let driver = gpu.context.driver;
@@ -305,7 +304,7 @@ fn export(gpu: &Gpu, handle: CUmemGenericAllocationHandle) -> Result<OwnedFd> {
         )
     };
     gpu.context.driver.check(code, "export memory by descriptor").map_err(|error| {
-        error.with_help("memory must be allocated as shareable by descriptor; in PyTorch, expandable segments are unless they were made for fabric handles")
+        error.with_help("memory must be allocated as shareable by descriptor; in PyTorch, expandable segments are unless they use fabric handles")
     })?;
     if descriptor < 0 {
         return Err(
@@ -315,7 +314,7 @@ fn export(gpu: &Gpu, handle: CUmemGenericAllocationHandle) -> Result<OwnedFd> {
     }
     // SAFETY: the driver made this descriptor for the caller, who is its only owner.
     let descriptor = unsafe { OwnedFd::from_raw_fd(descriptor) };
-    // A program that this process starts must not inherit it.
+    // Child processes must not inherit it.
     rustix::io::fcntl_setfd(&descriptor, rustix::io::FdFlags::CLOEXEC)?;
     Ok(descriptor)
 }

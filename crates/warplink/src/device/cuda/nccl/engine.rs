@@ -1,4 +1,4 @@
-//! The vendor's collectives, over NCCL.
+//! Collective engine over NCCL.
 
 use super::operator::{BYTES, data_type, with_operator};
 use super::{Handle, Nccl, NcclComm, UNIQUE_ID, Window};
@@ -18,25 +18,25 @@ use std::sync::{Arc, Mutex};
 /// `NCCL_WIN_COLL_SYMMETRIC`: all ranks register memory of the same kind and length.
 const SYMMETRIC: c_int = 1;
 
-/// What a rank says first: whether it can join.
+/// First byte of a rank's join message: it can join.
 const READY: u8 = 1;
 
-/// The bytes of a GPU's identity, which a rank says next.
+/// Length of the GPU identity in the join message.
 const IDENTITY: usize = 16;
 
-/// Collectives of all ranks.
+/// NCCL as a collective engine.
 #[derive(Debug)]
 pub(crate) struct NcclEngine {
     gpu: Arc<Gpu>,
     fault: Arc<Fault>,
-    /// Held apart, so that a fault ends it also while a call holds this.
+    /// Shared, so that a fault can abort it while a call is in progress.
     comm: Arc<NcclComm>,
     world: usize,
     name: String,
     registered: Mutex<Vec<Registered>>,
 }
 
-/// Memory that NCCL was told of, which lives until NCCL has forgotten it.
+/// Memory registered with NCCL, kept alive until it is deregistered.
 #[derive(Debug)]
 struct Registered {
     window: Window,
@@ -47,7 +47,7 @@ struct Registered {
 unsafe impl Send for Registered {}
 
 impl NcclEngine {
-    /// Joins the other ranks, until the deadline.
+    /// Joins the other ranks, by the deadline.
     pub(crate) fn join(
         gpu: &Arc<Gpu>,
         (rank, world): (usize, usize),
@@ -69,7 +69,7 @@ impl NcclEngine {
             )));
         }
         let ranks = (number(rank)?, number(world)?);
-        // A rank that cannot join says so, since the others would wait for it.
+        // A rank that cannot join reports that, since the others would wait for it.
         let nccl = Nccl::get();
         let id = match &nccl {
             Ok(nccl) if rank == 0 => nccl.unique_id().map(|id| id.to_vec()),
@@ -124,7 +124,7 @@ impl NcclEngine {
         Ok(Self::of(gpu, fault, comm, world, nccl.name()))
     }
 
-    /// The collectives of a communicator that the application made.
+    /// Wraps a communicator that the application created.
     pub(crate) fn adopt(
         gpu: &Arc<Gpu>,
         communicator: VendorCommunicator,
@@ -159,7 +159,7 @@ impl NcclEngine {
                         comm.abort();
                     }
                 };
-                // The thread that raises a fault must not be held up by NCCL.
+                // NCCL must not block the thread that raises a fault.
                 if let Err(error) = std::thread::Builder::new()
                     .name("warplink-nccl-abort".to_owned())
                     .spawn(end)
@@ -198,7 +198,7 @@ impl Drop for NcclEngine {
     }
 }
 
-/// Device memory as NCCL takes it.
+/// Device memory as an NCCL pointer.
 fn pointer(slice: &DeviceSlice) -> *mut c_void {
     slice.address() as usize as *mut c_void
 }
@@ -224,7 +224,7 @@ impl CollectiveEngine for NcclEngine {
                 // the world, as was checked; stream and communicator are of the current context.
                 unsafe { issue(nccl, comm, stream.raw_stream().cast(), request, self.world) }
             })
-            // What failed because of a fault is that fault.
+            // Report the fault rather than its consequence.
             .map_err(|error| {
                 let raised = self.gpu.fault.check().and_then(|()| self.fault.check());
                 raised.err().unwrap_or(error)
@@ -255,7 +255,7 @@ impl CollectiveEngine for NcclEngine {
         if !known {
             return unsupported(format!("{} cannot register memory", self.name));
         }
-        // NCCL's way to say that it has no use for it.
+        // NCCL returns a null window for memory that it cannot use.
         if window.is_null() {
             return unsupported(format!("{} does not take {slice:?}", self.name));
         }
@@ -275,7 +275,7 @@ impl CollectiveEngine for NcclEngine {
     }
 }
 
-/// Calls NCCL for `request`; gives its code.
+/// Issues the NCCL calls for `request` and returns the status.
 ///
 /// # Safety
 /// `request` must have passed its check for `world` ranks and name live device memory; `comm` must
@@ -364,7 +364,7 @@ unsafe fn issue(
     }
 }
 
-/// Several calls as one.
+/// Runs several calls as one NCCL group.
 fn group(nccl: &Nccl, calls: impl FnOnce() -> c_int) -> c_int {
     // SAFETY: the function takes nothing; the group is ended below on this thread.
     let started = unsafe { (nccl.ncclGroupStart)() };
@@ -377,7 +377,7 @@ fn group(nccl: &Nccl, calls: impl FnOnce() -> c_int) -> c_int {
     if called != 0 { called } else { ended }
 }
 
-/// The first two ranks whose answers name the same GPU.
+/// The first two ranks whose messages name the same GPU.
 fn on_one_gpu(answers: &[Vec<u8>]) -> Option<(usize, usize)> {
     let gpu = |rank: usize| answers.get(rank)?.get(1..1 + IDENTITY);
     (0..answers.len()).find_map(|second| {
@@ -395,7 +395,7 @@ mod tests {
         let answer = |gpu: u8| [&[READY][..], &[gpu; IDENTITY]].concat();
         assert_eq!(on_one_gpu(&[answer(0), answer(1), answer(2)]), None);
         assert_eq!(on_one_gpu(&[answer(0), answer(1), answer(0)]), Some((0, 2)));
-        // One that says nothing is refused for that.
+        // Empty messages are rejected elsewhere.
         assert_eq!(on_one_gpu(&[Vec::new(), Vec::new()]), None);
     }
 }

@@ -1,4 +1,4 @@
-//! NCCL: its functions, and a communicator of its own that can be ended from outside.
+//! NCCL: its functions, and communicators that another thread can abort.
 
 pub(super) mod engine;
 mod operator;
@@ -18,16 +18,17 @@ use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
-/// Bytes of NCCL's unique id.
+/// Length of NCCL's unique id.
 pub(super) const UNIQUE_ID: usize = 128;
 
 /// `ncclInProgress`: no error.
 const IN_PROGRESS: c_int = 7;
 
-/// How long ending a communicator waits for calls that are inside NCCL.
+/// How long an abort waits for calls inside NCCL: a call may itself wait for the lost peer, and ends only by
+/// the abort.
 const INSIDE: Duration = Duration::from_secs(1);
 
-/// How long a drop waits for NCCL to take a communicator down.
+/// How long a drop waits for NCCL to destroy a communicator, which may itself wait for other ranks.
 const LEAVING: Duration = Duration::from_secs(5);
 
 /// `ncclComm_t`.
@@ -76,7 +77,7 @@ function_table! {
 }
 
 impl Nccl {
-    /// NCCL, as its user has set it up.
+    /// NCCL, loaded with the user's configuration.
     pub(super) fn get() -> Result<&'static Self> {
         static LIBRARY: OnceLock<Nccl> = OnceLock::new();
         if let Some(library) = LIBRARY.get() {
@@ -123,14 +124,14 @@ impl Nccl {
         }
     }
 
-    /// A new id, by which ranks find one another.
+    /// A new unique id, by which ranks rendezvous.
     pub(super) fn unique_id(&self) -> Result<[u8; UNIQUE_ID]> {
         let mut id = UniqueId {
             internal: [0; UNIQUE_ID],
         };
         // SAFETY: `id` is an output parameter for one id.
         let code = unsafe { (self.ncclGetUniqueId)(&mut id) };
-        self.check(code, "make an id for NCCL")?;
+        self.check(code, "create an NCCL id")?;
         Ok(id.internal.map(|byte| byte as u8))
     }
 }
@@ -147,28 +148,28 @@ fn text(text: *const c_char) -> Option<String> {
     )
 }
 
-/// A communicator of NCCL's.
+/// An NCCL communicator.
 pub(super) struct NcclComm {
     nccl: &'static Nccl,
     context: Arc<Context>,
-    /// Null once it has been ended.
+    /// Null once aborted.
     raw: AtomicPtr<c_void>,
-    /// Held during calls: NCCL takes one at a time.
+    /// Held during calls: NCCL is not reentrant for one communicator.
     calls: Mutex<()>,
-    /// Whether the application made it, and ends it.
+    /// Whether the application created it and destroys it.
     is_adopted: bool,
 }
 
-/// Which rank a communicator is of how many, and of which device.
+/// Rank, world and device of a communicator.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Place {
+pub(super) struct Membership {
     pub(super) rank: usize,
     pub(super) world: usize,
     pub(super) ordinal: usize,
 }
 
 impl NcclComm {
-    /// Joins `world` ranks as `rank`, until the deadline. `go_on` is asked again and again, and ends the wait.
+    /// Joins `world` ranks as `rank`, by the deadline. `go_on` is polled and ends the wait by an error.
     pub(super) fn join(
         nccl: &'static Nccl,
         context: &Arc<Context>,
@@ -178,14 +179,14 @@ impl NcclComm {
         deadline: Deadline,
         go_on: impl Fn() -> Result<()>,
     ) -> Result<Self> {
-        // On a thread of its own: NCCL waits without bound for a rank that never comes.
+        // On its own thread, since NCCL waits without bound for a missing rank.
         let (done, result) = channel();
         let joining = context.clone();
         let spawned = std::thread::Builder::new()
             .name("warplink-nccl-join".to_owned())
             .spawn(move || {
                 let joined = join_here(nccl, &joining, id, rank, world);
-                // Nobody waits any more where the wait was ended; the drop takes it down.
+                // The receiver is gone if the wait was aborted; dropping the communicator destroys it.
                 let _ = done.send(joined);
             });
         spawned.map_err(|error| Error::thread("start the thread that joins NCCL", &error))?;
@@ -210,12 +211,13 @@ impl NcclComm {
         }
     }
 
-    /// A communicator that the application made, and its place. It is not ended here.
+    /// Wraps a communicator that the application created, and returns its rank and world. It is never
+    /// destroyed here.
     pub(super) fn adopt(
         nccl: &'static Nccl,
         context: &Arc<Context>,
         communicator: VendorCommunicator,
-    ) -> Result<(Self, Place)> {
+    ) -> Result<(Self, Membership)> {
         let raw = communicator.as_raw();
         if raw.is_null() {
             return Err(
@@ -239,7 +241,7 @@ impl NcclComm {
                 .with_operation("adopt a communicator")
             })
         };
-        let place = Place {
+        let place = Membership {
             rank: ask(nccl.ncclCommUserRank)?,
             world: ask(nccl.ncclCommCount)?,
             ordinal: ask(nccl.ncclCommCuDevice)?,
@@ -254,12 +256,13 @@ impl NcclComm {
         Ok((adopted, place))
     }
 
-    /// What NCCL takes; null once it has been ended.
+    /// The NCCL handle; null once aborted.
     pub(super) fn raw(&self) -> Handle {
+        // Pairs with the swap in `abort`.
         self.raw.load(Ordering::Acquire)
     }
 
-    /// Runs `call` on the communicator, alone.
+    /// Runs `call` exclusively.
     pub(super) fn call(
         &self,
         operation: &'static str,
@@ -277,10 +280,10 @@ impl NcclComm {
         self.nccl.check(call(self.nccl, raw), operation)
     }
 
-    /// Fails with what a collective under way has failed with. An adopted communicator is asked by the
-    /// application that made it. Does not block.
+    /// Returns the asynchronous error of a collective in flight. Adopted communicators are skipped; the
+    /// application queries those. Does not block.
     fn asynchronous_error(&self) -> Result<()> {
-        // A call that is under way gives its error itself, and it might block.
+        // A call in progress returns its own error, and the query could block behind it.
         let Ok(_alone) = self.calls.try_lock() else {
             return Ok(());
         };
@@ -299,14 +302,14 @@ impl NcclComm {
         }
     }
 
-    /// Ends it and what is under way; one that was adopted only for what is called here.
+    /// Aborts it and everything in flight. An adopted communicator is only marked as closed.
     pub(super) fn abort(&self) {
+        // Taking the pointer makes this thread the only one to abort or destroy the communicator.
         let raw = self.raw.swap(std::ptr::null_mut(), Ordering::AcqRel);
         if raw.is_null() || self.is_adopted {
             return;
         }
-        // A call that waits inside NCCL for the lost peer ends only by this, so that waiting for it
-        // is bounded.
+        // A call that waits inside NCCL for a lost peer ends only by the abort, so wait for it only briefly.
         let start = Instant::now();
         let mut alone = self.calls.try_lock().ok();
         while alone.is_none() && start.elapsed() < INSIDE {
@@ -352,12 +355,13 @@ fn join_here(
 impl Drop for NcclComm {
     fn drop(&mut self) {
         let raw = AtomicPtr::new(self.raw.swap(std::ptr::null_mut(), Ordering::AcqRel));
+        // Relaxed: `swap` above has already synchronized.
         if raw.load(Ordering::Relaxed).is_null() || self.is_adopted {
             return;
         }
         let (nccl, context) = (self.nccl, self.context.clone());
         let (done, ended) = channel();
-        // On a thread of its own, since NCCL may wait for other ranks to take theirs down.
+        // On its own thread, since NCCL may wait for other ranks to destroy theirs.
         let spawned = std::thread::Builder::new()
             .name("warplink-nccl-leave".to_owned())
             .spawn(move || {
@@ -365,7 +369,7 @@ impl Drop for NcclComm {
                 let _relaxed = context.relax_capture();
                 // SAFETY: taken out just above, so that this is its only use.
                 let code = unsafe { (nccl.ncclCommDestroy)(raw.into_inner()) };
-                // Nobody waits any more where the drop's patience has ended.
+                // The receiver is gone if the drop stopped waiting.
                 let _ = done.send(code);
             });
         match spawned.map(|_| ended.recv_timeout(LEAVING)) {

@@ -1,4 +1,4 @@
-//! Element types and operators as NCCL takes them.
+//! NCCL's element types and operators.
 
 use super::{Handle, Nccl};
 use crate::device::{Factor, ReduceOp};
@@ -7,13 +7,13 @@ use half::{bf16, f16};
 use std::ffi::c_int;
 use zerocopy::IntoBytes;
 
-/// `ncclUint8`, for what is only moved.
+/// `ncclUint8`, for operations that only move data.
 pub(super) const BYTES: c_int = 1;
 
-/// `ncclScalarHostImmediate`: a factor is read before the function that takes it returns.
+/// `ncclScalarHostImmediate`: the factor is read before the call returns.
 const ON_HOST: c_int = 1;
 
-/// The number of an element type.
+/// NCCL's code of an element type.
 pub(super) fn data_type(dtype: DType) -> c_int {
     match dtype {
         DType::U8 => BYTES,
@@ -31,10 +31,10 @@ pub(super) fn data_type(dtype: DType) -> c_int {
     }
 }
 
-/// Calls `with` the number of an operator of elements of a type, which is an operator for as long as that takes.
+/// Calls `with` with NCCL's operator for an element type. A temporary operator is destroyed afterwards.
 ///
 /// # Safety
-/// `comm` must be a communicator that may be called.
+/// `comm` must be a communicator that may be called now.
 pub(super) unsafe fn with_operator(
     nccl: &Nccl,
     comm: Handle,
@@ -59,7 +59,7 @@ pub(super) unsafe fn with_operator(
     if called != 0 { called } else { destroyed }
 }
 
-/// A factor as an element of a type; the rest is 0.
+/// A factor encoded as an element, padded with zeros.
 fn scalar(factor: Factor, dtype: DType) -> [u8; 8] {
     let value = factor.value();
     let narrow = value as f32;
@@ -76,7 +76,7 @@ fn scalar(factor: Factor, dtype: DType) -> [u8; 8] {
     bytes
 }
 
-/// The number of an operator without a factor.
+/// NCCL's code of an operator, ignoring its factor.
 fn operator(op: ReduceOp) -> c_int {
     match op {
         ReduceOp::Sum | ReduceOp::ScaledSum(_) => 0,

@@ -1,4 +1,4 @@
-//! NVML's functions, its codes, and the one structure that is read.
+//! NVML's functions, status codes and structures.
 
 use crate::device::PciAddress;
 use crate::device::library;
@@ -7,12 +7,12 @@ use crate::error::{Error, ErrorKind, Result};
 use std::ffi::{CString, c_char, c_int, c_uint, c_void};
 use std::sync::OnceLock;
 
-/// `nvmlDevice_t`: a name for a GPU, good as long as the library is not shut down, which it never is.
+/// `nvmlDevice_t`: valid as long as the library is initialized, which it stays.
 #[derive(Clone, Copy)]
 #[repr(transparent)]
 pub(super) struct Handle(*mut c_void);
 
-/// The codes that are told apart.
+/// The codes that callers distinguish.
 pub(super) mod code {
     use std::ffi::c_int;
     pub(crate) const SUCCESS: c_int = 0;
@@ -23,7 +23,7 @@ pub(super) mod code {
     pub(crate) const LIBRARY_VERSION_MISMATCH: c_int = 18;
 }
 
-/// What may be at the other end of a link (`nvmlIntNvLinkDeviceType_t`).
+/// Kind of device at the other end of a link (`nvmlIntNvLinkDeviceType_t`).
 pub(super) mod remote {
     use std::ffi::c_int;
     pub(crate) const GPU: c_int = 0;
@@ -32,7 +32,7 @@ pub(super) mod remote {
     pub(crate) const UNKNOWN: c_int = 0xff;
 }
 
-/// What one GPU may do with another's memory (`nvmlGpuP2PCapsIndex_t`), and the answer that it can.
+/// Peer capabilities (`nvmlGpuP2PCapsIndex_t`), and the value for a supported one.
 pub(super) mod p2p {
     use std::ffi::c_int;
     pub(crate) const READ: c_int = 0;
@@ -40,7 +40,7 @@ pub(super) mod p2p {
     pub(crate) const OK: c_int = 0;
 }
 
-/// `nvmlPciInfo_t`, as the second version of the function for links fills it.
+/// `nvmlPciInfo_t`, as version 2 of the link function fills it.
 #[repr(C)]
 #[derive(Default)]
 pub(super) struct PciInfo {
@@ -54,7 +54,7 @@ pub(super) struct PciInfo {
 }
 
 impl PciInfo {
-    /// The address of the function that computes, the only one with links.
+    /// PCI address of function 0, the only one with links.
     pub(super) fn address(&self) -> Option<PciAddress> {
         Some(PciAddress {
             domain: self.domain,
@@ -84,7 +84,7 @@ function_table! {
 }
 
 impl Nvml {
-    /// NVML, loaded and started. A failure is not remembered: the next call tries again.
+    /// NVML, loaded and initialized. Failures are not cached: the next call tries again.
     pub(super) fn get() -> Result<&'static Self> {
         static LIBRARY: OnceLock<Nvml> = OnceLock::new();
         if let Some(library) = LIBRARY.get() {
@@ -97,7 +97,7 @@ impl Nvml {
         Ok(LIBRARY.get_or_init(|| library))
     }
 
-    /// The GPU at `address`; null with a code that says why there is none.
+    /// The GPU at `address`, or null and the status that says why not.
     pub(super) fn find(&self, address: PciAddress) -> Result<(Handle, c_int)> {
         let text = CString::new(address.to_string())
             .map_err(|error| Error::new(ErrorKind::Internal, error.to_string()))?;

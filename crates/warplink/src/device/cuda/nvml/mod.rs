@@ -1,5 +1,5 @@
-//! NVML: what it tells about a GPU's links. GPUs are found by their address on the PCI bus, since NVML
-//! and the driver count them differently.
+//! NVML: the links of a GPU. GPUs are identified by PCI address, since NVML and the driver number them
+//! differently.
 
 mod ffi;
 
@@ -8,10 +8,10 @@ use crate::device::{DeviceLink, DeviceLinks, LinkEnd, PciAddress};
 use crate::error::Result;
 use std::ffi::{c_int, c_uint};
 
-/// More links than any GPU has, in case the library goes on for ever.
+/// Upper bound of links, more than any GPU has, in case the library never reports an end.
 const MAX_LINKS: c_uint = 64;
 
-/// A GPU, as NVML knows it.
+/// A GPU as known to NVML.
 pub(super) struct NvmlGpu {
     nvml: &'static Nvml,
     handle: Handle,
@@ -22,7 +22,7 @@ impl NvmlGpu {
     ///
     /// # Errors
     /// [`ErrorKind::LibraryMissing`](crate::ErrorKind::LibraryMissing) without NVML,
-    /// [`ErrorKind::Driver`](crate::ErrorKind::Driver) if it does not start or does not show the GPU.
+    /// [`ErrorKind::Driver`](crate::ErrorKind::Driver) if it fails to initialize or does not show the GPU.
     pub(super) fn open(address: PciAddress) -> Result<Self> {
         let nvml = Nvml::get()?;
         let (handle, status) = nvml.find(address)?;
@@ -31,7 +31,7 @@ impl NvmlGpu {
         Ok(Self { nvml, handle })
     }
 
-    /// The links that are up.
+    /// The active links.
     pub(super) fn links(&self) -> Result<DeviceLinks> {
         let mut links = Vec::new();
         for number in 0..MAX_LINKS {
@@ -45,9 +45,9 @@ impl NvmlGpu {
                     version: self.version(number),
                     end: self.end(number)?,
                 }),
-                // The link is down or not built in, or the GPU has none at all.
+                // The link is down or absent, or the GPU has no links.
                 code::SUCCESS | code::NOT_SUPPORTED => {}
-                // No GPU of this kind has more.
+                // Past the last link of this kind of GPU.
                 code::INVALID_ARGUMENT => break,
                 _ => self.nvml.check(status, "ask for the state of a link")?,
             }
@@ -55,7 +55,7 @@ impl NvmlGpu {
         Ok(DeviceLinks { links })
     }
 
-    /// Bytes per second that the bus takes in one direction; none where NVML does not say.
+    /// PCIe bandwidth in bytes per second in one direction; `None` if NVML does not report it.
     pub(super) fn bus_rate(&self) -> Option<f64> {
         let ask = |function: Option<unsafe extern "C" fn(Handle, *mut c_uint) -> c_int>| {
             let mut answer = 0;
@@ -68,8 +68,8 @@ impl NvmlGpu {
         Some(lane_rate(generation) * f64::from(width))
     }
 
-    /// Whether this GPU reads and writes the memory of the one at `peer` by itself. False also where
-    /// this process cannot see that GPU.
+    /// Whether this GPU can access the memory of the one at `peer` directly. False if that GPU is not visible
+    /// to this process.
     pub(super) fn reaches(&self, peer: PciAddress) -> Result<bool> {
         let (handle, status) = self.nvml.find(peer)?;
         match status {
@@ -93,7 +93,7 @@ impl NvmlGpu {
         Ok(true)
     }
 
-    /// The version of a link, where NVML tells one that is known.
+    /// Version of a link, if NVML reports a known one.
     fn version(&self, number: c_uint) -> Option<(u8, u8)> {
         let mut version = 0;
         // SAFETY: the handle is NVML's, and `version` an output parameter for one integer.
@@ -102,7 +102,7 @@ impl NvmlGpu {
         (status == code::SUCCESS).then(|| version_of(version))?
     }
 
-    /// What is at the other end of a link that is up.
+    /// The other end of an active link.
     fn end(&self, number: c_uint) -> Result<LinkEnd> {
         let mut kind = remote::UNKNOWN;
         // SAFETY: the handle is NVML's, and `kind` an output parameter for one integer.
@@ -126,13 +126,13 @@ impl NvmlGpu {
                     .check(status, "ask for the GPU at the other end of a link")?;
                 Ok(info.address().map_or(LinkEnd::Other, LinkEnd::Device))
             }
-            // In a virtual machine the switches are the host's, and the guest's links end nowhere.
+            // In a virtual machine the switches belong to the host, and the guest sees no remote device.
             _ => Ok(LinkEnd::Switch),
         }
     }
 }
 
-/// Major and minor of NVML's number for a version.
+/// Major and minor version of NVML's version code.
 fn version_of(number: c_uint) -> Option<(u8, u8)> {
     match number {
         1 => Some((1, 0)),
@@ -146,8 +146,8 @@ fn version_of(number: c_uint) -> Option<(u8, u8)> {
     }
 }
 
-/// Bytes per second of a lane of PCI Express of a generation, from 2.5 GT/s on: with 8 bits in 10 up to the second, then
-/// 128 in 130. Newer generations than are known double it.
+/// Bytes per second of a PCIe lane by generation, starting from 2.5 GT/s. Encoding is 8b/10b up to generation
+/// 2 and 128b/130b from 3. Each unknown later generation doubles the rate.
 fn lane_rate(generation: c_uint) -> f64 {
     match generation {
         0 | 1 => 0.25e9,

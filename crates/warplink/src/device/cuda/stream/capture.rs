@@ -1,4 +1,4 @@
-//! What a stream records, and what the recorded graph keeps.
+//! Stream capture, and resources that a captured graph keeps alive.
 
 use crate::device::cuda::driver::Driver;
 use crate::error::{Error, ErrorKind, Result};
@@ -6,23 +6,23 @@ use cudarc::driver::sys::*;
 use std::any::Any;
 use std::ffi::{c_int, c_uint, c_void};
 
-/// `CU_USER_OBJECT_NO_DESTRUCTOR_SYNC`: nobody waits for what the object does when it is let go of.
+/// `CU_USER_OBJECT_NO_DESTRUCTOR_SYNC`: destruction is asynchronous.
 const NOBODY_WAITS: c_uint = 1;
 /// `CU_GRAPH_USER_OBJECT_MOVE`: the graph takes over the reference.
 const MOVED: c_uint = 1;
 
-/// A capture under way. What it names is valid until the stream is given something else to record.
+/// A capture in progress. Its handles are valid until the stream captures something else.
 pub(crate) struct Capture {
     /// Unique in the process.
     pub(crate) id: u64,
     pub(super) graph: CUgraph,
     pub(super) dependencies: *const CUgraphNode,
-    /// How many dependencies there are.
+    /// Number of dependencies.
     pub(super) count: usize,
 }
 
 impl Capture {
-    /// What `stream` records, if it does.
+    /// The capture of `stream`, if it is capturing.
     pub(crate) fn of(driver: &Driver, stream: CUstream) -> Result<Option<Self>> {
         let Some(ask) = driver.cuStreamGetCaptureInfo_v2 else {
             return Err(too_old("does not tell the capture of a stream"));
@@ -40,7 +40,7 @@ impl Capture {
                 &mut count,
             )
         };
-        driver.check(code, "ask what a stream records")?;
+        driver.check(code, "query a stream's capture")?;
         if state == CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE as c_int {
             return Ok(None);
         }
@@ -58,8 +58,8 @@ impl Capture {
         }))
     }
 
-    /// Has the graph keep `item`, and what is made from the graph, until the last launch is over.
-    /// It is dropped on a thread on which the driver must not be called.
+    /// Keeps `item` alive as long as the graph, executables instantiated from it and their launches. It is
+    /// dropped on a thread that must not call the driver.
     pub(crate) fn keep(&self, driver: &Driver, item: Box<dyn Any + Send>) -> Result<()> {
         let (Some(create), Some(retain), Some(release)) = (
             driver.cuUserObjectCreate,
@@ -70,9 +70,17 @@ impl Capture {
         };
         let item = Box::into_raw(Box::new(item));
         let mut object = std::ptr::null_mut();
-        // SAFETY: `object` is an output parameter for one object, which has one reference; `let_go_of` expects
+        // SAFETY: `object` is an output parameter for one object, which has one reference; `release_item` expects
         // what `item` points to.
-        let code = unsafe { create(&mut object, item.cast(), Some(let_go_of), 1, NOBODY_WAITS) };
+        let code = unsafe {
+            create(
+                &mut object,
+                item.cast(),
+                Some(release_item),
+                1,
+                NOBODY_WAITS,
+            )
+        };
         if let Err(error) = driver.check(code, "have a graph keep memory") {
             // SAFETY: the driver did not take it over.
             drop(unsafe { Box::from_raw(item) });
@@ -89,13 +97,13 @@ impl Capture {
     }
 }
 
-/// What the driver calls when nothing refers to a graph's object any more.
-unsafe extern "C" fn let_go_of(item: *mut c_void) {
+/// Destructor callback for [`Capture::keep`], called by the driver when the last reference is gone.
+unsafe extern "C" fn release_item(item: *mut c_void) {
     // SAFETY: `Capture::keep` made it of such a box, and the driver calls this once.
     drop(unsafe { Box::from_raw(item.cast::<Box<dyn Any + Send>>()) });
 }
 
-/// Whether `stream` is recording.
+/// Whether `stream` is capturing.
 #[inline]
 pub(crate) fn is_capturing(driver: &Driver, stream: CUstream) -> Result<bool> {
     let mut state = 0;

@@ -1,4 +1,4 @@
-//! Events of a GPU.
+//! GPU events.
 
 use crate::device::cuda::driver::raw::RawEvent;
 use crate::device::cuda::gpu::Gpu;
@@ -6,15 +6,15 @@ use crate::device::{Event, EventBackend, FaultSet};
 use crate::error::{Error, Result};
 use std::sync::Arc;
 
-/// A mark in a stream.
+/// An event.
 #[derive(Debug)]
 pub(crate) struct CudaEvent {
     gpu: Arc<Gpu>,
     pub(crate) raw: Arc<RawEvent>,
     timing: bool,
-    /// Whether it can be asked after the fault too.
+    /// Whether it can be queried after the device's fault.
     after_fault: bool,
-    /// Those of the stream in which it was recorded last.
+    /// Faults of the stream that recorded it last.
     pub(crate) faults: FaultSet,
 }
 
@@ -30,7 +30,7 @@ impl CudaEvent {
         })
     }
 
-    /// One that has been recorded, and can be asked after the device's fault too.
+    /// A recorded event that can still be queried after the device's fault.
     pub(crate) fn recorded_for_release(gpu: &Arc<Gpu>, raw: Arc<RawEvent>) -> Self {
         Self {
             gpu: gpu.clone(),
@@ -41,7 +41,7 @@ impl CudaEvent {
         }
     }
 
-    /// The event behind the trait.
+    /// Downcasts the event.
     pub(crate) fn of(event: &Event) -> Result<&Self> {
         event.backend().ok_or_else(|| {
             Error::invalid("the event belongs to another device; expected one of a GPU")

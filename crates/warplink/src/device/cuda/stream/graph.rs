@@ -10,24 +10,24 @@ use cudarc::driver::sys::{CUgraph, CUgraphExec, CUstream};
 use std::fmt;
 use std::sync::{Arc, Mutex};
 
-/// A graph, ready to launch.
+/// An executable graph.
 pub(crate) struct CudaGraph {
     gpu: Arc<Gpu>,
-    /// Behind a lock, since the driver takes no two calls on one graph at a time.
+    /// Locked, since the driver allows one call on a graph at a time.
     exec: Mutex<Exec>,
     operations: usize,
-    /// Those of the stream that recorded it.
+    /// Faults of the stream that recorded it.
     faults: FaultSet,
 }
 
-/// The driver's handle of a graph that is ready to launch.
+/// Driver handle of an executable graph.
 struct Exec(CUgraphExec);
 
 // SAFETY: the pointer is a handle that the driver accepts on every thread, one at a time.
 unsafe impl Send for Exec {}
 
 impl CudaGraph {
-    /// Makes `graph` ready to launch, and destroys it: only what was made from it is kept.
+    /// Instantiates `graph` and destroys it; only the executable is kept.
     ///
     /// # Safety
     /// `graph` must be null or a graph of this GPU that nobody else uses, and `stream` a valid
@@ -69,15 +69,15 @@ impl CudaGraph {
             tracing::warn!(code = destroyed, "a recorded graph was not destroyed");
         }
         driver.check(counted, "count a graph's operations")?;
-        driver.check(code, "make a graph ready to launch")?;
-        // So that the first launch does not pay for it.
+        driver.check(code, "instantiate a graph")?;
+        // Upload now, so that the first launch does not pay for it.
         // SAFETY: the graph was made just now; the caller vouches for the stream.
         let code = unsafe { (driver.cuGraphUpload)(exec.0, stream) };
         driver.check(code, "upload a graph")?;
         Ok(made)
     }
 
-    /// Has streams that launch it fail when one of `faults` is raised.
+    /// Streams that launch it fail when one of `faults` is raised.
     pub(crate) fn depend_on(&self, faults: &FaultSet) {
         self.faults.replace(faults);
     }
@@ -109,7 +109,7 @@ impl Drop for CudaGraph {
             .0;
         if !exec.is_null() {
             let _entered = self.gpu.context.enter();
-            // Destroying a graph would otherwise invalidate a capture that this thread is in.
+            // Outside relaxed mode, destroying a graph would invalidate a capture in progress on this thread.
             let _relaxed = self.gpu.context.relax_capture();
             // SAFETY: made once and destroyed once; a launch under way is let finish first.
             let code = unsafe { (self.gpu.context.driver.cuGraphExecDestroy)(exec) };

@@ -1,7 +1,7 @@
-//! The streams that this process enqueues on, and how far they are.
+//! Progress of the streams that this process enqueues on.
 //!
-//! Streams are never asked themselves: asking one that somebody else records spoils the recording. An
-//! event of ours is recorded behind what was enqueued, and asked.
+//! Streams are never queried directly, since querying one that other code is capturing would invalidate the
+//! capture. Instead an event is recorded after our work and queried.
 
 use crate::device::cuda::driver::context::Context;
 use crate::device::cuda::driver::raw::{RawEvent, RawStream};
@@ -17,13 +17,13 @@ use std::sync::{Arc, Mutex, OnceLock, Weak};
 /// `CU_STREAM_PER_THREAD`.
 const PER_THREAD: u64 = 2;
 
-/// Tells numbers of threads from the driver's handles of streams, and those of streams that were given back from both.
+/// Flags that keep keys of threads and of returned streams distinct from driver handles.
 const THREAD: u64 = 1 << 63;
 const GIVEN_BACK: u64 = 1 << 62;
 
 static STREAMS: Mutex<Vec<Weak<LiveStream>>> = Mutex::new(Vec::new());
 
-/// What was still to be done in streams that were let go of.
+/// Unfinished work of streams that no longer exist.
 static LEFT: Mutex<Vec<Left>> = Mutex::new(Vec::new());
 
 struct Left {
@@ -31,39 +31,39 @@ struct Left {
     event: Arc<RawEvent>,
 }
 
-/// What keeps a stream valid.
+/// Keeps a stream valid.
 pub(crate) enum Keep {
-    /// It is ours, and destroyed with this.
+    /// Our own stream, destroyed with this.
     Own { _stream: RawStream },
-    /// It is theirs, and this holds them.
+    /// A borrowed stream, kept alive by its owner.
     Foreign { _owner: Arc<dyn Any + Send + Sync> },
 }
 
-/// A stream that is enqueued on.
+/// A stream that this process enqueues on.
 pub(crate) struct LiveStream {
     context: Arc<Context>,
     pub(crate) raw: CUstream,
-    /// Its bit in [`Uses`], which other streams may share.
+    /// Its bit in [`Uses`]; streams may share a bit.
     bit: u64,
-    /// The number of the thread whose default stream it is.
+    /// Thread number, for a per-thread default stream.
     thread: Option<u64>,
     /// Whether something was enqueued since the last mark.
     unmarked: AtomicBool,
-    /// Behind what was enqueued up to then. No one that enqueues waits for this lock.
+    /// Event after the work enqueued up to the last mark. Enqueue calls never wait for this lock.
     mark: Mutex<Option<Arc<RawEvent>>>,
     keep: Keep,
-    /// Set when the stream's owner has it back, and may destroy it.
+    /// Set once the owner has the stream back and may destroy it.
     given_back: OnceLock<GivenBack>,
-    /// Held while the driver is asked about the stream by those that it was not lent to, so that it is not given back
+    /// Held while threads other than the borrower query the stream, so that it is not returned to its owner
     /// meanwhile.
     asking: Mutex<()>,
 }
 
-/// What is left of a stream that was given back.
+/// Remainder of a stream that was returned to its owner.
 struct GivenBack {
-    /// In place of the handle, which the driver gives to other streams.
+    /// Replaces the handle, which the driver may reuse for another stream.
     key: u64,
-    /// Behind everything in it; why there is none, where the driver failed.
+    /// Event after all of its work, or the error if recording it failed.
     end: Result<Arc<RawEvent>>,
 }
 
@@ -72,27 +72,27 @@ unsafe impl Send for LiveStream {}
 // SAFETY: as above; the driver serializes what threads enqueue.
 unsafe impl Sync for LiveStream {}
 
-/// How far a stream is.
+/// Progress of a stream.
 pub(crate) enum Progress {
-    /// All that was enqueued is done.
+    /// All enqueued work is complete.
     Done,
-    /// It is when the event is reached.
+    /// Complete once the event is reached.
     Until(Arc<RawEvent>),
-    /// It records a graph, so that it cannot be marked now.
+    /// Capturing, so it cannot be marked now.
     Unknown,
 }
 
-/// To be held while something is enqueued.
+/// Guard held while enqueuing.
 pub(crate) struct Enqueuing<'a> {
     stream: &'a LiveStream,
     _passage: Passage<'static>,
 }
 
-/// Which streams an allocation was used on: a bit for each.
+/// Streams that have used an allocation, one bit each.
 #[derive(Debug, Default)]
 pub(crate) struct Uses(AtomicU64);
 
-/// A use of memory that a stream may not be past.
+/// A use of memory that may still be in flight.
 pub(crate) enum PendingUse {
     Event(Arc<RawEvent>),
     Stream(Weak<LiveStream>),
@@ -107,6 +107,7 @@ impl LiveStream {
         let stream = Arc::new(Self {
             context: context.clone(),
             raw,
+            // Relaxed: any distribution over bits is correct. Shared bits only delay reuse.
             bit: 1 << (NEXT.fetch_add(1, Ordering::Relaxed) % u64::BITS as u64),
             thread: per_thread.then(thread_number),
             unmarked: AtomicBool::new(false),
@@ -121,8 +122,8 @@ impl LiveStream {
         stream
     }
 
-    /// A number that no other stream of the GPU has: the driver's handle, or one for the thread whose
-    /// default stream it is, or for what was given back.
+    /// Unique key among the GPU's streams: the driver's handle, or a number for the thread's default stream
+    /// or for a returned stream.
     pub(crate) fn key(&self) -> u64 {
         if let Some(given_back) = self.given_back.get() {
             return given_back.key;
@@ -131,14 +132,14 @@ impl LiveStream {
             .map_or(self.raw as usize as u64, |thread| THREAD | thread)
     }
 
-    /// Gives a stream of somebody else's back: from now on the driver is not asked about it. Fails while it records a
-    /// graph, and does nothing where it was given back before.
+    /// Returns a borrowed stream to its owner; the driver is not queried about it afterwards. Fails during a
+    /// capture. Idempotent.
     pub(crate) fn give_back(&self) -> Result<()> {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         if !self.is_foreign() {
             return Ok(());
         }
-        // Of the default stream of another thread, the driver cannot be asked here.
+        // The default stream of another thread cannot be queried from this one.
         let elsewhere = (!self.is_here()).then(|| self.marked());
         let _asking = lock(&self.asking);
         if self.is_given_back() {
@@ -146,7 +147,7 @@ impl LiveStream {
         }
         let end = match elsewhere.unwrap_or_else(|| self.record_here()) {
             Err(error) if error.kind() == ErrorKind::InvalidArgument => return Err(error),
-            // A driver that fails will not take it back later either.
+            // A failing driver would fail a later attempt too.
             end => end,
         };
         let key = GIVEN_BACK | NEXT.fetch_add(1, Ordering::Relaxed);
@@ -154,7 +155,7 @@ impl LiveStream {
         Ok(())
     }
 
-    /// Whether it records a graph; what was given back does not.
+    /// Whether it is capturing; false for a returned stream.
     pub(crate) fn is_capturing(&self) -> Result<bool> {
         let _asking = self.is_foreign().then(|| lock(&self.asking));
         if self.is_given_back() {
@@ -165,29 +166,29 @@ impl LiveStream {
         capture::is_capturing(self.context.driver, self.raw)
     }
 
-    /// Whether it was given back.
+    /// Whether it was returned to its owner.
     #[inline]
     pub(crate) fn is_given_back(&self) -> bool {
         self.given_back.get().is_some()
     }
 
-    /// The context that it belongs to.
+    /// Context of the stream.
     pub(crate) fn context(&self) -> &Arc<Context> {
         &self.context
     }
 
-    /// Whether it is somebody else's.
+    /// Whether other code created it.
     pub(crate) fn is_foreign(&self) -> bool {
         matches!(self.keep, Keep::Foreign { .. })
     }
 
-    /// Whether the driver would take the handle for this stream on the calling thread.
+    /// Whether the handle denotes this stream on the calling thread.
     #[inline]
     pub(crate) fn is_here(&self) -> bool {
         self.thread.is_none_or(|thread| thread == thread_number())
     }
 
-    /// Fails on a thread on which the handle means another stream, and where the stream was given back.
+    /// Fails on a thread where the handle denotes another stream, and after the stream was returned.
     #[inline]
     pub(crate) fn check_usable(&self) -> Result<()> {
         if self.is_given_back() {
@@ -204,7 +205,7 @@ impl LiveStream {
         .with_help("enqueue on the thread that borrowed it, or create a stream"))
     }
 
-    /// Notes that something is being enqueued, until the guard is dropped.
+    /// Marks the stream as having new work until the guard is dropped.
     #[inline]
     pub(crate) fn enqueue(&self) -> Enqueuing<'_> {
         Enqueuing {
@@ -213,20 +214,21 @@ impl LiveStream {
         }
     }
 
-    /// How far the stream is with what this process enqueued.
+    /// Progress of the work that this process enqueued.
     pub(crate) fn progress(&self) -> Progress {
         let Ok(_entered) = self.context.enter() else {
             return Progress::Done;
         };
         let _relaxed = self.context.relax_capture();
         if self.thread.is_some() {
-            // Marked by its own thread, with everything that is enqueued.
+            // Its own thread records a mark with each enqueue call.
             let mark = lock(&self.mark).clone();
             return mark
                 .filter(is_pending)
                 .map_or(Progress::Done, Progress::Until);
         }
         let mut mark = lock(&self.mark);
+        // Cleared before recording: work enqueued concurrently sets it again and gets a new mark.
         if self.unmarked.swap(false, Ordering::AcqRel) {
             match self.record() {
                 Ok(event) => *mark = Some(event),
@@ -243,7 +245,7 @@ impl LiveStream {
         mark.clone().map_or(Progress::Done, Progress::Until)
     }
 
-    /// An event behind everything that is in the stream, also of other libraries.
+    /// Records an event after everything in the stream, including other libraries' work.
     pub(crate) fn record(&self) -> Result<Arc<RawEvent>> {
         if !self.is_here() {
             return self.marked();
@@ -255,14 +257,14 @@ impl LiveStream {
         self.record_here()
     }
 
-    /// The event behind what its own thread enqueued.
+    /// The event that its own thread recorded last.
     fn marked(&self) -> Result<Arc<RawEvent>> {
         let event = lock(&self.mark).clone();
-        // One that was never recorded counts as reached.
+        // A never recorded event counts as reached.
         event.map_or_else(|| RawEvent::create(&self.context, false).map(Arc::new), Ok)
     }
 
-    /// As [`record`](Self::record), on a thread on which the handle is valid, and not after the stream was given back.
+    /// As [`record`](Self::record), on a thread where the handle is valid and before the stream was returned.
     fn record_here(&self) -> Result<Arc<RawEvent>> {
         let _entered = self.context.enter()?;
         let _relaxed = self.context.relax_capture();
@@ -283,7 +285,7 @@ impl Drop for LiveStream {
         let event = match self.progress() {
             Progress::Done => None,
             Progress::Until(event) => Some(event),
-            // What it was given before it began to record.
+            // Work enqueued before the capture began.
             Progress::Unknown => lock(&self.mark).clone().filter(is_pending),
         };
         if let Some(event) = event {
@@ -296,6 +298,7 @@ impl Drop for LiveStream {
 impl Drop for Enqueuing<'_> {
     #[inline]
     fn drop(&mut self) {
+        // Release: pairs with the swap in `progress`, so the mark is recorded after this work.
         self.stream.unmarked.store(true, Ordering::Release);
         if self.stream.thread.is_some()
             && let Ok(event) = self.stream.record()
@@ -306,20 +309,22 @@ impl Drop for Enqueuing<'_> {
 }
 
 impl Uses {
-    /// Notes a use on `stream`.
+    /// Records a use on `stream`.
     #[inline]
     pub(crate) fn note(&self, stream: &LiveStream) {
+        // Relaxed: whoever drops the memory is ordered after its uses by the reference count. The load avoids
+        // a read-modify-write in the common case.
         if self.0.load(Ordering::Relaxed) & stream.bit == 0 {
             self.0.fetch_or(stream.bit, Ordering::Relaxed);
         }
     }
 
-    /// Forgets the uses so far, which streams are past.
+    /// Clears uses that streams have completed.
     pub(crate) fn clear(&self) {
         self.0.store(0, Ordering::Relaxed);
     }
 
-    /// The uses that streams may not be past.
+    /// Uses that may still be in flight.
     pub(crate) fn pending(&self) -> Vec<PendingUse> {
         let bits = self.0.load(Ordering::Relaxed);
         if bits == 0 {
@@ -342,10 +347,10 @@ impl Uses {
 }
 
 impl PendingUse {
-    /// Whether the stream is past it.
+    /// Whether the stream has completed the use.
     pub(crate) fn is_past(&mut self) -> bool {
         if let Self::Stream(stream) = self {
-            // One that is gone has left a mark, if it had work.
+            // A destroyed stream left an event if it had work.
             let Some(stream) = stream.upgrade() else {
                 return left().is_empty();
             };
@@ -359,7 +364,7 @@ impl PendingUse {
     }
 }
 
-/// Whether no stream has work that this process has enqueued.
+/// Whether all work that this process enqueued, on any stream, is complete.
 pub(crate) fn all_done() -> bool {
     let done = |stream: &Arc<LiveStream>| matches!(stream.progress(), Progress::Done);
     live().iter().all(done) && left().is_empty()
@@ -369,7 +374,7 @@ fn live() -> Vec<Arc<LiveStream>> {
     lock(&STREAMS).iter().filter_map(Weak::upgrade).collect()
 }
 
-/// What is still to be done in streams that were let go of.
+/// Unfinished work of streams that no longer exist.
 fn left() -> Vec<Left> {
     let copied = |left: &Left| Left {
         bit: left.bit,
@@ -383,20 +388,20 @@ fn left() -> Vec<Left> {
                 .any(|done| Arc::ptr_eq(&done.event, &left.event))
         };
         let removed: Vec<Left> = lock(&LEFT).extract_if(.., |left| is_done(left)).collect();
-        // Events are destroyed outside of the lock.
+        // Destroy events outside the lock.
         drop(removed);
     }
     left
 }
 
-/// Whether what precedes the event is still to be done. What cannot be asked counts as such: memory
-/// is kept, and not used again too early.
+/// Whether work before the event is unfinished. Errors count as unfinished, so memory is never reused too
+/// early.
 fn is_pending(event: &Arc<RawEvent>) -> bool {
     let _relaxed = event.context.relax_capture();
     !event.is_reached().unwrap_or(false)
 }
 
-/// A number that no other thread of the process has or had.
+/// Number of this thread, unique over the process lifetime.
 fn thread_number() -> u64 {
     static NEXT: AtomicU64 = AtomicU64::new(1);
     thread_local! {

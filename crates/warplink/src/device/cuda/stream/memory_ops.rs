@@ -1,4 +1,4 @@
-//! Writes to words and waits for words in stream order, eager and recorded.
+//! Stream-ordered writes of words and waits for words, eager and captured.
 
 use super::capture::Capture;
 use crate::device::cuda::driver::context::Context;
@@ -11,12 +11,12 @@ use std::ffi::c_uint;
 use std::mem::MaybeUninit;
 use std::sync::Arc;
 
-/// Operations handed to the driver at once; it takes fewer than 256.
+/// Operations for each driver call; its limit is 256.
 const BATCH: usize = 64;
 
-/// `CU_STREAM_WRITE_VALUE_DEFAULT`: everything before the write is visible to the whole system first.
+/// `CU_STREAM_WRITE_VALUE_DEFAULT`: earlier writes of the stream are visible system-wide first.
 const WRITE_AFTER_ALL: c_uint = 0;
-/// `CU_STREAM_WAIT_VALUE_GEQ`: until the signed difference of word and value is not negative.
+/// `CU_STREAM_WAIT_VALUE_GEQ`: wait until the signed difference of word and value is not negative.
 const WAIT_AT_LEAST: c_uint = 0;
 /// `CU_STREAM_SET_CAPTURE_DEPENDENCIES`.
 const SET_DEPENDENCIES: c_uint = 1;
@@ -50,8 +50,7 @@ pub(crate) fn enqueue(driver: &Driver, stream: CUstream, ops: &[MemoryOp<'_>]) -
     }
 }
 
-/// Adds `ops` to the graph that `stream` is recording, for drivers that do not record the calls
-/// that enqueue them.
+/// Adds `ops` to the graph under capture, for drivers that do not capture the calls of [`enqueue`].
 pub(crate) fn add_to_capture(
     context: &Context,
     stream: CUstream,
@@ -97,8 +96,8 @@ pub(crate) fn add_to_capture(
     })
 }
 
-/// Whether the driver records the calls of [`enqueue`]: tried on a stream of its own, since a
-/// refused call would spoil a capture that matters. `address` is a word that holds zero or more.
+/// Whether the driver captures the calls of [`enqueue`]. Probed on a private stream, since a refused call
+/// would invalidate the caller's capture. `address` is a word with a value of at least zero.
 pub(crate) fn are_captured(context: &Arc<Context>, address: u64) -> Result<bool> {
     let stream = RawStream::create(context, false)?;
     let _entered = context.enter()?;
@@ -147,7 +146,7 @@ fn in_batches(
         for (place, op) in storage.iter_mut().zip(chunk) {
             place.write(match op {
                 MemoryOp::Write { word, value } => write_params(address(word)?, *value),
-                // The driver's current interface has no write without a barrier.
+                // The driver's current API has no write without a barrier.
                 MemoryOp::Reset { word } => write_params(address(word)?, 0),
                 MemoryOp::Wait { word, value } => wait_params(address(word)?, *value),
             });
@@ -161,7 +160,7 @@ fn in_batches(
     Ok(())
 }
 
-/// Where a word of a GPU is; fails for one of another device.
+/// GPU address of a word; fails for another device's.
 #[inline]
 pub(crate) fn address(word: &Word) -> Result<u64> {
     match word.as_slice().kind() {

@@ -33,17 +33,17 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Instant;
 
-/// From this number on, operations on words take the unit that does them longer than a kernel's launch.
+/// From this many word operations on, a kernel launch is faster than the stream's own memory operations.
 const WORTH_A_KERNEL: usize = 4;
 
-/// A stream, ours or somebody else's.
+/// A stream, our own or borrowed.
 pub(super) struct CudaStream {
     gpu: Arc<Gpu>,
     raw: CUstream,
-    /// What ends its work, beside the device's fault.
+    /// Faults that fail it, besides the device's fault.
     faults: Arc<FaultSet>,
     live: Arc<LiveStream>,
-    /// Whether its kernels are as urgent as those of a graph that nobody gave a priority.
+    /// Whether its priority equals the default priority of graphs.
     has_default_priority: bool,
 }
 
@@ -61,7 +61,7 @@ impl CudaStream {
         Ok(Arc::new(Self::with_live(gpu, live)))
     }
 
-    /// A stream that somebody else made. The default stream of the calling thread can be used on that
+    /// Borrows a stream that other code created. A per-thread default stream can be used on the calling
     /// thread only.
     ///
     /// # Safety
@@ -109,7 +109,7 @@ impl CudaStream {
         }
     }
 
-    /// The stream behind the trait, which must be of `gpu`'s context.
+    /// Downcasts the stream, which must be of `gpu`'s context.
     pub(super) fn of<'a>(stream: &'a Stream, gpu: &Gpu) -> Result<&'a Self> {
         let stream: &Self = stream.backend().ok_or_else(|| {
             Error::invalid("the stream belongs to another device; expected one of a GPU")
@@ -126,17 +126,17 @@ impl CudaStream {
         Ok(stream)
     }
 
-    /// The driver's stream, for calls made while this is held.
+    /// Driver handle, for calls while `self` is alive.
     pub(super) fn raw_stream(&self) -> CUstream {
         self.raw
     }
 
-    /// Whether its kernels are as urgent as those of a graph that nobody gave a priority.
+    /// Whether its priority equals the default priority of graphs.
     pub(super) fn has_default_priority(&self) -> bool {
         self.has_default_priority
     }
 
-    /// What the stream records, if it does.
+    /// Its capture, if it is capturing.
     pub(super) fn capture(&self) -> Result<Option<Capture>> {
         let (driver, _entered) = self.enter()?;
         if !is_capturing(driver, self.raw)? {
@@ -145,12 +145,12 @@ impl CudaStream {
         Capture::of(driver, self.raw).map_err(|error| error.with_device(self.gpu.name()))
     }
 
-    /// The stream, as others may hold it on.
+    /// Shared state, which may outlive `self`.
     pub(super) fn live(&self) -> &Arc<LiveStream> {
         &self.live
     }
 
-    /// To be held while something that uses `slices` is enqueued.
+    /// Guard to hold while enqueuing work that uses `slices`.
     #[inline]
     pub(super) fn enqueue<'a>(
         &self,
@@ -164,7 +164,7 @@ impl CudaStream {
         self.live.enqueue()
     }
 
-    /// As [`enqueue`](Self::enqueue), for operations on words.
+    /// As [`enqueue`](Self::enqueue), for word operations.
     #[inline]
     fn enqueue_ops<'a>(&self, ops: impl IntoIterator<Item = &'a MemoryOp<'a>>) -> Enqueuing<'_> {
         self.enqueue(ops.into_iter().map(|op| match op {
@@ -174,8 +174,8 @@ impl CudaStream {
         }))
     }
 
-    /// Fails where a fault that concerns the stream was raised, and on another thread than that whose
-    /// default stream it is; makes the context current.
+    /// Makes the context current. Fails if a relevant fault was raised, and for a per-thread default stream
+    /// on another thread.
     #[inline]
     pub(super) fn enter(&self) -> Result<(&'static Driver, Entered<'_>)> {
         self.faults.check()?;
@@ -183,16 +183,15 @@ impl CudaStream {
         self.enter_failed()
     }
 
-    /// As [`enter`](Self::enter), also where the stream has failed and the device has not: to mark it
-    /// and to ask about it.
+    /// As [`enter`](Self::enter), but succeeds if only the stream has failed, to record and query events.
     #[inline]
     fn enter_failed(&self) -> Result<(&'static Driver, Entered<'_>)> {
         self.gpu.fault.check()?;
         Ok((self.gpu.context.driver, self.gpu.context.enter()?))
     }
 
-    /// A mark behind everything in a stream that is somebody else's, and must not be asked itself. Fails
-    /// where the stream is recording.
+    /// Records an event at the end of a borrowed stream, which must not be queried itself. Fails during a
+    /// capture.
     fn mark_of_foreign(&self) -> Result<Option<Arc<RawEvent>>> {
         if self.live.is_foreign() {
             return self.live.record().map(Some);
@@ -205,7 +204,7 @@ impl CudaStream {
         Ok(None)
     }
 
-    /// Whether everything in a stream of ours is done.
+    /// Whether all work in one of our own streams is complete.
     fn query(&self, driver: &Driver, operation: &'static str) -> Result<bool> {
         // SAFETY: the stream is valid as long as `self`.
         match unsafe { (driver.cuStreamQuery)(self.raw) } {
@@ -214,12 +213,13 @@ impl CudaStream {
         }
     }
 
-    /// What ends its work, beside the device's fault.
+    /// Faults that fail it, besides the device's fault.
     pub(super) fn faults(&self) -> &Arc<FaultSet> {
         &self.faults
     }
 
-    /// Has the stream fail when what ends a wait of `ops` is raised. To be held until they are enqueued.
+    /// Makes the stream fail when a fault that aborts a wait of `ops` is raised. Hold the guard until they
+    /// are enqueued.
     #[inline]
     fn depend_on<'a>(&self, ops: impl IntoIterator<Item = &'a MemoryOp<'a>>) -> Noted<'_> {
         self.faults.add(ops.into_iter().filter_map(|op| match op {

@@ -1,4 +1,4 @@
-//! A stream that none of the process's other work can hold up.
+//! A stream that other work of the process cannot block.
 
 use crate::device::cuda::driver::context::Context;
 use crate::device::cuda::driver::status;
@@ -6,8 +6,8 @@ use crate::error::Result;
 use cudarc::driver::sys::{CUcontext, CUstream};
 use std::sync::Arc;
 
-/// A second context on the same GPU, made only when the first one's queues are held up. Memory of
-/// the process has the same addresses in both.
+/// A second context on the same GPU, created only when the first one's hardware queues are blocked. Process
+/// memory has the same addresses in both.
 pub(super) struct SecondContext {
     context: Arc<Context>,
     raw: CUcontext,
@@ -44,7 +44,7 @@ impl SecondContext {
         Ok(Some(other))
     }
 
-    /// Runs `work` with this context current, if its stream has nothing left to do.
+    /// Runs `work` with this context current if its stream is idle; returns whether it did.
     pub(super) fn with(&self, work: impl FnOnce(CUstream) -> Result<()>) -> Result<bool> {
         let driver = self.context.driver;
         let _entered = self.context.enter()?;

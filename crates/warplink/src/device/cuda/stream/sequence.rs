@@ -1,4 +1,4 @@
-//! Sequences: which copies and operations on words become one kernel.
+//! Sequences: decides which copies and word operations are merged into one kernel.
 
 use super::{CudaStream, check_copy, check_kind};
 use crate::device::cuda::kernels::transfer::{MAX_OPERATIONS, MAX_PARTS, TransferKernel};
@@ -7,11 +7,11 @@ use crate::device::{
 };
 use crate::error::{Error, ErrorKind, Result};
 
-/// An operation on a word that is still to be enqueued.
+/// A word operation not yet enqueued.
 type Pending<'a> = (MemoryOp<'a>, Unit);
 
 impl CudaStream {
-    /// The kernels for transfers, where they could be loaded.
+    /// The transfer kernels, if they could be loaded.
     pub(super) fn kernels(&self) -> Option<&TransferKernel> {
         self.gpu.transfer_kernel.get().and_then(Option::as_ref)
     }
@@ -42,7 +42,7 @@ impl CudaStream {
                     let joins =
                         |unit| unit == Unit::Kernel || (unit == Unit::Beside && copy.blocks == 1);
                     let before = pending.iter().rev().take_while(|(_, unit)| joins(*unit));
-                    // What does not fit into the launch goes before it.
+                    // Operations beyond the launch's limit are enqueued before it.
                     let mut before = before.count().min(MAX_OPERATIONS / 2);
                     if copy.blocks > 1 {
                         before = waits_at_end(&pending[pending.len() - before..]);
@@ -80,7 +80,7 @@ impl CudaStream {
         self.enqueue_pending(&mut pending)
     }
 
-    /// Enqueues operations on words, by kernels where that was asked for.
+    /// Enqueues word operations, as kernels if requested.
     fn enqueue_pending(&self, pending: &mut Vec<Pending<'_>>) -> Result<()> {
         let in_kernel = |(_, unit): &Pending<'_>| *unit == Unit::Kernel;
         for run in pending.chunk_by(|a, b| in_kernel(a) == in_kernel(b)) {
@@ -143,9 +143,9 @@ impl CudaStream {
     }
 }
 
-/// How many operations at the end of `pending` every block of a kernel may do by itself: waits, and resets of
-/// what was waited for among them, which come when all blocks have waited. A block that sets or resets
-/// anything else is behind another that waits already.
+/// Number of operations at the end of `pending` that every block of a kernel can execute itself: waits, and
+/// resets of words among those waits, which are executed once all blocks have waited. Any other write or
+/// reset must not be repeated by several blocks.
 fn waits_at_end(pending: &[Pending<'_>]) -> usize {
     let written = |(op, _): &Pending<'_>| matches!(op, MemoryOp::Write { .. });
     let first = pending.iter().rposition(written).map_or(0, |at| at + 1);
@@ -156,7 +156,7 @@ fn waits_at_end(pending: &[Pending<'_>]) -> usize {
             MemoryOp::Write { .. } | MemoryOp::Reset { .. } => false,
         })
     };
-    // From where on each reset has its wait before it.
+    // For each start, whether every reset has its wait between the start and itself.
     let mut start = 0;
     while let Some(reset) = (start..run.len()).find(|at| match run[*at].0 {
         MemoryOp::Reset { word } => !awaited(&run[start..*at], word),
@@ -183,10 +183,10 @@ mod tests {
         let write = |word| pending(MemoryOp::Write { word, value: 1 });
         assert_eq!(waits_at_end(&[]), 0);
         assert_eq!(waits_at_end(&[wait(&a), wait(&b), reset(&b)]), 3);
-        // A captured receive that is waited for, before a captured send.
+        // A captured receive with its wait, followed by a captured send.
         let both = [reset(&a), write(&b), wait(&a), wait(&b), reset(&b)];
         assert_eq!(waits_at_end(&both), 3);
-        // A wait would find the word as it was before the reset.
+        // A second block would see the word before its reset.
         assert_eq!(waits_at_end(&[reset(&a), wait(&a)]), 1);
         assert_eq!(waits_at_end(&[wait(&b), reset(&a), wait(&a), reset(&a)]), 2);
         assert_eq!(waits_at_end(&[wait(&a), write(&b)]), 0);

@@ -1,10 +1,10 @@
-//! Ending waits in the device's streams when a fault is raised: all of them for the device's, those
-//! for the signals of a communicator for its own.
+//! Aborts waits in the device's streams when a fault is raised: all waits for the device's fault, waits for a
+//! communicator's signals for that communicator's fault.
 //!
-//! A stream that waits for a word ends its wait only when the word changes, and the peer that was
-//! to change it is gone. So a thread writes a value that every wait is satisfied by into all words
-//! of all signal pages, again and again, since what a released stream does next may reset words or
-//! wait for more. Thread, stream and buffer are made with the device: to make them when something
+//! A stream waits for a word until the word changes, and the peer that would change it is gone. So a thread
+//! writes a value that satisfies every wait to all words of the affected signal pages, repeatedly, since a
+//! released stream may reset words or wait again. Thread, stream and buffer are created with the device:
+//! creating them after a failure could block.
 //! is wrong already would be too late.
 
 use super::second_context::SecondContext;
@@ -21,29 +21,29 @@ use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, Condvar, Mutex, Weak};
 use std::time::{Duration, Instant};
 
-/// At least every value that is waited for, as long as epochs stay below it; values are compared
-/// as a signed difference, so it must also be less than 2^63 from every one.
+/// Satisfies every wait as long as epochs stay below it. Waits compare the signed difference, so it must also
+/// be less than 2^63 away from every epoch.
 const POISON: u64 = 1 << 62;
 
-/// Bytes of the buffer that the poison is copied from.
+/// Size of the buffer that the poison is copied from.
 const BUFFER: usize = 64 << 10;
 
-/// Time from one round of writes to the next.
+/// Interval between rounds of writes: short against the 5 seconds in which a loss must be reported.
 const PERIOD: Duration = Duration::from_millis(20);
 
-/// From then on, a page that is to be freed and still is written to is worth a warning.
+/// Log a warning if a page is still not retired after this time.
 const RETIREMENT: Duration = Duration::from_secs(1);
 
-/// Rounds that the stream may be held up before the writes go another way.
+/// Rounds that the stream may be blocked before the second context is used.
 const HELD_UP_ROUNDS: u32 = 10;
 
 #[derive(Default)]
-struct State {
-    /// Each live page, by address.
+struct SignalPages {
+    /// Live pages by address.
     pages: HashMap<u64, Page>,
-    /// Pages that are about to be freed, and whose remaining waits must be ended first.
+    /// Pages about to be freed, whose outstanding waits must be aborted first.
     retiring: HashMap<u64, Retiring>,
-    /// Those that wake the thread when they are raised.
+    /// Faults that wake the thread when raised.
     faults: Vec<Weak<Fault>>,
     raised: bool,
     stopped: bool,
@@ -52,31 +52,31 @@ struct State {
 #[derive(Debug)]
 struct Page {
     bytes: usize,
-    /// What ends waits for its words.
+    /// Fault that aborts waits for its words.
     fault: Arc<Fault>,
 }
 
 struct Retiring {
     bytes: usize,
     since: Instant,
-    /// Whether a write of it has been enqueued since.
+    /// Whether a write to it has been enqueued since.
     written: bool,
     overdue: bool,
     then: Then,
 }
 
-/// What is done when nothing is written to a page any more.
+/// Callback for when no write to a page is in flight.
 type Then = Box<dyn FnOnce() + Send>;
 
-/// The pages of the last round that went each way, unless it is done.
+/// Pages written by the last round of each path, while that is in flight.
 type UnderWay = [HashSet<u64>; 2];
 
-/// The ways that rounds go: by the stream, and by the one of another context.
+/// Indices of the two paths: the primary context's stream, and the second context's.
 const OWN: usize = 0;
 const OTHER: usize = 1;
 
-impl State {
-    /// Notes a fault; whether it was not known.
+impl SignalPages {
+    /// Adds a fault; returns whether it is new.
     fn note(&mut self, fault: &Arc<Fault>) -> bool {
         self.faults.retain(|known| known.strong_count() > 0);
         let is_known = |known: &Weak<Fault>| std::ptr::eq(known.as_ptr(), Arc::as_ptr(fault));
@@ -87,12 +87,12 @@ impl State {
         true
     }
 
-    /// Whether no wait is left to be ended.
+    /// Whether no wait is left to abort.
     fn is_over(&self) -> bool {
         self.stopped && self.pages.is_empty() && self.retiring.is_empty()
     }
 
-    /// The pages whose waits are to end, with their bytes.
+    /// Pages whose waits must be aborted, with their lengths.
     fn wanted(&self) -> HashMap<u64, usize> {
         let released = self.pages.iter();
         let released = released
@@ -104,15 +104,15 @@ impl State {
             .collect()
     }
 
-    /// A write of all pages that are about to be freed was enqueued.
+    /// Records that a write of all retiring pages was enqueued.
     fn note_round(&mut self) {
         for page in self.retiring.values_mut() {
             page.written = true;
         }
     }
 
-    /// Takes out the pages that nothing is written to any more. Where the stream is `broken`, nothing waits
-    /// for another write.
+    /// Removes retiring pages without writes in flight. If the stream is `broken`, pages do not need another
+    /// write.
     fn take_finished(&mut self, under_way: &UnderWay, broken: bool) -> Vec<Then> {
         let finished = self.retiring.extract_if(|address, page| {
             (page.written || broken) && !under_way.iter().any(|round| round.contains(address))
@@ -127,18 +127,19 @@ impl State {
     }
 }
 
-/// The live signal pages of a device and the thread that ends waits for them.
+/// Live signal pages of a device, and the thread that aborts waits for them.
 #[derive(Default)]
 pub(crate) struct Signals {
-    state: Mutex<State>,
+    state: Mutex<SignalPages>,
     changed: Condvar,
 }
 
 impl Signals {
-    /// Starts the thread. It ends when [`stop`](Self::stop) was called and no page is left. `reaper`
-    /// frees what it used.
+    /// Starts the thread. It ends after [`stop`](Self::stop) once no page is left. `reaper` frees its
+    /// resources.
     pub(crate) fn start(context: &Arc<Context>, reaper: &Reaper) -> Result<Arc<Self>> {
         let signals = Arc::new(Self::default());
+        // High priority, and created in advance: creating a stream after a failure could block.
         let stream = RawStream::create(context, true)?;
         let mut buffer = Pinned::allocate(context, BUFFER)?;
         let words = POISON.to_ne_bytes().repeat(BUFFER / size_of::<u64>());
@@ -161,7 +162,7 @@ impl Signals {
         Ok(signals)
     }
 
-    /// Adds a page of zeros. Waits for its words end when `fault` is raised.
+    /// Adds a zeroed page, whose waits are aborted when `fault` is raised.
     pub(crate) fn add(self: &Arc<Self>, address: u64, bytes: usize, fault: &Arc<Fault>) {
         let page = Page {
             bytes,
@@ -172,6 +173,7 @@ impl Signals {
         let is_new = state.note(fault);
         drop(state);
         if is_new {
+            // Only once for each fault, however many pages it has.
             fault.when_raised(self, |signals| {
                 if let Some(signals) = signals.upgrade() {
                     signals.wake();
@@ -182,21 +184,22 @@ impl Signals {
         }
     }
 
-    /// Has the thread look at what is there.
+    /// Wakes the thread.
     fn wake(&self) {
-        // Taken and released, so that the thread is not between looking and waiting.
+        // Taking the lock ensures that the thread is not between its check and its wait, so it cannot miss
+        // the notification.
         drop(lock(&self.state));
         self.changed.notify_all();
     }
 
-    /// Takes a page out before it is freed, and ends what waits on it: the driver would hold the
-    /// freeing up until a stream that waits is done, for ever perhaps. `then` is run, on the thread, when that
-    /// is done and no write to the page is under way any more: what is allocated there next must not
-    /// be written to. It must not block.
+    /// Removes a page before it is freed and aborts waits for it: the driver would delay the free until
+    /// waiting streams are done, possibly forever. `then` runs on the thread once no write to the page is in
+    /// flight, so that the next allocation at this address is not overwritten. It must not block.
     pub(crate) fn retire(&self, address: u64, then: impl FnOnce() + Send + 'static) {
         let mut state = lock(&self.state);
         let Some(Page { bytes, .. }) = state.pages.remove(&address) else {
             drop(state);
+            // Unknown page: nothing can wait for it.
             return then();
         };
         let page = Retiring {
@@ -211,14 +214,13 @@ impl Signals {
         self.changed.notify_all();
     }
 
-    /// Ends all waits from now on.
+    /// Aborts all waits from now on.
     pub(crate) fn raise(&self) {
         lock(&self.state).raised = true;
         self.changed.notify_all();
     }
 
-    /// Ends the thread once the last page is retired, which may be later: what waits on a page must not
-    /// outlive the device.
+    /// Ends the thread once the last page is retired: waits must not outlive the device.
     pub(crate) fn stop(&self) {
         lock(&self.state).stopped = true;
         self.changed.notify_all();
@@ -243,7 +245,7 @@ impl Poisoner {
         let mut warned = false;
         while !state.is_over() {
             let mut finished = Vec::new();
-            // Held while enqueuing, so that no page is freed under a write.
+            // Held while enqueuing, so that no page is freed with a write in flight.
             let result = self.serve(&mut state, &mut finished);
             if let Err(error) = result
                 && !status::is_over(&error)
@@ -252,11 +254,13 @@ impl Poisoner {
                 tracing::warn!(%error, "waits in streams may not end");
             }
             if !finished.is_empty() {
+                // Callbacks may retire further pages, which takes the lock.
                 drop(state);
                 finished.into_iter().for_each(|then| then());
                 state = lock(&signals.state);
                 continue;
             }
+            // While waits must be aborted, repeat the writes: released streams may wait again.
             state = if !state.wanted().is_empty() {
                 signals
                     .changed
@@ -276,8 +280,8 @@ impl Poisoner {
         reaper.run(move |_| drop(buffer));
     }
 
-    /// Writes what the state asks for, and gives what is to be done for the pages whose last write is done.
-    fn serve(&mut self, state: &mut State, finished: &mut Vec<Then>) -> Result<()> {
+    /// Enqueues the requested writes, and returns the callbacks of pages whose last write is complete.
+    fn serve(&mut self, state: &mut SignalPages, finished: &mut Vec<Then>) -> Result<()> {
         let looked = self.look();
         *finished = state.take_finished(&self.under_way, looked.is_err());
         let is_idle = looked?;
@@ -287,6 +291,7 @@ impl Poisoner {
         }
         state.note_round();
         let until = Instant::now() + PERIOD;
+        // A page to be freed is urgent, so poll for its write for a while.
         while !state.retiring.is_empty() && Instant::now() < until {
             let looked = self.look();
             finished.extend(state.take_finished(&self.under_way, looked.is_err()));
@@ -296,8 +301,8 @@ impl Poisoner {
         Ok(())
     }
 
-    /// Notes which rounds are done; whether that of the stream is. One that cannot be asked does nothing any
-    /// more.
+    /// Updates which rounds are complete; returns whether the stream's is. A stream that cannot be queried
+    /// counts as complete: it executes nothing any more.
     fn look(&mut self) -> Result<bool> {
         let _relaxed = self.context.relax_capture();
         if let Some(other) = &self.other
@@ -312,20 +317,20 @@ impl Poisoner {
         is_idle
     }
 
-    /// Enqueues one write of every word, unless those of an earlier round are still to be done;
-    /// whether it did. Whether the stream `is_idle`, [`look`](Self::look) says.
+    /// Enqueues one write of every word unless the previous round is in flight; returns whether it did.
+    /// `is_idle` is the result of [`look`](Self::look).
     fn round(&mut self, pages: &HashMap<u64, usize>, is_idle: bool) -> Result<bool> {
         let entered = self.context.enter()?;
         let _relaxed = self.context.relax_capture();
         if is_idle {
             self.held_up = 0;
-            // Also where some of them fail.
+            // Recorded even if some copies fail to enqueue.
             self.under_way[OWN] = pages.keys().copied().collect();
             return self.write(pages, self.stream.raw).map(|()| true);
         }
         drop(entered);
-        // The hardware has fewer queues than there can be streams, and a stream that waits holds
-        // up whatever shares its queue. Another context has queues of its own.
+        // The hardware has fewer queues than there are streams, and a waiting stream blocks others on its
+        // queue. Another context has queues of its own.
         self.held_up += 1;
         if self.held_up < HELD_UP_ROUNDS {
             return Ok(false);
@@ -338,6 +343,7 @@ impl Poisoner {
         };
         let mut round = None;
         let written = other.with(|stream| {
+            // Recorded only if the second stream was idle, i.e. the write was attempted.
             round = Some(pages.keys().copied().collect());
             self.write(pages, stream)
         });
@@ -375,7 +381,7 @@ mod tests {
 
     #[test]
     fn a_fault_of_many_pages_is_listened_to_once() {
-        let mut state = State::default();
+        let mut state = SignalPages::default();
         let [first, second] = [(); 2].map(|()| Arc::new(Fault::default()));
         let noted = [&first, &first, &second, &first].map(|fault| state.note(fault));
         assert_eq!(noted, [true, false, true, false]);
@@ -405,7 +411,7 @@ mod tests {
         run(state.take_finished(&[none.clone(), none.clone()], false));
         assert_eq!(given.load(Ordering::Relaxed), 0, "its waits were not ended");
         state.note_round();
-        // A round by the other stream is done, and one from before that still stands in the first.
+        // A round on the second path is complete while an earlier one is still blocked on the first.
         run(state.take_finished(&[both, none.clone()], false));
         assert_eq!(given.load(Ordering::Relaxed), 0, "it will be written to");
         run(state.take_finished(&[HashSet::from([8]), none], false));

@@ -1,10 +1,10 @@
-//! Memory that only a GPU reaches, and what UCX does with it by itself.
+//! GPU memory in UCX.
 //!
-//! Where a network card reads and writes the memory, UCX calls the driver on registration alone. Elsewhere it
-//! emulates: it copies pieces of a few KiB by a stream of its own and waits for each on the network's thread, at both
-//! ends. And where it maps a peer's memory (its transport `cuda_ipc`), it unmaps when it likes, which waits until
-//! the GPU is idle: a kernel that waits for a signal which this very thread would bring never ends then. So mapping
-//! is switched off, and a key by which no card reaches the memory is told apart.
+//! If a network card can access the memory, UCX calls the driver only for registration. Otherwise UCX
+//! emulates: it copies pieces of a few KiB on its own stream and waits for each on the network's thread, at
+//! both ends. And where it maps a peer's memory (transport `cuda_ipc`), it may unmap at any time, which waits
+//! until the GPU is idle: a kernel that waits for a signal from this very thread would deadlock. So mapping
+//! is disabled, and keys by which no card reaches the memory are detected.
 
 use super::super::{DeviceAccess, NetworkOptions};
 use super::engine;
@@ -15,24 +15,23 @@ use crate::error::Result;
 use std::ffi::c_uint;
 use std::sync::Arc;
 
-/// The first version that hears of virtual memory which is unmapped (`cuMemUnmap`). Those before it keep a card's
-/// registration of an address beyond our own, and use it for other memory that comes to lie there.
+/// First version that intercepts unmapping of virtual memory (`cuMemUnmap`). Earlier ones keep the card's
+/// registration of an address after we unmap it, and would use it for other memory mapped there later.
 const FIRST: (c_uint, c_uint) = (1, 18);
 
-/// Names the transports that UCX may use.
+/// Selects the transports that UCX may use.
 const TRANSPORTS_VARIABLE: &str = "UCX_TLS";
 
-/// Transports that reach no other machine's memory by a network card, but are for memory of GPUs: they would make keys of
-/// their own.
+/// Transports for GPU memory that involve no network card: they would produce keys of their own.
 const MAPPING: [&str; 2] = ["cuda_ipc", "gdr_copy"];
 
-/// Makes the device of the options that of the calling thread, where UCX may reach its memory by itself.
+/// Makes the device of `options` current on the calling thread, if UCX may access its memory directly.
 pub(super) fn attach(ucp: &Ucp, options: &NetworkOptions) -> Option<Arc<dyn Device>> {
     let device = options.device.as_ref()?;
     if options.access == DeviceAccess::Staged || device.kind() == DeviceKind::Host {
         return None;
     }
-    // UCX is left as it is where nothing is to be had by it.
+    // Leave UCX unconfigured if direct access is impossible.
     if options.access == DeviceAccess::Automatic && !has_rdma_cards() {
         tracing::debug!("no network card reaches the device's memory: there is none for RDMA");
         return None;
@@ -64,7 +63,7 @@ pub(super) fn attach(ucp: &Ucp, options: &NetworkOptions) -> Option<Arc<dyn Devi
     }
 }
 
-/// Whether a list of transports, as UCX takes it, leaves one that maps memory of GPUs.
+/// Whether a UCX transport list permits a transport that maps GPU memory.
 fn may_map(list: &str) -> bool {
     let (is_negated, names) = match list.strip_prefix('^') {
         Some(names) => (true, names),
@@ -80,19 +79,20 @@ fn may_map(list: &str) -> bool {
     }
 }
 
-/// Has UCX do with memory of GPUs what is sound here.
+/// Configures UCX's treatment of GPU memory.
 pub(super) fn configure(ucp: &Ucp, config: Config) -> Result<()> {
     if std::env::var_os(TRANSPORTS_VARIABLE).is_none() {
         engine::set(ucp, config, "TLS", &format!("^{}", MAPPING.join(",")))?;
     }
-    // Without it, memory is copied as if it was the host's. A version that does not know the setting has no other way.
+    // Without it, GPU memory is copied as if it were host memory. Versions without the setting always use
+    // these protocols.
     if let Err(error) = engine::set(ucp, config, "PROTO_ENABLE", "y") {
         tracing::debug!(%error, "UCX has no choice of protocols");
     }
     Ok(())
 }
 
-/// Whether UCX says that it knows memory of GPUs.
+/// Whether UCX reports support for GPU memory.
 pub(super) fn is_reached(ucp: &Ucp, context: Context) -> bool {
     let mut attributes = ContextAttributes {
         field_mask: flag::ATTRIBUTE_MEMORY_TYPES,
@@ -110,9 +110,9 @@ pub(super) fn is_reached(ucp: &Ucp, context: Context) -> bool {
     is_reached
 }
 
-/// Whether peers reach memory by the keys of a network card in what UCX packed for it: after a bit for every memory
-/// domain and the type of the memory, each domain has its key with the length before it. Those that only copy within
-/// the process have empty ones. False for what is not understood.
+/// Whether a packed UCX key contains a network card's key for GPU memory. The layout is a bitmap of memory
+/// domains, the memory type, and for each domain a length-prefixed key. Domains that only copy within the
+/// process have empty keys. False if the key cannot be parsed.
 pub(super) fn is_reached_by_cards(packed: &[u8]) -> bool {
     let Some((domains, rest)) = packed.split_first_chunk::<8>() else {
         return false;
@@ -141,10 +141,10 @@ mod tests {
     use super::*;
     use crate::device::DeviceConfig;
 
-    /// The settings are UCX's, and without a GPU it says that it reaches no memory of one.
+    /// UCX accepts the settings, and without a GPU reports no support for GPU memory.
     #[test]
     fn without_a_gpu_no_memory_of_one_is_reached() {
-        // UCX replaces functions when it is loaded, which the thread sanitizer has replaced already.
+        // UCX hooks functions at load time that the thread sanitizer has already intercepted.
         if cfg!(warplink_tsan) || DeviceKind::detect() == DeviceKind::Cuda {
             return;
         }
@@ -210,7 +210,7 @@ mod tests {
     fn a_card_reaches_what_it_gave_a_key_of() {
         assert!(is_reached_by_cards(&packed(0b100, &[&[1, 2, 3, 4]])));
         assert!(is_reached_by_cards(&packed(0b101, &[&[], &[1, 2, 3, 4]])));
-        // With the number of the device behind them.
+        // Followed by the device's number.
         assert!(!is_reached_by_cards(
             &[packed(0b1, &[&[]]), vec![3]].concat()
         ));

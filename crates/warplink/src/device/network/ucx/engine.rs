@@ -1,5 +1,5 @@
-//! The thread that makes all calls of UCX: it runs commands, progresses what is under way, and sleeps
-//! when there is nothing to do.
+//! The network thread, which makes all UCX calls: it executes commands, progresses operations, and sleeps
+//! when idle.
 
 use super::super::NetworkOptions;
 use super::ffi::{
@@ -20,22 +20,22 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, TryRecvError};
 use std::time::Duration;
 
-/// How often a thread that finds nothing to do looks again before it sleeps.
+/// Polls without work before the thread sleeps.
 const LOOKS: u32 = 200;
 
-/// The longest sleep, in nanoseconds; UCX wakes the thread for what it has to do itself.
+/// Maximum sleep in nanoseconds; UCX wakes the thread for its own events.
 const SLEEP: i64 = 500_000_000;
 
-/// How long the end waits for UCX to give up what is under way.
+/// How long closing waits for UCX to abort operations in flight.
 const LEAVING: Duration = Duration::from_secs(1);
 
-/// How soon UCX notices a peer that is gone.
+/// Interval in which UCX detects a dead peer.
 const KEEPALIVE: &str = "1s";
 
-/// What others have the thread do.
+/// A command for the thread.
 pub(super) type Command = Box<dyn FnOnce(&mut Engine) + Send>;
 
-/// UCX's state of this process. It never leaves its thread.
+/// UCX state of this process. It never leaves its thread.
 pub(super) struct Engine {
     ucp: &'static Ucp,
     context: Context,
@@ -44,15 +44,15 @@ pub(super) struct Engine {
     events: c_int,
     peers: HashMap<u64, Peer>,
     memories: HashMap<u64, Rc<Mapped>>,
-    /// The next number of a peer, a memory or a key.
+    /// Next number for a peer, region or key.
     next: u64,
     patience: Duration,
     closing: Option<(Deadline, Reply<()>)>,
-    /// The device whose memory UCX reaches by itself.
+    /// The device whose memory UCX accesses directly.
     device: Option<Arc<dyn Device>>,
 }
 
-/// Registered memory, which is unregistered when nothing uses it any more.
+/// Registered memory, unregistered when the last use is gone.
 pub(super) struct Mapped {
     ucp: &'static Ucp,
     context: Context,
@@ -61,9 +61,9 @@ pub(super) struct Mapped {
 }
 
 impl Engine {
-    /// Starts UCX, and gives its address.
+    /// Starts UCX and returns its address.
     pub(super) fn open(ucp: &'static Ucp, options: &NetworkOptions) -> Result<(Self, Vec<u8>)> {
-        // Before UCX is started, which asks for the thread's device.
+        // Before UCX starts, which queries the thread's current device.
         let device = device_memory::attach(ucp, options);
         let context = start(ucp, options, device.is_some())?;
         let device = device.filter(|_| device_memory::is_reached(ucp, context));
@@ -81,7 +81,7 @@ impl Engine {
             unsafe { (ucp.ucp_cleanup)(context) };
             return Err(error);
         }
-        // From here on, dropping it undoes everything.
+        // From here on, dropping it cleans up.
         let mut engine = Self {
             ucp,
             context,
@@ -114,7 +114,7 @@ impl Engine {
         Ok(bytes)
     }
 
-    /// Runs until it is closed, or until nobody can send commands any more.
+    /// Runs until closed, or until all senders of commands are gone.
     pub(super) fn run(&mut self, commands: &Receiver<Command>, wake: &OwnedFd) {
         let mut idle = 0;
         loop {
@@ -142,7 +142,7 @@ impl Engine {
         }
     }
 
-    /// Lets UCX and every peer go on; tells whether anything happened.
+    /// Progresses UCX and every peer; returns whether anything happened.
     fn progress(&mut self) -> bool {
         // SAFETY: the worker lives, and this is the only thread that uses it.
         let mut worked = unsafe { (self.ucp.ucp_worker_progress)(self.worker) } > 0;
@@ -153,7 +153,7 @@ impl Engine {
         worked
     }
 
-    /// Sleeps until something is to be done, for a short while at most.
+    /// Sleeps until an event, for a bounded time.
     fn sleep(&self, wake: &OwnedFd) {
         // SAFETY: as in `progress`.
         let armed = unsafe { (self.ucp.ucp_worker_arm)(self.worker) };
@@ -170,19 +170,19 @@ impl Engine {
             tv_sec: 0,
             tv_nsec: SLEEP,
         };
-        // A signal or an error only makes it look again.
+        // After a signal or an error, just poll again.
         let _ = poll(&mut ready, Some(&limit));
         let mut count = [0; 8];
-        // It fails where nothing was written.
+        // Fails with EAGAIN if nobody wrote.
         let _ = rustix::io::read(wake, &mut count);
     }
 
-    /// Whether UCX reaches the device's memory by itself.
+    /// Whether UCX accesses device memory directly.
     pub(super) fn reaches_device(&self) -> bool {
         self.device.is_some()
     }
 
-    /// Registers memory; gives its number and the key for peers.
+    /// Registers memory; returns its number and the key for peers.
     pub(super) fn register(&mut self, memory: DeviceSlice) -> Result<(u64, Vec<u8>)> {
         let memory_type = MemoryType::of(&memory);
         let fields = flag::MAP_ADDRESS | flag::MAP_LENGTH;
@@ -231,12 +231,12 @@ impl Engine {
         Ok(bytes)
     }
 
-    /// Undoes [`register`](Self::register), when what uses the memory is done.
+    /// Undoes [`register`](Self::register) once operations that use the memory are done.
     pub(super) fn unregister(&mut self, number: u64) {
         self.memories.remove(&number);
     }
 
-    /// What memory that only the device reaches is registered as.
+    /// The registration that covers an operation's device memory.
     fn mapped(&self, operation: &Operation) -> Option<Rc<Mapped>> {
         let (Operation::Put { source: memory, .. } | Operation::Get { target: memory, .. }) =
             operation
@@ -252,7 +252,7 @@ impl Engine {
             .cloned()
     }
 
-    /// Connects to a peer; gives the connection's number.
+    /// Connects to a peer; returns the connection's number.
     pub(super) fn connect(&mut self, rank: Rank, address: &[u8]) -> Result<u64> {
         let peer = Peer::connect(self.ucp, self.worker, rank, address, self.patience)?;
         let number = self.number();
@@ -260,7 +260,7 @@ impl Engine {
         Ok(number)
     }
 
-    /// Opens a key of the peer's; gives its number.
+    /// Opens a key of the peer's; returns its number.
     pub(super) fn open_key(&mut self, peer: u64, address: u64, packed: &[u8]) -> Result<u64> {
         let number = self.number();
         let peer = self.peers.get_mut(&peer).ok_or_else(super::ended)?;
@@ -268,7 +268,7 @@ impl Engine {
         Ok(number)
     }
 
-    /// Gives a connection one more thing to do.
+    /// Queues an operation on a connection.
     pub(super) fn enqueue(&mut self, peer: u64, operation: Operation) {
         let mapped = self.mapped(&operation);
         match (self.peers.get_mut(&peer), operation) {
@@ -289,7 +289,7 @@ impl Engine {
         }
     }
 
-    /// Ends a connection, and replies when that is done.
+    /// Closes a connection, and replies when done.
     pub(super) fn disconnect(&mut self, peer: u64, force: bool, reply: Reply<()>) {
         match self.peers.get_mut(&peer) {
             Some(peer) => peer.close(force, Some(reply)),
@@ -299,7 +299,7 @@ impl Engine {
         }
     }
 
-    /// Ends all connections by the deadline, and then the thread.
+    /// Closes all connections by the deadline, and then ends the thread.
     pub(super) fn close(&mut self, deadline: Deadline, reply: Reply<()>) {
         for peer in self.peers.values_mut() {
             peer.close(false, None);
@@ -307,7 +307,7 @@ impl Engine {
         self.closing = Some((deadline, reply));
     }
 
-    /// Whether closing is done, or its time is over.
+    /// Whether closing is complete or has timed out.
     fn is_closed(&mut self) -> bool {
         let Some((deadline, _)) = &self.closing else {
             return false;
@@ -345,7 +345,7 @@ impl Drop for Mapped {
 
 impl Drop for Engine {
     fn drop(&mut self) {
-        // What is still open is ended by force, which waits for nobody but may take a few rounds.
+        // Force-close remaining connections, which waits for no peer but may take several rounds.
         for peer in self.peers.values_mut() {
             peer.close(true, None);
         }
@@ -356,11 +356,12 @@ impl Drop for Engine {
             }
         }
         if !self.peers.is_empty() {
-            // UCX ends the process where a worker goes with operations under way, and may still use their memory.
+            // UCX aborts the process if a worker with operations in flight is destroyed, and may still access
+            // their memory. So leak it.
             let ranks: Vec<Rank> = self.peers.values().map(Peer::rank).collect();
             tracing::warn!(
                 ?ranks,
-                "UCX did not give up what was under way, and is left as it is"
+                "UCX did not abort operations in flight, and is leaked"
             );
             self.peers.drain().for_each(|(_, peer)| peer.leave());
             std::mem::forget(std::mem::take(&mut self.memories));
@@ -374,7 +375,7 @@ impl Drop for Engine {
     }
 }
 
-/// Makes UCX's context as the options say, and for the memory of a device where it is to reach that.
+/// Creates the UCX context from the options, with support for device memory if requested.
 pub(super) fn start(
     ucp: &'static Ucp,
     options: &NetworkOptions,
@@ -422,7 +423,7 @@ fn configure(ucp: &Ucp, config: Config, options: &NetworkOptions) -> Result<()> 
     Ok(())
 }
 
-/// Changes a setting before UCX starts.
+/// Changes a UCX setting before it starts.
 pub(super) fn set(ucp: &Ucp, config: Config, name: &str, value: &str) -> Result<()> {
     let text = |text: &str| {
         CString::new(text).map_err(|_| Error::invalid(format!("{text:?} contains a zero byte")))

@@ -1,4 +1,4 @@
-//! UCX's functions, codes and structures: those of its protocol layer (`ucp`), interface version 1.13.
+//! UCX's functions, status codes and structures, from its protocol layer (`ucp`), API version 1.13.
 
 use crate::device::DeviceSlice;
 use crate::device::library::{self, function_table};
@@ -7,17 +7,16 @@ use std::ffi::{c_char, c_int, c_uint, c_void};
 use std::ptr::NonNull;
 use std::sync::OnceLock;
 
-/// The version of the interface that the structures here are of.
+/// API version of the structures in this file.
 pub(super) const INTERFACE: (c_uint, c_uint) = (1, 13);
 
-/// Environment variable that sets how much UCX logs.
+/// Environment variable for UCX's log level.
 const LOG_VARIABLE: &str = "UCX_LOG_LEVEL";
 
 /// `ucs_status_t`; negative is an error.
 pub(super) type Status = c_int;
 
-/// A pointer to a request, null where nothing is left to do, or a status as a pointer
-/// (`ucs_status_ptr_t`).
+/// A request, null if complete, or a status encoded as a pointer (`ucs_status_ptr_t`).
 pub(super) type RequestPointer = *mut c_void;
 
 macro_rules! handles {
@@ -44,7 +43,7 @@ handles! {
     Config;
 }
 
-/// The codes that are told apart.
+/// The codes that callers distinguish.
 pub(super) mod status {
     use super::Status;
     pub(crate) const OK: Status = 0;
@@ -53,11 +52,11 @@ pub(super) mod status {
     pub(crate) const UNREACHABLE: Status = -6;
     pub(crate) const TIMED_OUT: Status = -20;
     pub(crate) const BUSY: Status = -15;
-    /// No error is below this.
+    /// Smallest error code.
     pub(crate) const LAST: Status = -100;
 }
 
-/// What the fields of a structure's mask, and flags, mean.
+/// Field mask bits and flags.
 pub(super) mod flag {
     pub(crate) const PARAM_FEATURES: u64 = 1;
     pub(crate) const ATTRIBUTE_MEMORY_TYPES: u64 = 4;
@@ -98,7 +97,7 @@ impl MemoryType {
 pub(super) struct ContextParams {
     pub(super) field_mask: u64,
     pub(super) features: u64,
-    /// What the mask leaves out, also of later versions.
+    /// Fields not selected by the mask, including those of later versions.
     pub(super) unused: [u64; 14],
 }
 
@@ -108,9 +107,9 @@ pub(super) struct ContextAttributes {
     pub(super) field_mask: u64,
     pub(super) request_size: usize,
     pub(super) thread_mode: c_int,
-    /// A bit for each type.
+    /// Bitmap of memory types.
     pub(super) memory_types: u64,
-    /// What the mask leaves out, also of later versions.
+    /// Fields not selected by the mask, including those of later versions.
     pub(super) unused: [u64; 28],
 }
 
@@ -158,7 +157,7 @@ pub(super) struct RequestParams {
     pub(super) attributes: u32,
     pub(super) flags: u32,
     pub(super) between: [u64; 7],
-    /// What the memory of this process was mapped as.
+    /// Registration of the local memory.
     pub(super) memory: Option<NonNull<c_void>>,
     pub(super) unused: [u64; 8],
 }
@@ -202,8 +201,8 @@ function_table! {
 }
 
 impl RequestParams {
-    /// Of an operation on memory of this process: the host's, or what `mapped` says. Asked for the type of a GPU's memory
-    /// alone, UCX would take what was allocated before it was loaded for the host's.
+    /// Parameters of an operation on local memory: host memory, or the registration `mapped`. If only the
+    /// memory type were given, UCX would treat GPU memory allocated before it was loaded as host memory.
     pub(super) fn on(mapped: Option<Memory>) -> Self {
         let memory = mapped.and_then(|Memory(handle)| NonNull::new(handle));
         Self {
@@ -215,19 +214,19 @@ impl RequestParams {
 }
 
 impl Ucp {
-    /// UCX, loaded. A failure is not remembered: the next call tries again.
+    /// UCX, loaded. Failures are not cached: the next call tries again.
     pub(super) fn get() -> Result<&'static Self> {
         static LIBRARY: OnceLock<Ucp> = OnceLock::new();
         if let Some(library) = LIBRARY.get() {
             return Ok(library);
         }
         let library = Self::resolve(&library::load(&library::UCX)?)?;
-        // On loading, UCX takes over the process's handlers of fatal signals, which are not its own.
+        // UCX installs handlers for fatal signals when loaded; restore the process's own.
         if let Some(disable) = library.ucs_debug_disable_signals {
             // SAFETY: it takes no arguments, and restores the handlers that were there.
             unsafe { disable() };
         }
-        // UCX logs to standard output, which is for results; its codes come back as errors.
+        // UCX logs to standard output, which is reserved for results; its errors are returned anyway.
         if std::env::var_os(LOG_VARIABLE).is_none()
             && let Some(set) = library.ucs_global_opts_set_value
         {
@@ -270,14 +269,14 @@ impl Ucp {
         })
     }
 
-    /// What UCX calls a code.
+    /// UCX's description of a status.
     pub(super) fn text(&self, status: Status) -> String {
         // SAFETY: for every code UCX gives a string that is never freed.
         unsafe { library::message((self.ucs_status_string)(status)) }
     }
 }
 
-/// The status in a pointer, if it is one: an error, or done.
+/// The status encoded in a pointer, if it is not a request.
 pub(super) fn immediate(pointer: RequestPointer) -> Option<Status> {
     if pointer.is_null() {
         return Some(status::OK);

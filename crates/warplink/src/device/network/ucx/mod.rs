@@ -1,5 +1,4 @@
-//! The network through UCX. All its calls are made on one thread, which also serves what peers send;
-//! everybody else gives that thread commands.
+//! Network over UCX. One thread makes all UCX calls and also serves peers; other threads send it commands.
 
 mod device_memory;
 mod engine;
@@ -26,36 +25,36 @@ use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-/// Limit of what the thread does without waiting for a peer.
+/// Time limit for commands that do not wait for a peer.
 const AT_ONCE: Duration = Duration::from_secs(30);
 
-/// How long dropping the network waits for what is under way.
+/// How long dropping the network waits for operations in flight.
 const LEAVING: Duration = Duration::from_secs(2);
 
-/// Bytes of the digest before a key or an address.
+/// Length of the digest before a key or an address.
 const DIGEST: usize = 8;
 
-/// What to do about a peer that does not answer.
+/// Help for an unresponsive peer.
 const UNREACHED: &str = "check that the peer runs and that the network between the machines works";
 
-/// Where the answer to a command goes.
+/// Reply channel of a command.
 type Reply<T> = SyncSender<Result<T>>;
 
-/// This process's end of the network.
+/// This process's endpoint.
 pub(super) struct UcxNetwork {
     link: Arc<Link>,
     name: String,
     address: Vec<u8>,
     access: DeviceAccess,
-    /// Whether UCX reaches memory of GPUs by itself.
+    /// Whether UCX accesses GPU memory directly.
     reaches_device: bool,
     thread: Mutex<Option<JoinHandle<()>>>,
 }
 
-/// The way to the thread.
+/// Command channel to the thread.
 struct Link {
     commands: Sender<Command>,
-    /// Written to after a command was sent, since the thread may sleep.
+    /// Eventfd, written after each command, since the thread may be asleep.
     wake: Arc<OwnedFd>,
 }
 
@@ -67,13 +66,13 @@ struct UcxConnection {
     reaches_device: bool,
 }
 
-/// Runs its command when it is dropped.
+/// Runs its command when dropped.
 struct Guard {
     link: Arc<Link>,
     command: Mutex<Option<Command>>,
 }
 
-/// A key on the wire.
+/// Wire format of a key.
 #[derive(Serialize, Deserialize)]
 struct Key {
     address: u64,
@@ -97,7 +96,7 @@ impl UcxNetwork {
             .name("warplink-network".to_owned())
             .spawn(move || match Engine::open(ucp, &options) {
                 Ok((mut engine, address)) => {
-                    // The caller waits for it without a limit.
+                    // Cannot fail: the caller waits for it without a limit.
                     let _ = opened.send(Ok((address, engine.reaches_device())));
                     engine.run(&received, &woken);
                 }
@@ -120,7 +119,7 @@ impl UcxNetwork {
 }
 
 impl UcxNetwork {
-    /// Registers memory that UCX reaches, if the key that it gives `is_enough`.
+    /// Registers memory that UCX can access, if its key satisfies `is_enough`.
     fn register_any(
         &self,
         memory: &DeviceSlice,
@@ -223,7 +222,7 @@ impl Network for UcxNetwork {
             .ask(deadline, "close the network", move |engine, reply| {
                 engine.close(deadline, reply);
             });
-        // It ends by itself at the deadline, or soon after.
+        // The thread ends at the deadline or shortly after.
         if closed.is_ok() && thread.join().is_err() {
             return Err(ended());
         }
@@ -240,7 +239,7 @@ impl Drop for UcxNetwork {
 }
 
 impl UcxConnection {
-    /// Enqueues an operation.
+    /// Queues an operation.
     fn enqueue(&self, operation: Operation) -> Result<()> {
         let number = self.number;
         self.link
@@ -348,7 +347,7 @@ impl NetworkConnection for UcxConnection {
             })
             .map_err(|error| match error.kind() {
                 ErrorKind::Timeout => deadline
-                    .expired("the peer to take what was sent")
+                    .expired("the peer to receive the sent data")
                     .with_operation("flush")
                     .with_help(UNREACHED),
                 _ => error,
@@ -359,7 +358,7 @@ impl NetworkConnection for UcxConnection {
     fn close(&self, deadline: Deadline) -> Result<()> {
         let flushed = self.flush(deadline);
         let (number, force) = (self.number, flushed.is_err());
-        // Ending by force waits for nobody.
+        // A forced close waits for no peer.
         let deadline = if force {
             Deadline::after(LEAVING)
         } else {
@@ -374,12 +373,12 @@ impl NetworkConnection for UcxConnection {
     }
 }
 
-/// A connection that is dropped is ended without a flush.
+/// Dropping a connection closes it without a flush.
 impl Drop for UcxConnection {
     fn drop(&mut self) {
         let number = self.number;
         let (reply, _) = sync_channel(1);
-        // It fails where the network is closed, and the connection with it.
+        // Fails if the network is closed, and with it the connection.
         let _ = self.link.send(Box::new(move |engine| {
             engine.disconnect(number, true, reply)
         }));
@@ -389,12 +388,12 @@ impl Drop for UcxConnection {
 impl Link {
     fn send(&self, command: Command) -> Result<()> {
         self.commands.send(command).map_err(|_| ended())?;
-        // It fails only where enough wakings wait already.
+        // Fails only if the eventfd's counter is full, so the thread will wake anyway.
         let _ = rustix::io::write(&*self.wake, &1_u64.to_ne_bytes());
         Ok(())
     }
 
-    /// Has the thread run `command`, and waits for the reply.
+    /// Runs `command` on the thread and waits for the reply.
     fn ask<T: Send + 'static>(
         &self,
         deadline: Deadline,
@@ -425,7 +424,7 @@ impl Guard {
 impl Drop for Guard {
     fn drop(&mut self) {
         if let Some(command) = lock(&self.command).take() {
-            // It fails where the network is closed, which has undone it.
+            // Fails if the network is closed, which has undone it.
             let _ = self.link.send(command);
         }
     }
@@ -443,7 +442,7 @@ impl fmt::Debug for UcxConnection {
     }
 }
 
-/// Fails for memory that processors do not reach, but for a GPU's where UCX `reaches_device`.
+/// Fails for memory that the host cannot access, unless it is GPU memory and UCX `reaches_device`.
 fn check_kind(memory: &DeviceSlice, reaches_device: bool) -> Result<()> {
     let is_reached_gpu = reaches_device && memory.kind() == DeviceKind::Cuda;
     if memory.backing().is_host_memory() || is_reached_gpu {
@@ -463,7 +462,7 @@ fn ended() -> Error {
     Error::new(ErrorKind::Closed, "the network is closed").with_help("open the network again")
 }
 
-/// `bytes` after a digest of them. UCX reads what is in keys and addresses without checking it.
+/// `bytes` prefixed with their digest: UCX parses keys and addresses without validating them.
 fn seal(bytes: &[u8]) -> Vec<u8> {
     let digest = Sha256::digest(bytes);
     [&digest[..DIGEST], bytes].concat()

@@ -1,4 +1,4 @@
-//! One peer: what is sent to it, in order, and what is under way.
+//! Connection to one peer: its queue, and operations in flight.
 
 use super::engine::Mapped;
 use super::ffi::{
@@ -14,10 +14,10 @@ use std::rc::Rc;
 use std::sync::atomic::{AtomicI32, Ordering};
 use std::time::{Duration, Instant};
 
-/// The most writes that are under way at once.
+/// Maximum operations in flight, which bounds UCX's memory.
 const MAX_OUTSTANDING: usize = 1024;
 
-/// Something to do for a connection, in order.
+/// A queued operation. Operations of a connection execute in order.
 pub(super) enum Operation {
     /// Write memory.
     Put {
@@ -33,61 +33,61 @@ pub(super) enum Operation {
     },
     /// Write a word after everything before it.
     Signal { value: u64, key: u64, offset: u64 },
-    /// Call something after everything before it.
+    /// Run a callback after everything before it.
     Call(OnDone),
-    /// Reply when everything before it is in the peer's memory.
+    /// Reply once everything before it has reached the peer's memory.
     Flush(Reply<()>),
-    /// Give a key up.
+    /// Close a key.
     Forget(u64),
 }
 
-/// What UCX reads until a write is done, or writes until a read is.
+/// Resources that UCX uses until an operation completes.
 #[expect(dead_code, reason = "held, not read")]
 enum Source {
     Memory(DeviceSlice, Option<Rc<Mapped>>),
     Word(Box<u64>),
 }
 
-/// What follows a flush.
+/// Action after a flush.
 enum Then {
     Signal { value: u64, key: u64, offset: u64 },
     Reply(Reply<()>),
     Call(OnDone),
 }
 
-/// Memory of the peer's.
+/// An opened key of the peer.
 struct OpenKey {
     key: RemoteKey,
     address: u64,
 }
 
-/// A connection's state.
+/// State of a connection.
 pub(super) struct Peer {
     ucp: &'static Ucp,
     rank: Rank,
     /// None once closing has begun.
     endpoint: Option<Endpoint>,
-    /// UCX writes here why the connection broke. Boxed, so that it stays where UCX knows it.
+    /// Set by UCX's error callback. Boxed, so that its address stays fixed.
     broken: Box<AtomicI32>,
     failed: Option<Error>,
     on_failure: Option<OnFailure>,
-    /// The longest that something may be under way while nothing ends.
+    /// Maximum time in flight without progress.
     patience: Duration,
-    /// Since when.
+    /// Start of the period without progress.
     stuck: Option<Instant>,
-    /// What is to be done, with what UCX has the memory registered as where only the device reaches it.
+    /// Queued operations, with the registration of their device memory.
     queue: VecDeque<(Operation, Option<Rc<Mapped>>)>,
     outstanding: VecDeque<(RequestPointer, Option<Source>)>,
     flushing: Option<(RequestPointer, Then)>,
     keys: HashMap<u64, OpenKey>,
     closing: Option<RequestPointer>,
-    /// Whether nobody uses it any more. One that has failed stays to say so until then.
+    /// Whether no handle is left. A failed connection is kept until then, to report its error.
     released: bool,
     closed: Vec<Reply<()>>,
 }
 
 impl Peer {
-    /// A connection to the worker at `address`.
+    /// Connects to the worker at `address`.
     pub(super) fn connect(
         ucp: &'static Ucp,
         worker: Worker,
@@ -111,7 +111,7 @@ impl Peer {
         // and nothing altered since, and what the handler writes to lives as long as the endpoint.
         let made = unsafe { (ucp.ucp_ep_create)(worker, &params, &mut endpoint) };
         ucp.check(made, "connect")?;
-        // From 1.14 on, none is made and no error told where no network device leads to the peer.
+        // From 1.14 on, UCX returns a null endpoint without an error if no network device reaches the peer.
         if endpoint.0.is_null() {
             ucp.check(status::UNREACHABLE, "connect")?;
         }
@@ -134,12 +134,12 @@ impl Peer {
         })
     }
 
-    /// Which peer.
+    /// Rank of the peer.
     pub(super) fn rank(&self) -> Rank {
         self.rank
     }
 
-    /// Opens a key of the peer's under `number`.
+    /// Opens a key of the peer's as `number`.
     pub(super) fn open_key(&mut self, number: u64, address: u64, packed: &[u8]) -> Result<()> {
         let endpoint = self.live()?;
         let mut key = RemoteKey(std::ptr::null_mut());
@@ -152,13 +152,13 @@ impl Peer {
         Ok(())
     }
 
-    /// Takes one more thing to do.
+    /// Queues an operation.
     pub(super) fn enqueue(&mut self, operation: Operation, mapped: Option<Rc<Mapped>>) {
         self.queue.push_back((operation, mapped));
         self.start_queued();
     }
 
-    /// Calls `handler` when the connection fails, or now where it has.
+    /// Calls `handler` when the connection fails, or now if it has.
     pub(super) fn when_failed(&mut self, handler: OnFailure) {
         match &self.failed {
             Some(error) => handler(error),
@@ -166,8 +166,7 @@ impl Peer {
         }
     }
 
-    /// Begins to end the connection for good, and replies when that is done. By force, what is under way
-    /// is given up.
+    /// Starts closing the connection, and replies when done. A forced close aborts operations in flight.
     pub(super) fn close(&mut self, force: bool, reply: Option<Reply<()>>) {
         self.closed.extend(reply);
         self.released = true;
@@ -191,13 +190,13 @@ impl Peer {
         };
     }
 
-    /// Answers all who wait for it, and leaves what UCX may still use to it for as long as the process lives.
+    /// Answers all waiters, and leaks resources that UCX may still use.
     pub(super) fn leave(mut self) {
         self.answer();
         std::mem::forget(self);
     }
 
-    /// Tells all who wait for something that it does not come, and those who wait for the end that it has.
+    /// Fails all pending operations, and answers those that wait for the close.
     fn answer(&mut self) {
         let closed = Error::new(ErrorKind::Closed, "the connection is closed");
         let closed = closed.with_peer(self.rank);
@@ -217,7 +216,7 @@ impl Peer {
             .chain(queued)
         {
             match then {
-                // Nobody waits any more where the caller's deadline has passed.
+                // The receiver is gone if the caller's deadline has passed.
                 Then::Reply(reply) => drop(reply.send(Err(closed.clone()))),
                 Then::Call(call) => call(Err(closed.clone())),
                 Then::Signal { .. } => {}
@@ -228,7 +227,7 @@ impl Peer {
         }
     }
 
-    /// Whether the connection has ended, and nothing of it is left.
+    /// Whether the connection is closed and all of its resources are released.
     pub(super) fn is_gone(&self) -> bool {
         self.released
             && self.endpoint.is_none()
@@ -237,9 +236,10 @@ impl Peer {
             && self.flushing.is_none()
     }
 
-    /// Looks at what is under way, and starts what can be started; tells whether anything happened.
+    /// Checks operations in flight and starts queued ones; returns whether anything happened.
     pub(super) fn advance(&mut self) -> bool {
         let mut worked = false;
+        // Relaxed: `on_error` runs on this same thread, inside UCX's progress call.
         let broken = self.broken.load(Ordering::Relaxed);
         if broken != status::OK && self.failed.is_none() {
             self.fail(broken);
@@ -273,7 +273,7 @@ impl Peer {
         worked
     }
 
-    /// Fails the connection where something is under way for too long.
+    /// Fails the connection if operations make no progress for too long.
     fn watch(&mut self, worked: bool) {
         let waits = !self.outstanding.is_empty() || self.flushing.is_some();
         if worked || !waits || self.failed.is_some() {
@@ -283,11 +283,11 @@ impl Peer {
         }
     }
 
-    /// Starts what is queued, as far as what is under way allows.
+    /// Starts queued operations, up to the limit in flight.
     fn start_queued(&mut self) -> bool {
         let mut worked = false;
         while self.flushing.is_none() && self.outstanding.len() < MAX_OUTSTANDING {
-            // UCX uses a key until the writes with it are done.
+            // UCX uses a key until its operations are done.
             if matches!(self.queue.front(), Some((Operation::Forget(_), _)))
                 && !self.outstanding.is_empty()
             {
@@ -302,14 +302,14 @@ impl Peer {
         worked
     }
 
-    /// Starts one thing. On a connection that has failed only a flush tells so.
+    /// Starts one operation. On a failed connection only flushes report the error.
     fn start(&mut self, operation: Operation, mapped: Option<Rc<Mapped>>) {
         let live = self.live();
         match operation {
             Operation::Forget(number) => self.forget(number),
             Operation::Flush(reply) => match live {
                 Ok(endpoint) => self.flush(endpoint, Then::Reply(reply)),
-                // Nobody waits any more where the caller's deadline has passed.
+                // The receiver is gone if the caller's deadline has passed.
                 Err(error) => drop(reply.send(Err(error))),
             },
             Operation::Call(call) => match live {
@@ -345,8 +345,8 @@ impl Peer {
         }
     }
 
-    /// How UCX is to access memory of this process; nothing where it is only the device's, and not registered, which
-    /// breaks the connection.
+    /// Parameters for accessing local memory. `None` for device memory that is not registered, which fails
+    /// the connection.
     fn params(&mut self, memory: &DeviceSlice, mapped: Option<&Mapped>) -> Option<RequestParams> {
         if mapped.is_none() && MemoryType::of(memory) != MemoryType::HOST {
             let text = format!(
@@ -355,14 +355,14 @@ impl Peer {
             self.fail_with(
                 Error::new(ErrorKind::InvalidArgument, text)
                     .with_peer(self.rank)
-                    .with_help("register memory of the device, and keep that until what uses it is flushed"),
+                    .with_help("register device memory, and keep the registration until operations on it are flushed"),
             );
             return None;
         }
         Some(RequestParams::on(mapped.map(|mapped| mapped.handle)))
     }
 
-    /// Writes bytes to the peer; `source` is held until that is done.
+    /// Writes to the peer; `source` is held until the operation is done.
     fn write(
         &mut self,
         (start, bytes): (*const c_void, usize),
@@ -370,7 +370,7 @@ impl Peer {
         offset: u64,
         (params, source): (&RequestParams, Source),
     ) {
-        // A key is known from its opening to when it is forgotten, which comes after its uses.
+        // A key is known from its opening until it is closed, which is queued after its uses.
         let (Some(endpoint), Some(open)) = (self.endpoint, self.keys.get(&key)) else {
             return;
         };
@@ -382,7 +382,7 @@ impl Peer {
         self.started(request, source);
     }
 
-    /// Reads bytes of the peer; `target` is held until that is done.
+    /// Reads from the peer; `target` is held until the operation is done.
     fn read(
         &mut self,
         target: DeviceSlice,
@@ -402,7 +402,7 @@ impl Peer {
         self.started(request, Source::Memory(target, mapped));
     }
 
-    /// Notes what has begun, with what UCX uses until it is done.
+    /// Records a started request, with the resources that UCX uses until it is done.
     fn started(&mut self, request: RequestPointer, used: Source) {
         match immediate(request) {
             None => self.outstanding.push_back((request, Some(used))),
@@ -421,7 +421,7 @@ impl Peer {
         }
     }
 
-    /// What follows a flush that ended with a status.
+    /// Completes the action after a flush with its status.
     fn flushed(&mut self, ended: Status, then: Then) {
         if ended < status::OK {
             self.fail(ended);
@@ -441,7 +441,7 @@ impl Peer {
         }
     }
 
-    /// Takes the connection for broken.
+    /// Marks the connection as broken.
     fn fail(&mut self, why: Status) {
         let text = self.ucp.text(why);
         self.fail_with(
@@ -455,7 +455,7 @@ impl Peer {
         );
     }
 
-    /// Fails the connection, if it has not failed. Ending it by force lets go of what is under way.
+    /// Fails the connection, if it has not failed yet. A forced close aborts operations in flight.
     fn fail_with(&mut self, error: Error) {
         if self.failed.is_some() {
             return;
@@ -471,7 +471,7 @@ impl Peer {
         }
     }
 
-    /// The endpoint, while the connection works.
+    /// The endpoint, while the connection is usable.
     fn live(&self) -> Result<Endpoint> {
         match (&self.failed, self.endpoint) {
             (Some(error), _) => Err(error.clone()),
@@ -482,7 +482,7 @@ impl Peer {
         }
     }
 
-    /// How a request ended, if it has; it must not be used again then.
+    /// Status of a completed request, which is freed and must not be used again.
     fn ended(&self, request: RequestPointer) -> Option<Status> {
         // SAFETY: the request is one of UCX's that has not been freed.
         let ended = unsafe { (self.ucp.ucp_request_check_status)(request) };
@@ -513,9 +513,10 @@ impl Drop for Peer {
     }
 }
 
-/// Called by UCX, on the thread, when a connection breaks.
+/// UCX error callback, on the network's thread.
 unsafe extern "C" fn on_error(argument: *mut c_void, _endpoint: Endpoint, why: Status) {
     // SAFETY: the argument is the number that the peer of this endpoint holds as long as it.
     let broken = unsafe { &*argument.cast::<AtomicI32>() };
+    // Relaxed: read on this same thread.
     broken.store(why, Ordering::Relaxed);
 }

@@ -1,6 +1,6 @@
 //! Times and bandwidths of collectives, and those of another program beside them.
 
-use super::Place;
+use super::Placement;
 use super::template::{Template, name};
 use crate::commands::bench::clock::{Submission, Times};
 use crate::commands::bench::plot::{Drawing, Point};
@@ -36,7 +36,7 @@ pub(super) struct Row {
     pub(super) bytes: usize,
     /// Elements of the smaller.
     pub(super) count: usize,
-    pub(super) place: Place,
+    pub(super) place: Placement,
     pub(super) submission: Submission,
     /// Of the direct path, or `engine`, which has no lanes.
     pub(super) algorithm: String,
@@ -73,7 +73,7 @@ pub(super) struct External {
 #[derive(Debug, Deserialize)]
 struct ExternalRow {
     bytes: usize,
-    place: Place,
+    place: Placement,
     submission: Submission,
     #[serde(alias = "ways")]
     methods: Vec<Measured>,
@@ -101,7 +101,7 @@ impl External {
         let (collective, dtype) = (name(template.kind), template.dtype.to_string());
         ensure!(
             self.collective == collective && self.dtype == dtype && self.ranks == world,
-            "the figures beside are of {} of {} on {}; expected {collective} of {dtype} on {world}",
+            "the other program's figures are for {} of {} on {}; expected {collective} of {dtype} on {world}",
             self.collective,
             self.dtype,
             counted(self.ranks, "rank"),
@@ -216,8 +216,8 @@ impl Figures for Collectives {
     fn drawing(&self) -> Drawing {
         let points = self.rows.iter().flat_map(|row| {
             let place = match row.place {
-                Place::Out => "",
-                Place::In => "in place, ",
+                Placement::Out => "",
+                Placement::In => "in place, ",
             };
             let group = format!("{place}{}", name_of(&row.submission));
             row.methods.iter().flat_map(move |measured| {

@@ -3,7 +3,7 @@
 use super::data::{Inputs, different};
 use super::figures::{Measured, Row};
 use super::template::{Kind, Template, in_place, lengths};
-use super::{Peer, Place};
+use super::{Peer, Placement};
 use crate::commands::bench::clock::{Clock, Submission, Work};
 use crate::commands::bench::peers::{neighbours, optional, total, vendor};
 use crate::gemm::common_seed;
@@ -86,7 +86,7 @@ impl<'a> Runner<'a> {
     pub(super) fn row(
         &self,
         bytes: usize,
-        place: Place,
+        place: Placement,
         submission: Submission,
         samples: usize,
         calls: usize,
@@ -176,15 +176,15 @@ impl<'a> Runner<'a> {
         &self,
         [first, second]: &[DeviceSlice; 2],
         call: &Call,
-        place: Place,
+        place: Placement,
     ) -> Result<[DeviceSlice; 2]> {
         let comm = self.clock.comm;
         Ok(match place {
-            Place::Out => {
+            Placement::Out => {
                 let [input, output] = lengths(call, comm.world());
                 [first.slice(0..input)?, second.slice(0..output)?]
             }
-            Place::In => {
+            Placement::In => {
                 let [input, output] = in_place(call, comm.rank(), comm.world());
                 [first.slice(input)?, first.slice(output)?]
             }

@@ -1,7 +1,7 @@
-//! What is told of calls that do not end, and of calls that differ.
+//! Diagnosis of calls that do not complete or that differ between ranks.
 
+use super::comparison::{CallComparison, PATIENCE, QueryResult};
 use super::fused::describe;
-use super::witness::{Answered, PATIENCE, Witness};
 use super::{Collectives, Inner};
 use crate::deadline::Deadline;
 use crate::device::{InUse, Priority};
@@ -12,14 +12,14 @@ use crate::sync::lock;
 use std::sync::{Arc, Mutex, Weak};
 use std::time::Duration;
 
-/// Longer than a stream takes to pass what is done.
-const A_MOMENT: Duration = Duration::from_millis(200);
+/// Long enough for a stream to pass completed work.
+const COMPLETION_CHECK: Duration = Duration::from_millis(200);
 
-/// The collectives of a communicator that were joined.
+/// Registry of a communicator's joined collectives.
 #[derive(Debug, Default)]
-pub(crate) struct Known(Mutex<Vec<Weak<InUse<Inner>>>>);
+pub(crate) struct JoinedCollectives(Mutex<Vec<Weak<InUse<Inner>>>>);
 
-impl Known {
+impl JoinedCollectives {
     pub(crate) fn add(&self, collectives: &Collectives) {
         let mut all = lock(&self.0);
         all.retain(|one| one.strong_count() > 0);
@@ -30,36 +30,39 @@ impl Known {
         lock(&self.0).iter().filter_map(Weak::upgrade).collect()
     }
 
-    /// Tells the next ranks of calls of the vendor's library, where they were not told; how long to wait before that is
-    /// tried again, where it is too early. Does not block.
+    /// Sends pending statements about engine calls to neighbouring ranks; returns how long to wait if it is
+    /// too early. Does not block.
     pub(crate) fn tell(&self) -> Option<Duration> {
         let all = self.all();
-        let witnesses = all.iter().filter_map(|one| one.witness());
-        witnesses.filter_map(Witness::tell).max()
+        let comparisons = all.iter().filter_map(|one| one.comparison());
+        comparisons.filter_map(CallComparison::tell).max()
     }
 
-    /// The calls of the vendor's library that differ, where another rank's failure ended a wait, or the library's. Asks
-    /// the other ranks.
+    /// Engine calls that differ, when a failure of another rank or of the library ended a wait. Queries other
+    /// ranks.
     pub(crate) fn explain_failure(&self) -> Option<Error> {
         let all = self.all();
         let until = Deadline::after(PATIENCE);
-        let witnesses = all.iter().filter_map(|one| one.witness());
-        let mut asked = witnesses.filter_map(|witness| witness.ask(until).mismatch());
+        let comparisons = all.iter().filter_map(|one| one.comparison());
+        let mut asked = comparisons.filter_map(|comparison| comparison.ask(until).mismatch());
         asked.next()
     }
 
-    /// Who did not come to a collective, where a wait timed out because of that; of one by the vendor's library, whose
-    /// calls differ or are missing, as far as the other ranks tell.
+    /// Explains a timed-out collective by the ranks that did not arrive; for engine calls, by those with
+    /// differing or missing calls according to the other ranks.
     pub(crate) fn explain_timeout(&self) -> Option<Error> {
         let all = self.all();
         let explained = all.iter().find_map(|one| awaited(one));
         explained.or_else(|| all.iter().find_map(|one| unfinished(one)))
     }
 
-    /// Fails where kernels have noted that another rank called something else, or where that told so itself.
+    /// Fails if a kernel or another rank has detected different calls.
     pub(crate) fn check_agreement(&self) -> Result<()> {
         for collectives in self.all() {
-            if let Some(error) = collectives.witness().and_then(Witness::disagreement) {
+            if let Some(error) = collectives
+                .comparison()
+                .and_then(CallComparison::disagreement)
+            {
                 collectives.context.fault.fail(error.clone());
                 return Err(error);
             }
@@ -89,7 +92,7 @@ impl Known {
                     "in a collective, the peer has its data in memory that this rank has let go of; expected memory \
                      that all ranks reach"
                         .to_owned(),
-                    "keep what a graph was recorded with, and record graphs anew where they use other memory",
+                    "keep the memory of a graph alive, and record the graph again if its memory changes",
                 ),
             };
             let error = Error::new(ErrorKind::Mismatch, text)
@@ -103,19 +106,19 @@ impl Known {
     }
 }
 
-/// The error of a wait that timed out, where a rank has not come to a message or a collective on the direct path.
+/// Error of a timed-out wait for a rank that has not arrived at a message or collective on the direct path.
 fn awaited(collectives: &Inner) -> Option<Error> {
     let direct = collectives.path.direct()?;
     if let Some(explained) = awaited_message(collectives) {
         return Some(explained);
     }
-    // What cannot be found out is left out.
+    // Omit information that cannot be obtained.
     let absent = direct.workspace.absent(&direct.announcements).ok()?;
     let first = *absent.first()?;
     let called = last_call(collectives);
     let error = Error::new(
         ErrorKind::Timeout,
-        format!("a rank has not come to a collective that this rank is in{called}"),
+        format!("a rank has not arrived at a collective that this rank is in{called}"),
     );
     Some(
         error
@@ -126,43 +129,43 @@ fn awaited(collectives: &Inner) -> Option<Error> {
 }
 
 impl Inner {
-    /// What ranks tell one another of calls of the vendor's library, where it does any.
-    fn witness(&self) -> Option<&Witness> {
-        Some(&self.path.joined_engine()?.witness)
+    /// Call comparison, if the engine is used.
+    fn comparison(&self) -> Option<&CallComparison> {
+        Some(&self.path.joined_engine()?.comparison)
     }
 }
 
-/// The error of a wait that timed out, where the vendor's library has not done what it was given outside of graphs. It
-/// does not tell for whom it waits, so the other ranks are asked.
+/// Error of a timed-out wait for engine calls outside graphs. The library does not report whom it waits for,
+/// so query the other ranks.
 fn unfinished(collectives: &Inner) -> Option<Error> {
-    let witness = collectives.witness()?;
+    let comparison = collectives.comparison()?;
     let behind = || {
         let stream = collectives.context.device.create_stream(Priority::Normal)?;
         collectives.turns.precede(&stream)?;
-        stream.synchronize(Deadline::after(A_MOMENT))
+        stream.synchronize(Deadline::after(COMPLETION_CHECK))
     };
-    // Without an error, all is done.
+    // Success means that all is done.
     if behind().err()?.kind() != ErrorKind::Timeout {
         return None;
     }
     let called = last_call(collectives);
-    let told = |found: &str, help: &'static str| {
+    let unfinished = |found: &str, help: &'static str| {
         let text = format!("a call of the vendor's library is not done{found}{called}");
         Error::new(ErrorKind::Timeout, text)
             .with_operation("synchronize")
             .with_help(help)
     };
-    Some(match witness.ask(Deadline::after(PATIENCE)) {
-        Answered::Mismatch(error) => {
+    Some(match comparison.ask(Deadline::after(PATIENCE)) {
+        QueryResult::Mismatch(error) => {
             collectives.context.fault.fail(error.clone());
             error
         }
-        Answered::Missing { first, text } => told(
+        QueryResult::Missing { first, text } => unfinished(
             &format!(": {text}"),
             "make the same calls in the same order on every rank",
         )
         .with_peer(first),
-        Answered::Nothing => told(
+        QueryResult::Nothing => unfinished(
             "",
             "look at what its stream waits for on each rank, and order launches of graphs alike; no rank is known that \
              has made fewer calls",
@@ -170,7 +173,7 @@ fn unfinished(collectives: &Inner) -> Option<Error> {
     })
 }
 
-/// What errors add of the last collective, if there was one.
+/// Error suffix that describes the last collective, if any.
 fn last_call(collectives: &Inner) -> String {
     let last = *lock(&collectives.last);
     last.map_or_else(String::new, |call| {
@@ -178,15 +181,15 @@ fn last_call(collectives: &Inner) -> String {
     })
 }
 
-/// The error of a wait that timed out, where a message has begun at this rank and not at the other.
+/// Error of a timed-out wait for a message that has begun on this rank only.
 fn awaited_message(collectives: &Inner) -> Option<Error> {
     let lines = collectives.lines.as_ref()?;
-    // What cannot be found out is left out.
+    // Omit information that cannot be obtained.
     let awaited = lines.awaited(&*collectives.context.device);
     let (peer, direction) = awaited.ok().flatten()?;
     let text = match direction {
-        Direction::Send => "the peer has not come to the receive of what this rank sends",
-        Direction::Receive => "the peer has not come to the send of what this rank receives",
+        Direction::Send => "the peer has not posted the receive for this rank's send",
+        Direction::Receive => "the peer has not posted the send for this rank's receive",
     };
     let error = Error::new(ErrorKind::Timeout, text);
     Some(

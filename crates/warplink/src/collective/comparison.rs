@@ -1,8 +1,8 @@
-//! What ranks tell one another of their calls of the engine, beside the calls.
+//! Exchange of call statements between ranks, out of band.
 //!
-//! The engine does not compare calls, nor tell for whom it waits. So each rank keeps a [`Record`], tells ranks that
-//! follow it of its last calls now and then, and asks the others for theirs when a wait has timed out. Their reading
-//! threads answer, whatever their programs do.
+//! The engine neither compares calls nor reports whom it waits for. So each rank keeps a [`Record`],
+//! periodically sends its last calls to neighbouring ranks, and queries others when a wait has timed out. The
+//! ranks' store threads answer, since the application may be blocked.
 
 use super::call::Call;
 use super::record::{Difference, MAX_STATED, Record, Statement};
@@ -15,55 +15,54 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-/// The shortest time in which a rank tells others of its calls again, and what each rank of the communicator adds to it, since
-/// the store passes on those of all.
+/// Minimum interval between unsolicited statements, plus an amount for each rank, since the store relays
+/// those of all ranks.
 const INTERVAL: Duration = Duration::from_millis(100);
 const INTERVAL_PER_RANK: Duration = Duration::from_millis(1);
 
-/// The most ranks that a rank tells of its calls unasked, those that follow it.
+/// Maximum ranks that receive unsolicited statements, to bound traffic.
 const MAX_TOLD: usize = 8;
 
-/// How many calls a rank asks with, and is told, unless calls before them differ.
+/// Calls in a query and its answer, unless earlier ones differ.
 const ASKED: u64 = 16;
 
-/// How long answers are waited for.
+/// Time limit for answers.
 pub(super) const PATIENCE: Duration = Duration::from_secs(1);
 
-/// The most ranks that one asks, those that follow it, so that the store of a large job is not held up where all ranks
-/// ask at once.
+/// Maximum ranks queried, so that the store of a large job is not overloaded when all ranks query at once.
 const MAX_ASKED: usize = 128;
 
-/// The most ranks that an error lists.
+/// Maximum ranks listed in an error.
 const MAX_LISTED: usize = 8;
 
-/// This rank's calls, and what others say of theirs.
-pub(super) struct Witness {
+/// This rank's calls, and statements of other ranks.
+pub(super) struct CallComparison {
     group: Arc<Group>,
     fault: Arc<Fault>,
-    state: Mutex<State>,
+    state: Mutex<Statements>,
 }
 
 #[derive(Default)]
-struct State {
+struct Statements {
     record: Record,
-    /// The last that each rank told.
+    /// Latest statement of each rank.
     statements: BTreeMap<Rank, Statement>,
-    /// When others were told last, and how many calls.
-    told: Option<(Instant, u64)>,
+    /// Time and call count of the last unsolicited statement.
+    sent: Option<(Instant, u64)>,
 }
 
-/// What the other ranks answered.
-pub(super) enum Answered {
+/// Result of a query.
+pub(super) enum QueryResult {
     /// Calls differ.
     Mismatch(Error),
-    /// Of these, each has made fewer calls, or does not answer.
+    /// These ranks have made fewer calls, or do not answer.
     Missing { first: Rank, text: String },
-    /// All have made the calls that this rank has.
+    /// All ranks have made the same calls.
     Nothing,
 }
 
-impl State {
-    /// Keeps what `by` told, for when this rank has made as many calls.
+impl Statements {
+    /// Keeps a statement of `by` until this rank has made as many calls.
     fn keep(&mut self, by: Rank, theirs: Statement) {
         if theirs.made > self.record.settled() {
             self.statements.insert(by, theirs);
@@ -71,8 +70,8 @@ impl State {
     }
 }
 
-impl Answered {
-    /// The error of calls that differ.
+impl QueryResult {
+    /// The error of differing calls.
     pub(super) fn mismatch(self) -> Option<Error> {
         match self {
             Self::Mismatch(error) => Some(error),
@@ -81,7 +80,7 @@ impl Answered {
     }
 }
 
-impl Witness {
+impl CallComparison {
     pub(super) fn new(group: &Arc<Group>, fault: &Arc<Fault>) -> Arc<Self> {
         let own = Arc::new(Self {
             group: group.clone(),
@@ -89,75 +88,80 @@ impl Witness {
             state: Mutex::default(),
         });
         let respondent: Arc<dyn Respondent> = own.clone();
+        // Answers come from the store's threads, even while the application is blocked.
         group.respond(Arc::downgrade(&respondent));
         own
     }
 
-    /// Notes the call that `make` makes, or records. Calls come one after the other.
+    /// Records the call that `make` makes or captures. Calls are serialized.
     pub(super) fn note(
         &self,
         call: &Call,
         is_recorded: bool,
         make: impl FnOnce() -> Result<()>,
     ) -> Result<()> {
-        // Before, since making it may block until all ranks have.
+        // Recorded first, since making the call may block until all ranks have made it.
         lock(&self.state).record.begin(call, is_recorded);
         let made = make();
         lock(&self.state).record.end(made.is_ok());
         made
     }
 
-    /// Tells the next ranks of calls that they were not told of; how long to wait for that, where it is too early. Does not
+    /// Sends pending statements to neighbouring ranks; returns how long to wait if it is too early. Does not
     /// block.
     pub(super) fn tell(&self) -> Option<Duration> {
         let (rank, world) = (self.group.rank(), self.group.world());
         let statement = {
             let mut state = lock(&self.state);
             let made = state.record.settled();
-            let (told_at, told) = state.told.unzip();
-            let told = told.unwrap_or(0);
-            if world < 2 || told >= made {
+            let (sent_at, sent) = state.sent.unzip();
+            let sent = sent.unwrap_or(0);
+            // Nothing new since the last statement.
+            if world < 2 || sent >= made {
                 return None;
             }
             let now = Instant::now();
             let interval = INTERVAL + INTERVAL_PER_RANK * world as u32;
-            if let Some(next) = told_at.map(|told_at| told_at + interval)
+            // Rate limit: the store relays the statements of all ranks.
+            if let Some(next) = sent_at.map(|sent_at| sent_at + interval)
                 && now < next
             {
                 return Some(next - now);
             }
-            state.told = Some((now, made));
-            state.record.statement(made, made - told)
+            state.sent = Some((now, made));
+            state.record.statement(made, made - sent)
         };
         let next = following(rank, world, MAX_TOLD);
         self.group.tell(&next, &statement.to_bytes());
         None
     }
 
-    /// The error where another rank has told of a call that is not as this rank's of the same number. Does not block.
+    /// Error if another rank has stated a different call of the same number. Does not block.
     pub(super) fn disagreement(&self) -> Option<Error> {
         let mut state = lock(&self.state);
-        let State {
+        let Statements {
             record, statements, ..
         } = &mut *state;
         let mut told = statements.iter();
         let found = told.find_map(|(peer, told)| Some((*peer, record.difference(told)?)));
-        // What this rank has made all of says nothing more.
+        // Statements that this rank has caught up with carry no more information.
         statements.retain(|_, told| told.made > record.settled());
         found.map(|(peer, difference)| self.mismatch(peer, &difference))
     }
 
-    /// Asks the other ranks for their calls. Blocks until all that are there have answered, or `deadline`.
-    pub(super) fn ask(&self, deadline: Deadline) -> Answered {
+    /// Queries other ranks for their calls. Blocks until all live ones have answered, up to `deadline`.
+    pub(super) fn ask(&self, deadline: Deadline) -> QueryResult {
         let (rank, world) = (self.group.rank(), self.group.world());
         let own = {
             let state = lock(&self.state);
             state.record.statement(u64::MAX, ASKED)
         };
+        // A rank without calls has nothing to compare.
         if own.made == 0 {
-            return Answered::Nothing;
+            return QueryResult::Nothing;
         }
         let asked = following(rank, world, MAX_ASKED);
+        // Unlocked: answering ranks may query this one at the same time.
         let answers = self.group.ask(&asked, &own.to_bytes(), deadline);
         let read = |(peer, words): &(Rank, Vec<u8>)| Some((*peer, Statement::from_bytes(words)?));
         let answers: BTreeMap<Rank, Statement> = answers.iter().filter_map(read).collect();
@@ -168,15 +172,15 @@ impl Witness {
         let Some((peer, difference)) = differences.first() else {
             return missing(&state.record, &asked, &answers);
         };
-        // So that these find it too, however long ago the call was.
+        // Notify these ranks, so that they detect it too, however long ago the call was.
         let peers: Vec<Rank> = differences.iter().map(|(peer, _)| *peer).collect();
         let own = state.record.statement(u64::MAX, MAX_STATED);
         drop(state);
         self.group.tell(&peers, &own.to_bytes());
-        Answered::Mismatch(self.mismatch(*peer, difference))
+        QueryResult::Mismatch(self.mismatch(*peer, difference))
     }
 
-    /// The error of a call that is not as that of `peer`.
+    /// Error of a call that differs from that of `peer`.
     fn mismatch(&self, peer: Rank, difference: &Difference) -> Error {
         let number = difference.number;
         let text = match &difference.calls {
@@ -197,18 +201,20 @@ impl Witness {
     }
 }
 
-impl Respondent for Witness {
+impl Respondent for CallComparison {
     fn asked(&self, by: Rank, words: &[u8]) -> Vec<u8> {
+        // A malformed statement is ignored, like no answer.
         let Some(theirs) = Statement::from_bytes(words) else {
             return Vec::new();
         };
         let mut state = lock(&self.state);
-        // The one that asks says it, when it has found which call differs.
+        // The querying rank reports it once it has located the differing call.
         let count = match state.record.difference(&theirs) {
             Some(_) => MAX_STATED,
             None => ASKED,
         };
         let answer = state.record.statement(theirs.made, count);
+        // Kept until this rank has made the same calls.
         state.keep(by, theirs);
         answer.to_bytes()
     }
@@ -223,20 +229,21 @@ impl Respondent for Witness {
             state.keep(by, theirs);
             found
         };
+        // The peer has located the difference; fail this rank's communicator as well.
         if let Some(difference) = found {
             self.fault.fail(self.mismatch(by, &difference));
         }
     }
 }
 
-/// The ranks that follow `rank`, up to so many.
+/// Up to `most` ranks that follow `rank`.
 fn following(rank: Rank, world: usize, most: usize) -> Vec<Rank> {
     let steps = (1..world).take(most);
     steps.map(|step| (rank + step) % world).collect()
 }
 
-/// The ranks that have made fewest calls, where that is fewer than this rank has; else those that did not answer.
-fn missing(record: &Record, asked: &[Rank], answers: &BTreeMap<Rank, Statement>) -> Answered {
+/// Ranks with the fewest calls, if fewer than this rank has made; else those that did not answer.
+fn missing(record: &Record, asked: &[Rank], answers: &BTreeMap<Rank, Statement>) -> QueryResult {
     let behind = || answers.iter().filter(|(_, told)| record.is_ahead_of(told));
     let listed = |ranks: Vec<String>| {
         let more = ranks.len().saturating_sub(MAX_LISTED);
@@ -246,6 +253,7 @@ fn missing(record: &Record, asked: &[Rank], answers: &BTreeMap<Rank, Statement>)
             _ => format!("{text} and {more} more"),
         }
     };
+    // Ranks that are behind explain a timeout better than ranks that do not answer.
     if let Some(fewest) = behind().map(|(_, told)| told.made).min() {
         let absent = || behind().filter(|(_, told)| told.made == fewest);
         let number = fewest + 1;
@@ -254,23 +262,24 @@ fn missing(record: &Record, asked: &[Rank], answers: &BTreeMap<Rank, Statement>)
         let ranks = absent().map(|(rank, told)| match told.last_call() {
             Some(last) => format!("rank {rank} (whose last is {last})"),
             None if told.made > 0 => format!("rank {rank} (whose last is call {fewest})"),
-            None => format!("rank {rank} (which has made none)"),
+            None => format!("rank {rank} (which has made no call)"),
         });
         let text = format!(
-            "call {number}{call} was not made by {}",
+            "call {number}{call} is missing on {}",
             listed(ranks.collect())
         );
         let first = absent().next().map_or(0, |(rank, _)| *rank);
-        return Answered::Missing { first, text };
+        return QueryResult::Missing { first, text };
     }
+    // Silent ranks may be stopped, or busy in a call.
     let silent = asked.iter().filter(|rank| !answers.contains_key(rank));
     let silent: Vec<Rank> = silent.copied().collect();
     let Some(first) = silent.first().copied() else {
-        return Answered::Nothing;
+        return QueryResult::Nothing;
     };
     let ranks = silent.iter().map(|rank| format!("rank {rank}")).collect();
     let text = format!("no answer came from {}", listed(ranks));
-    Answered::Missing { first, text }
+    QueryResult::Missing { first, text }
 }
 
 #[cfg(test)]
@@ -295,14 +304,14 @@ mod tests {
         record
     }
 
-    /// What a rank that has made 4 calls says of others that have made so many, or do not answer.
+    /// Result of a rank with 4 calls for peers with these numbers of calls, or without an answer.
     fn told(made: &[Option<usize>]) -> Option<(Rank, String)> {
         let asked: Vec<Rank> = (1..=made.len()).collect();
         let answers = asked.iter().zip(made);
         let answers = answers.filter_map(|(rank, made)| Some((*rank, record((*made)?))));
         let answers = answers.map(|(rank, record)| (rank, record.statement(4, ASKED)));
         match missing(&record(4), &asked, &answers.collect()) {
-            Answered::Missing { first, text } => Some((first, text)),
+            QueryResult::Missing { first, text } => Some((first, text)),
             _ => None,
         }
     }
@@ -314,12 +323,12 @@ mod tests {
         assert_eq!(first, 3);
         let last = "(whose last is all_gather of 2 bytes)";
         let says =
-            format!("call 3, all_gather of 3 bytes, was not made by rank 3 {last}, rank 5 {last}");
+            format!("call 3, all_gather of 3 bytes, is missing on rank 3 {last}, rank 5 {last}");
         assert_eq!(text, says);
         let (first, text) = told(&[Some(0); 10]).unwrap();
         assert_eq!(first, 1);
         assert!(
-            text.ends_with("rank 8 (which has made none) and 2 more"),
+            text.ends_with("rank 8 (which has made no call) and 2 more"),
             "{text}"
         );
     }
