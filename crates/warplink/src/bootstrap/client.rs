@@ -3,9 +3,10 @@
 //! The connection may end because the rank that serves the store was lost. Then `handover.rs` finds
 //! the rank that serves it next, and the requests that were not answered are sent again.
 
-use super::connection::{Identity, Link};
-use super::frame;
+use super::channel::Frame;
+use super::connection::Link;
 use super::group_name::GroupName;
+use super::handshake::Identity;
 use super::health::Health;
 use super::inquiry::Inquiries;
 use super::journal::Journal;
@@ -13,14 +14,12 @@ use super::message::{
     self, Answer, Event, GroupDeclaration, MAX_REASON, RefusalKind, Reply, Request,
 };
 use super::outbox::Outbox;
-use super::pulse::{Heard, Pulse, not_heard};
-use super::seal::Opener;
+use super::pulse::{Pulse, not_heard};
 use super::server::Server;
 use crate::deadline::Deadline;
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::sync::lock;
 use std::collections::BTreeMap;
-use std::io::BufReader;
 use std::net::{Shutdown, SocketAddr, TcpStream};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
@@ -121,13 +120,13 @@ impl Client {
             state: Mutex::new(State {
                 calls: BTreeMap::new(),
                 phase: Phase::Joining,
-                link: Some(link.outbox.clone()),
+                link: Some(link.connection.outbox.clone()),
                 connecting: None,
                 open: true,
                 session: link.session,
                 serving: link.serving,
                 standby: Vec::new(),
-                pulse: link.pulse.clone(),
+                pulse: link.connection.pulse.clone(),
                 given_up: None,
                 journal: Journal::default(),
                 ended_groups: Vec::new(),
@@ -254,8 +253,11 @@ impl Client {
     /// Reads until there is no store any more.
     fn run(&self, mut link: Link) {
         loop {
-            let reason = self.read_all(&link.stream, link.opener, &link.pulse);
-            link.outbox.close();
+            let ended = link.connection.read_all(|frame| self.handle(frame));
+            // This rank may have ended it.
+            let given_up = lock(&self.state).given_up.take();
+            let reason = given_up.unwrap_or_else(|| format!("the connection to its store {ended}"));
+            link.connection.outbox.close();
             match self.next_store(&reason) {
                 Some(next) => link = next,
                 None => return self.end(&reason),
@@ -263,24 +265,7 @@ impl Client {
         }
     }
 
-    /// Why the connection ended.
-    fn read_all(&self, stream: &TcpStream, mut opener: Opener, pulse: &Arc<Pulse>) -> String {
-        let heard = Heard::new(stream, pulse.clone());
-        let mut reader = BufReader::with_capacity(16 << 10, heard);
-        let ended = loop {
-            let read = opener.read(&mut reader, frame::MAX_BODY);
-            match read.and_then(|frame| frame.map(|frame| self.handle(frame)).transpose()) {
-                Ok(Some(())) => {}
-                Ok(None) => break "the connection to its store was closed".to_owned(),
-                Err(error) => {
-                    break format!("the connection to its store failed: {}", error.message());
-                }
-            }
-        };
-        lock(&self.state).given_up.take().unwrap_or(ended)
-    }
-
-    fn handle(&self, frame: frame::Frame) -> Result<()> {
+    fn handle(&self, frame: Frame) -> Result<()> {
         if frame.id != 0 {
             let Answer { version, reply } = message::decode(&frame.body)?;
             let mut state = lock(&self.state);

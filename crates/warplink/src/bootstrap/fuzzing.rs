@@ -2,10 +2,10 @@
 
 use super::message::{self, Answer, Entry, Event, Request};
 use super::table::Table;
-use super::{UniqueId, frame, nodelist};
+use super::{UniqueId, channel, nodelist};
 
-/// Bytes as a store or a member may receive them: frames, whose bodies are read as each kind of
-/// message, and the requests among them carried out.
+/// Records as a store or a member may receive them, whose bodies are decoded as every kind of message; the requests among
+/// them are carried out. The first two bytes of a record are the rank that sends it and the number of the request.
 pub fn store_frames(bytes: &[u8]) {
     const WORLD: u32 = 4;
     let mut table = Table::new(WORLD as usize, 1 << 20);
@@ -14,10 +14,12 @@ pub fn store_frames(bytes: &[u8]) {
         let _ = table.join(rank, None);
     }
     let mut reader = bytes;
-    while let Ok(Some(frame)) = frame::read(&mut reader, frame::MAX_HANDSHAKE) {
-        if let Ok(request) = message::decode::<Request>(&frame.body) {
-            // The high bits of the number choose who sends it, so that members can meet.
-            table.handle((frame.id >> 62) as u32, frame.id & !(3 << 62), request);
+    while let Ok(Some(record)) = channel::read_record(&mut reader) {
+        let Some((&[sender, id], body)) = record.split_first_chunk() else {
+            continue;
+        };
+        if let Ok(request) = message::decode::<Request>(body) {
+            table.handle(u32::from(sender) % WORLD, id.into(), request);
         }
         for sent in table.take_outgoing() {
             // What the store sends, a member must be able to read.
@@ -30,9 +32,9 @@ pub fn store_frames(bytes: &[u8]) {
             };
             assert!(read, "the store sent what no member can read");
         }
-        let _ = message::decode::<Answer>(&frame.body);
-        let _ = message::decode::<Entry>(&frame.body);
-        let _ = message::decode::<Event>(&frame.body);
+        let _ = message::decode::<Answer>(body);
+        let _ = message::decode::<Entry>(body);
+        let _ = message::decode::<Event>(body);
     }
     for rank in 0..WORLD {
         table.lose(rank, "the end of the input");

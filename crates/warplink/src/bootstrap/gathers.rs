@@ -1,8 +1,7 @@
 //! Gathers: every member gives a value and gets the values of all.
 
-use super::frame::MAX_BODY;
 use super::members::{MemberState, MemberStates, first_lost, gone};
-use super::message::{Answer, Bytes, GatherId, Purpose, Refusal, RefusalKind, Reply};
+use super::message::{Answer, Bytes, GatherId, MAX_BODY, Purpose, Refusal, RefusalKind, Reply};
 use super::outgoing::{Outgoing, body};
 use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;

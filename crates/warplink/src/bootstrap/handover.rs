@@ -43,16 +43,16 @@ impl Client {
                 Ok(link) => {
                     let mut state = lock(&self.state);
                     if state.over.is_some() {
-                        link.outbox.shut_down();
+                        link.connection.outbox.shut_down();
                         return None;
                     }
                     state.serving = next;
-                    state.pulse = link.pulse.clone();
-                    state.link = Some(link.outbox.clone());
+                    state.pulse = link.connection.pulse.clone();
+                    state.link = Some(link.connection.outbox.clone());
                     for request in state.journal.restoring() {
                         // Where this fails, the reader finds the connection closed.
                         if let Ok(body) = message::encode(&request) {
-                            let _ = link.outbox.push(0, &body);
+                            let _ = link.connection.outbox.push(0, &body);
                         }
                     }
                     return Some(link);

@@ -2,9 +2,10 @@
 
 use super::client::Client;
 use super::config::{JoinConfig, Rendezvous};
-use super::connection::{self, Identity};
+use super::connection;
 use super::group::{Group, sort_members};
 use super::group_name::GroupName;
+use super::handshake::Identity;
 use super::health::Health;
 use super::heartbeat::Heartbeat;
 use super::message::{Entry, GroupDeclaration, MAX_WORLD};
@@ -105,11 +106,7 @@ impl Bootstrap {
         let health = Health::new();
         let start = |listener, serves| {
             let settings = Settings {
-                rank,
-                world,
-                secret: identity.secret.clone(),
-                heartbeat: config.heartbeat,
-                heartbeat_limit: config.heartbeat_limit,
+                identity: identity.clone(),
                 store_limit: config.store_limit,
                 health: health.clone(),
             };

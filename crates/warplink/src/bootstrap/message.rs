@@ -7,6 +7,8 @@ use std::fmt;
 use std::net::SocketAddr;
 use std::sync::Arc;
 
+/// The longest body of a frame, in bytes.
+pub(crate) const MAX_BODY: usize = 64 << 20;
 /// The longest key, in bytes.
 pub(crate) const MAX_KEY: usize = 1024;
 /// The most keys in one request.

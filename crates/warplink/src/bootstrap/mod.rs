@@ -48,16 +48,16 @@
 //! | `server.rs` | the connections of all members, on the rank that serves |
 //! | `table.rs`, `members.rs`, `values.rs`, `waiters.rs`, `gathers.rs`, `outgoing.rs` | the store's state, without sockets or clocks |
 //! | `declarations.rs` | finding groups that differ between their members |
-//! | `handshake.rs`, `message.rs`, `seal.rs`, `frame.rs` | the protocol, from the outside in |
+//! | `handshake.rs`, `channel.rs`, `message.rs` | the protocol: admission, encrypted frames, messages |
 //! | `outbox.rs`, `socket.rs` | sending without blocking, socket options |
 
 mod candidates;
+mod channel;
 mod client;
 mod config;
 mod connection;
 mod declarations;
 mod environment;
-mod frame;
 mod gathers;
 mod group;
 mod group_name;
@@ -75,7 +75,7 @@ mod outbox;
 mod outgoing;
 mod pulse;
 mod restore;
-mod seal;
+
 mod secret;
 mod server;
 mod socket;

@@ -1,7 +1,7 @@
 //! Sending frames without ever blocking the sender.
 
-use super::frame;
-use super::seal::Sealer;
+use super::channel::Sealer;
+use super::message::MAX_BODY;
 use crate::error::{Error, ErrorKind, Result};
 use crate::sync::lock;
 use rustix::net::{SendFlags, send};
@@ -12,7 +12,7 @@ use std::sync::{Arc, Mutex};
 use std::thread::{self, JoinHandle};
 
 /// How much may wait for a receiver that does not read before its connection is given up.
-const MAX_QUEUED: usize = 4 * frame::MAX_BODY;
+const MAX_QUEUED: usize = 4 * MAX_BODY;
 
 /// The sending half of a connection.
 ///

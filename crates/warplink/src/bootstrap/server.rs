@@ -6,15 +6,15 @@
 mod accept;
 mod departure;
 
-use super::frame;
-use super::handshake::{self, Claim};
+use super::channel::Frame;
+use super::connection::Connection;
+use super::handshake::{self, Claim, Identity};
 use super::health::Health;
-use super::message::{self, Entry, MAX_WORLD, Refusal, RefusalKind, Request};
+use super::message::{self, Entry, Refusal, RefusalKind, Request};
 use super::outbox::Outbox;
 use super::outgoing::Outgoing;
-use super::pulse::{Heard, Pulse, not_heard};
-use super::seal::Opener;
-use super::secret::{Secret, random_bytes};
+use super::pulse::{Pulse, not_heard};
+use super::secret::random_bytes;
 use super::socket::{self, DeadlineStream};
 use super::table::Table;
 use crate::deadline::Deadline;
@@ -22,7 +22,6 @@ use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::sync::lock;
 
 use std::collections::{BTreeMap, HashMap};
-use std::io::BufReader;
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
@@ -34,17 +33,12 @@ const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(2);
 /// Between two looks of a connection that waits for this rank to serve.
 const STANDBY_INTERVAL: Duration = Duration::from_millis(20);
 
-/// What the server needs to know.
+/// The configuration of a server.
 pub(crate) struct Settings {
-    /// Whose process this is.
-    pub(crate) rank: Rank,
-    pub(crate) world: usize,
-    pub(crate) secret: Secret,
-    pub(crate) heartbeat: Duration,
-    /// How long a rank may be silent.
-    pub(crate) heartbeat_limit: Duration,
+    /// The rank whose process this is. Its heartbeat limit is that of the members.
+    pub(crate) identity: Identity,
     pub(crate) store_limit: usize,
-    /// What this rank knows of the others.
+    /// This rank's knowledge of the others.
     pub(crate) health: Health,
 }
 
@@ -89,14 +83,6 @@ struct State {
     closing: bool,
 }
 
-/// A connection that was admitted as a member's.
-struct Admitted {
-    rank: u32,
-    outbox: Arc<Outbox>,
-    opener: Opener,
-    pulse: Arc<Pulse>,
-}
-
 /// The connection of a member.
 struct Member {
     outbox: Arc<Outbox>,
@@ -108,15 +94,9 @@ impl Server {
     /// by.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidArgument`] for a world that is too large, and those of the system.
+    /// Those of the system.
     pub(crate) fn start(listener: TcpListener, serves: bool, settings: Settings) -> Result<Self> {
-        if settings.world == 0 || settings.world > MAX_WORLD {
-            return Err(Error::invalid(format!(
-                "a world of {} ranks is out of range; expected 1 to {MAX_WORLD}",
-                settings.world
-            )));
-        }
-        let table = Table::new(settings.world, settings.store_limit);
+        let table = Table::new(settings.identity.world, settings.store_limit);
         let shared = Arc::new(Shared {
             listener,
             settings,
@@ -167,7 +147,7 @@ impl Server {
         let (lost, left) = shared.settings.health.gone();
         let mut state = lock(&shared.state);
         if state.session.is_none() {
-            tracing::info!(rank = shared.settings.rank, "serving the store");
+            tracing::info!(rank = shared.settings.identity.rank, "serving the store");
             let limit = shared.settings.store_limit;
             state.table = Table::restoring(standby, limit, &lost, &left);
             state.took_over = Some(Instant::now());
@@ -199,7 +179,7 @@ impl Server {
             missing = state.table.missing();
             let late = |since: Instant| since.max(awake_since).elapsed() > limit / 2;
             if state.took_over.is_some_and(late) {
-                let server = shared.settings.rank;
+                let server = shared.settings.identity.rank;
                 let reason = format!("it did not reach rank {server}, which serves the store now");
                 for rank in std::mem::take(&mut missing) {
                     state.table.lose(rank, &reason);
@@ -304,11 +284,10 @@ impl Shared {
             Err(error) => Err(error),
         };
         match member {
-            Ok(admitted) => {
-                let (rank, outbox) = (admitted.rank, admitted.outbox.clone());
-                let reason = self.attend(&stream, admitted);
-                outbox.close();
-                self.depart(rank, &reason);
+            Ok((rank, mut connection)) => {
+                let ended = connection.read_all(|frame| self.handle(rank, frame));
+                connection.outbox.close();
+                self.depart(rank, &format!("its connection {ended}"));
             }
             Err(error) => tracing::info!(%error, "a connection was refused"),
         }
@@ -320,49 +299,42 @@ impl Shared {
     /// The handshake.
     fn authenticate(&self, stream: &TcpStream) -> Result<Claim> {
         let failed = |error| Error::io("set socket options", &error);
-        let Settings {
-            heartbeat,
-            heartbeat_limit,
-            ..
-        } = self.settings;
-        socket::set_options(stream, heartbeat, heartbeat_limit).map_err(failed)?;
+        let identity = &self.settings.identity;
+        let (heartbeat, limit) = (identity.heartbeat, identity.heartbeat_limit);
+        socket::set_options(stream, heartbeat, limit).map_err(failed)?;
         let mut timed = DeadlineStream::new(stream, Deadline::after(HANDSHAKE_TIMEOUT));
-        let claim = handshake::accept(&mut timed, &self.settings.secret)?;
+        let claim = handshake::accept(&mut timed, &identity.secret)?;
         timed.finish().map_err(failed)?;
         Ok(claim)
     }
 
     /// Admits a rank, or tells it why not.
-    fn admit_member(&self, stream: &Arc<TcpStream>, claim: Claim) -> Result<Admitted> {
-        let pulse = Pulse::new();
-        let member = Member {
-            outbox: Outbox::new(stream.clone(), claim.seals.sealer),
-            pulse: pulse.clone(),
-        };
-        let outbox = member.outbox.clone();
-        match self.enter(claim.rank, claim.world, &claim.entry, member) {
+    fn admit_member(&self, stream: &Arc<TcpStream>, claim: Claim) -> Result<(u32, Connection)> {
+        let connection = Connection::new(stream.clone(), claim.channel);
+        match self.enter(claim.rank, claim.world, &claim.entry, &connection) {
             Ok(rank) => {
                 self.changed.notify_all();
-                Ok(Admitted {
-                    rank,
-                    outbox,
-                    opener: claim.seals.opener,
-                    pulse,
-                })
+                Ok((rank, connection))
             }
             Err(refusal) => {
-                outbox.push(0, &handshake::refusal(&refusal)?)?;
+                connection.outbox.push(0, &handshake::refusal(&refusal)?)?;
                 Err(refusal.into_error())
             }
         }
     }
 
-    fn enter(&self, rank: u64, world: u64, entry: &Entry, member: Member) -> Result<u32, Refusal> {
-        let expected = self.settings.world as u64;
+    fn enter(
+        &self,
+        rank: u64,
+        world: u64,
+        entry: &Entry,
+        connection: &Connection,
+    ) -> Result<u32, Refusal> {
+        let expected = self.settings.identity.world as u64;
         if world != expected {
             let message = format!(
                 "rank {rank} was started for a world of {world} ranks, rank {} for one of {expected}; expected the same",
-                self.settings.rank
+                self.settings.identity.rank
             );
             return Err(Refusal::new(RefusalKind::Mismatch, message));
         }
@@ -372,10 +344,13 @@ impl Shared {
             Entry::Resume { .. } => self.wait_until_serving(rank)?,
         };
         let Some(session) = state.session else {
-            let message = format!("rank {} does not serve the store", self.settings.rank);
+            let message = format!(
+                "rank {} does not serve the store",
+                self.settings.identity.rank
+            );
             return Err(Refusal::new(RefusalKind::Mismatch, message));
         };
-        let welcome = handshake::welcome(session, self.settings.rank)
+        let welcome = handshake::welcome(session, self.settings.identity.rank)
             .map_err(|error| Refusal::new(RefusalKind::Protocol, error.to_string()))?;
         match entry {
             Entry::Join { standby } => state.table.join(rank, *standby)?,
@@ -389,8 +364,9 @@ impl Shared {
         }
         // Under the lock, so that no event overtakes the welcome. Should it fail, the reader finds
         // the connection closed, and the rank is lost.
-        let _ = member.outbox.push(0, &welcome);
-        state.members.insert(rank, member);
+        let _ = connection.outbox.push(0, &welcome);
+        let (outbox, pulse) = (connection.outbox.clone(), connection.pulse.clone());
+        state.members.insert(rank, Member { outbox, pulse });
         state.table.announce();
         self.deliver(state);
         Ok(rank)
@@ -398,7 +374,7 @@ impl Shared {
 
     /// Has a rank that lost its connection to the store wait until this rank serves it.
     fn wait_until_serving(&self, rank: u32) -> Result<MutexGuard<'_, State>, Refusal> {
-        let deadline = Deadline::after(self.settings.heartbeat_limit);
+        let deadline = Deadline::after(self.settings.identity.heartbeat_limit);
         let mut state = lock(&self.state);
         loop {
             if let Some(reason) = self.settings.health.reason(rank as Rank) {
@@ -419,44 +395,29 @@ impl Shared {
         }
     }
 
-    /// Handles a member's requests; returns why its connection ended.
-    fn attend(&self, stream: &TcpStream, admitted: Admitted) -> String {
-        let Admitted {
-            rank,
-            mut opener,
-            pulse,
-            ..
-        } = admitted;
-        let mut reader = BufReader::with_capacity(16 << 10, Heard::new(stream, pulse));
-        loop {
-            let frame = match opener.read(&mut reader, frame::MAX_BODY) {
-                Ok(Some(frame)) => frame,
-                Ok(None) => return "its connection was closed".into(),
-                Err(error) => return format!("its connection failed: {}", error.message()),
-            };
-            let request = match message::decode::<Request>(&frame.body) {
-                Ok(request) => request,
-                Err(error) => return format!("it broke the protocol: {}", error.message()),
-            };
-            let leaving = request == Request::Leave;
-            let mut state = lock(&self.state);
-            if state.closing {
-                return "the store is closing".into();
-            }
-            match request {
-                Request::Alive => continue,
-                // One is enough: the others learn of it when this store ends.
-                Request::GiveUp { reason } => {
-                    let own = u32::try_from(self.settings.rank).unwrap_or(u32::MAX);
-                    state.table.give_up(own, &reason);
-                }
-                request => state.table.handle(rank, frame.id, request),
-            }
-            self.deliver(state);
-            if leaving {
-                self.changed.notify_all();
-            }
+    /// Handles a request of a member.
+    fn handle(&self, rank: u32, frame: Frame) -> Result<()> {
+        let request = message::decode::<Request>(&frame.body)?;
+        let leaving = request == Request::Leave;
+        let mut state = lock(&self.state);
+        if state.closing {
+            return Err(Error::new(ErrorKind::Closed, "the store is closing"));
         }
+        match request {
+            // Its arrival was noted already.
+            Request::Alive => return Ok(()),
+            // One is enough: the others learn of it when this store ends.
+            Request::GiveUp { reason } => {
+                let own = u32::try_from(self.settings.identity.rank).unwrap_or(u32::MAX);
+                state.table.give_up(own, &reason);
+            }
+            request => state.table.handle(rank, frame.id, request),
+        }
+        self.deliver(state);
+        if leaving {
+            self.changed.notify_all();
+        }
+        Ok(())
     }
 
     /// Sends what the table wants sent, after releasing the lock: sending takes longer than any
@@ -470,7 +431,7 @@ impl Shared {
         drop(state);
         // This rank last: what it learns may end its process, and with it this store. The others are to
         // know by then why, or they would name this rank for what another's loss did.
-        addressed.sort_by_key(|(_, frame)| frame.to as Rank == self.settings.rank);
+        addressed.sort_by_key(|(_, frame)| frame.to as Rank == self.settings.identity.rank);
         for (outbox, frame) in addressed {
             // A connection that fails here is noticed by its reader, which knows whether the rank has left.
             if let Err(error) = outbox.push(frame.id, &frame.body)

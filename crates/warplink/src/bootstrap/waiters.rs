@@ -1,8 +1,7 @@
 //! Waits for keys, parked in the store until the keys are there or can no longer come.
 
-use super::frame::MAX_BODY;
 use super::members::{MemberStates, first_lost, gone};
-use super::message::{Bytes, OnReady, Refusal, RefusalKind, Reply};
+use super::message::{Bytes, MAX_BODY, OnReady, Refusal, RefusalKind, Reply};
 use super::values::Values;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 

@@ -38,7 +38,7 @@ impl Shared {
         let mut interval = MIN_INTERVAL;
         // One that left in order, or was called lost already, is not there.
         while !state.closing && state.table.present().contains(&rank) {
-            let late = since.elapsed() > self.settings.heartbeat_limit;
+            let late = since.elapsed() > self.settings.identity.heartbeat_limit;
             if late || self.all_heard(&state) {
                 break;
             }
@@ -101,7 +101,7 @@ impl Shared {
 
     /// Whether every other rank that is connected was heard since a connection ended last.
     fn all_heard(&self, state: &State) -> bool {
-        let own = |rank: u32| rank as Rank == self.settings.rank;
+        let own = |rank: u32| rank as Rank == self.settings.identity.rank;
         state.departed.is_none_or(|since| {
             let mut others = state.members.iter().filter(|(rank, _)| !own(**rank));
             others.all(|(_, member)| member.pulse.is_heard_since(since))
