@@ -64,8 +64,8 @@ pub(crate) struct Link {
     pub(crate) serving: Rank,
 }
 
-/// Joins at `address`, trying again until the deadline while nobody answers. `entry` says what this
-/// rank comes for, given the connection.
+/// Joins at `address`, retrying with backoff until the deadline while nobody answers. `entry` makes the request, which
+/// may depend on the connection.
 pub(crate) fn join(
     address: SocketAddr,
     identity: &Identity,
@@ -75,11 +75,11 @@ pub(crate) fn join(
     let mut pause = Duration::from_millis(5);
     loop {
         let limit = deadline.remaining().min(MAX_ATTEMPT);
-        // Rank 0 may have the port but not have begun to serve, so the whole time is allowed.
+        // A process that holds the port may not have begun to serve, so the handshake may take all of the time.
         let error = match connect(address, identity, limit, [deadline; 2], entry) {
             Ok(link) => return Ok(link),
             Err(error) if error.kind() == ErrorKind::Io => error,
-            // A single attempt is shorter than the deadline, so it may time out before it.
+            // A single attempt has a shorter limit than the deadline.
             Err(error) if error.kind() == ErrorKind::Timeout => error,
             Err(error) => return Err(error),
         };
@@ -96,8 +96,7 @@ pub(crate) fn join(
     }
 }
 
-/// One attempt: connects within `limit`, proves itself until the first deadline, and is admitted
-/// until the second.
+/// One attempt: connects within `limit`, authenticates until the first deadline, and is admitted until the second.
 pub(crate) fn connect(
     address: SocketAddr,
     identity: &Identity,
@@ -121,7 +120,7 @@ pub(crate) fn connect(
     })
 }
 
-/// Whether the process of a rank answers at `address` until the deadline, as it does at once where it runs.
+/// Whether the process of a rank answers at `address` until the deadline. One that runs answers at once.
 pub(crate) fn probe(address: SocketAddr, identity: &Identity, deadline: Deadline) -> Result<()> {
     let stream = socket::connect(address, deadline.remaining())
         .map_err(|error| Error::io("connect", &error))?;

@@ -1,4 +1,4 @@
-//! What the fuzz targets call: every parser that sees bytes from a socket or text from a launcher.
+//! Entry points of the fuzz targets: every parser of bytes from a socket or text from a launcher.
 
 use super::message::{self, Answer, Entry, Event, Request};
 use super::table::Table;
@@ -10,7 +10,7 @@ pub fn store_frames(bytes: &[u8]) {
     const WORLD: u32 = 4;
     let mut table = Table::new(WORLD as usize, 1 << 20);
     for rank in 0..WORLD {
-        // None of them can be there yet.
+        // Nobody has joined before.
         let _ = table.join(rank, None);
     }
     let mut reader = bytes;
@@ -22,7 +22,7 @@ pub fn store_frames(bytes: &[u8]) {
             table.handle(u32::from(sender) % WORLD, id.into(), request);
         }
         for sent in table.take_outgoing() {
-            // What the store sends, a member must be able to read.
+            // A member must be able to read whatever the store sends.
             let read = match sent.id {
                 0 => {
                     message::decode::<Event>(&sent.body).is_ok()
@@ -30,7 +30,7 @@ pub fn store_frames(bytes: &[u8]) {
                 }
                 _ => message::decode::<Answer>(&sent.body).is_ok(),
             };
-            assert!(read, "the store sent what no member can read");
+            assert!(read, "the store sent a message that no member can read");
         }
         let _ = message::decode::<Answer>(body);
         let _ = message::decode::<Entry>(body);
@@ -41,10 +41,10 @@ pub fn store_frames(bytes: &[u8]) {
     }
 }
 
-/// Bytes as a unique id; one that is accepted must come out as it went in.
+/// Bytes as a unique id. One that is accepted must encode to the same bytes.
 pub fn unique_id(bytes: &[u8]) {
     if let Ok(id) = UniqueId::from_bytes(bytes) {
-        assert_eq!(id.to_bytes(), bytes, "an id changed on the way through");
+        assert_eq!(id.to_bytes(), bytes, "an id does not round-trip");
     }
     if let Ok(text) = std::str::from_utf8(bytes) {
         let _ = text.parse::<UniqueId>();

@@ -1,4 +1,4 @@
-//! The key that a process proves to hold when it joins.
+//! The key that a process must hold to join.
 
 use crate::error::{Error, ErrorKind, Result};
 use hmac::{Hmac, Mac};
@@ -10,8 +10,7 @@ pub(crate) type Proof = [u8; 32];
 
 /// A key of 256 bits that the processes of one job share and nobody else holds.
 ///
-/// It never crosses the wire during a join; each side proves that it holds it. Its `Debug` form
-/// does not show it.
+/// It is never sent during a join; both sides prove that they hold it. Its `Debug` form does not show it.
 #[derive(Clone)]
 pub struct Secret([u8; 32]);
 
@@ -24,7 +23,7 @@ impl Secret {
         Ok(Self(random_bytes()?))
     }
 
-    /// The key made of these bytes.
+    /// The key of these bytes.
     pub const fn from_bytes(bytes: [u8; 32]) -> Self {
         Self(bytes)
     }
@@ -34,16 +33,16 @@ impl Secret {
         &self.0
     }
 
-    /// The key that stands for a text such as `WARPLINK_SECRET`.
+    /// The key derived from a text such as `WARPLINK_SECRET`.
     ///
-    /// The text is hashed once, not stretched: it has to be long and random to withstand guessing.
+    /// The text is hashed once, not stretched, so only a long random one withstands guessing.
     pub(crate) fn from_text(text: &str) -> Result<Self> {
         Self([0; 32])
             .proof("warplink secret text", &[text.as_bytes()])
             .map(Self)
     }
 
-    /// The key in use when nobody gave one: everybody knows it, so it protects nothing.
+    /// The key of jobs without a secret. Everybody knows it, so it protects nothing.
     pub(crate) fn well_known() -> Self {
         Self(*b"warplink: no secret was given ..")
     }

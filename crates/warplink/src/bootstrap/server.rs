@@ -1,7 +1,7 @@
 //! The store's server.
 //!
-//! Every rank runs one, and one of them serves. The others stand by: they let a rank whose connection to
-//! the store ended prove itself, and have it wait until they serve, should it come to that.
+//! Every rank runs one, and one of them serves. The others are on standby: they authenticate ranks whose connection to the
+//! store ended, and let them wait until they take over, should they have to.
 
 mod accept;
 mod departure;
@@ -30,7 +30,7 @@ use std::time::{Duration, Instant};
 /// How long a connection may take over the handshake.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Between two looks of a connection that waits for this rank to serve.
+/// How often a connection that waits for this rank to serve checks whether it does.
 const STANDBY_INTERVAL: Duration = Duration::from_millis(20);
 
 /// The configuration of a server.
@@ -60,26 +60,24 @@ struct Shared {
 
 struct State {
     table: Table,
-    /// What identifies the job, once this rank serves it.
+    /// Identifies the job, once this rank serves it.
     session: Option<[u8; 32]>,
     /// When this rank took over from one that was lost.
     took_over: Option<Instant>,
-    /// When a member's connection ended last.
+    /// When the connection of a member last ended.
     departed: Option<Instant>,
     members: HashMap<u32, Member>,
-    /// Every open connection by a number of its own, so that closing can end them all.
+    /// Every open connection by number, so that closing can end them all.
     streams: HashMap<u64, Arc<TcpStream>>,
-    threads: HashMap<u64, JoinHandle<()>>,
-    /// Connections whose threads are about to end.
-    finished: Vec<u64>,
-    /// Connections in their handshake, the oldest first, and since when; without those that were
-    /// dropped for others.
+    /// Connections in their handshake by number, thus the oldest first, with the time of its begin. Without those that were
+    /// dropped to admit others.
     unauthenticated: BTreeMap<u64, Instant>,
     /// How many threads are in a handshake.
     handshakes: usize,
+    /// The next number of a connection.
     next: u64,
-    /// Whether a thread looks which of the missing ranks have ended.
-    looking: bool,
+    /// The thread that probes missing ranks, if one was started.
+    probing: Option<JoinHandle<()>>,
     closing: bool,
 }
 
@@ -90,8 +88,7 @@ struct Member {
 }
 
 impl Server {
-    /// Starts to accept members on `listener`, as the server of a new job if it `serves`, else to stand
-    /// by.
+    /// Starts to accept members on `listener`, as the server of a new job if it `serves`, else on standby.
     ///
     /// # Errors
     /// Those of the system.
@@ -107,12 +104,10 @@ impl Server {
                 departed: None,
                 members: HashMap::new(),
                 streams: HashMap::new(),
-                threads: HashMap::new(),
-                finished: Vec::new(),
                 unauthenticated: BTreeMap::new(),
                 handshakes: 0,
                 next: 0,
-                looking: false,
+                probing: None,
                 closing: false,
             }),
             max_unauthenticated: accept::max_unauthenticated(),
@@ -128,7 +123,7 @@ impl Server {
         })
     }
 
-    /// Where it listens.
+    /// The address at which it listens.
     pub(crate) fn address(&self) -> Result<SocketAddr> {
         self.shared
             .listener
@@ -141,7 +136,7 @@ impl Server {
         lock(&self.shared.state).session.is_some()
     }
 
-    /// Begins to serve the job `session`, whose store was lost. Its ranks are at `standby`.
+    /// Begins to serve the job `session`, whose store was lost; `standby` are the addresses of its ranks.
     pub(crate) fn take_over(&self, session: [u8; 32], standby: Vec<Option<SocketAddr>>) {
         let shared = &self.shared;
         let (lost, left) = shared.settings.health.gone();
@@ -157,8 +152,8 @@ impl Server {
         shared.changed.notify_all();
     }
 
-    /// Shows the members that this process runs, and gives up those that do not. Nothing before
-    /// `awake_since` counts.
+    /// Sends heartbeats to the members, and gives up those from which nothing came for `limit`. Time before `awake_since`
+    /// does not count.
     pub(crate) fn beat(&self, limit: Duration, awake_since: Instant) {
         let shared = &self.shared;
         let mut state = lock(&shared.state);
@@ -177,6 +172,7 @@ impl Server {
         let mut missing = Vec::new();
         if state.table.is_restoring() {
             missing = state.table.missing();
+            // A remaining rank connects as soon as it notices the loss, which takes half of the limit at most.
             let late = |since: Instant| since.max(awake_since).elapsed() > limit / 2;
             if state.took_over.is_some_and(late) {
                 let server = shared.settings.identity.rank;
@@ -189,28 +185,28 @@ impl Server {
         state.table.beat();
         let standby = |&rank: &u32| Some((rank, state.table.standby(rank)?));
         let missing: Vec<(u32, SocketAddr)> = missing.iter().filter_map(standby).collect();
-        shared.look_for(&mut state, missing);
+        shared.probe_missing(&mut state, missing);
         shared.deliver(state);
         for (_, outbox) in silent {
             outbox.shut_down();
         }
     }
 
-    /// Tells the members that nobody waits any more for the ranks that are missing.
+    /// Announces to the members that nobody waits for missing ranks any more.
     pub(crate) fn abandon(&self) {
         let mut state = lock(&self.shared.state);
         state.table.abandon();
         self.shared.deliver(state);
     }
 
-    /// Waits until every member has left or was lost and its connection is closed; returns those
-    /// that still remain at the deadline.
+    /// Waits until every member has left or was lost and its connection is closed. Returns those that remain at the
+    /// deadline.
     pub(crate) fn wait_until_empty(&self, deadline: Deadline) -> Vec<Rank> {
         let mut state = lock(&self.shared.state);
         loop {
             let present = state.table.present();
             let left = deadline.remaining();
-            // A member that left closes its connection once it has read the answer to its goodbye.
+            // A member that left closes its connection once it has read the answer to its leave.
             if state.members.is_empty() || left.is_zero() {
                 return present.into_iter().map(|rank| rank as Rank).collect();
             }
@@ -232,7 +228,7 @@ impl Server {
         }
         drop(state);
         self.shared.changed.notify_all();
-        // On Linux this ends the accept() that is under way.
+        // On Linux this ends an accept() in progress.
         let _ = rustix::net::shutdown(&self.shared.listener, rustix::net::Shutdown::Both);
     }
 
@@ -242,19 +238,11 @@ impl Server {
             return;
         };
         self.shut_down();
-        let outboxes: Vec<_> = {
-            let state = lock(&self.shared.state);
-            let members = state.members.values();
-            members.map(|member| member.outbox.clone()).collect()
-        };
+        // This includes the threads that serve connections, none of which is added once `closing` is set.
         let _ = accepting.join();
-        for outbox in outboxes {
-            outbox.close();
-        }
-        // No connection is added once `closing` is set.
-        let threads: Vec<_> = lock(&self.shared.state).threads.drain().collect();
-        for (_, thread) in threads {
-            let _ = thread.join();
+        let probing = lock(&self.shared.state).probing.take();
+        if let Some(probing) = probing {
+            let _ = probing.join();
         }
     }
 }
@@ -266,7 +254,7 @@ impl Drop for Server {
 }
 
 impl Shared {
-    /// A connection from its first byte to its last.
+    /// Serves a connection until it ends.
     fn serve(&self, id: u64, stream: Arc<TcpStream>) {
         let claim = self.authenticate(&stream);
         let in_time = {
@@ -291,9 +279,7 @@ impl Shared {
             }
             Err(error) => tracing::info!(%error, "a connection was refused"),
         }
-        let mut state = lock(&self.state);
-        state.streams.remove(&id);
-        state.finished.push(id);
+        lock(&self.state).streams.remove(&id);
     }
 
     /// The handshake.
@@ -308,7 +294,7 @@ impl Shared {
         Ok(claim)
     }
 
-    /// Admits a rank, or tells it why not.
+    /// Admits a rank, or refuses it.
     fn admit_member(&self, stream: &Arc<TcpStream>, claim: Claim) -> Result<(u32, Connection)> {
         let connection = Connection::new(stream.clone(), claim.channel);
         match self.enter(claim.rank, claim.world, &claim.entry, &connection) {
@@ -362,8 +348,8 @@ impl Shared {
             }
             Entry::Resume { lost, left, .. } => state.table.resume(rank, lost, left)?,
         }
-        // Under the lock, so that no event overtakes the welcome. Should it fail, the reader finds
-        // the connection closed, and the rank is lost.
+        // Under the lock, so that no event precedes the welcome. If sending fails, the reader notices that the connection
+        // is closed, and the rank is lost.
         let _ = connection.outbox.push(0, &welcome);
         let (outbox, pulse) = (connection.outbox.clone(), connection.pulse.clone());
         state.members.insert(rank, Member { outbox, pulse });
@@ -372,7 +358,7 @@ impl Shared {
         Ok(rank)
     }
 
-    /// Has a rank that lost its connection to the store wait until this rank serves it.
+    /// Lets a rank that lost its connection to the store wait until this rank serves it.
     fn wait_until_serving(&self, rank: u32) -> Result<MutexGuard<'_, State>, Refusal> {
         let deadline = Deadline::after(self.settings.identity.heartbeat_limit);
         let mut state = lock(&self.state);
@@ -406,7 +392,7 @@ impl Shared {
         match request {
             // Its arrival was noted already.
             Request::Alive => return Ok(()),
-            // One is enough: the others learn of it when this store ends.
+            // A single member suffices: this rank ends its membership, and with that the store, which the others notice.
             Request::GiveUp { reason } => {
                 let own = u32::try_from(self.settings.identity.rank).unwrap_or(u32::MAX);
                 state.table.give_up(own, &reason);
@@ -420,8 +406,7 @@ impl Shared {
         Ok(())
     }
 
-    /// Sends what the table wants sent, after releasing the lock: sending takes longer than any
-    /// request.
+    /// Sends the table's messages, after releasing the lock, since sending takes longer than handling a request.
     fn deliver(&self, mut state: MutexGuard<'_, State>) {
         let outgoing = state.table.take_outgoing();
         let mut addressed: Vec<(Arc<Outbox>, Outgoing)> = outgoing
@@ -429,11 +414,11 @@ impl Shared {
             .filter_map(|frame| Some((state.members.get(&frame.to)?.outbox.clone(), frame)))
             .collect();
         drop(state);
-        // This rank last: what it learns may end its process, and with it this store. The others are to
-        // know by then why, or they would name this rank for what another's loss did.
+        // This rank last: the message may end its process, and with it this store. The others must have the message by
+        // then, or they would blame this rank for the effects of another loss.
         addressed.sort_by_key(|(_, frame)| frame.to as Rank == self.settings.identity.rank);
         for (outbox, frame) in addressed {
-            // A connection that fails here is noticed by its reader, which knows whether the rank has left.
+            // The reader of a connection that fails here notices it too, and knows whether the rank has left.
             if let Err(error) = outbox.push(frame.id, &frame.body)
                 && error.kind() != ErrorKind::Closed
             {

@@ -130,7 +130,7 @@ impl Witness {
             state.record.statement(made, made - told)
         };
         let next = following(rank, world, MAX_TOLD);
-        self.group.tell(&next, &statement.to_bytes());
+        self.group.notify(&next, &statement.to_bytes());
         None
     }
 
@@ -158,7 +158,7 @@ impl Witness {
             return Answered::Nothing;
         }
         let asked = following(rank, world, MAX_ASKED);
-        let answers = self.group.ask(&asked, &own.to_bytes(), deadline);
+        let answers = self.group.query(&asked, &own.to_bytes(), deadline);
         let read = |(peer, words): &(Rank, Vec<u8>)| Some((*peer, Statement::from_bytes(words)?));
         let answers: BTreeMap<Rank, Statement> = answers.iter().filter_map(read).collect();
         let state = lock(&self.state);
@@ -172,7 +172,7 @@ impl Witness {
         let peers: Vec<Rank> = differences.iter().map(|(peer, _)| *peer).collect();
         let own = state.record.statement(u64::MAX, MAX_STATED);
         drop(state);
-        self.group.tell(&peers, &own.to_bytes());
+        self.group.notify(&peers, &own.to_bytes());
         Answered::Mismatch(self.mismatch(*peer, difference))
     }
 
@@ -198,8 +198,8 @@ impl Witness {
 }
 
 impl Respondent for Witness {
-    fn asked(&self, by: Rank, words: &[u8]) -> Vec<u8> {
-        let Some(theirs) = Statement::from_bytes(words) else {
+    fn answer(&self, by: Rank, payload: &[u8]) -> Vec<u8> {
+        let Some(theirs) = Statement::from_bytes(payload) else {
             return Vec::new();
         };
         let mut state = lock(&self.state);
@@ -213,8 +213,8 @@ impl Respondent for Witness {
         answer.to_bytes()
     }
 
-    fn told(&self, by: Rank, words: &[u8]) {
-        let Some(theirs) = Statement::from_bytes(words) else {
+    fn notice(&self, by: Rank, payload: &[u8]) {
+        let Some(theirs) = Statement::from_bytes(payload) else {
             return;
         };
         let found = {
