@@ -24,21 +24,18 @@ fn rank_0(id: &UniqueId) -> thread::JoinHandle<Result<std::sync::Arc<Bootstrap>>
     thread::spawn(move || Bootstrap::join(&config))
 }
 
-/// A hello that the store answers with a challenge.
+/// A hello, and a handshake message of somebody who does not hold the secret.
 fn hello(version: u32) -> Vec<u8> {
     let mut body = b"WPLK".to_vec();
     body.extend(version.to_le_bytes());
     body.extend(1u64.to_le_bytes());
     body.extend(2u64.to_le_bytes());
-    body.extend([9; 32]);
-    frame(&body)
+    body.extend([9; 48]);
+    record(&body)
 }
 
-fn frame(body: &[u8]) -> Vec<u8> {
-    let mut bytes = (body.len() as u32).to_le_bytes().to_vec();
-    bytes.extend([0; 8]);
-    bytes.extend(body);
-    bytes
+fn record(body: &[u8]) -> Vec<u8> {
+    [&(body.len() as u16).to_le_bytes()[..], body].concat()
 }
 
 /// Sends bytes as a stranger, and returns what came back until the store closed the connection.
@@ -61,25 +58,25 @@ fn strangers_cannot_disturb_the_members() {
         let all = vec![zero.join().unwrap().unwrap(), one];
         let address = id.address();
 
-        // A handshake that is cut off after every byte, with a proof that cannot be right.
-        let whole = [hello(5), frame(&[0; 32])].concat();
+        // A handshake that is cut off after every byte.
+        let whole = [hello(6), record(&[0; 32])].concat();
         for length in 0..=whole.len() {
             intrude(address, &whole[..length]);
         }
         // A stranger that does not know the secret is told so, and nothing else of what it sends is read.
         let mut request = whole.clone();
-        request.extend(frame(&[0; 100]));
+        request.extend(record(&[0; 100]));
         assert!(!intrude(address, &request).is_empty());
-        // Garbage, lengths beyond the limit, another protocol, another version.
+        // Garbage, the longest record, another protocol, another version.
         intrude(address, &[0xff; 5000]);
         intrude(address, b"GET / HTTP/1.1\r\n\r\n");
-        for length in [4097u32, 64 << 20, u32::MAX] {
-            assert!(intrude(address, &[&length.to_le_bytes()[..], &[0; 8]].concat()).is_empty());
+        for length in [100, usize::from(u16::MAX)] {
+            assert!(intrude(address, &record(&vec![0; length])).is_empty());
         }
-        let answer = intrude(address, &hello(6));
+        let answer = intrude(address, &hello(7));
         let text = String::from_utf8_lossy(&answer);
         assert!(
-            text.contains("version 5") && text.contains("version 6"),
+            text.contains("version 6") && text.contains("version 7"),
             "{text}"
         );
 
@@ -223,7 +220,7 @@ fn relay(store: SocketAddr, tamper: Arc<AtomicU8>) -> SocketAddr {
         let mut chunk = [0; 4096];
         while let Ok(count @ 1..) = from.read(&mut chunk) {
             let sent = match tamper.swap(PASS, Ordering::SeqCst) {
-                // The first byte of the body, behind the header.
+                // A byte of the ciphertext.
                 ALTER => {
                     chunk[12] ^= 1;
                     to.write_all(&chunk[..count])

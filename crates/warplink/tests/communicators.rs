@@ -228,7 +228,7 @@ fn members_that_make_different_subgroups_are_told_so() {
             assert_says(
                 &error,
                 &[
-                    "makes a subgroup of the job's ranks [",
+                    "creates a subgroup of the job's ranks [",
                     "rank 1",
                     "same order",
                 ],

@@ -1,7 +1,8 @@
 //! Finding the lowest rank that answers, when several may be lost at the same time.
 //!
-//! A machine that is gone takes all of its ranks along, and none of them refuses a connection. So all have one
-//! deadline together: they are asked at the same time, more and more of them, until one answers.
+//! The ranks of a machine that vanished do not refuse connections, they time out. Probing them one after another would
+//! take a timeout each, so all share one deadline: ranks are probed concurrently, in waves that double, until one
+//! answers. In the common case the first one does, and no other rank is bothered.
 
 use super::client::Client;
 use super::connection;
@@ -15,44 +16,46 @@ use std::sync::mpsc::{self, Receiver, Sender};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// Of the time for an answer, how much passes until more ranks are asked. There is time to ask all of them.
+/// Into how many intervals the time for an answer is divided; a wave is sent in each. As waves double, 17 of them reach
+/// all of `MAX_WORLD` ranks.
 const WAVES: u32 = 32;
 
-/// The longest wait for an answer until the next look whether this rank has left.
-const LOOK: Duration = Duration::from_millis(20);
+/// The longest wait for an answer before checking again whether this rank has left.
+const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
-/// The ranks that are asked.
+/// The state of one search.
 struct Candidates<'a> {
     client: &'a Client,
     standby: &'a [Option<SocketAddr>],
     deadline: Deadline,
-    /// Those that were not asked, in ascending order, and how many are asked next.
-    left: VecDeque<Rank>,
+    /// Ranks not probed yet, in ascending order.
+    remaining: VecDeque<Rank>,
+    /// The size of the next wave.
     wave: usize,
-    /// Those that were asked and are not known to be lost, and what came of it.
-    asked: BTreeMap<Rank, Option<Result<()>>>,
-    told: Sender<(Rank, Result<()>)>,
+    /// Ranks that were probed and not passed over, with the outcome where it is known.
+    probed: BTreeMap<Rank, Option<Result<()>>>,
+    outcomes: Sender<(Rank, Result<()>)>,
     answers: Receiver<(Rank, Result<()>)>,
 }
 
 impl Client {
-    /// The lowest rank that answers, or this one where none below it does; those are lost then. None when
-    /// this rank has left meanwhile.
+    /// The lowest rank that answers, or this one if none below it does; ranks passed over are recorded as lost. None if
+    /// this rank leaves meanwhile.
     pub(super) fn find_candidate(&self, standby: &[Option<SocketAddr>]) -> Option<Rank> {
         let own = self.identity.rank;
-        let (told, answers) = mpsc::channel();
+        let (outcomes, answers) = mpsc::channel();
         let limit = self.identity.heartbeat_limit / 2;
         let candidates = Candidates {
             client: self,
             standby,
             // A rank that runs answers at once.
             deadline: Deadline::after(limit),
-            left: (0..own)
+            remaining: (0..own)
                 .filter(|&rank| self.health.is_there(rank))
                 .collect(),
             wave: 1,
-            asked: BTreeMap::new(),
-            told,
+            probed: BTreeMap::new(),
+            outcomes,
             answers,
         };
         candidates.find(limit / WAVES)
@@ -69,17 +72,17 @@ impl Candidates<'_> {
             while let Ok(answer) = self.answers.try_recv() {
                 self.note(answer);
             }
-            // Above one that has answered, nobody is needed.
+            // Higher ranks are of no interest once one has answered.
             let has_answer = self
-                .asked
+                .probed
                 .values()
                 .any(|answer| matches!(answer, Some(Ok(()))));
-            let none_due = !self.asked.values().any(Option::is_none);
-            if !has_answer && (none_due || next <= Instant::now()) {
-                self.ask_more();
+            let none_pending = !self.probed.values().any(Option::is_none);
+            if !has_answer && (none_pending || next <= Instant::now()) {
+                self.probe_more();
                 next = Instant::now() + interval;
             }
-            let Some(mut lowest) = self.asked.first_entry() else {
+            let Some(mut lowest) = self.probed.first_entry() else {
                 return Some(self.client.identity.rank);
             };
             let rank = *lowest.key();
@@ -94,10 +97,10 @@ impl Candidates<'_> {
                     let error = self.deadline.expired("an answer");
                     self.client.pass_over(rank, &error);
                 }
-                // Others have told of its loss.
+                // The loss was reported meanwhile.
                 None if !self.client.health.is_there(rank) => drop(lowest.remove()),
                 None => {
-                    if let Ok(answer) = self.answers.recv_timeout(LOOK.min(interval)) {
+                    if let Ok(answer) = self.answers.recv_timeout(POLL_INTERVAL.min(interval)) {
                         self.note(answer);
                     }
                 }
@@ -106,36 +109,36 @@ impl Candidates<'_> {
     }
 
     fn note(&mut self, (rank, answer): (Rank, Result<()>)) {
-        if let Some(asked) = self.asked.get_mut(&rank) {
-            *asked = Some(answer);
+        if let Some(outcome) = self.probed.get_mut(&rank) {
+            *outcome = Some(answer);
         }
     }
 
-    /// Asks twice as many ranks as before.
-    fn ask_more(&mut self) {
-        let count = self.wave.min(self.left.len());
+    /// Probes twice as many ranks as before.
+    fn probe_more(&mut self) {
+        let count = self.wave.min(self.remaining.len());
         self.wave *= 2;
-        for rank in self.left.drain(..count).collect::<Vec<_>>() {
-            let answer = self.ask(rank).err().map(Err);
-            self.asked.insert(rank, answer);
+        for rank in self.remaining.drain(..count).collect::<Vec<_>>() {
+            let answer = self.probe(rank).err().map(Err);
+            self.probed.insert(rank, answer);
         }
     }
 
-    /// Asks a rank on a thread of its own, which ends at the deadline.
-    fn ask(&self, rank: Rank) -> Result<()> {
+    /// Probes a rank on a separate thread, which ends at the deadline.
+    fn probe(&self, rank: Rank) -> Result<()> {
         let address = address_of(self.standby, rank)?;
         let (identity, deadline) = (self.client.identity.clone(), self.deadline);
-        let told = self.told.clone();
-        let ask = move || {
-            // Nobody listens where another rank was found.
-            let _ = told.send((rank, connection::probe(address, &identity, deadline)));
+        let outcomes = self.outcomes.clone();
+        let probe = move || {
+            // The search may have ended already.
+            let _ = outcomes.send((rank, connection::probe(address, &identity, deadline)));
         };
         let spawned = thread::Builder::new()
-            .name("warplink-ask".into())
-            .spawn(ask);
+            .name("warplink-probe".into())
+            .spawn(probe);
         if spawned.is_err() {
-            // Connecting to it will tell.
-            let _ = self.told.send((rank, Ok(())));
+            // Assume that it runs: connecting to it finds out.
+            let _ = self.outcomes.send((rank, Ok(())));
         }
         Ok(())
     }

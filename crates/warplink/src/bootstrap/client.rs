@@ -1,79 +1,75 @@
-//! A member's requests to the store: many at a time over one connection.
+//! The member's end of the store protocol: any number of concurrent requests over one connection.
 //!
-//! The connection may end because the rank that serves the store was lost. Then `handover.rs` finds
-//! the rank that serves it next, and the requests that were not answered are sent again.
+//! If the connection ends because the rank that serves the store was lost, `handover.rs` finds the rank that serves it
+//! next, and unanswered requests are retried there.
 
-use super::connection::{Identity, Link};
-use super::frame;
+use super::channel::Frame;
+use super::connection::Link;
 use super::group_name::GroupName;
+use super::handshake::Identity;
 use super::health::Health;
-use super::inquiry::Inquiries;
 use super::journal::Journal;
 use super::message::{
     self, Answer, Event, GroupDeclaration, MAX_REASON, RefusalKind, Reply, Request,
 };
 use super::outbox::Outbox;
-use super::pulse::{Heard, Pulse, not_heard};
-use super::seal::Opener;
+use super::pulse::{Pulse, not_heard};
+use super::query::Queries;
 use super::server::Server;
 use crate::deadline::Deadline;
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::sync::lock;
 use std::collections::BTreeMap;
-use std::io::BufReader;
 use std::net::{Shutdown, SocketAddr, TcpStream};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-/// How long, beyond its deadline, a request waits for the store to confirm that it was cancelled.
-///
-/// Without the confirmation a value that was just taken could be on its way and be lost.
+/// How long, beyond its deadline, a request waits for the store to confirm that it was cancelled. Without the
+/// confirmation, the reply with a value that was just taken could be in flight, and the value would be lost.
 const CANCEL_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// A member's end of the connection to the store. Its reading thread ends when there is no store any
-/// more.
+/// A member's connection to the store. Its reading thread ends once there is no store any more.
 pub(crate) struct Client {
     pub(super) identity: Identity,
     pub(super) health: Health,
-    /// This process's server, which serves should it come to that.
+    /// This process's server, on standby unless this rank serves the store.
     pub(super) server: Arc<Server>,
     pub(super) state: Mutex<State>,
     /// Signalled when `phase` or `over` changes.
     pub(super) changed: Condvar,
     next: AtomicU64,
-    /// What is asked between ranks.
-    pub(super) inquiries: Inquiries,
+    pub(super) queries: Queries,
     reader: Mutex<Option<JoinHandle<()>>>,
 }
 
 pub(super) struct State {
-    /// By number, which is the order in which they are sent again.
+    /// Unanswered requests by number, the order in which they are retried.
     calls: BTreeMap<u64, Arc<Call>>,
     pub(super) phase: Phase,
     /// The connection, except between the loss of one store and the handshake of the next.
     pub(super) link: Option<Arc<Outbox>>,
     /// The connection to the next store, during its handshake.
     pub(super) connecting: Option<TcpStream>,
-    /// Whether the store takes requests: not before it has been restored.
+    /// Whether the store accepts requests, which it does not until it has been restored.
     pub(super) open: bool,
-    /// What identifies the job.
+    /// Identifies the job.
     pub(super) session: [u8; 32],
     /// The rank that serves.
     pub(super) serving: Rank,
-    /// Where each rank would serve.
+    /// The address at which each rank would serve the store.
     pub(super) standby: Vec<Option<SocketAddr>>,
-    /// When the rank that serves was last heard.
+    /// When something last arrived from the rank that serves.
     pub(super) pulse: Arc<Pulse>,
-    /// Why this rank has given up the one that serves.
+    /// Why this rank has given up the one that serves, if it has.
     pub(super) given_up: Option<String>,
     pub(super) journal: Journal,
-    /// Why groups cannot be used: their members made them differently, or one of them failed.
+    /// Groups that cannot be used any more, and why: their members disagree about them, or one of them failed.
     ended_groups: Vec<(GroupName, Error)>,
-    /// Groups, and those that cannot be used once these cannot.
+    /// Pairs of a group and one that ends with it.
     pub(super) dependents: Vec<(GroupName, GroupName)>,
-    /// Why there is no store any more, or that this rank has left it.
+    /// Why this rank has no store any more: it left, was given up, or could not reach any.
     pub(super) over: Option<Error>,
 }
 
@@ -107,7 +103,7 @@ impl Call {
 }
 
 impl Client {
-    /// A member that reads from `link` on a thread of its own.
+    /// Starts a member, which reads from `link` on a separate thread.
     pub(crate) fn start(
         identity: Identity,
         health: Health,
@@ -121,13 +117,13 @@ impl Client {
             state: Mutex::new(State {
                 calls: BTreeMap::new(),
                 phase: Phase::Joining,
-                link: Some(link.outbox.clone()),
+                link: Some(link.connection.outbox.clone()),
                 connecting: None,
                 open: true,
                 session: link.session,
                 serving: link.serving,
                 standby: Vec::new(),
-                pulse: link.pulse.clone(),
+                pulse: link.connection.pulse.clone(),
                 given_up: None,
                 journal: Journal::default(),
                 ended_groups: Vec::new(),
@@ -136,7 +132,7 @@ impl Client {
             }),
             changed: Condvar::new(),
             next: AtomicU64::new(1),
-            inquiries: Inquiries::default(),
+            queries: Queries::default(),
             reader: Mutex::new(None),
         });
         let reading = client.clone();
@@ -175,7 +171,7 @@ impl Client {
         }
         drop(state);
         match self.call("join", Request::Missing, Deadline::after(CANCEL_TIMEOUT)) {
-            // The last came just now.
+            // The last one joined just now.
             Ok(Reply::Ranks(missing)) if missing.is_empty() => Ok(()),
             Ok(Reply::Ranks(missing)) => {
                 let when = format!("within {:?}", deadline.limit());
@@ -228,8 +224,8 @@ impl Client {
             state.calls.insert(id, call.clone());
             state.open_link()
         };
-        // Without a store, the next one gets it. The same holds where the connection is gone, which its
-        // reader finds.
+        // Without a connection, the request stays in `calls` and is sent to the next store. The same happens if the
+        // connection turns out to be broken: its reader notices and looks for the next store.
         if let Some(link) = link
             && let Err(error) = link.push(id, &body)
             && error.kind() == ErrorKind::InvalidArgument
@@ -254,8 +250,11 @@ impl Client {
     /// Reads until there is no store any more.
     fn run(&self, mut link: Link) {
         loop {
-            let reason = self.read_all(&link.stream, link.opener, &link.pulse);
-            link.outbox.close();
+            let ended = link.connection.read_all(|frame| self.handle(frame));
+            // A rank that gave up the store has shut the connection down itself, for another reason.
+            let given_up = lock(&self.state).given_up.take();
+            let reason = given_up.unwrap_or_else(|| format!("the connection to its store {ended}"));
+            link.connection.outbox.close();
             match self.next_store(&reason) {
                 Some(next) => link = next,
                 None => return self.end(&reason),
@@ -263,29 +262,12 @@ impl Client {
         }
     }
 
-    /// Why the connection ended.
-    fn read_all(&self, stream: &TcpStream, mut opener: Opener, pulse: &Arc<Pulse>) -> String {
-        let heard = Heard::new(stream, pulse.clone());
-        let mut reader = BufReader::with_capacity(16 << 10, heard);
-        let ended = loop {
-            let read = opener.read(&mut reader, frame::MAX_BODY);
-            match read.and_then(|frame| frame.map(|frame| self.handle(frame)).transpose()) {
-                Ok(Some(())) => {}
-                Ok(None) => break "the connection to its store was closed".to_owned(),
-                Err(error) => {
-                    break format!("the connection to its store failed: {}", error.message());
-                }
-            }
-        };
-        lock(&self.state).given_up.take().unwrap_or(ended)
-    }
-
-    fn handle(&self, frame: frame::Frame) -> Result<()> {
+    fn handle(&self, frame: Frame) -> Result<()> {
         if frame.id != 0 {
             let Answer { version, reply } = message::decode(&frame.body)?;
             let mut state = lock(&self.state);
             let call = state.calls.remove(&frame.id);
-            // Without a call, its deadline passed.
+            // If there is none, its deadline has passed.
             if let Some(call) = call {
                 state.journal.record(&call.request, version, &reply);
                 drop(state);
@@ -312,23 +294,27 @@ impl Client {
                 rank,
                 reason,
             } => self.group_failed(GroupName::from_bytes(group), rank as Rank, &reason),
-            Event::Asked {
+            Event::Query {
                 group,
                 number,
                 by,
-                words,
-            } => self.asked(GroupName::from_bytes(group), number, by, &words.0),
-            Event::Said { number, by, words } => self.inquiries.said(number, by, words),
+                payload,
+            } => self.answer_query(GroupName::from_bytes(group), number, by, &payload.0),
+            Event::QueryReply {
+                number,
+                by,
+                payload,
+            } => self.queries.replied(number, by, payload),
             Event::Forget { keys } => lock(&self.state).journal.forget(&keys),
             Event::Checkpoint { version } => lock(&self.state).journal.checkpoint(version),
         }
-        // Taken and released, so that nobody is between looking and waiting.
+        // A thread between checking its condition and waiting holds the lock; after this it waits, and is notified.
         drop(lock(&self.state));
         self.changed.notify_all();
         Ok(())
     }
 
-    /// The store takes requests. Sends it those that another has not answered.
+    /// The store accepts requests. Retries those that a lost store did not answer.
     fn ready(&self, standby: Vec<Option<SocketAddr>>) {
         let mut state = lock(&self.state);
         state.phase = Phase::Ready;
@@ -341,6 +327,7 @@ impl Client {
             return;
         };
         let serving = state.serving;
+        // These are not idempotent, and the lost store may have carried them out.
         let unsure = |call: &Call| {
             matches!(
                 call.request,
@@ -354,14 +341,14 @@ impl Client {
                     .with_peer(serving)
                     .with_help("read the key to see whether it was changed")));
             } else if let Ok(body) = message::encode(&call.request) {
-                // Where this fails, the reader finds the connection closed.
+                // If this fails, the reader notices that the connection is closed.
                 let _ = link.push(id, &body);
             }
         }
         state.calls.retain(|_, call| !unsure(call));
     }
 
-    /// Ranks made `groups` differently: ends what waits in them.
+    /// Ranks disagree about `groups`: fails the calls that wait in them.
     fn conflict(&self, groups: &[[u8; 16]], ranks: [u32; 2], message: String) {
         let other = ranks.map(|rank| rank as Rank);
         let other = other.into_iter().find(|&rank| rank != self.identity.rank);
@@ -382,7 +369,7 @@ impl Client {
         self.health.fail_group(group, &error);
     }
 
-    /// Ends what waits in `group` and in those that depend on it with `error`, now and later.
+    /// Fails the calls in `group` and in its dependents with `error`, those in flight and later ones.
     fn end_group(&self, group: GroupName, error: &Error) {
         let mut state = lock(&self.state);
         let link = state.open_link();
@@ -405,7 +392,7 @@ impl Client {
         });
     }
 
-    /// Tells the members of `group` that this rank can do no more work in it.
+    /// Reports to the members of `group` that this rank can do no more work in it.
     pub(crate) fn fail_group(
         &self,
         group: GroupName,
@@ -418,13 +405,13 @@ impl Client {
             members,
             reason: limited(reason),
         };
-        self.call("tell of a failure", request, deadline).map(drop)
+        self.call("report a failure", request, deadline).map(drop)
     }
 
-    /// Tells the store of a group that this rank makes. Does not wait.
+    /// Declares a group that this rank creates to the store. Does not block.
     pub(crate) fn declare(&self, declaration: GroupDeclaration) {
         let link = lock(&self.state).open_link();
-        // Without a store, members that differ are found by their deadlines.
+        // Without a store, members that disagree run into their deadlines.
         if let Some(link) = link
             && let Ok(body) = message::encode(&Request::Declare(declaration))
         {
@@ -448,7 +435,7 @@ impl Client {
         }
     }
 
-    /// There is no store any more: so every call ends.
+    /// There is no store any more: fails every call.
     fn end(&self, reason: &str) {
         let state = lock(&self.state);
         let serving = state.serving;
@@ -463,7 +450,7 @@ impl Client {
                 format!("rank {serving} stopped waiting for the other ranks to join"),
             ),
             None => {
-                // Without effect if the rank has said why it aborts.
+                // No effect if the rank has reported why it aborts.
                 self.health.lose(serving, reason);
                 match self.health.check(&[serving]) {
                     Err(lost) => lost,
@@ -484,13 +471,13 @@ impl Client {
         }
         self.changed.notify_all();
         if error.kind() == ErrorKind::GivenUp {
-            // Should it have served, the others look for the next once this ends.
+            // If this rank serves the store, the others look for the next server once their connections close.
             self.server.shut_down();
         }
     }
 
-    /// Shows the store that this process runs, and gives the store up if it does not show the same.
-    /// Nothing before `awake_since` counts.
+    /// Sends a heartbeat to the store, or gives the store up if none came from it for `limit`. Time before `awake_since`
+    /// does not count.
     pub(crate) fn beat(&self, limit: Duration, awake_since: Instant) {
         let Ok(alive) = message::encode(&Request::Alive) else {
             return;
@@ -503,7 +490,7 @@ impl Client {
             (link, state.pulse.silence(awake_since))
         };
         if silence <= limit {
-            // Where this fails, the reader finds the connection closed.
+            // If this fails, the reader notices that the connection is closed.
             let _ = link.push(0, &alive);
             return;
         }
@@ -515,19 +502,19 @@ impl Client {
         link.shut_down();
     }
 
-    /// Says goodbye: the store takes this rank for one that left in order.
+    /// Leaves in order, which the store does not treat as a loss.
     pub(crate) fn leave(&self, deadline: Deadline) -> Result<()> {
         self.call("leave", Request::Leave, deadline).map(drop)
     }
 
-    /// Has the store tell the others that this rank is lost, and why.
+    /// Has the store report this rank to the others as lost, and why.
     pub(crate) fn abort(&self, reason: &str, deadline: Deadline) -> Result<()> {
         let reason = limited(reason);
         self.call("abort", Request::Abort { reason }, deadline)
             .map(drop)
     }
 
-    /// Ends the connection and every call that is under way, and waits for the reading thread.
+    /// Closes the connection, fails every call in flight, and waits for the reading thread.
     pub(crate) fn close(&self) {
         let link = {
             let mut state = lock(&self.state);
@@ -535,7 +522,7 @@ impl Client {
                 Error::new(ErrorKind::Closed, "this rank has closed its membership")
             });
             if let Some(connecting) = &state.connecting {
-                // Its handshake ends.
+                // This ends its handshake.
                 let _ = connecting.shutdown(Shutdown::Both);
             }
             state.link.clone()
@@ -555,13 +542,13 @@ impl Client {
 }
 
 impl State {
-    /// The connection, if the store takes requests.
+    /// The connection, if the store accepts requests.
     pub(super) fn open_link(&self) -> Option<Arc<Outbox>> {
         self.link.clone().filter(|_| self.open)
     }
 }
 
-/// As much of a reason as may be sent.
+/// A reason, truncated to the limit.
 fn limited(reason: &str) -> String {
     let mut length = reason.len().min(MAX_REASON);
     while !reason.is_char_boundary(length) {
@@ -578,7 +565,7 @@ pub(crate) fn failed_group(rank: Rank, reason: &str) -> Error {
         .with_help("look at what that rank says, and go on with survivors()")
 }
 
-/// The error of a join that not every rank came to; `when` says until when they were waited for.
+/// The error of a join for which ranks are missing, `when` they should have joined.
 fn missing_ranks(missing: &[u32], when: &str) -> Error {
     let names: Vec<_> = missing.iter().map(u32::to_string).collect();
     let message = format!("rank {} did not join {when}", names.join(", "));

@@ -1,4 +1,4 @@
-//! What a rank needs to know to join.
+//! How a rank joins its job.
 
 use super::secret::Secret;
 use super::unique_id::UniqueId;
@@ -8,7 +8,7 @@ use std::net::SocketAddr;
 use std::str::FromStr;
 use std::time::Duration;
 
-/// Where the ranks of a job meet.
+/// The address, and perhaps the secret, by which the ranks of a job find one another.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Rendezvous {
     /// An address and the secret that admits to it.
@@ -20,7 +20,7 @@ pub enum Rendezvous {
 }
 
 impl Rendezvous {
-    /// Where the store is served at first.
+    /// The address at which the store is served first.
     pub fn address(&self) -> SocketAddr {
         match self {
             Self::Id(id) => id.address(),
@@ -59,10 +59,10 @@ pub struct JoinConfig {
     pub rank: Rank,
     /// How many ranks there are.
     pub world: usize,
-    /// This process's number among those on its machine; `rank` unless told otherwise.
+    /// This process's number among those on its machine; `rank` by default.
     pub local_rank: usize,
     /// How long joining may take, until every rank has joined; also the limit of store calls that
-    /// do not wait for a key. 60 seconds unless told otherwise.
+    /// do not wait for a key. 60 seconds by default.
     pub timeout: Duration,
     /// The text whose hash is the key when the rendezvous is a plain address. It is hashed once,
     /// not stretched, so make it long and random. A [`UniqueId`] brings its own secret.
@@ -71,17 +71,15 @@ pub struct JoinConfig {
     /// reaches it can then join and read what the ranks exchange.
     pub allow_insecure: bool,
     /// How long a connection may be silent before the system probes it. A machine that vanished is
-    /// noticed after about four of these; a process that died, at once. At least, and unless told
-    /// otherwise, one second.
+    /// noticed after about four of these; a process that died, at once. One second by default, which is also the least.
     pub heartbeat: Duration,
-    /// How long a rank may give no sign of life until the others go on without it. It sends them from a
-    /// thread of its own, so only what stops the whole process keeps them away: a signal, a debugger, a
-    /// machine that swaps. Until the limit its peers wait. After it their waits end with
-    /// [`ErrorKind::PeerLost`], and once it runs again, its own calls end with [`ErrorKind::GivenUp`]. 4
-    /// seconds unless told otherwise, and at least 0.1; give every rank the same, and a long one to stop
-    /// ranks in a debugger.
+    /// How long a rank may send no heartbeat before the others go on without it. A separate thread sends
+    /// heartbeats, so they stop only if the whole process does: by a signal, a debugger, a machine that
+    /// swaps. Until the limit its peers wait. After it their waits end with [`ErrorKind::PeerLost`], and
+    /// once the rank runs again, its calls end with [`ErrorKind::GivenUp`]. 4 seconds by default, and at
+    /// least 0.1; set the same on every rank, and a long one to stop ranks in a debugger.
     pub heartbeat_limit: Duration,
-    /// On the rank that serves the store: how many bytes the store's keys and values may take; 1 GiB unless told otherwise.
+    /// On the rank that serves the store: how many bytes the store's keys and values may take; 1 GiB by default.
     pub store_limit: usize,
 }
 
@@ -114,7 +112,7 @@ impl JoinConfig {
         self
     }
 
-    /// Sets how long a rank may give no sign of life until the others go on without it.
+    /// Sets how long a rank may send no heartbeat before the others go on without it.
     pub fn with_heartbeat_limit(mut self, limit: Duration) -> Self {
         self.heartbeat_limit = limit;
         self
@@ -128,8 +126,7 @@ impl JoinConfig {
 
     /// Reads the configuration from this process's environment.
     ///
-    /// See [`JoinConfig::from_variables`] for what it looks for. Blocks while a host name is
-    /// resolved.
+    /// [`JoinConfig::from_variables`] lists the variables. Blocks while a host name is resolved.
     ///
     /// # Errors
     /// As [`JoinConfig::from_variables`].
@@ -137,7 +134,7 @@ impl JoinConfig {
         Self::from_variables(|name| std::env::var_os(name))
     }
 
-    /// The key that joining proves.
+    /// The key that a rank must hold to join.
     pub(crate) fn key(&self) -> Result<Secret> {
         match (&self.rendezvous, &self.secret) {
             (Rendezvous::Id(id), _) => Ok(id.secret().clone()),

@@ -1,46 +1,71 @@
-//! A member's connection to the store: connecting, and the handshake.
+//! A connection between a member and the store, and how a member makes one.
 
-use super::handshake;
+use super::channel::{Channel, Frame, Opener};
+use super::handshake::{self, Identity};
 use super::message::Entry;
 use super::outbox::Outbox;
-use super::pulse::Pulse;
-use super::seal::Opener;
-use super::secret::Secret;
+use super::pulse::{Heard, Pulse};
 use super::socket::{self, DeadlineStream};
 use crate::deadline::Deadline;
 use crate::error::{Error, ErrorKind, Rank, Result};
+use std::io::BufReader;
 use std::net::{SocketAddr, TcpStream};
 use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
+/// Bytes read at a time. Most frames are much shorter, so that several are read at once.
+const READ_BUFFER: usize = 16 << 10;
+
 /// The longest that one attempt to connect takes.
 const MAX_ATTEMPT: Duration = Duration::from_secs(5);
 
-/// Who connects, and as what.
-#[derive(Clone)]
-pub(crate) struct Identity {
-    pub(crate) rank: Rank,
-    pub(crate) world: usize,
-    pub(crate) secret: Secret,
-    pub(crate) heartbeat: Duration,
-    pub(crate) heartbeat_limit: Duration,
+/// A connection between a member and the store, at either end of it.
+pub(crate) struct Connection {
+    stream: Arc<TcpStream>,
+    opener: Opener,
+    pub(crate) outbox: Arc<Outbox>,
+    /// When the other end was last heard.
+    pub(crate) pulse: Arc<Pulse>,
+}
+
+impl Connection {
+    pub(crate) fn new(stream: Arc<TcpStream>, channel: Channel) -> Self {
+        Self {
+            outbox: Outbox::new(stream.clone(), channel.sealer),
+            stream,
+            opener: channel.opener,
+            pulse: Pulse::new(),
+        }
+    }
+
+    /// Passes each frame that arrives to `handle`, which ends the connection by an error. Blocks until the connection has
+    /// ended, and returns how it did.
+    pub(crate) fn read_all(&mut self, mut handle: impl FnMut(Frame) -> Result<()>) -> String {
+        let heard = Heard::new(&*self.stream, self.pulse.clone());
+        let mut reader = BufReader::with_capacity(READ_BUFFER, heard);
+        loop {
+            let read = self.opener.read(&mut reader);
+            match read.and_then(|frame| frame.map(&mut handle).transpose()) {
+                Ok(Some(())) => {}
+                Ok(None) => return "was closed".to_owned(),
+                Err(error) => return format!("failed: {}", error.message()),
+            }
+        }
+    }
 }
 
 /// A connection that the store has admitted.
 pub(crate) struct Link {
-    pub(crate) stream: Arc<TcpStream>,
-    pub(crate) outbox: Arc<Outbox>,
-    pub(crate) opener: Opener,
-    pub(crate) pulse: Arc<Pulse>,
-    /// What identifies the job.
+    pub(crate) connection: Connection,
+    /// Identifies the job.
     pub(crate) session: [u8; 32],
     /// The rank that serves.
     pub(crate) serving: Rank,
 }
 
-/// Joins at `address`, trying again until the deadline while nobody answers. `entry` says what this
-/// rank comes for, given the connection.
+/// Joins at `address`, retrying with backoff until the deadline while nobody answers. `entry` makes the request, which
+/// may depend on the connection.
 pub(crate) fn join(
     address: SocketAddr,
     identity: &Identity,
@@ -50,11 +75,11 @@ pub(crate) fn join(
     let mut pause = Duration::from_millis(5);
     loop {
         let limit = deadline.remaining().min(MAX_ATTEMPT);
-        // Rank 0 may have the port but not have begun to serve, so the whole time is allowed.
+        // A process that holds the port may not have begun to serve, so the handshake may take all of the time.
         let error = match connect(address, identity, limit, [deadline; 2], entry) {
             Ok(link) => return Ok(link),
             Err(error) if error.kind() == ErrorKind::Io => error,
-            // A single attempt is shorter than the deadline, so it may time out before it.
+            // A single attempt has a shorter limit than the deadline.
             Err(error) if error.kind() == ErrorKind::Timeout => error,
             Err(error) => return Err(error),
         };
@@ -71,8 +96,7 @@ pub(crate) fn join(
     }
 }
 
-/// One attempt: connects within `limit`, proves itself until the first deadline, and is admitted
-/// until the second.
+/// One attempt: connects within `limit`, authenticates until the first deadline, and is admitted until the second.
 pub(crate) fn connect(
     address: SocketAddr,
     identity: &Identity,
@@ -85,31 +109,21 @@ pub(crate) fn connect(
     socket::set_options(&stream, identity.heartbeat, identity.heartbeat_limit).map_err(failed)?;
     let entry = entry(&stream)?;
     let mut timed = DeadlineStream::new(&stream, proved);
-    let mut seals = handshake::join(
-        &mut timed,
-        &identity.secret,
-        identity.rank,
-        identity.world,
-        &entry,
-    )?;
+    let mut channel = handshake::join(&mut timed, identity, &entry)?;
     let mut timed = DeadlineStream::new(&stream, admitted);
-    let (session, serving) = handshake::welcomed(&mut timed, &mut seals)?;
+    let (session, serving) = handshake::welcomed(&mut timed, &mut channel.opener)?;
     timed.finish().map_err(failed)?;
-    let stream = Arc::new(stream);
     Ok(Link {
-        outbox: Outbox::new(stream.clone(), seals.sealer),
-        stream,
-        opener: seals.opener,
-        pulse: Pulse::new(),
+        connection: Connection::new(Arc::new(stream), channel),
         session,
         serving,
     })
 }
 
-/// Whether the process of a rank answers at `address` until the deadline, as it does at once where it runs.
+/// Whether the process of a rank answers at `address` until the deadline. One that runs answers at once.
 pub(crate) fn probe(address: SocketAddr, identity: &Identity, deadline: Deadline) -> Result<()> {
     let stream = socket::connect(address, deadline.remaining())
         .map_err(|error| Error::io("connect", &error))?;
     let mut timed = DeadlineStream::new(&stream, deadline);
-    handshake::probe(&mut timed, &identity.secret, identity.rank, identity.world)
+    handshake::probe(&mut timed, identity).map(drop)
 }

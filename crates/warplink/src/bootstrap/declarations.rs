@@ -1,9 +1,9 @@
-//! Finding ranks that make different groups of a communicator.
+//! Detecting ranks that create different groups of a communicator.
 //!
-//! Making a group does not communicate, so its members derive its name each for itself. A rank that
-//! gives another list, or makes groups in another order, derives another name, and would wait for ranks
-//! that wait for it under theirs. So every rank declares the groups that it makes, without waiting, and
-//! the store compares: what two ranks make together, they make in the same order.
+//! Creating a group does not communicate: each member derives its name. A rank that passes another list, or creates
+//! groups in another order, derives another name, and both sides would wait for each other under different names. So
+//! every rank declares the groups that it creates, without waiting, and the store compares them: two ranks must create
+//! their common groups in the same order.
 
 use super::message::{Event, GroupDeclaration};
 use std::collections::HashMap;
@@ -12,29 +12,30 @@ use std::sync::Arc;
 /// A group's name, as it goes over the wire.
 type Name = [u8; 16];
 
-/// Which of the groups that two ranks make of a parent: the parent, the ranks, and how many before it.
+/// Identifies one of the groups that two ranks have in common: the parent, the two ranks, and the number of such groups
+/// before it.
 type Key = (Name, u32, u32, u64);
 
-/// What ranks declared.
+/// Groups that ranks declared.
 #[derive(Debug, Default)]
 pub(crate) struct Declarations {
-    /// What one of two ranks declared and the other has not yet, and which one did.
+    /// Groups that one of the two ranks has declared and the other has not yet, with the rank that did.
     open: HashMap<Key, (u32, Arc<GroupDeclaration>)>,
-    /// What is wrong with a group, for its members that come later.
+    /// Conflicts found, for members that declare the group later.
     conflicts: HashMap<Name, Event>,
 }
 
 impl Declarations {
-    /// `rank` makes a group. Returns what is to be told, and to whom.
+    /// `rank` creates a group. Returns events and their receivers.
     pub(crate) fn declare(
         &mut self,
         rank: u32,
         declaration: GroupDeclaration,
     ) -> Vec<(u32, Event)> {
         let declaration = Arc::new(declaration);
-        let mut told = Vec::new();
+        let mut events = Vec::new();
         if let Some(conflict) = self.conflicts.get(&declaration.name) {
-            told.push((rank, conflict.clone()));
+            events.push((rank, conflict.clone()));
         }
         for (&member, &number) in declaration.members.iter().zip(&declaration.numbers) {
             if member == rank {
@@ -45,29 +46,29 @@ impl Declarations {
             match self.open.remove(&key) {
                 Some((who, other)) if who != rank => {
                     if other.name != declaration.name {
-                        told.extend(self.conflict((rank, &declaration), (member, &other)));
+                        events.extend(self.conflict((rank, &declaration), (member, &other)));
                     }
                 }
                 _ => drop(self.open.insert(key, (rank, declaration.clone()))),
             }
         }
-        told
+        events
     }
 
-    /// Nobody meets `rank` any more.
+    /// `rank` is gone.
     pub(crate) fn forget(&mut self, rank: u32) {
         self.open
             .retain(|&(_, low, high, _), _| low != rank && high != rank);
     }
 
-    /// Two ranks make different groups. Every member of either is to know.
+    /// Two ranks created different groups: an event for every member of either.
     fn conflict(
         &mut self,
         (rank, own): (u32, &GroupDeclaration),
         (member, other): (u32, &GroupDeclaration),
     ) -> Vec<(u32, Event)> {
         let message = format!(
-            "rank {rank} of the job makes a subgroup of the job's ranks {:?}, and rank {member} one of {:?}; \
+            "rank {rank} of the job creates a subgroup of the job's ranks {:?}, and rank {member} one of {:?}; \
              expected the same list from every member, in the same order of subgroups",
             own.members, other.members
         );
@@ -78,10 +79,13 @@ impl Declarations {
         };
         self.conflicts.insert(own.name, event.clone());
         self.conflicts.insert(other.name, event.clone());
-        let mut told: Vec<u32> = [&own.members[..], &other.members[..]].concat();
-        told.sort_unstable();
-        told.dedup();
-        told.into_iter().map(|to| (to, event.clone())).collect()
+        let mut receivers: Vec<u32> = [&own.members[..], &other.members[..]].concat();
+        receivers.sort_unstable();
+        receivers.dedup();
+        receivers
+            .into_iter()
+            .map(|to| (to, event.clone()))
+            .collect()
     }
 }
 
@@ -124,7 +128,7 @@ mod tests {
         let told = declarations.declare(1, group(2, &[0, 1, 3], &[0; 3]));
         let to: Vec<u32> = told.iter().map(|(to, _)| *to).collect();
         assert_eq!(to, [0, 1, 2, 3]);
-        // One that comes later is told when it does.
+        // A member that declares it later is notified then.
         let late = declarations.declare(3, group(2, &[0, 1, 3], &[0; 3]));
         assert_eq!(late.len(), 1);
         assert!(matches!(

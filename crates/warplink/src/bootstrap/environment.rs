@@ -9,7 +9,7 @@ use std::ffi::OsString;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, ToSocketAddrs};
 use std::time::Duration;
 
-/// The variables of one launcher that say who this process is.
+/// The variables by which one launcher numbers processes.
 struct Launcher {
     name: &'static str,
     rank: &'static str,
@@ -17,8 +17,8 @@ struct Launcher {
     local_rank: &'static str,
 }
 
-/// In the order in which they are asked. Slurm comes last, since `srun` and `sbatch` also set its
-/// variables around the launchers that they start.
+/// In the order of preference. Slurm comes last, since `srun` and `sbatch` also set its variables around other launchers
+/// that they start.
 const LAUNCHERS: [Launcher; 4] = [
     Launcher {
         name: "Warplink",
@@ -46,16 +46,14 @@ const LAUNCHERS: [Launcher; 4] = [
     },
 ];
 
-/// Ports that are derived begin here; they end below 32768, where Linux begins to hand out ports
-/// to every caller that asks for one.
+/// The range of derived ports. It ends below 32768, where Linux begins to assign ports to sockets that ask for any.
 const FIRST_PORT: u16 = 20000;
 const PORTS: u32 = 12000;
 
 impl JoinConfig {
     /// Reads the configuration from variables as launchers set them.
     ///
-    /// *Who this process is* comes from the first launcher of which both the rank and the world
-    /// size are set:
+    /// *Rank and world size* come from the first launcher that sets both:
     ///
     /// | launcher | rank | world size | rank on its machine |
     /// |---|---|---|---|
@@ -64,13 +62,13 @@ impl JoinConfig {
     /// | Open MPI | `OMPI_COMM_WORLD_RANK` | `OMPI_COMM_WORLD_SIZE` | `OMPI_COMM_WORLD_LOCAL_RANK` |
     /// | Slurm | `SLURM_PROCID` | `SLURM_NTASKS` | `SLURM_LOCALID` |
     ///
-    /// Where the last is not set, all ranks are taken to run on one machine.
+    /// If the last is not set, all ranks are assumed to run on one machine.
     ///
-    /// *Where the ranks meet* comes from the first of these that is set:
+    /// *The rendezvous* comes from the first of these that is set:
     ///
     /// 1. `WARPLINK_ID`, a unique id in hexadecimal digits;
     /// 2. `WARPLINK_ADDRESS`, as `ip:port` or `host:port`;
-    /// 3. `MASTER_ADDR`, with `WARPLINK_PORT` or else `MASTER_PORT` plus one, since torchrun's own
+    /// 3. `MASTER_ADDR`, with `WARPLINK_PORT` or else `MASTER_PORT` plus one, since torchrun's
     ///    store listens at `MASTER_PORT`;
     /// 4. on one machine under Open MPI, the loopback address, with `WARPLINK_PORT` or else a port
     ///    derived from `PMIX_NAMESPACE`;
@@ -84,7 +82,7 @@ impl JoinConfig {
     /// secret, which must not be blank. Blocks while a host name is resolved.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidArgument`] that lists what was looked for when something is not set, or
+    /// [`ErrorKind::InvalidArgument`] that lists the variables that would do when none is set, or
     /// when the secret is blank; [`ErrorKind::Parse`] naming the variable when a value is malformed
     /// or not UTF-8.
     pub fn from_variables(lookup: impl Fn(&str) -> Option<OsString>) -> Result<Self> {
@@ -96,7 +94,7 @@ impl JoinConfig {
 
 /// A number that a variable may be.
 trait Number: std::str::FromStr {
-    /// What is said of other text.
+    /// The error of other text.
     const EXPECTED: &str;
 }
 
@@ -134,7 +132,7 @@ impl Variables<'_> {
         }
     }
 
-    /// A blank secret is a mistake, and must not count as none.
+    /// A blank secret is an error: treated as unset, it would leave the job unprotected.
     fn secret(&self) -> Result<Option<String>> {
         const NAME: &str = "WARPLINK_SECRET";
         match self.get_raw(NAME)? {
@@ -251,12 +249,12 @@ impl Variables<'_> {
             self.host_and_port(&text, rank)?
         } else if let Some(host) = self.get("MASTER_ADDR")? {
             let master = self.number::<u16>("MASTER_PORT")?;
-            let beside_torch = master.and_then(|port| port.checked_add(1));
+            let after_torch = master.and_then(|port| port.checked_add(1));
             let sought = match master {
                 Some(u16::MAX) => "WARPLINK_PORT, since no port follows MASTER_PORT=65535",
                 _ => "WARPLINK_PORT or MASTER_PORT",
             };
-            let port = self.port(beside_torch, sought)?;
+            let port = self.port(after_torch, sought)?;
             resolve("MASTER_ADDR", &host, port, rank)?
         } else if self.number("OMPI_COMM_WORLD_LOCAL_SIZE")? == Some(world) {
             let derived = self.get("PMIX_NAMESPACE")?.map(|job| derived_port(&[&job]));
@@ -339,14 +337,14 @@ fn wrong(name: &str, value: &str, what: &str) -> Error {
     Error::new(ErrorKind::Parse, format!("{name}={value} {what}"))
 }
 
-/// A port that all ranks of a job compute alike and that differs between most jobs.
+/// A port that is the same on all ranks of a job and differs between most jobs.
 fn derived_port(job: &[&str]) -> u16 {
     let digest: [u8; 32] = Sha256::digest(job.join(".")).into();
     let [a, b, c, d, ..] = digest;
     FIRST_PORT + (u32::from_le_bytes([a, b, c, d]) % PORTS) as u16
 }
 
-/// The address of a host; IPv4 before IPv6, so that all ranks choose alike.
+/// The address of a host. IPv4 is preferred, so that all ranks choose the same.
 fn resolve(name: &str, host: &str, port: u16, rank: usize) -> Result<SocketAddr> {
     if let Ok(ip) = host.trim_matches(['[', ']']).parse::<IpAddr>() {
         return Ok((ip, port).into());
@@ -360,8 +358,8 @@ fn resolve(name: &str, host: &str, port: u16, rank: usize) -> Result<SocketAddr>
         .find(|address| address.is_ipv4())
         .or(found.first())
         .ok_or_else(|| wrong(name, host, "resolves to no address"))?;
-    // Many machines resolve their own name to the loopback address, where nobody else reaches
-    // rank 0; so it listens on every interface.
+    // Many machines resolve their host name to the loopback address, where other machines do not reach rank 0; so it
+    // listens on every interface.
     if rank == 0 && address.ip().is_loopback() && host != "localhost" {
         return Ok((Ipv4Addr::UNSPECIFIED, port).into());
     }

@@ -1,26 +1,28 @@
-//! What the fuzz targets call: every parser that sees bytes from a socket or text from a launcher.
+//! Entry points of the fuzz targets: every parser of bytes from a socket or text from a launcher.
 
 use super::message::{self, Answer, Entry, Event, Request};
 use super::table::Table;
-use super::{UniqueId, frame, nodelist};
+use super::{UniqueId, channel, nodelist};
 
-/// Bytes as a store or a member may receive them: frames, whose bodies are read as each kind of
-/// message, and the requests among them carried out.
+/// Records as a store or a member may receive them, whose bodies are decoded as every kind of message; the requests among
+/// them are carried out. The first two bytes of a record are the rank that sends it and the number of the request.
 pub fn store_frames(bytes: &[u8]) {
     const WORLD: u32 = 4;
     let mut table = Table::new(WORLD as usize, 1 << 20);
     for rank in 0..WORLD {
-        // None of them can be there yet.
+        // Nobody has joined before.
         let _ = table.join(rank, None);
     }
     let mut reader = bytes;
-    while let Ok(Some(frame)) = frame::read(&mut reader, frame::MAX_HANDSHAKE) {
-        if let Ok(request) = message::decode::<Request>(&frame.body) {
-            // The high bits of the number choose who sends it, so that members can meet.
-            table.handle((frame.id >> 62) as u32, frame.id & !(3 << 62), request);
+    while let Ok(Some(record)) = channel::read_record(&mut reader) {
+        let Some((&[sender, id], body)) = record.split_first_chunk() else {
+            continue;
+        };
+        if let Ok(request) = message::decode::<Request>(body) {
+            table.handle(u32::from(sender) % WORLD, id.into(), request);
         }
         for sent in table.take_outgoing() {
-            // What the store sends, a member must be able to read.
+            // A member must be able to read whatever the store sends.
             let read = match sent.id {
                 0 => {
                     message::decode::<Event>(&sent.body).is_ok()
@@ -28,21 +30,21 @@ pub fn store_frames(bytes: &[u8]) {
                 }
                 _ => message::decode::<Answer>(&sent.body).is_ok(),
             };
-            assert!(read, "the store sent what no member can read");
+            assert!(read, "the store sent a message that no member can read");
         }
-        let _ = message::decode::<Answer>(&frame.body);
-        let _ = message::decode::<Entry>(&frame.body);
-        let _ = message::decode::<Event>(&frame.body);
+        let _ = message::decode::<Answer>(body);
+        let _ = message::decode::<Entry>(body);
+        let _ = message::decode::<Event>(body);
     }
     for rank in 0..WORLD {
         table.lose(rank, "the end of the input");
     }
 }
 
-/// Bytes as a unique id; one that is accepted must come out as it went in.
+/// Bytes as a unique id. One that is accepted must encode to the same bytes.
 pub fn unique_id(bytes: &[u8]) {
     if let Ok(id) = UniqueId::from_bytes(bytes) {
-        assert_eq!(id.to_bytes(), bytes, "an id changed on the way through");
+        assert_eq!(id.to_bytes(), bytes, "an id does not round-trip");
     }
     if let Ok(text) = std::str::from_utf8(bytes) {
         let _ = text.parse::<UniqueId>();

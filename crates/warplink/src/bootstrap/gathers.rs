@@ -1,8 +1,7 @@
-//! Gathers: every member gives a value and gets the values of all.
+//! Gathers: every member contributes a value and gets the values of all.
 
-use super::frame::MAX_BODY;
 use super::members::{MemberState, MemberStates, first_lost, gone};
-use super::message::{Answer, Bytes, GatherId, Purpose, Refusal, RefusalKind, Reply};
+use super::message::{Answer, Bytes, GatherId, MAX_BODY, Purpose, Refusal, RefusalKind, Reply};
 use super::outgoing::{Outgoing, body};
 use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
@@ -18,15 +17,15 @@ pub(crate) struct Contribution {
     pub(crate) value: Bytes,
 }
 
-/// What a member gave.
+/// A member's contribution.
 #[derive(Debug)]
 struct Share {
     value: Bytes,
-    /// The request to answer, unless its caller no longer waits.
+    /// The request to answer, or none if its caller no longer waits.
     request: Option<u64>,
 }
 
-/// A gather for which not everybody has come yet.
+/// A gather that lacks contributions.
 #[derive(Debug)]
 struct Gather {
     purpose: Purpose,
@@ -36,28 +35,28 @@ struct Gather {
     bytes: usize,
 }
 
-/// A gather that failed by what one of its members gave.
+/// A gather that failed because of a contribution.
 #[derive(Debug)]
 struct Failed {
     refusal: Refusal,
-    /// The members that are there and have not come.
+    /// The present members that have not contributed.
     missing: BTreeSet<u32>,
 }
 
-/// All gathers under way.
+/// All gathers in progress.
 #[derive(Debug, Default)]
 pub(crate) struct Gathers {
     open: HashMap<GatherId, Gather>,
     by_request: HashMap<(u32, u64), GatherId>,
-    /// Gathers that failed, for the members that come later: alone, they would wait for those that have their
-    /// answer.
+    /// Gathers that failed, for the members that contribute later: they would wait for members that already have their
+    /// answer and do not call again.
     failed: HashMap<GatherId, Failed>,
-    /// Results that some members got from a store that was lost, for those that did not.
+    /// Results that a lost store had sent to some members, for those that it had not.
     completed: HashMap<GatherId, Reply>,
 }
 
 impl Gathers {
-    /// Takes a member's value; when it was the last, answers all.
+    /// Adds a contribution; the last one completes the gather and answers all.
     pub(crate) fn contribute(
         &mut self,
         contribution: Contribution,
@@ -136,7 +135,7 @@ impl Gathers {
         Ok(())
     }
 
-    /// A member got this result from a store that was lost.
+    /// A lost store had sent this result to a member.
     pub(crate) fn restore(&mut self, id: GatherId, reply: Reply) {
         self.completed.insert(id, reply);
     }
@@ -159,12 +158,11 @@ impl Gathers {
         }
     }
 
-    /// The caller no longer waits for this request. Says whom it waited for; `None` when there is no
-    /// request of that number.
+    /// The caller no longer waits for this request. Returns the refusal that names the ranks it waited for, or `None` when
+    /// there is no such request.
     ///
-    /// Its value stays, so that the others are not held up and the next gather of the group is the
-    /// same one on every rank. That of a bind becomes empty: those that come later learn that this
-    /// rank does not go on.
+    /// The contribution remains, so that the others need not wait and the next gather of the group is the same one on
+    /// every rank. That of a bind becomes empty, from which later members learn that this rank does not go on.
     pub(crate) fn cancel(&mut self, rank: u32, request: u64) -> Option<Refusal> {
         let id = self.by_request.remove(&(rank, request))?;
         self.stop_answering(&id, rank);
@@ -207,7 +205,7 @@ impl Gathers {
         }
     }
 
-    /// Why the gather cannot complete: a member is lost, or left before it gave its value.
+    /// Why the gather cannot complete: a member is lost, or left before it contributed.
     fn failure(&self, id: &GatherId, states: &MemberStates) -> Option<Refusal> {
         if let Some(rank) = first_lost(id.members.iter().copied(), states) {
             return gone(rank, states);
@@ -244,7 +242,7 @@ impl Gathers {
         self.answer(id, &gather, unversioned(reply), out);
     }
 
-    /// Fails a gather by what `rank` gave, also for those that come later.
+    /// Fails a gather because of the contribution of `rank`, also for members that contribute later.
     fn spoil(
         &mut self,
         id: &GatherId,
@@ -268,7 +266,7 @@ impl Gathers {
         refusal
     }
 
-    /// Why the gather failed before `rank` came, if it did.
+    /// Why the gather failed before `rank` contributed, if it did.
     fn failed_before(&mut self, id: &GatherId, rank: u32) -> Option<Refusal> {
         let failed = self.failed.get_mut(id)?;
         if !failed.missing.remove(&rank) {

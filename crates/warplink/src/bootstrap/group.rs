@@ -13,20 +13,19 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Some or all of the ranks, for all-gathers and barriers among them.
 ///
-/// The calls on one group are matched by the order in which each rank makes them, so the members
-/// must make the same calls in the same order. Threads that want to call at the same time each
-/// take a group of their own.
+/// Calls on one group are matched by their order on each rank, so the members must make the same calls
+/// in the same order. Threads that call concurrently need separate groups.
 pub struct Group {
     pub(super) client: Arc<Client>,
     members: Vec<Rank>,
-    /// In ascending order, as the store wants them.
+    /// In ascending order, as the store expects them.
     sorted: Vec<u32>,
     instance: u64,
     sequence: AtomicU64,
-    /// This rank's place among the members.
+    /// This rank's position among the members.
     rank: Rank,
     name: GroupName,
-    /// Whether it ends with another group.
+    /// Whether it is registered to end with another group.
     is_dependent: bool,
 }
 
@@ -40,8 +39,7 @@ impl Drop for Group {
 }
 
 impl Group {
-    /// The group of these members, given the members in ascending order and which of the groups
-    /// with the same members it is.
+    /// The group of these members, also given in ascending order. `instance` counts the groups of the same members.
     pub(crate) fn new(
         client: Arc<Client>,
         rank: Rank,
@@ -49,11 +47,11 @@ impl Group {
         sorted: Vec<u32>,
         instance: u64,
     ) -> Self {
-        let place = members.iter().position(|&member| member == rank);
+        let position = members.iter().position(|&member| member == rank);
         Self {
             client,
-            // A group contains its own rank, as was checked.
-            rank: place.unwrap_or_default(),
+            // Callers have checked that the group contains this rank.
+            rank: position.unwrap_or_default(),
             members,
             sorted,
             instance,
@@ -63,14 +61,14 @@ impl Group {
         }
     }
 
-    /// The same with a name of its own.
+    /// Sets the group's name.
     pub(crate) fn named(mut self, name: GroupName) -> Self {
         self.instance = name.instance();
         self.name = name;
         self
     }
 
-    /// The same, which ends when `parent` does: what waits in it fails with that one's error.
+    /// Lets the group end when `parent` does: calls that wait in it fail with the parent's error.
     pub(crate) fn depending_on(mut self, parent: &Self) -> Self {
         let pair = (parent.name, self.name);
         lock(&self.client.state).dependents.push(pair);
@@ -78,7 +76,7 @@ impl Group {
         self
     }
 
-    /// This rank's place among the members.
+    /// This rank's position among the members.
     pub fn rank(&self) -> Rank {
         self.rank
     }
@@ -129,18 +127,18 @@ impl Group {
         (self.rank, job_rank.unwrap_or(self.rank))
     }
 
-    /// The members, in the order in which the group was made.
+    /// The members, in the order in which the group was created with them.
     pub fn members(&self) -> &[Rank] {
         &self.members
     }
 
-    /// Gives `bytes` to every member and returns what each gave, in the order of
-    /// [`Group::members`]. Lengths may differ. Blocks until all have called it.
+    /// Sends `bytes` to every member and returns the bytes of each, in the order of [`Group::members`].
+    /// Lengths may differ. Blocks until all have called it.
     ///
     /// # Errors
     /// [`ErrorKind::PeerLost`] or [`ErrorKind::PeerLeft`], naming the member, when one is gone;
-    /// [`ErrorKind::Timeout`] at the deadline, in which case the others still get what this rank
-    /// gave; [`ErrorKind::Mismatch`] when another member calls [`Group::barrier`] or binds a program
+    /// [`ErrorKind::Timeout`] at the deadline, in which case the others still get this
+    /// rank's bytes; [`ErrorKind::Mismatch`] when another member calls [`Group::barrier`] or binds a program
     /// instead;
     /// [`ErrorKind::InvalidArgument`] when all values together exceed 64 MiB;
     /// [`ErrorKind::Closed`] when this rank has left.
@@ -148,8 +146,8 @@ impl Group {
         self.gather_values(Purpose::AllGather, bytes, deadline)
     }
 
-    /// As [`Group::all_gather`], for the steps of binding a program: where a member stopped waiting at
-    /// its deadline, the others get nothing in the place of what it gave.
+    /// As [`Group::all_gather`], for the steps of binding a program: if a member stopped waiting at its deadline, the others
+    /// get empty bytes from it.
     pub(crate) fn gather_votes(&self, bytes: &[u8], deadline: Deadline) -> Result<Vec<Vec<u8>>> {
         self.gather_values(Purpose::Bind, bytes, deadline)
     }
@@ -201,9 +199,9 @@ impl Group {
     }
 }
 
-/// Checks the members of a group and puts them in ascending order.
+/// Checks the members of a group and sorts them in ascending order.
 pub(crate) fn sort_members(members: &[Rank], rank: Rank, world: usize) -> Result<Vec<u32>> {
-    let failed = |message: String| Err(Error::invalid(message).with_operation("make a group"));
+    let failed = |message: String| Err(Error::invalid(message).with_operation("create a group"));
     let mut sorted = wire_ranks(members)?;
     sorted.sort_unstable();
     if let Some(twice) = sorted.windows(2).find(|pair| pair.first() == pair.last()) {
@@ -229,7 +227,7 @@ pub(crate) fn sort_members(members: &[Rank], rank: Rank, world: usize) -> Result
 fn unexpected() -> Error {
     Error::new(
         ErrorKind::Protocol,
-        "the store sent a reply of another type",
+        "the store sent a reply of an unexpected type",
     )
 }
 

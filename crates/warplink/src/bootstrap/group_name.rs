@@ -1,10 +1,10 @@
-//! The names of groups, which their members derive alike.
+//! Names of groups, which every member derives locally.
 
 use super::message::Request;
 use crate::error::Rank;
 use sha2::{Digest, Sha256};
 
-/// What tells a group from the others of its job. Its members derive it alike, each for itself.
+/// Identifies a group within its job. Every member derives the same name, without communication.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct GroupName([u8; 16]);
 
@@ -12,8 +12,7 @@ impl GroupName {
     /// The group of all ranks.
     pub(crate) const WORLD: Self = Self([0; 16]);
 
-    /// The name of a group that was made from this one in the way `how`, the `number`-th of the same
-    /// members.
+    /// The name of the `number`-th group of these members that was derived from this one by the operation `how`.
     pub(crate) fn child(self, how: &str, members: &[Rank], number: u64) -> Self {
         let mut hash = Sha256::new();
         hash.update(self.0);
@@ -24,17 +23,17 @@ impl GroupName {
         Self(name)
     }
 
-    /// As it goes over the wire.
+    /// The bytes on the wire.
     pub(crate) fn to_bytes(self) -> [u8; 16] {
         self.0
     }
 
-    /// The name that goes over the wire as `bytes`.
+    /// The name of these bytes on the wire.
     pub(crate) fn from_bytes(bytes: [u8; 16]) -> Self {
         Self(bytes)
     }
 
-    /// Whether `request` is one of the group.
+    /// Whether `request` belongs to the group.
     pub(crate) fn is_of(self, request: &Request) -> bool {
         let prefix = self.key("");
         match request {
@@ -45,13 +44,13 @@ impl GroupName {
         }
     }
 
-    /// The number of the group among those of the same members, out of the way of counted ones.
+    /// The group's instance number. The highest bit keeps it apart from groups that are counted.
     pub(super) fn instance(self) -> u64 {
         let [a, b, c, d, e, f, g, h, ..] = self.0;
         u64::from_le_bytes([a, b, c, d, e, f, g, h]) | 1 << 63
     }
 
-    /// `key`, for this group alone: not of others, nor of the application.
+    /// `key` in the namespace of this group, apart from other groups and the application.
     pub(super) fn key(self, key: &str) -> String {
         match self {
             Self::WORLD => format!("warplink/world/{key}"),
@@ -64,7 +63,7 @@ impl GroupName {
 mod tests {
     use super::*;
 
-    /// As where the group of all has failed, and others go on.
+    /// The group of all ranks may fail while others go on.
     #[test]
     fn a_request_is_of_one_group_or_none() {
         let pair = GroupName::WORLD.child("subgroup", &[0, 1], 0);

@@ -1,15 +1,16 @@
-//! Finding the rank that serves the store next, when the one that does is lost.
+//! Takeover: finding the rank that serves the store next, when the one that does is lost.
 //!
-//! The living rank with the lowest number serves. Every rank comes to this by itself, from what it
-//! knows of losses, and where the lowest does not answer, it asks those after it at the same time
-//! (`candidates.rs`). It connects to that rank with the same handshake as in joining. There it says whom
-//! it knows to be gone, and what it knows of the store's content (`journal.rs`). When every rank that
-//! is left has done so, or was lost, the store takes requests again (`restore.rs`, `table.rs`), and
-//! those that were not answered are sent again. Should the next rank be lost meanwhile, the one after
-//! it serves.
+//! 1. Each rank selects the remaining rank with the lowest number, from the losses it knows. If that one does not
+//!    answer, it probes those after it concurrently (`candidates.rs`). There is no designated
+//!    backup, since it could be lost together with the server, as all ranks of a machine are.
+//! 2. It connects there with the handshake of joining, and reports the ranks it knows to be gone and its part of the
+//!    store's content (`journal.rs`).
+//! 3. When all remaining ranks have done so, or were lost, the store accepts requests again (`restore.rs`, `table.rs`),
+//!    and unanswered ones are retried.
 //!
-//! A rank that still hears the old store has a connection wait for its own decision
-//! (`Server::wait_until_serving`). A rank that the others gave up is told so there.
+//! If the next rank is lost meanwhile, the one after it takes over in the same way. A rank that still hears from the old
+//! store lets connections wait until it has decided (`Server::wait_until_serving`). A rank that the others gave up learns
+//! that there.
 
 use super::client::{Client, Phase};
 use super::connection::{self, Link};
@@ -20,8 +21,8 @@ use crate::sync::lock;
 use std::net::{SocketAddr, TcpStream};
 
 impl Client {
-    /// The connection to the store was lost for `reason`: one to the rank that serves it next, or
-    /// `None` where there is none.
+    /// The connection to the store was lost for `reason`. Returns one to the rank that serves it next, or `None` if there is
+    /// none.
     pub(super) fn next_store(&self, reason: &str) -> Option<Link> {
         let (serving, session, standby) = {
             let mut state = lock(&self.state);
@@ -32,7 +33,7 @@ impl Client {
             }
             (state.serving, state.session, state.standby.clone())
         };
-        // Without effect if it has said why it aborts, or has left.
+        // No effect if it has reported why it aborts, or has left.
         self.health.lose(serving, reason);
         loop {
             if lock(&self.state).over.is_some() {
@@ -43,16 +44,16 @@ impl Client {
                 Ok(link) => {
                     let mut state = lock(&self.state);
                     if state.over.is_some() {
-                        link.outbox.shut_down();
+                        link.connection.outbox.shut_down();
                         return None;
                     }
                     state.serving = next;
-                    state.pulse = link.pulse.clone();
-                    state.link = Some(link.outbox.clone());
+                    state.pulse = link.connection.pulse.clone();
+                    state.link = Some(link.connection.outbox.clone());
                     for request in state.journal.restoring() {
-                        // Where this fails, the reader finds the connection closed.
+                        // If this fails, the reader notices that the connection is closed.
                         if let Ok(body) = message::encode(&request) {
-                            let _ = link.outbox.push(0, &body);
+                            let _ = link.connection.outbox.push(0, &body);
                         }
                     }
                     return Some(link);
@@ -61,7 +62,7 @@ impl Client {
                     self.give_up_membership(error.message());
                     return None;
                 }
-                // Closed meanwhile.
+                // This rank left meanwhile.
                 Err(_) if lock(&self.state).over.is_some() => return None,
                 Err(error) if next == self.identity.rank => {
                     let message = format!("this rank cannot serve the store: {}", error.message());
@@ -73,7 +74,7 @@ impl Client {
         }
     }
 
-    /// Connects to the rank `next` as the one that serves the store; if that is this one, it begins to.
+    /// Connects to the rank `next` as the one that serves the store. If that is this rank, it takes over first.
     fn connect_to(
         &self,
         next: Rank,
@@ -97,7 +98,7 @@ impl Client {
             if let Some(error) = &state.over {
                 return Err(error.clone());
             }
-            // So that closing need not wait for the handshake.
+            // So that closing can end the handshake.
             state.connecting = Some(stream.try_clone().map_err(failed)?);
             Ok(entry.clone())
         };
@@ -105,7 +106,8 @@ impl Client {
             address,
             &self.identity,
             limit / 2,
-            // It answers at once if it runs; it may notice the loss later than this rank.
+            // A rank that runs authenticates at once, but it may notice the loss later than this rank does, and admit it
+            // only then.
             [Deadline::after(limit / 2), Deadline::after(limit * 2)],
             &begin,
         );
@@ -113,7 +115,7 @@ impl Client {
         link
     }
 
-    /// A rank cannot serve the store, and is lost with that.
+    /// A rank cannot serve the store, so it is recorded as lost.
     pub(super) fn pass_over(&self, rank: Rank, error: &Error) {
         let reason = match error.kind() {
             ErrorKind::Timeout => "it did not answer as the next to serve the store",
@@ -124,8 +126,8 @@ impl Client {
     }
 }
 
-/// Where `rank` would serve the store.
+/// The address at which `rank` would serve the store.
 pub(super) fn address_of(standby: &[Option<SocketAddr>], rank: Rank) -> Result<SocketAddr> {
-    let unknown = || Error::new(ErrorKind::Io, "the rank has said no address for this");
+    let unknown = || Error::new(ErrorKind::Io, "the rank has announced no address for this");
     standby.get(rank).copied().flatten().ok_or_else(unknown)
 }

@@ -1,31 +1,32 @@
-//! The challenge by which a rank that joins and the store prove to each other that they hold the
-//! secret, before either accepts anything else.
+//! Opening a connection: both ends prove that they hold the job's secret, before either accepts anything else.
 //!
 //! ```text
-//! joiner → store   hello: version, rank, world, nonce
-//! store  → joiner  challenge: nonce, proof over hello and both nonces under "store"
-//! joiner → store   proof over the same under "joiner", and what it comes for
-//! store  → joiner  welcome: the session, or a refusal
+//! joiner → store   hello: version, rank, world; then the first message of the channel's handshake
+//! store  → joiner  the second message of that handshake, or a refusal in the clear
+//! joiner → store   encrypted: why it connects
+//! store  → joiner  encrypted: the session, or a refusal
 //! ```
 //!
-//! The store proves itself first, so that a joiner tells nothing to a stranger. Everything after the
-//! joiner's proof is sealed (`seal.rs`), under keys that both derive from the secret and the nonces.
+//! The hello is the prologue of the channel's handshake (`channel.rs`), which authenticates it too. The first message alone
+//! could be a replay, so the store admits a joiner only after its first encrypted frame. A refusal in the clear can be
+//! forged by whoever can alter packets, who could as well cut the connection.
 
-use super::frame::{self, MAX_BODY, MAX_HANDSHAKE};
-use super::message::{self, Entry, Refusal, RefusalKind};
-use super::seal::{Opener, Sealer, Seals};
-use super::secret::{Proof, Secret, random_bytes};
+use super::channel::{self, Channel, HANDSHAKE_MESSAGE, Opener, internal};
+use super::message::{self, Bytes, Entry, Refusal, RefusalKind};
+use super::secret::Secret;
 use crate::error::{Error, ErrorKind, Rank, Result};
 use serde::{Deserialize, Serialize};
+use snow::HandshakeState;
 use std::io::{Read, Write};
+use std::time::Duration;
 use zerocopy::byteorder::little_endian::{U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
 /// The version of the protocol between members and the store.
-pub(crate) const VERSION: u32 = 5;
+pub(crate) const VERSION: u32 = 6;
 const MAGIC: [u8; 4] = *b"WPLK";
 
-/// The first frame. Its layout stays the same in every version, so that each can name the other.
+/// The beginning of the first frame. Its layout stays the same in every version, so that an error can name both versions.
 #[derive(FromBytes, IntoBytes, Immutable, KnownLayout, Unaligned, Clone, Copy)]
 #[repr(C)]
 struct Hello {
@@ -33,16 +34,13 @@ struct Hello {
     version: U32,
     rank: U64,
     world: U64,
-    nonce: [u8; 32],
 }
 
 #[derive(Serialize, Deserialize)]
-enum Challenge {
-    Prove {
-        nonce: [u8; 32],
-        proof: Proof,
-    },
-    /// Only for what is wrong before secrets matter: another version, or no hello at all.
+enum HelloReply {
+    /// The second message of the channel's handshake.
+    Accepted(Bytes),
+    /// Another version or another secret: the joiner could not read an encrypted refusal.
     Refused(Refusal),
 }
 
@@ -52,101 +50,106 @@ enum JoinReply {
     Refused(Refusal),
 }
 
-/// The rank and the world size that a joiner claims, after it proved that it holds the secret.
+/// The process that connects.
+#[derive(Clone)]
+pub(crate) struct Identity {
+    pub(crate) rank: Rank,
+    pub(crate) world: usize,
+    pub(crate) secret: Secret,
+    pub(crate) heartbeat: Duration,
+    pub(crate) heartbeat_limit: Duration,
+}
+
+/// The request of a joiner that has proved that it holds the secret.
 pub(crate) struct Claim {
     pub(crate) rank: u64,
     pub(crate) world: u64,
     pub(crate) entry: Entry,
-    /// The store's, for the connection.
-    pub(crate) seals: Seals,
+    /// The store's end.
+    pub(crate) channel: Channel,
 }
 
-const STORE: &str = "warplink join: store";
-const JOINER: &str = "warplink join: joiner";
-const FROM_STORE: &str = "warplink frames: store";
-const FROM_JOINER: &str = "warplink frames: joiner";
+/// Sends a record in the clear.
+fn send(stream: &mut impl Write, record: &[u8]) -> Result<()> {
+    let mut bytes = Vec::new();
+    channel::push_record(&mut bytes, record);
+    write(stream, &bytes)
+}
 
-fn send(stream: &mut impl Write, body: &[u8]) -> Result<()> {
+fn write(stream: &mut impl Write, bytes: &[u8]) -> Result<()> {
     stream
-        .write_all(&frame::encode(0, body, 0)?)
+        .write_all(bytes)
         .map_err(|error| Error::io("send a handshake", &error))
 }
 
-/// `None` when the other side closed the connection instead.
-fn receive(stream: &mut impl Read) -> Result<Option<Vec<u8>>> {
-    Ok(frame::read(stream, MAX_HANDSHAKE)?.map(|frame| frame.body))
+/// Receives a record in the clear.
+fn receive(stream: &mut impl Read) -> Result<Vec<u8>> {
+    channel::read_record(stream)?.ok_or_else(closed)
 }
 
-fn stopped() -> Error {
+/// This end's next message of the channel's handshake.
+fn next_message(handshake: &mut HandshakeState) -> Result<[u8; HANDSHAKE_MESSAGE]> {
+    let mut message = [0; HANDSHAKE_MESSAGE];
+    let written = handshake.write_message(&[], &mut message);
+    written.map_err(internal)?;
+    Ok(message)
+}
+
+/// Whether the sender of this message of the channel's handshake holds the secret.
+fn is_authentic(handshake: &mut HandshakeState, message: &[u8]) -> bool {
+    let mut payload = [0; HANDSHAKE_MESSAGE];
+    handshake.read_message(message, &mut payload).is_ok()
+}
+
+/// The other end closed the connection.
+fn closed() -> Error {
     Error::new(
         ErrorKind::Io,
         "the other side closed the connection during the handshake",
     )
 }
 
-/// The joiner's side, up to and including what it comes for: the process at the other end lives and
-/// holds the secret. Returns the joiner's seals; [`welcomed`] comes next.
+/// The joiner's side, up to and including the reason why it connects. [`welcomed`] comes next.
 ///
 /// # Errors
 /// [`ErrorKind::Io`] when the connection ends, which is worth another attempt; the other kinds
 /// are final.
 pub(crate) fn join(
     stream: &mut (impl Read + Write),
-    secret: &Secret,
-    rank: Rank,
-    world: usize,
+    identity: &Identity,
     entry: &Entry,
-) -> Result<Seals> {
-    let (hello, nonce) = greet(stream, secret, rank, world)?;
-    send(stream, &secret.proof(JOINER, &[hello.as_bytes(), &nonce])?)?;
-    let transcript = [hello.as_bytes(), &nonce[..]];
-    let mut seals = Seals {
-        sealer: Sealer::new(&secret.proof(FROM_JOINER, &transcript)?)?,
-        opener: Opener::new(&secret.proof(FROM_STORE, &transcript)?)?,
-    };
-    stream
-        .write_all(&seals.sealer.seal(0, &message::encode(entry)?)?)
-        .map_err(|error| Error::io("send a handshake", &error))?;
-    Ok(seals)
+) -> Result<Channel> {
+    let mut channel = probe(stream, identity)?;
+    let entry = channel.sealer.seal(0, &message::encode(entry)?)?;
+    write(stream, &entry)?;
+    Ok(channel)
 }
 
-/// As [`join`], without saying what the joiner comes for: whether a process answers that holds the secret.
-pub(crate) fn probe(
-    stream: &mut (impl Read + Write),
-    secret: &Secret,
-    rank: Rank,
-    world: usize,
-) -> Result<()> {
-    greet(stream, secret, rank, world).map(drop)
-}
-
-/// The joiner's hello and the other side's nonce, once that has proved itself.
-fn greet(
-    stream: &mut (impl Read + Write),
-    secret: &Secret,
-    rank: Rank,
-    world: usize,
-) -> Result<(Hello, [u8; 32])> {
+/// The joiner's side until the other end has proved that its process runs and holds the secret.
+pub(crate) fn probe(stream: &mut (impl Read + Write), identity: &Identity) -> Result<Channel> {
     let hello = Hello {
         magic: MAGIC,
         version: VERSION.into(),
-        rank: (rank as u64).into(),
-        world: (world as u64).into(),
-        nonce: random_bytes()?,
+        rank: (identity.rank as u64).into(),
+        world: (identity.world as u64).into(),
     };
-    send(stream, hello.as_bytes())?;
-    let (nonce, proof) = match message::decode(&receive(stream)?.ok_or_else(stopped)?)? {
-        Challenge::Prove { nonce, proof } => (nonce, proof),
-        Challenge::Refused(refusal) => return Err(refusal.into_error()),
-    };
-    if !secret.verify(STORE, &[hello.as_bytes(), &nonce], &proof)? {
-        return Err(Error::new(
+    let mut handshake = channel::begin(&identity.secret, hello.as_bytes(), true)?;
+    let message = next_message(&mut handshake)?;
+    send(stream, &[hello.as_bytes(), &message].concat())?;
+    match message::decode(&receive(stream)?)? {
+        HelloReply::Accepted(answer) if is_authentic(&mut handshake, &answer.0) => {
+            Channel::new(handshake)
+        }
+        HelloReply::Refused(refusal) if refusal.kind != RefusalKind::Authentication => {
+            Err(refusal.into_error())
+        }
+        // Either end may be the one that finds it.
+        HelloReply::Accepted(_) | HelloReply::Refused(_) => Err(Error::new(
             ErrorKind::Authentication,
             "the store at this address does not hold this rank's secret",
         )
-        .with_help("give every rank the same unique id or WARPLINK_SECRET, and check that no other job uses this address"));
+        .with_help("give every rank the same unique id or WARPLINK_SECRET, and check that no other job uses this address")),
     }
-    Ok((hello, nonce))
 }
 
 /// The end of the joiner's side, once the store has admitted it: what identifies the session, and the
@@ -154,20 +157,20 @@ fn greet(
 ///
 /// # Errors
 /// As [`join`].
-pub(crate) fn welcomed(stream: &mut impl Read, seals: &mut Seals) -> Result<([u8; 32], Rank)> {
-    let reply = seals.opener.read(stream, MAX_HANDSHAKE)?;
-    match message::decode(&reply.ok_or_else(stopped)?.body)? {
+pub(crate) fn welcomed(stream: &mut impl Read, opener: &mut Opener) -> Result<([u8; 32], Rank)> {
+    let reply = opener.read(stream)?.ok_or_else(closed)?;
+    match message::decode(&reply.body)? {
         JoinReply::Welcome { session, serving } => Ok((session, serving as Rank)),
         JoinReply::Refused(refusal) => Err(refusal.into_error()),
     }
 }
 
-/// The store's side, up to and including the joiner's proof. The caller then sends a sealed frame
+/// The store's side, up to and including the joiner's first encrypted frame. The caller then sends an encrypted frame
 /// with [`welcome`] or [`refusal`].
 pub(crate) fn accept(stream: &mut (impl Read + Write), secret: &Secret) -> Result<Claim> {
-    let bytes = receive(stream)?.ok_or_else(stopped)?;
-    let hello = match Hello::read_from_bytes(&bytes) {
-        Ok(hello) if hello.magic == MAGIC => hello,
+    let bytes = receive(stream)?;
+    let (hello, message) = match Hello::read_from_prefix(&bytes) {
+        Ok((hello, message)) if hello.magic == MAGIC => (hello, message),
         _ => {
             return Err(Error::new(
                 ErrorKind::Protocol,
@@ -175,51 +178,32 @@ pub(crate) fn accept(stream: &mut (impl Read + Write), secret: &Secret) -> Resul
             ));
         }
     };
+    let mut refuse = |refusal: Refusal| {
+        let reply = HelloReply::Refused(refusal.clone());
+        send(stream, &message::encode(&reply)?)?;
+        Err(refusal.into_error())
+    };
     if hello.version.get() != VERSION {
         let message = format!(
             "the store uses version {VERSION} of the protocol, rank {} uses version {}; expected the same",
             hello.rank, hello.version
         );
-        let refusal = Refusal::new(RefusalKind::Mismatch, message);
-        send(
-            stream,
-            &message::encode(&Challenge::Refused(refusal.clone()))?,
-        )?;
-        return Err(refusal.into_error());
+        return refuse(Refusal::new(RefusalKind::Mismatch, message));
     }
-    let nonce: [u8; 32] = random_bytes()?;
-    let proof = secret.proof(STORE, &[hello.as_bytes(), &nonce])?;
-    send(
-        stream,
-        &message::encode(&Challenge::Prove { nonce, proof })?,
-    )?;
-    let claimed = receive(stream)?.ok_or_else(stopped)?;
-    let claimed = Proof::try_from(&claimed[..]).map_err(|_| {
-        Error::new(
-            ErrorKind::Protocol,
-            "a proof has the wrong length; expected 32 bytes",
-        )
-    })?;
-    if !secret.verify(JOINER, &[hello.as_bytes(), &nonce], &claimed)? {
-        let denied = Refusal::new(
-            RefusalKind::Authentication,
-            "the joining rank does not hold the store's secret",
-        );
-        // The joiner could not read a sealed one.
-        send(stream, &refusal(&denied)?)?;
-        return Err(denied.into_error());
+    let mut handshake = channel::begin(secret, hello.as_bytes(), false)?;
+    if !is_authentic(&mut handshake, message) {
+        let message = "the joining rank does not hold the store's secret";
+        return refuse(Refusal::new(RefusalKind::Authentication, message));
     }
-    let transcript = [hello.as_bytes(), &nonce[..]];
-    let mut seals = Seals {
-        sealer: Sealer::new(&secret.proof(FROM_STORE, &transcript)?)?,
-        opener: Opener::new(&secret.proof(FROM_JOINER, &transcript)?)?,
-    };
-    let entry = seals.opener.read(stream, MAX_BODY)?.ok_or_else(stopped)?;
+    let answer = HelloReply::Accepted(next_message(&mut handshake)?[..].into());
+    send(stream, &message::encode(&answer)?)?;
+    let mut channel = Channel::new(handshake)?;
+    let entry = channel.opener.read(stream)?.ok_or_else(closed)?;
     Ok(Claim {
         rank: hello.rank.get(),
         world: hello.world.get(),
         entry: message::decode(&entry.body)?,
-        seals,
+        channel,
     })
 }
 

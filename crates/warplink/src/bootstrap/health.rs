@@ -15,12 +15,12 @@ type GroupCallback = dyn Fn(GroupName, &Error) + Send + Sync;
 type Job = Box<dyn FnOnce() + Send>;
 type EndCallback = dyn Fn(&Error) + Send + Sync;
 
-/// What is known about the other ranks: who was lost, who left in order.
+/// The state of the other ranks: lost, left in order, or present.
 ///
-/// A rank is lost when its connection to the store ends without a goodbye (its process died, its
-/// machine vanished, or it broke the protocol), and when it was not heard of for
-/// [`JoinConfig::heartbeat_limit`](super::JoinConfig::heartbeat_limit). The same holds of the rank that
-/// serves the store. Cheap to clone; clones share what they know. No method blocks.
+/// A rank is lost when its connection to the store ends although it has not left (its process died, its
+/// machine vanished, or it broke the protocol), and when it sent no heartbeat for
+/// [`JoinConfig::heartbeat_limit`](super::JoinConfig::heartbeat_limit). The same applies to the rank that
+/// serves the store. Cheap to clone; clones share their state. No method blocks.
 #[derive(Clone)]
 pub struct Health(Arc<Mutex<Inner>>);
 
@@ -28,7 +28,7 @@ pub struct Health(Arc<Mutex<Inner>>);
 struct Inner {
     lost: BTreeMap<Rank, Loss>,
     left: BTreeSet<Rank>,
-    /// Why this rank is no member any more, though it did not leave.
+    /// Why this rank is no longer a member, if it did not leave.
     ended: Option<Error>,
     /// The groups in which a rank can do no more work.
     failed_groups: HashMap<GroupName, Error>,
@@ -86,11 +86,11 @@ impl Health {
         Ok(())
     }
 
-    /// Has `callback` called once for every rank that is lost, those already lost included.
+    /// Calls `callback` once for every rank that is lost, including those already lost.
     ///
     /// Calls come from a background thread, one after another, and end when the
-    /// [`Bootstrap`](super::Bootstrap) is closed. A callback should return soon, since it holds up
-    /// the next; it may use the store.
+    /// [`Bootstrap`](super::Bootstrap) is closed. A callback should return soon, since it delays the next
+    /// one; it may use the store.
     pub fn when_lost(&self, callback: impl Fn(Rank, &Error) + Send + Sync + 'static) {
         let callback: Arc<Callback> = Arc::new(callback);
         let mut inner = lock(&self.0);
@@ -109,8 +109,7 @@ impl Health {
         inner.callbacks.push(callback);
     }
 
-    /// Has `callback` called once for every group that fails from now on, by the thread that calls those
-    /// for lost ranks.
+    /// Calls `callback` once for every group that fails from now on, on the thread that reports lost ranks.
     pub(crate) fn when_group_failed(
         &self,
         callback: impl Fn(GroupName, &Error) + Send + Sync + 'static,
@@ -121,7 +120,7 @@ impl Health {
         }
     }
 
-    /// Records that a rank can do no more work in `group`, and has the callbacks called.
+    /// Records that a rank can do no more work in `group`, and calls the callbacks.
     pub(crate) fn fail_group(&self, group: GroupName, error: &Error) {
         let mut inner = lock(&self.0);
         if inner.closed || inner.failed_groups.contains_key(&group) {
@@ -140,8 +139,8 @@ impl Health {
         lock(&self.0).failed_groups.get(&group).cloned()
     }
 
-    /// Has `callback` called once when the others go on without this rank, before any call fails with
-    /// that, or at once if it has happened. It must not block.
+    /// Calls `callback` once when the others go on without this rank, before any call fails for that reason, or at once
+    /// if it has happened. It must not block.
     pub(crate) fn when_ended(&self, callback: impl Fn(&Error) + Send + Sync + 'static) {
         let mut inner = lock(&self.0);
         if let Some(error) = inner.ended.clone() {
@@ -177,8 +176,7 @@ impl Health {
         !inner.lost.contains_key(&rank) && !inner.left.contains(&rank)
     }
 
-    /// The lost ranks, in the order of their losses and each with the reason, and those that left, as they
-    /// go over the wire.
+    /// The lost ranks in the order of their losses, each with the reason, and the ranks that left; in the wire format.
     pub(crate) fn gone(&self) -> (Vec<(u32, String)>, Vec<u32>) {
         let inner = lock(&self.0);
         let mut lost: Vec<_> = inner.lost.iter().collect();
@@ -189,7 +187,7 @@ impl Health {
         (lost.collect(), left.collect())
     }
 
-    /// Records a loss, once per rank, and has the callbacks called.
+    /// Records a loss, once per rank, and calls the callbacks.
     pub(crate) fn lose(&self, rank: Rank, reason: &str) {
         let mut inner = lock(&self.0);
         if inner.closed || inner.left.contains(&rank) || inner.lost.contains_key(&rank) {
@@ -222,13 +220,12 @@ impl Health {
         lock(&self.0).left.insert(rank);
     }
 
-    /// Whether this rank has ended its membership, so that no callback need go on.
+    /// Whether this rank has ended its membership, so that callbacks need not continue.
     pub(crate) fn is_closed(&self) -> bool {
         lock(&self.0).closed
     }
 
-    /// Ends the notifications. The thread that makes them ends after the call that is under way;
-    /// it is handed to the caller to wait for.
+    /// Ends the notifications. Returns their thread, which ends after the callback in progress.
     pub(crate) fn close(&self) -> Option<JoinHandle<()>> {
         let mut inner = lock(&self.0);
         inner.closed = true;
@@ -241,7 +238,7 @@ impl Health {
 }
 
 impl Inner {
-    /// Hands a call to the notifying thread, which starts with the first one.
+    /// Queues a call for the notifying thread, which the first one starts.
     fn submit(&mut self, job: Job) {
         if self.notifier.is_none() {
             let (jobs, queue) = mpsc::channel::<Job>();

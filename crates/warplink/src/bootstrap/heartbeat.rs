@@ -1,7 +1,6 @@
-//! The thread that shows the others that this process runs, and looks whether they do.
+//! The thread that sends heartbeats and checks those of others.
 //!
-//! It depends on nothing that the application does: threads that are busy and calls that take long do
-//! not stop it. Only what stops the whole process does.
+//! It is independent of the application: busy threads and long calls do not stop it, only stopping the whole process does.
 
 use super::client::Client;
 use super::server::Server;
@@ -11,7 +10,7 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// The longest between two signs of life. Independent of the limit, which may differ between ranks.
+/// The longest interval between two heartbeats, also for a long limit: other ranks may have a shorter one.
 const MAX_INTERVAL: Duration = Duration::from_millis(500);
 
 /// The running thread, until it is stopped.
@@ -21,13 +20,13 @@ pub(crate) struct Heartbeat {
 }
 
 impl Heartbeat {
-    /// Starts it. A rank that is not heard for `limit` is given up.
+    /// Starts it. A rank that is silent for `limit` is given up.
     pub(crate) fn start(client: Arc<Client>, server: Arc<Server>, limit: Duration) -> Result<Self> {
         let stopping = Arc::<(Mutex<bool>, Condvar)>::default();
-        let told = stopping.clone();
+        let signal = stopping.clone();
         let thread = std::thread::Builder::new()
             .name("warplink-heart".into())
-            .spawn(move || run(&told, &client, &server, limit))
+            .spawn(move || run(&signal, &client, &server, limit))
             .map_err(|error| Error::thread("start a thread", &error))?;
         Ok(Self {
             stopping,
@@ -61,8 +60,8 @@ fn run(stopping: &(Mutex<bool>, Condvar), client: &Client, server: &Server, limi
         }
         drop(stop);
         if last.elapsed() > interval + limit / 4 {
-            // This process was stopped itself. What the others sent meanwhile has not been read yet, so
-            // that their silence says nothing.
+            // This process itself was stopped. Heartbeats that arrived meanwhile have not been read yet, so silence
+            // before now proves nothing.
             awake_since = Instant::now();
         }
         last = Instant::now();

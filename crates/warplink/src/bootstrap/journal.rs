@@ -1,28 +1,27 @@
-//! What a member knows of the store's content, so that another rank can serve it when the rank that
-//! does is lost.
+//! A member's journal of the keys it changed, from which another rank restores the store when the server is lost.
 //!
-//! Each member remembers what became of the keys that it changed last. Together that is all that the
-//! store contains, except for what lost ranks set; so whatever was confirmed to a member that lives
-//! outlives the store. Versions, which the store counts, tell which of several entries of a key holds.
+//! Each member keeps the latest state of the keys that it changed last. Together the journals contain the whole store,
+//! except for keys that lost ranks set, so every change confirmed to a surviving member outlives the server. Of several
+//! entries of a key, the one with the highest version, which the store counts, is valid.
 //!
-//! The store tells a member to forget the keys that others changed since. Once all have been told, it
-//! has everybody forget what was deleted (`Checkpoint`), so that a journal does not grow.
+//! The store reports to a member the keys that others changed since, which it then drops (`Forget`). Once all have
+//! been notified, everybody drops the tombstones of deleted keys (`Checkpoint`), so a journal does not grow without bound.
 
 use super::message::{Bytes, GatherId, JournalEntry, OnReady, Reply, Request};
 use std::collections::{HashMap, VecDeque};
 
-/// How many results of gathers are remembered. The store may be lost when it has answered some members
-/// of a gather and not the others, which then get the result from those. It answers the members of one
-/// gather together, so the gather in question is one of the last.
+/// How many results of gathers are kept. The server may be lost after it has answered some members of a gather and not
+/// the others, which then get the result from the journals of the former. It answers all members of a gather together,
+/// so only recent gathers matter.
 const MAX_GATHERS: usize = 64;
-/// How many bytes of values these may take, except for the last.
+/// The most bytes of these results. The last one is kept even if it is larger.
 const MAX_GATHER_BYTES: usize = 16 << 20;
-/// About how many bytes are told in one request.
+/// About how many bytes of entries one request contains.
 const PART_BYTES: usize = 4 << 20;
-/// How many keys are told in one request.
+/// How many keys one request contains.
 const PART_KEYS: usize = 1 << 12;
 
-/// What one member remembers.
+/// The journal of one member.
 #[derive(Debug, Default)]
 pub(crate) struct Journal {
     entries: HashMap<String, (u64, Option<Bytes>)>,
@@ -31,26 +30,26 @@ pub(crate) struct Journal {
 }
 
 impl Journal {
-    /// Notes what the store answered to a request of this member.
+    /// Records the store's answer to a request of this member.
     pub(crate) fn record(&mut self, request: &Request, version: u64, reply: &Reply) {
         match (request, reply) {
             (Request::Set { pairs }, Reply::Done) => {
                 for (key, value) in pairs {
-                    self.note(key, version, Some(value.clone()));
+                    self.put(key, version, Some(value.clone()));
                 }
             }
             (Request::CompareAndSet { key, new, .. }, Reply::Done) => {
-                self.note(key, version, Some(new.clone()));
+                self.put(key, version, Some(new.clone()));
             }
             (Request::Add { key, .. }, Reply::Number(sum)) => {
-                self.note(key, version, Some(Bytes::from(&sum.to_le_bytes()[..])));
+                self.put(key, version, Some(Bytes::from(&sum.to_le_bytes()[..])));
             }
-            (Request::Delete { key }, Reply::Flag(true)) => self.note(key, version, None),
+            (Request::Delete { key }, Reply::Flag(true)) => self.put(key, version, None),
             (Request::Wait { keys, on_ready, .. }, Reply::Values(_))
                 if *on_ready == OnReady::Take =>
             {
                 for key in keys {
-                    self.note(key, version, None);
+                    self.put(key, version, None);
                 }
             }
             (Request::Gather { id, .. }, Reply::Done | Reply::Values(_)) => {
@@ -68,7 +67,7 @@ impl Journal {
         }
     }
 
-    fn note(&mut self, key: &str, version: u64, value: Option<Bytes>) {
+    fn put(&mut self, key: &str, version: u64, value: Option<Bytes>) {
         match self.entries.get_mut(key) {
             Some(entry) if entry.0 > version => {}
             Some(entry) => *entry = (version, value),
@@ -89,13 +88,13 @@ impl Journal {
         }
     }
 
-    /// Everybody has forgotten what was deleted up to `version`.
+    /// Every member has dropped its entries that deletions up to `version` superseded.
     pub(crate) fn checkpoint(&mut self, version: u64) {
         self.entries
             .retain(|_, (at, value)| value.is_some() || *at > version);
     }
 
-    /// All of it, as requests to a new store.
+    /// The whole journal, as requests to a new store.
     pub(crate) fn restoring(&self) -> Vec<Request> {
         let mut parts = Vec::new();
         let (mut entries, mut bytes) = (Vec::new(), 0);
@@ -112,7 +111,7 @@ impl Journal {
             }
         }
         parts.push(restore(entries, Vec::new()));
-        // One by one: each may be nearly as long as a message may be.
+        // One per request: each may be nearly as long as a message may be.
         let gathers = self.gathers.iter().cloned();
         parts.extend(gathers.map(|gather| restore(Vec::new(), vec![gather])));
         parts.push(Request::Restored);
@@ -146,8 +145,8 @@ mod tests {
         }
     }
 
-    fn told(journal: &Journal) -> Vec<(String, u64, bool)> {
-        let mut told: Vec<_> = journal
+    fn entries(journal: &Journal) -> Vec<(String, u64, bool)> {
+        let mut entries: Vec<_> = journal
             .restoring()
             .into_iter()
             .filter_map(|request| match request {
@@ -157,33 +156,33 @@ mod tests {
             .flatten()
             .map(|entry| (entry.key, entry.version, entry.value.is_some()))
             .collect();
-        told.sort();
-        told
+        entries.sort();
+        entries
     }
 
     #[test]
-    fn it_keeps_what_holds_and_forgets_what_it_is_told_to() {
+    fn valid_entries_are_kept_and_superseded_ones_dropped() {
         let mut journal = Journal::default();
         journal.record(&set("a", b"1"), 5, &Reply::Done);
         journal.record(&set("b", b"1"), 6, &Reply::Done);
         journal.record(&delete("b"), 7, &Reply::Flag(true));
         journal.record(&delete("c"), 8, &Reply::Flag(false));
         let [a, b] = ["a", "b"].map(str::to_owned);
-        assert_eq!(told(&journal), [(a.clone(), 5, true), (b, 7, false)]);
-        // An older entry never replaces a newer one, and a late word does not remove one.
+        assert_eq!(entries(&journal), [(a.clone(), 5, true), (b, 7, false)]);
+        // An older entry never replaces a newer one, nor does a late notice remove one.
         journal.record(&set("b", b"0"), 4, &Reply::Done);
         journal.forget(&[("b".to_owned(), 7), ("a".to_owned(), 5)]);
-        assert_eq!(told(&journal).len(), 2);
+        assert_eq!(entries(&journal).len(), 2);
         journal.checkpoint(6);
-        assert_eq!(told(&journal).len(), 2);
+        assert_eq!(entries(&journal).len(), 2);
         journal.checkpoint(7);
-        assert_eq!(told(&journal), [(a, 5, true)]);
+        assert_eq!(entries(&journal), [(a, 5, true)]);
         journal.forget(&[("a".to_owned(), 9)]);
-        assert!(told(&journal).is_empty());
+        assert!(entries(&journal).is_empty());
     }
 
     #[test]
-    fn results_of_gathers_are_limited_but_for_the_last() {
+    fn results_of_gathers_are_limited_except_for_the_last() {
         let mut journal = Journal::default();
         let gather = |sequence| Request::Gather {
             id: GatherId {

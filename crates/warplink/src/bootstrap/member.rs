@@ -1,10 +1,11 @@
-//! Joining a job, being a member of it, and leaving.
+//! A rank's membership in a job, from joining to leaving.
 
 use super::client::Client;
 use super::config::{JoinConfig, Rendezvous};
-use super::connection::{self, Identity};
+use super::connection;
 use super::group::{Group, sort_members};
 use super::group_name::GroupName;
+use super::handshake::Identity;
 use super::health::Health;
 use super::heartbeat::Heartbeat;
 use super::message::{Entry, GroupDeclaration, MAX_WORLD};
@@ -22,24 +23,24 @@ use std::sync::{Arc, Mutex, OnceLock};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
-/// How long an abort waits for the store.
+/// How long an abort waits for the store, and a failed join for its leave.
 const DROP_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// The shortest limit of silence. Less would take a rank that the system runs late for stopped.
+/// The shortest heartbeat limit. With a shorter one, a rank that the system schedules late would count as stopped.
 pub(super) const MIN_HEARTBEAT_LIMIT: Duration = Duration::from_millis(100);
 
 /// How long a rank of the process that made a unique id waits for rank 0 to join in the same process,
 /// before it serves in its place.
 const RANK_0_TIMEOUT: Duration = Duration::from_millis(500);
 
-/// How long rank 0 waits for a unique id's port that somebody has who does not listen there.
+/// How long rank 0 waits for the port of a unique id that is in use although nobody listens there.
 const PORT_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// A rank's membership in its job: the store, collectives of bytes, and news of the others.
+/// A rank's membership in its job: the store, collectives of bytes, and the state of the other ranks.
 ///
-/// One rank serves the store for all: rank 0, or the one whose process made the unique id. Should it be
-/// lost, the one with the lowest number of those that are left serves it; what depends on the lost rank
-/// ends with an error that names it, and the rest goes on. All methods may be called from any thread.
+/// One rank serves the store for all: rank 0, or a rank of the process that created the unique id. If it is
+/// lost, the remaining rank with the lowest number takes over; calls that depend on the lost rank end with
+/// an error that names it, and the others go on. All methods may be called from any thread.
 pub struct Bootstrap {
     rank: Rank,
     world: usize,
@@ -48,7 +49,7 @@ pub struct Bootstrap {
     client: Arc<Client>,
     store: Store,
     everyone: Arc<Group>,
-    /// How many groups of the same members were made.
+    /// How many groups of the same members were created.
     groups: Mutex<HashMap<Vec<u32>, u64>>,
     server: Arc<Server>,
     heartbeat: Heartbeat,
@@ -59,16 +60,16 @@ pub struct Bootstrap {
 impl Bootstrap {
     /// Joins the job, and returns once every rank has.
     ///
-    /// Rank 0 starts to serve the store, or a rank of the process that made the unique id and still holds
-    /// its port; the others try to connect until they reach it. Blocks for
-    /// at most [`JoinConfig::timeout`], or about a second longer.
+    /// Rank 0 starts to serve the store, or a rank of the process that created the unique id and still holds
+    /// its port; the others try to connect until they reach it. Blocks for at most [`JoinConfig::timeout`],
+    /// plus about a second.
     ///
     /// # Errors
     /// - [`ErrorKind::InvalidArgument`]: the rank is not below the world size.
-    /// - [`ErrorKind::AddressInUse`]: on rank 0, another process listens at the address, and that is not
-    ///   of a unique id; or somebody has the port of a unique id and does not listen there.
-    /// - [`ErrorKind::Mismatch`]: another world size than rank 0's, a rank that another process
-    ///   has, or another version of the protocol.
+    /// - [`ErrorKind::AddressInUse`]: on rank 0, another process listens at the address, which is not that
+    ///   of a unique id; or the port of a unique id is in use although nobody listens there.
+    /// - [`ErrorKind::Mismatch`]: the world size differs from rank 0's, another process has this rank,
+    ///   or the versions of the protocol differ.
     /// - [`ErrorKind::Authentication`]: this process and the store do not hold the same secret.
     /// - [`ErrorKind::PeerLost`]: a rank that had joined died meanwhile.
     /// - [`ErrorKind::Timeout`]: at the deadline; it names the ranks that had not joined, or rank
@@ -105,19 +106,15 @@ impl Bootstrap {
         let health = Health::new();
         let start = |listener, serves| {
             let settings = Settings {
-                rank,
-                world,
-                secret: identity.secret.clone(),
-                heartbeat: config.heartbeat,
-                heartbeat_limit: config.heartbeat_limit,
+                identity: identity.clone(),
                 store_limit: config.store_limit,
                 health: health.clone(),
             };
             Server::start(listener, serves, settings).map(Arc::new)
         };
         let address = config.rendezvous.address();
-        // Of a rank that does not serve from the start, once it knows by which of its addresses the
-        // others reach it.
+        // A rank that does not serve at first starts its server only once it is connected: the connection's local address
+        // is one at which the others reach it.
         let own = OnceLock::new();
         let target = match listener_of_job(config)? {
             Some(listener) => {
@@ -148,7 +145,7 @@ impl Bootstrap {
         let server = own.into_inner().ok_or_else(|| {
             Error::new(
                 ErrorKind::Internal,
-                "a rank joined without a server of its own",
+                "a rank joined without starting its server",
             )
         })?;
         let client =
@@ -160,7 +157,7 @@ impl Bootstrap {
             })?;
         if let Err(error) = client.wait_until_ready(deadline) {
             server.abandon();
-            // A rank that gives up was not lost: it goes in order, and so do the others then.
+            // Giving up is no loss: this rank leaves in order, and so will the others.
             let _ = client.leave(Deadline::after(DROP_TIMEOUT));
             heartbeat.stop();
             client.close();
@@ -201,9 +198,9 @@ impl Bootstrap {
         self.local_rank
     }
 
-    /// A key that the members of this job share, for whatever else they have to prove to one
-    /// another. It is derived from the key that they joined with and a random number of rank 0's,
-    /// so two jobs never have the same; it is secret if the key is.
+    /// A key that the members of this job share, for other proofs among them. It is derived from the
+    /// key that they joined with and a random number, so two jobs never have the same; it is secret if
+    /// the key is.
     pub fn secret(&self) -> &Secret {
         &self.secret
     }
@@ -213,12 +210,12 @@ impl Bootstrap {
         &self.store
     }
 
-    /// What is known of the other ranks.
+    /// The state of the other ranks.
     pub fn health(&self) -> &Health {
         self.client.health()
     }
 
-    /// Gives `bytes` to every rank and returns what each gave, by rank. See [`Group::all_gather`].
+    /// Sends `bytes` to every rank and returns the bytes of each, by rank. See [`Group::all_gather`].
     ///
     /// # Errors
     /// As [`Group::all_gather`].
@@ -236,8 +233,8 @@ impl Bootstrap {
 
     /// A group of some of the ranks, this one among them. Does not communicate.
     ///
-    /// Every member makes it for itself. Members may list the ranks in different orders; when
-    /// several groups of the same members are made, the first on one rank is the first on all.
+    /// Every member calls this. Members may list the ranks in different orders; if several groups of the
+    /// same members are created, the first on one rank is the first on all.
     ///
     /// # Errors
     /// [`ErrorKind::InvalidArgument`] when a rank is out of range or listed twice, or when this
@@ -262,15 +259,15 @@ impl Bootstrap {
         &self.everyone
     }
 
-    /// A group of some of the ranks, in the order given, that has `name` on every one of them.
+    /// A group of some of the ranks, in the order given, which has the same `name` on all of them.
     pub(crate) fn named_group(&self, members: &[Rank], name: GroupName) -> Result<Group> {
         let sorted = sort_members(members, self.rank, self.world)?;
         let group = Group::new(self.client.clone(), self.rank, members.to_vec(), sorted, 0);
         Ok(group.named(name))
     }
 
-    /// Has the store compare the group `name` of `members`, which this rank makes of `parent`, with what the
-    /// others make; `numbers` says how many this rank made before with each of them. Does not block.
+    /// Declares the group `name` of `members` of `parent` to the store, which compares it with the declarations of others.
+    /// `numbers` are the counts of groups that this rank created before with each member. Does not block.
     pub(crate) fn declare_group(
         &self,
         parent: GroupName,
@@ -287,28 +284,27 @@ impl Bootstrap {
         Ok(())
     }
 
-    /// Tells the members of `group` that this rank can do no more work in it, for `reason`. Blocks until the store has
-    /// told them, or the deadline.
+    /// Reports to the members of `group` that this rank can do no more work in it, for `reason`. Blocks until the store has
+    /// passed it on, or the deadline.
     pub(crate) fn fail_group(&self, group: &Group, reason: &str, deadline: Deadline) -> Result<()> {
         let members = wire_ranks(group.members())?;
         self.client
             .fail_group(group.name(), members, reason, deadline)
     }
 
-    /// Confirms to the others that this rank knows that the group `name` failed. Blocks until the store has
-    /// it, or the deadline; it is sent in any case.
+    /// Confirms to the others that this rank knows that the group `name` failed. Blocks until the store has the confirmation,
+    /// or the deadline; it is sent in any case.
     pub(crate) fn confirm_failure(&self, name: GroupName, deadline: Deadline) -> Result<()> {
         let confirmed = [(confirmation(name, self.rank), Vec::new())];
         self.store.multi_set_until(&confirmed, deadline)
     }
 
-    /// Waits until every member of `group` that is there has confirmed that it failed, or the deadline; whether all
-    /// have.
+    /// Waits until every present member of `group` has confirmed that it failed, or the deadline. Returns whether all have.
     pub(crate) fn wait_for_confirmations(&self, group: &Group, deadline: Deadline) -> bool {
         let mut all = true;
         for &member in group.members() {
             let key = confirmation(group.name(), member);
-            // One that is gone confirms nothing, nor does one that has stopped.
+            // A member that is gone need not confirm; one that is stopped runs into the deadline.
             let confirmed = self.store.wait(&[key], &Wait::on([member], deadline));
             if let Err(error) = confirmed {
                 tracing::debug!(%error, member, "a rank may not know of a failure yet");
@@ -318,11 +314,11 @@ impl Bootstrap {
         all
     }
 
-    /// Leaves in order: the others take this rank for one that left, not for one that was lost.
+    /// Leaves in order, which the others do not treat as a loss.
     ///
-    /// The rank that serves the store goes on until all others have left or were lost, or the deadline
-    /// passes; then another serves it. Calls that are under way on this rank end with [`ErrorKind::Closed`], as do later
-    /// ones. Closing again does nothing.
+    /// The rank that serves the store continues until all others have left or were lost, or the deadline
+    /// passes; then another one takes over. Calls in flight on this rank end with [`ErrorKind::Closed`],
+    /// as do later ones. Closing again does nothing.
     ///
     /// # Errors
     /// [`ErrorKind::Timeout`] naming the ranks that still remain, on the rank that serves the store;
@@ -358,9 +354,9 @@ impl Bootstrap {
     /// Ends this rank's membership as a failure: for the others it is lost, and `reason` is in their
     /// errors, as in "rank 1 was lost: REASON". At most 4,096 bytes of it are sent.
     ///
-    /// Calls that are under way on this rank end with [`ErrorKind::Closed`], as do later ones. Blocks for about two seconds at most. Does nothing
-    /// after [`Bootstrap::close`] or an earlier abort. Dropping a member that was not closed aborts
-    /// it.
+    /// Calls in flight on this rank end with [`ErrorKind::Closed`], as do later ones. Blocks for about
+    /// two seconds at most. Does nothing after [`Bootstrap::close`] or an earlier abort. Dropping a member
+    /// that was not closed aborts it.
     pub fn abort(&self, reason: &str) {
         let mut is_closed = lock(&self.is_closed);
         if std::mem::replace(&mut *is_closed, true) {
@@ -369,7 +365,7 @@ impl Bootstrap {
         let deadline = Deadline::after(DROP_TIMEOUT);
         tracing::debug!(rank = self.rank, reason, "aborting");
         if let Err(error) = self.client.abort(reason, deadline) {
-            // The end of the connection tells the others, without the reason.
+            // The others notice the end of the connection, without the reason.
             tracing::debug!(%error, "could not send the reason of an abort");
         }
         let notifier = self.disconnect();
@@ -390,13 +386,13 @@ impl Bootstrap {
     }
 }
 
-/// The key that says that `rank` knows of the failure of the group `name`.
+/// The key by which `rank` confirms that it knows of the failure of the group `name`.
 fn confirmation(name: GroupName, rank: Rank) -> String {
     name.child("failed", &[], 0).key(&rank.to_string())
 }
 
-/// The listener at the job's address, if this rank is to serve the store: rank 0 does, or a rank of the
-/// process that holds the port for a unique id.
+/// The listener at the job's address, if this rank serves the store at first: rank 0, or a rank of the process that holds
+/// the port for a unique id.
 fn listener_of_job(config: &JoinConfig) -> Result<Option<TcpListener>> {
     let address = config.rendezvous.address();
     if config.rank != 0 {
@@ -414,11 +410,11 @@ fn listener_of_job(config: &JoinConfig) -> Result<Option<TcpListener>> {
                 if error.kind() == ErrorKind::AddressInUse
                     && matches!(config.rendezvous, Rendezvous::Id(_)) =>
             {
-                // The process that made the id serves the store.
+                // The process that created the id serves the store.
                 if socket::connect(address, deadline.remaining()).is_ok() {
                     return Ok(None);
                 }
-                // The port is somebody's connection for a moment, or what held it is being closed.
+                // A connection may have the port as its local one for a moment, or its holder is just closing.
                 if deadline.passed() {
                     return Err(error);
                 }
@@ -429,8 +425,8 @@ fn listener_of_job(config: &JoinConfig) -> Result<Option<TcpListener>> {
     }
 }
 
-/// Waits for the thread that calls callbacks. A callback may be what closes the membership, and one
-/// that hangs must not block its end.
+/// Waits for the thread that calls callbacks, but not from within a callback, which may close the membership, and not beyond
+/// the deadline, since a callback may hang.
 fn finish(notifier: Option<JoinHandle<()>>, deadline: Deadline) {
     let Some(notifier) = notifier else { return };
     while !notifier.is_finished()
@@ -441,7 +437,7 @@ fn finish(notifier: Option<JoinHandle<()>>, deadline: Deadline) {
     }
 }
 
-/// A member that is dropped without [`Bootstrap::close`] has failed: the others must not wait for it.
+/// A member that is dropped without [`Bootstrap::close`] has failed, and the others must not wait for it.
 impl Drop for Bootstrap {
     fn drop(&mut self) {
         self.abort(if thread::panicking() {

@@ -1,8 +1,8 @@
-//! What the store knows of every rank.
+//! The store's state of every rank.
 
 use super::message::{Refusal, RefusalKind};
 
-/// What became of a rank.
+/// The state of a rank.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum MemberState {
     Absent,
@@ -20,7 +20,7 @@ pub(crate) type MemberStates = [MemberState];
 
 /// Which of `ranks` was lost first, if any was.
 ///
-/// Where one rank was lost, others often leave because of it, in order or not; so the first one is what to name.
+/// When a rank is lost, others often leave because of it, in order or not, so errors name the first one: the cause.
 pub(crate) fn first_lost(
     ranks: impl IntoIterator<Item = u32>,
     members: &MemberStates,
@@ -34,7 +34,7 @@ pub(crate) fn first_lost(
     lost.min().map(|(_, rank)| rank)
 }
 
-/// Why a wait that depends on `rank` cannot be met, if it cannot.
+/// Why a wait that depends on `rank` cannot succeed, if it cannot.
 pub(crate) fn gone(rank: u32, members: &MemberStates) -> Option<Refusal> {
     match members.get(rank as usize)? {
         MemberState::Absent | MemberState::Present => None,

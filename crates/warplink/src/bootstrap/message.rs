@@ -1,4 +1,4 @@
-//! What members and the store say to one another, and the limits on it.
+//! The messages between members and the store, and their limits.
 
 use crate::error::{Error, ErrorKind, Rank, Result};
 use serde::de::{DeserializeOwned, Visitor};
@@ -7,18 +7,20 @@ use std::fmt;
 use std::net::SocketAddr;
 use std::sync::Arc;
 
+/// The longest body of a frame, in bytes.
+pub(crate) const MAX_BODY: usize = 64 << 20;
 /// The longest key, in bytes.
 pub(crate) const MAX_KEY: usize = 1024;
 /// The most keys in one request.
 pub(crate) const MAX_KEYS: usize = 1 << 16;
 /// The longest reason of an abort, in bytes.
 pub(crate) const MAX_REASON: usize = 4096;
-/// The longest question or answer of a rank to another, in bytes.
-pub(crate) const MAX_STATED_BYTES: usize = 4096;
+/// The longest query of a rank to another, and the longest answer, in bytes.
+pub(crate) const MAX_QUERY: usize = 4096;
 /// The most ranks in a job.
 pub(crate) const MAX_WORLD: usize = 1 << 16;
 
-/// A value. Copies share the bytes, and on the wire they are a run of bytes, not a list of numbers.
+/// A value. Clones share the bytes. Serialized as a run of bytes, which is shorter than serde's list of numbers.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Bytes(pub(crate) Arc<[u8]>);
 
@@ -50,23 +52,23 @@ impl<'de> Deserialize<'de> for Bytes {
     }
 }
 
-/// What a waiting request does with its keys once all of them are there.
+/// The action of a waiting request once all of its keys exist.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum OnReady {
-    /// Only says so.
+    /// Only answers.
     Nothing,
-    /// Sends the values.
+    /// Answers with the values.
     Read,
-    /// Sends the values and deletes the keys.
+    /// Answers with the values and deletes the keys.
     Take,
 }
 
-/// What a gather is for; the members of one gather must agree on it.
+/// The purpose of a gather, which its members must agree on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum Purpose {
     AllGather,
     Barrier,
-    /// A step of binding a program, which no rank passes alone.
+    /// A step of binding a program: no rank proceeds unless all do.
     Bind,
 }
 
@@ -80,24 +82,24 @@ impl fmt::Display for Purpose {
     }
 }
 
-/// Which of a sequence of gathers among which members.
+/// Identifies a gather.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub(crate) struct GatherId {
     /// In ascending order, without repetition.
     pub(crate) members: Vec<u32>,
-    /// Which group of these members, by the order in which each rank made them.
+    /// Which group of these members, counted in the order of their creation.
     pub(crate) instance: u64,
     /// Which gather of that group.
     pub(crate) sequence: u64,
 }
 
-/// What a member asks of the store.
+/// A request of a member to the store.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum Request {
     Set {
         pairs: Vec<(String, Bytes)>,
     },
-    /// Waits until all keys are there. `on` are the ranks it depends on; none means every other.
+    /// Waits until all keys exist. `on` lists the ranks it depends on; an empty list means every other rank.
     Wait {
         keys: Vec<String>,
         on_ready: OnReady,
@@ -123,33 +125,33 @@ pub(crate) enum Request {
         purpose: Purpose,
         value: Bytes,
     },
-    /// Ends the sender's waiting request of that number; that request is answered, this one not.
+    /// Cancels the sender's waiting request of that number. That request is answered, this one is not.
     Cancel {
         id: u64,
     },
-    /// Which ranks have not joined.
+    /// Asks which ranks have not joined.
     Missing,
     /// The sender leaves in order.
     Leave,
-    /// The sender is lost to the others, for this reason.
+    /// The sender fails: the others are to treat it as lost, for this reason.
     Abort {
         reason: String,
     },
-    /// The sender makes a group of these ranks. Not answered.
+    /// The sender creates a group. Not answered.
     Declare(GroupDeclaration),
-    /// A sign of life. Not answered.
+    /// A heartbeat. Not answered.
     Alive,
-    /// The sender does not hear the store any more, and looks for another rank that serves it. Not
+    /// The sender gives up the store, which sends it nothing any more, and looks for another rank that serves it. Not
     /// answered.
     GiveUp {
         reason: String,
     },
-    /// A part of what the sender knows of the store that was lost. Not answered.
+    /// A part of the sender's journal of the lost store. Not answered.
     Restore {
         entries: Vec<JournalEntry>,
         gathers: Vec<(GatherId, Reply)>,
     },
-    /// The sender has said all that it knows of it. Not answered.
+    /// The sender has sent its whole journal. Not answered.
     Restored,
     /// The sender can do no more work in a group of these ranks.
     Fail {
@@ -157,92 +159,92 @@ pub(crate) enum Request {
         members: Vec<u32>,
         reason: String,
     },
-    /// Something for ranks of a group, which their reading threads take, and answer by [`Self::Say`] where `number` is
-    /// not 0. Not answered by the store.
-    Ask {
+    /// A query to ranks of a group, which their reading threads answer by [`Self::QueryReply`]; or a notice, which needs no
+    /// answer, if `number` is 0. Not answered by the store.
+    Query {
         group: [u8; 16],
         number: u64,
         to: Vec<u32>,
-        words: Bytes,
+        payload: Bytes,
     },
-    /// The answer to a question of `to`. Not answered.
-    Say {
+    /// The answer to a query of `to`. Not answered by the store.
+    QueryReply {
         number: u64,
         to: u32,
-        words: Bytes,
+        payload: Bytes,
     },
 }
 
-/// A group that a rank makes of a parent's ranks.
+/// A group that a rank creates of ranks of a parent.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct GroupDeclaration {
     pub(crate) parent: [u8; 16],
     pub(crate) name: [u8; 16],
-    /// In the group's order.
+    /// In the order of the group.
     pub(crate) members: Vec<u32>,
-    /// How many groups of the parent the sender made before with each of them.
+    /// How many groups of the parent the sender created before with each of them.
     pub(crate) numbers: Vec<u64>,
 }
 
-/// What became of a key by a request of the rank that tells of it.
+/// The state of a key after a request of the rank that sends the entry.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct JournalEntry {
     pub(crate) key: String,
-    /// The store's count of changes at that request: of several entries, the highest holds.
+    /// The store's count of changes at that request. Of several entries of a key, the one with the highest is valid.
     pub(crate) version: u64,
     /// `None` where the request deleted the key.
     pub(crate) value: Option<Bytes>,
 }
 
-/// The first frame of a connection after the handshake: what the process comes for.
+/// The first encrypted frame of a connection: the purpose of the connection.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum Entry {
-    /// To join the job. Should the store's rank be lost, this one can be reached at `standby`.
+    /// To join the job. If the store's rank is lost, this rank can be reached at `standby`.
     Join { standby: Option<SocketAddr> },
-    /// To go on in the job `session`, whose store was lost.
+    /// To resume in the job `session`, whose store was lost.
     Resume {
         session: [u8; 32],
-        /// The ranks that this one knows to be lost, and why.
+        /// The ranks that this rank knows to be lost, and why.
         lost: Vec<(u32, String)>,
-        /// Those that it knows to have left.
+        /// The ranks that it knows to have left.
         left: Vec<u32>,
     },
 }
 
-/// An answer as it is sent.
+/// An answer to a request.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Answer {
-    /// The store's count of changes after the request, where it could change something.
+    /// The store's count of changes after the request, if the request could change something.
     pub(crate) version: u64,
     pub(crate) reply: Reply,
 }
 
-/// What the store answers.
+/// The content of an answer.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum Reply {
     Done,
     Flag(bool),
     Number(i64),
     Values(Vec<Bytes>),
-    /// The value that kept a compare-and-set from happening.
+    /// A compare-and-set did not happen, because the key has this value.
     Kept(Option<Bytes>),
     Ranks(Vec<u32>),
     Refused(Refusal),
 }
 
-/// What the store tells every member unasked.
+/// A message of the store to members that answers no request.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum Event {
-    /// Every rank has joined, or, after a loss of the store, is back: requests are answered. With where
-    /// each rank would serve the store.
+    /// Every rank has joined, or, after a loss of the store, resumed: requests are accepted. With the address at which each
+    /// rank would serve the store.
     Ready {
         standby: Vec<Option<SocketAddr>>,
     },
-    /// A rank gave up waiting for these ranks to join.
+    /// A rank stopped waiting for these ranks to join.
     Abandoned {
         missing: Vec<u32>,
     },
-    /// A rank is lost. It is told so itself, if it can be.
+    /// A rank is lost. It gets the event too if it can still be reached.
     Lost {
         rank: u32,
         reason: String,
@@ -250,19 +252,19 @@ pub(crate) enum Event {
     Left {
         rank: u32,
     },
-    /// Two ranks make groups that differ, so that nobody can use them.
+    /// Two ranks created groups that differ, so nobody can use them.
     Conflict {
         groups: Vec<[u8; 16]>,
         ranks: [u32; 2],
         message: String,
     },
-    /// A sign of life.
+    /// A heartbeat.
     Alive,
-    /// Others changed keys that the receiver had set, at these versions.
+    /// Others changed keys that the receiver had set, at these versions, so its journal need not keep them.
     Forget {
         keys: Vec<(String, u64)>,
     },
-    /// Everybody was told to forget what was deleted up to this version.
+    /// All members were sent `Forget` for changes up to this version, so journals need not keep older deletions.
     Checkpoint {
         version: u64,
     },
@@ -272,18 +274,18 @@ pub(crate) enum Event {
         rank: u32,
         reason: String,
     },
-    /// A rank asks this one, or only tells it something, where `number` is 0.
-    Asked {
+    /// A query of a rank to the receiver, or a notice if `number` is 0.
+    Query {
         group: [u8; 16],
         number: u64,
         by: u32,
-        words: Bytes,
+        payload: Bytes,
     },
-    /// A rank answers the receiver's question of that number.
-    Said {
+    /// The answer of a rank to the receiver's query of that number.
+    QueryReply {
         number: u64,
         by: u32,
-        words: Bytes,
+        payload: Bytes,
     },
 }
 
@@ -296,7 +298,7 @@ pub(crate) struct Refusal {
     pub(crate) key: Option<String>,
 }
 
-/// The kinds of refusal; a part of the protocol, hence apart from [`ErrorKind`].
+/// The kind of a refusal. Separate from [`ErrorKind`], whose variants may change without changing the protocol.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum RefusalKind {
     Invalid,
@@ -330,7 +332,7 @@ impl Refusal {
         self
     }
 
-    /// The refusal as the caller sees it.
+    /// The refusal as an error of the caller.
     pub(crate) fn into_error(self) -> Error {
         let kind = match self.kind {
             RefusalKind::Invalid => ErrorKind::InvalidArgument,
@@ -392,28 +394,32 @@ impl Request {
                     ),
                 ))
             }
-            Self::Ask { words, .. } | Self::Say { words, .. }
-                if words.0.len() > MAX_STATED_BYTES =>
+            Self::Query { payload, .. } | Self::QueryReply { payload, .. }
+                if payload.0.len() > MAX_QUERY =>
             {
-                let length = words.0.len();
-                let message =
-                    format!("a rank says {length} bytes; expected at most {MAX_STATED_BYTES}");
+                let length = payload.0.len();
+                let message = format!(
+                    "a query or its answer has {length} bytes; expected at most {MAX_QUERY}"
+                );
                 Err(Refusal::new(RefusalKind::Invalid, message))
             }
             Self::Fail { members, .. } => check_ranks(members, world),
-            // Each of them is sent all of it.
-            Self::Ask { to, .. } if to.len() > world => {
-                let message = format!("a rank asks {} ranks of {world}", to.len());
+            // Each receiver is sent the whole payload, so a repeated one would multiply the traffic.
+            Self::Query { to, .. } if to.len() > world => {
+                let message = format!(
+                    "a query has {} receivers in a job of {world} ranks",
+                    to.len()
+                );
                 Err(Refusal::new(RefusalKind::Invalid, message))
             }
-            Self::Ask { to, .. } => check_ranks(to, world),
-            Self::Say { to, .. } => check_ranks(&[*to], world),
+            Self::Query { to, .. } => check_ranks(to, world),
+            Self::QueryReply { to, .. } => check_ranks(&[*to], world),
             Self::Declare(group) => {
                 check_ranks(&group.members, world)?;
                 if group.members.len() != group.numbers.len() {
                     return Err(Refusal::new(
                         RefusalKind::Protocol,
-                        "a group is declared with other numbers than members",
+                        "a group is declared with another number of counts than of members",
                     ));
                 }
                 Ok(())
@@ -471,7 +477,7 @@ fn check_ranks(ranks: &[u32], world: usize) -> Result<(), Refusal> {
     }
 }
 
-/// The body of a message.
+/// Encodes a message as the body of a frame.
 pub(crate) fn encode(message: &impl Serialize) -> Result<Vec<u8>> {
     postcard::to_stdvec(message).map_err(|error| {
         Error::new(
@@ -481,7 +487,7 @@ pub(crate) fn encode(message: &impl Serialize) -> Result<Vec<u8>> {
     })
 }
 
-/// The message in a body, all of whose bytes it must take up.
+/// Decodes the message in a body, which must not contain further bytes.
 ///
 /// # Errors
 /// [`ErrorKind::Protocol`].
@@ -494,7 +500,7 @@ pub(crate) fn decode<T: DeserializeOwned>(body: &[u8]) -> Result<T> {
         )),
         Err(error) => Err(Error::new(
             ErrorKind::Protocol,
-            format!("a malformed message: {error}"),
+            format!("a message is malformed: {error}"),
         )),
     }
 }

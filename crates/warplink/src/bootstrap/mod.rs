@@ -1,12 +1,10 @@
-//! How the ranks of a job find one another: unique ids, a key-value store, collectives of bytes,
-//! and the news of who was lost.
+//! Rendezvous of the ranks of a job: unique ids, a key-value store, collectives of bytes, and failure detection.
 //!
-//! One rank serves a store over TCP: rank 0, or one of the process that made the unique id. Every rank, that one
-//! included, is a client of it. Joining takes a
-//! proof, in both directions, of holding the job's secret. From then on the connection stands for
-//! the rank: while it is open and signs of life come over it the rank is there, and when it ends without
-//! a goodbye the rank is lost, and every wait that depends on it ends with an error that names it. When
-//! the rank that serves the store is lost, another serves it.
+//! One rank serves a store over TCP: rank 0, or a rank of the process that created the unique id. Every rank is a client of
+//! it, that one included. Client and server authenticate each other by the job's secret. While the connection is open and
+//! heartbeats arrive, the rank is present. When the connection ends although the rank has not left, the rank is lost, and
+//! every wait that depends on it ends with an error that names it. When the rank that serves the store is lost, another
+//! one takes over.
 //!
 //! ```
 //! use std::time::Duration;
@@ -38,26 +36,26 @@
 //! | file | subject |
 //! |---|---|
 //! | `member.rs` | joining, membership, leaving |
-//! | `config.rs`, `environment.rs`, `nodelist.rs` | where to meet and as whom, from launchers' variables |
-//! | `unique_id.rs`, `secret.rs` | the id on the wire, keys and proofs |
-//! | `store.rs`, `group.rs`, `health.rs` | what a member can do and learn |
+//! | `config.rs`, `environment.rs`, `nodelist.rs` | rendezvous, rank and world size, from launchers' variables |
+//! | `unique_id.rs`, `secret.rs` | the id on the wire, keys |
+//! | `store.rs`, `group.rs`, `health.rs` | the interface: key-value store, collectives of bytes, lost ranks |
 //! | `client.rs`, `connection.rs` | a member's requests, its connection |
-//! | `inquiry.rs` | what a rank asks others whose programs may be busy |
-//! | `handover.rs`, `journal.rs`, `restore.rs` | another rank serves the store |
-//! | `heartbeat.rs`, `pulse.rs` | signs of life |
+//! | `query.rs` | queries to ranks whose programs may be busy |
+//! | `handover.rs`, `candidates.rs`, `journal.rs`, `restore.rs` | another rank takes over the store |
+//! | `heartbeat.rs`, `pulse.rs` | heartbeats |
 //! | `server.rs` | the connections of all members, on the rank that serves |
 //! | `table.rs`, `members.rs`, `values.rs`, `waiters.rs`, `gathers.rs`, `outgoing.rs` | the store's state, without sockets or clocks |
-//! | `declarations.rs` | finding groups that differ between their members |
-//! | `handshake.rs`, `message.rs`, `seal.rs`, `frame.rs` | the protocol, from the outside in |
+//! | `declarations.rs` | detecting groups that differ between their members |
+//! | `handshake.rs`, `channel.rs`, `message.rs` | the protocol: admission, encrypted frames, messages |
 //! | `outbox.rs`, `socket.rs` | sending without blocking, socket options |
 
 mod candidates;
+mod channel;
 mod client;
 mod config;
 mod connection;
 mod declarations;
 mod environment;
-mod frame;
 mod gathers;
 mod group;
 mod group_name;
@@ -65,7 +63,6 @@ mod handover;
 mod handshake;
 mod health;
 mod heartbeat;
-mod inquiry;
 mod journal;
 mod member;
 mod members;
@@ -74,8 +71,9 @@ mod nodelist;
 mod outbox;
 mod outgoing;
 mod pulse;
+mod query;
 mod restore;
-mod seal;
+
 mod secret;
 mod server;
 mod socket;
@@ -93,8 +91,8 @@ pub use config::{JoinConfig, Rendezvous};
 pub use group::Group;
 pub(crate) use group_name::GroupName;
 pub use health::Health;
-pub(crate) use inquiry::Respondent;
 pub use member::Bootstrap;
+pub(crate) use query::Respondent;
 pub use secret::Secret;
 pub use store::{Store, Wait};
 pub use unique_id::{HeldPort, UniqueId};

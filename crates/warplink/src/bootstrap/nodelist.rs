@@ -1,15 +1,15 @@
-//! Slurm's way to write many host names as one, as in `node[01-04,7],login`.
+//! Slurm's notation for lists of hosts, as in `node[01-04,7],login`.
 
 use crate::error::{Error, ErrorKind, Result};
 
-/// The longest list that is looked at; jobs of thousands of nodes stay well below.
+/// The longest list that is parsed; lists of thousands of nodes are much shorter.
 const MAX_LENGTH: usize = 1 << 20;
 
 /// The first host of a list: of every bracket, the first number, with its leading zeros.
 ///
 /// # Errors
-/// [`ErrorKind::Parse`] when there is no host, a bracket is not closed, or what is inside one is
-/// no list of numbers and ranges.
+/// [`ErrorKind::Parse`] when there is no host, a bracket is not closed, or its content is not a list of
+/// numbers and ranges.
 pub(crate) fn first_host(list: &str) -> Result<String> {
     if list.len() > MAX_LENGTH {
         return Err(bad("is too long; expected at most 1 MiB"));
@@ -82,7 +82,7 @@ mod tests {
     }
 
     #[test]
-    fn refuses_what_is_no_list() {
+    fn refuses_malformed_lists() {
         for list in [
             "", ",a", "a[", "a[1", "a[]", "a[1-]", "a[-1]", "a[1,]", "a[x]", "a[1]]", "a b", "a]",
         ] {

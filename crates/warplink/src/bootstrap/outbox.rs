@@ -1,7 +1,7 @@
-//! Sending frames without ever blocking the sender.
+//! Sending frames without blocking the sender.
 
-use super::frame;
-use super::seal::Sealer;
+use super::channel::Sealer;
+use super::message::MAX_BODY;
 use crate::error::{Error, ErrorKind, Result};
 use crate::sync::lock;
 use rustix::net::{SendFlags, send};
@@ -11,21 +11,20 @@ use std::net::{Shutdown, TcpStream};
 use std::sync::{Arc, Mutex};
 use std::thread::{self, JoinHandle};
 
-/// How much may wait for a receiver that does not read before its connection is given up.
-const MAX_QUEUED: usize = 4 * frame::MAX_BODY;
+/// How many bytes may be queued for a receiver that does not read, before its connection is closed.
+const MAX_QUEUED: usize = 4 * MAX_BODY;
 
 /// The sending half of a connection.
 ///
-/// A frame goes straight into the socket's buffer while that has room. What does not fit waits in
-/// a queue, which a thread of its own empties and then ends: in the common case nobody has to be
-/// woken, and a receiver that stalls holds up nobody else.
+/// A frame is written to the socket's buffer directly while that has space, so in the common case no thread has to be
+/// woken. The rest is queued for a thread that ends when the queue is empty, so a receiver that stalls delays nobody else.
 pub(crate) struct Outbox {
     stream: Arc<TcpStream>,
     queue: Mutex<Queue>,
 }
 
 struct Queue {
-    /// Frames are sealed in the order in which they are sent.
+    /// Behind the same lock as the queue, since frames must be encrypted in the order in which they are sent.
     sealer: Sealer,
     frames: VecDeque<Vec<u8>>,
     bytes: usize,
@@ -49,10 +48,10 @@ impl Outbox {
         })
     }
 
-    /// Sends a frame or queues it. On an error the connection is shut down, which its reader sees.
+    /// Sends a frame or queues it. An error shuts the connection down, which its reader notices.
     pub(crate) fn push(self: &Arc<Self>, id: u64, body: &[u8]) -> Result<()> {
         let mut queue = lock(&self.queue);
-        // Too long a message is the caller's mistake and leaves the connection as it is.
+        // A message that is too long is the caller's mistake, and does not affect the connection.
         let bytes = queue.sealer.seal(id, body)?;
         let result = self.place(&mut queue, bytes);
         if result.is_err() {
@@ -87,13 +86,13 @@ impl Outbox {
                 .spawn(move || outbox.drain())
                 .map_err(|error| Error::thread("start a sending thread", &error))?;
             queue.draining = true;
-            // The thread before it has nothing left to do but to end.
+            // An earlier thread needs no join: it set `draining` to false as its last action.
             queue.drain = Some(drain);
         }
         Ok(())
     }
 
-    /// How many bytes the socket took at once.
+    /// Writes as much as the socket's buffer takes; returns how many bytes that is.
     fn send_now(&self, bytes: &[u8]) -> Result<usize> {
         let mut sent = 0;
         while sent < bytes.len() {
@@ -137,16 +136,16 @@ impl Outbox {
         queue.closed = true;
         queue.frames.clear();
         queue.bytes = 0;
-        // It may be down already.
+        // It fails if it is down already.
         let _ = self.stream.shutdown(Shutdown::Both);
     }
 
-    /// Shuts the connection down. What was sent before still arrives.
+    /// Shuts the connection down. Bytes in the socket's buffer still arrive.
     pub(crate) fn shut_down(&self) {
         self.shut(&mut lock(&self.queue));
     }
 
-    /// Shuts the connection down and waits for the sending thread, which that ends.
+    /// Shuts the connection down, which ends the sending thread, and waits for that.
     pub(crate) fn close(&self) {
         let drain = {
             let mut queue = lock(&self.queue);

@@ -1,4 +1,4 @@
-//! Frames that the store has to send.
+//! Messages for the server to send.
 
 use super::message;
 use std::sync::Arc;
@@ -12,8 +12,7 @@ pub(crate) struct Outgoing {
     pub(crate) body: Arc<[u8]>,
 }
 
-/// An encoded message. Encoding to memory cannot fail; were it to, the empty body that results is
-/// refused by the receiver as malformed.
+/// Encodes a message. Encoding to memory cannot fail; if it did, the receiver would refuse the empty body as malformed.
 pub(crate) fn body(message: &impl serde::Serialize) -> Arc<[u8]> {
     match message::encode(message) {
         Ok(body) => body.into(),

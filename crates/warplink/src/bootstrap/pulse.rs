@@ -1,4 +1,4 @@
-//! Signs of life: when the other end of a connection was last heard.
+//! Liveness of a connection: when something last arrived from its other end.
 
 use crate::error::Rank;
 use crate::sync::lock;
@@ -6,12 +6,12 @@ use std::io::{self, Read};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-/// When the other end of a connection was last heard.
+/// When something last arrived from the other end of a connection.
 #[derive(Debug)]
 pub(crate) struct Pulse(Mutex<Instant>);
 
 impl Pulse {
-    /// As if it was heard now.
+    /// A pulse that begins now.
     pub(crate) fn new() -> Arc<Self> {
         Arc::new(Self(Mutex::new(Instant::now())))
     }
@@ -20,18 +20,18 @@ impl Pulse {
         *lock(&self.0) = Instant::now();
     }
 
-    /// Whether it was heard after `since`.
+    /// Whether something arrived after `since`.
     pub(crate) fn is_heard_since(&self, since: Instant) -> bool {
         *lock(&self.0) > since
     }
 
-    /// For how long it was not heard, of the time after `since`: what came before does not count.
+    /// For how long nothing has arrived, not counting time before `since`.
     pub(crate) fn silence(&self, since: Instant) -> Duration {
         (*lock(&self.0)).max(since).elapsed()
     }
 }
 
-/// Notes every byte that arrives, so that a long message on a slow connection is a sign of life too.
+/// Records that bytes arrive, so that a long message on a slow connection counts as a heartbeat too.
 pub(crate) struct Heard<R> {
     reader: R,
     pulse: Arc<Pulse>,
@@ -53,19 +53,19 @@ impl<R: Read> Read for Heard<R> {
     }
 }
 
-/// What [`not_heard`] begins with.
+/// The beginning of [`not_heard`].
 const NOT_HEARD: &str = "it did not answer for ";
 
-/// Why a rank that was not heard for `limit` is given up.
+/// The reason for giving up a rank that was silent for `limit`.
 pub(crate) fn not_heard(limit: Duration) -> String {
     format!("{NOT_HEARD}{limit:?}")
 }
 
-/// What to do about a rank that was lost for `reason`.
+/// The help for the loss of a rank for `reason`.
 pub(crate) fn help_after_loss(rank: Rank, reason: &str) -> String {
     if reason.starts_with(NOT_HEARD) {
         format!(
-            "look at what rank {rank} does; if it was only held up, set WARPLINK_HEARTBEAT_LIMIT to more seconds"
+            "check why rank {rank} was stopped; if it was only delayed, set WARPLINK_HEARTBEAT_LIMIT to more seconds"
         )
     } else {
         format!("look at the output of rank {rank}")

@@ -1,22 +1,22 @@
-//! What the members tell a new store of the one that was lost.
+//! Merging the members' journals into the content of the store that was lost.
 
 use super::message::{Bytes, GatherId, JournalEntry, Reply};
 use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
 
-/// What was told so far.
+/// The journals so far.
 #[derive(Debug, Default)]
 pub(crate) struct Restoring {
-    /// The newest entry of every key, and whose it is.
+    /// The newest entry of every key, and the rank that sent it.
     entries: HashMap<String, (u64, Option<Bytes>, u32)>,
     gathers: Vec<(GatherId, Reply)>,
-    /// The ranks that came and have not told everything yet.
-    telling: BTreeSet<u32>,
-    /// The highest version that was told.
+    /// The ranks that resumed and have not sent their whole journal.
+    pending: BTreeSet<u32>,
+    /// The highest version in the journals.
     version: u64,
 }
 
-/// What the lost store contained.
+/// The content of the lost store.
 pub(crate) struct Content {
     /// Each with the rank that set it.
     pub(crate) values: Vec<(String, Arc<[u8]>, u32)>,
@@ -26,27 +26,27 @@ pub(crate) struct Content {
 }
 
 impl Restoring {
-    /// `rank` begins to tell.
+    /// `rank` resumed, and will send its journal.
     pub(crate) fn expect(&mut self, rank: u32) {
-        self.telling.insert(rank);
+        self.pending.insert(rank);
     }
 
     /// `rank` is gone.
     pub(crate) fn forget(&mut self, rank: u32) {
-        self.telling.remove(&rank);
+        self.pending.remove(&rank);
     }
 
-    /// `rank` has told everything.
+    /// `rank` has sent its whole journal.
     pub(crate) fn done(&mut self, rank: u32) {
-        self.telling.remove(&rank);
+        self.pending.remove(&rank);
     }
 
-    /// Whether all that came have told everything.
+    /// Whether all ranks that resumed have sent their whole journals.
     pub(crate) fn is_complete(&self) -> bool {
-        self.telling.is_empty()
+        self.pending.is_empty()
     }
 
-    /// A part of what `rank` knows.
+    /// Adds a part of the journal of `rank`.
     pub(crate) fn add(
         &mut self,
         rank: u32,
@@ -68,7 +68,7 @@ impl Restoring {
         self.gathers.extend(gathers);
     }
 
-    /// All of it, put together.
+    /// The merged content.
     pub(crate) fn into_content(self) -> Content {
         let values = self.entries.into_iter();
         let values = values.filter_map(|(key, (_, value, owner))| Some((key, value?.0, owner)));

@@ -1,4 +1,4 @@
-//! The key that a process proves to hold when it joins.
+//! The key that a process must hold to join.
 
 use crate::error::{Error, ErrorKind, Result};
 use hmac::{Hmac, Mac};
@@ -10,8 +10,7 @@ pub(crate) type Proof = [u8; 32];
 
 /// A key of 256 bits that the processes of one job share and nobody else holds.
 ///
-/// It never crosses the wire during a join; each side proves that it holds it. Its `Debug` form
-/// does not show it.
+/// It is never sent during a join; both sides prove that they hold it. Its `Debug` form does not show it.
 #[derive(Clone)]
 pub struct Secret([u8; 32]);
 
@@ -24,7 +23,7 @@ impl Secret {
         Ok(Self(random_bytes()?))
     }
 
-    /// The key made of these bytes.
+    /// The key of these bytes.
     pub const fn from_bytes(bytes: [u8; 32]) -> Self {
         Self(bytes)
     }
@@ -34,16 +33,16 @@ impl Secret {
         &self.0
     }
 
-    /// The key that stands for a text such as `WARPLINK_SECRET`.
+    /// The key derived from a text such as `WARPLINK_SECRET`.
     ///
-    /// The text is hashed once, not stretched: it has to be long and random to withstand guessing.
+    /// The text is hashed once, not stretched, so only a long random one withstands guessing.
     pub(crate) fn from_text(text: &str) -> Result<Self> {
         Self([0; 32])
             .proof("warplink secret text", &[text.as_bytes()])
             .map(Self)
     }
 
-    /// The key in use when nobody gave one: everybody knows it, so it protects nothing.
+    /// The key of jobs without a secret. Everybody knows it, so it protects nothing.
     pub(crate) fn well_known() -> Self {
         Self(*b"warplink: no secret was given ..")
     }
@@ -52,22 +51,13 @@ impl Secret {
     ///
     /// Each piece is preceded by its length, so that no two different lists give the same input.
     pub(crate) fn proof(&self, label: &str, parts: &[&[u8]]) -> Result<Proof> {
-        Ok(self.mac(label, parts)?.finalize().into_bytes().into())
-    }
-
-    /// Whether `claimed` is the proof over `label` and `parts`, compared in constant time.
-    pub(crate) fn verify(&self, label: &str, parts: &[&[u8]], claimed: &Proof) -> Result<bool> {
-        Ok(self.mac(label, parts)?.verify_slice(claimed).is_ok())
-    }
-
-    fn mac(&self, label: &str, parts: &[&[u8]]) -> Result<Hmac<Sha256>> {
         let mut mac = Hmac::<Sha256>::new_from_slice(&self.0)
             .map_err(|_| Error::new(ErrorKind::Internal, "HMAC rejected a key of 32 bytes"))?;
         for part in std::iter::once(&label.as_bytes()).chain(parts) {
             mac.update(&(part.len() as u64).to_le_bytes());
             mac.update(part);
         }
-        Ok(mac)
+        Ok(mac.finalize().into_bytes().into())
     }
 }
 
@@ -92,16 +82,15 @@ mod tests {
 
     #[test]
     fn a_proof_depends_on_key_label_and_every_boundary() {
-        let key = Secret::from_bytes([7; 32]);
-        let proof = key.proof("a", &[b"bc", b"d"]).unwrap();
-        assert!(key.verify("a", &[b"bc", b"d"], &proof).unwrap());
-        assert!(!key.verify("a", &[b"b", b"cd"], &proof).unwrap());
-        assert!(!key.verify("ab", &[b"c", b"d"], &proof).unwrap());
-        assert!(
-            !Secret::from_bytes([8; 32])
-                .verify("a", &[b"bc", b"d"], &proof)
-                .unwrap()
-        );
+        let proof = |key: u8, label, parts: &[&[u8]]| {
+            let key = Secret::from_bytes([key; 32]);
+            key.proof(label, parts).unwrap()
+        };
+        let whole = proof(7, "a", &[b"bc", b"d"]);
+        assert_eq!(proof(7, "a", &[b"bc", b"d"]), whole);
+        assert_ne!(proof(7, "a", &[b"b", b"cd"]), whole);
+        assert_ne!(proof(7, "ab", &[b"c", b"d"]), whole);
+        assert_ne!(proof(8, "a", &[b"bc", b"d"]), whole);
     }
 
     #[test]

@@ -1,20 +1,20 @@
 //! The store's server.
 //!
-//! Every rank runs one, and one of them serves. The others stand by: they let a rank whose connection to
-//! the store ended prove itself, and have it wait until they serve, should it come to that.
+//! Every rank runs one, and one of them serves. The others are on standby: they authenticate ranks whose connection to the
+//! store ended, and let them wait until they take over, should they have to.
 
 mod accept;
 mod departure;
 
-use super::frame;
-use super::handshake::{self, Claim};
+use super::channel::Frame;
+use super::connection::Connection;
+use super::handshake::{self, Claim, Identity};
 use super::health::Health;
-use super::message::{self, Entry, MAX_WORLD, Refusal, RefusalKind, Request};
+use super::message::{self, Entry, Refusal, RefusalKind, Request};
 use super::outbox::Outbox;
 use super::outgoing::Outgoing;
-use super::pulse::{Heard, Pulse, not_heard};
-use super::seal::Opener;
-use super::secret::{Secret, random_bytes};
+use super::pulse::{Pulse, not_heard};
+use super::secret::random_bytes;
 use super::socket::{self, DeadlineStream};
 use super::table::Table;
 use crate::deadline::Deadline;
@@ -22,7 +22,6 @@ use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::sync::lock;
 
 use std::collections::{BTreeMap, HashMap};
-use std::io::BufReader;
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
@@ -31,20 +30,15 @@ use std::time::{Duration, Instant};
 /// How long a connection may take over the handshake.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Between two looks of a connection that waits for this rank to serve.
+/// How often a connection that waits for this rank to serve checks whether it does.
 const STANDBY_INTERVAL: Duration = Duration::from_millis(20);
 
-/// What the server needs to know.
+/// The configuration of a server.
 pub(crate) struct Settings {
-    /// Whose process this is.
-    pub(crate) rank: Rank,
-    pub(crate) world: usize,
-    pub(crate) secret: Secret,
-    pub(crate) heartbeat: Duration,
-    /// How long a rank may be silent.
-    pub(crate) heartbeat_limit: Duration,
+    /// The rank whose process this is. Its heartbeat limit is that of the members.
+    pub(crate) identity: Identity,
     pub(crate) store_limit: usize,
-    /// What this rank knows of the others.
+    /// This rank's knowledge of the others.
     pub(crate) health: Health,
 }
 
@@ -66,35 +60,25 @@ struct Shared {
 
 struct State {
     table: Table,
-    /// What identifies the job, once this rank serves it.
+    /// Identifies the job, once this rank serves it.
     session: Option<[u8; 32]>,
     /// When this rank took over from one that was lost.
     took_over: Option<Instant>,
-    /// When a member's connection ended last.
+    /// When the connection of a member last ended.
     departed: Option<Instant>,
     members: HashMap<u32, Member>,
-    /// Every open connection by a number of its own, so that closing can end them all.
+    /// Every open connection by number, so that closing can end them all.
     streams: HashMap<u64, Arc<TcpStream>>,
-    threads: HashMap<u64, JoinHandle<()>>,
-    /// Connections whose threads are about to end.
-    finished: Vec<u64>,
-    /// Connections in their handshake, the oldest first, and since when; without those that were
-    /// dropped for others.
+    /// Connections in their handshake by number, thus the oldest first, with the time of its begin. Without those that were
+    /// dropped to admit others.
     unauthenticated: BTreeMap<u64, Instant>,
     /// How many threads are in a handshake.
     handshakes: usize,
+    /// The next number of a connection.
     next: u64,
-    /// Whether a thread looks which of the missing ranks have ended.
-    looking: bool,
+    /// The thread that probes missing ranks, if one was started.
+    probing: Option<JoinHandle<()>>,
     closing: bool,
-}
-
-/// A connection that was admitted as a member's.
-struct Admitted {
-    rank: u32,
-    outbox: Arc<Outbox>,
-    opener: Opener,
-    pulse: Arc<Pulse>,
 }
 
 /// The connection of a member.
@@ -104,19 +88,12 @@ struct Member {
 }
 
 impl Server {
-    /// Starts to accept members on `listener`, as the server of a new job if it `serves`, else to stand
-    /// by.
+    /// Starts to accept members on `listener`, as the server of a new job if it `serves`, else on standby.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidArgument`] for a world that is too large, and those of the system.
+    /// Those of the system.
     pub(crate) fn start(listener: TcpListener, serves: bool, settings: Settings) -> Result<Self> {
-        if settings.world == 0 || settings.world > MAX_WORLD {
-            return Err(Error::invalid(format!(
-                "a world of {} ranks is out of range; expected 1 to {MAX_WORLD}",
-                settings.world
-            )));
-        }
-        let table = Table::new(settings.world, settings.store_limit);
+        let table = Table::new(settings.identity.world, settings.store_limit);
         let shared = Arc::new(Shared {
             listener,
             settings,
@@ -127,12 +104,10 @@ impl Server {
                 departed: None,
                 members: HashMap::new(),
                 streams: HashMap::new(),
-                threads: HashMap::new(),
-                finished: Vec::new(),
                 unauthenticated: BTreeMap::new(),
                 handshakes: 0,
                 next: 0,
-                looking: false,
+                probing: None,
                 closing: false,
             }),
             max_unauthenticated: accept::max_unauthenticated(),
@@ -148,7 +123,7 @@ impl Server {
         })
     }
 
-    /// Where it listens.
+    /// The address at which it listens.
     pub(crate) fn address(&self) -> Result<SocketAddr> {
         self.shared
             .listener
@@ -161,13 +136,13 @@ impl Server {
         lock(&self.shared.state).session.is_some()
     }
 
-    /// Begins to serve the job `session`, whose store was lost. Its ranks are at `standby`.
+    /// Begins to serve the job `session`, whose store was lost; `standby` are the addresses of its ranks.
     pub(crate) fn take_over(&self, session: [u8; 32], standby: Vec<Option<SocketAddr>>) {
         let shared = &self.shared;
         let (lost, left) = shared.settings.health.gone();
         let mut state = lock(&shared.state);
         if state.session.is_none() {
-            tracing::info!(rank = shared.settings.rank, "serving the store");
+            tracing::info!(rank = shared.settings.identity.rank, "serving the store");
             let limit = shared.settings.store_limit;
             state.table = Table::restoring(standby, limit, &lost, &left);
             state.took_over = Some(Instant::now());
@@ -177,8 +152,8 @@ impl Server {
         shared.changed.notify_all();
     }
 
-    /// Shows the members that this process runs, and gives up those that do not. Nothing before
-    /// `awake_since` counts.
+    /// Sends heartbeats to the members, and gives up those from which nothing came for `limit`. Time before `awake_since`
+    /// does not count.
     pub(crate) fn beat(&self, limit: Duration, awake_since: Instant) {
         let shared = &self.shared;
         let mut state = lock(&shared.state);
@@ -197,9 +172,10 @@ impl Server {
         let mut missing = Vec::new();
         if state.table.is_restoring() {
             missing = state.table.missing();
+            // A remaining rank connects as soon as it notices the loss, which takes half of the limit at most.
             let late = |since: Instant| since.max(awake_since).elapsed() > limit / 2;
             if state.took_over.is_some_and(late) {
-                let server = shared.settings.rank;
+                let server = shared.settings.identity.rank;
                 let reason = format!("it did not reach rank {server}, which serves the store now");
                 for rank in std::mem::take(&mut missing) {
                     state.table.lose(rank, &reason);
@@ -209,28 +185,28 @@ impl Server {
         state.table.beat();
         let standby = |&rank: &u32| Some((rank, state.table.standby(rank)?));
         let missing: Vec<(u32, SocketAddr)> = missing.iter().filter_map(standby).collect();
-        shared.look_for(&mut state, missing);
+        shared.probe_missing(&mut state, missing);
         shared.deliver(state);
         for (_, outbox) in silent {
             outbox.shut_down();
         }
     }
 
-    /// Tells the members that nobody waits any more for the ranks that are missing.
+    /// Announces to the members that nobody waits for missing ranks any more.
     pub(crate) fn abandon(&self) {
         let mut state = lock(&self.shared.state);
         state.table.abandon();
         self.shared.deliver(state);
     }
 
-    /// Waits until every member has left or was lost and its connection is closed; returns those
-    /// that still remain at the deadline.
+    /// Waits until every member has left or was lost and its connection is closed. Returns those that remain at the
+    /// deadline.
     pub(crate) fn wait_until_empty(&self, deadline: Deadline) -> Vec<Rank> {
         let mut state = lock(&self.shared.state);
         loop {
             let present = state.table.present();
             let left = deadline.remaining();
-            // A member that left closes its connection once it has read the answer to its goodbye.
+            // A member that left closes its connection once it has read the answer to its leave.
             if state.members.is_empty() || left.is_zero() {
                 return present.into_iter().map(|rank| rank as Rank).collect();
             }
@@ -252,7 +228,7 @@ impl Server {
         }
         drop(state);
         self.shared.changed.notify_all();
-        // On Linux this ends the accept() that is under way.
+        // On Linux this ends an accept() in progress.
         let _ = rustix::net::shutdown(&self.shared.listener, rustix::net::Shutdown::Both);
     }
 
@@ -262,19 +238,11 @@ impl Server {
             return;
         };
         self.shut_down();
-        let outboxes: Vec<_> = {
-            let state = lock(&self.shared.state);
-            let members = state.members.values();
-            members.map(|member| member.outbox.clone()).collect()
-        };
+        // This includes the threads that serve connections, none of which is added once `closing` is set.
         let _ = accepting.join();
-        for outbox in outboxes {
-            outbox.close();
-        }
-        // No connection is added once `closing` is set.
-        let threads: Vec<_> = lock(&self.shared.state).threads.drain().collect();
-        for (_, thread) in threads {
-            let _ = thread.join();
+        let probing = lock(&self.shared.state).probing.take();
+        if let Some(probing) = probing {
+            let _ = probing.join();
         }
     }
 }
@@ -286,7 +254,7 @@ impl Drop for Server {
 }
 
 impl Shared {
-    /// A connection from its first byte to its last.
+    /// Serves a connection until it ends.
     fn serve(&self, id: u64, stream: Arc<TcpStream>) {
         let claim = self.authenticate(&stream);
         let in_time = {
@@ -304,65 +272,55 @@ impl Shared {
             Err(error) => Err(error),
         };
         match member {
-            Ok(admitted) => {
-                let (rank, outbox) = (admitted.rank, admitted.outbox.clone());
-                let reason = self.attend(&stream, admitted);
-                outbox.close();
-                self.depart(rank, &reason);
+            Ok((rank, mut connection)) => {
+                let ended = connection.read_all(|frame| self.handle(rank, frame));
+                connection.outbox.close();
+                self.depart(rank, &format!("its connection {ended}"));
             }
             Err(error) => tracing::info!(%error, "a connection was refused"),
         }
-        let mut state = lock(&self.state);
-        state.streams.remove(&id);
-        state.finished.push(id);
+        lock(&self.state).streams.remove(&id);
     }
 
     /// The handshake.
     fn authenticate(&self, stream: &TcpStream) -> Result<Claim> {
         let failed = |error| Error::io("set socket options", &error);
-        let Settings {
-            heartbeat,
-            heartbeat_limit,
-            ..
-        } = self.settings;
-        socket::set_options(stream, heartbeat, heartbeat_limit).map_err(failed)?;
+        let identity = &self.settings.identity;
+        let (heartbeat, limit) = (identity.heartbeat, identity.heartbeat_limit);
+        socket::set_options(stream, heartbeat, limit).map_err(failed)?;
         let mut timed = DeadlineStream::new(stream, Deadline::after(HANDSHAKE_TIMEOUT));
-        let claim = handshake::accept(&mut timed, &self.settings.secret)?;
+        let claim = handshake::accept(&mut timed, &identity.secret)?;
         timed.finish().map_err(failed)?;
         Ok(claim)
     }
 
-    /// Admits a rank, or tells it why not.
-    fn admit_member(&self, stream: &Arc<TcpStream>, claim: Claim) -> Result<Admitted> {
-        let pulse = Pulse::new();
-        let member = Member {
-            outbox: Outbox::new(stream.clone(), claim.seals.sealer),
-            pulse: pulse.clone(),
-        };
-        let outbox = member.outbox.clone();
-        match self.enter(claim.rank, claim.world, &claim.entry, member) {
+    /// Admits a rank, or refuses it.
+    fn admit_member(&self, stream: &Arc<TcpStream>, claim: Claim) -> Result<(u32, Connection)> {
+        let connection = Connection::new(stream.clone(), claim.channel);
+        match self.enter(claim.rank, claim.world, &claim.entry, &connection) {
             Ok(rank) => {
                 self.changed.notify_all();
-                Ok(Admitted {
-                    rank,
-                    outbox,
-                    opener: claim.seals.opener,
-                    pulse,
-                })
+                Ok((rank, connection))
             }
             Err(refusal) => {
-                outbox.push(0, &handshake::refusal(&refusal)?)?;
+                connection.outbox.push(0, &handshake::refusal(&refusal)?)?;
                 Err(refusal.into_error())
             }
         }
     }
 
-    fn enter(&self, rank: u64, world: u64, entry: &Entry, member: Member) -> Result<u32, Refusal> {
-        let expected = self.settings.world as u64;
+    fn enter(
+        &self,
+        rank: u64,
+        world: u64,
+        entry: &Entry,
+        connection: &Connection,
+    ) -> Result<u32, Refusal> {
+        let expected = self.settings.identity.world as u64;
         if world != expected {
             let message = format!(
                 "rank {rank} was started for a world of {world} ranks, rank {} for one of {expected}; expected the same",
-                self.settings.rank
+                self.settings.identity.rank
             );
             return Err(Refusal::new(RefusalKind::Mismatch, message));
         }
@@ -372,10 +330,13 @@ impl Shared {
             Entry::Resume { .. } => self.wait_until_serving(rank)?,
         };
         let Some(session) = state.session else {
-            let message = format!("rank {} does not serve the store", self.settings.rank);
+            let message = format!(
+                "rank {} does not serve the store",
+                self.settings.identity.rank
+            );
             return Err(Refusal::new(RefusalKind::Mismatch, message));
         };
-        let welcome = handshake::welcome(session, self.settings.rank)
+        let welcome = handshake::welcome(session, self.settings.identity.rank)
             .map_err(|error| Refusal::new(RefusalKind::Protocol, error.to_string()))?;
         match entry {
             Entry::Join { standby } => state.table.join(rank, *standby)?,
@@ -387,18 +348,19 @@ impl Shared {
             }
             Entry::Resume { lost, left, .. } => state.table.resume(rank, lost, left)?,
         }
-        // Under the lock, so that no event overtakes the welcome. Should it fail, the reader finds
-        // the connection closed, and the rank is lost.
-        let _ = member.outbox.push(0, &welcome);
-        state.members.insert(rank, member);
+        // Under the lock, so that no event precedes the welcome. If sending fails, the reader notices that the connection
+        // is closed, and the rank is lost.
+        let _ = connection.outbox.push(0, &welcome);
+        let (outbox, pulse) = (connection.outbox.clone(), connection.pulse.clone());
+        state.members.insert(rank, Member { outbox, pulse });
         state.table.announce();
         self.deliver(state);
         Ok(rank)
     }
 
-    /// Has a rank that lost its connection to the store wait until this rank serves it.
+    /// Lets a rank that lost its connection to the store wait until this rank serves it.
     fn wait_until_serving(&self, rank: u32) -> Result<MutexGuard<'_, State>, Refusal> {
-        let deadline = Deadline::after(self.settings.heartbeat_limit);
+        let deadline = Deadline::after(self.settings.identity.heartbeat_limit);
         let mut state = lock(&self.state);
         loop {
             if let Some(reason) = self.settings.health.reason(rank as Rank) {
@@ -419,48 +381,32 @@ impl Shared {
         }
     }
 
-    /// Handles a member's requests; returns why its connection ended.
-    fn attend(&self, stream: &TcpStream, admitted: Admitted) -> String {
-        let Admitted {
-            rank,
-            mut opener,
-            pulse,
-            ..
-        } = admitted;
-        let mut reader = BufReader::with_capacity(16 << 10, Heard::new(stream, pulse));
-        loop {
-            let frame = match opener.read(&mut reader, frame::MAX_BODY) {
-                Ok(Some(frame)) => frame,
-                Ok(None) => return "its connection was closed".into(),
-                Err(error) => return format!("its connection failed: {}", error.message()),
-            };
-            let request = match message::decode::<Request>(&frame.body) {
-                Ok(request) => request,
-                Err(error) => return format!("it broke the protocol: {}", error.message()),
-            };
-            let leaving = request == Request::Leave;
-            let mut state = lock(&self.state);
-            if state.closing {
-                return "the store is closing".into();
-            }
-            match request {
-                Request::Alive => continue,
-                // One is enough: the others learn of it when this store ends.
-                Request::GiveUp { reason } => {
-                    let own = u32::try_from(self.settings.rank).unwrap_or(u32::MAX);
-                    state.table.give_up(own, &reason);
-                }
-                request => state.table.handle(rank, frame.id, request),
-            }
-            self.deliver(state);
-            if leaving {
-                self.changed.notify_all();
-            }
+    /// Handles a request of a member.
+    fn handle(&self, rank: u32, frame: Frame) -> Result<()> {
+        let request = message::decode::<Request>(&frame.body)?;
+        let leaving = request == Request::Leave;
+        let mut state = lock(&self.state);
+        if state.closing {
+            return Err(Error::new(ErrorKind::Closed, "the store is closing"));
         }
+        match request {
+            // Its arrival was noted already.
+            Request::Alive => return Ok(()),
+            // A single member suffices: this rank ends its membership, and with that the store, which the others notice.
+            Request::GiveUp { reason } => {
+                let own = u32::try_from(self.settings.identity.rank).unwrap_or(u32::MAX);
+                state.table.give_up(own, &reason);
+            }
+            request => state.table.handle(rank, frame.id, request),
+        }
+        self.deliver(state);
+        if leaving {
+            self.changed.notify_all();
+        }
+        Ok(())
     }
 
-    /// Sends what the table wants sent, after releasing the lock: sending takes longer than any
-    /// request.
+    /// Sends the table's messages, after releasing the lock, since sending takes longer than handling a request.
     fn deliver(&self, mut state: MutexGuard<'_, State>) {
         let outgoing = state.table.take_outgoing();
         let mut addressed: Vec<(Arc<Outbox>, Outgoing)> = outgoing
@@ -468,11 +414,11 @@ impl Shared {
             .filter_map(|frame| Some((state.members.get(&frame.to)?.outbox.clone(), frame)))
             .collect();
         drop(state);
-        // This rank last: what it learns may end its process, and with it this store. The others are to
-        // know by then why, or they would name this rank for what another's loss did.
-        addressed.sort_by_key(|(_, frame)| frame.to as Rank == self.settings.rank);
+        // This rank last: the message may end its process, and with it this store. The others must have the message by
+        // then, or they would blame this rank for the effects of another loss.
+        addressed.sort_by_key(|(_, frame)| frame.to as Rank == self.settings.identity.rank);
         for (outbox, frame) in addressed {
-            // A connection that fails here is noticed by its reader, which knows whether the rank has left.
+            // The reader of a connection that fails here notices it too, and knows whether the rank has left.
             if let Err(error) = outbox.push(frame.id, &frame.body)
                 && error.kind() != ErrorKind::Closed
             {

@@ -1,4 +1,4 @@
-//! Sockets as the store uses them: listening, connecting, options, reads with a deadline.
+//! The store's sockets: listening, connecting, options, reads with a deadline.
 
 use crate::deadline::Deadline;
 use crate::error::{Error, ErrorKind, Result};
@@ -11,22 +11,22 @@ use std::os::fd::OwnedFd;
 use std::sync::{LazyLock, Mutex};
 use std::time::Duration;
 
-/// Ports that this process picked for a unique id and holds until rank 0 listens there.
+/// Ports that this process reserved for unique ids, until the store is served there.
 static RESERVED: LazyLock<Mutex<HashMap<SocketAddr, Reserved>>> = LazyLock::new(Mutex::default);
 
 struct Reserved {
     listener: TcpListener,
-    /// Bound to the same port, and does not listen.
+    /// Bound to the same port without listening, so the system assigns the port to nobody else.
     holder: OwnedFd,
 }
 
-/// The longest limit that the system takes, with room to spare.
+/// Below the longest limit that the system accepts.
 const MAX_USER_TIMEOUT: Duration = Duration::from_secs(1_000_000);
 
-/// Lets a whole job connect at once.
+/// The backlog of a listener, which lets a whole job connect at once.
 const BACKLOG: i32 = 4096;
 
-/// Picks a free port on `ip` and holds it for [`take_reserved`] or [`release_reserved`].
+/// Reserves a free port on `ip` for [`take_reserved`] or [`release_reserved`].
 pub(crate) fn reserve(ip: IpAddr) -> Result<SocketAddr> {
     reserve_any_port(ip).map_err(|error| {
         let kind = Error::io("listen", &error).kind();
@@ -36,8 +36,8 @@ pub(crate) fn reserve(ip: IpAddr) -> Result<SocketAddr> {
 }
 
 fn reserve_any_port(ip: IpAddr) -> io::Result<SocketAddr> {
-    // The one that does not listen comes first: bound after the other is gone, it might find that the system
-    // gave the port to somebody's connection.
+    // The holder is bound first: bound after the listener is closed, it might find that the system has assigned the port to
+    // a connection.
     let holder = bind_any_port(ip)?;
     let address = SocketAddr::try_from(rustix::net::getsockname(&holder)?)?;
     let listener = TcpListener::bind(address)?;
@@ -46,7 +46,7 @@ fn reserve_any_port(ip: IpAddr) -> io::Result<SocketAddr> {
     Ok(address)
 }
 
-/// A socket with a port of its own, which does not listen: others can listen there, but the system picks the port for
+/// A socket that is bound to a free port and does not listen: others can listen there, but the system assigns the port to
 /// nobody.
 fn bind_any_port(ip: IpAddr) -> io::Result<OwnedFd> {
     let family = match ip {
@@ -54,30 +54,29 @@ fn bind_any_port(ip: IpAddr) -> io::Result<OwnedFd> {
         IpAddr::V6(_) => AddressFamily::INET6,
     };
     let socket = rustix::net::socket_with(family, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
-    // As all sockets that the standard library listens on.
+    // The standard library sets it on listeners too; only then both can be bound.
     sockopt::set_socket_reuseaddr(&socket, true)?;
     rustix::net::bind(&socket, &SocketAddr::new(ip, 0))?;
     Ok(socket)
 }
 
-/// The listener that [`reserve`] left for `address`, if this process did.
+/// The listener of [`reserve`] for `address`, if this process has reserved it.
 pub(crate) fn take_reserved(address: SocketAddr) -> Option<TcpListener> {
     lock(&RESERVED)
         .remove(&address)
         .map(|reserved| reserved.listener)
 }
 
-/// Stops to listen at `address`, if [`reserve`] does in this process, so that others can. The system picks the port
-/// for nobody as long as the result lives.
+/// Stops listening at `address`, if this process has reserved it, so that others can listen there. The system assigns the
+/// port to nobody while the result exists.
 pub(crate) fn release_reserved(address: SocketAddr) -> Option<OwnedFd> {
     let Reserved { listener, holder } = lock(&RESERVED).remove(&address)?;
-    // Closing is not enough: a process that is being started by another thread has a copy until it executes its
-    // program.
+    // Closing is not enough: a child process that another thread is starting has a copy until it executes its program.
     let _ = rustix::net::shutdown(&listener, rustix::net::Shutdown::Both);
     Some(holder)
 }
 
-/// Whether this process holds `address` for the rank that serves the store.
+/// Whether this process has reserved `address` for the rank that serves the store.
 pub(crate) fn is_reserved(address: SocketAddr) -> bool {
     lock(&RESERVED).contains_key(&address)
 }
@@ -93,8 +92,8 @@ pub(crate) fn listen_on_any_port(ip: IpAddr) -> Result<TcpListener> {
     Ok(listener)
 }
 
-/// Listens at `address`, or on every interface when the address is not this machine's own: behind
-/// address translation the others may know rank 0 by an address that it does not have itself.
+/// Listens at `address`, or on every interface when it is not an address of this machine: behind network address translation
+/// the others may know rank 0 by an address that it does not have itself.
 pub(crate) fn listen(address: SocketAddr) -> Result<TcpListener> {
     if let Some(listener) = take_reserved(address) {
         return Ok(listener);
@@ -107,7 +106,7 @@ pub(crate) fn listen(address: SocketAddr) -> Result<TcpListener> {
         _ => Err(error),
     });
     let failed = |error: io::Error| {
-        // In the message, since callers put what they were doing in place of the operation.
+        // In the message, since callers replace the operation.
         let made = Error::io("listen", &error);
         let kind = made.kind();
         let made = Error::new(
@@ -133,7 +132,7 @@ fn unspecified(ip: IpAddr) -> IpAddr {
     }
 }
 
-/// Where a process on the same machine reaches a listener bound to `address`.
+/// The address at which a process on the same machine reaches a listener bound to `address`.
 pub(crate) fn local_target(address: SocketAddr) -> SocketAddr {
     match address.ip() {
         IpAddr::V4(ip) if ip.is_unspecified() => (Ipv4Addr::LOCALHOST, address.port()).into(),
@@ -144,20 +143,19 @@ pub(crate) fn local_target(address: SocketAddr) -> SocketAddr {
 
 /// One attempt to connect, which takes at most `limit`.
 pub(crate) fn connect(address: SocketAddr, limit: Duration) -> io::Result<TcpStream> {
-    // A limit of zero is an error of its own to the standard library.
+    // The standard library refuses a limit of zero.
     let stream = TcpStream::connect_timeout(&address, limit.max(Duration::from_millis(1)))?;
-    // Nobody listens yet, and the system gave this socket the very port it asks for, so that it
-    // reached itself. Dropping it frees the port for rank 0.
+    // If nobody listens yet, the system may assign this socket the very port it connects to, and it connects to itself.
+    // Dropping it frees the port for rank 0.
     if stream.local_addr()? == stream.peer_addr()? {
         return Err(io::ErrorKind::ConnectionRefused.into());
     }
     Ok(stream)
 }
 
-/// Sends small frames at once, and notices within about four heartbeats that the other machine
-/// vanished, or within `limit` if that is longer: a process that is stopped for less must not lose its
-/// connection because it reads nothing. A process that dies is noticed at once, since its system closes
-/// the connection.
+/// Sets the options of a connection: small frames are sent without delay, and a machine that vanished is detected within about
+/// four heartbeats, or within `limit` if that is longer, since a process that is stopped for less must not lose its
+/// connection because it reads nothing. The end of a process needs no option: its system closes the connection.
 pub(crate) fn set_options(
     stream: &TcpStream,
     heartbeat: Duration,
@@ -175,7 +173,7 @@ pub(crate) fn set_options(
     Ok(())
 }
 
-/// A stream whose reads and writes all end at one deadline, however slowly bytes trickle in.
+/// A stream whose reads and writes share one deadline, so that a peer that sends byte by byte cannot extend it.
 pub(crate) struct DeadlineStream<'a> {
     stream: &'a TcpStream,
     deadline: Deadline,
@@ -186,7 +184,7 @@ impl<'a> DeadlineStream<'a> {
         Self { stream, deadline }
     }
 
-    /// Lifts the time limits for the next user of the stream.
+    /// Removes the time limits for the next user of the stream.
     pub(crate) fn finish(self) -> io::Result<()> {
         self.stream.set_read_timeout(None)?;
         self.stream.set_write_timeout(None)
@@ -225,9 +223,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_released_port_is_free_for_who_asks_for_it_and_for_nobody_else() {
+    fn a_released_port_is_free_only_for_those_that_ask_for_it() {
         let address = reserve(Ipv4Addr::LOCALHOST.into()).unwrap();
-        // As a process has one that another thread has just started.
+        // A child process that another thread has just started would have such a copy.
         let copy = lock(&RESERVED)[&address].listener.try_clone().unwrap();
         let holder = release_reserved(address).unwrap();
         assert_eq!(

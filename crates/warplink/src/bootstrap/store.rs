@@ -1,4 +1,4 @@
-//! The key-value store as its clients see it.
+//! The interface of the key-value store.
 
 use super::client::Client;
 use super::message::{Bytes, OnReady, Reply, Request};
@@ -8,13 +8,13 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// How long a wait for keys may last, and who has to be there for it to make sense.
+/// The deadline of a wait for keys, and the ranks that it depends on.
 #[derive(Clone, Debug)]
 pub struct Wait {
-    /// When it gives up, with [`ErrorKind::Timeout`]. One that has already passed asks for what is
-    /// there now.
+    /// When it gives up, with [`ErrorKind::Timeout`]. With a deadline that has already passed, the keys
+    /// must exist now.
     pub deadline: Deadline,
-    /// The ranks without any one of which the keys cannot come; empty: any other rank may set them.
+    /// The ranks all of which are needed for the keys to be set. If empty, any other rank may set them.
     pub depends_on: Vec<Rank>,
 }
 
@@ -27,8 +27,8 @@ impl Wait {
         }
     }
 
-    /// A wait for what any other rank may set. It ends with an error as soon as one of them is
-    /// lost, and when all of them have left.
+    /// A wait for keys that any other rank may set. It ends with an error as soon as one of them is lost,
+    /// and when all of them have left.
     pub fn any(deadline: Deadline) -> Self {
         Self {
             deadline,
@@ -37,19 +37,19 @@ impl Wait {
     }
 }
 
-/// A client of the key-value store that one rank serves, at first rank 0.
+/// A client of the key-value store that one rank serves, rank 0 at first.
 ///
-/// When that rank is lost, another serves the store with what it contained, and calls that were under way
-/// go on there. Only [`add`](Self::add) and [`compare_and_set`](Self::compare_and_set) fail instead, as
-/// they may have been carried out. What lost ranks had set is gone, and what only they had taken or
-/// deleted may be there again.
+/// When that rank is lost, another one takes over with the content of the store, and calls in flight are
+/// retried there. Only [`add`](Self::add) and [`compare_and_set`](Self::compare_and_set) fail instead, since
+/// they are not idempotent and may have been carried out. Keys that lost ranks had set are gone, and keys
+/// that only they had taken or deleted may exist again.
 ///
-/// Cheap to clone; clones share a connection, and any number of threads may use it at a time: a
-/// call that waits does not hold up others. Keys have 1 to 1,024 bytes; a request or its answer
+/// Cheap to clone; clones share a connection, which any number of threads may use concurrently: a call
+/// that waits does not delay others. Keys have 1 to 1,024 bytes; a request or its answer
 /// takes at most 64 MiB.
 ///
-/// Calls that do not wait for a key block for one round trip, and end with [`ErrorKind::Timeout`]
-/// should the store not answer within the deadline of the join. All calls can fail with
+/// Calls that do not wait for a key block for one round trip, and end with [`ErrorKind::Timeout`] if the
+/// store does not answer within the deadline of the join. All calls can fail with
 /// [`ErrorKind::GivenUp`] when the others went on without this rank, with [`ErrorKind::Closed`] when this
 /// rank left, and with [`ErrorKind::InvalidArgument`] for a key or a message beyond the limits.
 #[derive(Clone)]
@@ -82,7 +82,7 @@ impl Store {
         self.multi_set_until(pairs, Deadline::after(self.limit))
     }
 
-    /// As [`Store::multi_set`], with a deadline of its own.
+    /// As [`Store::multi_set`], with a deadline.
     pub(crate) fn multi_set_until(
         &self,
         pairs: &[(String, Vec<u8>)],
@@ -106,8 +106,8 @@ impl Store {
         self.one("get", key, OnReady::Read, wait)
     }
 
-    /// As [`Store::get`], and deletes the key in the same step: of several that wait to take one
-    /// value, exactly one gets it, the one that waited longest.
+    /// As [`Store::get`], and deletes the key atomically: of several callers that wait for a key, exactly
+    /// one gets its value, the one that has waited longest.
     ///
     /// # Errors
     /// As [`Store::get`].
@@ -123,7 +123,7 @@ impl Store {
         self.values("multi-get", keys.to_vec(), OnReady::Read, wait)
     }
 
-    /// As [`Store::multi_get`], and deletes all of the keys in the same step. They must differ.
+    /// As [`Store::multi_get`], and deletes all of the keys atomically. They must differ.
     ///
     /// # Errors
     /// As [`Store::get`]; nothing is deleted then.
@@ -152,7 +152,7 @@ impl Store {
         }
     }
 
-    /// Deletes a key; whether it had a value.
+    /// Deletes a key. Returns whether it had a value.
     ///
     /// # Errors
     /// Those of every call.
@@ -160,7 +160,7 @@ impl Store {
         self.delete_until(key, Deadline::after(self.limit))
     }
 
-    /// As [`Store::delete`], with a deadline of its own.
+    /// As [`Store::delete`], with a deadline.
     pub(crate) fn delete_until(&self, key: &str, deadline: Deadline) -> Result<bool> {
         let request = Request::Delete {
             key: key.to_owned(),
@@ -193,7 +193,7 @@ impl Store {
         }
     }
 
-    /// Sets `key` to `new` if its value is `expected`, where `None` stands for having no value.
+    /// Sets `key` to `new` if its value is `expected`, where `None` means no value.
     /// Otherwise nothing changes, and the inner error is the value that the key has.
     ///
     /// # Errors
@@ -274,7 +274,7 @@ impl Store {
                 wait.deadline,
             )
             .map_err(
-                // The store names the very key that is missing.
+                // A refusal of the store names the first missing key.
                 |error| match error.key() {
                     Some(_) => error,
                     None => error.with_key(named),
@@ -283,7 +283,7 @@ impl Store {
     }
 }
 
-/// Ranks as they go over the wire.
+/// Ranks in the wire format.
 pub(crate) fn wire_ranks(ranks: &[Rank]) -> Result<Vec<u32>> {
     ranks
         .iter()
@@ -296,7 +296,7 @@ pub(crate) fn wire_ranks(ranks: &[Rank]) -> Result<Vec<u32>> {
 fn unexpected(operation: &'static str) -> Error {
     Error::new(
         ErrorKind::Protocol,
-        "the store sent a reply of another type",
+        "the store sent a reply of an unexpected type",
     )
     .with_operation(operation)
 }

@@ -1,7 +1,7 @@
-//! The store's contents and the order of events in it: values, waits, gathers, who is there.
+//! The state machine of the store: values, waits, gathers, membership.
 //!
-//! No socket and no clock appear here. A request goes in, and what is to be sent comes out; so
-//! every path can be tested, and fuzzed, without a network.
+//! It uses no sockets and no clock: requests are its input, messages its output, so that every path can be tested and fuzzed
+//! without a network.
 
 use super::declarations::Declarations;
 use super::gathers::{Contribution, Gathers};
@@ -24,9 +24,9 @@ pub(crate) struct Table {
     declarations: Declarations,
     /// Whether a rank gave up before all had joined, so that the job can no longer begin.
     abandoned: bool,
-    /// Where each rank would serve the store.
+    /// The address at which each rank would serve the store.
     standby: Vec<Option<SocketAddr>>,
-    /// After a loss of the store, until every rank that is left has told what it knows of it.
+    /// After a loss of the store, until every remaining rank has sent its journal.
     restoring: Option<Restoring>,
     out: Vec<Outgoing>,
 }
@@ -47,8 +47,8 @@ impl Table {
         }
     }
 
-    /// The table that takes the place of one that was lost, empty until every rank that is not
-    /// `lost` and has not `left` has told what it knows of it.
+    /// The replacement of a table that was lost, empty until every rank that is not `lost` and has not `left` has sent its
+    /// journal.
     pub(crate) fn restoring(
         standby: Vec<Option<SocketAddr>>,
         limit: usize,
@@ -62,7 +62,7 @@ impl Table {
         table
     }
 
-    /// What another rank knows of losses.
+    /// Learns which ranks another one knows to be gone.
     fn learn(&mut self, lost: &[(u32, String)], left: &[u32]) {
         for &rank in left {
             self.depart(rank, MemberState::Left);
@@ -81,7 +81,7 @@ impl Table {
         self.ranks(|state| *state == MemberState::Absent)
     }
 
-    /// The ranks that are there.
+    /// The ranks that have joined and are not gone.
     pub(crate) fn present(&self) -> Vec<u32> {
         self.ranks(|state| *state == MemberState::Present)
     }
@@ -94,12 +94,12 @@ impl Table {
             .collect()
     }
 
-    /// What has to be sent since the last call.
+    /// The messages to send since the last call.
     pub(crate) fn take_outgoing(&mut self) -> Vec<Outgoing> {
         std::mem::take(&mut self.out)
     }
 
-    /// Admits a rank, or says why not.
+    /// Admits a rank, or returns why not.
     pub(crate) fn join(&mut self, rank: u32, standby: Option<SocketAddr>) -> Result<(), Refusal> {
         let world = self.world();
         if self.abandoned {
@@ -122,7 +122,7 @@ impl Table {
             MemberState::Left => "has joined before and left",
             MemberState::Lost { .. } => "has joined before and was lost",
         };
-        let message = format!("rank {rank} {past}; expected a rank of its own for every process");
+        let message = format!("rank {rank} {past}; expected a different rank for every process");
         Err(Refusal::new(RefusalKind::Mismatch, message).with_peer(rank))
     }
 
@@ -149,17 +149,17 @@ impl Table {
         Err(Refusal::new(RefusalKind::GivenUp, gone_as))
     }
 
-    /// Whether ranks that are left have not told yet what they know.
+    /// Whether journals of remaining ranks are missing.
     pub(crate) fn is_restoring(&self) -> bool {
         self.restoring.is_some()
     }
 
-    /// Where `rank` would serve the store.
+    /// The address at which `rank` would serve the store.
     pub(crate) fn standby(&self, rank: u32) -> Option<SocketAddr> {
         self.standby.get(rank as usize).copied().flatten()
     }
 
-    /// Ends the restoring when every rank that is left has told what it knows.
+    /// Ends the restoring when every remaining rank has sent its journal.
     fn finish_restoring(&mut self) {
         if self.members.contains(&MemberState::Absent) {
             return;
@@ -184,9 +184,9 @@ impl Table {
         self.announce();
     }
 
-    /// Tells all that the job is complete, if it is. Call it after the new member was welcomed.
+    /// Announces to all that the job is complete, if it is. To be called after the new member was sent its welcome.
     pub(crate) fn announce(&mut self) {
-        // A rank that joins late learns what happened before; repeating it to the others does no harm.
+        // A rank that joins late learns of earlier losses; repeating them to the others has no effect.
         for (rank, state) in (0..).zip(self.members.clone()) {
             match state {
                 MemberState::Lost { reason, .. } => self.broadcast(&Event::Lost { rank, reason }),
@@ -200,8 +200,8 @@ impl Table {
         }
     }
 
-    /// Tells all that a rank no longer waits for those who are missing. As every rank is needed,
-    /// none of them has to wait longer.
+    /// Announces to all that a rank no longer waits for missing ones. As every rank is needed, the others need not wait
+    /// longer either.
     pub(crate) fn abandon(&mut self) {
         let missing = self.missing();
         if missing.is_empty() {
@@ -211,7 +211,7 @@ impl Table {
         self.broadcast(&Event::Abandoned { missing });
     }
 
-    /// `rank` aborted, or its connection ended without a goodbye.
+    /// `rank` aborted, or its connection ended although it had not left.
     pub(crate) fn lose(&mut self, rank: u32, reason: &str) {
         let lost = |state: &&MemberState| matches!(state, MemberState::Lost { .. });
         let before = self.members.iter().filter(lost).count();
@@ -230,7 +230,7 @@ impl Table {
         }
     }
 
-    /// `rank` is lost for `reason`, and told so itself, should it still listen.
+    /// `rank` is lost for `reason`. It is notified itself too, in case it can still receive.
     pub(crate) fn give_up(&mut self, rank: u32, reason: &str) {
         let event = Event::Lost {
             rank,
@@ -244,7 +244,7 @@ impl Table {
         self.lose(rank, reason);
     }
 
-    /// Sends everybody a sign of life.
+    /// Sends a heartbeat to all.
     pub(crate) fn beat(&mut self) {
         self.broadcast(&Event::Alive);
     }
@@ -256,7 +256,7 @@ impl Table {
         }
     }
 
-    /// Takes a rank out and ends what can no longer happen without it.
+    /// Removes a rank, and fails requests that cannot succeed without it.
     fn depart(&mut self, rank: u32, how: MemberState) -> bool {
         match self.members.get_mut(rank as usize) {
             Some(state @ (MemberState::Present | MemberState::Absent)) => *state = how,
@@ -286,25 +286,26 @@ impl Table {
         let reply = match reply {
             Ok(Some(reply)) => reply,
             Ok(None) => return,
-            // What has no number is not answered.
+            // Messages without a number are not answered.
             Err(refusal) if id == 0 => {
                 tracing::debug!(rank, ?refusal, "a notice was refused");
                 return;
             }
             Err(refusal) => Reply::Refused(refusal),
         };
-        // A value that was taken at once is gone since that, and one that was set may have been taken by
-        // others after it.
+        // The version of the answer must be that of the change itself, since journals compare versions. A take that was
+        // answered at once changed the table after `version`; a set has `version`, although it may have triggered takes
+        // of others, with later versions.
         let version = match reply {
             Reply::Values(_) => self.values.version(),
             _ => version,
         };
         self.answer_at(version, rank, id, reply);
-        self.tell_superseded();
+        self.send_superseded();
     }
 
-    /// Has members forget what others changed, in time.
-    fn tell_superseded(&mut self) {
+    /// Lets members drop journal entries that others superseded, once there are enough of them.
+    fn send_superseded(&mut self) {
         let Some(superseded) = self.values.take_superseded() else {
             return;
         };
@@ -319,7 +320,7 @@ impl Table {
         self.broadcast(&Event::Checkpoint { version });
     }
 
-    /// The answer, or `None` when it comes later or never.
+    /// The answer, or `None` if it follows later or there is none.
     fn dispatch(&mut self, rank: u32, id: u64, request: Request) -> Result<Option<Reply>, Refusal> {
         if let Some(restoring) = &mut self.restoring {
             match request {
@@ -412,7 +413,9 @@ impl Table {
                 reason,
             } => {
                 if !members.contains(&rank) {
-                    let message = format!("rank {rank} says that a group failed that it is not in");
+                    let message = format!(
+                        "protocol error: rank {rank} reported the failure of a group that it does not belong to"
+                    );
                     return Err(Refusal::new(RefusalKind::Protocol, message));
                 }
                 let event = Event::Failed {
@@ -423,35 +426,40 @@ impl Table {
                 self.send(members, &event);
                 Reply::Done
             }
-            Request::Ask {
+            Request::Query {
                 group,
                 number,
                 to,
-                words,
+                payload,
             } => {
-                let by = rank;
-                self.send(
-                    to,
-                    &Event::Asked {
-                        group,
-                        number,
-                        by,
-                        words,
-                    },
-                );
+                let event = Event::Query {
+                    group,
+                    number,
+                    by: rank,
+                    payload,
+                };
+                self.send(to, &event);
                 return Ok(None);
             }
-            Request::Say { number, to, words } => {
-                let by = rank;
-                self.send([to], &Event::Said { number, by, words });
+            Request::QueryReply {
+                number,
+                to,
+                payload,
+            } => {
+                let event = Event::QueryReply {
+                    number,
+                    by: rank,
+                    payload,
+                };
+                self.send([to], &event);
                 return Ok(None);
             }
-            // The connection's, before the table.
+            // Handled by the server, before the table.
             Request::Alive | Request::GiveUp { .. } => return Ok(None),
             Request::Restore { .. } | Request::Restored => {
                 return Err(Refusal::new(
                     RefusalKind::Protocol,
-                    "a member restores a store that was not lost",
+                    "a journal was sent to a store that is not being restored",
                 ));
             }
         }))

@@ -1,4 +1,4 @@
-//! Tests of the store's state: what goes in and what comes out, without a network.
+//! Tests of the store's state machine, without a network.
 
 use super::*;
 use crate::bootstrap::message::{self, GatherId, Purpose, decode};
@@ -126,7 +126,7 @@ fn a_wait_ends_with_those_it_depends_on() {
     assert_eq!(sent.len(), 2);
     let sent = ask(&mut table, 2, 1, Request::Leave);
     assert_eq!(refused(&sent, 0, 2).kind, RefusalKind::PeerLeft);
-    // What is there can still be read, and what cannot come is refused at once.
+    // Existing keys can still be read; waits that cannot succeed are refused at once.
     ask(&mut table, 3, 1, set("k", b"v"));
     assert_eq!(
         ask(&mut table, 0, 4, wait(&["k"], Read, &[1])),
@@ -298,7 +298,7 @@ fn a_gather_that_failed_answers_those_that_come_later() {
     assert_eq!(first.kind, RefusalKind::Mismatch);
     let late = ask(&mut table, 2, 1, call(0, Purpose::Barrier));
     assert_eq!(refused(&late, 2, 1), first);
-    // What comes next is not concerned.
+    // The next gather is not affected.
     for rank in [0, 1, 2] {
         assert!(ask(&mut table, rank, 2, call(1, Purpose::Barrier)).is_empty());
     }
@@ -382,14 +382,14 @@ fn events(table: &mut Table) -> Vec<(u32, message::Event)> {
 }
 
 #[test]
-fn members_are_told_in_time_to_forget_what_others_took() {
+fn members_are_notified_in_time_of_keys_that_others_took() {
     let mut table = full(3);
     let mut told = Vec::new();
     for round in 0..300 {
         let key = format!("k/{round}");
         table.handle(0, 1, set(&key, b"v"));
         table.handle(1, 1, wait(&[&key], Take, &[]));
-        // What a member changes itself, it knows.
+        // A member's own changes need no notice.
         table.handle(2, 1, set("own", b"v"));
         told.extend(events(&mut table));
     }
@@ -430,7 +430,7 @@ fn a_restored_table_has_the_newest_entry_of_every_key() {
     ];
     for (rank, entries) in (1..).zip(told) {
         table.resume(rank, &[], &[]).unwrap();
-        // Not before everybody has told what it knows.
+        // Requests are refused until every journal has arrived.
         table.handle(rank, 5, set("x", b"early"));
         let gathers = Vec::new();
         table.handle(rank, 0, Request::Restore { entries, gathers });
@@ -455,45 +455,53 @@ fn a_restored_table_has_the_newest_entry_of_every_key() {
 }
 
 #[test]
-fn questions_and_answers_go_to_whom_they_are_for() {
+fn queries_and_answers_reach_their_receivers_only() {
     let mut table = full(3);
     let told = |table: &mut Table| -> Vec<(u32, u64, Event)> {
         let sent = table.take_outgoing().into_iter();
         sent.map(|frame| (frame.to, frame.id, decode(&frame.body).unwrap()))
             .collect()
     };
-    let words = |length: usize| Bytes::from(&vec![7; length][..]);
-    let ask = |to: &[u32], length| Request::Ask {
+    let payload = |length: usize| Bytes::from(&vec![7; length][..]);
+    let ask = |to: &[u32], length| Request::Query {
         group: [5; 16],
         number: 9,
         to: to.to_vec(),
-        words: words(length),
+        payload: payload(length),
     };
-    let say = |to, length| Request::Say {
+    let say = |to, length| Request::QueryReply {
         number: 9,
         to,
-        words: words(length),
+        payload: payload(length),
     };
-    table.handle(1, 0, ask(&[0, 2], message::MAX_STATED_BYTES));
-    let asked = || Event::Asked {
+    table.handle(1, 0, ask(&[0, 2], message::MAX_QUERY));
+    let asked = || Event::Query {
         group: [5; 16],
         number: 9,
         by: 1,
-        words: words(message::MAX_STATED_BYTES),
+        payload: payload(message::MAX_QUERY),
     };
     assert_eq!(told(&mut table), [(0, 0, asked()), (2, 0, asked())]);
     table.handle(2, 0, say(1, 3));
-    let (number, by, words) = (9, 2, words(3));
+    let (number, by, payload) = (9, 2, payload(3));
     assert_eq!(
         told(&mut table),
-        [(1, 0, Event::Said { number, by, words })]
+        [(
+            1,
+            0,
+            Event::QueryReply {
+                number,
+                by,
+                payload
+            }
+        )]
     );
-    // Refused: too long, for no rank, or for one again and again. Nobody is told.
+    // Refused: too long, to a rank that does not exist, or to one repeatedly. Nothing is sent.
     for refused in [
-        ask(&[0], message::MAX_STATED_BYTES + 1),
+        ask(&[0], message::MAX_QUERY + 1),
         ask(&[0; 4], 1),
         ask(&[0, 3], 1),
-        say(0, message::MAX_STATED_BYTES + 1),
+        say(0, message::MAX_QUERY + 1),
         say(3, 1),
     ] {
         table.handle(1, 0, refused);
@@ -502,7 +510,7 @@ fn questions_and_answers_go_to_whom_they_are_for() {
 }
 
 #[test]
-fn the_failure_of_a_group_is_told_to_its_members_and_by_them_alone() {
+fn only_members_report_and_learn_the_failure_of_a_group() {
     let fail = |members: &[u32]| Request::Fail {
         group: [7; 16],
         members: members.to_vec(),

@@ -1,4 +1,4 @@
-//! The unique id: where the ranks of a job meet, and the secret that admits them.
+//! The unique id: the address at which the ranks of a job meet, and their secret.
 
 use super::secret::Secret;
 use super::socket;
@@ -28,25 +28,25 @@ struct Layout {
     ip: [u8; 16],
     secret: [u8; 32],
     zero: [u8; 56],
-    /// The first bytes of the SHA-256 of all that comes before. It finds accidents; it is no proof.
+    /// The first bytes of the SHA-256 of all bytes before. It detects accidental changes; it does not authenticate.
     checksum: [u8; 8],
 }
 
 const CHECKED: usize = UniqueId::SIZE - 8;
 const _: () = assert!(size_of::<Layout>() == UniqueId::SIZE);
 
-/// A port that nobody listens on and that the system gives to nobody who asks for any free one, as long as this
-/// lives. Who asks for this port gets it. See [`UniqueId::release`].
+/// A port that nobody listens on and that the system assigns to no socket that asks for any free port, while this
+/// exists. Sockets that ask for this very port get it. See [`UniqueId::release`].
 #[derive(Debug)]
 pub struct HeldPort {
     _socket: Option<OwnedFd>,
 }
 
-/// What a job's ranks need to find and admit one another: an address and a secret.
+/// The address and the secret by which the ranks of a job find and authenticate one another.
 ///
-/// One process makes it with [`UniqueId::create`] and hands it to the others as 128 bytes or as
-/// 256 hexadecimal digits. A process that holds it can join, so treat it as a password; its `Debug` form
-/// leaves the secret out, its `Display` form does not.
+/// One process creates it with [`UniqueId::create`] and passes it to the others as 128 bytes or as 256
+/// hexadecimal digits. A process that holds it can join, so treat it as a password; its `Debug` form omits
+/// the secret, its `Display` form does not.
 #[derive(Clone)]
 pub struct UniqueId {
     address: SocketAddr,
@@ -57,12 +57,12 @@ impl UniqueId {
     /// Bytes of an id on the wire.
     pub const SIZE: usize = 128;
 
-    /// An id with a fresh secret, for a store that is served at `ip` and `port`. Any rank may make it.
+    /// An id with a fresh secret, for a store that is served at `ip` and `port`. Any rank may create it.
     ///
-    /// With port 0 the system picks a free port, and this process holds it until one of its ranks
-    /// joins and serves the store: rank 0 if it is in this process, else another, half a second later.
-    /// A process that will not join calls [`UniqueId::release`] before rank 0 joins; with a port of the
-    /// caller's choice, rank 0 serves. Does not block.
+    /// With port 0 the system assigns a free port, which this process holds until one of its ranks joins
+    /// and serves the store: rank 0 if it is in this process, else another one, half a second later. A
+    /// process that will not join calls [`UniqueId::release`] before rank 0 joins. With another port, rank 0
+    /// serves. Does not block.
     ///
     /// # Errors
     /// [`ErrorKind::InvalidArgument`] for an address that nobody can connect to, such as
@@ -83,16 +83,16 @@ impl UniqueId {
         Ok(Self { address, secret })
     }
 
-    /// Stops to listen on the port that [`UniqueId::create`] holds in this process, if it does, so that a
-    /// rank 0 in another process can listen there. Keep the result until that has joined: another process
-    /// might be given the port before.
+    /// Stops listening on the port that [`UniqueId::create`] reserved in this process, if it did, so that rank 0
+    /// in another process can listen there. Keep the result until that has joined: otherwise the system might
+    /// assign the port to another process before.
     pub fn release(&self) -> HeldPort {
         HeldPort {
             _socket: socket::release_reserved(self.address),
         }
     }
 
-    /// Where the store is served at first.
+    /// The address at which the store is served first.
     pub fn address(&self) -> SocketAddr {
         self.address
     }

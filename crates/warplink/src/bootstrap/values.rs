@@ -4,7 +4,7 @@ use super::message::{Refusal, RefusalKind};
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
-/// How many keys change hands before their former owners are told to forget them.
+/// How many keys are changed by others before their former owners are notified. Amortizes the cost of the notices.
 const MAX_SUPERSEDED: usize = 256;
 
 /// Values by key, within a limit on their memory.
@@ -15,19 +15,19 @@ pub(crate) struct Values {
     limit: usize,
     /// Counts changes; see `journal.rs`.
     version: u64,
-    /// What members remember though it does not hold any more: whose, which key, since which version.
+    /// Journal entries of members that are superseded: the member, the key, the version that superseded it.
     superseded: Vec<(u32, String, u64)>,
 }
 
 #[derive(Debug)]
 struct Value {
     bytes: Arc<[u8]>,
-    /// The rank that set it, and remembers it.
+    /// The rank that set it, whose journal has it.
     owner: u32,
 }
 
 impl Values {
-    /// What an entry costs beyond its key and value, roughly.
+    /// The approximate cost of an entry beyond its key and value.
     const ENTRY: usize = 64;
 
     pub(crate) fn new(limit: usize) -> Self {
@@ -50,7 +50,7 @@ impl Values {
         self.version
     }
 
-    /// Goes on to count from `version`.
+    /// Continues to count from `version`.
     pub(crate) fn count_from(&mut self, version: u64) {
         self.version = self.version.max(version);
     }
@@ -67,7 +67,7 @@ impl Values {
         Some(value.bytes)
     }
 
-    /// What `owner` sets.
+    /// Sets a key on behalf of `owner`.
     pub(crate) fn insert(
         &mut self,
         key: String,
@@ -98,7 +98,7 @@ impl Values {
         Ok(())
     }
 
-    /// What members are to forget, each of its own, once there is enough of it.
+    /// The superseded journal entries by member, once there are enough of them.
     pub(crate) fn take_superseded(&mut self) -> Option<BTreeMap<u32, Vec<(String, u64)>>> {
         if self.superseded.len() < MAX_SUPERSEDED {
             return None;

@@ -1,8 +1,7 @@
-//! Waits for keys, parked in the store until the keys are there or can no longer come.
+//! Waits for keys, parked in the store until the keys exist or can no longer be set.
 
-use super::frame::MAX_BODY;
 use super::members::{MemberStates, first_lost, gone};
-use super::message::{Bytes, OnReady, Refusal, RefusalKind, Reply};
+use super::message::{Bytes, MAX_BODY, OnReady, Refusal, RefusalKind, Reply};
 use super::values::Values;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
@@ -18,7 +17,7 @@ pub(crate) struct Waiter {
     on_ready: OnReady,
     /// Empty: every other rank.
     on: Vec<u32>,
-    /// The keys before this one were there when last looked at; this one is waited for.
+    /// The position of the key that is watched. Those before it existed when last checked.
     at: usize,
 }
 
@@ -40,11 +39,10 @@ impl Waiter {
         }
     }
 
-    /// Moves on to the next key that is not there; false when all are.
+    /// Advances to the next key that does not exist; false when all do.
     ///
-    /// It goes on from where it stood and looks at the earlier keys once at the end, since these
-    /// may have been deleted meanwhile: a wait for many keys that arrive one by one then looks at
-    /// each of them twice, not once for every arrival.
+    /// It continues from the watched key and checks the earlier ones only at the end, since they may have been deleted
+    /// meanwhile. A wait for many keys that arrive one by one thus checks each of them twice, not once for every arrival.
     fn advance(&mut self, values: &Values) -> bool {
         let absent = |key: &String| values.get(key).is_none();
         if let Some(step) = self.keys.iter().skip(self.at).position(absent) {
@@ -64,12 +62,13 @@ impl Waiter {
         self.keys.get(self.at)
     }
 
-    /// The reply once every key is there.
+    /// The reply once every key exists.
     fn finish(&self, values: &mut Values) -> Reply {
         if self.on_ready == OnReady::Nothing {
             return Reply::Done;
         }
-        // Looked at before anything is taken, so that a reply too long to send loses nothing.
+        // Checked before anything is taken, so that a reply that is too long to send loses no value. 10 bytes is the longest
+        // encoding of a length.
         let size: usize = self
             .keys
             .iter()
@@ -88,7 +87,7 @@ impl Waiter {
         Reply::Values(self.keys.iter().filter_map(fetch).map(Bytes).collect())
     }
 
-    /// Why the wait cannot be met any more, if it cannot.
+    /// Why the wait can no longer succeed, if it cannot.
     fn failure(&self, members: &MemberStates) -> Option<Refusal> {
         let refusal = match self.on[..] {
             [] => self.failure_without_others(members),
@@ -103,8 +102,8 @@ impl Waiter {
         })
     }
 
-    /// Any other rank may set the key: one that is lost ends the wait, since it may have been the
-    /// one; those that left in order end it only when nobody else remains.
+    /// Any other rank may set the key. One that is lost fails the wait, since it may have been the one that would set it;
+    /// ranks that left in order fail it only when no other remains.
     fn failure_without_others(&self, members: &MemberStates) -> Option<Refusal> {
         let others = || (0..members.len() as u32).filter(|&rank| rank != self.rank);
         if let Some(rank) = first_lost(others(), members) {
@@ -121,9 +120,9 @@ impl Waiter {
 /// All parked waits.
 #[derive(Debug, Default)]
 pub(crate) struct Waiters {
-    /// In the order in which they came, which is the order in which they are served.
+    /// By ticket, in the order of arrival, which is the order in which they are served.
     parked: BTreeMap<u64, Waiter>,
-    /// Which of them watch a key; each watches one at a time.
+    /// The tickets of waits that watch a key; each watches one at a time.
     by_key: HashMap<String, BTreeSet<u64>>,
     by_request: HashMap<(u32, u64), u64>,
     count: HashMap<u32, usize>,
@@ -165,7 +164,7 @@ impl Waiters {
         Ok(None)
     }
 
-    /// `key` was set: the answers that this allows, in the order of the waits.
+    /// `key` was set. Returns the answers of waits that this completes, in the order of the waits.
     pub(crate) fn arrived(&mut self, key: &str, values: &mut Values) -> Vec<(u32, u64, Reply)> {
         let mut answers = Vec::new();
         for ticket in self
@@ -176,7 +175,7 @@ impl Waiters {
             .copied()
             .collect::<Vec<_>>()
         {
-            // A wait before this one may have taken the value.
+            // An earlier wait may have taken the value.
             if values.get(key).is_none() {
                 break;
             }
@@ -196,7 +195,7 @@ impl Waiters {
         answers
     }
 
-    /// Removes the waits that can no longer be met.
+    /// Removes the waits that can no longer succeed.
     pub(crate) fn take_failed(&mut self, members: &MemberStates) -> Vec<(Waiter, Refusal)> {
         let take_failed: Vec<_> = self
             .parked
@@ -217,8 +216,7 @@ impl Waiters {
         }
     }
 
-    /// Removes a wait, and says what it still waited for; `None` when there is no wait of that
-    /// number.
+    /// Removes a wait. Returns the refusal that names the key it waited for, or `None` when there is no such wait.
     pub(crate) fn cancel(&mut self, rank: u32, request: u64) -> Option<Refusal> {
         let ticket = self.by_request.get(&(rank, request)).copied()?;
         let waiter = self.remove(ticket)?;

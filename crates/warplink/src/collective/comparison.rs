@@ -132,7 +132,7 @@ impl CallComparison {
             state.record.statement(made, made - sent)
         };
         let next = following(rank, world, MAX_TOLD);
-        self.group.tell(&next, &statement.to_bytes());
+        self.group.notify(&next, &statement.to_bytes());
         None
     }
 
@@ -162,7 +162,7 @@ impl CallComparison {
         }
         let asked = following(rank, world, MAX_ASKED);
         // Unlocked: answering ranks may query this one at the same time.
-        let answers = self.group.ask(&asked, &own.to_bytes(), deadline);
+        let answers = self.group.query(&asked, &own.to_bytes(), deadline);
         let read = |(peer, words): &(Rank, Vec<u8>)| Some((*peer, Statement::from_bytes(words)?));
         let answers: BTreeMap<Rank, Statement> = answers.iter().filter_map(read).collect();
         let state = lock(&self.state);
@@ -176,7 +176,7 @@ impl CallComparison {
         let peers: Vec<Rank> = differences.iter().map(|(peer, _)| *peer).collect();
         let own = state.record.statement(u64::MAX, MAX_STATED);
         drop(state);
-        self.group.tell(&peers, &own.to_bytes());
+        self.group.notify(&peers, &own.to_bytes());
         QueryResult::Mismatch(self.mismatch(*peer, difference))
     }
 
@@ -202,9 +202,9 @@ impl CallComparison {
 }
 
 impl Respondent for CallComparison {
-    fn asked(&self, by: Rank, words: &[u8]) -> Vec<u8> {
+    fn answer(&self, by: Rank, payload: &[u8]) -> Vec<u8> {
         // A malformed statement is ignored, like no answer.
-        let Some(theirs) = Statement::from_bytes(words) else {
+        let Some(theirs) = Statement::from_bytes(payload) else {
             return Vec::new();
         };
         let mut state = lock(&self.state);
@@ -219,8 +219,8 @@ impl Respondent for CallComparison {
         answer.to_bytes()
     }
 
-    fn told(&self, by: Rank, words: &[u8]) {
-        let Some(theirs) = Statement::from_bytes(words) else {
+    fn notice(&self, by: Rank, payload: &[u8]) {
+        let Some(theirs) = Statement::from_bytes(payload) else {
             return;
         };
         let found = {

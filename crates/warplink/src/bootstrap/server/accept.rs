@@ -1,42 +1,46 @@
-//! Accepting connections, so that strangers never use up what members need.
+//! Accepting connections, with limits on unauthenticated ones, so that strangers never exhaust threads or descriptors that
+//! members need.
 
-use super::{Shared, State, spawn};
+use super::{Shared, State};
 use crate::sync::lock;
 use rustix::io::Errno;
 use rustix::process::{Resource, getrlimit};
 use std::net::{Shutdown, TcpStream};
 use std::sync::{Arc, PoisonError};
-use std::thread;
+use std::thread::{self, Scope};
 use std::time::{Duration, Instant};
 
-/// How long a connection in its handshake is safe from being dropped for a new one; a member needs a
-/// few milliseconds.
+/// How long a connection in its handshake cannot be dropped for a new one. A member needs a few milliseconds.
 const MIN_PATIENCE: Duration = Duration::from_millis(100);
-/// The most connections that may be in a handshake at a time, where the process may have many
-/// descriptors.
+/// The most connections in a handshake at a time, even if the process may have many descriptors.
 const MAX_UNAUTHENTICATED: usize = 64;
-/// How long the server rests when the process is out of descriptors.
+/// How long the server pauses when the process is out of descriptors.
 const DESCRIPTOR_PAUSE: Duration = Duration::from_millis(20);
 
 impl Shared {
-    pub(super) fn accept_all(self: Arc<Self>) {
+    /// Accepts connections until the server closes, and waits for the threads that serve them.
+    pub(super) fn accept_all(&self) {
+        thread::scope(|scope| self.accept_in(scope));
+    }
+
+    fn accept_in<'scope>(&'scope self, scope: &'scope Scope<'scope, '_>) {
         let mut warned: Option<Instant> = None;
         loop {
-            self.make_room();
+            self.wait_for_handshakes();
             let accepted = self.listener.accept();
             if lock(&self.state).closing {
                 return;
             }
             let error = match accepted {
                 Ok((stream, _)) => {
-                    self.clone().admit(stream);
+                    self.admit(scope, stream);
                     continue;
                 }
                 Err(error) => error,
             };
             let errno = error.raw_os_error().map(Errno::from_raw_os_error);
             if errno == Some(Errno::MFILE) || errno == Some(Errno::NFILE) {
-                // Once in a while: this may happen as often as anybody connects.
+                // Rate-limited: strangers may cause this at any rate.
                 if warned.is_none_or(|at| at.elapsed() > Duration::from_secs(10)) {
                     warned = Some(Instant::now());
                     tracing::warn!(
@@ -49,14 +53,13 @@ impl Shared {
             } else {
                 tracing::warn!(%error, "could not accept a connection");
             }
-            // It may pass, and must not turn into a busy loop.
+            // The shortage may be temporary. Avoids a busy loop.
             thread::sleep(DESCRIPTOR_PAUSE);
         }
     }
 
-    /// Blocks until another connection may begin its handshake; drops the oldest that takes too
-    /// long over its own.
-    fn make_room(&self) {
+    /// Blocks until another connection may begin its handshake. Drops the oldest one that has exceeded [`MIN_PATIENCE`].
+    fn wait_for_handshakes(&self) {
         let mut state = lock(&self.state);
         while !state.closing && state.handshakes >= self.max_unauthenticated {
             self.drop_unauthenticated(&mut state, 1, MIN_PATIENCE);
@@ -75,7 +78,7 @@ impl Shared {
                 Some((&id, since)) if since.elapsed() >= age => {
                     state.unauthenticated.remove(&id);
                     if let Some(stream) = state.streams.get(&id) {
-                        // Its thread finds the connection closed, and ends.
+                        // Its thread notices that the connection is closed, and ends.
                         let _ = stream.shutdown(Shutdown::Both);
                     }
                 }
@@ -84,35 +87,29 @@ impl Shared {
         }
     }
 
-    /// Gives a new connection a thread.
-    fn admit(self: Arc<Self>, stream: TcpStream) {
+    /// Starts a thread for a new connection.
+    fn admit<'scope>(&'scope self, scope: &'scope Scope<'scope, '_>, stream: TcpStream) {
         let stream = Arc::new(stream);
         let mut state = lock(&self.state);
-        for id in std::mem::take(&mut state.finished) {
-            if let Some(thread) = state.threads.remove(&id) {
-                // It has nothing left to do but to end.
-                let _ = thread.join();
-            }
-        }
         if state.closing {
             return;
         }
         let id = state.next;
-        let (shared, own) = (self.clone(), stream.clone());
-        match spawn("warplink-store", move || shared.serve(id, own)) {
-            Ok(thread) => {
+        let served = stream.clone();
+        let thread = thread::Builder::new().name("warplink-store".into());
+        match thread.spawn_scoped(scope, move || self.serve(id, served)) {
+            Ok(_) => {
                 state.next += 1;
                 state.handshakes += 1;
                 state.unauthenticated.insert(id, Instant::now());
                 state.streams.insert(id, stream);
-                state.threads.insert(id, thread);
             }
             Err(error) => tracing::warn!(%error, "could not serve a connection"),
         }
     }
 }
 
-/// Strangers get an eighth of the descriptors that this process may have.
+/// The limit on connections in a handshake: an eighth of the descriptors that this process may have.
 pub(super) fn max_unauthenticated() -> usize {
     let limit = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
     usize::try_from(limit / 8)

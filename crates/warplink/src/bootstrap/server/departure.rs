@@ -1,10 +1,10 @@
-//! Telling the end of a process from a connection that was cut, and who it was that was cut off.
+//! Distinguishing the end of a process from a network failure, and which side of the failure is cut off.
 //!
-//! A connection that ends without a goodbye says nothing of which end is at fault. Where the process at
-//! the other end is gone, its rank is lost. Where it runs, either that rank is cut off, or this one is,
-//! which serves the store: then the other connections end too, sooner or later. To call the first of
-//! them lost would have those that still listen go on without it, though they reach it. So nobody is
-//! called lost before every rank whose connection is left was heard after that end.
+//! A connection that ends although its rank has not left does not show which end is at fault. If the process at the other end
+//! has exited, its rank is lost. If it still runs, either that rank is cut off or this one, which serves the store; in the
+//! latter case the other connections end too, sooner or later. Declaring the first of them lost would make the ranks whose
+//! connections still work go on without it, although they reach it. So no rank is declared lost before something has arrived
+//! on every remaining connection after that end.
 
 use super::{Shared, State, spawn};
 use crate::bootstrap::socket;
@@ -13,22 +13,23 @@ use crate::sync::lock;
 use std::io::{Error, ErrorKind};
 use std::net::SocketAddr;
 use std::sync::{Arc, PoisonError};
-use std::thread;
+use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-/// How long a look whether a process still listens may take.
+/// The timeout of a probe whether a process still listens.
 pub(super) const PROBE_TIMEOUT: Duration = Duration::from_millis(100);
 
-/// How many processes are looked at at a time.
-const LOOKS: usize = 32;
+/// How many processes are probed concurrently.
+const PROBES: usize = 32;
 
-/// The shortest and the longest time between two looks.
+/// The shortest and the longest interval between two probes, which double: most processes have exited by the first, and
+/// those that have not are probed less and less often.
 const MIN_INTERVAL: Duration = Duration::from_millis(1);
 const MAX_INTERVAL: Duration = Duration::from_millis(20);
 
 impl Shared {
-    /// The connection of `rank` has ended without a goodbye, for `reason`: it is lost. Blocks until that
-    /// is certain enough to be told, at most for the heartbeat limit.
+    /// The connection of `rank` has ended, for `reason`. Unless it has left, it is lost. Blocks until that is certain, at
+    /// most for the heartbeat limit.
     pub(super) fn depart(&self, rank: u32, reason: &str) {
         let mut state = lock(&self.state);
         state.members.remove(&rank);
@@ -36,9 +37,9 @@ impl Shared {
         state.departed = Some(since);
         self.changed.notify_all();
         let mut interval = MIN_INTERVAL;
-        // One that left in order, or was called lost already, is not there.
+        // A rank that left in order, or was declared lost already, is not present.
         while !state.closing && state.table.present().contains(&rank) {
-            let late = since.elapsed() > self.settings.heartbeat_limit;
+            let late = since.elapsed() > self.settings.identity.heartbeat_limit;
             if late || self.all_heard(&state) {
                 break;
             }
@@ -63,30 +64,30 @@ impl Shared {
         self.changed.notify_all();
     }
 
-    /// Finds those of the `missing` ranks whose processes have ended, which are lost with that, unless a thread
-    /// does so already. It has a thread of its own: no look is answered where a machine is gone, and signs of
-    /// life may not wait for that.
-    pub(super) fn look_for(self: &Arc<Self>, state: &mut State, missing: Vec<(u32, SocketAddr)>) {
-        if missing.is_empty() || state.looking {
+    /// Declares those of the `missing` ranks lost whose processes have exited, unless that is in progress already. On a
+    /// separate thread, since probes of a machine that vanished time out, and heartbeats must not wait for that.
+    pub(super) fn probe_missing(
+        self: &Arc<Self>,
+        state: &mut State,
+        missing: Vec<(u32, SocketAddr)>,
+    ) {
+        let is_probing = |thread: &JoinHandle<()>| !thread.is_finished();
+        if missing.is_empty() || state.probing.as_ref().is_some_and(is_probing) {
             return;
         }
-        let (id, shared) = (state.next, self.clone());
-        match spawn("warplink-look", move || shared.look(id, &missing)) {
-            Ok(thread) => {
-                state.next += 1;
-                state.looking = true;
-                state.threads.insert(id, thread);
-            }
-            Err(error) => tracing::warn!(%error, "could not look for missing ranks"),
+        let shared = self.clone();
+        match spawn("warplink-probe", move || shared.probe(&missing)) {
+            Ok(thread) => state.probing = Some(thread),
+            Err(error) => tracing::warn!(%error, "could not probe missing ranks"),
         }
     }
 
-    fn look(&self, id: u64, missing: &[(u32, SocketAddr)]) {
-        for some in missing.chunks(LOOKS) {
+    fn probe(&self, missing: &[(u32, SocketAddr)]) {
+        for some in missing.chunks(PROBES) {
             let ended = which_have_ended(some);
             let mut state = lock(&self.state);
             if state.closing {
-                break;
+                return;
             }
             let missing = state.table.missing();
             for rank in ended.iter().filter(|rank| missing.contains(rank)) {
@@ -94,14 +95,11 @@ impl Shared {
             }
             self.deliver(state);
         }
-        let mut state = lock(&self.state);
-        state.looking = false;
-        state.finished.push(id);
     }
 
-    /// Whether every other rank that is connected was heard since a connection ended last.
+    /// Whether something arrived from every other connected rank after a connection last ended.
     fn all_heard(&self, state: &State) -> bool {
-        let own = |rank: u32| rank as Rank == self.settings.rank;
+        let own = |rank: u32| rank as Rank == self.settings.identity.rank;
         state.departed.is_none_or(|since| {
             let mut others = state.members.iter().filter(|(rank, _)| !own(**rank));
             others.all(|(_, member)| member.pulse.is_heard_since(since))
@@ -109,21 +107,21 @@ impl Shared {
     }
 }
 
-/// Those whose processes have ended, looked at at the same time.
+/// Those of `ranks` whose processes have exited, probed concurrently.
 fn which_have_ended(ranks: &[(u32, SocketAddr)]) -> Vec<u32> {
     thread::scope(|scope| {
-        let look = |&(rank, address): &(u32, SocketAddr)| {
+        let probe = |&(rank, address): &(u32, SocketAddr)| {
             let ended = move || has_ended(address).then_some(rank);
-            // What cannot be looked at is looked at later.
+            // A rank for which no thread can be started is probed again later.
             thread::Builder::new().spawn_scoped(scope, ended).ok()
         };
-        let looks: Vec<_> = ranks.iter().filter_map(look).collect();
-        let ended = looks.into_iter().filter_map(|look| look.join().ok());
+        let probes: Vec<_> = ranks.iter().filter_map(probe).collect();
+        let ended = probes.into_iter().filter_map(|probe| probe.join().ok());
         ended.flatten().collect()
     })
 }
 
-/// Whether nobody listens at the address where the process of a rank does as long as it runs.
+/// Whether the process that listens at `address` for as long as it runs has exited: nobody listens there.
 pub(super) fn has_ended(address: SocketAddr) -> bool {
     let refused = |error: Error| error.kind() == ErrorKind::ConnectionRefused;
     socket::connect(address, PROBE_TIMEOUT).is_err_and(refused)
