@@ -261,7 +261,7 @@ impl Collectives {
 
     /// The workspace of a rank, as it is mapped here; of this rank, its own. What it holds between calls is
     /// undefined, and it must not be written; memory to write to is shared by
-    /// [`Communicator::export_handle`](crate::Communicator::export_handle). `None` where the direct path does not serve,
+    /// [`Communicator::share`](crate::Communicator::share). `None` where the direct path does not serve,
     /// and for ranks that no link of a hybrid cube mesh leads to.
     pub fn peer_buffer(&self, rank: Rank) -> Option<&DeviceSlice> {
         self.0.path.direct()?.workspace.memory(rank)

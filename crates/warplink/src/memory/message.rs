@@ -29,7 +29,13 @@ pub(crate) enum Message {
     RegionReleased { region: u64, handles: u64 },
     /// Tells a peer that its signal slot will not be written any more.
     SlotReleased { slot: u64 },
-    /// Concerns an entry of a publication; its number is the receiver's.
+    /// Offers a peer an entry that this rank publishes. The number of the publication is the receiver's.
+    Offered {
+        publication: u64,
+        entry: u64,
+        handle: [u8; HANDLE_BYTES],
+    },
+    /// Concerns an entry of a publication, whose number is the receiver's.
     Published {
         publication: u64,
         entry: u64,
@@ -40,8 +46,6 @@ pub(crate) enum Message {
 /// What ranks tell one another of an allocation that its owner publishes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Notice {
-    /// The owner's handle of it.
-    Offer([u8; HANDLE_BYTES]),
     /// To the owner: the peer reaches it.
     Taken,
     /// To the owner: the peer cannot map it.
@@ -90,13 +94,15 @@ impl Message {
             } => (3, [generation, handles, 0]),
             Self::SlotReleased { slot } => (4, [slot, 0, 0]),
             Self::RegionReleased { region, handles } => (5, [region, handles, 0]),
+            Self::Offered {
+                publication, entry, ..
+            } => (6, [publication, entry, 0]),
             Self::Published {
                 publication,
                 entry,
                 notice,
             } => {
                 let kind = match notice {
-                    Notice::Offer(_) => 6,
                     Notice::Taken => 7,
                     Notice::Refused => 8,
                     Notice::Withdrawn => 9,
@@ -118,7 +124,11 @@ impl Message {
             notice,
         };
         if let Some(handle) = handle {
-            return (kind == 6).then(|| published(Notice::Offer(handle)));
+            return (kind == 6).then_some(Self::Offered {
+                publication: first,
+                entry: second,
+                handle,
+            });
         }
         Some(match kind {
             7 => published(Notice::Taken),
@@ -160,11 +170,7 @@ impl Request {
             arguments: arguments.map(U64::new),
         };
         let mut bytes = record.as_bytes().to_vec();
-        if let Message::Published {
-            notice: Notice::Offer(handle),
-            ..
-        } = self.message
-        {
+        if let Message::Offered { handle, .. } = self.message {
             bytes.extend_from_slice(&handle);
         }
         bytes
@@ -242,9 +248,13 @@ mod tests {
                 region: 5,
                 handles: 1,
             },
+            Message::Offered {
+                publication: 3,
+                entry: 1023,
+                handle: [7; HANDLE_BYTES],
+            },
         ];
         let notices = [
-            Notice::Offer([7; HANDLE_BYTES]),
             Notice::Taken,
             Notice::Refused,
             Notice::Withdrawn,

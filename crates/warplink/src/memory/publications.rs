@@ -1,5 +1,6 @@
 //! What peers say of memory that ranks publish to one another, handed on to whom it concerns.
 
+use super::exchanged::PeerHandle;
 use super::message::Notice;
 use crate::error::Rank;
 use crate::sync::lock;
@@ -7,8 +8,14 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 
 /// What a publication is told. It must not block.
-#[derive(Clone, Copy, Debug)]
+#[derive(Debug)]
 pub(crate) enum Heard {
+    /// A peer offers an entry of its own.
+    Offer {
+        from: Rank,
+        entry: u64,
+        handle: PeerHandle,
+    },
     /// A peer tells of an entry: its own, of which it is the owner, or one of this rank's.
     Notice {
         from: Rank,
@@ -47,13 +54,12 @@ impl Publications {
         drop(removed);
     }
 
-    /// Whether there is one of that number, which is then told.
-    pub(super) fn tell(&self, number: u64, heard: Heard) -> bool {
+    /// Tells the one of that number, where there is one.
+    pub(super) fn tell(&self, number: u64, heard: Heard) {
         let listener = lock(&self.0).listeners.get(&number).cloned();
-        if let Some(listener) = &listener {
+        if let Some(listener) = listener {
             listener(heard);
         }
-        listener.is_some()
     }
 
     /// Tells all that memory runs out.

@@ -1,10 +1,11 @@
 //! What regions, mappings and the threads of one rank's memory share, and what peers ask of it.
 
 use super::cache::MappingCache;
+use super::exchanged::PeerHandle;
 use super::exports::{Exports, Unwanted};
 use super::handle::{Handle, HandleKey};
 use super::mapping::Mapped;
-use super::message::{Message, Notice, Request, TOKEN_BYTES};
+use super::message::{Message, Request, TOKEN_BYTES};
 use super::notifier::Outbox;
 use super::peers::Peers;
 use super::publications::{Heard, Publications};
@@ -62,16 +63,7 @@ impl Shared {
         })
     }
 
-    /// Gives back a handle that will not be opened.
-    pub(super) fn decline(&self, peer: Rank, wire: &[u8]) {
-        match self.decode(peer, wire) {
-            Ok(handle) => self.release_handle(&handle),
-            Err(error) => {
-                tracing::warn!(%error, "a handle that cannot be read cannot be given back")
-            }
-        }
-    }
-
+    /// Tells the owner of a handle that it is not used.
     pub(super) fn release_handle(&self, handle: &Handle) {
         let message = Message::HandlesReleased {
             generation: handle.generation,
@@ -158,7 +150,7 @@ impl Shared {
 
     /// Does what a peer asks for, unless it is a notice that was handled before: then the peer has not
     /// had the answer.
-    pub(super) fn answer(&self, request: Request) -> Result<Option<Piece>> {
+    pub(super) fn answer(self: &Arc<Self>, request: Request) -> Result<Option<Piece>> {
         let Request {
             from,
             number,
@@ -202,6 +194,19 @@ impl Shared {
                     handler(from, slot);
                 }
             }
+            Message::Offered {
+                publication,
+                entry,
+                handle,
+            } => {
+                let handle = PeerHandle::new(self, from, handle.to_vec());
+                let offer = Heard::Offer {
+                    from,
+                    entry,
+                    handle,
+                };
+                self.publications.tell(publication, offer);
+            }
             Message::Published {
                 publication,
                 entry,
@@ -212,11 +217,7 @@ impl Shared {
                     entry,
                     notice,
                 };
-                if !self.publications.tell(publication, heard)
-                    && let Notice::Offer(handle) = notice
-                {
-                    self.decline(from, &handle);
-                }
+                self.publications.tell(publication, heard);
             }
         }
         Ok(None)
