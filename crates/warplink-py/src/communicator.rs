@@ -228,6 +228,22 @@ impl Communicator {
         })
     }
 
+    /// Maps the region that every other rank shares by the same call: a list by rank, with None for this one. Blocks until
+    /// all ranks have called it. Raises an error on all ranks where one cannot share its region or map those of the others:
+    /// PeerFailedError on those that could.
+    fn share(&self, py: Python<'_>, region: &Region) -> PyResult<Vec<Option<RemoteRegion>>> {
+        let (inner, region) = (self.inner()?, region.registered()?);
+        let shared = py.detach(|| inner.share(&region)).map_err(raise)?;
+        let place = &self.place;
+        let shared = shared.into_iter().map(|region| {
+            region.map(|region| RemoteRegion {
+                region,
+                place: place.clone(),
+            })
+        });
+        Ok(shared.collect())
+    }
+
     /// Makes a stream; work of one with `high_priority` comes before other work of the device.
     #[pyo3(signature = (high_priority=false))]
     fn create_stream(&self, py: Python<'_>, high_priority: bool) -> PyResult<Stream> {

@@ -69,6 +69,7 @@ pub mod deadline;
 pub mod device;
 pub mod dtype;
 pub mod error;
+mod exchange;
 #[doc(hidden)]
 pub mod file;
 pub mod job;

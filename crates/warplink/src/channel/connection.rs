@@ -12,7 +12,7 @@ use crate::device::{
 };
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::memory::{Region, RemoteRegion};
-use crate::signal::{Slot, SlotReleases};
+use crate::signal::SlotPair;
 use crate::sync::lock;
 use crate::transport::{NetworkLink, NetworkPath};
 use std::fmt;
@@ -49,10 +49,8 @@ pub(super) struct ConnectionEnd {
 /// soon as the other end is gone too.
 #[derive(Debug)]
 pub(super) struct Held {
-    pub(super) job_peer: Rank,
     /// Of both sides, in the order of their numbers; the peer's where it is mapped.
     pub(super) regions: Mutex<Vec<(Region, Option<RemoteRegion>)>>,
-    pub(super) slot: Slot,
     pub(super) reach: Reach,
     pub(super) table: Table,
     /// For the streams that have the proxy copy.
@@ -63,11 +61,7 @@ pub(super) struct Held {
 #[derive(Debug)]
 pub(super) enum Reach {
     /// In memory that is mapped here.
-    Mapped {
-        peer_slot: u64,
-        _slot_page: RemoteRegion,
-        releases: Arc<SlotReleases>,
-    },
+    Mapped(SlotPair),
     /// Over the network; the words are held with the link.
     Network(Arc<NetworkLink>),
 }
@@ -106,7 +100,7 @@ impl Connection {
     /// How bytes of the device's memory go, where that is over the network.
     pub fn network_path(&self) -> Option<NetworkPath> {
         match &self.end.held.reach {
-            Reach::Mapped { .. } => None,
+            Reach::Mapped(_) => None,
             Reach::Network(link) => Some(link.path()),
         }
     }
@@ -184,7 +178,7 @@ impl Connection {
             fault.check()?;
         }
         let copied = match end.held.reach {
-            Reach::Mapped { .. } => {
+            Reach::Mapped(_) => {
                 let windows = &memory.parts().windows;
                 let peers = windows.range(Side::Peers, at, own.bytes() as u64);
                 peers.and_then(|peers| match movement {
@@ -304,19 +298,6 @@ impl Drop for ConnectionEnd {
         let connection = self.memory.parts().proxy.as_ref();
         if let (Some(proxy), Some(end)) = (&self.proxy, connection) {
             proxy.retire(end.connection, Box::new(self.held.clone()));
-        }
-    }
-}
-
-impl Drop for Held {
-    fn drop(&mut self) {
-        if let Reach::Mapped {
-            peer_slot,
-            releases,
-            ..
-        } = &self.reach
-        {
-            releases.end_dropped(self.job_peer, self.slot.number, *peer_slot);
         }
     }
 }

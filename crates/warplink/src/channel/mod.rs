@@ -27,6 +27,6 @@ mod tables;
 pub use crate::transport::{NetworkPath, StagingConfig};
 pub use connection::{Connection, Connections};
 pub use exchange::ConnectionExchange;
-pub(crate) use exchange::{ConnectionServices, ProxySource};
+pub(crate) use exchange::ProxySource;
 pub use proxy::ProxyConfig;
 pub use request::{ConnectionRequest, Transport};

@@ -260,8 +260,8 @@ impl Collectives {
     }
 
     /// A rank's workspace as mapped here. Its contents are undefined, and it must not be written; to share
-    /// writable memory use [`Communicator::export_handle`](crate::Communicator::export_handle). `None`
-    /// without the direct path, and for ranks that are not linked in a hybrid cube mesh.
+    /// writable memory use [`Communicator::share`](crate::Communicator::share). `None` without the direct path, and
+    /// for ranks that are not linked in a hybrid cube mesh.
     pub fn peer_buffer(&self, rank: Rank) -> Option<&DeviceSlice> {
         self.0.path.direct()?.workspace.memory(rank)
     }

@@ -10,9 +10,7 @@ mod threads;
 mod topology;
 
 use crate::bootstrap::{Bootstrap, Group};
-use crate::channel::{
-    Connection, ConnectionExchange, ConnectionRequest, ConnectionServices, Connections,
-};
+use crate::channel::{Connection, ConnectionExchange, ConnectionRequest, Connections};
 use crate::collective::{self, Collectives};
 use crate::config::Config;
 use crate::deadline::Deadline;
@@ -20,10 +18,10 @@ use crate::device::{
     AllocationKind, CollectiveEngine, Compute, Device, DeviceSlice, Fault, Priority, Stream,
 };
 use crate::error::{Error, ErrorKind, Rank, Result};
-use crate::memory::{HANDLE_BYTES, Region, RemoteRegion};
+use crate::exchange::{ExchangeServices, GroupExchange};
+use crate::memory::{ExportedHandle, HANDLE_BYTES, Region, RemoteRegion};
 use crate::p2p::{
-    Batch, ExchangeServices, Path, PathModel, StreamBarrier, Transfer, TransferExchange,
-    TransferRequest,
+    Batch, Path, PathModel, StreamBarrier, Transfer, TransferExchange, TransferRequest,
 };
 use crate::program::Executor;
 use crate::program::cost::{DeviceDescription, HardwareModel};
@@ -104,16 +102,20 @@ impl Communicator {
                 None => fault.release(),
             }
         });
-        let connections = ConnectionServices {
+        let services = ExchangeServices {
             bootstrap: job.bootstrap.clone(),
             memory: job.memory.clone(),
             device: job.device.clone(),
             slots: job.slots.clone(),
             in_flight: job.in_flight.clone(),
-            proxies: job.proxies.source(),
-            networks: job.networks.clone(),
         };
-        let connections = ConnectionExchange::new(&group, &fault, connections);
+        let connections = ConnectionExchange::new(
+            &group,
+            &fault,
+            services.clone(),
+            job.proxies.source(),
+            &job.networks,
+        );
         let (described, world) = (job.device.clone(), group.world());
         let (memory, all) = (job.memory.clone(), job.bootstrap.world());
         let paths = PathModel::new(move || {
@@ -123,17 +125,8 @@ impl Communicator {
             let sharing = memory.ranks_per_device(&all)?;
             Ok(model.link.transfer_kernels().shared_by(sharing))
         });
-        let services = ExchangeServices {
-            bootstrap: job.bootstrap.clone(),
-            memory: job.memory.clone(),
-            device: job.device.clone(),
-            slots: job.slots.clone(),
-            in_flight: job.in_flight.clone(),
-            protocol: job.protocol,
-            path: job.path.unwrap_or_default(),
-            paths,
-        };
-        let transfers = TransferExchange::new(&group, &fault, services);
+        let defaults = (job.protocol, job.path.unwrap_or_default());
+        let transfers = TransferExchange::new(&group, &fault, services, defaults, paths);
         let engines = Engines::new(&job.bootstrap, &job.device, (&group, &fault), job.timeout);
         Self {
             job: job.clone(),
@@ -205,7 +198,9 @@ impl Communicator {
     pub fn export_handle(&self, region: &Region, peer: Rank) -> Result<[u8; HANDLE_BYTES]> {
         let peer = self.group.job_rank(peer)?;
         let handle = self.job.memory.export_handle(region, peer);
-        handle.map_err(|error| self.group.in_own_ranks(error))
+        handle
+            .map(ExportedHandle::sent)
+            .map_err(|error| self.group.in_own_ranks(error))
     }
 
     /// Maps the region that `peer` exported, for one-sided copies in any stream. They are not ordered with
@@ -215,8 +210,29 @@ impl Communicator {
     /// [`ErrorKind::InvalidHandle`] if the handle is truncated, altered, not `peer`'s, or its region is gone.
     pub fn open_handle(&self, peer: Rank, handle: &[u8]) -> Result<RemoteRegion> {
         let peer = self.group.job_rank(peer)?;
-        let opened = self.job.memory.open_handle(peer, handle);
+        let opened = self.job.memory.peer_handle(peer, handle).open();
         opened.map_err(|error| self.group.in_own_ranks(error))
+    }
+
+    /// Maps the region that every other rank shares by the same call, in the order of ranks; `None` in the place of this
+    /// rank. For one-sided accesses, as with [`open_handle`](Self::open_handle). Blocks until all ranks have called it.
+    ///
+    /// # Errors
+    /// On all ranks where one cannot share its region or map those of the others, [`ErrorKind::PeerFailed`] on those that
+    /// could. [`ErrorKind::Timeout`] or [`ErrorKind::PeerLost`], with the rank that did not come.
+    pub fn share(&self, region: &Region) -> Result<Vec<Option<RemoteRegion>>> {
+        let exchange = GroupExchange {
+            group: &self.group,
+            deadline: self.deadline(),
+            operation: "share memory",
+        };
+        let shared = exchange.share(&self.job.memory, &[region], |_| true);
+        let shared = self.fault.with_outcome(exchange.agree_on(shared));
+        let shared = shared.map_err(|error| self.group.with_job_ranks(error))?;
+        Ok(shared
+            .into_iter()
+            .map(|mut regions| regions.pop())
+            .collect())
     }
 
     /// Creates a stream.

@@ -2,7 +2,7 @@
 
 use super::MemoryRegistry;
 use super::limits::IdleMappings;
-use super::message::{MAX_REQUEST_BYTES, Message, Notice, Request, TOKEN_BYTES};
+use super::message::{MAX_REQUEST_BYTES, Message, Request, TOKEN_BYTES};
 use super::peers::PeerInfo;
 use super::service::{self, ANSWER_BYTES, Handler};
 use super::service_client::read_answer;
@@ -24,9 +24,10 @@ pub fn service_packets(bytes: &[u8]) {
     };
     let content: Vec<u8> = (0..64).collect();
     let uploaded = region.upload(&content).is_ok();
-    let Ok(wire) = registry.export_handle(&region, 1) else {
+    let Ok(exported) = registry.export_handle(&region, 1) else {
         return;
     };
+    let wire = exported.sent();
     let Ok(handle) = super::Handle::decode(&wire, &shared.key) else {
         return;
     };
@@ -111,13 +112,7 @@ fn registry() -> Option<&'static MemoryRegistry> {
 /// Passes a packet to the service and its answer to the peer.
 fn receive(packet: &[u8], token: &[u8; TOKEN_BYTES], handler: &Handler) {
     if let Ok(request) = Request::decode(packet, token) {
-        let offer = matches!(
-            request.message,
-            Message::Published {
-                notice: Notice::Offer(_),
-                ..
-            }
-        );
+        let offer = matches!(request.message, Message::Offered { .. });
         let again = Request::decode(&request.encode(token), token);
         assert_eq!(again.ok(), Some(request), "a request changed");
         assert_eq!(

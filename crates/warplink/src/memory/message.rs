@@ -28,6 +28,12 @@ pub(crate) enum Message {
     RegionReleased { region: u64, handles: u64 },
     /// To a peer: its signal slot will not be written any more.
     SlotReleased { slot: u64 },
+    /// Offers a peer an entry that this rank publishes. The number of the publication is the receiver's.
+    Offered {
+        publication: u64,
+        entry: u64,
+        handle: [u8; HANDLE_BYTES],
+    },
     /// About an entry of a publication; its number is the receiver's.
     Published {
         publication: u64,
@@ -39,8 +45,6 @@ pub(crate) enum Message {
 /// Notices between ranks about a published allocation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Notice {
-    /// The owner's handle.
-    Offer([u8; HANDLE_BYTES]),
     /// To the owner: the peer has mapped it.
     Taken,
     /// To the owner: the peer cannot map it.
@@ -89,13 +93,15 @@ impl Message {
             } => (3, [generation, handles, 0]),
             Self::SlotReleased { slot } => (4, [slot, 0, 0]),
             Self::RegionReleased { region, handles } => (5, [region, handles, 0]),
+            Self::Offered {
+                publication, entry, ..
+            } => (6, [publication, entry, 0]),
             Self::Published {
                 publication,
                 entry,
                 notice,
             } => {
                 let kind = match notice {
-                    Notice::Offer(_) => 6,
                     Notice::Taken => 7,
                     Notice::Refused => 8,
                     Notice::Withdrawn => 9,
@@ -117,7 +123,11 @@ impl Message {
             notice,
         };
         if let Some(handle) = handle {
-            return (kind == 6).then(|| published(Notice::Offer(handle)));
+            return (kind == 6).then_some(Self::Offered {
+                publication: first,
+                entry: second,
+                handle,
+            });
         }
         Some(match kind {
             7 => published(Notice::Taken),
@@ -159,11 +169,7 @@ impl Request {
             arguments: arguments.map(U64::new),
         };
         let mut bytes = record.as_bytes().to_vec();
-        if let Message::Published {
-            notice: Notice::Offer(handle),
-            ..
-        } = self.message
-        {
+        if let Message::Offered { handle, .. } = self.message {
             bytes.extend_from_slice(&handle);
         }
         bytes
@@ -241,9 +247,13 @@ mod tests {
                 region: 5,
                 handles: 1,
             },
+            Message::Offered {
+                publication: 3,
+                entry: 1023,
+                handle: [7; HANDLE_BYTES],
+            },
         ];
         let notices = [
-            Notice::Offer([7; HANDLE_BYTES]),
             Notice::Taken,
             Notice::Refused,
             Notice::Withdrawn,

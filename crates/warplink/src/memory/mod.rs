@@ -15,6 +15,7 @@ mod cache;
 mod cache_loom;
 #[cfg(all(test, not(loom)))]
 mod cache_tests;
+mod exchanged;
 mod exports;
 #[cfg(any(test, fuzzing))]
 pub mod fuzzing;
@@ -36,6 +37,7 @@ mod service_client;
 mod shared;
 mod socket;
 
+pub(crate) use exchanged::{ExportedHandle, PeerHandle};
 pub use handle::{HANDLE_BYTES, Handle, HandleKey};
 pub use limits::IdleMappings;
 pub(crate) use message::{Message, Notice};

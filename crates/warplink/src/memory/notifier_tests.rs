@@ -61,7 +61,7 @@ fn a_peer_that_drops_connections_is_told_again_and_not_forgotten() {
     let listener = service::listen(&name).unwrap();
     let registry = registry(&device, &name, IdleMappings::default());
     let region = registry.allocate(64, AllocationKind::Plain).unwrap();
-    registry.export_handle(&region, 1).unwrap();
+    registry.export_handle(&region, 1).unwrap().sent();
     drop(region);
     let told = Arc::new(Mutex::new(Vec::new()));
     let (heard, token) = (told.clone(), registry.shared.token);
@@ -110,7 +110,7 @@ fn a_notice_that_comes_again_is_not_handled_again() {
     let registry = registry(&device, service.name(), IdleMappings::default());
     let region = registry.allocate(64, AllocationKind::Plain).unwrap();
     for _ in 0..2 {
-        registry.export_handle(&region, 1).unwrap();
+        registry.export_handle(&region, 1).unwrap().sent();
     }
     let (generation, number) = (region.generation(), region.registration.numbers.region);
     drop(region);

@@ -1,5 +1,6 @@
 //! Dispatches peers' notices about published memory to the publications of this rank.
 
+use super::exchanged::PeerHandle;
 use super::message::Notice;
 use crate::error::Rank;
 use crate::sync::lock;
@@ -7,8 +8,14 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 
 /// Event for a publication. Handlers must not block.
-#[derive(Clone, Copy, Debug)]
+#[derive(Debug)]
 pub(crate) enum Heard {
+    /// A peer offers an entry of its own.
+    Offer {
+        from: Rank,
+        entry: u64,
+        handle: PeerHandle,
+    },
     /// A peer's notice about an entry, either the peer's or this rank's.
     Notice {
         from: Rank,
@@ -47,13 +54,12 @@ impl Publications {
         drop(removed);
     }
 
-    /// Delivers an event; returns whether the publication exists.
-    pub(super) fn tell(&self, number: u64, heard: Heard) -> bool {
+    /// Delivers an event to the publication of that number, if it exists.
+    pub(super) fn tell(&self, number: u64, heard: Heard) {
         let listener = lock(&self.0).listeners.get(&number).cloned();
-        if let Some(listener) = &listener {
+        if let Some(listener) = listener {
             listener(heard);
         }
-        listener.is_some()
     }
 
     /// Notifies all publications that memory is exhausted.

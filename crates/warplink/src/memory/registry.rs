@@ -1,16 +1,16 @@
 //! A rank's registrations and mappings: entry point for the rest of the library.
 
 use super::cache::{CacheLimits, MappingCache};
+use super::exchanged::{ExportedHandle, PeerHandle};
 use super::exports::{Exports, RegionNumbers};
-use super::handle::{HANDLE_BYTES, Handle, HandleKey};
+use super::handle::{Handle, HandleKey};
 use super::limits::IdleMappings;
-use super::mapping::RemoteBacking;
 use super::message::Message;
 use super::notifier::{self, Notifier};
 use super::opening::{self, process_identity};
 use super::peers::{PeerInfo, Peers};
 use super::publications::{Heard, Publications};
-use super::region::{self, Region, Registration, RemoteRegion};
+use super::region::{self, Region, Registration};
 use super::service::Service;
 use super::shared::Shared;
 use crate::deadline::Deadline;
@@ -231,11 +231,11 @@ impl MemoryRegistry {
         }
     }
 
-    /// Issues a handle of `region` for `peer`, which must either open or decline it.
+    /// Issues a handle of `region` for `peer`.
     ///
     /// # Errors
     /// [`ErrorKind::InvalidArgument`] for a region of another rank or job.
-    pub(crate) fn export_handle(&self, region: &Region, peer: Rank) -> Result<[u8; HANDLE_BYTES]> {
+    pub(crate) fn export_handle(&self, region: &Region, peer: Rank) -> Result<ExportedHandle> {
         let shared = &self.shared;
         if !Arc::ptr_eq(shared, &region.registration.shared) {
             return Err(Error::invalid(
@@ -264,42 +264,13 @@ impl MemoryRegistry {
                     pieces: allocation.pieces,
                     host: allocation.host,
                 })?;
-        Ok(handle.encode(&shared.key))
+        let wire = handle.encode(&shared.key);
+        Ok(ExportedHandle::new(&region.registration, peer, wire))
     }
 
-    /// Takes back a handle that never reached `peer`.
-    pub(crate) fn cancel_handle(&self, region: &Region, peer: Rank) {
-        self.shared
-            .exports
-            .cancel_handle(region.registration.numbers, peer);
-    }
-
-    /// Maps the region that `peer` exported, from the cache if present.
-    ///
-    /// # Errors
-    /// [`ErrorKind::InvalidHandle`] if the handle is truncated, altered, not `peer`'s, or its region is gone;
-    /// errors of the device.
-    pub(crate) fn open_handle(&self, peer: Rank, wire: &[u8]) -> Result<RemoteRegion> {
-        let shared = &self.shared;
-        let handle = shared.decode(peer, wire)?;
-        let key = (peer, handle.allocation);
-        let lease = shared
-            .mappings
-            .open(key, handle.generation, || opening::open(shared, &handle))
-            // A handle that fails to open is returned at once, so that the owner can free the memory.
-            .inspect_err(|_| shared.release_handle(&handle))?;
-        let whole = RemoteBacking::slice(shared, &handle, lease);
-        let (start, bytes) = (handle.offset as usize, handle.bytes as usize);
-        Ok(RemoteRegion {
-            owner: peer,
-            slice: whole.slice(start..start + bytes)?,
-            atomics: self.access(peer)?.atomics,
-        })
-    }
-
-    /// Returns a handle that will not be opened.
-    pub(crate) fn decline_handle(&self, peer: Rank, wire: &[u8]) {
-        self.shared.decline(peer, wire);
+    /// The handle that `peer` sent as `wire`.
+    pub(crate) fn peer_handle(&self, peer: Rank, wire: impl Into<Vec<u8>>) -> PeerHandle {
+        PeerHandle::new(&self.shared, peer, wire.into())
     }
 
     /// Whether `peer` is on this machine, so that its memory can be mapped.

@@ -1,10 +1,11 @@
 //! State shared by regions, mappings and threads of one rank, and the handling of peers' requests.
 
 use super::cache::MappingCache;
+use super::exchanged::PeerHandle;
 use super::exports::{Exports, Unwanted};
 use super::handle::{Handle, HandleKey};
 use super::mapping::Mapped;
-use super::message::{Message, Notice, Request, TOKEN_BYTES};
+use super::message::{Message, Request, TOKEN_BYTES};
 use super::notifier::Outbox;
 use super::peers::Peers;
 use super::publications::{Heard, Publications};
@@ -62,16 +63,7 @@ impl Shared {
         })
     }
 
-    /// Returns a handle that will not be opened.
-    pub(super) fn decline(&self, peer: Rank, wire: &[u8]) {
-        match self.decode(peer, wire) {
-            Ok(handle) => self.release_handle(&handle),
-            Err(error) => {
-                tracing::warn!(%error, "an invalid handle cannot be returned to its owner")
-            }
-        }
-    }
-
+    /// Notifies the owner that a handle is not used.
     pub(super) fn release_handle(&self, handle: &Handle) {
         let message = Message::HandlesReleased {
             generation: handle.generation,
@@ -161,7 +153,7 @@ impl Shared {
 
     /// Handles a peer's request, unless it is a notice that was handled before and is retransmitted because
     /// its answer was lost.
-    pub(super) fn answer(&self, request: Request) -> Result<Option<Piece>> {
+    pub(super) fn answer(self: &Arc<Self>, request: Request) -> Result<Option<Piece>> {
         let Request {
             from,
             number,
@@ -207,6 +199,19 @@ impl Shared {
                     handler(from, slot);
                 }
             }
+            Message::Offered {
+                publication,
+                entry,
+                handle,
+            } => {
+                let handle = PeerHandle::new(self, from, handle.to_vec());
+                let offer = Heard::Offer {
+                    from,
+                    entry,
+                    handle,
+                };
+                self.publications.tell(publication, offer);
+            }
             Message::Published {
                 publication,
                 entry,
@@ -217,11 +222,7 @@ impl Shared {
                     entry,
                     notice,
                 };
-                if !self.publications.tell(publication, heard)
-                    && let Notice::Offer(handle) = notice
-                {
-                    self.decline(from, &handle);
-                }
+                self.publications.tell(publication, heard);
             }
         }
         Ok(None)

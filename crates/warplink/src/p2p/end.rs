@@ -11,7 +11,7 @@ use crate::device::{
 };
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::memory::{Region, RemoteRegion};
-use crate::signal::{RemoteSlot, SignalOp, SignalWord, Slot, SlotReleases};
+use crate::signal::{SignalOp, SignalWord, SlotPair};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -24,16 +24,11 @@ pub(super) struct TransferEnd {
     pub(super) path: Path,
     pub(super) flow: Flow,
     pub(super) peer: Rank,
-    /// The peer's rank in the job.
-    pub(super) job_peer: Rank,
     pub(super) tag: u64,
     pub(super) buffer: Buffer,
     // The peer's buffer, at the initiator.
     pub(super) remote: Option<RemoteRegion>,
-    pub(super) slot: Slot,
-    pub(super) remote_slot: RemoteSlot,
-    pub(super) _remote_slot_page: RemoteRegion,
-    pub(super) peer_slot: u64,
+    pub(super) slots: SlotPair,
     pub(super) progress: Arc<Progress>,
     pub(super) recording: Recording,
     pub(super) graph_mark: GraphMark,
@@ -43,7 +38,6 @@ pub(super) struct TransferEnd {
     pub(super) unpacking: Unpacking,
     // The stream of the last post, by its number.
     pub(super) posted_on: AtomicU64,
-    pub(super) releases: Arc<SlotReleases>,
 }
 
 impl TransferEnd {
@@ -95,7 +89,7 @@ impl TransferEnd {
     /// Notes what a post on `stream` is work for. An initiator's says so by its wait.
     pub(super) fn note_work(&self, stream: &Stream) {
         if self.role() == Role::Target
-            && let Some(fault) = self.slot.inbound_word().fault()
+            && let Some(fault) = self.slots.own.inbound_word().fault()
         {
             stream.note_work(fault);
         }
@@ -243,7 +237,7 @@ impl TransferEnd {
                     source,
                     blocks,
                     arrivals: after.map(arrival),
-                    counter: self.slot.counter(),
+                    counter: self.slots.own.counter(),
                 };
                 (StreamOp::KernelCopy(copy), tells)
             }
@@ -280,9 +274,10 @@ impl TransferEnd {
     }
 
     fn word(&self, name: SignalWord, captured: bool) -> &Word {
-        self.slot
+        self.slots
+            .own
             .word(name, captured)
-            .unwrap_or_else(|| self.remote_slot.word(captured))
+            .unwrap_or_else(|| self.slots.remote.word(captured))
     }
 
     /// Destination and source of the copy, at the initiator.
@@ -339,12 +334,5 @@ impl TransferEnd {
 
     fn key(&self) -> String {
         format!("{} with tag {}", self.direction, self.tag)
-    }
-}
-
-impl Drop for TransferEnd {
-    fn drop(&mut self) {
-        self.releases
-            .end_dropped(self.job_peer, self.slot.number, self.peer_slot);
     }
 }

@@ -31,8 +31,8 @@ mod stream_barrier;
 mod transfer;
 
 pub use batch::{Batch, post_all, post_stores, wait_all};
+pub(crate) use exchange::PathModel;
 pub use exchange::TransferExchange;
-pub(crate) use exchange::{ExchangeServices, PathModel};
 pub use path::{Path, TransferKernels};
 pub use protocol::Protocol;
 pub use request::{Direction, TransferRequest};

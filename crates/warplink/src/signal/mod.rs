@@ -8,17 +8,13 @@
 //! with a value greater than every epoch, which releases streams, and which kernels recognize as invalid.
 
 mod block;
-mod numbers;
-mod publisher;
 mod releases;
 mod scratch;
 mod slots;
 
 pub use block::{RemoteSignals, Signals};
-pub(crate) use numbers::EndNumbers;
-pub(crate) use publisher::{Missing, Offer, Publisher};
-pub(crate) use releases::{SlotDirectory, SlotReleases};
-pub(crate) use slots::{RemoteSlot, Slot, SlotPool};
+pub(crate) use releases::{SlotDirectory, SlotPair, SlotReleases};
+pub(crate) use slots::{Slot, SlotPool};
 
 /// A word of a transfer, from one end's point of view.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

@@ -1,9 +1,9 @@
 //! Tracks when a signal slot may be reused: once neither end will write to it.
 
-use super::SlotPool;
+use super::slots::{RemoteSlot, Slot, SlotPool};
 use crate::device::{Device, Fault};
-use crate::error::Rank;
-use crate::memory::{MemoryRegistry, Message};
+use crate::error::{Rank, Result};
+use crate::memory::{MemoryRegistry, Message, PeerHandle, RemoteRegion};
 use crate::sync::lock;
 use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, Mutex, Weak};
@@ -72,6 +72,25 @@ pub(crate) struct SlotReleases {
     released_once: Mutex<HashSet<u64>>,
 }
 
+/// A slot of this rank and one of a peer, whose ends write to both. Both are used again when the two ranks have dropped
+/// their pairs.
+#[derive(Debug)]
+pub(crate) struct SlotPair {
+    pub(crate) own: Slot,
+    pub(crate) remote: RemoteSlot,
+    _page: RemoteRegion,
+    _end: EndOfSlots,
+}
+
+/// Tells both ranks when it is dropped.
+#[derive(Debug)]
+struct EndOfSlots {
+    peer: Rank,
+    /// The numbers of this rank's slot and of the peer's.
+    slots: [u64; 2],
+    releases: Arc<SlotReleases>,
+}
+
 impl SlotReleases {
     /// Creates a pool registered in `directory`.
     pub(crate) fn start(
@@ -95,13 +114,26 @@ impl SlotReleases {
         (slots, releases)
     }
 
-    /// This rank dropped its end of a transfer or connection: it will write neither to its slot `own` nor to
-    /// `peer`'s slot `at_peer`.
-    pub(crate) fn end_dropped(&self, peer: Rank, own: u64, at_peer: u64) {
-        if let Some(memory) = self.memory.upgrade() {
-            memory.tell(peer, Message::SlotReleased { slot: at_peer });
-        }
-        self.release(own);
+    /// The slot `own` and the one of `peer` with its number there, mapped by the handle `inbound`. Where that fails, the
+    /// peer is told that this rank writes to neither.
+    pub(crate) fn pair(
+        self: &Arc<Self>,
+        own: Slot,
+        (peer, at_peer): (Rank, u64),
+        inbound: PeerHandle,
+    ) -> Result<SlotPair> {
+        let end = EndOfSlots {
+            peer,
+            slots: [own.number, at_peer],
+            releases: self.clone(),
+        };
+        let page = inbound.open()?;
+        Ok(SlotPair {
+            remote: RemoteSlot::new(page.memory())?,
+            own,
+            _page: page,
+            _end: end,
+        })
     }
 
     /// One of the two ends has released a slot of this rank.
@@ -114,6 +146,16 @@ impl SlotReleases {
         } else {
             released_once.insert(slot);
         }
+    }
+}
+
+impl Drop for EndOfSlots {
+    fn drop(&mut self) {
+        let [own, slot] = self.slots;
+        if let Some(memory) = self.releases.memory.upgrade() {
+            memory.tell(self.peer, Message::SlotReleased { slot });
+        }
+        self.releases.release(own);
     }
 }
 

@@ -4,7 +4,7 @@ use crate::common::{delays, kind, processes, threads_with, world};
 use crate::launches::integers;
 use std::time::Duration;
 use warplink::device::{AllocationKind, Priority, Stream};
-use warplink::memory::{Region, RemoteRegion};
+use warplink::memory::RemoteRegion;
 use warplink::{Communicator, Config, DeviceKind};
 
 const COUNT: usize = 3000;
@@ -20,34 +20,12 @@ fn bytes(rank: usize, round: usize) -> Vec<u8> {
     numbers.iter().flat_map(|n| n.to_le_bytes()).collect()
 }
 
-/// The regions of all other ranks, mapped here.
-fn mapped(group: &Communicator, own: &Region) -> Vec<Option<RemoteRegion>> {
-    let (rank, world) = (group.rank(), group.world());
-    let handle = |peer| {
-        if peer == rank {
-            return Vec::new();
-        }
-        group.export_handle(own, peer).unwrap().to_vec()
-    };
-    let handles: Vec<Vec<u8>> = (0..world).map(handle).collect();
-    let all = group.all_gather_bytes(&handles.concat()).unwrap();
-    let each = all[rank].len() / (world - 1).max(1);
-    let open = |peer: usize| {
-        // A rank has no handle for itself.
-        let place = rank - usize::from(peer < rank);
-        let handle = &all[peer][place * each..(place + 1) * each];
-        group.open_handle(peer, handle).unwrap()
-    };
-    let others = (0..world).map(|peer| (peer != rank).then(|| open(peer)));
-    others.collect()
-}
-
 /// Every rank of `group` reads the memory of all others again and again, between barriers of their streams: `barrier`
 /// enqueues number `n`.
 fn read_between(group: &Communicator, rounds: usize, barrier: impl Fn(usize, &Stream)) {
     let stream: Stream = group.create_stream(Priority::Normal).unwrap();
     let own = group.alloc(4 * COUNT).unwrap();
-    let peers = mapped(group, &own);
+    let peers = group.share(&own).unwrap();
     let device = group.device();
     let (source, read) = [(); 2]
         .map(|()| device.allocate(group.world() * 4 * COUNT, AllocationKind::Plain))

@@ -1,11 +1,10 @@
-//! Communication that measurements need beside their own: the vendor's library, memory of the peers,
-//! counts over all ranks, and a second stream.
+//! Communication that measurements need beside their own: the vendor's library, counts over all ranks, and a
+//! second stream.
 
 use crate::report::print_message;
-use anyhow::{Context, Result, ensure};
+use anyhow::{Result, ensure};
 use warplink::collective::{CollectiveOptions, CollectivePath, Collectives};
 use warplink::device::{Event, Priority, Stream};
-use warplink::memory::{HANDLE_BYTES, Region, RemoteRegion};
 use warplink::{Communicator, DType, ErrorKind};
 
 /// Collectives by the vendor's library, and its name.
@@ -68,28 +67,6 @@ pub(crate) fn gather(comm: &Communicator, own: &[f64]) -> Result<Vec<Vec<f64>>> 
 pub(crate) fn total(comm: &Communicator, own: u64) -> Result<u64> {
     let all = gather(comm, &[own as f64])?;
     Ok(all.concat().iter().sum::<f64>() as u64)
-}
-
-/// Maps every peer's `region`; none for this rank. Every rank calls this at the same time.
-pub(crate) fn share(comm: &Communicator, region: &Region) -> Result<Vec<Option<RemoteRegion>>> {
-    let mut handles = Vec::new();
-    for peer in 0..comm.world() {
-        if peer == comm.rank() {
-            handles.extend_from_slice(&[0; HANDLE_BYTES]);
-        } else {
-            handles.extend_from_slice(&comm.export_handle(region, peer)?);
-        }
-    }
-    let all = comm.all_gather_bytes(&handles)?;
-    let own = comm.rank() * HANDLE_BYTES..(comm.rank() + 1) * HANDLE_BYTES;
-    let open = |(peer, handles): (usize, &Vec<u8>)| -> Result<Option<RemoteRegion>> {
-        if peer == comm.rank() {
-            return Ok(None);
-        }
-        let handle = handles.get(own.clone()).context("read a peer's handle")?;
-        Ok(Some(comm.open_handle(peer, handle)?))
-    };
-    all.iter().enumerate().map(open).collect()
 }
 
 /// The rank before and the one after, in a ring.

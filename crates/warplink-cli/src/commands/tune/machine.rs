@@ -1,7 +1,7 @@
 //! Shared state of measurements: memory of all ranks, streams, and clocks.
 
 use crate::commands::bench::clock::{Clock, Submission, median};
-use crate::commands::bench::peers::{SecondStream, gather, neighbours, share};
+use crate::commands::bench::peers::{SecondStream, gather, neighbours};
 use crate::memory;
 use anyhow::{Context, Result};
 use std::time::{Duration, Instant};
@@ -61,7 +61,7 @@ impl<'a> Machine<'a> {
         memory::check(comm.device().kind(), comm.world(), 0, 2 * bytes)?;
         let (own, into) = (comm.alloc(largest)?, comm.alloc(largest)?);
         let words = comm.register(&comm.device().allocate_signals(4096)?)?;
-        let remote_words = share(comm, &words)?;
+        let remote_words = comm.share(&words)?;
         let pair =
             |slice: &DeviceSlice| -> Result<[Word; 2]> { Ok([slice.word(0)?, slice.word(64)?]) };
         let right = (comm.rank() + 1) % comm.world();
@@ -71,8 +71,8 @@ impl<'a> Machine<'a> {
             samples: selection.samples,
             largest,
             selection,
-            remote_own: share(comm, &own)?,
-            remote_into: share(comm, &into)?,
+            remote_own: comm.share(&own)?,
+            remote_into: comm.share(&into)?,
             own,
             into,
             words: pair(words.memory())?,

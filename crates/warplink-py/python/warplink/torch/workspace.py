@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import struct
 import threading
 from typing import Any, Callable, Iterator, Sequence
 
@@ -25,9 +24,6 @@ MAX_COMPARED = 1024
 
 #: Bytes by which members find whether they reach one another's memory.
 _PROBE_BYTES = 64
-
-#: Bytes that a handle takes at most.
-_HANDLE_BYTES = 512
 
 #: Warplink's names of PyTorch's element types.
 DTYPES = {
@@ -285,7 +281,7 @@ class Workspace:
                 raise new_in_a_graph(self.communicator.rank, "get_p2p_buffer")
             check_alike(self.communicator, ("get_p2p_buffer", number))
             own = self.communicator.alloc(self._buffer_size)
-            made = self._open(own, self.communicator.all_gather_bytes(self._handles(own)))
+            made = [own if region is None else region for region in self.communicator.share(own)]
             self._buffers[number] = made
             return made
 
@@ -293,36 +289,8 @@ class Workspace:
         """Whether every member maps memory of every other one, the same on all of them; tells the log why not. All
         members call this at the same time, and it blocks until they have."""
         what = "reaching the memory of the group's members"
-
-        def make() -> tuple[warplink.Region, bytes]:
-            own = self.communicator.alloc(_PROBE_BYTES)
-            return own, self._handles(own)
-
-        made = made_by_all(self.communicator, what, make)
-        if made is None:
-            return False
-        own, handles = made
-        told = self.communicator.all_gather_bytes(handles)
-        return made_by_all(self.communicator, what, lambda: self._open(own, told)) is not None
-
-    def _handles(self, own: warplink.Region) -> bytes:
-        """The handles of ``own`` for all members, each of as many bytes."""
-        comm = self.communicator
-        handles = [b"" if peer == comm.rank else comm.export_handle(own, peer) for peer in range(comm.size)]
-        return b"".join(struct.pack("<I", len(handle)) + handle.ljust(_HANDLE_BYTES, b"\0") for handle in handles)
-
-    def _open(self, own: warplink.Region, told: Sequence[bytes]) -> list[Any]:
-        """What the members' handles in ``told`` stand for; ``own`` for this one."""
-        comm, each = self.communicator, _HANDLE_BYTES + 4
-        opened: list[Any] = []
-        for peer, handles in enumerate(told):
-            if peer == comm.rank:
-                opened.append(own)
-                continue
-            mine = handles[each * comm.rank : each * (comm.rank + 1)]
-            (length,) = struct.unpack("<I", mine[:4])
-            opened.append(comm.open_handle(peer, mine[4 : 4 + length]))
-        return opened
+        own = made_by_all(self.communicator, what, lambda: self.communicator.alloc(_PROBE_BYTES))
+        return own is not None and made_by_all(self.communicator, what, lambda: self.communicator.share(own)) is not None
 
     def barrier(self, ranks: Sequence[int] | None = None) -> None:
         """A barrier of the current streams of ``ranks``, this one among them, or of all members."""

@@ -1,122 +1,120 @@
-//! Making a connection from what both ends offer.
+//! Making a connection of both ends.
 
 use super::{ConnectionExchange, End, EndOffer};
 use crate::channel::answers::Answers;
 use crate::channel::connection::{Connection, ConnectionEnd, Held, Reach};
 use crate::channel::proxy::Route;
 use crate::channel::request::Transport;
+use crate::device::ChannelMemory;
 use crate::device::channel::{ChannelParts, Place, Windows};
-use crate::device::{ChannelMemory, Word};
 use crate::error::{Error, ErrorKind, Rank, Result};
-use crate::memory::RemoteRegion;
-use crate::signal::{Offer, RemoteSlot};
-use crate::transport::{Carrier, CopyEngine, NetworkCarrier, Offered, OfferedRings, StagedCarrier};
+use crate::memory::{PeerHandle, RemoteRegion};
+use crate::signal::Slot;
+use crate::transport::{
+    Carrier, CopyEngine, Exposed, NetworkCarrier, Offered, OfferedRings, StagedCarrier,
+};
 use std::sync::{Arc, Mutex};
 
-/// What an end has of its peer.
-struct Reached {
-    reach: Reach,
-    /// The peer's inbound word and its region, where they are mapped.
-    outbound: Option<Word>,
-    region: Option<RemoteRegion>,
-    place: Place,
-}
+/// The peer's region, where it is mapped, and its place for kernels.
+type PeersRegion = (Option<RemoteRegion>, Place);
 
 impl ConnectionExchange {
-    /// The connection of this rank's end `own` and the one that the peer published as `message`.
-    pub(super) fn match_end(&self, own: Offer<End<'_>>, message: &[u8]) -> Result<Connection> {
-        let (job_peer, end) = (own.job_peer, own.item);
-        let request = end.request;
-        let named = |error: Error| {
-            error
-                .with_operation("connect")
-                .with_rank(self.group.rank())
-                .with_peer(request.peer)
-                .with_key(format!("connection with tag {}", request.tag))
-        };
-        let offer = EndOffer::decode(message).map_err(named)?;
+    /// The connection of this rank's `end` and its peer's.
+    pub(super) fn make(&self, end: End, job_peer: Rank, terms: EndOffer) -> Result<Connection> {
+        let pairs = &self.pairs;
+        let (transport, number) = (end.transport, end.number);
         let is_staged = end
             .exposed
             .as_ref()
             .map(|exposed| exposed.staging().is_some());
-        let other_staging = is_staged.is_some_and(|is_staged| is_staged != offer.staging.is_some());
-        if offer.transport != end.transport || other_staging {
+        let other_staging = is_staged.is_some_and(|is_staged| is_staged != terms.staging.is_some());
+        // Over the network, they are keys.
+        let handles = (terms.transport != Transport::Network).then(|| {
+            let handle = |wire: &Vec<u8>| pairs.memory.peer_handle(job_peer, wire.clone());
+            [&terms.inbound, &terms.region].map(handle)
+        });
+        let differs = if terms.transport != transport {
+            let what = format!(
+                "this rank uses the {transport} transport, the peer the {}",
+                terms.transport
+            );
+            Some((what, "choose the same transport on both ranks"))
+        } else if other_staging {
+            let what = "one rank stages what goes over the network, the other does not";
+            let help = "configure the same staging on every rank";
+            Some((what.to_owned(), help))
+        } else {
+            None
+        };
+        if let Some((what, help)) = differs {
             // The peer finds the same and gives up too, so nobody will write to the slot.
-            self.decline(job_peer, &offer);
-            let (what, help) = if offer.transport == end.transport {
-                let what = "one rank stages what goes over the network, the other does not";
-                (what.to_owned(), "configure the same staging on every rank")
-            } else {
-                let what = format!(
-                    "this rank uses the {} transport, the peer the {}",
-                    end.transport, offer.transport
-                );
-                (what, "choose the same transport on both ranks")
-            };
-            self.give_back(end);
-            return Err(named(Error::new(ErrorKind::Mismatch, what).with_help(help)));
+            if let Some(exposed) = end.exposed {
+                exposed.discard();
+            }
+            pairs.slots.recycle(end.slot.number);
+            return Err(Error::new(ErrorKind::Mismatch, what).with_help(help));
         }
-        self.make(end, job_peer, &offer).map_err(named)
-    }
-
-    fn make(&self, mut end: End<'_>, job_peer: Rank, offer: &EndOffer) -> Result<Connection> {
         let request = end.request;
-        let Reached {
-            reach,
-            outbound,
-            region,
-            place,
-        } = self.reach(&mut end, job_peer, offer)?;
         let words = end.slot.channel_words()?;
-        let own = request.region.clone();
-        let table = self.tables.allocate()?;
+        let (reach, (region, place)) = match (end.exposed, handles) {
+            (Some(exposed), _) => self.link(request.peer, request.tag, exposed, &terms)?,
+            (None, Some(handles)) => self.map(end.slot, (job_peer, terms.slot), handles)?,
+            (None, None) => {
+                let what = "a connection over the network exposes no memory";
+                return Err(Error::new(ErrorKind::Internal, what));
+            }
+        };
+        let own = request.region;
         let held = Arc::new(Held {
-            job_peer,
             regions: Mutex::new(vec![(own.clone(), region)]),
-            slot: end.slot,
             reach,
-            table,
-            answers: Answers::new(&self.slots, &self.memory),
+            table: self.tables.allocate()?,
+            answers: Answers::new(&pairs.slots, &pairs.memory),
         });
         let windows = Windows::new(
-            &self.device,
+            &pairs.device,
             held.table.memory().clone(),
             own.memory().clone(),
             place,
         )?;
         let windows = Arc::new(windows);
-        let carrier: Option<Box<dyn Carrier>> = match (&held.reach, &outbound) {
-            (Reach::Network(link), _) if link.is_staged() => Some(Box::new(StagedCarrier::new(
-                &self.device,
+        let carrier: Option<Box<dyn Carrier>> = match &held.reach {
+            Reach::Network(link) if link.is_staged() => Some(Box::new(StagedCarrier::new(
+                &pairs.device,
                 (request.peer, link),
                 (own.memory(), &windows),
                 [&words.inbound, &words.completed],
-                &self.fault,
+                &pairs.fault,
             )?)),
-            (Reach::Network(link), _) => Some(Box::new(NetworkCarrier::new(
-                &self.device,
+            Reach::Network(link) => Some(Box::new(NetworkCarrier::new(
+                &pairs.device,
                 link,
                 &windows,
                 &words.completed,
-                &self.fault,
+                &pairs.fault,
             )?)),
-            (Reach::Mapped { .. }, Some(outbound)) if end.transport == Transport::Proxied => {
-                let engine = CopyEngine::new(&self.device, &windows, outbound, &words.completed)?;
+            Reach::Mapped(slots) if transport == Transport::Proxied => {
+                let (outbound, completed) = (slots.remote.word(false), &words.completed);
+                let engine = CopyEngine::new(&pairs.device, &windows, outbound, completed)?;
                 Some(Box::new(engine))
             }
-            _ => None,
+            Reach::Mapped(_) => None,
         };
         let proxy = match carrier {
             None => None,
             Some(carrier) => {
                 let proxy = (self.proxies.0)()?;
-                let route = Route::new(request.peer, &self.fault, &windows, carrier);
-                let end = proxy.register(route)?;
-                Some((proxy, end))
+                let route = Route::new(request.peer, &pairs.fault, &windows, carrier);
+                let registered = proxy.register(route)?;
+                Some((proxy, registered))
             }
         };
         let (proxy, proxy_end) = proxy.unzip();
         let peer = u32::try_from(request.peer).map_err(|_| Error::invalid("too many ranks"))?;
+        let outbound = match &held.reach {
+            Reach::Mapped(slots) => Some(slots.remote.word(false).clone()),
+            Reach::Network(_) => None,
+        };
         let memory = ChannelMemory::new(ChannelParts {
             peer,
             tag: request.tag,
@@ -132,80 +130,54 @@ impl ConnectionExchange {
             peer: request.peer,
             job_peer,
             tag: request.tag,
-            number: end.number,
-            transport: end.transport,
+            number,
+            transport,
             memory: Arc::new(memory),
             held,
             proxy,
         };
-        Ok(Connection::new(&self.device, made, &self.in_flight))
+        Ok(Connection::new(&pairs.device, made, &pairs.in_flight))
     }
 
-    /// Maps what the peer offers, or connects to it. From then on dropping what is given tells the peer that
-    /// this end is gone; so does a failure.
-    fn reach(&self, end: &mut End<'_>, job_peer: Rank, offer: &EndOffer) -> Result<Reached> {
-        if let Some(exposed) = end.exposed.take() {
-            let offered = Offered {
-                address: &offer.address,
-                words: &offer.inbound,
-                region: &offer.region,
-                staging: offer.staging.as_ref().map(|staging| OfferedRings {
-                    shape: staging.shape,
-                    region_bytes: staging.region_bytes,
-                    region: &staging.region,
-                }),
-            };
-            let link = self.networks.connect(end.request.peer, exposed, &offered)?;
-            let (peer, tag, path) = (end.request.peer, end.request.tag, link.path());
-            tracing::debug!(peer, tag, ?path, "connected over the network");
-            let bytes = match &offer.staging {
-                Some(staging) => staging.region_bytes,
-                None => link.region(0)?.bytes() as u64,
-            };
-            return Ok(Reached {
-                reach: Reach::Network(Arc::new(link)),
-                outbound: None,
-                region: None,
-                place: Place::Elsewhere(bytes),
-            });
-        }
-        let words = self
-            .memory
-            .open_handle(job_peer, &offer.inbound)
-            .and_then(|page| Ok((RemoteSlot::new(page.memory())?, page)));
-        let mapped = match words {
-            Ok((slot, page)) => {
-                let region = self.memory.open_handle(job_peer, &offer.region);
-                region.map(|region| (slot, page, region))
-            }
-            Err(error) => {
-                self.memory.decline_handle(job_peer, &offer.region);
-                Err(error)
-            }
+    /// Maps the peer's slot and its region.
+    fn map(
+        &self,
+        slot: Slot,
+        (job_peer, peers): (Rank, u64),
+        [inbound, region]: [PeerHandle; 2],
+    ) -> Result<(Reach, PeersRegion)> {
+        let slots = self.pairs.pair_slots(slot, job_peer, peers, inbound)?;
+        let region = region.open()?;
+        let place = Place::Mapped(region.memory().clone());
+        Ok((Reach::Mapped(slots), (Some(region), place)))
+    }
+
+    /// Connects to the peer over the network. From then on dropping the link tells the peer; so does a failure.
+    fn link(
+        &self,
+        peer: Rank,
+        tag: u64,
+        exposed: Exposed,
+        terms: &EndOffer,
+    ) -> Result<(Reach, PeersRegion)> {
+        let offered = Offered {
+            address: &terms.address,
+            words: &terms.inbound,
+            region: &terms.region,
+            staging: terms.staging.as_ref().map(|staging| OfferedRings {
+                shape: staging.shape,
+                region_bytes: staging.region_bytes,
+                region: &staging.region,
+            }),
         };
-        let (slot, page, region) = mapped.inspect_err(|_| {
-            // The peer believes in the connection, and lets go of this end when it drops its own.
-            self.releases
-                .end_dropped(job_peer, end.slot.number, offer.slot);
-        })?;
-        Ok(Reached {
-            reach: Reach::Mapped {
-                peer_slot: offer.slot,
-                _slot_page: page,
-                releases: self.releases.clone(),
-            },
-            outbound: Some(slot.word(false).clone()),
-            place: Place::Mapped(region.memory().clone()),
-            region: Some(region),
-        })
-    }
-
-    fn decline(&self, peer: Rank, offer: &EndOffer) {
-        if offer.transport == Transport::Network {
-            return;
-        }
-        for handle in [&offer.region, &offer.inbound] {
-            self.memory.decline_handle(peer, handle);
-        }
+        let link = self.networks.connect(peer, exposed, &offered)?;
+        let path = link.path();
+        tracing::debug!(peer, tag, ?path, "connected over the network");
+        let bytes = match &terms.staging {
+            Some(staging) => staging.region_bytes,
+            None => link.region(0)?.bytes() as u64,
+        };
+        let region = (None, Place::Elsewhere(bytes));
+        Ok((Reach::Network(Arc::new(link)), region))
     }
 }

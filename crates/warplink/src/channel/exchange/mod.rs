@@ -1,27 +1,20 @@
-//! Connecting: matching the two ends of connections, in batches, pairwise, without a barrier.
-//!
-//! Every end is published in the store under a key of its own, which its peer takes: the two ranks, the
-//! tag, and how many with these were connected before. All ends of a batch are published before any is
-//! waited for, so the order of the requests does not matter. How offers are published, taken and withdrawn is
-//! `signal/publisher.rs`; `matching` makes a connection of the two offers, and `regions` adds regions to it.
+//! Connecting ([`exchange`](crate::exchange)): the ends of connections, and what each end tells the other.
 
 mod matching;
 mod offer;
 mod regions;
 
-use super::connection::Connections;
+use super::connection::{Connection, Connections};
 use super::proxy::Proxy;
 use super::request::{ConnectionRequest, Transport};
 use super::tables::TablePool;
-use crate::bootstrap::{Bootstrap, Group};
+use crate::bootstrap::Group;
 use crate::deadline::Deadline;
+use crate::device::Fault;
 use crate::device::channel::trigger::MAX_OFFSET;
-use crate::device::{Device, Fault, InFlight};
-use crate::error::{Error, ErrorKind, Rank, Result};
-use crate::memory::MemoryRegistry;
-use crate::signal::{
-    EndNumbers, Missing, Offer, Publisher, Slot, SlotDirectory, SlotPool, SlotReleases,
-};
+use crate::error::{ErrorKind, Rank, Result};
+use crate::exchange::{ExchangeServices, Matching, Missing, Offer, PairExchange};
+use crate::signal::Slot;
 use crate::transport::{Exposed, Networks};
 use offer::{EndOffer, StagingOffer};
 use std::collections::HashSet;
@@ -30,30 +23,11 @@ use std::sync::Arc;
 /// Connects one rank with others of one communicator, whose ranks its requests name.
 #[derive(Debug)]
 pub struct ConnectionExchange {
-    publisher: Publisher,
-    group: Arc<Group>,
-    memory: Arc<MemoryRegistry>,
-    device: Arc<dyn Device>,
-    in_flight: Arc<InFlight>,
-    fault: Arc<Fault>,
-    slots: Arc<SlotPool>,
-    releases: Arc<SlotReleases>,
+    /// Ends with the same peer and tag meet in their order.
+    pairs: PairExchange<(Rank, u64)>,
     tables: Arc<TablePool>,
     proxies: ProxySource,
     networks: Arc<Networks>,
-    /// How many connections were made with each peer and tag.
-    numbers: EndNumbers<(Rank, u64)>,
-}
-
-/// What the exchanges of all communicators of a rank share.
-pub(crate) struct ConnectionServices {
-    pub(crate) bootstrap: Arc<Bootstrap>,
-    pub(crate) memory: Arc<MemoryRegistry>,
-    pub(crate) device: Arc<dyn Device>,
-    pub(crate) slots: Arc<SlotDirectory>,
-    pub(crate) in_flight: Arc<InFlight>,
-    pub(crate) proxies: ProxySource,
-    pub(crate) networks: Arc<Networks>,
 }
 
 /// Gives the rank's proxy, which it starts where there is none.
@@ -67,12 +41,12 @@ impl std::fmt::Debug for ProxySource {
 }
 
 /// An end of this rank.
-struct End<'a> {
-    request: &'a ConnectionRequest,
+pub(crate) struct End {
+    request: ConnectionRequest,
     transport: Transport,
     slot: Slot,
     number: u64,
-    /// What the peer may write to, over the network.
+    /// Memory that the peer may write to, over the network.
     exposed: Option<Exposed>,
 }
 
@@ -81,31 +55,15 @@ impl ConnectionExchange {
     pub(crate) fn new(
         group: &Arc<Group>,
         fault: &Arc<Fault>,
-        services: ConnectionServices,
+        services: ExchangeServices,
+        proxies: ProxySource,
+        networks: &Arc<Networks>,
     ) -> Self {
-        let ConnectionServices {
-            bootstrap,
-            memory,
-            device,
-            slots: directory,
-            in_flight,
-            proxies,
-            networks,
-        } = services;
-        let (slots, releases) = SlotReleases::start(&directory, &device, fault, &memory);
         Self {
-            publisher: Publisher::new(&bootstrap, group, &memory, fault, "connect"),
-            group: group.clone(),
-            tables: TablePool::new(&device),
-            memory,
-            device,
-            in_flight,
-            fault: fault.clone(),
-            slots,
-            releases,
+            tables: TablePool::new(&services.device),
+            pairs: PairExchange::new(group, fault, services, "connect"),
             proxies,
-            networks,
-            numbers: EndNumbers::default(),
+            networks: networks.clone(),
         }
     }
 
@@ -126,83 +84,30 @@ impl ConnectionExchange {
         requests: &[ConnectionRequest],
         deadline: Deadline,
     ) -> Result<Connections> {
-        self.match_all(requests, deadline)
-            .map_err(|error| self.group.with_job_ranks(error))
-    }
-
-    fn match_all(&self, requests: &[ConnectionRequest], deadline: Deadline) -> Result<Connections> {
-        self.fault.check()?;
-        self.check(requests)?;
-        let published = self.publish(requests, deadline)?;
-        let taken = self.publisher.take(&published, deadline, missing_end);
-        let messages = match taken {
-            Ok(messages) => messages,
-            Err(error) => {
-                let complete =
-                    |offer: Offer<End<'_>>, message: &[u8]| drop(self.match_end(offer, message));
-                self.publisher
-                    .withdraw(published, |end| self.forget(end), complete);
-                return Err(error);
-            }
-        };
-        // Every end is matched before the first failure is reported, so that none is left behind.
-        let matched: Vec<_> = published
-            .into_iter()
-            .zip(messages)
-            .map(|(offer, message)| self.match_end(offer, &message))
-            .collect();
-        let all = matched.into_iter().collect::<Result<_>>()?;
-        Ok(Connections::new(&self.device, all))
-    }
-
-    /// Forgets an end that no peer has seen.
-    fn forget(&self, end: End<'_>) {
-        let key = (end.request.peer, end.request.tag);
-        self.numbers.reuse(key, end.number);
-        self.give_back(end);
-    }
-
-    /// Gives back what no peer will write to.
-    fn give_back(&self, end: End<'_>) {
-        if let Some(exposed) = end.exposed {
-            exposed.discard();
-        }
-        self.slots.recycle(end.slot.number);
-    }
-
-    fn roll_back(&self, offers: Vec<Offer<End<'_>>>) {
-        for offer in offers {
-            self.forget(self.publisher.cancel(offer));
+        let checked = self.pairs.fault.check().and_then(|()| self.check(requests));
+        let ends = requests.iter().map(|request| self.end(request));
+        let connected = checked.and_then(|()| self.exchange(ends, deadline));
+        match connected {
+            Ok(all) => Ok(Connections::new(&self.pairs.device, all)),
+            Err(error) => Err(self.pairs.group.with_job_ranks(error)),
         }
     }
 
     fn check(&self, requests: &[ConnectionRequest]) -> Result<()> {
-        let (rank, world) = (self.group.rank(), self.group.world());
         let mut seen = HashSet::new();
         for request in requests {
             let invalid = |what: String, help: &'static str| {
-                Err(Error::invalid(what)
-                    .with_operation("connect")
-                    .with_rank(rank)
-                    .with_peer(request.peer)
-                    .with_help(help))
+                let kind = ErrorKind::InvalidArgument;
+                Err(self.pairs.refused(request.peer, kind, what, help))
             };
-            if request.peer == rank {
+            if request.peer == self.pairs.group.rank() {
                 return invalid(
                     "the peer of a connection is this rank itself; expected another rank"
                         .to_owned(),
                     "copy within a rank in the kernel itself",
                 );
             }
-            if request.peer >= world {
-                return invalid(
-                    format!(
-                        "unknown peer {}; expected less than {world}, as there are {world} ranks",
-                        request.peer
-                    ),
-                    "name a rank of this communicator",
-                );
-            }
+            self.pairs.check_peer(request.peer)?;
             let proxied = self.transport(request)? != Transport::Direct;
             if proxied && request.region.bytes() as u64 > MAX_OFFSET {
                 return invalid(
@@ -223,91 +128,20 @@ impl ConnectionExchange {
         Ok(())
     }
 
-    /// Publishes every end at once.
-    fn publish<'a>(
-        &self,
-        requests: &'a [ConnectionRequest],
-        deadline: Deadline,
-    ) -> Result<Vec<Offer<End<'a>>>> {
-        let mut offers = Vec::with_capacity(requests.len());
-        let prepared = requests.iter().try_for_each(|request| {
-            offers.push(self.prepare(request)?);
-            Ok(())
-        });
-        match prepared.and_then(|()| self.publisher.publish(&offers, deadline)) {
-            Ok(()) => Ok(offers),
-            Err(error) => {
-                // They may be published yet, so that peers may write: what is exposed stays so.
-                let late = error.kind() == ErrorKind::Timeout;
-                offers.retain(|offer| !late || offer.item.exposed.is_none());
-                self.roll_back(offers);
-                Err(error)
-            }
-        }
-    }
-
-    /// An end, and what is to be published for it.
-    fn prepare<'a>(&self, request: &'a ConnectionRequest) -> Result<Offer<End<'a>>> {
+    fn end(&self, request: &ConnectionRequest) -> Result<Offer<End>> {
         let transport = self.transport(request)?;
         self.networks.collect();
-        let slot = self.slots.allocate(&self.memory)?;
-        let number = self.numbers.next((request.peer, request.tag));
-        let (rank, peer) = (self.group.rank(), request.peer);
+        let (peer, tag) = (request.peer, request.tag);
+        let (slot, number) = self.pairs.reserve((peer, tag))?;
         let end = End {
-            request,
+            request: request.clone(),
             transport,
             slot,
             number,
             exposed: None,
         };
-        let keys = [(rank, peer), (peer, rank)]
-            .map(|(from, to)| self.store_key(from, to, request.tag, number));
-        // The peer was checked to be a rank.
-        let mut offer = self.publisher.offer(peer, keys, end)?;
-        match self.describe(&mut offer).and_then(|end| end.encode()) {
-            Ok(message) => Ok(offer.with_message(message)),
-            Err(error) => {
-                self.roll_back(vec![offer]);
-                Err(error)
-            }
-        }
-    }
-
-    /// What the peer is told of an end.
-    fn describe(&self, offer: &mut Offer<End<'_>>) -> Result<EndOffer> {
-        let (request, transport) = (offer.item.request, offer.item.transport);
-        let (inbound, slot) = (offer.item.slot.inbound().clone(), offer.item.slot.number);
-        if transport != Transport::Network {
-            return Ok(EndOffer {
-                transport,
-                region: self.publisher.export(offer, &request.region)?,
-                inbound: self.publisher.export(offer, &inbound)?,
-                slot,
-                address: Vec::new(),
-                staging: None,
-            });
-        }
-        let (slots, devices) = (self.slots.clone(), request.network_devices.as_deref());
-        let recycle = move || slots.recycle(slot);
-        let exposed = self
-            .networks
-            .expose(devices, &inbound, &request.region, recycle);
-        let exposed = exposed.map_err(|error| error.with_peer(request.peer))?;
-        let [address, inbound, region] = exposed.keys().map(<[u8]>::to_vec);
-        let staging = exposed.staging().map(|shape| StagingOffer {
-            shape,
-            region_bytes: request.region.bytes() as u64,
-            region: exposed.reached_key().to_vec(),
-        });
-        offer.item.exposed = Some(exposed);
-        Ok(EndOffer {
-            transport,
-            region,
-            inbound,
-            slot,
-            address,
-            staging,
-        })
+        self.pairs
+            .offer(peer, self.store_keys(peer, tag, number), end)
     }
 
     /// How the bytes of a connection move. A direct one counts a word of the peer's up by several blocks at a time, so
@@ -317,15 +151,12 @@ impl ConnectionExchange {
     /// [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported) where a direct one is wanted to a peer
     /// whose memory cannot be mapped, or has no atomic operations from here.
     fn transport(&self, request: &ConnectionRequest) -> Result<Transport> {
-        let job_peer = self.group.job_rank(request.peer)?;
-        let near = self.memory.is_near(job_peer)?;
-        let access = self.memory.access(job_peer)?;
+        let job_peer = self.pairs.group.job_rank(request.peer)?;
+        let near = self.pairs.memory.is_near(job_peer)?;
+        let access = self.pairs.memory.access(job_peer)?;
         let refuse = |what: &'static str, help: &'static str| {
-            Err(Error::new(ErrorKind::Unsupported, what)
-                .with_operation("connect")
-                .with_rank(self.group.rank())
-                .with_peer(request.peer)
-                .with_help(help))
+            let kind = ErrorKind::Unsupported;
+            Err(self.pairs.refused(request.peer, kind, what, help))
         };
         match request.transport {
             Some(Transport::Network) => Ok(Transport::Network),
@@ -347,18 +178,77 @@ impl ConnectionExchange {
         }
     }
 
-    /// Where the end of `from` of connection `number` to `to` with `tag` is published.
-    fn store_key(&self, from: Rank, to: Rank, tag: u64, number: u64) -> String {
-        self.group
-            .key(&format!("channel/{from}>{to}/tag {tag}/{number}"))
+    /// Where the ends of connection `number` to `peer` with `tag` are published, this rank's first.
+    fn store_keys(&self, peer: Rank, tag: u64, number: u64) -> [String; 2] {
+        let rank = self.pairs.group.rank();
+        [(rank, peer), (peer, rank)]
+            .map(|(from, to)| format!("channel/{from}>{to}/tag {tag}/{number}"))
     }
 }
 
-/// Whose end did not come, and with which tag.
-fn missing_end(offer: &Offer<End<'_>>) -> Missing {
-    let ConnectionRequest { peer, tag, .. } = offer.item.request;
-    Missing {
-        what: format!("rank {peer} to connect with tag {tag}"),
-        help: "check that the peer requests this connection too",
+impl Matching for ConnectionExchange {
+    type Key = (Rank, u64);
+    type End = End;
+    type Terms = EndOffer;
+    type Made = Connection;
+
+    fn pairs(&self) -> &PairExchange<(Rank, u64)> {
+        &self.pairs
+    }
+
+    fn describe(&self, offer: &mut Offer<End>) -> Result<EndOffer> {
+        let (transport, region) = (offer.end.transport, offer.end.request.region.clone());
+        let (inbound, slot) = (offer.end.slot.inbound().clone(), offer.end.slot.number);
+        if transport != Transport::Network {
+            return Ok(EndOffer {
+                transport,
+                region: self.pairs.export(offer, &region)?,
+                inbound: self.pairs.export(offer, &inbound)?,
+                slot,
+                address: Vec::new(),
+                staging: None,
+            });
+        }
+        let slots = self.pairs.slots.clone();
+        let devices = offer.end.request.network_devices.as_deref();
+        let recycle = move || slots.recycle(slot);
+        let exposed = self.networks.expose(devices, &inbound, &region, recycle);
+        let exposed = exposed.map_err(|error| error.with_peer(offer.peer))?;
+        let region_bytes = region.bytes() as u64;
+        let [address, inbound, region] = exposed.keys().map(<[u8]>::to_vec);
+        let staging = exposed.staging().map(|shape| StagingOffer {
+            shape,
+            region_bytes,
+            region: exposed.reached_key().to_vec(),
+        });
+        offer.end.exposed = Some(exposed);
+        Ok(EndOffer {
+            transport,
+            region,
+            inbound,
+            slot,
+            address,
+            staging,
+        })
+    }
+
+    fn missing(&self, offer: &Offer<End>) -> Missing {
+        let ConnectionRequest { peer, tag, .. } = offer.end.request;
+        Missing {
+            what: format!("rank {peer} to connect with tag {tag}"),
+            help: "check that the peer requests this connection too",
+        }
+    }
+
+    fn forget(&self, end: End) {
+        if let Some(exposed) = end.exposed {
+            exposed.discard();
+        }
+        let key = (end.request.peer, end.request.tag);
+        self.pairs.give_back(key, &end.slot, end.number);
+    }
+
+    fn meet(&self, end: End, job_peer: Rank, terms: EndOffer) -> Result<Connection> {
+        self.make(end, job_peer, terms)
     }
 }

@@ -1,13 +1,12 @@
 //! What is published for one end of a connection.
 
 use crate::channel::request::Transport;
-use crate::error::{Error, ErrorKind, Result};
 use crate::transport::StagingShape;
 use serde::{Deserialize, Serialize};
 
 /// What one end tells the other.
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct EndOffer {
+pub(crate) struct EndOffer {
     pub(super) transport: Transport,
     /// The handle of the region; its key, over the network.
     pub(super) region: Vec<u8>,
@@ -23,7 +22,7 @@ pub(super) struct EndOffer {
 
 /// Rings of staging memory: the keys are those of the ring and of its control memory.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct StagingOffer {
+pub(crate) struct StagingOffer {
     pub(super) shape: StagingShape,
     /// Bytes of the region itself.
     pub(super) region_bytes: u64,
@@ -31,40 +30,20 @@ pub(super) struct StagingOffer {
     pub(super) region: Vec<u8>,
 }
 
-impl EndOffer {
-    pub(super) fn encode(&self) -> Result<Vec<u8>> {
-        postcard::to_stdvec(self).map_err(|error| {
-            Error::new(ErrorKind::Internal, error.to_string())
-                .with_operation("encode a connection's end")
-        })
-    }
-
-    pub(super) fn decode(bytes: &[u8]) -> Result<Self> {
-        let malformed = |why: String| {
-            let text = format!("the peer's end is malformed: {why}");
-            Error::new(ErrorKind::Protocol, text)
-                .with_help("run the same version of Warplink on every rank")
-        };
-        match postcard::take_from_bytes(bytes) {
-            Ok((offer, [])) => Ok(offer),
-            Ok((_, rest)) => Err(malformed(format!("{} bytes too many", rest.len()))),
-            Err(error) => Err(malformed(error.to_string())),
-        }
-    }
-}
-
 #[cfg(all(test, not(loom)))]
 mod tests {
     use super::*;
+    use crate::error::ErrorKind;
+    use crate::exchange::{decode, encode};
     use crate::transport::StagingConfig;
     use proptest::prelude::*;
 
     proptest! {
         #[test]
         fn whatever_is_published_is_an_offer_or_an_error(bytes in prop::collection::vec(any::<u8>(), 0..80)) {
-            match EndOffer::decode(&bytes) {
+            match decode::<EndOffer>(&bytes) {
                 Ok(offer) => {
-                    let again = EndOffer::decode(&offer.encode().unwrap()).unwrap();
+                    let again = decode::<EndOffer>(&encode(&offer).unwrap()).unwrap();
                     prop_assert_eq!(again, offer);
                 }
                 Err(error) => prop_assert_eq!(error.kind(), ErrorKind::Protocol),
@@ -89,11 +68,11 @@ mod tests {
                 address: vec![3; 40],
                 staging,
             };
-            let wire = offer.encode().unwrap();
-            assert_eq!(EndOffer::decode(&wire).unwrap(), offer);
+            let wire = encode(&offer).unwrap();
+            assert_eq!(decode::<EndOffer>(&wire).unwrap(), offer);
             let longer = [&wire[..], &[0]].concat();
             for altered in [&wire[..wire.len() - 1], &longer] {
-                let error = EndOffer::decode(altered).unwrap_err();
+                let error = decode::<EndOffer>(altered).unwrap_err();
                 assert_eq!(error.kind(), ErrorKind::Protocol);
             }
         }

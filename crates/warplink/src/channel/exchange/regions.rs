@@ -5,13 +5,21 @@ use crate::channel::connection::{Connection, Reach};
 use crate::deadline::Deadline;
 use crate::device::channel::Place;
 use crate::device::channel::trigger::MAX_OFFSET;
-use crate::error::{Error, Result};
+use crate::error::{Error, Rank, Result};
+use crate::exchange::{Matching, Missing, Offer, PairExchange};
 use crate::memory::{Region, RemoteRegion};
-use crate::signal::{Missing, Offer};
 use crate::sync::lock;
+use std::collections::HashSet;
 
-/// A connection, and the region that is added to it.
-type Added<'a> = (&'a Connection, &'a Region);
+/// The exchange of regions that are added to connections; it numbers no ends, as connections number their regions.
+struct Regions<'a>(&'a ConnectionExchange);
+
+/// A region, and the connection that it is added to.
+struct Added {
+    connection: Connection,
+    region: Region,
+    number: u32,
+}
 
 impl ConnectionExchange {
     /// Adds a region to each connection, on both ranks, under the number that is given back: kernels name
@@ -28,58 +36,43 @@ impl ConnectionExchange {
         added: &[(&Connection, &Region)],
         deadline: Deadline,
     ) -> Result<Vec<u32>> {
-        self.exchange_regions(added, deadline)
-            .map_err(|error| error.with_operation("add regions"))
-            .map_err(|error| self.group.with_job_ranks(error))
-    }
-
-    fn exchange_regions(
-        &self,
-        added: &[(&Connection, &Region)],
-        deadline: Deadline,
-    ) -> Result<Vec<u32>> {
-        self.fault.check()?;
-        let mut offers: Vec<Offer<Added<'_>>> = Vec::with_capacity(added.len());
-        let prepared = added.iter().try_for_each(|&(connection, region)| {
-            let offer = self.offer_region(connection, region)?;
-            if offers
-                .iter()
-                .any(|earlier| earlier.own_key == offer.own_key)
-            {
-                self.publisher.cancel(offer);
+        let mut seen = HashSet::new();
+        let offers = added.iter().map(|&(connection, region)| {
+            let end = connection.end();
+            if !seen.insert((end.peer, end.tag, end.number)) {
                 return Err(Error::invalid("a connection is given twice; expected once")
-                    .with_peer(connection.peer())
-                    .with_key(connection.end().key())
+                    .with_peer(end.peer)
+                    .with_key(end.key())
                     .with_help("add one region to a connection at a time"));
             }
-            offers.push(offer);
-            Ok(())
+            self.added(connection, region)
         });
-        if let Err(error) = prepared.and_then(|()| self.publisher.publish(&offers, deadline)) {
-            for offer in offers {
-                self.publisher.cancel(offer);
-            }
-            return Err(error);
+        Regions(self)
+            .exchange(offers, deadline)
+            .map_err(|error| error.with_operation("add regions"))
+            .map_err(|error| self.pairs.group.with_job_ranks(error))
+    }
+
+    fn added(&self, connection: &Connection, region: &Region) -> Result<Offer<Added>> {
+        let end = connection.end();
+        let number = end.memory.parts().windows.next()?;
+        if end.proxy.is_some() && region.bytes() as u64 > MAX_OFFSET {
+            return Err(Error::invalid(format!(
+                "a region of {} bytes; expected at most {MAX_OFFSET} for a proxied connection",
+                region.bytes()
+            ))
+            .with_peer(end.peer)
+            .with_help("add a part of the region"));
         }
-        let handles = match self.publisher.take(&offers, deadline, missing_region) {
-            Ok(handles) => handles,
-            Err(error) => {
-                // A peer that took the handle has added the region.
-                let complete = |offer: Offer<Added<'_>>, handle: &[u8]| {
-                    let (connection, region) = offer.item;
-                    drop(self.add(connection, region, handle));
-                };
-                self.publisher.withdraw(offers, |_| (), complete);
-                return Err(error);
-            }
+        let keys = self
+            .store_keys(end.peer, end.tag, end.number)
+            .map(|connection| format!("{connection}/region {number}"));
+        let added = Added {
+            connection: connection.clone(),
+            region: region.clone(),
+            number,
         };
-        // Every region is added before the first failure is reported, so that both ranks go on with the same numbers.
-        let numbers: Vec<_> = added
-            .iter()
-            .zip(&handles)
-            .map(|((connection, region), handle)| self.add(connection, region, handle))
-            .collect();
-        numbers.into_iter().collect()
+        self.pairs.offer(end.peer, keys, added)
     }
 
     /// Adds a region to a connection, and the one that the peer adds. Where the latter cannot be opened, the number is
@@ -94,8 +87,7 @@ impl ConnectionExchange {
         // Kept before kernels find it.
         lock(&end.held.regions).push((region.clone(), remote));
         let number = windows.add(region.memory().clone(), place);
-        opened.map_err(|error| self.group.in_own_ranks(error))?;
-        number
+        opened.and(number)
     }
 
     /// Opens a region that the peer adds.
@@ -109,49 +101,49 @@ impl ConnectionExchange {
         if let Reach::Network(link) = &end.held.reach {
             return Ok((None, Place::Elsewhere(link.open(handle, number)?)));
         }
-        let remote = self.memory.open_handle(end.job_peer, handle)?;
+        let remote = self.pairs.memory.peer_handle(end.job_peer, handle).open()?;
         let place = Place::Mapped(remote.memory().clone());
         Ok((Some(remote), place))
     }
-
-    /// The offer of a region that is added to a connection.
-    fn offer_region<'a>(
-        &self,
-        connection: &'a Connection,
-        region: &'a Region,
-    ) -> Result<Offer<Added<'a>>> {
-        let end = connection.end();
-        let next = end.memory.parts().windows.next()?;
-        if end.proxy.is_some() && region.bytes() as u64 > MAX_OFFSET {
-            return Err(Error::invalid(format!(
-                "a region of {} bytes; expected at most {MAX_OFFSET} for a proxied connection",
-                region.bytes()
-            ))
-            .with_peer(end.peer)
-            .with_help("add a part of the region"));
-        }
-        let (rank, peer) = (self.group.rank(), end.peer);
-        let keys = [(rank, peer), (peer, rank)].map(|(from, to)| {
-            let connection = self.store_key(from, to, end.tag, end.number);
-            format!("{connection}/region {next}")
-        });
-        let mut offer = self.publisher.offer(peer, keys, (connection, region))?;
-        let handle = match &end.held.reach {
-            Reach::Mapped { .. } => self.publisher.export(&mut offer, region)?,
-            Reach::Network(link) => link.expose(region, next)?,
-        };
-        Ok(offer.with_message(handle))
-    }
 }
 
-/// Whose region did not come, and to which connection.
-fn missing_region(offer: &Offer<Added<'_>>) -> Missing {
-    Missing {
-        what: format!(
-            "rank {} to add a region to its {}",
-            offer.peer,
-            offer.item.0.end().key()
-        ),
-        help: "check that the peer adds a region too",
+impl Matching for Regions<'_> {
+    type Key = (Rank, u64);
+    type End = Added;
+    /// A handle; a key, over the network.
+    type Terms = Vec<u8>;
+    type Made = u32;
+
+    fn pairs(&self) -> &PairExchange<(Rank, u64)> {
+        &self.0.pairs
+    }
+
+    fn describe(&self, offer: &mut Offer<Added>) -> Result<Vec<u8>> {
+        let Added {
+            connection,
+            region,
+            number,
+        } = &offer.end;
+        match &connection.end().held.reach {
+            Reach::Mapped(_) => {
+                let region = region.clone();
+                self.0.pairs.export(offer, &region)
+            }
+            Reach::Network(link) => link.expose(region, *number),
+        }
+    }
+
+    fn missing(&self, offer: &Offer<Added>) -> Missing {
+        let end = offer.end.connection.end();
+        Missing {
+            what: format!("rank {} to add a region to its {}", offer.peer, end.key()),
+            help: "check that the peer adds a region too",
+        }
+    }
+
+    fn forget(&self, _: Added) {}
+
+    fn meet(&self, end: Added, _: Rank, handle: Vec<u8>) -> Result<u32> {
+        self.0.add(&end.connection, &end.region, &handle)
     }
 }

@@ -1,7 +1,7 @@
 //! How the transfers of a communicator are done: what each end finds by itself, and that both find the same.
 
 use super::{End, EndOffer, TransferExchange};
-use crate::device::{DeviceSlice, PacketLine, PacketShape};
+use crate::device::{DeviceSlice, PacketLine, PacketShape, Word};
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::{Region, RemoteRegion};
 use crate::p2p::path::{Flow, Path, TransferKernels};
@@ -56,21 +56,21 @@ impl TransferExchange {
         if path == Path::CopyEngine || request.buffer.region().is_none() || is_empty {
             return Ok(Flow::Streams);
         }
-        if !self.device.properties().kernel_copies {
+        if !self.pairs.device.properties().kernel_copies {
             return match path {
                 Path::Multiprocessors => Err(Error::new(
                     ErrorKind::Unsupported,
                     "the device has no kernels for transfers",
                 )
-                .with_device(self.device.name())
+                .with_device(self.pairs.device.name())
                 .with_help("install NVRTC, or use the path fastest on every rank")),
                 Path::CopyEngine | Path::Fastest | Path::OneBlock => Ok(Flow::Streams),
             };
         }
         let kernels = self.paths.kernels()?;
         let flow = Flow::new(path, protocol, request.buffer.bytes(), kernels);
-        let job_peer = self.group.job_rank(request.peer)?;
-        if self.memory.access(job_peer)?.atomics {
+        let job_peer = self.pairs.group.job_rank(request.peer)?;
+        if self.pairs.memory.access(job_peer)?.atomics {
             return Ok(flow);
         }
         Ok(flow.without_atomics(path))
@@ -88,32 +88,34 @@ impl TransferExchange {
         };
         let bytes = shape.scratch_bytes(request.direction == Direction::Receive);
         let scratch = self
+            .pairs
             .slots
-            .allocate_scratch(&self.memory, slot.number, bytes);
+            .allocate_scratch(&self.pairs.memory, slot.number, bytes);
         scratch.map(Some)
     }
 
-    /// The line of `end` under `flow`, if it has one, and what it keeps mapped.
+    /// The line of an end under `flow`, if it has one, and the scratch memory that it keeps: its own and the peer's.
+    /// `abort` ends the waits on it.
     pub(super) fn line(
         &self,
-        end: &End<'_>,
+        request: &TransferRequest,
         flow: Flow,
-        peers: Option<RemoteRegion>,
+        scratch: (Option<Region>, Option<RemoteRegion>),
+        abort: Word,
     ) -> Result<Option<(PacketLine, (Region, RemoteRegion))>> {
-        let Some(shape) = packet_shape(end.request, flow) else {
+        let Some(shape) = packet_shape(request, flow) else {
             return Ok(None);
         };
-        let (Some(own), Some(peers)) = (end.scratch.clone(), peers) else {
+        let (Some(own), Some(peers)) = scratch else {
             return Err(Error::new(
                 ErrorKind::Protocol,
                 "the peer offers no scratch memory for packets",
             )
             .with_help("run the same version of Warplink on every rank"));
         };
-        let receives = end.request.direction == Direction::Receive;
-        let memory: [DeviceSlice; 2] = [own.memory().clone(), peers.memory().clone()];
-        let [here, there] = memory;
-        let line = PacketLine::new(shape, receives, here, there, end.slot.abort()?)?;
+        let receives = request.direction == Direction::Receive;
+        let [here, there] = [own.memory(), peers.memory()].map(DeviceSlice::clone);
+        let line = PacketLine::new(shape, receives, here, there, abort)?;
         Ok(Some((line, (own, peers))))
     }
 }
@@ -134,7 +136,7 @@ fn packet_shape(request: &TransferRequest, flow: Flow) -> Option<PacketShape> {
 ///
 /// # Errors
 /// [`ErrorKind::Mismatch`] where they do not agree.
-pub(super) fn agreed(end: &End<'_>, offer: &EndOffer) -> Result<Flow> {
+pub(super) fn agreed(end: &End, offer: &EndOffer) -> Result<Flow> {
     if offer.path != end.path {
         let what = format!(
             "this rank uses the path {}, the peer {}",

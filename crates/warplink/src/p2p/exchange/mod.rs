@@ -1,15 +1,4 @@
-//! Matching the two ends of transfers, in batches, pairwise, without a barrier.
-//!
-//! Every end is published in the store under a key of its own, which its peer takes: the two
-//! ranks, the tag, the direction, and how many with these were exchanged before. So batches need
-//! not be cut alike on the two ranks. All ends of a batch are published before any is waited for.
-//!
-//! Both ranks always publish, whether or not their mappings are cached, and a handle names the
-//! generation of its registration: a rank whose cache is filled while its peer's is not neither
-//! waits for what does not come nor uses a mapping of what was replaced.
-//!
-//! How offers are published, taken and withdrawn is `signal/publisher.rs`; `matching` makes a transfer of
-//! the two offers, or says why not.
+//! Exchanging transfers ([`exchange`](crate::exchange)): their ends, and what each end tells the other.
 
 mod flow;
 mod matching;
@@ -20,14 +9,13 @@ use super::progress::ProgressList;
 use super::protocol::{Protocol, Role};
 use super::request::{Direction, MatchKey, TransferRequest};
 use super::transfer::Transfer;
-use crate::bootstrap::{Bootstrap, Group};
+use crate::bootstrap::Group;
 use crate::deadline::Deadline;
-use crate::device::{Device, Fault, InFlight};
-use crate::error::{Error, Result};
-use crate::memory::{MemoryRegistry, Region};
-use crate::signal::{
-    EndNumbers, Missing, Offer, Publisher, Slot, SlotDirectory, SlotPool, SlotReleases,
-};
+use crate::device::Fault;
+use crate::error::{Error, ErrorKind, Rank, Result};
+use crate::exchange::{ExchangeServices, Matching, Missing, Offer, PairExchange, PublishedEnds};
+use crate::memory::Region;
+use crate::signal::Slot;
 pub(crate) use flow::PathModel;
 use offer::EndOffer;
 use std::sync::Arc;
@@ -35,41 +23,16 @@ use std::sync::Arc;
 /// Exchanges the transfers of one rank in one communicator, whose ranks its requests name.
 #[derive(Debug)]
 pub struct TransferExchange {
-    publisher: Publisher,
-    group: Arc<Group>,
-    memory: Arc<MemoryRegistry>,
-    device: Arc<dyn Device>,
-    in_flight: Arc<InFlight>,
-    fault: Arc<Fault>,
-    slots: Arc<SlotPool>,
-    releases: Arc<SlotReleases>,
+    pairs: PairExchange<MatchKey>,
     default_protocol: Protocol,
     default_path: Path,
     paths: PathModel,
-    numbers: EndNumbers<MatchKey>,
     progress: ProgressList,
 }
 
-/// What the exchanges of all communicators of a rank share.
-pub(crate) struct ExchangeServices {
-    pub(crate) bootstrap: Arc<Bootstrap>,
-    pub(crate) memory: Arc<MemoryRegistry>,
-    pub(crate) device: Arc<dyn Device>,
-    pub(crate) slots: Arc<SlotDirectory>,
-    pub(crate) in_flight: Arc<InFlight>,
-    /// Of transfers that do not choose one.
-    pub(crate) protocol: Protocol,
-    /// Likewise.
-    pub(crate) path: Path,
-    pub(crate) paths: PathModel,
-}
-
-/// This rank's ends of a batch, which were published.
-pub(crate) struct PublishedEnds<'a>(Vec<Offer<End<'a>>>);
-
 /// An end of this rank.
-struct End<'a> {
-    request: &'a TransferRequest,
+pub(crate) struct End {
+    request: TransferRequest,
     protocol: Protocol,
     path: Path,
     flow: Flow,
@@ -79,32 +42,20 @@ struct End<'a> {
 }
 
 impl TransferExchange {
-    /// The exchange of `group`, whose waits end when `fault` is raised.
-    pub(crate) fn new(group: &Arc<Group>, fault: &Arc<Fault>, services: ExchangeServices) -> Self {
-        let ExchangeServices {
-            bootstrap,
-            memory,
-            device,
-            slots: directory,
-            in_flight,
-            protocol,
-            path,
-            paths,
-        } = services;
-        let (slots, releases) = SlotReleases::start(&directory, &device, fault, &memory);
+    /// The exchange of `group`, whose waits end when `fault` is raised. Transfers that choose neither protocol nor path
+    /// take `defaults`.
+    pub(crate) fn new(
+        group: &Arc<Group>,
+        fault: &Arc<Fault>,
+        services: ExchangeServices,
+        defaults: (Protocol, Path),
+        paths: PathModel,
+    ) -> Self {
         Self {
-            publisher: Publisher::new(&bootstrap, group, &memory, fault, "exchange transfers"),
-            group: group.clone(),
-            memory,
-            device,
-            in_flight,
-            fault: fault.clone(),
-            releases,
-            slots,
-            default_protocol: protocol,
-            default_path: path,
+            pairs: PairExchange::new(group, fault, services, "exchange transfers"),
+            default_protocol: defaults.0,
+            default_path: defaults.1,
             paths,
-            numbers: EndNumbers::default(),
             progress: ProgressList::default(),
         }
     }
@@ -126,64 +77,29 @@ impl TransferExchange {
         requests: &[TransferRequest],
         deadline: Deadline,
     ) -> Result<Vec<Transfer>> {
-        self.match_all(requests, deadline)
-            .map_err(|error| self.group.with_job_ranks(error))
+        let transfers = self
+            .publish_all(requests, deadline)
+            .and_then(|published| self.complete(published, deadline));
+        transfers.map_err(|error| self.pairs.group.with_job_ranks(error))
     }
 
-    fn match_all(&self, requests: &[TransferRequest], deadline: Deadline) -> Result<Vec<Transfer>> {
-        let published = self.publish(requests, deadline)?;
-        self.complete(published, deadline)
-    }
-
-    /// Takes what the peers publish for the ends that this rank has, and makes the transfers. Blocks
-    /// until all are there. What cannot be completed is withdrawn.
-    pub(crate) fn complete(
+    /// Publishes this rank's end of every request; see [`Matching::publish`].
+    pub(crate) fn publish_all(
         &self,
-        PublishedEnds(published): PublishedEnds<'_>,
+        requests: &[TransferRequest],
         deadline: Deadline,
-    ) -> Result<Vec<Transfer>> {
-        let taken = self.publisher.take(&published, deadline, missing_end);
-        let messages = match taken {
-            Ok(messages) => messages,
-            Err(error) => {
-                self.withdraw(PublishedEnds(published));
-                return Err(error);
-            }
-        };
-        // Every end is matched before the first failure is reported, so that none is left behind.
-        let matched: Vec<_> = published
-            .into_iter()
-            .zip(messages)
-            .map(|(offer, message)| self.match_end(offer, &message))
-            .collect();
-        matched.into_iter().collect()
-    }
-
-    /// Takes back what peers have not taken; what they took is completed and dropped, which tells the peer to
-    /// forget it.
-    pub(crate) fn withdraw(&self, PublishedEnds(published): PublishedEnds<'_>) {
-        let complete = |offer: Offer<End<'_>>, message: &[u8]| drop(self.match_end(offer, message));
-        self.publisher
-            .withdraw(published, |end| self.forget(end), complete);
-    }
-
-    /// Forgets an end that no peer has seen.
-    fn forget(&self, end: End<'_>) {
-        self.numbers.reuse(end.request.match_key(), end.number);
-        self.slots.recycle(end.slot.number);
-    }
-
-    fn roll_back(&self, offers: Vec<Offer<End<'_>>>) {
-        for offer in offers {
-            self.forget(self.publisher.cancel(offer));
-        }
+    ) -> Result<PublishedEnds<End>> {
+        requests
+            .iter()
+            .try_for_each(|request| self.check(request))?;
+        self.publish(requests.iter().map(|request| self.end(request)), deadline)
     }
 
     /// The error of a stream that was waited for in vain, in the terms of the caller: which transfers
     /// in streams of this rank wait for their peers, and since when. Blocks while it reads their
     /// signals.
     pub(crate) fn explain_timeout(&self, error: &Error) -> Option<Error> {
-        let waiting = self.progress.waiting(&*self.device);
+        let waiting = self.progress.waiting(&*self.pairs.device);
         let first = waiting.first()?;
         let more = match waiting.len() - 1 {
             0 => String::new(),
@@ -207,65 +123,23 @@ impl TransferExchange {
     }
 
     fn check(&self, request: &TransferRequest) -> Result<()> {
-        let (rank, world) = (self.group.rank(), self.group.world());
-        let invalid = |what: String, help: &'static str| {
-            Err(Error::invalid(what)
-                .with_operation("exchange transfers")
-                .with_rank(rank)
-                .with_peer(request.peer)
-                .with_help(help))
-        };
-        if request.peer >= world {
-            return invalid(
-                format!(
-                    "unknown peer {}; expected less than {world}, as there are {world} ranks",
-                    request.peer
-                ),
-                "name a rank of this communicator",
-            );
-        }
+        self.pairs.check_peer(request.peer)?;
         if request.buffer.region().is_none() && request.protocol != Some(Protocol::Put) {
-            return invalid(
-                "a send without a buffer of its own uses get; expected put".to_owned(),
+            return Err(self.pairs.refused(
+                request.peer,
+                ErrorKind::InvalidArgument,
+                "a send without a buffer of its own uses get; expected put",
                 "use put for what is stored into the receiver's memory",
-            );
+            ));
         }
         Ok(())
     }
 
-    /// Publishes this rank's end of every request at once, for [`complete`](Self::complete) or
-    /// [`withdraw`](Self::withdraw). Does not wait for a peer, only for the store. Should that not answer
-    /// until `deadline`, the ends may be published yet, so the communicator ends.
-    pub(crate) fn publish<'a>(
-        &self,
-        requests: &'a [TransferRequest],
-        deadline: Deadline,
-    ) -> Result<PublishedEnds<'a>> {
-        self.fault.check()?;
-        requests
-            .iter()
-            .try_for_each(|request| self.check(request))?;
-        let mut offers = Vec::with_capacity(requests.len());
-        let prepared = requests.iter().try_for_each(|request| {
-            offers.push(self.prepare(request)?);
-            Ok(())
-        });
-        match prepared.and_then(|()| self.publisher.publish(&offers, deadline)) {
-            Ok(()) => Ok(PublishedEnds(offers)),
-            Err(error) => {
-                self.roll_back(offers);
-                Err(error)
-            }
-        }
-    }
-
-    /// An end, and what is to be published for it.
-    fn prepare<'a>(&self, request: &'a TransferRequest) -> Result<Offer<End<'a>>> {
-        let slot = self.slots.allocate(&self.memory)?;
+    fn end(&self, request: &TransferRequest) -> Result<Offer<End>> {
         let key = request.match_key();
-        let number = self.numbers.next(key);
+        let (slot, number) = self.pairs.reserve(key)?;
         let end = End {
-            request,
+            request: request.clone(),
             protocol: request.protocol.unwrap_or(self.default_protocol),
             path: request.path.unwrap_or(self.default_path),
             flow: Flow::Streams,
@@ -275,75 +149,83 @@ impl TransferExchange {
         };
         let keys = [request.direction, request.direction.reversed()]
             .map(|direction| self.store_key(key, number, direction));
-        // The peer was checked to be a rank.
-        let mut offer = self.publisher.offer(request.peer, keys, end)?;
-        match self.describe(&mut offer).and_then(|end| end.encode()) {
-            Ok(message) => Ok(offer.with_message(message)),
-            Err(error) => {
-                self.roll_back(vec![offer]);
-                Err(error)
-            }
-        }
-    }
-
-    /// What the peer is told of an end.
-    fn describe(&self, offer: &mut Offer<End<'_>>) -> Result<EndOffer> {
-        let End {
-            request,
-            protocol,
-            path,
-            ..
-        } = offer.item;
-        let flow = self.flow(request, protocol, path)?;
-        offer.item.flow = flow;
-        offer.item.scratch = self.scratch(request, flow, &offer.item.slot)?;
-        let buffer = match request.direction.role(protocol) {
-            Role::Target => request.buffer.region(),
-            Role::Initiator => None,
-        };
-        let buffer = buffer.map(|region| self.publisher.export(offer, region));
-        let buffer = buffer.transpose()?;
-        let scratch = offer.item.scratch.clone();
-        let scratch = scratch.map(|region| self.publisher.export(offer, &region));
-        let scratch = scratch.transpose()?;
-        let inbound = offer.item.slot.inbound().clone();
-        Ok(EndOffer {
-            bytes: request.buffer.bytes() as u64,
-            protocol,
-            path,
-            flow,
-            stored: request.buffer.region().is_none(),
-            scratch,
-            buffer,
-            inbound: self.publisher.export(offer, &inbound)?,
-            slot: offer.item.slot.number,
-        })
+        self.pairs.offer(request.peer, keys, end)
     }
 
     /// Where the end of `direction` of transfer `number` under `key` is published.
     fn store_key(&self, key: MatchKey, number: u64, direction: Direction) -> String {
-        let rank = self.group.rank();
+        let rank = self.pairs.group.rank();
         let (from, to) = match key.direction {
             Direction::Send => (rank, key.peer),
             Direction::Receive => (key.peer, rank),
         };
-        self.group.key(&format!(
-            "p2p/{from}>{to}/tag {}/{number}/{direction}",
-            key.tag
-        ))
+        let tag = key.tag;
+        format!("p2p/{from}>{to}/tag {tag}/{number}/{direction}")
     }
 }
 
-/// Whose end did not come, and with which tag.
-fn missing_end(offer: &Offer<End<'_>>) -> Missing {
-    let request = offer.item.request;
-    Missing {
-        what: format!(
-            "rank {} to exchange its {} with tag {}",
-            request.peer,
-            request.direction.reversed(),
-            request.tag
-        ),
-        help: "check that the peer exchanges this transfer too",
+impl Matching for TransferExchange {
+    type Key = MatchKey;
+    type End = End;
+    type Terms = EndOffer;
+    type Made = Transfer;
+
+    fn pairs(&self) -> &PairExchange<MatchKey> {
+        &self.pairs
+    }
+
+    fn describe(&self, offer: &mut Offer<End>) -> Result<EndOffer> {
+        let end = &mut offer.end;
+        end.flow = self.flow(&end.request, end.protocol, end.path)?;
+        end.scratch = self.scratch(&end.request, end.flow, &end.slot)?;
+        let buffer = match end.request.direction.role(end.protocol) {
+            Role::Target => end.request.buffer.region(),
+            Role::Initiator => None,
+        };
+        let buffer = buffer.cloned();
+        let (inbound, scratch) = (end.slot.inbound().clone(), end.scratch.clone());
+        let mut export = |region: Option<Region>| {
+            let handle = region.map(|region| self.pairs.export(offer, &region));
+            handle.transpose()
+        };
+        let (buffer, scratch) = (export(buffer)?, export(scratch)?);
+        let inbound = self.pairs.export(offer, &inbound)?;
+        let end = &offer.end;
+        Ok(EndOffer {
+            bytes: end.request.buffer.bytes() as u64,
+            protocol: end.protocol,
+            path: end.path,
+            flow: end.flow,
+            stored: end.request.buffer.region().is_none(),
+            scratch,
+            buffer,
+            inbound,
+            slot: end.slot.number,
+        })
+    }
+
+    fn missing(&self, offer: &Offer<End>) -> Missing {
+        let TransferRequest {
+            peer,
+            direction,
+            tag,
+            ..
+        } = &offer.end.request;
+        Missing {
+            what: format!(
+                "rank {peer} to exchange its {} with tag {tag}",
+                direction.reversed()
+            ),
+            help: "check that the peer exchanges this transfer too",
+        }
+    }
+
+    fn forget(&self, end: End) {
+        self.pairs
+            .give_back(end.request.match_key(), &end.slot, end.number);
+    }
+
+    fn meet(&self, end: End, job_peer: Rank, terms: EndOffer) -> Result<Transfer> {
+        self.make(end, job_peer, terms)
     }
 }

@@ -1,13 +1,12 @@
 //! What is published for one end of a transfer.
 
-use crate::error::{Error, ErrorKind, Result};
 use crate::p2p::path::{Flow, Path};
 use crate::p2p::protocol::Protocol;
 use serde::{Deserialize, Serialize};
 
 /// What one end tells the other, under its key in the store.
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct EndOffer {
+pub(crate) struct EndOffer {
     pub(super) bytes: u64,
     pub(super) protocol: Protocol,
     pub(super) path: Path,
@@ -25,28 +24,11 @@ pub(super) struct EndOffer {
     pub(super) slot: u64,
 }
 
-impl EndOffer {
-    pub(super) fn encode(&self) -> Result<Vec<u8>> {
-        postcard::to_stdvec(self).map_err(|error| {
-            Error::new(ErrorKind::Internal, error.to_string())
-                .with_operation("encode a transfer's end")
-        })
-    }
-
-    pub(super) fn decode(bytes: &[u8]) -> Result<Self> {
-        postcard::from_bytes(bytes).map_err(|error| {
-            Error::new(
-                ErrorKind::Protocol,
-                format!("the peer's end is malformed: {error}"),
-            )
-            .with_help("run the same version of Warplink on every rank")
-        })
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::error::ErrorKind;
+    use crate::exchange::{decode, encode};
 
     #[test]
     fn offers_survive_the_wire() {
@@ -64,9 +46,12 @@ mod tests {
             inbound: vec![2; 168],
             slot: 7,
         };
-        let wire = offer.encode().unwrap();
-        assert_eq!(EndOffer::decode(&wire).unwrap(), offer);
-        let error = EndOffer::decode(&wire[..wire.len() - 1]).unwrap_err();
-        assert_eq!(error.kind(), ErrorKind::Protocol);
+        let wire = encode(&offer).unwrap();
+        assert_eq!(decode::<EndOffer>(&wire).unwrap(), offer);
+        let longer = [&wire[..], &[0]].concat();
+        for altered in [&wire[..wire.len() - 1], &longer] {
+            let error = decode::<EndOffer>(altered).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::Protocol);
+        }
     }
 }

@@ -7,9 +7,6 @@ use crate::program::ir::Program;
 use crate::program::parameters::Parameters;
 use serde::{Deserialize, Serialize};
 
-/// The longest message of a failure that is told to the others, in characters.
-const MAX_MESSAGE: usize = 4096;
-
 /// What a rank brings to be bound: the same on every rank.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Digest {
@@ -21,20 +18,6 @@ pub(crate) struct Digest {
     /// The optional tensors that are bound.
     tensors: Vec<String>,
     streams: usize,
-}
-
-/// What a rank says at a step of binding.
-#[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
-enum Vote {
-    /// It can go on with this.
-    Brings(Digest),
-    /// Its plan is ready.
-    Ready,
-    Failed {
-        message: String,
-        /// Whether another rank's failure may have caused it.
-        follows: bool,
-    },
 }
 
 impl Digest {
@@ -104,19 +87,9 @@ impl RankContext {
     /// Blocks until every rank has said what it brings to be bound, or that it failed before. Fails on
     /// all where one failed, or where they bring different programs.
     pub(super) fn agree(&self, brought: Result<&Digest, &Error>) -> Result<()> {
-        let own = match brought {
-            Ok(digest) => Vote::Brings(digest.clone()),
-            Err(error) => Vote::failed(self.rank(), error),
-        };
-        let votes = self.gather_votes(&own, brought.err())?;
-        let Some(Vote::Brings(first)) = votes.first() else {
-            return Err(out_of_step(0));
-        };
-        for (rank, vote) in votes.iter().enumerate() {
-            let Vote::Brings(theirs) = vote else {
-                return Err(out_of_step(rank));
-            };
-            if let Some(difference) = theirs.difference(rank, first) {
+        let all = self.exchange().gather("bind", brought)?;
+        for (rank, theirs) in all.iter().enumerate() {
+            if let Some(difference) = theirs.difference(rank, &all[0]) {
                 let peer = if rank == self.rank() { 0 } else { rank };
                 return Err(Error::new(ErrorKind::Mismatch, difference)
                     .with_operation("bind")
@@ -127,131 +100,15 @@ impl RankContext {
         Ok(())
     }
 
-    /// Every rank's bytes, of which each gives some. Blocks until every rank has called it. Where one no longer waits, it
-    /// fails on all: else those that come later would go on, and be a step ahead from then on.
+    /// As [`GroupExchange::gather_in_step`].
     pub(crate) fn gather_in_step(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
-        let gathered = self.group.gather_votes(bytes, self.deadline());
-        let gathered = gathered.map_err(|error| self.group.in_own_ranks(error))?;
-        match gathered.iter().position(Vec::is_empty) {
-            Some(rank) => Err(peer_failed(rank, &no_longer_waits(rank))),
-            None => Ok(gathered),
-        }
+        self.exchange().gather_in_step(bytes)
     }
 
-    /// Gives what was `made` where every rank made its own. Blocks until all have tried.
+    /// As [`GroupExchange::agree_on`].
     pub(crate) fn agree_on<T>(&self, made: Result<T>) -> Result<T> {
-        let failed = made.as_ref().err();
-        let own = failed.map_or(Vote::Ready, |error| Vote::failed(self.rank(), error));
-        let votes = self.gather_votes(&own, failed)?;
-        match votes.iter().position(|vote| *vote != Vote::Ready) {
-            Some(rank) => Err(out_of_step(rank)),
-            None => made,
-        }
+        self.exchange().agree_on(made)
     }
-
-    /// Every rank's vote, where none failed. Otherwise the first cause: what `failed` here; else what a
-    /// rank says that did not fail because of another; else what any says.
-    fn gather_votes(&self, own: &Vote, failed: Option<&Error>) -> Result<Vec<Vote>> {
-        let gathered = own.encode().and_then(|bytes| {
-            let votes = self.group.gather_votes(&bytes, self.deadline());
-            votes.map_err(|error| self.group.in_own_ranks(error))
-        });
-        let votes = gathered.and_then(|gathered| {
-            let votes = gathered.iter().enumerate();
-            let votes = votes.map(|(rank, bytes)| Vote::decode(rank, bytes));
-            votes.collect::<Result<Vec<_>>>()
-        });
-        let failure = |votes: &[Vote], wanted: bool| {
-            votes
-                .iter()
-                .enumerate()
-                .find_map(|(rank, vote)| match vote {
-                    Vote::Failed { message, follows } if *follows == wanted => {
-                        Some(peer_failed(rank, message))
-                    }
-                    _ => None,
-                })
-        };
-        match (votes, failed) {
-            (Ok(votes), None) => match failure(&votes, false).or_else(|| failure(&votes, true)) {
-                Some(error) => Err(error),
-                None => Ok(votes),
-            },
-            (Ok(votes), Some(error)) if follows(error) => {
-                Err(failure(&votes, false).unwrap_or_else(|| error.clone()))
-            }
-            (_, Some(error)) => Err(error.clone()),
-            (Err(error), None) => Err(error),
-        }
-    }
-}
-
-fn no_longer_waits(rank: Rank) -> String {
-    format!("rank {rank}: its timeout passed while it waited for the others")
-}
-
-fn peer_failed(rank: Rank, message: &str) -> Error {
-    Error::new(
-        ErrorKind::PeerFailed,
-        format!("another rank failed: {message}"),
-    )
-    .with_operation("bind")
-    .with_peer(rank)
-    .with_help("correct what that rank says, and bind again on every rank")
-}
-
-impl Vote {
-    fn failed(rank: Rank, error: &Error) -> Self {
-        let text = error.clone().with_rank(rank).to_string();
-        Self::Failed {
-            message: text.chars().take(MAX_MESSAGE).collect(),
-            follows: follows(error),
-        }
-    }
-
-    fn encode(&self) -> Result<Vec<u8>> {
-        postcard::to_stdvec(self)
-            .map_err(|error| Error::new(ErrorKind::Internal, error.to_string()))
-    }
-
-    /// What `rank` said; nothing where it no longer waits.
-    fn decode(rank: Rank, bytes: &[u8]) -> Result<Self> {
-        if bytes.is_empty() {
-            return Ok(Self::Failed {
-                message: no_longer_waits(rank),
-                follows: true,
-            });
-        }
-        postcard::from_bytes(bytes).map_err(|error| {
-            Error::new(
-                ErrorKind::Protocol,
-                format!("what the rank says of its program is malformed: {error}"),
-            )
-            .with_peer(rank)
-            .with_help("run the same version of Warplink on every rank")
-        })
-    }
-}
-
-/// Whether a failure is what other ranks' failures look like.
-fn follows(error: &Error) -> bool {
-    matches!(
-        error.kind(),
-        ErrorKind::PeerFailed
-            | ErrorKind::PeerLost
-            | ErrorKind::PeerLeft
-            | ErrorKind::Timeout
-            | ErrorKind::Closed
-    )
-}
-
-fn out_of_step(rank: Rank) -> Error {
-    Error::new(
-        ErrorKind::Mismatch,
-        "the peer is at another step of binding a program",
-    )
-    .with_peer(rank)
-    .with_help("bind the same programs in the same order on every rank")
 }
 
 /// FNV-1a.
@@ -306,20 +163,5 @@ mod tests {
             let difference = other.difference(1, &first).unwrap();
             assert!(difference.contains(expected), "{difference}");
         }
-    }
-
-    #[test]
-    fn votes_survive_the_wire_and_none_is_a_failure() {
-        let vote = Vote::Brings(digest(
-            "program p(n) {\n  input A: f32[n]\n}",
-            &[("n", 8)],
-            2,
-        ));
-        let wire = vote.encode().unwrap();
-        assert_eq!(Vote::decode(1, &wire).unwrap(), vote);
-        let error = Vote::decode(1, &wire[..wire.len() - 1]).unwrap_err();
-        assert_eq!((error.kind(), error.peer()), (ErrorKind::Protocol, Some(1)));
-        let gone = Vote::decode(1, &[]).unwrap();
-        assert!(matches!(gone, Vote::Failed { follows: true, .. }));
     }
 }

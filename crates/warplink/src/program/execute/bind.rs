@@ -10,6 +10,7 @@ use super::replaced::replaceable;
 use super::resolve::{Engines, Resolver};
 use crate::device::DeviceKind;
 use crate::error::{Error, ErrorKind, Result};
+use crate::exchange::Matching;
 use crate::memory::Region;
 use crate::p2p::{Direction, Protocol, Transfer, TransferRequest};
 use crate::program::diagnostic::Diagnostic;
@@ -100,7 +101,7 @@ impl Prepared {
         let published = local
             .as_ref()
             .map_err(Error::clone)
-            .and_then(|(_, requests, _)| exchange.publish(requests, self.context.deadline()));
+            .and_then(|(_, requests, _)| exchange.publish_all(requests, self.context.deadline()));
         let agreed = self
             .context
             .agree(published.as_ref().map(|_| &*self.digest));

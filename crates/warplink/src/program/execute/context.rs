@@ -4,6 +4,7 @@ use crate::bootstrap::Group;
 use crate::deadline::Deadline;
 use crate::device::{CollectiveEngine, Device, Fault, InFlight};
 use crate::error::{Rank, Result};
+use crate::exchange::GroupExchange;
 use crate::memory::MemoryRegistry;
 use crate::p2p::{Path, StreamBarrier, TransferExchange};
 use std::sync::Arc;
@@ -59,6 +60,15 @@ impl RankContext {
     pub(crate) fn all_gather(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
         let gathered = self.group.all_gather(bytes, self.deadline());
         gathered.map_err(|error| self.group.in_own_ranks(error))
+    }
+
+    /// An exchange among all ranks, which ends at this rank's timeout.
+    pub(crate) fn exchange(&self) -> GroupExchange<'_> {
+        GroupExchange {
+            group: &self.group,
+            deadline: self.deadline(),
+            operation: "bind",
+        }
     }
 
     /// The most ranks of this communicator that share one device, of which each should have its own; the same on

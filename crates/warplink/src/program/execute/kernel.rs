@@ -16,7 +16,7 @@ use crate::device::{
     Stream,
 };
 use crate::error::{Error, ErrorKind, Rank, Result};
-use crate::memory::{HANDLE_BYTES, Region, RemoteRegion};
+use crate::memory::{Region, RemoteRegion};
 use crate::program::rank_program::{OperationKind, RankProgram, TensorId};
 use crate::program::section::{SectionInstance, WorkspaceLayout, kernel_text, traced_kernel_text};
 use crate::signal::Signals;
@@ -167,62 +167,10 @@ impl KernelMemory {
         own: BTreeMap<TensorId, DeviceSlice>,
         reaches: impl Fn(Rank) -> bool,
     ) -> Result<BoundKernels> {
-        let (rank, world) = (context.rank(), context.world());
-        let exported = self.export(context);
-        // A rank that has failed takes part, so that the others need not wait for it.
-        let handles = exported.as_ref().map_or(&[][..], |bytes| bytes);
-        let gathered = context.all_gather(handles)?;
-        let count = self.regions().len();
-        let mut failed = exported.as_ref().err().cloned();
-        let mut peers: Vec<Vec<RemoteRegion>> = vec![Vec::new(); world];
-        for (peer, bytes) in gathered
-            .iter()
-            .enumerate()
-            .filter(|(peer, _)| *peer != rank)
-        {
-            let job_peer = context.group.job_rank(peer)?;
-            let from = position_of(rank, peer) * count * HANDLE_BYTES;
-            let Some(handles) = bytes.get(from..from + count * HANDLE_BYTES) else {
-                failed.get_or_insert_with(|| no_handles(peer));
-                continue;
-            };
-            for handle in handles.chunks_exact(HANDLE_BYTES) {
-                if failed.is_some() || !reaches(peer) {
-                    context.memory.decline_handle(job_peer, handle);
-                    continue;
-                }
-                match context.memory.open_handle(job_peer, handle) {
-                    Ok(region) => peers[peer].push(region),
-                    Err(error) => failed = Some(error.with_operation("map a peer's workspace")),
-                }
-            }
-        }
-        match failed {
-            Some(error) => Err(context.group.in_own_ranks(error)),
-            None => Ok(self.bound(context, own, peers)),
-        }
-    }
-
-    /// Handles for every peer, in the order of ranks.
-    fn export(&self, context: &RankContext) -> Result<Vec<u8>> {
-        let mut bytes = Vec::new();
-        let mut made: Vec<(Rank, &Region)> = Vec::new();
-        for peer in (0..context.world()).filter(|peer| *peer != context.rank()) {
-            let job_peer = context.group.job_rank(peer)?;
-            for region in self.regions() {
-                match context.memory.export_handle(region, job_peer) {
-                    Ok(handle) => bytes.extend_from_slice(&handle),
-                    Err(error) => {
-                        for (peer, region) in made {
-                            context.memory.cancel_handle(region, peer);
-                        }
-                        return Err(error.with_operation("share a workspace"));
-                    }
-                }
-                made.push((job_peer, region));
-            }
-        }
-        Ok(bytes)
+        let peers = context
+            .exchange()
+            .share(&context.memory, &self.regions(), reaches)?;
+        Ok(self.bound(context, own, peers))
     }
 
     fn bound(
@@ -341,21 +289,6 @@ fn sections(program: &RankProgram) -> impl Iterator<Item = &SectionInstance> {
         OperationKind::Kernel(section) => Some(&**section),
         _ => None,
     })
-}
-
-/// The position of `rank` among the peers of `peer`.
-const fn position_of(rank: Rank, peer: Rank) -> usize {
-    if rank < peer { rank } else { rank - 1 }
-}
-
-fn no_handles(peer: Rank) -> Error {
-    Error::new(
-        ErrorKind::PeerFailed,
-        "a peer could not share its workspace",
-    )
-    .with_operation("bind a program with kernels")
-    .with_peer(peer)
-    .with_help("see what that rank says")
 }
 
 fn internal(what: &'static str) -> Error {

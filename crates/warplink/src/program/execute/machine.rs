@@ -10,7 +10,7 @@ use crate::device::{
 };
 use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Result};
-use crate::memory::{HANDLE_BYTES, Region, RemoteRegion};
+use crate::memory::{Region, RemoteRegion};
 use crate::program::cost::{DeviceDescription, Figures, HardwareModel, Origin, calibration};
 use sha2::{Digest, Sha256};
 use std::sync::Arc;
@@ -371,18 +371,11 @@ impl<'a> Measurement<'a> {
 
 /// The next rank's memory, where every rank maps that of its next one.
 fn neighbours(context: &RankContext, into: &Region) -> Result<Option<RemoteRegion>> {
-    let (rank, world) = (context.rank(), context.world());
-    let (next, last) = ((rank + 1) % world, (rank + world - 1) % world);
-    let job = |rank| context.group.job_rank(rank);
-    let handle = context.memory.export_handle(into, job(last)?);
-    // A byte, since nobody tells nothing.
-    let mut told = vec![u8::from(handle.is_ok())];
-    told.extend_from_slice(handle.as_ref().map_or(&[0; HANDLE_BYTES], |handle| handle));
-    let all = context.gather_in_step(&told)?;
-    let opened = match all[next].split_first() {
-        Some((1, handle)) => context.memory.open_handle(job(next)?, handle).ok(),
-        _ => None,
-    };
+    let next = (context.rank() + 1) % context.world();
+    let shared = context
+        .exchange()
+        .share(&context.memory, &[into], |rank| rank == next);
+    let opened = shared.ok().and_then(|mut regions| regions[next].pop());
     let all = context.gather_in_step(&[u8::from(opened.is_some())])?;
     Ok(opened.filter(|_| all.iter().all(|opened| opened == &[1])))
 }

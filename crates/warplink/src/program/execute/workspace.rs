@@ -92,7 +92,7 @@ impl SharedWorkspace {
         reaches: impl Fn(Rank) -> bool,
     ) -> Result<Self> {
         let kernels = Self::map(context, layout, lanes, reaches)?;
-        let publication = context.agree_on(Publication::join(context))?;
+        let publication = Publication::join(context)?;
         Ok(Self::new(context, kernels, Arc::new(publication)))
     }
 

@@ -1,10 +1,10 @@
 //! The thread that publishes allocations, maps those of the peers, and lets go of both.
 
 use super::super::context::RankContext;
-use super::{Event, FEW_ENTRIES, Known, Tables};
+use super::{Event, FEW_ENTRIES, Known, Publication, Tables};
 use crate::device::{Backing, DeviceSlice};
-use crate::error::{Error, ErrorKind, Rank, Result};
-use crate::memory::{HANDLE_BYTES, MemoryRegistry, Message, Notice, Region, RemoteRegion};
+use crate::error::{Rank, Result};
+use crate::memory::{MemoryRegistry, Message, Notice, PeerHandle, Region, RemoteRegion};
 use crate::sync::lock;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
@@ -58,22 +58,16 @@ enum Own {
 impl Keeper {
     pub(super) fn new(
         context: &RankContext,
-        numbers: &[Vec<u8>],
-        tables: Arc<Tables>,
-        known: Arc<Mutex<Known>>,
+        numbers: &[u64],
+        publication: &Publication,
         events: Receiver<Event>,
     ) -> Result<Self> {
         let mut peers = Vec::with_capacity(numbers.len());
         for (rank, number) in numbers.iter().enumerate() {
             let job_rank = context.group.job_rank(rank)?;
-            let number = <[u8; 8]>::try_from(&**number).map_err(|_| {
-                Error::new(ErrorKind::Protocol, "a rank told no number of 8 bytes")
-                    .with_operation("publish memory")
-                    .with_peer(rank)
-            })?;
             peers.push(Peer {
                 job_rank,
-                publication: u64::from_le_bytes(number),
+                publication: *number,
                 in_process: context.memory.is_in_process(job_rank)?,
             });
         }
@@ -81,8 +75,8 @@ impl Keeper {
             rank: context.rank(),
             peers,
             memory: context.memory.clone(),
-            tables,
-            known,
+            tables: publication.tables.clone(),
+            known: publication.known.clone(),
             events,
             first: Mutex::default(),
             own: BTreeMap::new(),
@@ -122,11 +116,24 @@ impl Keeper {
                     self.offer(number, allocation);
                 }
                 Some(Event::Past { number }) => self.past(number),
+                Some(Event::Offer {
+                    from,
+                    entry,
+                    handle,
+                }) => {
+                    if let Some(rank) = self.peer(from) {
+                        self.map(rank, entry, handle);
+                    }
+                }
                 Some(Event::Notice {
                     from,
                     entry,
                     notice,
-                }) => self.hear(from, entry, notice),
+                }) => {
+                    if let Some(rank) = self.peer(from) {
+                        self.hear(rank, entry, notice);
+                    }
+                }
                 Some(Event::Reclaim(done)) => {
                     self.sweep();
                     let _ = done.send(());
@@ -152,6 +159,16 @@ impl Keeper {
         self.memory.tell(peer.job_rank, message);
     }
 
+    /// The rank in the group that has the rank `from` in the job, where that is another one.
+    fn peer(&self, from: Rank) -> Option<Rank> {
+        let rank = self.peers.iter().position(|peer| peer.job_rank == from);
+        let rank = rank.filter(|rank| *rank != self.rank);
+        if rank.is_none() {
+            tracing::warn!(from, "a rank of another group tells of an allocation");
+        }
+        rank
+    }
+
     /// Offers an allocation to all peers.
     fn offer(&mut self, number: u64, allocation: DeviceSlice) {
         let backing = allocation.backing().clone();
@@ -166,14 +183,24 @@ impl Keeper {
         let published = left.map_or(allocation, DeviceSlice::whole);
         let region = self.memory.register(&published);
         let offered = region.and_then(|region| {
-            self.handles(&region)
-                .map(|handles| (region.clone(), handles))
+            let handle = |rank: Rank| {
+                self.memory
+                    .export_handle(&region, self.peers[rank].job_rank)
+            };
+            let handles = self.others().into_iter().map(handle);
+            Ok((handles.collect::<Result<Vec<_>>>()?, region))
         });
         match offered {
-            Ok((region, handles)) => {
+            Ok((handles, region)) => {
                 let left = self.others();
                 for (rank, handle) in left.iter().zip(handles) {
-                    self.tell(*rank, number, Notice::Offer(handle));
+                    let peer = &self.peers[*rank];
+                    let message = Message::Offered {
+                        publication: peer.publication,
+                        entry: number,
+                        handle: handle.sent(),
+                    };
+                    self.memory.tell(peer.job_rank, message);
                 }
                 self.own.insert(number, Own::Offered { region, left });
             }
@@ -182,23 +209,6 @@ impl Keeper {
                 self.free(number, Some(&backing));
             }
         }
-    }
-
-    /// A handle for each other rank.
-    fn handles(&self, region: &Region) -> Result<Vec<[u8; HANDLE_BYTES]>> {
-        let mut handles = Vec::with_capacity(self.peers.len());
-        for rank in self.others() {
-            match self.memory.export_handle(region, self.peers[rank].job_rank) {
-                Ok(handle) => handles.push(handle),
-                Err(error) => {
-                    for told in self.others().into_iter().take(handles.len()) {
-                        self.memory.cancel_handle(region, self.peers[told].job_rank);
-                    }
-                    return Err(error);
-                }
-            }
-        }
-        Ok(handles)
     }
 
     /// A number that no peer was told of is free; `never` cannot be published.
@@ -219,14 +229,8 @@ impl Keeper {
         drop(place);
     }
 
-    fn hear(&mut self, from: Rank, entry: u64, notice: Notice) {
-        let rank = self.peers.iter().position(|peer| peer.job_rank == from);
-        let Some(rank) = rank.filter(|rank| *rank != self.rank) else {
-            tracing::warn!(from, "a rank of another group tells of an allocation");
-            return;
-        };
+    fn hear(&mut self, rank: Rank, entry: u64, notice: Notice) {
         match notice {
-            Notice::Offer(handle) => self.map(rank, entry, &handle),
             Notice::Taken => self.taken(rank, entry),
             Notice::Refused => self.refused(entry),
             Notice::Withdrawn => {
@@ -242,15 +246,12 @@ impl Keeper {
     }
 
     /// Maps what a peer offers.
-    fn map(&mut self, rank: Rank, entry: u64, handle: &[u8; HANDLE_BYTES]) {
-        let job_rank = self.peers[rank].job_rank;
+    fn map(&mut self, rank: Rank, entry: u64, handle: PeerHandle) {
         if self.mapped.contains_key(&(rank, entry)) {
-            self.memory.decline_handle(job_rank, handle);
             self.tell(rank, entry, Notice::Refused);
             return;
         }
-        let opened = self.memory.open_handle(job_rank, handle);
-        let noted = opened.and_then(|region| {
+        let noted = handle.open().and_then(|region| {
             self.tables.set(rank, entry, region.memory())?;
             Ok(region)
         });
@@ -400,23 +401,5 @@ impl Keeper {
         }
         let places = std::mem::take(&mut lock(&self.known).by_identity);
         drop(places);
-    }
-}
-
-impl Drop for Keeper {
-    fn drop(&mut self) {
-        // Where the thread never ran, offers that came are given back.
-        let first = lock(&self.first).take();
-        let waiting = first.into_iter().chain(self.events.try_iter());
-        for event in waiting {
-            if let Event::Notice {
-                from,
-                notice: Notice::Offer(handle),
-                ..
-            } = event
-            {
-                self.memory.decline_handle(from, &handle);
-            }
-        }
     }
 }

@@ -26,7 +26,7 @@ pub(crate) use tables::{Published, Tables};
 use super::context::RankContext;
 use crate::device::{Backing, DeviceSlice, InFlight, InUse, Stream};
 use crate::error::{Rank, Result};
-use crate::memory::{Heard, MemoryRegistry, Notice};
+use crate::memory::{Heard, MemoryRegistry, Notice, PeerHandle};
 use crate::program::section::UNPUBLISHED;
 use crate::sync::lock;
 use keeper::Keeper;
@@ -91,7 +91,13 @@ enum Event {
     Past {
         number: u64,
     },
-    /// A peer, by its rank in the job, tells of an entry.
+    /// A peer, by its rank in the job, offers an entry.
+    Offer {
+        from: Rank,
+        entry: u64,
+        handle: PeerHandle,
+    },
+    /// A peer tells of an entry.
     Notice {
         from: Rank,
         entry: u64,
@@ -118,15 +124,29 @@ struct Events {
 }
 
 impl Publication {
-    /// Makes tables, and tells the peers how to reach this. Blocks until all ranks do so.
+    /// Makes tables, and tells the peers how to reach this. Blocks until all ranks do so, and fails on all where it does
+    /// on one.
     pub(crate) fn join(context: &RankContext) -> Result<Self> {
-        let tables = Arc::new(Tables::new(&context.device, context.world())?);
-        let known = Arc::new(Mutex::new(Known {
+        let (queue, received) = channel();
+        let begun = Self::begin(context, queue);
+        let number = begun.as_ref().map(|publication| &publication.number);
+        let numbers = context.exchange().gather("publish memory", number)?;
+        let publication = begun?;
+        let keeper = Keeper::new(context, &numbers, &publication, received)?;
+        *lock(&publication.events.waiting) = Some(keeper);
+        // A peer's offer comes after all ranks have their numbers, but maybe before this one has its thread.
+        publication.events.start();
+        Ok(publication)
+    }
+
+    /// Makes tables, and listens to peers. Dropping it ends that.
+    fn begin(context: &RankContext, queue: Sender<Event>) -> Result<Self> {
+        let tables = Tables::new(&context.device, context.world())?;
+        let known = Known {
             by_identity: HashMap::new(),
             free: (0..ENTRIES as u64).rev().collect(),
             met: 0,
-        }));
-        let (queue, received) = channel();
+        };
         let events = Arc::new(Events {
             queue,
             waiting: Mutex::default(),
@@ -138,21 +158,14 @@ impl Publication {
                 events.hear(heard);
             }
         });
-        // From here on, dropping it ends what was begun.
-        let publication = Self {
+        Ok(Self {
             memory: context.memory.clone(),
             in_flight: context.in_flight.clone(),
             number,
-            tables: tables.clone(),
-            known: known.clone(),
+            tables: Arc::new(tables),
+            known: Arc::new(Mutex::new(known)),
             events,
-        };
-        let numbers = context.all_gather(&number.to_le_bytes())?;
-        let keeper = Keeper::new(context, &numbers, tables, known, received)?;
-        *lock(&publication.events.waiting) = Some(keeper);
-        // A peer's offer comes after all ranks have their numbers, but maybe before this one has its thread.
-        publication.events.start();
-        Ok(publication)
+        })
     }
 
     /// The tables that kernels read.
@@ -247,6 +260,15 @@ impl Events {
 
     fn hear(&self, heard: Heard) {
         match heard {
+            Heard::Offer {
+                from,
+                entry,
+                handle,
+            } => self.send(Event::Offer {
+                from,
+                entry,
+                handle,
+            }),
             Heard::Notice {
                 from,
                 entry,

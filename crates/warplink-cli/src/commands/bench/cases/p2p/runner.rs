@@ -2,7 +2,7 @@
 
 use super::Method;
 use crate::commands::bench::clock::{Clock, Submission};
-use crate::commands::bench::peers::{SecondStream, neighbours, share};
+use crate::commands::bench::peers::{SecondStream, neighbours};
 use crate::names::name_of;
 use anyhow::{Context, Result, bail};
 use std::cell::Cell;
@@ -165,7 +165,7 @@ fn pattern(rank: usize, at: usize) -> u8 {
 
 /// Maps the `region` of rank `from`.
 fn share_with(comm: &Communicator, region: &Region, from: usize) -> Result<RemoteRegion> {
-    let all = share(comm, region)?;
+    let all = comm.share(region)?;
     let mapped = all.into_iter().nth(from).flatten();
     mapped.with_context(|| format!("rank {from} has no region"))
 }

@@ -1,0 +1,271 @@
+//! Exchanges among all ranks of a group, in which a rank that has failed takes part: then all of them fail.
+
+use crate::bootstrap::Group;
+use crate::deadline::Deadline;
+use crate::error::{Error, ErrorKind, Rank, Result};
+use crate::memory::{ExportedHandle, MemoryRegistry, PeerHandle, Region, RemoteRegion};
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+
+/// The longest message of a failure that is told to the others, in characters.
+const MAX_MESSAGE: usize = 4096;
+
+/// Exchanges of a group's ranks, all of which make the same calls in the same order.
+pub(crate) struct GroupExchange<'a> {
+    pub(crate) group: &'a Group,
+    pub(crate) deadline: Deadline,
+    /// For errors.
+    pub(crate) operation: &'static str,
+}
+
+/// A rank's part in an exchange.
+#[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
+enum Vote {
+    Value {
+        /// Which exchange it is for, so that ranks find where they differ.
+        step: String,
+        value: Vec<u8>,
+    },
+    Failed {
+        message: String,
+        /// Whether another rank's failure may have caused it.
+        follows: bool,
+    },
+}
+
+impl GroupExchange<'_> {
+    /// The values of all ranks, in their order. Blocks until every rank has called it.
+    ///
+    /// # Errors
+    /// On all ranks where one failed: the first cause. It is the own failure; else that of a rank which did not fail
+    /// because of another; else any. [`ErrorKind::Mismatch`] where a rank is at another step.
+    pub(crate) fn gather<T: Serialize + DeserializeOwned>(
+        &self,
+        step: &str,
+        own: Result<&T, &Error>,
+    ) -> Result<Vec<T>> {
+        let vote = match own {
+            Ok(value) => Vote::Value {
+                step: step.to_owned(),
+                value: encode(value)?,
+            },
+            Err(error) => Vote::failed(self.group.rank(), error),
+        };
+        let votes = self.votes(&vote);
+        let failure = |votes: &[Vote], wanted: bool| {
+            let mut votes = votes.iter().enumerate();
+            votes.find_map(|(rank, vote)| match vote {
+                Vote::Failed { message, follows } if *follows == wanted => {
+                    Some(self.peer_failed(rank, message))
+                }
+                _ => None,
+            })
+        };
+        let votes = match (votes, own.err()) {
+            (Ok(votes), None) => match failure(&votes, false).or_else(|| failure(&votes, true)) {
+                Some(error) => return Err(error),
+                None => votes,
+            },
+            (Ok(votes), Some(error)) if follows(error) => {
+                return Err(failure(&votes, false).unwrap_or_else(|| error.clone()));
+            }
+            (_, Some(error)) => return Err(error.clone()),
+            (Err(error), None) => return Err(error),
+        };
+        let values = votes.into_iter().enumerate();
+        let values = values.map(|(rank, vote)| match vote {
+            Vote::Value {
+                step: theirs,
+                value,
+            } if theirs == step => decode(rank, &value),
+            _ => Err(self.out_of_step(rank)),
+        });
+        values.collect()
+    }
+
+    /// Gives what was `made` where every rank made its own. Blocks until all have tried.
+    pub(crate) fn agree_on<T>(&self, made: Result<T>) -> Result<T> {
+        self.gather("agree", made.as_ref().map(|_| &()))
+            .and_then(|_| made)
+    }
+
+    /// Every rank's bytes, of which each gives some. Blocks until every rank has called it. Where one no longer waits, it
+    /// fails on all: else those that come later would go on, and be a step ahead from then on.
+    pub(crate) fn gather_in_step(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
+        let gathered = self.group.gather_votes(bytes, self.deadline);
+        let gathered = gathered.map_err(|error| self.group.in_own_ranks(error))?;
+        match gathered.iter().position(Vec::is_empty) {
+            Some(rank) => Err(self.peer_failed(rank, &no_longer_waits(rank))),
+            None => Ok(gathered),
+        }
+    }
+
+    /// Maps the regions that the other ranks share: each shares as many, in the same order on all. Those of ranks that
+    /// this one does not reach are not mapped. Blocks until every rank has called it. Nothing of this rank.
+    ///
+    /// # Errors
+    /// On all ranks where one cannot share its regions. A rank that cannot map them fails alone, so that ranks
+    /// [agree](Self::agree_on) behind it.
+    pub(crate) fn share(
+        &self,
+        memory: &MemoryRegistry,
+        regions: &[&Region],
+        reaches: impl Fn(Rank) -> bool,
+    ) -> Result<Vec<Vec<RemoteRegion>>> {
+        let own = self.group.rank();
+        let exported = self.export(memory, regions);
+        let wires = exported.as_ref().map(|exported| {
+            let wires = |handles: &Vec<ExportedHandle>| {
+                let wires = handles.iter().map(|handle| handle.wire().to_vec());
+                wires.collect::<Vec<_>>()
+            };
+            exported.iter().map(wires).collect::<Vec<_>>()
+        });
+        let gathered = self.gather("share memory", wires.as_ref().map_err(|error| *error));
+        // Where a rank failed, no rank opens any; after other errors, another may.
+        let is_unused = matches!(&gathered, Err(error) if error.kind() == ErrorKind::PeerFailed);
+        if let (Ok(exported), false) = (exported, is_unused) {
+            exported.into_iter().flatten().for_each(|handle| {
+                handle.sent();
+            });
+        }
+        let mut handles = Vec::new();
+        for (rank, mut theirs) in gathered?.into_iter().enumerate() {
+            let wires = theirs.get_mut(own).map(std::mem::take).unwrap_or_default();
+            if rank != own && wires.len() != regions.len() {
+                return Err(self.out_of_step(rank));
+            }
+            let job_rank = self.group.job_rank(rank)?;
+            let wires = wires.into_iter();
+            handles.push(
+                wires
+                    .map(|wire| memory.peer_handle(job_rank, wire))
+                    .collect::<Vec<PeerHandle>>(),
+            );
+        }
+        let handles = handles.into_iter().enumerate();
+        let mapped = handles.map(|(rank, handles)| {
+            let handles = handles.into_iter().filter(|_| reaches(rank));
+            handles.map(PeerHandle::open).collect::<Result<Vec<_>>>()
+        });
+        mapped.collect::<Result<_>>().map_err(|error: Error| {
+            let error = self.group.in_own_ranks(error);
+            error.with_operation("map a peer's memory")
+        })
+    }
+
+    /// Handles of `regions` for every rank; none for this one.
+    fn export(
+        &self,
+        memory: &MemoryRegistry,
+        regions: &[&Region],
+    ) -> Result<Vec<Vec<ExportedHandle>>> {
+        let members = self.group.members().iter().enumerate();
+        let exported = members.map(|(rank, job_rank)| {
+            let regions = regions.iter().filter(|_| rank != self.group.rank());
+            let handles = regions.map(|region| memory.export_handle(region, *job_rank));
+            handles.collect()
+        });
+        exported
+            .collect::<Result<_>>()
+            .map_err(|error: Error| self.group.in_own_ranks(error))
+    }
+
+    /// Every rank's vote; of one that no longer waits, a failure.
+    fn votes(&self, own: &Vote) -> Result<Vec<Vote>> {
+        let votes = self.group.gather_votes(&encode(own)?, self.deadline);
+        let votes = votes.map_err(|error| self.group.in_own_ranks(error))?;
+        let votes = votes.iter().enumerate();
+        votes
+            .map(|(rank, bytes)| match &**bytes {
+                [] => Ok(Vote::Failed {
+                    message: no_longer_waits(rank),
+                    follows: true,
+                }),
+                bytes => decode(rank, bytes),
+            })
+            .collect()
+    }
+
+    fn peer_failed(&self, rank: Rank, message: &str) -> Error {
+        Error::new(
+            ErrorKind::PeerFailed,
+            format!("another rank failed: {message}"),
+        )
+        .with_operation(self.operation)
+        .with_peer(rank)
+        .with_help("correct what that rank says, and try again on every rank")
+    }
+
+    fn out_of_step(&self, rank: Rank) -> Error {
+        Error::new(ErrorKind::Mismatch, "the peer makes another call")
+            .with_operation(self.operation)
+            .with_peer(rank)
+            .with_help("make the same calls in the same order on every rank")
+    }
+}
+
+impl Vote {
+    fn failed(rank: Rank, error: &Error) -> Self {
+        let text = error.clone().with_rank(rank).to_string();
+        Self::Failed {
+            message: text.chars().take(MAX_MESSAGE).collect(),
+            follows: follows(error),
+        }
+    }
+}
+
+/// Whether a failure is what other ranks' failures look like.
+fn follows(error: &Error) -> bool {
+    matches!(
+        error.kind(),
+        ErrorKind::PeerFailed
+            | ErrorKind::PeerLost
+            | ErrorKind::PeerLeft
+            | ErrorKind::Timeout
+            | ErrorKind::Closed
+    )
+}
+
+fn no_longer_waits(rank: Rank) -> String {
+    format!("rank {rank}: its timeout passed while it waited for the others")
+}
+
+fn encode(value: &impl Serialize) -> Result<Vec<u8>> {
+    postcard::to_stdvec(value).map_err(|error| Error::new(ErrorKind::Internal, error.to_string()))
+}
+
+/// The value of `rank`.
+fn decode<T: DeserializeOwned>(rank: Rank, bytes: &[u8]) -> Result<T> {
+    postcard::from_bytes(bytes).map_err(|error| {
+        Error::new(
+            ErrorKind::Protocol,
+            format!("a rank's value is malformed: {error}"),
+        )
+        .with_peer(rank)
+        .with_help("run the same version of Warplink on every rank")
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn votes_survive_the_wire() {
+        let value = Vote::Value {
+            step: "bind".to_owned(),
+            value: vec![7; 300],
+        };
+        let failed = Vote::failed(3, &Error::new(ErrorKind::PeerLost, "gone"));
+        assert!(
+            matches!(&failed, Vote::Failed { message, follows: true } if message.contains("gone"))
+        );
+        for vote in [value, failed] {
+            let wire = encode(&vote).unwrap();
+            assert_eq!(decode::<Vote>(1, &wire).unwrap(), vote);
+            let error = decode::<Vote>(1, &wire[..wire.len() - 1]).unwrap_err();
+            assert_eq!((error.kind(), error.peer()), (ErrorKind::Protocol, Some(1)));
+        }
+    }
+}

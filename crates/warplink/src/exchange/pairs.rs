@@ -1,0 +1,423 @@
+//! Exchanges between two ranks, in batches and without a barrier.
+
+use super::numbers::EndNumbers;
+use crate::bootstrap::{Bootstrap, Group, Wait};
+use crate::deadline::Deadline;
+use crate::device::{Device, Fault, InFlight};
+use crate::error::{Error, ErrorKind, Rank, Result};
+use crate::memory::{ExportedHandle, MemoryRegistry, PeerHandle, Region};
+use crate::signal::{Slot, SlotDirectory, SlotPair, SlotPool, SlotReleases};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use std::hash::Hash;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// The longest that a withdrawal takes. What it waits for is in the store already; only a store that does
+/// not answer, as its process is stopped, takes longer.
+const MAX_WITHDRAWAL: Duration = Duration::from_secs(1);
+
+/// What the exchanges of all communicators of a rank share.
+#[derive(Clone)]
+pub(crate) struct ExchangeServices {
+    pub(crate) bootstrap: Arc<Bootstrap>,
+    pub(crate) memory: Arc<MemoryRegistry>,
+    pub(crate) device: Arc<dyn Device>,
+    pub(crate) slots: Arc<SlotDirectory>,
+    pub(crate) in_flight: Arc<InFlight>,
+}
+
+/// Exchanges of one kind, of one rank in one communicator. Ends with the same `K` meet in the order of their numbers.
+#[derive(Debug)]
+pub(crate) struct PairExchange<K> {
+    bootstrap: Arc<Bootstrap>,
+    pub(crate) group: Arc<Group>,
+    pub(crate) memory: Arc<MemoryRegistry>,
+    pub(crate) device: Arc<dyn Device>,
+    pub(crate) in_flight: Arc<InFlight>,
+    /// Ends the waits of the communicator. Raised where ends can be neither used nor withdrawn.
+    pub(crate) fault: Arc<Fault>,
+    pub(crate) slots: Arc<SlotPool>,
+    releases: Arc<SlotReleases>,
+    numbers: EndNumbers<K>,
+    /// For errors.
+    operation: &'static str,
+}
+
+/// An end of this rank, until it meets the peer's.
+#[derive(Debug)]
+pub(crate) struct Offer<T> {
+    pub(crate) end: T,
+    pub(crate) peer: Rank,
+    /// The peer's rank in the job.
+    pub(crate) job_peer: Rank,
+    /// Where this rank publishes, and where the peer does.
+    pub(crate) own_key: String,
+    peer_key: String,
+    message: Vec<u8>,
+    /// Handles in the message.
+    exported: Vec<ExportedHandle>,
+}
+
+/// Ends that were published, for [`complete`](Matching::complete) or [`withdraw`](Matching::withdraw).
+pub(crate) struct PublishedEnds<T>(Vec<Offer<T>>);
+
+/// The peer's end that a wait is for, in the terms of the caller, and a remedy where it does not come.
+pub(crate) struct Missing {
+    pub(crate) what: String,
+    pub(crate) help: &'static str,
+}
+
+/// A kind of exchange: its ends, their description for the peer, and what two of them make.
+pub(crate) trait Matching {
+    type Key: Eq + Hash;
+    type End;
+    /// The description of an end that its peer gets.
+    type Terms: Serialize + DeserializeOwned;
+    type Made;
+
+    fn pairs(&self) -> &PairExchange<Self::Key>;
+
+    /// Describes an end to its peer, with handles that are [exported](PairExchange::export) for it.
+    fn describe(&self, offer: &mut Offer<Self::End>) -> Result<Self::Terms>;
+
+    fn missing(&self, offer: &Offer<Self::End>) -> Missing;
+
+    /// Frees what an end holds that no peer has seen.
+    fn forget(&self, end: Self::End);
+
+    /// Makes something of both ends, or fails on both ranks where they do not fit. `job_peer` is the peer's rank in the
+    /// job.
+    fn meet(&self, end: Self::End, job_peer: Rank, terms: Self::Terms) -> Result<Self::Made>;
+
+    /// Publishes `ends`, takes their peers' and matches them; in the order of `ends`. Blocks until all peers have
+    /// published.
+    ///
+    /// # Errors
+    /// As [`publish`](Self::publish) and [`complete`](Self::complete).
+    fn exchange(
+        &self,
+        ends: impl IntoIterator<Item = Result<Offer<Self::End>>>,
+        deadline: Deadline,
+    ) -> Result<Vec<Self::Made>> {
+        let published = self.publish(ends, deadline)?;
+        self.complete(published, deadline)
+    }
+
+    /// Publishes all ends at once, or none where that fails. Waits for the store alone.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Timeout`] where the store does not answer until `deadline`. The ends may be published yet, so the
+    /// communicator ends, and what they hold is kept.
+    fn publish(
+        &self,
+        ends: impl IntoIterator<Item = Result<Offer<Self::End>>>,
+        deadline: Deadline,
+    ) -> Result<PublishedEnds<Self::End>> {
+        let pairs = self.pairs();
+        pairs.fault.check()?;
+        let mut offers = Vec::new();
+        let prepared = ends.into_iter().try_for_each(|offer| {
+            let mut offer = offer?;
+            let message = self.describe(&mut offer).and_then(|terms| encode(&terms));
+            offers.push(offer);
+            if let Some(offer) = offers.last_mut() {
+                offer.message = message?;
+            }
+            Ok(())
+        });
+        let is_prepared = prepared.is_ok();
+        match prepared.and_then(|()| pairs.set(&offers, deadline)) {
+            Ok(()) => Ok(PublishedEnds(offers)),
+            Err(error) => {
+                let may_be_published = is_prepared && error.kind() == ErrorKind::Timeout;
+                for offer in offers {
+                    if may_be_published {
+                        drop(offer.seen());
+                    } else {
+                        self.forget(offer.unseen());
+                    }
+                }
+                Err(error)
+            }
+        }
+    }
+
+    /// Takes the peers' ends and matches them. Blocks until all are there; what cannot be completed is withdrawn.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Timeout`], with the first end that did not come; [`ErrorKind::PeerLost`]; those of
+    /// [`meet`](Self::meet).
+    fn complete(
+        &self,
+        published: PublishedEnds<Self::End>,
+        deadline: Deadline,
+    ) -> Result<Vec<Self::Made>> {
+        let taken = self
+            .pairs()
+            .take(&published.0, deadline, |offer| self.missing(offer));
+        let messages = match taken {
+            Ok(messages) => messages,
+            Err(error) => {
+                self.withdraw(published);
+                return Err(error);
+            }
+        };
+        // Every end is matched before the first failure is reported, so that none is left behind.
+        let matched: Vec<_> = published
+            .0
+            .into_iter()
+            .zip(messages)
+            .map(|(offer, message)| self.match_end(offer, &message))
+            .collect();
+        matched.into_iter().collect()
+    }
+
+    /// Takes back what peers have not taken. An end that was taken belongs to something that the peer believes in: it is
+    /// matched with the peer's and dropped. Where the store does not answer in time, what is published stays, so the
+    /// communicator ends.
+    fn withdraw(&self, PublishedEnds(offers): PublishedEnds<Self::End>) {
+        let pairs = self.pairs();
+        let deadline = Deadline::after(MAX_WITHDRAWAL);
+        let mut is_answered = true;
+        for offer in offers {
+            let withdrawn = is_answered.then(|| pairs.withdraw(&offer, deadline));
+            match withdrawn {
+                Some(Ok(None)) => self.forget(offer.unseen()),
+                Some(Ok(Some(message))) => drop(self.match_end(offer, &message)),
+                Some(Err(error)) if error.kind() == ErrorKind::Timeout && deadline.passed() => {
+                    pairs.fault.fail(pairs.not_withdrawn(&error));
+                    is_answered = false;
+                    drop(offer.seen());
+                }
+                Some(Err(error)) => {
+                    tracing::debug!(%error, "an offer could not be withdrawn");
+                    drop(offer.seen());
+                }
+                None => drop(offer.seen()),
+            }
+        }
+    }
+
+    /// Matches an end with the one that its peer published as `message`.
+    fn match_end(&self, offer: Offer<Self::End>, message: &[u8]) -> Result<Self::Made> {
+        let (peer, job_peer, key) = (offer.peer, offer.job_peer, offer.own_key.clone());
+        let end = offer.seen();
+        let made = decode(message).and_then(|terms| self.meet(end, job_peer, terms));
+        made.map_err(|error| {
+            let pairs = self.pairs();
+            error
+                .with_operation(pairs.operation)
+                .with_rank(pairs.group.rank())
+                .with_peer(peer)
+                .with_key(key)
+        })
+    }
+}
+
+impl<K: Eq + Hash> PairExchange<K> {
+    /// Exchanges in `group`, whose waits end when `fault` is raised. `operation` is for errors.
+    pub(crate) fn new(
+        group: &Arc<Group>,
+        fault: &Arc<Fault>,
+        services: ExchangeServices,
+        operation: &'static str,
+    ) -> Self {
+        let ExchangeServices {
+            bootstrap,
+            memory,
+            device,
+            slots,
+            in_flight,
+        } = services;
+        let (slots, releases) = SlotReleases::start(&slots, &device, fault, &memory);
+        Self {
+            bootstrap,
+            group: group.clone(),
+            memory,
+            device,
+            in_flight,
+            fault: fault.clone(),
+            slots,
+            releases,
+            numbers: EndNumbers::default(),
+            operation,
+        }
+    }
+
+    /// The error of a request to `peer` that cannot be done.
+    pub(crate) fn refused(
+        &self,
+        peer: Rank,
+        kind: ErrorKind,
+        what: impl Into<String>,
+        help: &'static str,
+    ) -> Error {
+        Error::new(kind, what.into())
+            .with_operation(self.operation)
+            .with_rank(self.group.rank())
+            .with_peer(peer)
+            .with_help(help)
+    }
+
+    /// Fails for a peer that is no rank of the communicator.
+    pub(crate) fn check_peer(&self, peer: Rank) -> Result<()> {
+        let world = self.group.world();
+        if peer < world {
+            return Ok(());
+        }
+        let what =
+            format!("unknown peer {peer}; expected less than {world}, as there are {world} ranks");
+        let help = "name a rank of this communicator";
+        Err(self.refused(peer, ErrorKind::InvalidArgument, what, help))
+    }
+
+    /// A slot, and a number under `key`, for a new end; to be [given back](Self::give_back) where no peer sees it.
+    pub(crate) fn reserve(&self, key: K) -> Result<(Slot, u64)> {
+        let slot = self.slots.allocate(&self.memory)?;
+        Ok((slot, self.numbers.next(key)))
+    }
+
+    pub(crate) fn give_back(&self, key: K, slot: &Slot, number: u64) {
+        self.numbers.reuse(key, number);
+        self.slots.recycle(slot.number);
+    }
+
+    /// The slot `own`, and the peer's of number `slot`, whose words are mapped by `inbound`. From then on both ranks may
+    /// write to both slots: dropping the pair tells the peer, and so does a failure.
+    pub(crate) fn pair_slots(
+        &self,
+        own: Slot,
+        job_peer: Rank,
+        slot: u64,
+        inbound: PeerHandle,
+    ) -> Result<SlotPair> {
+        self.releases.pair(own, (job_peer, slot), inbound)
+    }
+
+    /// An offer of `end` to `peer` under the keys of this rank and of the peer; each is complete with the name of the
+    /// communicator.
+    pub(crate) fn offer<T>(&self, peer: Rank, keys: [String; 2], end: T) -> Result<Offer<T>> {
+        let [own_key, peer_key] = keys.map(|key| self.group.key(&key));
+        Ok(Offer {
+            end,
+            peer,
+            job_peer: self.group.job_rank(peer)?,
+            own_key,
+            peer_key,
+            message: Vec::new(),
+            exported: Vec::new(),
+        })
+    }
+
+    /// A handle of `region` for the peer of `offer`, to be part of its message.
+    pub(crate) fn export<T>(&self, offer: &mut Offer<T>, region: &Region) -> Result<Vec<u8>> {
+        let handle = self.memory.export_handle(region, offer.job_peer);
+        let handle = handle.map_err(|error| self.group.in_own_ranks(error))?;
+        let wire = handle.wire().to_vec();
+        offer.exported.push(handle);
+        Ok(wire)
+    }
+
+    fn set<T>(&self, offers: &[Offer<T>], deadline: Deadline) -> Result<()> {
+        let pairs: Vec<_> = offers
+            .iter()
+            .map(|offer| (offer.own_key.clone(), offer.message.clone()))
+            .collect();
+        let set = self.bootstrap.store().multi_set_until(&pairs, deadline);
+        set.map_err(|error| {
+            let error = self.group.in_own_ranks(error);
+            if error.kind() == ErrorKind::Timeout {
+                self.fault.fail(self.not_withdrawn(&error));
+            }
+            error.with_operation(self.operation)
+        })
+    }
+
+    fn take<T>(
+        &self,
+        offers: &[Offer<T>],
+        deadline: Deadline,
+        missing: impl Fn(&Offer<T>) -> Missing,
+    ) -> Result<Vec<Vec<u8>>> {
+        let keys: Vec<String> = offers.iter().map(|offer| offer.peer_key.clone()).collect();
+        let mut peers: Vec<Rank> = offers.iter().map(|offer| offer.job_peer).collect();
+        peers.sort_unstable();
+        peers.dedup();
+        let wait = Wait::on(peers, deadline);
+        let taken = self.bootstrap.store().multi_take(&keys, &wait);
+        taken.map_err(|error| {
+            let error = self.group.in_own_ranks(error);
+            let awaited = |offer: &&Offer<T>| error.key() == Some(offer.peer_key.as_str());
+            let error = match offers.iter().find(awaited) {
+                Some(offer) if error.kind() == ErrorKind::Timeout => {
+                    let Missing { what, help } = missing(offer);
+                    let late = deadline.expired(&what);
+                    late.with_peer(offer.peer).with_help(help)
+                }
+                _ => error,
+            };
+            error
+                .with_operation(self.operation)
+                .with_rank(self.group.rank())
+        })
+    }
+
+    /// Deletes an offer from the store; where the peer has taken it, gives the peer's instead.
+    fn withdraw<T>(&self, offer: &Offer<T>, deadline: Deadline) -> Result<Option<Vec<u8>>> {
+        let store = self.bootstrap.store();
+        if store.delete_until(&offer.own_key, deadline)? {
+            return Ok(None);
+        }
+        // The peer publishes before it takes, so its offer is there.
+        let wait = Wait::on([offer.job_peer], deadline);
+        store.take(&offer.peer_key, &wait).map(Some)
+    }
+
+    /// Why a communicator ends whose exchange could not be taken back.
+    fn not_withdrawn(&self, error: &Error) -> Error {
+        Error::new(
+            ErrorKind::Timeout,
+            format!(
+                "an exchange that failed could not be taken back, which ends the communicator: {}",
+                error.message()
+            ),
+        )
+        .with_operation(self.operation)
+        .with_help("make a communicator of these ranks anew")
+    }
+}
+
+impl<T> Offer<T> {
+    /// The end, which the peer knows, or may learn of yet: its handles stay counted.
+    fn seen(self) -> T {
+        for handle in self.exported {
+            handle.sent();
+        }
+        self.end
+    }
+
+    /// The end, which no peer has seen: its handles are cancelled.
+    fn unseen(self) -> T {
+        self.end
+    }
+}
+
+pub(crate) fn encode(terms: &impl Serialize) -> Result<Vec<u8>> {
+    postcard::to_stdvec(terms).map_err(|error| {
+        Error::new(ErrorKind::Internal, error.to_string()).with_operation("describe an end")
+    })
+}
+
+pub(crate) fn decode<T: DeserializeOwned>(bytes: &[u8]) -> Result<T> {
+    let malformed = |why: String| {
+        let text = format!("the peer's end is malformed: {why}");
+        Error::new(ErrorKind::Protocol, text)
+            .with_help("run the same version of Warplink on every rank")
+    };
+    match postcard::take_from_bytes(bytes) {
+        Ok((terms, [])) => Ok(terms),
+        Ok((_, rest)) => Err(malformed(format!("{} bytes too many", rest.len()))),
+        Err(error) => Err(malformed(error.to_string())),
+    }
+}
