@@ -105,16 +105,15 @@ impl RankProgram {
         tensors.any(|tensor| *tensor.name == *name && tensor.role == Role::Output)
     }
 
+    /// The kernel sections that it launches, in order.
+    pub fn sections(&self) -> impl Iterator<Item = &SectionInstance> {
+        let operations = self.operations.iter();
+        operations.filter_map(|operation| operation.kind.section())
+    }
+
     /// The names of the tensors that its kernels announce.
     pub fn announced(&self) -> BTreeSet<&str> {
-        let sections = self
-            .operations
-            .iter()
-            .filter_map(|operation| match &operation.kind {
-                OperationKind::Kernel(section) => Some(section),
-                _ => None,
-            });
-        let names = sections.flat_map(|section| {
+        let names = self.sections().flat_map(|section| {
             let announced = section.announced().into_iter();
             announced.map(|tensor| section.tensors[tensor].name.as_str())
         });
@@ -217,7 +216,7 @@ impl RankProgram {
     pub(super) fn shared_names(&self) -> Vec<(usize, String, TensorId)> {
         let mut names = Vec::new();
         for (index, operation) in self.operations.iter().enumerate() {
-            let OperationKind::Kernel(section) = &operation.kind else {
+            let Some(section) = operation.kind.section() else {
                 continue;
             };
             for name in FreeNames::of(&section.section).remote {
@@ -564,6 +563,14 @@ impl OperationKind {
             Self::Collective { collective, .. } => collective.name(),
             Self::Kernel(_) => "kernel",
             Self::Synchronize(_) => "synchronize",
+        }
+    }
+
+    /// The section that it launches.
+    pub fn section(&self) -> Option<&SectionInstance> {
+        match self {
+            Self::Kernel(section) => Some(section),
+            _ => None,
         }
     }
 

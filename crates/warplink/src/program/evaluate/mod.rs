@@ -293,7 +293,7 @@ struct Run<'a> {
     /// Collectives that not all ranks have finished.
     gatherings: HashMap<usize, Gathering>,
     /// What kernels keep.
-    workspace: Workspace,
+    workspace: Workspace<'a>,
 }
 
 /// A matmul: result, operands, bias.

@@ -86,6 +86,16 @@ fn starts_of(places: &[Place]) -> Vec<(u32, u32)> {
     starts
 }
 
+/// The links of a chain, of which at most `most` are spelled out.
+pub(super) fn chained(links: impl ExactSizeIterator<Item = String>, most: usize) -> String {
+    let more = links.len().saturating_sub(most);
+    let mut message = links.take(most).collect::<Vec<_>>().join("; ");
+    if more > 0 {
+        message += &format!("; and {more} more like these");
+    }
+    message
+}
+
 /// The place of an operation.
 pub(super) fn place_of(ranks: &[RankProgram], rank: Rank, operation: usize) -> Place {
     Place {

@@ -228,12 +228,12 @@ pub(super) fn follow(
     diagnostics: &mut Diagnostics<'_>,
 ) -> Vec<Does> {
     let run = Run::new(ranks, kernels, sequence).and_then(|mut run| {
-        run.go()?;
-        Ok(run)
+        let machine = run.go()?;
+        Ok((run, machine))
     });
     match run {
-        Ok(run) => {
-            report::report(&run, diagnostics);
+        Ok((run, machine)) => {
+            report::report(&run, &machine, diagnostics);
             run.done()
         }
         Err(diagnostic) => {
