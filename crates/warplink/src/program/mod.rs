@@ -31,6 +31,7 @@ pub mod ir;
 pub mod lower;
 mod machine;
 pub mod parameters;
+mod partners;
 pub mod rank_program;
 pub mod section;
 mod site;
