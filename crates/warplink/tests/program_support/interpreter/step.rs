@@ -1,6 +1,7 @@
 //! Small steps that operations are made of.
 
-use super::memory::{Actor, Fault};
+use super::memory::Actor;
+use super::outcome::Fault;
 use super::schedule::{Engine, Submission};
 use super::{Contribution, Meeting, Play};
 use std::ops::Range as Rows;
