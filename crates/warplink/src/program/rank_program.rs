@@ -231,9 +231,8 @@ impl RankProgram {
 
     /// Whether the collective engine carries any transfer or collective of this rank.
     pub fn uses_engine(&self) -> bool {
-        let mut operations = self.operations.iter();
         self.transfers.iter().any(TransferInstance::is_engine)
-            || operations.any(|operation| self.is_engine_work(&operation.kind))
+            || self.engine_work().next().is_some()
     }
 
     /// Whether the engine of all ranks carries any transfer or collective of this rank.
@@ -255,6 +254,19 @@ impl RankProgram {
             _ => None,
         };
         self.operations.iter().filter_map(members).collect()
+    }
+
+    /// The operations that are work of the collective engine, in the host's order.
+    pub(super) fn engine_work(&self) -> impl Iterator<Item = (usize, &Operation)> {
+        let operations = self.operations.iter().enumerate();
+        operations.filter(|(_, operation)| self.is_engine_work(&operation.kind))
+    }
+
+    /// Whether the engine's operations are on several streams, where events put them in order.
+    pub(super) fn orders_engine(&self) -> bool {
+        let mut streams = self.engine_work().map(|(_, operation)| operation.stream);
+        let first = streams.next();
+        streams.any(|stream| Some(stream) != first)
     }
 
     /// Whether an operation is work of the collective engine.

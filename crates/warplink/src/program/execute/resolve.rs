@@ -53,12 +53,6 @@ impl<'a> Resolver<'a> {
         engines: &'a Engines,
         kernels: Option<&'a BoundKernels>,
     ) -> Self {
-        let mut streams = program
-            .operations
-            .iter()
-            .filter(|operation| program.is_engine_work(&operation.kind))
-            .map(|operation| operation.stream);
-        let first = streams.next();
         Self {
             program,
             memory,
@@ -67,7 +61,7 @@ impl<'a> Resolver<'a> {
             compute,
             engines,
             kernels,
-            orders_engine: streams.any(|stream| Some(stream) != first),
+            orders_engine: program.orders_engine(),
             engine_last: None,
             engine_posts: HashMap::new(),
             commands: Vec::with_capacity(program.operations.len()),

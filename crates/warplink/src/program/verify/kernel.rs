@@ -12,7 +12,7 @@ use super::meetings::Meeting;
 use super::state::Run;
 use super::violation::Violations;
 use crate::error::Rank;
-use crate::program::diagnostic::{DiagnosticKind, Place};
+use crate::program::diagnostic::{Diagnostic, DiagnosticKind};
 use crate::program::rank_program::RankProgram;
 use crate::program::section::{SectionInstance, too_large};
 
@@ -41,13 +41,9 @@ pub(super) fn check(
     // What no kernel can be made of.
     for section in ranks.iter().flat_map(RankProgram::sections) {
         if let Some(message) = too_large(section) {
-            let place = Place {
-                rank: section.rank,
-                site: section.site.clone(),
-            };
-            diagnostics.add(DiagnosticKind::OutOfBounds, vec![place.clone()], |_| {
-                format!("{place}: {message}; expected a kernel for parts of it")
-            });
+            let at = (section.rank, &section.site);
+            let message = format!("{message}; expected a kernel for parts of it");
+            diagnostics.add_made(Diagnostic::at(DiagnosticKind::OutOfBounds, at, message));
         }
     }
     let kernels: Vec<_> = kernels(ranks, links).collect();

@@ -96,19 +96,12 @@ impl Run<'_> {
                 };
                 let role = self.ranks[target.rank].tensors[id].role;
                 if tensor.read_only || role == Role::Input {
-                    let place = crate::program::diagnostic::Place {
-                        rank,
-                        site: step.site.clone(),
-                    };
                     let message = format!(
-                        "{place}: the input '{}' is written; expected an output or an allocated tensor",
+                        "the input '{}' is written; expected an output or an allocated tensor",
                         tensor.name
                     );
-                    return Err(Diagnostic::new(
-                        DiagnosticKind::InputWritten,
-                        message,
-                        vec![place],
-                    ));
+                    let at = (rank, &step.site);
+                    return Err(Diagnostic::at(DiagnosticKind::InputWritten, at, message));
                 }
             }
         }

@@ -4,7 +4,7 @@ use super::agreement;
 use super::memory::{Knowledge, STREAM, Was, Wrong};
 use super::run::{Finding, Place as Memory, Run};
 use crate::error::Rank;
-use crate::program::diagnostic::{DiagnosticKind, Place};
+use crate::program::diagnostic::{Diagnostic, DiagnosticKind, Place};
 use crate::program::machine::{Actor, Machine};
 use crate::program::rank_program::{Range, Site};
 use crate::program::section::{LaneStep, LaneStepKind, Part, SectionInstance};
@@ -372,16 +372,12 @@ fn circles(run: &Run<'_>, diagnostics: &mut Diagnostics<'_>) {
             .map(together)
             .find(|all: &Vec<usize>| all.len() > 2);
         let Some(lanes) = many else { continue };
-        let place = Place {
-            rank: section.rank,
-            site: section.site.clone(),
-        };
-        diagnostics.add(DiagnosticKind::Malformed, vec![place.clone()], |_| {
-            format!(
-                "{place}: lanes {}, {} and {} wait for one another by signals or packets, and each may find other \
-                 tensors reachable; expected at most two lanes that do",
-                lanes[0], lanes[1], lanes[2]
-            )
-        });
+        let message = format!(
+            "lanes {}, {} and {} wait for one another by signals or packets, and each may find other tensors reachable; \
+             expected at most two lanes that do",
+            lanes[0], lanes[1], lanes[2]
+        );
+        let at = (section.rank, &section.site);
+        diagnostics.add_made(Diagnostic::at(DiagnosticKind::Malformed, at, message));
     }
 }
