@@ -9,7 +9,7 @@ use super::section::layout::ScratchInstance;
 use super::section::{FreeNames, RowStep};
 pub use super::site::{Call, Site};
 pub use super::tensor::{Range, TensorId, TensorInstance};
-use crate::device::ReduceOp;
+use crate::device::{MatmulSpec, ReduceOp};
 use crate::dtype::DType;
 use crate::error::{Error, Rank, Result};
 use std::collections::{BTreeSet, HashMap, HashSet};
@@ -463,32 +463,18 @@ pub enum OperationKind {
         /// What is read.
         source: Range,
     },
-    /// A matmul: `c = a · b (+ bias) (+ c)`, row-major, `m × k` by `k × n`. Of an operand that is
-    /// transposed, memory holds the transpose.
+    /// A matmul: `c = a · b (+ bias) (+ c)`.
     Matmul {
+        /// Sizes, type, transposes, rows that are apart, and whether there is a bias and `c` is added to.
+        spec: MatmulSpec,
         /// Left operand.
         a: Area,
         /// Right operand.
         b: Area,
         /// Result.
         c: Area,
-        /// A vector of `n`, added to each row.
+        /// A vector that is added to each row.
         bias: Option<Range>,
-        /// Whether `a` and `b` are transposed.
-        transposed: [bool; 2],
-        /// Elements from one row of memory to the next of `a`, `b` and `c`, where they are not
-        /// contiguous.
-        leading: [Option<usize>; 3],
-        /// Element type of all.
-        dtype: DType,
-        /// Rows of `a` and `c`.
-        m: usize,
-        /// Columns of `b` and `c`.
-        n: usize,
-        /// Columns of `a`, rows of `b`.
-        k: usize,
-        /// Whether the product is added to what `c` holds.
-        accumulate: bool,
     },
     /// Each element of the target is computed of the sources' elements at its place, in order.
     Elementwise {
@@ -513,24 +499,16 @@ pub enum OperationKind {
     /// A group of sends by put whose bytes are products with one right operand, each stored straight
     /// into its receiver's memory: what the sends name as theirs is not touched.
     PostMatmul {
+        /// Of each product.
+        spec: MatmulSpec,
         /// The sends.
         group: Vec<TransferId>,
         /// Left operand of each.
         a: Vec<Range>,
         /// Right operand of all.
         b: Range,
-        /// A vector of `n`, added to each row of each.
+        /// A vector that is added to each row of each.
         bias: Option<Range>,
-        /// Whether each of `a`, and `b`, are transposed.
-        transposed: [bool; 2],
-        /// Element type of all.
-        dtype: DType,
-        /// Rows of each of `a` and of what is sent.
-        m: usize,
-        /// Columns of `b` and of what is sent.
-        n: usize,
-        /// Columns of each of `a`, rows of `b`.
-        k: usize,
     },
     /// The stream waits until all posts so far of the transfers are complete.
     Wait(Vec<TransferId>),
@@ -562,10 +540,7 @@ impl OperationKind {
             Self::Deallocate(_) => "deallocate",
             Self::Zero(_) => "zero",
             Self::Copy { .. } => "copy",
-            Self::Matmul {
-                transposed: [_, true],
-                ..
-            } => "linear",
+            Self::Matmul { spec, .. } if spec.transposed_b => "linear",
             Self::Matmul { .. } => "matmul",
             Self::Elementwise { op, .. } => op.name(),
             Self::Share(_) => "share",

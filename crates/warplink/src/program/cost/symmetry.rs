@@ -49,17 +49,11 @@ fn signature(
         OperationKind::Copy { target, .. } | OperationKind::Zero(target) => {
             ("", None, vec![target.bytes])
         }
-        OperationKind::Matmul { dtype, m, n, k, .. } => ("", Some(*dtype), vec![*m, *n, *k]),
-        OperationKind::PostMatmul {
-            group,
-            dtype,
-            m,
-            n,
-            k,
-            ..
-        } => {
-            let sizes = [*m, *n, *k].into_iter().chain(group.iter().copied());
-            ("", Some(*dtype), sizes.collect())
+        OperationKind::Matmul { spec, .. } => ("", Some(spec.dtype), vec![spec.m, spec.n, spec.k]),
+        OperationKind::PostMatmul { spec, group, .. } => {
+            let sizes = [spec.m, spec.n, spec.k].into_iter();
+            let sizes = sizes.chain(group.iter().copied());
+            ("", Some(spec.dtype), sizes.collect())
         }
         OperationKind::Elementwise {
             target,
