@@ -1,4 +1,4 @@
-//! What programs give by the library's own evaluation.
+//! Expected values of programs, by the library's own evaluator.
 
 use super::elements::encode;
 use super::interpreter::input;

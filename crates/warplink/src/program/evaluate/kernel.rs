@@ -1,4 +1,4 @@
-//! What steps of lanes mean to the evaluator: the values that they leave.
+//! Steps of lanes over values.
 
 use super::value::Value;
 use super::{Run, Values};
@@ -11,7 +11,7 @@ use crate::program::section::{
     LaneStepKind, OperandMemory, Part, ScratchInstance, SectionInstance, SectionMemory,
 };
 
-/// What kernels keep from one launch to the next, on all ranks.
+/// State of all ranks that outlives a launch.
 pub(super) struct Workspace<'a> {
     lanes: Machine<()>,
     /// For each rank, its kernels in the host's order.

@@ -1,10 +1,10 @@
-//! Which lanes are to look again at what they wait for.
+//! The schedule: ready lanes, and lanes that wait for packets.
 
 use crate::error::Rank;
 use crate::program::section::{OperandMemory, Packing};
 use std::ops::Range;
 
-/// The lanes that are scheduled, each once, and those that wait for packets.
+/// Ready lanes, each once, and lanes that wait for packets.
 pub(super) struct Agenda {
     /// Lanes that are scheduled; the last is next.
     work: Vec<usize>,

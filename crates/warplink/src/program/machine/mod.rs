@@ -1,10 +1,9 @@
 //! The machine that steps through the lanes of kernel sections, for all ranks.
 //!
-//! It owns the lanes, the order in which they take steps, what each of them waits for, and the signals between them.
-//! What a signal, a wait or a step means is the business of a [`Domain`]: vector clocks for the verifier, values for the
-//! evaluator. A lane takes steps until one has to wait; it is scheduled again when another lane does what it may be
-//! waiting for. Nothing that a lane does can block another for good, so the order decides nothing: a lane that is blocked
-//! when nobody can go on is blocked in every order.
+//! It owns the lanes, their schedule, and the signals between them. The meaning of a signal, a wait or a step is that of a
+//! [`Domain`]: vector clocks for the verifier, values for the evaluator. A lane takes steps until one blocks, and is
+//! scheduled again by a signal to it, or by a store to the packets that it waits for. No step disables another one, so the
+//! schedule decides nothing: lanes that are blocked at the end are blocked in every schedule.
 
 mod agenda;
 
@@ -22,9 +21,9 @@ pub(in crate::program) struct Actor {
     pub(in crate::program) step: u32,
 }
 
-/// What steps mean.
+/// The meaning of steps.
 pub(in crate::program) trait Domain {
-    /// What a signal carries to the lane that waits for it.
+    /// Payload of a signal.
     type Signal;
 
     /// The section that a rank launches in launch `number`.
@@ -43,7 +42,7 @@ pub(in crate::program) trait Domain {
     fn perform(&mut self, actor: Actor, step: &LaneStepKind);
 }
 
-/// The lanes of all ranks; `S` is what their signals carry.
+/// The lanes of all ranks; `S` is the payload of signals.
 pub(in crate::program) struct Machine<S> {
     /// Lanes of a rank at most.
     width: usize,
@@ -65,7 +64,7 @@ struct Lane {
 /// Signals from a rank to a lane of another.
 #[derive(Debug)]
 pub(in crate::program) struct Word<S> {
-    /// Who sent those that were not waited for.
+    /// Senders and payloads of signals that are not consumed yet.
     sent: VecDeque<(Actor, S)>,
     pub(in crate::program) signalled: u64,
     pub(in crate::program) awaited: u64,
@@ -162,7 +161,7 @@ impl<S> Machine<S> {
             kind if kind.is_empty() => {}
             kind => {
                 let launch = actor.launch as usize;
-                // Every packet has to be there before anything is done.
+                // A step begins when all packets that it reads have been stored: it is not done in parts.
                 for source in kind.sources() {
                     if let Some(packets) = packets(domain.section(launch, source.rank), source)
                         && !domain.has_packets(actor, source.rank, &packets)

@@ -1,9 +1,9 @@
-//! How plays end, and what several of them show.
+//! Outcomes of plays, and evidence from several of them.
 
 use std::collections::BTreeSet;
 use std::fmt::Debug;
 
-/// What is wrong with an access or a signal, whatever its value. Memory is a tensor, or scratch behind all tensors.
+/// An error of an access or a signal, whatever the values. Memory is a tensor, or scratch behind all tensors.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Fault {
     /// A rank's memory is read that nothing wrote in this run or, of scratch that persists, ever.

@@ -1,4 +1,4 @@
-//! What steps of lanes mean to the verifier: who knows of which accesses, and what is wrong with them.
+//! Steps of lanes over vector clocks: the accesses that each lane knows of, and violations.
 
 use super::agreement::Announcements;
 use super::memory::{Bytes, Knowledge, Stamp, Was, Wrong};
@@ -435,7 +435,7 @@ impl Domain for Run<'_> {
     }
 }
 
-/// What an announcement says to the verifier: integers, and which tensors.
+/// The words of an announcement, as far as the verifier compares them: integers, and the numbers of tensors.
 fn announced(values: &[u32], tensors: &[usize]) -> Vec<u32> {
     let tensors = tensors.iter().map(|tensor| *tensor as u32);
     values.iter().copied().chain(tensors).collect()
