@@ -154,6 +154,19 @@ impl Diagnostic {
         }
     }
 
+    /// A diagnostic of one place, with which its message begins.
+    pub(super) fn at(
+        kind: DiagnosticKind,
+        (rank, site): (Rank, &Site),
+        message: impl fmt::Display,
+    ) -> Self {
+        let place = Place {
+            rank,
+            site: site.clone(),
+        };
+        Self::new(kind, format!("{place}: {message}"), vec![place])
+    }
+
     /// The ranks that take part, each once, in order.
     pub fn ranks(&self) -> Vec<Rank> {
         let mut ranks: Vec<Rank> = self.places.iter().map(|place| place.rank).collect();

@@ -13,6 +13,7 @@
 //! | [`rank_program`], [`mod@unroll`] | a program for one rank: a flat list of operations |
 //! | [`lower`] | programs for matmuls over sharded operands, and the choice among them |
 //! | [`section`] | kernel sections: what a launched kernel does |
+//! | `machine` | steps through the lanes of kernel sections, for the verifier and the evaluator |
 //! | [`mod@verify`], [`diagnostic`] | whether the ranks' programs fit together, and what is wrong if not |
 //! | [`evaluate`] | what a program gives, computed without a device |
 //! | [`cost`] | how long a program takes on a model of the hardware |
@@ -28,7 +29,9 @@ pub mod expr;
 mod grid;
 pub mod ir;
 pub mod lower;
+mod machine;
 pub mod parameters;
+mod partners;
 pub mod rank_program;
 pub mod section;
 mod site;

@@ -9,7 +9,7 @@ use super::section::layout::ScratchInstance;
 use super::section::{FreeNames, RowStep};
 pub use super::site::{Call, Site};
 pub use super::tensor::{Range, TensorId, TensorInstance};
-use crate::device::ReduceOp;
+use crate::device::{MatmulSpec, ReduceOp};
 use crate::dtype::DType;
 use crate::error::{Error, Rank, Result};
 use std::collections::{BTreeSet, HashMap, HashSet};
@@ -105,16 +105,15 @@ impl RankProgram {
         tensors.any(|tensor| *tensor.name == *name && tensor.role == Role::Output)
     }
 
+    /// The kernel sections that it launches, in order.
+    pub fn sections(&self) -> impl Iterator<Item = &SectionInstance> {
+        let operations = self.operations.iter();
+        operations.filter_map(|operation| operation.kind.section())
+    }
+
     /// The names of the tensors that its kernels announce.
     pub fn announced(&self) -> BTreeSet<&str> {
-        let sections = self
-            .operations
-            .iter()
-            .filter_map(|operation| match &operation.kind {
-                OperationKind::Kernel(section) => Some(section),
-                _ => None,
-            });
-        let names = sections.flat_map(|section| {
+        let names = self.sections().flat_map(|section| {
             let announced = section.announced().into_iter();
             announced.map(|tensor| section.tensors[tensor].name.as_str())
         });
@@ -217,7 +216,7 @@ impl RankProgram {
     pub(super) fn shared_names(&self) -> Vec<(usize, String, TensorId)> {
         let mut names = Vec::new();
         for (index, operation) in self.operations.iter().enumerate() {
-            let OperationKind::Kernel(section) = &operation.kind else {
+            let Some(section) = operation.kind.section() else {
                 continue;
             };
             for name in FreeNames::of(&section.section).remote {
@@ -232,9 +231,8 @@ impl RankProgram {
 
     /// Whether the collective engine carries any transfer or collective of this rank.
     pub fn uses_engine(&self) -> bool {
-        let mut operations = self.operations.iter();
         self.transfers.iter().any(TransferInstance::is_engine)
-            || operations.any(|operation| self.is_engine_work(&operation.kind))
+            || self.engine_work().next().is_some()
     }
 
     /// Whether the engine of all ranks carries any transfer or collective of this rank.
@@ -256,6 +254,19 @@ impl RankProgram {
             _ => None,
         };
         self.operations.iter().filter_map(members).collect()
+    }
+
+    /// The operations that are work of the collective engine, in the host's order.
+    pub(super) fn engine_work(&self) -> impl Iterator<Item = (usize, &Operation)> {
+        let operations = self.operations.iter().enumerate();
+        operations.filter(|(_, operation)| self.is_engine_work(&operation.kind))
+    }
+
+    /// Whether the engine's operations are on several streams, where events put them in order.
+    pub(super) fn orders_engine(&self) -> bool {
+        let mut streams = self.engine_work().map(|(_, operation)| operation.stream);
+        let first = streams.next();
+        streams.any(|stream| Some(stream) != first)
     }
 
     /// Whether an operation is work of the collective engine.
@@ -452,32 +463,18 @@ pub enum OperationKind {
         /// What is read.
         source: Range,
     },
-    /// A matmul: `c = a · b (+ bias) (+ c)`, row-major, `m × k` by `k × n`. Of an operand that is
-    /// transposed, memory holds the transpose.
+    /// A matmul: `c = a · b (+ bias) (+ c)`.
     Matmul {
+        /// Sizes, type, transposes, rows that are apart, and whether there is a bias and `c` is added to.
+        spec: MatmulSpec,
         /// Left operand.
         a: Area,
         /// Right operand.
         b: Area,
         /// Result.
         c: Area,
-        /// A vector of `n`, added to each row.
+        /// A vector that is added to each row.
         bias: Option<Range>,
-        /// Whether `a` and `b` are transposed.
-        transposed: [bool; 2],
-        /// Elements from one row of memory to the next of `a`, `b` and `c`, where they are not
-        /// contiguous.
-        leading: [Option<usize>; 3],
-        /// Element type of all.
-        dtype: DType,
-        /// Rows of `a` and `c`.
-        m: usize,
-        /// Columns of `b` and `c`.
-        n: usize,
-        /// Columns of `a`, rows of `b`.
-        k: usize,
-        /// Whether the product is added to what `c` holds.
-        accumulate: bool,
     },
     /// Each element of the target is computed of the sources' elements at its place, in order.
     Elementwise {
@@ -502,24 +499,16 @@ pub enum OperationKind {
     /// A group of sends by put whose bytes are products with one right operand, each stored straight
     /// into its receiver's memory: what the sends name as theirs is not touched.
     PostMatmul {
+        /// Of each product.
+        spec: MatmulSpec,
         /// The sends.
         group: Vec<TransferId>,
         /// Left operand of each.
         a: Vec<Range>,
         /// Right operand of all.
         b: Range,
-        /// A vector of `n`, added to each row of each.
+        /// A vector that is added to each row of each.
         bias: Option<Range>,
-        /// Whether each of `a`, and `b`, are transposed.
-        transposed: [bool; 2],
-        /// Element type of all.
-        dtype: DType,
-        /// Rows of each of `a` and of what is sent.
-        m: usize,
-        /// Columns of `b` and of what is sent.
-        n: usize,
-        /// Columns of each of `a`, rows of `b`.
-        k: usize,
     },
     /// The stream waits until all posts so far of the transfers are complete.
     Wait(Vec<TransferId>),
@@ -551,10 +540,7 @@ impl OperationKind {
             Self::Deallocate(_) => "deallocate",
             Self::Zero(_) => "zero",
             Self::Copy { .. } => "copy",
-            Self::Matmul {
-                transposed: [_, true],
-                ..
-            } => "linear",
+            Self::Matmul { spec, .. } if spec.transposed_b => "linear",
             Self::Matmul { .. } => "matmul",
             Self::Elementwise { op, .. } => op.name(),
             Self::Share(_) => "share",
@@ -564,6 +550,14 @@ impl OperationKind {
             Self::Collective { collective, .. } => collective.name(),
             Self::Kernel(_) => "kernel",
             Self::Synchronize(_) => "synchronize",
+        }
+    }
+
+    /// The section that it launches.
+    pub fn section(&self) -> Option<&SectionInstance> {
+        match self {
+            Self::Kernel(section) => Some(section),
+            _ => None,
         }
     }
 

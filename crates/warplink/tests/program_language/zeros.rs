@@ -13,9 +13,7 @@ fn operations(text: &str) -> Vec<String> {
             OperationKind::Zero(range) => {
                 format!("{name} {}..{}", range.offset_bytes, range.end())
             }
-            OperationKind::Matmul {
-                accumulate: true, ..
-            } => format!("{name} +="),
+            OperationKind::Matmul { spec, .. } if spec.accumulate => format!("{name} +="),
             OperationKind::Elementwise { sources, .. } => format!("{name} of {}", sources.len()),
             _ => name.to_owned(),
         }

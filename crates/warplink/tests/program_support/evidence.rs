@@ -3,16 +3,16 @@
 //! broken, shown without the verifier.
 
 use super::interpreter::{
-    Engine, Fault, Hold, Interpreter, Outcome, Pick, RUNS, Schedule, Submission, elements_of, input,
+    Engine, Fault, Hold, Interpreter, RUNS, Schedule, Submission, agreed, elements_of, race,
 };
+use super::meaning::Meaning;
 use super::sample::Sample;
 use std::collections::HashMap;
 use std::sync::Arc;
-use warplink::program::evaluate::{Evaluator, Values};
-use warplink::program::ir::Role;
+use warplink::program::evaluate::Evaluator;
 use warplink::program::{
     Area, Backend, Diagnostic, DiagnosticKind, Direction, OperationKind, Range, RankProgram,
-    TensorId, TensorInstance, TransferId, unroll, verify,
+    TransferId, unroll, verify,
 };
 
 /// How many orders of an accepted program are played, of each kind.
@@ -41,12 +41,6 @@ pub(crate) struct Accepted {
     pub(crate) outputs: Vec<Vec<f64>>,
     /// The same by the library's own evaluation.
     pub(crate) meaning: Arc<Meaning>,
-}
-
-/// Values of all tensors, with bounds for rounding.
-#[derive(Debug)]
-pub(crate) struct Meaning {
-    runs: Vec<Values>,
 }
 
 /// Shows that the verdict on `sample` is right.
@@ -97,7 +91,10 @@ pub(crate) fn check(sample: &Sample) -> Result<Shown, String> {
             }
             let as_graph = report.eager_only.is_none();
             let outputs = case.runs(as_graph)?;
-            let meaning = Arc::new(evaluates(sample, &outputs)?);
+            let (world, streams) = (sample.world, sample.streams);
+            let evaluator = Evaluator::new(&sample.program, world, streams, &sample.parameters)
+                .map_err(|error| format!("accepted, but not evaluated: {error}"))?;
+            let meaning = Arc::new(Meaning::of(&evaluator, RUNS, &outputs)?);
             let class = if as_graph {
                 "accepted"
             } else {
@@ -117,16 +114,8 @@ pub(crate) fn check(sample: &Sample) -> Result<Shown, String> {
             if sample.changes == 0 {
                 return Err(format!("unchanged, but refused: {}", diagnostics[0]));
             }
-            let mut class = String::new();
-            // The first is what the others may follow from.
-            for diagnostic in diagnostics.iter().take(3) {
-                let how = case
-                    .shows(diagnostic)
-                    .map_err(|how| format!("{diagnostic}: {how}"))?;
-                if class.is_empty() {
-                    class = format!("refused, {how}");
-                }
-            }
+            let how = explained(&diagnostics, |diagnostic| case.shows(diagnostic))?;
+            let class = format!("refused, {how}");
             Ok(Shown {
                 class,
                 accepted: None,
@@ -135,56 +124,20 @@ pub(crate) fn check(sample: &Sample) -> Result<Shown, String> {
     }
 }
 
-/// What the library's own evaluation of a program gives, by run; fails where the outputs are others.
-fn evaluates(sample: &Sample, outputs: &[Vec<f64>]) -> Result<Meaning, String> {
-    let (world, streams) = (sample.world, sample.streams);
-    let evaluator = Evaluator::new(&sample.program, world, streams, &sample.parameters)
-        .map_err(|error| format!("accepted, but not evaluated: {error}"))?;
-    let evaluated = |run: usize| {
-        let bytes = |rank: usize, id: TensorId, tensor: &TensorInstance| -> Vec<u8> {
-            let values = (0..tensor.bytes / 4).map(|at| input(run, rank, id, at) as f32);
-            values.flat_map(f32::to_le_bytes).collect()
-        };
-        evaluator.run(bytes).map_err(|error| error.to_string())
-    };
-    let meaning = Meaning {
-        runs: (0..RUNS).map(evaluated).collect::<Result<_, _>>()?,
-    };
-    for (place, found) in outputs.iter().enumerate() {
-        let (run, rank) = (place / world, place % world);
-        if let Some(how) = meaning.differs(&evaluator.ranks()[rank], run, found) {
-            return Err(format!(
-                "evaluated to other values: run {run}, rank {rank}: {how}"
-            ));
-        }
-    }
-    Ok(meaning)
-}
-
-impl Meaning {
-    /// How outputs of a rank are not what the program means.
-    pub(crate) fn differs(
-        &self,
-        program: &RankProgram,
-        run: usize,
-        found: &[f64],
-    ) -> Option<String> {
-        let mut rest = found;
-        for (id, tensor) in program.tensors.iter().enumerate() {
-            if tensor.role == Role::Output {
-                let (own, others) = rest.split_at(tensor.bytes / 4);
-                rest = others;
-                let own = own.iter().map(|value| *value as f32);
-                let bytes: Vec<u8> = own.flat_map(f32::to_le_bytes).collect();
-                match self.runs[run].compare(program.rank, id, &bytes) {
-                    Ok(compared) if compared.is_right() && !compared.largest.is_nan() => {}
-                    Ok(compared) => return Some(compared.to_string()),
-                    Err(error) => return Some(error.to_string()),
-                }
-            }
-        }
-        None
-    }
+/// What shows the first of these diagnostics; the next two are shown as well, but may follow from it.
+///
+/// # Errors
+/// Which of them nothing shows, and why.
+pub(crate) fn explained(
+    diagnostics: &[Diagnostic],
+    shows: impl Fn(&Diagnostic) -> Result<String, String>,
+) -> Result<String, String> {
+    let shown = diagnostics.iter().take(3).map(|diagnostic| {
+        let shown = shows(diagnostic);
+        shown.map_err(|how| format!("{diagnostic}: {how}"))
+    });
+    let shown: Vec<String> = shown.collect::<Result<_, _>>()?;
+    Ok(shown.into_iter().next().unwrap_or_default())
 }
 
 /// Whether two areas of a rank have an element in common.
@@ -202,39 +155,19 @@ struct Case<'a> {
 impl Case<'_> {
     /// Plays an accepted program in several orders, which must not matter; its outputs.
     fn runs(&self, as_graph: bool) -> Result<Vec<Vec<f64>>, String> {
-        let mut first: Option<Outcome> = None;
-        let submissions = [
-            Some(Submission::Eager),
-            as_graph.then_some(Submission::Captured),
-        ];
-        for submission in submissions.into_iter().flatten() {
-            for seed in 0..ORDERS {
-                let held = self.some_holds(seed);
-                let schedule = Schedule::new(submission, seed).holding(held);
-                let outcome = self.stage.play(&schedule);
-                let wrong = |what: &str| Err(format!("accepted, but {what}: {schedule:?}"));
-                if outcome.stuck {
-                    return wrong("hangs");
-                }
-                if let Some(fault) = outcome.faults.first() {
-                    return wrong(&format!("{fault:?}"));
-                }
-                if outcome.outputs.iter().flatten().any(|v| !v.is_finite()) {
-                    return wrong("gives garbage");
-                }
-                match &first {
-                    Some(first) if first.outputs != outcome.outputs => {
-                        return wrong("gives other values");
-                    }
-                    Some(first) if first.order != outcome.order => {
-                        return wrong("accesses memory in another order");
-                    }
-                    Some(_) => {}
-                    None => first = Some(outcome),
-                }
-            }
+        let graphs = as_graph.then_some(Submission::Captured);
+        let submissions = [Submission::Eager].into_iter().chain(graphs);
+        let orders =
+            submissions.flat_map(|submission| (0..ORDERS).map(move |seed| (submission, seed)));
+        let outputs = agreed(orders.map(|(submission, seed)| {
+            let schedule = Schedule::new(submission, seed).holding(self.some_holds(seed));
+            let outcome = self.stage.play(&schedule);
+            (schedule, outcome)
+        }))?;
+        if outputs.iter().flatten().any(|value| !value.is_finite()) {
+            return Err("accepted, but gives garbage".to_owned());
         }
-        Ok(first.map(|first| first.outputs).unwrap_or_default())
+        Ok(outputs)
     }
 
     /// A few operations to be done late, by some seed.
@@ -383,28 +316,8 @@ impl Case<'_> {
         if self.is_in_place(diagnostic) {
             return Ok("rule: a target overlaps what is read".to_owned());
         }
-        let mut first: Option<Outcome> = None;
-        let mut shown = false;
-        for (tried, schedule) in self.orders(diagnostic).enumerate() {
-            let outcome = self.stage.play(&schedule);
-            let Some(first) = &first else {
-                first = Some(outcome);
-                continue;
-            };
-            let same = |a: &f64, b: &f64| a == b || (a.is_nan() && b.is_nan());
-            let values = first.outputs.iter().flatten();
-            let differ = !values
-                .zip(outcome.outputs.iter().flatten())
-                .all(|(a, b)| same(a, b));
-            if differ || outcome.outputs.iter().flatten().any(|v| v.is_nan()) {
-                return Ok("race: wrong values".to_owned());
-            }
-            shown |= first.order != outcome.order;
-            if shown && tried >= 24 {
-                return Ok("race: another order of accesses".to_owned());
-            }
-        }
-        Err("every order gives the same".to_owned())
+        let orders = self.orders(diagnostic);
+        race(orders.map(|schedule| self.stage.play(&schedule)), true)
     }
 
     /// Whether a diagnostic is of one operation, whose target overlaps what it reads.

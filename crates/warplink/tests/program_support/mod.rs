@@ -11,4 +11,5 @@ pub(crate) mod elements;
 pub(crate) mod evidence;
 pub(crate) mod interpreter;
 pub(crate) mod machine;
+pub(crate) mod meaning;
 pub(crate) mod sample;

@@ -1,16 +1,14 @@
 //! Whether the verifier's word on kernels is what happens: of an accepted program, that every order gives the
 //! same; of a refused one, that it hangs, that an order of accesses is left open, or that a rule is broken.
 
-use super::play::{Fault, Hold, Outcome, Schedule, StepId};
+use super::play::{Hold, Schedule, StepId};
 use super::sample::Sample;
 use super::stage::Stage;
-use crate::program_support::elements::encode;
-use crate::program_support::interpreter::{Random, input};
+use crate::program_support::evidence::explained;
+use crate::program_support::interpreter::{Fault, Random, agreed, race};
+use crate::program_support::meaning::Meaning;
 use warplink::program::evaluate::Evaluator;
-use warplink::program::ir::Role;
-use warplink::program::{
-    Diagnostic, DiagnosticKind, RankProgram, TensorId, TensorInstance, unroll, verify,
-};
+use warplink::program::{Diagnostic, DiagnosticKind, RankProgram, unroll, verify};
 
 /// How many orders of an accepted program are played.
 const ORDERS: u64 = 12;
@@ -72,58 +70,19 @@ pub(crate) fn check(sample: &Sample) -> Result<Shown, String> {
     match verdict {
         Ok(_) => {
             let outputs = case.runs()?;
-            evaluates(sample, &outputs)?;
+            let evaluator = Evaluator::new(program, world, 1, parameters)
+                .map_err(|error| format!("accepted, but not evaluated: {error}"))?;
+            Meaning::of(&evaluator, 1, &outputs)?;
             Ok(Shown {
                 class: "accepted".to_owned(),
                 outputs: Some(outputs),
             })
         }
         Err(diagnostics) => {
-            let mut class = String::new();
-            // The first is what the others may follow from.
-            for diagnostic in diagnostics.iter().take(3) {
-                let how = case
-                    .shows(diagnostic)
-                    .map_err(|how| format!("{diagnostic}: {how}"))?;
-                if class.is_empty() {
-                    class = format!("refused, {how}");
-                }
-            }
-            Ok(refused(class))
+            let how = explained(&diagnostics, |diagnostic| case.shows(diagnostic))?;
+            Ok(refused(format!("refused, {how}")))
         }
     }
-}
-
-/// Compares the first run's outputs with what the library's evaluation of the program gives.
-fn evaluates(sample: &Sample, outputs: &[Vec<f64>]) -> Result<(), String> {
-    let evaluator = Evaluator::new(&sample.program, sample.world, 1, &sample.parameters)
-        .map_err(|error| format!("accepted, but not evaluated: {error}"))?;
-    let bytes = |rank: usize, id: TensorId, tensor: &TensorInstance| -> Vec<u8> {
-        let count = tensor.bytes / tensor.dtype.size();
-        let values: Vec<f64> = (0..count).map(|at| input(0, rank, id, at)).collect();
-        encode(tensor.dtype, &values)
-    };
-    let values = evaluator.run(bytes).map_err(|error| error.to_string())?;
-    for (rank, program) in evaluator.ranks().iter().enumerate() {
-        let mut rest = &outputs[rank][..];
-        for (id, tensor) in program.tensors.iter().enumerate() {
-            if tensor.role != Role::Output {
-                continue;
-            }
-            let (own, others) = rest.split_at(tensor.bytes / tensor.dtype.size());
-            rest = others;
-            let found = encode(tensor.dtype, own);
-            let compared = values.compare(rank, id, &found);
-            let compared = compared.map_err(|error| error.to_string())?;
-            if !compared.is_right() {
-                let name = &tensor.name;
-                return Err(format!(
-                    "evaluated to another '{name}' of rank {rank}: {compared}"
-                ));
-            }
-        }
-    }
-    Ok(())
 }
 
 struct Case<'a> {
@@ -134,30 +93,11 @@ struct Case<'a> {
 impl Case<'_> {
     /// Plays an accepted program in several orders, which must not matter; its outputs.
     fn runs(&self) -> Result<Vec<Vec<f64>>, String> {
-        let mut first: Option<Outcome> = None;
-        for seed in 0..ORDERS {
+        agreed((0..ORDERS).map(|seed| {
             let schedule = Schedule::new(seed).holding(self.some_holds(seed));
             let outcome = self.stage.play(&schedule);
-            let wrong = |what: &str| Err(format!("accepted, but {what}: {schedule:?}"));
-            if outcome.stuck {
-                return wrong("hangs");
-            }
-            if outcome.left_over {
-                return wrong("leaves signals");
-            }
-            if let Some(fault) = outcome.faults.first() {
-                return wrong(&format!("{fault:?}"));
-            }
-            match &first {
-                None => first = Some(outcome),
-                Some(first) if first.outputs != outcome.outputs => {
-                    return wrong("gives other values");
-                }
-                Some(first) if first.order != outcome.order => return wrong("is a race"),
-                Some(_) => {}
-            }
-        }
-        Ok(first.unwrap().outputs)
+            (schedule, outcome)
+        }))
     }
 
     /// Some steps, launches or ranks to hold back.
@@ -206,9 +146,11 @@ impl Case<'_> {
                 }
                 shown => shown,
             },
-            Kind::LostSignal => self.some_order(diagnostic, |outcome| {
-                let outlives = |fault: &Fault| matches!(fault, Fault::OutlivingSignal { .. });
-                outcome.left_over || outcome.faults.iter().any(outlives)
+            Kind::LostSignal => self.fault(diagnostic, |fault| {
+                matches!(
+                    fault,
+                    Fault::OutlivingSignal { .. } | Fault::LostSignal { .. }
+                )
             }),
             Kind::UnwrittenRead => self.fault(diagnostic, |fault| {
                 matches!(fault, Fault::UnwrittenRead { .. })
@@ -234,20 +176,10 @@ impl Case<'_> {
         diagnostic: &Diagnostic,
         is: impl Fn(&Fault) -> bool,
     ) -> Result<String, String> {
-        self.some_order(diagnostic, |outcome| outcome.faults.iter().any(&is))
-    }
-
-    fn some_order(
-        &self,
-        diagnostic: &Diagnostic,
-        is: impl Fn(&Outcome) -> bool,
-    ) -> Result<String, String> {
-        for schedule in self.orders(diagnostic) {
-            if is(&self.stage.play(&schedule)) {
-                return Ok(diagnostic.kind.to_string());
-            }
-        }
-        Err("no order shows it".to_owned())
+        let mut orders = self.orders(diagnostic);
+        let shows = orders.any(|schedule| self.stage.play(&schedule).faults.iter().any(&is));
+        let shown = shows.then(|| diagnostic.kind.to_string());
+        shown.ok_or_else(|| "no order shows it".to_owned())
     }
 
     /// Orders that are likely to show a diagnostic, and then random ones.
@@ -282,33 +214,7 @@ impl Case<'_> {
 
     /// Two orders that differ in their accesses to the same memory, or in their end.
     fn race(&self, diagnostic: &Diagnostic) -> Result<String, String> {
-        let mut first: Option<Outcome> = None;
-        let mut shown = None;
-        for (tried, schedule) in self.orders(diagnostic).enumerate() {
-            let outcome = self.stage.play(&schedule);
-            let Some(first) = &first else {
-                first = Some(outcome);
-                continue;
-            };
-            let same = |a: &f64, b: &f64| a == b || (a.is_nan() && b.is_nan());
-            let mut values = first.outputs.iter().flatten();
-            let mut others = outcome.outputs.iter().flatten();
-            if first.stuck != outcome.stuck {
-                return Ok("race: hangs".to_owned());
-            }
-            if !first.stuck && !values.all(|a| others.next().is_some_and(|b| same(a, b))) {
-                return Ok("race: wrong values".to_owned());
-            }
-            if first.order != outcome.order {
-                shown = Some("race: another order of accesses".to_owned());
-            }
-            if shown.is_some() && tried >= 24 {
-                break;
-            }
-        }
-        // What is always overwritten before it is read is waited for in every order.
-        let hangs = first.is_some_and(|first| first.stuck);
-        let shown = shown.or_else(|| hangs.then(|| "race: hangs".to_owned()));
-        shown.ok_or_else(|| "every order gives the same".to_owned())
+        let orders = self.orders(diagnostic);
+        race(orders.map(|schedule| self.stage.play(&schedule)), false)
     }
 }

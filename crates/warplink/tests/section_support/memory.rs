@@ -1,26 +1,11 @@
 //! Memory of all ranks as numbers, each with the order of its accesses.
 
 use super::stage::{Operand, packet};
-use crate::program_support::interpreter::{input, mix};
+use crate::program_support::interpreter::{Fault, input, mix};
 use std::collections::BTreeSet;
 use warplink::DType;
 use warplink::program::RankProgram;
 use warplink::program::ir::Role;
-
-/// What is wrong with an access, whatever its value.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) enum Fault {
-    /// Memory is read that nothing wrote in this run or, of scratch that persists, ever.
-    UnwrittenRead { rank: usize, memory: usize },
-    /// An output has a part that nothing wrote.
-    UnwrittenOutput { rank: usize, memory: usize },
-    /// An input is written.
-    InputWritten { rank: usize, memory: usize },
-    /// A signal is waited for in another run than that in which it was sent.
-    OutlivingSignal { rank: usize },
-    /// A rank finds other words than it expects.
-    Disagreement { rank: usize },
-}
 
 pub(super) struct Memory {
     /// For each rank, its tensors and then its scratch.

@@ -13,28 +13,10 @@
 
 use super::memory::{Memory, rounded};
 use super::stage::{Act, Movement, Operand, Stage};
-use crate::program_support::interpreter::{Pick, Random, mix};
+use crate::program_support::interpreter::{Fault, Outcome, Pick, Random, mix};
 use rustc_hash::{FxHashMap, FxHashSet};
-use std::collections::BTreeSet;
 use warplink::DType;
 use warplink::device::ReduceOp;
-
-pub(crate) use super::memory::Fault;
-
-/// How a play ended.
-#[derive(Clone, Debug, PartialEq)]
-pub(crate) struct Outcome {
-    /// Nobody could take a step, and not everybody was done.
-    pub(crate) stuck: bool,
-    /// The outputs of each run and rank.
-    pub(crate) outputs: Vec<Vec<f64>>,
-    /// Stands for the order of all accesses to the same cells.
-    pub(crate) order: u64,
-    /// What is wrong whatever the values are.
-    pub(crate) faults: BTreeSet<Fault>,
-    /// Whether there are signals that nobody waited for.
-    pub(crate) left_over: bool,
-}
 
 /// What is done last: only where nobody else can take a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -165,13 +147,16 @@ impl Stage<'_> {
         };
         while play.turn(false) || play.turn(true) {}
         (0..world).for_each(|rank| play.memory.settle(rank));
-        let mut words = play.words.values();
+        for ((rank, _, _), (came, awaited)) in &play.words {
+            if came.len() > *awaited {
+                play.memory.faults.insert(Fault::LostSignal { rank: *rank });
+            }
+        }
         Outcome {
             stuck: play
                 .launch
                 .iter()
                 .any(|at| *at != Some(self.launches.len())),
-            left_over: words.any(|(came, awaited)| came.len() > *awaited),
             order: play.memory.order(),
             outputs: play.outputs,
             faults: play.memory.faults,

@@ -8,6 +8,7 @@ use anyhow::{Result, ensure};
 use clap::Args;
 use serde::Serialize;
 use std::process::ExitCode;
+use warplink::device::MatmulSpec;
 use warplink::program::{Area, OperationKind, Range, RankProgram, TransferId, unroll};
 
 /// Print a program
@@ -178,20 +179,15 @@ pub(super) fn describe(rank_program: &RankProgram, kind: &OperationKind) -> Stri
             format!("{} = copy({})", part(target), part(source))
         }
         OperationKind::Matmul {
+            spec,
             a,
             b,
             c,
             bias,
-            transposed,
-            m,
-            n,
-            k,
-            accumulate,
-            ..
         } => {
-            let sign = if *accumulate { "+=" } else { "=" };
-            let product = product([area(a), area(b)], bias.as_ref().map(part), *transposed);
-            format!("{} {sign} {product}  {m} x {k} by {k} x {n}", area(c))
+            let sign = if spec.accumulate { "+=" } else { "=" };
+            let product = product(spec, [area(a), area(b)], bias.as_ref().map(part));
+            format!("{} {sign} {product}  {}", area(c), sizes(spec))
         }
         OperationKind::Elementwise {
             op,
@@ -210,15 +206,11 @@ pub(super) fn describe(rank_program: &RankProgram, kind: &OperationKind) -> Stri
             )
         }
         OperationKind::PostMatmul {
+            spec,
             group: ids,
             a,
             b,
             bias,
-            transposed,
-            m,
-            n,
-            k,
-            ..
         } => {
             let each: Vec<String> = ids
                 .iter()
@@ -226,13 +218,10 @@ pub(super) fn describe(rank_program: &RankProgram, kind: &OperationKind) -> Stri
                 .map(|(id, a)| {
                     let send = group(rank_program, &[*id]);
                     let bias = bias.as_ref().map(part);
-                    format!(
-                        "{send} = {}",
-                        product([part(a), part(b)], bias, *transposed)
-                    )
+                    format!("{send} = {}", product(spec, [part(a), part(b)], bias))
                 })
                 .collect();
-            format!("post {}  {m} x {k} by {k} x {n}", each.join(", "))
+            format!("post {}  {}", each.join(", "), sizes(spec))
         }
         OperationKind::Post(ids) | OperationKind::Wait(ids) => {
             format!("{} {}", kind.name(), group(rank_program, ids))
@@ -276,13 +265,18 @@ pub(super) fn describe(rank_program: &RankProgram, kind: &OperationKind) -> Stri
 }
 
 /// A product of `a` and `b`, in the words of program text.
-fn product([a, b]: [String; 2], bias: Option<String>, transposed: [bool; 2]) -> String {
-    let a = if transposed[0] {
+fn sizes(spec: &MatmulSpec) -> String {
+    let MatmulSpec { m, n, k, .. } = spec;
+    format!("{m} x {k} by {k} x {n}")
+}
+
+fn product(spec: &MatmulSpec, [a, b]: [String; 2], bias: Option<String>) -> String {
+    let a = if spec.transposed_a {
         format!("transpose({a})")
     } else {
         a
     };
-    match (transposed[1], bias) {
+    match (spec.transposed_b, bias) {
         (true, Some(bias)) => format!("linear({a}, {b}, {bias})"),
         (true, None) => format!("linear({a}, {b})"),
         (false, Some(bias)) => format!("matmul({a}, {b}) + {bias}"),

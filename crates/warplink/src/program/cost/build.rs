@@ -117,9 +117,7 @@ impl<'a> Schedule<'a> {
             OperationKind::Zero(target) | OperationKind::Copy { target, .. } => {
                 self.copy_work(state, target.bytes as f64)
             }
-            OperationKind::Matmul { dtype, m, n, k, .. } => {
-                self.add_matmul(state, *dtype, (*m, *k, *n));
-            }
+            OperationKind::Matmul { spec, .. } => self.add_matmul(state, spec),
             OperationKind::Elementwise {
                 dtype,
                 source_dtype,
@@ -132,14 +130,9 @@ impl<'a> Schedule<'a> {
                 self.add_elementwise(state, bytes);
             }
             OperationKind::Post(group) => self.add_post(state, program, group),
-            OperationKind::PostMatmul {
-                group,
-                dtype,
-                m,
-                n,
-                k,
-                ..
-            } => self.add_stored(state, program, group, *dtype, (*m, *k, *n)),
+            OperationKind::PostMatmul { spec, group, .. } => {
+                self.add_stored(state, program, group, spec);
+            }
             OperationKind::Wait(group) => self.add_wait(state, program, group),
             OperationKind::Collective {
                 collective,

@@ -1,7 +1,6 @@
 //! Which lanes and ranks are found to do the same.
 
 use super::*;
-use crate::program::cost::launch::sections;
 use crate::program::{Parameters, Program, RankProgram, unroll};
 
 fn ranks(lanes: usize, body: &str) -> Vec<RankProgram> {
@@ -91,7 +90,7 @@ fn lanes_are_told_apart_by_what_they_do() {
         ),
     ] {
         let ranks = ranks(8, body);
-        let section = sections(&ranks[0]).next().unwrap();
+        let section = ranks[0].sections().next().unwrap();
         let of_lane = classes(section);
         let classes = members(&of_lane);
         assert_eq!(found(&classes), expected, "{body}");
@@ -108,7 +107,7 @@ fn halves_are_the_first_and_the_last_lanes_of_a_class() {
         8,
         "if lane == 2 { barrier } else { Y[lane of 8] = copy(X[lane of 8]) }",
     );
-    let section = sections(&ranks[0]).next().unwrap();
+    let section = ranks[0].sections().next().unwrap();
     let (halves, of_lane) = halved(classes(section));
     assert_eq!(found(&halves), [(0, 4), (5, 3), (2, 1)]);
     assert_eq!(
@@ -146,7 +145,7 @@ fn ranks_that_turn_into_one_another_are_the_same() {
         ("Y[0..rank * 16] = copy(X[0..rank * 16])", false),
     ] {
         let ranks = ranks(2, body);
-        let all: Vec<&SectionInstance> = ranks.iter().flat_map(sections).collect();
+        let all: Vec<&SectionInstance> = ranks.iter().flat_map(RankProgram::sections).collect();
         let own = classes(all[0]);
         let same = all[1..].iter().all(|other| same(all[0], &own, other));
         assert_eq!(same, expected, "{body}");
@@ -156,7 +155,11 @@ fn ranks_that_turn_into_one_another_are_the_same() {
 #[test]
 fn ranks_that_differ_have_classes_in_common() {
     let ranks = ranks(8, "if lane >= 8 - 2 * rank { barrier }");
-    let of_ranks: Vec<Vec<usize>> = ranks.iter().flat_map(sections).map(classes).collect();
+    let of_ranks: Vec<Vec<usize>> = ranks
+        .iter()
+        .flat_map(RankProgram::sections)
+        .map(classes)
+        .collect();
     assert_eq!(of_ranks[0], [0; 8]);
     assert_eq!(of_ranks[1], [0, 0, 0, 0, 0, 0, 1, 1]);
     let all: Vec<&Vec<usize>> = of_ranks.iter().collect();

@@ -2,10 +2,7 @@
 
 use super::class::{self, LaneClass};
 use crate::error::{Error, ErrorKind, Rank, Result};
-use crate::program::section::{
-    LaneStep, LaneStepKind, Part, ScratchId, SectionInstance, SectionMemory,
-};
-use crate::program::{OperationKind, RankProgram};
+use crate::program::section::{LaneStep, LaneStepKind, Part, ScratchId, SectionInstance};
 use std::collections::{HashMap, HashSet};
 
 /// About how many iterations of a loop are simulated at most; they stand for all.
@@ -52,51 +49,29 @@ impl Steps {
     ) -> (HashMap<(ScratchId, Rank), f64>, HashMap<ScratchId, f64>) {
         let (mut put, mut read, mut seen) = (HashMap::new(), HashMap::new(), Seen::new());
         let mut puts = |part: &Part, elements: f64| {
-            if let Some(id) = packets(section, part) {
+            if let Some(id) = section.packets_of(part) {
                 *put.entry((id, part.rank)).or_default() += elements;
             }
         };
         let mut reads = |part: &Part, elements: f64| {
-            if let Some(id) = packets(section, part)
+            if let Some(id) = section.packets_of(part)
                 && seen.insert((id, part.offset))
             {
                 *read.entry(id).or_default() += elements;
             }
         };
-        for (step, _) in &self.steps {
-            match &step.kind {
-                LaneStepKind::Move {
-                    targets, sources, ..
-                } => {
-                    let elements = |part: &Part| part.elements as f64;
-                    targets.iter().for_each(|part| puts(part, elements(part)));
-                    sources.iter().for_each(|part| reads(part, elements(part)));
-                }
-                LaneStepKind::Announce { target, .. } => puts(target, 1.0),
-                LaneStepKind::Agree { source, .. } => reads(source, 1.0),
-                LaneStepKind::Signal { .. } | LaneStepKind::Wait(_) => {}
-            }
+        for LaneStep { kind, .. } in self.steps.iter().map(|(step, _)| step) {
+            // An announcement is one packet, however many words it has.
+            let elements = |part: &Part| match kind {
+                LaneStepKind::Move { .. } => part.elements as f64,
+                _ => 1.0,
+            };
+            let (targets, sources) = (kind.targets().iter(), kind.sources().iter());
+            targets.for_each(|part| puts(part, elements(part)));
+            sources.for_each(|part| reads(part, elements(part)));
         }
         (put, read)
     }
-}
-
-/// The scratch of packets that a part lies in.
-pub(super) fn packets(section: &SectionInstance, part: &Part) -> Option<ScratchId> {
-    let SectionMemory::Scratch(id) = section.tensors[part.tensor].memory else {
-        return None;
-    };
-    let packing = section.scratch_of(part.tensor)?.packing;
-    packing.is_packets().then_some(id)
-}
-
-/// The kernel sections that a rank launches, in order.
-pub(super) fn sections(program: &RankProgram) -> impl Iterator<Item = &SectionInstance> {
-    let kinds = program.operations.iter().map(|operation| &operation.kind);
-    kinds.filter_map(|kind| match kind {
-        OperationKind::Kernel(section) => Some(&**section),
-        _ => None,
-    })
 }
 
 /// What the lanes of a launch do, where all ranks reach what they announce; `classes` are those of its lanes.

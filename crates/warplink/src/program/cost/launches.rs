@@ -1,7 +1,7 @@
 //! The launches of all ranks: what they have to do with one another.
 
 use super::class;
-use super::launch::{Launch, launch, sections};
+use super::launch::{Launch, launch};
 use super::schedule::Schedule;
 use crate::error::Result;
 use crate::program::RankProgram;
@@ -20,7 +20,7 @@ impl Schedule<'_> {
         let mut own: BTreeMap<(usize, ScratchId, usize, usize), [f64; 2]> = BTreeMap::new();
         let mut all: HashMap<(usize, ScratchId, usize), f64> = HashMap::new();
         for (rank, (program, launches)) in self.programs.iter().zip(&self.launches).enumerate() {
-            for (number, (section, launch)) in sections(program).zip(launches).enumerate() {
+            for (number, (section, launch)) in program.sections().zip(launches).enumerate() {
                 for (class, steps) in launch.classes.iter().enumerate() {
                     let (put, read) = steps.packets(section);
                     for ((id, to), elements) in put {
@@ -59,13 +59,14 @@ impl Schedule<'_> {
 
 /// The launches of each rank. Of those with as many lanes, the ranks' classes are common.
 fn all_launches(programs: &[RankProgram], iterations: u64) -> Result<Vec<Vec<Launch>>> {
-    let classes = |program| sections(program).map(class::classes).collect();
+    let classes = |program: &RankProgram| program.sections().map(class::classes).collect();
     let classes: Vec<Vec<Vec<usize>>> = programs.iter().map(classes).collect();
     let of_launch = |(number, section): (usize, &SectionInstance)| {
         let others = classes.iter().filter_map(|of_rank| of_rank.get(number));
         let alike: Vec<&Vec<usize>> = others.filter(|of| of.len() == section.lanes).collect();
         launch(section, class::common(&alike), iterations)
     };
-    let of_program = |program| sections(program).enumerate().map(of_launch).collect();
+    let of_program =
+        |program: &RankProgram| program.sections().enumerate().map(of_launch).collect();
     programs.iter().map(of_program).collect()
 }

@@ -1,9 +1,7 @@
 //! Which transfers of the ranks belong together.
 
-use crate::error::{Error, ErrorKind, Rank, Result};
-use crate::program::ir::Direction;
-use crate::program::{RankProgram, TransferId};
-use std::collections::HashMap;
+use crate::error::{Error, ErrorKind, Result};
+use crate::program::{RankProgram, TransferId, partners};
 
 /// For each rank and transfer, the peer's other end of it.
 pub(super) type Partners = Vec<Vec<TransferId>>;
@@ -13,43 +11,26 @@ pub(super) type Partners = Vec<Vec<TransferId>>;
 /// # Errors
 /// [`ErrorKind::Verification`] for one that has none.
 pub(super) fn partners(ranks: &[RankProgram]) -> Result<Partners> {
-    type Key = (Direction, Rank, i64, usize);
-    let tables: Vec<HashMap<Key, TransferId>> = ranks
-        .iter()
-        .map(|rank| {
-            let keyed = rank.transfers.iter().enumerate();
-            keyed
-                .map(|(id, t)| ((t.direction, t.peer, t.tag, t.ordinal), id))
-                .collect()
-        })
-        .collect();
-    let of = |rank: Rank, program: &RankProgram| -> Result<Vec<TransferId>> {
-        let other = |transfer: &crate::program::TransferInstance| {
-            let opposite = match transfer.direction {
-                Direction::Send => Direction::Receive,
-                Direction::Receive => Direction::Send,
-            };
-            let key = (opposite, rank, transfer.tag, transfer.ordinal);
-            let found = tables.get(transfer.peer).and_then(|table| table.get(&key));
-            found.copied().ok_or_else(|| {
-                Error::new(
-                    ErrorKind::Verification,
-                    format!(
-                        "the {} '{}' has no other end, {}",
-                        transfer.direction, transfer.name, transfer.site
-                    ),
-                )
-                .with_operation("simulate a program")
-                .with_rank(rank)
-                .with_peer(transfer.peer)
-                .with_help("verify the program")
+    let of_rank = |(program, partners): (&RankProgram, Vec<Option<TransferId>>)| {
+        let both = program.transfers.iter().zip(partners);
+        let partner = both.map(|(transfer, partner)| {
+            partner.ok_or_else(|| {
+                let message = format!(
+                    "the {} '{}' has no other end, {}",
+                    transfer.direction, transfer.name, transfer.site
+                );
+                Error::new(ErrorKind::Verification, message)
+                    .with_operation("simulate a program")
+                    .with_rank(program.rank)
+                    .with_peer(transfer.peer)
+                    .with_help("verify the program")
             })
-        };
-        program.transfers.iter().map(other).collect()
+        });
+        partner.collect()
     };
     ranks
         .iter()
-        .enumerate()
-        .map(|(rank, program)| of(rank, program))
+        .zip(partners::partners(ranks))
+        .map(of_rank)
         .collect()
 }

@@ -4,6 +4,7 @@ use super::bound::Bound;
 use super::collective::link_bytes;
 use super::schedule::{RankState, Schedule};
 use super::step::{Class, EGRESS, INGRESS, MEMORY, PORT, Step, Work};
+use crate::device::MatmulSpec;
 use crate::dtype::DType;
 use crate::error::Rank;
 use std::sync::Arc;
@@ -21,8 +22,7 @@ impl Schedule<'_> {
     pub(super) fn add_matmul(
         &mut self,
         state: &mut RankState,
-        dtype: DType,
-        (m, k, n): (usize, usize, usize),
+        &MatmulSpec { m, n, k, dtype, .. }: &MatmulSpec,
     ) {
         let seconds = self.gemm(dtype, (m, k, n));
         let bytes = (m * k + k * n + m * n) as f64 * dtype.size() as f64;

@@ -9,7 +9,7 @@ use super::collective::EXCHANGE;
 use super::model;
 use super::schedule::{RankState, Schedule};
 use super::step::{Class, EGRESS, INGRESS, MEMORY, PORT, Step, Work};
-use crate::dtype::DType;
+use crate::device::MatmulSpec;
 use crate::program::ir::{Backend, Direction, Protocol};
 use crate::program::{RankProgram, TransferId, TransferInstance};
 
@@ -357,8 +357,7 @@ impl Schedule<'_> {
         state: &mut RankState,
         program: &RankProgram,
         group: &[TransferId],
-        dtype: DType,
-        (m, k, n): (usize, usize, usize),
+        &MatmulSpec { m, n, k, dtype, .. }: &MatmulSpec,
     ) {
         for &id in group {
             state.posts[id].0 += 1;

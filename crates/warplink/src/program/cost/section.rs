@@ -11,7 +11,7 @@
 //! ```
 
 use super::bound::Bound;
-use super::launch::{Seen, Steps, packets};
+use super::launch::{Seen, Steps};
 use super::schedule::{RankState, Schedule};
 use super::step::{EGRESS, INGRESS, MEMORY, Step, Work};
 use crate::error::Rank;
@@ -65,11 +65,6 @@ impl Needs {
             None => self.0.push(((rank, resource), seconds)),
         }
     }
-}
-
-fn packing(section: &SectionInstance, part: &Part) -> Packing {
-    let scratch = section.scratch_of(part.tensor);
-    scratch.map_or(Packing::Plain, |scratch| scratch.packing)
 }
 
 impl Schedule<'_> {
@@ -126,19 +121,6 @@ impl Schedule<'_> {
         let (signal, packet, fence, load) =
             (figures.signal, figures.packet, figures.fence, figures.load);
         match kind {
-            LaneStepKind::Move {
-                elements,
-                targets,
-                sources,
-                ..
-            } => {
-                if std::mem::take(&mut lane.looks_up) {
-                    self.streams[lane.stream].push(Step::Delay(load * weight));
-                }
-                if *elements > 0 {
-                    self.add_move(lane, targets, sources, weight);
-                }
-            }
             LaneStepKind::Announce {
                 target, tensors, ..
             } => {
@@ -146,7 +128,7 @@ impl Schedule<'_> {
                     // It looks up what it tells of, and tells that after all that preceded.
                     self.streams[lane.stream].push(Step::Delay((load + fence) * weight));
                 }
-                if let Some(id) = packets(lane.section, target) {
+                if let Some(id) = lane.section.packets_of(target) {
                     let amount = self.puts_for(lane, id);
                     for counter in self.packet_counters(lane, target.rank, id) {
                         self.streams[lane.stream].push(Step::Add(counter, amount, packet * weight));
@@ -156,7 +138,7 @@ impl Schedule<'_> {
             LaneStepKind::Agree {
                 tensors, source, ..
             } => {
-                if let Some(id) = packets(lane.section, source) {
+                if let Some(id) = lane.section.packets_of(source) {
                     let read = lane.reads(id, source, 1.0) * self.share(lane, id);
                     let [_, last] = self.packet_counters(lane, lane.number, id);
                     self.streams[lane.stream].push(Step::Await(last, read));
@@ -189,6 +171,14 @@ impl Schedule<'_> {
                 let counter = self.signal_counter(lane.rank, own, distance);
                 self.streams[lane.stream].push(Step::Await(counter, waited));
             }
+            moves => {
+                if std::mem::take(&mut lane.looks_up) {
+                    self.streams[lane.stream].push(Step::Delay(load * weight));
+                }
+                if !moves.is_empty() {
+                    self.add_move(lane, moves.targets(), moves.sources(), weight);
+                }
+            }
         }
     }
 
@@ -218,7 +208,8 @@ impl Schedule<'_> {
             .map(|s| (s, false))
             .chain(targets.iter().map(|t| (t, true)))
         {
-            let packing = packing(lane.section, part);
+            let scratch = lane.section.scratch_of(part.tensor);
+            let packing = scratch.map_or(Packing::Plain, |scratch| scratch.packing);
             let size = lane.section.tensors[part.tensor].dtype.size();
             let bytes = (part.elements * size) as f64;
             let (data, packet) = packing.packet();
@@ -249,7 +240,7 @@ impl Schedule<'_> {
                 needs.add(peer, EGRESS, moved / figures.loaded);
                 latency = latency.max(figures.peer_load);
             }
-            match packets(lane.section, part) {
+            match lane.section.packets_of(part) {
                 Some(id) if is_target => leaving.push((part, id)),
                 Some(id) => arriving.push((part, id)),
                 None => {}

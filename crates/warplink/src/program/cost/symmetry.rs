@@ -1,9 +1,10 @@
 //! Whether all ranks do the same in rotation, so that one of them stands for all.
 
 use super::class;
-use super::launch::sections;
 use super::link::Partners;
+use crate::dtype::DType;
 use crate::program::{OperationKind, RankProgram};
+use std::mem::{Discriminant, discriminant};
 
 /// Whether every rank does what rank 0 does, with peers at the same distance: the same streams,
 /// operations and sizes, and other ends of transfers at the same place of the peer's list. Where in
@@ -13,7 +14,7 @@ pub(super) fn is_symmetric(ranks: &[RankProgram], partners: &Partners) -> bool {
         return true;
     };
     let world = ranks.len();
-    let classes: Vec<Vec<usize>> = sections(first).map(class::classes).collect();
+    let classes: Vec<Vec<usize>> = first.sections().map(class::classes).collect();
     rest.iter().zip(1..).all(|(rank, number)| {
         let distance = |peer: usize, from: usize| (peer + world - from) % world;
         rank.streams == first.streams
@@ -24,97 +25,57 @@ pub(super) fn is_symmetric(ranks: &[RankProgram], partners: &Partners) -> bool {
                 (a.direction, a.backend, a.range.bytes) == (b.direction, b.backend, b.range.bytes)
                     && distance(a.peer, number) == distance(b.peer, 0)
             })
-            && rank
-                .operations
-                .iter()
-                .zip(&first.operations)
-                .all(|(a, b)| a.stream == b.stream && costs_the_same(&a.kind, &b.kind))
-            && sections(first)
-                .zip(sections(rank))
+            && rank.operations.iter().zip(&first.operations).all(|(a, b)| {
+                let signature = signature(&a.kind);
+                a.stream == b.stream && signature.is_some() && signature == self::signature(&b.kind)
+            })
+            && first
+                .sections()
+                .zip(rank.sections())
                 .zip(&classes)
                 .all(|((a, b), classes)| class::same(a, classes, b))
     })
 }
 
-fn costs_the_same(a: &OperationKind, b: &OperationKind) -> bool {
-    use OperationKind::*;
-    match (a, b) {
-        (Allocate(_), Allocate(_)) | (Deallocate(_), Deallocate(_)) | (Share(_), Share(_)) => true,
-        (Copy { target: a, .. }, Copy { target: b, .. }) | (Zero(a), Zero(b)) => a.bytes == b.bytes,
-        (
-            Matmul {
-                dtype: dtype_a,
-                m: m_a,
-                n: n_a,
-                k: k_a,
-                ..
-            },
-            Matmul {
-                dtype: dtype_b,
-                m: m_b,
-                n: n_b,
-                k: k_b,
-                ..
-            },
-        ) => (dtype_a, m_a, n_a, k_a) == (dtype_b, m_b, n_b, k_b),
-        (
-            PostMatmul {
-                group: group_a,
-                dtype: dtype_a,
-                m: m_a,
-                n: n_a,
-                k: k_a,
-                ..
-            },
-            PostMatmul {
-                group: group_b,
-                dtype: dtype_b,
-                m: m_b,
-                n: n_b,
-                k: k_b,
-                ..
-            },
-        ) => (group_a, dtype_a, m_a, n_a, k_a) == (group_b, dtype_b, m_b, n_b, k_b),
-        (
-            Elementwise {
-                target: target_a,
-                sources: sources_a,
-                source_dtype: dtype_a,
-                ..
-            },
-            Elementwise {
-                target: target_b,
-                sources: sources_b,
-                source_dtype: dtype_b,
-                ..
-            },
-        ) => {
-            let same = (sources_a.len(), dtype_a) == (sources_b.len(), dtype_b);
-            same && target_a.span.bytes == target_b.span.bytes && target_a.axes == target_b.axes
+/// What the time of an operation depends on, beside what the lanes of a kernel do; none where it depends on the rank.
+fn signature(
+    kind: &OperationKind,
+) -> Option<(Discriminant<OperationKind>, &str, Option<DType>, Vec<usize>)> {
+    let (name, dtype, sizes) = match kind {
+        OperationKind::Allocate(_)
+        | OperationKind::Deallocate(_)
+        | OperationKind::Share(_)
+        | OperationKind::Kernel(_) => ("", None, Vec::new()),
+        OperationKind::Copy { target, .. } | OperationKind::Zero(target) => {
+            ("", None, vec![target.bytes])
         }
-        (Post(a), Post(b)) | (Wait(a), Wait(b)) => a == b,
-        (
-            Collective {
-                collective: a,
-                members: None,
-                target: target_a,
-                source: source_a,
-                ..
-            },
-            Collective {
-                collective: b,
-                members: None,
-                target: target_b,
-                source: source_b,
-                ..
-            },
-        ) => {
-            a.name() == b.name()
-                && (target_a.bytes, source_a.bytes) == (target_b.bytes, source_b.bytes)
+        OperationKind::Matmul { spec, .. } => ("", Some(spec.dtype), vec![spec.m, spec.n, spec.k]),
+        OperationKind::PostMatmul { spec, group, .. } => {
+            let sizes = [spec.m, spec.n, spec.k].into_iter();
+            let sizes = sizes.chain(group.iter().copied());
+            ("", Some(spec.dtype), sizes.collect())
         }
-        (Synchronize(a), Synchronize(b)) => a == b,
-        // Their lanes are compared beside this.
-        (Kernel(_), Kernel(_)) => true,
-        _ => false,
-    }
+        OperationKind::Elementwise {
+            target,
+            sources,
+            source_dtype,
+            ..
+        } => {
+            let axes = target.axes.iter();
+            let axes = axes.flat_map(|axis| [axis.extent, axis.stride]);
+            let sizes = [sources.len(), target.span.bytes].into_iter().chain(axes);
+            ("", Some(*source_dtype), sizes.collect())
+        }
+        OperationKind::Post(group) | OperationKind::Wait(group) => ("", None, group.clone()),
+        OperationKind::Collective {
+            collective,
+            members: None,
+            target,
+            source,
+            ..
+        } => (collective.name(), None, vec![target.bytes, source.bytes]),
+        OperationKind::Collective { .. } => return None,
+        OperationKind::Synchronize(stream) => ("", None, vec![*stream]),
+    };
+    Some((discriminant(kind), name, dtype, sizes))
 }

@@ -1,6 +1,7 @@
 //! What collectives give.
 
 use super::Values;
+use super::kernel::combined;
 use super::value::Value;
 use crate::device::ReduceOp;
 use crate::dtype::DType;
@@ -58,33 +59,13 @@ impl Gathering {
     }
 
     fn reduce(&self, op: ReduceOp, dtype: DType) -> Vec<Value> {
-        let mut sources = self.sources.iter();
-        let mut all = sources.next().cloned().unwrap_or_default();
-        let scaled = |value: Value| match op.factor() {
-            Some(factor) => value
-                .times_in(Value::exact(factor.value()), dtype)
-                .stored(dtype),
-            None => value,
+        let elements = self.sources.first().map_or(0, Vec::len);
+        // Every partial sum may be rounded.
+        let at = |element: usize| {
+            let mut values = self.sources.iter().map(|source| source[element]);
+            combined(op, dtype, self.sources.len(), &mut values)
         };
-        all.iter_mut().for_each(|value| *value = scaled(*value));
-        for source in sources {
-            for (value, other) in all.iter_mut().zip(source) {
-                *value = match op {
-                    // Every partial sum may be rounded.
-                    ReduceOp::Sum | ReduceOp::Average | ReduceOp::ScaledSum(_) => {
-                        value.plus(scaled(*other)).stored(dtype)
-                    }
-                    ReduceOp::Product => value.times_in(*other, dtype).stored(dtype),
-                    ReduceOp::Max => value.larger(*other),
-                    ReduceOp::Min => value.smaller(*other),
-                };
-            }
-        }
-        if op == ReduceOp::Average {
-            let count = self.sources.len();
-            all.iter_mut()
-                .for_each(|value| *value = value.divided(count, dtype));
-        }
+        let mut all: Vec<Value> = (0..elements).map(at).collect();
         if matches!(op, ReduceOp::Sum | ReduceOp::Average) {
             self.widen(&mut all, dtype);
         }

@@ -1,51 +1,43 @@
-//! Kernel sections: the lanes of all ranks, in turns.
+//! Steps of lanes over values.
 
 use super::value::Value;
 use super::{Run, Values};
 use crate::device::ReduceOp;
 use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Rank, Result};
-use crate::program::rank_program::{OperationKind, RankProgram};
-use crate::program::section::{LaneStep, LaneStepKind, Part, SectionInstance, SectionMemory};
-use std::collections::HashMap;
-use std::sync::Arc;
+use crate::program::machine::{Actor, Domain, Machine};
+use crate::program::rank_program::RankProgram;
+use crate::program::section::{
+    LaneStepKind, OperandMemory, Part, ScratchInstance, SectionInstance, SectionMemory,
+};
 
-/// What kernels keep from one launch to the next, on all ranks.
-pub(super) struct Workspace {
+/// State of all ranks that outlives a launch.
+pub(super) struct Workspace<'a> {
+    lanes: Machine<()>,
     /// For each rank, its kernels in the host's order.
-    sections: Vec<Vec<Arc<SectionInstance>>>,
+    sections: Vec<Vec<&'a SectionInstance>>,
     /// For each rank and scratch, the values, each with the launch that stored it as a packet, counted
     /// from 1.
     scratch: Vec<Vec<Vec<(Value, u64)>>>,
-    /// How often a rank's lane was signalled by another, beyond what it waited for.
-    signals: HashMap<(Rank, usize, Rank), u64>,
-    /// How many kernels were launched before.
+    /// How many kernels were launched.
     epoch: u64,
     /// How many kernels each rank has come past.
     passed: Vec<usize>,
 }
 
-/// A lane under way.
-struct Lane {
-    rank: Rank,
-    number: usize,
-    steps: Vec<LaneStep>,
-    next: usize,
+/// The memory that the lanes of a launch work on.
+struct Memory<'r, 'a> {
+    sections: &'r [Vec<&'a SectionInstance>],
+    scratch: &'r mut [Vec<Vec<(Value, u64)>>],
+    tensors: &'r mut Values,
 }
 
-impl Workspace {
-    pub(super) fn new(ranks: &[RankProgram]) -> Self {
-        let sections = |program: &RankProgram| {
-            let operations = program.operations.iter();
-            operations
-                .filter_map(|operation| match &operation.kind {
-                    OperationKind::Kernel(section) => Some(section.clone()),
-                    _ => None,
-                })
-                .collect()
-        };
+impl<'a> Workspace<'a> {
+    pub(super) fn new(ranks: &'a [RankProgram]) -> Self {
+        let sections: Vec<Vec<_>> = ranks.iter().map(|it| it.sections().collect()).collect();
+        let widths = sections.iter().flatten().map(|section| section.lanes);
         let scratch = |program: &RankProgram| {
-            let one = |scratch: &crate::program::section::ScratchInstance| {
+            let one = |scratch: &ScratchInstance| {
                 let rows = scratch.shape.first().zip(scratch.strides.first());
                 let elements = rows.map_or(0, |(extent, stride)| extent * stride);
                 vec![(Value::UNKNOWN, 0); elements]
@@ -53,9 +45,9 @@ impl Workspace {
             program.scratch.iter().map(one).collect()
         };
         Self {
-            sections: ranks.iter().map(sections).collect(),
+            lanes: Machine::new(ranks.len(), widths.max().unwrap_or(0)),
+            sections,
             scratch: ranks.iter().map(scratch).collect(),
-            signals: HashMap::new(),
             epoch: 0,
             passed: vec![0; ranks.len()],
         }
@@ -66,99 +58,63 @@ impl Run<'_> {
     /// Does a rank's next kernel: when the first rank is done with it, all have come, and all of it is done
     /// for all ranks.
     pub(super) fn launch(&mut self, rank: Rank) -> Result<()> {
-        let number = self.workspace.passed[rank];
-        self.workspace.passed[rank] += 1;
-        if (number as u64) < self.workspace.epoch {
+        let workspace = &mut self.workspace;
+        let number = workspace.passed[rank];
+        workspace.passed[rank] += 1;
+        let epoch = workspace.epoch;
+        if (number as u64) < epoch {
             return Ok(());
         }
-        let launch = self.workspace.sections.iter();
-        let launch: Option<Vec<Arc<SectionInstance>>> =
-            launch.map(|own| own.get(number).cloned()).collect();
-        let launch = launch.ok_or_else(|| unfinished("a rank does not launch it"))?;
-        let mut lanes = Vec::new();
-        for section in &launch {
-            for lane in 0..section.lanes {
-                lanes.push(Lane {
-                    rank: section.rank,
-                    number: lane,
-                    steps: section.steps(lane, self.workspace.epoch)?,
-                    next: 0,
-                });
-            }
+        for (rank, sections) in workspace.sections.iter().enumerate() {
+            let section = sections.get(number);
+            let section = section.ok_or_else(|| unfinished("a rank does not launch it"))?;
+            let steps = (0..section.lanes).map(|lane| section.steps(lane, epoch));
+            let steps = steps.collect::<Result<Vec<_>, _>>()?;
+            workspace.lanes.start(rank, number, steps);
         }
-        loop {
-            let mut moved = false;
-            for lane in &mut lanes {
-                while let Some(step) = lane.steps.get(lane.next) {
-                    let done = self.workspace.perform(
-                        &mut self.memory,
-                        &launch,
-                        (lane.rank, lane.number),
-                        &step.kind,
-                    );
-                    if !done {
-                        break;
-                    }
-                    lane.next += 1;
-                    moved = true;
-                }
-            }
-            if lanes.iter().all(|lane| lane.next == lane.steps.len()) {
-                break;
-            }
-            if !moved {
-                return Err(unfinished("its lanes wait for one another"));
-            }
+        let mut memory = Memory {
+            sections: &workspace.sections,
+            scratch: &mut workspace.scratch,
+            tensors: &mut self.memory,
+        };
+        while workspace.lanes.run(&mut memory).is_some() {}
+        if workspace.lanes.blocked().next().is_some() {
+            return Err(unfinished("its lanes wait for one another"));
         }
-        self.workspace.epoch += 1;
+        workspace.epoch += 1;
         Ok(())
     }
 }
 
-impl Workspace {
-    /// Does a step of a lane, if what it waits for is there.
-    fn perform(
-        &mut self,
-        memory: &mut Values,
-        launch: &[Arc<SectionInstance>],
-        (rank, lane): (Rank, usize),
-        step: &LaneStepKind,
-    ) -> bool {
-        let (operator, dtype, rows, elements, targets, sources) = match step {
-            LaneStepKind::Signal { peer, lane: to } => {
-                *self.signals.entry((*peer, *to, rank)).or_default() += 1;
-                return true;
-            }
-            LaneStepKind::Wait(peer) => {
-                let there = self.signals.entry((rank, lane, *peer)).or_default();
-                let any = *there > 0;
-                *there -= u64::from(any);
-                return any;
-            }
-            LaneStepKind::Announce {
-                values,
-                tensors,
-                target,
-            } => {
-                let words = LaneStepKind::announced_words(values, tensors);
-                let mut values: Vec<Value> = values
-                    .iter()
-                    .map(|value| Value::exact(f64::from(*value as i32)))
-                    .collect();
+impl Domain for Memory<'_, '_> {
+    type Signal = ();
+
+    fn section(&self, number: usize, rank: Rank) -> &SectionInstance {
+        self.sections[rank][number]
+    }
+
+    fn signal(&mut self, _: Actor, _: usize, _: Option<Actor>) {}
+
+    fn wait(&mut self, _: Actor, _: Actor, (): ()) {}
+
+    fn has_packets(&mut self, actor: Actor, rank: Rank, packets: &OperandMemory) -> bool {
+        let SectionMemory::Scratch(id) = packets.memory else {
+            return true;
+        };
+        let all = &self.scratch[rank][id][packets.elements.clone()];
+        all.iter().all(|(_, flag)| *flag == flag_of(actor))
+    }
+
+    fn perform(&mut self, actor: Actor, step: &LaneStepKind) {
+        let sources = step.sources().iter();
+        let sources: Vec<Vec<Value>> = sources.map(|source| self.read(actor, source)).collect();
+        let (operator, dtype, rows, elements, targets) = match step {
+            LaneStepKind::Announce { values, target, .. } => {
+                let words = values.iter().map(|it| Value::exact(f64::from(*it as i32)));
+                let mut values: Vec<Value> = words.collect();
                 // All tensors are known here.
-                values.resize(words, Value::exact(0.0));
-                self.write(memory, &launch[target.rank], target, &values);
-                return true;
-            }
-            LaneStepKind::Agree {
-                values,
-                tensors,
-                source,
-                ..
-            } => {
-                let words = LaneStepKind::announced_words(values, tensors);
-                let there = self.read(memory, &launch[source.rank], source, words);
-                return there.is_some();
+                values.resize(target.elements, Value::exact(0.0));
+                return self.write(actor, target, &values);
             }
             LaneStepKind::Move {
                 operator,
@@ -166,85 +122,75 @@ impl Workspace {
                 rows,
                 elements,
                 targets,
-                sources,
-            } => (operator, *dtype, rows, *elements, targets, sources),
+                ..
+            } => (operator, *dtype, rows, *elements, targets),
+            LaneStepKind::Agree { .. } | LaneStepKind::Signal { .. } | LaneStepKind::Wait(_) => {
+                return;
+            }
         };
-        let mut all: Vec<Vec<Value>> = Vec::with_capacity(sources.len());
-        for source in sources {
-            let there = self.read(memory, &launch[source.rank], source, source.elements);
-            let Some(values) = there else {
-                return false;
-            };
-            all.push(values);
-        }
         if let Some(rows) = rows {
-            let results = super::rows::apply(rows, &all, elements);
-            let targets = targets.iter().zip(&results);
-            for (target, values) in targets {
-                let section = &launch[target.rank];
+            let results = super::rows::apply(rows, &sources, elements);
+            for (target, values) in targets.iter().zip(&results) {
+                let section = self.section(actor.launch as usize, target.rank);
                 let dtype = section.tensors[target.tensor].dtype;
                 let all = 0..target.elements;
                 let at = |element: usize| values[if values.len() == 1 { 0 } else { element }];
                 let values: Vec<Value> = all.map(|element| at(element).stored(dtype)).collect();
-                self.write(memory, section, target, &values);
+                self.write(actor, target, &values);
             }
-            return true;
+            return;
         }
-        let values = combine(*operator, dtype, &all, elements);
+        let values = combine(*operator, dtype, &sources, elements);
         for target in targets {
-            self.write(memory, &launch[target.rank], target, &values);
+            self.write(actor, target, &values);
         }
-        true
+    }
+}
+
+impl Memory<'_, '_> {
+    /// The memory of an operand that has elements.
+    fn operand(&self, actor: Actor, part: &Part) -> Option<OperandMemory> {
+        let section = self.section(actor.launch as usize, part.rank);
+        section.operand(part)
     }
 
-    /// The values of an operand; `None` where packets of this launch are missing.
-    fn read(
-        &self,
-        memory: &Values,
-        section: &SectionInstance,
-        part: &Part,
-        elements: usize,
-    ) -> Option<Vec<Value>> {
-        let tensor = &section.tensors[part.tensor];
-        let from = tensor.offset + part.offset;
-        match tensor.memory {
+    fn read(&self, actor: Actor, part: &Part) -> Vec<Value> {
+        let Some(operand) = self.operand(actor, part) else {
+            return Vec::new();
+        };
+        match operand.memory {
             SectionMemory::Tensor(id) => {
-                let all = &memory.tensors[part.rank][id].values;
-                Some(all[from..from + elements].to_vec())
+                self.tensors.tensors[part.rank][id].values[operand.elements].to_vec()
             }
             SectionMemory::Scratch(id) => {
-                let all = &self.scratch[part.rank][id][from..from + elements];
-                let packets = section.scratch[id].packing.is_packets();
-                let there = |flag: u64| !packets || flag == self.epoch + 1;
-                all.iter()
-                    .map(|&(value, flag)| there(flag).then_some(value))
-                    .collect()
+                let all = &self.scratch[part.rank][id][operand.elements];
+                all.iter().map(|(value, _)| *value).collect()
             }
         }
     }
 
-    fn write(
-        &mut self,
-        memory: &mut Values,
-        section: &SectionInstance,
-        part: &Part,
-        values: &[Value],
-    ) {
-        let tensor = &section.tensors[part.tensor];
-        let from = tensor.offset + part.offset;
-        match tensor.memory {
+    fn write(&mut self, actor: Actor, part: &Part, values: &[Value]) {
+        let Some(operand) = self.operand(actor, part) else {
+            return;
+        };
+        match operand.memory {
             SectionMemory::Tensor(id) => {
-                let all = &mut memory.tensors[part.rank][id].values;
-                all[from..from + values.len()].copy_from_slice(values);
+                let all = &mut self.tensors.tensors[part.rank][id].values;
+                all[operand.elements].copy_from_slice(values);
             }
             SectionMemory::Scratch(id) => {
-                let all = &mut self.scratch[part.rank][id][from..from + values.len()];
+                let all = &mut self.scratch[part.rank][id][operand.elements];
                 for (place, value) in all.iter_mut().zip(values) {
-                    *place = (*value, self.epoch + 1);
+                    *place = (*value, flag_of(actor));
                 }
             }
         }
     }
+}
+
+/// The flag of packets that a step stores.
+fn flag_of(actor: Actor) -> u64 {
+    u64::from(actor.launch) + 1
 }
 
 /// Combines sources in order: sums of small floats in single precision, rounded at the end.

@@ -23,6 +23,7 @@ use super::rank_program::{
 };
 use super::unroll::unroll;
 use super::verify::{Meetings, order};
+use crate::device::MatmulSpec;
 use crate::dtype::DType;
 use crate::error::{Error, Rank, Result};
 use collective::Gathering;
@@ -293,21 +294,7 @@ struct Run<'a> {
     /// Collectives that not all ranks have finished.
     gatherings: HashMap<usize, Gathering>,
     /// What kernels keep.
-    workspace: Workspace,
-}
-
-/// A matmul: result, operands, bias.
-struct Matmul<'a> {
-    /// Whose tensor the result is stored to.
-    target: (Rank, Area),
-    a: Area,
-    b: Area,
-    bias: Option<&'a Range>,
-    /// Whether `a` and `b` are transposed.
-    transposed: [bool; 2],
-    /// Rows and columns of the result, and columns of the left operand.
-    shape: [usize; 3],
-    accumulate: bool,
+    workspace: Workspace<'a>,
 }
 
 impl Run<'_> {
@@ -327,28 +314,12 @@ impl Run<'_> {
                 self.memory.copy((rank, target), (rank, source));
             }
             OperationKind::Matmul {
+                spec,
                 a,
                 b,
                 c,
                 bias,
-                transposed,
-                m,
-                n,
-                k,
-                accumulate,
-                ..
-            } => self.matmul(
-                rank,
-                &Matmul {
-                    target: (rank, c.clone()),
-                    a: a.clone(),
-                    b: b.clone(),
-                    bias: bias.as_ref(),
-                    transposed: *transposed,
-                    shape: [*m, *n, *k],
-                    accumulate: *accumulate,
-                },
-            ),
+            } => self.matmul(rank, spec, (a, b, bias.as_ref()), (rank, c)),
             OperationKind::Elementwise {
                 op,
                 dtype,
@@ -363,29 +334,18 @@ impl Run<'_> {
             }
             OperationKind::Post(group) => self.post(rank, group),
             OperationKind::PostMatmul {
+                spec,
                 group,
                 a,
                 b,
                 bias,
-                transposed,
-                m,
-                n,
-                k,
-                ..
             } => {
+                let b = Area::from(*b);
                 for (&id, a) in group.iter().zip(a) {
                     let (peer, partner) = self.partner(rank, id);
-                    let target = &self.evaluator.ranks[peer].transfers[partner].range;
-                    let matmul = Matmul {
-                        target: (peer, (*target).into()),
-                        a: (*a).into(),
-                        b: (*b).into(),
-                        bias: bias.as_ref(),
-                        transposed: *transposed,
-                        shape: [*m, *n, *k],
-                        accumulate: false,
-                    };
-                    self.matmul(rank, &matmul);
+                    let target = self.evaluator.ranks[peer].transfers[partner].range;
+                    let operands = (&(*a).into(), &b, bias.as_ref());
+                    self.matmul(rank, spec, operands, (peer, &target.into()));
                 }
             }
             OperationKind::Collective {
@@ -469,16 +429,20 @@ impl Run<'_> {
         }
     }
 
-    fn matmul(&mut self, rank: Rank, matmul: &Matmul<'_>) {
-        let [rows, columns, depth] = matmul.shape;
-        let [a_transposed, b_transposed] = matmul.transposed;
+    /// Multiplies what a rank has, into a tensor of the owner.
+    fn matmul(
+        &mut self,
+        rank: Rank,
+        spec: &MatmulSpec,
+        (a, b, bias): (&Area, &Area, Option<&Range>),
+        (owner, target): (Rank, &Area),
+    ) {
+        let (rows, columns, depth) = (spec.m, spec.n, spec.k);
         let (a, b) = (
-            row_major(self.memory.gather(rank, &matmul.a), rows, a_transposed),
-            row_major(self.memory.gather(rank, &matmul.b), depth, b_transposed),
+            row_major(self.memory.gather(rank, a), rows, spec.transposed_a),
+            row_major(self.memory.gather(rank, b), depth, spec.transposed_b),
         );
-        let bias = matmul.bias.map(|bias| self.memory.read(rank, bias));
-        let (owner, target) = &matmul.target;
-        let owner = *owner;
+        let bias = bias.map(|bias| self.memory.read(rank, bias));
         let before = self.memory.gather(owner, target);
         let dtype = self.memory.tensors[owner][target.span.tensor].dtype;
         let mut products = Vec::with_capacity(before.len());
@@ -495,7 +459,7 @@ impl Run<'_> {
                 if let Some(bias) = bias.and_then(|bias| bias.get(column)) {
                     value = value.plus(*bias);
                 }
-                if matmul.accumulate
+                if spec.accumulate
                     && let Some(before) = before.get(number * columns + column)
                 {
                     value = value.plus(*before);
@@ -542,6 +506,7 @@ fn steps_of(program: &RankProgram, kind: &OperationKind) -> u128 {
         let dtype = program.tensors[range.tensor].dtype;
         (range.bytes / dtype.size()) as u128
     };
+    let multiplications = |spec: &MatmulSpec| spec.m as u128 * spec.n as u128 * spec.k as u128;
     match kind {
         OperationKind::Zero(target) | OperationKind::Copy { target, .. } => count(target),
         OperationKind::Elementwise {
@@ -550,9 +515,9 @@ fn steps_of(program: &RankProgram, kind: &OperationKind) -> u128 {
             sources,
             ..
         } => (target.bytes(*dtype) / dtype.size() * sources.len()) as u128,
-        OperationKind::Matmul { m, n, k, .. } => *m as u128 * *n as u128 * *k as u128,
-        OperationKind::PostMatmul { group, m, n, k, .. } => {
-            group.len() as u128 * *m as u128 * *n as u128 * *k as u128
+        OperationKind::Matmul { spec, .. } => multiplications(spec),
+        OperationKind::PostMatmul { spec, group, .. } => {
+            group.len() as u128 * multiplications(spec)
         }
         OperationKind::Post(group) => {
             let ranges = group.iter().map(|id| &program.transfers[*id].range);

@@ -17,7 +17,7 @@ use crate::device::{
 };
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::memory::{Region, RemoteRegion};
-use crate::program::rank_program::{OperationKind, RankProgram, TensorId};
+use crate::program::rank_program::{RankProgram, TensorId};
 use crate::program::section::{SectionInstance, WorkspaceLayout, kernel_text, traced_kernel_text};
 use crate::signal::Signals;
 use std::collections::BTreeMap;
@@ -98,8 +98,7 @@ impl KernelMemory {
         program: &RankProgram,
         memory: &PlanMemory,
     ) -> Result<Option<Self>> {
-        let sections: Vec<&SectionInstance> = sections(program).collect();
-        let Some(lanes) = sections.iter().map(|section| section.lanes).max() else {
+        let Some(lanes) = program.sections().map(|section| section.lanes).max() else {
             return Ok(None);
         };
         let mut shared = Vec::new();
@@ -280,15 +279,6 @@ impl BoundKernels {
             arguments: vec![words, Argument::Slice(signals)],
         })
     }
-}
-
-/// The sections of a program.
-fn sections(program: &RankProgram) -> impl Iterator<Item = &SectionInstance> {
-    let operations = program.operations.iter();
-    operations.filter_map(|operation| match &operation.kind {
-        OperationKind::Kernel(section) => Some(&**section),
-        _ => None,
-    })
 }
 
 fn internal(what: &'static str) -> Error {

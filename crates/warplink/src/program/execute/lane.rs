@@ -228,10 +228,7 @@ impl Lane<'_> {
         if self.epoch % 2 == 1 {
             pieces.reverse();
         }
-        let is_plain = |part: &Part| {
-            let scratch = self.section.scratch_of(part.tensor);
-            scratch.is_none_or(|scratch| !scratch.packing.is_packets())
-        };
+        let is_plain = |part: &Part| self.section.packets_of(part).is_none();
         if let (None, [source]) = (operator, &sources[..])
             && targets.iter().chain(sources).all(is_plain)
         {
@@ -258,7 +255,7 @@ impl Lane<'_> {
 
     /// Tells a peer what this rank announces.
     fn announce(&mut self, values: &[u32], tensors: &[usize], target: &Part) -> Result<()> {
-        let words = LaneStepKind::announced_words(values, tensors);
+        let words = target.elements;
         let mut announced = values.to_vec();
         announced.resize(words - 2 * tensors.len(), 0);
         for tensor in tensors {
@@ -279,7 +276,7 @@ impl Lane<'_> {
         peer: Rank,
         source: &Part,
     ) -> Result<()> {
-        let words = LaneStepKind::announced_words(values, tensors);
+        let words = source.elements;
         let operand = self.operand(source, &(0..words))?;
         let mut came = Vec::new();
         self.load(&operand, (&mut came, 4 * words)).await?;
@@ -504,40 +501,34 @@ impl Lane<'_> {
     }
 
     fn operand(&self, part: &Part, piece: &Range<usize>) -> Result<Operand> {
-        let tensor = &self.section.tensors[part.tensor];
-        let from = tensor.offset + part.offset + piece.start;
-        let elements = piece.len();
         let missing = || internal("an operand is not mapped");
-        match tensor.memory {
+        let piece = part.piece(piece);
+        let found = self.section.operand(&piece).ok_or_else(missing)?;
+        let memory = match found.memory {
             SectionMemory::Tensor(id) => {
-                let size = tensor.dtype.size();
                 if let Some(slice) = self.heard(part) {
-                    let from = from - tensor.offset;
-                    return Ok(Operand {
-                        memory: slice.slice(from * size..(from + elements) * size)?,
-                        packing: Packing::Plain,
-                    });
+                    // It starts with the tensor.
+                    let tensor = &self.section.tensors[part.tensor];
+                    let start = tensor.offset * tensor.dtype.size();
+                    slice.slice(found.bytes.start - start..found.bytes.end - start)?
+                } else {
+                    let own = (part.rank == self.section.rank).then(|| self.input.tensors.get(id));
+                    let bound = || self.reach.tensors[part.rank].get(&id);
+                    let slice = own.flatten().or_else(bound).ok_or_else(missing)?;
+                    slice.slice(found.bytes)?
                 }
-                let own = (part.rank == self.section.rank).then(|| self.input.tensors.get(id));
-                let bound = || self.reach.tensors[part.rank].get(&id);
-                let slice = own.flatten().or_else(bound).ok_or_else(missing)?;
-                Ok(Operand {
-                    memory: slice.slice(from * size..(from + elements) * size)?,
-                    packing: Packing::Plain,
-                })
             }
-            SectionMemory::Scratch(id) => {
-                let scratch = &self.section.scratch[id];
-                let area = self.reach.layout.area(scratch.packing);
-                let range = scratch.packed(from, elements).ok_or_else(missing)?;
+            SectionMemory::Scratch(_) => {
+                let start = self.reach.layout.area(found.packing).offset_bytes;
                 let workspace = self.reach.workspaces[part.rank].as_ref();
-                let range = area.offset_bytes + range.start..area.offset_bytes + range.end;
-                Ok(Operand {
-                    memory: workspace.ok_or_else(missing)?.slice(range)?,
-                    packing: scratch.packing,
-                })
+                let workspace = workspace.ok_or_else(missing)?;
+                workspace.slice(start + found.bytes.start..start + found.bytes.end)?
             }
-        }
+        };
+        Ok(Operand {
+            memory,
+            packing: found.packing,
+        })
     }
 }
 

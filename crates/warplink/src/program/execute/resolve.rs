@@ -53,12 +53,6 @@ impl<'a> Resolver<'a> {
         engines: &'a Engines,
         kernels: Option<&'a BoundKernels>,
     ) -> Self {
-        let mut streams = program
-            .operations
-            .iter()
-            .filter(|operation| program.is_engine_work(&operation.kind))
-            .map(|operation| operation.stream);
-        let first = streams.next();
         Self {
             program,
             memory,
@@ -67,7 +61,7 @@ impl<'a> Resolver<'a> {
             compute,
             engines,
             kernels,
-            orders_engine: streams.any(|stream| Some(stream) != first),
+            orders_engine: program.orders_engine(),
             engine_last: None,
             engine_posts: HashMap::new(),
             commands: Vec::with_capacity(program.operations.len()),
@@ -164,49 +158,31 @@ impl<'a> Resolver<'a> {
                 return self.elementwise(stream, request);
             }
             OperationKind::Matmul {
+                spec,
                 a,
                 b,
                 c,
                 bias,
-                transposed,
-                leading,
-                dtype,
-                m,
-                n,
-                k,
-                accumulate,
             } => {
-                let mut spec = MatmulSpec::new(*m, *n, *k, *dtype);
-                spec.bias = bias.is_some();
-                [spec.transposed_a, spec.transposed_b] = *transposed;
-                spec.accumulate = *accumulate;
-                spec.leading = *leading;
                 let pairs = vec![(self.memory.slice(&a.span)?, self.memory.slice(&c.span)?)];
-                let matmuls = self.matmuls(spec, pairs, &b.span, bias.as_ref())?;
+                let matmuls = self.matmuls(*spec, pairs, &b.span, bias.as_ref())?;
                 let launch = matmuls.prepare(self.compute()?)?;
                 CommandKind::Matmul(matmuls, launch)
             }
             OperationKind::PostMatmul {
+                spec,
                 group,
                 a,
                 b,
                 bias,
-                transposed,
-                dtype,
-                m,
-                n,
-                k,
             } => {
-                let mut spec = MatmulSpec::new(*m, *n, *k, *dtype);
-                spec.bias = bias.is_some();
-                [spec.transposed_a, spec.transposed_b] = *transposed;
                 let transfers = self.transfers(group)?;
                 let pairs = a
                     .iter()
                     .zip(&transfers)
                     .map(|(a, send)| Ok((self.memory.slice(a)?, send.target()?.clone())))
                     .collect::<Result<Vec<_>>>()?;
-                let matmuls = self.matmuls(spec, pairs, b, bias.as_ref())?;
+                let matmuls = self.matmuls(*spec, pairs, b, bias.as_ref())?;
                 let launch = matmuls.prepare(self.compute()?)?;
                 CommandKind::PostMatmul(transfers, matmuls, launch)
             }

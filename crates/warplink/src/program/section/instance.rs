@@ -2,7 +2,8 @@
 
 use super::compile;
 use super::function::RowFunction;
-use super::ir::Section;
+use super::ir::{Packing, Section};
+use super::lane::Part;
 use super::layout::{ScratchId, ScratchInstance};
 use super::names::FreeNames;
 use crate::device::{Factor, ReduceOp};
@@ -11,6 +12,7 @@ use crate::error::{Rank, Result};
 use crate::program::site::Site;
 use crate::program::tensor::TensorId;
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::sync::Arc;
 
 /// A section as one rank launches it. What differs from lane to lane, and from launch to launch, is in
@@ -82,7 +84,52 @@ pub enum SectionMemory {
     Scratch(ScratchId),
 }
 
+/// The memory of an operand of a lane's step.
+#[derive(Clone, Debug)]
+pub(crate) struct OperandMemory {
+    /// A tensor, or scratch.
+    pub(crate) memory: SectionMemory,
+    /// How scratch holds data; plain for a tensor.
+    pub(crate) packing: Packing,
+    /// Its elements, counted from the start of the tensor or scratch.
+    pub(crate) elements: Range<usize>,
+    /// Its bytes, counted from the start of the tensor, or of the area of the packing in a workspace; whole packets.
+    pub(crate) bytes: Range<usize>,
+}
+
 impl SectionInstance {
+    /// The memory of an operand on a rank that launches this section; `None` where scratch has a packet across its
+    /// start, as it may where it has no elements.
+    pub(crate) fn operand(&self, part: &Part) -> Option<OperandMemory> {
+        let tensor = &self.tensors[part.tensor];
+        let from = tensor.offset + part.offset;
+        let elements = from..from + part.elements;
+        let (packing, bytes) = match tensor.memory {
+            SectionMemory::Tensor(_) => {
+                let size = tensor.dtype.size();
+                (Packing::Plain, from * size..elements.end * size)
+            }
+            SectionMemory::Scratch(id) => {
+                let scratch = &self.scratch[id];
+                (scratch.packing, scratch.packed(from, part.elements)?)
+            }
+        };
+        Some(OperandMemory {
+            memory: tensor.memory,
+            packing,
+            elements,
+            bytes,
+        })
+    }
+
+    /// The scratch of packets that an operand is in, if it is.
+    pub(crate) fn packets_of(&self, part: &Part) -> Option<ScratchId> {
+        match self.tensors[part.tensor].memory {
+            SectionMemory::Scratch(id) if self.scratch[id].packing.is_packets() => Some(id),
+            _ => None,
+        }
+    }
+
     /// The kernel that a GPU runs for it, as CUDA C++ for `<warplink/sections.cuh>`. `aligned` says whether all
     /// tensors, and their rows, start at multiples of 16 bytes, which is known when a program is bound.
     ///

@@ -1,11 +1,12 @@
 //! The steps of one lane in one launch, with everything resolved.
 
 use super::function::RowStep;
-use super::ir::Announcement;
 use crate::device::ReduceOp;
 use crate::dtype::DType;
 use crate::error::Rank;
 use crate::program::site::Site;
+use std::ops::Range;
+use std::slice;
 use std::sync::Arc;
 
 /// One step of a lane.
@@ -67,9 +68,35 @@ pub enum LaneStepKind {
 }
 
 impl LaneStepKind {
-    /// The elements that an announcement has in its row.
-    pub(crate) fn announced_words(values: &[u32], tensors: &[usize]) -> usize {
-        Announcement::words_of(values.len(), tensors.len())
+    /// The operands that it reads, in order.
+    pub fn sources(&self) -> &[Part] {
+        match self {
+            Self::Move { sources, .. } => sources,
+            Self::Agree { source, .. } => slice::from_ref(source),
+            Self::Announce { .. } | Self::Signal { .. } | Self::Wait(_) => &[],
+        }
+    }
+
+    /// The operands that it writes, in order.
+    pub fn targets(&self) -> &[Part] {
+        match self {
+            Self::Move { targets, .. } => targets,
+            Self::Announce { target, .. } => slice::from_ref(target),
+            Self::Agree { .. } | Self::Signal { .. } | Self::Wait(_) => &[],
+        }
+    }
+
+    /// Whether it moves no elements, and so does nothing.
+    pub const fn is_empty(&self) -> bool {
+        matches!(self, Self::Move { elements: 0, .. })
+    }
+
+    /// The rank for whose signal or announcement it waits; it waits for packets besides.
+    pub const fn awaits(&self) -> Option<Rank> {
+        match self {
+            Self::Wait(peer) | Self::Agree { peer, .. } => Some(*peer),
+            Self::Move { .. } | Self::Announce { .. } | Self::Signal { .. } => None,
+        }
     }
 }
 
@@ -85,4 +112,15 @@ pub struct Part {
     pub offset: usize,
     /// How many elements.
     pub elements: usize,
+}
+
+impl Part {
+    /// The elements of it at these positions.
+    pub(crate) const fn piece(&self, elements: &Range<usize>) -> Self {
+        Self {
+            offset: self.offset + elements.start,
+            elements: elements.end - elements.start,
+            ..*self
+        }
+    }
 }

@@ -35,6 +35,7 @@ pub use function::{
     RowUnary,
 };
 pub(crate) use function::{RowOrder, RowValue};
+pub(crate) use instance::OperandMemory;
 pub use instance::{SectionInstance, SectionMemory, SectionTensor};
 pub use ir::{
     Announcement, Application, Argument, Move, Operator, Packing, Place, Receiver, Scratch,

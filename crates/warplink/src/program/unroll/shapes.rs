@@ -2,7 +2,7 @@
 
 use super::Unroller;
 use super::view::View;
-use crate::device::MAX_ELEMENTWISE_AXES;
+use crate::device::{MAX_ELEMENTWISE_AXES, MatmulSpec};
 use crate::program::area::{Area, simplified};
 use crate::program::diagnostic::{Diagnostic, DiagnosticKind};
 use crate::program::ir::{ElementwiseOp, Product, Role};
@@ -33,11 +33,7 @@ struct Matmul {
     a: Area,
     b: Area,
     bias: Option<Range>,
-    transposed: [bool; 2],
-    /// Elements between rows of memory of `a` and `b`, where they are not contiguous.
-    leading: [Option<usize>; 2],
-    /// `m`, `n` and `k`.
-    size: [usize; 3],
+    spec: MatmulSpec,
 }
 
 impl Unroller<'_> {
@@ -191,30 +187,25 @@ impl Unroller<'_> {
         } else {
             (operands, accumulate)
         };
+        let product = self.product(target, operands)?;
         let Matmul {
             a,
             b,
             bias,
-            transposed,
-            leading,
-            size: [m, n, k],
-        } = self.product(target, operands)?;
-        let (c, leading_c) = match target.matrix() {
+            mut spec,
+        } = product;
+        let (c, leading) = match target.matrix() {
             Some((c, false, leading)) => (c, leading),
             _ => (self.range(target, "written")?.into(), None),
         };
+        spec.leading[2] = leading;
+        spec.accumulate = accumulate;
         Ok(OperationKind::Matmul {
+            spec,
             a,
             b,
             c,
             bias,
-            transposed,
-            leading: [leading[0], leading[1], leading_c],
-            dtype: target.dtype,
-            m,
-            n,
-            k,
-            accumulate,
         })
     }
 
@@ -235,30 +226,19 @@ impl Unroller<'_> {
         };
         let offset = send.range.offset_bytes / send.dtype.size();
         let sent = View::row_major(send.range.tensor, send.dtype, offset, shape);
-        let Matmul {
-            a,
-            b,
-            bias,
-            transposed,
-            leading,
-            size: [m, n, k],
-        } = self.product(&sent, operands)?;
-        if leading != [None; 2] {
+        let Matmul { a, b, bias, spec } = self.product(&sent, operands)?;
+        if spec.leading != [None; 3] {
             return Err(self.mismatch(
                 "an operand of a posted product has gaps between its rows; expected contiguous operands, \
                  or a copy",
             ));
         }
         Ok(OperationKind::PostMatmul {
+            spec,
             group: vec![id],
             a: vec![a.span],
             b: b.span,
             bias,
-            transposed,
-            dtype: send.dtype,
-            m,
-            n,
-            k,
         })
     }
 
@@ -319,13 +299,18 @@ impl Unroller<'_> {
                 shape_of(bias)
             )));
         }
+        let bias = bias.map(|bias| self.range(bias, "added")).transpose()?;
         Ok(Matmul {
             a: left,
             b: right,
-            bias: bias.map(|bias| self.range(bias, "added")).transpose()?,
-            transposed: [transposed_a, transposed_b],
-            leading: [leading_a, leading_b],
-            size: [m, n, *k],
+            bias,
+            spec: MatmulSpec {
+                transposed_a,
+                transposed_b,
+                bias: bias.is_some(),
+                leading: [leading_a, leading_b, None],
+                ..MatmulSpec::new(m, n, *k, dtype)
+            },
         })
     }
 }

@@ -2,6 +2,7 @@
 
 use super::scope::{Bound, Instances, Named};
 use super::{TAG_LIMIT, Unroller};
+use crate::device::MatmulSpec;
 use crate::program::diagnostic::{Diagnostic, DiagnosticKind};
 use crate::program::ir::{
     Backend, Direction, Each, PostedMatmul, Protocol, ShareItem, ShareItemKind, Transfer,
@@ -237,20 +238,16 @@ impl<'p> Unroller<'p> {
 
 /// Adds the products of `next` to those of `whole`, if they are alike.
 fn join(whole: &mut OperationKind, next: &OperationKind) -> bool {
-    type Shared = (Range, Option<Range>, [bool; 2], [usize; 3]);
+    type Shared = (Range, Option<Range>, MatmulSpec);
     fn parts(kind: &OperationKind) -> Option<(&[TransferId], &[Range], Shared)> {
         match kind {
             OperationKind::PostMatmul {
+                spec,
                 group,
                 a,
                 b,
                 bias,
-                transposed,
-                m,
-                n,
-                k,
-                ..
-            } => Some((group, a, (*b, *bias, *transposed, [*m, *n, *k]))),
+            } => Some((group, a, (*b, *bias, *spec))),
             _ => None,
         }
     }

@@ -166,9 +166,9 @@ impl Unroller<'_> {
         }
         let mut kind = kind;
         match &mut kind {
-            OperationKind::Matmul { c, accumulate, .. } if *accumulate => {
-                *accumulate = !self.zeros.take_whole(&c.span);
-                if *accumulate {
+            OperationKind::Matmul { c, spec, .. } if spec.accumulate => {
+                spec.accumulate = !self.zeros.take_whole(&c.span);
+                if spec.accumulate {
                     self.set_to_zero(c.span);
                 }
             }

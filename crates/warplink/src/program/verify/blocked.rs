@@ -1,6 +1,6 @@
 //! Who waits for whom, where a program does not end.
 
-use super::diagnostics::{Diagnostics, place_of, place_of_transfer};
+use super::diagnostics::{Diagnostics, chained, place_of, place_of_transfer};
 use super::state::{Item, Need, Run};
 use crate::error::Rank;
 use crate::program::diagnostic::{DiagnosticKind, Place};
@@ -92,16 +92,12 @@ fn say(run: &Run<'_>, chain: &[(Agent, Blocked)], circle: bool, diagnostics: &mu
     let mut once = HashSet::new();
     places.retain(|place| once.insert(place.clone()));
     diagnostics.add(DiagnosticKind::Deadlock, places, |said| {
-        let mut message = String::new();
-        for (position, &index) in order.iter().take(MAX_SAID).enumerate() {
-            let (_, blocked) = &chain[index];
+        let links = order.iter().map(|&index| {
+            let blocked = &chain[index].1;
             let place = place_of(run.ranks, blocked.rank, blocked.operation);
-            let lead = if position == 0 { "" } else { "; " };
-            message += &format!("{lead}{} waits for {}", said.say(&place), blocked.what);
-        }
-        if order.len() > MAX_SAID {
-            message += &format!("; and {} more like these", order.len() - MAX_SAID);
-        }
+            format!("{} waits for {}", said.say(&place), blocked.what)
+        });
+        let mut message = chained(links, MAX_SAID);
         if circle {
             message += "; each waits for the next and the last for the first";
         }

@@ -16,7 +16,7 @@ use super::link::Links;
 use super::simulate;
 use crate::program::diagnostic::{Diagnostic, DiagnosticKind};
 use crate::program::ir::Program;
-use crate::program::rank_program::{Operation, OperationKind, RankProgram, TransferId};
+use crate::program::rank_program::{OperationKind, RankProgram, TransferId};
 use std::collections::HashMap;
 
 /// Why a rank's operations cannot be recorded.
@@ -141,9 +141,6 @@ impl Obstacle {
 fn obstacle(program: &RankProgram) -> Option<Obstacle> {
     let streams = program.streams.len();
     let clocks = Clocks::new(streams);
-    let engine = |operation: &&Operation| program.is_engine_work(&operation.kind);
-    let mut engine_streams = program.operations.iter().filter(engine).map(|o| o.stream);
-    let first = engine_streams.next();
     let mut recording = Recording {
         program,
         recorded: (0..streams).map(|stream| stream == 0).collect(),
@@ -152,7 +149,7 @@ fn obstacle(program: &RankProgram) -> Option<Obstacle> {
         places: vec![None; program.transfers.len()],
         open: vec![None; program.transfers.len()],
         posted: vec![None; program.transfers.len()],
-        orders_engine: engine_streams.any(|stream| Some(stream) != first),
+        orders_engine: program.orders_engine(),
         engine_last: None,
         engine_posts: HashMap::new(),
     };

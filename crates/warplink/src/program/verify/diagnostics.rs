@@ -33,24 +33,31 @@ impl<'p> Diagnostics<'p> {
         places: Vec<Place>,
         message: impl FnOnce(&Self) -> String,
     ) {
-        let starts = starts_of(&places);
-        if let Some(&index) = self.known.get(&(kind, starts)) {
-            self.list[index].repeated += 1;
-        } else if self.list.len() < MAX_DIAGNOSTICS {
+        if self.is_new(kind, &places) {
             let message = message(self);
-            self.add_made(Diagnostic::new(kind, message, places));
+            self.list.push(Diagnostic::new(kind, message, places));
         }
     }
 
     pub(super) fn add_made(&mut self, diagnostic: Diagnostic) {
-        let starts = starts_of(&diagnostic.places);
-        let next = self.list.len();
-        let index = *self.known.entry((diagnostic.kind, starts)).or_insert(next);
-        if index == next {
+        if self.is_new(diagnostic.kind, &diagnostic.places) {
             self.list.push(diagnostic);
-        } else {
-            self.list[index].repeated += 1;
         }
+    }
+
+    /// Whether a diagnostic is the first of its kind there, and to be added next; counts it where it is not the first.
+    fn is_new(&mut self, kind: DiagnosticKind, places: &[Place]) -> bool {
+        let starts = starts_of(places);
+        let next = self.list.len();
+        match self.known.get(&(kind, starts.clone())) {
+            Some(&index) => self.list[index].repeated += 1,
+            None if next < MAX_DIAGNOSTICS => {
+                self.known.insert((kind, starts), next);
+                return true;
+            }
+            None => {}
+        }
+        false
     }
 
     pub(super) fn too_large(&mut self, expected: &str) {
@@ -84,6 +91,16 @@ fn starts_of(places: &[Place]) -> Vec<(u32, u32)> {
     let mut starts: Vec<(u32, u32)> = starts.collect();
     starts.sort_unstable();
     starts
+}
+
+/// The links of a chain, of which at most `most` are spelled out.
+pub(super) fn chained(links: impl ExactSizeIterator<Item = String>, most: usize) -> String {
+    let more = links.len().saturating_sub(most);
+    let mut message = links.take(most).collect::<Vec<_>>().join("; ");
+    if more > 0 {
+        message += &format!("; and {more} more like these");
+    }
+    message
 }
 
 /// The place of an operation.

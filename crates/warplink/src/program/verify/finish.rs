@@ -36,8 +36,7 @@ impl Run<'_> {
                 b,
                 c,
                 bias,
-                accumulate,
-                ..
+                spec,
             } => {
                 if let Some(bias) = bias {
                     touch(self, *bias, AccessMode::Read);
@@ -47,7 +46,7 @@ impl Run<'_> {
                 };
                 touch(self, a, AccessMode::Read);
                 touch(self, b, AccessMode::Read);
-                let mode = if *accumulate {
+                let mode = if spec.accumulate {
                     AccessMode::Update
                 } else {
                     AccessMode::Write

@@ -3,7 +3,7 @@
 use super::diagnostics::Diagnostics;
 use super::kernel;
 use super::link::Links;
-use crate::program::diagnostic::{Diagnostic, DiagnosticKind, Place};
+use crate::program::diagnostic::{Diagnostic, DiagnosticKind};
 use crate::program::ir::Role;
 use crate::program::rank_program::{Operation, OperationKind, RankProgram};
 use crate::program::section::SectionMemory;
@@ -17,15 +17,9 @@ pub(super) fn check(ranks: &[RankProgram], links: &Links, diagnostics: &mut Diag
     let other = |operation: &&Operation| !matches!(operation.kind, OperationKind::Kernel(_));
     for program in ranks {
         if let Some(operation) = program.operations.iter().find(other) {
-            let place = Place {
-                rank: program.rank,
-                site: operation.site.clone(),
-            };
-            let message = format!(
-                "{place}: a program with 'inout' does something else than launch kernels; expected kernels alone"
-            );
-            let kind = DiagnosticKind::Malformed;
-            diagnostics.add_made(Diagnostic::new(kind, message, vec![place]));
+            let at = (program.rank, &operation.site);
+            let message = "a program with 'inout' does something else than launch kernels; expected kernels alone";
+            diagnostics.add_made(Diagnostic::at(DiagnosticKind::Malformed, at, message));
             return;
         }
     }

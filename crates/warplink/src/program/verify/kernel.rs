@@ -11,30 +11,24 @@ use super::link::Links;
 use super::meetings::Meeting;
 use super::state::Run;
 use super::violation::Violations;
-use crate::program::diagnostic::{DiagnosticKind, Place};
-use crate::program::rank_program::{OperationKind, RankProgram};
+use crate::error::Rank;
+use crate::program::diagnostic::{Diagnostic, DiagnosticKind};
+use crate::program::rank_program::RankProgram;
 use crate::program::section::{SectionInstance, too_large};
 
-/// The kernels of all ranks in their order, as `make` changes them.
-pub(super) fn operations(
-    ranks: &[RankProgram],
-    links: &Links,
-    make: impl Fn(&SectionInstance) -> SectionInstance,
-) -> Vec<Vec<SectionInstance>> {
-    let of_meeting = |meeting: &Meeting| {
-        let calls = meeting.calls();
-        calls
-            .filter_map(
-                |(rank, operation)| match &ranks[rank].operations[operation].kind {
-                    OperationKind::Kernel(section) => Some(make(section)),
-                    _ => None,
-                },
-            )
-            .collect::<Vec<_>>()
+/// The kernels of all ranks in their order: of each, the operation of each rank and its section.
+pub(super) fn kernels<'a>(
+    ranks: &'a [RankProgram],
+    links: &'a Links,
+) -> impl Iterator<Item = Vec<(usize, &'a SectionInstance)>> {
+    let of_meeting = |meeting: &'a Meeting| {
+        let section = |(rank, operation): (Rank, usize)| {
+            Some((operation, ranks[rank].operations[operation].kind.section()?))
+        };
+        meeting.calls().map(section).collect::<Option<Vec<_>>>()
     };
-    let all = links.meetings.all.iter().map(of_meeting);
-    all.filter(|sections| sections.len() == ranks.len())
-        .collect()
+    // Those of all ranks are in the host's order.
+    links.meetings.all.iter().filter_map(of_meeting)
 }
 
 /// Checks what the lanes of all kernels do, and gives what they access.
@@ -43,46 +37,27 @@ pub(super) fn check(
     links: &Links,
     diagnostics: &mut Diagnostics<'_>,
 ) -> KernelAccesses {
-    let mut launches: Vec<Launch<'_>> = Vec::new();
-    let mut operations: Vec<Vec<usize>> = Vec::new();
-    // Those of all ranks are in the host's order.
-    for meeting in &links.meetings.all {
-        let mut sections = Vec::with_capacity(ranks.len());
-        let mut places = Vec::with_capacity(ranks.len());
-        for (rank, operation) in meeting.calls() {
-            if let OperationKind::Kernel(section) = &ranks[rank].operations[operation].kind {
-                sections.push(&**section);
-                places.push(operation);
-            }
-        }
-        if sections.len() == ranks.len() {
-            launches.push(Launch::new(sections, launches.is_empty()));
-            operations.push(places);
-        }
-    }
     let mut accesses = KernelAccesses::default();
     // What no kernel can be made of.
-    for (rank, program) in ranks.iter().enumerate() {
-        for operation in &program.operations {
-            if let OperationKind::Kernel(section) = &operation.kind
-                && let Some(message) = too_large(section)
-            {
-                let place = Place {
-                    rank,
-                    site: section.site.clone(),
-                };
-                diagnostics.add(DiagnosticKind::OutOfBounds, vec![place.clone()], |_| {
-                    format!("{place}: {message}; expected a kernel for parts of it")
-                });
-            }
+    for section in ranks.iter().flat_map(RankProgram::sections) {
+        if let Some(message) = too_large(section) {
+            let at = (section.rank, &section.site);
+            let message = format!("{message}; expected a kernel for parts of it");
+            diagnostics.add_made(Diagnostic::at(DiagnosticKind::OutOfBounds, at, message));
         }
     }
+    let kernels: Vec<_> = kernels(ranks, links).collect();
+    let launches = kernels.iter().enumerate().map(|(number, kernel)| {
+        let sections = kernel.iter().map(|(_, section)| *section);
+        Launch::new(sections.collect(), number == 0)
+    });
+    let launches: Vec<Launch<'_>> = launches.collect();
     if launches.is_empty() || !diagnostics.list.is_empty() {
         return accesses;
     }
     let found = lanes::check(ranks, &launches, diagnostics);
-    for (by_rank, operations) in found.into_iter().zip(operations) {
-        for (rank, (does, operation)) in by_rank.into_iter().zip(operations).enumerate() {
+    for (by_rank, kernel) in found.into_iter().zip(kernels) {
+        for (rank, (does, (operation, _))) in by_rank.into_iter().zip(kernel).enumerate() {
             accesses.insert(rank, operation, does);
         }
     }

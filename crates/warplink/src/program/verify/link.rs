@@ -9,6 +9,7 @@ use super::shared::shared_tensors;
 use crate::error::Rank;
 use crate::program::diagnostic::{DiagnosticKind, Place};
 use crate::program::ir::{Backend, Direction, Role, Sharding};
+use crate::program::partners;
 use crate::program::rank_program::{OperationKind, RankProgram, TransferId};
 use std::cell::OnceCell;
 use std::collections::HashMap;
@@ -65,16 +66,6 @@ pub(super) fn link(ranks: &[RankProgram], diagnostics: &mut Diagnostics<'_>) -> 
 
 /// Finds each transfer's partner; one without gets 0, beside the diagnostic.
 fn partners(ranks: &[RankProgram], diagnostics: &mut Diagnostics<'_>) -> Vec<Vec<TransferId>> {
-    type Key = (Direction, Rank, i64, usize);
-    let tables: Vec<HashMap<Key, TransferId>> = ranks
-        .iter()
-        .map(|rank_program| {
-            let keyed = rank_program.transfers.iter().enumerate();
-            keyed
-                .map(|(id, t)| ((t.direction, t.peer, t.tag, t.ordinal), id))
-                .collect()
-        })
-        .collect();
     // For messages only, so made for the ranks that a message is about.
     type Nearest = HashMap<(Direction, Rank), TransferId>;
     let nearest: Vec<OnceCell<Nearest>> = vec![OnceCell::new(); ranks.len()];
@@ -84,36 +75,32 @@ fn partners(ranks: &[RankProgram], diagnostics: &mut Diagnostics<'_>) -> Vec<Vec
             keyed.map(|(id, t)| ((t.direction, t.peer), id)).collect()
         })
     };
-    let mut all = Vec::with_capacity(ranks.len());
-    for (rank, rank_program) in ranks.iter().enumerate() {
-        let mut own = Vec::with_capacity(rank_program.transfers.len());
+    let all = partners::partners(ranks);
+    for (rank, own) in all.iter().enumerate() {
         let mut missing = 0;
-        for (id, transfer) in rank_program.transfers.iter().enumerate() {
-            let opposite = match transfer.direction {
-                Direction::Send => Direction::Receive,
-                Direction::Receive => Direction::Send,
-            };
-            let key = (opposite, rank, transfer.tag, transfer.ordinal);
-            let partner = tables[transfer.peer].get(&key).copied();
-            own.push(partner.unwrap_or(0));
+        for (id, partner) in own.iter().enumerate() {
+            let transfer = &ranks[rank].transfers[id];
             match partner {
                 None if missing > MAX_UNMATCHED => {}
                 None => {
                     missing += 1;
                     // What the peer does share with this rank helps to see the mistake.
-                    let near = nearest_of(transfer.peer).get(&(opposite, rank)).copied();
+                    let key = (transfer.direction.reversed(), rank);
+                    let near = nearest_of(transfer.peer).get(&key).copied();
                     unmatched(ranks, (rank, id), near, diagnostics);
                 }
                 // Once for each pair is enough.
                 Some(partner) if transfer.direction == Direction::Send => {
-                    compare(ranks, (rank, id), partner, diagnostics);
+                    compare(ranks, (rank, id), *partner, diagnostics);
                 }
                 Some(_) => {}
             }
         }
-        all.push(own);
     }
-    all
+    let found = all.into_iter();
+    found
+        .map(|own| own.into_iter().map(Option::unwrap_or_default).collect())
+        .collect()
 }
 
 fn unmatched(

@@ -130,6 +130,30 @@ pub fn verify(
     parameters: &Parameters,
 ) -> Result<Report, Vec<Diagnostic>> {
     let mut diagnostics = Diagnostics::new(program);
+    let ranks = unroll_all(program, world, streams, parameters, &mut diagnostics)?;
+    let mut links = link::link(&ranks, &mut diagnostics);
+    diagnostics.end_of_stage()?;
+    links.kernels = kernel::check(&ranks, &links, &mut diagnostics);
+    diagnostics.end_of_stage()?;
+    simulate::simulate(&ranks, &links, &mut diagnostics);
+    diagnostics.end_of_stage()?;
+    in_place::check(&ranks, &links, &mut diagnostics);
+    diagnostics.end_of_stage()?;
+    let eager_only = capture::eager_only(program, &ranks, &links);
+    Ok(report(&ranks, eager_only))
+}
+
+/// The program of each rank.
+///
+/// # Errors
+/// What is wrong with it on some ranks; once where it is wrong on all.
+fn unroll_all(
+    program: &Program,
+    world: usize,
+    streams: usize,
+    parameters: &Parameters,
+    diagnostics: &mut Diagnostics<'_>,
+) -> Result<Vec<RankProgram>, Vec<Diagnostic>> {
     let mut ranks: Vec<RankProgram> = Vec::with_capacity(world.min(super::unroll::MAX_RANKS));
     let mut budget = Budget::default();
     // A world of none has no rank to refuse it.
@@ -146,16 +170,7 @@ pub fn verify(
         }
     }
     diagnostics.end_of_stage()?;
-    let mut links = link::link(&ranks, &mut diagnostics);
-    diagnostics.end_of_stage()?;
-    links.kernels = kernel::check(&ranks, &links, &mut diagnostics);
-    diagnostics.end_of_stage()?;
-    simulate::simulate(&ranks, &links, &mut diagnostics);
-    diagnostics.end_of_stage()?;
-    in_place::check(&ranks, &links, &mut diagnostics);
-    diagnostics.end_of_stage()?;
-    let eager_only = capture::eager_only(program, &ranks, &links);
-    Ok(report(&ranks, eager_only))
+    Ok(ranks)
 }
 
 /// An order in which the operations of all ranks may be done one after another.

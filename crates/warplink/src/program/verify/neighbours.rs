@@ -1,13 +1,12 @@
 //! Whether ranks keep to the links that connect them.
 
 use super::diagnostics::{Diagnostics, place_of_transfer};
+use super::unroll_all;
 use crate::error::Rank;
 use crate::program::diagnostic::{Diagnostic, DiagnosticKind, Place};
 use crate::program::ir::{Backend, Program};
 use crate::program::parameters::Parameters;
-use crate::program::rank_program::{OperationKind, RankProgram};
 use crate::program::section::{LaneStepKind, SectionInstance};
-use crate::program::unroll::{Budget, unroll_within};
 use std::collections::BTreeSet;
 
 /// Verifies that each rank accesses memory and signals of those ranks only that `linked` says a link connects it with:
@@ -24,15 +23,7 @@ pub fn verify_links(
     linked: impl Fn(Rank, Rank) -> bool,
 ) -> Result<(), Vec<Diagnostic>> {
     let mut diagnostics = Diagnostics::new(program);
-    let mut ranks: Vec<RankProgram> = Vec::with_capacity(world);
-    let mut budget = Budget::default();
-    for rank in 0..world.max(1) {
-        match unroll_within(&mut budget, program, rank, (world, streams), parameters) {
-            Ok(rank_program) => ranks.push(rank_program),
-            Err(diagnostic) => diagnostics.add_made(diagnostic),
-        }
-    }
-    diagnostics.end_of_stage()?;
+    let ranks = unroll_all(program, world, streams, parameters, &mut diagnostics)?;
     for (rank, own) in ranks.iter().enumerate() {
         let apart = |peer: &Rank| *peer != rank && !linked(rank, *peer);
         for (number, transfer) in own.transfers.iter().enumerate() {
@@ -41,10 +32,8 @@ pub fn verify_links(
                 report(&mut diagnostics, place, transfer.peer);
             }
         }
-        for operation in &own.operations {
-            if let OperationKind::Kernel(section) = &operation.kind {
-                of_lanes(section, &apart, &mut diagnostics);
-            }
+        for section in own.sections() {
+            of_lanes(section, &apart, &mut diagnostics);
         }
     }
     diagnostics.end_of_stage()
@@ -97,15 +86,12 @@ fn of_lanes(
 
 /// The ranks whose memory or signals a step accesses. A signal is waited for in the own memory.
 fn reached(kind: &LaneStepKind) -> BTreeSet<Rank> {
-    match kind {
-        LaneStepKind::Move {
-            targets, sources, ..
-        } => targets.iter().chain(sources).map(|it| it.rank).collect(),
-        LaneStepKind::Announce { target, .. } => BTreeSet::from([target.rank]),
-        LaneStepKind::Agree { source, .. } => BTreeSet::from([source.rank]),
-        LaneStepKind::Signal { peer, .. } => BTreeSet::from([*peer]),
-        LaneStepKind::Wait(_) => BTreeSet::new(),
-    }
+    let parts = kind.targets().iter().chain(kind.sources());
+    let signalled = match kind {
+        LaneStepKind::Signal { peer, .. } => Some(*peer),
+        _ => None,
+    };
+    parts.map(|part| part.rank).chain(signalled).collect()
 }
 
 fn report(diagnostics: &mut Diagnostics<'_>, place: Place, peer: Rank) {

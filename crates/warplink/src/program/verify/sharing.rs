@@ -2,13 +2,12 @@
 
 use super::diagnostics::Diagnostics;
 use super::lanes::{self, Launch, Reaches};
-use super::{kernel, link};
+use super::{kernel, link, unroll_all};
 use crate::program::diagnostic::Diagnostic;
 use crate::program::ir::Program;
 use crate::program::parameters::Parameters;
 use crate::program::rank_program::RankProgram;
 use crate::program::section::{SectionInstance, SectionMemory};
-use crate::program::unroll::{Budget, unroll_within};
 
 /// Verifies that the kernels of several programs may use one workspace, in any order: another length, type,
 /// number of lanes or algorithm after this one. Their scratch lies one over the other. Each program alone is
@@ -29,21 +28,15 @@ pub fn verify_sharing(
     let mut followed: Vec<(usize, usize)> = Vec::new();
     for (number, (program, parameters)) in programs.iter().enumerate() {
         let mut diagnostics = Diagnostics::new(program);
-        let mut ranks = Vec::with_capacity(world);
-        let mut budget = Budget::default();
-        for rank in 0..world.max(1) {
-            match unroll_within(&mut budget, program, rank, (world, streams), parameters) {
-                Ok(rank_program) => ranks.push(rank_program),
-                Err(diagnostic) => diagnostics.add_made(diagnostic),
-            }
-        }
-        diagnostics.end_of_stage()?;
+        let ranks = unroll_all(program, world, streams, parameters, &mut diagnostics)?;
         let links = link::link(&ranks, &mut diagnostics);
         diagnostics.end_of_stage()?;
         let first = merged.first().map_or(0, |all| all.tensors.len());
-        kernels.push(kernel::operations(&ranks, &links, |section| {
-            moved(section, first)
-        }));
+        let moved = |kernel: Vec<(usize, &SectionInstance)>| {
+            let sections = kernel.into_iter();
+            sections.map(|(_, section)| moved(section, first)).collect()
+        };
+        kernels.push(kernel::kernels(&ranks, &links).map(moved).collect());
         let why = "other programs write to this workspace between its runs";
         if let Some(diagnostic) = lanes::persistent(kernels[number].iter().flatten(), why) {
             diagnostics.add_made(diagnostic);

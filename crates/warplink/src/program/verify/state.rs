@@ -329,12 +329,8 @@ fn expect_readers(
 }
 
 fn engine(program: &RankProgram) -> Engine {
-    let operations = program.operations.iter().enumerate();
     Engine {
-        order: operations
-            .filter(|(_, operation)| program.is_engine_work(&operation.kind))
-            .map(|(index, _)| index)
-            .collect(),
+        order: program.engine_work().map(|(index, _)| index).collect(),
         done: 0,
     }
 }

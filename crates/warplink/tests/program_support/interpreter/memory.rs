@@ -1,5 +1,6 @@
 //! Memory as numbers, each with the order of its accesses.
 
+use super::outcome::Fault;
 use super::schedule::mix;
 use std::collections::BTreeSet;
 use warplink::program::ir::Role;
@@ -8,23 +9,6 @@ use warplink::program::{RankProgram, TensorId};
 /// Who accesses: a number for each chain of each operation of each run.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Actor(u64);
-
-/// What is wrong with an access or a signal, whatever its value.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) enum Fault {
-    /// A rank's memory is read that nothing wrote in this run.
-    UnwrittenRead { rank: usize, tensor: TensorId },
-    /// A rank's memory is accessed after it was deallocated.
-    Deallocated { rank: usize, tensor: TensorId },
-    /// A rank's output has a part that nothing wrote.
-    UnwrittenOutput { rank: usize, tensor: TensorId },
-    /// A rank's input is written.
-    InputWritten { rank: usize, tensor: TensorId },
-    /// A signal to a rank overwrites a later one.
-    SignalBackwards { rank: usize },
-    /// The caller's stream went on before another stream of the rank was done.
-    LeftOver { rank: usize },
-}
 
 /// An element of a tensor.
 pub(super) type Cell = (usize, TensorId, usize);
@@ -102,9 +86,15 @@ impl Memory {
     pub(super) fn load(&mut self, by: Actor, (rank, tensor, index): Cell) -> f64 {
         let content = self.tensors[rank][tensor][index];
         if content.deallocated {
-            self.faults.insert(Fault::Deallocated { rank, tensor });
+            self.faults.insert(Fault::Deallocated {
+                rank,
+                memory: tensor,
+            });
         } else if !content.written {
-            self.faults.insert(Fault::UnwrittenRead { rank, tensor });
+            self.faults.insert(Fault::UnwrittenRead {
+                rank,
+                memory: tensor,
+            });
         }
         let cell = ((rank << 40) | (tensor << 20) | index) as u64;
         let read = mix(by.0 ^ mix(cell ^ mix(content.history)));
@@ -114,11 +104,17 @@ impl Memory {
 
     pub(super) fn store(&mut self, by: Actor, (rank, tensor, index): Cell, value: f64) {
         if self.inputs[rank][tensor] {
-            self.faults.insert(Fault::InputWritten { rank, tensor });
+            self.faults.insert(Fault::InputWritten {
+                rank,
+                memory: tensor,
+            });
         }
         let content = &mut self.tensors[rank][tensor][index];
         if content.deallocated {
-            self.faults.insert(Fault::Deallocated { rank, tensor });
+            self.faults.insert(Fault::Deallocated {
+                rank,
+                memory: tensor,
+            });
         }
         content.value = value;
         content.written = true;
@@ -147,7 +143,10 @@ impl Memory {
             }
             for index in 0..self.tensors[rank][tensor].len() {
                 if !self.tensors[rank][tensor][index].written {
-                    self.faults.insert(Fault::UnwrittenOutput { rank, tensor });
+                    self.faults.insert(Fault::UnwrittenOutput {
+                        rank,
+                        memory: tensor,
+                    });
                     outputs.push(f64::NAN);
                 } else {
                     outputs.push(self.load(Actor::caller(rank, run), (rank, tensor, index)));

@@ -10,10 +10,12 @@
 
 mod memory;
 mod operation;
+mod outcome;
 mod schedule;
 mod step;
 
-pub(crate) use memory::{Fault, input};
+pub(crate) use memory::input;
+pub(crate) use outcome::{Fault, Outcome, agreed, race};
 pub(crate) use schedule::{Engine, Hold, Pick, Random, Schedule, Submission, mix};
 
 use memory::{Actor, Memory};
@@ -24,19 +26,6 @@ use warplink::program::{Backend, OperationKind, RankProgram, TransferId, Transfe
 
 /// How often the program is run.
 pub(crate) const RUNS: usize = 2;
-
-/// How a play ended.
-#[derive(Clone, Debug, PartialEq)]
-pub(crate) struct Outcome {
-    /// Nobody could take a step, and not everybody was done.
-    pub(crate) stuck: bool,
-    /// The outputs of each run and rank.
-    pub(crate) outputs: Vec<Vec<f64>>,
-    /// Stands for the order of all accesses to the same cells.
-    pub(crate) order: u64,
-    /// What is wrong whatever the values are.
-    pub(crate) faults: BTreeSet<Fault>,
-}
 
 /// The programs of all ranks, ready to be played.
 pub(crate) struct Interpreter<'a> {

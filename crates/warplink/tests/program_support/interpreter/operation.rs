@@ -101,16 +101,11 @@ impl Play<'_> {
                 parts.chains.push(halves.map(step).into());
             }
             OperationKind::Matmul {
+                spec,
                 a,
                 b,
                 c,
                 bias,
-                transposed,
-                m,
-                n,
-                k,
-                accumulate,
-                ..
             } => {
                 let product = Product {
                     rank,
@@ -118,24 +113,16 @@ impl Play<'_> {
                     a: a.clone(),
                     b: b.clone(),
                     bias: *bias,
-                    columns: *n,
-                    transposed: *transposed,
-                    rows: *m,
-                    depth: *k,
-                    accumulate: *accumulate,
+                    spec: *spec,
                 };
                 parts.chains.push(product.steps());
             }
             OperationKind::PostMatmul {
+                spec,
                 group,
                 a,
                 b,
                 bias,
-                transposed,
-                m,
-                n,
-                k,
-                ..
             } => {
                 for ((&id, &number), a) in group.iter().zip(numbers).zip(a) {
                     let (peer, partner) = self.peer(rank, id);
@@ -145,11 +132,7 @@ impl Play<'_> {
                         a: (*a).into(),
                         b: (*b).into(),
                         bias: *bias,
-                        columns: *n,
-                        transposed: *transposed,
-                        rows: *m,
-                        depth: *k,
-                        accumulate: false,
+                        spec: *spec,
                     };
                     let (mut chain, told) = self.signals_around(rank, run, (id, number));
                     chain.extend(product.steps());

@@ -1,11 +1,12 @@
 //! Small steps that operations are made of.
 
-use super::memory::{Actor, Fault};
+use super::memory::Actor;
+use super::outcome::Fault;
 use super::schedule::{Engine, Submission};
 use super::{Contribution, Meeting, Play};
 use std::ops::Range as Rows;
 use warplink::DType;
-use warplink::device::{Factor, ReduceOp};
+use warplink::device::{Factor, MatmulSpec, ReduceOp};
 use warplink::program::ir::{Collective, ElementwiseOp};
 use warplink::program::{Area, Range, RankProgram, TransferId};
 
@@ -58,18 +59,13 @@ pub(super) struct Product {
     pub(super) a: Area,
     pub(super) b: Area,
     pub(super) bias: Option<Range>,
-    /// Whether memory holds the transposes of `a` and `b`.
-    pub(super) transposed: [bool; 2],
-    pub(super) rows: usize,
-    pub(super) columns: usize,
-    pub(super) depth: usize,
-    pub(super) accumulate: bool,
+    pub(super) spec: MatmulSpec,
 }
 
 impl Product {
     /// In two halves, so that others may come in between.
     pub(super) fn steps(self) -> Vec<Step> {
-        let rows = self.rows;
+        let rows = self.spec.m;
         [0..rows / 2, rows / 2..rows]
             .map(|rows| Step::Multiply(self.clone(), rows))
             .to_vec()
@@ -228,18 +224,18 @@ impl Play<'_> {
             .map(|range| (range.tensor, elements(program, &range).0));
         let c = elements_of(&self.ranks[product.rank], &product.c);
         for row in rows {
-            for column in 0..product.columns {
+            for column in 0..product.spec.n {
                 let mut value = 0.0;
-                for depth in 0..product.depth {
-                    let left = if product.transposed[0] {
-                        depth * product.rows + row
+                for depth in 0..product.spec.k {
+                    let left = if product.spec.transposed_a {
+                        depth * product.spec.m + row
                     } else {
-                        row * product.depth + depth
+                        row * product.spec.k + depth
                     };
-                    let right = if product.transposed[1] {
-                        column * product.depth + depth
+                    let right = if product.spec.transposed_b {
+                        column * product.spec.k + depth
                     } else {
-                        depth * product.columns + column
+                        depth * product.spec.n + column
                     };
                     let (left, right) = ((rank, a.0, a.1[left]), (rank, b.0, b.1[right]));
                     value += self.memory.load(by, left) * self.memory.load(by, right);
@@ -247,9 +243,9 @@ impl Play<'_> {
                 if let Some((tensor, first)) = bias {
                     value += self.memory.load(by, (rank, tensor, first + column));
                 }
-                let index = c[row * product.columns + column];
+                let index = c[row * product.spec.n + column];
                 let target = (product.rank, product.c.span.tensor, index);
-                if product.accumulate {
+                if product.spec.accumulate {
                     value += self.memory.load(by, target);
                 }
                 self.memory.store(by, target, value);

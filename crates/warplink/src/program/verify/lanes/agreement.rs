@@ -1,10 +1,10 @@
 //! What ranks announce of a launch: all the same, or the launch fails.
 
-use super::memory::Actor;
 use super::report::{place, told};
 use super::run::{Place, Run};
 use crate::error::Rank;
 use crate::program::diagnostic::DiagnosticKind;
+use crate::program::machine::Actor;
 use crate::program::section::Part;
 use crate::program::verify::diagnostics::Diagnostics;
 use std::collections::BTreeMap;

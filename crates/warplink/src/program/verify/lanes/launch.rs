@@ -1,13 +1,14 @@
 //! What happens between launches: lanes start and end, and the rank's stream uses its tensors.
 
 use super::Does;
-use super::memory::{Actor, Bytes, STREAM, Stamp, Touch};
-use super::run::{Place, Run, join};
+use super::memory::{Bytes, Knowledge, STREAM, Stamp, Touch};
+use super::run::{Place, Run};
 use crate::error::Rank;
 use crate::program::diagnostic::{Diagnostic, DiagnosticKind};
 use crate::program::ir::Role;
+use crate::program::machine::{Actor, Machine};
 use crate::program::rank_program::Range;
-use crate::program::section::{LaneStepKind, Packing, Part, SectionMemory, WorkspaceLayout};
+use crate::program::section::{LaneStep, Packing, Part, SectionMemory, WorkspaceLayout};
 use crate::program::verify::kernel_accesses::OnRank;
 use crate::program::verify::memory::Mode as AccessMode;
 
@@ -48,66 +49,59 @@ impl Run<'_> {
     }
 
     /// Starts the lanes of a rank's next launch.
-    pub(super) fn launch(&mut self, rank: Rank) -> Result<(), Diagnostic> {
+    pub(super) fn launch(
+        &mut self,
+        rank: Rank,
+        machine: &mut Machine<Knowledge>,
+    ) -> Result<(), Diagnostic> {
         let number = self.streams[rank].launch;
         if number == self.sequence.len() {
             return Ok(());
         }
-        let section = self.section(number, rank);
-        self.streams[rank].left = section.lanes;
         self.release(rank);
-        for lane in 0..section.lanes {
-            let index = rank * self.width + lane;
+        let lanes = self.section(number, rank).lanes;
+        let mut all = Vec::with_capacity(lanes);
+        for lane in 0..lanes {
             let steps = self.steps(number, rank, lane)?;
             self.count(rank, &steps)?;
-            let state = &mut self.lanes[index];
-            state.steps = steps;
-            state.next = 0;
-            state.running = true;
             // Times of a lane count on from launch to launch.
-            let own = self.streams[rank].knows.clone();
-            join(&mut state.knows, &own);
-            self.note_waits(number, rank, lane);
-            self.wake(index);
+            let index = self.lane_number(rank, lane);
+            self.knows[index].join(&self.streams[rank].knows);
+            self.note_waits(number, rank, &steps);
+            all.push(steps);
         }
-        self.check_inputs(number, rank)
+        self.check_inputs(number, rank, &all)?;
+        machine.start(rank, number, all);
+        Ok(())
     }
 
     /// Refuses writes to what the caller lends for reading.
-    fn check_inputs(&self, number: usize, rank: Rank) -> Result<(), Diagnostic> {
-        let section = self.section(number, rank);
+    fn check_inputs(
+        &self,
+        number: usize,
+        rank: Rank,
+        lanes: &[Vec<LaneStep>],
+    ) -> Result<(), Diagnostic> {
         // It does the same in later launches.
         if self.accesses[self.sequence[number]][rank].is_some() {
             return Ok(());
         }
-        for lane in 0..section.lanes {
-            for step in &self.lanes[rank * self.width + lane].steps {
-                let LaneStepKind::Move { targets, .. } = &step.kind else {
+        for step in lanes.iter().flatten() {
+            for target in step.kind.targets() {
+                // A name may stand for one tensor on this rank, and for another where it is written.
+                let theirs = self.section(number, target.rank);
+                let tensor = &theirs.tensors[target.tensor];
+                let SectionMemory::Tensor(id) = tensor.memory else {
                     continue;
                 };
-                for target in targets {
-                    // A name may stand for one tensor on this rank, and for another where it is written.
-                    let theirs = self.section(number, target.rank);
-                    let tensor = &theirs.tensors[target.tensor];
-                    let SectionMemory::Tensor(id) = tensor.memory else {
-                        continue;
-                    };
-                    let role = self.ranks[target.rank].tensors[id].role;
-                    if tensor.read_only || role == Role::Input {
-                        let place = crate::program::diagnostic::Place {
-                            rank,
-                            site: step.site.clone(),
-                        };
-                        let message = format!(
-                            "{place}: the input '{}' is written; expected an output or an allocated tensor",
-                            tensor.name
-                        );
-                        return Err(Diagnostic::new(
-                            DiagnosticKind::InputWritten,
-                            message,
-                            vec![place],
-                        ));
-                    }
+                let role = self.ranks[target.rank].tensors[id].role;
+                if tensor.read_only || role == Role::Input {
+                    let message = format!(
+                        "the input '{}' is written; expected an output or an allocated tensor",
+                        tensor.name
+                    );
+                    let at = (rank, &step.site);
+                    return Err(Diagnostic::at(DiagnosticKind::InputWritten, at, message));
                 }
             }
         }
@@ -117,6 +111,10 @@ impl Run<'_> {
     /// Between two launches, the stream writes all tensors.
     pub(super) fn end(&mut self, rank: Rank) {
         let number = self.streams[rank].launch;
+        for lane in 0..self.section(number, rank).lanes {
+            let index = self.lane_number(rank, lane);
+            self.streams[rank].knows.join(&self.knows[index]);
+        }
         self.note_accesses(number, rank);
         let time = self.tick_stream(rank);
         let stamp = Stamp {
@@ -203,32 +201,17 @@ impl Run<'_> {
         kernels.map(of_kernel).collect()
     }
 
-    /// Notes on which ranks the lanes of a launch wait, and for which.
-    fn note_waits(&mut self, number: usize, rank: Rank, lane: usize) {
-        let kernel = self.sequence[number];
-        for step in &self.lanes[rank * self.width + lane].steps {
-            let other = match &step.kind {
-                LaneStepKind::Wait(peer) | LaneStepKind::Agree { peer, .. } => *peer,
-                LaneStepKind::Announce { target, .. } => target.rank,
-                LaneStepKind::Move {
-                    targets, elements, ..
-                } => {
-                    let section = self.section(number, rank);
-                    let packets = |part: &&Part| {
-                        let scratch = section.scratch_of(part.tensor);
-                        scratch.is_some_and(|scratch| scratch.packing.is_packets())
-                    };
-                    let to = targets.iter().filter(|_| *elements > 0).filter(packets);
-                    for target in to {
-                        self.waits[kernel][target.rank] = true;
-                        self.waits[kernel][rank] = true;
-                    }
-                    continue;
-                }
-                LaneStepKind::Signal { .. } => continue,
-            };
-            self.waits[kernel][other] = true;
-            self.waits[kernel][rank] = true;
+    /// Notes on which ranks a lane of a launch waits, and for which.
+    fn note_waits(&mut self, number: usize, rank: Rank, steps: &[LaneStep]) {
+        let section = self.section(number, rank);
+        let waits = &mut self.waits[self.sequence[number]];
+        for step in steps.iter().filter(|step| !step.kind.is_empty()) {
+            let to = step.kind.targets().iter();
+            let packets = to.filter(|target| section.packets_of(target).is_some());
+            for other in packets.map(|target| target.rank).chain(step.kind.awaits()) {
+                waits[other] = true;
+                waits[rank] = true;
+            }
         }
     }
 }

@@ -1,18 +1,9 @@
 //! Accesses of lanes to bytes, and the order between them.
 
+use crate::program::machine::Actor;
 use crate::program::verify::clock::{Clock, Snapshot};
 use std::collections::BTreeMap;
 use std::ops::Range;
-
-/// Which step of which lane, in which launch.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Actor {
-    pub(super) launch: u32,
-    pub(super) rank: u32,
-    /// [`STREAM`] for the stream that launches.
-    pub(super) lane: u32,
-    pub(super) step: u32,
-}
 
 /// In the place of a lane: the rank's stream, between two launches.
 pub(super) const STREAM: u32 = u32::MAX;
@@ -102,6 +93,18 @@ pub(super) enum Touch {
 }
 
 impl Knowledge {
+    /// Counts one more step of `stream`, whose knowledge it is.
+    pub(super) fn tick(&mut self, stream: usize) -> u32 {
+        self.over.tick(stream);
+        self.seen.tick(stream)
+    }
+
+    /// Adds what another lane or stream knows.
+    pub(super) fn join(&mut self, other: &Self) {
+        self.seen.join(&other.seen);
+        self.over.join(&other.over);
+    }
+
     fn sees(&self, stamp: &Stamp) -> bool {
         self.seen.get(stamp.stream as usize) >= stamp.time
     }

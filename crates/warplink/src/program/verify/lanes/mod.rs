@@ -25,7 +25,7 @@ pub(super) use reach::{Reach, Reaches};
 use super::diagnostics::Diagnostics;
 use super::kernel_accesses::OnRank;
 use super::memory::Mode as AccessMode;
-use crate::program::diagnostic::{Diagnostic, DiagnosticKind, Place};
+use crate::program::diagnostic::{Diagnostic, DiagnosticKind};
 use crate::program::ir::Program;
 use crate::program::rank_program::{Range, RankProgram};
 use crate::program::section::{MAX_PERIOD, SectionInstance};
@@ -154,16 +154,12 @@ pub(super) fn persistent<'a>(
         tensors.filter_map(move |tensor| Some((section.rank, section.scratch_of(tensor)?)))
     });
     let (rank, scratch) = all.find(|(_, scratch)| scratch.persistent)?;
-    let place = Place {
-        rank,
-        site: scratch.site.clone(),
-    };
     let message = format!(
-        "{place}: the scratch '{}' persists, but {why}; expected scratch that each run writes before it reads it",
+        "the scratch '{}' persists, but {why}; expected scratch that each run writes before it reads it",
         scratch.name
     );
-    let kind = DiagnosticKind::Malformed;
-    Some(Diagnostic::new(kind, message, vec![place]))
+    let at = (rank, &scratch.site);
+    Some(Diagnostic::at(DiagnosticKind::Malformed, at, message))
 }
 
 /// What a kernel does that does the one or the other.
@@ -191,16 +187,12 @@ pub(super) fn period<'a>(
         let shared = gcd(period, section.period);
         period = (period / shared).saturating_mul(section.period);
         if period > MAX_PERIOD {
-            let place = Place {
-                rank: section.rank,
-                site: section.site.clone(),
-            };
             let message = format!(
-                "{place}: the remainders of the epoch in this kernel and others repeat after {period} launches only; \
+                "the remainders of the epoch in this kernel and others repeat after {period} launches only; \
                  expected at most {MAX_PERIOD}"
             );
-            let kind = DiagnosticKind::Malformed;
-            return Err(Diagnostic::new(kind, message, vec![place]));
+            let at = (section.rank, &section.site);
+            return Err(Diagnostic::at(DiagnosticKind::Malformed, at, message));
         }
     }
     Ok(period as usize)
@@ -228,12 +220,12 @@ pub(super) fn follow(
     diagnostics: &mut Diagnostics<'_>,
 ) -> Vec<Does> {
     let run = Run::new(ranks, kernels, sequence).and_then(|mut run| {
-        run.go()?;
-        Ok(run)
+        let machine = run.go()?;
+        Ok((run, machine))
     });
     match run {
-        Ok(run) => {
-            report::report(&run, diagnostics);
+        Ok((run, machine)) => {
+            report::report(&run, &machine, diagnostics);
             run.done()
         }
         Err(diagnostic) => {

@@ -1,6 +1,6 @@
 //! In which lanes announced tensors are reachable, and the order of launches in which that is followed.
 
-use crate::program::diagnostic::{Diagnostic, DiagnosticKind, Place};
+use crate::program::diagnostic::{Diagnostic, DiagnosticKind};
 use crate::program::section::SectionInstance;
 use std::rc::Rc;
 
@@ -46,12 +46,8 @@ impl Reaches {
     /// Where the section asks too much.
     pub(in crate::program::verify) fn of(section: &SectionInstance) -> Result<Self, Diagnostic> {
         let cases = section.reachable_cases().map_err(|message| {
-            let place = Place {
-                rank: section.rank,
-                site: section.site.clone(),
-            };
-            let message = format!("{place}: {message}");
-            Diagnostic::new(DiagnosticKind::Malformed, message, vec![place])
+            let at = (section.rank, &section.site);
+            Diagnostic::at(DiagnosticKind::Malformed, at, message)
         })?;
         let cases: Vec<Rc<[usize]>> = cases.into_iter().map(Rc::from).collect();
         let both = |bit: u32, with: &Rc<[usize]>, without: &Rc<[usize]>| Reach {

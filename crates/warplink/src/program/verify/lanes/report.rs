@@ -1,25 +1,30 @@
 //! What lanes did wrong, in words.
 
 use super::agreement;
-use super::memory::{Actor, STREAM, Was, Wrong};
+use super::memory::{Knowledge, STREAM, Was, Wrong};
 use super::run::{Finding, Place as Memory, Run};
 use crate::error::Rank;
-use crate::program::diagnostic::{DiagnosticKind, Place};
+use crate::program::diagnostic::{Diagnostic, DiagnosticKind, Place};
+use crate::program::machine::{Actor, Machine};
 use crate::program::rank_program::{Range, Site};
-use crate::program::section::{LaneStep, LaneStepKind, SectionInstance};
+use crate::program::section::{LaneStep, LaneStepKind, Part, SectionInstance};
 use crate::program::text::summary;
-use crate::program::verify::diagnostics::Diagnostics;
+use crate::program::verify::diagnostics::{Diagnostics, chained};
 use std::sync::Arc;
 
 /// The most links of a chain that a message spells out.
 const MAX_SAID: usize = 4;
 
 /// Reports what is wrong: unordered accesses, lanes that never end, signals that nobody waits for.
-pub(super) fn report(run: &Run<'_>, diagnostics: &mut Diagnostics<'_>) {
+pub(super) fn report(
+    run: &Run<'_>,
+    machine: &Machine<Knowledge>,
+    diagnostics: &mut Diagnostics<'_>,
+) {
     crossed_signals(run, diagnostics);
     // What is left over lets later launches run ahead, and is the cause of what they do wrong.
     if run.is_over() {
-        lost_signals(run, diagnostics);
+        lost_signals(run, machine, diagnostics);
         outliving_signals(run, diagnostics);
     }
     let (unwritten, races): (Vec<&Finding>, Vec<&Finding>) = run
@@ -37,7 +42,7 @@ pub(super) fn report(run: &Run<'_>, diagnostics: &mut Diagnostics<'_>) {
         }
     }
     if !run.is_over() {
-        stuck(run, diagnostics);
+        stuck(run, machine, diagnostics);
     } else if diagnostics.list.is_empty() {
         agreement::report(run, diagnostics);
         circles(run, diagnostics);
@@ -84,166 +89,103 @@ fn say(run: &Run<'_>, finding: &Finding, diagnostics: &mut Diagnostics<'_>) {
     let name = run.name_of(actor, part);
     let owner = part.rank;
     let verb = if *writes { "writes" } else { "reads" };
-    match wrong {
-        Wrong::Unordered(other, was) if actor.lane == STREAM => {
-            let places = vec![place(run, other)];
-            let did = match was {
-                Was::Read => "reads",
-                Was::Write => "writes",
-            };
-            diagnostics.add(DiagnosticKind::Race, places.clone(), |said| {
-                format!(
-                    "{} {did} '{name}' of rank {owner}, which does not wait until that is done before its \
-                     launch {} ends",
-                    told(run, said, other, &places[0]),
-                    actor.launch
-                )
-            });
+    let (kind, actors) = match wrong {
+        Wrong::Unordered(other, _) if actor.lane == STREAM => (DiagnosticKind::Race, vec![other]),
+        Wrong::Unordered(other, _) if other.lane == STREAM => (DiagnosticKind::Race, vec![actor]),
+        Wrong::Unordered(other, _) | Wrong::Overwritten(other) | Wrong::SameFlag(other) => {
+            (DiagnosticKind::Race, vec![actor, other])
         }
-        // The rank had ended its launch when it was accessed there.
-        Wrong::Unordered(other, _)
-            if other.lane == STREAM && other.step == 1 && actor.launch <= other.launch =>
-        {
-            let places = vec![place(run, actor)];
-            diagnostics.add(DiagnosticKind::Race, places.clone(), |said| {
+        Wrong::Unwritten => (DiagnosticKind::UnwrittenRead, vec![actor]),
+        Wrong::Stale(other) => (DiagnosticKind::UnwrittenRead, vec![actor, other]),
+    };
+    let mut places: Vec<Place> = actors.iter().map(|actor| place(run, actor)).collect();
+    places.dedup();
+    diagnostics.add(kind, places.clone(), |said| {
+        let first = told(run, said, actors[0], &places[0]);
+        // The other step, where the two are not at one place.
+        let second = places
+            .get(1)
+            .map(|place| told(run, said, actors[1], place));
+        let did = match wrong {
+            Wrong::Unordered(_, Was::Read) => "reads",
+            _ => "writes",
+        };
+        match (wrong, second) {
+            (Wrong::Unordered(..), _) if actor.lane == STREAM => format!(
+                "{first} {did} '{name}' of rank {owner}, which does not wait until that is done before its launch \
+                 {} ends",
+                actor.launch
+            ),
+            // The rank had ended its launch when it was accessed there.
+            (Wrong::Unordered(other, _), _)
+                if other.lane == STREAM && other.step == 1 && actor.launch <= other.launch =>
+            {
                 format!(
-                    "{} {verb} '{name}' of rank {owner}, which does not wait until that is done before its \
+                    "{first} {verb} '{name}' of rank {owner}, which does not wait until that is done before its \
                      launch {} ends",
-                    told(run, said, actor, &places[0]),
                     other.launch
                 )
-            });
+            }
+            (Wrong::Unordered(other, _), _) if other.lane == STREAM => format!(
+                "{first} {verb} '{name}' of rank {owner} without waiting until that rank's launch {} has started",
+                actor.launch
+            ),
+            (Wrong::Unordered(..), Some(second)) => format!(
+                "{first} {verb} '{name}' of rank {owner}, unordered with {second}, which {did} it"
+            ),
+            (Wrong::Unordered(..), None) => format!(
+                "{first} {verb} '{name}' of rank {owner} and {did} overlapping elements of it, in no order among its \
+                 threads"
+            ),
+            (Wrong::Unwritten, _) => {
+                format!("{first} reads '{name}' of rank {owner}, which nothing wrote before")
+            }
+            (Wrong::Stale(_), second) => format!(
+                "{first} reads '{name}' of rank {owner}, which nothing wrote in this run of the program since {} did in \
+                 an earlier one; expected it to be written in each run, or 'scratch persistent {name}'",
+                second.unwrap_or_default()
+            ),
+            (Wrong::Overwritten(_), second) => format!(
+                "{first} waits for packets in '{name}' of rank {owner} that {} may overwrite before they are read",
+                second.unwrap_or_default()
+            ),
+            (Wrong::SameFlag(_), second) => format!(
+                "{first} stores packets in '{name}' of rank {owner} where {} stored packets in the same launch; a \
+                 reader cannot tell one from the other",
+                second.unwrap_or_else(|| first.clone())
+            ),
         }
-        Wrong::Unordered(other, _) if other.lane == STREAM => {
-            let places = vec![place(run, actor)];
-            diagnostics.add(DiagnosticKind::Race, places.clone(), |said| {
-                format!(
-                    "{} {verb} '{name}' of rank {owner} without waiting until that rank's launch {} has \
-                     started",
-                    told(run, said, actor, &places[0]),
-                    actor.launch
-                )
-            });
-        }
-        Wrong::Unordered(other, was) => {
-            let mut places = vec![place(run, actor), place(run, other)];
-            places.dedup();
-            let did = match was {
-                Was::Read => "reads",
-                Was::Write => "writes",
-            };
-            diagnostics.add(DiagnosticKind::Race, places.clone(), |said| match &places[..] {
-                [one, two] => format!(
-                    "{} {verb} '{name}' of rank {owner}, unordered with {}, which {did} it",
-                    told(run, said, actor, one),
-                    told(run, said, other, two)
-                ),
-                _ => format!(
-                    "{} {verb} '{name}' of rank {owner} and {did} overlapping elements of it, in no order \
-                     among its threads",
-                    told(run, said, actor, &places[0])
-                ),
-            });
-        }
-        Wrong::Unwritten => {
-            let places = vec![place(run, actor)];
-            diagnostics.add(DiagnosticKind::UnwrittenRead, places.clone(), |said| {
-                format!(
-                    "{} reads '{name}' of rank {owner}, which nothing wrote before",
-                    told(run, said, actor, &places[0])
-                )
-            });
-        }
-        Wrong::Stale(other) => {
-            let places = vec![place(run, actor), place(run, other)];
-            diagnostics.add(DiagnosticKind::UnwrittenRead, places.clone(), |said| {
-                format!(
-                    "{} reads '{name}' of rank {owner}, which nothing wrote in this run of the program since {} \
-                     did in an earlier one; expected it to be written in each run, or 'scratch persistent {name}'",
-                    told(run, said, actor, &places[0]),
-                    told(run, said, other, &places[1])
-                )
-            });
-        }
-        Wrong::Overwritten(other) => {
-            let places = vec![place(run, actor), place(run, other)];
-            diagnostics.add(DiagnosticKind::Race, places.clone(), |said| {
-                format!(
-                    "{} waits for packets in '{name}' of rank {owner} that {} may overwrite before they \
-                     are read",
-                    told(run, said, actor, &places[0]),
-                    told(run, said, other, &places[1])
-                )
-            });
-        }
-        Wrong::SameFlag(other) => {
-            let mut places = vec![place(run, actor), place(run, other)];
-            places.dedup();
-            diagnostics.add(DiagnosticKind::Race, places.clone(), |said| {
-                format!(
-                    "{} stores packets in '{name}' of rank {owner} where {} stored packets in the same \
-                     launch; a reader cannot tell one from the other",
-                    told(run, said, actor, &places[0]),
-                    told(run, said, other, places.last().unwrap_or(&places[0]))
-                )
-            });
-        }
-    }
-}
-
-/// The step that a lane is held up at.
-fn at(run: &Run<'_>, lane: usize) -> Actor {
-    let rank = lane / run.width;
-    Actor {
-        launch: run.launch_of(rank) as u32,
-        rank: rank as u32,
-        lane: (lane % run.width) as u32,
-        step: run.lanes[lane].next as u32,
-    }
+    });
 }
 
 /// Reports who waits for whom: from the first lane that does not end, as far as that leads.
-fn stuck(run: &Run<'_>, diagnostics: &mut Diagnostics<'_>) {
-    let held = run
-        .lanes
-        .iter()
-        .enumerate()
-        .filter(|(_, lane)| lane.running);
-    let Some(first) = held.map(|(index, _)| index).min_by_key(|index| {
-        // The launch before holds up the next.
-        (run.launch_of(index / run.width), *index)
-    }) else {
-        return;
-    };
-    let (mut chain, mut next) = (Vec::new(), Some(first));
+fn stuck(run: &Run<'_>, machine: &Machine<Knowledge>, diagnostics: &mut Diagnostics<'_>) {
+    // The launch before holds up the next.
+    let mut next = machine
+        .blocked()
+        .min_by_key(|actor| (actor.launch, actor.rank, actor.lane));
+    let mut chain: Vec<Actor> = Vec::new();
     let mut circle = false;
-    while let Some(lane) = next {
-        if chain.contains(&lane) {
-            circle = true;
+    while let Some(actor) = next {
+        circle = chain.contains(&actor);
+        if circle {
             break;
         }
-        chain.push(lane);
-        next = waits_for(run, lane).filter(|other| run.lanes[*other].running);
+        chain.push(actor);
+        next = waits_for(machine, &actor);
     }
-    let places: Vec<Place> = chain
-        .iter()
-        .map(|lane| place(run, &at(run, *lane)))
-        .collect();
+    let places: Vec<Place> = chain.iter().map(|actor| place(run, actor)).collect();
+    if places.is_empty() {
+        return;
+    }
     let mut once = places.clone();
     once.dedup();
     diagnostics.add(DiagnosticKind::Deadlock, once, |said| {
-        let mut message = String::new();
-        for (position, (lane, place)) in chain.iter().zip(&places).take(MAX_SAID).enumerate() {
-            let lead = if position == 0 { "" } else { "; " };
-            message += &format!(
-                "{lead}{} waits for {}",
-                told(run, said, &at(run, *lane), place),
-                what(run, *lane)
-            );
-        }
-        if chain.len() > MAX_SAID {
-            message += &format!("; and {} more like these", chain.len() - MAX_SAID);
-        }
+        let links = chain.iter().zip(&places).map(|(actor, place)| {
+            let step = told(run, said, actor, place);
+            format!("{step} waits for {}", what(run, machine, actor))
+        });
+        let mut message = chained(links, MAX_SAID);
         if circle {
             message += "; each waits for the next and the last for one before it";
         }
@@ -251,46 +193,42 @@ fn stuck(run: &Run<'_>, diagnostics: &mut Diagnostics<'_>) {
     });
 }
 
-/// The lane that another waits for, where it waits for a signal.
-fn waits_for(run: &Run<'_>, lane: usize) -> Option<usize> {
-    let state = &run.lanes[lane];
-    match &state.steps.get(state.next)?.kind {
-        LaneStepKind::Wait(peer) => {
-            let (rank, number) = (lane / run.width, lane % run.width);
-            let wakes = |step: &LaneStep| matches!(step.kind, LaneStepKind::Signal { peer, lane } if (peer, lane) == (rank, number));
-            // The lane that has yet to signal, or that of the same number, which may be a launch behind.
-            let all = peer * run.width..(peer + 1) * run.width;
-            let mut late = all.filter(|other| {
-                let state = &run.lanes[*other];
-                state.running && state.steps[state.next..].iter().any(wakes)
-            });
-            Some(late.next().unwrap_or(peer * run.width + number))
-        }
-        _ => None,
-    }
+/// The blocked lane that another waits for, where it waits for a signal.
+fn waits_for(machine: &Machine<Knowledge>, actor: &Actor) -> Option<Actor> {
+    let LaneStepKind::Wait(peer) = machine.steps_from(actor).first()?.kind else {
+        return None;
+    };
+    let waiting = (actor.rank as Rank, actor.lane as usize);
+    let wakes = |step: &LaneStep| matches!(step.kind, LaneStepKind::Signal { peer, lane } if (peer, lane) == waiting);
+    let others = || machine.blocked().filter(|it| it.rank as Rank == peer);
+    // The lane that has yet to signal, or that of the same number, which may be a launch behind.
+    let late = others().find(|other| machine.steps_from(other).iter().any(wakes));
+    late.or_else(|| others().find(|other| other.lane == actor.lane))
 }
 
 /// What a lane waits for, in words.
-fn what(run: &Run<'_>, lane: usize) -> String {
-    let (rank, number) = (lane / run.width, lane % run.width);
-    let state = &run.lanes[lane];
-    match state.steps.get(state.next).map(|step| &step.kind) {
+fn what(run: &Run<'_>, machine: &Machine<Knowledge>, actor: &Actor) -> String {
+    let (rank, lane) = (actor.rank as Rank, actor.lane as usize);
+    match machine.steps_from(actor).first().map(|step| &step.kind) {
         Some(LaneStepKind::Wait(peer)) => {
-            let word = run.words.get(&(rank, number, *peer));
+            let word = machine.words.get(&(rank, lane, *peer));
             let awaited = word.map_or(0, |word| word.awaited) + 1;
             format!("signal {awaited} of rank {peer}, which never arrives")
         }
         Some(LaneStepKind::Agree { peer, .. }) => {
             format!("the announcement of rank {peer}, which never arrives")
         }
-        Some(LaneStepKind::Move { sources, .. }) => {
-            let actor = at(run, lane);
-            let packets = sources.iter().filter(|part| run.is_packets(&actor, part));
-            let mut names: Vec<&str> = packets.map(|part| run.name_of(&actor, part)).collect();
+        Some(kind) => {
+            let section = |part: &Part| run.section(actor.launch as usize, part.rank);
+            let packets = kind
+                .sources()
+                .iter()
+                .filter(|part| section(part).packets_of(part).is_some());
+            let mut names: Vec<&str> = packets.map(|part| run.name_of(actor, part)).collect();
             names.dedup();
             format!("packets in '{}', which do not come", names.join("' or '"))
         }
-        _ => "nothing".to_owned(),
+        None => "nothing".to_owned(),
     }
 }
 
@@ -326,8 +264,8 @@ fn outliving_signals(run: &Run<'_>, diagnostics: &mut Diagnostics<'_>) {
 }
 
 /// Signals that nobody waits for are taken for those of the next launch.
-fn lost_signals(run: &Run<'_>, diagnostics: &mut Diagnostics<'_>) {
-    for ((rank, _, _), word) in &run.words {
+fn lost_signals(run: &Run<'_>, machine: &Machine<Knowledge>, diagnostics: &mut Diagnostics<'_>) {
+    for ((rank, _, _), word) in &machine.words {
         let Some(last) = word.last.filter(|_| word.signalled > word.awaited) else {
             continue;
         };
@@ -373,15 +311,11 @@ fn accessing(run: &Run<'_>, launch: usize, rank: Rank, range: &Range) -> Option<
         for lane in 0..run.section(launch, of).lanes {
             let steps = run.steps(launch, of, lane).ok()?;
             let touches = |step: &LaneStep| {
-                let LaneStepKind::Move {
-                    targets, sources, ..
-                } = &step.kind
-                else {
-                    return false;
-                };
-                let mut parts = targets
+                let kind = &step.kind;
+                let mut parts = kind
+                    .targets()
                     .iter()
-                    .chain(sources)
+                    .chain(kind.sources())
                     .filter(|part| part.rank == rank);
                 parts.any(|part| {
                     let (place, bytes) = run.bytes_of(launch, part);
@@ -438,16 +372,12 @@ fn circles(run: &Run<'_>, diagnostics: &mut Diagnostics<'_>) {
             .map(together)
             .find(|all: &Vec<usize>| all.len() > 2);
         let Some(lanes) = many else { continue };
-        let place = Place {
-            rank: section.rank,
-            site: section.site.clone(),
-        };
-        diagnostics.add(DiagnosticKind::Malformed, vec![place.clone()], |_| {
-            format!(
-                "{place}: lanes {}, {} and {} wait for one another by signals or packets, and each may find other \
-                 tensors reachable; expected at most two lanes that do",
-                lanes[0], lanes[1], lanes[2]
-            )
-        });
+        let message = format!(
+            "lanes {}, {} and {} wait for one another by signals or packets, and each may find other tensors reachable; \
+             expected at most two lanes that do",
+            lanes[0], lanes[1], lanes[2]
+        );
+        let at = (section.rank, &section.site);
+        diagnostics.add_made(Diagnostic::at(DiagnosticKind::Malformed, at, message));
     }
 }

@@ -1,17 +1,18 @@
-//! Running the lanes of all ranks as far as they get.
+//! Steps of lanes over vector clocks: the accesses that each lane knows of, and violations.
 
 use super::agreement::Announcements;
-use super::memory::{Actor, Bytes, Knowledge, Stamp, Wrong};
+use super::memory::{Bytes, Knowledge, Stamp, Was, Wrong};
 use super::{Launch, MAX_ALL_LANES, MAX_HELD_STEPS, MAX_STEPS, RankAccesses, too_large};
 use crate::error::Rank;
 use crate::program::diagnostic::{Diagnostic, DiagnosticKind};
 use crate::program::ir::Program;
+use crate::program::machine::{Actor, Domain, Machine};
 use crate::program::rank_program::{Range, RankProgram};
 use crate::program::section::{
-    LaneStep, LaneStepKind, Packing, Part, SectionInstance, SectionMemory,
+    LaneStep, LaneStepKind, OperandMemory, Packing, Part, SectionInstance, SectionMemory,
 };
 use crate::program::verify::clock::Clocks;
-use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::collections::{BTreeMap, BTreeSet};
 
 /// The most findings that are kept.
 const MAX_FINDINGS: usize = 4096;
@@ -21,6 +22,15 @@ const MAX_FINDINGS: usize = 4096;
 pub(super) enum Place {
     Tensor(usize),
     Area(Packing),
+}
+
+impl Place {
+    fn of(operand: &OperandMemory) -> Self {
+        match operand.memory {
+            SectionMemory::Tensor(id) => Self::Tensor(id),
+            SectionMemory::Scratch(_) => Self::Area(operand.packing),
+        }
+    }
 }
 
 /// Something wrong that a step did.
@@ -33,33 +43,11 @@ pub(super) struct Finding {
     pub(super) wrong: Wrong,
 }
 
-/// Signals from a rank to a lane of another.
-#[derive(Debug, Default)]
-pub(super) struct Word {
-    /// Who sent those that were not waited for, and what they knew.
-    sent: VecDeque<(Actor, Knowledge)>,
-    pub(super) signalled: u64,
-    pub(super) awaited: u64,
-    pub(super) last: Option<Actor>,
-}
-
-/// A lane of a launch.
-pub(super) struct Lane {
-    pub(super) steps: Vec<LaneStep>,
-    pub(super) next: usize,
-    pub(super) knows: Knowledge,
-    scheduled: bool,
-    /// Whether it is a lane of the launch that is under way, and has not ended.
-    pub(super) running: bool,
-}
-
 /// A rank's stream.
 pub(super) struct Stream {
     pub(super) knows: Knowledge,
     /// The launch that is under way, or comes next.
     pub(super) launch: usize,
-    /// Lanes of it that have not ended.
-    pub(super) left: usize,
     /// Steps and operands of it.
     held: usize,
 }
@@ -71,14 +59,11 @@ pub(super) struct Run<'a> {
     /// For each launch, the one with which its program's run began.
     begun: Vec<u32>,
     /// Lanes of a rank at most.
-    pub(super) width: usize,
-    pub(super) lanes: Vec<Lane>,
+    width: usize,
+    /// What each lane of each rank knows.
+    pub(super) knows: Vec<Knowledge>,
     pub(super) streams: Vec<Stream>,
-    pub(super) words: BTreeMap<(Rank, usize, Rank), Word>,
     pub(super) memory: Vec<BTreeMap<Place, Bytes>>,
-    /// For each rank, lanes that wait for packets there, and which.
-    waiting: Vec<Vec<(usize, Packing, std::ops::Range<usize>)>>,
-    work: Vec<usize>,
     /// Steps and operands of lanes so far, and of the launches that are under way.
     taken: usize,
     held: usize,
@@ -131,32 +116,21 @@ impl<'a> Run<'a> {
             seen: clocks.clock(),
             over: clocks.clock(),
         };
-        let lane = |_| Lane {
-            steps: Vec::new(),
-            next: 0,
-            knows: knows(),
-            scheduled: false,
-            running: false,
-        };
-        let mut run = Self {
+        Ok(Self {
             ranks,
             kernels,
             sequence,
             begun: begun.collect(),
             width,
-            lanes: (0..world * width).map(lane).collect(),
+            knows: (0..world * width).map(|_| knows()).collect(),
             streams: (0..world)
                 .map(|_| Stream {
                     knows: knows(),
                     launch: 0,
-                    left: 0,
                     held: 0,
                 })
                 .collect(),
-            words: BTreeMap::new(),
             memory: vec![BTreeMap::new(); world],
-            waiting: vec![Vec::new(); world],
-            work: Vec::new(),
             taken: 0,
             held: 0,
             findings: Vec::new(),
@@ -167,14 +141,20 @@ impl<'a> Run<'a> {
             outlived: Vec::new(),
             taught: vec![BTreeSet::new(); kernels.len()],
             unsteady: Vec::new(),
-        };
-        for rank in 0..world {
-            run.prepare(rank);
+        })
+    }
+
+    /// Runs all launches as far as they get.
+    pub(super) fn go(&mut self) -> Result<Machine<Knowledge>, Diagnostic> {
+        let world = self.ranks.len();
+        let mut machine = Machine::new(world, self.width);
+        (0..world).for_each(|rank| self.prepare(rank));
+        (0..world).try_for_each(|rank| self.launch(rank, &mut machine))?;
+        while let Some(rank) = machine.run(self) {
+            self.end(rank);
+            self.launch(rank, &mut machine)?;
         }
-        for rank in 0..world {
-            run.launch(rank)?;
-        }
-        Ok(run)
+        Ok(machine)
     }
 
     /// The program of launch `number`, where several are followed.
@@ -205,39 +185,18 @@ impl<'a> Run<'a> {
         self.ranks.len() * self.width + rank
     }
 
+    /// The number of a lane among the streams that clocks count.
+    pub(super) fn lane_number(&self, rank: Rank, lane: usize) -> usize {
+        rank * self.width + lane
+    }
+
+    fn lane_of(&self, actor: Actor) -> usize {
+        self.lane_number(actor.rank as Rank, actor.lane as usize)
+    }
+
     pub(super) fn tick_stream(&mut self, rank: Rank) -> u32 {
         let number = self.stream_number(rank);
-        let knows = &mut self.streams[rank].knows;
-        knows.over.tick(number);
-        knows.seen.tick(number)
-    }
-
-    pub(super) fn wake(&mut self, lane: usize) {
-        if !self.lanes[lane].scheduled {
-            self.lanes[lane].scheduled = true;
-            self.work.push(lane);
-        }
-    }
-
-    /// Runs as far as it goes.
-    pub(super) fn go(&mut self) -> Result<(), Diagnostic> {
-        while let Some(lane) = self.work.pop() {
-            self.lanes[lane].scheduled = false;
-            while self.advance(lane) {}
-            let rank = lane / self.width;
-            let state = &mut self.lanes[lane];
-            if state.running && state.next == state.steps.len() {
-                state.running = false;
-                self.streams[rank].left -= 1;
-                let knows = state.knows.clone();
-                join(&mut self.streams[rank].knows, &knows);
-                if self.streams[rank].left == 0 {
-                    self.end(rank);
-                    self.launch(rank)?;
-                }
-            }
-        }
-        Ok(())
+        self.streams[rank].knows.tick(number)
     }
 
     /// What a rank has launched is over.
@@ -247,12 +206,9 @@ impl<'a> Run<'a> {
 
     /// Counts steps of a lane that a rank launches.
     pub(super) fn count(&mut self, rank: Rank, steps: &[LaneStep]) -> Result<(), Diagnostic> {
-        let operands = steps.iter().map(|step| match &step.kind {
-            LaneStepKind::Move {
-                targets, sources, ..
-            } => targets.len() + sources.len(),
-            _ => 0,
-        });
+        let operands = steps
+            .iter()
+            .map(|step| step.kind.targets().len() + step.kind.sources().len());
         // A lane without steps costs something, too.
         let taken = 1 + steps.len() + operands.sum::<usize>();
         self.taken += taken;
@@ -270,11 +226,6 @@ impl<'a> Run<'a> {
         self.streams.iter().all(|stream| stream.launch == all)
     }
 
-    /// The launch that a rank is at.
-    pub(super) fn launch_of(&self, rank: Rank) -> usize {
-        self.streams[rank].launch
-    }
-
     pub(super) fn find(&mut self, actor: Actor, writes: bool, part: Part, wrong: Wrong) {
         if self.findings.len() < MAX_FINDINGS {
             self.findings.push(Finding {
@@ -286,119 +237,22 @@ impl<'a> Run<'a> {
         }
     }
 
-    /// Does the next step of a lane; `false` where there is none or it has to wait.
-    fn advance(&mut self, index: usize) -> bool {
-        let (rank, lane) = (index / self.width, index % self.width);
-        let number = self.streams[rank].launch;
-        let state = &mut self.lanes[index];
-        let Some(step) = state.steps.get(state.next) else {
-            return false;
-        };
-        let actor = Actor {
-            launch: number as u32,
-            rank: rank as u32,
-            lane: lane as u32,
-            step: state.next as u32,
-        };
-        match &step.kind {
-            LaneStepKind::Signal { peer, lane: to } => {
-                let (peer, to) = (*peer, *to);
-                tick(&mut state.knows, index);
-                let knows = state.knows.clone();
-                let word = self.words.entry((peer, to, rank)).or_default();
-                if to != lane {
-                    self.taught[self.sequence[number]].insert((lane, to));
-                }
-                let other = word.last.replace(actor);
-                word.sent.push_back((actor, knows));
-                word.signalled += 1;
-                // Of two lanes of one launch, nothing says whose signal comes first.
-                if let Some(other) = other
-                    && (other.launch, other.rank) == (actor.launch, actor.rank)
-                    && other.lane != actor.lane
-                {
-                    self.crossed.push((actor, other));
-                }
-                self.wake(peer * self.width + to);
-            }
-            LaneStepKind::Wait(peer) => {
-                let word = self.words.entry((rank, lane, *peer)).or_default();
-                let Some((sender, knows)) = word.sent.pop_front() else {
-                    return false;
-                };
-                word.awaited += 1;
-                if self.begun[sender.launch as usize] != self.begun[number]
-                    && self.outlived.len() < MAX_FINDINGS
-                {
-                    self.outlived.push((sender, actor));
-                }
-                join(&mut state.knows, &knows);
-                tick(&mut state.knows, index);
-            }
-            LaneStepKind::Announce {
-                values,
-                tensors,
-                target,
-            } => {
-                let elements = LaneStepKind::announced_words(values, tensors);
-                let (told, target) = (said(values, tensors), *target);
-                let hands_on = !tensors.is_empty();
-                self.announce(actor, &told, &target);
-                self.movement(index, actor, elements, &[target], &[]);
-                if hands_on {
-                    self.hand_on(index, actor, &target);
-                }
-            }
-            LaneStepKind::Agree {
-                values,
-                tensors,
-                peer,
-                source,
-            } => {
-                let elements = LaneStepKind::announced_words(values, tensors);
-                let (values, peer, source) = (said(values, tensors), *peer, *source);
-                if !self.movement(index, actor, elements, &[], &[source]) {
-                    return false;
-                }
-                self.agree(actor, &values, peer, &source);
-            }
-            LaneStepKind::Move {
-                elements,
-                targets,
-                sources,
-                rows,
-                ..
-            } => {
-                let (elements, targets, sources) = (*elements, targets.clone(), sources.clone());
-                let copies = rows.is_none();
-                if !self.movement(index, actor, elements, &targets, &sources) {
-                    return false;
-                }
-                if let ([source], true) = (&sources[..], copies) {
-                    self.pass_on(actor, elements, &targets, source);
-                }
-            }
+    fn stamp(&mut self, actor: Actor) -> Stamp {
+        let lane = self.lane_of(actor);
+        Stamp {
+            actor,
+            stream: lane as u32,
+            time: self.knows[lane].tick(lane),
         }
-        self.lanes[index].next += 1;
-        true
     }
 
-    /// Where an operand lies, and in which bytes.
+    /// The place of an operand, and its bytes there.
     pub(super) fn bytes_of(&self, number: usize, part: &Part) -> (Place, std::ops::Range<usize>) {
         let section = self.section(number, part.rank);
-        let tensor = &section.tensors[part.tensor];
-        let (from, elements) = (tensor.offset + part.offset, part.elements);
-        match tensor.memory {
-            SectionMemory::Tensor(id) => {
-                let size = tensor.dtype.size();
-                (Place::Tensor(id), from * size..(from + elements) * size)
-            }
-            SectionMemory::Scratch(id) => {
-                let scratch = &section.scratch[id];
-                let range = scratch.packed(from, elements).unwrap_or(0..0);
-                (Place::Area(scratch.packing), range)
-            }
-        }
+        let operand = section.operand(part);
+        operand.map_or((Place::Area(Packing::Plain), 0..0), |operand| {
+            (Place::of(&operand), operand.bytes)
+        })
     }
 
     /// Where the elements of an operand that is packets end; the last packet may go on.
@@ -410,47 +264,10 @@ impl<'a> Run<'a> {
         filled.map_or(0, |filled| filled.end)
     }
 
-    fn movement(
-        &mut self,
-        index: usize,
-        actor: Actor,
-        elements: usize,
-        targets: &[Part],
-        sources: &[Part],
-    ) -> bool {
-        if elements == 0 {
-            return true;
-        }
+    fn read(&mut self, stamp: Stamp, sources: &[Part], found: &mut Vec<(bool, Part, Wrong)>) {
+        let actor = stamp.actor;
         let number = actor.launch as usize;
-        let flag = number as u64 + 1;
-        // Every packet has to be there before anything is done.
-        for source in sources {
-            let (place, range) = self.bytes_of(number, source);
-            let Place::Area(packing) = place else {
-                continue;
-            };
-            if !packing.is_packets() {
-                continue;
-            }
-            let there = self.memory[source.rank]
-                .get_mut(&place)
-                .is_none_or(|bytes| bytes.has_packets(&range, flag));
-            if !there {
-                self.waiting[source.rank].push((index, packing, range));
-                return false;
-            }
-        }
-        let time = {
-            let knows = &mut self.lanes[index].knows;
-            tick(knows, index)
-        };
-        let stamp = Stamp {
-            actor,
-            stream: index as u32,
-            time,
-        };
-        let mut knows = self.lanes[index].knows.clone();
-        let mut found: Vec<(bool, Part, Wrong)> = Vec::new();
+        let (lane, flag) = (self.lane_of(actor), number as u64 + 1);
         for source in sources {
             let (place, range) = self.bytes_of(number, source);
             let filled = self.filled_end(number, source);
@@ -462,6 +279,7 @@ impl<'a> Run<'a> {
             let Some(bytes) = self.memory[source.rank].get_mut(&place) else {
                 continue;
             };
+            let knows = &mut self.knows[lane];
             let tell = |wrong| found.push((false, *source, wrong));
             match place {
                 Place::Area(packing) if packing.is_packets() => {
@@ -469,88 +287,63 @@ impl<'a> Run<'a> {
                     for sender in bytes.senders(&range, flag).filter(|sender| *sender != lane) {
                         taught.insert((sender as usize, lane as usize));
                     }
-                    bytes.read_packets(&range, filled, flag, stamp, &mut knows, tell);
+                    bytes.read_packets(&range, filled, flag, stamp, knows, tell);
                 }
-                _ => bytes.read(&range, since, stamp, &knows, tell),
+                _ => bytes.read(&range, since, stamp, knows, tell),
             }
         }
-        self.lanes[index].knows = knows.clone();
+    }
+
+    fn write(
+        &mut self,
+        stamp: Stamp,
+        (targets, sources): (&[Part], &[Part]),
+        found: &mut Vec<(bool, Part, Wrong)>,
+    ) {
+        let actor = stamp.actor;
+        let number = actor.launch as usize;
+        let (lane, flag) = (self.lane_of(actor), number as u64 + 1);
         for (position, target) in targets.iter().enumerate() {
+            self.check_overlaps(actor, target, sources, Was::Read);
+            self.check_overlaps(actor, target, &targets[..position], Was::Write);
             let (place, range) = self.bytes_of(number, target);
-            self.check_overlaps(actor, number, (target, place, &range), sources, false);
-            let others = &targets[..position];
-            self.check_overlaps(actor, number, (target, place, &range), others, true);
             let filled = self.filled_end(number, target);
             let Some(bytes) = self.memory[target.rank].get_mut(&place) else {
                 continue;
             };
             let packets = matches!(place, Place::Area(packing) if packing.is_packets());
             let flag = packets.then_some(flag);
-            bytes.write(&range, flag, stamp, &knows, |wrong| {
+            bytes.write(&range, flag, stamp, &self.knows[lane], |wrong| {
                 found.push((true, *target, wrong));
             });
-            if let (true, Place::Area(packing)) = (packets, place) {
-                if filled < range.end {
-                    bytes.leave_empty(&(filled..range.end));
-                }
-                self.wake_readers(target.rank, packing, &range);
+            if packets && filled < range.end {
+                bytes.leave_empty(&(filled..range.end));
             }
         }
-        for (writes, part, wrong) in found {
-            self.find(actor, writes, part, wrong);
-        }
-        true
     }
 
     /// An announcement of tensors tells its reader what a signal would.
-    fn hand_on(&mut self, index: usize, actor: Actor, target: &Part) {
+    fn hand_on(&mut self, actor: Actor, target: &Part) {
         let (place, range) = self.bytes_of(actor.launch as usize, target);
+        let lane = self.lane_of(actor);
         if let Some(bytes) = self.memory[target.rank].get_mut(&place) {
-            bytes.hand_on(&range, index, &self.lanes[index].knows);
+            bytes.hand_on(&range, lane, &self.knows[lane]);
         }
     }
 
-    /// Threads of a lane are in no order within a step, so that its operands are the same or apart.
-    fn check_overlaps(
-        &mut self,
-        actor: Actor,
-        number: usize,
-        (target, place, range): (&Part, Place, &std::ops::Range<usize>),
-        others: &[Part],
-        both_written: bool,
-    ) {
+    /// Threads of a lane are in no order within a step, so that its operands are the same or apart: `others` are read,
+    /// or written too.
+    fn check_overlaps(&mut self, actor: Actor, target: &Part, others: &[Part], was: Was) {
+        let number = actor.launch as usize;
+        let (place, range) = self.bytes_of(number, target);
         for other in others.iter().filter(|other| other.rank == target.rank) {
             let (other_place, other_range) = self.bytes_of(number, other);
             let apart = other_range.end <= range.start || range.end <= other_range.start;
-            let same = other_range == *range && !both_written;
+            let same = other_range == range && was == Was::Read;
             if other_place == place && !apart && !same {
-                let was = if both_written {
-                    super::memory::Was::Write
-                } else {
-                    super::memory::Was::Read
-                };
                 self.find(actor, true, *target, Wrong::Unordered(actor, was));
             }
         }
-    }
-
-    fn wake_readers(&mut self, rank: Rank, packing: Packing, range: &std::ops::Range<usize>) {
-        let mut woken = Vec::new();
-        self.waiting[rank].retain(|(lane, other, wanted)| {
-            let touched = *other == packing && wanted.start < range.end && range.start < wanted.end;
-            if touched {
-                woken.push(*lane);
-            }
-            !touched
-        });
-        woken.into_iter().for_each(|lane| self.wake(lane));
-    }
-
-    /// Whether an operand is packets.
-    pub(super) fn is_packets(&self, actor: &Actor, part: &Part) -> bool {
-        let section = self.section(actor.launch as usize, part.rank);
-        let scratch = section.scratch_of(part.tensor);
-        scratch.is_some_and(|scratch| scratch.packing.is_packets())
     }
 
     /// The name of an operand's tensor.
@@ -560,18 +353,90 @@ impl<'a> Run<'a> {
     }
 }
 
-/// What an announcement says to the verifier: integers, and which tensors.
-fn said(values: &[u32], tensors: &[usize]) -> Vec<u32> {
+impl Domain for Run<'_> {
+    type Signal = Knowledge;
+
+    fn section(&self, number: usize, rank: Rank) -> &SectionInstance {
+        Run::section(self, number, rank)
+    }
+
+    fn signal(&mut self, actor: Actor, to: usize, last: Option<Actor>) -> Knowledge {
+        self.stamp(actor);
+        let lane = actor.lane as usize;
+        if to != lane {
+            self.taught[self.sequence[actor.launch as usize]].insert((lane, to));
+        }
+        // Nothing orders the signals of two lanes of one launch.
+        if let Some(other) = last
+            && (other.launch, other.rank) == (actor.launch, actor.rank)
+            && other.lane != actor.lane
+        {
+            self.crossed.push((actor, other));
+        }
+        self.knows[self.lane_of(actor)].clone()
+    }
+
+    fn wait(&mut self, actor: Actor, sender: Actor, signal: Knowledge) {
+        if self.begun[sender.launch as usize] != self.begun[actor.launch as usize]
+            && self.outlived.len() < MAX_FINDINGS
+        {
+            self.outlived.push((sender, actor));
+        }
+        let lane = self.lane_of(actor);
+        self.knows[lane].join(&signal);
+        self.stamp(actor);
+    }
+
+    fn has_packets(&mut self, actor: Actor, rank: Rank, packets: &OperandMemory) -> bool {
+        let flag = u64::from(actor.launch) + 1;
+        self.memory[rank]
+            .get_mut(&Place::of(packets))
+            .is_none_or(|bytes| bytes.has_packets(&packets.bytes, flag))
+    }
+
+    fn perform(&mut self, actor: Actor, step: &LaneStepKind) {
+        if let LaneStepKind::Announce {
+            values,
+            tensors,
+            target,
+        } = step
+        {
+            self.announce(actor, &announced(values, tensors), target);
+        }
+        let stamp = self.stamp(actor);
+        let (targets, sources) = (step.targets(), step.sources());
+        let mut found = Vec::new();
+        self.read(stamp, sources, &mut found);
+        self.write(stamp, (targets, sources), &mut found);
+        for (writes, part, wrong) in found {
+            self.find(actor, writes, part, wrong);
+        }
+        match step {
+            LaneStepKind::Announce {
+                tensors, target, ..
+            } if !tensors.is_empty() => self.hand_on(actor, target),
+            LaneStepKind::Agree {
+                values,
+                tensors,
+                peer,
+                source,
+            } => self.agree(actor, &announced(values, tensors), *peer, source),
+            LaneStepKind::Move {
+                rows: None,
+                elements,
+                ..
+            } => {
+                if let [source] = sources {
+                    self.pass_on(actor, *elements, targets, source);
+                }
+            }
+            _ => {}
+        }
+    }
+}
+
+/// The words of an announcement, as far as the verifier compares them: integers, and the numbers of tensors.
+fn announced(values: &[u32], tensors: &[usize]) -> Vec<u32> {
     let tensors = tensors.iter().map(|tensor| *tensor as u32);
     values.iter().copied().chain(tensors).collect()
-}
-
-fn tick(knows: &mut Knowledge, stream: usize) -> u32 {
-    knows.over.tick(stream);
-    knows.seen.tick(stream)
-}
-
-pub(super) fn join(knows: &mut Knowledge, other: &Knowledge) {
-    knows.seen.join(&other.seen);
-    knows.over.join(&other.over);
 }

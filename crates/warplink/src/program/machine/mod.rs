@@ -1,0 +1,214 @@
+//! The machine that steps through the lanes of kernel sections, for all ranks.
+//!
+//! It owns the lanes, their schedule, and the signals between them. The meaning of a signal, a wait or a step is that of a
+//! [`Domain`]: vector clocks for the verifier, values for the evaluator. A lane takes steps until one blocks, and is
+//! scheduled again by a signal to it, or by a store to the packets that it waits for. No step disables another one, so the
+//! schedule decides nothing: lanes that are blocked at the end are blocked in every schedule.
+
+mod agenda;
+
+use super::section::{LaneStep, LaneStepKind, OperandMemory, Part, SectionInstance};
+use crate::error::Rank;
+use agenda::Agenda;
+use std::collections::{BTreeMap, VecDeque};
+
+/// Which step of which lane, in which launch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::program) struct Actor {
+    pub(in crate::program) launch: u32,
+    pub(in crate::program) rank: u32,
+    pub(in crate::program) lane: u32,
+    pub(in crate::program) step: u32,
+}
+
+/// The meaning of steps.
+pub(in crate::program) trait Domain {
+    /// Payload of a signal.
+    type Signal;
+
+    /// The section that a rank launches in launch `number`.
+    fn section(&self, number: usize, rank: Rank) -> &SectionInstance;
+
+    /// A lane signals the lane `to` of a rank, behind the step that signalled the same word `last`.
+    fn signal(&mut self, actor: Actor, to: usize, last: Option<Actor>) -> Self::Signal;
+
+    /// A lane takes the signal of `sender`.
+    fn wait(&mut self, actor: Actor, sender: Actor, signal: Self::Signal);
+
+    /// Whether all packets of an operand, in memory of `rank`, have been stored in this launch.
+    fn has_packets(&mut self, actor: Actor, rank: Rank, packets: &OperandMemory) -> bool;
+
+    /// A step that reads or writes, once all packets that it reads are there.
+    fn perform(&mut self, actor: Actor, step: &LaneStepKind);
+}
+
+/// The lanes of all ranks; `S` is the payload of signals.
+pub(in crate::program) struct Machine<S> {
+    /// Lanes of a rank at most.
+    width: usize,
+    lanes: Vec<Lane>,
+    /// For each rank, its launch, and how many of its lanes have not ended.
+    launches: Vec<(usize, usize)>,
+    /// Signals, by the rank and lane that wait for them, and the rank that sends them.
+    pub(in crate::program) words: BTreeMap<(Rank, usize, Rank), Word<S>>,
+    agenda: Agenda,
+}
+
+#[derive(Clone, Default)]
+struct Lane {
+    steps: Vec<LaneStep>,
+    next: usize,
+    running: bool,
+}
+
+/// Signals from a rank to a lane of another.
+#[derive(Debug)]
+pub(in crate::program) struct Word<S> {
+    /// Senders and payloads of signals that are not consumed yet.
+    sent: VecDeque<(Actor, S)>,
+    pub(in crate::program) signalled: u64,
+    pub(in crate::program) awaited: u64,
+    pub(in crate::program) last: Option<Actor>,
+}
+
+impl<S> Default for Word<S> {
+    fn default() -> Self {
+        Self {
+            sent: VecDeque::new(),
+            signalled: 0,
+            awaited: 0,
+            last: None,
+        }
+    }
+}
+
+impl<S> Machine<S> {
+    /// Without any launch.
+    pub(in crate::program) fn new(world: usize, width: usize) -> Self {
+        Self {
+            width,
+            lanes: vec![Lane::default(); world * width],
+            launches: vec![(0, 0); world],
+            words: BTreeMap::new(),
+            agenda: Agenda::new(world, world * width),
+        }
+    }
+
+    /// Starts the lanes of launch `number` of a rank, each with its steps. The launch before has ended.
+    pub(in crate::program) fn start(
+        &mut self,
+        rank: Rank,
+        number: usize,
+        steps: Vec<Vec<LaneStep>>,
+    ) {
+        self.launches[rank] = (number, steps.len());
+        for (index, steps) in (rank * self.width..).zip(steps) {
+            self.lanes[index] = Lane {
+                steps,
+                next: 0,
+                running: true,
+            };
+            self.agenda.wake(index);
+        }
+    }
+
+    /// Runs until all lanes of a rank have ended, and says which; `None` where no lane can go on.
+    pub(in crate::program) fn run<D: Domain<Signal = S>>(
+        &mut self,
+        domain: &mut D,
+    ) -> Option<Rank> {
+        while let Some(index) = self.agenda.next() {
+            while self.advance(index, domain) {}
+            let rank = index / self.width;
+            let lane = &mut self.lanes[index];
+            if lane.running && lane.next == lane.steps.len() {
+                *lane = Lane::default();
+                let (_, left) = &mut self.launches[rank];
+                *left -= 1;
+                if *left == 0 {
+                    return Some(rank);
+                }
+            }
+        }
+        None
+    }
+
+    /// Does the next step of a lane; `false` where there is none or it has to wait.
+    fn advance<D: Domain<Signal = S>>(&mut self, index: usize, domain: &mut D) -> bool {
+        let actor = self.actor(index);
+        let (rank, lane) = (index / self.width, index % self.width);
+        let state = &self.lanes[index];
+        let Some(step) = state.steps.get(state.next) else {
+            return false;
+        };
+        match &step.kind {
+            LaneStepKind::Signal { peer, lane: to } => {
+                let word = self.words.entry((*peer, *to, rank)).or_default();
+                let last = word.last.replace(actor);
+                word.sent
+                    .push_back((actor, domain.signal(actor, *to, last)));
+                word.signalled += 1;
+                self.agenda.wake(peer * self.width + to);
+            }
+            LaneStepKind::Wait(peer) => {
+                let word = self.words.entry((rank, lane, *peer)).or_default();
+                let Some((sender, signal)) = word.sent.pop_front() else {
+                    return false;
+                };
+                word.awaited += 1;
+                domain.wait(actor, sender, signal);
+            }
+            kind if kind.is_empty() => {}
+            kind => {
+                let launch = actor.launch as usize;
+                // A step begins when all packets that it reads have been stored: it is not done in parts.
+                for source in kind.sources() {
+                    if let Some(packets) = packets(domain.section(launch, source.rank), source)
+                        && !domain.has_packets(actor, source.rank, &packets)
+                    {
+                        self.agenda.wait_for_packets(index, source.rank, &packets);
+                        return false;
+                    }
+                }
+                domain.perform(actor, kind);
+                for target in kind.targets() {
+                    if let Some(packets) = packets(domain.section(launch, target.rank), target) {
+                        self.agenda.wake_readers(target.rank, &packets);
+                    }
+                }
+            }
+        }
+        self.lanes[index].next += 1;
+        true
+    }
+
+    /// The next step of the lane with this index.
+    fn actor(&self, index: usize) -> Actor {
+        let rank = index / self.width;
+        Actor {
+            launch: self.launches[rank].0 as u32,
+            rank: rank as u32,
+            lane: (index % self.width) as u32,
+            step: self.lanes[index].next as u32,
+        }
+    }
+
+    /// The steps that lanes are blocked at, where none can go on.
+    pub(in crate::program) fn blocked(&self) -> impl Iterator<Item = Actor> {
+        let running = (0..self.lanes.len()).filter(|index| self.lanes[*index].running);
+        running.map(|index| self.actor(index))
+    }
+
+    /// The step of a lane that is blocked at it, and those behind it; none of a lane that is not.
+    pub(in crate::program) fn steps_from(&self, actor: &Actor) -> &[LaneStep] {
+        let lane = &self.lanes[actor.rank as usize * self.width + actor.lane as usize];
+        lane.steps.get(lane.next..).unwrap_or_default()
+    }
+}
+
+/// The memory of an operand that is packets.
+fn packets(section: &SectionInstance, part: &Part) -> Option<OperandMemory> {
+    section
+        .operand(part)
+        .filter(|operand| operand.packing.is_packets())
+}
