@@ -6,7 +6,7 @@ use super::{MAX_AXES, MAX_TENSOR_BYTES, Unroller};
 use crate::dtype::DType;
 use crate::program::diagnostic::{Diagnostic, DiagnosticKind};
 use crate::program::ir::{Declaration, ElementType, Order, Role, Sharding};
-use crate::program::rank_program::{OperationKind, Range, TensorInstance};
+use crate::program::rank_program::{OperationKind, TensorInstance};
 use std::sync::Arc;
 
 impl<'p> Unroller<'p> {
@@ -151,11 +151,7 @@ impl<'p> Unroller<'p> {
             self.enqueue(OperationKind::Allocate(tensor));
         }
         if declaration.zero {
-            let whole = Range {
-                tensor,
-                offset_bytes: 0,
-                bytes,
-            };
+            let whole = self.made.whole(tensor);
             self.zeros.start(&whole, self.declared_here());
         }
         Ok(view)
