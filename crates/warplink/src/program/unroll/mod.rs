@@ -582,24 +582,4 @@ impl<'p> Unroller<'p> {
         }
         Ok(())
     }
-
-    fn deallocate(&mut self, name: &str) -> Result<(), Diagnostic> {
-        let whole = TensorRef {
-            name: name.to_owned(),
-            selections: Vec::new(),
-            transposed: false,
-        };
-        let view = self.view(&whole)?;
-        let tensor = &self.made.tensors[view.tensor];
-        let own = tensor.role == Role::Local && *tensor.name == *name;
-        if !own || self.called.is_lent(name) {
-            let message = format!(
-                "'{name}' is not allocated by the program; expected the name of an 'allocate'"
-            );
-            return Err(self.diagnostic(DiagnosticKind::Malformed, message));
-        }
-        self.deallocated.insert(view.tensor, self.site.position());
-        self.enqueue(OperationKind::Deallocate(view.tensor));
-        Ok(())
-    }
 }
