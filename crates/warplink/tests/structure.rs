@@ -114,6 +114,45 @@ fn modules_use_only_those_below_them() {
     assert!(arrows > 500, "only {arrows} uses were found");
 }
 
+/// Where steps of kernel sections are told apart: the language (tree, text, resolver) and the emitter. Everything else
+/// goes through steps with `section/visit.rs`, so that a new step does not touch it.
+const STEPS: [&str; 4] = [
+    "warplink/src/program/section/ir.rs",
+    "warplink/src/program/text/section.rs",
+    "warplink/src/program/section/resolve/",
+    "warplink/src/program/section/compile/emit/",
+];
+
+/// Whether code names a kind of step.
+fn names_steps(code: &str) -> bool {
+    let is_part_of_name = |c: char| c.is_ascii_alphanumeric() || c == '_';
+    code.match_indices("StepKind::").any(|(at, found)| {
+        let (before, after) = (&code[..at], &code[at + found.len()..]);
+        !before.ends_with(is_part_of_name) && after.starts_with(|c: char| c.is_ascii_uppercase())
+    })
+}
+
+#[test]
+fn steps_are_told_apart_by_the_language_and_the_emitter_alone() {
+    assert!(names_steps("match kind { StepKind::Barrier => {} }"));
+    assert!(!names_steps("match kind { LaneStepKind::Wait(_) => {} }"));
+    let crates = root().join("..");
+    let (mut wrong, mut found) = (Vec::new(), BTreeSet::new());
+    for (path, text) in sources(&crates) {
+        let path = path.strip_prefix(&crates).unwrap().display().to_string();
+        if path.contains("/src/") && !path.contains("/target/") && names_steps(&code(&text)) {
+            match STEPS.iter().find(|place| path.starts_with(**place)) {
+                Some(place) => {
+                    found.insert(*place);
+                }
+                None => wrong.push(path),
+            }
+        }
+    }
+    assert!(wrong.is_empty(), "steps are told apart in {wrong:?}");
+    assert_eq!(found.len(), STEPS.len(), "only {found:?} tell steps apart");
+}
+
 /// A file has one subject.
 #[test]
 fn files_are_of_a_length_that_one_reads() {

@@ -162,13 +162,24 @@ impl Expr {
         }
     }
 
+    /// Calls `with` for this and the expressions in it, the outermost first.
+    pub(super) fn walk<'e>(&'e self, with: &mut dyn FnMut(&'e Self)) {
+        with(self);
+        match self {
+            Self::Number(_) | Self::Name(_) | Self::Count(_) => {}
+            Self::Negative(a) | Self::Element(_, a) | Self::Log2(a) => a.walk(with),
+            Self::Binary(_, a, b) => {
+                a.walk(with);
+                b.walk(with);
+            }
+        }
+    }
+
     /// How many numbers, names and operators it has.
     pub fn terms(&self) -> usize {
-        match self {
-            Self::Number(_) | Self::Name(_) | Self::Count(_) => 1,
-            Self::Negative(a) | Self::Element(_, a) | Self::Log2(a) => 1 + a.terms(),
-            Self::Binary(_, a, b) => 1 + a.terms() + b.terms(),
-        }
+        let mut terms = 0;
+        self.walk(&mut |_| terms += 1);
+        terms
     }
 
     /// How deep it is nested; a number or name is 1.
@@ -307,6 +318,18 @@ impl Condition {
                 a.evaluate_within(lookup, left)? || b.evaluate_within(lookup, left)?
             }
         })
+    }
+
+    /// Calls `with` for the comparisons and questions that it is made of.
+    pub(super) fn leaves<'c>(&'c self, with: &mut dyn FnMut(&'c Self)) {
+        match self {
+            Self::Compare(..) | Self::Given(_) | Self::Reachable(_) => with(self),
+            Self::Not(a) => a.leaves(with),
+            Self::And(a, b) | Self::Or(a, b) => {
+                a.leaves(with);
+                b.leaves(with);
+            }
+        }
     }
 
     /// How many numbers, names and operators it has.

@@ -6,12 +6,12 @@
 //! loops around the declaration.
 
 pub use super::construct::{
-    Arm, AxisSelection, Branch, Each, ElementType, Loop, Over, Selection, TensorRef,
+    Arm, AxisSelection, Branch, Each, ElementType, Loop, Node, NodeKind, Over, Selection, TensorRef,
 };
 use super::expr::{Condition, Expr};
 use super::parameters::Parameter;
 use super::section::function::Function;
-use super::section::ir::{Move, Operator, Place, Scratch, Section};
+use super::section::ir::{Application, Operator, Place, Scratch, Section};
 pub use super::site::Position;
 pub use crate::device::{Collective, ElementwiseOp};
 use crate::dtype::DType;
@@ -35,13 +35,9 @@ impl Program {
     /// Whether it says of any output what it expects.
     pub fn expects(&self) -> bool {
         fn any(body: &[Statement]) -> bool {
-            body.iter().any(|statement| match &statement.kind {
+            Node::actions(body).any(|(_, action)| match action {
                 StatementKind::Expect(_) | StatementKind::ExpectRows(_) => true,
-                StatementKind::For(repetition) => any(&repetition.body),
                 StatementKind::Fork { body, .. } => any(body),
-                StatementKind::If(branch) => {
-                    branch.arms.iter().any(|arm| any(&arm.body)) || any(&branch.otherwise)
-                }
                 _ => false,
             })
         }
@@ -60,25 +56,10 @@ pub struct Subprogram {
     pub body: Vec<Statement>,
 }
 
-/// One statement and where it stands.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Statement {
-    /// Where its first word is.
-    pub position: Position,
-    /// What it says.
-    pub kind: StatementKind,
-}
+/// One statement.
+pub type Statement = Node<StatementKind>;
 
-impl From<StatementKind> for Statement {
-    fn from(kind: StatementKind) -> Self {
-        Self {
-            position: Position::default(),
-            kind,
-        }
-    }
-}
-
-/// What a statement says.
+/// What a statement says that is no name, loop or branch.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum StatementKind {
     /// `require m % world == 0`: refuses parameters that the program cannot run with.
@@ -87,26 +68,12 @@ pub enum StatementKind {
     Declare(Declaration),
     /// `deallocate G`, in the order of the current stream; no access may follow it.
     Deallocate(String),
-    /// `let next = (rank + 1) % world`.
-    LetInteger {
-        /// The name that is bound.
-        name: String,
-        /// Its value.
-        value: Expr,
-    },
     /// `let row = [4 * (rank / 4) + c for c in 0..4]`: a list of integers.
     LetList {
         /// The name that is bound.
         name: String,
         /// Its elements.
         elements: Vec<Each<Expr>>,
-    },
-    /// `let X = G[j]`: another name for a part of a tensor.
-    LetTensor {
-        /// The name that is bound.
-        name: String,
-        /// What it stands for; with at least one selection, which tells it from an integer.
-        value: TensorRef,
     },
     /// `G[rank] = copy(A)`.
     Copy {
@@ -196,11 +163,7 @@ pub enum StatementKind {
     /// `expect Y = sum(X on r for r in 0..world)`: what an output is at the end of a run.
     Expect(Expectation),
     /// `expect N[t] = norm(reduce(X[t] on r for r in 0..world, sum), W)`: the same, by a function of rows.
-    ExpectRows(Move),
-    /// `for j in 0..world { … }`.
-    For(Loop<Statement>),
-    /// `if rank == 0 { … } else { … }`.
-    If(Branch<Statement>),
+    ExpectRows(Application),
 }
 
 /// What an output is to be, as a function of inputs of all ranks.
@@ -266,41 +229,8 @@ pub struct Product {
     pub bias: Option<TensorRef>,
 }
 
-/// A statement inside `share { … }`.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct ShareItem {
-    /// Where its first word is.
-    pub position: Position,
-    /// What it says.
-    pub kind: ShareItemKind,
-}
-
-impl From<ShareItemKind> for ShareItem {
-    fn from(kind: ShareItemKind) -> Self {
-        Self {
-            position: Position::default(),
-            kind,
-        }
-    }
-}
-
-/// What a statement inside `share { … }` says.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum ShareItemKind {
-    /// `s = send G[j] to next tag j via get`.
-    Transfer(Transfer),
-    /// `let source = …`, visible to the end of the block around it.
-    LetInteger {
-        /// The name that is bound.
-        name: String,
-        /// Its value.
-        value: Expr,
-    },
-    /// A loop whose iterations all go into the same exchange.
-    For(Loop<ShareItem>),
-    /// A choice.
-    If(Branch<ShareItem>),
-}
+/// A statement inside `share { … }`; the iterations of its loops all go into the same exchange.
+pub type ShareItem = Node<Transfer>;
 
 /// What a tensor is to the program's caller.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

@@ -19,6 +19,7 @@
 //! | [`cost`] | how long a program takes on a model of the hardware |
 //! | [`execute`] | runs a program on a device |
 
+mod access;
 mod area;
 mod construct;
 pub mod cost;

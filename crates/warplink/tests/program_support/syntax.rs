@@ -4,9 +4,9 @@ use proptest::prelude::*;
 use warplink::program::expr::{Comparison, Operator};
 use warplink::program::ir::{
     Argument, ArgumentValue, Arm, AxisSelection, Branch, Collective, Declaration, Each,
-    ElementType, ElementwiseOp, Expectation, Loop, Order, Over, Position, PostedMatmul, Product,
-    Role, Selection, Sharding, ShareItem, ShareItemKind, Statement, StatementKind, StreamRef,
-    TensorRef, Term, Transfer, TransferRef,
+    ElementType, ElementwiseOp, Expectation, Loop, Node, NodeKind, Order, Over, Position,
+    PostedMatmul, Product, Role, Selection, Sharding, ShareItem, Statement, StatementKind,
+    StreamRef, TensorRef, Term, Transfer, TransferRef,
 };
 use warplink::program::parameters::{Parameter, ParameterKind};
 use warplink::program::section::{
@@ -255,19 +255,15 @@ fn receiver() -> impl Strategy<Value = Receiver> {
 fn steps() -> impl Strategy<Value = Vec<Step>> {
     let selected = target().prop_filter("selects", |tensor| !tensor.selections.is_empty());
     let leaf = prop_oneof![
-        (name(), number()).prop_map(|(name, value)| StepKind::LetInteger { name, value }),
-        (name(), selected).prop_map(|(name, value)| StepKind::LetTensor { name, value }),
-        movement().prop_map(StepKind::Move),
-        each(receiver()).prop_map(StepKind::Signal),
-        each(expr()).prop_map(StepKind::Wait),
-        Just(StepKind::Barrier),
+        (name(), number()).prop_map(|(name, value)| NodeKind::LetInteger { name, value }),
+        (name(), selected).prop_map(|(name, value)| NodeKind::LetTensor { name, value }),
+        movement().prop_map(|it| NodeKind::Do(StepKind::Move(it))),
+        each(receiver()).prop_map(|list| NodeKind::Do(StepKind::Signal(list))),
+        each(expr()).prop_map(|list| NodeKind::Do(StepKind::Wait(list))),
+        Just(NodeKind::Do(StepKind::Barrier)),
     ]
     .prop_map(Step::from);
-    blocks(
-        leaf,
-        |it| StepKind::For(it).into(),
-        |it| StepKind::If(it).into(),
-    )
+    blocks(leaf)
 }
 
 fn scratch() -> impl Strategy<Value = Scratch> {
@@ -314,34 +310,28 @@ fn collective() -> impl Strategy<Value = Collective<Expr>> {
     ]
 }
 
-fn blocks<S: Clone + std::fmt::Debug + 'static>(
-    leaf: impl Strategy<Value = S> + 'static,
-    repeat: fn(Loop<S>) -> S,
-    branch: fn(Branch<S>) -> S,
-) -> impl Strategy<Value = Vec<S>> {
+fn blocks<A: Clone + std::fmt::Debug + 'static>(
+    leaf: impl Strategy<Value = Node<A>> + 'static,
+) -> impl Strategy<Value = Vec<Node<A>>> {
     let one = leaf.prop_recursive(3, 12, 3, move |inner| {
         let body = prop::collection::vec(inner, 0..3);
         prop_oneof![
-            (name(), expr(), expr(), body.clone()).prop_map(move |(index, from, to, body)| repeat(
-                Loop {
-                    index,
-                    from,
-                    to,
-                    body
-                }
-            )),
+            (name(), expr(), expr(), body.clone()).prop_map(|(index, from, to, body)| {
+                let over = Over { index, from, to };
+                NodeKind::For(Loop { over, body }).into()
+            }),
             (
                 prop::collection::vec((condition(), body.clone()), 1..3),
                 body
             )
-                .prop_map(move |(arms, otherwise)| {
+                .prop_map(|(arms, otherwise)| {
                     let arm = |(condition, body)| Arm {
                         position: Position::default(),
                         condition,
                         body,
                     };
                     let arms = arms.into_iter().map(arm).collect();
-                    branch(Branch { arms, otherwise })
+                    NodeKind::If(Branch { arms, otherwise }).into()
                 }),
         ]
     });
@@ -358,7 +348,7 @@ fn share() -> impl Strategy<Value = Vec<ShareItem>> {
     let leaf = prop_oneof![
         (name(), direction, tensor(), expr(), expr(), backend).prop_map(
             |(name, direction, tensor, peer, tag, backend)| {
-                ShareItemKind::Transfer(Transfer {
+                NodeKind::Do(Transfer {
                     name,
                     direction,
                     tensor,
@@ -369,13 +359,9 @@ fn share() -> impl Strategy<Value = Vec<ShareItem>> {
                 .into()
             }
         ),
-        (name(), expr()).prop_map(|(name, value)| ShareItemKind::LetInteger { name, value }.into()),
+        (name(), expr()).prop_map(|(name, value)| NodeKind::LetInteger { name, value }.into()),
     ];
-    blocks(
-        leaf,
-        |it| ShareItemKind::For(it).into(),
-        |it| ShareItemKind::If(it).into(),
-    )
+    blocks(leaf)
 }
 
 fn elementwise() -> impl Strategy<Value = StatementKind> {
@@ -442,12 +428,10 @@ fn expectation() -> impl Strategy<Value = Expectation> {
 
 pub(crate) fn statements() -> impl Strategy<Value = Vec<Statement>> {
     let selected = tensor().prop_filter("selects", |tensor| !tensor.selections.is_empty());
-    let leaf = prop_oneof![
+    let action = prop_oneof![
         condition().prop_map(StatementKind::Require),
         declaration().prop_map(StatementKind::Declare),
         name().prop_map(StatementKind::Deallocate),
-        (name(), number()).prop_map(|(name, value)| StatementKind::LetInteger { name, value }),
-        (name(), selected).prop_map(|(name, value)| StatementKind::LetTensor { name, value }),
         (target(), tensor()).prop_map(|(target, source)| StatementKind::Copy { target, source }),
         (target(), product(), any::<bool>()).prop_map(|(target, product, accumulate)| {
             StatementKind::Matmul {
@@ -489,11 +473,12 @@ pub(crate) fn statements() -> impl Strategy<Value = Vec<Statement>> {
         stream().prop_map(StatementKind::Synchronize),
     ]
     .prop_map(Statement::from);
-    let forked = blocks(
-        leaf,
-        |it| StatementKind::For(it).into(),
-        |it| StatementKind::If(it).into(),
-    );
+    let bound = prop_oneof![
+        (name(), number()).prop_map(|(name, value)| NodeKind::LetInteger { name, value }),
+        (name(), selected).prop_map(|(name, value)| NodeKind::LetTensor { name, value }),
+    ]
+    .prop_map(Statement::from);
+    let forked = blocks(prop_oneof![10 => action, 1 => bound]);
     (prop::option::of(each(stream())), forked).prop_map(|(streams, body)| match streams {
         Some(streams) => vec![StatementKind::Fork { streams, body }.into()],
         None => body,

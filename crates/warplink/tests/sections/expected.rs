@@ -5,7 +5,7 @@ use crate::play::{Launches, play};
 use std::collections::BTreeSet;
 use warplink::DeviceKind;
 use warplink::program::evaluate::Evaluator;
-use warplink::program::ir::{Statement, StatementKind};
+use warplink::program::ir::{NodeKind, Statement, StatementKind};
 use warplink::program::parameters::ParameterKind;
 use warplink::program::{DiagnosticKind, Parameters, Program, TensorInstance, unroll, verify};
 
@@ -91,7 +91,7 @@ fn shipped_programs_are_what_they_expect() {
             // With what is optional, too.
             for optional in [&[][..], &["bias", "G", "Y"]] {
                 for name in optional {
-                    let declares = |statement: &Statement| matches!(&statement.kind, StatementKind::Declare(it) if it.optional && it.name == **name);
+                    let declares = |statement: &Statement| matches!(&statement.kind, NodeKind::Do(StatementKind::Declare(it)) if it.optional && it.name == **name);
                     if program.body.iter().any(declares) {
                         given = given.with_tensor(*name);
                     }

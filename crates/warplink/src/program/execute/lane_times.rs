@@ -3,7 +3,7 @@
 use super::trace_span::TraceSpan;
 use crate::device::{AllocationKind, Device, DeviceSlice};
 use crate::error::{Rank, Result};
-use crate::program::section::{SectionInstance, Step, StepKind, TIMES_HEADER};
+use crate::program::section::{SectionInstance, Step, TIMES_HEADER};
 use crate::program::site::Site;
 use std::ops::Range;
 use std::sync::Arc;
@@ -216,18 +216,9 @@ fn stored(bytes: &[u8], room: usize) -> Stored {
 
 /// The word for the step that stands at a line and column.
 fn word_at(steps: &[Step], place: (u32, u32)) -> Option<&'static str> {
-    steps.iter().find_map(|step| match &step.kind {
-        StepKind::For(it) => word_at(&it.body, place),
-        StepKind::If(branch) => {
-            let arms = branch.arms.iter().map(|arm| &arm.body[..]);
-            let mut all = arms.chain([&branch.otherwise[..]]);
-            all.find_map(|body| word_at(body, place))
-        }
-        kind => {
-            let is = (step.position.line, step.position.column) == place;
-            kind.word().filter(|_| is)
-        }
-    })
+    let mut actions = Step::actions(steps);
+    let at = |step: &Step| (step.position.line, step.position.column);
+    actions.find_map(|(step, kind)| (at(step) == place).then(|| kind.word()))
 }
 
 #[cfg(test)]

@@ -1,10 +1,10 @@
 //! The representation of kernel sections, as their text says them.
 
 use super::function::Literal;
+use super::visit::{ExprUse, NameUse, Visitor};
 use crate::device::ReduceOp;
-use crate::program::construct::{Branch, Each, ElementType, Loop, TensorRef};
+use crate::program::construct::{Each, ElementType, Node, TensorRef};
 use crate::program::expr::{Condition, Expr};
-use crate::program::site::Position;
 
 /// `scratch P: packets16 T[2, world, n]`: memory of the workspace, the same on every rank, which peers
 /// write. What it holds when a run of the program begins is not to be read, unless it is declared to persist.
@@ -83,43 +83,16 @@ pub struct Section {
     pub body: Vec<Step>,
 }
 
-/// One step and where it stands.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Step {
-    /// Where its first word is.
-    pub position: Position,
-    /// What it says.
-    pub kind: StepKind,
-}
+/// One step.
+pub type Step = Node<StepKind>;
 
-impl From<StepKind> for Step {
-    fn from(kind: StepKind) -> Self {
-        Self {
-            position: Position::default(),
-            kind,
-        }
-    }
-}
-
-/// What a step says.
+/// What a step says that is no name, loop or branch.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum StepKind {
-    /// `let slot = epoch % 2`.
-    LetInteger {
-        /// The name that is bound.
-        name: String,
-        /// Its value.
-        value: Expr,
-    },
-    /// `let mine = X[lane of lanes]`.
-    LetTensor {
-        /// The name that is bound.
-        name: String,
-        /// What it stands for, with at least one selection.
-        value: TensorRef,
-    },
     /// A put, get, copy or reduction.
     Move(Move),
+    /// A function of a row.
+    Apply(Application),
     /// `signal q`, `signal q at lane + 1`: tells a lane of each of these ranks what this lane did before.
     Signal(Vec<Each<Receiver>>),
     /// `wait q`: until each of these ranks has signalled this lane once more than was waited for.
@@ -134,29 +107,79 @@ pub enum StepKind {
     /// announced anything else. After `agree n, root with X in C[slot]`, `X on q` is where rank q said that
     /// its tensor lies, if `reachable(X)`.
     Agree(Announcement),
-    /// `for c in 0..chunks { … }`.
-    For(Loop<Step>),
-    /// `if c > 0 { … } else { … }`.
-    If(Branch<Step>),
 }
 
 impl StepKind {
-    /// The word for what a lane does; none for names, loops and branches.
-    pub const fn word(&self) -> Option<&'static str> {
+    /// The word for what a lane does.
+    pub const fn word(&self) -> &'static str {
         match self {
-            Self::LetInteger { .. } | Self::LetTensor { .. } | Self::For(_) | Self::If(_) => None,
-            Self::Move(it) => Some(match it.verb {
+            Self::Move(it) => match it.verb {
                 Verb::Put => "put",
                 Verb::Get => "get",
                 Verb::Copy => "copy",
                 Verb::Reduce(_) => "reduce",
-                Verb::Apply(_) => "rows",
-            }),
-            Self::Signal(_) => Some("signal"),
-            Self::Wait(_) => Some("wait"),
-            Self::Barrier => Some("barrier"),
-            Self::Announce(_) => Some("announce"),
-            Self::Agree(_) => Some("agree"),
+            },
+            Self::Apply(_) => "rows",
+            Self::Signal(_) => "signal",
+            Self::Wait(_) => "wait",
+            Self::Barrier => "barrier",
+            Self::Announce(_) => "announce",
+            Self::Agree(_) => "agree",
+        }
+    }
+
+    /// Whether it synchronizes the threads of a lane.
+    pub(super) const fn synchronizes(&self) -> bool {
+        match self {
+            Self::Signal(_) | Self::Wait(_) | Self::Barrier => true,
+            // Announcements are packets, which are ordered by their flags.
+            Self::Move(_) | Self::Apply(_) | Self::Announce(_) | Self::Agree(_) => false,
+        }
+    }
+
+    /// Whether it moves data, which threads handle side by side.
+    pub(super) const fn moves(&self) -> bool {
+        matches!(self, Self::Move(_) | Self::Apply(_))
+    }
+
+    /// Shows a visitor everything that the step consists of, in the order in which it is resolved.
+    pub(super) fn visit<'s>(&'s self, visitor: &mut impl Visitor<'s>) {
+        match self {
+            Self::Move(it) => {
+                if let Verb::Reduce(operator) = &it.verb {
+                    visitor.operator(operator);
+                }
+                visitor.each(&it.targets, Visitor::target);
+                visitor.each(&it.sources, Visitor::source);
+            }
+            Self::Apply(it) => {
+                visitor.name(&it.function, NameUse::Function);
+                for targets in &it.results {
+                    visitor.each(targets, Visitor::target);
+                }
+                for argument in &it.arguments {
+                    if let Argument::Sources { sources, operator } = argument {
+                        operator.iter().for_each(|it| visitor.operator(it));
+                        visitor.each(sources, Visitor::source);
+                    }
+                }
+            }
+            Self::Signal(receivers) => visitor.each(receivers, Visitor::receiver),
+            Self::Wait(ranks) => visitor.each(ranks, |it, rank| it.expression(rank, ExprUse::Rank)),
+            Self::Barrier => {}
+            Self::Announce(it) | Self::Agree(it) => {
+                for value in &it.values {
+                    visitor.expression(value, ExprUse::Value);
+                }
+                for tensor in &it.tensors {
+                    visitor.name(tensor, NameUse::Announced);
+                }
+                if let Some(peers) = &it.peers {
+                    visitor.each(peers, |it, rank| it.expression(rank, ExprUse::Rank));
+                }
+                visitor.name(&it.rows.name, NameUse::Remote);
+                visitor.tensor(&it.rows);
+            }
         }
     }
 }
@@ -220,28 +243,29 @@ pub enum Verb {
     Copy,
     /// `Y = reduce(X, P[slot], sum)`.
     Reduce(Operator),
-    /// `H[t]; N[t] = norm(reduce(X[t] on r for r in 0..world, sum), R[t], W, 1e-6)`.
-    Apply(Application),
 }
 
-/// A function of a row: what it is given of a move's sources, and which of the targets get what.
+/// A function of a row: `H[t]; N[t] = norm(reduce(X[t] on r for r in 0..world, sum), R[t], W, 1e-6)`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Application {
     /// The function's name.
     pub function: String,
-    /// What it is given, in order; together all sources.
+    /// What it is given, in order.
     pub arguments: Vec<Argument>,
-    /// For each result, how many items of the targets' list it goes to; together all of them.
-    pub results: Vec<usize>,
+    /// What is written, for each result; at least one list.
+    pub results: Vec<Vec<Each<Place>>>,
 }
 
 /// What a function of rows is given.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Argument {
-    /// `R[t]`: the next source.
-    Source,
-    /// `reduce(X[t], P[slot], sum)`: so many items of the sources' list.
-    Reduced(usize, Operator),
+    /// `R[t]`, `reduce(X[t], P[slot], sum)`.
+    Sources {
+        /// What is read; one where there is no operator.
+        sources: Vec<Each<Source>>,
+        /// How they are combined, in order.
+        operator: Option<Operator>,
+    },
     /// `1e-6`.
     Number(Literal),
 }

@@ -10,6 +10,7 @@
 //! | [`layout`] | where scratch lies in a workspace |
 //! | [`instance`] | a section of one rank, with the names around it resolved |
 //! | [`function`] | functions of rows |
+//! | [`visit`] | going through the steps of the tree |
 //! | [`lane`] | the steps of one lane in one launch, with everything resolved |
 
 mod compile;
@@ -25,6 +26,7 @@ mod reached;
 mod remainders;
 mod resolve;
 mod view;
+mod visit;
 
 pub(crate) use compile::{
     Addresses, KERNEL, MAX_TENSOR_BYTES, TIMES_HEADER, UNPUBLISHED, text as kernel_text, too_large,
@@ -45,6 +47,7 @@ pub use lane::{LaneStep, LaneStepKind, Part};
 pub use layout::{Area, ScratchId, ScratchInstance, WorkspaceLayout};
 pub(crate) use names::FreeNames;
 pub(crate) use period::period;
+pub(crate) use visit::{ExprUse, Visitor};
 
 /// The most lanes of a section.
 pub const MAX_LANES: usize = 1024;

@@ -4,10 +4,11 @@
 //! only, `(epoch * chunks + c) % 4`: what a launch does then depends on the epoch modulo their divisors.
 
 use super::MAX_PERIOD;
-use super::ir::{Place, Section, Step, StepKind};
+use super::ir::Section;
 use super::remainders::greatest_common_divisor;
-use crate::program::construct::{AxisSelection, Each, Selection, TensorRef};
-use crate::program::expr::{Condition, Expr, Operator};
+use super::visit::{ExprUse, Visitor};
+use crate::program::construct::Over;
+use crate::program::expr::{Expr, Operator};
 use crate::program::site::Position;
 use std::collections::HashSet;
 
@@ -29,9 +30,10 @@ pub(crate) fn period(
         hidden: Vec::new(),
         period: 1,
         position: Position::default(),
+        misuse: None,
     };
-    walk.steps(&section.body)?;
-    Ok(walk.period)
+    walk.body(&section.body);
+    walk.misuse.map_or(Ok(walk.period), Err)
 }
 
 struct Walk<'s> {
@@ -42,6 +44,45 @@ struct Walk<'s> {
     hidden: Vec<(&'s str, bool)>,
     period: u64,
     position: Position,
+    /// The first misuse.
+    misuse: Option<Misuse>,
+}
+
+impl<'s> Visitor<'s> for Walk<'s> {
+    fn at(&mut self, position: Position) {
+        self.position = position;
+    }
+
+    fn scoped(&mut self, inner: impl FnOnce(&mut Self)) {
+        let bound = self.hidden.len();
+        inner(self);
+        for (name, grew) in self.hidden.drain(bound..).rev() {
+            if grew {
+                self.growing.insert(name);
+            } else {
+                self.growing.remove(name);
+            }
+        }
+    }
+
+    fn index(&mut self, over: &'s Over) {
+        self.bind(&over.index, false);
+    }
+
+    fn integer(&mut self, name: &'s str, value: &'s Expr) {
+        let grows = self.grows(value);
+        self.bind(name, grows);
+    }
+
+    /// Notes where the expression grows with the epoch.
+    fn expression(&mut self, expression: &'s Expr, _: ExprUse) {
+        if self.grows(expression) {
+            self.misused(format!(
+                "{expression} grows with the epoch; expected a remainder such as 'epoch % 2', so that what a \
+                 launch does is repeated"
+            ));
+        }
+    }
 }
 
 impl<'s> Walk<'s> {
@@ -55,203 +96,56 @@ impl<'s> Walk<'s> {
         self.hidden.push((name, grew));
     }
 
-    /// Does `inner`, and forgets the names that it binds.
-    fn scoped(
-        &mut self,
-        inner: impl FnOnce(&mut Self) -> Result<(), Misuse>,
-    ) -> Result<(), Misuse> {
-        let bound = self.hidden.len();
-        let done = inner(self);
-        for (name, grew) in self.hidden.drain(bound..).rev() {
-            if grew {
-                self.growing.insert(name);
-            } else {
-                self.growing.remove(name);
-            }
-        }
-        done
-    }
-
-    fn body(&mut self, steps: &'s [Step]) -> Result<(), Misuse> {
-        self.scoped(|walk| walk.steps(steps))
-    }
-
-    fn steps(&mut self, steps: &'s [Step]) -> Result<(), Misuse> {
-        for step in steps {
-            self.position = step.position;
-            match &step.kind {
-                StepKind::LetInteger { name, value } => {
-                    let grows = self.grows(value)?;
-                    self.bind(name, grows);
-                }
-                StepKind::LetTensor { value, .. } => self.tensor(value)?,
-                StepKind::Move(it) => {
-                    self.each(&it.targets, Self::place)?;
-                    self.each(&it.sources, |walk, source| {
-                        walk.place(&source.place)?;
-                        if let Some((condition, place)) = &source.otherwise {
-                            walk.condition(condition)?;
-                            walk.place(place)?;
-                        }
-                        Ok(())
-                    })?;
-                }
-                StepKind::Signal(receivers) => self.each(receivers, |walk, receiver| {
-                    walk.steady(&receiver.rank)?;
-                    receiver.lane.iter().try_for_each(|lane| walk.steady(lane))
-                })?,
-                StepKind::Wait(ranks) => self.each(ranks, Self::steady)?,
-                StepKind::Barrier => {}
-                StepKind::Announce(it) | StepKind::Agree(it) => {
-                    it.values.iter().try_for_each(|value| self.steady(value))?;
-                    if let Some(peers) = &it.peers {
-                        self.each(peers, Self::steady)?;
-                    }
-                    self.tensor(&it.rows)?;
-                }
-                StepKind::For(it) => {
-                    self.steady(&it.from)?;
-                    self.steady(&it.to)?;
-                    self.scoped(|walk| {
-                        walk.bind(&it.index, false);
-                        walk.steps(&it.body)
-                    })?;
-                }
-                StepKind::If(branch) => {
-                    for arm in &branch.arms {
-                        self.position = arm.position;
-                        self.condition(&arm.condition)?;
-                        self.body(&arm.body)?;
-                    }
-                    self.body(&branch.otherwise)?;
-                }
-            }
-        }
-        Ok(())
-    }
-
-    fn each<T>(
-        &mut self,
-        list: &'s [Each<T>],
-        mut with: impl FnMut(&mut Self, &'s T) -> Result<(), Misuse>,
-    ) -> Result<(), Misuse> {
-        list.iter().try_for_each(|each| {
-            let Some(over) = &each.over else {
-                return with(self, &each.item);
-            };
-            self.steady(&over.from)?;
-            self.steady(&over.to)?;
-            self.scoped(|walk| {
-                walk.bind(&over.index, false);
-                with(walk, &each.item)
-            })
-        })
-    }
-
-    fn place(&mut self, place: &'s Place) -> Result<(), Misuse> {
-        self.tensor(&place.tensor)?;
-        place.on.iter().try_for_each(|rank| self.steady(rank))
-    }
-
-    fn tensor(&mut self, tensor: &'s TensorRef) -> Result<(), Misuse> {
-        tensor
-            .selections
-            .iter()
-            .try_for_each(|selection| match selection {
-                Selection::Index(index) => self.steady(index),
-                Selection::Range(a, b) | Selection::Part(a, b) => {
-                    self.steady(a)?;
-                    self.steady(b)
-                }
-                Selection::Axes(axes) => axes.iter().try_for_each(|axis| match axis {
-                    AxisSelection::All => Ok(()),
-                    AxisSelection::Index(index) => self.steady(index),
-                    AxisSelection::Range(a, b) => {
-                        self.steady(a)?;
-                        self.steady(b)
-                    }
-                }),
-            })
-    }
-
-    fn condition(&mut self, condition: &'s Condition) -> Result<(), Misuse> {
-        match condition {
-            Condition::Compare(_, a, b) => {
-                self.steady(a)?;
-                self.steady(b)
-            }
-            Condition::Given(_) | Condition::Reachable(_) => Ok(()),
-            Condition::Not(a) => self.condition(a),
-            Condition::And(a, b) | Condition::Or(a, b) => {
-                self.condition(a)?;
-                self.condition(b)
-            }
-        }
-    }
-
-    /// Fails where the expression grows with the epoch.
-    fn steady(&mut self, expression: &'s Expr) -> Result<(), Misuse> {
-        if self.grows(expression)? {
-            return Err(self.misused(expression));
-        }
-        Ok(())
-    }
-
     /// Whether the expression is a polynomial in the epoch; notes the remainders in it.
-    fn grows(&mut self, expression: &'s Expr) -> Result<bool, Misuse> {
+    fn grows(&mut self, expression: &'s Expr) -> bool {
         match expression {
-            Expr::Number(_) | Expr::Count(_) => Ok(false),
-            Expr::Name(name) => Ok(self.growing.contains(name.as_str())),
+            Expr::Number(_) | Expr::Count(_) => false,
+            Expr::Name(name) => self.growing.contains(name.as_str()),
             Expr::Negative(a) => self.grows(a),
             Expr::Element(_, a) | Expr::Log2(a) => {
-                self.steady(a)?;
-                Ok(false)
+                self.expression(a, ExprUse::Value);
+                false
             }
             Expr::Binary(Operator::Add | Operator::Subtract | Operator::Multiply, a, b) => {
-                Ok(self.grows(a)? | self.grows(b)?)
+                self.grows(a) | self.grows(b)
             }
             Expr::Binary(Operator::Remainder, a, b) => {
-                self.steady(b)?;
-                if self.grows(a)? {
+                self.expression(b, ExprUse::Value);
+                if self.grows(a) {
                     let divisor = (self.value)(b).and_then(|value| u64::try_from(value).ok());
-                    self.repeats(expression, divisor)?;
+                    self.repeats(expression, divisor);
                 }
-                Ok(false)
+                false
             }
             Expr::Binary(_, a, b) => {
-                self.steady(a)?;
-                self.steady(b)?;
-                Ok(false)
+                self.expression(a, ExprUse::Value);
+                self.expression(b, ExprUse::Value);
+                false
             }
         }
     }
 
-    fn repeats(&mut self, expression: &Expr, divisor: Option<u64>) -> Result<(), Misuse> {
+    fn repeats(&mut self, expression: &Expr, divisor: Option<u64>) {
         let Some(divisor) = divisor.filter(|divisor| (1..=MAX_PERIOD).contains(divisor)) else {
-            let message = format!(
+            self.misused(format!(
                 "{expression} has another divisor than a number from 1 to {MAX_PERIOD} that is known \
                  outside of the kernel"
-            );
-            return Err((self.position, message));
+            ));
+            return;
         };
-        self.period = self.period / greatest_common_divisor(self.period, divisor) * divisor;
-        if self.period > MAX_PERIOD {
-            let message = format!(
-                "the remainders of the epoch repeat after {} launches only; expected at most \
-                 {MAX_PERIOD}",
-                self.period
-            );
-            return Err((self.position, message));
+        let multiple = self.period / greatest_common_divisor(self.period, divisor) * divisor;
+        if multiple > MAX_PERIOD {
+            self.misused(format!(
+                "the remainders of the epoch repeat after {multiple} launches only; expected at most \
+                 {MAX_PERIOD}"
+            ));
+        } else {
+            self.period = multiple;
         }
-        Ok(())
     }
 
-    fn misused(&self, expression: &Expr) -> Misuse {
-        let message = format!(
-            "{expression} grows with the epoch; expected a remainder such as 'epoch % 2', so that what a \
-             launch does is repeated"
-        );
-        (self.position, message)
+    fn misused(&mut self, message: String) {
+        self.misuse.get_or_insert((self.position, message));
     }
 }
 

@@ -1,7 +1,7 @@
 //! Which announced tensors are reachable: as many cases as the conditions of a section can tell apart.
 
 use super::instance::SectionInstance;
-use super::ir::{Source, Step, StepKind};
+use super::visit::Visitor;
 use crate::program::expr::Condition;
 use std::collections::BTreeSet;
 
@@ -19,7 +19,7 @@ impl SectionInstance {
     /// Where it asks for too many tensors, in words.
     pub(crate) fn reachable_cases(&self) -> Result<Vec<Vec<usize>>, String> {
         let mut walk = Walk::default();
-        walk.steps(&self.section.body);
+        walk.body(&self.section.body);
         let asked: Vec<&str> = walk.asked.iter().copied().collect();
         if asked.len() > MAX_ASKED {
             return Err(format!(
@@ -51,34 +51,11 @@ struct Walk<'s> {
     compared: Vec<&'s Condition>,
 }
 
-impl<'s> Walk<'s> {
-    fn steps(&mut self, steps: &'s [Step]) {
-        for step in steps {
-            match &step.kind {
-                StepKind::Move(it) => it.sources.iter().for_each(|each| self.source(&each.item)),
-                StepKind::For(it) => self.steps(&it.body),
-                StepKind::If(branch) => {
-                    for arm in &branch.arms {
-                        self.condition(&arm.condition);
-                        self.steps(&arm.body);
-                    }
-                    self.steps(&branch.otherwise);
-                }
-                _ => {}
-            }
-        }
-    }
-
-    fn source(&mut self, source: &'s Source) {
-        if let Some((condition, _)) = &source.otherwise {
-            self.condition(condition);
-        }
-    }
-
+impl<'s> Visitor<'s> for Walk<'s> {
     fn condition(&mut self, condition: &'s Condition) {
         let mut asks = false;
         let mut compared = Vec::new();
-        leaves(condition, &mut |leaf| match leaf {
+        condition.leaves(&mut |leaf| match leaf {
             Condition::Reachable(name) => {
                 asks = true;
                 self.asked.insert(name);
@@ -94,7 +71,9 @@ impl<'s> Walk<'s> {
             }
         }
     }
+}
 
+impl Walk<'_> {
     /// How each condition comes out, whatever the comparisons give; `mask` itself where there are too many of them.
     fn outcomes(&self, mask: usize, is: &dyn Fn(&str) -> bool) -> Vec<bool> {
         if self.compared.len() > MAX_COMPARED {
@@ -113,18 +92,6 @@ impl<'s> Walk<'s> {
             outcomes.extend(all.map(|condition| holds(condition, &leaf)));
         }
         outcomes
-    }
-}
-
-/// Calls `with` for what a condition is made of.
-fn leaves<'s>(condition: &'s Condition, with: &mut dyn FnMut(&'s Condition)) {
-    match condition {
-        Condition::Not(a) => leaves(a, with),
-        Condition::And(a, b) | Condition::Or(a, b) => {
-            leaves(a, with);
-            leaves(b, with);
-        }
-        leaf => with(leaf),
     }
 }
 

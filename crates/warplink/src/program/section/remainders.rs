@@ -3,19 +3,20 @@
 //! What matters is who does a step, with whom, and how long its operands are; not where they lie. So `c % 4` matters in
 //! `if c % 4 == 0`, but not in `R[c % 4]`.
 
-use super::ir::{Place, Receiver, Source, Step, StepKind};
-use crate::program::construct::{Each, Loop, Selection, TensorRef};
-use crate::program::expr::{Condition, Expr, Operator};
+use super::ir::StepKind;
+use super::visit::{ExprUse, Visitor};
+use crate::program::construct::{Loop, Over};
+use crate::program::expr::{Expr, Operator};
 
 /// How many iterations a loop takes until it does the same again, as far as that is said by remainders and is at most
 /// `most`; `value` gives what an expression is where the loop starts.
-pub(super) fn period(it: &Loop<Step>, value: &dyn Fn(&Expr) -> Option<i64>, most: u64) -> u64 {
+pub(super) fn period(it: &Loop<StepKind>, value: &dyn Fn(&Expr) -> Option<i64>, most: u64) -> u64 {
     let mut walk = Walk {
         value,
-        changing: vec![(&it.index, Changing::default())],
+        changing: vec![(&it.over.index, Changing::default())],
         found: Vec::new(),
     };
-    walk.steps(&it.body);
+    walk.body(&it.body);
     walk.found.sort_unstable();
     let multiple = |period: u64, other: &u64| {
         let multiple = period / greatest_common_divisor(period, *other) * other;
@@ -104,124 +105,39 @@ impl<'s> Walk<'s> {
             }
         }
     }
+}
 
-    fn matters(&mut self, expression: &Expr) {
-        if let Some(change) = self.change(expression) {
-            self.found.extend(change.periods);
-        }
-    }
-
-    fn condition(&mut self, condition: &Condition) {
-        match condition {
-            Condition::Compare(_, a, b) => {
-                self.matters(a);
-                self.matters(b);
-            }
-            Condition::Given(_) | Condition::Reachable(_) => {}
-            Condition::Not(a) => self.condition(a),
-            Condition::And(a, b) | Condition::Or(a, b) => {
-                self.condition(a);
-                self.condition(b);
-            }
-        }
-    }
-
-    fn steps(&mut self, steps: &'s [Step]) {
+impl<'s> Visitor<'s> for Walk<'s> {
+    fn scoped(&mut self, inner: impl FnOnce(&mut Self)) {
         let known = self.changing.len();
-        for step in steps {
-            self.step(&step.kind);
-        }
+        inner(self);
         self.changing.truncate(known);
     }
 
-    fn step(&mut self, step: &'s StepKind) {
-        match step {
-            StepKind::LetInteger { name, value } => {
-                if let Some(change) = self.change(value) {
-                    self.changing.push((name, change));
-                }
-            }
-            StepKind::LetTensor { value, .. } => self.tensor(value),
-            StepKind::Move(it) => {
-                self.each(&it.targets, Self::place);
-                self.each(&it.sources, Self::source);
-            }
-            StepKind::Signal(receivers) => self.each(receivers, Self::receiver),
-            StepKind::Wait(ranks) => self.each(ranks, Self::matters),
-            StepKind::Barrier => {}
-            StepKind::Announce(it) | StepKind::Agree(it) => {
-                if let Some(peers) = &it.peers {
-                    self.each(peers, Self::matters);
-                }
-            }
-            StepKind::For(it) => {
-                let known = self.changing.len();
-                self.range(&it.index, &it.from, &it.to);
-                self.steps(&it.body);
-                self.changing.truncate(known);
-            }
-            StepKind::If(branch) => {
-                for arm in &branch.arms {
-                    self.condition(&arm.condition);
-                    self.steps(&arm.body);
-                }
-                self.steps(&branch.otherwise);
-            }
+    fn integer(&mut self, name: &'s str, value: &'s Expr) {
+        if let Some(change) = self.change(value) {
+            self.changing.push((name, change));
         }
     }
 
-    /// Notes the bounds of an index, which changes as the first of them does.
-    fn range(&mut self, index: &'s str, from: &Expr, to: &Expr) {
-        self.matters(from);
-        self.matters(to);
-        if let Some(change) = self.change(from) {
-            self.changing.push((index, change));
+    /// An index changes as the first of its values does.
+    fn index(&mut self, over: &'s Over) {
+        if let Some(change) = self.change(&over.from) {
+            self.changing.push((&over.index, change));
         }
     }
 
-    fn each<T>(&mut self, list: &'s [Each<T>], with: impl Fn(&mut Self, &'s T)) {
-        for each in list {
-            let known = self.changing.len();
-            if let Some(over) = &each.over {
-                self.range(&over.index, &over.from, &over.to);
-            }
-            with(self, &each.item);
-            self.changing.truncate(known);
-        }
-    }
-
-    fn place(&mut self, place: &'s Place) {
-        self.tensor(&place.tensor);
-        if let Some(rank) = &place.on {
-            self.matters(rank);
-        }
-    }
-
-    fn source(&mut self, source: &'s Source) {
-        self.place(&source.place);
-        if let Some((condition, place)) = &source.otherwise {
-            self.condition(condition);
-            self.place(place);
-        }
-    }
-
-    fn receiver(&mut self, receiver: &'s Receiver) {
-        self.matters(&receiver.rank);
-        if let Some(lane) = &receiver.lane {
-            self.matters(lane);
-        }
-    }
-
-    fn tensor(&mut self, tensor: &'s TensorRef) {
-        for selection in &tensor.selections {
-            match selection {
-                Selection::Range(from, to) => {
-                    self.matters(from);
-                    self.matters(to);
-                }
-                Selection::Part(_, parts) => self.matters(parts),
-                Selection::Index(_) | Selection::Axes(_) => {}
-            }
+    fn expression(&mut self, expression: &'s Expr, is: ExprUse) {
+        let matters = match is {
+            ExprUse::Rank
+            | ExprUse::Lane
+            | ExprUse::Bound
+            | ExprUse::Compared
+            | ExprUse::Extent => true,
+            ExprUse::Value | ExprUse::Index => false,
+        };
+        if matters && let Some(change) = self.change(expression) {
+            self.found.extend(change.periods);
         }
     }
 }
@@ -229,6 +145,7 @@ impl<'s> Walk<'s> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::program::construct::NodeKind;
     use crate::program::{OperationKind, Parameters, Program, unroll};
 
     /// The period of the first loop of a kernel whose lanes loop over `c`.
@@ -242,7 +159,7 @@ mod tests {
         let OperationKind::Kernel(section) = &rank.operations[0].kind else {
             panic!("{:?} is no kernel", rank.operations[0]);
         };
-        let StepKind::For(it) = &section.section.body[0].kind else {
+        let NodeKind::For(it) = &section.section.body[0].kind else {
             panic!("{:?} is no loop", section.section.body[0]);
         };
         let named = |name: &str| (name == "world").then_some(4);

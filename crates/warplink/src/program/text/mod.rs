@@ -95,7 +95,6 @@ mod function;
 mod operand;
 mod parse;
 mod print;
-mod print_section;
 mod reference;
 mod section;
 mod share;
@@ -260,9 +259,23 @@ pub(super) fn shortened(text: String) -> String {
     }
 }
 
+/// The number `value` that an expression gives, if it is below `limit`; otherwise a message.
+pub(super) fn below(
+    what: &str,
+    expression: &Expr,
+    value: i64,
+    limit: usize,
+) -> Result<usize, String> {
+    let number = usize::try_from(value).ok().filter(|number| *number < limit);
+    number.ok_or_else(|| {
+        let (name, most) = (named(what, expression, value), limit.saturating_sub(1));
+        format!("{name} is {value}; expected 0 to {most}")
+    })
+}
+
 /// What an expression gives, for a message about `value`: `peer rank + 1`, or `the peer` where the expression is
 /// the value itself. In `B[1]: member`, the last word is what it gives.
-pub(super) fn named(what: &str, expression: &Expr, value: i64) -> String {
+fn named(what: &str, expression: &Expr, value: i64) -> String {
     let text = expression.to_string();
     if text != value.to_string() {
         return format!("{what} {}", shortened(text));

@@ -5,9 +5,8 @@ use super::token::{TokenKind, mark_bytes, tokens};
 use super::{MAX_BLOCK_DEPTH, MAX_PARAMETERS, is_name};
 use crate::dtype::DType;
 use crate::program::ir::{
-    Arm, Branch, Declaration, Each, ElementType, ElementwiseOp, Loop, Order, Position,
-    PostedMatmul, Product, Program, Role, Sharding, Statement, StatementKind, Subprogram,
-    TensorRef,
+    Arm, Branch, Declaration, Each, ElementType, ElementwiseOp, Loop, Node, NodeKind, Order,
+    Position, PostedMatmul, Product, Program, Role, Sharding, StatementKind, Subprogram, TensorRef,
 };
 use crate::program::parameters::{Parameter, ParameterKind, Value};
 use std::mem::discriminant;
@@ -122,8 +121,11 @@ impl Parser<'_> {
         }
     }
 
-    /// `{ … }`, each statement on a line of its own or ended by `;`.
-    pub(super) fn block<S>(&mut self, statement: fn(&mut Self) -> Parsed<S>) -> Parsed<Vec<S>> {
+    /// `{ … }`, each statement on a line of its own or ended by `;`. What is no loop or branch is parsed by `other`.
+    pub(super) fn block<A>(
+        &mut self,
+        other: fn(&mut Self) -> Parsed<NodeKind<A>>,
+    ) -> Parsed<Vec<Node<A>>> {
         let start = self.peek();
         self.expect("{")?;
         if self.blocks >= MAX_BLOCK_DEPTH {
@@ -146,7 +148,7 @@ impl Parser<'_> {
                 let line = start.line;
                 return Err(self.expected(&format!("'}}' for the '{{' that line {line} opens")));
             }
-            list.push(statement(self)?);
+            list.push(self.node(other)?);
             if !self.is_statement_end() {
                 return Err(self.expected("the end of the statement"));
             }
@@ -173,44 +175,47 @@ impl Parser<'_> {
         }
     }
 
-    fn statement(&mut self) -> Parsed<Statement> {
-        let first = self.peek();
+    fn node<A>(&mut self, other: fn(&mut Self) -> Parsed<NodeKind<A>>) -> Parsed<Node<A>> {
         let position = self.position();
+        let kind = if self.take("for") {
+            NodeKind::For(self.repetition(other)?)
+        } else if self.take("if") {
+            NodeKind::If(self.branch(position, other)?)
+        } else {
+            other(self)?
+        };
+        Ok(Node { position, kind })
+    }
+
+    fn statement(&mut self) -> Parsed<NodeKind<StatementKind>> {
+        let first = self.peek();
         if first.kind == TokenKind::Word && is_name(first.text) {
             // Two words in a row are no assignment.
-            if first.text == "expect" && self.peek_at(1).kind == TokenKind::Word {
-                self.at += 1;
-                let kind = if self.applies_function() {
-                    StatementKind::ExpectRows(self.assigned()?)
-                } else {
-                    StatementKind::Expect(self.expectation()?)
-                };
-                return Ok(Statement { position, kind });
-            }
-            if first.text == "inout" && self.peek_at(1).kind == TokenKind::Word {
-                self.at += 1;
-                let tensor = self.name("a tensor's name")?;
-                self.expect("=")?;
-                let part = self.tensor()?;
-                let kind = StatementKind::InOut { tensor, part };
-                return Ok(Statement { position, kind });
-            }
-            if first.text == "function" && self.peek_at(1).kind == TokenKind::Word {
-                self.at += 1;
-                let kind = StatementKind::Function(self.function()?);
-                return Ok(Statement { position, kind });
-            }
-            let kind = match self.peek_at(1).text {
-                "(" => self.program_call()?,
+            let two = self.peek_at(1).kind == TokenKind::Word;
+            self.at += usize::from(two && matches!(first.text, "expect" | "inout" | "function"));
+            let kind = match first.text {
+                "expect" if two && self.applies_function() => {
+                    StatementKind::ExpectRows(self.application()?)
+                }
+                "expect" if two => StatementKind::Expect(self.expectation()?),
+                "inout" if two => {
+                    let tensor = self.name("a tensor's name")?;
+                    self.expect("=")?;
+                    let part = self.tensor()?;
+                    StatementKind::InOut { tensor, part }
+                }
+                "function" if two => StatementKind::Function(self.function()?),
+                _ if self.peek_at(1).text == "(" => self.program_call()?,
                 _ => self.assignment()?,
             };
-            return Ok(Statement { position, kind });
+            return Ok(NodeKind::Do(kind));
         }
         if first.kind != TokenKind::Word {
             return Err(self.expected("a statement"));
         }
         self.at += 1;
-        let kind = match first.text {
+        Ok(NodeKind::Do(match first.text {
+            "let" => return self.binding(),
             "require" => StatementKind::Require(self.condition()?),
             "optional" if self.take("input") => self.declaration(Role::Input, true)?,
             "optional" if self.take("output") => self.declaration(Role::Output, true)?,
@@ -221,7 +226,6 @@ impl Parser<'_> {
             "scratch" => StatementKind::Scratch(self.scratch()?),
             "kernel" => StatementKind::Kernel(self.section()?),
             "deallocate" => StatementKind::Deallocate(self.name("a tensor's name")?),
-            "let" => self.binding()?,
             "share" => StatementKind::Share(self.block(Self::share_item)?),
             "post" => self.posting()?,
             "wait" => StatementKind::Wait(self.each(Self::transfer)?),
@@ -232,18 +236,15 @@ impl Parser<'_> {
                 streams: self.each(Self::stream)?,
                 body: self.block(Self::statement)?,
             },
-            "for" => StatementKind::For(self.repetition(Self::statement)?),
-            "if" => StatementKind::If(self.branch(position, Self::statement)?),
             _ => {
                 self.at -= 1;
                 return Err(self.expected("a statement"));
             }
-        };
-        Ok(Statement { position, kind })
+        }))
     }
 
     /// What follows `let`.
-    pub(super) fn binding(&mut self) -> Parsed<StatementKind> {
+    pub(super) fn binding(&mut self) -> Parsed<NodeKind<StatementKind>> {
         let name = self.name("the name to bind")?;
         self.expect("=")?;
         if self.take("[") {
@@ -251,25 +252,25 @@ impl Parser<'_> {
             if !self.take("]") {
                 return Err(self.expected("',' or ']'"));
             }
-            return Ok(StatementKind::LetList { name, elements });
+            return Ok(NodeKind::Do(StatementKind::LetList { name, elements }));
         }
         // A word with brackets is a tensor or the element of a list; only the first ends the statement
         // where the brackets end, and `n[0]` alone is told apart when the name is known.
         if self.is("transpose") {
             let value = self.tensor()?;
-            return Ok(StatementKind::LetTensor { name, value });
+            return Ok(NodeKind::LetTensor { name, value });
         }
         if self.peek().kind == TokenKind::Word && self.peek_at(1).text == "[" {
             let start = self.at;
             if let Ok(value) = self.tensor()
                 && self.is_statement_end()
             {
-                return Ok(StatementKind::LetTensor { name, value });
+                return Ok(NodeKind::LetTensor { name, value });
             }
             self.at = start;
         }
         let value = self.integer()?;
-        Ok(StatementKind::LetInteger { name, value })
+        Ok(NodeKind::LetInteger { name, value })
     }
 
     fn is_statement_end(&self) -> bool {
@@ -500,34 +501,24 @@ impl Parser<'_> {
     }
 
     /// What follows `for`.
-    pub(super) fn repetition<S>(
-        &mut self,
-        statement: fn(&mut Self) -> Parsed<S>,
-    ) -> Parsed<Loop<S>> {
-        let index = self.name("a loop index")?;
-        self.expect("in")?;
-        let (from, to) = self.bounds()?;
-        let body = self.block(statement)?;
-        Ok(Loop {
-            index,
-            from,
-            to,
-            body,
-        })
+    fn repetition<A>(&mut self, other: fn(&mut Self) -> Parsed<NodeKind<A>>) -> Parsed<Loop<A>> {
+        let over = self.index()?;
+        let body = self.block(other)?;
+        Ok(Loop { over, body })
     }
 
     /// What follows `if`, which is at `position`.
-    pub(super) fn branch<S>(
+    fn branch<A>(
         &mut self,
         position: Position,
-        statement: fn(&mut Self) -> Parsed<S>,
-    ) -> Parsed<Branch<S>> {
+        other: fn(&mut Self) -> Parsed<NodeKind<A>>,
+    ) -> Parsed<Branch<A>> {
         let (mut arms, mut position) = (Vec::new(), position);
         loop {
             arms.push(Arm {
                 position,
                 condition: self.condition()?,
-                body: self.block(statement)?,
+                body: self.block(other)?,
             });
             // `else` may stand on the line after the brace.
             let mut ahead = 0;
@@ -543,7 +534,7 @@ impl Parser<'_> {
             self.at += ahead + 1;
             position = self.position();
             if !self.take("if") {
-                let otherwise = self.block(statement)?;
+                let otherwise = self.block(other)?;
                 return Ok(Branch { arms, otherwise });
             }
         }

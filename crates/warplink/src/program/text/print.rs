@@ -2,73 +2,47 @@
 
 use crate::program::expr::{Condition, Expr, Operator};
 use crate::program::ir::{
-    Argument, ArgumentValue, AxisSelection, Backend, Branch, Declaration, Direction, Each,
-    ElementType, Loop, Order, Over, Position, Product, Program, Protocol, Role, Selection,
-    Sharding, ShareItem, ShareItemKind, Statement, StatementKind, StreamRef, Subprogram, TensorRef,
-    Transfer, TransferRef,
+    Argument, ArgumentValue, AxisSelection, Branch, Declaration, Each, ElementType, Node, NodeKind,
+    Order, Over, Position, Product, Program, Role, Selection, Sharding, Statement, StatementKind,
+    StreamRef, Subprogram, TensorRef, TransferRef,
 };
 use crate::program::parameters::{Parameter, ParameterKind};
-use crate::program::section::{Step, StepKind};
 use std::fmt::{self, Display, Formatter};
 
 /// The first line of the statement or declared transfer that starts at `position` of the program's
 /// text, for messages; empty where none does.
 pub fn summary(program: &Program, position: Position) -> String {
-    fn of(statements: &[Statement], position: Position) -> Option<String> {
-        statements.iter().find_map(|statement| {
-            let inside = match &statement.kind {
-                StatementKind::For(repetition) => of(&repetition.body, position),
-                StatementKind::Fork { body, .. } => of(body, position),
-                StatementKind::If(branch) => bodies(branch).find_map(|body| of(body, position)),
-                StatementKind::Share(items) => of_share(items, position),
-                StatementKind::Kernel(section) => of_steps(&section.body, position),
-                _ => None,
+    fn of<A: Action>(
+        body: &[Node<A>],
+        position: Position,
+        within: fn(&A, Position) -> Option<String>,
+    ) -> Option<String> {
+        body.iter().find_map(|node| {
+            let inside = match &node.kind {
+                NodeKind::Do(action) => within(action, position),
+                _ => node.blocks().find_map(|block| of(block, position, within)),
             };
-            inside.or_else(|| same(statement.position, position).then(|| head(statement)))
+            let is = (node.position.line, node.position.column) == (position.line, position.column);
+            inside.or_else(|| is.then(|| head(node)))
         })
     }
-    fn of_share(items: &[ShareItem], position: Position) -> Option<String> {
-        items.iter().find_map(|item| match &item.kind {
-            ShareItemKind::For(repetition) => of_share(&repetition.body, position),
-            ShareItemKind::If(branch) => bodies(branch).find_map(|body| of_share(body, position)),
-            ShareItemKind::Transfer(transfer) => {
-                same(item.position, position).then(|| transfer.to_string())
-            }
-            ShareItemKind::LetInteger { .. } => None,
-        })
+    fn within(action: &StatementKind, position: Position) -> Option<String> {
+        match action {
+            StatementKind::Fork { body, .. } => of(body, position, within),
+            StatementKind::Share(items) => of(items, position, |_, _| None),
+            StatementKind::Kernel(section) => of(&section.body, position, |_, _| None),
+            _ => None,
+        }
     }
-    fn of_steps(steps: &[Step], position: Position) -> Option<String> {
-        steps.iter().find_map(|step| {
-            let inside = match &step.kind {
-                StepKind::For(repetition) => of_steps(&repetition.body, position),
-                StepKind::If(branch) => bodies(branch).find_map(|body| of_steps(body, position)),
-                _ => None,
-            };
-            inside.or_else(|| same(step.position, position).then(|| head(step)))
-        })
-    }
-    fn bodies<S>(branch: &Branch<S>) -> impl Iterator<Item = &[S]> {
-        let arms = branch.arms.iter().map(|arm| &arm.body[..]);
-        arms.chain([&branch.otherwise[..]])
-    }
-    fn same(a: Position, b: Position) -> bool {
-        (a.line, a.column) == (b.line, b.column)
-    }
-    fn head<'a, S: 'a>(statement: &'a S) -> String
-    where
-        Indented<'a, S>: Display,
-    {
-        let text = Indented(0, statement).to_string();
-        text.lines()
-            .next()
-            .unwrap_or("")
-            .trim_end_matches(" {")
-            .to_owned()
+    fn head<A: Action>(node: &Node<A>) -> String {
+        let text = Indented(0, node).to_string();
+        let first = text.lines().next().unwrap_or("");
+        first.trim_end_matches(" {").to_owned()
     }
     let called = program.subprograms.iter().map(|called| &called.body);
     called
         .chain([&program.body])
-        .find_map(|body| of(body, position))
+        .find_map(|body| of(body, position, within))
         .unwrap_or_default()
 }
 
@@ -79,6 +53,12 @@ impl<T> Indented<'_, T> {
     pub(super) fn margin(&self, f: &mut Formatter<'_>) -> fmt::Result {
         write!(f, "{:1$}", "", self.0 * 4)
     }
+}
+
+/// What a node does that is no name, loop or branch, as text.
+pub(super) trait Action {
+    /// Prints it where it is indented by `depth`, without the margin and end of its first line.
+    fn print(&self, f: &mut Formatter<'_>, depth: usize) -> fmt::Result;
 }
 
 impl Display for Program {
@@ -108,51 +88,59 @@ fn print_program(
         write!(f, "{lead}{parameter}")?;
     }
     f.write_str(") {\n")?;
-    let mut before: Option<&StatementKind> = None;
-    for statement in body {
-        // Declarations stand together, and what takes several lines stands apart.
-        let declares = |kind: &StatementKind| {
-            matches!(
-                kind,
-                StatementKind::Declare(_) | StatementKind::Scratch(_) | StatementKind::Require(_)
-            )
-        };
-        let tall = |kind: &StatementKind| {
-            matches!(
-                kind,
-                StatementKind::For(_)
-                    | StatementKind::If(_)
-                    | StatementKind::Share(_)
-                    | StatementKind::Fork { .. }
-                    | StatementKind::Kernel(_)
-                    | StatementKind::Function(_)
-            )
-        };
-        if let Some(before) = before
-            && (declares(before) != declares(&statement.kind)
-                || tall(before)
-                || tall(&statement.kind))
-        {
+    // Declarations stand together, and what takes several lines stands apart.
+    let shape = |statement: &Statement| match &statement.kind {
+        NodeKind::For(_) | NodeKind::If(_) => (false, true),
+        NodeKind::LetInteger { .. } | NodeKind::LetTensor { .. } => (false, false),
+        NodeKind::Do(kind) => match kind {
+            StatementKind::Declare(_) | StatementKind::Scratch(_) | StatementKind::Require(_) => {
+                (true, false)
+            }
+            StatementKind::Share(_)
+            | StatementKind::Fork { .. }
+            | StatementKind::Kernel(_)
+            | StatementKind::Function(_) => (false, true),
+            _ => (false, false),
+        },
+    };
+    for (number, statement) in body.iter().enumerate() {
+        let (declares, tall) = shape(statement);
+        let before = number.checked_sub(1).map(|before| shape(&body[before]));
+        if before.is_some_and(|before| before.0 != declares || before.1 || tall) {
             f.write_str("\n")?;
         }
-        before = Some(&statement.kind);
         Indented(1, statement).fmt(f)?;
     }
     f.write_str("}\n")
 }
 
-impl Display for Indented<'_, Statement> {
+impl<A: Action> Display for Indented<'_, Node<A>> {
     fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        let Self(depth, node) = *self;
         self.margin(f)?;
-        match &self.1.kind {
+        match &node.kind {
+            NodeKind::LetInteger { name, value } => write!(f, "let {name} = {value}")?,
+            NodeKind::LetTensor { name, value } => write!(f, "let {name} = {value}")?,
+            NodeKind::For(it) => {
+                write!(f, "{} ", it.over)?;
+                block(f, depth, &it.body)?;
+            }
+            NodeKind::If(branch) => print_branch(f, depth, branch)?,
+            NodeKind::Do(action) => action.print(f, depth)?,
+        }
+        f.write_str("\n")
+    }
+}
+
+impl Action for StatementKind {
+    fn print(&self, f: &mut Formatter<'_>, depth: usize) -> fmt::Result {
+        match self {
             StatementKind::Require(condition) => write!(f, "require {condition}")?,
             StatementKind::Declare(declaration) => declaration.fmt(f)?,
             StatementKind::Deallocate(name) => write!(f, "deallocate {name}")?,
-            StatementKind::LetInteger { name, value } => write!(f, "let {name} = {value}")?,
             StatementKind::LetList { name, elements } => {
                 write!(f, "let {name} = [{}]", List(elements))?;
             }
-            StatementKind::LetTensor { name, value } => write!(f, "let {name} = {value}")?,
             StatementKind::Copy { target, source } => write!(f, "{target} = copy({source})")?,
             StatementKind::Matmul {
                 target,
@@ -185,7 +173,7 @@ impl Display for Indented<'_, Statement> {
             }
             StatementKind::Share(items) => {
                 f.write_str("share ")?;
-                block(f, self.0, items)?;
+                block(f, depth, items)?;
             }
             StatementKind::Post(list) => write!(f, "post {}", List(list))?,
             StatementKind::PostMatmul(each) => {
@@ -198,7 +186,7 @@ impl Display for Indented<'_, Statement> {
             StatementKind::Synchronize(stream) => write!(f, "synchronize {stream}")?,
             StatementKind::Fork { streams, body } => {
                 write!(f, "fork {} ", List(streams))?;
-                block(f, self.0, body)?;
+                block(f, depth, body)?;
             }
             StatementKind::Call { program, arguments } => {
                 write!(f, "{program}(")?;
@@ -209,64 +197,27 @@ impl Display for Indented<'_, Statement> {
                 f.write_str(")")?;
             }
             StatementKind::Scratch(scratch) => scratch.fmt(f)?,
-            StatementKind::Function(function) => Indented(self.0, function).fmt(f)?,
+            StatementKind::Function(function) => Indented(depth, function).fmt(f)?,
             StatementKind::Kernel(section) => {
                 section.fmt(f)?;
-                block(f, self.0, &section.body)?;
+                block(f, depth, &section.body)?;
             }
             StatementKind::InOut { tensor, part } => write!(f, "inout {tensor} = {part}")?,
             StatementKind::Expect(expectation) => expectation.fmt(f)?,
             StatementKind::ExpectRows(row) => write!(f, "expect {row}")?,
-            StatementKind::For(repetition) => print_loop(f, self.0, repetition)?,
-            StatementKind::If(branch) => print_branch(f, self.0, branch)?,
         }
-        f.write_str("\n")
+        Ok(())
     }
 }
 
-impl Display for Indented<'_, ShareItem> {
-    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
-        self.margin(f)?;
-        match &self.1.kind {
-            ShareItemKind::Transfer(transfer) => transfer.fmt(f)?,
-            ShareItemKind::LetInteger { name, value } => write!(f, "let {name} = {value}")?,
-            ShareItemKind::For(repetition) => print_loop(f, self.0, repetition)?,
-            ShareItemKind::If(branch) => print_branch(f, self.0, branch)?,
-        }
-        f.write_str("\n")
-    }
-}
-
-fn block<'a, S: 'a>(f: &mut Formatter<'_>, depth: usize, body: &'a [S]) -> fmt::Result
-where
-    Indented<'a, S>: Display,
-{
+fn block<A: Action>(f: &mut Formatter<'_>, depth: usize, body: &[Node<A>]) -> fmt::Result {
     f.write_str("{\n")?;
     body.iter()
-        .try_for_each(|statement| Indented(depth + 1, statement).fmt(f))?;
+        .try_for_each(|node| Indented(depth + 1, node).fmt(f))?;
     write!(f, "{:1$}}}", "", depth * 4)
 }
 
-pub(super) fn print_loop<'a, S: 'a>(
-    f: &mut Formatter<'_>,
-    depth: usize,
-    it: &'a Loop<S>,
-) -> fmt::Result
-where
-    Indented<'a, S>: Display,
-{
-    write!(f, "for {} in {}..{} ", it.index, it.from, it.to)?;
-    block(f, depth, &it.body)
-}
-
-pub(super) fn print_branch<'a, S: 'a>(
-    f: &mut Formatter<'_>,
-    depth: usize,
-    it: &'a Branch<S>,
-) -> fmt::Result
-where
-    Indented<'a, S>: Display,
-{
+fn print_branch<A: Action>(f: &mut Formatter<'_>, depth: usize, it: &Branch<A>) -> fmt::Result {
     for (position, arm) in it.arms.iter().enumerate() {
         f.write_str(if position == 0 { "if " } else { " else if " })?;
         write!(f, "{} ", arm.condition)?;
@@ -303,9 +254,17 @@ impl<T: Display> Display for List<'_, T> {
     }
 }
 
+impl Display for Over {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        let Self { index, from, to } = self;
+        write!(f, "for {index} in {from}..{to}")
+    }
+}
+
+/// What an item is repeated over, after it.
 fn over(f: &mut Formatter<'_>, over: Option<&Over>) -> fmt::Result {
     match over {
-        Some(over) => write!(f, " for {} in {}..{}", over.index, over.from, over.to),
+        Some(over) => write!(f, " {over}"),
         None => Ok(()),
     }
 }
@@ -390,34 +349,6 @@ impl Display for Parameter {
                 Ok(())
             }
         }
-    }
-}
-
-impl Display for Transfer {
-    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
-        let (verb, to) = match self.direction {
-            Direction::Send => ("send", "to"),
-            Direction::Receive => ("receive", "from"),
-        };
-        write!(
-            f,
-            "{} = {verb} {} {to} {}",
-            self.name, self.tensor, self.peer
-        )?;
-        if self.tag != Expr::Number(0) {
-            write!(f, " tag {}", self.tag)?;
-        }
-        write!(f, " via {}", self.backend)
-    }
-}
-
-impl Display for Backend {
-    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Direct(Protocol::Get) => "get",
-            Self::Direct(Protocol::Put) => "put",
-            Self::Nccl => "nccl",
-        })
     }
 }
 

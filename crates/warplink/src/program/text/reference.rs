@@ -115,13 +115,15 @@ impl Parser<'_> {
 
     /// `for index in from..to`, if it is there.
     pub(super) fn over(&mut self) -> Parsed<Option<Over>> {
-        if !self.take("for") {
-            return Ok(None);
-        }
+        self.take("for").then(|| self.index()).transpose()
+    }
+
+    /// `index in from..to`.
+    pub(super) fn index(&mut self) -> Parsed<Over> {
         let index = self.name("a loop index")?;
         self.expect("in")?;
         let (from, to) = self.bounds()?;
-        Ok(Some(Over { index, from, to }))
+        Ok(Over { index, from, to })
     }
 
     pub(super) fn stream(&mut self) -> Parsed<StreamRef> {

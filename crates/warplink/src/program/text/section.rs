@@ -1,15 +1,16 @@
-//! Parsing of kernel sections and their scratch.
+//! The text of kernel sections and their scratch: parsing and printing.
 
 use super::is_name;
 use super::operand::{Parsed, Parser};
+use super::print::{Action, List};
 use super::token::{Token, TokenKind};
-use crate::program::construct::Each;
+use crate::program::construct::{Each, NodeKind};
 use crate::program::expr::Expr;
-use crate::program::ir::StatementKind;
 use crate::program::section::{
     Announcement, Application, Argument, Move, Operator, Packing, Place, Receiver, Scratch,
-    Section, Source, Step, StepKind, Verb,
+    Section, Source, StepKind, Verb,
 };
+use std::fmt::{self, Display, Formatter};
 
 impl Parser<'_> {
     /// What follows `scratch`.
@@ -70,23 +71,25 @@ impl Parser<'_> {
         })
     }
 
-    fn lane_step(&mut self) -> Parsed<Step> {
+    fn lane_step(&mut self) -> Parsed<NodeKind<StepKind>> {
         let token = self.peek();
-        let position = self.position();
         if token.kind == TokenKind::Word && is_name(token.text) {
-            let kind = StepKind::Move(self.assigned()?);
-            return Ok(Step { position, kind });
+            return Ok(NodeKind::Do(self.assigned()?));
         }
         if token.kind != TokenKind::Word {
             return Err(self.expected("a step"));
         }
         self.at += 1;
-        let kind = match token.text {
-            "let" => match self.binding()? {
-                StatementKind::LetTensor { name, value } => StepKind::LetTensor { name, value },
-                StatementKind::LetInteger { name, value } => StepKind::LetInteger { name, value },
-                _ => return Err(self.expected("an integer or a part of a tensor")),
-            },
+        Ok(NodeKind::Do(match token.text {
+            "let" => {
+                return match self.binding()? {
+                    NodeKind::LetTensor { name, value } => Ok(NodeKind::LetTensor { name, value }),
+                    NodeKind::LetInteger { name, value } => {
+                        Ok(NodeKind::LetInteger { name, value })
+                    }
+                    _ => Err(self.expected("an integer or a part of a tensor")),
+                };
+            }
             "put" => {
                 let source = self.selected()?.into();
                 self.expect("to")?;
@@ -102,16 +105,13 @@ impl Parser<'_> {
             "barrier" => StepKind::Barrier,
             "announce" => StepKind::Announce(self.announcement(true)?),
             "agree" => StepKind::Agree(self.announcement(false)?),
-            "for" => StepKind::For(self.repetition(Self::lane_step)?),
-            "if" => StepKind::If(self.branch(position, Self::lane_step)?),
             _ => {
                 self.at -= 1;
                 return Err(self.expected(
                     "a step of a kernel: put, get, signal, wait, barrier, announce, agree, let, for, if or a tensor",
                 ));
             }
-        };
-        Ok(Step { position, kind })
+        }))
     }
 
     /// `n, root in C[slot]`, `n, root with X, Y in C[slot]`; then maybe `to p, q`, where it `announces`.
@@ -155,30 +155,18 @@ impl Parser<'_> {
     }
 
     /// `targets = copy(source)` or `targets = reduce(sources, operator)`, or a function of rows.
-    pub(super) fn assigned(&mut self) -> Parsed<Move> {
+    fn assigned(&mut self) -> Parsed<StepKind> {
         let first = self.peek();
-        let mut targets = self.each(Self::place)?;
-        let mut results = vec![targets.len()];
-        while self.take(";") {
-            while self.peek().kind == TokenKind::LineEnd {
-                self.at += 1;
-            }
-            let more = self.each(Self::place)?;
-            results.push(more.len());
-            targets.extend(more);
-        }
-        if !self.take("=") {
-            return Err(self.expected("'=', 'on', '[', ',' or ';'"));
-        }
+        let mut results = self.results()?;
         let function = self.peek();
         if function.kind == TokenKind::Word && is_name(function.text) && self.peek_at(1).text == "("
         {
-            return self.applied(targets, results);
+            return Ok(StepKind::Apply(self.applied(results)?));
         }
-        if results.len() > 1 {
+        let (Some(targets), true) = (results.pop(), results.is_empty()) else {
             let message = "a function of rows alone has several results".to_owned();
             return Err(self.wrong(first, message));
-        }
+        };
         if self.take("copy") {
             self.expect("(")?;
             let source = self.source()?;
@@ -187,64 +175,81 @@ impl Parser<'_> {
                 let message = "a copy has one target; expected reduce for several".to_owned();
                 return Err(self.wrong(first, message));
             }
-            return Ok(Move {
+            return Ok(StepKind::Move(Move {
                 verb: Verb::Copy,
                 targets,
                 sources: vec![source.into()],
-            });
+            }));
         }
         if !self.take("reduce") {
             return Err(self.expected("copy, reduce or a function of rows"));
         }
-        let mut sources = Vec::new();
-        let operator = self.reduced(&mut sources)?;
-        Ok(Move {
+        let (sources, operator) = self.reduced()?;
+        Ok(StepKind::Move(Move {
             verb: Verb::Reduce(operator),
             targets,
             sources,
-        })
+        }))
+    }
+
+    /// `H[t]; N[t] = norm(…)`.
+    pub(super) fn application(&mut self) -> Parsed<Application> {
+        let results = self.results()?;
+        self.applied(results)
+    }
+
+    /// `H[t]; N[t] =`.
+    fn results(&mut self) -> Parsed<Vec<Vec<Each<Place>>>> {
+        let mut results = vec![self.each(Self::place)?];
+        while self.take(";") {
+            while self.peek().kind == TokenKind::LineEnd {
+                self.at += 1;
+            }
+            results.push(self.each(Self::place)?);
+        }
+        if !self.take("=") {
+            return Err(self.expected("'=', 'on', '[', ',' or ';'"));
+        }
+        Ok(results)
     }
 
     /// `norm(reduce(X[t] on r for r in 0..world, sum), R[t], W, 1e-6)`.
-    fn applied(&mut self, targets: Vec<Each<Place>>, results: Vec<usize>) -> Parsed<Move> {
+    fn applied(&mut self, results: Vec<Vec<Each<Place>>>) -> Parsed<Application> {
         let function = self.name("a function")?;
         self.expect("(")?;
-        let (mut sources, mut arguments) = (Vec::new(), Vec::new());
+        let mut arguments = Vec::new();
         loop {
-            if let Some(number) = self.literal()? {
-                arguments.push(Argument::Number(number));
+            arguments.push(if let Some(number) = self.literal()? {
+                Argument::Number(number)
             } else if self.take("reduce") {
-                let before = sources.len();
-                let operator = self.reduced(&mut sources)?;
-                arguments.push(Argument::Reduced(sources.len() - before, operator));
+                let (sources, operator) = self.reduced()?;
+                let operator = Some(operator);
+                Argument::Sources { sources, operator }
             } else {
-                sources.push(self.source()?.into());
-                arguments.push(Argument::Source);
-            }
+                let sources = vec![self.source()?.into()];
+                let operator = None;
+                Argument::Sources { sources, operator }
+            });
             if !self.take(",") {
                 break;
             }
         }
         self.expect(")")?;
-        Ok(Move {
-            verb: Verb::Apply(Application {
-                function,
-                arguments,
-                results,
-            }),
-            targets,
-            sources,
+        Ok(Application {
+            function,
+            arguments,
+            results,
         })
     }
 
-    /// What follows `reduce`: sources, which are added to the list, and the operator.
-    fn reduced(&mut self, sources: &mut Vec<Each<Source>>) -> Parsed<Operator> {
+    /// What follows `reduce`: sources and the operator.
+    fn reduced(&mut self) -> Parsed<(Vec<Each<Source>>, Operator)> {
         self.expect("(")?;
-        let before = sources.len();
+        let mut sources = Vec::new();
         loop {
-            if let Some(operator) = self.last_operator(sources.len() > before) {
+            if let Some(operator) = self.last_operator(!sources.is_empty()) {
                 self.expect(")")?;
-                return Ok(operator);
+                return Ok((sources, operator));
             }
             let source = self.source()?;
             let over = self.over()?;
@@ -301,5 +306,138 @@ fn one(verb: Verb, target: Place, source: Place) -> Move {
         verb,
         targets: vec![target.into()],
         sources: vec![Source::from(source).into()],
+    }
+}
+
+impl Display for Scratch {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        let persistent = if self.persistent { "persistent " } else { "" };
+        write!(f, "scratch {persistent}{}: ", self.name)?;
+        if self.packing.is_packets() {
+            write!(f, "{} ", self.packing.name())?;
+        }
+        write!(f, "{}[", self.dtype)?;
+        for (axis, extent) in self.shape.iter().enumerate() {
+            let lead = if axis == 0 { "" } else { ", " };
+            write!(f, "{lead}{extent}")?;
+        }
+        f.write_str("]")
+    }
+}
+
+impl Display for Section {
+    /// What is before the body.
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        let Self {
+            lane,
+            lanes,
+            threads,
+            ..
+        } = self;
+        write!(f, "kernel {lane} in 0..{lanes} threads {threads} ")
+    }
+}
+
+impl Action for StepKind {
+    fn print(&self, f: &mut Formatter<'_>, _: usize) -> fmt::Result {
+        match self {
+            StepKind::Move(step) => step.fmt(f),
+            StepKind::Apply(it) => it.fmt(f),
+            StepKind::Signal(list) => write!(f, "{} {}", self.word(), List(list)),
+            StepKind::Wait(list) => write!(f, "{} {}", self.word(), List(list)),
+            StepKind::Barrier => f.write_str(self.word()),
+            StepKind::Announce(it) | StepKind::Agree(it) => write!(f, "{} {it}", self.word()),
+        }
+    }
+}
+
+impl Display for Announcement {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        for (position, value) in self.values.iter().enumerate() {
+            let lead = if position == 0 { "" } else { ", " };
+            write!(f, "{lead}{value}")?;
+        }
+        for (position, tensor) in self.tensors.iter().enumerate() {
+            let lead = if position == 0 { " with " } else { ", " };
+            write!(f, "{lead}{tensor}")?;
+        }
+        write!(f, " in {}", self.rows)?;
+        match &self.peers {
+            Some(peers) => write!(f, " to {}", List(peers)),
+            None => Ok(()),
+        }
+    }
+}
+
+impl Display for Move {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        let (targets, sources) = (List(&self.targets), List(&self.sources));
+        match &self.verb {
+            Verb::Put => write!(f, "put {sources} to {targets}"),
+            Verb::Get => write!(f, "get {sources} to {targets}"),
+            Verb::Copy => write!(f, "{targets} = copy({sources})"),
+            Verb::Reduce(operator) => write!(f, "{targets} = reduce({sources}, {operator})"),
+        }
+    }
+}
+
+impl Display for Application {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        for (number, targets) in self.results.iter().enumerate() {
+            let lead = if number == 0 { "" } else { "; " };
+            write!(f, "{lead}{}", List(targets))?;
+        }
+        write!(f, " = {}(", self.function)?;
+        for (number, argument) in self.arguments.iter().enumerate() {
+            f.write_str(if number == 0 { "" } else { ", " })?;
+            match argument {
+                Argument::Sources {
+                    sources,
+                    operator: Some(operator),
+                } => write!(f, "reduce({}, {operator})", List(sources))?,
+                Argument::Sources { sources, .. } => List(sources).fmt(f)?,
+                Argument::Number(number) => number.fmt(f)?,
+            }
+        }
+        f.write_str(")")
+    }
+}
+
+impl Display for Operator {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Fixed(operator) => operator.fmt(f),
+            Self::Parameter(name) => f.write_str(name),
+        }
+    }
+}
+
+impl Display for Place {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        self.tensor.fmt(f)?;
+        match &self.on {
+            Some(rank) => write!(f, " on {rank}"),
+            None => Ok(()),
+        }
+    }
+}
+
+impl Display for Receiver {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        self.rank.fmt(f)?;
+        match &self.lane {
+            Some(lane) => write!(f, " at {lane}"),
+            None => Ok(()),
+        }
+    }
+}
+
+impl Display for Source {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        self.place.fmt(f)?;
+        match &self.otherwise {
+            Some((condition, place)) => write!(f, " if {condition} else {place}"),
+            None => Ok(()),
+        }
     }
 }

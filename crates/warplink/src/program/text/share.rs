@@ -1,25 +1,20 @@
-//! Parsing of what stands inside `share { … }`.
+//! The text of what is inside `share { … }`.
 
 use super::operand::{Parsed, Parser};
+use super::print::Action;
 use crate::program::expr::Expr;
-use crate::program::ir::{Backend, Direction, Protocol, ShareItem, ShareItemKind, Transfer};
+use crate::program::ir::{Backend, Direction, NodeKind, Protocol, Transfer};
+use std::fmt::{self, Display, Formatter};
 
 impl Parser<'_> {
-    pub(super) fn share_item(&mut self) -> Parsed<ShareItem> {
-        let position = self.position();
-        let kind = if self.take("for") {
-            ShareItemKind::For(self.repetition(Self::share_item)?)
-        } else if self.take("if") {
-            ShareItemKind::If(self.branch(position, Self::share_item)?)
-        } else if self.take("let") {
-            let name = self.name("the name to bind")?;
-            self.expect("=")?;
-            let value = self.integer()?;
-            ShareItemKind::LetInteger { name, value }
-        } else {
-            ShareItemKind::Transfer(self.declared_transfer()?)
-        };
-        Ok(ShareItem { position, kind })
+    pub(super) fn share_item(&mut self) -> Parsed<NodeKind<Transfer>> {
+        if !self.take("let") {
+            return Ok(NodeKind::Do(self.declared_transfer()?));
+        }
+        let name = self.name("the name to bind")?;
+        self.expect("=")?;
+        let value = self.integer()?;
+        Ok(NodeKind::LetInteger { name, value })
     }
 
     fn declared_transfer(&mut self) -> Parsed<Transfer> {
@@ -63,6 +58,40 @@ impl Parser<'_> {
             peer,
             tag,
             backend,
+        })
+    }
+}
+
+impl Action for Transfer {
+    fn print(&self, f: &mut Formatter<'_>, _: usize) -> fmt::Result {
+        self.fmt(f)
+    }
+}
+
+impl Display for Transfer {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        let (verb, to) = match self.direction {
+            Direction::Send => ("send", "to"),
+            Direction::Receive => ("receive", "from"),
+        };
+        write!(
+            f,
+            "{} = {verb} {} {to} {}",
+            self.name, self.tensor, self.peer
+        )?;
+        if self.tag != Expr::Number(0) {
+            write!(f, " tag {}", self.tag)?;
+        }
+        write!(f, " via {}", self.backend)
+    }
+}
+
+impl Display for Backend {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Direct(Protocol::Get) => "get",
+            Self::Direct(Protocol::Put) => "put",
+            Self::Nccl => "nccl",
         })
     }
 }

@@ -8,7 +8,7 @@ use crate::dtype::DType;
 use crate::program::diagnostic::{Diagnostic, DiagnosticKind};
 use crate::program::expr::Expr;
 use crate::program::ir::{
-    Argument, ArgumentValue, Declaration, Role, Selection, StatementKind, Subprogram,
+    Argument, ArgumentValue, Declaration, NodeKind, Role, Selection, StatementKind, Subprogram,
 };
 use crate::program::parameters::{Parameters, Value};
 use crate::program::rank_program::Call;
@@ -261,7 +261,9 @@ impl<'p> Unroller<'p> {
 /// The inputs and outputs of a program.
 fn interface(program: &Subprogram) -> impl Iterator<Item = &Declaration> {
     program.body.iter().filter_map(|it| match &it.kind {
-        StatementKind::Declare(declaration) if declaration.role != Role::Local => Some(declaration),
+        NodeKind::Do(StatementKind::Declare(declaration)) if declaration.role != Role::Local => {
+            Some(declaration)
+        }
         _ => None,
     })
 }

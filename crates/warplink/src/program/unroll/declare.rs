@@ -1,12 +1,12 @@
-//! Declarations: tensors and families of them.
+//! Declarations: tensors and families of them, and the end of tensors.
 
 use super::scope::Bound;
 use super::view::View;
 use super::{MAX_AXES, MAX_TENSOR_BYTES, Unroller};
 use crate::dtype::DType;
 use crate::program::diagnostic::{Diagnostic, DiagnosticKind};
-use crate::program::ir::{Declaration, ElementType, Order, Role, Sharding};
-use crate::program::rank_program::{OperationKind, Range, TensorInstance};
+use crate::program::ir::{Declaration, ElementType, Order, Role, Sharding, TensorRef};
+use crate::program::rank_program::{OperationKind, TensorInstance};
 use std::sync::Arc;
 
 impl<'p> Unroller<'p> {
@@ -49,6 +49,26 @@ impl<'p> Unroller<'p> {
             })?);
         }
         self.bind(name, Bound::Family(members.into()))
+    }
+
+    pub(super) fn deallocate(&mut self, name: &str) -> Result<(), Diagnostic> {
+        let whole = TensorRef {
+            name: name.to_owned(),
+            selections: Vec::new(),
+            transposed: false,
+        };
+        let view = self.view(&whole)?;
+        let tensor = &self.made.tensors[view.tensor];
+        let own = tensor.role == Role::Local && *tensor.name == *name;
+        if !own || self.called.is_lent(name) {
+            let message = format!(
+                "'{name}' is not allocated by the program; expected the name of an 'allocate'"
+            );
+            return Err(self.diagnostic(DiagnosticKind::Malformed, message));
+        }
+        self.deallocated.insert(view.tensor, self.site.position());
+        self.enqueue(OperationKind::Deallocate(view.tensor));
+        Ok(())
     }
 
     /// The element type of what is declared as `declared`.
@@ -151,11 +171,7 @@ impl<'p> Unroller<'p> {
             self.enqueue(OperationKind::Allocate(tensor));
         }
         if declaration.zero {
-            let whole = Range {
-                tensor,
-                offset_bytes: 0,
-                bytes,
-            };
+            let whole = self.made.whole(tensor);
             self.zeros.start(&whole, self.declared_here());
         }
         Ok(view)

@@ -8,7 +8,7 @@ use crate::device::ReduceOp;
 use crate::program::diagnostic::{Diagnostic, DiagnosticKind};
 use crate::program::ir::{Expectation, Role, TensorRef, Term};
 use crate::program::rank_program::{Expected, ExpectedTerm, Operand};
-use crate::program::section::{Argument, Move, Operator, Place, RowArgument, RowStep, Verb};
+use crate::program::section::{Application, Argument, Operator, Place, RowArgument, RowStep};
 use std::sync::Arc;
 
 impl<'p> Unroller<'p> {
@@ -80,13 +80,10 @@ impl<'p> Unroller<'p> {
     }
 
     /// What a function of rows gives of inputs.
-    pub(super) fn expected_row(&mut self, row: &'p Move) -> Result<(), Diagnostic> {
+    pub(super) fn expected_row(&mut self, application: &'p Application) -> Result<(), Diagnostic> {
         if self.called.lent.is_some() {
             return Ok(());
         }
-        let Verb::Apply(application) = &row.verb else {
-            return Ok(());
-        };
         let Some(Bound::Function(function)) = self.lookup(&application.function) else {
             let message = format!(
                 "unknown function '{}'; expected a function of rows that stands before",
@@ -106,37 +103,31 @@ impl<'p> Unroller<'p> {
         }
         let (mut terms, mut arguments) = (Vec::new(), Vec::new());
         let mut shapes: Vec<View> = Vec::new();
-        let mut lists = &row.sources[..];
         for argument in &application.arguments {
-            let (count, operator) = match argument {
-                Argument::Number(number) => {
-                    arguments.push(RowArgument::Number(*number));
-                    continue;
+            arguments.push(match argument {
+                Argument::Number(number) => RowArgument::Number(*number),
+                Argument::Sources { sources, operator } => {
+                    let operator = operator.as_ref().map(|it| self.expected_operator(it));
+                    let operator = operator.transpose()?;
+                    let before = terms.len();
+                    self.each(sources, |unroller, source| {
+                        let place = match &source.otherwise {
+                            Some((condition, other)) if !unroller.condition(condition)? => other,
+                            _ => &source.place,
+                        };
+                        let (view, operand) = unroller.input_at(place)?;
+                        terms.push(ExpectedTerm::Operand(operand));
+                        shapes.push(view);
+                        Ok(())
+                    })?;
+                    let count = terms.len() - before;
+                    RowArgument::Sources(count, operator.unwrap_or(ReduceOp::Sum))
                 }
-                Argument::Source => (1, ReduceOp::Sum),
-                Argument::Reduced(count, operator) => (*count, self.expected_operator(operator)?),
-            };
-            let (these, others) = lists.split_at(count.min(lists.len()));
-            lists = others;
-            let before = terms.len();
-            self.each(these, |unroller, source| {
-                let place = match &source.otherwise {
-                    Some((condition, other)) if !unroller.condition(condition)? => other,
-                    _ => &source.place,
-                };
-                let (view, operand) = unroller.input_at(place)?;
-                terms.push(ExpectedTerm::Operand(operand));
-                shapes.push(view);
-                Ok(())
-            })?;
-            arguments.push(RowArgument::Sources(terms.len() - before, operator));
+            });
         }
         let mut targets = Vec::new();
-        let mut lists = &row.targets[..];
-        for (result, count) in application.results.iter().enumerate() {
-            let (these, others) = lists.split_at((*count).min(lists.len()));
-            lists = others;
-            self.each(these, |unroller, place| {
+        for (result, list) in application.results.iter().enumerate() {
+            self.each(list, |unroller, place| {
                 let view = unroller.view(&place.tensor)?;
                 let output = unroller.made.tensors[view.tensor].role != Role::Input;
                 if place.on.is_some() || !output {

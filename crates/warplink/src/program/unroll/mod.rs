@@ -21,7 +21,7 @@ use super::diagnostic::{Diagnostic, DiagnosticKind, Place};
 use super::expr::Expr;
 use super::grid::grids;
 use super::ir::{
-    Branch, Collective, Direction, Each, Position, Program, Role, Selection, Statement,
+    Branch, Collective, Direction, Each, Node, NodeKind, Position, Program, Selection, Statement,
     StatementKind, StreamRef, TensorRef,
 };
 use super::parameters::{Parameter, Parameters, Value};
@@ -273,7 +273,7 @@ impl<'p> Unroller<'p> {
         }
         for tensor in parameters.tensors() {
             let declares = |statement: &Statement| match &statement.kind {
-                StatementKind::Declare(it) => it.optional && it.name == *tensor,
+                NodeKind::Do(StatementKind::Declare(it)) => it.optional && it.name == *tensor,
                 _ => false,
             };
             if !program.body.iter().any(declares) {
@@ -313,7 +313,59 @@ impl<'p> Unroller<'p> {
     }
 
     fn block(&mut self, body: &'p [Statement]) -> Result<(), Diagnostic> {
-        self.nested(|unroller| body.iter().try_for_each(|next| unroller.statement(next)))
+        self.nodes(body, &mut Self::statement)
+    }
+
+    /// Goes through a block, and does its actions with `act`.
+    fn nodes<A>(
+        &mut self,
+        body: &'p [Node<A>],
+        act: &mut dyn FnMut(&mut Self, &'p A) -> Result<(), Diagnostic>,
+    ) -> Result<(), Diagnostic> {
+        self.nested(|unroller| body.iter().try_for_each(|node| unroller.node(node, act)))
+    }
+
+    fn node<A>(
+        &mut self,
+        node: &'p Node<A>,
+        act: &mut dyn FnMut(&mut Self, &'p A) -> Result<(), Diagnostic>,
+    ) -> Result<(), Diagnostic> {
+        self.step()?;
+        self.at(node.position);
+        match &node.kind {
+            NodeKind::LetInteger { name, value } => {
+                let value = self.integer(value)?;
+                self.bind(name, Bound::Integer(value))
+            }
+            NodeKind::LetTensor { name, value } => self.alias(name, value),
+            NodeKind::For(it) => {
+                let id = std::ptr::from_ref(it).addr();
+                self.repeat(id, &it.over, |unroller| unroller.nodes(&it.body, act))
+            }
+            NodeKind::If(branch) => {
+                let body = self.choose(branch)?;
+                self.nodes(body, act)
+            }
+            NodeKind::Do(action) => act(self, action),
+        }
+    }
+
+    /// `let name = value`, where the value may be an element of a list.
+    fn alias(&mut self, name: &'p str, value: &TensorRef) -> Result<(), Diagnostic> {
+        if let Some(Bound::List(_)) = self.lookup(&value.name)
+            && !value.transposed
+            && let [Selection::Index(index)] = &value.selections[..]
+        {
+            let element = Expr::Element(value.name.clone(), Box::new(index.clone()));
+            let element = self.integer(&element)?;
+            return self.bind(name, Bound::Integer(element));
+        }
+        if value.selections.is_empty() && !value.transposed {
+            let message = format!("'{name}' is all of '{}'; expected a part of it", value.name);
+            return Err(self.diagnostic(DiagnosticKind::Malformed, message));
+        }
+        let view = self.view(value)?;
+        self.bind(name, Bound::Tensor(view))
     }
 
     /// Does `inner` as a block: a scope of its own, nested no deeper than text may be.
@@ -331,10 +383,8 @@ impl<'p> Unroller<'p> {
         Ok(())
     }
 
-    fn statement(&mut self, statement: &'p Statement) -> Result<(), Diagnostic> {
-        self.step()?;
-        self.at(statement.position);
-        match &statement.kind {
+    fn statement(&mut self, kind: &'p StatementKind) -> Result<(), Diagnostic> {
+        match kind {
             StatementKind::Require(condition) => {
                 if !self.condition(condition)? {
                     return Err(self.unmet(condition));
@@ -342,10 +392,6 @@ impl<'p> Unroller<'p> {
             }
             StatementKind::Declare(declaration) => self.declare(declaration)?,
             StatementKind::Deallocate(name) => self.deallocate(name)?,
-            StatementKind::LetInteger { name, value } => {
-                let value = self.integer(value)?;
-                self.bind(name, Bound::Integer(value))?;
-            }
             StatementKind::LetList { name, elements } => {
                 let mut values = Vec::new();
                 self.each(elements, |unroller, element| {
@@ -353,23 +399,6 @@ impl<'p> Unroller<'p> {
                     Ok(())
                 })?;
                 self.bind(name, Bound::List(values.into()))?;
-            }
-            StatementKind::LetTensor { name, value } => {
-                if let Some(Bound::List(_)) = self.lookup(&value.name)
-                    && !value.transposed
-                    && let [Selection::Index(index)] = &value.selections[..]
-                {
-                    let element = Expr::Element(value.name.clone(), Box::new(index.clone()));
-                    let element = self.integer(&element)?;
-                    return self.bind(name, Bound::Integer(element));
-                }
-                if value.selections.is_empty() && !value.transposed {
-                    let message =
-                        format!("'{name}' is all of '{}'; expected a part of it", value.name);
-                    return Err(self.diagnostic(DiagnosticKind::Malformed, message));
-                }
-                let view = self.view(value)?;
-                self.bind(name, Bound::Tensor(view))?;
             }
             StatementKind::Copy { target, source } => {
                 let kind = self.copy(&self.view(target)?, &self.view(source)?)?;
@@ -447,22 +476,12 @@ impl<'p> Unroller<'p> {
             StatementKind::InOut { tensor, part } => self.in_place(tensor, part)?,
             StatementKind::Expect(expectation) => self.expectation(expectation)?,
             StatementKind::ExpectRows(row) => self.expected_row(row)?,
-            StatementKind::For(it) => {
-                let id = std::ptr::from_ref(it).addr();
-                self.repeat((id, &it.index), (&it.from, &it.to), |unroller| {
-                    unroller.block(&it.body)
-                })?;
-            }
-            StatementKind::If(branch) => {
-                let body = self.choose(branch)?;
-                self.block(body)?;
-            }
         }
         Ok(())
     }
 
     /// The body of the first arm whose condition holds.
-    fn choose<S>(&mut self, branch: &'p Branch<S>) -> Result<&'p [S], Diagnostic> {
+    fn choose<A>(&mut self, branch: &'p Branch<A>) -> Result<&'p [Node<A>], Diagnostic> {
         for arm in &branch.arms {
             self.step()?;
             self.at(arm.position);
@@ -551,9 +570,9 @@ impl<'p> Unroller<'p> {
         for index in 0..self.made.operations.len() {
             let operation = &self.made.operations[index];
             let areas = self.made.areas(&operation.kind);
-            let cut = areas.iter().filter_map(|area| {
+            let cut = areas.filter_map(|area| {
                 let grid = self.made.grids.get(&area.span.tensor)?;
-                Some(grid.cells_of(area))
+                Some(grid.cells_of(&area))
             });
             let steps = cut.fold(self.steps, usize::saturating_add);
             let position = operation.site.position();
@@ -561,26 +580,6 @@ impl<'p> Unroller<'p> {
             self.steps = steps;
             self.step()?;
         }
-        Ok(())
-    }
-
-    fn deallocate(&mut self, name: &str) -> Result<(), Diagnostic> {
-        let whole = TensorRef {
-            name: name.to_owned(),
-            selections: Vec::new(),
-            transposed: false,
-        };
-        let view = self.view(&whole)?;
-        let tensor = &self.made.tensors[view.tensor];
-        let own = tensor.role == Role::Local && *tensor.name == *name;
-        if !own || self.called.is_lent(name) {
-            let message = format!(
-                "'{name}' is not allocated by the program; expected the name of an 'allocate'"
-            );
-            return Err(self.diagnostic(DiagnosticKind::Malformed, message));
-        }
-        self.deallocated.insert(view.tensor, self.site.position());
-        self.enqueue(OperationKind::Deallocate(view.tensor));
         Ok(())
     }
 }

@@ -9,10 +9,10 @@ use crate::device::ReduceOp;
 use crate::dtype::DType;
 use crate::program::diagnostic::{Diagnostic, DiagnosticKind, Place};
 use crate::program::expr::{Condition, Expr};
-use crate::program::ir::{Position, StreamRef, TransferRef};
+use crate::program::ir::{Over, Position, StreamRef, TransferRef};
 use crate::program::rank_program::{Site, StreamKind, TransferId};
 use crate::program::section::{RowFunction, ScratchId};
-use crate::program::text::{named, shortened};
+use crate::program::text::{below, shortened};
 use std::cell::RefCell;
 use std::collections::HashMap;
 use std::rc::Rc;
@@ -262,15 +262,8 @@ impl<'p> Unroller<'p> {
         what: &str,
     ) -> Result<usize, Diagnostic> {
         let value = self.integer(expression)?;
-        match usize::try_from(value) {
-            Ok(number) if number < limit => Ok(number),
-            _ => {
-                let name = named(what, expression, value);
-                let most = limit.saturating_sub(1);
-                let message = format!("{name} is {value}; expected 0 to {most}");
-                Err(self.diagnostic(DiagnosticKind::OutOfBounds, message))
-            }
-        }
+        let number = below(what, expression, value, limit);
+        number.map_err(|message| self.diagnostic(DiagnosticKind::OutOfBounds, message))
     }
 
     /// The transfer that `reference` names; `kind` is what naming none breaks.
@@ -365,23 +358,23 @@ impl<'p> Unroller<'p> {
     /// identities.
     pub(super) fn repeat(
         &mut self,
-        (id, index): (usize, &'p str),
-        (from, to): (&Expr, &Expr),
+        id: usize,
+        over: &'p Over,
         mut body: impl FnMut(&mut Self) -> Result<(), Diagnostic>,
     ) -> Result<(), Diagnostic> {
-        let (from, to) = (self.integer(from)?, self.integer(to)?);
+        let (from, to) = (self.integer(&over.from)?, self.integer(&over.to)?);
         let outer = Arc::clone(&self.site.indices);
-        let index_name: Arc<str> = Arc::from(index);
+        let index: Arc<str> = Arc::from(over.index.as_str());
         for value in from..to {
             self.step()?;
             self.site.indices = outer
                 .iter()
                 .cloned()
-                .chain([(Arc::clone(&index_name), value)])
+                .chain([(Arc::clone(&index), value)])
                 .collect();
             self.loops.push(OpenLoop { id, value });
             self.scoped(|unroller| {
-                unroller.bind(index, Bound::Integer(value))?;
+                unroller.bind(&over.index, Bound::Integer(value))?;
                 body(unroller)
             })?;
             self.loops.pop();

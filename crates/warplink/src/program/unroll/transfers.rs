@@ -1,12 +1,11 @@
 //! Transfers: what is shared, posted and waited for.
 
-use super::scope::{Bound, Instances, Named};
+use super::scope::{Instances, Named};
 use super::{TAG_LIMIT, Unroller};
 use crate::device::MatmulSpec;
 use crate::program::diagnostic::{Diagnostic, DiagnosticKind};
 use crate::program::ir::{
-    Backend, Direction, Each, PostedMatmul, Protocol, ShareItem, ShareItemKind, Transfer,
-    TransferRef,
+    Backend, Direction, Each, PostedMatmul, Protocol, ShareItem, Transfer, TransferRef,
 };
 use crate::program::rank_program::{
     ExchangeId, OperationKind, Range, TransferId, TransferInstance,
@@ -19,7 +18,9 @@ impl<'p> Unroller<'p> {
         let position = self.site.position();
         let exchange = self.made.exchanges.len();
         self.made.exchanges.push(Vec::new());
-        self.share_items(items, exchange)?;
+        self.nodes(items, &mut |unroller, transfer| {
+            unroller.declare_transfer(transfer, exchange)
+        })?;
         self.at(position);
         // Where a branch leaves nothing to share, there is nothing to do.
         if self.made.exchanges[exchange].is_empty() {
@@ -28,39 +29,6 @@ impl<'p> Unroller<'p> {
             self.enqueue(OperationKind::Share(exchange));
         }
         Ok(())
-    }
-
-    pub(super) fn share_items(
-        &mut self,
-        items: &'p [ShareItem],
-        exchange: ExchangeId,
-    ) -> Result<(), Diagnostic> {
-        self.nested(|unroller| {
-            for item in items {
-                unroller.step()?;
-                unroller.at(item.position);
-                match &item.kind {
-                    ShareItemKind::Transfer(transfer) => {
-                        unroller.declare_transfer(transfer, exchange)?;
-                    }
-                    ShareItemKind::LetInteger { name, value } => {
-                        let value = unroller.integer(value)?;
-                        unroller.bind(name, Bound::Integer(value))?;
-                    }
-                    ShareItemKind::For(it) => {
-                        let id = std::ptr::from_ref(it).addr();
-                        unroller.repeat((id, &it.index), (&it.from, &it.to), |unroller| {
-                            unroller.share_items(&it.body, exchange)
-                        })?;
-                    }
-                    ShareItemKind::If(branch) => {
-                        let body = unroller.choose(branch)?;
-                        unroller.share_items(body, exchange)?;
-                    }
-                }
-            }
-            Ok(())
-        })
     }
 
     pub(super) fn declare_transfer(

@@ -4,7 +4,7 @@
 //! them before anything is written there, and outputs at the end.
 
 use super::Unroller;
-use crate::program::ir::{Collective, Direction, ElementwiseOp, Role};
+use crate::program::ir::{ElementwiseOp, Role};
 use crate::program::rank_program::{Operation, OperationKind, Range, Site, TensorId};
 use std::collections::{BTreeMap, HashMap};
 
@@ -73,14 +73,10 @@ impl Zeros {
         parts.insert(from, (to, declared));
     }
 
-    /// Takes out what of a tensor of `bytes` bytes is still 0: parts, each with where that was declared.
-    fn take_declared(&mut self, tensor: TensorId, bytes: usize) -> Vec<(Range, Declared)> {
-        let whole = Range {
-            tensor,
-            offset_bytes: 0,
-            bytes,
-        };
-        let left = self.take(&whole);
+    /// Takes out what of a whole tensor is still 0: parts, each with where that was declared.
+    fn take_declared(&mut self, whole: &Range) -> Vec<(Range, Declared)> {
+        let tensor = whole.tensor;
+        let left = self.take(whole);
         self.parts.remove(&tensor);
         let declared = self.declared.remove(&tensor).unwrap_or_default();
         let mut taken = Vec::new();
@@ -159,10 +155,11 @@ impl Unroller<'_> {
         if self.zeros.parts.is_empty() {
             return kind;
         }
-        for area in self.made.areas(&kind) {
-            if !area.is_contiguous() {
-                self.zero_at_start(area.span.tensor);
-            }
+        let areas = self.made.areas(&kind);
+        let gaps = areas.filter(|area| !area.is_contiguous());
+        let tensors: Vec<TensorId> = gaps.map(|area| area.span.tensor).collect();
+        for tensor in tensors {
+            self.zero_at_start(tensor);
         }
         let mut kind = kind;
         match &mut kind {
@@ -188,11 +185,12 @@ impl Unroller<'_> {
             }
             _ => {}
         }
-        for range in self.reads(&kind) {
-            self.set_to_zero(range);
+        let accesses = self.made.accesses(&kind);
+        for access in accesses.iter().filter(|access| access.reads) {
+            self.set_to_zero(access.area.span);
         }
-        for range in self.writes(&kind) {
-            self.zeros.take(&range);
+        for access in accesses.iter().filter(|access| access.writes) {
+            self.zeros.take(&access.area.span);
         }
         kind
     }
@@ -200,8 +198,8 @@ impl Unroller<'_> {
     /// Has what is left of a tensor set where it is declared to be 0, by this program or by one that it is lent
     /// to. This is done for tensors of which parts are accessed that are not contiguous.
     fn zero_at_start(&mut self, tensor: TensorId) {
-        let bytes = self.made.tensors[tensor].bytes;
-        for (part, declared) in self.zeros.take_declared(tensor, bytes) {
+        let whole = self.made.whole(tensor);
+        for (part, declared) in self.zeros.take_declared(&whole) {
             let early = self.zeros.early.entry(declared.operation).or_default();
             early.push(Operation {
                 kind: OperationKind::Zero(part),
@@ -227,13 +225,8 @@ impl Unroller<'_> {
             if instance.role != Role::Output {
                 continue;
             }
-            let (bytes, site) = (instance.bytes, instance.site.clone());
-            let whole = Range {
-                tensor,
-                offset_bytes: 0,
-                bytes,
-            };
-            for part in self.zeros.take(&whole) {
+            let site = instance.site.clone();
+            for part in self.zeros.take(&self.made.whole(tensor)) {
                 self.push_zero(part, 0, site.clone());
             }
         }
@@ -261,60 +254,6 @@ impl Unroller<'_> {
             stream,
             site,
         });
-    }
-
-    /// What an operation reads of this rank's memory.
-    fn reads(&self, kind: &OperationKind) -> Vec<Range> {
-        match kind {
-            OperationKind::Copy { source, .. } | OperationKind::Collective { source, .. } => {
-                vec![*source]
-            }
-            OperationKind::Matmul { a, b, bias, .. } => {
-                [a.span, b.span].into_iter().chain(*bias).collect()
-            }
-            OperationKind::PostMatmul { a, b, bias, .. } => {
-                a.iter().chain([b]).chain(bias).copied().collect()
-            }
-            OperationKind::Elementwise { sources, .. } => {
-                sources.iter().map(|source| source.span).collect()
-            }
-            // What its lanes write first is not looked into.
-            OperationKind::Kernel(section) => section
-                .user_tensors()
-                .map(|tensor| Range {
-                    tensor,
-                    offset_bytes: 0,
-                    bytes: self.made.tensors[tensor].bytes,
-                })
-                .collect(),
-            OperationKind::Post(group) => self.ends(group, Direction::Send),
-            _ => Vec::new(),
-        }
-    }
-
-    /// What an operation writes, or lets a peer write, of this rank's memory.
-    fn writes(&self, kind: &OperationKind) -> Vec<Range> {
-        match kind {
-            OperationKind::Collective {
-                collective: Collective::Reduce(_, root),
-                ..
-            } if *root != self.made.rank => Vec::new(),
-            OperationKind::Copy { target, .. } | OperationKind::Collective { target, .. } => {
-                vec![*target]
-            }
-            OperationKind::Matmul { c: target, .. } => vec![target.span],
-            OperationKind::Elementwise { target, .. } => vec![target.span],
-            OperationKind::Post(group) => self.ends(group, Direction::Receive),
-            _ => Vec::new(),
-        }
-    }
-
-    fn ends(&self, group: &[usize], direction: Direction) -> Vec<Range> {
-        let transfers = group.iter().map(|id| &self.made.transfers[*id]);
-        transfers
-            .filter(|transfer| transfer.direction == direction)
-            .map(|transfer| transfer.range)
-            .collect()
     }
 }
 
@@ -365,14 +304,14 @@ mod tests {
         zeros.start(&range(20, 50), declared(4));
         zeros.start(&range(40, 60), declared(7));
         zeros.take(&range(55, 80));
-        let taken = zeros.take_declared(3, 100).into_iter();
+        let taken = zeros.take_declared(&range(0, 100)).into_iter();
         let taken: Vec<(Range, usize)> = taken.map(|(part, it)| (part, it.operation)).collect();
         let expected = [(range(20, 40), 4), (range(40, 55), 7), (range(80, 100), 0)];
         assert_eq!(taken, expected);
-        assert!(zeros.take_declared(3, 100).is_empty());
+        assert!(zeros.take_declared(&range(0, 100)).is_empty());
         // What was said before does not come back.
         zeros.start(&range(10, 20), declared(9));
-        let again = zeros.take_declared(3, 100);
+        let again = zeros.take_declared(&range(0, 100));
         assert_eq!(again.len(), 1);
         assert_eq!((again[0].0, again[0].1.operation), (range(10, 20), 9));
     }

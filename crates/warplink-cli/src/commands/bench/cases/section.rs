@@ -436,14 +436,9 @@ fn assignments(values: &[(String, i64)]) -> String {
 
 /// Whether the statements, or those within them, have a kernel section.
 fn has_kernel(body: &[Statement]) -> bool {
-    body.iter().any(|statement| match &statement.kind {
+    Statement::actions(body).any(|(_, action)| match action {
         StatementKind::Kernel(_) => true,
-        StatementKind::For(repetition) => has_kernel(&repetition.body),
         StatementKind::Fork { body, .. } => has_kernel(body),
-        StatementKind::If(branch) => {
-            let mut arms = branch.arms.iter();
-            arms.any(|arm| has_kernel(&arm.body)) || has_kernel(&branch.otherwise)
-        }
         _ => false,
     })
 }

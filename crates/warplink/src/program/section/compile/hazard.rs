@@ -10,10 +10,10 @@
 //! are constants of the kernel, the rank and the first selection.
 
 use super::scope::Scope;
-use crate::program::construct::{Each, Selection, TensorRef};
+use crate::program::construct::{Branch, Loop, Over, Selection, TensorRef};
 use crate::program::expr::Expr;
 use crate::program::section::{
-    Packing, Place, SectionInstance, SectionMemory, Source, Step, StepKind,
+    Packing, Place, SectionInstance, SectionMemory, Source, Step, StepKind, Visitor,
 };
 use std::collections::{BTreeSet, HashMap};
 
@@ -40,6 +40,7 @@ pub(super) fn barriers(instance: &SectionInstance, constants: &Scope) -> Barrier
             instance,
             scope: constants.clone(),
             aliases: HashMap::new(),
+            accesses: Vec::new(),
             pending: BTreeSet::new(),
             barriers: barriers.clone(),
             steps: 0,
@@ -47,37 +48,15 @@ pub(super) fn barriers(instance: &SectionInstance, constants: &Scope) -> Barrier
         };
         walk.body(&instance.section.body);
         if walk.is_exhausted() {
-            add_moves(&instance.section.body, &mut barriers);
+            let all = Step::actions(&instance.section.body);
+            let moves = all.filter(|(_, kind)| kind.moves());
+            barriers.extend(moves.map(|(step, _)| id(step)));
             return barriers;
         }
         if walk.barriers == barriers {
             return barriers;
         }
         barriers = walk.barriers;
-    }
-}
-
-/// Adds all steps that move data.
-fn add_moves(steps: &[Step], barriers: &mut Barriers) {
-    for step in steps {
-        match &step.kind {
-            StepKind::Move(_) => {
-                barriers.insert(id(step));
-            }
-            StepKind::For(it) => add_moves(&it.body, barriers),
-            StepKind::If(branch) => {
-                let arms = branch.arms.iter();
-                arms.for_each(|arm| add_moves(&arm.body, barriers));
-                add_moves(&branch.otherwise, barriers);
-            }
-            StepKind::LetInteger { .. }
-            | StepKind::LetTensor { .. }
-            | StepKind::Signal(_)
-            | StepKind::Wait(_)
-            | StepKind::Barrier
-            | StepKind::Announce(_)
-            | StepKind::Agree(_) => {}
-        }
     }
 }
 
@@ -139,11 +118,141 @@ struct Walk<'s> {
     instance: &'s SectionInstance,
     scope: Scope,
     aliases: HashMap<&'s str, (usize, Selected)>,
+    /// Of the step at hand.
+    accesses: Vec<Access>,
     /// Since the last barrier.
     pending: BTreeSet<Access>,
     barriers: Barriers,
     steps: usize,
     looks: usize,
+}
+
+impl<'s> Visitor<'s> for Walk<'s> {
+    fn scoped(&mut self, inner: impl FnOnce(&mut Self)) {
+        let visible = self.scope.len();
+        inner(self);
+        self.scope.truncate(visible);
+    }
+
+    fn step(&mut self, step: &'s Step) {
+        if !self.is_exhausted() {
+            self.steps += 1;
+            self.node(step);
+        }
+    }
+
+    fn integer(&mut self, name: &'s str, value: &'s Expr) {
+        let value = self.scope.value(value);
+        self.scope.bind(name, "", value);
+    }
+
+    fn alias(&mut self, name: &'s str, value: &'s TensorRef) {
+        if let Some(operand) = self.operand(value) {
+            self.aliases.insert(name, operand);
+        }
+    }
+
+    fn action(&mut self, step: &'s Step, kind: &'s StepKind) {
+        if kind.synchronizes() {
+            self.pending.clear();
+            return;
+        }
+        kind.visit(self);
+        let accesses = std::mem::take(&mut self.accesses);
+        self.looks += self.pending.len() * accesses.len();
+        let conflict = self
+            .pending
+            .iter()
+            .any(|before| accesses.iter().any(|access| access.conflicts(before)));
+        if conflict {
+            self.barriers.insert(id(step));
+        }
+        if self.barriers.contains(&id(step)) {
+            self.pending.clear();
+        }
+        self.pending.extend(accesses);
+    }
+
+    fn repeat(&mut self, it: &'s Loop<StepKind>) {
+        let Over { index, from, to } = &it.over;
+        let bounds = (self.scope.value(from), self.scope.value(to));
+        // What comes after a loop that may have no iterations comes after what is before it, too.
+        let mut before = BTreeSet::new();
+        let values: Vec<Option<i64>> = match bounds {
+            (Some(from), Some(to)) if to.saturating_sub(from) <= MAX_ITERATIONS => {
+                (from..to).map(Some).collect()
+            }
+            (Some(_), Some(_)) => vec![None; 2],
+            _ => {
+                self.looks += self.pending.len();
+                before.clone_from(&self.pending);
+                vec![None; 2]
+            }
+        };
+        for value in values {
+            if self.is_exhausted() {
+                return;
+            }
+            self.with(index, value, |walk| walk.body(&it.body));
+        }
+        self.pending.extend(before);
+    }
+
+    fn choose(&mut self, branch: &'s Branch<StepKind>) {
+        self.looks += self.pending.len() * branch.arms.len();
+        let before = self.pending.clone();
+        let mut after = BTreeSet::new();
+        let mut decided = false;
+        for arm in &branch.arms {
+            let holds = self.scope.holds(&arm.condition);
+            if holds == Some(false) {
+                continue;
+            }
+            self.pending.clone_from(&before);
+            self.body(&arm.body);
+            after.append(&mut self.pending);
+            decided = holds == Some(true);
+            if decided {
+                break;
+            }
+        }
+        if !decided {
+            self.pending.clone_from(&before);
+            self.body(&branch.otherwise);
+            after.append(&mut self.pending);
+        }
+        self.pending = after;
+    }
+
+    fn over(&mut self, over: &'s Over, mut inner: impl FnMut(&mut Self)) {
+        let bounds = (self.scope.value(&over.from), self.scope.value(&over.to));
+        let values: Vec<Option<i64>> = match bounds {
+            (Some(from), Some(to)) if to.saturating_sub(from) <= MAX_ITERATIONS => {
+                (from..to).map(Some).collect()
+            }
+            _ => vec![None],
+        };
+        for value in values {
+            self.with(&over.index, value, &mut inner);
+        }
+    }
+
+    fn target(&mut self, place: &'s Place) {
+        self.access(place, true);
+    }
+
+    fn source(&mut self, source: &'s Source) {
+        let Some((condition, other)) = &source.otherwise else {
+            return self.access(&source.place, false);
+        };
+        let holds = self.scope.holds(condition);
+        if holds != Some(false) {
+            self.access(&source.place, false);
+        }
+        if holds != Some(true) {
+            self.access(other, false);
+        }
+    }
 }
 
 impl<'s> Walk<'s> {
@@ -152,148 +261,22 @@ impl<'s> Walk<'s> {
         self.steps > MAX_STEPS || self.looks > MAX_LOOKS
     }
 
-    fn body(&mut self, steps: &'s [Step]) {
-        let visible = self.scope.len();
-        steps.iter().for_each(|step| self.step(step));
-        self.scope.truncate(visible);
+    /// Does `inner` where an index has a value, or one of unknown ones.
+    fn with(&mut self, index: &str, value: Option<i64>, inner: impl FnOnce(&mut Self)) {
+        self.scoped(|walk| {
+            walk.scope.bind(index, "", value);
+            inner(walk);
+        });
     }
 
-    fn step(&mut self, step: &'s Step) {
-        if self.is_exhausted() {
+    /// Notes what a step does with a place, unless that has packets.
+    fn access(&mut self, place: &'s Place, writes: bool) {
+        let Some((index, mut selected)) = self.operand(&place.tensor) else {
             return;
-        }
-        self.steps += 1;
-        match &step.kind {
-            StepKind::LetInteger { name, value } => {
-                let value = self.scope.value(value);
-                self.scope.bind(name, "", value);
-            }
-            StepKind::LetTensor { name, value } => {
-                if let Some(operand) = self.operand(value) {
-                    self.aliases.insert(name, operand);
-                }
-            }
-            StepKind::Move(it) => {
-                let mut accesses = Vec::new();
-                self.each(&it.targets, |walk, place| {
-                    accesses.extend(walk.access(place, true));
-                });
-                self.each(&it.sources, |walk, source| {
-                    accesses.extend(walk.source(source));
-                });
-                self.looks += self.pending.len() * accesses.len();
-                let conflict = self
-                    .pending
-                    .iter()
-                    .any(|before| accesses.iter().any(|access| access.conflicts(before)));
-                if conflict {
-                    self.barriers.insert(id(step));
-                }
-                if self.barriers.contains(&id(step)) {
-                    self.pending.clear();
-                }
-                self.pending.extend(accesses);
-            }
-            StepKind::Signal(_) | StepKind::Wait(_) | StepKind::Barrier => self.pending.clear(),
-            // Packets alone.
-            StepKind::Announce(_) | StepKind::Agree(_) => {}
-            StepKind::For(it) => {
-                let bounds = (self.scope.value(&it.from), self.scope.value(&it.to));
-                // What comes after a loop that may have no iterations comes after what is before it, too.
-                let mut before = BTreeSet::new();
-                let values: Vec<Option<i64>> = match bounds {
-                    (Some(from), Some(to)) if to.saturating_sub(from) <= MAX_ITERATIONS => {
-                        (from..to).map(Some).collect()
-                    }
-                    (Some(_), Some(_)) => vec![None; 2],
-                    _ => {
-                        self.looks += self.pending.len();
-                        before.clone_from(&self.pending);
-                        vec![None; 2]
-                    }
-                };
-                for value in values {
-                    if self.is_exhausted() {
-                        return;
-                    }
-                    let visible = self.scope.len();
-                    self.scope.bind(&it.index, "", value);
-                    self.body(&it.body);
-                    self.scope.truncate(visible);
-                }
-                self.pending.extend(before);
-            }
-            StepKind::If(branch) => {
-                self.looks += self.pending.len() * branch.arms.len();
-                let before = self.pending.clone();
-                let mut after = BTreeSet::new();
-                let mut decided = false;
-                for arm in &branch.arms {
-                    let holds = self.scope.holds(&arm.condition);
-                    if holds == Some(false) {
-                        continue;
-                    }
-                    self.pending.clone_from(&before);
-                    self.body(&arm.body);
-                    after.append(&mut self.pending);
-                    decided = holds == Some(true);
-                    if decided {
-                        break;
-                    }
-                }
-                if !decided {
-                    self.pending.clone_from(&before);
-                    self.body(&branch.otherwise);
-                    after.append(&mut self.pending);
-                }
-                self.pending = after;
-            }
-        }
-    }
-
-    fn each<T>(&mut self, list: &'s [Each<T>], mut with: impl FnMut(&Self, &'s T)) {
-        for each in list {
-            let Some(over) = &each.over else {
-                with(self, &each.item);
-                continue;
-            };
-            let bounds = (self.scope.value(&over.from), self.scope.value(&over.to));
-            let values: Vec<Option<i64>> = match bounds {
-                (Some(from), Some(to)) if to.saturating_sub(from) <= MAX_ITERATIONS => {
-                    (from..to).map(Some).collect()
-                }
-                _ => vec![None],
-            };
-            for value in values {
-                let visible = self.scope.len();
-                self.scope.bind(&over.index, "", value);
-                with(self, &each.item);
-                self.scope.truncate(visible);
-            }
-        }
-    }
-
-    fn source(&self, source: &'s Source) -> Vec<Access> {
-        let places = match &source.otherwise {
-            None => vec![&source.place],
-            Some((condition, other)) => match self.scope.holds(condition) {
-                Some(true) => vec![&source.place],
-                Some(false) => vec![other],
-                None => vec![&source.place, other],
-            },
         };
-        let accesses = places
-            .into_iter()
-            .filter_map(|place| self.access(place, false));
-        accesses.collect()
-    }
-
-    /// What a step does with a place; none where it has packets.
-    fn access(&self, place: &'s Place, writes: bool) -> Option<Access> {
-        let (index, mut selected) = self.operand(&place.tensor)?;
         let scratch = self.instance.scratch_of(index);
         if scratch.is_some_and(|scratch| scratch.packing != Packing::Plain) {
-            return None;
+            return;
         }
         let tensor = if self.instance.shared_tensors && scratch.is_none() {
             // All tensors are one, of which nothing more is known.
@@ -306,12 +289,12 @@ impl<'s> Walk<'s> {
             Some(rank) => self.scope.value(rank),
             None => i64::try_from(self.instance.rank).ok(),
         };
-        Some(Access {
+        self.accesses.push(Access {
             tensor,
             rank,
             selected,
             writes,
-        })
+        });
     }
 
     fn operand(&self, reference: &'s TensorRef) -> Option<(usize, Selected)> {

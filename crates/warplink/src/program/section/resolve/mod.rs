@@ -13,11 +13,11 @@ use super::{MAX_LANE_STEPS, MAX_OPERANDS};
 use crate::device::ReduceOp;
 use crate::dtype::DType;
 use crate::error::Rank;
-use crate::program::construct::{Each, Loop, Selection, TensorRef};
+use crate::program::construct::{Branch, Each, Loop, NodeKind, Selection, TensorRef};
 use crate::program::diagnostic::{Diagnostic, DiagnosticKind, Place as DiagnosticPlace};
 use crate::program::expr::{self, Condition, Expr};
 use crate::program::site::{Position, Site};
-use crate::program::text::named;
+use crate::program::text::below;
 use std::sync::Arc;
 
 /// What names of conditions on announced tensors start with, and those of integers do not.
@@ -180,17 +180,27 @@ impl<'s> Resolver<'s> {
         self.step()?;
         self.at(step.position);
         match &step.kind {
-            StepKind::LetInteger { name, value } => {
+            NodeKind::LetInteger { name, value } => {
                 let value = self.integer(value)?;
                 self.bind(name)?;
                 self.integers.push((name, value));
             }
-            StepKind::LetTensor { name, value } => {
+            NodeKind::LetTensor { name, value } => {
                 let view = self.view(value)?;
                 self.bind(name)?;
                 self.aliases.push((name, view));
             }
+            NodeKind::For(it) => self.repeat(it)?,
+            NodeKind::If(branch) => self.choose(branch)?,
+            NodeKind::Do(kind) => self.action(kind)?,
+        }
+        Ok(())
+    }
+
+    fn action(&mut self, kind: &'s StepKind) -> Result<(), Diagnostic> {
+        match kind {
             StepKind::Move(it) => self.movement(it)?,
+            StepKind::Apply(it) => self.applied(it)?,
             StepKind::Signal(receivers) => self.each(receivers, |resolver, receiver| {
                 let peer = resolver.rank(&receiver.rank)?;
                 let lane = resolver.lane(receiver.lane.as_ref())?;
@@ -212,44 +222,48 @@ impl<'s> Resolver<'s> {
             }
             StepKind::Announce(it) => self.meeting(it, true)?,
             StepKind::Agree(it) => self.meeting(it, false)?,
-            StepKind::For(it) => {
-                let (from, to) = (self.integer(&it.from)?, self.integer(&it.to)?);
-                let outer = Arc::clone(&self.site.indices);
-                let name: Arc<str> = Arc::from(it.index.as_str());
-                let around = self.weight;
-                for (value, weight) in Iterations::new(from, to, self.most, self.period(it)) {
-                    self.step()?;
-                    self.weight = around * weight;
-                    let open = outer.iter().cloned();
-                    self.site.indices = open.chain([(Arc::clone(&name), value)]).collect();
-                    self.scoped(|resolver| {
-                        resolver.bind(&it.index)?;
-                        resolver.integers.push((&it.index, value));
-                        resolver.body(&it.body)
-                    })?;
-                }
-                self.site.indices = outer;
-                self.weight = around;
-            }
-            StepKind::If(branch) => {
-                for arm in &branch.arms {
-                    self.at(arm.position);
-                    if self.condition(&arm.condition)? {
-                        let known = self.reached.len();
-                        self.note_reached(&arm.condition);
-                        let done = self.body(&arm.body);
-                        self.reached.truncate(known);
-                        return done;
-                    }
-                }
-                self.body(&branch.otherwise)?;
-            }
         }
         Ok(())
     }
 
+    fn repeat(&mut self, it: &'s Loop<StepKind>) -> Result<(), Diagnostic> {
+        let over = &it.over;
+        let (from, to) = (self.integer(&over.from)?, self.integer(&over.to)?);
+        let outer = Arc::clone(&self.site.indices);
+        let name: Arc<str> = Arc::from(over.index.as_str());
+        let around = self.weight;
+        for (value, weight) in Iterations::new(from, to, self.most, self.period(it)) {
+            self.step()?;
+            self.weight = around * weight;
+            let open = outer.iter().cloned();
+            self.site.indices = open.chain([(Arc::clone(&name), value)]).collect();
+            self.scoped(|resolver| {
+                resolver.bind(&over.index)?;
+                resolver.integers.push((&over.index, value));
+                resolver.body(&it.body)
+            })?;
+        }
+        self.site.indices = outer;
+        self.weight = around;
+        Ok(())
+    }
+
+    fn choose(&mut self, branch: &'s Branch<StepKind>) -> Result<(), Diagnostic> {
+        for arm in &branch.arms {
+            self.at(arm.position);
+            if self.condition(&arm.condition)? {
+                let known = self.reached.len();
+                self.note_reached(&arm.condition);
+                let done = self.body(&arm.body);
+                self.reached.truncate(known);
+                return done;
+            }
+        }
+        self.body(&branch.otherwise)
+    }
+
     /// After how many iterations a loop does the same again, where some of them stand for all.
-    fn period(&self, it: &Loop<Step>) -> u64 {
+    fn period(&self, it: &Loop<StepKind>) -> u64 {
         if self.most == u64::MAX {
             return 1;
         }
@@ -300,10 +314,10 @@ impl<'s> Resolver<'s> {
     }
 
     fn movement(&mut self, it: &'s Move) -> Result<(), Diagnostic> {
-        if let Verb::Apply(application) = &it.verb {
-            return self.applied(it, application);
-        }
-        let operator = self.operator(&it.verb)?;
+        let operator = match &it.verb {
+            Verb::Put | Verb::Get | Verb::Copy => None,
+            Verb::Reduce(operator) => Some(self.operator(operator)?),
+        };
         let (mut targets, mut sources) = (Vec::new(), Vec::new());
         self.each(&it.targets, |resolver, place| {
             targets.push(resolver.operand(place)?);
@@ -376,15 +390,7 @@ impl<'s> Resolver<'s> {
         Ok(())
     }
 
-    fn operator(&self, verb: &Verb) -> Result<Option<ReduceOp>, Diagnostic> {
-        match verb {
-            Verb::Put | Verb::Get | Verb::Copy => Ok(None),
-            Verb::Reduce(operator) => self.operator_of(operator).map(Some),
-            Verb::Apply(_) => Ok(None),
-        }
-    }
-
-    fn operator_of(&self, operator: &Operator) -> Result<ReduceOp, Diagnostic> {
+    fn operator(&self, operator: &Operator) -> Result<ReduceOp, Diagnostic> {
         match operator {
             Operator::Fixed(operator) => Ok(*operator),
             Operator::Parameter(name) => {
@@ -505,29 +511,26 @@ impl<'s> Resolver<'s> {
     }
 
     fn rank(&self, expression: &Expr) -> Result<Rank, Diagnostic> {
-        let value = self.integer(expression)?;
-        let world = self.instance.world;
-        let rank = usize::try_from(value).ok().filter(|rank| *rank < world);
-        rank.ok_or_else(|| {
-            let name = named("rank", expression, value);
-            let message = format!("{name} is {value}; expected 0 to {}", world - 1);
-            self.wrong(DiagnosticKind::OutOfBounds, message)
-        })
+        self.number_below("rank", expression, self.instance.world)
     }
 
     /// The lane that an expression names; this one where there is none.
     fn lane(&self, expression: Option<&Expr>) -> Result<usize, Diagnostic> {
-        let Some(expression) = expression else {
-            return Ok(self.lane);
-        };
+        match expression {
+            Some(expression) => self.number_below("lane", expression, self.instance.lanes),
+            None => Ok(self.lane),
+        }
+    }
+
+    fn number_below(
+        &self,
+        what: &str,
+        expression: &Expr,
+        limit: usize,
+    ) -> Result<usize, Diagnostic> {
         let value = self.integer(expression)?;
-        let lanes = self.instance.lanes;
-        let lane = usize::try_from(value).ok().filter(|lane| *lane < lanes);
-        lane.ok_or_else(|| {
-            let name = named("lane", expression, value);
-            let message = format!("{name} is {value}; expected 0 to {}", lanes - 1);
-            self.wrong(DiagnosticKind::OutOfBounds, message)
-        })
+        let number = below(what, expression, value, limit);
+        number.map_err(|message| self.wrong(DiagnosticKind::OutOfBounds, message))
     }
 
     fn named(&self, name: &str) -> Option<i64> {

@@ -5,18 +5,14 @@ use crate::device::ReduceOp;
 use crate::dtype::DType;
 use crate::program::diagnostic::{Diagnostic, DiagnosticKind};
 use crate::program::section::function::{RowArgument, RowStep, computes};
-use crate::program::section::ir::{Application, Argument, Move};
+use crate::program::section::ir::{Application, Argument};
 use crate::program::section::lane::LaneStepKind;
 use crate::program::section::{MAX_OPERANDS, Packing};
 use std::sync::Arc;
 
 impl<'s> Resolver<'s> {
     /// A step that applies a function to a row.
-    pub(super) fn applied(
-        &mut self,
-        it: &'s Move,
-        application: &'s Application,
-    ) -> Result<(), Diagnostic> {
+    pub(super) fn applied(&mut self, application: &'s Application) -> Result<(), Diagnostic> {
         let name = &application.function;
         let Some(function) = self.instance.functions.get(name).cloned() else {
             return self.mismatch(format!("unknown function '{name}'"));
@@ -36,36 +32,32 @@ impl<'s> Resolver<'s> {
             ));
         }
         let (mut targets, mut results) = (Vec::new(), Vec::new());
-        let mut lists = &it.targets[..];
-        for count in &application.results {
-            let (these, others) = lists.split_at((*count).min(lists.len()));
+        for list in &application.results {
             let before = targets.len();
-            self.each(these, |resolver, place| {
+            self.each(list, |resolver, place| {
                 targets.push(resolver.operand(place)?);
                 Ok(())
             })?;
             results.push(targets.len() - before);
-            lists = others;
         }
         let (mut sources, mut arguments) = (Vec::new(), Vec::new());
-        let mut lists = &it.sources[..];
         for argument in &application.arguments {
-            let (count, operator) = match argument {
-                Argument::Number(number) => {
-                    arguments.push(RowArgument::Number(*number));
-                    continue;
+            arguments.push(match argument {
+                Argument::Number(number) => RowArgument::Number(*number),
+                Argument::Sources {
+                    sources: list,
+                    operator,
+                } => {
+                    let operator = operator.as_ref().map(|it| self.operator(it)).transpose()?;
+                    let before = sources.len();
+                    self.each(list, |resolver, source| {
+                        sources.push(resolver.source(source)?);
+                        Ok(())
+                    })?;
+                    let count = sources.len() - before;
+                    RowArgument::Sources(count, operator.unwrap_or(ReduceOp::Sum))
                 }
-                Argument::Source => (1, ReduceOp::Sum),
-                Argument::Reduced(count, operator) => (*count, self.operator_of(operator)?),
-            };
-            let (these, others) = lists.split_at(count.min(lists.len()));
-            let before = sources.len();
-            self.each(these, |resolver, source| {
-                sources.push(resolver.source(source)?);
-                Ok(())
-            })?;
-            arguments.push(RowArgument::Sources(sources.len() - before, operator));
-            lists = others;
+            });
         }
         let mut rows = targets
             .iter()

@@ -10,7 +10,7 @@ use super::scope::Scope;
 use super::{element_name, operator_name};
 use crate::device::ReduceOp;
 use crate::error::{Error, ErrorKind};
-use crate::program::construct::{Branch, Each, Loop, Selection, TensorRef};
+use crate::program::construct::{Branch, Each, Loop, NodeKind, Over, Selection, TensorRef};
 use crate::program::expr::{self, Expr, PART_UNIT};
 use crate::program::section::{
     Move, Operator, Packing, Place, SectionInstance, Source, Step, StepKind, Verb,
@@ -77,13 +77,8 @@ struct Operand {
 
 /// Whether a signal names the lane that it is for.
 fn names_lanes(steps: &[Step]) -> bool {
-    steps.iter().any(|step| match &step.kind {
-        StepKind::Signal(receivers) => receivers.iter().any(|each| each.item.lane.is_some()),
-        StepKind::For(it) => names_lanes(&it.body),
-        StepKind::If(branch) => {
-            branch.arms.iter().any(|arm| names_lanes(&arm.body)) || names_lanes(&branch.otherwise)
-        }
-        _ => false,
+    Step::actions(steps).any(|(_, kind)| {
+        matches!(kind, StepKind::Signal(receivers) if receivers.iter().any(|each| each.item.lane.is_some()))
     })
 }
 
@@ -156,13 +151,8 @@ impl<'s> Emitter<'s> {
     fn step(&mut self, code: &mut Code, step: &Step) -> Result<()> {
         self.position = step.position;
         self.count(1)?;
-        if self.traced && step.kind.word().is_some() {
-            let Position { line, column } = step.position;
-            let place = u64::from(line) << 32 | u64::from(column);
-            code.line(format!("times.step({place:#x}ull);"));
-        }
         match &step.kind {
-            StepKind::LetInteger { name, value } => {
+            NodeKind::LetInteger { name, value } => {
                 let (text, known) = (self.integer(value)?, self.scope.value(value));
                 let spelled = Scope::spell(name);
                 let constant = if known.is_some() {
@@ -174,7 +164,7 @@ impl<'s> Emitter<'s> {
                 let range = self.scope.range(value);
                 self.scope.bind_within(name, spelled, known, range);
             }
-            StepKind::LetTensor { name, value } => {
+            NodeKind::LetTensor { name, value } => {
                 let mut part = self.part(value)?;
                 let spelled = Scope::spell(name);
                 code.line(format!("const auto {spelled} = {};", part.text));
@@ -182,12 +172,25 @@ impl<'s> Emitter<'s> {
                 let name = name.clone();
                 self.aliases.push(Alias { name, part });
             }
-            StepKind::Move(it) => {
-                if self.barriers.contains(&hazard::id(step)) {
-                    code.line("self.sync();");
-                }
-                self.movement(code, it)?;
-            }
+            NodeKind::For(it) => self.repeat(code, it)?,
+            NodeKind::If(branch) => self.choose(code, branch)?,
+            NodeKind::Do(kind) => self.action(code, step, kind)?,
+        }
+        Ok(())
+    }
+
+    fn action(&mut self, code: &mut Code, step: &Step, kind: &StepKind) -> Result<()> {
+        if self.traced {
+            let Position { line, column } = step.position;
+            let place = u64::from(line) << 32 | u64::from(column);
+            code.line(format!("times.step({place:#x}ull);"));
+        }
+        if self.barriers.contains(&hazard::id(step)) {
+            code.line("self.sync();");
+        }
+        match kind {
+            StepKind::Move(it) => self.movement(code, it)?,
+            StepKind::Apply(it) => self.applied(code, it)?,
             StepKind::Signal(receivers) => {
                 code.line(format!("// {}: signal", self.position));
                 let words = self.expand(receivers, |emitter, receiver| {
@@ -220,16 +223,15 @@ impl<'s> Emitter<'s> {
                 code.line(format!("// {}: agree {it}", self.position));
                 self.agree(code, it)?;
             }
-            StepKind::For(it) => self.repeat(code, it)?,
-            StepKind::If(branch) => self.choose(code, branch)?,
         }
         Ok(())
     }
 
-    fn repeat(&mut self, code: &mut Code, it: &Loop<Step>) -> Result<()> {
-        let (from, to) = (self.integer(&it.from)?, self.integer(&it.to)?);
-        let bounds = self.scope.value(&it.from).zip(self.scope.value(&it.to));
-        let index = Scope::spell(&it.index);
+    fn repeat(&mut self, code: &mut Code, it: &Loop<StepKind>) -> Result<()> {
+        let over = &it.over;
+        let (from, to) = (self.integer(&over.from)?, self.integer(&over.to)?);
+        let bounds = self.bounds(over);
+        let index = Scope::spell(&over.index);
         let mut text = Code::default();
         let unroll = match bounds {
             Some((from, to)) if from >= to => return Ok(()),
@@ -239,9 +241,9 @@ impl<'s> Emitter<'s> {
         text.line(unroll);
         let (from, to) = (bare(&from).to_owned(), bare(&to).to_owned());
         let visible = self.scope.len();
-        let range = Range::index(self.scope.range(&it.from), self.scope.range(&it.to));
+        let range = Range::index(self.scope.range(&over.from), self.scope.range(&over.to));
         self.scope
-            .bind_within(&it.index, index.clone(), None, range);
+            .bind_within(&over.index, index.clone(), None, range);
         let looped = text.block(
             format!("for (Index {index} = {from}; {index} < {to}; {index}++) {{"),
             |text| self.body(text, &it.body),
@@ -251,7 +253,7 @@ impl<'s> Emitter<'s> {
             (Ok(()), _) => code.append(&text),
             (Err(Refusal::Varies(_)), Some((from, to))) if to - from <= MAX_COPIES => {
                 for value in from..to {
-                    self.scope.bind(&it.index, index.clone(), Some(value));
+                    self.scope.bind(&over.index, index.clone(), Some(value));
                     let copied = code.block("{", |code| {
                         code.line(format!("constexpr Index {index} = {value};"));
                         self.body(code, &it.body)
@@ -265,7 +267,7 @@ impl<'s> Emitter<'s> {
         Ok(())
     }
 
-    fn choose(&mut self, code: &mut Code, branch: &Branch<Step>) -> Result<()> {
+    fn choose(&mut self, code: &mut Code, branch: &Branch<StepKind>) -> Result<()> {
         let mut open = false;
         for arm in &branch.arms {
             self.position = arm.position;
@@ -299,9 +301,6 @@ impl<'s> Emitter<'s> {
     }
 
     fn movement(&mut self, code: &mut Code, it: &Move) -> Result<()> {
-        if let Verb::Apply(application) = &it.verb {
-            return self.applied(code, it, application);
-        }
         let targets = self.expand(&it.targets, |emitter, place| emitter.operand(place))?;
         let sources = self.expand(&it.sources, |emitter, source| emitter.source(source))?;
         let (targets, sources) = (targets.into_iter(), sources.into_iter());
@@ -322,7 +321,7 @@ impl<'s> Emitter<'s> {
                 let operator = self.operator(operator)?;
                 format!("reduce<{element}, {}, {aligned}>", operator_name(operator))
             }
-            Verb::Put | Verb::Get | Verb::Copy | Verb::Apply(_) => {
+            Verb::Put | Verb::Get | Verb::Copy => {
                 format!("copy<{element}, {aligned}>")
             }
         };
@@ -427,6 +426,11 @@ impl<'s> Emitter<'s> {
         ranks.into_iter().collect()
     }
 
+    /// The values of an index, where they are constants of the kernel: the first, and one after the last.
+    fn bounds(&self, over: &Over) -> Option<(i64, i64)> {
+        self.scope.value(&over.from).zip(self.scope.value(&over.to))
+    }
+
     /// What `with` makes of each item of a list.
     fn expand<T, R>(
         &mut self,
@@ -439,8 +443,7 @@ impl<'s> Emitter<'s> {
                 all.push(with(self, &each.item));
                 continue;
             };
-            let bounds = self.scope.value(&over.from).zip(self.scope.value(&over.to));
-            let Some((from, to)) = bounds else {
+            let Some((from, to)) = self.bounds(over) else {
                 let text = format!(
                     "a list over '{}' from {} to {}, which are no constants of the kernel",
                     over.index, over.from, over.to

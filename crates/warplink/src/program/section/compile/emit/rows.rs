@@ -9,9 +9,7 @@ use crate::dtype::DType;
 use crate::program::expr::Comparison;
 use crate::program::section::compile::code::{Code, bare, comma};
 use crate::program::section::function::{RowFunction, RowNode};
-use crate::program::section::{
-    Application, Argument, Move, Packing, RowBinary, RowReduction, RowUnary,
-};
+use crate::program::section::{Application, Argument, Packing, RowBinary, RowReduction, RowUnary};
 
 /// Elements that all threads of a lane keep together: the longest rows that are read once.
 const KEPT_ELEMENTS: usize = 1 << 14;
@@ -178,30 +176,24 @@ impl<'f> Passes<'f> {
 
 impl Emitter<'_> {
     /// A step that applies a function to a row.
-    pub(super) fn applied(
-        &mut self,
-        code: &mut Code,
-        it: &Move,
-        application: &Application,
-    ) -> Result<()> {
+    pub(super) fn applied(&mut self, code: &mut Code, application: &Application) -> Result<()> {
         let name = &application.function;
         let function = self.instance.functions.get(name).cloned();
         let function = function.ok_or_else(|| self.unknown(name))?;
         let (mut given, mut sources) = (Vec::new(), Vec::new());
-        let mut lists = &it.sources[..];
         for argument in &application.arguments {
-            let (count, operator) = match argument {
-                Argument::Number(_) => {
-                    given.push(Given::Number);
-                    sources.push(Vec::new());
-                    continue;
-                }
-                Argument::Source => (1, ReduceOp::Sum),
-                Argument::Reduced(count, operator) => (*count, self.operator(operator)?),
+            let Argument::Sources {
+                sources: list,
+                operator,
+            } = argument
+            else {
+                given.push(Given::Number);
+                sources.push(Vec::new());
+                continue;
             };
-            let (these, others) = lists.split_at(count.min(lists.len()));
-            lists = others;
-            let operands = self.expand(these, |emitter, source| emitter.source(source))?;
+            let operator = operator.as_ref().map(|it| self.operator(it)).transpose()?;
+            let operator = operator.unwrap_or(ReduceOp::Sum);
+            let operands = self.expand(list, |emitter, source| emitter.source(source))?;
             let operands = operands.into_iter().collect::<Result<Vec<Operand>>>()?;
             let first = operands.first();
             let first =
@@ -215,11 +207,8 @@ impl Emitter<'_> {
             sources.push(operands);
         }
         let mut targets = Vec::new();
-        let mut lists = &it.targets[..];
-        for (count, result) in application.results.iter().zip(&function.results) {
-            let (these, others) = lists.split_at((*count).min(lists.len()));
-            lists = others;
-            let operands = self.expand(these, |emitter, place| emitter.operand(place))?;
+        for (list, result) in application.results.iter().zip(&function.results) {
+            let operands = self.expand(list, |emitter, place| emitter.operand(place))?;
             // Those of one type are stored together.
             let mut groups: Vec<(usize, DType, bool, Vec<Operand>)> = Vec::new();
             for operand in operands {
@@ -242,7 +231,7 @@ impl Emitter<'_> {
             }
         }
         let passes = Passes::new(&function, &given);
-        code.block(format!("{{  // {}: {it}", self.position), |code| {
+        code.block(format!("{{  // {}: {application}", self.position), |code| {
             let mut rows = Vec::new();
             let mut place = |code: &mut Code, name: String, operands: &[Operand], dtype: DType| {
                 let mut views = Vec::new();

@@ -1,0 +1,128 @@
+//! What operations access of a rank's memory.
+
+use super::area::Area;
+use super::ir::{Backend, Collective, Direction, Protocol};
+use super::rank_program::{OperationKind, RankProgram, TransferInstance};
+use super::tensor::{Range, TensorId};
+use std::collections::HashSet;
+
+/// What an operation does with an area of memory.
+#[derive(Clone, Debug)]
+pub(super) struct Access {
+    pub(super) area: Area,
+    pub(super) reads: bool,
+    pub(super) writes: bool,
+}
+
+impl RankProgram {
+    /// What an operation accesses of this rank's memory, or lets a peer access.
+    pub(super) fn accesses(&self, kind: &OperationKind) -> Vec<Access> {
+        let range = |range: &Range, reads, writes| Access {
+            area: Area::from(*range),
+            reads,
+            writes,
+        };
+        let area = |area: &Area, reads, writes| Access {
+            area: area.clone(),
+            reads,
+            writes,
+        };
+        match kind {
+            OperationKind::Allocate(_)
+            | OperationKind::Deallocate(_)
+            | OperationKind::Share(_)
+            | OperationKind::Wait(_)
+            | OperationKind::Synchronize(_) => Vec::new(),
+            // What its lanes do with which part is not looked into.
+            OperationKind::Kernel(section) => {
+                let all = section.user_tensors();
+                all.map(|tensor| range(&self.whole(tensor), true, true))
+                    .collect()
+            }
+            OperationKind::Zero(target) => vec![range(target, false, true)],
+            OperationKind::Copy { target, source } => {
+                vec![range(target, false, true), range(source, true, false)]
+            }
+            OperationKind::Collective {
+                collective,
+                target,
+                source,
+                ..
+            } => {
+                let kept = matches!(collective, Collective::Reduce(_, root) if *root != self.rank);
+                vec![range(target, false, !kept), range(source, true, false)]
+            }
+            OperationKind::Matmul {
+                a,
+                b,
+                c,
+                bias,
+                spec,
+                ..
+            } => {
+                let mut all = vec![
+                    area(a, true, false),
+                    area(b, true, false),
+                    area(c, spec.accumulate, true),
+                ];
+                all.extend(bias.iter().map(|bias| range(bias, true, false)));
+                all
+            }
+            OperationKind::PostMatmul { a, b, bias, .. } => {
+                let all = a.iter().chain([b]).chain(bias);
+                all.map(|operand| range(operand, true, false)).collect()
+            }
+            OperationKind::Elementwise {
+                target, sources, ..
+            } => {
+                let sources = sources.iter().map(|source| area(source, true, false));
+                sources.chain([area(target, false, true)]).collect()
+            }
+            OperationKind::Post(group) => {
+                let transfers = group.iter().map(|id| &self.transfers[*id]);
+                let end = |transfer: &TransferInstance| {
+                    let sends = transfer.direction == Direction::Send;
+                    range(&transfer.range, sends, !sends)
+                };
+                transfers.map(end).collect()
+            }
+        }
+    }
+
+    /// All of a tensor.
+    pub(super) fn whole(&self, tensor: TensorId) -> Range {
+        Range {
+            tensor,
+            offset_bytes: 0,
+            bytes: self.tensors[tensor].bytes,
+        }
+    }
+
+    /// The areas that an operation accesses.
+    pub(super) fn areas(&self, kind: &OperationKind) -> impl Iterator<Item = Area> + Clone {
+        self.accesses(kind).into_iter().map(|access| access.area)
+    }
+
+    /// What its operations and transfers access of this rank's memory, or let a peer access.
+    pub(super) fn all_areas(&self) -> impl Iterator<Item = Area> + Clone {
+        let operations = self.operations.iter();
+        let areas = operations.flat_map(|operation| self.areas(&operation.kind));
+        areas.chain(self.transfers.iter().map(|t| Area::from(t.range)))
+    }
+
+    /// The tensors that anything reads or writes on this rank. Others only give sends a name and a
+    /// length whose bytes are stored straight into the receivers' memory.
+    pub fn touched(&self) -> HashSet<TensorId> {
+        let operations = self.operations.iter();
+        let areas = operations.flat_map(|operation| self.areas(&operation.kind));
+        let mut touched: HashSet<TensorId> = areas.map(|area| area.span.tensor).collect();
+        // What a peer may access is there, whether or not this rank posts it.
+        let stored = |transfer: &&TransferInstance| {
+            (transfer.direction, transfer.backend)
+                == (Direction::Send, Backend::Direct(Protocol::Put))
+        };
+        let others = self.transfers.iter().filter(|t| !stored(t));
+        touched.extend(others.map(|transfer| transfer.range.tensor));
+        touched
+    }
+}

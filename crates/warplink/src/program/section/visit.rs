@@ -1,0 +1,208 @@
+//! Going through the steps of a section: the one place that knows the order of what they consist of, and which names
+//! are visible where.
+
+use super::ir::{Operator, Place, Receiver, Source, Step, StepKind};
+use crate::program::construct::{
+    AxisSelection, Branch, Each, Loop, NodeKind, Over, Selection, TensorRef,
+};
+use crate::program::expr::{Condition, Expr};
+use crate::program::site::Position;
+
+/// What an expression is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum ExprUse {
+    /// The value of a name, or of an announcement.
+    Value,
+    /// A rank that is addressed.
+    Rank,
+    /// A lane of such a rank.
+    Lane,
+    /// The first value of an index, or the one after its last.
+    Bound,
+    /// A side of a comparison.
+    Compared,
+    /// Which slice or part of a tensor is selected.
+    Index,
+    /// An end of a range, or a number of parts, which says how long a selection is.
+    Extent,
+}
+
+/// What a name that is no integer stands for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum NameUse {
+    Tensor,
+    /// A tensor, of which another rank's is accessed.
+    Remote,
+    /// A tensor, whose place is announced.
+    Announced,
+    /// A tensor that is asked for in `reachable(X)`.
+    Reachable,
+    /// A tensor that is asked for in `given(X)`.
+    Given,
+    /// An operator that is a parameter.
+    Operator,
+    /// A function of rows.
+    Function,
+}
+
+/// Goes through steps. Without anything overridden, every expression and name is shown once, in the order in which they
+/// are resolved. A visitor that follows what a lane does overrides [`repeat`](Self::repeat), [`over`](Self::over),
+/// [`choose`](Self::choose) and [`source`](Self::source), and chooses iterations and arms itself.
+pub(crate) trait Visitor<'s>: Sized {
+    /// Steps and conditions that follow stand here.
+    fn at(&mut self, _: Position) {}
+
+    /// Does `inner`, whose names have no meaning after it.
+    fn scoped(&mut self, inner: impl FnOnce(&mut Self)) {
+        inner(self);
+    }
+
+    fn expression(&mut self, _: &'s Expr, _: ExprUse) {}
+
+    fn name(&mut self, _: &'s str, _: NameUse) {}
+
+    /// An index gets its values, within a scope.
+    fn index(&mut self, _: &'s Over) {}
+
+    fn integer(&mut self, _: &'s str, value: &'s Expr) {
+        self.expression(value, ExprUse::Value);
+    }
+
+    fn alias(&mut self, _: &'s str, value: &'s TensorRef) {
+        self.tensor(value);
+    }
+
+    fn body(&mut self, steps: &'s [Step]) {
+        self.scoped(|visitor| steps.iter().for_each(|step| visitor.step(step)));
+    }
+
+    fn step(&mut self, step: &'s Step) {
+        self.node(step);
+    }
+
+    /// What a step says, by its kind; not overridden.
+    fn node(&mut self, step: &'s Step) {
+        self.at(step.position);
+        match &step.kind {
+            NodeKind::LetInteger { name, value } => self.integer(name, value),
+            NodeKind::LetTensor { name, value } => self.alias(name, value),
+            NodeKind::For(it) => self.repeat(it),
+            NodeKind::If(branch) => self.choose(branch),
+            NodeKind::Do(kind) => self.action(step, kind),
+        }
+    }
+
+    fn action(&mut self, _: &'s Step, kind: &'s StepKind) {
+        kind.visit(self);
+    }
+
+    fn repeat(&mut self, it: &'s Loop<StepKind>) {
+        self.over(&it.over, |visitor| visitor.body(&it.body));
+    }
+
+    fn choose(&mut self, branch: &'s Branch<StepKind>) {
+        for arm in &branch.arms {
+            self.at(arm.position);
+            self.condition(&arm.condition);
+            self.body(&arm.body);
+        }
+        self.body(&branch.otherwise);
+    }
+
+    /// Does `inner` for the values of an index.
+    fn over(&mut self, over: &'s Over, mut inner: impl FnMut(&mut Self)) {
+        self.expression(&over.from, ExprUse::Bound);
+        self.expression(&over.to, ExprUse::Bound);
+        self.scoped(|visitor| {
+            visitor.index(over);
+            inner(visitor);
+        });
+    }
+
+    fn each<T>(&mut self, list: &'s [Each<T>], item: impl Fn(&mut Self, &'s T)) {
+        for each in list {
+            match &each.over {
+                Some(over) => self.over(over, |visitor| item(visitor, &each.item)),
+                None => item(self, &each.item),
+            }
+        }
+    }
+
+    fn condition(&mut self, condition: &'s Condition) {
+        condition.leaves(&mut |leaf| match leaf {
+            Condition::Compare(_, a, b) => {
+                self.expression(a, ExprUse::Compared);
+                self.expression(b, ExprUse::Compared);
+            }
+            Condition::Given(tensor) => self.name(tensor, NameUse::Given),
+            Condition::Reachable(tensor) => self.name(tensor, NameUse::Reachable),
+            Condition::Not(_) | Condition::And(..) | Condition::Or(..) => {}
+        });
+    }
+
+    fn target(&mut self, place: &'s Place) {
+        self.place(place);
+    }
+
+    fn source(&mut self, source: &'s Source) {
+        self.place(&source.place);
+        if let Some((condition, place)) = &source.otherwise {
+            self.condition(condition);
+            self.place(place);
+        }
+    }
+
+    fn place(&mut self, place: &'s Place) {
+        self.tensor(&place.tensor);
+        if let Some(rank) = &place.on {
+            self.name(&place.tensor.name, NameUse::Remote);
+            self.expression(rank, ExprUse::Rank);
+        }
+    }
+
+    fn receiver(&mut self, receiver: &'s Receiver) {
+        self.expression(&receiver.rank, ExprUse::Rank);
+        if let Some(lane) = &receiver.lane {
+            self.expression(lane, ExprUse::Lane);
+        }
+    }
+
+    fn operator(&mut self, operator: &'s Operator) {
+        if let Operator::Parameter(name) = operator {
+            self.name(name, NameUse::Operator);
+        }
+    }
+
+    fn tensor(&mut self, tensor: &'s TensorRef) {
+        self.name(&tensor.name, NameUse::Tensor);
+        for selection in &tensor.selections {
+            self.selection(selection);
+        }
+    }
+
+    fn selection(&mut self, selection: &'s Selection) {
+        match selection {
+            Selection::Index(index) => self.expression(index, ExprUse::Index),
+            Selection::Range(from, to) => {
+                self.expression(from, ExprUse::Extent);
+                self.expression(to, ExprUse::Extent);
+            }
+            Selection::Part(index, parts) => {
+                self.expression(index, ExprUse::Index);
+                self.expression(parts, ExprUse::Extent);
+            }
+            Selection::Axes(axes) => {
+                for axis in axes {
+                    match axis {
+                        AxisSelection::All => {}
+                        AxisSelection::Index(index) => self.expression(index, ExprUse::Index),
+                        AxisSelection::Range(from, to) => {
+                            self.expression(from, ExprUse::Extent);
+                            self.expression(to, ExprUse::Extent);
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
