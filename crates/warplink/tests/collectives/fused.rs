@@ -3,8 +3,10 @@
 use crate::common::{assert_says, encode, threads_that_end, threads_with, values, world};
 use crate::scaled::unhurried;
 use half::bf16;
+use std::ops::Range;
 use warplink::collective::{
-    Algorithm, CollectiveOptions, Epilogue, Fused, FusedMemory, Quantization,
+    Algorithm, CollectiveOptions, Epilogue, Fused, FusedKind, FusedMemory, Norm, QUANTIZED_BLOCK,
+    Quantization,
 };
 use warplink::device::{AllocationKind, DeviceSlice, Priority};
 use warplink::{Collectives, Communicator, DType, ErrorKind};
@@ -23,15 +25,76 @@ const AWKWARD: [f64; 10] = [
     -1e-3,
 ];
 
-fn fused(tokens: usize, width: usize, quantization: Option<Quantization>) -> Fused {
+/// A description, and which outputs there are.
+#[derive(Clone, Copy)]
+struct Wanted {
+    norm: Option<Norm>,
+    quantization: Option<Quantization>,
+    residual: bool,
+    sum: bool,
+    residual_out: bool,
+    output: bool,
+}
+
+/// RMSNorm of the sum and a residual, both of which are stored.
+const USUAL: Wanted = Wanted {
+    norm: Some(Norm::Rms),
+    quantization: None,
+    residual: true,
+    sum: false,
+    residual_out: true,
+    output: true,
+};
+
+fn quantized(quantization: Quantization) -> Wanted {
+    Wanted {
+        quantization: Some(quantization),
+        output: false,
+        ..USUAL
+    }
+}
+
+/// Every norm, quantisation and set of outputs.
+fn all_wanted() -> Vec<Wanted> {
+    vec![
+        USUAL,
+        quantized(Quantization::Static),
+        quantized(Quantization::PerToken),
+        quantized(Quantization::PerBlock),
+        Wanted {
+            sum: true,
+            output: true,
+            ..quantized(Quantization::PerBlockPowerOfTwo)
+        },
+        Wanted {
+            norm: Some(Norm::Layer),
+            ..USUAL
+        },
+        Wanted {
+            residual: false,
+            residual_out: false,
+            ..USUAL
+        },
+        Wanted {
+            norm: None,
+            residual: false,
+            residual_out: false,
+            ..quantized(Quantization::PerBlock)
+        },
+    ]
+}
+
+fn fused(kind: FusedKind, tokens: usize, width: usize, wanted: Wanted) -> Fused {
     Fused {
+        kind,
         tokens,
         width,
         dtype: DType::BF16,
         epilogue: Epilogue {
+            norm: wanted.norm,
             eps: 1e-5,
-            weight_bias: tokens.is_multiple_of(2),
-            quantization,
+            weight_bias: tokens.is_multiple_of(2) && wanted.norm.is_some(),
+            quantization: wanted.quantization,
         },
     }
 }
@@ -60,19 +123,37 @@ fn encoded(values: &[f32]) -> Vec<u8> {
 /// The memory of a call on a rank, and what it holds.
 struct Made {
     call: Fused,
+    wanted: Wanted,
+    world: usize,
+    rank: usize,
+    /// Input, residual, weight, bias, sum, `residual_out`, output, what is quantised, scale.
     slices: Vec<DeviceSlice>,
     in_place: bool,
 }
 
+/// The inputs of all ranks, the residual, weight and bias.
+struct Given {
+    inputs: Vec<Vec<f32>>,
+    residual: Vec<f32>,
+    weight: Vec<f32>,
+    bias: Vec<f32>,
+}
+
 impl Made {
-    fn new(comm: &Communicator, call: Fused, in_place: bool) -> Self {
-        let all = 2 * call.tokens * call.width;
-        let (output, scale) = match call.epilogue.quantization {
-            None => (all, 4),
-            Some(Quantization::PerToken) => (all / 2, 4 * call.tokens),
-            _ => (all / 2, 4),
-        };
-        let sizes = [all, all, 2 * call.width, all, output, scale];
+    fn new(comm: &Communicator, (call, wanted): (Fused, Wanted), in_place: bool) -> Self {
+        let bytes = call.bytes(comm.world()).unwrap();
+        let (quantized, scale) = (bytes.quantized.max(4), bytes.scale.max(4));
+        let sizes = [
+            bytes.input,
+            bytes.residual,
+            bytes.weight,
+            bytes.weight,
+            bytes.residual,
+            bytes.residual,
+            bytes.output,
+            quantized,
+            scale,
+        ];
         let allocate = |bytes: usize| {
             comm.device()
                 .allocate(bytes, AllocationKind::Plain)
@@ -80,130 +161,264 @@ impl Made {
         };
         Self {
             call,
+            wanted,
+            world: comm.world(),
+            rank: comm.rank(),
             slices: sizes.map(allocate).into(),
             in_place,
         }
     }
 
     fn memory(&self) -> FusedMemory<'_> {
-        let [input, residual, weight, out, output, scale] = &self.slices[..] else {
-            unreachable!("six slices");
+        let wanted = &self.wanted;
+        let at = |number: usize, there: bool| there.then(|| &self.slices[number]);
+        let norm = wanted.norm.is_some();
+        // The residual is replaced, and the norm is stored over the input where both have all rows.
+        let residual_out = if self.in_place && wanted.residual {
+            1
+        } else {
+            5
         };
+        let whole = self.call.kind == FusedKind::AllReduce;
+        let output = if self.in_place && whole { 0 } else { 6 };
         FusedMemory {
-            input,
-            residual,
-            weight,
-            residual_out: if self.in_place { residual } else { out },
-            output,
-            scale: self.call.epilogue.quantization.map(|_| scale),
+            residual: at(1, wanted.residual),
+            weight: at(2, norm),
+            bias: at(3, wanted.norm == Some(Norm::Layer)),
+            sum: at(4, wanted.sum),
+            residual_out: at(residual_out, wanted.residual_out),
+            output: at(output, wanted.output),
+            quantized: at(7, wanted.quantization.is_some()),
+            scale: at(8, wanted.quantization.is_some()),
+            ..FusedMemory::of(&self.slices[0])
         }
     }
 
-    /// The inputs of all ranks, the residual and the weight of a round.
-    fn values(&self, ranks: usize, round: usize) -> (Vec<Vec<f32>>, Vec<f32>, Vec<f32>) {
+    /// The rows that this rank owns.
+    fn own(&self) -> Range<usize> {
+        let own = self.call.tokens / self.world;
+        self.rank * own..(self.rank + 1) * own
+    }
+
+    /// Those of all rows that this rank has, where `owned` says that it has its own.
+    fn rows<'v>(&self, values: &'v [f32], owned: bool) -> &'v [f32] {
+        let width = self.call.width;
+        let own = self.own();
+        if owned {
+            &values[own.start * width..own.end * width]
+        } else {
+            values
+        }
+    }
+
+    fn given(&self, round: usize) -> Given {
         let Fused { tokens, width, .. } = self.call;
         let awkward = round % 3 == 2;
         let all = tokens * width;
-        let inputs = (0..ranks).map(|rank| numbers(rank, round, all, awkward));
-        let residual = numbers(0, round + 40, all, awkward);
-        (
-            inputs.collect(),
-            residual,
-            numbers(0, round + 80, width, false),
-        )
+        let inputs = (0..self.world).map(|rank| numbers(rank, round, all, awkward));
+        Given {
+            inputs: inputs.collect(),
+            residual: numbers(0, round + 40, all, awkward),
+            weight: numbers(0, round + 80, width, false),
+            bias: numbers(0, round + 120, width, false),
+        }
     }
 
     fn fill(&self, comm: &Communicator, round: usize) {
-        let (inputs, residual, weight) = self.values(comm.world(), round);
+        let given = self.given(round);
         let upload =
             |slice: &DeviceSlice, bytes: &[u8]| comm.device().upload(slice, bytes).unwrap();
-        upload(&self.slices[0], &encoded(&inputs[comm.rank()]));
-        upload(&self.slices[1], &encoded(&residual));
-        upload(&self.slices[2], &encoded(&weight));
-        for slice in &self.slices[3..5] {
+        let kind = self.call.kind;
+        let input = self.rows(&given.inputs[self.rank], kind == FusedKind::AllGather);
+        let residual = self.rows(&given.residual, kind != FusedKind::AllReduce);
+        upload(&self.slices[0], &encoded(input));
+        upload(&self.slices[1], &encoded(residual));
+        upload(&self.slices[2], &encoded(&given.weight));
+        upload(&self.slices[3], &encoded(&given.bias));
+        for slice in &self.slices[4..8] {
             upload(slice, &vec![0xff; slice.bytes()]);
         }
-        let scale = vec![0.05_f32.to_le_bytes(); self.slices[5].bytes() / 4];
-        upload(&self.slices[5], &scale.concat());
+        let scale = vec![0.05_f32.to_le_bytes(); self.slices[8].bytes() / 4];
+        upload(&self.slices[8], &scale.concat());
     }
 
-    /// What the call has left, which all ranks have alike.
-    fn found(&self, comm: &Communicator) -> Vec<Vec<u8>> {
+    /// What the call has left: the sum, `residual_out`, the output, what is quantised, and its scale.
+    fn found(&self, comm: &Communicator) -> [Option<Vec<u8>>; 5] {
         let memory = self.memory();
-        let written = [Some(memory.residual_out), Some(memory.output), memory.scale];
-        let download = |slice: &DeviceSlice| {
-            let mut bytes = vec![0; slice.bytes()];
-            comm.device().download(slice, &mut bytes).unwrap();
-            bytes
-        };
-        written.into_iter().flatten().map(download).collect()
+        let written = [
+            memory.sum,
+            memory.residual_out,
+            memory.output,
+            memory.quantized,
+            memory.scale,
+        ];
+        written.map(|slice| {
+            let mut bytes = vec![0; slice?.bytes()];
+            comm.device().download(slice?, &mut bytes).unwrap();
+            Some(bytes)
+        })
     }
 
-    fn check(&self, comm: &Communicator, round: usize, found: &[Vec<u8>]) {
-        let Fused { tokens, width, .. } = self.call;
-        let (inputs, residual, weight) = self.values(comm.world(), round);
-        let bias = f64::from(u8::from(self.call.epilogue.weight_bias));
-        let of_bf16 = |bytes: &[u8]| f64::from(bf16::from_le_bytes([bytes[0], bytes[1]]).to_f32());
-        for t in 0..tokens {
-            let row = t * width..(t + 1) * width;
-            let h: Vec<f32> = row
-                .clone()
-                .map(|element| {
-                    let sum = inputs.iter().map(|input| input[element]);
-                    let sum = sum.reduce(|a, b| a + b).unwrap() + residual[element];
-                    bf16::from_f32(sum).to_f32()
-                })
-                .collect();
-            let mean: f64 = h.iter().map(|h| f64::from(*h).powi(2)).sum::<f64>() / width as f64;
-            let normal = |column: usize| {
-                let weight = f64::from(weight[column]) + bias;
-                f64::from(h[column]) / (mean + f64::from(self.call.epilogue.eps)).sqrt() * weight
+    fn check(&self, round: usize, found: &[Option<Vec<u8>>; 5]) {
+        let given = self.given(round);
+        let kind = self.call.kind;
+        for t in 0..self.call.tokens {
+            let own = self.own();
+            let mine = own.contains(&t).then(|| t - own.start);
+            // Where the row is in memory with its own rows, and with results.
+            let local = if kind == FusedKind::AllReduce {
+                Some(t)
+            } else {
+                mine
             };
-            let overflows = !mean.is_finite() || mean > 1e38;
-            let most = (0..width)
-                .map(|column| normal(column).abs())
-                .fold(0.0, f64::max);
-            let scale = match self.call.epilogue.quantization {
-                None => 1.0,
-                Some(Quantization::PerToken) => {
-                    let bytes = &found[2][4 * t..4 * t + 4];
-                    let scale = f64::from(f32::from_le_bytes(bytes.try_into().unwrap()));
-                    let near = (most / 448.0).max(1e-10);
+            let result = if kind == FusedKind::ReduceScatter {
+                mine
+            } else {
+                Some(t)
+            };
+            self.check_row(&given, t, (local, result), found);
+        }
+    }
+
+    /// What is added up of an element of row `t`.
+    fn sum(&self, given: &Given, t: usize, element: usize) -> f32 {
+        if self.call.kind == FusedKind::AllGather {
+            let owner = t / (self.call.tokens / self.world);
+            return given.inputs[owner][element];
+        }
+        let sum = given.inputs.iter().map(|input| input[element]);
+        sum.reduce(|a, b| a + b).unwrap()
+    }
+
+    fn check_row(
+        &self,
+        given: &Given,
+        t: usize,
+        (local, result): (Option<usize>, Option<usize>),
+        [sum, residual_out, output, quantized, scale]: &[Option<Vec<u8>>; 5],
+    ) {
+        let Fused {
+            width, epilogue, ..
+        } = self.call;
+        let row = t * width..(t + 1) * width;
+        let sums: Vec<f32> = row.clone().map(|at| self.sum(given, t, at)).collect();
+        let added = sums.iter().zip(row.clone());
+        let added = added.map(|(sum, at)| {
+            let residual = self.wanted.residual.then(|| given.residual[at]);
+            bf16::from_f32(residual.map_or(*sum, |residual| sum + residual)).to_f32()
+        });
+        let h: Vec<f32> = added.collect();
+        if let Some(local) = local {
+            for (exact, stored) in [(&sums, sum), (&h, residual_out)] {
+                let Some(stored) = stored else { continue };
+                for (column, exact) in exact.iter().enumerate() {
+                    let found = of_bf16(&stored[2 * (local * width + column)..]) as f32;
+                    let exact = bf16::from_f32(*exact).to_f32();
+                    let same = found.to_bits() == exact.to_bits();
                     assert!(
-                        overflows || (scale - near).abs() < near * 1e-5,
-                        "{scale} {near}"
+                        same || found.is_nan() && exact.is_nan(),
+                        "row {t}: {found} {exact}"
                     );
-                    scale
                 }
-                _ => 0.05,
-            };
-            for (column, h) in h.iter().enumerate() {
-                let place = row.start + column;
-                let stored = of_bf16(&found[0][2 * place..]) as f32;
-                assert!(stored.to_bits() == h.to_bits() || stored.is_nan() && h.is_nan());
-                if overflows {
-                    continue;
-                }
-                let near = normal(column) / scale;
-                let (value, bound) = match self.call.epilogue.quantization {
-                    None => (of_bf16(&found[1][2 * place..]), near.abs() / 200.0 + 1e-30),
-                    Some(_) => {
-                        let value = warplink::dtype::F8E4M3(found[1][place]).to_f32();
-                        (f64::from(value), near.abs() / 15.0 + 1e-3)
-                    }
-                };
-                let near = if self.call.epilogue.quantization.is_some() {
-                    near.clamp(-448.0, 448.0)
-                } else {
-                    near
-                };
-                assert!(
-                    (value - near).abs() <= bound,
-                    "row {t}, {column}: {value}, expected {near}"
+            }
+        }
+        let Some(result) = result else { return };
+        let normal = self.normal(given, &h);
+        let overflows = normal
+            .iter()
+            .any(|value| value.is_nan() || value.abs() > 1e30)
+            || (epilogue.norm.is_some() && h.iter().any(|h| h.abs() > 1e18));
+        if overflows {
+            return;
+        }
+        let near = |found: f64, meant: f64, bound: f64, column: usize| {
+            let at = format!("row {t}, {column}: {found}, expected {meant}");
+            assert!((found - meant).abs() <= bound, "{at}");
+        };
+        // What cancels out is as far off as what it is made of.
+        let size = normal
+            .iter()
+            .fold(0.0, |most: f64, value| most.max(value.abs()));
+        if let Some(output) = output {
+            for (column, meant) in normal.iter().enumerate() {
+                let found = of_bf16(&output[2 * (result * width + column)..]);
+                near(
+                    found,
+                    *meant,
+                    meant.abs() / 200.0 + size * 1e-5 + 1e-30,
+                    column,
                 );
             }
         }
+        let (Some(quantized), Some(scale)) = (quantized, scale) else {
+            return;
+        };
+        let block = match epilogue.quantization {
+            Some(Quantization::PerBlock | Quantization::PerBlockPowerOfTwo) => QUANTIZED_BLOCK,
+            _ => width,
+        };
+        let blocks = width.div_ceil(block);
+        for (number, values) in normal.chunks(block).enumerate() {
+            let place = match epilogue.quantization {
+                Some(Quantization::Static) => 0,
+                _ => result * blocks + number,
+            };
+            let bytes = &scale[4 * place..4 * place + 4];
+            let scale = f64::from(f32::from_le_bytes(bytes.try_into().unwrap()));
+            let most = values
+                .iter()
+                .fold(0.0, |most: f64, value| most.max(value.abs()));
+            let least = (most / 448.0).max(1e-10);
+            match epilogue.quantization {
+                Some(Quantization::Static) => assert_eq!(scale as f32, 0.05),
+                Some(Quantization::PerBlockPowerOfTwo) => {
+                    assert_eq!(scale.log2().fract(), 0.0, "{scale}");
+                    assert!(
+                        scale > least * 0.999 && scale < least * 2.001,
+                        "{scale} {least}"
+                    );
+                }
+                _ => assert!((scale - least).abs() < least * 1e-4, "{scale} {least}"),
+            }
+            for (at, meant) in values.iter().enumerate() {
+                let column = number * block + at;
+                let found = warplink::dtype::F8E4M3(quantized[result * width + column]).to_f32();
+                let meant = (meant / scale).clamp(-448.0, 448.0);
+                near(found.into(), meant, meant.abs() / 15.0 + 2e-3, column);
+            }
+        }
     }
+
+    /// A row, normalised.
+    fn normal(&self, given: &Given, h: &[f32]) -> Vec<f64> {
+        let epilogue = &self.call.epilogue;
+        let width = h.len() as f64;
+        let h = h.iter().map(|h| f64::from(*h));
+        let Some(norm) = epilogue.norm else {
+            return h.collect();
+        };
+        let centre = match norm {
+            Norm::Layer => h.clone().sum::<f64>() / width,
+            _ => 0.0,
+        };
+        let mean = h.clone().map(|h| (h - centre).powi(2)).sum::<f64>() / width;
+        let more = f64::from(u8::from(epilogue.weight_bias));
+        let scaled = h.zip(&given.weight).zip(&given.bias);
+        let scaled = scaled.map(|((h, weight), bias)| {
+            let bias = if norm == Norm::Layer {
+                f64::from(*bias)
+            } else {
+                0.0
+            };
+            (h - centre) / (mean + f64::from(epilogue.eps)).sqrt() * (f64::from(*weight) + more)
+                + bias
+        });
+        scaled.collect()
+    }
+}
+
+fn of_bf16(bytes: &[u8]) -> f64 {
+    f64::from(bf16::from_le_bytes([bytes[0], bytes[1]]).to_f32())
 }
 
 fn by(comm: &Communicator, algorithm: Option<Algorithm>) -> Collectives {
@@ -215,48 +430,78 @@ fn by(comm: &Communicator, algorithm: Option<Algorithm>) -> Collectives {
     comm.collectives_with(&options).unwrap()
 }
 
-/// Eager and in a graph whose inputs differ each time; with rows that fit at once and in pieces.
+/// Calls eagerly and in a graph whose inputs differ each time, and checks all; what all ranks have of it, they have alike.
+fn play(comm: &Communicator, collectives: &Collectives, made: &Made) {
+    let stream = comm.create_stream(Priority::Normal).unwrap();
+    let run = |round: usize, launch: &dyn Fn()| {
+        made.fill(comm, round);
+        comm.barrier().unwrap();
+        launch();
+        comm.synchronize(&stream).unwrap();
+        let found = made.found(comm);
+        made.check(round, &found);
+        let common = match made.call.kind {
+            FusedKind::AllReduce => &found[..],
+            FusedKind::ReduceScatter => &[],
+            _ => &found[2..],
+        };
+        let common: Vec<u8> = common.iter().flatten().flatten().copied().collect();
+        let everybody = comm.all_gather_bytes(&common).unwrap();
+        assert!(everybody.iter().all(|other| *other == everybody[0]));
+    };
+    let enqueue = || {
+        let enqueued = collectives.fused(&made.call, &made.memory(), &stream);
+        enqueued.unwrap();
+    };
+    (0..2).for_each(|round| run(round, &enqueue));
+    stream.begin_capture().unwrap();
+    enqueue();
+    let graph = stream.end_capture().unwrap();
+    (2..4).for_each(|round| run(round, &|| graph.launch(&stream).unwrap()));
+}
+
+/// With rows that fit at once and in pieces.
 #[test]
 fn fused_calls_are_right_and_the_same_on_all_ranks() {
-    let quantizations = [
-        None,
-        Some(Quantization::Static),
-        Some(Quantization::PerToken),
-    ];
     for ranks in [1, 2, 3, 8].map(world) {
         threads_with(ranks, unhurried, |comm| {
-            let stream = comm.create_stream(Priority::Normal).unwrap();
             let algorithms = [None, Some(Algorithm::OneShot), Some(Algorithm::Direct)];
             let all = algorithms.map(|algorithm| (algorithm, by(comm, algorithm)));
-            let shapes = [(5, 37), (2, 4100), (70, 257)];
-            // Many ranks keep a small machine busy.
-            let shapes = &shapes[..if (2..=3).contains(&ranks) { 3 } else { 1 }];
-            for (number, (tokens, width)) in shapes.iter().copied().enumerate() {
-                for (of, quantization) in quantizations.into_iter().enumerate() {
-                    let call = fused(tokens, width, quantization);
+            let shapes = [(5, 137), (2, 4100), (70, 257)];
+            for (of, wanted) in all_wanted().into_iter().enumerate() {
+                // Many ranks keep a small machine busy.
+                let few = !(2..=3).contains(&ranks) || of > 3;
+                for (number, (tokens, width)) in
+                    shapes[..if few { 1 } else { 3 }].iter().enumerate()
+                {
+                    let call = fused(FusedKind::AllReduce, *tokens, *width, wanted);
                     for (which, (algorithm, collectives)) in all.iter().enumerate() {
-                        let direct = *algorithm == Some(Algorithm::Direct);
-                        if direct && quantization == Some(Quantization::PerToken) {
+                        // More tensors than a lane tells others of.
+                        if wanted.sum && *algorithm == Some(Algorithm::Direct) {
                             continue;
                         }
-                        let made = Made::new(comm, call, (number + of + which).is_multiple_of(2));
-                        let run = |round: usize, launch: &dyn Fn()| {
-                            made.fill(comm, round);
-                            comm.barrier().unwrap();
-                            launch();
-                            comm.synchronize(&stream).unwrap();
-                            let found = made.found(comm);
-                            made.check(comm, round, &found);
-                            let everybody = comm.all_gather_bytes(&found.concat()).unwrap();
-                            assert!(everybody.iter().all(|other| *other == everybody[0]));
-                        };
-                        let enqueue = || collectives.fused(&call, &made.memory(), &stream).unwrap();
-                        (0..2).for_each(|round| run(round, &enqueue));
-                        stream.begin_capture().unwrap();
-                        enqueue();
-                        let graph = stream.end_capture().unwrap();
-                        (2..5).for_each(|round| run(round, &|| graph.launch(&stream).unwrap()));
+                        let in_place = (number + of + which).is_multiple_of(2);
+                        let made = Made::new(comm, (call, wanted), in_place);
+                        play(comm, collectives, &made);
                     }
+                }
+            }
+        });
+    }
+}
+
+/// Where ranks own rows, of the sum or of what is gathered.
+#[test]
+fn fused_calls_of_owned_rows_are_right() {
+    for ranks in [1, 2, 3, 8].map(world) {
+        threads_with(ranks, unhurried, |comm| {
+            let collectives = by(comm, None);
+            for kind in FusedKind::ALL.into_iter().skip(1) {
+                for (of, wanted) in all_wanted().into_iter().enumerate() {
+                    let rows = if of == 0 && ranks < 8 { 40 } else { 2 };
+                    let call = fused(kind, rows * ranks, 137, wanted);
+                    let made = Made::new(comm, (call, wanted), of % 2 == 0);
+                    play(comm, &collectives, &made);
                 }
             }
         });
@@ -268,10 +513,18 @@ fn fused_calls_that_do_not_fit_are_refused() {
     threads_with(world(2), unhurried, |comm| {
         let stream = comm.create_stream(Priority::Normal).unwrap();
         let collectives = by(comm, None);
-        let call = fused(3, 40, None);
-        let made = Made::new(comm, call, false);
+        let call = fused(FusedKind::AllReduce, 3, 40, USUAL);
+        let made = Made::new(comm, (call, USUAL), false);
         let memory = made.memory();
-        let half = memory.output.slice(0..100).unwrap();
+        let half = made.slices[6].slice(0..100).unwrap();
+        let of = |kind| Fused { kind, ..call };
+        let with = |quantization| Fused {
+            epilogue: Epilogue {
+                quantization: Some(quantization),
+                ..call.epilogue
+            },
+            ..call
+        };
         let refused = [
             (
                 Fused { tokens: 0, ..call },
@@ -295,14 +548,23 @@ fn fused_calls_that_do_not_fit_are_refused() {
                 call,
                 FusedMemory {
                     output: memory.residual,
+                    residual_out: memory.residual,
                     ..memory
                 },
-                "output overlaps residual",
+                "overlaps",
             ),
             (
                 call,
                 FusedMemory {
-                    output: &half,
+                    output: memory.weight,
+                    ..memory
+                },
+                "output has 80 bytes",
+            ),
+            (
+                call,
+                FusedMemory {
+                    output: Some(&half),
                     ..memory
                 },
                 "output has 100 bytes",
@@ -313,21 +575,44 @@ fn fused_calls_that_do_not_fit_are_refused() {
                     scale: Some(&half),
                     ..memory
                 },
-                "a scale is given without a quantisation",
+                "a quantisation is given without memory",
             ),
             (
-                fused(3, 40, Some(Quantization::Static)),
+                with(Quantization::Static),
                 memory,
-                "a scale is given without",
+                "a quantisation is given without memory",
+            ),
+            (
+                call,
+                FusedMemory {
+                    weight: None,
+                    ..memory
+                },
+                "a norm without a weight",
+            ),
+            (
+                call,
+                FusedMemory {
+                    output: None,
+                    ..memory
+                },
+                "nothing is stored of the norm",
             ),
         ];
-        for (call, memory, text) in refused {
+        let odd = if comm.world() == 2 {
+            Some(FusedKind::ALL)
+        } else {
+            None
+        };
+        let odd = odd.into_iter().flatten().skip(1);
+        let odd = odd.map(|kind| (of(kind), memory, "which own as many each"));
+        for (call, memory, text) in refused.into_iter().chain(odd) {
             let error = collectives.fused(&call, &memory, &stream).unwrap_err();
             assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
-            assert_says(&error, &["fused all-reduce", text]);
+            assert_says(&error, &["fused collective", text]);
         }
-        let wide = fused(1, 1 << 20, None);
-        let made = Made::new(comm, wide, false);
+        let wide = fused(FusedKind::AllReduce, 1, 1 << 20, USUAL);
+        let made = Made::new(comm, (wide, USUAL), false);
         let error = collectives
             .fused(&wide, &made.memory(), &stream)
             .unwrap_err();
@@ -341,8 +626,8 @@ fn fused_calls_that_differ_are_named() {
     threads_that_end(world(2), unhurried, |comm| {
         let stream = comm.create_stream(Priority::Normal).unwrap();
         let collectives = by(&comm, None);
-        let call = fused(3 + comm.rank() % 2, 40, None);
-        let made = Made::new(&comm, call, false);
+        let call = fused(FusedKind::AllReduce, 3 + comm.rank() % 2, 40, USUAL);
+        let made = Made::new(&comm, (call, USUAL), false);
         made.fill(&comm, 0);
         let enqueued = collectives.fused(&call, &made.memory(), &stream);
         let done = enqueued.and_then(|()| comm.synchronize(&stream));

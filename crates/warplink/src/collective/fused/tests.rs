@@ -102,11 +102,11 @@ fn made(call: &Described, way: Way, world: usize, lanes: usize) -> (Program, Par
 #[test]
 fn every_fused_program_is_verified_for_every_world() {
     let mut count = 0;
-    for (tokens, width, lanes) in [(1, 1, 1), (6, 24, 2), (20, 137, 4)] {
+    for (tokens, width, lanes) in [(1, 1, 1), (6, 24, 2), (12, 137, 3)] {
         for call in calls(tokens, width, &FusedKind::ALL) {
             for way in WAYS.into_iter().filter(|way| call.ways().contains(way)) {
                 let worlds = match tokens {
-                    20 => &[2][..],
+                    12 => &[2][..],
                     _ => &[1, 2, 3],
                 };
                 let owns = call.call.kind != FusedKind::AllReduce;
@@ -168,12 +168,12 @@ fn fused_programs_share_the_workspace_of_collectives() {
         let machine = machine(world);
         let mut programs: Vec<(Program, Parameters)> = Vec::new();
         let all = calls(6, 24, &FusedKind::ALL);
-        for call in [0, 3, 4, 9, 12, 18, 27].map(|number| &all[number]) {
+        for call in [3, 9, 27].map(|number| &all[number]) {
             for way in call.ways() {
                 programs.push(made(call, *way, world, 2));
             }
         }
-        for algorithm in [Algorithm::OneShot, Algorithm::TwoShot, Algorithm::Direct] {
+        for algorithm in [Algorithm::TwoShot, Algorithm::Direct] {
             let call = Call {
                 kind: CollectiveKind::AllReduce,
                 op: Some(ReduceOp::Sum),
