@@ -40,6 +40,10 @@ const BENCHES: [(&[&str], &str); 7] = [
         "eager: dispatch and combine in us",
     ),
     (
+        &["fused", "--sizes", "1,2", "--width", "48", "--calls", "1"],
+        "eager: us",
+    ),
+    (
         &["overlap", "--shape", "16,16,16", "--lowerings", "push"],
         "GEMM in chunks",
     ),

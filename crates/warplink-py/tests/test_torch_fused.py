@@ -1,6 +1,7 @@
 """Collectives with an epilogue: arrays, torch.ops.warplink and the compile pass."""
 
 import itertools
+import pathlib
 
 import pytest
 
@@ -392,3 +393,25 @@ def one_rank(rank, world, _, place):
 
 def test_a_group_of_one_rank_computes():
     on_ranks(one_rank, 1)
+
+
+def documented(rank, world, _, place, text):
+    import re
+
+    dist = start_compiling(rank, world, place)
+    names = {}
+    torch.manual_seed(rank)
+    for block in re.findall(r"```python\n(.*?)```", text, re.S):
+        exec(compile(block, "docs/fused.md", "exec"), names)
+    total = names["x"].clone()
+    dist.all_reduce(total)
+    torch.testing.assert_close(names["h"], total + 1)
+    torch.testing.assert_close(names["n"], torch.nn.functional.rms_norm(total + 1, (64,), eps=1e-5))
+    torch.testing.assert_close(names["probabilities"], torch.softmax(total * 0.5, -1))
+    names["plans"].clear()
+    dist.destroy_process_group()
+
+
+def test_the_documents_examples_run():
+    document = pathlib.Path(__file__).parents[3] / "docs" / "fused.md"
+    on_ranks(documented, 2, document.read_text(), limit=COMPILING)
