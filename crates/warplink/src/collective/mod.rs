@@ -53,6 +53,8 @@ pub use bound::BoundCall;
 pub use call::{Call, CollectiveKind};
 pub use choice::Choice;
 pub use experts::{Dispatched, ExpertOptions, Experts};
+#[doc(hidden)]
+pub use fused::fused_programs;
 pub use fused::{
     Epilogue, Fused, FusedBytes, FusedKind, FusedMemory, Norm, QUANTIZED_BLOCK, Quantization,
 };

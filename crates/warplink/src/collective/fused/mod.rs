@@ -9,10 +9,13 @@ mod launch;
 mod memory;
 mod names;
 mod program;
+mod samples;
 mod words;
 
 pub(super) use launch::FusedLaunches;
 pub use memory::{FusedBytes, FusedMemory};
+#[doc(hidden)]
+pub use samples::fused_programs;
 pub(super) use words::describe;
 
 use super::Collectives;

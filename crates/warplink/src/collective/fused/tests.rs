@@ -1,9 +1,9 @@
 //! The programs of fused calls before they run.
 
 use super::launch::Shape;
-use super::memory::{Form, Tensor};
 use super::program::Way;
-use super::{Described, Epilogue, Fused, FusedKind, Norm, Quantization};
+use super::samples::calls;
+use super::{Described, FusedKind};
 use crate::collective::Algorithm;
 use crate::collective::algorithm::tests::machine;
 use crate::collective::call::{Call, CollectiveKind};
@@ -14,78 +14,7 @@ use crate::program::verify::{verify, verify_sharing};
 use crate::program::{Parameters, Program, TensorInstance, unroll};
 use half::bf16;
 
-use Tensor::{
-    Bias, GivenScale, Input, Output, Quantized, Residual, ResidualOut, Scale, Sum, Weight,
-};
-
 const WAYS: [Way; 2] = [Way::OneShot, Way::Direct];
-
-/// Norms, quantisations and memory.
-const EPILOGUES: [(Option<Norm>, Option<Quantization>, &[Tensor]); 9] = [
-    (
-        Some(Norm::Rms),
-        None,
-        &[Residual, Weight, ResidualOut, Output],
-    ),
-    (
-        Some(Norm::Rms),
-        Some(Quantization::Static),
-        &[Residual, Weight, GivenScale, ResidualOut, Quantized],
-    ),
-    (
-        Some(Norm::Rms),
-        Some(Quantization::PerToken),
-        &[Residual, Weight, ResidualOut, Quantized, Scale],
-    ),
-    (
-        Some(Norm::Rms),
-        Some(Quantization::PerBlock),
-        &[Residual, Weight, ResidualOut, Quantized, Scale],
-    ),
-    (
-        Some(Norm::Rms),
-        Some(Quantization::PerBlockPowerOfTwo),
-        &[Residual, Weight, Sum, ResidualOut, Output, Quantized, Scale],
-    ),
-    (
-        Some(Norm::Layer),
-        None,
-        &[Residual, Weight, Bias, ResidualOut, Output],
-    ),
-    (Some(Norm::Rms), None, &[Weight, Output]),
-    (None, Some(Quantization::PerBlock), &[Quantized, Scale]),
-    (None, None, &[Residual, Sum, Output]),
-];
-
-/// Every kind of call and epilogue. Some are in place.
-fn calls(tokens: usize, width: usize, kinds: &[FusedKind]) -> Vec<Described> {
-    let mut all = Vec::new();
-    for kind in kinds {
-        for (number, (norm, quantization, memory)) in EPILOGUES.into_iter().enumerate() {
-            let mut form = Form::of(&[&[Input], memory].concat());
-            if number == 0 {
-                form.in_place[1] = Some(ResidualOut);
-                form.in_place[0] = (*kind == FusedKind::AllReduce).then_some(Output);
-            }
-            all.push(Described {
-                call: Fused {
-                    kind: *kind,
-                    tokens,
-                    width,
-                    dtype: DType::BF16,
-                    epilogue: Epilogue {
-                        norm,
-                        eps: 1e-5,
-                        weight_bias: number % 2 == 1 && norm.is_some(),
-                        quantization,
-                    },
-                },
-                form,
-            });
-        }
-    }
-    all
-}
 
 /// The program of a call with so many lanes, and its parameters.
 fn made(call: &Described, way: Way, world: usize, lanes: usize) -> (Program, Parameters) {
