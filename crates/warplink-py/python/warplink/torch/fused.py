@@ -132,7 +132,7 @@ def _enqueue(
     how: dict[str, Any],
 ) -> None:
     """Gives the current stream the kernel."""
-    arrays: dict[str, torch.Tensor] = {}
+    arrays: dict[str, Any] = {}
     for name, tensor in given.items():
         if tensor is not None:
             plain = tensor.detach()

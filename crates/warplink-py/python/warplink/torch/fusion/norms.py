@@ -96,7 +96,7 @@ def _is_number(node: Any, number: float) -> bool:
 
 
 def _plain_add(node: Node) -> bool:
-    return node.target is aten.add.Tensor and node.kwargs.get("alpha", 1) == 1
+    return node.target is aten.add.Tensor and _is_number(node.kwargs.get("alpha", 1), 1)
 
 
 def _read(collective: Node) -> Norm:
@@ -115,7 +115,7 @@ def _read(collective: Node) -> Norm:
         if not same(shape(view)[-1], shape(total)[-1]):
             break
         total = view
-    candidates = [(None, total)]
+    candidates: list[tuple[Node | None, Node]] = [(None, total)]
     for added in _users(total, _plain_add):
         other = _other(added, total)
         if isinstance(other, Node) and other is not total and value(other).dtype == dtype:
