@@ -212,7 +212,7 @@ pub(crate) fn element_type(value: i32) -> Outcome<DType> {
 }
 
 /// The error of a `value` that is none of the enumeration `name`.
-fn unknown(what: &str, value: i32, name: &str) -> Failure {
+pub(crate) fn unknown(what: &str, value: i32, name: &str) -> Failure {
     Failure::invalid(
         format!("unknown {what} {value}; expected a {name}"),
         format!("use a value of {name}"),

@@ -27,6 +27,7 @@ mod callback;
 pub mod channel;
 pub mod collectives;
 pub mod experts;
+pub mod fused;
 pub mod handles;
 pub mod job;
 pub mod kernel;

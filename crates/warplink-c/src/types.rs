@@ -51,6 +51,49 @@ pub enum CollectiveKind {
     Barrier = 8,
 }
 
+/// What ranks have of the rows of a fused collective. Where a rank owns rows, these are as many on each, in rank order.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum FusedKind {
+    /// Every rank has all rows of everything.
+    AllReduce = 0,
+    /// The same, but residual, `sum` and `residual_out` are of the rows that a rank owns.
+    AllReduceSharded = 1,
+    /// The input is of all rows, all else of those that a rank owns.
+    ReduceScatter = 2,
+    /// Inputs are not added up: input, residual, `sum` and `residual_out` are of the rows that a rank owns, and the others of
+    /// all rows.
+    AllGather = 3,
+}
+
+/// How rows are normalised.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Norm {
+    /// They are not.
+    None = 0,
+    /// By the root of the mean of squares.
+    Rms = 1,
+    /// By mean and variance.
+    Layer = 2,
+}
+
+/// How rows become F8E4M3. Scales that are computed are at least 1e-10.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Quantization {
+    /// They do not.
+    None = 0,
+    /// Divided by one scale, which is read.
+    Static = 1,
+    /// Divided by a scale of each row, its largest magnitude / 448.
+    PerToken = 2,
+    /// The same of each 128 elements of a row.
+    PerBlock = 3,
+    /// The same with the next power of two from that on.
+    PerBlockPowerOfTwo = 4,
+}
+
 /// The type of elements.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -5,7 +5,7 @@
 use std::path::PathBuf;
 
 /// In the order of the header.
-const SOURCES: [&str; 17] = [
+const SOURCES: [&str; 18] = [
     "version",
     "status",
     "handles",
@@ -20,6 +20,7 @@ const SOURCES: [&str; 17] = [
     "block_channel",
     "collectives",
     "bound_call",
+    "fused",
     "messages",
     "experts",
     "log",

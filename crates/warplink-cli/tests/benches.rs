@@ -10,7 +10,7 @@ use common::{stderr, stdout, warplink};
 use serde_json::Value;
 
 /// Each benchmark with arguments that make it quick, and a text of its drawing.
-const BENCHES: [(&[&str], &str); 7] = [
+const BENCHES: [(&[&str], &str); 8] = [
     (
         &["p2p", "--sizes", "4KiB", "--methods", "put"],
         "eager: latency in us",
@@ -38,6 +38,10 @@ const BENCHES: [(&[&str], &str); 7] = [
             "1",
         ],
         "eager: dispatch and combine in us",
+    ),
+    (
+        &["fused", "--sizes", "1,2", "--width", "48", "--calls", "1"],
+        "eager: us",
     ),
     (
         &["overlap", "--shape", "16,16,16", "--lowerings", "push"],

@@ -4,18 +4,19 @@ use crate::array::Reader;
 use crate::bound_call::BoundCall;
 use crate::collective_options::{call, call_on, path_name, told};
 use crate::element::type_name;
-use crate::errors::{invalid, raise};
+use crate::errors::raise;
 use crate::experts::Experts;
+use crate::fused::described;
 use crate::owner::Detached;
-use crate::parts::{Cut, check_counts, unit};
+use crate::parts::{Cut, unit};
 use crate::place::Place;
 use crate::stream::Stream;
 use crate::watch::{Limits, Watch, Watched};
 use pyo3::prelude::*;
 use std::sync::Arc;
+use warplink::Rank;
 use warplink::collective::{CollectiveKind, ExpertOptions, Message};
 use warplink::device::{AllocationKind, DeviceSlice};
-use warplink::{DType, Rank};
 
 /// Bytes of an allocation of which none are used.
 const NOTHING: usize = 16;
@@ -41,12 +42,12 @@ const NOTHING: usize = 16;
 #[derive(Debug)]
 pub(crate) struct Collectives {
     inner: Detached<warplink::Collectives>,
-    place: Place,
-    world: usize,
+    pub(crate) place: Place,
+    pub(crate) world: usize,
     /// The memory of arrays without elements.
-    nothing: DeviceSlice,
+    pub(crate) nothing: DeviceSlice,
     /// Who is told of calls.
-    watched: Arc<Watched>,
+    pub(crate) watched: Arc<Watched>,
 }
 
 impl Collectives {
@@ -65,7 +66,7 @@ impl Collectives {
         })
     }
 
-    fn inner(&self) -> PyResult<warplink::Collectives> {
+    pub(crate) fn inner(&self) -> PyResult<warplink::Collectives> {
         self.inner.get("collectives")
     }
 
@@ -83,29 +84,8 @@ impl Collectives {
     }
 
     /// Reads the arrays of a call on `stream`.
-    fn reader(&self, stream: &Stream) -> Reader<'_> {
+    pub(crate) fn reader(&self, stream: &Stream) -> Reader<'_> {
         Reader::new(&self.place, Some(stream.raw_handle())).with_empty(&self.nothing)
-    }
-
-    fn enqueue(
-        &self,
-        py: Python<'_>,
-        stream: &Stream,
-        kind: CollectiveKind,
-        [target, source]: [&Bound<'_, PyAny>; 2],
-        op: Option<(&str, Option<f64>)>,
-        root: Option<Rank>,
-    ) -> PyResult<()> {
-        let inner = self.inner()?;
-        let live = stream.live()?;
-        let reader = self.reader(stream);
-        let target = reader.for_targets().read(target, "the target")?;
-        let source = reader.read(source, "the source")?;
-        let call = call_on(kind, [&target, &source], op, root, self.world)?;
-        py.detach(|| inner.enqueue(&call, &target.slice, &source.slice, live))
-            .map_err(raise)?;
-        self.watched.made();
-        Ok(())
     }
 }
 
@@ -357,22 +337,8 @@ impl Collectives {
         op: Option<&str>,
         root: Option<Rank>,
     ) -> PyResult<()> {
-        let (inner, live) = (self.inner()?, stream.live()?);
         let call = call(kind, count, &dtype, op, root)?;
-        let (input_rows, output_rows) = call.kind.rows(self.world);
-        let memory = |address: u64, rows: usize| {
-            let bytes = rows.checked_mul(call.dtype.size());
-            let bytes = bytes.and_then(|bytes| bytes.checked_mul(count));
-            let overflows = || invalid(format!("{count} elements overflow the address space"));
-            self.place
-                .borrow_unowned(address, bytes.ok_or_else(overflows)?)
-        };
-        let source = memory(source, input_rows)?;
-        let target = memory(target, output_rows)?;
-        py.detach(|| inner.enqueue(&call, &target, &source, live))
-            .map_err(raise)?;
-        self.watched.made();
-        Ok(())
+        self.enqueue_at(py, &call, stream, [target, source])
     }
 
     /// `all_to_all_v` of bytes between memory of the device at two addresses: of rank p come the p-th of `target_nbytes`,
@@ -387,26 +353,8 @@ impl Collectives {
         target_nbytes: Vec<usize>,
         source_nbytes: Vec<usize>,
     ) -> PyResult<()> {
-        let (inner, live) = (self.inner()?, stream.live()?);
-        let memory = |address: u64, parts: &[usize]| {
-            let sum = |sum: usize, part: &usize| sum.checked_add(*part);
-            match parts.iter().try_fold(0, sum) {
-                Some(0) => Ok(self.nothing.clone()),
-                Some(bytes) => self.place.borrow_unowned(address, bytes),
-                None => Err(invalid("the parts overflow the address space")),
-            }
-        };
-        let target = memory(target, &target_nbytes)?;
-        let source = memory(source, &source_nbytes)?;
-        let received = Cut::new(target_nbytes, None, 1);
-        let sent = Cut::new(source_nbytes, None, 1);
-        py.detach(|| {
-            let output = (&target, received.parts());
-            inner.all_to_all_v(output, (&source, sent.parts()), DType::U8, live)
-        })
-        .map_err(raise)?;
-        self.watched.made();
-        Ok(())
+        let parts = [target_nbytes, source_nbytes];
+        self.all_to_all_at(py, stream, [target, source], parts)
     }
 
     /// What follows in the stream waits until every rank's stream has come to it. Raises what ended the device's work, such
@@ -521,31 +469,68 @@ impl Collectives {
         source_counts: &Bound<'_, PyAny>,
         max_count: usize,
     ) -> PyResult<()> {
-        let (inner, live) = (self.inner()?, stream.live()?);
-        let reader = self.reader(stream);
-        let target = reader.for_targets().read(target, "the target")?;
-        let source = reader.read(source, "the source")?;
-        let received = reader
-            .for_targets()
-            .read(target_counts, "the target's counts")?;
-        let sent = reader.read(source_counts, "the source's counts")?;
-        let (dtype, each) = unit(&target, &source)?;
-        check_counts(&received, "the target's")?;
-        check_counts(&sent, "the source's")?;
-        if each != 1 {
-            return Err(invalid(format!(
-                "elements of {} bytes; expected 1, 2, 4 or 8",
-                each * dtype.size()
-            )));
-        }
-        py.detach(|| {
-            let output = (&target.slice, &received.slice);
-            let input = (&source.slice, &sent.slice);
-            inner.all_to_all_v_on_device(output, input, dtype, max_count, live)
-        })
-        .map_err(raise)?;
-        self.watched.made();
-        Ok(())
+        let arrays = [target, source, target_counts, source_counts];
+        self.all_to_all_on_device(py, stream, arrays, max_count)
+    }
+
+    /// A collective of rows with what follows it in a model, in one kernel: the sum of every rank's `input`, in single
+    /// precision and rank order, then the residual, a norm and a quantisation, of which any results are stored.
+    ///
+    /// `input` is `[.., width]` of f32, f16 or bf16, as are all but what is quantised and its scales. h is the sum and
+    /// `residual`, rounded; n is h normalised by `norm`, "rms" or "layer", with `weight`, to which 1 is added with
+    /// `weight_bias`, and `bias`; q is n divided by a scale, as f8e4m3. Stored are, where they are given, the sum alone in `sum`, h in
+    /// `residual_out`, n in `output` and q in `quantized`. `quantization` is "static", where `scale` is f32[1] and read;
+    /// "per_token", where it is f32[rows] and written; or "per_block" or "per_block_power_of_two", where each 128 elements
+    /// have one. One of `sum`, `residual_out` and `output` may be the memory of the input or of the residual.
+    ///
+    /// `kind` is "all_reduce", "all_reduce_sharded", where a rank has the residual, the sum and residual_out of its rows
+    /// alone, "reduce_scatter" or "all_gather". Ranks then own as many rows each, in rank order. Does not block.
+    ///
+    /// Raises InvalidArgumentError for memory that does not fit or overlaps, ParseError for names that there are not, and
+    /// UnsupportedError where `path` is "engine" or a row is too long for the workspace. Ranks that call something else
+    /// raise MismatchError in Stream.synchronize.
+    #[pyo3(signature = (
+        stream,
+        input,
+        *,
+        kind="all_reduce",
+        norm=None,
+        eps=1e-6,
+        weight=None,
+        bias=None,
+        weight_bias=false,
+        residual=None,
+        sum=None,
+        residual_out=None,
+        output=None,
+        quantization=None,
+        quantized=None,
+        scale=None,
+    ))]
+    #[allow(clippy::too_many_arguments, reason = "they are Python's keywords")]
+    fn fused(
+        &self,
+        py: Python<'_>,
+        stream: &Stream,
+        input: &Bound<'_, PyAny>,
+        kind: &str,
+        norm: Option<&str>,
+        eps: f32,
+        weight: Option<&Bound<'_, PyAny>>,
+        bias: Option<&Bound<'_, PyAny>>,
+        weight_bias: bool,
+        residual: Option<&Bound<'_, PyAny>>,
+        sum: Option<&Bound<'_, PyAny>>,
+        residual_out: Option<&Bound<'_, PyAny>>,
+        output: Option<&Bound<'_, PyAny>>,
+        quantization: Option<&str>,
+        quantized: Option<&Bound<'_, PyAny>>,
+        scale: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<()> {
+        let (kind, epilogue) = described(kind, norm, (eps, weight_bias), quantization)?;
+        let sources = [Some(input), residual, weight, bias];
+        let targets = [sum, residual_out, output, quantized, scale];
+        self.enqueue_fused(py, stream, (kind, epilogue), (sources, targets))
     }
 
     /// A layer of experts on these ranks, with memory for its calls.

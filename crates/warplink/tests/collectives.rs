@@ -32,6 +32,8 @@ mod failures;
 mod fallback;
 #[path = "collectives/fused.rs"]
 mod fused;
+#[path = "collectives/fused_rows.rs"]
+mod fused_rows;
 #[path = "collectives/launches.rs"]
 mod launches;
 #[path = "collectives/layer.rs"]

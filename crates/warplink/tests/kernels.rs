@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 use std::path::Path;
+use warplink::collective::fused_programs;
 use warplink::device::{ReduceOp, cuda};
 use warplink::program::section::SectionInstance;
 use warplink::program::{OperationKind, Parameters, Program, unroll};
@@ -59,11 +60,7 @@ fn kernels_that_include_the_header_compile_for_every_architecture() {
 
 /// The sections of the example programs and of collectives for a world, as rank 0 launches them.
 fn sections(world: usize) -> Vec<(String, SectionInstance)> {
-    let folders = [
-        "../../examples/programs",
-        "src/collective/programs",
-        "src/collective/fused",
-    ];
+    let folders = ["../../examples/programs", "src/collective/programs"];
     let mut files: Vec<_> = folders
         .iter()
         .map(|folder| Path::new(env!("CARGO_MANIFEST_DIR")).join(folder))
@@ -147,6 +144,37 @@ fn every_section_compiles_for_every_architecture() {
         }
     }
     assert!(compiled > 0, "no example has a section");
+}
+
+/// Fused calls with every epilogue, each for one of the architectures.
+#[test]
+fn every_fused_call_compiles() {
+    let programs = fused_programs().expect("programs of fused calls");
+    for (number, (name, program)) in programs.iter().enumerate() {
+        let mut parameters = Parameters::new();
+        for parameter in &program.parameters {
+            if parameter.kind.alternatives().is_empty() {
+                parameters.insert(&parameter.name, 1000);
+            }
+        }
+        let world = [2, 3, 8][number % 3];
+        let rank_program = unroll(program, 0, world, 1, &parameters).expect("a rank's program");
+        let OperationKind::Kernel(section) = &rank_program.operations[0].kind else {
+            panic!("{name}: {:?} is no kernel", rank_program.operations[0]);
+        };
+        let section = SectionInstance {
+            published: program.to_string().contains(" with "),
+            ..SectionInstance::clone(section)
+        };
+        let text = section.kernel(number % 2 == 0).expect("a kernel");
+        let architecture = cuda::ARCHITECTURES[number % cuda::ARCHITECTURES.len()];
+        match cuda::compile("fused", &text, architecture) {
+            Ok(code) => assert!(!code.is_empty()),
+            Err(error) if error.kind() == ErrorKind::LibraryMissing => return,
+            Err(error) => panic!("{name}, {architecture}: {error}\n{text}"),
+        }
+    }
+    assert!(programs.len() > 40, "{} programs", programs.len());
 }
 
 /// What a section calls its integers and tensors means nothing else in the kernel.
@@ -262,6 +290,7 @@ fn functions_of_rows_compile_for_every_architecture() {
         output Q: f8e4m3[4, n]
         output M: f32[4]
         output D: P[4, n]
+        output G: f32[4, n / 128]
         scratch A: packets16 P[2, world, n]
         scratch B: packets8 P[2, world, n]
         function all(x, r, w, s, y, eps) {
@@ -270,6 +299,10 @@ fn functions_of_rows_compile_for_every_architecture() {
             let scale = max(row_max(abs(centred)) / 448, 1e-12)
             let n = centred * rsqrt(row_sum(centred * centred) / width + eps)
             return h, round(n * (w + 1) / scale, f8e4m3), scale * s, select(exp(-y) < 2, sqrt(y), min(y, w))
+        }
+        function blocks(x) {
+            let scale = power_of_two(block_max(abs(x), 128) / 448)
+            return x / scale, scale, row_sum(scale) + row_max(block_max(x / scale, 8))
         }
         function plain(x) { return -x * 2 }
         kernel lane in 0..2 threads threads {
@@ -283,6 +316,7 @@ fn functions_of_rows_compile_for_every_architecture() {
                     reduce(R[lane] if r == rank else B[slot][r] for r in 0..world, max), 1e-5)
             A[slot][rank] on rank = plain(X[lane])
             H[lane + 2] = plain(A[slot][rank])
+            Q[lane]; G[lane]; M[lane] = blocks(A[slot][rank])
             Q[lane + 2]; M[lane + 2] = plain_two(X[lane + 2], M[lane])
             barrier
         }

@@ -36,13 +36,14 @@ const HANDLES: [(&str, &str); 9] = [
 
 /// Functions that give no status. They take no pointers but the log handler's text, and `programs/every_call.c` passes the
 /// arguments on that they make.
-const WITHOUT_STATUS: [&str; 16] = [
+const WITHOUT_STATUS: [&str; 17] = [
     "warplink_version",
     "warplink_status_text",
     "warplink_last_error",
     "warplink_last_error_peer",
     "warplink_options_default",
     "warplink_collective_options_default",
+    "warplink_fused_call_default",
     "warplink_default_log_handler",
     "warplink_argument_u32",
     "warplink_argument_i32",
@@ -137,6 +138,7 @@ fn argument(function: &str, (kind, name): (&str, &str), set: &str) -> String {
         ("const warplink_argument *", _) => "&one",
         ("const warplink_collective_options *", _) => "&ways",
         ("const warplink_collective_call *", _) => "&call",
+        ("const warplink_fused_call *", _) => "&rows",
         ("const warplink_message *", _) => "&message",
         ("const warplink_expert_options *", _) => "&layer",
         ("const warplink_dispatched *", _) => "&dispatched",

@@ -173,6 +173,58 @@ static void bound(warplink_collectives open, warplink_stream stream, warplink_re
     free(words);
 }
 
+/* An all-reduce of rows with a residual, RMSNorm and fp8 by blocks. */
+static void fused(warplink_collectives collectives, warplink_stream stream, warplink_region region) {
+    enum { TOKENS = 3, WIDTH = 200, BLOCKS = 2 };
+    float words[TOKENS * WIDTH], scales[TOKENS * BLOCKS];
+    const float squares = 0.25f * (float)((size * (size + 1) / 2 + 1) * (size * (size + 1) / 2 + 1));
+    warplink_fused_call made = warplink_fused_call_default();
+    void *address = NULL;
+    OK(warplink_region_address(region, &address));
+    float *input = (float *)address, *residual = input + TOKENS * WIDTH, *weight = residual + TOKENS * WIDTH;
+    float *output = weight + WIDTH, *scale = output + TOKENS * WIDTH;
+    /* Sums and residual are (1 + 2 + .. + size + 1) / 2, so that the norm is the weight. */
+    for (int i = 0; i < TOKENS * WIDTH; i++) words[i] = 0.5f * (float)(rank + 1);
+    OK(warplink_upload(span(region, 0, sizeof words), words));
+    for (int i = 0; i < TOKENS * WIDTH; i++) words[i] = 0.5f;
+    OK(warplink_upload(span(region, sizeof words, sizeof words), words));
+    for (int i = 0; i < WIDTH; i++) words[i] = i < 128 ? 4.0f : -0.5f;
+    OK(warplink_upload(span(region, 2 * sizeof words, sizeof(float) * WIDTH), words));
+    made.norm = WARPLINK_NORM_RMS;
+    made.quantization = WARPLINK_QUANTIZATION_PER_BLOCK;
+    made.eps = 0;
+    made.tokens = TOKENS;
+    made.width = WIDTH;
+    made.input = input;
+    made.residual = residual;
+    made.weight = weight;
+    made.residual_out = residual;
+    made.output = output;
+    made.quantized = scale + 2 * TOKENS * BLOCKS;
+    made.scale = scale;
+    OK(warplink_fused_collective(collectives, &made, stream));
+    OK(warplink_stream_synchronize(stream));
+    OK(warplink_download(words, span(region, sizeof words, sizeof words)));
+    for (int i = 0; i < TOKENS * WIDTH; i++) HOLDS(words[i] * words[i] == squares);
+    OK(warplink_download(words, span(region, 2 * sizeof words + sizeof(float) * WIDTH, sizeof words)));
+    for (int i = 0; i < TOKENS * WIDTH; i++) HOLDS(words[i] > 0 ? words[i] > 3.999f && words[i] < 4.001f : words[i] < -0.499f);
+    OK(warplink_download(scales, span(region, 3 * sizeof words + sizeof(float) * WIDTH, sizeof scales)));
+    for (int i = 0; i < TOKENS * BLOCKS; i++) {
+        const float near = (i % BLOCKS == 0 ? 4.0f : 0.5f) / 448.0f;
+        HOLDS(scales[i] > 0.999f * near && scales[i] < 1.001f * near);
+    }
+    made.size -= 1;
+    FAILS(warplink_fused_collective(collectives, &made, stream), WARPLINK_STATUS_INVALID_ARGUMENT, "start from");
+    made.size += 1;
+    made.norm = 7;
+    FAILS(warplink_fused_collective(collectives, &made, stream), WARPLINK_STATUS_INVALID_ARGUMENT, "warplink_norm");
+    made.norm = WARPLINK_NORM_NONE;
+    FAILS(warplink_fused_collective(collectives, &made, stream), WARPLINK_STATUS_INVALID_ARGUMENT, "without a norm");
+    made.norm = WARPLINK_NORM_RMS;
+    made.output = residual;
+    FAILS(warplink_fused_collective(collectives, &made, stream), WARPLINK_STATUS_INVALID_ARGUMENT, "overlaps");
+}
+
 /* By the vendor's library, and by a communicator of the library's that is there. It serves no ranks that share a GPU. */
 static void by_the_library(warplink_stream stream, warplink_region region) {
     warplink_collective_options ways = warplink_collective_options_default();
@@ -210,7 +262,7 @@ int main(int argc, char **argv) {
     rank = atoi(argv[1]);
     size = atoi(argv[2]);
     OK(warplink_init(&comm, size, argv[3], rank, &options));
-    OK(warplink_alloc(comm, sizeof(int32_t) * COUNT * (size_t)(size + 2), &region));
+    OK(warplink_alloc(comm, sizeof(int32_t) * COUNT * (size_t)(size + 4), &region));
     OK(warplink_region_address(region, &memory));
     OK(warplink_stream_create(comm, &stream));
     OK(warplink_collectives_join(comm, NULL, &collectives));
@@ -221,6 +273,7 @@ int main(int argc, char **argv) {
     misuse(collectives, stream, memory);
     chosen(collectives, stream, region);
     bound(collectives, stream, region);
+    fused(collectives, stream, region);
     OK(warplink_collectives_free(collectives));
     {
         const warplink_collective_call made = call(WARPLINK_COLLECTIVE_KIND_BARRIER, WARPLINK_REDUCE_OP_NONE, -1, 0);

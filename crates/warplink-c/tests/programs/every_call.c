@@ -30,6 +30,7 @@ static warplink_host_kernel host;
 static warplink_argument one;
 static warplink_collective_options ways;
 static warplink_collective_call call;
+static warplink_fused_call rows;
 static warplink_message message;
 static warplink_expert_options layer;
 static warplink_dispatched dispatched;
@@ -243,6 +244,9 @@ int main(int argc, char **argv) {
     call.op = WARPLINK_REDUCE_OP_SUM;
     call.root = -1;
     call.count = 1;
+    rows = warplink_fused_call_default();
+    rows.tokens = 1;
+    rows.width = 1;
     layer.experts = 2;
     layer.top_k = 1;
     layer.max_tokens = 4;
@@ -264,6 +268,8 @@ int main(int argc, char **argv) {
     one = warplink_argument_channel(live.comm, 1 - rank, 0);
     message.peer = 1 - rank;
     message.memory = device;
+    rows.input = device;
+    rows.sum = (char *)device + 64;
     message.bytes = 8;
     dispatched.rows = (char *)device + 4096;
     dispatched.experts = (int32_t *)(void *)((char *)device + 8192);

@@ -455,6 +455,25 @@ class Collectives:
         source_counts: _Array,
         max_count: int,
     ) -> None: ...
+    def fused(
+        self,
+        stream: Stream,
+        input: _Array,
+        *,
+        kind: str = "all_reduce",
+        norm: str | None = None,
+        eps: float = 1e-6,
+        weight: _Array | None = None,
+        bias: _Array | None = None,
+        weight_bias: bool = False,
+        residual: _Array | None = None,
+        sum: _Array | None = None,
+        residual_out: _Array | None = None,
+        output: _Array | None = None,
+        quantization: str | None = None,
+        quantized: _Array | None = None,
+        scale: _Array | None = None,
+    ) -> None: ...
     def experts(
         self,
         *,

@@ -127,6 +127,11 @@ __device__ __forceinline__ float row_sqrt(float a) { return __fsqrt_rn(a); }
 __device__ __forceinline__ float row_rsqrt(float a) { return __frcp_rn(__fsqrt_rn(a)); }
 __device__ __forceinline__ float row_exp(float a) { return expf(a); }
 __device__ __forceinline__ float row_abs(float a) { return fabsf(a); }
+// The least power of two that is no smaller in magnitude.
+__device__ __forceinline__ float row_power_of_two(float a) {
+    constexpr u32 mantissa = (1u << 23) - 1;
+    return a == a ? __uint_as_float((__float_as_uint(a) + mantissa) & ~mantissa) : a;
+}
 // As PTX has it: -0 is less than 0.
 __device__ __forceinline__ float row_min(float a, float b) {
     float least;
@@ -214,6 +219,22 @@ struct Row {
         return value;
     }
 
+    // What the threads that have units of a block of `UNITS` combine their values to, on each of them: these are a part of
+    // a warp, in which units that are not there have no thread.
+    template <typename Operator, u32 UNITS> __device__ __forceinline__ float across_block(u32 unit, float value) const {
+        static_assert(UNITS <= 32 && (UNITS & (UNITS - 1)) == 0, "blocks of up to a warp");
+        const u32 place = unit % UNITS, there = units - (unit - place) < UNITS ? units - (unit - place) : UNITS;
+        const u32 first = lane.rank() % 32 / UNITS * UNITS, mask = 0xffffffffu >> (32 - there) << first;
+#pragma unroll
+        for (u32 half = UNITS / 2; half > 0; half /= 2) {
+            const float other = __shfl_down_sync(mask, value, half);
+            // What a thread that is not there would give is nothing.
+            if (place + half < there) value = Operator::combine(value, other);
+        }
+        value = __shfl_sync(mask, value, first);
+        return value;
+    }
+
     // A unit of a plain operand, which is under way until its values are used.
     template <typename Element> __device__ __forceinline__ detail::RowUnit<Element> load(u64 at, u32 unit, u32 count) const {
         return detail::load_row_unit<Element>(at + detail::RowUnit<Element>::bytes * (u64)unit, count, at % 16 == 0);
@@ -282,6 +303,19 @@ struct Row {
         Element::pack(values, unit.word);
 #pragma unroll
         for (u32 k = 0; k < P::count; k++) detail::store_elements<Element, 4>(to.at[P::in_turn(k)], unit, 1);
+    }
+
+    // Stores the value of a block, by the thread of its first unit.
+    template <typename Element, u32 UNITS, typename P> __device__ __forceinline__ void store_block(const P &to, u32 unit, float value) const {
+        if (lane.ended || unit % UNITS != 0) return;
+        float values[Element::cell];
+#pragma unroll
+        for (u32 i = 0; i < Element::cell; i++) values[i] = value;
+        Unit<4> stored;
+        Element::pack(values, stored.word);
+        constexpr u32 bytes = detail::RowUnit<Element>::bytes / row_unit;
+#pragma unroll
+        for (u32 k = 0; k < P::count; k++) detail::store_elements<Element, 4>(to.at[P::in_turn(k)] + bytes * (unit / UNITS), stored, 1);
     }
 };
 

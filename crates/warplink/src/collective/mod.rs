@@ -53,7 +53,11 @@ pub use bound::BoundCall;
 pub use call::{Call, CollectiveKind};
 pub use choice::Choice;
 pub use experts::{Dispatched, ExpertOptions, Experts};
-pub use fused::{Epilogue, Fused, FusedMemory, Quantization};
+#[doc(hidden)]
+pub use fused::fused_programs;
+pub use fused::{
+    Epilogue, Fused, FusedBytes, FusedKind, FusedMemory, Norm, QUANTIZED_BLOCK, Quantization,
+};
 pub use messages::{MAX_MESSAGES, Message, Parts};
 
 use crate::device::Turns;

@@ -18,6 +18,7 @@ from warplink.torch.fusion import disable_fusion, enable_fusion, fusion_report
 from warplink.torch.group import ProcessGroupWarplink
 from warplink.torch.options import DEFAULT_BUFFER_SIZE, Options
 from warplink.torch import ops as _ops, scaled as _scaled  # noqa: F401 - torch.ops.warplink
+from warplink.torch.fused import AllReduceFusionPattern, register_for_vllm
 from warplink.torch.registration import get_warplink_group, is_direct_group, register
 
 register()
@@ -25,6 +26,7 @@ if _os.environ.get("WARPLINK_TORCH_FUSION") == "1":
     enable_fusion()
 
 __all__ = [
+    "AllReduceFusionPattern",
     "DEFAULT_BUFFER_SIZE",
     "Options",
     "ProcessGroupWarplink",
@@ -33,4 +35,5 @@ __all__ = [
     "fusion_report",
     "get_warplink_group",
     "is_direct_group",
+    "register_for_vllm",
 ]

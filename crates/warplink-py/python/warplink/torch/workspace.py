@@ -87,6 +87,8 @@ class Workspace:
         self._history = None if store is None else History(store, communicator.rank, communicator.size)
         self._lock = threading.Lock()
         self._turns = communicator.turns()
+        #: Collectives with an epilogue; made at the first one.
+        self._collectives: warplink.Collectives | None = None
         #: Waits for what streams of a GPU are given; on the host device, who gives it does.
         self._watch: warplink.Watch | None = None
         #: Whether a turn has raised what the watch found.
@@ -203,6 +205,18 @@ class Workspace:
         if recording:
             self._recorded.add(key)
         return found
+
+    def collectives(self) -> warplink.Collectives:
+        """The members' collectives, for those with an epilogue; made by all members at the same time, at the first one.
+        Within a turn."""
+        if self._collectives is None:
+            what = "the first fused collective"
+            if is_recording(self.device):
+                raise new_in_a_graph(self.communicator.rank, what)
+            check_alike(self.communicator, what)
+            with self.whole(WarplinkError):
+                self._collectives = self.communicator.collectives(path="direct")
+        return self._collectives
 
     def alloc(self, nbytes: Sequence[int]) -> list[warplink.Region]:
         """Memory that peers reach, of as many bytes each. All members call this at the same time; where one has no
@@ -346,6 +360,7 @@ class Workspace:
         self.plans.clear()
         self._buffers.clear()
         self._barriers.clear()
+        self._collectives = None
         try:
             if self._watch is not None:
                 self._watch.close()

@@ -1,14 +1,14 @@
 //! The kernels of fused calls, and how a call is done.
 
+use super::memory::Form;
 use super::program::Way;
-use super::{Epilogue, Fused, FusedMemory, Quantization};
+use super::{Described, Fused, FusedMemory};
 use crate::collective::algorithm::Algorithm;
 use crate::collective::choice::{Machine, part};
 use crate::collective::estimate::rounded;
 use crate::collective::launches::section;
 use crate::collective::recent::Recent;
 use crate::device::{DeviceSlice, Readying, Stream};
-use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::program::execute::{CodeWanted, SharedKernel, SharedWorkspace, TellDifference};
 use crate::program::section::SectionInstance;
@@ -29,15 +29,9 @@ const TOO_LONG: &str = "give the workspace more bytes (CollectiveOptions::worksp
 /// What tells launches apart that need kernels of their own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Key {
-    tokens: usize,
-    width: usize,
-    dtype: DType,
-    eps: u32,
-    weight_bias: bool,
-    quantization: Option<Quantization>,
-    way: Way,
+    words: [u32; 4],
+    form: Form,
     aligned: bool,
-    in_place: bool,
 }
 
 /// How a call is done.
@@ -56,7 +50,8 @@ pub(in crate::collective) struct FusedLaunches {
     kept: Mutex<Recent<Key, Arc<SharedKernel>>>,
     /// By how many bits the rows have: kernels whose code others use too.
     models: Mutex<Recent<(Key, usize, usize), Arc<SharedKernel>>>,
-    ways: Mutex<BTreeMap<(usize, usize, usize, bool), Way>>,
+    /// By what about as many rows announce.
+    ways: Mutex<BTreeMap<[u32; 4], Way>>,
 }
 
 impl FusedLaunches {
@@ -73,33 +68,31 @@ impl FusedLaunches {
     pub(super) fn enqueue(
         &self,
         (machine, workspace): (&Machine, &SharedWorkspace),
-        call: &Fused,
+        described: &Described,
         memory: &FusedMemory<'_>,
         (stream, is_recorded): (&Stream, bool),
     ) -> Result<()> {
-        let way = self.way(machine, call)?;
-        let shape = call.shape(machine, way)?;
+        let Described { call, form } = described;
+        let way = self.way(machine, described)?;
+        let shape = described.shape(machine, way)?;
         for from in (0..call.tokens).step_by(shape.rows) {
             let rows = shape.rows.min(call.tokens - from);
-            let slices = memory.slices(from, rows, call)?;
-            let piece = Fused {
-                tokens: rows,
-                ..*call
-            };
+            let slices = memory.slices((from, rows), call, *form)?;
+            let piece = described.of(rows);
             let tensors: Vec<&DeviceSlice> = slices.iter().collect();
             let mut starts = slices.iter().map(DeviceSlice::address);
             let aligned = starts.all(|start| start.is_multiple_of(16));
             let shape = piece.shape(machine, way)?;
             let of = (&piece, &shape);
-            let kernel = self.kernel((machine, workspace), of, (aligned, memory.is_in_place()))?;
+            let kernel = self.kernel((machine, workspace), of, aligned)?;
             kernel.enqueue((stream, is_recorded), &tensors, true)?;
         }
         Ok(())
     }
 
     /// The way that is fastest by the model, of those that do the call.
-    fn way(&self, machine: &Machine, call: &Fused) -> Result<Way> {
-        let ways = call.ways();
+    fn way(&self, machine: &Machine, described: &Described) -> Result<Way> {
+        let ways = described.ways();
         if let Some(forced) = machine.forced {
             let way = match forced {
                 Algorithm::OneShot => Some(Way::OneShot),
@@ -111,16 +104,15 @@ impl FusedLaunches {
                 Error::new(ErrorKind::Unsupported, text).with_help("leave the algorithm open")
             });
         }
-        let [first, _, ..] = ways else {
+        let [first, rest @ ..] = ways else {
             return Ok(Way::OneShot);
         };
+        if rest.is_empty() {
+            return Ok(*first);
+        }
         // Calls of about as many rows go alike.
-        let like = Fused {
-            tokens: rounded(call.tokens),
-            ..*call
-        };
-        let quantized = call.epilogue.quantization.is_some();
-        let key = (like.tokens, call.width, call.dtype.size(), quantized);
+        let like = described.of(rounded(described.call.tokens));
+        let key = like.words(*first);
         if let Some(known) = lock(&self.ways).get(&key) {
             return Ok(*known);
         }
@@ -139,40 +131,31 @@ impl FusedLaunches {
     fn kernel(
         &self,
         (machine, workspace): (&Machine, &SharedWorkspace),
-        (call, shape): (&Fused, &Shape),
-        (aligned, in_place): (bool, bool),
+        (described, shape): (&Described, &Shape),
+        aligned: bool,
     ) -> Result<Arc<SharedKernel>> {
-        let Epilogue {
-            eps,
-            weight_bias,
-            quantization,
-        } = call.epilogue;
+        let Described { call, form } = described;
         let key = Key {
-            tokens: call.tokens,
-            width: call.width,
-            dtype: call.dtype,
-            eps: eps.to_bits(),
-            weight_bias,
-            quantization,
-            way: shape.way,
+            words: described.words(shape.way),
+            form: *form,
             aligned,
-            in_place,
         };
         if let Some(kept) = lock(&self.kept).get(&key) {
             return Ok(kept.clone());
         }
         let bits = usize::BITS - call.tokens.leading_zeros();
-        let form = Key {
-            tokens: bits as usize,
+        let like = Key {
+            words: described.of(bits as usize).words(shape.way),
             ..key
         };
-        let form = (form, shape.lanes, shape.threads);
-        let model = lock(&self.models).get(&form).cloned();
+        let like = (like, shape.lanes, shape.threads);
+        let model = lock(&self.models).get(&like).cloned();
         let section = |tokens: usize| -> Result<SectionInstance> {
-            let call = Fused { tokens, ..*call };
-            let program = call.rank_program(machine, shape, self.rank)?;
+            let program = described
+                .of(tokens)
+                .rank_program(machine, shape, self.rank)?;
             let mut section = section(&program)?;
-            section.shared_tensors = in_place;
+            section.shared_tensors = form.in_place.iter().any(Option::is_some);
             section.published = shape.way == Way::Direct;
             Ok(section)
         };
@@ -183,14 +166,14 @@ impl FusedLaunches {
             model: model.as_deref(),
             largest: None,
         };
-        let tell: Arc<TellDifference> = Arc::new(Fused::difference);
+        let tell: Arc<TellDifference> = Arc::new(Described::difference);
         let made = match workspace.kernel_like(&wanted) {
             Some(made) => Arc::new(made?),
             None => {
                 let most = (1 << bits) - 1;
                 wanted.largest = (most > call.tokens).then(|| section(most).ok()).flatten();
                 let made = Arc::new(workspace.kernel(&wanted, tell)?);
-                drop(lock(&self.models).insert(form, made.clone()));
+                drop(lock(&self.models).insert(like, made.clone()));
                 made
             }
         };
@@ -201,29 +184,40 @@ impl FusedLaunches {
     }
 }
 
-impl Fused {
+impl Described {
+    /// The same of so many rows.
+    pub(super) fn of(&self, tokens: usize) -> Self {
+        let call = Fused {
+            tokens,
+            ..self.call
+        };
+        Self { call, ..*self }
+    }
+
     /// Lanes, threads and rows of a launch.
     pub(super) fn shape(&self, machine: &Machine, way: Way) -> Result<Shape> {
-        let row = part(self.width, 1);
+        let call = &self.call;
+        let row = part(call.width, 1);
         let too_long = || {
             let text = format!(
                 "a row of {} elements has no room in the workspace",
-                self.width
+                call.width
             );
             Error::new(ErrorKind::Unsupported, text).with_help(TOO_LONG)
         };
         let world = machine.world;
         let (rows, wanted, most) = match way {
             Way::OneShot => {
-                let room = machine.packet_bytes / self.dtype.size();
+                let room = machine.packet_bytes / call.dtype.size();
                 let rows = room / ((world - 1).max(1) * row);
-                (rows.min(self.tokens), self.tokens, machine.most_lanes)
+                (rows.min(call.tokens), call.tokens, machine.most_lanes)
             }
             Way::Direct => {
-                let room = machine.plain_bytes / self.dtype.size() / (world * row);
-                let groups = self.tokens.div_ceil(world);
-                let most = room.min(machine.most_lanes);
-                (if room == 0 { 0 } else { self.tokens }, groups, most)
+                let rows = self.staged_rows(world);
+                let room = machine.plain_bytes / call.dtype.size() / (rows * row);
+                let groups = call.tokens.div_ceil(world);
+                let most = room.min(machine.most_lanes).min(self.most_lanes(way));
+                (if room == 0 { 0 } else { call.tokens }, groups, most)
             }
         };
         if rows == 0 {
@@ -232,7 +226,7 @@ impl Fused {
         Ok(Shape {
             way,
             lanes: machine.lanes(wanted.min(rows), most),
-            threads: machine.threads(self.width.div_ceil(UNIT)),
+            threads: machine.threads(call.width.div_ceil(UNIT)),
             rows,
         })
     }
@@ -240,13 +234,10 @@ impl Fused {
     /// Seconds by the model, where memory is reached.
     fn seconds(&self, machine: &Machine, way: Way) -> Result<f64> {
         let shape = self.shape(machine, way)?;
-        let call = Self {
-            tokens: shape.rows,
-            ..*self
-        };
-        let programs = (0..machine.world).map(|rank| call.rank_program(machine, &shape, rank));
+        let piece = self.of(shape.rows);
+        let programs = (0..machine.world).map(|rank| piece.rank_program(machine, &shape, rank));
         let programs: Vec<RankProgram> = programs.collect::<Result<_>>()?;
-        let pieces = self.tokens.div_ceil(shape.rows) as f64;
+        let pieces = self.call.tokens.div_ceil(shape.rows) as f64;
         Ok(machine.estimates.seconds(&programs)? * pieces)
     }
 
@@ -268,14 +259,15 @@ impl Fused {
         };
         let words = self.words(shape.way).map(|word| i64::from(word as i32));
         let [what, length, upper, factor] = words;
-        let mut parameters = Parameters::new().with("T", self.dtype);
+        let mut parameters = Parameters::new().with("T", self.call.dtype);
         for (name, value) in [
-            ("tokens", self.tokens as i64),
-            ("n", self.width as i64),
-            ("room", (bytes / self.dtype.size()) as i64),
+            ("tokens", self.call.tokens as i64),
+            ("n", self.call.width as i64),
+            ("room", (bytes / self.call.dtype.size()) as i64),
             ("lanes", shape.lanes as i64 + 1),
             ("threads", shape.threads as i64),
             ("what", what),
+            ("form", i64::from(self.form_word(shape.way) as i32)),
             ("length", length),
             ("upper", upper),
             ("factor", factor),

@@ -1,71 +1,97 @@
-//! All-reduce with what follows it between the layers of a model: residual, RMSNorm, quantisation, in one kernel.
+//! Collectives of rows with what follows them between the layers of a model: residual, norm, quantisation, in one kernel.
 //!
 //! `s` is the sum of all ranks' inputs in single precision, in rank order; `h = s + residual`, rounded to the type of the
-//! input; `n = h · rsqrt(mean(h²) + eps) · weight`, of the rounded `h`; and what is stored is `n`, or `n` divided by a
-//! scale as floats of 8 bits. All ranks get the same bits. The programs are texts ([`program`]) over functions of rows.
+//! input; `n` is `h` normalised, of the rounded `h`: by RMSNorm `h · rsqrt(mean(h²) + eps) · weight`, by LayerNorm
+//! `(h - mean(h)) · rsqrt(mean((h - mean(h))²) + eps) · weight + bias`; and `q` is `n` divided by a scale, as floats of 8
+//! bits. Any of these may be stored. All ranks get the same bits. The programs are texts ([`program`]) over functions of rows.
 
 mod launch;
+mod memory;
+mod names;
 mod program;
+mod samples;
+mod words;
 
 pub(super) use launch::FusedLaunches;
-pub(super) use program::describe;
+pub use memory::{FusedBytes, FusedMemory};
+#[doc(hidden)]
+pub use samples::fused_programs;
+pub(super) use words::describe;
 
 use super::Collectives;
 use super::call::{Call, CollectiveKind};
-use crate::device::{DeviceSlice, ReduceOp, Stream};
+use crate::device::{ReduceOp, Stream};
 use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Result};
-use crate::program::section::MAX_TENSOR_BYTES;
+use memory::Form;
 
-/// What stands behind the sum of a fused call.
-#[derive(Clone, Copy, Debug, PartialEq)]
+/// Elements that have a scale of their own with [`Quantization::PerBlock`].
+pub const QUANTIZED_BLOCK: usize = 128;
+
+/// What ranks have of the rows of a fused call. Where rows are owned, they are a multiple of the ranks, and each rank
+/// has as many, in rank order.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum FusedKind {
+    /// Every rank has all rows of everything.
+    #[default]
+    AllReduce,
+    /// As `AllReduce`, but the residual, the sum and `residual_out` are of the rows that a rank owns.
+    AllReduceSharded,
+    /// The input is of all rows, all else of those that a rank owns.
+    ReduceScatter,
+    /// Nothing is added up but the residual: the input, the residual, the sum and `residual_out` are of the rows that a
+    /// rank owns, and the others of all rows.
+    AllGather,
+}
+
+/// How rows are normalised.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Norm {
+    /// By the root of the mean of squares.
+    Rms,
+    /// By mean and variance.
+    Layer,
+}
+
+/// How rows become floats of 8 bits (e4m3). Scales that are computed are at least 1e-10.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Quantization {
+    /// Divided by a scale that is given, one `f32`.
+    Static,
+    /// Divided by a scale of each row, which is an output: its largest magnitude / 448.
+    PerToken,
+    /// The same of each block of [`QUANTIZED_BLOCK`] elements, of which the last one of a row may be shorter.
+    PerBlock,
+    /// As `PerBlock`, with the next power of two from that scale on.
+    PerBlockPowerOfTwo,
+}
+
+/// What stands behind the sum of a fused call. What of it is stored follows from [`FusedMemory`].
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Epilogue {
+    /// How rows are normalised; what is stored of the norm is `h` itself where they are not.
+    pub norm: Option<Norm>,
     /// What is added to the mean of squares; not negative.
     pub eps: f32,
     /// Whether 1 is added to the weight, as some models have it.
     pub weight_bias: bool,
-    /// How the normalised rows are quantised; in the input's type where they are not.
+    /// How the normalised rows are quantised, if they are.
     pub quantization: Option<Quantization>,
-}
-
-/// How rows become floats of 8 bits (e4m3).
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub enum Quantization {
-    /// Divided by a scale that is given, one `f32`.
-    Static,
-    /// Divided by a scale of each row, which is an output: its largest magnitude / 448, at least 1e-10.
-    PerToken,
 }
 
 /// A fused call; the same on every rank.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Fused {
-    /// How many rows.
+    /// What ranks have of the rows.
+    pub kind: FusedKind,
+    /// How many rows, those of all ranks.
     pub tokens: usize,
     /// Elements of a row.
     pub width: usize,
-    /// The type of input, residual and weight: f32, f16 or bf16.
+    /// The type of everything but what is quantised and its scales: f32, f16 or bf16.
     pub dtype: DType,
     /// What follows the sum.
     pub epilogue: Epilogue,
-}
-
-/// The memory of a fused call. All is row by row, contiguous.
-#[derive(Clone, Copy, Debug)]
-pub struct FusedMemory<'a> {
-    /// This rank's `[tokens, width]`.
-    pub input: &'a DeviceSlice,
-    /// `[tokens, width]`, the same on every rank.
-    pub residual: &'a DeviceSlice,
-    /// `[width]`, the same on every rank.
-    pub weight: &'a DeviceSlice,
-    /// `[tokens, width]`: the sum and the residual; it may be the residual's memory.
-    pub residual_out: &'a DeviceSlice,
-    /// `[tokens, width]`, of f8e4m3 where it is quantised.
-    pub output: &'a DeviceSlice,
-    /// `f32[1]`, read, with [`Quantization::Static`]; `f32[tokens]`, written, with [`Quantization::PerToken`].
-    pub scale: Option<&'a DeviceSlice>,
 }
 
 impl Collectives {
@@ -74,12 +100,13 @@ impl Collectives {
     /// A graph may record it.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidArgument`] for memory that does not fit the call, or overlaps but for residual and
-    /// `residual_out`; [`ErrorKind::Unsupported`] where the direct path does not serve, or a row is too long for the
-    /// workspace. Ranks that call something else are found as in [`all_reduce`](Self::all_reduce).
+    /// [`ErrorKind::InvalidArgument`] for memory that does not fit the call, or overlaps but for one of `sum`,
+    /// `residual_out` and `output` that is exactly the input or the residual; [`ErrorKind::Unsupported`] where the direct
+    /// path does not serve, or a row is too long for the workspace. Ranks that call something else are found as in
+    /// [`all_reduce`](Self::all_reduce).
     pub fn fused(&self, call: &Fused, memory: &FusedMemory<'_>, stream: &Stream) -> Result<()> {
-        call.check(memory).map_err(named)?;
         let inner = &self.0;
+        let form = memory.check(call, inner.machine.world).map_err(named_so)?;
         inner.context.fault.check()?;
         let direct = inner.path.direct().filter(|_| inner.machine.cube.is_none());
         let direct = direct.ok_or_else(|| {
@@ -87,144 +114,48 @@ impl Collectives {
                 ErrorKind::Unsupported,
                 "ranks do not all map one another's memory; expected the direct path",
             )
-            .with_operation("fused all-reduce")
-            .with_help("call all_reduce, and normalise by a kernel of your own")
+            .with_operation(NAME)
+            .with_help("call the collective, and normalise by a kernel of your own")
         })?;
+        let kind = match call.kind {
+            FusedKind::AllReduce | FusedKind::AllReduceSharded => CollectiveKind::AllReduce,
+            FusedKind::ReduceScatter => CollectiveKind::ReduceScatter,
+            FusedKind::AllGather => CollectiveKind::AllGather,
+        };
         let counted = Call {
-            kind: CollectiveKind::AllReduce,
-            op: Some(ReduceOp::Sum),
+            kind,
+            op: kind.reduces().then_some(ReduceOp::Sum),
             dtype: call.dtype,
-            count: call.tokens * call.width,
+            count: call.tokens * call.width
+                / if kind.reduces() {
+                    1
+                } else {
+                    inner.machine.world
+                },
             root: None,
         };
         let enqueued = self.in_turn(&counted, stream, |is_recorded| {
             let on = (&inner.machine, &direct.workspace);
             let on_stream = (stream, is_recorded);
-            direct.fused.enqueue(on, call, memory, on_stream)
+            let described = Described { call: *call, form };
+            direct.fused.enqueue(on, &described, memory, on_stream)
         });
-        enqueued.map_err(named)
+        enqueued.map_err(named_so)
     }
 }
 
-fn named(error: Error) -> Error {
-    error.with_operation("fused all-reduce")
+/// How errors name these calls.
+const NAME: &str = "fused collective";
+
+fn named_so(error: Error) -> Error {
+    error.with_operation(NAME)
 }
 
-impl Fused {
-    fn check(&self, memory: &FusedMemory<'_>) -> Result<()> {
-        let refused = |text: String, help: &'static str| Err(Error::invalid(text).with_help(help));
-        if !matches!(self.dtype, DType::F32 | DType::F16 | DType::BF16) {
-            let text = format!("rows of {}; expected f32, f16 or bf16", self.dtype);
-            return refused(text, "convert the rows");
-        }
-        if self.tokens == 0 || self.width == 0 {
-            let text = format!(
-                "{} rows of {}; expected at least one of one",
-                self.tokens, self.width
-            );
-            return refused(text, "leave the call out on every rank");
-        }
-        if !(0.0..f32::INFINITY).contains(&self.epilogue.eps) {
-            let text = format!("eps is {}; expected a number from 0 on", self.epilogue.eps);
-            return refused(text, "pass the model's epsilon");
-        }
-        let row = self.width.checked_mul(self.dtype.size());
-        let all = row.and_then(|row| row.checked_mul(self.tokens));
-        let (Some(row), Some(all)) = (row, all.filter(|all| *all <= MAX_TENSOR_BYTES)) else {
-            let text = format!(
-                "{} rows of {} are too large; expected at most {MAX_TENSOR_BYTES} bytes",
-                self.tokens, self.width
-            );
-            return refused(text, "make several calls");
-        };
-        let (out, scale) = match self.epilogue.quantization {
-            None => (all, None),
-            Some(Quantization::Static) => (self.tokens * self.width, Some(4)),
-            Some(Quantization::PerToken) => (self.tokens * self.width, Some(4 * self.tokens)),
-        };
-        if memory.scale.is_some() != scale.is_some() {
-            let text = "a scale is given without a quantisation, or left out; expected one exactly with it";
-            return refused(text.to_owned(), "see FusedMemory::scale");
-        }
-        let size = self.dtype.size();
-        let output_size = if out == all { size } else { 1 };
-        for (name, slice, bytes, size) in [
-            ("input", Some(memory.input), all, size),
-            ("residual", Some(memory.residual), all, size),
-            ("weight", Some(memory.weight), row, size),
-            ("residual_out", Some(memory.residual_out), all, size),
-            ("output", Some(memory.output), out, output_size),
-            ("scale", memory.scale, scale.unwrap_or(0), 4),
-        ] {
-            let Some(slice) = slice else { continue };
-            if slice.bytes() != bytes || !slice.address().is_multiple_of(size as u64) {
-                let text = format!(
-                    "{name} has {} bytes from {:#x} on; expected {bytes} at a multiple of {size}",
-                    slice.bytes(),
-                    slice.address()
-                );
-                return refused(text, "pass slices of fitting lengths");
-            }
-        }
-        memory.check_overlaps(self.epilogue.quantization == Some(Quantization::PerToken))
-    }
-}
-
-impl FusedMemory<'_> {
-    /// Whether the residual is written in place.
-    fn is_in_place(&self) -> bool {
-        self.residual.address() == self.residual_out.address()
-    }
-
-    fn check_overlaps(&self, scale_is_written: bool) -> Result<()> {
-        let scale = self.scale.map(|scale| ("scale", scale));
-        let written = scale.filter(|_| scale_is_written);
-        let written = [("residual_out", self.residual_out), ("output", self.output)]
-            .into_iter()
-            .chain(written);
-        let all = [
-            ("input", self.input),
-            ("residual", self.residual),
-            ("weight", self.weight),
-            ("residual_out", self.residual_out),
-            ("output", self.output),
-        ];
-        for (name, target) in written {
-            for (other, slice) in all.into_iter().chain(scale) {
-                let in_place = (name, other) == ("residual_out", "residual") && self.is_in_place();
-                if name != other && !in_place && target.overlaps(slice) {
-                    return Err(Error::invalid(format!(
-                        "{name} overlaps {other}; expected separate memory, but for the residual in place"
-                    ))
-                    .with_help("pass other memory"));
-                }
-            }
-        }
-        Ok(())
-    }
-
-    /// In the order of the program's declarations.
-    fn slices(&self, from: usize, rows: usize, call: &Fused) -> Result<Vec<DeviceSlice>> {
-        let part = |slice: &DeviceSlice, whole: usize| {
-            let row = whole / call.tokens;
-            slice.slice(from * row..(from + rows) * row)
-        };
-        let of_rows = |slice: &DeviceSlice| part(slice, slice.bytes());
-        let mut all = vec![
-            of_rows(self.input)?,
-            of_rows(self.residual)?,
-            self.weight.clone(),
-            of_rows(self.residual_out)?,
-            of_rows(self.output)?,
-        ];
-        if let Some(scale) = self.scale {
-            all.push(match call.epilogue.quantization {
-                Some(Quantization::PerToken) => of_rows(scale)?,
-                _ => scale.clone(),
-            });
-        }
-        Ok(all)
-    }
+/// A call, and which memory it has.
+#[derive(Clone, Copy, Debug, PartialEq)]
+struct Described {
+    call: Fused,
+    form: Form,
 }
 
 #[cfg(test)]

@@ -1,11 +1,18 @@
-//! The programs of fused calls: a shipped text for each algorithm, with the description of the epilogue put in.
+//! The programs of fused calls: a shipped text for each way, with what the description says put in for names in braces.
 
-use super::{Epilogue, Fused, Quantization};
+use super::memory::Tensor;
+use super::{Described, FusedKind, Norm, QUANTIZED_BLOCK, Quantization};
 use crate::error::{Error, ErrorKind, Result};
 use crate::program::Program;
+use std::fmt::Write as _;
 
 const ONE_SHOT: &str = include_str!("one_shot.wlp");
 const DIRECT: &str = include_str!("direct.wlp");
+const BY_OWNER: &str = include_str!("by_owner.wlp");
+
+/// The most tensors that a lane announces at once, and the most that it announces: then it has two rows for them.
+const ANNOUNCED_AT_ONCE: usize = 3;
+const MOST_ANNOUNCED: usize = 4;
 
 /// How a fused call is done.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -16,39 +23,76 @@ pub(super) enum Way {
     Direct,
 }
 
-impl Fused {
+/// Where a row of a call is.
+#[derive(Clone, Copy)]
+enum At {
+    /// Any, of tensors with all rows.
+    Row,
+    /// One that this rank computes for all.
+    Everywhere,
+    /// One that this rank owns.
+    Owned,
+    /// One that rank k owns.
+    OwnedBy,
+}
+
+/// From what on a function computes.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum From {
+    Sum,
+    Added,
+}
+
+impl Described {
     /// The text of the program of this call.
     pub(super) fn text(&self, way: Way) -> String {
-        let text = match way {
-            Way::OneShot => ONE_SHOT,
-            Way::Direct => DIRECT,
+        let by_owner = self.call.kind != FusedKind::AllReduce;
+        let text = match (by_owner, way) {
+            (true, _) => BY_OWNER,
+            (_, Way::OneShot) => ONE_SHOT,
+            (_, Way::Direct) => DIRECT,
         };
-        let Epilogue {
-            eps,
-            weight_bias,
-            quantization,
-        } = self.epilogue;
-        let mut text = text.replace("1e-6", &format!("{eps:e}"));
-        if weight_bias {
-            text = text.replace(" + eps) * w", " + eps) * (w + 1)");
+        let everywhere = if by_owner { At::Owned } else { At::Everywhere };
+        let outputs: Vec<Tensor> = self.outputs().collect();
+        let mut functions = vec![self.function("epilogue", From::Sum, &outputs, false)];
+        if self.gathers() {
+            let [local, all] = self.local_and_gathered();
+            functions.push(self.function("added", From::Sum, &local, true));
+            functions.push(self.function("finished", From::Added, &all, false));
+            if !local.is_empty() {
+                functions.push(self.function("stored", From::Sum, &local, false));
+            }
+            functions.push(self.function("gathered", From::Sum, &all, false));
         }
-        let quantized = |text: &str, scale: &str| {
-            let output = "output N: T[tokens, n]";
-            text.replace(output, &format!("output N: f8e4m3[tokens, n]\n    {scale}"))
-        };
-        match quantization {
-            None => text,
-            Some(Quantization::Static) => quantized(&text, "input S: f32[1]")
-                .replace("(x, r, w, eps)", "(x, r, w, eps, s)")
-                .replace("return h, normal", "return h, normal / s")
-                .replace(&format!("W, {eps:e})"), &format!("W, {eps:e}, S[0])")),
-            Some(Quantization::PerToken) => quantized(&text, "output S: f32[tokens]")
-                .replace(
-                    "return h, normal",
-                    "let scale = max(row_max(abs(normal)) / 448, 1e-10)\n        return h, normal / scale, scale",
-                )
-                .replace("N[t] =", "N[t]; S[t] ="),
+        let put_in = [
+            ("tensors", self.declarations()),
+            ("functions", functions.join("\n\n")),
+            ("targets", self.targets(&outputs, At::Row)),
+            ("everywhere", self.targets(&outputs, everywhere)),
+            ("source", self.source("").to_owned()),
+            (
+                "arguments",
+                self.arguments(From::Sum, if by_owner { "g" } else { "t" }, ""),
+            ),
+            ("announcements", self.announcements()),
+            ("reachable", self.reachable()),
+            ("staged", self.staged()),
+            ("inout", self.in_place()),
+            ("expected", self.expected()),
+        ];
+        let mut made = String::new();
+        for line in text.lines() {
+            let margin = " ".repeat(line.len() - line.trim_start().len());
+            let mut line = line.to_owned();
+            if !line.trim_start().starts_with('#') {
+                for (name, value) in &put_in {
+                    let value = value.replace('\n', &format!("\n{margin}"));
+                    line = line.replace(&format!("{{{name}}}"), &value);
+                }
+            }
+            let _ = writeln!(made, "{line}");
         }
+        made
     }
 
     pub(super) fn program(&self, way: Way) -> Result<Program> {
@@ -60,56 +104,354 @@ impl Fused {
 
     /// The ways that there are programs for.
     pub(super) fn ways(&self) -> &'static [Way] {
-        match self.epilogue.quantization {
-            // A lane announces three tensors at most.
-            Some(Quantization::PerToken) => &[Way::OneShot],
-            _ => &[Way::OneShot, Way::Direct],
+        match self.call.kind {
+            FusedKind::AllReduce if self.announced().count() > MOST_ANNOUNCED => &[Way::OneShot],
+            FusedKind::AllReduce => &[Way::OneShot, Way::Direct],
+            _ => &[Way::Direct],
         }
     }
 
-    /// What ranks announce of it: integers that are the same on all, or the calls differ.
-    pub(super) fn words(&self, way: Way) -> [u32; 4] {
-        let kind = match self.epilogue.quantization {
-            None => 0,
-            Some(Quantization::Static) => 1,
-            Some(Quantization::PerToken) => 2,
-        };
-        let bias = u32::from(self.epilogue.weight_bias);
-        let what = FUSED | (self.dtype as u32) << 8 | (kind | bias << 4) << 16 | (way as u32) << 24;
-        [
-            what,
-            self.tokens as u32,
-            self.width as u32,
-            self.epilogue.eps.to_bits(),
-        ]
+    /// How many lanes have room for what they announce.
+    pub(super) fn most_lanes(&self, way: Way) -> usize {
+        if way == Way::Direct && self.announced().count() > ANNOUNCED_AT_ONCE {
+            64
+        } else {
+            128
+        }
     }
 
-    /// How an announcement that differs is described.
-    pub(super) fn difference(own: &[u32], theirs: &[u32]) -> String {
-        format!(
-            "the peer calls {}; expected {}, as this rank calls",
-            describe(theirs),
-            describe(own)
+    /// Rows of scratch that a lane takes where ranks do not reach one another's tensors.
+    pub(super) const fn staged_rows(&self, world: usize) -> usize {
+        match self.call.kind {
+            FusedKind::AllReduce => world,
+            _ => 2 * world,
+        }
+    }
+
+    /// Whether ranks get results of rows that others own.
+    const fn gathers(&self) -> bool {
+        matches!(
+            self.call.kind,
+            FusedKind::AllReduceSharded | FusedKind::AllGather
         )
     }
-}
 
-/// In the place of a collective's kind.
-const FUSED: u32 = 0xf;
-
-/// What a rank calls, from what it announces: a fused call or any other.
-pub(in crate::collective) fn describe(words: &[u32]) -> String {
-    let [what, tokens, width, eps] = [0, 1, 2, 3].map(|at| words.get(at).copied().unwrap_or(0));
-    if what & 0xf != FUSED {
-        return crate::collective::Call::describe(words);
+    fn outputs(&self) -> impl Iterator<Item = Tensor> + Clone {
+        let tensors = self.form.tensors();
+        tensors.filter(|tensor| tensor.is_output())
     }
-    let quantization = ["", ", static scale", ", scales by token"];
-    let quantization = quantization.get((what >> 16 & 0xf) as usize).unwrap_or(&"");
-    let dtypes = crate::dtype::DType::ALL;
-    let dtype = dtypes.get((what >> 8 & 0xff) as usize);
-    let dtype = dtype.map_or("?", |dtype| dtype.name());
-    format!(
-        "a fused all-reduce of {tokens} rows of {width} {dtype}, eps {:e}{quantization}",
-        f32::from_bits(eps)
-    )
+
+    /// The outputs of owned rows, and the others.
+    fn local_and_gathered(&self) -> [Vec<Tensor>; 2] {
+        let (local, all) = self
+            .outputs()
+            .partition(|output| output.is_owned(self.call.kind));
+        [local, all]
+    }
+
+    /// What lanes tell others of.
+    pub(super) fn announced(&self) -> impl Iterator<Item = Tensor> + Clone {
+        let kind = self.call.kind;
+        let reads = kind != FusedKind::AllGather;
+        let tensors = self.form.tensors();
+        tensors.filter(move |tensor| match tensor {
+            Tensor::Input => reads,
+            output => output.is_output() && !output.is_owned(kind),
+        })
+    }
+
+    fn declarations(&self) -> String {
+        let one = |tensor: Tensor| {
+            let role = if tensor.is_output() {
+                "output"
+            } else {
+                "input"
+            };
+            let dtype = match tensor {
+                Tensor::Quantized => "f8e4m3",
+                Tensor::Scale | Tensor::GivenScale => "f32",
+                _ => "T",
+            };
+            let rows = if tensor.is_owned(self.call.kind) {
+                "own"
+            } else {
+                "tokens"
+            };
+            let shape = match (tensor, self.call.epilogue.quantization) {
+                (Tensor::Weight | Tensor::Bias, _) => "n".to_owned(),
+                (Tensor::GivenScale, _) => "1".to_owned(),
+                (Tensor::Scale, Some(Quantization::PerToken)) => rows.to_owned(),
+                (Tensor::Scale, _) => {
+                    let more = QUANTIZED_BLOCK - 1;
+                    format!("{rows}, (n + {more}) / {QUANTIZED_BLOCK}")
+                }
+                _ => format!("{rows}, n"),
+            };
+            format!("{role} {}: {dtype}[{shape}]", tensor.name())
+        };
+        let all: Vec<String> = self.form.tensors().map(one).collect();
+        all.join("\n")
+    }
+
+    /// A function of what is given `from` on, that returns what is stored in `outputs`, and, if it `adds`, what is added up.
+    fn function(&self, name: &str, from: From, outputs: &[Tensor], adds: bool) -> String {
+        let epilogue = &self.call.epilogue;
+        let follows = outputs
+            .iter()
+            .any(|it| matches!(it, Tensor::Output | Tensor::Quantized | Tensor::Scale));
+        let mut lines = Vec::new();
+        if from == From::Sum && (adds || follows || outputs.contains(&Tensor::ResidualOut)) {
+            let sum = if self.form.has(Tensor::Residual) {
+                "x + r"
+            } else {
+                "x"
+            };
+            lines.push(format!("let h = round({sum}, T)"));
+        }
+        if follows {
+            let weight = if epilogue.weight_bias { "(w + 1)" } else { "w" };
+            let bias = if self.form.has(Tensor::Bias) {
+                " + v"
+            } else {
+                ""
+            };
+            let scaled = |row: &str| {
+                format!(
+                    "let normal = {row} * rsqrt(row_sum({row} * {row}) / width + eps) * {weight}{bias}"
+                )
+            };
+            match epilogue.norm {
+                None => {}
+                Some(Norm::Rms) => lines.push(scaled("h")),
+                Some(Norm::Layer) => {
+                    lines.push("let centred = h - row_sum(h) / width".to_owned());
+                    lines.push(scaled("centred"));
+                }
+            }
+        }
+        let normal = if epilogue.norm.is_some() {
+            "normal"
+        } else {
+            "h"
+        };
+        let magnitude = match epilogue.quantization.filter(|_| follows) {
+            None => None,
+            Some(Quantization::Static) => Some("s".to_owned()),
+            Some(Quantization::PerToken) => {
+                lines.push(format!(
+                    "let scale = max(row_max(abs({normal})) / 448, 1e-10)"
+                ));
+                Some("scale".to_owned())
+            }
+            Some(Quantization::PerBlock) => {
+                lines.push(format!(
+                    "let scale = max(block_max(abs({normal}), {QUANTIZED_BLOCK}) / 448, 1e-10)"
+                ));
+                Some("scale".to_owned())
+            }
+            Some(Quantization::PerBlockPowerOfTwo) => {
+                lines.push(format!(
+                    "let scale = power_of_two(max(block_max(abs({normal}), {QUANTIZED_BLOCK}) / 448, 1e-10))"
+                ));
+                Some("scale".to_owned())
+            }
+        };
+        let result = |output: &Tensor| match output {
+            Tensor::Sum => "x".to_owned(),
+            Tensor::ResidualOut => "h".to_owned(),
+            Tensor::Quantized => format!("{normal} / {}", magnitude.as_deref().unwrap_or("1")),
+            Tensor::Scale => "scale".to_owned(),
+            _ => normal.to_owned(),
+        };
+        let mut results: Vec<String> = outputs.iter().map(result).collect();
+        if adds {
+            results.push("h".to_owned());
+        }
+        let parameters = self.parameters_of(from);
+        let body = lines
+            .iter()
+            .map(|line| format!("    {line}\n"))
+            .collect::<String>();
+        format!(
+            "function {name}({parameters}) {{\n{body}    return {}\n}}",
+            results.join(", ")
+        )
+    }
+
+    /// The tensors that a function takes behind the rows that it starts from.
+    fn taken(&self, from: From) -> impl Iterator<Item = Tensor> {
+        let tensors = self.form.tensors();
+        tensors.filter(move |tensor| match tensor {
+            Tensor::Residual => from == From::Sum,
+            Tensor::Weight | Tensor::Bias | Tensor::GivenScale => true,
+            _ => false,
+        })
+    }
+
+    fn parameters_of(&self, from: From) -> String {
+        let mut all = vec![if from == From::Sum { "x" } else { "h" }];
+        for tensor in self.taken(from) {
+            match tensor {
+                Tensor::Residual => all.push("r"),
+                Tensor::Weight => all.extend(["w", "eps"]),
+                Tensor::Bias => all.push("v"),
+                _ => all.push("s"),
+            }
+        }
+        all.join(", ")
+    }
+
+    /// What a function is given behind the rows that it starts from; the residual's is `row`, of rank `on`.
+    fn arguments(&self, from: From, row: &str, on: &str) -> String {
+        let eps = self.call.epilogue.eps;
+        let one = |tensor: Tensor| match tensor {
+            Tensor::Residual => format!(", R[{row}]{on}"),
+            Tensor::Weight => format!(", W, {eps:e}"),
+            Tensor::Bias => ", V".to_owned(),
+            _ => ", S[0]".to_owned(),
+        };
+        self.taken(from).map(one).collect()
+    }
+
+    /// The rows that the epilogue starts from, of rank `on` where they are gathered.
+    fn source(&self, on: &'static str) -> &'static str {
+        match (self.call.kind, on) {
+            (FusedKind::AllGather, "") => "X[g]",
+            (FusedKind::AllGather, _) => "X[g] on k",
+            _ => "reduce(X[t] on r for r in 0..world, sum)",
+        }
+    }
+
+    /// Places of `outputs`, one for each result.
+    fn targets(&self, outputs: &[Tensor], at: At) -> String {
+        let one = |output: &Tensor| {
+            let name = output.name();
+            let owned = output.is_owned(self.call.kind);
+            match at {
+                At::Row => format!("{name}[t]"),
+                At::Owned if owned => format!("{name}[g]"),
+                At::OwnedBy => format!("{name}[k * own + g]"),
+                At::Everywhere | At::Owned => {
+                    format!("{name}[t] on (rank + r) % world for r in 0..world")
+                }
+            }
+        };
+        let all: Vec<String> = outputs.iter().map(one).collect();
+        all.join("; ")
+    }
+
+    fn announcements(&self) -> String {
+        let names: Vec<&str> = self.announced().map(Tensor::name).collect();
+        let rows: &[&str] = if names.len() > ANNOUNCED_AT_ONCE {
+            &["2 * i", "2 * i + 1"]
+        } else {
+            &["i"]
+        };
+        let mut lines = Vec::new();
+        for (names, row) in names.chunks(ANNOUNCED_AT_ONCE).zip(rows) {
+            // A row is full: of fewer tensors, lanes have room for more of the call.
+            let told = match names.len() {
+                1 => "what, length, upper, factor, 0, 0",
+                2 => "what, length, upper, factor",
+                _ => "form, length",
+            };
+            for verb in ["announce", "agree"] {
+                lines.push(format!(
+                    "{verb} {told} with {} in A[slot][{row}]",
+                    names.join(", ")
+                ));
+            }
+        }
+        lines.join("\n")
+    }
+
+    fn reachable(&self) -> String {
+        let all: Vec<String> = self
+            .announced()
+            .map(|tensor| format!("reachable({})", tensor.name()))
+            .collect();
+        all.join(" and ")
+    }
+
+    /// The steps of a row of each rank, by way of scratch.
+    fn staged(&self) -> String {
+        let place = |of: &str| format!("B[slot][({of}) * row..({of}) * row + n]");
+        let mut lines = Vec::new();
+        let arguments = self.arguments(From::Sum, "g", "");
+        let source = if self.call.kind == FusedKind::AllGather {
+            "X[g]".to_owned()
+        } else {
+            lines.push(format!(
+                "for r in 1..world {{ put X[(rank + r) % world * own + g] to {} on (rank + r) % world }}",
+                place("inputs + rank")
+            ));
+            lines.push("barrier".to_owned());
+            format!(
+                "reduce(X[t] if r == rank else {} for r in 0..world, sum)",
+                place("inputs + r")
+            )
+        };
+        if !self.gathers() {
+            let outputs: Vec<Tensor> = self.outputs().collect();
+            let targets = self.targets(&outputs, At::Owned);
+            lines.push(format!("{targets} =\n    epilogue({source}{arguments})"));
+            return lines.join("\n");
+        }
+        let [local, all] = self.local_and_gathered();
+        let mut targets = self.targets(&local, At::Owned);
+        if !local.is_empty() {
+            targets += "; ";
+        }
+        let added = place("sums + rank");
+        lines.push(format!(
+            "{targets}{added} on (rank + r) % world for r in 0..world =\n    added({source}{arguments})"
+        ));
+        lines.push("barrier".to_owned());
+        lines.push(format!(
+            "for k in 0..world {{\n    {} =\n        finished({}{})\n}}",
+            self.targets(&all, At::OwnedBy),
+            place("sums + k"),
+            self.arguments(From::Added, "", "")
+        ));
+        lines.join("\n")
+    }
+
+    fn in_place(&self) -> String {
+        let sources = [Tensor::Input, Tensor::Residual];
+        let pairs = sources.into_iter().zip(self.form.in_place);
+        let line = |(source, target): (Tensor, Option<Tensor>)| {
+            Some(format!("inout {} = {}", source.name(), target?.name()))
+        };
+        let lines: Vec<String> = pairs.filter_map(line).collect();
+        lines.join("\n")
+    }
+
+    /// What outputs are where ranks own rows.
+    fn expected(&self) -> String {
+        let own = |function: &str, outputs: &[Tensor]| {
+            format!(
+                "for t in rank * own..rank * own + own {{ let g = t - rank * own; expect {} = {function}({}{}) }}",
+                self.targets(outputs, At::OwnedBy)
+                    .replace("k * own + g", "g"),
+                self.source(""),
+                self.arguments(From::Sum, "g", "")
+            )
+        };
+        if !self.gathers() {
+            let outputs: Vec<Tensor> = self.outputs().collect();
+            return own("epilogue", &outputs);
+        }
+        let [local, all] = self.local_and_gathered();
+        let mut lines = Vec::new();
+        if !local.is_empty() {
+            lines.push(own("stored", &local));
+        }
+        lines.push(format!(
+            "for k in 0..world {{ for g in 0..own {{ let t = k * own + g; expect {} = gathered({}{}) }} }}",
+            self.targets(&all, At::OwnedBy),
+            self.source("on k"),
+            self.arguments(From::Sum, "g", " on k")
+        ));
+        lines.join("\n")
+    }
 }

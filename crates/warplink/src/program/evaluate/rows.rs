@@ -58,6 +58,10 @@ impl RowValue for Value {
                 let root = self.mapped(f64::sqrt, f64::INFINITY).stored(DType::F32);
                 Self::exact(1.0).divided_by(root).stored(DType::F32)
             }
+            RowUnary::PowerOfTwo => {
+                let power = |value: f64| f64::from((value as f32).unary(RowUnary::PowerOfTwo));
+                self.mapped(power, f64::INFINITY)
+            }
             // As far as libraries are from it.
             RowUnary::Exp => {
                 let near = self.mapped(f64::exp, f64::INFINITY).stored(DType::F32);
@@ -167,12 +171,13 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    const UNARY: [RowUnary; 5] = [
+    const UNARY: [RowUnary; 6] = [
         RowUnary::Negative,
         RowUnary::Abs,
         RowUnary::Sqrt,
         RowUnary::Rsqrt,
         RowUnary::Exp,
+        RowUnary::PowerOfTwo,
     ];
     const BINARY: [RowBinary; 6] = [
         RowBinary::Add,
@@ -187,7 +192,7 @@ mod tests {
         #[test]
         fn what_a_device_computes_is_within_the_bound(
             a in -30.0_f64..30.0, b in -30.0_f64..30.0, off in prop::array::uniform2(-1.0_f64..1.0),
-            far in 0.0_f64..0.1, which in 0..11_usize,
+            far in 0.0_f64..0.1, which in 0..12_usize,
         ) {
             let near = |value: f64, off: f64| {
                 let device = (value + off * far) as f32;
@@ -196,8 +201,8 @@ mod tests {
             };
             let ((x, vx), (y, vy)) = (near(a, off[0]), near(b, off[1]));
             let (device, known) = match which {
-                0..5 => (x.unary(UNARY[which]), vx.unary(UNARY[which])),
-                _ => (x.binary(BINARY[which - 5], y), vx.binary(BINARY[which - 5], vy)),
+                0..6 => (x.unary(UNARY[which]), vx.unary(UNARY[which])),
+                _ => (x.binary(BINARY[which - 6], y), vx.binary(BINARY[which - 6], vy)),
             };
             let off = (f64::from(device) - known.value).abs();
             prop_assert!(known.bound.is_infinite() || off <= known.bound || off.is_nan(), "{device} {known:?}");

@@ -200,6 +200,17 @@ impl Value {
                 ..self
             },
             DType::I64 | DType::U64 => self,
+            // What is too large becomes the largest.
+            DType::F8E4M3 | DType::F8E5M2 if (self.value.abs() + self.bound).is_finite() => {
+                let most = largest(dtype);
+                let size = (self.value.abs() + self.bound).min(most);
+                let rounding = roundoff(dtype) * size + smallest(dtype);
+                Self {
+                    value: self.value.clamp(-most, most),
+                    bound: self.bound + MARGIN * rounding,
+                    ..self
+                }
+            }
             _ => {
                 let size = self.value.abs() + self.bound;
                 let rounding = roundoff(dtype) * size + smallest(dtype);

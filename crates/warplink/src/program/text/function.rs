@@ -177,7 +177,7 @@ impl Parser<'_> {
                     return Ok(value);
                 }
                 let message = format!(
-                    "unknown function '{}'; expected abs, sqrt, rsqrt, exp, min, max, select, round, row_sum or row_max",
+                    "unknown function '{}'; expected abs, sqrt, rsqrt, exp, power_of_two, min, max, select, round, row_sum, row_max or block_max",
                     token.text
                 );
                 return Err(self.wrong(token, message));
@@ -221,6 +221,16 @@ impl Parser<'_> {
                 self.expect(",")?;
                 let b = self.value(body)?;
                 RowExpr::Binary(function, Box::new(a), Box::new(b))
+            }
+            "block_max" => {
+                let value = Box::new(self.value(body)?);
+                self.expect(",")?;
+                let token = self.peek();
+                let Ok(size) = token.text.parse() else {
+                    return Err(self.expected("how many elements a block has"));
+                };
+                self.at += 1;
+                RowExpr::BlockMax(value, size)
             }
             "round" => {
                 let value = self.value(body)?;
@@ -316,6 +326,7 @@ impl Display for RowExpr {
             }
             Self::Round(a, dtype) => write!(f, "round({a}, {dtype})"),
             Self::Row(reduction, a) => write!(f, "{}({a})", reduction.name()),
+            Self::BlockMax(a, size) => write!(f, "block_max({a}, {size})"),
         }
     }
 }

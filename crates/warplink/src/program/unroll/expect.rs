@@ -125,6 +125,18 @@ impl<'p> Unroller<'p> {
                 }
             });
         }
+        let mut before = 0;
+        let single: Vec<bool> = arguments
+            .iter()
+            .map(|argument| match argument {
+                RowArgument::Number(_) => true,
+                RowArgument::Sources(count, _) => {
+                    before += count;
+                    shapes[before - count].shape.is_empty()
+                }
+            })
+            .collect();
+        let blocks = function.blocks(&function.uniform(&|argument| single[argument]));
         let mut targets = Vec::new();
         for (result, list) in application.results.iter().enumerate() {
             self.each(list, |unroller, place| {
@@ -135,7 +147,10 @@ impl<'p> Unroller<'p> {
                     return Err(unroller.diagnostic(DiagnosticKind::Malformed, message));
                 }
                 targets.push((result, view.strided()));
-                shapes.push(view);
+                // Values of blocks are fewer.
+                if blocks[function.results[result]].is_none() {
+                    shapes.push(view);
+                }
                 Ok(())
             })?;
         }

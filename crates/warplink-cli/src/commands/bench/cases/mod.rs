@@ -31,6 +31,7 @@ cases! {
     channel::Channel,
     collective::Collective,
     expert_parallel::ExpertParallel,
+    fused::Fused,
     overlap::Overlap,
     program::Program,
     section::Section,

@@ -1,4 +1,4 @@
-"""The compile pass: collectives beside matmuls become the fused operations of ``torch.ops.warplink``.
+"""The compile pass: collectives beside matmuls and norms become the fused operations of ``torch.ops.warplink``.
 
 Switched on by :func:`enable_fusion`, or by ``WARPLINK_TORCH_FUSION=1`` in the environment when
 ``warplink.torch`` is imported. It runs in ``torch.compile``'s Inductor after the other passes over a
@@ -9,7 +9,9 @@ Replaced are, on groups of Warplink whose members are on one machine:
 - all-gather, then one or several matmuls, by ``fused_all_gather_matmul``; with fp8 matmuls, by
   ``fused_all_gather_scaled_matmul``;
 - matmul, then reduce-scatter, by ``fused_matmul_reduce_scatter``; with an fp8 matmul, by
-  ``fused_scaled_matmul_reduce_scatter``.
+  ``fused_scaled_matmul_reduce_scatter``;
+- all-reduce, then RMSNorm of the sum, or of the sum and a residual, and maybe a division by one scale as fp8, by
+  ``fused_all_reduce``.
 
 Tensors may be gathered and scattered along every dimension (for fp8, every one but the last), be reshaped to a
 matrix and back, and be gathered as bytes; matmuls may add a bias.

@@ -10,7 +10,7 @@ from torch._inductor import custom_graph_pass
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch._inductor.pattern_matcher import stable_topological_sort
 
-from warplink.torch.fusion import gathers, scatters
+from warplink.torch.fusion import gathers, norms, scatters
 from warplink.torch.fusion.nodes import arguments
 from warplink.torch.fusion.report import Fusion, decisions, source_of
 
@@ -22,6 +22,7 @@ _LEFT: dict[Any, tuple[str, str]] = {
     torch.ops._c10d_functional.all_gather_into_tensor_coalesced.default: (gathers.KIND, _SEVERAL),
     torch.ops._c10d_functional.reduce_scatter_tensor_coalesced.default: (scatters.KIND, _SEVERAL),
     torch.ops._c10d_functional.all_gather_into_tensor_out.default: (gathers.KIND, _OUT),
+    torch.ops._c10d_functional.all_reduce_coalesced.default: (norms.KIND, _SEVERAL),
 }
 
 
@@ -39,7 +40,7 @@ def _left(node: torch.fx.Node) -> Fusion:
 
 
 class FusionPass(CustomGraphPass):
-    """Replaces collectives beside matmuls. ``before`` is a pass that runs first, on the same graph; ``restored`` is
+    """Replaces collectives beside matmuls and norms. ``before`` is a pass that runs first, on the same graph; ``restored`` is
     what is to be in the configuration when this is taken out."""
 
     def __init__(self, before: Any | None = None, restored: Any | None = None) -> None:
@@ -52,7 +53,7 @@ class FusionPass(CustomGraphPass):
         # Replacing one collective changes what is around others: each is read when its turn comes.
         made = [
             part.fuse(node)
-            for part in (gathers, scatters)
+            for part in (gathers, scatters, norms)
             for node in [node for node in graph.nodes if node.target is part.TARGET]
         ]
         decisions.extend(made)

@@ -14,9 +14,9 @@ class Unfit(Exception):
 
 @dataclass(frozen=True)
 class Fusion:
-    """A collective next to matmuls, and what became of it."""
+    """A collective next to matmuls or a norm, and what became of it."""
 
-    #: ``"all-gather + matmul"`` or ``"matmul + reduce-scatter"``.
+    #: ``"all-gather + matmul"``, ``"matmul + reduce-scatter"`` or ``"all-reduce + norm"``.
     kind: str
     #: The name of the collective's node in the graph.
     node: str
@@ -32,7 +32,8 @@ class Fusion:
     source: str | None = None
 
     def __str__(self) -> str:
-        what = f"fused with {self.matmuls} matmul(s)" if self.replaced else f"left: {self.reason}"
+        fused = f"fused with {self.matmuls} matmul(s)" if self.matmuls else "fused"
+        what = fused if self.replaced else f"left: {self.reason}"
         where = f", from {self.source}" if self.source else ""
         return f"{self.kind} {self.node} in group {self.group}: {what}{where}"
 

@@ -7,7 +7,7 @@
 
 mod values;
 
-pub(crate) use values::{RowOrder, RowValue};
+pub(crate) use values::{RowOrder, RowValue, UNIT};
 
 use crate::dtype::DType;
 use crate::program::construct::ElementType;
@@ -20,6 +20,9 @@ pub const MAX_ROW_ARGUMENTS: usize = 16;
 
 /// The most operations of a function.
 pub const MAX_ROW_NODES: usize = 256;
+
+/// Elements of a block: units of one thread up to those of a warp.
+const BLOCKS: std::ops::RangeInclusive<usize> = values::UNIT..=32 * values::UNIT;
 
 /// `function norm(x, w) { let s = row_sum(x * x); return x * rsqrt(s / width) * w }`.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -53,6 +56,8 @@ pub enum RowExpr {
     Round(Box<RowExpr>, ElementType),
     /// `row_sum(x)`, `row_max(x)`: one value of all elements.
     Row(RowReduction, Box<RowExpr>),
+    /// `block_max(x, 128)`: of each so many elements, the largest one that is a number.
+    BlockMax(Box<RowExpr>, usize),
 }
 
 /// A number of `f32`, finite and not negative, by its bits.
@@ -96,11 +101,19 @@ pub enum RowUnary {
     Rsqrt,
     /// e to the power of it.
     Exp,
+    /// The least power of two that is no smaller in magnitude.
+    PowerOfTwo,
 }
 
 impl RowUnary {
     /// Those that are called by name.
-    pub const NAMED: [Self; 4] = [Self::Abs, Self::Sqrt, Self::Rsqrt, Self::Exp];
+    pub const NAMED: [Self; 5] = [
+        Self::Abs,
+        Self::Sqrt,
+        Self::Rsqrt,
+        Self::Exp,
+        Self::PowerOfTwo,
+    ];
 
     /// The word for it.
     pub const fn name(self) -> &'static str {
@@ -110,6 +123,7 @@ impl RowUnary {
             Self::Sqrt => "sqrt",
             Self::Rsqrt => "rsqrt",
             Self::Exp => "exp",
+            Self::PowerOfTwo => "power_of_two",
         }
     }
 }
@@ -178,6 +192,7 @@ pub(crate) enum RowNode {
     Select(Comparison, [usize; 4]),
     Round(DType, usize),
     Row(RowReduction, usize),
+    BlockMax(usize, usize),
 }
 
 impl RowNode {
@@ -185,7 +200,9 @@ impl RowNode {
     pub(crate) fn operands(&self) -> Vec<usize> {
         match *self {
             Self::Number(_) | Self::Argument(_) | Self::Width => Vec::new(),
-            Self::Unary(_, a) | Self::Round(_, a) | Self::Row(_, a) => vec![a],
+            Self::Unary(_, a) | Self::Round(_, a) | Self::Row(_, a) | Self::BlockMax(_, a) => {
+                vec![a]
+            }
             Self::Binary(_, a, b) => vec![a, b],
             Self::Select(_, all) => all.to_vec(),
         }
@@ -249,18 +266,39 @@ impl RowFunction {
             uniform.push(match node {
                 RowNode::Argument(number) => scalar(*number),
                 RowNode::Row(..) => true,
+                RowNode::BlockMax(..) => false,
                 other => other.operands().iter().all(|operand| uniform[*operand]),
             });
         }
         uniform
     }
 
-    /// Of each node, after how many reductions along the row it can be computed.
+    /// Of each node that has one value for each block of elements, of how many; `uniform` are those with one for the row.
+    pub(crate) fn blocks(&self, uniform: &[bool]) -> Vec<Option<usize>> {
+        let mut blocks: Vec<Option<usize>> = Vec::with_capacity(self.nodes.len());
+        for node in &self.nodes {
+            let operands = node.operands();
+            let varying = operands.iter().filter(|operand| !uniform[**operand]);
+            let mut sizes = varying.map(|operand| blocks[*operand]);
+            blocks.push(match node {
+                RowNode::BlockMax(size, _) => Some(*size),
+                RowNode::Row(..) => None,
+                _ => {
+                    let first = sizes.next().flatten();
+                    first.filter(|first| sizes.all(|size| size == Some(*first)))
+                }
+            });
+        }
+        blocks
+    }
+
+    /// Of each node, after how many reductions along the row or blocks of it it can be computed.
     pub(crate) fn levels(&self) -> Vec<usize> {
         let mut levels: Vec<usize> = Vec::with_capacity(self.nodes.len());
         for node in &self.nodes {
             let before = node.operands().iter().map(|operand| levels[*operand]).max();
-            let reduces = usize::from(matches!(node, RowNode::Row(..)));
+            let reduces = matches!(node, RowNode::Row(..) | RowNode::BlockMax(..));
+            let reduces = usize::from(reduces);
             levels.push(before.unwrap_or(0) + reduces);
         }
         levels
@@ -322,6 +360,16 @@ impl<E: From<String>> Builder<'_, E> {
                 RowNode::Round(dtype, self.node(a)?)
             }
             RowExpr::Row(reduction, a) => RowNode::Row(*reduction, self.node(a)?),
+            RowExpr::BlockMax(a, size) => {
+                if !size.is_power_of_two() || !BLOCKS.contains(size) {
+                    let (least, most) = (BLOCKS.start(), BLOCKS.end());
+                    let message = format!(
+                        "blocks of {size} elements; expected a power of two from {least} to {most}"
+                    );
+                    return Err(message.into());
+                }
+                RowNode::BlockMax(*size, self.node(a)?)
+            }
         };
         self.push(node)
     }

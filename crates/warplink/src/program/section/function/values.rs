@@ -38,7 +38,8 @@ pub(crate) trait RowValue: Copy {
 }
 
 impl RowFunction {
-    /// The results of a row of `width` elements: arguments, like results, have one value for each, or one for all.
+    /// The results of a row of `width` elements: arguments, like results, have one value for each, or one for all; results
+    /// that are the same in blocks have one for each block.
     pub(crate) fn apply<V: RowValue>(
         &self,
         arguments: &[Vec<V>],
@@ -69,6 +70,12 @@ impl RowFunction {
                     at(no, element),
                 ),
                 RowNode::Round(dtype, a) => at(a, element).round(dtype),
+                RowNode::BlockMax(size, a) => {
+                    let from = element / size * size;
+                    let block = from..width.min(from + size);
+                    let mut block = block.map(|element| at(a, element));
+                    V::row(RowReduction::Max, &mut block, order)
+                }
                 RowNode::Row(reduction, a) => V::row(
                     reduction,
                     &mut (0..width).map(|element| at(a, element)),
@@ -80,7 +87,15 @@ impl RowFunction {
             values.push(all);
         }
         let results = self.results.iter();
-        results.map(|result| values[*result].clone()).collect()
+        let blocks = self.blocks(&uniform);
+        let result = |node: &usize| {
+            let all = values[*node].iter().copied();
+            match blocks[*node].filter(|_| !uniform[*node]) {
+                Some(size) => all.step_by(size).collect(),
+                None => all.collect(),
+            }
+        };
+        results.map(result).collect()
     }
 }
 
@@ -96,6 +111,7 @@ impl RowValue for f32 {
             RowUnary::Sqrt => self.sqrt(),
             RowUnary::Rsqrt => 1.0 / self.sqrt(),
             RowUnary::Exp => self.exp(),
+            RowUnary::PowerOfTwo => power_of_two(self),
         }
     }
 
@@ -158,6 +174,15 @@ impl RowValue for f32 {
     }
 }
 
+/// The least power of two that is no smaller in magnitude, as kernels compute it.
+fn power_of_two(value: f32) -> f32 {
+    const MANTISSA: u32 = (1 << 23) - 1;
+    if value.is_nan() {
+        return value;
+    }
+    f32::from_bits((value.to_bits() + MANTISSA) & !MANTISSA)
+}
+
 /// What up to 32 values are combined to by bits of their numbers, from the highest one on.
 fn tree(values: &[f32], neutral: f32, function: RowBinary) -> f32 {
     let mut all = [neutral; WARP];
@@ -206,6 +231,58 @@ mod tests {
         assert_eq!(max(&[1.0, f32::NAN, 3.0]), 3.0);
         assert_eq!(max(&[f32::NAN]), f32::NEG_INFINITY);
         assert_eq!(max(&[-0.0, 0.0]).to_bits(), 0);
+    }
+
+    #[test]
+    fn powers_of_two_are_no_smaller() {
+        for (value, power) in [
+            (1.0, 1.0),
+            (1.1, 2.0),
+            (-3.0, -4.0),
+            (0.0, 0.0),
+            (1e-45, f32::MIN_POSITIVE),
+            (3e38, f32::INFINITY),
+            (f32::INFINITY, f32::INFINITY),
+        ] {
+            assert_eq!(value.unary(RowUnary::PowerOfTwo), power, "{value}");
+        }
+        assert!(f32::NAN.unary(RowUnary::PowerOfTwo).is_nan());
+    }
+
+    #[test]
+    fn blocks_have_a_value_each() {
+        let x = || Box::new(RowExpr::Name("x".to_owned()));
+        let block = || Box::new(RowExpr::BlockMax(x(), 8));
+        let function = Function {
+            name: "f".to_owned(),
+            parameters: vec!["x".to_owned()],
+            lets: Vec::new(),
+            results: vec![
+                *block(),
+                RowExpr::Binary(RowBinary::Subtract, x(), block()),
+                RowExpr::Row(RowReduction::Sum, block()),
+            ],
+        };
+        let function = RowFunction::resolve::<String>(&function, &|_| Ok(DType::F32)).unwrap();
+        let order = RowOrder { threads: 32 };
+        let row: Vec<f32> = (0..19).map(|element| element as f32).collect();
+        let results = function.apply(&[row], 19, order);
+        assert_eq!(results[0], [7.0, 15.0, 18.0]);
+        assert_eq!(results[1][7..10], [0.0, -7.0, -6.0]);
+        assert_eq!(results[2], [7.0 * 8.0 + 15.0 * 8.0 + 18.0 * 3.0]);
+        for size in [0, 4, 24, 512] {
+            let function = Function {
+                name: "f".to_owned(),
+                parameters: vec!["x".to_owned()],
+                lets: Vec::new(),
+                results: vec![RowExpr::BlockMax(x(), size)],
+            };
+            let error = RowFunction::resolve::<String>(&function, &|_| Ok(DType::F32)).unwrap_err();
+            assert!(
+                error.contains("expected a power of two from 8 to 256"),
+                "{error}"
+            );
+        }
     }
 
     #[test]

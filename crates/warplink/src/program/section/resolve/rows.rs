@@ -59,8 +59,17 @@ impl<'s> Resolver<'s> {
                 }
             });
         }
-        let mut rows = targets
-            .iter()
+        let single = |argument: usize| is_single(argument, &arguments, &sources);
+        let uniform = function.uniform(&single);
+        let blocks = function.blocks(&uniform);
+        // For each target, how many elements share a value of it.
+        let each = results.iter().zip(&function.results);
+        let each = each.flat_map(|(count, result)| std::iter::repeat_n(blocks[*result], *count));
+        let each: Vec<Option<usize>> = each.collect();
+        let whole = targets.iter().zip(&each);
+        let whole = whole.filter(|(_, block)| block.is_none());
+        let mut rows = whole
+            .map(|(target, _)| target)
             .chain(&sources)
             .filter(|operand| !operand.single);
         let Some(width) = rows.next().map(|row| row.length) else {
@@ -73,13 +82,14 @@ impl<'s> Resolver<'s> {
                 return self.mismatch(format!("{count} {what}; expected at most {MAX_OPERANDS}"));
             }
         }
-        for operand in targets.iter().chain(&sources) {
-            self.check_row(operand, width)?;
+        for (target, block) in targets.iter().zip(&each) {
+            self.check_row(target, width, *block)?;
+        }
+        for source in &sources {
+            self.check_row(source, width, None)?;
         }
         self.check_packets(&sources)?;
         self.check_arguments(&arguments, &sources)?;
-        let single = |argument: usize| is_single(argument, &arguments, &sources);
-        let uniform = function.uniform(&single);
         let mut next = targets.iter();
         for (count, result) in results.iter().zip(&function.results) {
             for target in next.by_ref().take(*count) {
@@ -111,8 +121,14 @@ impl<'s> Resolver<'s> {
         Err(self.wrong(DiagnosticKind::Mismatch, message))
     }
 
-    /// Refuses an operand that is neither a whole row of `width` elements nor a single value.
-    fn check_row(&self, operand: &Operand, width: usize) -> Result<(), Diagnostic> {
+    /// Refuses an operand that is neither a whole row of `width` elements, or of a value for each `block` of them, nor a
+    /// single value.
+    fn check_row(
+        &self,
+        operand: &Operand,
+        width: usize,
+        block: Option<usize>,
+    ) -> Result<(), Diagnostic> {
         let tensor = &self.instance.tensors[operand.part.tensor];
         let name = &tensor.name;
         if !computes(operand.dtype) {
@@ -123,6 +139,12 @@ impl<'s> Resolver<'s> {
         }
         let scratch = self.instance.scratch_of(operand.part.tensor);
         let packing = scratch.map_or(Packing::Plain, |scratch| scratch.packing);
+        if block.is_some() && packing.is_packets() {
+            let message =
+                format!("values of blocks of '{name}' are packets; expected plain memory");
+            return self.mismatch(message);
+        }
+        let width = block.map_or(width, |block| width.div_ceil(block));
         if operand.single {
             if packing.is_packets() {
                 let message =

@@ -8,7 +8,7 @@ use crate::device::ReduceOp;
 use crate::dtype::DType;
 use crate::program::expr::Comparison;
 use crate::program::section::compile::code::{Code, bare, comma};
-use crate::program::section::function::{RowFunction, RowNode};
+use crate::program::section::function::{RowFunction, RowNode, UNIT};
 use crate::program::section::{Application, Argument, Packing, RowBinary, RowReduction, RowUnary};
 
 /// Elements that all threads of a lane keep together: the longest rows that are read once.
@@ -27,11 +27,29 @@ enum Given {
     Plain(DType),
 }
 
+/// What a target takes of a result.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Extent {
+    Single,
+    /// A value for each so many elements.
+    Block(usize),
+    Row,
+}
+
+/// Targets of one result, type and extent, which are stored together.
+struct Group {
+    result: usize,
+    dtype: DType,
+    extent: Extent,
+    operands: Vec<Operand>,
+}
+
 /// Which nodes are computed where.
 struct Passes<'f> {
     function: &'f RowFunction,
     given: &'f [Given],
     uniform: Vec<bool>,
+    blocks: Vec<Option<usize>>,
     levels: Vec<usize>,
     live: Vec<bool>,
     /// Of each pass, the nodes that it computes of each element; the last one stores.
@@ -44,6 +62,7 @@ impl<'f> Passes<'f> {
     fn new(function: &'f RowFunction, given: &'f [Given]) -> Self {
         let single = |argument: usize| matches!(given[argument], Given::Number | Given::Single(..));
         let (uniform, levels) = (function.uniform(&single), function.levels());
+        let blocks = function.blocks(&uniform);
         let mut live = vec![false; function.nodes.len()];
         let mut left = function.results.clone();
         while let Some(node) = left.pop() {
@@ -57,6 +76,7 @@ impl<'f> Passes<'f> {
             function,
             given,
             uniform,
+            blocks,
             levels,
             live,
             nodes: Vec::new(),
@@ -66,7 +86,10 @@ impl<'f> Passes<'f> {
             let roots = if pass == last {
                 function.results.clone()
             } else {
-                passes.reductions(pass).map(|(_, _, of)| of).collect()
+                let of_row = passes.reductions(pass).map(|(_, _, of)| of);
+                of_row
+                    .chain(passes.of_blocks(pass).map(|(_, _, of)| of))
+                    .collect()
             };
             passes.add(roots);
         }
@@ -84,6 +107,21 @@ impl<'f> Passes<'f> {
         })
     }
 
+    /// The largest elements of blocks at the end of a pass: their nodes, elements of a block, and of which node.
+    fn of_blocks(&self, pass: usize) -> impl Iterator<Item = (usize, usize, usize)> {
+        let nodes = self.function.nodes.iter().enumerate();
+        nodes.filter_map(move |(number, node)| match node {
+            RowNode::BlockMax(size, of) if self.live[number] && self.levels[number] == pass + 1 => {
+                Some((number, *size, *of))
+            }
+            _ => None,
+        })
+    }
+
+    fn is_block(&self, node: usize) -> bool {
+        matches!(self.function.nodes[node], RowNode::BlockMax(..))
+    }
+
     /// Adds a pass that computes `roots`.
     fn add(&mut self, roots: Vec<usize>) {
         let (mut nodes, mut taken) = (Vec::new(), Vec::new());
@@ -92,7 +130,7 @@ impl<'f> Passes<'f> {
             if self.uniform[node] || nodes.contains(&node) || taken.contains(&node) {
                 continue;
             }
-            if self.nodes.iter().any(|earlier| earlier.contains(&node)) {
+            if self.is_block(node) || self.nodes.iter().any(|earlier| earlier.contains(&node)) {
                 taken.push(node);
                 continue;
             }
@@ -134,6 +172,9 @@ impl<'f> Passes<'f> {
         {
             return format!("n{node}[e]");
         }
+        if self.is_block(node) {
+            return format!("kept.n{node}");
+        }
         if self.taken[pass].contains(&node) {
             return format!("kept.n{node}[e]");
         }
@@ -146,7 +187,7 @@ impl<'f> Passes<'f> {
         match &self.function.nodes[node] {
             RowNode::Number(number) => float(number.value()),
             RowNode::Width => "(float)row.width".to_owned(),
-            RowNode::Argument(_) | RowNode::Row(..) => value(node),
+            RowNode::Argument(_) | RowNode::Row(..) | RowNode::BlockMax(..) => value(node),
             RowNode::Unary(RowUnary::Negative, a) => format!("-{}", value(*a)),
             RowNode::Unary(function, a) => format!("row_{}({})", function.name(), value(*a)),
             RowNode::Binary(function, a, b) => {
@@ -206,39 +247,64 @@ impl Emitter<'_> {
             });
             sources.push(operands);
         }
+        let passes = Passes::new(&function, &given);
+        let blocks = &passes.blocks;
+        let in_blocks = passes.live.iter().zip(&function.nodes);
+        let mut in_blocks = in_blocks.filter(|(live, _)| **live);
+        if in_blocks.any(|(_, node)| matches!(node, RowNode::BlockMax(..)))
+            && !self.instance.threads.is_multiple_of(32)
+        {
+            let text = "block_max in a lane that has no whole warps";
+            return Err(self.refuse(text, "use a multiple of 32 threads"));
+        }
         let mut targets = Vec::new();
         for (list, result) in application.results.iter().zip(&function.results) {
             let operands = self.expand(list, |emitter, place| emitter.operand(place))?;
-            // Those of one type are stored together.
-            let mut groups: Vec<(usize, DType, bool, Vec<Operand>)> = Vec::new();
+            let mut groups: Vec<Group> = Vec::new();
             for operand in operands {
                 let operand = operand?;
                 let dtype = self.instance.tensors[operand.part.tensor].dtype;
-                let single = operand.part.axes == 0;
-                match groups.iter_mut().find(|it| (it.1, it.2) == (dtype, single)) {
-                    Some(group) => group.3.push(operand),
-                    None => groups.push((*result, dtype, single, vec![operand])),
+                let extent = match (operand.part.axes, blocks[*result]) {
+                    (0, _) => Extent::Single,
+                    (_, Some(size)) => Extent::Block(size),
+                    (_, None) => Extent::Row,
+                };
+                let mut all = groups.iter_mut();
+                match all.find(|it| (it.dtype, it.extent) == (dtype, extent)) {
+                    Some(group) => group.operands.push(operand),
+                    None => groups.push(Group {
+                        result: *result,
+                        dtype,
+                        extent,
+                        operands: vec![operand],
+                    }),
                 }
             }
             targets.extend(groups);
         }
         self.count(sources.len() + targets.len() + 4 * function.nodes.len())?;
-        for operands in sources.iter().chain(targets.iter().map(|group| &group.3)) {
+        for operands in sources
+            .iter()
+            .chain(targets.iter().map(|group| &group.operands))
+        {
             self.check(operands, &[])?;
             if operands.iter().any(|it| it.packing == Packing::Packets128) {
                 let text = "packets128 in a function of rows, which threads do not read alone";
                 return Err(self.refuse(text, "use packets16 or packets8"));
             }
         }
-        let passes = Passes::new(&function, &given);
         code.block(format!("{{  // {}: {application}", self.position), |code| {
             let mut rows = Vec::new();
-            let mut place = |code: &mut Code, name: String, operands: &[Operand], dtype: DType| {
+            let mut place = |code: &mut Code,
+                             name: String,
+                             operands: &[Operand],
+                             dtype: DType,
+                             is_row: bool| {
                 let mut views = Vec::new();
                 for (number, operand) in operands.iter().enumerate() {
                     let view = format!("{name}_{number}");
                     code.line(format!("const auto {view} = {};", operand.part.text));
-                    if operand.part.axes > 0 {
+                    if is_row && operand.part.axes > 0 {
                         rows.push(view.clone());
                     }
                     views.push(view);
@@ -246,14 +312,16 @@ impl Emitter<'_> {
                 let places = self.places(element_name(dtype), operands, &views);
                 code.line(format!("const auto {name} = {places};"));
             };
-            for (number, (result, dtype, _, operands)) in targets.iter().enumerate() {
-                place(code, format!("to{number}_{result}"), operands, *dtype);
+            for (number, group) in targets.iter().enumerate() {
+                let name = format!("to{number}_{}", group.result);
+                let is_row = group.extent == Extent::Row;
+                place(code, name, &group.operands, group.dtype, is_row);
             }
             for (number, operands) in sources.iter().enumerate() {
                 if let Given::Single(dtype, _) | Given::Row(dtype, _) | Given::Plain(dtype) =
                     given[number]
                 {
-                    place(code, format!("from{number}"), operands, dtype);
+                    place(code, format!("from{number}"), operands, dtype, true);
                 }
             }
             code.line(format!(
@@ -269,7 +337,7 @@ impl Emitter<'_> {
         code: &mut Code,
         passes: &Passes<'_>,
         application: &Application,
-        targets: &[(usize, DType, bool, Vec<Operand>)],
+        targets: &[Group],
     ) -> Result<()> {
         let function = passes.function;
         // What is known of the row, behind so many reductions.
@@ -303,6 +371,7 @@ impl Emitter<'_> {
         for node in &kept {
             code.line(match passes.plain(*node) {
                 Some((_, dtype)) => format!("detail::RowUnit<{}> n{node};", element_name(dtype)),
+                None if passes.is_block(*node) => format!("float n{node};"),
                 None => format!("float n{node}[row_unit];"),
             });
         }
@@ -347,7 +416,7 @@ impl Emitter<'_> {
             ));
             uniform(code, pass + 1);
         }
-        if targets.iter().any(|(_, _, single, _)| !single) {
+        if targets.iter().any(|group| group.extent != Extent::Single) {
             code.open(format!(
                 "row.each(kept, {}, [&](u32 unit, u32 count, Kept &kept) {{",
                 anew(&again)
@@ -355,9 +424,9 @@ impl Emitter<'_> {
             self.elements(code, passes, passes.last(), targets);
             code.close("});");
         }
-        for (number, (result, dtype, single, _)) in targets.iter().enumerate() {
-            if *single {
-                let element = element_name(*dtype);
+        for (number, group) in targets.iter().enumerate() {
+            if group.extent == Extent::Single {
+                let (element, result) = (element_name(group.dtype), group.result);
                 code.line(format!(
                     "row.store_single<{element}>(to{number}_{result}, n{result});"
                 ));
@@ -367,13 +436,7 @@ impl Emitter<'_> {
     }
 
     /// A pass over the elements of a unit.
-    fn elements(
-        &self,
-        code: &mut Code,
-        passes: &Passes<'_>,
-        pass: usize,
-        targets: &[(usize, DType, bool, Vec<Operand>)],
-    ) {
+    fn elements(&self, code: &mut Code, passes: &Passes<'_>, pass: usize, targets: &[Group]) {
         let function = passes.function;
         if pass == 0 {
             for (node, _) in function.nodes.iter().enumerate() {
@@ -415,10 +478,17 @@ impl Emitter<'_> {
         let stored = || {
             let last = pass == passes.last();
             let all = targets.iter().enumerate();
-            all.filter(move |(_, (_, _, single, _))| last && !single)
+            all.filter(move |(_, group)| last && group.extent != Extent::Single)
         };
-        for (number, _) in stored() {
-            code.line(format!("float stored{number}[row_unit];"));
+        for (number, group) in stored() {
+            code.line(match group.extent {
+                Extent::Block(_) => format!("float stored{number} = 0;"),
+                _ => format!("float stored{number}[row_unit];"),
+            });
+        }
+        let blocks: Vec<_> = passes.of_blocks(pass).collect();
+        for (node, ..) in &blocks {
+            code.line(format!("float block{node} = RowMax::none();"));
         }
         code.line("#pragma unroll");
         code.open("for (u32 e = 0; e < row_unit; e++) {");
@@ -443,18 +513,37 @@ impl Emitter<'_> {
                 ));
             }
         }
-        for (number, (result, ..)) in stored() {
+        for (node, _, of) in &blocks {
+            let value = passes.value(*of, pass);
             code.line(format!(
-                "stored{number}[e] = {};",
-                passes.value(*result, pass)
+                "if (e < count) block{node} = RowMax::combine(block{node}, {value});"
             ));
         }
+        for (number, group) in stored() {
+            let value = passes.value(group.result, pass);
+            code.line(match group.extent {
+                Extent::Block(_) => format!("if (e == 0) stored{number} = {value};"),
+                _ => format!("stored{number}[e] = {value};"),
+            });
+        }
         code.close("}");
-        for (number, (result, dtype, ..)) in stored() {
-            let element = element_name(*dtype);
+        for (node, size, _) in &blocks {
+            let units = size / UNIT;
             code.line(format!(
-                "row.store<{element}>(to{number}_{result}, unit, count, stored{number});"
+                "kept.n{node} = row.across_block<RowMax, {units}>(unit, block{node});"
             ));
+        }
+        for (number, group) in stored() {
+            let (element, result) = (element_name(group.dtype), group.result);
+            code.line(match group.extent {
+                Extent::Block(size) => {
+                    let units = size / UNIT;
+                    format!("row.store_block<{element}, {units}>(to{number}_{result}, unit, stored{number});")
+                }
+                _ => format!(
+                    "row.store<{element}>(to{number}_{result}, unit, count, stored{number});"
+                ),
+            });
         }
     }
 }

@@ -1,0 +1,190 @@
+//! Collectives of rows with what follows them in a model.
+
+use crate::collectives::{CollectivesObject, element_type, unknown};
+use crate::handles::{Collectives, Handle, Stream};
+use crate::memory::same_job;
+use crate::pointer;
+use crate::status::{Failure, Outcome, Status, entry};
+use std::ffi::c_void;
+use std::mem::size_of;
+use std::ptr::{null, null_mut};
+use warplink::collective::{Epilogue, Fused, FusedMemory, Norm, Quantization};
+use warplink::device::DeviceSlice;
+
+/// A collective of rows and what follows it, the same on every rank but for the memory. Get one from
+/// `warplink_fused_call_default`, and change what is to differ. With h the sum of all inputs and the residual, rounded to the
+/// element type, and n what the norm makes of h, or h itself, q is n divided by a scale, as F8E4M3. What is stored are those
+/// outputs that are not null, at least one. Memory is of the device, row by row, and stays allocated until the stream is done.
+/// One of `sum`, `residual_out` and `output` may be exactly the input or the residual; other memory that is written overlaps
+/// nothing.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct FusedCall {
+    /// Bytes of this struct, which tell the version of the header; as `warplink_fused_call_default` set it.
+    pub size: usize,
+    /// A `warplink_fused_kind`.
+    pub kind: i32,
+    /// The type of everything but `quantized` and `scale`, a `warplink_element_type`: F32, F16 or BF16.
+    pub element_type: i32,
+    /// A `warplink_norm`.
+    pub norm: i32,
+    /// A `warplink_quantization`.
+    pub quantization: i32,
+    /// Not 0 where 1 is added to the weight.
+    pub weight_bias: i32,
+    /// What is added to the mean of squares, or to the variance; not negative.
+    pub eps: f32,
+    /// How many rows, those of all ranks.
+    pub tokens: u64,
+    /// Elements of a row.
+    pub width: u64,
+    /// This rank's rows.
+    pub input: *const c_void,
+    /// Rows that are added to the sum; null for none.
+    pub residual: *const c_void,
+    /// `[width]`, exactly with a norm.
+    pub weight: *const c_void,
+    /// `[width]`, added behind the weight; null for none.
+    pub bias: *const c_void,
+    /// The sum alone.
+    pub sum: *mut c_void,
+    /// h.
+    pub residual_out: *mut c_void,
+    /// n.
+    pub output: *mut c_void,
+    /// q, exactly with a quantisation.
+    pub quantized: *mut c_void,
+    /// One that is read, with `WARPLINK_QUANTIZATION_STATIC`; otherwise written, `[rows]` or `[rows, width / 128, rounded up]`.
+    pub scale: *mut f32,
+}
+
+impl FusedCall {
+    fn call(&self) -> Outcome<Fused> {
+        let at = |value: i32, from: i32| usize::try_from(value.checked_sub(from)?).ok();
+        let kind = at(self.kind, 0).and_then(|at| warplink::collective::FusedKind::ALL.get(at));
+        let kind = kind.ok_or_else(|| unknown("kind", self.kind, "warplink_fused_kind"))?;
+        let norm = match self.norm {
+            0 => None,
+            norm => {
+                let known = at(norm, 1).and_then(|at| Norm::ALL.get(at));
+                Some(*known.ok_or_else(|| unknown("norm", norm, "warplink_norm"))?)
+            }
+        };
+        let quantization = match self.quantization {
+            0 => None,
+            value => {
+                let known = at(value, 1).and_then(|at| Quantization::ALL.get(at));
+                let unknown = || unknown("quantization", value, "warplink_quantization");
+                Some(*known.ok_or_else(unknown)?)
+            }
+        };
+        let count = |value: u64| usize::try_from(value).unwrap_or(usize::MAX);
+        Ok(Fused {
+            kind: *kind,
+            tokens: count(self.tokens),
+            width: count(self.width),
+            dtype: element_type(self.element_type)?,
+            epilogue: Epilogue {
+                norm,
+                eps: self.eps,
+                weight_bias: self.weight_bias != 0,
+                quantization,
+            },
+        })
+    }
+
+    /// # Safety
+    /// As the text of the struct says of its memory.
+    unsafe fn enqueue(
+        &self,
+        object: &CollectivesObject,
+        stream: &warplink::device::Stream,
+    ) -> Outcome<()> {
+        let call = self.call()?;
+        let bytes = call.bytes(object.job.communicator.world())?;
+        let memory = |address: u64, bytes: usize, name: &str| -> Outcome<Option<DeviceSlice>> {
+            // SAFETY: the caller vouches for the lengths.
+            let named = || unsafe { object.named(address, bytes as u64, name) };
+            (address != 0).then(named).transpose()
+        };
+        pointer::check(self.input.cast::<u8>(), "input")?;
+        let input = memory(self.input as u64, bytes.input, "input")?;
+        let input = input.ok_or_else(|| Failure::invalid("input is null", "pass the rows"))?;
+        let residual = memory(self.residual as u64, bytes.residual, "residual")?;
+        let weight = memory(self.weight as u64, bytes.weight, "weight")?;
+        let bias = memory(self.bias as u64, bytes.weight, "bias")?;
+        let sum = memory(self.sum as u64, bytes.residual, "sum")?;
+        let residual_out = memory(self.residual_out as u64, bytes.residual, "residual_out")?;
+        let output = memory(self.output as u64, bytes.output, "output")?;
+        let quantized = memory(self.quantized as u64, bytes.quantized, "quantized")?;
+        let scale = memory(self.scale as u64, bytes.scale, "scale")?;
+        let memory = FusedMemory {
+            residual: residual.as_ref(),
+            weight: weight.as_ref(),
+            bias: bias.as_ref(),
+            sum: sum.as_ref(),
+            residual_out: residual_out.as_ref(),
+            output: output.as_ref(),
+            quantized: quantized.as_ref(),
+            scale: scale.as_ref(),
+            ..FusedMemory::of(&input)
+        };
+        Ok(object.collectives.fused(&call, &memory, stream)?)
+    }
+}
+
+/// An all-reduce without memory, norm or quantisation. Does not block.
+#[unsafe(no_mangle)]
+pub extern "C" fn warplink_fused_call_default() -> FusedCall {
+    FusedCall {
+        size: size_of::<FusedCall>(),
+        kind: 0,
+        element_type: 0,
+        norm: 0,
+        quantization: 0,
+        weight_bias: 0,
+        eps: 1e-6,
+        tokens: 0,
+        width: 0,
+        input: null(),
+        residual: null(),
+        weight: null(),
+        bias: null(),
+        sum: null_mut(),
+        residual_out: null_mut(),
+        output: null_mut(),
+        quantized: null_mut(),
+        scale: null_mut(),
+    }
+}
+
+/// Enqueues a collective of rows with what follows it, as one kernel. All ranks get the same bits. It needs the direct path:
+/// WARPLINK_STATUS_UNSUPPORTED is the path by the vendor's library, and a row that is too long for the workspace. A description
+/// that does not fit itself or its memory, and one of another version's header, are WARPLINK_STATUS_INVALID_ARGUMENT.
+/// Ranks that call different things get WARPLINK_STATUS_MISMATCH of `warplink_stream_synchronize`. Does not block.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn warplink_fused_collective(
+    collectives: Collectives,
+    call: *const FusedCall,
+    stream: Stream,
+) -> Status {
+    entry("enqueue a fused collective", || {
+        let (object, stream) = (collectives.get()?, stream.get()?);
+        same_job(&object.job, &stream.job, "stream")?;
+        // SAFETY: the size comes first in every version.
+        let size = unsafe { pointer::load(call.cast::<usize>(), "call") }?;
+        if size != size_of::<FusedCall>() {
+            return Err(Failure::invalid(
+                format!(
+                    "a call of {size} bytes; expected {}",
+                    size_of::<FusedCall>()
+                ),
+                "start from warplink_fused_call_default, and use the header that was installed with the library",
+            ));
+        }
+        // SAFETY: of this version, as was checked.
+        let call = unsafe { pointer::load(call, "call") }?;
+        // SAFETY: the caller passes device memory, or null where it is not used, and keeps it.
+        unsafe { call.enqueue(&object, &stream.stream) }
+    })
+}

@@ -1,0 +1,223 @@
+//! Runs a fused call of one size: once for its result, and then for its time and that of two steps.
+
+use super::{Measured, Peer, Row};
+use crate::commands::bench::clock::{Clock, Submission, Work};
+use crate::commands::bench::peers::{optional, total, vendor};
+use crate::names::name_of;
+use anyhow::Result;
+use warplink::collective::{Fused, FusedMemory, Quantization};
+use warplink::device::{AllocationKind, DeviceSlice, Priority, ReduceOp, Stream};
+use warplink::dtype::F8E4M3;
+use warplink::{Collectives, Communicator};
+
+/// The scale where it is given.
+const SCALE: f32 = 0.0625;
+
+/// The same for every number of tokens.
+pub(super) struct Runner<'a> {
+    clock: Clock<'a>,
+    /// Of the most tokens.
+    call: Fused,
+    own: Collectives,
+    /// Those of this rank alone: what follows a sum, as a kernel of its own.
+    alone: Collectives,
+    others: Vec<(String, Collectives)>,
+    /// What rows are compared with.
+    pub(super) peers: Vec<String>,
+    memory: Memory,
+}
+
+struct Memory {
+    input: DeviceSlice,
+    residual: DeviceSlice,
+    weight: DeviceSlice,
+    sum: DeviceSlice,
+    residual_out: DeviceSlice,
+    output: DeviceSlice,
+    scale: DeviceSlice,
+}
+
+/// Element `at` of a row that all ranks have alike, or of a rank's: small integers, of which sums are exact.
+fn number(seed: usize, at: usize) -> f64 {
+    let mixed = (at + 1).wrapping_mul(2_654_435_761).rotate_left(7) ^ seed.wrapping_mul(40_503);
+    (mixed % 17) as f64 - 8.0
+}
+
+impl<'a> Runner<'a> {
+    /// Every rank makes one at the same time.
+    pub(super) fn new(comm: &'a Communicator, call: Fused, peers: &[Peer]) -> Result<Self> {
+        let bytes = call.bytes(comm.world())?;
+        let allocate = |bytes: usize| comm.device().allocate(bytes, AllocationKind::Plain);
+        let memory = Memory {
+            input: allocate(bytes.input)?,
+            residual: allocate(bytes.residual)?,
+            weight: allocate(bytes.weight)?,
+            sum: allocate(bytes.input)?,
+            residual_out: allocate(bytes.residual)?,
+            output: allocate(bytes.output.max(bytes.quantized))?,
+            scale: allocate(bytes.scale.max(4))?,
+        };
+        let own = comm.collectives()?;
+        let (mut others, mut names) = (Vec::new(), Vec::new());
+        for peer in peers {
+            let method = name_of(peer);
+            match peer {
+                Peer::None => {}
+                Peer::Pair => {
+                    names.push("its own two steps".to_owned());
+                    others.push((method, own.clone()));
+                }
+                Peer::Nccl => {
+                    if let Some((library, name)) = optional(comm, &method, vendor(comm))? {
+                        names.push(format!("{name} and a kernel"));
+                        others.push((method, library));
+                    }
+                }
+            }
+        }
+        let count = bytes.input / call.dtype.size();
+        let values = |seed: usize, count: usize| {
+            let values: Vec<f64> = (0..count).map(|at| number(seed, at)).collect();
+            call.dtype.encode(values)
+        };
+        let device = comm.device();
+        device.upload(&memory.input, &values(comm.rank() + 1, count))?;
+        device.upload(&memory.residual, &values(0, count))?;
+        device.upload(&memory.weight, &values(99, call.width))?;
+        let scale = SCALE.to_le_bytes().repeat(memory.scale.bytes() / 4);
+        device.upload(&memory.scale, &scale)?;
+        let alone = comm.subgroup(&[comm.rank()])?.collectives()?;
+        Ok(Self {
+            clock: Clock::new(comm, Priority::Normal)?,
+            call,
+            own,
+            alone,
+            others,
+            peers: names,
+            memory,
+        })
+    }
+
+    /// Checks and times every method.
+    pub(super) fn row(
+        &self,
+        tokens: usize,
+        submission: Submission,
+        samples: usize,
+        calls: usize,
+    ) -> Result<Row> {
+        let call = Fused {
+            tokens,
+            ..self.call
+        };
+        let bytes = call.bytes(self.clock.comm.world())?;
+        let of_rows = |slice: &DeviceSlice, bytes: usize| slice.slice(0..bytes);
+        let memory = &self.memory;
+        let (input, residual) = (
+            of_rows(&memory.input, bytes.input)?,
+            of_rows(&memory.residual, bytes.residual)?,
+        );
+        let residual_out = of_rows(&memory.residual_out, bytes.residual)?;
+        let quantizes = call.epilogue.quantization.is_some();
+        let length = if quantizes { bytes.quantized } else { bytes.output };
+        let output = of_rows(&memory.output, length)?;
+        let (sum, scale) = (
+            of_rows(&memory.sum, bytes.input)?,
+            of_rows(&memory.scale, bytes.scale)?,
+        );
+        let fused = FusedMemory {
+            residual: Some(&residual),
+            weight: Some(&memory.weight),
+            residual_out: Some(&residual_out),
+            output: (!quantizes).then_some(&output),
+            quantized: quantizes.then_some(&output),
+            scale: quantizes.then_some(&scale),
+            ..FusedMemory::of(&input)
+        };
+        let behind = FusedMemory {
+            input: &sum,
+            ..fused
+        };
+        let at_once = |stream: &Stream| -> Result<()> { Ok(self.own.fused(&call, &fused, stream)?) };
+        let two_steps = self.others.iter().map(|(_, collectives)| {
+            |stream: &Stream| -> Result<()> {
+                collectives.all_reduce(&sum, &input, call.dtype, ReduceOp::Sum, stream)?;
+                Ok(self.alone.fused(&call, &behind, stream)?)
+            }
+        });
+        let two_steps: Vec<_> = two_steps.collect();
+        let mut works: Vec<Work<'_>> = vec![&at_once];
+        works.extend(two_steps.iter().map(|work| work as Work<'_>));
+        self.clock.run(submission, &at_once)?;
+        let wrong = self.wrong(&call, [&residual_out, &output, &scale])?;
+        let times = self.clock.measure_in_turn(samples, submission, calls, &works)?;
+        let names = std::iter::once("warplink".to_owned());
+        let names = names.chain(self.others.iter().map(|(name, _)| name.clone()));
+        let methods = names.zip(times).map(|(method, times)| Measured {
+            method,
+            seconds: times.stream,
+        });
+        Ok(Row {
+            tokens,
+            submission,
+            wrong,
+            methods: methods.collect(),
+        })
+    }
+
+    /// Counts the wrong elements of all ranks' outputs.
+    fn wrong(
+        &self,
+        call: &Fused,
+        [residual_out, output, scale]: [&DeviceSlice; 3],
+    ) -> Result<u64> {
+        let comm = self.clock.comm;
+        let read = |slice: &DeviceSlice| -> Result<Vec<u8>> {
+            let mut bytes = vec![0; slice.bytes()];
+            comm.device().download(slice, &mut bytes)?;
+            Ok(bytes)
+        };
+        let (added, output, scale) = (read(residual_out)?, read(output)?, read(scale)?);
+        let added: Vec<f64> = call.dtype.decode(&added).collect();
+        let scale: Vec<f64> = warplink::DType::F32.decode(&scale).collect();
+        let output: Vec<f64> = match call.epilogue.quantization {
+            None => call.dtype.decode(&output).collect(),
+            Some(_) => {
+                let values = output.iter().map(|byte| F8E4M3(*byte).to_f32());
+                values.map(f64::from).collect()
+            }
+        };
+        let ranks = 0..comm.world();
+        let sum = |at: usize| number(0, at) + ranks.clone().map(|rank| number(rank + 1, at)).sum::<f64>();
+        let mut wrong = 0;
+        for token in 0..call.tokens {
+            let row = token * call.width..(token + 1) * call.width;
+            let h: Vec<f64> = row.clone().map(sum).collect();
+            let mean = h.iter().map(|h| h * h).sum::<f64>() / call.width as f64;
+            let root = 1.0 / (mean + f64::from(call.epilogue.eps)).sqrt();
+            for (column, h) in h.iter().enumerate() {
+                let at = row.start + column;
+                let meant = h * root * number(99, column);
+                let (found, bound) = match call.epilogue.quantization {
+                    None => (output.get(at).copied(), meant.abs() / 120.0 + 1e-6),
+                    Some(kind) => {
+                        let scale = match kind {
+                            Quantization::Static => scale.first(),
+                            Quantization::PerToken => scale.get(token),
+                            _ => {
+                                let block = warplink::collective::QUANTIZED_BLOCK;
+                                scale.get(token * call.width.div_ceil(block) + column / block)
+                            }
+                        };
+                        let scale = scale.copied().unwrap_or(f64::NAN);
+                        let found = output.get(at).map(|found| found * scale);
+                        (found, meant.abs() / 15.0 + scale / 256.0)
+                    }
+                };
+                let is_near = found.is_some_and(|found| (found - meant).abs() <= bound);
+                wrong += u64::from(!is_near || added.get(at) != Some(h));
+            }
+        }
+        total(comm, wrong)
+    }
+}

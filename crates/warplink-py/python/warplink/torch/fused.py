@@ -1,0 +1,447 @@
+"""``torch.ops.warplink``: an all-reduce with residual, norm and quantisation behind it, in one kernel.
+
+``allreduce_fusion`` has the arguments and the meaning of FlashInfer's function, and writes into tensors that it is given;
+``fused_all_reduce`` makes its results, so that compilers may move it. Groups of Warplink whose members reach one another's
+memory run them as one kernel; all else runs as an all-reduce and PyTorch's operations. Every rank of the group calls them
+in the same order with the same sizes, types and outputs. Sums are always in single precision and in rank order, and all
+ranks get the same bits where the kernel does it. They have no gradients.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Sequence
+
+import torch
+import torch.distributed._functional_collectives as funcol
+
+from warplink.torch.ops import direct_workspace, library
+from warplink.torch.workspace import Workspace
+
+#: Element types of rows.
+ROW_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+#: Elements that have a scale of their own in quantisations by block.
+BLOCK = 128
+
+#: Names of results, and of how they are quantised.
+OUTPUTS = ("sum", "residual_out", "output", "quantized", "scale")
+QUANTIZATIONS = ("static", "per_token", "per_block", "per_block_power_of_two")
+
+_LARGEST = 448.0
+_LEAST_SCALE = 1e-10
+
+
+class AllReduceFusionPattern:
+    """What ``allreduce_fusion`` does, by FlashInfer's numbers."""
+
+    kAllReduce = 0
+    kARResidualRMSNorm = 1
+    kARResidualRMSNormFP8Quant = 2
+    kARResidualRMSNormFP4Quant = 3
+    kARResidualRMSNormOutFP8Quant = 4
+    kARResidualRMSNormOutFP4Quant = 5
+    kARResidualRMSNormPerTokenGroupFP8PackedQuant = 8
+    kARResidualRMSNormOutPerTokenGroupFP8PackedQuant = 9
+
+
+#: Of each pattern, the quantisation.
+_PATTERNS = {
+    AllReduceFusionPattern.kAllReduce: None,
+    AllReduceFusionPattern.kARResidualRMSNorm: None,
+    AllReduceFusionPattern.kARResidualRMSNormFP8Quant: "static",
+    AllReduceFusionPattern.kARResidualRMSNormOutFP8Quant: "static",
+    AllReduceFusionPattern.kARResidualRMSNormPerTokenGroupFP8PackedQuant: "per_block_power_of_two",
+    AllReduceFusionPattern.kARResidualRMSNormOutPerTokenGroupFP8PackedQuant: "per_block_power_of_two",
+}
+
+library.define(
+    "fused_all_reduce(Tensor input, Tensor? residual, Tensor? weight, Tensor? bias, Tensor? scale, "
+    "str[] outputs, str group_name, *, str? norm = None, float eps = 1e-6, bool weight_bias = False, "
+    "str? quantization = None) -> Tensor[]",
+    tags=[torch._C.Tag.needs_fixed_stride_order],
+)
+library.define(
+    "allreduce_fusion(Tensor input, str group_name, int pattern, bool launch_with_pdl = False, "
+    "bool trigger_completion_at_end = True, Tensor(a!)? output = None, Tensor(b!)? residual_out = None, "
+    "Tensor(c!)? norm_out = None, Tensor(d!)? quant_out = None, Tensor(e!)? scale_out = None, "
+    "Tensor? residual_in = None, Tensor? rms_gamma = None, float rms_eps = 1e-6, Tensor? scale_factor = None, "
+    "int? layout_code = None, bool? use_oneshot = None, bool fp32_acc = False, "
+    "int? block_quant_group_size = None, float weight_bias = 0.0) -> ()"
+)
+
+
+def _scale_sizes(rows: Sequence[int], width: int, quantization: str) -> list[int]:
+    return list(rows) if quantization == "per_token" else [*rows, math.ceil(width / BLOCK)]
+
+
+def _check(
+    input: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    outputs: Sequence[str],
+    norm: str | None,
+    quantization: str | None,
+) -> None:
+    if input.dim() < 1:
+        raise ValueError("the input has no dimensions; expected rows")
+    if norm not in (None, "rms", "layer"):
+        raise ValueError(f"norm is '{norm}'; expected rms or layer")
+    if quantization is not None and quantization not in QUANTIZATIONS:
+        raise ValueError(f"quantization is '{quantization}'; expected {', '.join(QUANTIZATIONS)}")
+    unknown = [name for name in outputs if name not in OUTPUTS]
+    if unknown or len(set(outputs)) != len(outputs) or not outputs:
+        raise ValueError(f"outputs are {list(outputs)}; expected some of {', '.join(OUTPUTS)}, each once")
+    computes = quantization not in (None, "static")
+    if ("quantized" in outputs) != (quantization is not None) or ("scale" in outputs) != computes:
+        raise ValueError(
+            f"quantization is {quantization} and outputs are {list(outputs)}; expected 'quantized' exactly with it, and "
+            "'scale' where it is computed"
+        )
+    if (weight is None) != (norm is None) or bias is not None and norm is None:
+        raise ValueError("expected a weight exactly with a norm, and a bias only with one")
+    for name, tensor, sizes in (
+        ("the residual", residual, input.shape),
+        ("the weight", weight, input.shape[-1:]),
+        ("the bias", bias, input.shape[-1:]),
+    ):
+        if tensor is None:
+            continue
+        if tensor.shape != sizes or tensor.dtype != input.dtype or tensor.device != input.device:
+            raise ValueError(
+                f"{name} is {list(tensor.shape)} of {tensor.dtype} on {tensor.device}; expected {list(sizes)} of "
+                f"{input.dtype} on {input.device}"
+            )
+
+
+def _made(input: torch.Tensor, name: str, quantization: str | None) -> torch.Tensor:
+    """Memory for a result."""
+    if name == "quantized":
+        return input.new_empty(input.shape, dtype=torch.float8_e4m3fn)
+    if name == "scale":
+        sizes = _scale_sizes(input.shape[:-1], input.shape[-1], quantization or "")
+        return input.new_empty(sizes, dtype=torch.float32)
+    return input.new_empty(input.shape)
+
+
+def _enqueue(
+    space: Workspace,
+    input: torch.Tensor,
+    given: dict[str, torch.Tensor | None],
+    how: dict[str, Any],
+) -> None:
+    """Gives the current stream the kernel."""
+    arrays: dict[str, Any] = {}
+    for name, tensor in given.items():
+        if tensor is not None:
+            plain = tensor.detach()
+            # DLPack has had no name for floats of 8 bits for long.
+            arrays[name] = plain.view(torch.uint8) if plain.dtype == torch.float8_e4m3fn else plain
+    with space.turn() as stream:
+        space.collectives().fused(stream, input.detach(), **arrays, **how)
+    space.settle(stream)
+
+
+def _space(input: torch.Tensor, group_name: str) -> Workspace | None:
+    fuses = input.dtype in ROW_DTYPES and input.numel() > 0
+    return direct_workspace(group_name, input.device, fuses=fuses) if fuses else None
+
+
+@torch.no_grad()
+def fused_all_reduce(
+    input: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    outputs: list[str],
+    group_name: str,
+    *,
+    norm: str | None = None,
+    eps: float = 1e-6,
+    weight_bias: bool = False,
+    quantization: str | None = None,
+) -> list[torch.Tensor]:
+    """What ``outputs`` names, in that order, of the sum over the group's ranks of ``input``, ``[.., width]``.
+
+    "sum" is that alone; "residual_out" is h, the sum and ``residual``, rounded to the input's type; "output" is h normalised
+    by ``norm``, "rms" or "layer", with ``weight``, to which 1 is added with ``weight_bias``, and ``bias``, or h without a
+    norm; "quantized" is that divided by a scale, as float8_e4m3fn. By ``quantization`` the scale is ``scale``, one float32 ("static"),
+    or an output "scale": of each row ("per_token"), or of each 128 elements of it ("per_block", "per_block_power_of_two").
+    Raises ValueError where sizes, types or names do not fit.
+    """
+    _check(input, residual, weight, bias, outputs, norm, quantization)
+    _check_scale(scale, quantization)
+    space = _space(input, group_name)
+    if space is None:
+        results = unfused(
+            input, residual, weight, bias, scale, group_name, norm, eps, weight_bias, quantization
+        )
+        return [results[name] for name in outputs]
+    made = {name: _made(input, name, quantization) for name in outputs}
+    given = {"residual": residual, "weight": weight, "bias": bias}
+    given = {name: None if tensor is None else tensor.contiguous() for name, tensor in given.items()}
+    given.update(made)
+    if quantization == "static":
+        given["scale"] = scale
+    how = {"norm": norm, "eps": eps, "weight_bias": weight_bias, "quantization": quantization}
+    _enqueue(space, input.contiguous(), given, how)
+    return [made[name] for name in outputs]
+
+
+def _check_scale(scale: torch.Tensor | None, quantization: str | None) -> None:
+    if (scale is not None) != (quantization == "static"):
+        raise ValueError("expected a scale exactly with the quantization 'static'")
+    if scale is not None and (scale.numel() != 1 or scale.dtype != torch.float32):
+        raise ValueError(f"the scale is {list(scale.shape)} of {scale.dtype}; expected one float32")
+
+
+def unfused(
+    input: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    group_name: str,
+    norm: str | None,
+    eps: float,
+    weight_bias: bool,
+    quantization: str | None,
+) -> dict[str, torch.Tensor]:
+    """The same as an all-reduce and PyTorch's operations; every result by its name."""
+    name: Any = group_name
+    total: torch.Tensor = funcol.wait_tensor(funcol.all_reduce(input.contiguous(), "sum", name))
+    added = total.float() if residual is None else total.float() + residual.float()
+    results = {"sum": total, "residual_out": added.to(input.dtype)}
+    row = results["residual_out"].float()
+    if norm == "layer":
+        row = row - row.mean(-1, keepdim=True)
+    if norm is not None and weight is not None:
+        row = row * torch.rsqrt(row.square().mean(-1, keepdim=True) + eps)
+        row = row * (weight.float() + 1 if weight_bias else weight.float())
+    if bias is not None:
+        row = row + bias.float()
+    results["output"] = row.to(input.dtype)
+    if quantization is None:
+        return results
+    divisor: torch.Tensor
+    if quantization == "static" and scale is not None:
+        divisor = scale
+    elif quantization == "per_token":
+        results["scale"] = (row.abs().amax(-1) / _LARGEST).clamp_min(_LEAST_SCALE)
+        divisor = results["scale"].unsqueeze(-1)
+    else:
+        width = row.shape[-1]
+        padded = torch.nn.functional.pad(row.abs(), (0, -width % BLOCK))
+        largest = padded.unflatten(-1, (-1, BLOCK)).amax(-1)
+        scales = (largest / _LARGEST).clamp_min(_LEAST_SCALE)
+        if quantization == "per_block_power_of_two":
+            scales = torch.exp2(torch.log2(scales).ceil())
+        results["scale"] = scales
+        divisor = scales.repeat_interleave(BLOCK, -1)[..., :width]
+    quantized = (row / divisor).clamp(-_LARGEST, _LARGEST)
+    results["quantized"] = quantized.to(torch.float8_e4m3fn)
+    return results
+
+
+def _packed_scales(scales: torch.Tensor, scale_out: torch.Tensor) -> None:
+    """Stores powers of two as bytes of exponents, four in an integer, and 0 where there is none."""
+    exponents = scales.view(torch.int32) >> 23
+    rows, blocks = exponents.shape
+    padded = exponents.new_zeros(rows, math.ceil(blocks / 4) * 4)
+    padded[:, :blocks] = exponents
+    shifts = torch.arange(0, 32, 8, device=scales.device, dtype=torch.int32)
+    packed = (padded.view(rows, -1, 4) << shifts).sum(-1, dtype=torch.int32)
+    if scale_out.stride(0) == 1 and scale_out.dim() == 2:
+        # What lies between the columns is read by kernels that load whole tiles.
+        elements = rows + (scale_out.shape[1] - 1) * scale_out.stride(1)
+        scale_out.as_strided([elements], [1]).zero_()
+    scale_out.copy_(packed)
+
+
+@torch.no_grad()
+def allreduce_fusion(
+    input: torch.Tensor,
+    group_name: str,
+    pattern: int,
+    launch_with_pdl: bool = False,
+    trigger_completion_at_end: bool = True,
+    output: torch.Tensor | None = None,
+    residual_out: torch.Tensor | None = None,
+    norm_out: torch.Tensor | None = None,
+    quant_out: torch.Tensor | None = None,
+    scale_out: torch.Tensor | None = None,
+    residual_in: torch.Tensor | None = None,
+    rms_gamma: torch.Tensor | None = None,
+    rms_eps: float = 1e-6,
+    scale_factor: torch.Tensor | None = None,
+    layout_code: int | None = None,
+    use_oneshot: bool | None = None,
+    fp32_acc: bool = False,
+    block_quant_group_size: int | None = None,
+    weight_bias: float = 0.0,
+) -> None:
+    """FlashInfer's ``allreduce_fusion``, by the numbers of :class:`AllReduceFusionPattern`, on a group in place of a workspace.
+
+    ``input`` and ``residual_in`` are ``[tokens, width]``; results are written into those of ``output`` (the sum),
+    ``residual_out``, ``norm_out``, ``quant_out`` and ``scale_out`` that are given. Of static fp8, ``scale_factor`` is what is
+    divided by. How the kernel is launched and done is not for the caller to say: ``launch_with_pdl``,
+    ``trigger_completion_at_end``, ``use_oneshot``, ``fp32_acc`` and ``layout_code`` change nothing. Raises ValueError for
+    arguments that do not fit, and for patterns of fp4, which there are not.
+    """
+    if pattern not in _PATTERNS:
+        known = ", ".join(map(str, _PATTERNS))
+        raise ValueError(f"the pattern is {pattern}; expected one of {known}")
+    if weight_bias not in (0.0, 1.0):
+        raise ValueError(f"weight_bias is {weight_bias}; expected 0 or 1")
+    if block_quant_group_size not in (None, BLOCK):
+        raise ValueError(f"blocks of {block_quant_group_size}; expected {BLOCK}")
+    quantization = _PATTERNS[pattern]
+    plain = pattern == AllReduceFusionPattern.kAllReduce
+    if plain and (output is None or residual_out is not None or norm_out is not None):
+        raise ValueError("expected output, and no other result, of a plain all-reduce")
+    norm = None if plain else "rms"
+    if not plain and (residual_in is None or rms_gamma is None):
+        raise ValueError("expected residual_in and rms_gamma")
+    targets = {"sum": output, "residual_out": residual_out, "output": norm_out, "quantized": quant_out}
+    wanted = [name for name, tensor in targets.items() if tensor is not None]
+    packed = quantization == "per_block_power_of_two"
+    if packed:
+        if scale_out is None:
+            raise ValueError("expected scale_out")
+        wanted.append("scale")
+    _check(input, residual_in, rms_gamma, None, wanted, norm, quantization)
+    _check_scale(scale_factor, quantization)
+    rows, width = math.prod(input.shape[:-1]), input.shape[-1]
+    whole = {name: tensor for name, tensor in targets.items() if tensor is not None}
+    for name, tensor in whole.items():
+        expected = torch.float8_e4m3fn if name == "quantized" else input.dtype
+        if tensor.numel() != rows * width or tensor.dtype != expected or not tensor.is_contiguous():
+            raise ValueError(
+                f"the memory for {name} is {list(tensor.shape)} of {tensor.dtype}; expected {list(input.shape)} of "
+                f"{expected}, contiguous"
+            )
+    if norm is not None and "output" not in wanted and quantization is None:
+        norm, rms_gamma = None, None
+    space = _space(input, group_name)
+    scales: torch.Tensor | None = None
+    if space is None:
+        results = unfused(
+            input, residual_in, rms_gamma, None, scale_factor, group_name, norm, rms_eps, weight_bias == 1, quantization
+        )
+        for name, tensor in whole.items():
+            tensor.copy_(results[name].view(tensor.shape))
+        scales = results.get("scale")
+    else:
+        given: dict[str, torch.Tensor | None] = {
+            "residual": None if residual_in is None else residual_in.contiguous(),
+            "weight": rms_gamma,
+            "scale": scale_factor,
+            **whole,
+        }
+        if packed:
+            scales = given["scale"] = _made(input, "scale", quantization)
+        how = {"norm": norm, "eps": rms_eps, "weight_bias": weight_bias == 1, "quantization": quantization}
+        _enqueue(space, input.contiguous(), given, how)
+    if packed and scale_out is not None and scales is not None:
+        _packed_scales(scales.view(rows, -1), scale_out)
+
+
+def _meta_fused_all_reduce(
+    input: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    outputs: list[str],
+    group_name: str,
+    *,
+    norm: str | None = None,
+    eps: float = 1e-6,
+    weight_bias: bool = False,
+    quantization: str | None = None,
+) -> list[torch.Tensor]:
+    """Shapes and types only."""
+    _check(input, residual, weight, bias, outputs, norm, quantization)
+    _check_scale(scale, quantization)
+    return [_made(input, name, quantization) for name in outputs]
+
+
+def _meta_nothing(*_: Any, **__: Any) -> None:
+    """What is written has its shape."""
+
+
+_VLLM = "flashinfer_trtllm_fused_allreduce_norm"
+
+#: Libraries of functions by vLLM's name, which live as long as the process, and the group that they are of.
+_for_vllm: dict[str, Any] = {}
+
+
+def register_for_vllm(group_name: str) -> None:
+    """Makes ``torch.ops.vllm.flashinfer_trtllm_fused_allreduce_norm`` this: vLLM's function of that name and with its
+    arguments, done by the group ``group_name``. A second call only changes the group.
+
+    Raises RuntimeError where vLLM has registered its own.
+    """
+    registered = "library" in _for_vllm
+    if not registered and hasattr(torch.ops.vllm, _VLLM):
+        raise RuntimeError(f"torch.ops.vllm.{_VLLM} is registered; expected a vLLM that has not found FlashInfer")
+    _for_vllm["group"] = group_name
+    if registered:
+        return
+    made = torch.library.Library("vllm", "FRAGMENT")
+    made.define(
+        f"{_VLLM}(Tensor(a!) allreduce_in, Tensor(b!) residual, Tensor rms_gamma, float rms_eps, int world_size, "
+        "bool launch_with_pdl, bool fp32_acc, int max_token_num, int pattern_code, Tensor(c!)? norm_out = None, "
+        "Tensor(d!)? quant_out = None, Tensor(e!)? scale_out = None, Tensor? scale_factor = None, "
+        "float weight_bias = 0.0) -> ()"
+    )
+    for key in ("CPU", "CUDA"):
+        made.impl(_VLLM, _by_vllm, key)
+    made.impl(_VLLM, _meta_nothing, "Meta")
+    _for_vllm["library"] = made
+
+
+def _by_vllm(
+    allreduce_in: torch.Tensor,
+    residual: torch.Tensor,
+    rms_gamma: torch.Tensor,
+    rms_eps: float,
+    world_size: int,
+    launch_with_pdl: bool,
+    fp32_acc: bool,
+    max_token_num: int,
+    pattern_code: int,
+    norm_out: torch.Tensor | None = None,
+    quant_out: torch.Tensor | None = None,
+    scale_out: torch.Tensor | None = None,
+    scale_factor: torch.Tensor | None = None,
+    weight_bias: float = 0.0,
+) -> None:
+    """Without ``norm_out``, the norm is written over ``allreduce_in`` and h over ``residual``; with it, h over
+    ``allreduce_in``."""
+    residual_out = residual if norm_out is None else allreduce_in
+    allreduce_fusion(
+        allreduce_in,
+        _for_vllm["group"],
+        pattern_code,
+        launch_with_pdl,
+        residual_out=residual_out,
+        norm_out=allreduce_in if norm_out is None else norm_out,
+        quant_out=quant_out,
+        scale_out=scale_out,
+        residual_in=residual,
+        rms_gamma=rms_gamma,
+        rms_eps=rms_eps,
+        scale_factor=scale_factor,
+        fp32_acc=fp32_acc,
+        weight_bias=weight_bias,
+    )
+
+
+for _key in ("CPU", "CUDA"):
+    library.impl("fused_all_reduce", fused_all_reduce, _key)
+    library.impl("allreduce_fusion", allreduce_fusion, _key)
+library.impl("fused_all_reduce", _meta_fused_all_reduce, "Meta")
+library.impl("allreduce_fusion", _meta_nothing, "Meta")

@@ -1,0 +1,97 @@
+//! Collectives of rows with what follows them.
+
+use crate::array::Array;
+use crate::collectives::Collectives;
+use crate::errors::{invalid, raise};
+use crate::stream::Stream;
+use pyo3::prelude::*;
+use warplink::collective::{Epilogue, Fused, FusedKind, FusedMemory, Quantization};
+use warplink::device::DeviceSlice;
+
+/// An array that a caller may leave out.
+type Maybe<'a, 'py> = Option<&'a Bound<'py, PyAny>>;
+
+/// A description, of Python's names.
+pub(crate) fn described(
+    kind: &str,
+    norm: Option<&str>,
+    (eps, weight_bias): (f32, bool),
+    quantization: Option<&str>,
+) -> PyResult<(FusedKind, Epilogue)> {
+    let epilogue = Epilogue {
+        norm: norm.map(str::parse).transpose().map_err(raise)?,
+        eps,
+        weight_bias,
+        quantization: quantization.map(str::parse).transpose().map_err(raise)?,
+    };
+    Ok((kind.parse().map_err(raise)?, epilogue))
+}
+
+impl Collectives {
+    /// What `fused` does: of the input, residual, weight and bias, the sum, `residual_out`, the output, what is quantised and
+    /// its scale.
+    pub(crate) fn enqueue_fused(
+        &self,
+        py: Python<'_>,
+        stream: &Stream,
+        (kind, epilogue): (FusedKind, Epilogue),
+        (sources, targets): ([Maybe<'_, '_>; 4], [Maybe<'_, '_>; 5]),
+    ) -> PyResult<()> {
+        let inner = self.inner()?;
+        let live = stream.live()?;
+        let reader = self.reader(stream);
+        let writer = reader.for_targets();
+        let read = |array: Maybe<'_, '_>, name: &str| -> PyResult<Option<Array>> {
+            array.map(|array| reader.read(array, name)).transpose()
+        };
+        let written = |array: Maybe<'_, '_>, name: &str| -> PyResult<Option<Array>> {
+            array.map(|array| writer.read(array, name)).transpose()
+        };
+        let [input, residual, weight, bias] = sources;
+        let [sum, residual_out, output, quantized, scale] = targets;
+        let input = read(input, "the input")?.ok_or_else(|| invalid("there is no input"))?;
+        let (residual, weight) = (read(residual, "the residual")?, read(weight, "the weight")?);
+        let bias = read(bias, "the bias")?;
+        let (sum, output) = (written(sum, "sum")?, written(output, "output")?);
+        let residual_out = written(residual_out, "residual_out")?;
+        let quantized = written(quantized, "quantized")?;
+        let scale = match epilogue.quantization {
+            Some(Quantization::Static) => read(scale, "the scale")?,
+            _ => written(scale, "the scale")?,
+        };
+        let dtype = input.element("the input")?.dtype()?;
+        let Some((&width, rows)) = input.shape.split_last() else {
+            return Err(invalid("the input has no dimensions; expected rows"));
+        };
+        let given: usize = rows.iter().product();
+        let tokens = match kind {
+            FusedKind::AllGather => given * self.world,
+            _ => given,
+        };
+        let call = Fused {
+            kind,
+            tokens,
+            width,
+            dtype,
+            epilogue,
+        };
+        fn slice(array: &Option<Array>) -> Option<&DeviceSlice> {
+            array.as_ref().map(|array| &array.slice)
+        }
+        let memory = FusedMemory {
+            input: &input.slice,
+            residual: slice(&residual),
+            weight: slice(&weight),
+            bias: slice(&bias),
+            sum: slice(&sum),
+            residual_out: slice(&residual_out),
+            output: slice(&output),
+            quantized: slice(&quantized),
+            scale: slice(&scale),
+        };
+        py.detach(|| inner.fused(&call, &memory, live))
+            .map_err(raise)?;
+        self.watched.made();
+        Ok(())
+    }
+}

@@ -1,0 +1,129 @@
+//! Calls of collectives on arrays, on memory at addresses, and on counts that the device has.
+
+use crate::collective_options::call_on;
+use crate::collectives::Collectives;
+use crate::errors::{invalid, raise};
+use crate::parts::{Cut, check_counts, unit};
+use crate::stream::Stream;
+use pyo3::prelude::*;
+use warplink::collective::{Call, CollectiveKind};
+use warplink::{DType, Rank};
+
+impl Collectives {
+    /// A collective between two arrays.
+    pub(crate) fn enqueue(
+        &self,
+        py: Python<'_>,
+        stream: &Stream,
+        kind: CollectiveKind,
+        [target, source]: [&Bound<'_, PyAny>; 2],
+        op: Option<(&str, Option<f64>)>,
+        root: Option<Rank>,
+    ) -> PyResult<()> {
+        let inner = self.inner()?;
+        let live = stream.live()?;
+        let reader = self.reader(stream);
+        let target = reader.for_targets().read(target, "the target")?;
+        let source = reader.read(source, "the source")?;
+        let call = call_on(kind, [&target, &source], op, root, self.world)?;
+        py.detach(|| inner.enqueue(&call, &target.slice, &source.slice, live))
+            .map_err(raise)?;
+        self.watched.made();
+        Ok(())
+    }
+
+    /// What `call_at` does.
+    pub(crate) fn enqueue_at(
+        &self,
+        py: Python<'_>,
+        call: &Call,
+        stream: &Stream,
+        [target, source]: [u64; 2],
+    ) -> PyResult<()> {
+        let (inner, live) = (self.inner()?, stream.live()?);
+        let (input_rows, output_rows) = call.kind.rows(self.world);
+        let memory = |address: u64, rows: usize| {
+            let bytes = rows.checked_mul(call.dtype.size());
+            let bytes = bytes.and_then(|bytes| bytes.checked_mul(call.count));
+            let overflows = || {
+                invalid(format!(
+                    "{} elements overflow the address space",
+                    call.count
+                ))
+            };
+            self.place
+                .borrow_unowned(address, bytes.ok_or_else(overflows)?)
+        };
+        let source = memory(source, input_rows)?;
+        let target = memory(target, output_rows)?;
+        py.detach(|| inner.enqueue(call, &target, &source, live))
+            .map_err(raise)?;
+        self.watched.made();
+        Ok(())
+    }
+
+    /// What `all_to_all_v_at` does.
+    pub(crate) fn all_to_all_at(
+        &self,
+        py: Python<'_>,
+        stream: &Stream,
+        [target, source]: [u64; 2],
+        [received, sent]: [Vec<usize>; 2],
+    ) -> PyResult<()> {
+        let (inner, live) = (self.inner()?, stream.live()?);
+        let memory = |address: u64, parts: &[usize]| {
+            let sum = |sum: usize, part: &usize| sum.checked_add(*part);
+            match parts.iter().try_fold(0, sum) {
+                Some(0) => Ok(self.nothing.clone()),
+                Some(bytes) => self.place.borrow_unowned(address, bytes),
+                None => Err(invalid("the parts overflow the address space")),
+            }
+        };
+        let target = memory(target, &received)?;
+        let source = memory(source, &sent)?;
+        let received = Cut::new(received, None, 1);
+        let sent = Cut::new(sent, None, 1);
+        py.detach(|| {
+            let output = (&target, received.parts());
+            inner.all_to_all_v(output, (&source, sent.parts()), DType::U8, live)
+        })
+        .map_err(raise)?;
+        self.watched.made();
+        Ok(())
+    }
+
+    /// What `all_to_all_v_on_device` does.
+    pub(crate) fn all_to_all_on_device(
+        &self,
+        py: Python<'_>,
+        stream: &Stream,
+        [target, source, target_counts, source_counts]: [&Bound<'_, PyAny>; 4],
+        max_count: usize,
+    ) -> PyResult<()> {
+        let (inner, live) = (self.inner()?, stream.live()?);
+        let reader = self.reader(stream);
+        let target = reader.for_targets().read(target, "the target")?;
+        let source = reader.read(source, "the source")?;
+        let received = reader
+            .for_targets()
+            .read(target_counts, "the target's counts")?;
+        let sent = reader.read(source_counts, "the source's counts")?;
+        let (dtype, each) = unit(&target, &source)?;
+        check_counts(&received, "the target's")?;
+        check_counts(&sent, "the source's")?;
+        if each != 1 {
+            return Err(invalid(format!(
+                "elements of {} bytes; expected 1, 2, 4 or 8",
+                each * dtype.size()
+            )));
+        }
+        py.detach(|| {
+            let output = (&target.slice, &received.slice);
+            let input = (&source.slice, &sent.slice);
+            inner.all_to_all_v_on_device(output, input, dtype, max_count, live)
+        })
+        .map_err(raise)?;
+        self.watched.made();
+        Ok(())
+    }
+}

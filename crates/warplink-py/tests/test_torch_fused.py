@@ -1,0 +1,417 @@
+"""Collectives with an epilogue: arrays, torch.ops.warplink and the compile pass."""
+
+import itertools
+import pathlib
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import torch._inductor.config  # noqa: E402
+from conftest import run_ranks  # noqa: E402
+from test_torch_fusion import COMPILING, start_compiling  # noqa: E402
+from test_torch_group import on_ranks, start  # noqa: E402
+from test_transfers import join  # noqa: E402
+
+WORLDS = (2, 3)
+
+#: What is awkward in a row.
+AWKWARD = (0.0, -0.0, float("inf"), float("-inf"), float("nan"), 1e-40, -3e-39, 3e38)
+
+FP8 = torch.float8_e4m3fn
+
+
+def rows(seed, tokens, width, dtype, awkward=False):
+    generator = torch.Generator().manual_seed(seed)
+    made = torch.randn(tokens, width, generator=generator)
+    if awkward:
+        places = torch.randint(0, tokens * width, (8,), generator=generator)
+        made.view(-1)[places] = torch.tensor(AWKWARD)
+    return made.to(dtype)
+
+
+def reference(inputs, residual, weight, bias, norm, eps, more):
+    """The sum, h and n in f64, of h as it is stored."""
+    total = inputs[0].float()
+    for other in inputs[1:]:
+        total = total + other.float()
+    h = (total if residual is None else total + residual.float()).to(inputs[0].dtype)
+    wide = h.double()
+    if norm == "layer":
+        wide = wide - wide.mean(-1, keepdim=True)
+    if norm is not None:
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * (weight.double() + more)
+    return total.to(h.dtype), h, wide if bias is None else wide + bias.double()
+
+
+def same_on_all(comm, *tensors):
+    told = b"".join(tensor.contiguous().view(torch.uint8).numpy().tobytes() for tensor in tensors)
+    everybody = comm.all_gather_bytes(told)
+    assert all(one == everybody[0] for one in everybody)
+
+
+def close(found, near, bound):
+    """Where the reference is a number of moderate size in all of a row."""
+    usual = (near.abs() < 1e18).all(-1, keepdim=True) & ~near.isnan().any(-1, keepdim=True)
+    off = (found.double() - near).abs()
+    assert ((off <= bound) | ~usual).all(), off.max()
+
+
+def on_arrays(rank, world, meeting):
+    with join(rank, world, meeting) as job:
+        comm = job.world()
+        collectives, stream = comm.collectives(), comm.create_stream()
+        for number, (tokens, width) in enumerate([(4, 37), (1, 1), (6, 300)]):
+            for dtype in (torch.bfloat16, torch.float16, torch.float32):
+                inputs = [rows(peer + 10 * number, tokens, width, dtype, number == 2) for peer in range(world)]
+                residual = rows(7, tokens, width, dtype)
+                weight, bias = rows(8, 1, width, dtype)[0], rows(9, 1, width, dtype)[0]
+                for norm in ("rms", "layer"):
+                    h, n, total = (torch.empty_like(residual) for _ in range(3))
+                    collectives.fused(
+                        stream,
+                        inputs[rank],
+                        norm=norm,
+                        eps=1e-5,
+                        weight=weight,
+                        bias=bias,
+                        weight_bias=True,
+                        residual=residual,
+                        sum=total,
+                        residual_out=h,
+                        output=n,
+                    )
+                    stream.synchronize()
+                    exact = reference(inputs, residual, weight, bias, norm, 1e-5, 1)
+                    assert torch.equal(total.nan_to_num(7), exact[0].nan_to_num(7))
+                    assert torch.equal(h.nan_to_num(7), exact[1].nan_to_num(7))
+                    close(n, exact[2], exact[2].abs() * 2**-7 + 1e-3)
+                    same_on_all(comm, total, h, n)
+        with pytest.raises(ValueError, match="expected one of static"):
+            collectives.fused(stream, residual, quantization="other", output=n)
+        with pytest.raises(ValueError, match="nothing to store"):
+            collectives.fused(stream, residual)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_fused_collectives_of_arrays(world):
+    run_ranks(on_arrays, world)
+
+
+def quantized(rank, world, meeting):
+    with join(rank, world, meeting) as job:
+        comm = job.world()
+        collectives, stream = comm.collectives(), comm.create_stream()
+        tokens, width, blocks = 2 * world, 300, 3
+        inputs = [rows(peer, tokens, width, torch.bfloat16) for peer in range(world)]
+        residual, weight = rows(7, tokens, width, torch.bfloat16), rows(8, 1, width, torch.bfloat16)[0]
+        own = slice(2 * rank, 2 * rank + 2)
+        for kind, quantization in itertools.product(
+            ("all_reduce", "all_reduce_sharded", "reduce_scatter", "all_gather"),
+            ("static", "per_token", "per_block", "per_block_power_of_two"),
+        ):
+            if kind == "all_gather":
+                exact = reference([torch.cat([inputs[p][2 * p : 2 * p + 2] for p in range(world)])], residual, weight, None, "rms", 1e-6, 0)
+            else:
+                exact = reference(inputs, residual, weight, None, "rms", 1e-6, 0)
+            here = own if kind == "reduce_scatter" else slice(0, tokens)
+            mine = slice(0, tokens) if kind == "all_reduce" else own
+            count = here.stop - here.start
+            q = torch.empty(count, width, dtype=torch.uint8)
+            scale = torch.full((count, blocks) if "block" in quantization else (count,), 0.03)
+            scale = scale[:1] if quantization == "static" else scale
+            h = torch.empty_like(residual[mine])
+            collectives.fused(
+                stream,
+                inputs[rank][own] if kind == "all_gather" else inputs[rank],
+                kind=kind,
+                norm="rms",
+                weight=weight,
+                residual=residual[mine],
+                residual_out=h,
+                quantization=quantization,
+                quantized=q,
+                scale=scale,
+            )
+            stream.synchronize()
+            assert torch.equal(h, exact[1][mine])
+            near = exact[2][here]
+            if "block" in quantization:
+                divisor = scale.repeat_interleave(128, -1)[:, :width]
+                padded = torch.nn.functional.pad(near.abs(), (0, 84)).view(count, blocks, 128)
+                least = padded.amax(-1) / 448
+            else:
+                divisor, least = scale.view(-1, 1), near.abs().amax(-1) / 448
+            if quantization == "static":
+                assert scale == 0.03
+            elif quantization == "per_block_power_of_two":
+                assert torch.equal(scale.log2().frac(), torch.zeros_like(scale))
+                assert ((scale >= least * 0.999) & (scale <= least * 2.001)).all()
+            else:
+                torch.testing.assert_close(scale, least.float(), rtol=1e-4, atol=0)
+            meant = (near / divisor).clamp(-448, 448)
+            close(q.view(FP8).float(), meant, meant.abs() / 15 + 2e-3)
+            if kind != "reduce_scatter":
+                same_on_all(comm, q, scale)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_quantized_collectives_of_arrays(world):
+    run_ranks(quantized, world)
+
+
+def by_operations(rank, world, _, place):
+    dist = start(rank, world, place)
+    import warplink.torch
+
+    name = dist.group.WORLD.group_name
+    patterns = warplink.torch.AllReduceFusionPattern
+    tokens, width = 5, 264
+    for dtype in (torch.bfloat16, torch.float32):
+        inputs = [rows(peer, tokens, width, dtype) for peer in range(world)]
+        residual, weight = rows(7, tokens, width, dtype), rows(8, 1, width, dtype)[0]
+        total, h, near = reference(inputs, residual, weight, None, "rms", 1e-6, 0)
+        made = torch.ops.warplink.fused_all_reduce(
+            inputs[rank], residual, weight, None, None, ["output", "residual_out", "sum"], name, norm="rms"
+        )
+        assert torch.equal(made[1], h) and torch.equal(made[2], total)
+        close(made[0], near, near.abs() * 2**-7 + 1e-3)
+        # FlashInfer's patterns.
+        output = torch.empty_like(residual)
+        torch.ops.warplink.allreduce_fusion(inputs[rank], name, patterns.kAllReduce, output=output)
+        assert torch.equal(output, total)
+        found_h, found_n = torch.empty_like(h), torch.empty_like(h)
+        torch.ops.warplink.allreduce_fusion(
+            inputs[rank],
+            name,
+            patterns.kARResidualRMSNorm,
+            residual_in=residual,
+            residual_out=found_h,
+            norm_out=found_n,
+            rms_gamma=weight,
+        )
+        assert torch.equal(found_h, h) and torch.equal(found_n, made[0])
+        q, scale = torch.empty(tokens, width, dtype=FP8), torch.tensor([0.02])
+        torch.ops.warplink.allreduce_fusion(
+            inputs[rank],
+            name,
+            patterns.kARResidualRMSNormOutFP8Quant,
+            residual_in=residual,
+            residual_out=found_h,
+            norm_out=found_n,
+            quant_out=q,
+            rms_gamma=weight,
+            scale_factor=scale,
+        )
+        assert torch.equal(found_n, made[0])
+        close(q.float(), (near / 0.02).clamp(-448, 448), near.abs() / 0.02 / 15 + 2e-3)
+        # Scales as bytes, a column of four blocks at a time, behind one another with room.
+        packed = torch.full((2 * 8,), -1, dtype=torch.int32).as_strided([tokens, 1], [1, 8])
+        torch.ops.warplink.allreduce_fusion(
+            inputs[rank],
+            name,
+            patterns.kARResidualRMSNormPerTokenGroupFP8PackedQuant,
+            residual_in=residual,
+            residual_out=found_h,
+            quant_out=q,
+            scale_out=packed,
+            rms_gamma=weight,
+            block_quant_group_size=128,
+        )
+        exponents = torch.stack([packed >> shift & 0xFF for shift in (0, 8, 16, 24)], -1).view(tokens, 4)
+        assert (exponents[:, 3] == 0).all()
+        scales = torch.exp2(exponents[:, :3].float() - 127)
+        meant = near / scales.repeat_interleave(128, -1)[:, :width]
+        assert (meant.abs() <= 448.5).all() and (meant.abs().amax(-1) > 200).all()
+        close(q.float(), meant.clamp(-448, 448), meant.abs() / 15 + 2e-3)
+    with pytest.raises(ValueError, match="the pattern is 3"):
+        torch.ops.warplink.allreduce_fusion(inputs[rank], name, patterns.kARResidualRMSNormFP4Quant)
+    with pytest.raises(ValueError, match="each once"):
+        torch.ops.warplink.fused_all_reduce(inputs[rank], None, None, None, None, ["other"], name)
+    # Where the kernel does not do it.
+    whole = rows(rank, tokens, width, torch.float64)
+    (total,) = torch.ops.warplink.fused_all_reduce(whole, None, None, None, None, ["sum"], name)
+    torch.testing.assert_close(total, sum(rows(peer, tokens, width, torch.float64) for peer in range(world)))
+    empty = whole[:0].float()
+    (n,) = torch.ops.warplink.fused_all_reduce(empty, empty, weight.float(), None, None, ["output"], name, norm="rms")
+    assert n.shape == empty.shape
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_operations_have_flashinfers_meaning(world):
+    on_ranks(by_operations, world)
+
+
+def for_vllm(rank, world, _, place):
+    dist = start_compiling(rank, world, place)
+    import warplink.torch
+
+    warplink.torch.register_for_vllm(dist.group.WORLD.group_name)
+    warplink.torch.register_for_vllm(dist.group.WORLD.group_name)
+    fused = torch.ops.vllm.flashinfer_trtllm_fused_allreduce_norm
+    tokens, width = 3, 64
+    inputs = [rows(peer, tokens, width, torch.bfloat16) for peer in range(world)]
+    residual, weight = rows(7, tokens, width, torch.bfloat16), rows(8, 1, width, torch.bfloat16)[0]
+    _, h, near = reference(inputs, residual, weight, None, "rms", 1e-6, 1)
+    pattern = warplink.torch.AllReduceFusionPattern.kARResidualRMSNorm
+    common = weight, 1e-6, world, True, True, 1024, pattern
+
+    def in_place(x, r):
+        fused(x, r, *common, weight_bias=1.0)
+        return x, r
+
+    def apart(x, r):
+        n = torch.empty_like(x)
+        fused(x, r, *common, norm_out=n, weight_bias=1.0)
+        return n, x
+
+    for function in (in_place, apart):
+        for call in (function, torch.compile(function, fullgraph=True)):
+            n, found = call(inputs[rank].clone(), residual.clone())
+            assert torch.equal(found, h)
+            close(n, near, near.abs() * 2**-7 + 1e-3)
+    dist.destroy_process_group()
+
+
+def test_vllms_function_is_served():
+    on_ranks(for_vllm, 2, limit=COMPILING)
+
+
+def compiled(rank, world, _, place):
+    dist = start_compiling(rank, world, place)
+    import torch.distributed._functional_collectives as funcol
+
+    import warplink.torch
+
+    name = dist.group.WORLD.group_name
+    width = 48
+
+    def reduced(x):
+        return funcol.wait_tensor(torch.ops._c10d_functional.all_reduce(x, "sum", name))
+
+    def rms(h, w, more=0.0):
+        # As models of transformers write it.
+        wide = h.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)
+        return w * wide.to(h.dtype) if not more else (wide * (more + w.float())).to(h.dtype)
+
+    def usual(x, r, w, s):
+        h = reduced(x) + r
+        return rms(h, w), h
+
+    def gemma(x, r, w, s):
+        h = r + reduced(x)
+        return rms(h, w, 1.0), h * 2
+
+    def functional(x, r, w, s):
+        h = reduced(x) + r
+        return torch.nn.functional.rms_norm(h, (width,), w, 1e-5), h
+
+    def first_layer(x, r, w, s):
+        h = reduced(x)
+        return rms(h, w), h
+
+    def norm_only(x, r, w, s):
+        return rms(reduced(x) + r, w)
+
+    def to_fp8(x, r, w, s):
+        h = reduced(x) + r
+        n = (rms(h, w).float() / s).clamp(-448.0, 448.0)
+        return n.to(FP8), h
+
+    def sum_too(x, r, w, s):
+        total = reduced(x)
+        h = total + r
+        return rms(h, w), h, total.relu()
+
+    def computed(x, r, w, s):
+        return rms(reduced(x @ x.mT @ x) + r, w)
+
+    def average(x, r, w, s):
+        total = funcol.wait_tensor(torch.ops._c10d_functional.all_reduce(x, "avg", name))
+        return rms(total + r, w)
+
+    def no_norm(x, r, w, s):
+        return (reduced(x) + r).relu()
+
+    def dependent(x, r, w, s):
+        total = reduced(x)
+        return rms(total + total.relu() * r, w)
+
+    cases = [
+        (usual, None),
+        (gemma, None),
+        (functional, None),
+        (first_layer, None),
+        (norm_only, None),
+        (to_fp8, None),
+        (sum_too, None),
+        (computed, None),
+        (average, "not sum"),
+        (no_norm, "no RMSNorm"),
+        (dependent, "depends on the sum"),
+    ]
+    warplink.torch.enable_fusion()
+    try:
+        for dtype, sizes in ((torch.bfloat16, (6, width)), (torch.float32, (2, 3, width))):
+            x = rows(rank, 6, width, dtype).view(sizes)
+            r, w = rows(7, 6, width, dtype).view(sizes), rows(8, 1, width, dtype)[0]
+            s = torch.tensor([0.05])
+            for function, reason in cases:
+                torch._dynamo.reset()
+                warplink.torch.fusion_report(clear=True)
+                got = torch.compile(function, fullgraph=True)(x, r, w, s)
+                wanted = function(x, r, w, s)
+                got, wanted = ((a,) if torch.is_tensor(a) else a for a in (got, wanted))
+                for one, other in zip(got, wanted):
+                    # The norm is rounded once instead of twice.
+                    bound = {"rtol": 0.13, "atol": 0.02} if one.dtype == FP8 else {"rtol": 2**-6, "atol": 2**-6}
+                    torch.testing.assert_close(one.float(), other.float(), **bound)
+                (found,) = warplink.torch.fusion_report()
+                assert found.replaced == (reason is None), (function, dtype, str(found))
+                assert found.kind == "all-reduce + norm"
+                assert str(found).endswith("fused") or ": fused, from" in str(found) or reason in str(found), found
+    finally:
+        warplink.torch.disable_fusion()
+    dist.destroy_process_group()
+
+
+def test_the_pass_fuses_norms():
+    on_ranks(compiled, 2, limit=COMPILING)
+
+
+def one_rank(rank, world, _, place):
+    dist = start(rank, world, place)
+    name = dist.group.WORLD.group_name
+    x, w = rows(1, 3, 16, torch.float32), rows(2, 1, 16, torch.float32)[0]
+    n, h = torch.ops.warplink.fused_all_reduce(x, x, w, None, None, ["output", "residual_out"], name, norm="rms")
+    torch.testing.assert_close(h, 2 * x)
+    torch.testing.assert_close(n, torch.nn.functional.rms_norm(2 * x, (16,), w, 1e-6))
+    dist.destroy_process_group()
+
+
+def test_a_group_of_one_rank_computes():
+    on_ranks(one_rank, 1)
+
+
+def documented(rank, world, _, place, text):
+    import re
+
+    dist = start_compiling(rank, world, place)
+    names = {}
+    torch.manual_seed(rank)
+    for block in re.findall(r"```python\n(.*?)```", text, re.S):
+        exec(compile(block, "docs/fused.md", "exec"), names)
+    total = names["x"].clone()
+    dist.all_reduce(total)
+    torch.testing.assert_close(names["h"], total + 1)
+    torch.testing.assert_close(names["n"], torch.nn.functional.rms_norm(total + 1, (64,), eps=1e-5))
+    torch.testing.assert_close(names["probabilities"], torch.softmax(total * 0.5, -1))
+    names["plans"].clear()
+    dist.destroy_process_group()
+
+
+def test_the_documents_examples_run():
+    document = pathlib.Path(__file__).parents[3] / "docs" / "fused.md"
+    on_ranks(documented, 2, document.read_text(), limit=COMPILING)

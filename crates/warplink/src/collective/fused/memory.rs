@@ -1,0 +1,407 @@
+//! The memory of a fused call: which there is, what of it may be the same, and what fits.
+
+use super::{Fused, FusedKind, QUANTIZED_BLOCK, Quantization};
+use crate::device::DeviceSlice;
+use crate::dtype::DType;
+use crate::error::{Error, Result};
+use crate::program::section::MAX_TENSOR_BYTES;
+
+/// The memory of a fused call. All is row by row, contiguous; `rows` are those of [`FusedKind`]. At least one of `sum`,
+/// `residual_out`, `output` and `quantized` is given.
+#[derive(Clone, Copy, Debug)]
+pub struct FusedMemory<'a> {
+    /// This rank's `[rows, width]`.
+    pub input: &'a DeviceSlice,
+    /// `[rows, width]`, added to the sum; what all ranks have of it is the same on each.
+    pub residual: Option<&'a DeviceSlice>,
+    /// `[width]`, the same on every rank; exactly with a norm.
+    pub weight: Option<&'a DeviceSlice>,
+    /// `[width]`, the same on every rank: added behind the weight.
+    pub bias: Option<&'a DeviceSlice>,
+    /// `[rows, width]`: the sum alone.
+    pub sum: Option<&'a DeviceSlice>,
+    /// `[rows, width]`: the sum and the residual.
+    pub residual_out: Option<&'a DeviceSlice>,
+    /// `[rows, width]`: what is normalised.
+    pub output: Option<&'a DeviceSlice>,
+    /// `[rows, width]` of f8e4m3, exactly with a quantisation.
+    pub quantized: Option<&'a DeviceSlice>,
+    /// `f32[1]`, read, with [`Quantization::Static`]; `f32[rows]`, written, with [`Quantization::PerToken`];
+    /// `f32[rows, width / 128, rounded up]`, written, by block.
+    pub scale: Option<&'a DeviceSlice>,
+}
+
+impl<'a> FusedMemory<'a> {
+    /// Memory of which only the input is given.
+    pub const fn of(input: &'a DeviceSlice) -> Self {
+        Self {
+            input,
+            residual: None,
+            weight: None,
+            bias: None,
+            sum: None,
+            residual_out: None,
+            output: None,
+            quantized: None,
+            scale: None,
+        }
+    }
+}
+
+/// Tensors of a fused call, in the order of the program's declarations.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub(super) enum Tensor {
+    Input,
+    Residual,
+    Weight,
+    Bias,
+    GivenScale,
+    Sum,
+    ResidualOut,
+    Output,
+    Quantized,
+    Scale,
+}
+
+impl Tensor {
+    pub(super) const ALL: [Self; 10] = [
+        Self::Input,
+        Self::Residual,
+        Self::Weight,
+        Self::Bias,
+        Self::GivenScale,
+        Self::Sum,
+        Self::ResidualOut,
+        Self::Output,
+        Self::Quantized,
+        Self::Scale,
+    ];
+
+    /// Its name in the program.
+    pub(super) const fn name(self) -> &'static str {
+        match self {
+            Self::Input => "X",
+            Self::Residual => "R",
+            Self::Weight => "W",
+            Self::Bias => "V",
+            Self::GivenScale | Self::Scale => "S",
+            Self::Sum => "Y",
+            Self::ResidualOut => "H",
+            Self::Output => "N",
+            Self::Quantized => "Q",
+        }
+    }
+
+    /// Its name in [`FusedMemory`].
+    pub(super) const fn field(self) -> &'static str {
+        match self {
+            Self::Input => "input",
+            Self::Residual => "residual",
+            Self::Weight => "weight",
+            Self::Bias => "bias",
+            Self::GivenScale | Self::Scale => "scale",
+            Self::Sum => "sum",
+            Self::ResidualOut => "residual_out",
+            Self::Output => "output",
+            Self::Quantized => "quantized",
+        }
+    }
+
+    /// Whether the call writes it.
+    pub(super) const fn is_output(self) -> bool {
+        self as u32 >= Self::Sum as u32
+    }
+
+    /// Whether it is of the rows that a rank owns.
+    pub(super) const fn is_owned(self, kind: FusedKind) -> bool {
+        match self {
+            Self::Input => matches!(kind, FusedKind::AllGather),
+            Self::Residual | Self::Sum | Self::ResidualOut => !matches!(kind, FusedKind::AllReduce),
+            _ => matches!(kind, FusedKind::ReduceScatter),
+        }
+    }
+
+    /// Whether it has rows, and not the same for all.
+    const fn has_rows(self) -> bool {
+        !matches!(self, Self::Weight | Self::Bias | Self::GivenScale)
+    }
+
+    pub(super) fn dtype(self, call: &Fused) -> DType {
+        match self {
+            Self::Quantized => DType::F8E4M3,
+            Self::GivenScale | Self::Scale => DType::F32,
+            _ => call.dtype,
+        }
+    }
+
+    /// Elements of a row.
+    fn width(self, call: &Fused) -> usize {
+        match (self, call.epilogue.quantization) {
+            (Self::GivenScale, _) | (Self::Scale, Some(Quantization::PerToken)) => 1,
+            (Self::Scale, _) => call.width.div_ceil(QUANTIZED_BLOCK),
+            _ => call.width,
+        }
+    }
+}
+
+/// Which memory a call has, as far as its program depends on it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub(super) struct Form {
+    /// A bit for each tensor that there is, by its number.
+    tensors: u16,
+    /// Which outputs are the input and the residual.
+    pub(super) in_place: [Option<Tensor>; 2],
+}
+
+impl Form {
+    pub(super) fn of(tensors: &[Tensor]) -> Self {
+        let bits = tensors.iter().map(|tensor| 1 << *tensor as u16);
+        Self {
+            tensors: bits.fold(0, |all, bit| all | bit),
+            in_place: [None; 2],
+        }
+    }
+
+    pub(super) const fn has(self, tensor: Tensor) -> bool {
+        self.tensors & 1 << tensor as u16 != 0
+    }
+
+    /// Those that there are, in order.
+    pub(super) fn tensors(self) -> impl Iterator<Item = Tensor> + Clone {
+        let all = Tensor::ALL.into_iter();
+        all.filter(move |tensor| self.has(*tensor))
+    }
+
+    /// The bits of what is written, and of the residual: what ranks have to agree on.
+    pub(super) fn agreed(self) -> u32 {
+        let local = [Tensor::Input, Tensor::Weight, Tensor::Bias];
+        let local = Self::of(&local).tensors;
+        u32::from(self.tensors & !local)
+    }
+}
+
+fn refused<T>(text: String, help: &'static str) -> Result<T> {
+    Err(Error::invalid(text).with_help(help))
+}
+
+impl FusedMemory<'_> {
+    /// The memory of a tensor. The scale is that which the quantisation reads or writes.
+    fn get(&self, tensor: Tensor, call: &Fused) -> Option<&DeviceSlice> {
+        let given = call.epilogue.quantization == Some(Quantization::Static);
+        match tensor {
+            Tensor::Input => Some(self.input),
+            Tensor::Residual => self.residual,
+            Tensor::Weight => self.weight,
+            Tensor::Bias => self.bias,
+            Tensor::GivenScale => self.scale.filter(|_| given),
+            Tensor::Sum => self.sum,
+            Tensor::ResidualOut => self.residual_out,
+            Tensor::Output => self.output,
+            Tensor::Quantized => self.quantized,
+            Tensor::Scale => self.scale.filter(|_| !given),
+        }
+    }
+
+    /// Which memory there is, where it fits a call of `world` ranks.
+    pub(super) fn check(&self, call: &Fused, world: usize) -> Result<Form> {
+        call.check(world)?;
+        let quantizes = call.epilogue.quantization.is_some();
+        if self.quantized.is_some() != quantizes || self.scale.is_some() != quantizes {
+            let text = "a quantisation is given without memory for it and its scale, or these without it; expected all or none";
+            return refused(
+                text.to_owned(),
+                "see FusedMemory::quantized and FusedMemory::scale",
+            );
+        }
+        let norms = call.epilogue.norm.is_some();
+        if self.weight.is_some() != norms || (self.bias.is_some() && !norms) {
+            let text = "a weight or bias is given without a norm, or a norm without a weight; expected the weight exactly with it";
+            return refused(text.to_owned(), "see FusedMemory::weight");
+        }
+        let follows = self.output.is_some() || quantizes;
+        if norms && !follows {
+            let text = "nothing is stored of the norm; expected output or quantized";
+            return refused(text.to_owned(), "leave the norm out, or give memory for it");
+        }
+        let gathers = matches!(
+            call.kind,
+            FusedKind::AllGather | FusedKind::AllReduceSharded
+        );
+        if (gathers && !follows) || !(follows || self.sum.is_some() || self.residual_out.is_some())
+        {
+            let text = format!("{} has nothing to store", call.kind.name());
+            return refused(
+                text,
+                "give memory for what is wanted of the result (FusedMemory)",
+            );
+        }
+        let there = |tensor: &Tensor| self.get(*tensor, call).is_some();
+        let there: Vec<Tensor> = Tensor::ALL.into_iter().filter(there).collect();
+        for tensor in &there {
+            let Some(slice) = self.get(*tensor, call) else {
+                continue;
+            };
+            let size = tensor.dtype(call).size();
+            let bytes = call.bytes_of(*tensor, world);
+            if slice.bytes() != bytes || !slice.address().is_multiple_of(size as u64) {
+                let text = format!(
+                    "{} has {} bytes from {:#x} on; expected {bytes} at a multiple of {size}",
+                    tensor.field(),
+                    slice.bytes(),
+                    slice.address()
+                );
+                return refused(text, "pass slices of fitting lengths");
+            }
+        }
+        let mut form = Form::of(&there);
+        self.check_overlaps(call, &mut form)?;
+        Ok(form)
+    }
+
+    fn check_overlaps(&self, call: &Fused, form: &mut Form) -> Result<()> {
+        let all = form.tensors();
+        for target in all.clone().filter(|tensor| tensor.is_output()) {
+            for other in all.clone().filter(|other| *other != target) {
+                let (Some(a), Some(b)) = (self.get(target, call), self.get(other, call)) else {
+                    continue;
+                };
+                if !a.overlaps(b) {
+                    continue;
+                }
+                let in_place = match other {
+                    Tensor::Input => Some(&mut form.in_place[0]),
+                    Tensor::Residual => Some(&mut form.in_place[1]),
+                    _ => None,
+                };
+                let same = (a.address(), a.bytes()) == (b.address(), b.bytes());
+                let replaces = matches!(target, Tensor::Sum | Tensor::ResidualOut | Tensor::Output);
+                match in_place {
+                    Some(place) if same && replaces && place.is_none() => *place = Some(target),
+                    _ => {
+                        let text = format!(
+                            "{} overlaps {}; expected memory apart, but for one of sum, residual_out and output that \
+                             is exactly the input or the residual",
+                            target.field(),
+                            other.field()
+                        );
+                        return refused(text, "pass other memory");
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Those of `rows` rows from `from` on, in the order of the program's declarations.
+    pub(super) fn slices(
+        &self,
+        (from, rows): (usize, usize),
+        call: &Fused,
+        form: Form,
+    ) -> Result<Vec<DeviceSlice>> {
+        let part = |tensor: Tensor| -> Option<Result<DeviceSlice>> {
+            let slice = self.get(tensor, call)?;
+            if rows == call.tokens || !tensor.has_rows() {
+                return Some(Ok(slice.clone()));
+            }
+            let row = slice.bytes() / call.tokens;
+            Some(slice.slice(from * row..(from + rows) * row))
+        };
+        form.tensors().filter_map(part).collect()
+    }
+}
+
+/// How long the memory of a fused call is, in bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct FusedBytes {
+    /// Of the input.
+    pub input: usize,
+    /// Of the residual, and each of `sum` and `residual_out`.
+    pub residual: usize,
+    /// Of each of weight and bias.
+    pub weight: usize,
+    /// Of the output.
+    pub output: usize,
+    /// Of what is quantised; 0 without a quantisation.
+    pub quantized: usize,
+    /// Of the scale, or scales; 0 without a quantisation.
+    pub scale: usize,
+}
+
+impl Fused {
+    /// How long memory is on a rank of `world`.
+    ///
+    /// # Errors
+    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) for a description that does not fit itself.
+    pub fn bytes(&self, world: usize) -> Result<FusedBytes> {
+        self.check(world)?;
+        let of = |tensor: Tensor| self.bytes_of(tensor, world);
+        let (quantized, scale) = match self.epilogue.quantization {
+            None => (0, 0),
+            Some(Quantization::Static) => (of(Tensor::Quantized), of(Tensor::GivenScale)),
+            Some(_) => (of(Tensor::Quantized), of(Tensor::Scale)),
+        };
+        Ok(FusedBytes {
+            input: of(Tensor::Input),
+            residual: of(Tensor::Residual),
+            weight: of(Tensor::Weight),
+            output: of(Tensor::Output),
+            quantized,
+            scale,
+        })
+    }
+
+    fn bytes_of(&self, tensor: Tensor, world: usize) -> usize {
+        let rows = match tensor.has_rows() {
+            false => 1,
+            true => self.rows(tensor, world),
+        };
+        rows * tensor.width(self) * tensor.dtype(self).size()
+    }
+
+    /// Rows of a tensor on a rank.
+    fn rows(&self, tensor: Tensor, world: usize) -> usize {
+        if tensor.is_owned(self.kind) {
+            self.tokens / world
+        } else {
+            self.tokens
+        }
+    }
+
+    fn check(&self, world: usize) -> Result<()> {
+        if !matches!(self.dtype, DType::F32 | DType::F16 | DType::BF16) {
+            let text = format!("rows of {}; expected f32, f16 or bf16", self.dtype);
+            return refused(text, "convert the rows");
+        }
+        if self.tokens == 0 || self.width == 0 {
+            let text = format!(
+                "{} rows of {}; expected at least one of one",
+                self.tokens, self.width
+            );
+            return refused(text, "leave the call out on every rank");
+        }
+        if self.kind != FusedKind::AllReduce && !self.tokens.is_multiple_of(world) {
+            let text = format!(
+                "{} rows of {world} ranks, which own as many each; expected a multiple",
+                self.tokens
+            );
+            return refused(text, "add rows that are not used");
+        }
+        if !(0.0..f32::INFINITY).contains(&self.epilogue.eps) {
+            let text = format!("eps is {}; expected a number from 0 on", self.epilogue.eps);
+            return refused(text, "pass the model's epsilon");
+        }
+        let bytes = self.width.checked_mul(self.dtype.size().max(4));
+        let bytes = bytes.and_then(|row| row.checked_mul(self.tokens));
+        if bytes.is_none_or(|bytes| bytes > MAX_TENSOR_BYTES) {
+            let text = format!(
+                "{} rows of {} are too large; expected at most {} elements",
+                self.tokens,
+                self.width,
+                MAX_TENSOR_BYTES / 4
+            );
+            return refused(text, "make several calls");
+        }
+        Ok(())
+    }
+}

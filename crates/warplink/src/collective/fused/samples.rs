@@ -1,0 +1,95 @@
+//! Fused calls with every kind of epilogue, for tests of their programs and kernels.
+
+use super::memory::{Form, Tensor};
+use super::{Described, Epilogue, Fused, FusedKind, Norm, Quantization};
+use crate::dtype::DType;
+use crate::error::Result;
+use crate::program::Program;
+
+use Tensor::{
+    Bias, GivenScale, Input, Output, Quantized, Residual, ResidualOut, Scale, Sum, Weight,
+};
+
+/// Norms, quantisations and memory.
+const EPILOGUES: [(Option<Norm>, Option<Quantization>, &[Tensor]); 9] = [
+    (
+        Some(Norm::Rms),
+        None,
+        &[Residual, Weight, ResidualOut, Output],
+    ),
+    (
+        Some(Norm::Rms),
+        Some(Quantization::Static),
+        &[Residual, Weight, GivenScale, ResidualOut, Quantized],
+    ),
+    (
+        Some(Norm::Rms),
+        Some(Quantization::PerToken),
+        &[Residual, Weight, ResidualOut, Quantized, Scale],
+    ),
+    (
+        Some(Norm::Rms),
+        Some(Quantization::PerBlock),
+        &[Residual, Weight, ResidualOut, Quantized, Scale],
+    ),
+    (
+        Some(Norm::Rms),
+        Some(Quantization::PerBlockPowerOfTwo),
+        &[Residual, Weight, Sum, ResidualOut, Output, Quantized, Scale],
+    ),
+    (
+        Some(Norm::Layer),
+        None,
+        &[Residual, Weight, Bias, ResidualOut, Output],
+    ),
+    (Some(Norm::Rms), None, &[Weight, Output]),
+    (None, Some(Quantization::PerBlock), &[Quantized, Scale]),
+    (None, None, &[Residual, Sum, Output]),
+];
+
+/// Calls of `kinds` with every epilogue. Some are in place.
+pub(super) fn calls(tokens: usize, width: usize, kinds: &[FusedKind]) -> Vec<Described> {
+    let mut all = Vec::new();
+    for kind in kinds {
+        for (number, (norm, quantization, memory)) in EPILOGUES.into_iter().enumerate() {
+            let mut form = Form::of(&[&[Input], memory].concat());
+            if number == 0 {
+                form.in_place[1] = Some(ResidualOut);
+                form.in_place[0] = (*kind == FusedKind::AllReduce).then_some(Output);
+            }
+            all.push(Described {
+                call: Fused {
+                    kind: *kind,
+                    tokens,
+                    width,
+                    dtype: DType::BF16,
+                    epilogue: Epilogue {
+                        norm,
+                        eps: 1e-5,
+                        weight_bias: number % 2 == 1 && norm.is_some(),
+                        quantization,
+                    },
+                },
+                form,
+            });
+        }
+    }
+    all
+}
+
+/// The programs of calls with every epilogue, and what they are.
+///
+/// # Errors
+/// What is wrong with one.
+#[doc(hidden)]
+pub fn fused_programs() -> Result<Vec<(String, Program)>> {
+    let mut all = Vec::new();
+    for call in calls(12, 24, &FusedKind::ALL) {
+        for way in call.ways() {
+            let Fused { kind, epilogue, .. } = call.call;
+            let name = format!("fused {}, {way:?}, {epilogue:?}", kind.name());
+            all.push((name, call.program(*way)?));
+        }
+    }
+    Ok(all)
+}

@@ -1,0 +1,96 @@
+//! What ranks announce of a fused call, and how it is told of one that differs.
+
+use super::memory::Tensor;
+use super::program::Way;
+use super::{Described, FusedKind, Norm, Quantization};
+use crate::dtype::DType;
+
+/// In the place of a collective's kind.
+const FUSED: u32 = 0xf;
+
+/// The bits from which the parts of the first word start.
+const KIND: u32 = 4;
+const WAY: u32 = 6;
+const DTYPE: u32 = 8;
+const NORM: u32 = 12;
+const BIAS: u32 = 14;
+const QUANTIZATION: u32 = 15;
+const MEMORY: u32 = 18;
+
+impl Described {
+    /// Integers that are the same on all ranks, or the calls differ.
+    pub(super) fn words(&self, way: Way) -> [u32; 4] {
+        let Self { call, form } = self;
+        let epilogue = &call.epilogue;
+        let norm = epilogue.norm.map_or(0, |norm| 1 + norm as u32);
+        let quantization = epilogue.quantization.map_or(0, |it| 1 + it as u32);
+        let what = FUSED
+            | (call.kind as u32) << KIND
+            | (way as u32) << WAY
+            | (call.dtype as u32) << DTYPE
+            | norm << NORM
+            | u32::from(epilogue.weight_bias) << BIAS
+            | quantization << QUANTIZATION
+            | form.agreed() << MEMORY;
+        [
+            what,
+            call.tokens as u32,
+            call.width as u32,
+            epilogue.eps.to_bits(),
+        ]
+    }
+
+    /// The same but for the number of rows in one integer, for lanes that tell where tensors are, and have no room for more.
+    pub(super) fn form_word(&self, way: Way) -> u32 {
+        let [what, _, width, eps] = self.words(way);
+        let mixed = [what, width, eps].iter().fold(0x811c_9dc5, |hash, word| {
+            (hash ^ word).wrapping_mul(0x0100_0193).rotate_left(13)
+        });
+        mixed & !0xf | FUSED
+    }
+
+    /// How an announcement that differs is described.
+    pub(super) fn difference(own: &[u32], theirs: &[u32]) -> String {
+        format!(
+            "the peer calls {}; expected {}, as this rank calls",
+            describe(theirs),
+            describe(own)
+        )
+    }
+}
+
+/// What a rank calls, from what it announces: a fused call or any other.
+pub(in crate::collective) fn describe(words: &[u32]) -> String {
+    let [what, tokens, width, eps] = [0, 1, 2, 3].map(|at| words.get(at).copied().unwrap_or(0));
+    if what & 0xf != FUSED {
+        return crate::collective::Call::describe(words);
+    }
+    if words.len() == 2 {
+        // The numbers of forms, to see whether they differ.
+        return format!(
+            "a fused collective of {tokens} rows, form {:07x}",
+            what >> 4
+        );
+    }
+    let of = |from: u32, bits: u32| (what >> from & ((1 << bits) - 1)) as usize;
+    let kind = FusedKind::ALL.get(of(KIND, 2));
+    let dtype = DType::ALL.get(of(DTYPE, 4));
+    let norm = of(NORM, 2).checked_sub(1).and_then(|it| Norm::ALL.get(it));
+    let quantization = of(QUANTIZATION, 3).checked_sub(1);
+    let quantization = quantization.and_then(|it| Quantization::ALL.get(it));
+    let mut text = format!(
+        "a fused {} of {tokens} rows of {width} {}",
+        kind.map_or("?", |kind| kind.name()),
+        dtype.map_or("?", |dtype| dtype.name())
+    );
+    if let Some(norm) = norm {
+        text += &format!(", norm {}, eps {:e}", norm.name(), f32::from_bits(eps));
+    }
+    if let Some(quantization) = quantization {
+        text += &format!(", quantization {}", quantization.name());
+    }
+    let tensors = Tensor::ALL.into_iter();
+    let tensors = tensors.filter(|tensor| what >> MEMORY & 1 << *tensor as u32 != 0);
+    let names: Vec<&str> = tensors.map(Tensor::field).collect();
+    text + ", with " + &names.join(", ")
+}

@@ -1,0 +1,424 @@
+//! The memory of fused calls, and what it is to hold, against `f64`.
+
+use crate::common::{encode, values};
+use half::bf16;
+use std::ops::Range;
+use warplink::collective::{
+    Epilogue, Fused, FusedKind, FusedMemory, Norm, QUANTIZED_BLOCK, Quantization,
+};
+use warplink::device::{AllocationKind, DeviceSlice};
+use warplink::{Communicator, DType};
+
+/// What is awkward in a row.
+const AWKWARD: [f64; 10] = [
+    0.0,
+    -0.0,
+    f64::INFINITY,
+    f64::NEG_INFINITY,
+    f64::NAN,
+    1e-40,
+    -3e-39,
+    3e38,
+    1.0,
+    -1e-3,
+];
+
+/// A description, and which outputs there are.
+#[derive(Clone, Copy)]
+pub(crate) struct Wanted {
+    pub(crate) norm: Option<Norm>,
+    pub(crate) quantization: Option<Quantization>,
+    pub(crate) residual: bool,
+    pub(crate) sum: bool,
+    pub(crate) residual_out: bool,
+    pub(crate) output: bool,
+}
+
+/// RMSNorm of the sum and a residual, both of which are stored.
+pub(crate) const USUAL: Wanted = Wanted {
+    norm: Some(Norm::Rms),
+    quantization: None,
+    residual: true,
+    sum: false,
+    residual_out: true,
+    output: true,
+};
+
+pub(crate) fn quantized(quantization: Quantization) -> Wanted {
+    Wanted {
+        quantization: Some(quantization),
+        output: false,
+        ..USUAL
+    }
+}
+
+/// Every norm, quantisation and set of outputs.
+pub(crate) fn all_wanted() -> Vec<Wanted> {
+    vec![
+        USUAL,
+        quantized(Quantization::Static),
+        quantized(Quantization::PerToken),
+        quantized(Quantization::PerBlock),
+        Wanted {
+            sum: true,
+            output: true,
+            ..quantized(Quantization::PerBlockPowerOfTwo)
+        },
+        Wanted {
+            norm: Some(Norm::Layer),
+            ..USUAL
+        },
+        Wanted {
+            residual: false,
+            residual_out: false,
+            ..USUAL
+        },
+        Wanted {
+            norm: None,
+            residual: false,
+            residual_out: false,
+            ..quantized(Quantization::PerBlock)
+        },
+    ]
+}
+
+pub(crate) fn fused(kind: FusedKind, tokens: usize, width: usize, wanted: Wanted) -> Fused {
+    Fused {
+        kind,
+        tokens,
+        width,
+        dtype: DType::BF16,
+        epilogue: Epilogue {
+            norm: wanted.norm,
+            eps: 1e-5,
+            weight_bias: tokens.is_multiple_of(2) && wanted.norm.is_some(),
+            quantization: wanted.quantization,
+        },
+    }
+}
+
+/// Numbers of an input, some rows with awkward ones.
+fn numbers(rank: usize, salt: usize, count: usize, awkward: bool) -> Vec<f32> {
+    let bytes = values(rank, salt, 2 * count);
+    let at = |element: usize| {
+        let (a, b) = (bytes[2 * element], bytes[2 * element + 1]);
+        let usual = f64::from(i32::from(a) - 128) / 37.0 + f64::from(b) / 1000.0;
+        let value = if awkward && a == 77 {
+            AWKWARD[usize::from(b) % AWKWARD.len()]
+        } else {
+            usual
+        };
+        bf16::from_f64(value).to_f32()
+    };
+    (0..count).map(at).collect()
+}
+
+fn encoded(values: &[f32]) -> Vec<u8> {
+    let values: Vec<f64> = values.iter().map(|value| f64::from(*value)).collect();
+    encode(DType::BF16, &values)
+}
+
+/// The memory of a call on a rank, and what it holds.
+pub(crate) struct Made {
+    pub(crate) call: Fused,
+    pub(crate) wanted: Wanted,
+    pub(crate) world: usize,
+    pub(crate) rank: usize,
+    /// Input, residual, weight, bias, sum, `residual_out`, output, what is quantised, scale.
+    pub(crate) slices: Vec<DeviceSlice>,
+    pub(crate) in_place: bool,
+}
+
+/// The inputs of all ranks, the residual, weight and bias.
+struct Given {
+    inputs: Vec<Vec<f32>>,
+    residual: Vec<f32>,
+    weight: Vec<f32>,
+    bias: Vec<f32>,
+}
+
+impl Made {
+    pub(crate) fn new(
+        comm: &Communicator,
+        (call, wanted): (Fused, Wanted),
+        in_place: bool,
+    ) -> Self {
+        let bytes = call.bytes(comm.world()).unwrap();
+        let (quantized, scale) = (bytes.quantized.max(4), bytes.scale.max(4));
+        let sizes = [
+            bytes.input,
+            bytes.residual,
+            bytes.weight,
+            bytes.weight,
+            bytes.residual,
+            bytes.residual,
+            bytes.output,
+            quantized,
+            scale,
+        ];
+        let allocate = |bytes: usize| {
+            comm.device()
+                .allocate(bytes, AllocationKind::Plain)
+                .unwrap()
+        };
+        Self {
+            call,
+            wanted,
+            world: comm.world(),
+            rank: comm.rank(),
+            slices: sizes.map(allocate).into(),
+            in_place,
+        }
+    }
+
+    pub(crate) fn memory(&self) -> FusedMemory<'_> {
+        let wanted = &self.wanted;
+        let at = |number: usize, there: bool| there.then(|| &self.slices[number]);
+        let norm = wanted.norm.is_some();
+        // The residual is replaced, and the norm is stored over the input where both have all rows.
+        let residual_out = if self.in_place && wanted.residual {
+            1
+        } else {
+            5
+        };
+        let whole = self.call.kind == FusedKind::AllReduce;
+        let output = if self.in_place && whole { 0 } else { 6 };
+        FusedMemory {
+            residual: at(1, wanted.residual),
+            weight: at(2, norm),
+            bias: at(3, wanted.norm == Some(Norm::Layer)),
+            sum: at(4, wanted.sum),
+            residual_out: at(residual_out, wanted.residual_out),
+            output: at(output, wanted.output),
+            quantized: at(7, wanted.quantization.is_some()),
+            scale: at(8, wanted.quantization.is_some()),
+            ..FusedMemory::of(&self.slices[0])
+        }
+    }
+
+    /// The rows that this rank owns.
+    fn own(&self) -> Range<usize> {
+        let own = self.call.tokens / self.world;
+        self.rank * own..(self.rank + 1) * own
+    }
+
+    /// Those of all rows that this rank has, where `owned` says that it has its own.
+    fn rows<'v>(&self, values: &'v [f32], owned: bool) -> &'v [f32] {
+        let width = self.call.width;
+        let own = self.own();
+        if owned {
+            &values[own.start * width..own.end * width]
+        } else {
+            values
+        }
+    }
+
+    fn given(&self, round: usize) -> Given {
+        let Fused { tokens, width, .. } = self.call;
+        let awkward = round % 3 == 2;
+        let all = tokens * width;
+        let inputs = (0..self.world).map(|rank| numbers(rank, round, all, awkward));
+        Given {
+            inputs: inputs.collect(),
+            residual: numbers(0, round + 40, all, awkward),
+            weight: numbers(0, round + 80, width, false),
+            bias: numbers(0, round + 120, width, false),
+        }
+    }
+
+    pub(crate) fn fill(&self, comm: &Communicator, round: usize) {
+        let given = self.given(round);
+        let upload =
+            |slice: &DeviceSlice, bytes: &[u8]| comm.device().upload(slice, bytes).unwrap();
+        let kind = self.call.kind;
+        let input = self.rows(&given.inputs[self.rank], kind == FusedKind::AllGather);
+        let residual = self.rows(&given.residual, kind != FusedKind::AllReduce);
+        upload(&self.slices[0], &encoded(input));
+        upload(&self.slices[1], &encoded(residual));
+        upload(&self.slices[2], &encoded(&given.weight));
+        upload(&self.slices[3], &encoded(&given.bias));
+        for slice in &self.slices[4..8] {
+            upload(slice, &vec![0xff; slice.bytes()]);
+        }
+        let scale = vec![0.05_f32.to_le_bytes(); self.slices[8].bytes() / 4];
+        upload(&self.slices[8], &scale.concat());
+    }
+
+    /// What the call has left: the sum, `residual_out`, the output, what is quantised, and its scale.
+    pub(crate) fn found(&self, comm: &Communicator) -> [Option<Vec<u8>>; 5] {
+        let memory = self.memory();
+        let written = [
+            memory.sum,
+            memory.residual_out,
+            memory.output,
+            memory.quantized,
+            memory.scale,
+        ];
+        written.map(|slice| {
+            let mut bytes = vec![0; slice?.bytes()];
+            comm.device().download(slice?, &mut bytes).unwrap();
+            Some(bytes)
+        })
+    }
+
+    pub(crate) fn check(&self, round: usize, found: &[Option<Vec<u8>>; 5]) {
+        let given = self.given(round);
+        let kind = self.call.kind;
+        for t in 0..self.call.tokens {
+            let own = self.own();
+            let mine = own.contains(&t).then(|| t - own.start);
+            // Where the row is in memory with its own rows, and with results.
+            let local = if kind == FusedKind::AllReduce {
+                Some(t)
+            } else {
+                mine
+            };
+            let result = if kind == FusedKind::ReduceScatter {
+                mine
+            } else {
+                Some(t)
+            };
+            self.check_row(&given, t, (local, result), found);
+        }
+    }
+
+    /// What is added up of an element of row `t`.
+    fn sum(&self, given: &Given, t: usize, element: usize) -> f32 {
+        if self.call.kind == FusedKind::AllGather {
+            let owner = t / (self.call.tokens / self.world);
+            return given.inputs[owner][element];
+        }
+        let sum = given.inputs.iter().map(|input| input[element]);
+        sum.reduce(|a, b| a + b).unwrap()
+    }
+
+    fn check_row(
+        &self,
+        given: &Given,
+        t: usize,
+        (local, result): (Option<usize>, Option<usize>),
+        [sum, residual_out, output, quantized, scale]: &[Option<Vec<u8>>; 5],
+    ) {
+        let Fused {
+            width, epilogue, ..
+        } = self.call;
+        let row = t * width..(t + 1) * width;
+        let sums: Vec<f32> = row.clone().map(|at| self.sum(given, t, at)).collect();
+        let added = sums.iter().zip(row.clone());
+        let added = added.map(|(sum, at)| {
+            let residual = self.wanted.residual.then(|| given.residual[at]);
+            bf16::from_f32(residual.map_or(*sum, |residual| sum + residual)).to_f32()
+        });
+        let h: Vec<f32> = added.collect();
+        if let Some(local) = local {
+            for (exact, stored) in [(&sums, sum), (&h, residual_out)] {
+                let Some(stored) = stored else { continue };
+                for (column, exact) in exact.iter().enumerate() {
+                    let found = of_bf16(&stored[2 * (local * width + column)..]) as f32;
+                    let exact = bf16::from_f32(*exact).to_f32();
+                    let same = found.to_bits() == exact.to_bits();
+                    assert!(
+                        same || found.is_nan() && exact.is_nan(),
+                        "row {t}: {found} {exact}"
+                    );
+                }
+            }
+        }
+        let Some(result) = result else { return };
+        let normal = self.normal(given, &h);
+        let overflows = normal
+            .iter()
+            .any(|value| value.is_nan() || value.abs() > 1e30)
+            || (epilogue.norm.is_some() && h.iter().any(|h| h.abs() > 1e18));
+        if overflows {
+            return;
+        }
+        let near = |found: f64, meant: f64, bound: f64, column: usize| {
+            let at = format!("row {t}, {column}: {found}, expected {meant}");
+            assert!((found - meant).abs() <= bound, "{at}");
+        };
+        // What cancels out is as far off as what it is made of.
+        let size = normal
+            .iter()
+            .fold(0.0, |most: f64, value| most.max(value.abs()));
+        if let Some(output) = output {
+            for (column, meant) in normal.iter().enumerate() {
+                let found = of_bf16(&output[2 * (result * width + column)..]);
+                near(
+                    found,
+                    *meant,
+                    meant.abs() / 200.0 + size * 1e-5 + 1e-30,
+                    column,
+                );
+            }
+        }
+        let (Some(quantized), Some(scale)) = (quantized, scale) else {
+            return;
+        };
+        let block = match epilogue.quantization {
+            Some(Quantization::PerBlock | Quantization::PerBlockPowerOfTwo) => QUANTIZED_BLOCK,
+            _ => width,
+        };
+        let blocks = width.div_ceil(block);
+        for (number, values) in normal.chunks(block).enumerate() {
+            let place = match epilogue.quantization {
+                Some(Quantization::Static) => 0,
+                _ => result * blocks + number,
+            };
+            let bytes = &scale[4 * place..4 * place + 4];
+            let scale = f64::from(f32::from_le_bytes(bytes.try_into().unwrap()));
+            let most = values
+                .iter()
+                .fold(0.0, |most: f64, value| most.max(value.abs()));
+            let least = (most / 448.0).max(1e-10);
+            match epilogue.quantization {
+                Some(Quantization::Static) => assert_eq!(scale as f32, 0.05),
+                Some(Quantization::PerBlockPowerOfTwo) => {
+                    assert_eq!(scale.log2().fract(), 0.0, "{scale}");
+                    assert!(
+                        scale > least * 0.999 && scale < least * 2.001,
+                        "{scale} {least}"
+                    );
+                }
+                _ => assert!((scale - least).abs() < least * 1e-4, "{scale} {least}"),
+            }
+            for (at, meant) in values.iter().enumerate() {
+                let column = number * block + at;
+                let found = warplink::dtype::F8E4M3(quantized[result * width + column]).to_f32();
+                let meant = (meant / scale).clamp(-448.0, 448.0);
+                near(found.into(), meant, meant.abs() / 15.0 + 2e-3, column);
+            }
+        }
+    }
+
+    /// A row, normalised.
+    fn normal(&self, given: &Given, h: &[f32]) -> Vec<f64> {
+        let epilogue = &self.call.epilogue;
+        let width = h.len() as f64;
+        let h = h.iter().map(|h| f64::from(*h));
+        let Some(norm) = epilogue.norm else {
+            return h.collect();
+        };
+        let centre = match norm {
+            Norm::Layer => h.clone().sum::<f64>() / width,
+            _ => 0.0,
+        };
+        let mean = h.clone().map(|h| (h - centre).powi(2)).sum::<f64>() / width;
+        let more = f64::from(u8::from(epilogue.weight_bias));
+        let scaled = h.zip(&given.weight).zip(&given.bias);
+        let scaled = scaled.map(|((h, weight), bias)| {
+            let bias = if norm == Norm::Layer {
+                f64::from(*bias)
+            } else {
+                0.0
+            };
+            (h - centre) / (mean + f64::from(epilogue.eps)).sqrt() * (f64::from(*weight) + more)
+                + bias
+        });
+        scaled.collect()
+    }
+}
+
+fn of_bf16(bytes: &[u8]) -> f64 {
+    f64::from(bf16::from_le_bytes([bytes[0], bytes[1]]).to_f32())
+}
