@@ -1,5 +1,6 @@
 //! Exchanges among all ranks of a group, in which a rank that has failed takes part: then all of them fail.
 
+use super::{decode, encode};
 use crate::bootstrap::Group;
 use crate::deadline::Deadline;
 use crate::error::{Error, ErrorKind, Rank, Result};
@@ -77,7 +78,7 @@ impl GroupExchange<'_> {
             Vote::Value {
                 step: theirs,
                 value,
-            } if theirs == step => decode(rank, &value),
+            } if theirs == step => decode(&value).map_err(|error| error.with_peer(rank)),
             _ => Err(self.out_of_step(rank)),
         });
         values.collect()
@@ -182,7 +183,7 @@ impl GroupExchange<'_> {
                     message: no_longer_waits(rank),
                     follows: true,
                 }),
-                bytes => decode(rank, bytes),
+                bytes => decode(bytes).map_err(|error| error.with_peer(rank)),
             })
             .collect()
     }
@@ -231,22 +232,6 @@ fn no_longer_waits(rank: Rank) -> String {
     format!("rank {rank}: its timeout passed while it waited for the others")
 }
 
-fn encode(value: &impl Serialize) -> Result<Vec<u8>> {
-    postcard::to_stdvec(value).map_err(|error| Error::new(ErrorKind::Internal, error.to_string()))
-}
-
-/// The value of `rank`.
-fn decode<T: DeserializeOwned>(rank: Rank, bytes: &[u8]) -> Result<T> {
-    postcard::from_bytes(bytes).map_err(|error| {
-        Error::new(
-            ErrorKind::Protocol,
-            format!("a rank's value is malformed: {error}"),
-        )
-        .with_peer(rank)
-        .with_help("run the same version of Warplink on every rank")
-    })
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -263,9 +248,9 @@ mod tests {
         );
         for vote in [value, failed] {
             let wire = encode(&vote).unwrap();
-            assert_eq!(decode::<Vote>(1, &wire).unwrap(), vote);
-            let error = decode::<Vote>(1, &wire[..wire.len() - 1]).unwrap_err();
-            assert_eq!((error.kind(), error.peer()), (ErrorKind::Protocol, Some(1)));
+            assert_eq!(decode::<Vote>(&wire).unwrap(), vote);
+            let error = decode::<Vote>(&wire[..wire.len() - 1]).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::Protocol);
         }
     }
 }

@@ -26,7 +26,29 @@ mod group;
 mod numbers;
 mod pairs;
 
+use crate::error::{Error, ErrorKind, Result};
 pub(crate) use group::GroupExchange;
 pub(crate) use pairs::{ExchangeServices, Matching, Missing, Offer, PairExchange, PublishedEnds};
-#[cfg(test)]
-pub(crate) use pairs::{decode, encode};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+/// Encodes what the other rank gets.
+pub(crate) fn encode(value: &impl Serialize) -> Result<Vec<u8>> {
+    postcard::to_stdvec(value).map_err(|error| {
+        Error::new(ErrorKind::Internal, error.to_string()).with_operation("exchange")
+    })
+}
+
+/// Reads what the other rank sent.
+pub(crate) fn decode<T: DeserializeOwned>(bytes: &[u8]) -> Result<T> {
+    let malformed = |why: String| {
+        let text = format!("what the peer sent is malformed: {why}");
+        Error::new(ErrorKind::Protocol, text)
+            .with_help("run the same version of Warplink on every rank")
+    };
+    match postcard::take_from_bytes(bytes) {
+        Ok((value, [])) => Ok(value),
+        Ok((_, rest)) => Err(malformed(format!("{} bytes too many", rest.len()))),
+        Err(error) => Err(malformed(error.to_string())),
+    }
+}

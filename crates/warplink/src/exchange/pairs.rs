@@ -1,6 +1,7 @@
 //! Exchanges between two ranks, in batches and without a barrier.
 
 use super::numbers::EndNumbers;
+use super::{decode, encode};
 use crate::bootstrap::{Bootstrap, Group, Wait};
 use crate::deadline::Deadline;
 use crate::device::{Device, Fault, InFlight};
@@ -400,24 +401,5 @@ impl<T> Offer<T> {
     /// The end, which no peer has seen: its handles are cancelled.
     fn unseen(self) -> T {
         self.end
-    }
-}
-
-pub(crate) fn encode(terms: &impl Serialize) -> Result<Vec<u8>> {
-    postcard::to_stdvec(terms).map_err(|error| {
-        Error::new(ErrorKind::Internal, error.to_string()).with_operation("describe an end")
-    })
-}
-
-pub(crate) fn decode<T: DeserializeOwned>(bytes: &[u8]) -> Result<T> {
-    let malformed = |why: String| {
-        let text = format!("the peer's end is malformed: {why}");
-        Error::new(ErrorKind::Protocol, text)
-            .with_help("run the same version of Warplink on every rank")
-    };
-    match postcard::take_from_bytes(bytes) {
-        Ok((terms, [])) => Ok(terms),
-        Ok((_, rest)) => Err(malformed(format!("{} bytes too many", rest.len()))),
-        Err(error) => Err(malformed(error.to_string())),
     }
 }

@@ -74,8 +74,6 @@ struct Table {
     entries: HashMap<u64, Entry>,
     // Entry of each allocation that currently accepts regions.
     current: HashMap<u64, u64>,
-    // Entry of each region whose use is tracked.
-    generation_of_region: HashMap<u64, u64>,
     generations: u64,
     regions: u64,
     // Pool: generations keyed by size and order of entry.
@@ -222,31 +220,28 @@ impl Exports {
     /// Takes back a handle that never reached `peer`.
     pub(super) fn cancel_handle(&self, numbers: RegionNumbers, peer: Rank) {
         // In the order in which a peer would report it: use first, then mapping.
-        self.region_released(numbers.region, peer, 1);
-        self.handles_released(numbers.generation, peer, 1);
+        self.released(numbers, peer, 1);
+        self.released(
+            RegionNumbers {
+                region: 0,
+                ..numbers
+            },
+            peer,
+            1,
+        );
     }
 
-    /// `peer` has returned `handles` handles: it holds no mapping opened from them.
-    pub(super) fn handles_released(&self, generation: u64, peer: Rank, handles: u64) {
+    /// `peer` has returned `handles` handles: it no longer uses their region or, for region 0, holds no mapping opened
+    /// from them.
+    pub(super) fn released(&self, numbers: RegionNumbers, peer: Rank, handles: u64) {
+        let RegionNumbers { generation, region } = numbers;
         let mut table = lock(&self.table);
         if let Some(entry) = table.entries.get_mut(&generation) {
-            entry.holders.remove(peer, handles);
-        }
-        let freed = table.free_unused(generation);
-        drop(table);
-        self.release(freed);
-    }
-
-    /// `peer` no longer uses `handles` handles of a region.
-    pub(super) fn region_released(&self, region: u64, peer: Rank, handles: u64) {
-        let mut table = lock(&self.table);
-        let Some(generation) = table.generation_of_region.get(&region).copied() else {
-            return;
-        };
-        if let Some(entry) = table.entries.get_mut(&generation)
-            && let Some(region) = entry.regions.get_mut(&region)
-        {
-            region.users.remove(peer, handles);
+            if region == 0 {
+                entry.holders.remove(peer, handles);
+            } else if let Some(region) = entry.regions.get_mut(&region) {
+                region.users.remove(peer, handles);
+            }
         }
         let freed = table.free_unused(generation);
         drop(table);
@@ -382,9 +377,6 @@ impl Table {
         self.regions += 1;
         let region = self.regions;
         if let Some(entry) = self.entries.get_mut(&generation) {
-            if backing.is_borrowed() || entry.reusable.is_some() {
-                self.generation_of_region.insert(region, generation);
-            }
             let registered = RegionEntry {
                 backing,
                 registered: true,
@@ -438,7 +430,6 @@ impl Table {
                 break;
             }
             freed.regions.extend(entry.regions.remove(&number));
-            self.generation_of_region.remove(&number);
         }
         // A pooled allocation that is leaving also stays until all handles are returned.
         let held = entry.is_kept() || entry.pooled.is_some() && !entry.holders.0.is_empty();

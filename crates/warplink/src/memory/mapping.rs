@@ -42,6 +42,7 @@ pub(super) struct RemoteBacking {
 struct RegionUse {
     shared: Weak<Shared>,
     owner: Rank,
+    generation: u64,
     region: u64,
 }
 
@@ -86,8 +87,9 @@ impl Drop for OpenedHandles {
         let Some(shared) = self.shared.upgrade() else {
             return;
         };
-        let message = Message::HandlesReleased {
+        let message = Message::Released {
             generation: self.generation,
+            region: 0,
             // Relaxed: `drop` has exclusive access.
             handles: self.count.load(Ordering::Relaxed),
         };
@@ -111,6 +113,7 @@ impl RemoteBacking {
             region_use: (handle.region != 0).then(|| RegionUse {
                 shared: Arc::downgrade(shared),
                 owner: handle.owner,
+                generation: handle.generation,
                 region: handle.region,
             }),
         }))
@@ -147,7 +150,8 @@ impl Drop for RemoteBacking {
         let Some(shared) = region_use.shared.upgrade() else {
             return;
         };
-        let message = Message::RegionReleased {
+        let message = Message::Released {
+            generation: region_use.generation,
             region: region_use.region,
             handles: 1,
         };

@@ -22,10 +22,13 @@ pub(crate) enum Message {
     },
     /// From the owner: request to unmap an allocation.
     Unmap { allocation: u64, generation: u64 },
-    /// To the owner: handles of a registration are no longer used.
-    HandlesReleased { generation: u64, handles: u64 },
-    /// To the owner: handles of a region are no longer used, though its allocation may still be mapped.
-    RegionReleased { region: u64, handles: u64 },
+    /// To the owner: handles are returned. The peer no longer uses their `region`, though its allocation may still be
+    /// mapped; with region 0, it holds no mapping opened from them.
+    Released {
+        generation: u64,
+        region: u64,
+        handles: u64,
+    },
     /// To a peer: its signal slot will not be written any more.
     SlotReleased { slot: u64 },
     /// Offers a peer an entry that this rank publishes. The number of the publication is the receiver's.
@@ -87,25 +90,25 @@ impl Message {
                 allocation,
                 generation,
             } => (2, [allocation, generation, 0]),
-            Self::HandlesReleased {
+            Self::Released {
                 generation,
+                region,
                 handles,
-            } => (3, [generation, handles, 0]),
+            } => (3, [generation, region, handles]),
             Self::SlotReleased { slot } => (4, [slot, 0, 0]),
-            Self::RegionReleased { region, handles } => (5, [region, handles, 0]),
             Self::Offered {
                 publication, entry, ..
-            } => (6, [publication, entry, 0]),
+            } => (5, [publication, entry, 0]),
             Self::Published {
                 publication,
                 entry,
                 notice,
             } => {
                 let kind = match notice {
-                    Notice::Taken => 7,
-                    Notice::Refused => 8,
-                    Notice::Withdrawn => 9,
-                    Notice::LetGo => 10,
+                    Notice::Taken => 6,
+                    Notice::Refused => 7,
+                    Notice::Withdrawn => 8,
+                    Notice::LetGo => 9,
                 };
                 (kind, [publication, entry, 0])
             }
@@ -123,17 +126,17 @@ impl Message {
             notice,
         };
         if let Some(handle) = handle {
-            return (kind == 6).then_some(Self::Offered {
+            return (kind == 5).then_some(Self::Offered {
                 publication: first,
                 entry: second,
                 handle,
             });
         }
         Some(match kind {
-            7 => published(Notice::Taken),
-            8 => published(Notice::Refused),
-            9 => published(Notice::Withdrawn),
-            10 => published(Notice::LetGo),
+            6 => published(Notice::Taken),
+            7 => published(Notice::Refused),
+            8 => published(Notice::Withdrawn),
+            9 => published(Notice::LetGo),
             1 => Self::Piece {
                 allocation: first,
                 generation: second,
@@ -143,15 +146,12 @@ impl Message {
                 allocation: first,
                 generation: second,
             },
-            3 => Self::HandlesReleased {
+            3 => Self::Released {
                 generation: first,
-                handles: second,
+                region: second,
+                handles: third,
             },
             4 => Self::SlotReleased { slot: first },
-            5 => Self::RegionReleased {
-                region: first,
-                handles: second,
-            },
             _ => return None,
         })
     }
@@ -209,7 +209,7 @@ impl Request {
         let message = Message::from_wire(kind, record.arguments.map(U64::get), handle);
         let message = message.ok_or_else(|| {
             refuse(format!(
-                "unknown kind of request {kind}; expected 1 to 10, and 6 with a handle"
+                "unknown kind of request {kind}; expected 1 to 9, and 5 with a handle"
             ))
         })?;
         Ok(Self {
@@ -238,15 +238,12 @@ mod tests {
                 allocation: 1 << 40,
                 generation: 2,
             },
-            Message::HandlesReleased {
+            Message::Released {
                 generation: 3,
+                region: 5,
                 handles: u64::MAX,
             },
             Message::SlotReleased { slot: 11 },
-            Message::RegionReleased {
-                region: 5,
-                handles: 1,
-            },
             Message::Offered {
                 publication: 3,
                 entry: 1023,
@@ -297,7 +294,7 @@ mod tests {
         let mut longer = wire.clone();
         longer.extend([0; HANDLE_BYTES]);
         assert!(Request::decode(&longer, &TOKEN).is_err());
-        longer[TOKEN_BYTES] = 6;
+        longer[TOKEN_BYTES] = 5;
         assert!(Request::decode(&longer, &TOKEN).is_ok());
         assert!(Request::decode(&longer[..wire.len() + 9], &TOKEN).is_err());
         assert!(Request::decode(&longer[..wire.len()], &TOKEN).is_err());

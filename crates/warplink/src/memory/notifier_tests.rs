@@ -43,7 +43,11 @@ fn registry(device: &Arc<dyn Device>, peer: &[u8], idle: IdleMappings) -> Memory
 }
 
 fn release(region: u64) -> Message {
-    Message::RegionReleased { region, handles: 1 }
+    Message::Released {
+        generation: 1,
+        region,
+        handles: 1,
+    }
 }
 
 fn notice(from: Rank, number: u64, message: Message) -> Request {
@@ -114,17 +118,18 @@ fn a_notice_that_comes_again_is_not_handled_again() {
     }
     let (generation, number) = (region.generation(), region.registration.numbers.region);
     drop(region);
-    let released = Message::HandlesReleased {
+    let released = |region| Message::Released {
         generation,
+        region,
         handles: 1,
     };
     let hear = |number, message| registry.shared.answer(notice(1, number, message)).unwrap();
     for again in 1..4 {
-        assert!(hear(1, released).is_none());
-        assert!(hear(2, release(number)).is_none());
+        assert!(hear(1, released(0)).is_none());
+        assert!(hear(2, released(number)).is_none());
         assert_eq!(registry.counts().0, 1, "freed after attempt {again}");
     }
-    hear(3, released);
-    hear(4, release(number));
+    hear(3, released(0));
+    hear(4, released(number));
     assert_eq!(registry.counts().0, 0);
 }

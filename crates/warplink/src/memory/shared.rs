@@ -2,7 +2,7 @@
 
 use super::cache::MappingCache;
 use super::exchanged::PeerHandle;
-use super::exports::{Exports, Unwanted};
+use super::exports::{Exports, RegionNumbers, Unwanted};
 use super::handle::{Handle, HandleKey};
 use super::mapping::Mapped;
 use super::message::{Message, Request, TOKEN_BYTES};
@@ -65,18 +65,18 @@ impl Shared {
 
     /// Notifies the owner that a handle is not used.
     pub(super) fn release_handle(&self, handle: &Handle) {
-        let message = Message::HandlesReleased {
-            generation: handle.generation,
-            handles: 1,
-        };
-        self.outbox.tell(handle.owner, message);
-        // 0 means that the owner does not track this region.
-        if handle.region != 0 {
-            let message = Message::RegionReleased {
-                region: handle.region,
+        let tell = |region| {
+            let message = Message::Released {
+                generation: handle.generation,
+                region,
                 handles: 1,
             };
             self.outbox.tell(handle.owner, message);
+        };
+        tell(0);
+        // 0 means that the owner does not track this region.
+        if handle.region != 0 {
+            tell(handle.region);
         }
     }
 
@@ -187,12 +187,13 @@ impl Shared {
             } => {
                 self.mappings.revoke((from, allocation), generation);
             }
-            Message::HandlesReleased {
+            Message::Released {
                 generation,
+                region,
                 handles,
-            } => self.exports.handles_released(generation, from, handles),
-            Message::RegionReleased { region, handles } => {
-                self.exports.region_released(region, from, handles);
+            } => {
+                let numbers = RegionNumbers { generation, region };
+                self.exports.released(numbers, from, handles);
             }
             Message::SlotReleased { slot } => {
                 if let Some(handler) = self.slot_released.get() {

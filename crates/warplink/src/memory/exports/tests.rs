@@ -58,13 +58,17 @@ fn memory_that_a_peer_uses_but_does_not_map_is_not_freed_yet() {
     }
     exports.unregister(numbers);
     let left = || exports.wait_freed(numbers, Duration::ZERO);
-    exports.handles_released(numbers.generation, 1, 1);
-    exports.handles_released(numbers.generation, 2, 1);
+    let mapping = RegionNumbers {
+        region: 0,
+        ..numbers
+    };
+    exports.released(mapping, 1, 1);
+    exports.released(mapping, 2, 1);
     assert_eq!(left(), Some(vec![1, 2]));
     assert_eq!(exports.unregistered_at(), Some(vec![1, 2]));
     assert_eq!(exports.unregistered(), []);
-    exports.region_released(numbers.region, 1, 1);
+    exports.released(numbers, 1, 1);
     assert_eq!(left(), Some(vec![2]));
-    exports.region_released(numbers.region, 2, 1);
+    exports.released(numbers, 2, 1);
     assert_eq!((left(), exports.unregistered_at()), (None, None));
 }
