@@ -264,7 +264,7 @@ def test_members_tell_one_another_by_the_store():
 
 
 def without_peers_memory(rank, world, _, place, number):
-    """Rank 1 cannot make a workspace, or open what others export, as where GPUs cannot map each other's memory."""
+    """Rank 1 cannot make a workspace, or map what others share, as where GPUs cannot map each other's memory."""
     import warplink.torch
     from warplink.errors import UnsupportedError
     from warplink.torch.workspace import Workspace
@@ -277,6 +277,12 @@ def without_peers_memory(rank, world, _, place, number):
     def fail(*given):
         tried.append(given)
         raise UnsupportedError("the peer's memory cannot be mapped")
+
+    share = Workspace._share
+
+    def unmapped(space, own):
+        share(space, own)
+        fail(own)
 
     def fused():
         whole, (product,) = ops.fused_all_gather_matmul(a, [b], 0, name)
@@ -291,7 +297,7 @@ def without_peers_memory(rank, world, _, place, number):
 
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            patch.setattr(*((group, "_make_workspace", fail), (Workspace, "_open", fail))[number])
+            patch.setattr(*((group, "_make_workspace", fail), (Workspace, "_share", unmapped))[number])
         assert warplink.torch.is_direct_group() and group.get_buffer_size() > 0
         fused()
     # It is not tried again, also where it could be done now.

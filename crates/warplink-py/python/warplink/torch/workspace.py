@@ -295,7 +295,7 @@ class Workspace:
                 raise new_in_a_graph(self.communicator.rank, "get_p2p_buffer")
             check_alike(self.communicator, ("get_p2p_buffer", number))
             own = self.communicator.alloc(self._buffer_size)
-            made = [own if region is None else region for region in self.communicator.share(own)]
+            made = self._share(own)
             self._buffers[number] = made
             return made
 
@@ -304,7 +304,11 @@ class Workspace:
         members call this at the same time, and it blocks until they have."""
         what = "reaching the memory of the group's members"
         own = made_by_all(self.communicator, what, lambda: self.communicator.alloc(_PROBE_BYTES))
-        return own is not None and made_by_all(self.communicator, what, lambda: self.communicator.share(own)) is not None
+        return own is not None and made_by_all(self.communicator, what, lambda: self._share(own)) is not None
+
+    def _share(self, own: warplink.Region) -> list[Any]:
+        """Every member's region, mapped here; ``own`` for this one. All members call this at the same time."""
+        return [own if region is None else region for region in self.communicator.share(own)]
 
     def barrier(self, ranks: Sequence[int] | None = None) -> None:
         """A barrier of the current streams of ``ranks``, this one among them, or of all members."""
