@@ -101,8 +101,8 @@ impl GroupExchange<'_> {
         }
     }
 
-    /// Maps the regions that the other ranks share: each shares as many, in the same order on all. Those of ranks that
-    /// this one does not reach are not mapped. Blocks until every rank has called it. Nothing of this rank.
+    /// Maps the regions that the other ranks share, in the order of ranks: each shares as many. There are none in the places
+    /// of this rank and of ranks that it does not reach. Blocks until every rank has called it.
     ///
     /// # Errors
     /// On all ranks where one cannot share its regions. A rank that cannot map them fails alone, so that ranks
@@ -131,18 +131,17 @@ impl GroupExchange<'_> {
             });
         }
         let mut handles = Vec::new();
-        for (rank, mut theirs) in gathered?.into_iter().enumerate() {
+        for (mut theirs, job_rank) in gathered?.into_iter().zip(self.group.members()) {
             let wires = theirs.get_mut(own).map(std::mem::take).unwrap_or_default();
-            if rank != own && wires.len() != regions.len() {
-                return Err(self.out_of_step(rank));
-            }
-            let job_rank = self.group.job_rank(rank)?;
-            let wires = wires.into_iter();
-            handles.push(
-                wires
-                    .map(|wire| memory.peer_handle(job_rank, wire))
-                    .collect::<Vec<PeerHandle>>(),
-            );
+            let received = wires
+                .into_iter()
+                .map(|wire| memory.peer_handle(*job_rank, wire));
+            handles.push(received.collect::<Vec<_>>());
+        }
+        let mut counts = handles.iter().map(Vec::len).enumerate();
+        let differs = |(rank, count): &(Rank, usize)| *rank != own && *count != regions.len();
+        if let Some((rank, _)) = counts.find(differs) {
+            return Err(self.out_of_step(rank));
         }
         let handles = handles.into_iter().enumerate();
         let mapped = handles.map(|(rank, handles)| {
