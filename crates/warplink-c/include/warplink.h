@@ -155,6 +155,43 @@ typedef enum {
     WARPLINK_COLLECTIVE_KIND_BARRIER = 8,
 } warplink_collective_kind;
 
+/// What ranks have of the rows of a fused collective. Where a rank owns rows, these are as many on each, in rank order.
+typedef enum {
+    /// Every rank has all rows of everything.
+    WARPLINK_FUSED_KIND_ALL_REDUCE = 0,
+    /// The same, but residual, `sum` and `residual_out` are of the rows that a rank owns.
+    WARPLINK_FUSED_KIND_ALL_REDUCE_SHARDED = 1,
+    /// The input is of all rows, all else of those that a rank owns.
+    WARPLINK_FUSED_KIND_REDUCE_SCATTER = 2,
+    /// Inputs are not added up: input, residual, `sum` and `residual_out` are of the rows that a rank owns, and the others of
+    /// all rows.
+    WARPLINK_FUSED_KIND_ALL_GATHER = 3,
+} warplink_fused_kind;
+
+/// How rows are normalised.
+typedef enum {
+    /// They are not.
+    WARPLINK_NORM_NONE = 0,
+    /// By the root of the mean of squares.
+    WARPLINK_NORM_RMS = 1,
+    /// By mean and variance.
+    WARPLINK_NORM_LAYER = 2,
+} warplink_norm;
+
+/// How rows become F8E4M3. Scales that are computed are at least 1e-10.
+typedef enum {
+    /// They do not.
+    WARPLINK_QUANTIZATION_NONE = 0,
+    /// Divided by one scale, which is read.
+    WARPLINK_QUANTIZATION_STATIC = 1,
+    /// Divided by a scale of each row, its largest magnitude / 448.
+    WARPLINK_QUANTIZATION_PER_TOKEN = 2,
+    /// The same of each 128 elements of a row.
+    WARPLINK_QUANTIZATION_PER_BLOCK = 3,
+    /// The same with the next power of two from that on.
+    WARPLINK_QUANTIZATION_PER_BLOCK_POWER_OF_TWO = 4,
+} warplink_quantization;
+
 /// The type of elements.
 typedef enum {
     /// `float`.
@@ -426,6 +463,51 @@ typedef struct {
 typedef struct {
     uint64_t id;
 } warplink_bound_call;
+
+/// A collective of rows and what follows it, the same on every rank but for the memory. Get one from
+/// `warplink_fused_call_default`, and change what is to differ. With h the sum of all inputs and the residual, rounded to the
+/// element type, and n what the norm makes of h, or h itself, q is n divided by a scale, as F8E4M3. What is stored are those
+/// outputs that are not null, at least one. Memory is of the device, row by row, and stays allocated until the stream is done.
+/// One of `sum`, `residual_out` and `output` may be exactly the input or the residual; other memory that is written overlaps
+/// nothing.
+typedef struct {
+    /// Bytes of this struct, which tell the version of the header; as `warplink_fused_call_default` set it.
+    size_t size;
+    /// A `warplink_fused_kind`.
+    int32_t kind;
+    /// The type of everything but `quantized` and `scale`, a `warplink_element_type`: F32, F16 or BF16.
+    int32_t element_type;
+    /// A `warplink_norm`.
+    int32_t norm;
+    /// A `warplink_quantization`.
+    int32_t quantization;
+    /// Not 0 where 1 is added to the weight.
+    int32_t weight_bias;
+    /// What is added to the mean of squares, or to the variance; not negative.
+    float eps;
+    /// How many rows, those of all ranks.
+    uint64_t tokens;
+    /// Elements of a row.
+    uint64_t width;
+    /// This rank's rows.
+    const void *input;
+    /// Rows that are added to the sum; null for none.
+    const void *residual;
+    /// `[width]`, exactly with a norm.
+    const void *weight;
+    /// `[width]`, added behind the weight; null for none.
+    const void *bias;
+    /// The sum alone.
+    void *sum;
+    /// h.
+    void *residual_out;
+    /// n.
+    void *output;
+    /// q, exactly with a quantisation.
+    void *quantized;
+    /// One that is read, with `WARPLINK_QUANTIZATION_STATIC`; otherwise written, `[rows]` or `[rows, width / 128, rounded up]`.
+    float *scale;
+} warplink_fused_call;
 
 /// A send or a receive of a group.
 typedef struct {
@@ -1042,6 +1124,17 @@ warplink_status warplink_bound_call_choice(warplink_bound_call bound, warplink_c
 
 /// Gives a bound call back. What was enqueued is done all the same. Does not block.
 warplink_status warplink_bound_call_free(warplink_bound_call bound);
+
+/// An all-reduce without memory, norm or quantisation. Does not block.
+warplink_fused_call warplink_fused_call_default(void);
+
+/// Enqueues a collective of rows with what follows it, as one kernel. All ranks get the same bits. It needs the direct path:
+/// WARPLINK_STATUS_UNSUPPORTED is the path by the vendor's library, and a row that is too long for the workspace. A description
+/// that does not fit itself or its memory, and one of another version's header, are WARPLINK_STATUS_INVALID_ARGUMENT.
+/// Ranks that call different things get WARPLINK_STATUS_MISMATCH of `warplink_stream_synchronize`. Does not block.
+warplink_status warplink_fused_collective(warplink_collectives collectives,
+                                          const warplink_fused_call *call,
+                                          warplink_stream stream);
 
 /// Does all `messages` at the same time, on any memory of the device that stays allocated until the stream is done. The
 /// n-th send to a rank is for the n-th receive there from this one, of as many bytes. Only the two ranks of a message

@@ -211,17 +211,19 @@ def unfused(
 ) -> dict[str, torch.Tensor]:
     """The same as an all-reduce and PyTorch's operations; every result by its name."""
     name: Any = group_name
-    total: torch.Tensor = funcol.wait_tensor(funcol.all_reduce(input.contiguous(), "sum", name))
-    added = total.float() if residual is None else total.float() + residual.float()
-    results = {"sum": total, "residual_out": added.to(input.dtype)}
-    row = results["residual_out"].float()
+    # Added in single precision, as the kernel does.
+    wide = input.float() if input.dtype in ROW_DTYPES else input
+    total: torch.Tensor = funcol.wait_tensor(funcol.all_reduce(wide.contiguous(), "sum", name))
+    added = total if residual is None else total + residual.to(total.dtype)
+    results = {"sum": total.to(input.dtype), "residual_out": added.to(input.dtype)}
+    row = results["residual_out"].to(total.dtype)
     if norm == "layer":
         row = row - row.mean(-1, keepdim=True)
     if norm is not None and weight is not None:
         row = row * torch.rsqrt(row.square().mean(-1, keepdim=True) + eps)
-        row = row * (weight.float() + 1 if weight_bias else weight.float())
+        row = row * (weight.to(row.dtype) + (1 if weight_bias else 0))
     if bias is not None:
-        row = row + bias.float()
+        row = row + bias.to(row.dtype)
     results["output"] = row.to(input.dtype)
     if quantization is None:
         return results

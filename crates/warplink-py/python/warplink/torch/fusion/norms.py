@@ -96,7 +96,8 @@ def _is_number(node: Any, number: float) -> bool:
 
 
 def _plain_add(node: Node) -> bool:
-    return node.target is aten.add.Tensor and _is_number(node.kwargs.get("alpha", 1), 1)
+    sums = node.target in (aten.add.Tensor, aten.add.Scalar)
+    return sums and _is_number(node.kwargs.get("alpha", 1), 1)
 
 
 def _read(collective: Node) -> Norm:
