@@ -90,6 +90,7 @@ impl Communicator {
     fn of(job: &Arc<JobServices>, group: Arc<Group>, is_world: bool) -> Self {
         let fault = Arc::<Fault>::default();
         job.losses.add(&group, &fault, job.bootstrap.health());
+        // Weak, since the fault owns this callback.
         let own = (Arc::downgrade(&fault), group.clone());
         let (losses, bootstrap) = (job.losses.clone(), Arc::downgrade(&job.bootstrap));
         fault.tell_with(move |error| {
@@ -364,6 +365,7 @@ impl Communicator {
 
     /// Blocks until `stream` is done; meanwhile exchanges call statements with other ranks.
     fn wait_for(&self, stream: &Stream, deadline: Deadline) -> Result<()> {
+        // In two steps: wait until the moment at which a statement is due, send it, wait on.
         if let Some(moment) = self.joined_collectives.tell()
             && moment < deadline.remaining()
         {

@@ -27,7 +27,7 @@ const LOOKS: u32 = 200;
 const SLEEP: i64 = 500_000_000;
 
 /// How long closing waits for UCX to abort operations in flight.
-const LEAVING: Duration = Duration::from_secs(1);
+const CLOSE_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Interval in which UCX detects a dead peer.
 const KEEPALIVE: &str = "1s";
@@ -349,7 +349,7 @@ impl Drop for Engine {
         for peer in self.peers.values_mut() {
             peer.close(true, None);
         }
-        let deadline = Deadline::after(LEAVING);
+        let deadline = Deadline::after(CLOSE_TIMEOUT);
         while !self.peers.is_empty() && !deadline.passed() {
             if !self.progress() {
                 std::thread::sleep(Duration::from_micros(100));

@@ -5,7 +5,7 @@ use super::ffi::{
     Endpoint, EndpointParams, ErrorHandler, MemoryType, RemoteKey, RequestParams, RequestPointer,
     Status, Ucp, Worker, flag, immediate, status,
 };
-use super::{OnDone, OnFailure, Reply, UNREACHED};
+use super::{OnDone, OnFailure, Reply, UNREACHABLE_HELP};
 use crate::device::DeviceSlice;
 use crate::error::{Error, ErrorKind, Rank, Result};
 use std::collections::{HashMap, VecDeque};
@@ -451,7 +451,7 @@ impl Peer {
             )
             .with_peer(self.rank)
             .with_code(why.into())
-            .with_help(UNREACHED),
+            .with_help(UNREACHABLE_HELP),
         );
     }
 
