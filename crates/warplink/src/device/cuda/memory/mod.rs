@@ -380,6 +380,7 @@ impl Drop for PlainMemory {
             address: self.address,
             bytes: self.whole,
         };
+        // Acquire: pairs with `forbid_reuse`, which another thread may have called.
         let reusable = self.reusable.load(Ordering::Acquire);
         let (reaper, blocks) = (self.gpu.reaper.clone(), self.gpu.blocks.clone());
         let keep = move || {

@@ -269,6 +269,7 @@ impl NcclComm {
         call: impl FnOnce(&Nccl, Handle) -> c_int,
     ) -> Result<()> {
         let _alone = lock(&self.calls);
+        // Look only now: `abort` takes the pointer before it waits for this lock.
         let raw = self.raw.load(Ordering::Acquire);
         if raw.is_null() {
             return Err(
@@ -383,6 +384,7 @@ impl Drop for NcclComm {
 
 impl fmt::Debug for NcclComm {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        // Relaxed: only the value is printed.
         write!(f, "NcclComm({:p})", self.raw.load(Ordering::Relaxed))
     }
 }
