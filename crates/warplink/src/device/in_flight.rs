@@ -164,9 +164,9 @@ impl Held {
             }
         }
         self.marks.retain(|mark| match mark {
+            // A query error counts as not reached: memory is never released too early.
             Mark::Recorded(event) => !event.is_reached().unwrap_or(false),
             Mark::Unrecorded(_) => true,
-            // A query error counts as not reached: memory is never released too early.
         });
         self.marks.is_empty()
     }

@@ -163,8 +163,8 @@ impl Line {
                 self.first_is_done();
                 shared.forget_peer(peer);
                 continue;
-                // Backoff: wait before retransmitting.
             }
+            // Backoff: wait before retransmitting.
             if self.again.is_some_and(|again| !again.passed()) {
                 return;
             }

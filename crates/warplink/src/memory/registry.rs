@@ -133,7 +133,7 @@ impl MemoryRegistry {
         if enough(&first) {
             return first;
         }
-        self.let_go_of_unused();
+        self.release_unused();
         let deadline = Deadline::after(MAX_RECLAIM);
         loop {
             // Checked before the attempt: memory released in between makes the attempt succeed.
@@ -151,7 +151,7 @@ impl MemoryRegistry {
     }
 
     /// Releases everything pooled or cached, and asks peers to unmap memory that only they use.
-    fn let_go_of_unused(&self) {
+    fn release_unused(&self) {
         let shared = &self.shared;
         shared.publications.reclaim();
         lock(&shared.reclaimers)
@@ -170,7 +170,7 @@ impl MemoryRegistry {
     /// [`ErrorKind::Timeout`], with a peer that still maps memory, or if streams were busy.
     pub(crate) fn trim(&self, deadline: Deadline) -> Result<()> {
         let shared = &self.shared;
-        self.let_go_of_unused();
+        self.release_unused();
         // Peers must have received the requests to unmap before waiting for them.
         shared.outbox.flush();
         let late = |error: Error| error.with_operation("trim memory").with_rank(shared.rank);

@@ -74,6 +74,8 @@ pub enum Obstacle {
 impl Obstacle {
     /// Whether it remains an obstacle when a class is forced.
     pub(super) fn withstands_force(&self) -> bool {
+        // A forced class is for tests of the paths on other links, so obstacles of the links themselves do
+        // not count.
         matches!(
             self,
             Self::DifferentMachines { .. }

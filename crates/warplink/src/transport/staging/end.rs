@@ -74,9 +74,9 @@ impl StagedEnd {
         let number = number as usize;
         if state.regions.len() <= number {
             state.regions.resize(number + 1, None);
-            // Memory inside reachable regions bypasses the rings.
         }
         state.regions[number] = Some(memory.clone());
+        // Memory inside reachable regions bypasses the rings.
         if is_reached {
             state.direct.add_own(memory);
         }
