@@ -170,11 +170,11 @@ impl Collectives {
             let all = context.all_gather(&[u8::from(engine.is_ok())])?;
             // The engine is used by all ranks or by none.
             if all.iter().all(|joined| joined == &[1]) {
-                tracing::info!(%obstacle, "collectives go by the vendor's library");
+                tracing::info!(%obstacle, "collectives use the vendor's library");
                 return engine;
             }
             let error = engine.err();
-            tracing::warn!(%obstacle, ?error, "collectives go directly, without the vendor's library");
+            tracing::warn!(%obstacle, ?error, "collectives use the direct path, since the vendor's library is unavailable");
         }
         let joined = Direct::join(context, machine, options.launch_bytes);
         // Whether this rank failed for a reason that also affects the other path; peers only know that it
@@ -192,12 +192,12 @@ impl Collectives {
                 let engine = EngineCollectives::join(context, options.communicator);
                 if let Err(error) = &engine {
                     context.fault.check()?;
-                    tracing::warn!(%error, "collectives that links of the mesh do not serve will fail");
+                    tracing::warn!(%error, "collectives that the mesh's links do not support will fail");
                 }
                 Ok(Paths::Both(Box::new(direct), engine))
             }
             (Err(error), None) => {
-                tracing::warn!(%error, "collectives go by the vendor's library");
+                tracing::warn!(%error, "collectives use the vendor's library");
                 by_engine()
             }
             (Err(error), Some(_)) => Err(error),
@@ -239,7 +239,7 @@ impl Collectives {
         // One lane always synchronizes with the other ranks.
         if let Some(few @ (0 | 1)) = options.multiprocessors {
             return Err(Error::invalid(format!(
-                "{few} multiprocessors; expected at least 2, one that moves data and one that meets the other ranks"
+                "{few} multiprocessors; expected at least 2, one that moves data and one that synchronizes with the other ranks"
             ))
             .with_operation("join the collectives"));
         }

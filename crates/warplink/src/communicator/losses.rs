@@ -248,7 +248,7 @@ fn release_behind(finish: impl FnOnce() + Send + 'static) {
         .name("warplink-release".into())
         .spawn(finish);
     if let Err(error) = started {
-        tracing::error!(%error, "waits of a communicator that failed go on");
+        tracing::error!(%error, "waits of a failed communicator could not be aborted");
     }
 }
 

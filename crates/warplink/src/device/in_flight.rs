@@ -132,7 +132,7 @@ impl InFlight {
         if let Err(error) = started {
             // Later calls try again, and poll themselves.
             lock(&self.state).polled = false;
-            tracing::warn!(%error, "resources in flight are kept for longer, since the polling thread failed to start");
+            tracing::warn!(%error, "resources in flight are kept longer, since the polling thread failed to start");
         }
     }
 

@@ -109,7 +109,7 @@ impl Drop for PeerHandle {
         match self.shared.decode(self.peer, &self.wire) {
             Ok(handle) => self.shared.release_handle(&handle),
             Err(error) => {
-                tracing::warn!(%error, "a handle that cannot be read cannot be given back");
+                tracing::warn!(%error, "an invalid handle cannot be returned");
             }
         }
     }

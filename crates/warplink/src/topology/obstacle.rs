@@ -101,7 +101,7 @@ impl fmt::Display for Obstacle {
                 write!(f, "{} use one device, {address}", list(ranks))
             }
             Self::LinksUnknown { rank, reason } => {
-                write!(f, "rank {rank} cannot tell its links: {reason}")
+                write!(f, "rank {rank} cannot query its links: {reason}")
             }
             Self::MeshesDiffer {
                 rank,
