@@ -121,7 +121,7 @@ const MSCCLPP: [&str; 20] = [
     "mscclppRegisteredBufferWrite",
 ];
 
-/// What the documentation names in place of the functions of MSCCL++ is there.
+/// The documented replacements of MSCCL++ functions exist.
 #[test]
 fn what_replaces_mscclpp_is_in_the_header() {
     let header = std::fs::read_to_string(root().join("include/warplink.h")).unwrap();

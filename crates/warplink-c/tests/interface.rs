@@ -48,7 +48,7 @@ fn fails(status: Status, expected: Status, text: &str) {
     assert!(error.contains(text), "'{error}' does not say '{text}'");
 }
 
-/// What `call` writes to the place that it is given.
+/// Value that `call` stores to its output.
 #[track_caller]
 fn made<T>(call: impl FnOnce(*mut T) -> Status) -> T {
     let mut place = std::mem::MaybeUninit::uninit();

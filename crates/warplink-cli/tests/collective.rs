@@ -272,7 +272,7 @@ fn figures_of_another_program_are_shown_beside() {
     );
 }
 
-/// What is wrong with a file is said before anything is measured, and what is found out later costs no figures.
+/// Errors in a file are reported before the measurement, and later ones do not lose the figures.
 #[test]
 fn a_file_that_cannot_be_written_costs_no_figures() {
     let output = bench(&["all-reduce", "-n", "2", "--plot", "/nowhere/plot.svg"]);

@@ -171,7 +171,7 @@ fn what_tune_measures_predicts_programs_within_a_factor_of_two() {
     unreachable!("predicted over measured: {ratios:?}");
 }
 
-/// What a model has measured of the library's own algorithms decides which one does a call.
+/// A model's measurements of the library's algorithms decide which one is selected.
 #[test]
 fn measured_algorithms_are_those_that_are_chosen() {
     let directory = tempfile::tempdir().unwrap();

@@ -1,4 +1,4 @@
-//! What `warplink doctor` says, and how it exits, on a machine of any kind.
+//! Output and exit status of `warplink doctor`, on any kind of machine.
 
 #![allow(
     clippy::unwrap_used,

@@ -1,4 +1,4 @@
-//! What `--json` prints: one object, and of every error the same one.
+//! Output with `--json`: one object, also for errors.
 
 // A test fails by panicking.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
@@ -160,7 +160,7 @@ const LONG: [&str; 7] = [
     "--json",
 ];
 
-/// What a job prints that `end` ends: it gets the process ids of the first process and of rank 0.
+/// Output of a job that `end` ends: it gets the process ids of the first process and of rank 0.
 fn ended_by(end: impl FnOnce(u32, u32)) -> Value {
     let mark = format!(
         "WARPLINK_TEST_MARK={}.{:?}",

@@ -1,4 +1,4 @@
-//! What ranks get from `warplink launch`, and what becomes of their output.
+//! Environment of the ranks of `warplink launch`, and handling of their output.
 
 #[allow(dead_code, reason = "shared with the tests of endings")]
 mod common;

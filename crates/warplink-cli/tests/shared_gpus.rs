@@ -16,7 +16,7 @@ use std::process::{Child, Command, Output, Stdio};
 use tempfile::TempDir;
 
 /// Behaves as `nvidia-cuda-mps-control` does: `-d` leaves a daemon that answers until it is told to quit.
-/// What happens is noted in `events`.
+/// Records its actions in `events`.
 const CONTROL: &str = r#"#!/bin/sh
 here=HERE
 pipe=$CUDA_MPS_PIPE_DIRECTORY

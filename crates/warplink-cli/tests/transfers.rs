@@ -21,7 +21,7 @@ const METHODS: [&str; 9] = [
     "nccl",
 ];
 
-/// What `bench p2p` writes for one size.
+/// Output of `bench p2p` for one size.
 fn bench(more: &[&str]) -> String {
     let size = [
         "--from",

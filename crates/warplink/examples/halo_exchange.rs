@@ -64,7 +64,7 @@ fn initial(row: usize, column: usize) -> f64 {
     }
 }
 
-/// What every rank does. Gives the whole plate at the start, and after each launch.
+/// Body of every rank. Returns the whole plate at the start, and after each launch.
 pub(crate) fn rank(comm: &Communicator) -> Result<Vec<Moment>> {
     let source = ModuleSource::new("halo_exchange.cu")
         .with_cuda(include_str!("halo_exchange.cu"))

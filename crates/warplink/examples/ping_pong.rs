@@ -43,7 +43,7 @@ fn ping_pong(block: &Block<'_>) -> Result<()> {
     Ok(())
 }
 
-/// What every rank does.
+/// Body of every rank.
 pub(crate) fn rank(comm: &Communicator) -> Result<()> {
     // Compiled by NVRTC for the GPU at hand. It is loaded before any kernel runs that waits for a peer:
     // loading might wait for that kernel.

@@ -58,7 +58,7 @@ struct Options {
     mix: Mix,
 }
 
-/// What is listed, with commas between.
+/// Values of a comma-separated list.
 fn list<T: FromStr>(name: &str, text: &str) -> Result<Vec<T>, String> {
     let each = text.split(',').map(|one| {
         one.parse()

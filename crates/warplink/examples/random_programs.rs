@@ -51,8 +51,8 @@ const LIMIT: Duration = Duration::from_secs(180);
 /// How often the counts so far are printed.
 const EVERY: Duration = Duration::from_secs(60);
 
-/// What starts a line of a job: the seed that comes next, a line of what went wrong, the class of a
-/// program and of a mutant.
+/// Prefixes of a job's output lines: the next seed, a line of a failure, the class of a program and of a
+/// mutant.
 const NEXT: char = '>';
 const WRONG: char = '!';
 const PROGRAM: char = '=';

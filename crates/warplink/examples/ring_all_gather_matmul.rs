@@ -122,9 +122,9 @@ struct Ring {
     steps: Vec<Step>,
     /// Reached when the matmuls of the last run are done.
     computed: Event,
-    /// What communicates. It comes first where the device has to choose, since others wait for it.
+    /// For communication, with priority on the device, since other ranks wait for it.
     communication: Stream,
-    /// What multiplies.
+    /// For matmuls.
     computation: Stream,
 }
 
@@ -236,7 +236,7 @@ fn sequential(comm: &Communicator, problem: &Problem, ring: &Ring) -> Result<()>
     ring.end()
 }
 
-/// What every rank does.
+/// Body of every rank.
 fn rank(comm: &Communicator) -> Result<()> {
     let (rank, world) = (comm.rank(), comm.world());
     let problem = Problem::new(comm)?;

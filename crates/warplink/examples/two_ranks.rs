@@ -18,7 +18,7 @@ fn main() -> ExitCode {
     ranks::run(2, rank)
 }
 
-/// What every rank does.
+/// Body of every rank.
 fn rank(comm: &Communicator) -> Result<()> {
     // A region is device memory that the other ranks may reach. A stream is an ordered queue of
     // work for the device: what is put into it happens later, one operation after the other.

@@ -7,46 +7,46 @@ use crate::shortage::Shortage;
 use std::borrow::Cow;
 use std::fmt;
 
-/// The number of a process (or thread) in a communicator, from 0 to the world size less one.
+/// Number of a process (or thread) in a communicator: 0 to world size - 1.
 pub type Rank = usize;
 
-/// The library's result.
+/// Result type of the library.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// What kind of failure an [`Error`] is; match on this, not on its text.
+/// Kind of an [`Error`]. Match on this, not on the message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum ErrorKind {
-    /// An argument is wrong: a length, a rank, an alignment, a combination of options.
+    /// Invalid argument: a length, a rank, an alignment, a combination of options.
     InvalidArgument,
-    /// A handle that came over the wire is truncated, altered, of another version or stale.
+    /// A handle is truncated, altered, stale or of another version.
     InvalidHandle,
-    /// Two ranks disagree: world sizes, lengths of a send and its receive, protocols.
+    /// Two ranks disagree: on world sizes, lengths of a send and its receive, protocols.
     Mismatch,
-    /// A wait passed its deadline.
+    /// A wait exceeded its deadline.
     Timeout,
-    /// A rank died, aborted or was dropped without being closed, or its connection ended.
+    /// A rank died, aborted or was dropped without being closed, or its connection broke.
     PeerLost,
-    /// A rank left in order while something still depended on it.
+    /// A rank left in order while others still depended on it.
     PeerLeft,
-    /// The other ranks go on without this one: they did not hear of it for longer than
+    /// The other ranks have given up on this one: it was silent for longer than
     /// [`heartbeat_limit`](crate::bootstrap::JoinConfig::heartbeat_limit), or its connection was cut.
     GivenUp,
-    /// A rank failed before its part in what this rank does with it; the message says how.
+    /// A rank failed before its part of a common operation; the message states its error.
     PeerFailed,
-    /// A process that joins does not hold the secret.
+    /// A joining process does not have the secret.
     Authentication,
-    /// What came over a socket does not follow the protocol.
+    /// Received data violates the protocol.
     Protocol,
-    /// The address to listen on is taken.
+    /// The address to listen on is in use.
     AddressInUse,
-    /// The object was closed, or what it stands for was freed.
+    /// The object was closed, or its resource was freed.
     Closed,
-    /// A call of a driver or a vendor library failed; the code is in [`Error::code`].
+    /// A driver or vendor library call failed; the code is in [`Error::code`].
     Driver,
-    /// A library that is loaded at run time is missing, or lacks a symbol.
+    /// A library loaded at run time is missing, or lacks a symbol.
     LibraryMissing,
-    /// The device, the driver or the allocation cannot do this.
+    /// The device, the driver or the allocation does not support this.
     Unsupported,
     /// Device or shared memory is exhausted.
     OutOfMemory,
@@ -60,7 +60,7 @@ pub enum ErrorKind {
     Internal,
 }
 
-/// A failure: its kind, what was being done, and the peer, key, device and code where there are any.
+/// A failure: its kind, the operation, and the peer, key, device and code, if any.
 #[derive(Clone, Debug)]
 pub struct Error(Box<Inner>);
 
@@ -70,7 +70,7 @@ struct Inner {
     message: Cow<'static, str>,
     operation: Option<Cow<'static, str>>,
     rank: Option<Rank>,
-    /// The same ranks in the job, where a communicator numbers them otherwise.
+    /// The same ranks in job numbering, if that differs from the communicator's.
     job_rank: Option<Rank>,
     job_peer: Option<Rank>,
     peer: Option<Rank>,
@@ -81,7 +81,7 @@ struct Inner {
 }
 
 impl Error {
-    /// An error of `kind` that says `message`.
+    /// Creates an error of `kind` with `message`.
     pub fn new(kind: ErrorKind, message: impl Into<Cow<'static, str>>) -> Self {
         Self(Box::new(Inner {
             kind,
@@ -148,27 +148,27 @@ impl Error {
         }
     }
 
-    /// Names the operation that failed; the outermost caller's word stands.
+    /// Sets the failed operation; the outermost caller's wins.
     pub fn with_operation(mut self, operation: impl Into<Cow<'static, str>>) -> Self {
         self.0.operation = Some(operation.into());
         self
     }
 
-    /// Names the rank on which this happened.
+    /// Sets the rank on which this happened.
     pub fn with_rank(mut self, rank: Rank) -> Self {
         self.0.rank = Some(rank);
         self
     }
 
-    /// Names the peer that this concerns.
+    /// Sets the peer concerned.
     pub fn with_peer(mut self, peer: Rank) -> Self {
         self.0.peer = Some(peer);
         self
     }
 
-    /// Names the ranks as a communicator numbers them and, where the job has them by other numbers,
-    /// as the job does. Those that the error names are the job's, and `numbered` gives theirs; or,
-    /// with `jobs`, they are the communicator's already, and it gives the job's.
+    /// Renumbers the ranks to those of a communicator, keeping the job's if they differ. The error's ranks
+    /// are the job's, and `numbered` translates them; or, with `jobs`, they are the communicator's already,
+    /// and it translates to the job's.
     pub(crate) fn in_group(
         mut self,
         (rank, job_rank): (Rank, Rank),
@@ -192,78 +192,78 @@ impl Error {
         self
     }
 
-    /// Names the store key, signal or connection that this concerns.
+    /// Sets the store key, signal or connection concerned.
     pub fn with_key(mut self, key: impl Into<String>) -> Self {
         self.0.key = Some(key.into());
         self
     }
 
-    /// Names the device.
+    /// Sets the device.
     pub fn with_device(mut self, device: impl Into<String>) -> Self {
         self.0.device = Some(device.into());
         self
     }
 
-    /// Adds the code that a driver, a library or the system returned.
+    /// Adds the code returned by a driver, a library or the system.
     pub fn with_code(mut self, code: i64) -> Self {
         self.0.code = Some(code);
         self
     }
 
-    /// Says what to do about it, as an imperative.
+    /// Sets help text, as an imperative.
     pub fn with_help(mut self, help: impl Into<Cow<'static, str>>) -> Self {
         self.0.help = Some(help.into());
         self
     }
 
-    /// Says more of what happened.
+    /// Appends details to the message.
     pub(crate) fn adding(mut self, more: &str) -> Self {
         self.0.message = format!("{}; {more}", self.0.message).into();
         self
     }
 
-    /// What kind of failure this is.
+    /// Kind of failure.
     pub fn kind(&self) -> ErrorKind {
         self.0.kind
     }
 
-    /// What happened, without the context around it.
+    /// The message, without context.
     pub fn message(&self) -> &str {
         &self.0.message
     }
 
-    /// What to do about it, if anything is known.
+    /// Suggested remedy, if known.
     pub fn help(&self) -> Option<&str> {
         self.0.help.as_deref()
     }
 
-    /// The peer that this concerns, if one, by its rank in the communicator that was called. `None`
-    /// also where that does not contain the peer.
+    /// The peer concerned, in the numbering of the called communicator; `None` also if that does not contain
+    /// the peer.
     pub fn peer(&self) -> Option<Rank> {
         self.0.peer
     }
 
-    /// The peer that this concerns, if one, by its rank in the job.
+    /// The peer concerned, in job numbering.
     pub fn job_peer(&self) -> Option<Rank> {
         self.0.job_peer.or(self.0.peer)
     }
 
-    /// The rank on which this happened, if it is known, in the communicator that was called.
+    /// The rank on which this happened, if known, in the numbering of the called communicator.
     pub fn rank(&self) -> Option<Rank> {
         self.0.rank
     }
 
-    /// The operation that failed, if it is known.
+    /// The failed operation, if known.
     pub fn operation(&self) -> Option<&str> {
         self.0.operation.as_deref()
     }
 
-    /// The store key, signal or connection that this concerns, if one.
+    /// The store key, signal or connection concerned, if any.
     pub fn key(&self) -> Option<&str> {
         self.0.key.as_deref()
     }
 
-    /// The code that a driver, a library or the system returned, if one.
+    /// The code returned by a driver, a library or the system, if any.
     pub fn code(&self) -> Option<i64> {
         self.0.code
     }

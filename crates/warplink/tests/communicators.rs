@@ -19,7 +19,7 @@ use warplink::{Communicator, Deadline, DeviceKind, ErrorKind, Job};
 /// Lists of ranks of a job of four that overlap, in orders of their own.
 const GROUPS: [&[usize]; 4] = [&[0, 1, 2], &[3, 2, 1], &[2, 0], &[1, 0, 3, 2]];
 
-/// What a test needs at least.
+/// Whether a test has its minimum of ranks.
 fn has_ranks(comm: &Communicator, ranks: usize) -> bool {
     comm.world() >= ranks
 }

@@ -1,4 +1,4 @@
-//! What every device must do, checked on the one under test.
+//! Contract of every device, checked on the one under test.
 
 // A test fails by panicking.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]

@@ -466,7 +466,7 @@ fn a_rank_that_was_short_of_descriptors_serves_its_peers_again() {
     });
 }
 
-/// What it lets go of meanwhile is told when the system has descriptors again.
+/// Releases during the shortage are announced once descriptors are available again.
 #[test]
 fn a_rank_that_was_short_of_descriptors_lets_go_of_its_peers_memory() {
     if kind() != warplink::DeviceKind::Host {

@@ -1,4 +1,4 @@
-//! What is freed comes back, nothing is freed too early, and whatever is dropped in use is kept.
+//! Freed memory is reusable, nothing is freed too early, and objects dropped while in use are kept.
 
 // A test fails by panicking.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
@@ -28,7 +28,7 @@ use warplink::{Communicator, DeviceKind, ErrorKind};
 
 const MIB: usize = 1 << 20;
 
-/// What a process holds of the system.
+/// System resources held by a process.
 #[derive(Clone, Copy, Debug)]
 struct Footprint {
     descriptors: usize,
@@ -70,7 +70,7 @@ impl Footprint {
     }
 }
 
-/// What this process has open, and how many of each.
+/// Files opened by this process, and how often each.
 fn open_files() -> BTreeMap<String, usize> {
     let mut files = BTreeMap::new();
     for file in std::fs::read_dir("/proc/self/fd").unwrap() {

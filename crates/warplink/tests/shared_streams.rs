@@ -236,7 +236,7 @@ fn forward_along(chain: [Rank; 4]) {
     });
 }
 
-/// What was synchronized before the loss is good: its communicator goes on, in the same stream too.
+/// Results synchronized before the loss are valid: their communicator continues, also in the same stream.
 #[test]
 fn work_that_was_done_before_the_loss_stays_good() {
     let done = TimedBarrier::new(3);

@@ -1,4 +1,4 @@
-//! What the structure of the sources promises, where a machine can hold it.
+//! Structural rules of the sources that a machine can check.
 
 #![allow(clippy::unwrap_used, clippy::panic)]
 

@@ -1,4 +1,4 @@
-//! What a timeout says: the operation, the peer, the tag or key, and how long was waited.
+//! Contents of timeout errors: the operation, the peer, the tag or key, and the time waited.
 
 // A test fails by panicking.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
@@ -14,7 +14,7 @@ use warplink::p2p::{Path, TransferRequest};
 use warplink::program::{Bindings, Parameters, PrepareOptions, Program};
 use warplink::{Communicator, Deadline, Error, ErrorKind, Rank, Result};
 
-/// What a timeout says that leaves the communicator as it was.
+/// Suffix of timeouts that leave the communicator usable.
 const USABLE: &str = "; the communicator can still be used";
 
 fn late() -> Deadline {

@@ -88,7 +88,7 @@ impl Process {
         writeln!(self.input, "{line}").unwrap();
     }
 
-    /// What follows `word` in the next line that begins with it.
+    /// Remainder of the next line that starts with `word`.
     fn line(&mut self, word: &str) -> String {
         loop {
             let mut line = String::new();

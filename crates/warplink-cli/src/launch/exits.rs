@@ -49,8 +49,10 @@ impl Exits {
         let process = pidfd_open(pid, PidfdFlags::empty()).context("watch a rank")?;
         let number = u64::from(pid.as_raw_nonzero().get().cast_unsigned());
         let Watched { epoll, processes } = &*self.0;
+        // Locked across both steps, so that an exit is not handled before its entry exists.
         let mut processes = processes.lock().unwrap_or_else(PoisonError::into_inner);
         let data = EventData::new_u64(number);
+        // Once only: the descriptor of an exited process stays readable.
         epoll::add(epoll, &process, data, EventFlags::IN | EventFlags::ONESHOT)
             .context("watch a rank")?;
         processes.insert(number, (process, ended));

@@ -106,11 +106,13 @@ impl GpuService {
     /// # Errors
     /// If the command is missing or fails, or the service does not answer.
     pub(super) fn start(mark: &Mark) -> Result<Self> {
+        // The temporary directory is shared, so the name must be unpredictable.
         let random = getrandom::u64().map_err(|error| anyhow!("name a directory: {error}"))?;
         let name = format!("{}{random:016x}", prefix(guard::id()));
         let directory = env::temp_dir().join(name);
         let control = ServiceControl::find()?.of(mark, variables(&directory));
         let service = Self { control, directory };
+        // Private: access to the pipe is access to the GPUs as this user.
         for folder in [&service.directory, &service.pipes(), &service.logs()] {
             let made = DirBuilder::new().mode(0o700).create(folder);
             made.with_context(|| format!("make the directory {}", folder.display()))?;

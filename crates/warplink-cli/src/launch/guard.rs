@@ -24,6 +24,7 @@ const VARIABLE: &str = "WARPLINK_GUARD";
 /// Signals that end a launch, except those ignored when this process was started (`nohup`, a shell's `&`),
 /// which stay ignored, also by the ranks.
 pub(crate) fn ending_signals() -> impl Iterator<Item = i32> {
+    // A signal that the caller ignores stays ignored, as under nohup.
     let signals = [SIGINT, SIGTERM, SIGQUIT, SIGHUP];
     signals.into_iter().filter(|signal| !is_ignored(*signal))
 }
@@ -61,7 +62,9 @@ pub(super) fn hide(command: &mut Command) {
 
 /// Runs this command again as a child and forwards signals to it. Kills its leftovers if it is killed.
 pub(crate) fn guard(json: bool) -> Result<ExitCode> {
+    // Before the launcher starts, so that its orphans become children of this process.
     super::leftovers::adopt();
+    // Likewise, so that no signal ends this process and leaves the launcher.
     let mut signals = Signals::new(ending_signals()).context("handle signals")?;
     let child = this_command()
         .args(std::env::args_os().skip(1))
@@ -103,6 +106,7 @@ pub(crate) fn guard(json: bool) -> Result<ExitCode> {
         // A stopped launcher could not end the ranks.
         let _ = pass_on(Signal::CONT);
     };
+    // The ranks of a dead launcher are children of this process, a subreaper.
     kill_children();
     gpu_service::remove_directories();
     let text = format!("the launcher was ended by {}", outcome::name(killed));
@@ -115,6 +119,7 @@ pub(crate) fn guard(json: bool) -> Result<ExitCode> {
 
 /// Whether a signal was ignored when this process was started.
 fn is_ignored(signal: i32) -> bool {
+    // From /proc, since sigaction would need unsafe code.
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let mask = status
         .lines()

@@ -34,6 +34,7 @@ impl Mark {
 
     /// Marks the processes that `command` will start, in addition to the marks of outer launches.
     pub(super) fn apply(&self, command: &mut Command) {
+        // By environment, which processes keep when they change their group, session or parent.
         let mut value = std::env::var_os(VARIABLE).unwrap_or_default();
         value.push(",");
         value.push(&self.0);
@@ -74,6 +75,7 @@ pub(super) fn kill_children() {
 
 /// Kills every child of this process, and every process that satisfies `also`.
 fn kill(also: impl Fn(Pid) -> bool) {
+    // Several rounds, since processes may fork while others are being killed.
     for _ in 0..MAX_ROUNDS {
         let mut found = false;
         for pid in processes().into_iter().filter(|pid| *pid != getpid()) {
@@ -93,6 +95,7 @@ fn kill(also: impl Fn(Pid) -> bool) {
                 };
             }
             if is_child {
+                // Otherwise the zombie would be found again in every round.
                 let _ = waitpid(Some(pid), WaitOptions::NOHANG);
             }
         }

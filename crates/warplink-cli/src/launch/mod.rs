@@ -36,7 +36,7 @@ use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::time::Duration;
 
-/// What to launch.
+/// Ranks to launch, and how.
 #[derive(Debug)]
 pub(crate) struct LaunchPlan {
     /// Number of ranks.

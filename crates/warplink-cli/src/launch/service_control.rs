@@ -156,6 +156,7 @@ fn ends_well(child: &mut Child) -> bool {
 fn has_ended(process: Pid) -> bool {
     let until = Instant::now() + MAX_END;
     loop {
+        // A zombie holds no resources of the GPU any more, though nobody has reaped it.
         let ended = is_zombie(process) || test_kill_process(process) == Err(Errno::SRCH);
         if ended || Instant::now() > until {
             return ended;

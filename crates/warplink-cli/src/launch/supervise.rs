@@ -170,6 +170,7 @@ impl Supervisor {
             }
         }
         watch.decide();
+        // Ranks first: dropping them kills leftover processes, which may hold the output open.
         drop(ranks);
         drop(self.pumping);
         // Returns when the channel closes, or on timeout.
@@ -248,6 +249,7 @@ impl Watch {
             Event::Signal(_) if guard::is_lost() => self.follow_guard(ranks),
             Event::Signal(SIGCONT) => {}
             Event::Signal(number) => {
+                // A second signal means that the first did not suffice: kill.
                 let again = self.outcome.signalled.is_some();
                 let signal = if again {
                     None
@@ -296,10 +298,12 @@ impl Watch {
         if let Some(place) = self.outcome.exits.get_mut(rank) {
             *place = exit;
         }
+        // Ranks that end after the launcher began to end them did not fail on their own.
         if !exit.failed() || self.ending || self.outcome.otherwise != 0 {
             return;
         }
         self.failed.push(rank);
+        // A rank that fails because of another may exit before it, so collect failures for a moment.
         if self.failed.len() == 1 {
             self.after(SETTLE_TIME, Timer::End);
         }
@@ -340,10 +344,12 @@ fn wait_for(pid: Pid, consequence: Option<i32>) -> RankExit {
     loop {
         match waitid(
             WaitId::Pid(pid),
+            // Leave the zombie: while it exists, its pid is not reused and can be signalled safely.
             WaitIdOptions::EXITED | WaitIdOptions::NOWAIT,
         ) {
             Ok(Some(status)) => {
                 let code = status.exit_status();
+                // With this exit code, a rank reports that it failed because of another one.
                 let follows = code.is_some() && code == consequence;
                 return RankExit {
                     code: if follows { Some(1) } else { code },

@@ -15,7 +15,7 @@ use warplink::program::Trace;
 /// Maximum chain of symbolic links, as in the kernel.
 const MAX_LINKS: usize = 40;
 
-/// What a path resolves to.
+/// Target of a path, with symbolic links resolved.
 #[derive(Debug)]
 enum Target {
     /// A file to be replaced or created: its resolved path.

@@ -55,12 +55,12 @@ pub(crate) fn launch_with(options: &[&str], ranks: usize, script: &str) -> Outpu
     warplink(&args).output().unwrap()
 }
 
-/// What was written to standard output.
+/// Standard output.
 pub(crate) fn stdout(output: &Output) -> String {
     String::from_utf8(output.stdout.clone()).unwrap()
 }
 
-/// What was written to standard error.
+/// Standard error.
 pub(crate) fn stderr(output: &Output) -> String {
     String::from_utf8(output.stderr.clone()).unwrap()
 }

@@ -1,4 +1,4 @@
-//! What the examples share: running as several ranks, however they were started.
+//! Shared by the examples: running as several ranks, however they were started.
 
 use std::process::ExitCode;
 use warplink::{Communicator, DeviceKind, Result, device};

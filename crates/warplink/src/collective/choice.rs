@@ -131,6 +131,7 @@ impl Machine {
     /// As [`choose`](Self::choose).
     pub(super) fn choose_bound(&self, call: &Call, overlap: Overlap) -> Result<Choice> {
         let copied = Algorithm::CopyEngine;
+        // An explicit algorithm other than the copy engine also rules out its use by binding.
         if !self.copies(call, overlap) || self.forced.is_some_and(|forced| forced != copied) {
             return self.choose(call);
         }
@@ -154,6 +155,7 @@ impl Machine {
             Overlap::Apart => Algorithm::CopyEngine.program(call.kind),
             Overlap::Shared => copies_in_place(call.kind),
         };
+        // Links of a mesh reach some peers only, and one rank has nobody to copy to.
         program.is_some() && self.cube.is_none() && self.world > 1 && call.count > 0
     }
 
@@ -212,6 +214,7 @@ impl Machine {
 
     /// Whether the direct path executes a call; in a hybrid cube mesh, only some.
     pub(super) fn does(&self, call: &Call) -> bool {
+        // A mesh's only program reduces data, so empty calls need the engine.
         self.cube.is_none() || call.count > 0 && self.fits(Algorithm::Cube, call)
     }
 
@@ -220,6 +223,7 @@ impl Machine {
         if algorithm.program(call.kind).is_none() {
             return false;
         }
+        // In a mesh, every other algorithm would use missing links; elsewhere, `cube` has no positions.
         if (algorithm == Algorithm::Cube) != self.cube.is_some() {
             return false;
         }
@@ -448,6 +452,7 @@ fn packed(positions: &[Rank; CUBE_RANKS]) -> (i64, i64) {
 
 /// Elements of a part, as programs divide tensors.
 pub(super) fn part(elements: usize, parts: usize) -> usize {
+    // Parts start at multiples of the unit on all ranks, for aligned vector accesses.
     let unit = PART_UNIT as usize;
     elements.div_ceil(unit * parts).saturating_mul(unit)
 }

@@ -197,7 +197,7 @@ fn awaited_message(collectives: &Inner) -> Option<Error> {
             .with_operation("synchronize")
             .with_peer(peer)
             .with_help(
-                "give each send a receive on the other rank, in an order in which all can go on",
+                "give each send a receive on the other rank, in an order in which all can progress",
             ),
     )
 }

@@ -57,6 +57,7 @@ impl Direct {
                 root: None,
             };
             let forced = Machine {
+                // Forced: the model's choice for such a short call would not show the scratch of both areas.
                 forced: Some(algorithm),
                 ..machine.clone()
             };
@@ -72,6 +73,7 @@ impl Direct {
         Ok(Self {
             rank,
             workspace: SharedWorkspace::join(context, layout, MAX_LANES, |peer| {
+                // In a hybrid cube mesh, other ranks cannot be mapped, and the program does not access them.
                 let positions = machine.cube.as_ref();
                 positions.is_none_or(|positions| topology::is_cube_link(positions, rank, peer))
             })?,
@@ -107,6 +109,7 @@ impl Direct {
             aligned: starts.all(|start| start.is_multiple_of(16)),
             overlap,
         };
+        // Launches are prepared only along with code, which this call would wait for anyway.
         let kernel = self.kernel(machine, &shape, Readying::WithCode)?;
         // In place, peers' stores would overwrite data that is still to be sent.
         let reachable = overlap == Overlap::Apart || call.kind != CollectiveKind::AllToAll;

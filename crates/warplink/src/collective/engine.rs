@@ -46,6 +46,7 @@ impl EngineCollectives {
         };
         let engine = engine.map_err(|error| with_reason(error, world))?;
         let zeros = || {
+            // An input of one element and an output of `world`: an all-gather serves as barrier.
             let bytes = BARRIER_BYTES * (world + 1);
             let barrier = context.device.allocate(bytes, AllocationKind::Plain)?;
             let stream = context.device.create_stream(Priority::Normal)?;
@@ -80,6 +81,7 @@ impl EngineCollectives {
         let memory = self
             .device
             .allocate(bytes.max(2 * most), AllocationKind::Plain)
+            // Short of memory, only what is needed.
             .or_else(|_| self.device.allocate(bytes, AllocationKind::Plain))?;
         all.push(memory.clone());
         memory.slice(0..bytes)

@@ -101,6 +101,7 @@ impl Collectives {
             return self.enqueue_pieces(call, uses, (output, input), bytes, stream);
         }
         let scales = call.op.is_some_and(|op| op.factor().is_some());
+        // Without peers nothing moves, but a scaling operator must still be applied.
         if self.0.machine.world == 1 && !scales {
             self.0.context.fault.check()?;
             return self.in_turn(call, stream, |_| {
@@ -110,6 +111,7 @@ impl Collectives {
                 stream.copy(output, input)
             });
         }
+        // A slice that this rank does not use may be anything; the other one stands in for it.
         let input = if uses.reads { input } else { output };
         let output = if uses.writes { output } else { input };
         self.launch(call, &[input, output], uses.overlap, stream)
@@ -189,6 +191,7 @@ impl Collectives {
         work: impl FnOnce(bool) -> Result<()>,
     ) -> Result<()> {
         let inner = &self.0;
+        // Before the launch, so that the diagnosis of a hang names the call that hangs.
         *lock(&inner.last) = Some(*call);
         let enqueued = inner.used_by(stream, || inner.turns.take_with(stream, work));
         enqueued.map_err(|error| error.with_operation(call.kind.name()))

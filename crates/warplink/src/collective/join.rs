@@ -165,15 +165,16 @@ impl Collectives {
         }
         if let Some(obstacle) = topology.and_then(|topology| topology.obstacles().first()) {
             let engine = by_engine();
+            // A lost rank must not be mistaken for a missing engine.
             context.fault.check()?;
             let all = context.all_gather(&[u8::from(engine.is_ok())])?;
             // The engine is used by all ranks or by none.
             if all.iter().all(|joined| joined == &[1]) {
-                tracing::info!(%obstacle, "collectives go by the vendor's library");
+                tracing::info!(%obstacle, "collectives use the vendor's library");
                 return engine;
             }
             let error = engine.err();
-            tracing::warn!(%obstacle, ?error, "collectives go directly, without the vendor's library");
+            tracing::warn!(%obstacle, ?error, "collectives use the direct path, since the vendor's library is unavailable");
         }
         let joined = Direct::join(context, machine, options.launch_bytes);
         // Whether this rank failed for a reason that also affects the other path; peers only know that it
@@ -191,12 +192,12 @@ impl Collectives {
                 let engine = EngineCollectives::join(context, options.communicator);
                 if let Err(error) = &engine {
                     context.fault.check()?;
-                    tracing::warn!(%error, "collectives that links of the mesh do not serve will fail");
+                    tracing::warn!(%error, "collectives that the mesh's links do not support will fail");
                 }
                 Ok(Paths::Both(Box::new(direct), engine))
             }
             (Err(error), None) => {
-                tracing::warn!(%error, "collectives go by the vendor's library");
+                tracing::warn!(%error, "collectives use the vendor's library");
                 by_engine()
             }
             (Err(error), Some(_)) => Err(error),
@@ -238,7 +239,7 @@ impl Collectives {
         // One lane always synchronizes with the other ranks.
         if let Some(few @ (0 | 1)) = options.multiprocessors {
             return Err(Error::invalid(format!(
-                "{few} multiprocessors; expected at least 2, one that moves data and one that meets the other ranks"
+                "{few} multiprocessors; expected at least 2, one that moves data and one that synchronizes with the other ranks"
             ))
             .with_operation("join the collectives"));
         }
@@ -276,6 +277,7 @@ impl Collectives {
 fn fewest_multiprocessors(context: &RankContext) -> Result<usize> {
     let own = context.device.properties().multiprocessors as u64;
     let all = context.all_gather(&own.to_le_bytes())?;
+    // The fewest of all ranks: lanes of all ranks wait for one another, so each must have space for its own.
     let all = all.iter().filter_map(|one| one.as_slice().try_into().ok());
     let fewest = all.map(u64::from_le_bytes).min().unwrap_or(own);
     Ok(usize::try_from(fewest).unwrap_or(usize::MAX))
@@ -283,6 +285,7 @@ fn fewest_multiprocessors(context: &RankContext) -> Result<usize> {
 
 /// First rank on another machine.
 fn far(context: &RankContext, world: usize) -> Result<Option<Rank>> {
+    // Any rank of another machine rules out the direct path, so the first suffices.
     for peer in 0..world {
         if !context.memory.is_near(context.group.job_rank(peer)?)? {
             return Ok(Some(peer));
@@ -307,12 +310,12 @@ fn messages_bytes(workspace: usize, device: &DeviceProperties) -> usize {
         workspace / 2
     } else {
         workspace.saturating_mul(4)
-        // Alignment of mappings and of vector accesses.
     }
 }
 
 /// Rounds down to pages.
 const fn pages(bytes: usize) -> usize {
+    // Alignment of mappings and of vector accesses.
     bytes / 4096 * 4096
 }
 

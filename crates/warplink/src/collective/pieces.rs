@@ -36,12 +36,15 @@ impl Collectives {
 
     /// The longest piece of a long call, on at most `bytes` of memory; `None` if messages execute it.
     pub(super) fn piece(&self, call: &Call, bytes: usize) -> Option<Call> {
+        // Whole units keep the pieces aligned like the call, for vector accesses.
         let count = (bytes / call.dtype.size() / UNIT * UNIT).max(1);
         let count = count.min(call.count);
         match call.kind {
             CollectiveKind::AllReduce | CollectiveKind::Broadcast | CollectiveKind::Reduce => {
                 Some(Call { count, ..*call })
             }
+            // Rows of the input are far apart, while a piece must be contiguous: reduce each row to its own
+            // root.
             CollectiveKind::ReduceScatter => Some(Call {
                 kind: CollectiveKind::Reduce,
                 root: Some(0),

@@ -60,6 +60,8 @@ pub(super) struct Difference {
 /// Extends a running hash.
 fn extend(hash: u64, [a, b, c, d]: Words) -> u64 {
     let pair = |low: u32, high: u32| u64::from(high) << 32 | u64::from(low);
+    // Order matters as well as content, so mix by multiplication and rotation. On every call's path, hence no
+    // cryptographic hash; the constants are odd with well-spread bits.
     let hash = (hash ^ pair(a, b)).wrapping_mul(0x9e37_79b9_7f4a_7c15);
     (hash.rotate_left(29) ^ pair(c, d)).wrapping_mul(0xd1b5_4a32_d192_ed03)
 }
@@ -82,6 +84,8 @@ impl Record {
         self.under_way = Some([self.made, self.hash, self.recordings]);
         if is_recorded {
             let made = self.made;
+            // Captured calls have no numbers, since a graph is launched any number of times. The count of
+            // calls at the capture stands for them.
             self.recordings = extend(self.recordings, [made as u32, (made >> 32) as u32, 1, 0]);
             return;
         }
@@ -114,6 +118,7 @@ impl Record {
 
     /// The call with a number, if kept. A discarded call may have overwritten the oldest one.
     fn entry(&self, number: u64) -> Option<&Entry> {
+        // One fewer than the array holds: the call in progress has overwritten the oldest entry.
         let is_kept = (1..=self.made).contains(&number) && self.made - number < KEPT as u64 - 1;
         is_kept.then(|| &self.last[Self::place(number)])
     }
@@ -142,6 +147,7 @@ impl Record {
         statement.last_recordings = end.recordings;
         statement.before = end.hash;
         let count = count.min(MAX_STATED);
+        // Newest first, so that a statement cut short lacks the oldest calls.
         for number in (last.saturating_sub(count) + 1..=last).rev() {
             let entry = self.entry(number);
             let Some(entry) = entry.filter(|entry| entry.recordings == end.recordings) else {
@@ -170,9 +176,11 @@ impl Record {
             let Some(own) = own else {
                 continue;
             };
+            // Equal hashes mean that all calls up to here are equal, including those no longer kept.
             if own.recordings != other.last_recordings || own.hash == hash {
                 continue;
             }
+            // Equal calls with different hashes: the difference precedes the statement.
             let calls = (own.words != *theirs)
                 .then(|| [own.words, *theirs].map(|words| Call::describe_of_engine(&words)));
             return Some(Difference { number, calls });
@@ -229,6 +237,7 @@ impl Statement {
         let calls: Vec<Words> = calls.collect();
         let [made, recordings, last, last_recordings, before] =
             [made, recordings, last, last_recordings, before].map(u64::from_le_bytes);
+        // Numbers from a peer: reject those that would overflow the arithmetic on them.
         let fits = last <= made && made < u64::MAX && calls.len() as u64 <= last;
         fits.then_some(Self {
             made,

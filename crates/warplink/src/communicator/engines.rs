@@ -76,6 +76,7 @@ impl Engines {
         let (rank, world) = (group.rank(), group.world());
         let (device, fault) = (&self.device, &self.fault);
         let engine = device.collective_engine(rank, world, fault, deadline, &mut exchange)?;
+        // Another thread may have joined meanwhile; one engine is kept.
         Ok(joined.engine.get_or_init(|| engine).clone())
     }
 }

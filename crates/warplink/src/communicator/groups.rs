@@ -38,8 +38,10 @@ impl Communicator {
         }
         let members = ranks.iter().map(|&rank| self.group.job_rank(rank));
         let members = members.collect::<Result<Vec<_>>>()?;
+        // Count groups by member list, so that ranks name a group equally without communicating.
         let number = self.number("subgroup", &members);
         let made = self.child("subgroup", &members, number)?;
+        // Also count for each pair, to detect ranks that create common subgroups in different orders.
         let together = |&member| self.number("together", &[member]);
         let numbers = members.iter().map(together).collect();
         let (parent, name) = (self.group.name(), made.group.name());
@@ -96,6 +98,7 @@ impl Communicator {
             let left = losses::remaining(bootstrap);
             let members = self.group.members().iter().copied();
             let members: Vec<_> = members.filter(|member| left.contains(member)).collect();
+            // The list names the barrier: only ranks that agree on the survivors meet in it.
             let number = self.number("survivors", &members);
             let name = self.group.name().child("survivors", &members, number);
             let group = bootstrap.named_group(&members, name)?;

@@ -10,14 +10,14 @@ use std::time::Duration;
 
 /// Total time for which waits in streams are held after a loss while other ranks are notified. A rank that
 /// does not confirm may be stopped.
-pub(super) const MAX_TELLING: Duration = Duration::from_secs(2);
+pub(super) const NOTIFY_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Delay before other ranks are notified of a failure: ranks that detect it themselves report it more
 /// precisely.
 const HEAD_START: Duration = Duration::from_millis(100);
 
 /// How long to wait for confirmations before notifying again: a failing store may have lost the notification.
-const CONFIRMING: Duration = Duration::from_millis(500);
+const CONFIRMATION_INTERVAL: Duration = Duration::from_millis(500);
 
 /// Polling interval.
 const POLL_INTERVAL: Duration = Duration::from_millis(1);
@@ -50,6 +50,7 @@ impl Losses {
     /// First step for communicators that contain `lost`; their streams stay blocked. Returns their faults.
     pub(super) fn announce(&self, lost: Rank, error: &Error) -> Vec<Arc<Fault>> {
         let concerned = self.concerned(lost).into_iter();
+        // Announce before aborting waits: a stream that resumes must find the error already set.
         let announced = concerned.map(|(fault, group)| {
             fault.announce(group.in_own_ranks(error.clone()));
             fault
@@ -167,7 +168,7 @@ impl Spoiled {
     /// Aborts waits for its signals once all of its ranks have confirmed the failure, or at `deadline`.
     pub(super) fn release(&self, bootstrap: &Bootstrap, deadline: Deadline) {
         loop {
-            let until = Deadline::after(deadline.remaining().min(CONFIRMING));
+            let until = Deadline::after(deadline.remaining().min(CONFIRMATION_INTERVAL));
             // Retry the notification if confirmations are missing: the store may have been replaced.
             if bootstrap.wait_for_confirmations(&self.group, until) || deadline.passed() {
                 break;
@@ -187,7 +188,7 @@ pub(super) fn end_group(
     name: GroupName,
     error: &Error,
 ) {
-    let deadline = Deadline::after(MAX_TELLING);
+    let deadline = Deadline::after(NOTIFY_TIMEOUT);
     // If this rank already knew, through a loss or its own failure, that path aborts the waits.
     let failed = losses.named(name);
     let failed = failed.filter(|failed| failed.fault.error().is_none());
@@ -223,7 +224,7 @@ pub(super) fn fail(
     release_behind(move || {
         // Ranks that detect the failure themselves should report it with their own details.
         std::thread::sleep(HEAD_START);
-        let deadline = Deadline::after(MAX_TELLING);
+        let deadline = Deadline::after(NOTIFY_TIMEOUT);
         let failed = Spoiled {
             fault,
             group,
@@ -247,12 +248,13 @@ fn release_behind(finish: impl FnOnce() + Send + 'static) {
         .name("warplink-release".into())
         .spawn(finish);
     if let Err(error) = started {
-        tracing::error!(%error, "waits of a communicator that failed go on");
+        tracing::error!(%error, "waits of a failed communicator could not be aborted");
     }
 }
 
 /// Blocks until all survivors know of the loss of `lost`, or until `deadline`.
 pub(super) fn wait_until_all_know(bootstrap: &Bootstrap, lost: Rank, deadline: Deadline) {
+    // A barrier among the survivors: once it completes, each of them has announced the loss.
     let name = GroupName::WORLD.child("loss", &[lost], 0);
     loop {
         let left = remaining(bootstrap);
@@ -260,6 +262,7 @@ pub(super) fn wait_until_all_know(bootstrap: &Bootstrap, lost: Rank, deadline: D
             .named_group(&left, name)
             .and_then(|group| group.barrier(deadline));
         match together {
+            // A further loss: start again with the ranks that remain.
             Err(error) if is_gone(bootstrap, &error, deadline) => {}
             Err(error) => {
                 tracing::debug!(%error, lost, "some ranks may not know of a loss yet");

@@ -90,6 +90,7 @@ impl Communicator {
     fn of(job: &Arc<JobServices>, group: Arc<Group>, is_world: bool) -> Self {
         let fault = Arc::<Fault>::default();
         job.losses.add(&group, &fault, job.bootstrap.health());
+        // Weak, since the fault owns this callback.
         let own = (Arc::downgrade(&fault), group.clone());
         let (losses, bootstrap) = (job.losses.clone(), Arc::downgrade(&job.bootstrap));
         fault.tell_with(move |error| {
@@ -214,12 +215,13 @@ impl Communicator {
         opened.map_err(|error| self.group.in_own_ranks(error))
     }
 
-    /// Maps the region that every other rank shares by the same call, in the order of ranks; `None` in the place of this
-    /// rank. For one-sided accesses, as with [`open_handle`](Self::open_handle). Blocks until all ranks have called it.
+    /// Maps the regions that all other ranks share by the same call, in rank order; `None` for this rank. For
+    /// one-sided accesses, as with [`open_handle`](Self::open_handle). Collective: blocks until all ranks
+    /// have called it.
     ///
     /// # Errors
-    /// On all ranks where one cannot share its region or map those of the others, [`ErrorKind::PeerFailed`] on those that
-    /// could. [`ErrorKind::Timeout`] or [`ErrorKind::PeerLost`], with the rank that did not come.
+    /// If one rank cannot share its region or map another's, all fail: with [`ErrorKind::PeerFailed`] on the
+    /// ranks that could. [`ErrorKind::Timeout`] or [`ErrorKind::PeerLost`], with the missing rank.
     pub fn share(&self, region: &Region) -> Result<Vec<Option<RemoteRegion>>> {
         let exchange = GroupExchange {
             group: &self.group,
@@ -364,6 +366,7 @@ impl Communicator {
 
     /// Blocks until `stream` is done; meanwhile exchanges call statements with other ranks.
     fn wait_for(&self, stream: &Stream, deadline: Deadline) -> Result<()> {
+        // In two steps: wait until the moment at which a statement is due, send it, wait on.
         if let Some(moment) = self.joined_collectives.tell()
             && moment < deadline.remaining()
         {

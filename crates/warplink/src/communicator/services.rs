@@ -57,7 +57,7 @@ impl JobServices {
         let (told, forgetful) = (losses.clone(), Arc::downgrade(&memory));
         let joined = Arc::downgrade(&bootstrap);
         bootstrap.health().when_lost(move |lost, error| {
-            let deadline = Deadline::after(losses::MAX_TELLING);
+            let deadline = Deadline::after(losses::NOTIFY_TIMEOUT);
             let announced = told.announce(lost, error);
             if let Some(memory) = forgetful.upgrade() {
                 memory.forget_peer(lost);

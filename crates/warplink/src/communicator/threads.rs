@@ -38,6 +38,7 @@ impl Communicator {
             let panicked = || Error::new(ErrorKind::Internal, "the thread of a rank panicked");
             ranks
                 .into_iter()
+                // Join every thread before returning: `body` is borrowed.
                 .enumerate()
                 .map(|(rank, thread)| match thread.join() {
                     Ok(result) => result,

@@ -102,6 +102,7 @@ impl Fault {
 
     /// Whether waits are aborted.
     pub(crate) fn is_released(&self) -> bool {
+        // Acquire: pairs with the release store in `release`, after the error was set.
         self.released.load(Ordering::Acquire)
     }
 

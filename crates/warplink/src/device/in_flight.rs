@@ -132,7 +132,7 @@ impl InFlight {
         if let Err(error) = started {
             // Later calls try again, and poll themselves.
             lock(&self.state).polled = false;
-            tracing::warn!(%error, "resources in flight are kept for longer, since the polling thread failed to start");
+            tracing::warn!(%error, "resources in flight are kept longer, since the polling thread failed to start");
         }
     }
 
@@ -164,9 +164,9 @@ impl Held {
             }
         }
         self.marks.retain(|mark| match mark {
+            // A query error counts as not reached: memory is never released too early.
             Mark::Recorded(event) => !event.is_reached().unwrap_or(false),
             Mark::Unrecorded(_) => true,
-            // A query error counts as not reached: memory is never released too early.
         });
         self.marks.is_empty()
     }

@@ -1,5 +1,6 @@
-//! Handles between their owner and the peer that opens them. Each is counted by its owner until the peer gives it back,
-//! so one that goes no further has to be uncounted: dropping either side's value does that.
+//! Handles in transit between their owner and the peer that opens them. The owner counts each until the peer
+//! returns it, so a handle that is not delivered must be uncounted: dropping the value on either side does
+//! that.
 
 use super::handle::HANDLE_BYTES;
 use super::mapping::RemoteBacking;
@@ -9,7 +10,8 @@ use super::shared::Shared;
 use crate::error::{Rank, Result};
 use std::sync::Arc;
 
-/// A handle of a region of this rank, made for one peer. Dropping it cancels the handle, which no peer must have then.
+/// A handle of a region of this rank, issued for one peer. Dropping it cancels the handle, which must not
+/// have been sent.
 #[derive(Debug)]
 #[must_use]
 pub(crate) struct ExportedHandle {
@@ -19,13 +21,13 @@ pub(crate) struct ExportedHandle {
     is_sent: bool,
 }
 
-/// A handle that a peer sent. Dropping it without opening it gives it back to its owner.
+/// A handle received from a peer. Dropping it without opening it returns it to its owner.
 #[derive(Debug)]
 #[must_use]
 pub(crate) struct PeerHandle {
     shared: Arc<Shared>,
     peer: Rank,
-    /// Empty once it is used up.
+    /// Empty once consumed.
     wire: Vec<u8>,
 }
 
@@ -43,12 +45,12 @@ impl ExportedHandle {
         }
     }
 
-    /// The handle, as it goes to the peer.
+    /// The encoded handle.
     pub(crate) fn wire(&self) -> &[u8; HANDLE_BYTES] {
         &self.wire
     }
 
-    /// Leaves the handle to the peer, which has it or may get it yet.
+    /// Transfers ownership of the handle to the peer, which has it or may still receive it.
     pub(crate) fn sent(mut self) -> [u8; HANDLE_BYTES] {
         self.is_sent = true;
         self.wire
@@ -73,18 +75,21 @@ impl PeerHandle {
         }
     }
 
-    /// Maps the region that the peer exported, from the cache where it is there.
+    /// Maps the region exported by the peer, or takes its mapping from the cache.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidHandle`](crate::ErrorKind::InvalidHandle) where the handle is truncated, altered or not the
-    /// peer's, or its region is gone; the device's error where it cannot be opened.
+    /// [`ErrorKind::InvalidHandle`](crate::ErrorKind::InvalidHandle) if the handle is truncated, altered or
+    /// not the peer's, or its region is gone; the device's error if it cannot be opened.
     pub(crate) fn open(mut self) -> Result<RemoteRegion> {
         let (shared, peer) = (&self.shared, self.peer);
+        // Taken first: a handle that cannot be decoded cannot be returned either, so `drop` must not try
+        // again.
         let handle = shared.decode(peer, &std::mem::take(&mut self.wire))?;
         let key = (peer, handle.allocation);
         let lease = shared
             .mappings
             .open(key, handle.generation, || opening::open(shared, &handle))
+            // The cache does not own the handle after a failure.
             .inspect_err(|_| shared.release_handle(&handle))?;
         let whole = RemoteBacking::slice(shared, &handle, lease);
         let (start, bytes) = (handle.offset as usize, handle.bytes as usize);
@@ -104,7 +109,7 @@ impl Drop for PeerHandle {
         match self.shared.decode(self.peer, &self.wire) {
             Ok(handle) => self.shared.release_handle(&handle),
             Err(error) => {
-                tracing::warn!(%error, "a handle that cannot be read cannot be given back");
+                tracing::warn!(%error, "an invalid handle cannot be returned");
             }
         }
     }

@@ -10,10 +10,13 @@ use sha2::Sha256;
 use zerocopy::little_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
+// Rejects other bytes with a clear message, before the hash is verified.
 const MAGIC: [u8; 4] = *b"WPLH";
+// Increased with each change of the layout, since all ranks must run the same one.
 const VERSION: u16 = 4;
 const OPEN_BY_IPC: u16 = 1;
 const MEMORY_OF_HOST: u16 = 2;
+// Half of SHA-256: long enough against forgery, and handles stay small.
 const TAG_BYTES: usize = 16;
 const UNTAGGED_BYTES: usize = HANDLE_BYTES - TAG_BYTES;
 
@@ -92,6 +95,7 @@ impl HandleKey {
             Error::new(ErrorKind::Internal, "the hash rejects this secret")
                 .with_operation("make the key of handles")
         })?;
+        // Separates this use of the secret from its others.
         mac.update(b"warplink handle");
         Ok(Self(mac))
     }
@@ -118,6 +122,7 @@ impl HandleKey {
     fn holds(&self, bytes: &[u8], tag: &[u8; TAG_BYTES]) -> bool {
         let mut mac = self.0.clone();
         mac.update(bytes);
+        // In constant time.
         mac.verify_truncated_left(tag).is_ok()
     }
 }
@@ -177,6 +182,7 @@ impl Handle {
             ))
             .with_help("run the same version of Warplink on every rank"));
         }
+        // Before any field is used: handles arrive over a channel of the caller's choice.
         if !key.holds(&bytes[..UNTAGGED_BYTES], &wire.tag) {
             return Err(invalid(
                 "the handle was altered or sealed with another secret".to_owned(),
@@ -191,6 +197,7 @@ impl Handle {
                 )));
             }
         };
+        // The tag proves who sealed the handle, not that its owner did it right.
         let end = wire.offset.get().checked_add(wire.bytes.get());
         if end.is_none_or(|end| end > wire.allocation_bytes.get()) {
             return Err(invalid(format!(

@@ -125,6 +125,7 @@ impl Message {
             entry: second,
             notice,
         };
+        // The length of a request depends on its kind, so reject a handle where there should be none.
         if let Some(handle) = handle {
             return (kind == 5).then_some(Self::Offered {
                 publication: first,

@@ -156,6 +156,7 @@ struct Line {
 impl Line {
     /// Sends the next notice, if the previous one is confirmed.
     fn advance(&mut self, peer: Rank, shared: &Shared) {
+        // One notice at a time for each peer: the answer to it confirms all earlier ones.
         while self.asked.is_none()
             && let Some(&message) = self.queued.front()
         {
@@ -163,8 +164,8 @@ impl Line {
                 self.first_is_done();
                 shared.forget_peer(peer);
                 continue;
-                // Backoff: wait before retransmitting.
             }
+            // Backoff: wait before retransmitting.
             if self.again.is_some_and(|again| !again.passed()) {
                 return;
             }
@@ -268,6 +269,7 @@ impl Lines {
         let lines = &self.lines;
         self.flushes.retain(|Flush { done, noticed }| {
             let is_done = |(peer, count): &(Rank, u64)| {
+                // `done` counts in order, so this covers every notice queued before the flush.
                 lines.get(peer).is_none_or(|line| line.done >= *count)
             };
             let waits = !noticed.iter().all(is_done);

@@ -37,6 +37,7 @@ pub(super) fn process_identity() -> [u8; 16] {
 /// Makes the allocation available to ranks that are threads of this process.
 pub(super) fn publish_in_process(backing: &Arc<dyn Backing>) {
     let mut known = lock(&IN_PROCESS);
+    // Nothing else removes entries of freed memory.
     known.retain(|_, holders| {
         holders.retain(|holder| holder.strong_count() > 0);
         !holders.is_empty()
@@ -72,6 +73,7 @@ fn import(shared: &Shared, handle: &Handle) -> Result<DeviceSlice> {
         )
     })?;
     let peers = shared.peers()?;
+    // Before any request to the owner, so that both ranks of a pair fail alike.
     if !handle.host && peers.is_near(handle.owner)? && !peers.access(handle.owner)?.mapped {
         return Err(Error::new(
             ErrorKind::Unsupported,
@@ -104,6 +106,7 @@ fn import(shared: &Shared, handle: &Handle) -> Result<DeviceSlice> {
         return shared.device.import(Opening::Host(piece), bytes);
     }
     let mut failed = None;
+    // IPC first, since it needs no round trip to the owner. Where it cannot be used, descriptors can.
     if let Some(ipc) = handle.ipc {
         match shared.device.import(Opening::Ipc(ipc), bytes) {
             Ok(mapped) => return Ok(mapped),
@@ -124,6 +127,7 @@ fn import(shared: &Shared, handle: &Handle) -> Result<DeviceSlice> {
 
 /// Requests descriptors of the allocation's pieces from the owner.
 fn pieces(shared: &Shared, handle: &Handle) -> Result<Vec<Piece>> {
+    // The number comes from a peer; each piece costs a descriptor and a round trip.
     if handle.pieces > MAX_PIECES {
         return Err(Error::new(
             ErrorKind::InvalidHandle,

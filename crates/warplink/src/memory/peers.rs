@@ -81,6 +81,7 @@ impl Peers {
                     .with_operation("read peer information")
                     .with_peer(peer)
             })?;
+            // The two kinds cannot map each other's memory, so fail here rather than at the first transfer.
             if info.cuda != own.cuda {
                 return Err(Error::new(
                     ErrorKind::Mismatch,
@@ -103,6 +104,8 @@ impl Peers {
                 .unwrap_or(PeerAccess::FULL)
         });
         let asked: Vec<_> = asked.collect();
+        // Drivers may differ in the two directions, and collectives write both ways: the lesser access
+        // counts.
         let told = asked.iter().map(|access| encode(*access)).collect();
         let mut accesses = Vec::with_capacity(asked.len());
         for ((peer, told), asked) in all_gather(told)?.iter().enumerate().zip(asked) {

@@ -45,6 +45,8 @@ impl MemoryRegistry {
         max_pooled_bytes: u64,
         all_gather: impl Fn(Vec<u8>) -> Result<Vec<Vec<u8>>>,
     ) -> Result<Self> {
+        // Created before the threads that use it, since the service may queue notices before the notifier
+        // runs.
         let (outbox, queue) = notifier::queue()?;
         let key = HandleKey::new(secret)?;
         let shared = Arc::new(Shared {
@@ -122,6 +124,7 @@ impl MemoryRegistry {
         if self.all_map_device_memory()? {
             return Ok(kind);
         }
+        // Host memory is the only kind that devices without peer access have in common.
         Ok(AllocationKind::Host)
     }
 
@@ -133,7 +136,7 @@ impl MemoryRegistry {
         if enough(&first) {
             return first;
         }
-        self.let_go_of_unused();
+        self.release_unused();
         let deadline = Deadline::after(MAX_RECLAIM);
         loop {
             // Checked before the attempt: memory released in between makes the attempt succeed.
@@ -151,8 +154,9 @@ impl MemoryRegistry {
     }
 
     /// Releases everything pooled or cached, and asks peers to unmap memory that only they use.
-    fn let_go_of_unused(&self) {
+    fn release_unused(&self) {
         let shared = &self.shared;
+        // From the users towards the pool: each step may return memory that the next one releases.
         shared.publications.reclaim();
         lock(&shared.reclaimers)
             .iter()
@@ -170,7 +174,7 @@ impl MemoryRegistry {
     /// [`ErrorKind::Timeout`], with a peer that still maps memory, or if streams were busy.
     pub(crate) fn trim(&self, deadline: Deadline) -> Result<()> {
         let shared = &self.shared;
-        self.let_go_of_unused();
+        self.release_unused();
         // Peers must have received the requests to unmap before waiting for them.
         shared.outbox.flush();
         let late = |error: Error| error.with_operation("trim memory").with_rank(shared.rank);
@@ -237,6 +241,7 @@ impl MemoryRegistry {
     /// [`ErrorKind::InvalidArgument`] for a region of another rank or job.
     pub(crate) fn export_handle(&self, region: &Region, peer: Rank) -> Result<ExportedHandle> {
         let shared = &self.shared;
+        // Generation and region numbers are unique only within a registry.
         if !Arc::ptr_eq(shared, &region.registration.shared) {
             return Err(Error::invalid(
                 "the region is registered by another rank, or in another job",
@@ -318,6 +323,7 @@ impl MemoryRegistry {
 
     /// A rank died or left: stops waiting for it to unmap memory.
     pub(crate) fn forget_peer(&self, peer: Rank) {
+        // The outbox first, so that no notice is sent to it meanwhile.
         self.shared.outbox.forget(peer);
         self.shared.forget_peer(peer);
     }
@@ -340,6 +346,7 @@ impl MemoryRegistry {
 
     /// Frees pooled memory, closes idle mappings and stops the threads. Does not wait for peers to unmap.
     pub(crate) fn stop(&self) {
+        // Closed rather than emptied: regions that end later are not pooled any more.
         self.shared.exports.close_pool();
         self.shared.mappings.release_idle();
         // The notifier goes first, as it still sends notices about the mappings closed above.

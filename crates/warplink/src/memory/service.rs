@@ -87,6 +87,7 @@ impl Service {
         );
         let name = name.into_bytes();
         let listener = listen(&name)?;
+        // A peer may close its connection between poll and accept, which would block the thread.
         rustix::io::ioctl_fionbio(&listener, true).map_err(io("configure a Unix socket"))?;
         let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
         let stop = eventfd(0, flags).map_err(io("make an event descriptor"))?;
@@ -199,7 +200,10 @@ impl<'a> Server<'a> {
             if *stopped {
                 return;
             }
+            // Answer before accepting: a full queue drops its oldest connection, which may have a request by
+            // now.
             self.answer_ready(requests);
+            // A descriptor may have been freed since the reserve was used up.
             if self.reserve.is_none() {
                 self.reserve = reserve();
             }
@@ -242,6 +246,8 @@ impl<'a> Server<'a> {
                     return;
                 }
             };
+            // The token protects the memory; this keeps other users from occupying the few pending
+            // connections.
             if !is_same_user(&connection) {
                 continue;
             }
@@ -276,6 +282,7 @@ pub(super) fn answer(
             let bytes = piece.bytes as u64;
             (DONE, Some(piece), bytes)
         }
+        // The only failure that is worth a retry: descriptors are freed again, other refusals are final.
         Err(error) if error.code() == Some(Errno::MFILE.raw_os_error().into()) => {
             tracing::debug!(?request, %error, "a request could not be answered");
             (SHORT, None, limit())

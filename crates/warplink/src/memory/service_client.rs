@@ -123,6 +123,7 @@ impl Asked {
     fn wait(&self, patience: Deadline) -> Result<()> {
         let deadline = Deadline::after(MAX_WAIT);
         loop {
+            // In slices, since a peer that is stopped or out of descriptors makes nothing readable.
             let slice = match patience.remaining() {
                 Duration::ZERO => SLICE,
                 remaining => SLICE.min(remaining),
@@ -141,6 +142,7 @@ impl Asked {
             if !late && !patience.passed() {
                 continue;
             }
+            // Before the other checks: this cause has a remedy that the error can name.
             if let Some(limit) = self.exhausted() {
                 return Err(peer_is_short(limit));
             }

@@ -122,6 +122,7 @@ impl Shared {
     pub(super) fn ask(&self, peer: Rank, message: Message) -> Result<Option<Piece>> {
         let request = Request {
             from: self.rank,
+            // Not numbered, since asking for a piece again is harmless.
             number: 0,
             message,
         };
@@ -129,6 +130,7 @@ impl Shared {
         let recent = |(_, ended): &(Duration, Instant)| ended.elapsed() < RENEWAL;
         let waited = lock(&self.waited).filter(recent);
         let waited = waited.map_or(Duration::ZERO, |(waited, _)| waited);
+        // Stopped peers must not cost the full wait each: the budget is shared by all recent requests.
         let patience = PATIENCE.saturating_sub(waited).max(MIN_PATIENCE);
         let begun = Instant::now();
         let answer = service_client::ask(name, &self.token, request, patience);
@@ -185,6 +187,7 @@ impl Shared {
                 allocation,
                 generation,
             } => {
+                // The generation guards against a request that arrives after the memory was mapped anew.
                 self.mappings.revoke((from, allocation), generation);
             }
             Message::Released {

@@ -54,6 +54,7 @@ impl Bound {
 
     /// Part of one outer index.
     pub(super) fn part(&self, index: usize, outer: usize) -> Result<DeviceSlice> {
+        // Shared operands are the same in every iteration.
         if !self.parted || outer == 1 {
             return Ok(self.slice.clone());
         }

@@ -236,6 +236,7 @@ fn available<P: Problem>(
     if choice.decision == Decision::Request || !needs_engine {
         return Ok(choice);
     }
+    // Only if there is no engine here at all; other errors would recur with any lowering that needs one.
     match executor.collective_engine() {
         Err(error) if is_unavailable(&error) => {
             let without: Vec<Lowering> = choice

@@ -50,6 +50,7 @@ pub(super) fn decide(
         }
     }
     if plans.len() >= 2 {
+        // Half of the time for each submission method, eager and captured.
         let samples = (TIME / 2.0 / expected) as usize;
         let times = executor.time_in_turn(plans, samples.clamp(SAMPLES.0, SAMPLES.1))?;
         let measured: Vec<_> = names.into_iter().zip(times).collect();
@@ -71,6 +72,7 @@ fn bind(
     let outcome = match &plan {
         Ok(_) => Outcome::Bound,
         Err(error) => match error.kind() {
+            // Memory ran out, here or on a peer, with several lowerings bound at once: exclude this one.
             ErrorKind::OutOfMemory | ErrorKind::PeerFailed => Outcome::LeftOut,
             _ => Outcome::Failed,
         },
@@ -95,6 +97,7 @@ fn bind(
         .with_operation("try lowerings")
         .with_peer(rank));
     }
+    // A lowering that one rank lacks cannot run anywhere.
     let all = outcomes.iter().all(|one| *one == [Outcome::Bound as u8]);
     Ok(plan.ok().filter(|_| all))
 }

@@ -72,8 +72,8 @@ pub(crate) struct SlotReleases {
     released_once: Mutex<HashSet<u64>>,
 }
 
-/// A slot of this rank and one of a peer, whose ends write to both. Both are used again when the two ranks have dropped
-/// their pairs.
+/// A slot of this rank and one of a peer, which both ends write to. Each is reused once both ranks have
+/// dropped their pairs.
 #[derive(Debug)]
 pub(crate) struct SlotPair {
     pub(crate) own: Slot,
@@ -82,11 +82,11 @@ pub(crate) struct SlotPair {
     _end: EndOfSlots,
 }
 
-/// Tells both ranks when it is dropped.
+/// Notifies both ranks on drop.
 #[derive(Debug)]
 struct EndOfSlots {
     peer: Rank,
-    /// The numbers of this rank's slot and of the peer's.
+    /// Numbers of this rank's slot and of the peer's.
     slots: [u64; 2],
     releases: Arc<SlotReleases>,
 }
@@ -114,14 +114,15 @@ impl SlotReleases {
         (slots, releases)
     }
 
-    /// The slot `own` and the one of `peer` with its number there, mapped by the handle `inbound`. Where that fails, the
-    /// peer is told that this rank writes to neither.
+    /// Pairs the slot `own` with the one of `peer`, given its number there, and maps that with the handle `inbound`. On
+    /// failure, both ranks are notified that this one writes to neither.
     pub(crate) fn pair(
         self: &Arc<Self>,
         own: Slot,
         (peer, at_peer): (Rank, u64),
         inbound: PeerHandle,
     ) -> Result<SlotPair> {
+        // Before the handle is opened: if that fails, dropping `end` releases both slots.
         let end = EndOfSlots {
             peer,
             slots: [own.number, at_peer],

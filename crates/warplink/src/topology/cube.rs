@@ -31,6 +31,7 @@ pub(super) fn positions(mesh: &Mesh) -> Option<[Rank; CUBE_RANKS]> {
         for (position, &peer) in positions[1..GROUP].iter_mut().zip(group) {
             *position = peer;
         }
+        // Each rank of the first group has exactly one neighbour outside it in a cube.
         let (first, second) = positions.split_at_mut(GROUP);
         for (rank, faced) in first.iter().zip(second) {
             let mut others = (0..CUBE_RANKS).filter(|peer| !first.contains(peer));

@@ -106,6 +106,7 @@ impl LinkCounts {
                 }
             }
         }
+        // The oldest version bounds the features that all links have.
         let version = links.links.iter().filter_map(|link| link.version).min();
         counts.version = version.map(|(major, minor)| format!("{major}.{minor}"));
         counts
@@ -161,6 +162,8 @@ impl Mesh {
 
     /// Direct links between two ranks' devices; the smaller number if the two disagree.
     pub fn direct(&self, rank: Rank, peer: Rank) -> u32 {
+        // No path may depend on a link that one of its ends denies. The disagreement is reported as an
+        // obstacle.
         self.counted(rank, peer).min(self.counted(peer, rank))
     }
 
@@ -177,6 +180,7 @@ impl Mesh {
     pub fn through_switches(&self, rank: Rank, peer: Rank) -> u32 {
         match (self.counts.get(rank), self.counts.get(peer)) {
             (Some(own), Some(theirs)) if self.machines.get(rank) == self.machines.get(peer) => {
+                // A switch connects all of its ports, so the device with fewer links to it limits the pair.
                 own.switch.min(theirs.switch)
             }
             _ => 0,
@@ -193,6 +197,7 @@ impl Mesh {
             counts.is_some_and(|counts| counts.reaches.contains(&peer))
         };
         match (self.direct(rank, peer), self.through_switches(rank, peer)) {
+            // Both directions, since each side of a pair writes to the other.
             (0, 0) if reaches(rank, peer) && reaches(peer, rank) => Connection::Bus,
             (0, 0) => Connection::Nothing,
             (0, links) => Connection::Switches(links),

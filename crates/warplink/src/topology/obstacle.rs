@@ -74,6 +74,8 @@ pub enum Obstacle {
 impl Obstacle {
     /// Whether it remains an obstacle when a class is forced.
     pub(super) fn withstands_force(&self) -> bool {
+        // A forced class is for tests of the paths on other links, so obstacles of the links themselves do
+        // not count.
         matches!(
             self,
             Self::DifferentMachines { .. }
@@ -99,7 +101,7 @@ impl fmt::Display for Obstacle {
                 write!(f, "{} use one device, {address}", list(ranks))
             }
             Self::LinksUnknown { rank, reason } => {
-                write!(f, "rank {rank} cannot tell its links: {reason}")
+                write!(f, "rank {rank} cannot query its links: {reason}")
             }
             Self::MeshesDiffer {
                 rank,

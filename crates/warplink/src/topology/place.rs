@@ -47,6 +47,7 @@ impl Place {
 
     /// Whether both ranks use the same physical device.
     pub(super) fn shares_device_with(&self, other: &Self) -> bool {
+        // A device without address, the host device, serves any number of ranks.
         self.machine == other.machine && self.address.is_some() && self.address == other.address
     }
 }

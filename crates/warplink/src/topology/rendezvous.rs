@@ -30,6 +30,7 @@ pub fn rendezvous(
     forced: Option<TopologyClass>,
     mut all_gather: impl FnMut(Vec<u8>) -> Result<Vec<Vec<u8>>>,
 ) -> Result<Topology> {
+    // A failure here must not skip the gathers below: the other ranks would wait for this one.
     let (attachment, failed) = match device.attachment() {
         Ok(attachment) => (attachment, None),
         Err(error) => (Attachment::default(), Some(error)),
@@ -60,7 +61,9 @@ fn meet(
         None => LinkCounts::ask(device, rank, &places),
         Some(error) => LinkCounts::failed(error),
     };
+    // In a second round, since a rank counts links to the devices that the first one named.
     let counts: Vec<LinkCounts> = read_all(all_gather(write(&links)?)?)?;
+    // Numbers of a peer index ranks below.
     for (peer, counts) in counts.iter().enumerate() {
         let checked = counts.check(peer, places.len());
         checked.map_err(|error| error.with_operation(OPERATION).with_peer(peer))?;

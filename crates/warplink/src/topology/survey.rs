@@ -76,11 +76,13 @@ impl Topology {
             }
         };
         if class.is_some() {
+            // A forced class overrides the links, but not obstacles such as a second machine.
             obstacles.retain(Obstacle::withstands_force);
         }
         if class == Some(TopologyClass::Unknown) {
             obstacles.push(Obstacle::ForcedUnknown);
         }
+        // A class that is unknown needs a reason: the first pair without links.
         if class.is_none() && own == TopologyClass::Unknown {
             obstacles.extend(unlinked(&mesh));
         }
@@ -218,6 +220,7 @@ fn found(places: &[Place], mesh: &Mesh) -> Vec<Obstacle> {
     for (rank, place) in places.iter().enumerate() {
         let sharing = |other: &Rank| places[*other].shares_device_with(place);
         let ranks: Vec<Rank> = (0..places.len()).filter(sharing).collect();
+        // Once for each device, with its lowest rank, rather than once for each rank.
         if let (Some(address), [first, _, ..]) = (place.address, ranks.as_slice())
             && *first == rank
         {
@@ -231,6 +234,7 @@ fn found(places: &[Place], mesh: &Mesh) -> Vec<Obstacle> {
     }
     for (rank, peer) in mesh.pairs() {
         let (links, peer_links) = (mesh.counted(rank, peer), mesh.counted(peer, rank));
+        // A rank whose query failed counts no links, and has an obstacle of its own.
         let told = |rank| {
             mesh.counts(rank)
                 .is_some_and(|counts| counts.error.is_none())

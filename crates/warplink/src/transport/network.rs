@@ -63,6 +63,7 @@ impl NetworkCarrier {
     /// Registers a completion callback for the parts so far.
     fn mark(&self) -> Result<()> {
         let (parts, under_way) = (
+            // Relaxed: the swap alone decides which caller registers the callback.
             self.unmarked.swap(0, Ordering::Relaxed),
             self.under_way.clone(),
         );

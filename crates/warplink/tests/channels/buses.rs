@@ -1,7 +1,7 @@
 //! Channels between devices without atomic operations on each other's memory, and without access to it.
 
 use super::common::{LIMITS, Ranks, assert_says, pretending, world};
-use super::kernels::Rig;
+use super::kernels::Fixture;
 use warplink::ErrorKind;
 use warplink::channel::{ConnectionRequest, Transport};
 use warplink::signal::RemoteSignals;
@@ -9,19 +9,19 @@ use warplink::signal::RemoteSignals;
 #[test]
 fn an_open_transport_goes_by_the_proxy() {
     pretending(world(2), |comm, _| {
-        let rig = Rig::new(comm);
+        let fixture = Fixture::new(comm);
         let region = comm.alloc(2 * 4096).unwrap();
         let peer = 1 - comm.rank();
         let connections = comm
             .connect(&[ConnectionRequest::new(peer, 1, &region)])
             .unwrap();
         assert_eq!(connections.all()[0].transport(), Transport::Proxied);
-        rig.ping_pong(&connections, 4096, 50);
-        rig.finish();
+        fixture.ping_pong(&connections, 4096, 50);
+        fixture.finish();
     });
 }
 
-/// What would need them is refused, and says why.
+/// Operations that need them are refused, with the reason.
 #[test]
 fn what_needs_atomic_operations_is_refused() {
     pretending(world(2), |comm, reaches| {

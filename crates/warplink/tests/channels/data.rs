@@ -1,9 +1,9 @@
-//! What is put is there when it is waited for.
+//! Put data has arrived when the wait for it returns.
 
 use super::common::{
     Ranks, delays, kind, number_from_env, processes, tell, threads, threads_with, world,
 };
-use super::kernels::{Rig, TRANSPORTS, contents};
+use super::kernels::{Fixture, TRANSPORTS, contents};
 use std::time::{Duration, Instant};
 use warplink::channel::Transport;
 use warplink::device::{Argument, MemoryOp};
@@ -29,11 +29,11 @@ fn is_long() -> bool {
 }
 
 fn back_and_forth(comm: &Communicator, tags: u64, bytes: u64, rounds: [u32; 2]) {
-    let rig = Rig::new(comm);
+    let fixture = Fixture::new(comm);
     for (transport, rounds) in TRANSPORTS.into_iter().zip(rounds) {
-        let connections = rig.connect(transport, tags, 2 * bytes as usize);
-        rig.ping_pong(&connections, bytes, rounds);
-        rig.finish();
+        let connections = fixture.connect(transport, tags, 2 * bytes as usize);
+        fixture.ping_pong(&connections, bytes, rounds);
+        fixture.finish();
     }
 }
 
@@ -65,16 +65,16 @@ fn a_million_rounds() {
     };
     ranks.run(|comm| {
         const BYTES: u64 = 64;
-        let rig = Rig::new(comm);
+        let fixture = Fixture::new(comm);
         let usual = [rounds(1_000_000, 5_000), rounds(20_000, 500)];
         for (transport, usual) in TRANSPORTS.into_iter().zip(usual) {
             let rounds = wanted().unwrap_or(usual);
-            let connections = rig.connect(transport, 1, 2 * BYTES as usize);
+            let connections = fixture.connect(transport, 1, 2 * BYTES as usize);
             comm.barrier().unwrap();
             let start = Instant::now();
-            rig.ping_pong(&connections, BYTES, rounds);
+            fixture.ping_pong(&connections, BYTES, rounds);
             // Every word of every round was compared.
-            rig.finish();
+            fixture.finish();
             if comm.rank() == 0 {
                 let took = start.elapsed().as_secs_f64();
                 tell(format_args!(
@@ -111,20 +111,21 @@ fn several_tags_between_all_pairs_at_once() {
 #[test]
 fn all_pairs_at_once() {
     processes(world(8), |comm| {
-        let rig = Rig::new(comm);
+        let fixture = Fixture::new(comm);
         let (world, bytes) = (comm.world(), 8192);
         for transport in TRANSPORTS {
-            let connections = rig.connect(transport, 1, 2 * world * bytes);
+            let connections = fixture.connect(transport, 1, 2 * world * bytes);
             let arguments = [
                 connections.channels().unwrap(),
-                Argument::U32(rig.rank()),
+                Argument::U32(fixture.rank()),
                 Argument::U32(world as u32),
                 Argument::U64(bytes as u64),
                 Argument::U32(rounds(500, 6)),
             ];
-            rig.launch("all_pairs", world as u32 - 1, &arguments)
+            fixture
+                .launch("all_pairs", world as u32 - 1, &arguments)
                 .unwrap();
-            rig.finish();
+            fixture.finish();
         }
     });
 }
@@ -132,10 +133,10 @@ fn all_pairs_at_once() {
 #[test]
 fn pieces_of_odd_lengths_from_both_ends_at_once() {
     threads(world(2), |comm| {
-        let rig = Rig::new(comm);
+        let fixture = Fixture::new(comm);
         let (half, pieces) = (97 * 64, 64_u32);
         for transport in TRANSPORTS {
-            let connection = rig.pair(transport, 2 * half);
+            let connection = fixture.pair(transport, 2 * half);
             let region = connection.region(0).unwrap();
             let source = |rank: usize| contents(rank as u32, half);
             let mut start = source(comm.rank());
@@ -147,8 +148,8 @@ fn pieces_of_odd_lengths_from_both_ends_at_once() {
                 Argument::U64(half as u64),
                 Argument::U32(pieces),
             ];
-            rig.launch("odd_pieces", 4, &arguments).unwrap();
-            rig.finish();
+            fixture.launch("odd_pieces", 4, &arguments).unwrap();
+            fixture.finish();
             let (peers, mut expected) = (source(1 - comm.rank()), vec![0; half]);
             for i in 0..pieces as usize {
                 let (from, bytes) = (97 * i + i % 5, 61 + i % 31);
@@ -166,30 +167,30 @@ fn pieces_of_odd_lengths_from_both_ends_at_once() {
 fn a_source_may_change_after_a_flush() {
     let late = |config: &mut _| delays(config, Duration::from_micros(300));
     threads_with(world(2), late, |comm| {
-        let rig = Rig::new(comm);
+        let fixture = Fixture::new(comm);
         let (bytes, slots) = (4096, 16);
         for transport in TRANSPORTS {
-            let connection = rig.pair(transport, (1 + slots) * bytes);
+            let connection = fixture.pair(transport, (1 + slots) * bytes);
             let arguments = [
                 connection.channel(),
                 Argument::U64(bytes as u64),
                 Argument::U32(slots as u32),
             ];
-            rig.launch("flushed_slots", 1, &arguments).unwrap();
-            rig.finish();
+            fixture.launch("flushed_slots", 1, &arguments).unwrap();
+            fixture.finish();
         }
     });
 }
 
 /// Packets of every length and kind, each of which is checked.
 fn packets(comm: &Communicator, lengths: &[usize]) {
-    let rig = Rig::new(comm);
+    let fixture = Fixture::new(comm);
     let mut wrong = Vec::new();
     for &bytes in lengths {
         let part = bytes.next_multiple_of(128);
         // Of one kind each, and of all in turn.
         for kind in 0..4 {
-            let connection = rig.pair(Transport::Direct, 2 * part + 2 * (3 * part + 256));
+            let connection = fixture.pair(Transport::Direct, 2 * part + 2 * (3 * part + 256));
             connection
                 .region(0)
                 .unwrap()
@@ -202,9 +203,9 @@ fn packets(comm: &Communicator, lengths: &[usize]) {
                 Argument::U32(rounds(300, 12)),
                 Argument::U32(kind),
             ];
-            rig.launch("packets", 1, &arguments).unwrap();
-            comm.synchronize(&rig.stream).unwrap();
-            let outcome = rig.outcome.read();
+            fixture.launch("packets", 1, &arguments).unwrap();
+            comm.synchronize(&fixture.stream).unwrap();
+            let outcome = fixture.outcome.read();
             if outcome != [0, 0] {
                 wrong.push((bytes, kind, outcome));
             }
@@ -230,19 +231,19 @@ fn packets_between_processes() {
 
 /// Barriers of all ranks among `set`, to which this rank belongs, over each kind of channel.
 fn barriers(comm: &Communicator, set: &[usize], rounds: u32) {
-    let rig = Rig::new(comm);
+    let fixture = Fixture::new(comm);
     for transport in TRANSPORTS {
         let ranks = set.iter().copied();
-        let connections = rig.connect_to(ranks, transport, 1, 8 * (1 + comm.world()));
+        let connections = fixture.connect_to(ranks, transport, 1, 8 * (1 + comm.world()));
         assert_eq!(connections.all().len(), set.len() - 1);
         let arguments = [
             connections.channels().unwrap(),
             Argument::U32(connections.all().len() as u32),
-            Argument::U32(rig.rank()),
+            Argument::U32(fixture.rank()),
             Argument::U32(rounds),
         ];
-        rig.launch("barriers", 1, &arguments).unwrap();
-        rig.finish();
+        fixture.launch("barriers", 1, &arguments).unwrap();
+        fixture.finish();
     }
 }
 
@@ -272,19 +273,19 @@ fn barriers_over_a_set_of_peers() {
 #[test]
 fn polling_uses_up_each_signal_once() {
     threads(world(2), |comm| {
-        let rig = Rig::new(comm);
+        let fixture = Fixture::new(comm);
         for transport in TRANSPORTS {
-            let connection = rig.pair(transport, 8 * 400);
+            let connection = fixture.pair(transport, 8 * 400);
             let channel = connection.channel();
             if comm.rank() == 0 {
                 let arguments = [channel, Argument::U32(100)];
-                rig.launch("many_puts", 4, &arguments).unwrap();
+                fixture.launch("many_puts", 4, &arguments).unwrap();
             } else {
                 // Two blocks share the signals.
                 let arguments = [channel, Argument::U32(200)];
-                rig.launch("poll_for", 2, &arguments).unwrap();
+                fixture.launch("poll_for", 2, &arguments).unwrap();
             }
-            rig.finish();
+            fixture.finish();
         }
     });
 }
@@ -292,11 +293,11 @@ fn polling_uses_up_each_signal_once() {
 #[test]
 fn regions_are_added_and_written_by_the_host() {
     threads(world(2), |comm| {
-        let rig = Rig::new(comm);
+        let fixture = Fixture::new(comm);
         let (rank, peer) = (comm.rank(), 1 - comm.rank());
         let bytes = 4096;
         for transport in TRANSPORTS {
-            let connection = rig.pair(transport, bytes);
+            let connection = fixture.pair(transport, bytes);
             // The two ranks' regions need not be equal.
             let added: Vec<_> = (0..2)
                 .map(|number| comm.alloc(2 * bytes + 64 * (rank + number)).unwrap())
@@ -311,22 +312,22 @@ fn regions_are_added_and_written_by_the_host() {
             let source = comm.alloc(bytes).unwrap();
             source.upload(&contents(rank as u32, bytes)).unwrap();
             connection
-                .write(&rig.stream, (2, bytes as u64), &source)
+                .write(&fixture.stream, (2, bytes as u64), &source)
                 .unwrap();
-            rig.finish();
+            fixture.finish();
             comm.barrier().unwrap();
             let arguments = [
                 connection.channel(),
                 Argument::U32(2),
                 Argument::U64(bytes as u64),
             ];
-            rig.launch("get_region", 1, &arguments).unwrap();
-            rig.finish();
+            fixture.launch("get_region", 1, &arguments).unwrap();
+            fixture.finish();
             // What was put at the peer is known to be there by the peer, which waited for it.
             comm.barrier().unwrap();
             let read = comm.alloc(bytes).unwrap();
-            connection.read(&rig.stream, &read, (2, 0)).unwrap();
-            rig.finish();
+            connection.read(&fixture.stream, &read, (2, 0)).unwrap();
+            fixture.finish();
             let own = added[1].download().unwrap();
             assert!(own[..bytes] == contents(peer as u32, bytes), "{transport}");
             assert!(own[..bytes] == own[bytes..2 * bytes], "{transport}");
@@ -342,19 +343,19 @@ fn regions_are_added_and_written_by_the_host() {
 #[test]
 fn a_graph_with_a_kernel_is_replayed() {
     threads(world(2), |comm| {
-        let rig = Rig::new(comm);
+        let fixture = Fixture::new(comm);
         for transport in TRANSPORTS {
-            let connections = rig.connect(transport, 1, 2 * 1024);
+            let connections = fixture.connect(transport, 1, 2 * 1024);
             // A graph does not keep what is recorded into it.
             let channels = connections.channels().unwrap();
-            rig.stream.begin_capture().unwrap();
-            rig.ping_pong_on(&channels, 1, 1024, 3);
-            let graph = rig.stream.end_capture().unwrap();
+            fixture.stream.begin_capture().unwrap();
+            fixture.ping_pong_on(&channels, 1, 1024, 3);
+            let graph = fixture.stream.end_capture().unwrap();
             assert_eq!(graph.operations(), 1);
             for _ in 0..20 {
-                graph.launch(&rig.stream).unwrap();
+                graph.launch(&fixture.stream).unwrap();
             }
-            rig.finish();
+            fixture.finish();
         }
     });
 }
@@ -362,7 +363,7 @@ fn a_graph_with_a_kernel_is_replayed() {
 #[test]
 fn signals_without_a_connection() {
     processes(world(3), |comm| {
-        let rig = Rig::new(comm);
+        let fixture = Fixture::new(comm);
         let (rank, world) = (comm.rank(), comm.world());
         let (right, left) = ((rank + 1) % world, (rank + world - 1) % world);
         let own = comm.signals(3).unwrap();
@@ -376,17 +377,17 @@ fn signals_without_a_connection() {
         let arguments = [
             Argument::from(&own),
             Argument::from(&peers),
-            Argument::U32(rig.rank()),
+            Argument::U32(fixture.rank()),
             Argument::U32(90),
         ];
         for launch in 1..=2 {
-            rig.launch("pass_on", 1, &arguments).unwrap();
+            fixture.launch("pass_on", 1, &arguments).unwrap();
             // A stream may wait for the same words.
             let word = own.word(2).unwrap();
             let value = 30 * launch;
             let wait = MemoryOp::Wait { word: &word, value };
-            rig.stream.memory_ops(&[wait]).unwrap();
-            rig.finish();
+            fixture.stream.memory_ops(&[wait]).unwrap();
+            fixture.finish();
         }
     });
 }

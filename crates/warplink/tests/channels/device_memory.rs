@@ -3,7 +3,7 @@
 //! that is asked for; on GPUs it depends on UCX, and what it cannot do is staged.
 
 use super::common::{Ranks, has_network, kind, world};
-use super::kernels::{Rig, contents};
+use super::kernels::{Fixture, contents};
 use super::network;
 use std::time::{Duration, Instant};
 use warplink::channel::{Connection, NetworkPath, StagingConfig, Transport};
@@ -13,7 +13,7 @@ use warplink::{Communicator, Config, DeviceKind};
 /// Set where UCX is known to reach memory of GPUs: nothing is staged then.
 const REQUIRED: &str = "WARPLINK_REQUIRE_NETWORK_MEMORY";
 
-/// What begins what ranks tell and the test prints.
+/// Prefix of lines that ranks send and the test prints.
 const TOLD: &str = "over the network";
 
 fn config(config: &mut Config, access: DeviceAccess) {
@@ -90,7 +90,7 @@ fn assert_direct(comm: &Communicator, connection: &Connection) {
 #[test]
 fn data_goes_back_and_forth_past_the_chunks() {
     run(direct, None, |comm| {
-        assert_direct(comm, &Rig::new(comm).pair(Transport::Network, 64));
+        assert_direct(comm, &Fixture::new(comm).pair(Transport::Network, 64));
         network::back_and_forth(comm);
     });
 }
@@ -98,10 +98,10 @@ fn data_goes_back_and_forth_past_the_chunks() {
 #[test]
 fn nothing_depends_on_when_signals_are_copied() {
     run(direct, Some(Duration::from_micros(300)), |comm| {
-        let rig = Rig::new(comm);
-        let connections = rig.connect(Transport::Network, 2, 2 * 1024);
-        rig.ping_pong(&connections, 1024, 10);
-        rig.finish();
+        let fixture = Fixture::new(comm);
+        let connections = fixture.connect(Transport::Network, 2, 2 * 1024);
+        fixture.ping_pong(&connections, 1024, 10);
+        fixture.finish();
     });
 }
 
@@ -120,7 +120,7 @@ fn regions_are_added_and_got_from_past_the_chunks() {
     run(direct, None, network::added_regions);
 }
 
-/// What is no region of the connection is staged, into and out of regions that are reached.
+/// Memory outside the connection's regions is staged, into and out of regions that are accessed directly.
 #[test]
 fn the_host_writes_and_reads_past_the_chunks_and_through_them() {
     run(direct, None, network::host_writes);
@@ -134,7 +134,7 @@ fn setups_past_the_chunks_leave_nothing_behind() {
 #[test]
 fn where_one_end_stages_both_do() {
     run(one_end_stages, None, |comm| {
-        let connection = Rig::new(comm).pair(Transport::Network, 64);
+        let connection = Fixture::new(comm).pair(Transport::Network, 64);
         assert_eq!(connection.network_path(), Some(NetworkPath::Staged));
         drop(connection);
         network::back_and_forth(comm);
@@ -148,7 +148,7 @@ fn without_a_network_card_for_the_memory_data_is_staged() {
         return;
     }
     run(automatic, None, |comm| {
-        let connection = Rig::new(comm).pair(Transport::Network, 64);
+        let connection = Fixture::new(comm).pair(Transport::Network, 64);
         assert_eq!(connection.network_path(), Some(NetworkPath::Staged));
     });
 }
@@ -172,9 +172,9 @@ fn large_puts(comm: &Communicator, is_direct: bool) {
         DeviceKind::Host => (20, 2),
     };
     let bytes = mib * MIB;
-    let rig = Rig::new(comm);
+    let fixture = Fixture::new(comm);
     let (rank, peer) = (comm.rank(), 1 - comm.rank());
-    let connection = rig.pair(Transport::Network, 2 * bytes);
+    let connection = fixture.pair(Transport::Network, 2 * bytes);
     if is_direct {
         assert_direct(comm, &connection);
     } else {
@@ -196,9 +196,9 @@ fn large_puts(comm: &Communicator, is_direct: bool) {
             if puts(rank) {
                 let begun = Instant::now();
                 connection
-                    .write(&rig.stream, bytes as u64, &source)
+                    .write(&fixture.stream, bytes as u64, &source)
                     .unwrap();
-                comm.synchronize(&rig.stream).unwrap();
+                comm.synchronize(&fixture.stream).unwrap();
                 took = took.min(begun.elapsed());
             }
             comm.barrier().unwrap();

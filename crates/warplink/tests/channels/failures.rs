@@ -4,7 +4,7 @@ use super::common::{
     LIMIT, Ranks, Stopwatch, assert_says, has_network, kind, processes_of, stop_self,
     wait_until_stopped, world,
 };
-use super::kernels::{Outcome, Rig, THREADS, TRANSPORTS};
+use super::kernels::{Fixture, Outcome, THREADS, TRANSPORTS};
 use super::proxied::small;
 use super::staged::tiny;
 use std::cell::Cell;
@@ -20,9 +20,8 @@ const SOON: Duration = Duration::from_secs(5);
 /// The key that says that rank 1 may end.
 const BUSY: &str = "rank 0 is busy";
 
-/// What rank 0 does: it says when rank 1 may end, and learns the process of that. It gives the kernels that wait when it
-/// returns.
-type Busy = fn(&Rig<'_>, &Connection, &dyn Fn() -> i32) -> Vec<Waiting>;
+/// Body of rank 0: signals when rank 1 may exit, and obtains its process id. Returns the waiting kernels.
+type Busy = fn(&Fixture<'_>, &Connection, &dyn Fn() -> i32) -> Vec<Waiting>;
 
 /// A kernel that waits.
 struct Waiting {
@@ -31,9 +30,9 @@ struct Waiting {
 }
 
 impl Waiting {
-    /// The last kernel of a rig.
-    fn of(rig: &Rig<'_>) -> Vec<Self> {
-        let (stream, outcome) = (rig.stream.clone(), rig.outcome.clone());
+    /// The last kernel of a fixture.
+    fn of(fixture: &Fixture<'_>) -> Vec<Self> {
+        let (stream, outcome) = (fixture.stream.clone(), fixture.outcome.clone());
         vec![Self { stream, outcome }]
     }
 
@@ -80,23 +79,23 @@ fn ends_with(
     };
     let ended = ranks.start(|comm| {
         let processes = processes_of(&comm);
-        let rig = Rig::new(&comm);
-        let connection = rig.pair(transport, 512);
+        let fixture = Fixture::new(&comm);
+        let connection = fixture.pair(transport, 512);
         comm.barrier().unwrap();
         if comm.rank() == 1 {
             let wait = Wait::on([0], comm.deadline());
             comm.bootstrap().store().get(BUSY, &wait).unwrap();
             std::thread::sleep(Duration::from_millis(100));
-            drop((rig, connection));
+            drop((fixture, connection));
             return end(comm);
         }
         let started = Cell::new(Stopwatch::start());
-        let waiting = busy(&rig, &connection, &|| {
+        let waiting = busy(&fixture, &connection, &|| {
             started.set(Stopwatch::start());
             comm.bootstrap().store().set(BUSY, b"").unwrap();
             processes[1]
         });
-        let error = comm.synchronize(&rig.stream).unwrap_err();
+        let error = comm.synchronize(&fixture.stream).unwrap_err();
         assert_eq!(
             (error.kind(), error.peer()),
             (ErrorKind::PeerLost, Some(1)),
@@ -106,7 +105,7 @@ fn ends_with(
         assert!(started.elapsed() < SOON, "{error} came late");
         waiting.iter().for_each(|one| one.check(&comm, &started));
         // The next call says so as well.
-        let error = rig.launch("wait_once", 1, &[connection.channel()]);
+        let error = fixture.launch("wait_once", 1, &[connection.channel()]);
         assert_eq!(error.unwrap_err().kind(), ErrorKind::PeerLost);
         println!("survived");
         // One that was only stopped ends now.
@@ -126,24 +125,24 @@ fn end_process(process: i32) {
     }
 }
 
-fn wait(rig: &Rig<'_>, connection: &Connection, ready: &dyn Fn() -> i32) -> Vec<Waiting> {
+fn wait(fixture: &Fixture<'_>, connection: &Connection, ready: &dyn Fn() -> i32) -> Vec<Waiting> {
     let channel = connection.channel();
-    rig.launch("wait_once", 1, &[channel]).unwrap();
+    fixture.launch("wait_once", 1, &[channel]).unwrap();
     ready();
-    Waiting::of(rig)
+    Waiting::of(fixture)
 }
 
-/// Every way to wait, each in a kernel and on a connection of its own, and the last in that of the rig.
+/// Every way to wait, each in a kernel and on a connection of its own, and the last in that of the fixture.
 fn wait_in_every_way(
-    rig: &Rig<'_>,
+    fixture: &Fixture<'_>,
     connection: &Connection,
     ready: &dyn Fn() -> i32,
 ) -> Vec<Waiting> {
-    let signals = rig.comm.signals(2).unwrap();
-    let kernel = rig.kernels.get("wait_by");
+    let signals = fixture.comm.signals(2).unwrap();
+    let kernel = fixture.kernels.get("wait_by");
     let one = |how: u32| {
-        let stream = rig.comm.create_stream(Priority::Normal).unwrap();
-        let outcome = Outcome::new(rig.comm.device());
+        let stream = fixture.comm.create_stream(Priority::Normal).unwrap();
+        let outcome = Outcome::new(fixture.comm.device());
         let arguments = [
             connection.channel(),
             Argument::from(&signals),
@@ -155,7 +154,7 @@ fn wait_in_every_way(
         Waiting { stream, outcome }
     };
     let mut all: Vec<_> = (0..WAYS).map(one).collect();
-    all.extend(wait(rig, connection, ready));
+    all.extend(wait(fixture, connection, ready));
     all
 }
 
@@ -173,10 +172,16 @@ fn a_peer_that_is_stopped_ends_every_kind_of_wait() {
 }
 
 /// Signals by a proxy until they fail, also while the ring is full.
-fn signal_on(rig: &Rig<'_>, connection: &Connection, ready: &dyn Fn() -> i32) -> Vec<Waiting> {
-    rig.launch("signal_on", 4, &[connection.channel()]).unwrap();
+fn signal_on(
+    fixture: &Fixture<'_>,
+    connection: &Connection,
+    ready: &dyn Fn() -> i32,
+) -> Vec<Waiting> {
+    fixture
+        .launch("signal_on", 4, &[connection.channel()])
+        .unwrap();
     ready();
-    Waiting::of(rig)
+    Waiting::of(fixture)
 }
 
 #[test]
@@ -223,27 +228,27 @@ fn a_peer_that_is_stopped_ends_kernels_that_wait_for_its_proxy() {
 /// Flushes are answered by this rank's own device, whatever the peer does.
 #[test]
 fn a_peer_that_is_stopped_holds_up_no_put_to_its_memory() {
-    let busy = |rig: &Rig<'_>, connection: &Connection, ready: &dyn Fn() -> i32| {
+    let busy = |fixture: &Fixture<'_>, connection: &Connection, ready: &dyn Fn() -> i32| {
         wait_until_stopped(ready());
         let started = Stopwatch::start();
         let arguments = [connection.channel(), Argument::U32(8)];
-        rig.launch("many_signals", 1, &arguments).unwrap();
-        rig.comm.synchronize(&rig.stream).unwrap();
+        fixture.launch("many_signals", 1, &arguments).unwrap();
+        fixture.comm.synchronize(&fixture.stream).unwrap();
         assert!(started.elapsed() < Duration::from_secs(2), "{started:?}");
-        wait(rig, connection, &|| 0)
+        wait(fixture, connection, &|| 0)
     };
     ends(Transport::Proxied, busy, stop);
 }
 
 /// Reads and writes of the host until the peer is lost, and then a wait.
-fn write(rig: &Rig<'_>, connection: &Connection, ready: &dyn Fn() -> i32) -> Vec<Waiting> {
-    let source = rig.comm.alloc(64).unwrap();
+fn write(fixture: &Fixture<'_>, connection: &Connection, ready: &dyn Fn() -> i32) -> Vec<Waiting> {
+    let source = fixture.comm.alloc(64).unwrap();
     for round in 0..50 {
         if round == 5 {
             ready();
         }
-        let written = connection.write(&rig.stream, 0, &source);
-        let both = written.and_then(|()| connection.read(&rig.stream, &source, 0));
+        let written = connection.write(&fixture.stream, 0, &source);
+        let both = written.and_then(|()| connection.read(&fixture.stream, &source, 0));
         if let Err(error) = both {
             assert_eq!((error.kind(), error.peer()), (ErrorKind::PeerLost, Some(1)));
             return Vec::new();
@@ -251,8 +256,8 @@ fn write(rig: &Rig<'_>, connection: &Connection, ready: &dyn Fn() -> i32) -> Vec
         std::thread::sleep(Duration::from_millis(10));
     }
     // One that is only stopped is lost later.
-    let launched = rig.launch("wait_once", 1, &[connection.channel()]);
-    launched.map_or_else(|_| Vec::new(), |()| Waiting::of(rig))
+    let launched = fixture.launch("wait_once", 1, &[connection.channel()]);
+    launched.map_or_else(|_| Vec::new(), |()| Waiting::of(fixture))
 }
 
 #[test]
@@ -284,15 +289,19 @@ fn a_peer_that_is_stopped_ends_kernels_that_wait_for_the_network() {
 }
 
 /// More than the rings hold, which the peer takes until it is lost.
-fn flush_chunks(rig: &Rig<'_>, connection: &Connection, ready: &dyn Fn() -> i32) -> Vec<Waiting> {
+fn flush_chunks(
+    fixture: &Fixture<'_>,
+    connection: &Connection,
+    ready: &dyn Fn() -> i32,
+) -> Vec<Waiting> {
     let arguments = [connection.channel(), Argument::U32(8)];
     let until = Deadline::after(LIMIT / 2);
     for round in 0.. {
         if round == 200 {
             ready();
         }
-        let launched = rig.launch("many_puts", 4, &arguments);
-        let both = launched.and_then(|()| rig.launch("many_signals", 4, &arguments));
+        let launched = fixture.launch("many_puts", 4, &arguments);
+        let both = launched.and_then(|()| fixture.launch("many_signals", 4, &arguments));
         if let Err(error) = both {
             assert_eq!((error.kind(), error.peer()), (ErrorKind::PeerLost, Some(1)));
             break;
@@ -343,21 +352,21 @@ fn a_peer_that_closes_while_a_kernel_waits_is_a_timeout() {
             ..Ranks::default()
         };
         let ended = ranks.start(|comm| {
-            let rig = Rig::new(&comm);
-            let connection = rig.pair(transport, 64);
+            let fixture = Fixture::new(&comm);
+            let connection = fixture.pair(transport, 64);
             if comm.rank() == 1 {
-                drop((rig, connection));
+                drop((fixture, connection));
                 comm.close().unwrap_err();
             } else {
-                wait(&rig, &connection, &|| 0);
+                wait(&fixture, &connection, &|| 0);
                 let started = Stopwatch::start();
-                let error = comm.synchronize(&rig.stream).unwrap_err();
+                let error = comm.synchronize(&fixture.stream).unwrap_err();
                 assert_says(&error, &["rank 0"]);
                 assert!(started.elapsed() < patience() + SOON, "{error} came late");
                 // The kernel is let go when the rank gives up.
                 comm.abort("the peer does not answer");
                 let deadline = Deadline::after(SOON);
-                let error = rig.stream.synchronize(deadline).unwrap_err();
+                let error = fixture.stream.synchronize(deadline).unwrap_err();
                 // Or the peer gave up first.
                 if error.kind() != ErrorKind::PeerLost {
                     assert_says(&error, &["the peer does not answer"]);
@@ -385,26 +394,26 @@ fn a_proxy_that_fails_ends_kernels_and_tells_the_peer() {
         ..Ranks::default()
     };
     let ended = ranks.start(|comm| {
-        let rig = Rig::new(&comm);
-        let connection = rig.pair(Transport::Proxied, 64);
-        let gone = rig.pair(Transport::Proxied, 64);
+        let fixture = Fixture::new(&comm);
+        let connection = fixture.pair(Transport::Proxied, 64);
+        let gone = fixture.pair(Transport::Proxied, 64);
         let words = Argument::Words(ChannelHandle::memory(&gone).descriptor().into());
         drop(gone);
         comm.barrier().unwrap();
         // The proxy has let go of it then.
         std::thread::sleep(Duration::from_millis(200));
-        let of_peer = rig.outcome.of_peer(&comm, 1 - comm.rank());
-        wait(&rig, &connection, &|| 0);
+        let of_peer = fixture.outcome.of_peer(&comm, 1 - comm.rank());
+        wait(&fixture, &connection, &|| 0);
         let started = Stopwatch::start();
         if comm.rank() == 0 {
             let stream = comm.create_stream(Priority::Normal).unwrap();
             let outcome = Outcome::new(comm.device());
             let arguments = [words, outcome.argument()];
-            let kernel = rig.kernels.get("signal_and_wait");
+            let kernel = fixture.kernels.get("signal_and_wait");
             let launch = Launch::new(1, THREADS);
             kernel.launch(&stream, &launch, &arguments).unwrap();
         }
-        let error = comm.synchronize(&rig.stream).unwrap_err();
+        let error = comm.synchronize(&fixture.stream).unwrap_err();
         assert_says(&error, &["unknown connection"]);
         if comm.rank() == 1 {
             assert_eq!((error.kind(), error.peer()), (ErrorKind::PeerLost, Some(0)));
@@ -412,14 +421,14 @@ fn a_proxy_that_fails_ends_kernels_and_tells_the_peer() {
         }
         // The device whose proxy failed refuses to read memory, so that the peer looks for both ranks.
         if comm.rank() == 1 {
-            for outcome in [&rig.outcome, &of_peer] {
+            for outcome in [&fixture.outcome, &of_peer] {
                 while outcome.look() != ABORTED {
                     assert!(started.elapsed() < SOON, "a kernel waits on after {error}");
                     std::thread::sleep(Duration::from_millis(5));
                 }
             }
         }
-        let again = rig.launch("wait_once", 1, &[connection.channel()]);
+        let again = fixture.launch("wait_once", 1, &[connection.channel()]);
         assert_says(&again.unwrap_err(), &["unknown connection"]);
         println!("survived");
         if comm.rank() == 0 {

@@ -38,8 +38,8 @@ fn note(block: &Block<'_>, result: &DeviceSlice, wrong: usize) -> Result<()> {
     block.write(&result.slice(0..4)?, &(wrong as u32).to_ne_bytes())
 }
 
-/// What the kernels but those of barriers take.
-struct Given<'a> {
+/// Arguments of all kernels except those of barriers.
+struct KernelArguments<'a> {
     block: &'a Block<'a>,
     channel: BlockChannel<'a>,
     slot: u64,
@@ -50,7 +50,7 @@ struct Given<'a> {
     result: &'a DeviceSlice,
 }
 
-impl<'a> Given<'a> {
+impl<'a> KernelArguments<'a> {
     fn new(block: &'a Block<'a>) -> Result<Self> {
         Ok(Self {
             block,
@@ -96,7 +96,7 @@ impl<'a> Given<'a> {
 }
 
 fn pieces(block: &Block<'_>) -> Result<()> {
-    let given = Given::new(block)?;
+    let given = KernelArguments::new(block)?;
     let channel = &given.channel;
     let (groups, number) = (u64::from(block.blocks()), u64::from(block.index()));
     let area = given.slot * groups * given.rounds;
@@ -155,7 +155,7 @@ fn pieces(block: &Block<'_>) -> Result<()> {
 }
 
 fn pieces_by_grid(block: &Block<'_>) -> Result<()> {
-    let given = Given::new(block)?;
+    let given = KernelArguments::new(block)?;
     let (channel, area) = (&given.channel, given.slot * given.rounds);
     for at in 0..given.rounds {
         let piece = given.piece(at);
@@ -174,7 +174,7 @@ fn pieces_by_grid(block: &Block<'_>) -> Result<()> {
 
 /// Puts a part of the packets of a round to where the peer reads them, and reads those of the peer's.
 fn exchange(
-    given: &Given<'_>,
+    given: &KernelArguments<'_>,
     piece: Piece,
     [round, at, groups]: [u64; 3],
     (from, bytes): (u64, u64),
@@ -205,7 +205,7 @@ fn exchange(
 }
 
 fn packets(block: &Block<'_>) -> Result<()> {
-    let given = Given::new(block)?;
+    let given = KernelArguments::new(block)?;
     let (groups, number) = (u64::from(block.blocks()), u64::from(block.index()));
     let area = given.slot * groups * given.rounds;
     for round in 0..given.rounds {
@@ -218,7 +218,7 @@ fn packets(block: &Block<'_>) -> Result<()> {
 }
 
 fn packets_by_grid(block: &Block<'_>) -> Result<()> {
-    let given = Given::new(block)?;
+    let given = KernelArguments::new(block)?;
     for round in 0..given.rounds {
         let (kind, least) = (round % 3, given.slot / 2);
         let piece = Piece::of_packets(round, given.variant, given.slot, kind, least);

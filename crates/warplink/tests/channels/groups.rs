@@ -3,7 +3,7 @@
 use super::common::{Ranks, kind, processes, world};
 use super::data::rounds;
 use super::group_closures;
-use super::kernels::{Rig, TRANSPORTS};
+use super::kernels::{Fixture, TRANSPORTS};
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::time::Duration;
@@ -11,10 +11,10 @@ use warplink::channel::{ConnectionRequest, Transport};
 use warplink::device::{Argument, Kernel, Launch, ModuleSource};
 use warplink::{Communicator, DeviceKind};
 
-/// What is in a region where nothing was put.
+/// Content of a region without puts.
 const GUARD: u8 = 0xa5;
 
-/// What a group stores to a source that it may use again. This and the next must match groups.cu.
+/// Stored by a group to a source that it may reuse. This and the next must match groups.cu.
 pub(crate) const SPOILT: u8 = 0x5a;
 
 /// Set in the numbers of pieces that the peer gets.
@@ -90,7 +90,7 @@ impl Groups {
         u64::from(self.size.map_or(1, |size| threads / size))
     }
 
-    /// What packets carry more bytes than.
+    /// Lower bound of the bytes of packets.
     fn least(&self) -> u64 {
         self.size.map_or(self.slot / 2, |_| 0)
     }
@@ -109,7 +109,7 @@ impl Groups {
     }
 }
 
-/// What a region holds, or has to hold: guards where nothing else was put.
+/// Actual or expected contents of a region: guards except for puts.
 struct Contents {
     bytes: Vec<u8>,
     /// Where anything may be.
@@ -141,13 +141,13 @@ impl Contents {
 
 /// A rank with the kernels of groups.
 struct Stage<'a> {
-    rig: Rig<'a>,
+    fixture: Fixture<'a>,
     kernels: BTreeMap<&'static str, Kernel>,
 }
 
 impl<'a> Stage<'a> {
     fn new(comm: &'a Communicator) -> Self {
-        let rig = Rig::new(comm);
+        let fixture = Fixture::new(comm);
         let source = ModuleSource::new("groups.cu").with_cuda(include_str!("groups.cu"));
         let source = group_closures::add(source);
         // SAFETY: the kernels access the memory that their arguments name, within its bounds.
@@ -156,15 +156,17 @@ impl<'a> Stage<'a> {
         let kernels = names.map(|&name| (name, module.kernel(name).unwrap()));
         let kernels = kernels.collect();
         comm.barrier().unwrap();
-        Self { rig, kernels }
+        Self { fixture, kernels }
     }
 
     fn run(&self, name: &str, launch: &Launch, arguments: &[Argument]) {
         let mut arguments = arguments.to_vec();
-        arguments.push(self.rig.outcome.argument());
+        arguments.push(self.fixture.outcome.argument());
         let kernel = &self.kernels[name];
-        kernel.launch(&self.rig.stream, launch, &arguments).unwrap();
-        self.rig.finish();
+        kernel
+            .launch(&self.fixture.stream, launch, &arguments)
+            .unwrap();
+        self.fixture.finish();
     }
 
     /// Runs a kernel again and again, on new data each time: `contents` tells what a region holds before and after, for
@@ -175,9 +177,9 @@ impl<'a> Stage<'a> {
         groups: &Groups,
         contents: impl Fn(u64, [u64; 2]) -> [Contents; 2],
     ) {
-        let (comm, rank) = (self.rig.comm, u64::from(self.rig.rank()));
+        let (comm, rank) = (self.fixture.comm, u64::from(self.fixture.rank()));
         let bytes = contents(0, [0, 0])[0].bytes.len();
-        let connection = self.rig.pair(transport, bytes);
+        let connection = self.fixture.pair(transport, bytes);
         let region = connection.region(0).unwrap();
         for variant in 0..u64::from(rounds(100, 3)) {
             let [before, after] = contents(variant, [2 * variant + rank, 2 * variant + 1 - rank]);
@@ -188,7 +190,7 @@ impl<'a> Stage<'a> {
                 Argument::U64(groups.slot),
                 Argument::U32(ROUNDS as u32),
                 Argument::U32(variant as u32),
-                Argument::U32(self.rig.rank()),
+                Argument::U32(self.fixture.rank()),
                 Argument::U64(variant * groups.signals()),
             ];
             self.run(groups.kernel, &groups.launch(), &arguments);
@@ -377,7 +379,7 @@ fn warps_make_barriers_at_the_same_time() {
             let arguments = [
                 connections.channels().unwrap(),
                 Argument::U32(peers().count() as u32),
-                Argument::U32(stage.rig.rank()),
+                Argument::U32(stage.fixture.rank()),
                 Argument::U32(rounds(1_000, 5)),
             ];
             let launch = match kind() {
@@ -399,7 +401,7 @@ fn calls_that_a_channel_or_a_group_does_not_have_are_refused() {
             DeviceKind::Cuda => &TRANSPORTS[..],
         };
         for &transport in transports {
-            let connection = stage.rig.pair(transport, 256);
+            let connection = stage.fixture.pair(transport, 256);
             let launch = Launch::new(1, 48);
             stage.run("unsupported_calls", &launch, &[connection.channel()]);
         }

@@ -1,4 +1,4 @@
-//! What the channel tests launch their kernels with.
+//! Arguments and launches shared by the channel tests.
 
 // Each test binary uses a part of this.
 #![allow(dead_code, unreachable_pub)]
@@ -25,7 +25,7 @@ pub fn pattern(round: u32, i: usize) -> u32 {
         .wrapping_add(1)
 }
 
-/// What is sent in `round`.
+/// Data sent in `round`.
 pub fn contents(round: u32, bytes: usize) -> Vec<u8> {
     (0..bytes / 4)
         .flat_map(|i| pattern(round, i).to_ne_bytes())
@@ -105,25 +105,25 @@ impl Outcome {
 }
 
 /// A rank of a test: its communicator, a stream, the kernels, and an outcome.
-pub struct Rig<'a> {
+pub struct Fixture<'a> {
     pub comm: &'a Communicator,
     pub stream: Stream,
     pub kernels: Kernels,
     pub outcome: Outcome,
 }
 
-impl<'a> Rig<'a> {
+impl<'a> Fixture<'a> {
     /// Loads the kernels on all ranks before any launches one: loading might wait for one that runs.
     pub fn new(comm: &'a Communicator) -> Self {
         let device = comm.device();
-        let rig = Self {
+        let fixture = Self {
             comm,
             stream: comm.create_stream(Default::default()).unwrap(),
             kernels: Kernels::load(device),
             outcome: Outcome::new(device),
         };
         comm.barrier().unwrap();
-        rig
+        fixture
     }
 
     /// This rank's number, for kernels.

@@ -1,7 +1,7 @@
 //! Modules, kernels and launches: what is wrong is an error.
 
 use super::common::{assert_says, kind, open_device, processes, threads, world};
-use super::kernels::{Kernels, Outcome, Rig, TRANSPORTS};
+use super::kernels::{Fixture, Kernels, Outcome, TRANSPORTS};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
@@ -64,14 +64,14 @@ fn machine_code_is_loaded_and_launched() {
             unsafe { comm.device().load_module(&source) }
         };
         let kernel = load(&code).unwrap().kernel("exchange").unwrap();
-        let rig = Rig::new(comm);
-        let connection = rig.pair(Transport::Direct, 64);
-        let arguments = [connection.channel(), rig.outcome.argument()];
+        let fixture = Fixture::new(comm);
+        let connection = fixture.pair(Transport::Direct, 64);
+        let arguments = [connection.channel(), fixture.outcome.argument()];
         kernel
-            .launch(&rig.stream, &Launch::new(1, 64), &arguments)
+            .launch(&fixture.stream, &Launch::new(1, 64), &arguments)
             .unwrap();
-        comm.synchronize(&rig.stream).unwrap();
-        assert_eq!(rig.outcome.read(), [5, 0]);
+        comm.synchronize(&fixture.stream).unwrap();
+        assert_eq!(fixture.outcome.read(), [5, 0]);
 
         let other = if architecture == "sm_80" {
             "sm_90"
@@ -169,12 +169,12 @@ fn a_kernel_that_panics_fails_its_stream() {
 #[test]
 fn ranges_outside_of_a_region_are_refused() {
     threads(world(2), |comm| {
-        let rig = Rig::new(comm);
+        let fixture = Fixture::new(comm);
         for transport in TRANSPORTS {
-            let connection = rig.pair(transport, 4096);
+            let connection = fixture.pair(transport, 4096);
             let arguments = [connection.channel(), Argument::U64(4096)];
-            rig.launch("out_of_range", 1, &arguments).unwrap();
-            rig.finish();
+            fixture.launch("out_of_range", 1, &arguments).unwrap();
+            fixture.finish();
         }
     });
 }

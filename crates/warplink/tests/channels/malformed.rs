@@ -1,7 +1,7 @@
 //! A peer that publishes what is no end of a connection: an error that names it, and nothing else breaks.
 
 use super::common::{has_network, threads_with, values, world};
-use super::kernels::Rig;
+use super::kernels::Fixture;
 use std::time::Duration;
 use warplink::bootstrap::Wait;
 use warplink::channel::{ConnectionRequest, Transport};
@@ -18,7 +18,7 @@ fn key(from: usize, to: usize, tag: u64) -> String {
     format!("warplink/world/channel/{from}>{to}/tag {tag}/0")
 }
 
-/// What rank 1 makes of a real end: some of it is missing, is something else, or is too much.
+/// Alters a valid end as rank 1: parts missing, replaced or added.
 fn altered(end: &[u8], number: usize) -> Vec<u8> {
     let mut altered = end.to_vec();
     let noise = values(1, number, 16);
@@ -83,12 +83,12 @@ fn refused(transport: Transport, way: fn(&mut Config)) {
     threads_with(world(2), way, |comm| {
         ends_of_rank_1(comm, transport);
         // A true end is taken as if nothing had been.
-        let rig = Rig::new(comm);
+        let fixture = Fixture::new(comm);
         let region = comm.alloc(2 * 64).unwrap();
         let request = ConnectionRequest::new(1 - comm.rank(), ENDS, &region);
         let connections = comm.connect(&[request]).unwrap();
-        rig.ping_pong(&connections, 64, 3);
-        rig.finish();
+        fixture.ping_pong(&connections, 64, 3);
+        fixture.finish();
     });
 }
 

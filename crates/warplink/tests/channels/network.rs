@@ -2,7 +2,7 @@
 //! missing.
 
 use super::common::{assert_says, has_network, kind, processes, waiting_streams, world};
-use super::kernels::{Rig, contents};
+use super::kernels::{Fixture, contents};
 use std::time::{Duration, Instant};
 use warplink::bootstrap::Wait;
 use warplink::channel::{ConnectionRequest, Transport};
@@ -29,11 +29,11 @@ fn data_goes_back_and_forth() {
 }
 
 pub(super) fn back_and_forth(comm: &Communicator) {
-    let rig = Rig::new(comm);
+    let fixture = Fixture::new(comm);
     for (tags, bytes, rounds) in [(1, 64, 30), (3, 4096, 20), (1, 1 << 20, 5)] {
-        let connections = rig.connect(Transport::Network, tags, 2 * bytes as usize);
-        rig.ping_pong(&connections, bytes, rounds);
-        rig.finish();
+        let connections = fixture.connect(Transport::Network, tags, 2 * bytes as usize);
+        fixture.ping_pong(&connections, bytes, rounds);
+        fixture.finish();
     }
 }
 
@@ -43,16 +43,16 @@ fn a_source_may_change_after_a_flush() {
 }
 
 pub(super) fn flushed_slots(comm: &Communicator) {
-    let rig = Rig::new(comm);
+    let fixture = Fixture::new(comm);
     let (bytes, slots) = (4096, 16);
-    let connection = rig.pair(Transport::Network, (1 + slots) * bytes);
+    let connection = fixture.pair(Transport::Network, (1 + slots) * bytes);
     let arguments = [
         connection.channel(),
         Argument::U64(bytes as u64),
         Argument::U32(slots as u32),
     ];
-    rig.launch("flushed_slots", 1, &arguments).unwrap();
-    rig.finish();
+    fixture.launch("flushed_slots", 1, &arguments).unwrap();
+    fixture.finish();
 }
 
 #[test]
@@ -61,25 +61,25 @@ fn signals_and_puts_of_many_blocks_arrive() {
 }
 
 pub(super) fn many_blocks(comm: &Communicator) {
-    let rig = Rig::new(comm);
+    let fixture = Fixture::new(comm);
     let (blocks, each) = (8, 500);
     let words = (blocks * each) as usize;
-    let connection = rig.pair(Transport::Network, 8 * words);
+    let connection = fixture.pair(Transport::Network, 8 * words);
     let (region, data) = (connection.region(0).unwrap(), contents(1, 8 * words));
     if comm.rank() == 0 {
         region.upload(&data).unwrap();
         let arguments = [connection.channel(), Argument::U32(each)];
-        rig.launch("many_puts", blocks, &arguments).unwrap();
-        rig.launch("many_signals", blocks, &arguments).unwrap();
-        rig.finish();
+        fixture.launch("many_puts", blocks, &arguments).unwrap();
+        fixture.launch("many_signals", blocks, &arguments).unwrap();
+        fixture.finish();
     } else {
         // A stream may wait as a kernel does.
         let wait = MemoryOp::Wait {
             word: connection.inbound(),
             value: 2 * words as u64,
         };
-        rig.stream.memory_ops(&[wait]).unwrap();
-        rig.finish();
+        fixture.stream.memory_ops(&[wait]).unwrap();
+        fixture.finish();
         assert!(
             region.download().unwrap() == data,
             "not all words are there"
@@ -93,9 +93,9 @@ fn regions_are_added_and_got_from() {
 }
 
 pub(super) fn added_regions(comm: &Communicator) {
-    let rig = Rig::new(comm);
+    let fixture = Fixture::new(comm);
     let (rank, bytes) = (comm.rank(), 4096);
-    let connection = rig.pair(Transport::Network, bytes);
+    let connection = fixture.pair(Transport::Network, bytes);
     let peers = 2 * bytes + 64 * (1 - rank);
     let added = comm.alloc(2 * bytes + 64 * rank).unwrap();
     let mut own = contents(7 + rank as u32, bytes);
@@ -109,8 +109,8 @@ pub(super) fn added_regions(comm: &Communicator) {
         Argument::U32(1),
         Argument::U64(bytes as u64),
     ];
-    rig.launch("get_region", 1, &arguments).unwrap();
-    rig.finish();
+    fixture.launch("get_region", 1, &arguments).unwrap();
+    fixture.finish();
     comm.barrier().unwrap();
     // What was got lies in the first region, and what the peer got was put to the second.
     let got = connection.region(0).unwrap().download().unwrap();
@@ -119,10 +119,10 @@ pub(super) fn added_regions(comm: &Communicator) {
     assert!(put[..bytes] == contents(7 + rank as u32, bytes));
     let arguments = [connection.channel(), Argument::U64(bytes as u64)];
     // Only the first region is as long as this.
-    let other = rig.pair(Transport::Network, bytes);
+    let other = fixture.pair(Transport::Network, bytes);
     let arguments = [other.channel(), arguments[1].clone()];
-    rig.launch("out_of_range", 1, &arguments).unwrap();
-    rig.finish();
+    fixture.launch("out_of_range", 1, &arguments).unwrap();
+    fixture.finish();
     comm.barrier().unwrap();
 }
 
@@ -134,9 +134,9 @@ fn the_host_writes_and_reads_in_stream_order() {
 
 pub(super) fn host_writes(comm: &Communicator) {
     const BYTES: usize = 20 << 20;
-    let rig = Rig::new(comm);
+    let fixture = Fixture::new(comm);
     let (rank, peer) = (comm.rank() as u32, 1 - comm.rank());
-    let connection = rig.pair(Transport::Network, 64);
+    let connection = fixture.pair(Transport::Network, 64);
     let added = comm.alloc(BYTES + 64).unwrap();
     comm.add_regions(&[(&connection, &added)]).unwrap();
     let source = comm.alloc(BYTES).unwrap();
@@ -144,23 +144,23 @@ pub(super) fn host_writes(comm: &Communicator) {
     for round in 0..3 {
         let at = (1, 16 * u64::from(round));
         // What the stream does before it is written, and after it the source may change.
-        rig.stream.fill(source.memory(), 0).unwrap();
+        fixture.stream.fill(source.memory(), 0).unwrap();
         let (first, second) = (
             source.slice(0..64).unwrap(),
             source.slice(64..BYTES).unwrap(),
         );
         let words = comm.alloc(64).unwrap();
         words.upload(&contents(10 * round + rank, 64)).unwrap();
-        rig.stream.copy(first.memory(), words.memory()).unwrap();
-        rig.stream.fill(second.memory(), 7).unwrap();
-        connection.write(&rig.stream, at, &source).unwrap();
-        rig.stream.fill(source.memory(), 9).unwrap();
-        connection.read(&rig.stream, &read, at).unwrap();
-        rig.stream.copy(source.memory(), read.memory()).unwrap();
+        fixture.stream.copy(first.memory(), words.memory()).unwrap();
+        fixture.stream.fill(second.memory(), 7).unwrap();
+        connection.write(&fixture.stream, at, &source).unwrap();
+        fixture.stream.fill(source.memory(), 9).unwrap();
+        connection.read(&fixture.stream, &read, at).unwrap();
+        fixture.stream.copy(source.memory(), read.memory()).unwrap();
         // A kernel that follows tells the peer.
         let tell = [connection.channel()];
-        rig.launch("signal_and_wait", 1, &tell).unwrap();
-        rig.finish();
+        fixture.launch("signal_and_wait", 1, &tell).unwrap();
+        fixture.finish();
         let expected = |rank: u32| {
             let mut all = contents(10 * round + rank, 64);
             all.resize(BYTES, 7);
@@ -181,9 +181,9 @@ fn writes_of_many_streams_wait_for_their_own_alone() {
 
 pub(super) fn many_streams(comm: &Communicator) {
     const EACH: usize = 50;
-    let rig = Rig::new(comm);
+    let fixture = Fixture::new(comm);
     let (rank, peer) = (comm.rank(), 1 - comm.rank());
-    let connection = rig.pair(Transport::Network, 8 * 4096);
+    let connection = fixture.pair(Transport::Network, 8 * 4096);
     let streams: Vec<_> = (0..waiting_streams(8))
         .map(|_| comm.create_stream(Default::default()).unwrap())
         .collect();
@@ -222,7 +222,7 @@ pub(super) fn many_streams(comm: &Communicator) {
         word: &word,
         value: 1,
     };
-    rig.stream.memory_ops(&[write]).unwrap();
+    fixture.stream.memory_ops(&[write]).unwrap();
     comm.synchronize(&streams[0]).unwrap();
     comm.barrier().unwrap();
     let arrived = region.slice(0..4096).unwrap().download().unwrap();
@@ -236,12 +236,12 @@ fn wrong_writes_over_the_network_are_errors() {
 }
 
 pub(super) fn wrong_writes(comm: &Communicator) {
-    let rig = Rig::new(comm);
-    let connection = rig.pair(Transport::Network, 64);
+    let fixture = Fixture::new(comm);
+    let connection = fixture.pair(Transport::Network, 64);
     let peer = Some(1 - comm.rank());
     let source = comm.alloc(65).unwrap();
     let whole = source.slice(0..64).unwrap();
-    let stream = &rig.stream;
+    let stream = &fixture.stream;
     let wrong = [
         (
             connection.write(stream, 0, &source),
@@ -272,13 +272,13 @@ pub(super) fn wrong_writes(comm: &Communicator) {
     stream.end_capture().unwrap();
     // Nothing is left of them.
     connection.write(stream, 0, &whole).unwrap();
-    rig.finish();
+    fixture.finish();
     comm.barrier().unwrap();
     comm.stop_proxy(comm.deadline()).unwrap();
     let error = connection.write(stream, 0, &whole).unwrap_err();
     assert_eq!((error.kind(), error.peer()), (ErrorKind::Closed, peer));
     assert_says(&error, &["the proxy was stopped"]);
-    rig.finish();
+    fixture.finish();
 }
 
 /// A stream that failed before it came to a copy waits for nothing, and holds nothing up.
@@ -288,8 +288,8 @@ fn writes_of_a_stream_that_failed_are_left_out() {
         return;
     }
     with_network(|comm| {
-        let rig = Rig::new(comm);
-        let connection = rig.pair(Transport::Network, 64);
+        let fixture = Fixture::new(comm);
+        let connection = fixture.pair(Transport::Network, 64);
         let source = comm.alloc(64).unwrap();
         let module =
             ModuleSource::new("fails").with_host_kernel("fails", |block| block.u32(9).map(drop));
@@ -312,12 +312,12 @@ fn writes_of_a_stream_that_failed_are_left_out() {
         let fails = module.kernel("fails").unwrap();
         fails.launch(&stream, &Launch::new(1, 1), &[]).unwrap();
         connection.write(&stream, 0, &source).unwrap();
-        rig.stream.memory_ops(&[write]).unwrap();
+        fixture.stream.memory_ops(&[write]).unwrap();
         let error = stream.synchronize(comm.deadline()).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
         // The same copy by another stream is done, and nothing is left for the proxy.
-        connection.write(&rig.stream, 0, &source).unwrap();
-        rig.finish();
+        connection.write(&fixture.stream, 0, &source).unwrap();
+        fixture.finish();
         comm.barrier().unwrap();
         comm.stop_proxy(Deadline::after(Duration::from_secs(20)))
             .unwrap();
@@ -331,8 +331,8 @@ fn writes_that_a_stopped_proxy_did_not_do_are_errors() {
 }
 
 pub(super) fn stopped_proxy(comm: &Communicator) {
-    let rig = Rig::new(comm);
-    let connection = rig.pair(Transport::Network, 64);
+    let fixture = Fixture::new(comm);
+    let connection = fixture.pair(Transport::Network, 64);
     if comm.rank() == 0 {
         let source = comm.alloc(64).unwrap();
         let signals = comm.signals(1).unwrap();
@@ -341,13 +341,13 @@ pub(super) fn stopped_proxy(comm: &Communicator) {
             word: &word,
             value: 1,
         };
-        rig.stream.memory_ops(&[wait]).unwrap();
-        connection.write(&rig.stream, 0, &source).unwrap();
+        fixture.stream.memory_ops(&[wait]).unwrap();
+        connection.write(&fixture.stream, 0, &source).unwrap();
         let deadline = Deadline::after(Duration::from_millis(50));
         let error = comm.stop_proxy(deadline).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Timeout);
         assert_says(&error, &["1 copies of streams were not done"]);
-        let error = comm.synchronize(&rig.stream).unwrap_err();
+        let error = comm.synchronize(&fixture.stream).unwrap_err();
         assert_eq!((error.kind(), error.peer()), (ErrorKind::Closed, Some(1)));
         assert_says(&error, &["the proxy was stopped"]);
         // The other is told while this rank is there.
@@ -361,8 +361,8 @@ pub(super) fn stopped_proxy(comm: &Communicator) {
         word: connection.inbound(),
         value: 1,
     };
-    rig.stream.memory_ops(&[wait]).unwrap();
-    let error = comm.synchronize(&rig.stream).unwrap_err();
+    fixture.stream.memory_ops(&[wait]).unwrap();
+    let error = comm.synchronize(&fixture.stream).unwrap_err();
     assert_eq!(
         (error.kind(), error.peer()),
         (ErrorKind::PeerFailed, Some(0)),
@@ -382,12 +382,12 @@ fn setups_leave_nothing_behind() {
 }
 
 pub(super) fn many_setups(comm: &Communicator) {
-    let rig = Rig::new(comm);
+    let fixture = Fixture::new(comm);
     let mut counts = Vec::new();
     for round in 0..30 {
-        let connections = rig.connect(Transport::Network, 2, 2 * 256);
-        rig.ping_pong(&connections, 256, 1);
-        rig.finish();
+        let connections = fixture.connect(Transport::Network, 2, 2 * 256);
+        fixture.ping_pong(&connections, 256, 1);
+        fixture.finish();
         if round % 10 == 9 {
             comm.stop_proxy(comm.deadline()).unwrap();
         }
@@ -419,9 +419,10 @@ fn a_network_device_that_is_not_there_is_an_error() {
         let request = request.with_network_devices(network_devices());
         let connections = comm.connect(&[request]).unwrap();
         assert_eq!(connections.all()[0].transport(), Transport::Network);
-        let rig = Rig::new(comm);
-        rig.launch("signal_and_wait", 1, &[connections.all()[0].channel()])
+        let fixture = Fixture::new(comm);
+        fixture
+            .launch("signal_and_wait", 1, &[connections.all()[0].channel()])
             .unwrap();
-        rig.finish();
+        fixture.finish();
     });
 }

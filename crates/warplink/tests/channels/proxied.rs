@@ -1,7 +1,7 @@
 //! The FIFO and the proxy: full, asleep, stopped.
 
 use super::common::{assert_says, processes, threads, threads_with, world};
-use super::kernels::{Rig, contents};
+use super::kernels::{Fixture, contents};
 use std::time::{Duration, Instant};
 use warplink::channel::{ProxyConfig, Transport};
 use warplink::device::Argument;
@@ -27,21 +27,21 @@ fn sleepy(config: &mut Config) {
 
 /// Rank 0 puts many words without waiting for anything, `after` that is enqueued; rank 1 waits for all and
 /// checks them. How long rank 0's kernel took.
-fn many_puts(rig: &Rig<'_>, after: impl Fn(&Rig<'_>)) -> Duration {
+fn many_puts(fixture: &Fixture<'_>, after: impl Fn(&Fixture<'_>)) -> Duration {
     let words = (BLOCKS * EACH) as usize;
-    let connection = rig.pair(Transport::Proxied, 8 * words);
+    let connection = fixture.pair(Transport::Proxied, 8 * words);
     let (region, data) = (connection.region(0).unwrap(), contents(1, 8 * words));
     let started = Instant::now();
-    if rig.comm.rank() == 0 {
+    if fixture.comm.rank() == 0 {
         region.upload(&data).unwrap();
         let arguments = [connection.channel(), Argument::U32(EACH)];
-        rig.launch("many_puts", BLOCKS, &arguments).unwrap();
-        rig.finish();
-        after(rig);
+        fixture.launch("many_puts", BLOCKS, &arguments).unwrap();
+        fixture.finish();
+        after(fixture);
     } else {
         let arguments = [connection.channel(), Argument::U64(words as u64)];
-        rig.launch("wait_for", 1, &arguments).unwrap();
-        rig.finish();
+        fixture.launch("wait_for", 1, &arguments).unwrap();
+        fixture.finish();
         assert!(
             region.download().unwrap() == data,
             "not all words are there"
@@ -53,19 +53,19 @@ fn many_puts(rig: &Rig<'_>, after: impl Fn(&Rig<'_>)) -> Duration {
 #[test]
 fn a_full_fifo_makes_kernels_wait_and_loses_nothing() {
     threads_with(world(2), small, |comm| {
-        many_puts(&Rig::new(comm), |_| ());
+        many_puts(&Fixture::new(comm), |_| ());
     });
 }
 
 #[test]
 fn a_proxy_that_sleeps_for_a_second_loses_nothing() {
     threads_with(world(2), sleepy, |comm| {
-        let rig = Rig::new(comm);
-        let connections = rig.connect(Transport::Proxied, 1, 2 * 64);
+        let fixture = Fixture::new(comm);
+        let connections = fixture.connect(Transport::Proxied, 1, 2 * 64);
         // Each message finds the peer's proxy asleep.
-        rig.ping_pong(&connections, 64, 2);
-        rig.finish();
-        many_puts(&rig, |_| ());
+        fixture.ping_pong(&connections, 64, 2);
+        fixture.finish();
+        many_puts(&fixture, |_| ());
     });
 }
 
@@ -74,20 +74,20 @@ fn a_proxy_that_sleeps_for_a_second_loses_nothing() {
 fn any_number_of_signals_is_under_way() {
     const ALL: u32 = 20_000;
     threads(world(2), |comm| {
-        let rig = Rig::new(comm);
+        let fixture = Fixture::new(comm);
         for blocks in [1, 8, 132] {
-            let connection = rig.pair(Transport::Proxied, 64);
+            let connection = fixture.pair(Transport::Proxied, 64);
             let each = ALL / blocks;
             if comm.rank() == 0 {
                 let arguments = [connection.channel(), Argument::U32(each)];
-                rig.launch("many_signals", blocks, &arguments).unwrap();
-                rig.finish();
+                fixture.launch("many_signals", blocks, &arguments).unwrap();
+                fixture.finish();
             }
             let expected = u64::from(each * blocks);
             if comm.rank() == 1 {
                 let arguments = [connection.channel(), Argument::U64(expected)];
-                rig.launch("wait_for", 1, &arguments).unwrap();
-                rig.finish();
+                fixture.launch("wait_for", 1, &arguments).unwrap();
+                fixture.finish();
             }
             // Flushed is counted, and each counts once.
             comm.barrier().unwrap();
@@ -103,10 +103,10 @@ fn any_number_of_signals_is_under_way() {
 #[test]
 fn what_is_in_flight_is_sent_when_the_proxy_is_stopped() {
     threads_with(world(2), small, |comm| {
-        let rig = Rig::new(comm);
+        let fixture = Fixture::new(comm);
         for _ in 0..3 {
-            many_puts(&rig, |rig| {
-                rig.comm.stop_proxy(rig.comm.deadline()).unwrap()
+            many_puts(&fixture, |fixture| {
+                fixture.comm.stop_proxy(fixture.comm.deadline()).unwrap()
             });
         }
         // The other rank's kernels used theirs for nothing.
@@ -118,9 +118,11 @@ fn what_is_in_flight_is_sent_when_the_proxy_is_stopped() {
 #[test]
 fn kernels_that_use_a_stopped_proxy_end() {
     threads_with(world(2), small, |comm| {
-        let rig = Rig::new(comm);
-        let connection = rig.pair(Transport::Proxied, 64);
-        rig.launch("signal_on", 4, &[connection.channel()]).unwrap();
+        let fixture = Fixture::new(comm);
+        let connection = fixture.pair(Transport::Proxied, 64);
+        fixture
+            .launch("signal_on", 4, &[connection.channel()])
+            .unwrap();
         std::thread::sleep(Duration::from_millis(100));
         // It finds the ring empty for a moment, or it says how much it did not send.
         let stopped = comm.stop_proxy(Deadline::after(Duration::from_millis(200)));
@@ -129,8 +131,8 @@ fn kernels_that_use_a_stopped_proxy_end() {
             assert_says(&error, &["triggers were not sent", "stop the proxy"]);
         }
         // On GPUs the kernel ends with a status, on the host device it fails.
-        match comm.synchronize(&rig.stream) {
-            Ok(()) => assert_eq!(rig.outcome.read(), [0, 1]),
+        match comm.synchronize(&fixture.stream) {
+            Ok(()) => assert_eq!(fixture.outcome.read(), [0, 1]),
             Err(error) => assert_says(&error, &["the proxy was stopped"]),
         }
         comm.barrier().unwrap();
@@ -150,13 +152,19 @@ fn all_communicators_of_a_rank_share_one_proxy() {
     processes(world(2), |comm| {
         assert_eq!(threads_called("warplink-proxy"), 0);
         let groups = [comm.subgroup(&[0, 1]).unwrap(), comm.split(0, 0).unwrap()];
-        let rigs = [Rig::new(comm), Rig::new(&groups[0]), Rig::new(&groups[1])];
-        let connections = rigs.each_ref().map(|rig| rig.pair(Transport::Proxied, 64));
-        for (rig, connection) in rigs.iter().zip(&connections) {
+        let rigs = [
+            Fixture::new(comm),
+            Fixture::new(&groups[0]),
+            Fixture::new(&groups[1]),
+        ];
+        let connections = rigs
+            .each_ref()
+            .map(|fixture| fixture.pair(Transport::Proxied, 64));
+        for (fixture, connection) in rigs.iter().zip(&connections) {
             let channel = connection.channel();
-            rig.launch("signal_and_wait", 1, &[channel]).unwrap();
+            fixture.launch("signal_and_wait", 1, &[channel]).unwrap();
         }
-        rigs.iter().for_each(Rig::finish);
+        rigs.iter().for_each(Fixture::finish);
         assert_eq!(threads_called("warplink-proxy"), 1);
         comm.stop_proxy(comm.deadline()).unwrap();
         let until = Instant::now() + Duration::from_secs(5);
@@ -175,8 +183,8 @@ fn a_single_call_after_the_proxy_was_stopped_is_refused() {
         world(2),
         |_| {},
         |comm| {
-            let rig = Rig::new(comm);
-            let connection = rig.pair(Transport::Proxied, 64);
+            let fixture = Fixture::new(comm);
+            let connection = fixture.pair(Transport::Proxied, 64);
             comm.stop_proxy(comm.deadline()).unwrap();
             let calls = [
                 ("signal_and_wait", 0),
@@ -186,9 +194,9 @@ fn a_single_call_after_the_proxy_was_stopped_is_refused() {
             for (name, count) in calls {
                 let mut arguments = vec![connection.channel()];
                 arguments.extend((count > 0).then_some(Argument::U32(count)));
-                rig.launch(name, 1, &arguments).unwrap();
-                match comm.synchronize(&rig.stream) {
-                    Ok(()) => assert_eq!(rig.outcome.read(), [0, 1], "{name}"),
+                fixture.launch(name, 1, &arguments).unwrap();
+                match comm.synchronize(&fixture.stream) {
+                    Ok(()) => assert_eq!(fixture.outcome.read(), [0, 1], "{name}"),
                     Err(error) => {
                         assert_says(&error, &["the proxy was stopped"]);
                         // On the host device the stream has failed.
@@ -204,19 +212,21 @@ fn a_single_call_after_the_proxy_was_stopped_is_refused() {
 #[test]
 fn a_dropped_connection_still_sends_what_it_was_asked_for() {
     threads(world(2), |comm| {
-        let rig = Rig::new(comm);
+        let fixture = Fixture::new(comm);
         for _ in 0..20 {
-            let connection = rig.pair(Transport::Proxied, 8 * 64);
+            let connection = fixture.pair(Transport::Proxied, 8 * 64);
             let channel = connection.channel();
             drop(connection);
             if comm.rank() == 0 {
-                rig.launch("many_puts", 1, &[channel, Argument::U32(64)])
+                fixture
+                    .launch("many_puts", 1, &[channel, Argument::U32(64)])
                     .unwrap();
             } else {
-                rig.launch("wait_for", 1, &[channel, Argument::U64(64)])
+                fixture
+                    .launch("wait_for", 1, &[channel, Argument::U64(64)])
                     .unwrap();
             }
-            rig.finish();
+            fixture.finish();
         }
     });
 }

@@ -1,7 +1,7 @@
 //! Places in regions: added while kernels run, never added, misaligned, and further apart than a trigger reaches.
 
 use super::common::{assert_says, kind, processes, threads, threads_with, world};
-use super::kernels::{Rig, TRANSPORTS, contents};
+use super::kernels::{Fixture, TRANSPORTS, contents};
 use std::time::Duration;
 use warplink::channel::{ConnectionRequest, Transport};
 use warplink::device::Argument;
@@ -10,22 +10,22 @@ use warplink::{Config, Deadline, DeviceKind, ErrorKind};
 #[test]
 fn a_kernel_that_runs_already_finds_a_region_that_is_added() {
     threads(world(2), |comm| {
-        let rig = Rig::new(comm);
+        let fixture = Fixture::new(comm);
         let bytes = 4096;
         for transport in TRANSPORTS {
-            let connection = rig.pair(transport, bytes);
-            let (rank, peer) = (rig.rank(), 1 - rig.rank());
+            let connection = fixture.pair(transport, bytes);
+            let (rank, peer) = (fixture.rank(), 1 - fixture.rank());
             let own = connection.region(0).unwrap();
             own.upload(&contents(rank, bytes)).unwrap();
             let arguments = [connection.channel(), Argument::U64(bytes as u64)];
-            rig.launch("put_when_added", 1, &arguments).unwrap();
+            fixture.launch("put_when_added", 1, &arguments).unwrap();
             // Long enough for the kernel to find nothing at first.
             std::thread::sleep(Duration::from_millis(20));
             let added = comm.alloc(bytes).unwrap();
             comm.add_regions(&[(&connection, &added)]).unwrap();
             let arguments = [connection.channel(), Argument::U64(1)];
-            rig.launch("wait_for", 1, &arguments).unwrap();
-            rig.finish();
+            fixture.launch("wait_for", 1, &arguments).unwrap();
+            fixture.finish();
             assert!(added.download().unwrap() == contents(peer, bytes));
         }
     });
@@ -38,8 +38,8 @@ fn a_peer_that_adds_no_region_is_a_timeout_that_names_it() {
         world(2),
         |config| config.timeout = Duration::from_secs(2),
         |comm| {
-            let rig = Rig::new(comm);
-            let connection = rig.pair(Transport::Direct, 64);
+            let fixture = Fixture::new(comm);
+            let connection = fixture.pair(Transport::Direct, 64);
             let region = comm.alloc(64).unwrap();
             if comm.rank() == 0 {
                 let error = comm.add_regions(&[(&connection, &region)]).unwrap_err();
@@ -56,8 +56,8 @@ fn a_peer_that_adds_no_region_is_a_timeout_that_names_it() {
 #[test]
 fn a_connection_has_as_many_regions_as_channels_name() {
     threads(world(2), |comm| {
-        let rig = Rig::new(comm);
-        let connection = rig.pair(Transport::Direct, 64);
+        let fixture = Fixture::new(comm);
+        let connection = fixture.pair(Transport::Direct, 64);
         let region = comm.alloc(64).unwrap();
         let added = [(&connection, &region)];
         for number in 1..16 {
@@ -68,8 +68,8 @@ fn a_connection_has_as_many_regions_as_channels_name() {
         assert_says(&error, &["has 16 regions already; expected at most 16"]);
         // Those that it has are there.
         let arguments = [connection.channel(), Argument::U32(15), Argument::U64(32)];
-        rig.launch("get_region", 1, &arguments).unwrap();
-        rig.finish();
+        fixture.launch("get_region", 1, &arguments).unwrap();
+        fixture.finish();
     });
 }
 
@@ -94,11 +94,11 @@ fn a_fifo_has_a_power_of_two_of_slots() {
 #[test]
 fn packets_that_are_misplaced_are_refused() {
     threads(world(2), |comm| {
-        let rig = Rig::new(comm);
-        let connection = rig.pair(Transport::Direct, 1024);
+        let fixture = Fixture::new(comm);
+        let connection = fixture.pair(Transport::Direct, 1024);
         let arguments = [connection.channel(), Argument::U64(1024)];
-        rig.launch("misplaced_packets", 1, &arguments).unwrap();
-        rig.finish();
+        fixture.launch("misplaced_packets", 1, &arguments).unwrap();
+        fixture.finish();
         comm.barrier().unwrap();
         let own = connection.region(0).unwrap().download().unwrap();
         assert!(own.iter().all(|byte| *byte == 0), "something was put");
@@ -114,26 +114,26 @@ fn a_put_of_more_than_a_trigger_moves_is_whole() {
     const BYTES: usize = (2 << 30) + (1 << 20);
     const PIECE: usize = 4096;
     processes(world(2), |comm| {
-        let rig = Rig::new(comm);
-        let connection = rig.pair(Transport::Proxied, 2 * BYTES);
+        let fixture = Fixture::new(comm);
+        let connection = fixture.pair(Transport::Proxied, 2 * BYTES);
         let memory = connection.region(0).unwrap().memory().clone();
         // Both ends, and around the end of the first trigger.
         let places = [0, (2 << 30) - PIECE, 2 << 30, BYTES - PIECE];
         for (number, place) in places.into_iter().enumerate() {
             let piece = memory.slice(place..place + PIECE).unwrap();
-            let data = contents(2 * number as u32 + rig.rank(), PIECE);
+            let data = contents(2 * number as u32 + fixture.rank(), PIECE);
             comm.device().upload(&piece, &data).unwrap();
         }
         comm.barrier().unwrap();
         let arguments = [connection.channel(), Argument::U64(BYTES as u64)];
-        rig.launch("put_half", 1, &arguments).unwrap();
-        rig.finish();
+        fixture.launch("put_half", 1, &arguments).unwrap();
+        fixture.finish();
         for (number, place) in places.into_iter().enumerate() {
             let from = BYTES + place;
             let mut found = vec![0; PIECE];
             let piece = memory.slice(from..from + PIECE).unwrap();
             comm.device().download(&piece, &mut found).unwrap();
-            let expected = contents(2 * number as u32 + 1 - rig.rank(), PIECE);
+            let expected = contents(2 * number as u32 + 1 - fixture.rank(), PIECE);
             assert!(found == expected, "at {place}");
         }
         comm.barrier().unwrap();

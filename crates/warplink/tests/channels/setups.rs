@@ -1,7 +1,7 @@
 //! Connecting, and what is left when connections are dropped.
 
 use super::common::{assert_says, threads, world};
-use super::kernels::{Rig, TRANSPORTS};
+use super::kernels::{Fixture, TRANSPORTS};
 use std::time::{Duration, Instant};
 use warplink::channel::{Connection, ConnectionRequest};
 use warplink::{Communicator, Deadline, ErrorKind};
@@ -94,13 +94,13 @@ fn resources() -> [usize; 2] {
 #[test]
 fn a_hundred_setups_leave_nothing_behind() {
     super::common::processes(world(2), |comm| {
-        let rig = Rig::new(comm);
+        let fixture = Fixture::new(comm);
         let mut counts = Vec::new();
         for round in 0..100 {
             for transport in TRANSPORTS {
-                let connections = rig.connect(transport, 2, 2 * 256);
-                rig.ping_pong(&connections, 256, 1);
-                rig.finish();
+                let connections = fixture.connect(transport, 2, 2 * 256);
+                fixture.ping_pong(&connections, 256, 1);
+                fixture.finish();
             }
             if round % 10 == 9 {
                 comm.stop_proxy(comm.deadline()).unwrap();

@@ -5,7 +5,7 @@ use super::common::{
     Ranks, Stopwatch, assert_says, processes_of, resume, stop_self, threads_that_end,
     wait_until_stopped, waiting_streams, world,
 };
-use super::kernels::{Rig, contents};
+use super::kernels::{Fixture, contents};
 use super::network;
 use std::time::Duration;
 use warplink::channel::{ConnectionRequest, StagingConfig, Transport};
@@ -72,10 +72,10 @@ fn data_goes_back_and_forth_in_chunks() {
 #[test]
 fn nothing_depends_on_when_chunks_are_copied() {
     staged(tiny, Some(Duration::from_micros(300)), |comm| {
-        let rig = Rig::new(comm);
-        let connections = rig.connect(Transport::Network, 2, 2 * 1024);
-        rig.ping_pong(&connections, 1024, 10);
-        rig.finish();
+        let fixture = Fixture::new(comm);
+        let connections = fixture.connect(Transport::Network, 2, 2 * 1024);
+        fixture.ping_pong(&connections, 1024, 10);
+        fixture.finish();
     });
 }
 
@@ -129,9 +129,9 @@ fn gets_of_both_ends_at_once_do_not_hold_each_other_up() {
     staged(tiny, None, |comm| {
         const BYTES: usize = 16 << 10;
         const GETS: usize = 80;
-        let rig = Rig::new(comm);
+        let fixture = Fixture::new(comm);
         let (rank, peer) = (comm.rank(), 1 - comm.rank());
-        let connection = rig.pair(Transport::Network, BYTES);
+        let connection = fixture.pair(Transport::Network, BYTES);
         let region = connection.region(0).unwrap();
         region.upload(&[rank as u8 + 1; BYTES]).unwrap();
         comm.barrier().unwrap();
@@ -158,20 +158,20 @@ fn gets_of_both_ends_at_once_do_not_hold_each_other_up() {
 #[test]
 fn an_end_that_is_gone_takes_what_the_peer_sends() {
     staged(small, None, |comm| {
-        let rig = Rig::new(comm);
+        let fixture = Fixture::new(comm);
         for _ in 0..3 {
-            let connection = rig.pair(Transport::Network, 8 * 100);
+            let connection = fixture.pair(Transport::Network, 8 * 100);
             comm.barrier().unwrap();
             if comm.rank() == 1 {
                 drop(connection);
             } else {
                 std::thread::sleep(Duration::from_millis(20));
                 let arguments = [connection.channel(), Argument::U32(50)];
-                rig.launch("many_puts", 2, &arguments).unwrap();
-                rig.launch("many_signals", 2, &arguments).unwrap();
+                fixture.launch("many_puts", 2, &arguments).unwrap();
+                fixture.launch("many_signals", 2, &arguments).unwrap();
                 let target = comm.alloc(8 * 100).unwrap();
-                connection.read(&rig.stream, &target, 0).unwrap();
-                rig.finish();
+                connection.read(&fixture.stream, &target, 0).unwrap();
+                fixture.finish();
             }
         }
         comm.barrier().unwrap();
@@ -196,29 +196,29 @@ fn a_stopped_peer_holds_up_no_other_connection() {
     ranks.env.insert(limit, "40".to_owned());
     ranks.run(|comm| {
         let processes = processes_of(comm);
-        let rig = Rig::new(comm);
+        let fixture = Fixture::new(comm);
         let words = BLOCKS * EACH;
         let bytes = 8 * words as usize;
         let data = contents(1, bytes);
-        let connections = rig.connect(Transport::Network, 1, bytes);
+        let connections = fixture.connect(Transport::Network, 1, bytes);
         let connection = |peer| connections.find(peer, 0).unwrap();
         comm.barrier().unwrap();
         let wait_for = |count: u32| {
             let arguments = [connection(0).channel(), Argument::U64(count.into())];
-            rig.launch("wait_for", 1, &arguments).unwrap();
-            rig.finish();
+            fixture.launch("wait_for", 1, &arguments).unwrap();
+            fixture.finish();
         };
         match comm.rank() {
             0 => {
                 connection(2).region(0).unwrap().upload(&data).unwrap();
                 wait_until_stopped(processes[2]);
                 let arguments = [connection(2).channel(), Argument::U32(EACH)];
-                rig.launch("many_puts", BLOCKS, &arguments).unwrap();
-                rig.finish();
+                fixture.launch("many_puts", BLOCKS, &arguments).unwrap();
+                fixture.finish();
                 let begun = Stopwatch::start();
                 let arguments = [connection(1).channel(), Argument::U32(10)];
-                rig.launch("many_signals", 1, &arguments).unwrap();
-                rig.finish();
+                fixture.launch("many_signals", 1, &arguments).unwrap();
+                fixture.finish();
                 let took = begun.elapsed();
                 assert!(took < Duration::from_secs(5), "a flush took {took:?}");
                 resume(processes[2]);

@@ -118,7 +118,7 @@ fn processes_make_each_collective_by_each_algorithm() {
     });
 }
 
-/// What is too long for packets goes by chunks, of which each lane has several.
+/// Data too long for packets uses chunks, several for each lane.
 #[test]
 fn long_data_goes_through_a_small_workspace() {
     let ranks = world(4);

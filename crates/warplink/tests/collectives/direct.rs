@@ -363,7 +363,7 @@ fn what_one_rank_does_not_share_goes_by_chunks() {
     );
 }
 
-/// What a graph has recorded is looked up at each of its launches.
+/// Mappings are looked up at each launch of a graph.
 #[test]
 fn a_graph_recorded_before_memory_is_known_goes_directly_later() {
     const COUNT: usize = 1000;

@@ -21,7 +21,7 @@ const OTHER: usize = 1;
 /// The most elements of a call.
 const MOST: usize = 100_000;
 
-/// What a rank calls.
+/// Call of a rank.
 #[derive(Clone, Copy, Debug)]
 enum Made {
     Reduce(usize, ReduceOp),

@@ -79,7 +79,7 @@ pub(crate) struct Endurance<'a> {
     mix: Mix,
     collectives: [Collectives; 2],
     streams: [Stream; 2],
-    /// What the calls of a batch share.
+    /// Shared by the calls of a batch.
     memory: DeviceSlice,
     products: Products,
 }

@@ -12,13 +12,13 @@ use warplink::{Collectives, Communicator, DType, Result};
 /// Bytes on both sides of an output that no collective may touch.
 const GUARD: usize = 64;
 
-/// What the guard bytes are.
+/// Guard bytes.
 const GUARD_BYTE: u8 = 0xa5;
 
 /// About the most bytes of values that ranks share.
 const MAX_SHARED_BYTES: usize = 128 << 20;
 
-/// What a value has beside its elements, and how much one takes of those at most.
+/// Size of a value besides its elements, and maximum size of these.
 const VALUE_BYTES: usize = 1 << 10;
 const ELEMENT_BYTES: usize = size_of::<(f64, f64)>();
 
@@ -188,7 +188,7 @@ impl Case {
         })
     }
 
-    /// What a rank's output is; `None` where it is left alone.
+    /// Expected output of a rank; `None` if it is left unchanged.
     fn expected(&self, rank: usize, world: usize) -> Arc<Option<Expected>> {
         static EXPECTED: Shared<Option<Expected>> = Shared::new();
         // All ranks have the same output, but for some.
@@ -268,11 +268,11 @@ impl Case {
 /// A call, a rank and how many there are.
 type Key = (Case, usize, usize);
 
-/// What several ranks of this process need, made once.
-struct Shared<T>(LazyLock<Mutex<Known<T>>>);
+/// Data shared by several ranks of this process, computed once.
+struct Shared<T>(LazyLock<Mutex<Cache<T>>>);
 
 /// The values that there are, and about how many bytes they have.
-type Known<T> = (HashMap<Key, Slot<T>>, usize);
+type Cache<T> = (HashMap<Key, Slot<T>>, usize);
 
 type Slot<T> = Arc<OnceLock<Arc<T>>>;
 
@@ -303,7 +303,7 @@ impl<T> Shared<T> {
     }
 }
 
-/// What an output is to be.
+/// Expected content of an output.
 #[derive(Debug)]
 enum Expected {
     Bytes(Vec<u8>),
@@ -358,7 +358,7 @@ fn is_signed(dtype: DType) -> bool {
     matches!(dtype, DType::I8 | DType::I32 | DType::I64)
 }
 
-/// What is left of a value in so many bits.
+/// A value wrapped to `bits` bits.
 fn wrapped(signed: bool, bits: u32, value: i128) -> i128 {
     let all = 1_i128 << bits;
     let value = value.rem_euclid(all);

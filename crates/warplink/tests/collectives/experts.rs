@@ -289,7 +289,7 @@ fn failing(options: impl Fn(usize) -> ExpertOptions + Sync, told: &[(usize, usiz
     );
 }
 
-/// What a stream's end says once this rank hears that the communicator cannot go on.
+/// Error of a stream once this rank learns that the communicator has failed.
 fn next_failure(comm: &Communicator, since: Stopwatch) -> Error {
     let stream = comm.create_stream(Priority::Normal).unwrap();
     loop {

@@ -6,7 +6,7 @@ use warplink::collective::{Dispatched, ExpertOptions, Experts};
 use warplink::device::{AllocationKind, DeviceSlice, Stream};
 use warplink::{Communicator, Error};
 
-/// What memory has that nothing is stored to.
+/// Content of memory without stores.
 pub(crate) const GUARD_BYTE: u8 = 0xc3;
 
 /// How tokens choose their experts.
@@ -22,7 +22,7 @@ pub(crate) enum Choices {
     Nobody,
 }
 
-/// What one rank starts with in a round.
+/// Input of one rank in a round.
 pub(crate) struct Input {
     pub(crate) tokens: Vec<f64>,
     /// `[tokens][top_k]`.
@@ -67,7 +67,7 @@ impl Input {
     }
 }
 
-/// What the expert makes of a row: it is another one for each expert, and exact.
+/// Result of an expert for a row: different for each expert, and exact.
 fn expert(number: usize, value: f64) -> f64 {
     value * if number.is_multiple_of(2) { 2.0 } else { -1.0 } + (number % 4) as f64
 }
@@ -84,7 +84,7 @@ fn rows(options: &ExpertOptions, input: &Input, to: usize, ranks: usize) -> Vec<
     rows.collect()
 }
 
-/// What `combine` gives for a rank.
+/// Expected result of `combine` on a rank.
 fn expected(options: &ExpertOptions, input: &Input) -> Vec<u8> {
     let mut output = Vec::new();
     let elements = options.elements;

@@ -19,7 +19,7 @@ const ALIVE: usize = 1100;
 const COMPARED_EVERY: usize = 10;
 const LAUNCHED_EVERY: usize = 100;
 
-/// What this process may grow by in the second half of the rounds.
+/// Maximum growth of this process in the second half of the rounds.
 const GROWTH: usize = 16 << 20;
 
 /// `WARPLINK_TEST_LENT` says how often memory is lent: more often than so that numbers run out and addresses come back.

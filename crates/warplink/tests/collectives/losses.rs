@@ -332,7 +332,7 @@ fn ranks_that_called_different_things_go_on_in_another_communicator() {
     }
 }
 
-/// What waits for it is not lost: where it calls after all, it is done.
+/// Waiting for a rank does not make it lost: if it calls later, the call completes.
 #[test]
 fn a_rank_that_calls_after_a_timeout_is_waited_for() {
     call_late(None);

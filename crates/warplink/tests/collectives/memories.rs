@@ -14,7 +14,7 @@ use warplink::{Collectives, Communicator};
 /// Bytes of a long part, of which all ranks together have some MiB.
 const LONG: usize = 768 << 10;
 
-/// What moves or reduces data.
+/// Collectives that move or reduce data.
 fn kinds() -> impl Iterator<Item = (usize, CollectiveKind)> {
     let kinds = CollectiveKind::ALL.into_iter();
     kinds

@@ -14,7 +14,7 @@ use warplink::{Collectives, Communicator, Config, DType, DeviceKind, Error, Erro
 /// How soon every rank that is concerned must have its error.
 const SOON: Duration = Duration::from_secs(5);
 
-/// What an output has where nothing came.
+/// Content of an output where nothing was received.
 const UNTOUCHED: u8 = 0x5a;
 
 /// How many elements each rank sends to each.

@@ -8,7 +8,7 @@ use warplink::collective::{CollectiveOptions, CollectivePath, Parts};
 use warplink::device::{AllocationKind, DeviceSlice, Priority, Stream};
 use warplink::{Collectives, Communicator, DType, ErrorKind};
 
-/// What memory has where nothing of a part lies.
+/// Content of memory between parts.
 const GAP: u16 = 0xdead;
 
 /// How many elements each rank sends to each.

@@ -33,7 +33,7 @@ fn memory(comm: &Communicator, seed: u64, rows: usize) -> DeviceSlice {
     memory
 }
 
-/// What a call leaves in its output, in place or not.
+/// Output of a call, in place or not.
 fn result(
     comm: &Communicator,
     collectives: &Collectives,

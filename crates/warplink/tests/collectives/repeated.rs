@@ -59,7 +59,7 @@ fn case(random: &mut Random, (number, kind): (usize, CollectiveKind), dtype: DTy
     }
 }
 
-/// What a case gives by a call on new memory.
+/// Result of a case by a call on new memory.
 fn once(comm: &Communicator, collectives: &Collectives, case: Case, stream: &Stream) -> Vec<u8> {
     let made = case.make(comm, collectives, stream).unwrap();
     comm.synchronize(stream).unwrap();
@@ -67,8 +67,8 @@ fn once(comm: &Communicator, collectives: &Collectives, case: Case, stream: &Str
     made.reduced(comm)
 }
 
-/// What calls give again and again on the same memory, until one went directly in all lanes, and how many calls were
-/// made before that: these went by chunks, at least in part.
+/// Results of repeated calls on the same memory, until one was direct in all lanes, and the number of calls
+/// before that, which used chunks at least in part.
 fn until_direct(
     comm: &Communicator,
     collectives: &Collectives,

@@ -82,7 +82,7 @@ fn scaled_sums_of_floats_are_right_by_every_algorithm() {
     }
 }
 
-/// What is large goes directly, and a graph keeps its factor.
+/// Large calls are direct, and a graph keeps its factor.
 #[test]
 fn large_scaled_sums_and_those_of_graphs_are_right() {
     let ranks = world(2);

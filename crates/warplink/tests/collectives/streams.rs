@@ -104,8 +104,8 @@ fn calls_of_any_priority_and_graphs_take_turns() {
     );
 }
 
-/// What a stream was given after a call does not hold up the next call on another stream. Here rank 0's first stream
-/// waits for what rank 1 sends only after the second call.
+/// Work enqueued to a stream after a call does not delay the next call on another stream. Here rank 0's first
+/// stream waits for data that rank 1 sends only after the second call.
 #[test]
 fn a_call_waits_for_the_last_call_and_nothing_after_it() {
     threads_with(

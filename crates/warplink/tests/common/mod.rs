@@ -49,10 +49,10 @@ fn limit() -> Duration {
     number_from_env("WARPLINK_TEST_LIMIT").map_or(LIMIT, Duration::from_secs)
 }
 
-/// What [`tell`] begins with.
+/// Prefix of lines of [`tell`].
 const COUNTED: &str = "counted: ";
 
-/// What a rank prints that is a process of its own, when it has joined.
+/// Printed by a rank that is a process, after joining.
 const JOINED: &str = "this rank has joined";
 
 /// Prints how much was done, also from a rank that is a process of its own; `scripts/device-tests.sh` shows it.
@@ -313,7 +313,7 @@ pub fn assert_all_ended_well(ended: Option<&[Ended]>) {
     }
 }
 
-/// What ranks do without in [`pretending`].
+/// Limits of ranks in [`pretending`].
 pub const LIMITS: [&str; 2] = ["no-atomics", "no-peer-access"];
 
 /// Runs `body` as each of `world` processes whose devices lack atomic operations on the others' memory, and whose devices

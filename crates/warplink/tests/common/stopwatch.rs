@@ -13,7 +13,7 @@ const PRESSURE: &str = "/proc/pressure/cpu";
 #[derive(Clone, Copy, Debug)]
 pub struct Stopwatch {
     started: Instant,
-    /// What the kernel had counted by then, where it counts.
+    /// Stall time counted by the kernel, if it counts that.
     stalled: Option<Duration>,
 }
 

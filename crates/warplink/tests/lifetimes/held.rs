@@ -1,4 +1,4 @@
-//! What a rank holds of the system and of the device, beside what is kept for reuse.
+//! Resources of the system and of the device held by a rank, except those kept for reuse.
 
 use super::{Footprint, MIB, open_files};
 use std::time::Duration;
@@ -17,7 +17,7 @@ const MAX_KEPT_COUNT: usize = 64;
 const TRIES: usize = 40;
 const PAUSE: Duration = Duration::from_millis(250);
 
-/// What a rank holds.
+/// Resources held by a rank.
 #[derive(Debug)]
 pub(crate) struct Held {
     process: Footprint,

@@ -1,4 +1,4 @@
-//! What is dropped while a stream may still use it is kept until the stream is past it.
+//! Objects dropped while a stream may still use them are kept until the stream is done with them.
 
 use super::Footprint;
 use super::common::{assert_says, kind, processes, threads, world};

@@ -381,7 +381,7 @@ fn a_receive_by_packets_is_posted_twice_before_a_wait_at_most() {
     });
 }
 
-/// What is stored into the receiver's memory by something else needs no path of its own.
+/// Stores by others into the receiver's memory need no path of their own.
 #[test]
 fn bytes_that_are_stored_go_by_no_packets() {
     threads_with(

@@ -8,6 +8,7 @@ use std::sync::Arc;
 /// Marks a slot without an expert. Must match the kernels.
 const NOWHERE: u32 = u32::MAX;
 
+/// Threads of a block of each kernel.
 const ROUTE_THREADS: u32 = 1024;
 const SUM_THREADS: u32 = 512;
 

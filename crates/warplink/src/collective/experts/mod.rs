@@ -85,6 +85,7 @@ impl ExpertOptions {
 
     /// Maximum rows from one of `world` ranks to another.
     pub fn rows_per_peer(&self, world: usize) -> usize {
+        // A token has at most as many experts on a rank as the rank has.
         let of_token = self.top_k.min(self.experts / world.max(1));
         self.max_rows.unwrap_or(self.max_tokens * of_token)
     }
@@ -154,6 +155,7 @@ impl Collectives {
             )
             .with_help("read the counts on the host, and pass them to all_to_all_v"));
         };
+        // Before memory is allocated: a row must fit a chunk, since it is not split.
         lines.check_unit(options.row_bytes())?;
         let device = &inner.context.device;
         let max_rows = options.rows_per_peer(world);
@@ -224,6 +226,7 @@ impl Experts {
         let layer = &**self.0;
         let count = layer.tokens_in("the tokens", tokens)?;
         let slots = count * layer.options.top_k;
+        // Validate everything before the kernel that routes, which overwrites the state of the last dispatch.
         check_bytes("the numbers of experts", experts, WORD * slots, WORD)?;
         layer.check(to)?;
         check_apart(
@@ -262,6 +265,7 @@ impl Experts {
             let told = Count::Stated(&received.2[peer]);
             let numbers = Some(&numbers[peer]);
             entries.push(message(Direction::Send, tokens, row, given, numbers));
+            // Two messages for each direction and peer share one count: the rows, and the expert of each row.
             entries.push(message(Direction::Send, &locals[peer], WORD, given, None));
             let receives = Direction::Receive;
             entries.push(message(receives, &received.0[peer], row, told, None));
@@ -280,8 +284,11 @@ impl Experts {
             places: layer.places.clone(),
         };
         self.enqueue(stream, |is_recorded| {
+            // Invalid while the routing is replaced: if it fails, a combine must not use positions of either
+            // dispatch.
             *lock(&layer.dispatched) = None;
             layer.kernels.route(&routing, world, stream)?;
+            // Only now, when the positions belong to this dispatch.
             *lock(&layer.dispatched) = Some(count);
             layer.enqueue(&entries, (stream, is_recorded))
         })
@@ -312,6 +319,7 @@ impl Experts {
             layer.parts(from.rows, row * rows)?,
             layer.parts(&layer.back, row * rows)?,
         );
+        // The counts of the dispatch, with the directions exchanged: each row returns to its rank.
         let counts = (
             layer.parts(from.counts, WORD)?,
             layer.parts(&layer.counts, WORD)?,
@@ -340,6 +348,7 @@ impl Experts {
             elements: layer.options.elements,
         };
         self.enqueue(stream, |is_recorded| {
+            // Within the turn, so that no dispatch of another thread comes between the check and the sum.
             layer.check_dispatched(tokens)?;
             layer.enqueue(&entries, (stream, is_recorded))?;
             layer.kernels.sum(&sum, layer.options.dtype, stream)
@@ -350,6 +359,7 @@ impl Experts {
     fn enqueue(&self, stream: &Stream, work: impl FnOnce(bool) -> Result<()>) -> Result<()> {
         let inner = &self.0.collectives.0;
         inner.context.fault.check()?;
+        // In turn with the communicator's collectives, which use the same workspace.
         let turn = || inner.turns.take_with(stream, work);
         inner.used_by(stream, || self.0.used_by(stream, turn))
     }

@@ -156,6 +156,7 @@ impl Collectives {
                 entries.push(Entry::whole(rank, Direction::Receive, target));
             }
             return inner.turns.take_with(stream, |is_recorded| {
+                // Copies first: behind the kernel they would wait for the peers.
                 copy(&copies, stream)?;
                 lines.enqueue(&entries, (stream, is_recorded))
             });
@@ -198,6 +199,7 @@ fn divide(
     } else {
         MAX_MESSAGES.saturating_sub(others) / 2
     };
+    // Each takes two entries, a send and a receive. Longer ones are left to the copy engine.
     copies.into_iter().partition(|(_, source)| {
         let goes = room > 0 && (1..=MAX_ALONG).contains(&source.bytes());
         room -= usize::from(goes);
@@ -234,6 +236,7 @@ fn check(messages: &[Message<'_>], world: usize) -> Result<()> {
             .with_peer(message.peer)
             .with_help("name a rank of the communicator"));
         }
+        // Sources may overlap one another: only receives write.
         if message.direction == Direction::Send || message.memory.bytes() == 0 {
             continue;
         }
@@ -271,6 +274,7 @@ fn own<'a>(messages: &[Message<'a>], rank: Rank) -> Result<Vec<SelfMessage<'a>>>
             "{sends} sends of this rank to itself; expected {receives}, as it receives"
         )));
     }
+    // In order, as for messages between ranks.
     let pairs = of(Direction::Receive).zip(of(Direction::Send));
     let pairs = pairs.map(|(target, source)| {
         if target.bytes() != source.bytes() {

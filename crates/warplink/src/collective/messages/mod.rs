@@ -58,6 +58,7 @@ const PACKED_BYTES: usize = 8 << 10;
 /// receiver handshake, and cover all of 4 MiB on two ranks.
 const LINED_BYTES: usize = 128 << 10;
 
+/// Threads of a block; [`LANE_BYTES`] and [`PACKED_BYTES`] are derived from it.
 const THREADS: u32 = 512;
 
 /// Name of the kernel.

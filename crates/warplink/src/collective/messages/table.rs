@@ -29,6 +29,7 @@ const MESSAGE_WORDS: usize = 7;
 /// Index of the word with the number of messages.
 const COUNT: usize = FIXED_WORDS - 2;
 
+/// Flags of a message's first word; must match the kernel.
 const RECEIVES: u64 = 1 << 8;
 const TELLS: u64 = 1 << 9;
 const WIDE: u64 = 1 << 10;

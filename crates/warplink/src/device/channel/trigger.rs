@@ -17,6 +17,7 @@ pub(crate) const MAX_TRIGGER_BYTES: u64 = 1 << 31;
 /// The bit in each half that holds the lap parity of the ring.
 pub(crate) const LAP: u64 = 1 << 63;
 
+/// Flags of a trigger; must match the kernels.
 const PUT: u32 = 1;
 const GET: u32 = 2;
 const SIGNAL: u32 = 4;

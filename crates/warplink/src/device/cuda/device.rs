@@ -215,7 +215,7 @@ impl Device for CudaDevice {
 
     unsafe fn borrow_stream(&self, raw: u64, owner: Arc<dyn Any + Send + Sync>) -> Result<Stream> {
         self.gpu.fault.check()?;
-        // SAFETY: the caller vouches for the stream and its owner.
+        // SAFETY: the caller guarantees a valid stream and its owner.
         let stream = unsafe { CudaStream::borrow(&self.gpu, raw, owner) }?;
         Ok(Stream::new(stream))
     }

@@ -68,12 +68,14 @@ impl Session {
 
     /// Whether the capture has ended.
     pub(super) fn has_ended(&self) -> bool {
+        // Acquire: pairs with `finish`, after which nothing may be recorded.
         self.ended.load(Ordering::Acquire)
     }
 
     /// Ends the capture and returns the recording. Fails if a branch has work that was not joined into the
     /// first branch.
     pub(super) fn finish(&self) -> Result<Recording> {
+        // Before the recording is taken, so that no stream adds to an ended capture.
         self.ended.store(true, Ordering::Release);
         let recording = std::mem::take(&mut *lock(&self.recording));
         let mut joined = vec![0; recording.branches.len()];

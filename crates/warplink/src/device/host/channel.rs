@@ -104,6 +104,8 @@ impl<'a> BlockChannel<'a> {
             (Some(proxy), _) => {
                 self.push(proxy, Trigger::signal(proxy.connection))?;
             }
+            // One increment at the peer with release ordering: a peer that sees it also sees the block's
+            // earlier writes.
             (None, Some(outbound)) => {
                 self.context.delay();
                 words::increment_at_peer(outbound)?;
@@ -122,6 +124,7 @@ impl<'a> BlockChannel<'a> {
     /// read.
     pub fn flush(&self) -> Result<()> {
         self.context.check()?;
+        // Direct accesses are complete when they return.
         let Some(proxy) = &self.parts().proxy else {
             return Ok(());
         };
@@ -133,6 +136,7 @@ impl<'a> BlockChannel<'a> {
 
     /// Blocks until another signal arrives, and consumes it.
     pub fn wait(&self) -> Result<()> {
+        // The count of consumed signals lives in device memory, so that it survives the launch.
         let awaited = words::increment(&self.parts().awaited) + 1;
         self.wait_until(awaited)
     }
@@ -206,6 +210,7 @@ impl<'a> BlockChannel<'a> {
         bytes: u64,
         flag: u64,
     ) -> Result<()> {
+        // Packets of 128 bytes are partly filled at the end, unlike the smaller ones.
         let (data, line) = LINE;
         let packed = line as u64 * bytes.div_ceil(data as u64);
         let (target, source) =
@@ -244,6 +249,7 @@ impl<'a> BlockChannel<'a> {
         self.context.check()?;
         let windows = &self.parts().windows;
         let own_range = windows.range(Side::Own, own, bytes)?;
+        // For both paths, so that a bad range fails here and not in the proxy, which has nobody to tell.
         windows.check(Side::Peers, peers, bytes)?;
         let Some(proxy) = &self.parts().proxy else {
             let peers_range = windows.range(Side::Peers, peers, bytes)?;
@@ -263,6 +269,8 @@ impl<'a> BlockChannel<'a> {
             peers,
         };
         let mut left = bytes;
+        // A trigger has few bits for a length, so split; only the last piece signals, since the proxy keeps
+        // order.
         while left > MAX_TRIGGER_BYTES {
             self.push(proxy, trigger)?;
             trigger.own.offset += MAX_TRIGGER_BYTES;
@@ -289,6 +297,7 @@ impl<'a> BlockChannel<'a> {
 
     /// Blocks until the proxy has completed the requests up to `position`.
     fn await_flush(&self, proxy: &ProxyEnd, position: u64) -> Result<()> {
+        // Above `position`: the count of completed triggers includes this one.
         let done = || words::load(&self.parts().completed) > position;
         packets::spin(self.context, || {
             if done() {
@@ -359,6 +368,7 @@ impl<'a> BlockChannel<'a> {
         bytes: u64,
         alignment: [u64; 2],
     ) -> Result<(DeviceSlice, DeviceSlice)> {
+        // Packets are polled by flag, and a network does not keep the 8-byte stores whole.
         if self.parts().proxy.is_some() {
             return Err(Error::new(
                 ErrorKind::Unsupported,

@@ -104,6 +104,7 @@ impl HostCollectives {
         stream: &Stream,
         task: impl Fn(&Exchange, &Context) -> Result<()> + Send + Sync + 'static,
     ) -> Result<()> {
+        // Acquire: pairs with `abort`. A task that misses it is ended by the exchange.
         if self.ended.load(Ordering::Acquire) {
             return Err(aborted());
         }
@@ -274,6 +275,7 @@ impl CollectiveEngine for HostCollectives {
     }
 
     fn abort(&self) {
+        // Before the exchange is aborted, so that no later call enters it.
         self.ended.store(true, Ordering::Release);
         if !self.is_adopted {
             self.inner.abort();

@@ -21,8 +21,10 @@ const CHUNKS: u64 = 2;
 /// The two counters are on separate cache lines, to avoid false sharing. Bytes between those of the first
 /// peer identify the outbox's owner.
 pub(super) const HEADER: usize = 128;
+/// Offset of the counter of consumed chunks, in a cache line of its own.
 const TAKEN: usize = 64;
 
+/// Bytes of an outbox for one peer.
 const BOX: usize = HEADER + CHUNKS as usize * CHUNK;
 
 /// Maximum length of a call's header.

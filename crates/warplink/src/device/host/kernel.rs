@@ -132,6 +132,7 @@ impl Block<'_> {
 
     /// Barrier with the peers of `channels`, which must call it too: signals each channel and waits for each.
     pub fn barrier(&self, channels: &[BlockChannel<'_>]) -> Result<()> {
+        // All signals before the first wait, or two peers would wait for each other's second.
         channels.iter().try_for_each(BlockChannel::signal)?;
         channels.iter().try_for_each(BlockChannel::wait)
     }
@@ -266,11 +267,13 @@ impl KernelBackend for HostKernelBackend {
     fn launch(&self, stream: &Stream, launch: &Launch, arguments: &[Argument]) -> Result<()> {
         let stream = stream::from_dyn(stream)?;
         self.check_together(launch, 1)?;
+        // Memory of a GPU cannot be read by a thread of the host.
         let other = |argument: &&Argument| !argument.is_of(DeviceKind::Host);
         if let Some(argument) = arguments.iter().find(other) {
             let text = format!("{argument:?} is not of the host device");
             return Err(self.invalid(text, "use memory of the stream's device"));
         }
+        // Held until the task is enqueued, so that no fault is missed between the two.
         let _noted = stream.depend_on(arguments.iter().flat_map(Argument::faults));
         let (body, launch, arguments) = (self.body.clone(), *launch, arguments.to_vec());
         let (name, processors) = (self.name.clone(), self.processors);
@@ -303,7 +306,9 @@ pub(super) fn together<W: FnOnce() -> Result<()> + Send>(
     threads: usize,
     work: impl Fn(usize) -> W,
 ) -> Result<()> {
+    // A panic becomes the error of the launch; the process and the other blocks' cleanup continue.
     let run = |work: W| catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|_| Err(panicked()));
+    // The calling thread runs the first block, which spares a thread for small launches.
     let first = work(0);
     if threads <= 1 {
         return run(first);

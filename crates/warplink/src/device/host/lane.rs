@@ -38,6 +38,7 @@ impl Block<'_> {
 
     /// Maximum bytes to combine at once: an L1-sized piece, or everything if accesses are delayed.
     pub(crate) fn combined_bytes(&self) -> usize {
+        // Smaller pieces would multiply the random delays of tests.
         self.context().delays.map_or(COMBINED_BYTES, |_| usize::MAX)
     }
 
@@ -52,6 +53,8 @@ impl Block<'_> {
     pub(crate) fn load_into(&self, source: &DeviceSlice, bytes: &mut Vec<u8>) -> Result<()> {
         check_kind(source)?;
         bytes.resize(source.bytes(), 0);
+        // The second half first, with a delay between: tests then notice readers that rely on ascending
+        // order.
         let (first, second) = bytes.split_at_mut(source.bytes() / 2);
         memory::read_bytes(&source.slice(first.len()..source.bytes())?, second)?;
         self.context().delay();
@@ -64,6 +67,7 @@ impl Block<'_> {
     /// Writes `bytes` to `target`; lengths must match.
     pub(crate) fn store(&self, target: &DeviceSlice, bytes: &[u8]) -> Result<()> {
         check_kind(target)?;
+        // As in `load_into`: the second half first, so that readers without synchronization are found.
         let (first, second) = bytes.split_at(bytes.len() / 2);
         memory::write_bytes(&target.slice(first.len()..target.bytes())?, second)?;
         self.context().delay();
@@ -219,6 +223,7 @@ macro_rules! summands {
     )*};
 }
 
+// Integers wrap, as in the kernels.
 summands! {
     f32: add mul;
     f64: add mul;
@@ -266,8 +271,10 @@ fn fold_by<T: Element, A: Summand>(
         return Ok(());
     };
     let size = size_of::<T>();
+    // Eight bytes is the largest element, so that one array of sums serves all types.
     let step = PIECE_BYTES / 8 * size;
     let mut piece = [0; PIECE_BYTES];
+    // Small enough for the L1 cache, since each source passes over all of them.
     let mut sums = [A::of(0.0); PIECE_BYTES / 8];
     for from in (0..first.length()).step_by(step) {
         let piece = &mut piece[..step.min(first.length() - from)];

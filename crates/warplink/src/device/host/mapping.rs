@@ -130,7 +130,7 @@ impl Drop for Reservation {
     fn drop(&mut self) {
         // SAFETY: reserved once; who maps something in it holds it or gives it up.
         if let Err(errno) = unsafe { rustix::mm::munmap(self.base as *mut c_void, self.bytes) } {
-            tracing::error!(base = self.base, bytes = self.bytes, %errno, "giving back addresses failed");
+            tracing::error!(base = self.base, bytes = self.bytes, %errno, "releasing an address range failed");
         }
     }
 }

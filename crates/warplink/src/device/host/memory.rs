@@ -105,6 +105,7 @@ impl Drop for Borrowed {
     fn drop(&mut self) {
         if self.owner.is_none() {
             for mapping in &self.inside {
+                // Relaxed, as for the increment.
                 mapping.last_holders.fetch_sub(1, Ordering::Relaxed);
             }
         }

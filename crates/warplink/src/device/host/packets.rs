@@ -49,6 +49,7 @@ pub(super) fn store(
     for line in words.chunks_exact(LINE_WORDS + 1) {
         let (flag_word, words) = last_of(line)?;
         for (word, data) in words.iter().zip(&mut data) {
+            // Release, as for the smaller packets; the flag alone would publish the line.
             word.store(u64::from_ne_bytes(data), Ordering::Release);
         }
         context.delay();
@@ -121,6 +122,7 @@ impl<'a> Arrivals<'a> {
         if !self.lines {
             let words = self.words.iter().zip(self.bytes.chunks_mut(4));
             for (word, data) in words.skip(self.taken) {
+                // Acquire: a reader of the data also sees what the writer did before.
                 let value = u64::from_le(word.load(Ordering::Acquire));
                 if value >> 32 != u64::from(self.flag as u32) {
                     return Ok(false);

@@ -60,6 +60,7 @@ impl HostStream {
 
     /// The capture that this stream takes part in, unless it has ended.
     fn capture(&self) -> MutexGuard<'_, Option<Capture>> {
+        // Look lazily, since another stream may end the capture in which this one takes part.
         let mut capture = lock(&self.capture);
         if capture
             .as_ref()
@@ -108,6 +109,7 @@ impl StreamBackend for HostStream {
             | MemoryOp::Reset { word }
             | MemoryOp::Wait { word, .. }) = op;
             check_kind(word.as_slice())?;
+            // Only waits can hang because of a fault; writes need not depend on it.
             let waits = matches!(op, MemoryOp::Wait { .. });
             let _noted = self.depend_on(word.fault().filter(|_| waits));
             self.enqueue(match *op {
@@ -146,6 +148,7 @@ impl StreamBackend for HostStream {
 
     fn record(&self, event: &Event) -> Result<()> {
         let event: &HostEvent = event::from_dyn(event)?;
+        // Whoever waits for the event inherits these faults.
         event.faults.replace(self.worker.faults());
         if let Some(capture) = &*self.capture() {
             let mark = capture.session.mark(capture.branch);
@@ -178,12 +181,14 @@ impl StreamBackend for HostStream {
 
     fn wait_event(&self, event: &Event) -> Result<()> {
         let event: &HostEvent = event::from_dyn(event)?;
+        // Held until the wait is enqueued, so that a fault raised in between is not missed.
         let _noted = self.worker.faults().follow(&event.faults);
         let recorded = lock(&event.recorded).clone();
         let mut capture = self.capture();
         match (recorded, &*capture) {
             (Recorded::Never, _) => Ok(()),
             (Recorded::InStream(mark), None) => {
+                // Release the lock, which `enqueue` takes.
                 drop(capture);
                 let state: Arc<EventState> = event.state.clone();
                 self.enqueue(Operation::WaitEvent { event: state, mark })
@@ -194,6 +199,7 @@ impl StreamBackend for HostStream {
             .with_operation("wait for an event")
             .with_help("record it in a stream of the capture")),
             (Recorded::InGraph(captured), None) => {
+                // As on a GPU: waiting for an event of a capture makes this stream join it.
                 let branch = captured.session.join();
                 captured
                     .session
@@ -252,6 +258,7 @@ impl StreamBackend for HostStream {
     fn end_capture(&self) -> Result<Graph> {
         let mut own = self.capture();
         match &*own {
+            // Branch 0 is the stream that began it.
             Some(capture) if capture.branch == 0 => {}
             _ => {
                 return Err(Error::invalid("the stream did not begin a capture")
@@ -265,6 +272,8 @@ impl StreamBackend for HostStream {
         let recording = capture.session.finish()?;
         let number = capture.session.number();
         let graph = RecordedGraph::new(recording, number, &self.fault, self.delays)?;
+        // A copy, since the stream's faults change after the capture, while the graph keeps these
+        // dependencies.
         let faults = FaultSet::default();
         faults.replace(self.worker.faults());
         Ok(Graph::new(Arc::new(HostGraph {

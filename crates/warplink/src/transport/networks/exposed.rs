@@ -73,7 +73,7 @@ impl Exposed {
 impl Drop for Exposed {
     fn drop(&mut self) {
         if let (Some(memory), Some(networks)) = (self.memory.take(), self.networks.upgrade()) {
-            networks.part(memory, None);
+            networks.retire(memory, None);
         }
     }
 }

@@ -278,7 +278,7 @@ impl Drop for NetworkLink {
         }
         if let Some(exposed) = lock(&self.exposed).take() {
             let told = GoneNotice::new(done, connection, &self.words);
-            self.networks.part(exposed, Some(told));
+            self.networks.retire(exposed, Some(told));
         }
     }
 }

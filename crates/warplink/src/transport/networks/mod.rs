@@ -40,13 +40,13 @@ pub(crate) struct Networks {
     service: Arc<Service>,
     opened: Mutex<HashMap<Option<String>, Arc<dyn Network>>>,
     /// Dropped ends whose peers may still write.
-    parting: Mutex<Vec<Parting>>,
+    retired: Mutex<Vec<Retired>>,
     /// Whether peers may leave, so that broken connections are not failures.
     leaving: AtomicBool,
 }
 
 /// A dropped end: its exposed memory and connection.
-struct Parting {
+struct Retired {
     exposed: ExposedMemory,
     told: Option<GoneNotice>,
 }
@@ -85,7 +85,7 @@ impl Networks {
             staging,
             service: Arc::default(),
             opened: Mutex::default(),
-            parting: Mutex::default(),
+            retired: Mutex::default(),
             leaving: AtomicBool::new(false),
         })
     }
@@ -141,18 +141,19 @@ impl Networks {
             Ok(end) => Ok(NetworkLink::new(self, end, exposed)),
             Err(error) => {
                 // The peer considers the connection established.
-                self.part(exposed, None);
+                self.retire(exposed, None);
                 Err(error)
             }
         }
     }
 
     /// Keeps memory alive until its peer has stopped writing.
-    fn part(&self, exposed: ExposedMemory, told: Option<GoneNotice>) {
-        lock(&self.parting).push(Parting { exposed, told });
+    fn retire(&self, exposed: ExposedMemory, told: Option<GoneNotice>) {
+        lock(&self.retired).push(Retired { exposed, told });
     }
 
     fn is_leaving(&self) -> bool {
+        // Acquire: pairs with the release store in `leave`.
         self.leaving.load(Ordering::Acquire)
     }
 
@@ -165,16 +166,16 @@ impl Networks {
     /// Releases memory that peers have stopped writing to.
     pub(crate) fn collect(&self) {
         // Both directions must be finished: the peer knows that this end stopped, and has stopped itself.
-        let is_gone = |parting: &mut Parting| {
-            let told = parting.told.as_ref();
+        let is_gone = |retired: &mut Retired| {
+            let told = retired.told.as_ref();
             let told = told.is_none_or(|told| told.done.load(Ordering::Acquire));
-            told && parting.exposed.is_left(&*self.device)
+            told && retired.exposed.is_left(&*self.device)
         };
-        let gone: Vec<_> = lock(&self.parting).extract_if(.., is_gone).collect();
-        for mut parting in gone {
-            let recycle = parting.exposed.take_recycle();
+        let gone: Vec<_> = lock(&self.retired).extract_if(.., is_gone).collect();
+        for mut retired in gone {
+            let recycle = retired.exposed.take_recycle();
             // Close the connections before the words are reused.
-            drop(parting);
+            drop(retired);
             if let Some(recycle) = recycle {
                 recycle();
             }
@@ -190,7 +191,7 @@ impl Networks {
             .iter()
             .map(|(_, network)| network.close(deadline))
             .collect();
-        lock(&self.parting).clear();
+        lock(&self.retired).clear();
         closed.into_iter().collect()
     }
 }
@@ -199,7 +200,7 @@ impl fmt::Debug for Networks {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Networks")
             .field("opened", &lock(&self.opened).len())
-            .field("parting", &lock(&self.parting).len())
+            .field("retired", &lock(&self.retired).len())
             .finish_non_exhaustive()
     }
 }

@@ -74,9 +74,9 @@ impl StagedEnd {
         let number = number as usize;
         if state.regions.len() <= number {
             state.regions.resize(number + 1, None);
-            // Memory inside reachable regions bypasses the rings.
         }
         state.regions[number] = Some(memory.clone());
+        // Memory inside reachable regions bypasses the rings.
         if is_reached {
             state.direct.add_own(memory);
         }
@@ -133,7 +133,7 @@ impl StagedEnd {
             .and_then(|()| self.send(&mut state))
             .and_then(|()| self.mark_direct(&mut state))
             .and_then(|()| self.answer(&mut state))
-            .and_then(|()| self.part(&mut state));
+            .and_then(|()| self.end_if_idle(&mut state));
         let worked = before != state.progress();
         if let Err(error) = advanced {
             // Raising the fault runs callbacks that may lock this end.
@@ -395,7 +395,7 @@ impl StagedEnd {
     }
 
     /// Notifies the peer that this end has stopped writing, once both are idle.
-    fn part(&self, state: &mut EndState) -> Result<()> {
+    fn end_if_idle(&self, state: &mut EndState) -> Result<()> {
         // Idle in both directions: otherwise the peer could still wait for an answer.
         let is_done = state.peer_ended
             && state.queue.is_empty()
@@ -415,6 +415,7 @@ impl StagedEnd {
     fn tell_gone(&self, told: Arc<AtomicBool>) -> Result<()> {
         let connection = &self.parts.connection;
         connection.signal(&self.parts.control, GONE, 1)?;
+        // Release: pairs with the acquire load in `Networks::collect`, which frees the memory then.
         connection.when_done(Box::new(move |_| told.store(true, Ordering::Release)))
     }
 }

@@ -6,6 +6,7 @@ use crate::error::{Error, ErrorKind, Result};
 /// Words of a header.
 pub(super) const WORDS: usize = 7;
 
+/// Kinds of messages. Both ends run the same version, so the numbers may change between versions.
 const PUT: u64 = 1;
 const SIGNAL: u64 = 2;
 const GET: u64 = 3;

@@ -124,8 +124,8 @@ impl EndState {
                 self.requests.pop_front();
             }
             return Ok(Some((Message::Got { id, offset, bytes }, Some(source))));
-            // A partial put keeps its place at the front of the queue.
         }
+        // A partial put keeps its place at the front of the queue.
         let (message, payload) = match self.queue.front_mut() {
             Some(Operation::Put { source, at }) => {
                 let bytes = chunk_bytes.min(source.bytes() as u64);

@@ -74,7 +74,7 @@ pub(crate) struct Collective {
     /// Bind Warplink's calls to their memory before they are measured, so that the copy engine may do them
     #[arg(long)]
     bound: bool,
-    /// What it is compared with [default: nccl on cuda, substitute on host]
+    /// Method to compare with [default: nccl on cuda, substitute on host]
     #[arg(long, value_enum, value_delimiter = ',')]
     peers: Vec<Peer>,
     /// Calls in a sample [default: 4 to 50, by size, and on the host device by the processors of a rank]

@@ -49,7 +49,7 @@ pub(crate) struct ExpertParallel {
     /// The experts that tokens go to
     #[arg(long, value_enum, default_value = "random")]
     routing: Routing,
-    /// What it is compared with
+    /// Method to compare with
     #[arg(long, value_enum, default_value = "nccl")]
     peer: Peer,
     /// Calls in a sample

@@ -256,7 +256,7 @@ impl Drop for BatchedGemms {
             // SAFETY: created once, destroyed once, with the context current.
             let code = unsafe { (library.cublasDestroy_v2)(handle as *mut c_void) };
             if code != 0 {
-                tracing::warn!(code, "a handle of cuBLAS was not destroyed");
+                tracing::warn!(code, "a cuBLAS handle was not destroyed");
             }
         });
     }

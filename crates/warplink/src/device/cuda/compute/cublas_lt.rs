@@ -129,7 +129,7 @@ impl Drop for Handle {
         // SAFETY: created once, destroyed once.
         let code = unsafe { (self.library.cublasLtDestroy)(self.raw) };
         if code != 0 {
-            tracing::warn!(code, "a handle of cuBLASLt was not destroyed");
+            tracing::warn!(code, "a cuBLASLt handle was not destroyed");
         }
     }
 }

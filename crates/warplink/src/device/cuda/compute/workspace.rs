@@ -31,7 +31,7 @@ impl Workspace {
         let _entered = context.enter()?;
         let _relaxed = context.relax_capture();
         let mut address = 0;
-        // SAFETY: `address` is an output parameter for one address, and the context is current.
+        // SAFETY: `address` points to a writable address, and the context is current.
         let code = unsafe { (context.driver.cuMemAlloc_v2)(&mut address, bytes) };
         context
             .driver

@@ -242,7 +242,7 @@ impl Driver {
     /// The driver's version, as 1000 × major + 10 × minor.
     pub(super) fn version(&self) -> Result<i32> {
         let mut version = 0;
-        // SAFETY: `version` is an output parameter for one integer.
+        // SAFETY: `version` points to a writable integer.
         let code = unsafe { (self.cuDriverGetVersion)(&mut version) };
         self.check(code, "ask for the driver's version")?;
         Ok(version)
@@ -251,7 +251,7 @@ impl Driver {
     /// Number of GPUs visible to this process.
     pub(super) fn device_count(&self) -> Result<usize> {
         let mut count = 0;
-        // SAFETY: `count` is an output parameter for one integer.
+        // SAFETY: `count` points to a writable integer.
         let code = unsafe { (self.cuDeviceGetCount)(&mut count) };
         self.check(code, "count the GPUs")?;
         Ok(usize::try_from(count).unwrap_or(0))
@@ -293,7 +293,7 @@ impl Driver {
     /// An attribute of a GPU; 0 if the driver does not know the attribute.
     pub(super) fn attribute(&self, device: CUdevice, attribute: CUdevice_attribute) -> i32 {
         let mut value = 0;
-        // SAFETY: `value` is an output parameter for one integer; an unknown attribute is refused.
+        // SAFETY: `value` points to a writable integer; an unknown attribute is refused.
         let answer = unsafe { (self.cuDeviceGetAttribute)(&mut value, attribute, device) };
         if answer == status::SUCCESS { value } else { 0 }
     }
@@ -301,7 +301,7 @@ impl Driver {
     /// Whether the first GPU can map the second's memory.
     pub(super) fn can_access_peer(&self, device: CUdevice, peer: CUdevice) -> Result<bool> {
         let mut can = 0;
-        // SAFETY: `can` is an output parameter for one integer.
+        // SAFETY: `can` points to a writable integer.
         let code = unsafe { (self.cuDeviceCanAccessPeer)(&mut can, device, peer) };
         self.check(code, "ask for peer access")?;
         Ok(can != 0)
@@ -320,7 +320,7 @@ impl Driver {
     pub(super) fn has_peer_atomics(&self, device: CUdevice, peer: CUdevice) -> Result<bool> {
         let mut has = 0;
         let attribute = CUdevice_P2PAttribute::CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED;
-        // SAFETY: `has` is an output parameter for one integer.
+        // SAFETY: `has` points to a writable integer.
         let code = unsafe { (self.cuDeviceGetP2PAttribute)(&mut has, attribute, device, peer) };
         self.check(code, "ask for atomic operations on a peer's memory")?;
         Ok(has != 0)

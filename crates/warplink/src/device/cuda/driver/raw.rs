@@ -30,7 +30,7 @@ impl RawStream {
         let _entered = context.enter()?;
         let driver = context.driver;
         let (mut least, mut greatest) = (0, 0);
-        // SAFETY: both are places for one integer each.
+        // SAFETY: both point to writable integers.
         let code = unsafe { (driver.cuCtxGetStreamPriorityRange)(&mut least, &mut greatest) };
         driver.check(code, "ask for stream priorities")?;
         let mut raw = std::ptr::null_mut();
@@ -113,7 +113,7 @@ impl RawEvent {
     /// # Safety
     /// `stream` must be a valid stream of the event's context, which must be current.
     pub(crate) unsafe fn record(&self, stream: CUstream) -> Result<()> {
-        // SAFETY: the event lives as long as `self`; the caller vouches for the stream.
+        // SAFETY: the event lives as long as `self`; the caller guarantees a valid stream.
         let code = unsafe { (self.context.driver.cuEventRecord)(self.raw, stream) };
         self.context.driver.check(code, "record an event")
     }
@@ -206,7 +206,7 @@ impl Pinned {
             offset + from.len() <= self.bytes,
             "a write passes the pinned buffer's end"
         );
-        // SAFETY: the range was checked above; the caller vouches that nobody else writes it.
+        // SAFETY: the range was checked above; the caller guarantees that there is no other writer.
         unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), self.at(offset), from.len()) }
     }
 
@@ -219,7 +219,7 @@ impl Pinned {
             offset + to.len() <= self.bytes,
             "a read passes the pinned buffer's end"
         );
-        // SAFETY: the range was checked above; the caller vouches that nobody writes it now.
+        // SAFETY: the range was checked above; the caller guarantees that there is no concurrent writer.
         unsafe { std::ptr::copy_nonoverlapping(self.at(offset), to.as_mut_ptr(), to.len()) }
     }
 

@@ -105,12 +105,12 @@ impl Module {
             .check(code, "find a kernel")
             .map_err(|error| error.with_key(name.to_string_lossy()))?;
         let code = match driver.cuFuncLoad {
-            // SAFETY: the function was found just now.
+            // SAFETY: the function was found above.
             Some(load) => unsafe { load(raw) },
             None => {
                 let mut registers = 0;
                 let which = CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_NUM_REGS;
-                // SAFETY: as above, and `registers` is an output parameter for one integer. Asking
+                // SAFETY: as above, and `registers` points to a writable integer. Asking
                 // loads it.
                 unsafe { (driver.cuFuncGetAttribute)(&mut registers, which, raw) }
             }
@@ -263,7 +263,7 @@ impl Function {
         let bytes = c_int::try_from(bytes).unwrap_or(c_int::MAX);
         let _one_at_a_time = lock(&self.module.limits);
         let mut allowed = 0;
-        // SAFETY: `allowed` is an output parameter for one integer; the function lives as long as `self`.
+        // SAFETY: `allowed` points to a writable integer; the function lives as long as `self`.
         let code = unsafe { (driver.cuFuncGetAttribute)(&mut allowed, which, self.raw) };
         driver.check(code, "ask for the dynamic shared memory of a kernel")?;
         if allowed >= bytes {
@@ -281,7 +281,7 @@ impl Function {
         let _entered = self.module.context.enter()?;
         let mut blocks = 0;
         let threads = c_int::try_from(threads).unwrap_or(c_int::MAX);
-        // SAFETY: `blocks` is an output parameter for one integer; the function lives as long as `self`.
+        // SAFETY: `blocks` points to a writable integer; the function lives as long as `self`.
         let code = unsafe {
             (driver.cuOccupancyMaxActiveBlocksPerMultiprocessor)(
                 &mut blocks,
@@ -306,7 +306,7 @@ impl Function {
         ];
         for (value, which) in values.iter_mut().zip(attributes) {
             let mut answer = 0;
-            // SAFETY: `answer` is an output parameter for one integer; the function lives as long as `self`.
+            // SAFETY: `answer` points to a writable integer; the function lives as long as `self`.
             let code = unsafe { (driver.cuFuncGetAttribute)(&mut answer, which, self.raw) };
             driver.check(code, "query a kernel's resources")?;
             *value = u32::try_from(answer).unwrap_or(0);

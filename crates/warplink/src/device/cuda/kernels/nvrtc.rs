@@ -151,7 +151,7 @@ impl Compiler {
 
     fn version(&self) -> Result<(i32, i32)> {
         let (mut major, mut minor) = (0, 0);
-        // SAFETY: both are output parameters for one integer each.
+        // SAFETY: both point to writable integers.
         let code = unsafe { (self.nvrtcVersion)(&mut major, &mut minor) };
         self.check(code, "ask for NVRTC's version")?;
         Ok((major, minor))
@@ -258,7 +258,7 @@ impl Drop for Program<'_> {
             // SAFETY: created once, destroyed once.
             let code = unsafe { (self.compiler.nvrtcDestroyProgram)(&mut self.raw) };
             if code != 0 {
-                tracing::warn!(code, "a program of NVRTC's was not destroyed");
+                tracing::warn!(code, "an NVRTC program was not destroyed");
             }
         }
     }

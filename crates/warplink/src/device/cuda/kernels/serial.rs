@@ -141,7 +141,7 @@ impl KernelGraph {
         driver.check(code, "instantiate a graph")?;
         // Upload now, so that the first launch does not pay for it.
         let stream = RawStream::create(context, false)?;
-        // SAFETY: the graph was made just now, and the stream is of its context.
+        // SAFETY: the graph was created above, and the stream is of its context.
         let code = unsafe { (driver.cuGraphUpload)(made.exec, stream.raw) };
         driver.check(code, "upload a graph")?;
         Ok(Some(made))
@@ -188,7 +188,7 @@ impl KernelGraph {
             self.launch = None;
             if let Some(set) = driver.cuGraphExecKernelNodeSetParams_v2 {
                 // SAFETY: graph and node are live, and used by one thread at a time; the caller vouches for the
-                // arguments, which the driver copies. Launches under way keep theirs.
+                // arguments, which the driver copies. Launches in progress keep theirs.
                 let code = unsafe { set(self.exec, self.node, &params) };
                 driver.check(code, "set the arguments of a kernel")?;
             }
@@ -197,7 +197,7 @@ impl KernelGraph {
             self.words.extend_from_slice(words);
             self.signals = signals;
         }
-        // SAFETY: the graph is live and used by one thread at a time; the caller vouches for the stream.
+        // SAFETY: the graph is live and used by one thread at a time; the caller guarantees a valid stream.
         let code = unsafe { (driver.cuGraphLaunch)(self.exec, stream) };
         driver.check(code, "launch a kernel")
     }
@@ -210,7 +210,7 @@ impl Drop for KernelGraph {
         // This thread may be capturing.
         let _relaxed = self.context.relax_capture();
         for code in [
-            // SAFETY: made once and destroyed once; a launch under way is let finish first.
+            // SAFETY: made once and destroyed once; a launch in progress completes first.
             (!self.exec.is_null()).then(|| unsafe { (driver.cuGraphExecDestroy)(self.exec) }),
             // SAFETY: as above; nothing else was made of it.
             (!self.graph.is_null()).then(|| unsafe { (driver.cuGraphDestroy)(self.graph) }),

@@ -150,7 +150,7 @@ fn extent(gpu: &Gpu, address: u64, plain: bool) -> Result<(u64, usize)> {
     }
     let driver = gpu.context.driver;
     let (mut base, mut size) = (0, 0);
-    // SAFETY: both are places for one value each; an unknown address is refused.
+    // SAFETY: both point to writable values; an unknown address is refused.
     let code = unsafe { (driver.cuMemGetAddressRange_v2)(&mut base, &mut size, address) };
     driver.check(code, "find the allocation behind an address")?;
     Ok((base, size))

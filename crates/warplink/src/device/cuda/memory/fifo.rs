@@ -36,7 +36,7 @@ impl CudaFifoMemory {
     pub(crate) fn allocate(gpu: &Arc<Gpu>, slots: usize) -> Result<Self> {
         let words = Fifo::words(slots);
         let mut pinned = Pinned::allocate(&gpu.context, 8 * words)?;
-        // SAFETY: nobody else knows of the memory yet.
+        // SAFETY: the memory is not shared yet.
         unsafe { pinned.write(0, &vec![0; 8 * words]) };
         let counters = PlainMemory::allocate(gpu, COUNTERS)?;
         // SAFETY: just allocated, of at least as many bytes.

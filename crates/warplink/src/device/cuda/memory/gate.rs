@@ -59,6 +59,7 @@ impl Gate {
 
     #[cold]
     fn hold_back(&self) {
+        // Step back first, or `close` would wait for this thread, which waits for it.
         self.enqueuing.fetch_sub(1, Ordering::SeqCst);
         let closed = |(): &mut ()| self.giving.load(Ordering::SeqCst) > 0;
         // Proceed even after a timeout: the gate must never block.
@@ -71,6 +72,7 @@ impl Gate {
 
     /// Closes the gate; `None` if some thread keeps enqueuing beyond [`MAX_CLOSING`].
     pub(crate) fn close(&self) -> Option<Closed<'_>> {
+        // The other side of the pattern in `pass`, hence also SeqCst.
         self.giving.fetch_add(1, Ordering::SeqCst);
         let closed = Closed(self);
         let until = Instant::now() + MAX_CLOSING;

@@ -124,7 +124,7 @@ impl Registered {
                 _ => error,
             })?;
         let mut address = 0;
-        // SAFETY: `address` is an output parameter for one address; the memory was registered just now.
+        // SAFETY: `address` points to a writable address; the memory was registered above.
         let code = unsafe { (driver.cuMemHostGetDevicePointer_v2)(&mut address, start, 0) };
         let registered = Self {
             context: context.clone(),
@@ -144,7 +144,7 @@ impl Drop for Registered {
         // SAFETY: registered once and unregistered once, before the file is unmapped.
         let code = unsafe { (self.context.driver.cuMemHostUnregister)(start) };
         if !status::is_gone(code) {
-            tracing::warn!(code, "memory of the host was not unregistered");
+            tracing::warn!(code, "host memory was not unregistered");
         }
     }
 }

@@ -134,7 +134,7 @@ impl IpcMapping {
             reserved: key.1.map(|byte| byte as c_char),
         };
         let mut address = 0;
-        // SAFETY: `address` is an output parameter for one address, and the context is current. A
+        // SAFETY: `address` points to a writable address, and the context is current. A
         // handle that is not one of the driver's is refused.
         let code =
             unsafe { (driver.cuIpcOpenMemHandle_v2)(&mut address, handle, LAZY_PEER_ACCESS) };
@@ -145,7 +145,7 @@ impl IpcMapping {
             _ => error.with_help("both processes must see their GPUs in one container, with peer access between them"),
         })?;
         let (mut base, mut size) = (0, 0);
-        // SAFETY: both are places for one value each; the address was mapped just now.
+        // SAFETY: both point to writable values; the address was mapped above.
         let code = unsafe { (driver.cuMemGetAddressRange_v2)(&mut base, &mut size, address) };
         if let Err(error) = driver.check(code, "ask for the extent of a peer's memory") {
             close(&gpu.context, address);

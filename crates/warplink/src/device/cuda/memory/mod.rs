@@ -248,7 +248,7 @@ impl PinnedMemory {
     /// Allocates `bytes` of zeroed memory.
     pub(super) fn allocate(gpu: &Arc<Gpu>, bytes: usize) -> Result<Self> {
         let mut pinned = Pinned::allocate(&gpu.context, bytes)?;
-        // SAFETY: nobody else knows of the memory yet.
+        // SAFETY: the memory is not shared yet.
         unsafe { pinned.write(0, &vec![0; bytes]) };
         Ok(Self {
             gpu: gpu.clone(),
@@ -329,7 +329,7 @@ impl PlainMemory {
         let _relaxed = gpu.context.relax_capture();
         let driver = gpu.context.driver;
         let mut address = 0;
-        // SAFETY: `address` is an output parameter for one address, and the context is current.
+        // SAFETY: `address` points to a writable address, and the context is current.
         let mut code = unsafe { (driver.cuMemAlloc_v2)(&mut address, bytes) };
         if code == status::OUT_OF_MEMORY {
             gpu.give_back(Instant::now() + FREEING);
@@ -380,6 +380,7 @@ impl Drop for PlainMemory {
             address: self.address,
             bytes: self.whole,
         };
+        // Acquire: pairs with `forbid_reuse`, which another thread may have called.
         let reusable = self.reusable.load(Ordering::Acquire);
         let (reaper, blocks) = (self.gpu.reaper.clone(), self.gpu.blocks.clone());
         let keep = move || {

@@ -81,7 +81,7 @@ impl Staging {
                 if part >= 2 {
                     wait(&inner.done[half])?;
                 }
-                // SAFETY: the half's last copy is done: awaited just now or by the call before.
+                // SAFETY: the half's last copy is done: awaited above or by the previous call.
                 // Nothing changes the half before its event is reached, and the caller vouches for
                 // the target.
                 unsafe {

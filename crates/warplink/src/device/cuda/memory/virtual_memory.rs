@@ -64,7 +64,7 @@ impl VirtualMemory {
         let driver = gpu.context.driver;
         let reserved = round_up(gpu, &property(gpu), bytes)?;
         let mut address = 0;
-        // SAFETY: `address` is an output parameter for one address; 0 asks for any alignment and
+        // SAFETY: `address` points to a writable address; 0 asks for any alignment and
         // any address.
         let code = unsafe { (driver.cuMemAddressReserve)(&mut address, reserved, 0, 0, 0) };
         driver.check(code, "reserve addresses")?;
@@ -282,7 +282,7 @@ pub(crate) fn export_mapped(gpu: &Gpu, address: u64) -> Result<OwnedFd> {
     };
     driver.check(code, "find the physical memory behind an address")?;
     let descriptor = export(gpu, handle);
-    // SAFETY: retained just above, released once.
+    // SAFETY: retained above, released once.
     let code = unsafe { (driver.cuMemRelease)(handle) };
     if code != status::SUCCESS {
         tracing::warn!(code, "a handle of physical memory was not released");

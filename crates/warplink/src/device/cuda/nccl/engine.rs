@@ -164,7 +164,7 @@ impl NcclEngine {
                     .name("warplink-nccl-abort".to_owned())
                     .spawn(end)
                 {
-                    tracing::warn!(%error, "NCCL is not ended");
+                    tracing::warn!(%error, "NCCL was not shut down");
                 }
             });
         }
@@ -192,7 +192,7 @@ impl Drop for NcclEngine {
             if let Err(error) = forgotten
                 && error.kind() != ErrorKind::Closed
             {
-                tracing::warn!(%error, "NCCL did not forget memory");
+                tracing::warn!(%error, "NCCL did not deregister memory");
             }
         }
     }
@@ -366,13 +366,13 @@ unsafe fn issue(
 
 /// Runs several calls as one NCCL group.
 fn group(nccl: &Nccl, calls: impl FnOnce() -> c_int) -> c_int {
-    // SAFETY: the function takes nothing; the group is ended below on this thread.
+    // SAFETY: the function has no arguments; the group is ended below on this thread.
     let started = unsafe { (nccl.ncclGroupStart)() };
     if started != 0 {
         return started;
     }
     let called = calls();
-    // SAFETY: started just above on this thread.
+    // SAFETY: started above on this thread.
     let ended = unsafe { (nccl.ncclGroupEnd)() };
     if called != 0 { called } else { ended }
 }

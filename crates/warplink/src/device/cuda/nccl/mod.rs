@@ -111,7 +111,7 @@ impl Nccl {
     /// Name and version.
     pub(super) fn name(&self) -> String {
         let mut version = 0;
-        // SAFETY: `version` is an output parameter for one integer.
+        // SAFETY: `version` points to a writable integer.
         let code = unsafe { (self.ncclGetVersion)(&mut version) };
         match code {
             0 => format!(
@@ -229,7 +229,7 @@ impl NcclComm {
         type Question = unsafe extern "C" fn(Handle, *mut c_int) -> c_int;
         let ask = |question: Question| {
             let mut answer: c_int = -1;
-            // SAFETY: the caller that made `communicator` promised that it is one of NCCL's that lives; `answer` is an output
+            // SAFETY: the caller that made `communicator` promised that it is a live NCCL communicator; `answer` is an output
             // parameter for one integer.
             let code = unsafe { question(raw, &mut answer) };
             nccl.check(code, "adopt a communicator")?;
@@ -269,6 +269,7 @@ impl NcclComm {
         call: impl FnOnce(&Nccl, Handle) -> c_int,
     ) -> Result<()> {
         let _alone = lock(&self.calls);
+        // Look only now: `abort` takes the pointer before it waits for this lock.
         let raw = self.raw.load(Ordering::Acquire);
         if raw.is_null() {
             return Err(
@@ -293,7 +294,7 @@ impl NcclComm {
         }
         let mut failed = 0;
         // SAFETY: the communicator is ended with `calls` held, or after longer than this call takes, and dropped
-        // by the last that has it; `failed` is an output parameter for one code.
+        // by the last that has it; `failed` points to a writable code.
         let asked = unsafe { (self.nccl.ncclCommGetAsyncError)(raw, &mut failed) };
         self.nccl.check(asked, "ask NCCL for errors")?;
         match failed {
@@ -318,11 +319,11 @@ impl NcclComm {
         }
         let entered = self.context.enter();
         let _relaxed = self.context.relax_capture();
-        // SAFETY: taken out just above, so that nobody else ends it or starts a call on it; NCCL
+        // SAFETY: taken above, so no other thread ends it or starts a call on it; NCCL
         // allows this while another thread is inside a call.
         let code = unsafe { (self.nccl.ncclCommAbort)(raw) };
         if code != 0 || entered.is_err() {
-            tracing::warn!(code, "a communicator of NCCL's was not ended");
+            tracing::warn!(code, "an NCCL communicator was not aborted");
         }
     }
 }
@@ -367,22 +368,23 @@ impl Drop for NcclComm {
             .spawn(move || {
                 let _entered = context.enter();
                 let _relaxed = context.relax_capture();
-                // SAFETY: taken out just above, so that this is its only use.
+                // SAFETY: taken above, so that this is its only use.
                 let code = unsafe { (nccl.ncclCommDestroy)(raw.into_inner()) };
                 // The receiver is gone if the drop stopped waiting.
                 let _ = done.send(code);
             });
         match spawned.map(|_| ended.recv_timeout(LEAVING)) {
             Ok(Ok(0)) => {}
-            Ok(Ok(code)) => tracing::warn!(code, "a communicator of NCCL's was not destroyed"),
-            Ok(Err(_)) => tracing::warn!("NCCL still takes a communicator down after {LEAVING:?}"),
-            Err(error) => tracing::warn!(%error, "a communicator of NCCL's is leaked"),
+            Ok(Ok(code)) => tracing::warn!(code, "an NCCL communicator was not destroyed"),
+            Ok(Err(_)) => tracing::warn!("NCCL did not destroy a communicator within {LEAVING:?}"),
+            Err(error) => tracing::warn!(%error, "an NCCL communicator is leaked"),
         }
     }
 }
 
 impl fmt::Debug for NcclComm {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        // Relaxed: only the value is printed.
         write!(f, "NcclComm({:p})", self.raw.load(Ordering::Relaxed))
     }
 }

@@ -30,7 +30,7 @@ impl Watched {
                 && fault.error().is_none()
                 && let Err(error) = comm.asynchronous_error()
             {
-                tracing::warn!(%error, "collectives of NCCL have failed");
+                tracing::warn!(%error, "an NCCL collective failed");
                 fault.fail(error);
             }
         }

@@ -91,7 +91,7 @@ impl Nvml {
             return Ok(library);
         }
         let library = Self::resolve(&library::load(&library::NVML)?)?;
-        // SAFETY: it takes no arguments; the library counts its starts, and is never shut down here.
+        // SAFETY: it has no arguments; the library counts its starts, and is never shut down here.
         let status = unsafe { (library.nvmlInit_v2)() };
         library.check(status, "start NVML")?;
         Ok(LIBRARY.get_or_init(|| library))

@@ -36,7 +36,7 @@ impl NvmlGpu {
         let mut links = Vec::new();
         for number in 0..MAX_LINKS {
             let mut active = 0;
-            // SAFETY: the handle is NVML's, and `active` an output parameter for one integer.
+            // SAFETY: the handle is NVML's, and `active` points to a writable integer.
             let status =
                 unsafe { (self.nvml.nvmlDeviceGetNvLinkState)(self.handle, number, &mut active) };
             match status {
@@ -59,7 +59,7 @@ impl NvmlGpu {
     pub(super) fn bus_rate(&self) -> Option<f64> {
         let ask = |function: Option<unsafe extern "C" fn(Handle, *mut c_uint) -> c_int>| {
             let mut answer = 0;
-            // SAFETY: the handle is NVML's, and `answer` an output parameter for one integer.
+            // SAFETY: the handle is NVML's, and `answer` points to a writable integer.
             let status = unsafe { function?(self.handle, &mut answer) };
             (status == code::SUCCESS).then_some(answer)
         };
@@ -78,7 +78,7 @@ impl NvmlGpu {
         }
         for access in [p2p::READ, p2p::WRITE] {
             let mut answer = p2p::OK;
-            // SAFETY: both handles are NVML's, and `answer` is an output parameter for one integer.
+            // SAFETY: both handles are NVML's, and `answer` points to a writable integer.
             let status = unsafe {
                 (self.nvml.nvmlDeviceGetP2PStatus)(self.handle, handle, access, &mut answer)
             };
@@ -96,7 +96,7 @@ impl NvmlGpu {
     /// Version of a link, if NVML reports a known one.
     fn version(&self, number: c_uint) -> Option<(u8, u8)> {
         let mut version = 0;
-        // SAFETY: the handle is NVML's, and `version` an output parameter for one integer.
+        // SAFETY: the handle is NVML's, and `version` points to a writable integer.
         let status =
             unsafe { (self.nvml.nvmlDeviceGetNvLinkVersion)(self.handle, number, &mut version) };
         (status == code::SUCCESS).then(|| version_of(version))?
@@ -105,7 +105,7 @@ impl NvmlGpu {
     /// The other end of an active link.
     fn end(&self, number: c_uint) -> Result<LinkEnd> {
         let mut kind = remote::UNKNOWN;
-        // SAFETY: the handle is NVML's, and `kind` an output parameter for one integer.
+        // SAFETY: the handle is NVML's, and `kind` points to a writable integer.
         let status = unsafe {
             (self.nvml.nvmlDeviceGetNvLinkRemoteDeviceType)(self.handle, number, &mut kind)
         };

@@ -25,7 +25,7 @@ impl Capture {
     /// The capture of `stream`, if it is capturing.
     pub(crate) fn of(driver: &Driver, stream: CUstream) -> Result<Option<Self>> {
         let Some(ask) = driver.cuStreamGetCaptureInfo_v2 else {
-            return Err(too_old("does not tell the capture of a stream"));
+            return Err(too_old("does not report the capture of a stream"));
         };
         let (mut state, mut id, mut count): (c_int, u64, usize) = (0, 0, 0);
         let (mut graph, mut dependencies) = (std::ptr::null_mut(), std::ptr::null());
@@ -86,12 +86,12 @@ impl Capture {
             drop(unsafe { Box::from_raw(item) });
             return Err(error);
         }
-        // SAFETY: graph and object are valid; the one reference is handed over.
+        // SAFETY: graph and object are valid; the one reference is transferred.
         let code = unsafe { retain(self.graph, object, 1, MOVED) };
         driver
             .check(code, "have a graph keep memory")
             .inspect_err(|_| {
-                // SAFETY: the reference was not handed over.
+                // SAFETY: the reference was not transferred.
                 unsafe { release(object, 1) };
             })
     }
@@ -107,7 +107,7 @@ unsafe extern "C" fn release_item(item: *mut c_void) {
 #[inline]
 pub(crate) fn is_capturing(driver: &Driver, stream: CUstream) -> Result<bool> {
     let mut state = 0;
-    // SAFETY: `state` is an output parameter for one integer; the caller's stream is valid.
+    // SAFETY: `state` points to a writable integer; the caller's stream is valid.
     let code = unsafe { (driver.cuStreamIsCapturing)(stream, &mut state) };
     driver.check(code, "ask whether a stream records")?;
     Ok(state != CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE as c_int)

@@ -71,7 +71,7 @@ impl CudaGraph {
         driver.check(counted, "count a graph's operations")?;
         driver.check(code, "instantiate a graph")?;
         // Upload now, so that the first launch does not pay for it.
-        // SAFETY: the graph was made just now; the caller vouches for the stream.
+        // SAFETY: the graph was created above; the caller guarantees a valid stream.
         let code = unsafe { (driver.cuGraphUpload)(exec.0, stream) };
         driver.check(code, "upload a graph")?;
         Ok(made)
@@ -111,7 +111,7 @@ impl Drop for CudaGraph {
             let _entered = self.gpu.context.enter();
             // Outside relaxed mode, destroying a graph would invalidate a capture in progress on this thread.
             let _relaxed = self.gpu.context.relax_capture();
-            // SAFETY: made once and destroyed once; a launch under way is let finish first.
+            // SAFETY: made once and destroyed once; a launch in progress completes first.
             let code = unsafe { (self.gpu.context.driver.cuGraphExecDestroy)(exec) };
             if !status::is_gone(code) {
                 tracing::warn!(code, "a graph was not destroyed");

@@ -321,11 +321,13 @@ impl Uses {
 
     /// Clears uses that streams have completed.
     pub(crate) fn clear(&self) {
+        // Relaxed, as in `note`: the caller has waited for the streams, and owns the memory.
         self.0.store(0, Ordering::Relaxed);
     }
 
     /// Uses that may still be in flight.
     pub(crate) fn pending(&self) -> Vec<PendingUse> {
+        // Relaxed, as in `note`: at the drop of the memory, all uses precede.
         let bits = self.0.load(Ordering::Relaxed);
         if bits == 0 {
             return Vec::new();
@@ -405,6 +407,7 @@ fn is_pending(event: &Arc<RawEvent>) -> bool {
 fn thread_number() -> u64 {
     static NEXT: AtomicU64 = AtomicU64::new(1);
     thread_local! {
+        // Relaxed: only uniqueness matters.
         static NUMBER: u64 = NEXT.fetch_add(1, Ordering::Relaxed);
     }
     NUMBER.with(|number| *number)

@@ -151,7 +151,7 @@ fn in_batches(
                 MemoryOp::Wait { word, value } => wait_params(address(word)?, *value),
             });
         }
-        // SAFETY: the first `chunk.len()` places were written just above, and there are as many,
+        // SAFETY: the first `chunk.len()` places were written above, and there are as many,
         // since a chunk has at most `BATCH` operations.
         let batch =
             unsafe { std::slice::from_raw_parts_mut(storage.as_mut_ptr().cast(), chunk.len()) };

@@ -56,7 +56,7 @@ impl CudaStream {
     pub(super) fn create(gpu: &Arc<Gpu>, high: bool) -> Result<Arc<Self>> {
         let stream = RawStream::create(&gpu.context, high)?;
         let raw = stream.raw;
-        // SAFETY: the stream was made just now, and is kept.
+        // SAFETY: the stream was created above, and is kept.
         let live = unsafe { LiveStream::new(&gpu.context, raw, Keep::Own { _stream: stream }) };
         Ok(Arc::new(Self::with_live(gpu, live)))
     }
@@ -96,7 +96,7 @@ impl CudaStream {
     fn with_live(gpu: &Arc<Gpu>, live: Arc<LiveStream>) -> Self {
         let mut priority = c_int::MIN;
         if let Some(ask) = gpu.context.driver.cuStreamGetPriority {
-            // SAFETY: `priority` is an output parameter for one integer; the stream is kept valid by `live`. Where the
+            // SAFETY: `priority` points to a writable integer; the stream is kept valid by `live`. Where the
             // driver refuses to tell, the value stays.
             let _refused = unsafe { ask(live.raw, &mut priority) };
         }
@@ -446,7 +446,7 @@ impl StreamBackend for CudaStream {
         let mut graph = std::ptr::null_mut();
         // SAFETY: `graph` is an output parameter for one graph, and the stream is valid.
         let code = unsafe { (driver.cuStreamEndCapture)(self.raw, &mut graph) };
-        // SAFETY: the graph, where there is one, was made just now and is handed over. Also when
+        // SAFETY: the graph, where there is one, was created above and is transferred. Also when
         // recording failed it is, to be destroyed.
         let graph = unsafe { CudaGraph::instantiate(&self.gpu, graph, self.raw) };
         driver.check(code, "end recording")?;

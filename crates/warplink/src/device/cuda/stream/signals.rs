@@ -120,7 +120,7 @@ impl SignalPages {
         let finished = finished.map(|(_, page)| page.then).collect();
         for page in self.retiring.values_mut() {
             if page.since.elapsed() > RETIREMENT && !std::mem::replace(&mut page.overdue, true) {
-                tracing::warn!("a signal page is kept, as its waits may not have ended");
+                tracing::warn!("a signal page is leaked, since its waits may not have ended");
             }
         }
         finished

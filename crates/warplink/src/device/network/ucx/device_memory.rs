@@ -101,7 +101,7 @@ pub(super) fn is_reached(ucp: &Ucp, context: Context) -> bool {
         memory_types: 0,
         unused: [0; 28],
     };
-    // SAFETY: the context lives, and the structure has UCX's layout and is an output parameter.
+    // SAFETY: the context is live, and the structure has UCX's layout and is an output parameter.
     let asked = unsafe { (ucp.ucp_context_query)(context, &mut attributes) };
     let MemoryType(number) = MemoryType::CUDA;
     let is_reached = ucp.check(asked, "ask for memory types").is_ok()
@@ -151,7 +151,7 @@ mod tests {
         let Ok(ucp) = Ucp::get() else { return };
         let context = engine::start(ucp, &NetworkOptions::default(), true).unwrap();
         assert!(!is_reached(ucp, context));
-        // SAFETY: the context lives, and nothing was made of it.
+        // SAFETY: the context is live, and nothing was made of it.
         unsafe { (ucp.ucp_cleanup)(context) };
     }
 

@@ -27,7 +27,7 @@ const LOOKS: u32 = 200;
 const SLEEP: i64 = 500_000_000;
 
 /// How long closing waits for UCX to abort operations in flight.
-const LEAVING: Duration = Duration::from_secs(1);
+const CLOSE_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Interval in which UCX detects a dead peer.
 const KEEPALIVE: &str = "1s";
@@ -73,11 +73,11 @@ impl Engine {
             unused: [0; 30],
         };
         let mut worker = Worker(std::ptr::null_mut());
-        // SAFETY: the context lives, the parameters have UCX's layout, and `worker` is an output
+        // SAFETY: the context is live, the parameters have UCX's layout, and `worker` is an output
         // parameter for one handle.
         let made = unsafe { (ucp.ucp_worker_create)(context, &params, &mut worker) };
         if let Err(error) = ucp.check(made, "start the network") {
-            // SAFETY: the context lives, and nothing was made of it.
+            // SAFETY: the context is live, and nothing was made of it.
             unsafe { (ucp.ucp_cleanup)(context) };
             return Err(error);
         }
@@ -199,7 +199,7 @@ impl Engine {
             unused: [0; 8],
         };
         let mut handle = Memory(std::ptr::null_mut());
-        // SAFETY: the context lives, the parameters have UCX's layout, and the slice is memory of this
+        // SAFETY: the context is live, the parameters have UCX's layout, and the slice is memory of this
         // process that is held until it is unmapped.
         let mapped = unsafe { (self.ucp.ucp_mem_map)(self.context, &params, &mut handle) };
         self.ucp.check(mapped, "register memory")?;
@@ -349,7 +349,7 @@ impl Drop for Engine {
         for peer in self.peers.values_mut() {
             peer.close(true, None);
         }
-        let deadline = Deadline::after(LEAVING);
+        let deadline = Deadline::after(CLOSE_TIMEOUT);
         while !self.peers.is_empty() && !deadline.passed() {
             if !self.progress() {
                 std::thread::sleep(Duration::from_micros(100));
@@ -370,7 +370,7 @@ impl Drop for Engine {
         // SAFETY: the worker lives, has no endpoint any more, and its event descriptor is not used any more.
         unsafe { (self.ucp.ucp_worker_destroy)(self.worker) };
         self.memories.clear();
-        // SAFETY: the context lives, and its worker and memory are gone.
+        // SAFETY: the context is live, and its worker and memory are gone.
         unsafe { (self.ucp.ucp_cleanup)(self.context) };
     }
 }

@@ -223,7 +223,7 @@ impl Ucp {
         let library = Self::resolve(&library::load(&library::UCX)?)?;
         // UCX installs handlers for fatal signals when loaded; restore the process's own.
         if let Some(disable) = library.ucs_debug_disable_signals {
-            // SAFETY: it takes no arguments, and restores the handlers that were there.
+            // SAFETY: it has no arguments, and restores the handlers that were there.
             unsafe { disable() };
         }
         // UCX logs to standard output, which is reserved for results; its errors are returned anyway.

@@ -26,16 +26,17 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 /// Time limit for commands that do not wait for a peer.
-const AT_ONCE: Duration = Duration::from_secs(30);
+const COMMAND_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// How long dropping the network waits for operations in flight.
-const LEAVING: Duration = Duration::from_secs(2);
+const CLOSE_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Length of the digest before a key or an address.
 const DIGEST: usize = 8;
 
 /// Help for an unresponsive peer.
-const UNREACHED: &str = "check that the peer runs and that the network between the machines works";
+const UNREACHABLE_HELP: &str =
+    "check that the peer runs and that the network between the machines works";
 
 /// Reply channel of a command.
 type Reply<T> = SyncSender<Result<T>>;
@@ -89,6 +90,7 @@ impl UcxNetwork {
         );
         let wake = wake.map_err(|error| Error::io("make an event descriptor", &error.into()))?;
         let wake = Arc::new(wake);
+        // UCX runs on one thread, its only user, which spares locks around its worker.
         let (commands, received) = channel();
         let (opened, result) = sync_channel(1);
         let (access, options, woken) = (options.access, options.clone(), wake.clone());
@@ -106,6 +108,8 @@ impl UcxNetwork {
             });
         let thread =
             spawned.map_err(|error| Error::thread("start the thread of the network", &error))?;
+        // Without a limit, since loading UCX and its drivers can take long, and the thread always answers or
+        // ends.
         let (address, reaches_device) = result.recv().map_err(|_| ended())??;
         Ok(Self {
             link: Arc::new(Link { commands, wake }),
@@ -127,13 +131,14 @@ impl UcxNetwork {
     ) -> Result<NetworkRegion> {
         let registered = memory.clone();
         let (number, packed) = self.link.ask(
-            Deadline::after(AT_ONCE),
+            Deadline::after(COMMAND_TIMEOUT),
             "register memory",
             move |engine, reply| {
                 let _ = reply.send(engine.register(registered));
             },
         )?;
         let registration = Guard::boxed(&self.link, move |engine| engine.unregister(number));
+        // Only the packed key tells which transports reach the memory, hence registration first.
         if !is_enough(&packed) {
             let text = "no network card reaches the device's memory";
             return Err(Error::new(ErrorKind::Unsupported, text).with_operation("register memory"));
@@ -199,11 +204,16 @@ impl Network for UcxNetwork {
     fn connect(&self, peer: Rank, address: &[u8]) -> Result<Arc<dyn NetworkConnection>> {
         let name = |error: Error| error.with_operation("connect").with_peer(peer);
         let address = unseal(address).map_err(name)?.to_vec();
+        // UCX trusts the bytes of an address, so reject damaged ones here.
         let number = self
             .link
-            .ask(Deadline::after(AT_ONCE), "connect", move |engine, reply| {
-                let _ = reply.send(engine.connect(peer, &address));
-            })
+            .ask(
+                Deadline::after(COMMAND_TIMEOUT),
+                "connect",
+                move |engine, reply| {
+                    let _ = reply.send(engine.connect(peer, &address));
+                },
+            )
             .map_err(name)?;
         Ok(Arc::new(UcxConnection {
             link: self.link.clone(),
@@ -232,7 +242,7 @@ impl Network for UcxNetwork {
 
 impl Drop for UcxNetwork {
     fn drop(&mut self) {
-        if let Err(error) = self.close(Deadline::after(LEAVING)) {
+        if let Err(error) = self.close(Deadline::after(CLOSE_TIMEOUT)) {
             tracing::warn!(%error, "the network was not closed in order");
         }
     }
@@ -274,13 +284,14 @@ impl NetworkConnection for UcxConnection {
             .map_err(|error| name(Error::new(ErrorKind::InvalidHandle, error.to_string())))?;
         let number = self.number;
         let opened = self.link.ask(
-            Deadline::after(AT_ONCE),
+            Deadline::after(COMMAND_TIMEOUT),
             "open a peer's memory",
             move |engine, reply| {
                 let _ = reply.send(engine.open_key(number, key.address, &key.packed));
             },
         );
         let opened = opened.map_err(name)?;
+        // As an operation, so that it comes after the transfers that use the key.
         let forget = move |engine: &mut Engine| engine.enqueue(number, Operation::Forget(opened));
         Ok(RemoteMemory {
             number: opened,
@@ -349,7 +360,7 @@ impl NetworkConnection for UcxConnection {
                 ErrorKind::Timeout => deadline
                     .expired("the peer to receive the sent data")
                     .with_operation("flush")
-                    .with_help(UNREACHED),
+                    .with_help(UNREACHABLE_HELP),
                 _ => error,
             })
             .map_err(|error| error.with_peer(self.peer))
@@ -357,10 +368,11 @@ impl NetworkConnection for UcxConnection {
 
     fn close(&self, deadline: Deadline) -> Result<()> {
         let flushed = self.flush(deadline);
+        // After a failed flush the peer may be gone, and an orderly close would wait for it.
         let (number, force) = (self.number, flushed.is_err());
         // A forced close waits for no peer.
         let deadline = if force {
-            Deadline::after(LEAVING)
+            Deadline::after(CLOSE_TIMEOUT)
         } else {
             deadline
         };

@@ -5,7 +5,7 @@ use super::ffi::{
     Endpoint, EndpointParams, ErrorHandler, MemoryType, RemoteKey, RequestParams, RequestPointer,
     Status, Ucp, Worker, flag, immediate, status,
 };
-use super::{OnDone, OnFailure, Reply, UNREACHED};
+use super::{OnDone, OnFailure, Reply, UNREACHABLE_HELP};
 use crate::device::DeviceSlice;
 use crate::error::{Error, ErrorKind, Rank, Result};
 use std::collections::{HashMap, VecDeque};
@@ -143,7 +143,7 @@ impl Peer {
     pub(super) fn open_key(&mut self, number: u64, address: u64, packed: &[u8]) -> Result<()> {
         let endpoint = self.live()?;
         let mut key = RemoteKey(std::ptr::null_mut());
-        // SAFETY: the endpoint lives, the key is one that UCX made and nothing altered since, and `key`
+        // SAFETY: the endpoint is live, the key is one that UCX made and nothing altered since, and `key`
         // is an output parameter for one handle.
         let opened =
             unsafe { (self.ucp.ucp_ep_rkey_unpack)(endpoint, packed.as_ptr().cast(), &mut key) };
@@ -182,7 +182,7 @@ impl Peer {
             flags: if force { flag::CLOSE_FORCE } else { 0 },
             ..RequestParams::default()
         };
-        // SAFETY: the endpoint lives, and is taken out to be closed once.
+        // SAFETY: the endpoint is live, and is taken out to be closed once.
         let request = unsafe { (self.ucp.ucp_ep_close_nbx)(endpoint, &params) };
         self.closing = match immediate(request) {
             None => Some(request),
@@ -451,7 +451,7 @@ impl Peer {
             )
             .with_peer(self.rank)
             .with_code(why.into())
-            .with_help(UNREACHED),
+            .with_help(UNREACHABLE_HELP),
         );
     }
 
