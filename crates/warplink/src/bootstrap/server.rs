@@ -27,7 +27,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-/// How long a connection may take over the handshake.
+/// How long a handshake may take. A member needs milliseconds; the rest allows for a loaded machine.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// How often a connection that waits for this rank to serve checks whether it does.
