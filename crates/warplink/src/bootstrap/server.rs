@@ -172,7 +172,7 @@ impl Server {
         let mut missing = Vec::new();
         if state.table.is_restoring() {
             missing = state.table.missing();
-            // A remaining rank connects as soon as it notices the loss, which takes half of the limit at most.
+            // All ranks notice the loss at about the same time, and connect at once. Half of the limit allows for delays.
             let late = |since: Instant| since.max(awake_since).elapsed() > limit / 2;
             if state.took_over.is_some_and(late) {
                 let server = shared.settings.identity.rank;
