@@ -206,6 +206,7 @@ impl Client {
 
     fn exchange(&self, request: Request, deadline: Deadline) -> Result<Reply> {
         let body = message::encode(&request)?;
+        // Only uniqueness matters; `state` orders everything else.
         let id = self.next.fetch_add(1, Ordering::Relaxed);
         let call = Arc::new(Call {
             request,

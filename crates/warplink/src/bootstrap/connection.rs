@@ -17,7 +17,7 @@ use std::time::Duration;
 /// Bytes read at a time. Most frames are much shorter, so that several are read at once.
 const READ_BUFFER: usize = 16 << 10;
 
-/// The longest that one attempt to connect takes.
+/// The longest that one attempt to connect takes, so that a lost packet does not use up the whole deadline.
 const MAX_ATTEMPT: Duration = Duration::from_secs(5);
 
 /// A connection between a member and the store, at either end of it.
@@ -72,6 +72,7 @@ pub(crate) fn join(
     deadline: Deadline,
     entry: &dyn Fn(&TcpStream) -> Result<Entry>,
 ) -> Result<Link> {
+    // Exponential backoff: ranks usually start within milliseconds of each other, but may come minutes apart.
     let mut pause = Duration::from_millis(5);
     loop {
         let limit = deadline.remaining().min(MAX_ATTEMPT);

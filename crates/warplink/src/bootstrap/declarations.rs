@@ -106,27 +106,27 @@ mod tests {
     fn groups_that_are_alike_leave_nothing_behind() {
         let mut declarations = Declarations::default();
         for rank in [2, 0, 1] {
-            let told = declarations.declare(rank, group(1, &[0, 1, 2], &[0; 3]));
-            assert!(told.is_empty());
+            let events = declarations.declare(rank, group(1, &[0, 1, 2], &[0; 3]));
+            assert!(events.is_empty());
             let other = u64::from(rank != 2);
             if rank != 2 {
-                let told = declarations.declare(rank, group(2, &[1, 0], &[other; 2]));
-                assert!(told.is_empty());
+                let events = declarations.declare(rank, group(2, &[1, 0], &[other; 2]));
+                assert!(events.is_empty());
             }
         }
         assert!(declarations.open.is_empty() && declarations.conflicts.is_empty());
     }
 
     #[test]
-    fn another_list_and_another_order_are_told_to_all_members() {
+    fn all_members_learn_of_another_list_and_another_order() {
         let mut declarations = Declarations::default();
         assert!(
             declarations
                 .declare(0, group(1, &[0, 1, 2], &[0; 3]))
                 .is_empty()
         );
-        let told = declarations.declare(1, group(2, &[0, 1, 3], &[0; 3]));
-        let to: Vec<u32> = told.iter().map(|(to, _)| *to).collect();
+        let events = declarations.declare(1, group(2, &[0, 1, 3], &[0; 3]));
+        let to: Vec<u32> = events.iter().map(|(to, _)| *to).collect();
         assert_eq!(to, [0, 1, 2, 3]);
         // A member that declares it later is notified then.
         let late = declarations.declare(3, group(2, &[0, 1, 3], &[0; 3]));

@@ -184,6 +184,7 @@ impl Group {
     }
 
     fn gather(&self, purpose: Purpose, value: &[u8], deadline: Deadline) -> Result<Reply> {
+        // Only uniqueness matters: callers order the calls on a group themselves.
         let sequence = self.sequence.fetch_add(1, Ordering::Relaxed);
         let id = GatherId {
             members: self.sorted.clone(),

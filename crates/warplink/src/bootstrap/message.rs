@@ -7,17 +7,17 @@ use std::fmt;
 use std::net::SocketAddr;
 use std::sync::Arc;
 
-/// The longest body of a frame, in bytes.
+/// The longest body of a frame, in bytes. Bounds the memory that a peer can make this process allocate.
 pub(crate) const MAX_BODY: usize = 64 << 20;
-/// The longest key, in bytes.
+/// The longest key, in bytes. Keys of the library are much shorter.
 pub(crate) const MAX_KEY: usize = 1024;
-/// The most keys in one request.
+/// The most keys in one request, which is handled under the server's lock.
 pub(crate) const MAX_KEYS: usize = 1 << 16;
-/// The longest reason of an abort, in bytes.
+/// The longest reason of an abort, in bytes. It is sent to every rank, and is part of error messages.
 pub(crate) const MAX_REASON: usize = 4096;
-/// The longest query of a rank to another, and the longest answer, in bytes.
+/// The longest query of a rank to another, and the longest answer, in bytes. All ranks may query at the same time.
 pub(crate) const MAX_QUERY: usize = 4096;
-/// The most ranks in a job.
+/// The most ranks in a job. Bounds the tables that are sized by the world, before anybody has joined.
 pub(crate) const MAX_WORLD: usize = 1 << 16;
 
 /// A value. Clones share the bytes. Serialized as a run of bytes, which is shorter than serde's list of numbers.

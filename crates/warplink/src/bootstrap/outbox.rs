@@ -11,7 +11,8 @@ use std::net::{Shutdown, TcpStream};
 use std::sync::{Arc, Mutex};
 use std::thread::{self, JoinHandle};
 
-/// How many bytes may be queued for a receiver that does not read, before its connection is closed.
+/// How many bytes may be queued for a receiver that does not read, before its connection is closed: a few messages of the
+/// largest size.
 const MAX_QUEUED: usize = 4 * MAX_BODY;
 
 /// The sending half of a connection.

@@ -27,7 +27,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-/// How long a connection may take over the handshake.
+/// How long a handshake may take. A member needs milliseconds; the rest allows for a loaded machine.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// How often a connection that waits for this rank to serve checks whether it does.
@@ -172,7 +172,7 @@ impl Server {
         let mut missing = Vec::new();
         if state.table.is_restoring() {
             missing = state.table.missing();
-            // A remaining rank connects as soon as it notices the loss, which takes half of the limit at most.
+            // All ranks notice the loss at about the same time, and connect at once. Half of the limit allows for delays.
             let late = |since: Instant| since.max(awake_since).elapsed() > limit / 2;
             if state.took_over.is_some_and(late) {
                 let server = shared.settings.identity.rank;

@@ -384,16 +384,16 @@ fn events(table: &mut Table) -> Vec<(u32, message::Event)> {
 #[test]
 fn members_are_notified_in_time_of_keys_that_others_took() {
     let mut table = full(3);
-    let mut told = Vec::new();
+    let mut received = Vec::new();
     for round in 0..300 {
         let key = format!("k/{round}");
         table.handle(0, 1, set(&key, b"v"));
         table.handle(1, 1, wait(&[&key], Take, &[]));
         // A member's own changes need no notice.
         table.handle(2, 1, set("own", b"v"));
-        told.extend(events(&mut table));
+        received.extend(events(&mut table));
     }
-    let forgotten: usize = told
+    let forgotten: usize = received
         .iter()
         .map(|(to, event)| match event {
             message::Event::Forget { keys } => {
@@ -405,14 +405,15 @@ fn members_are_notified_in_time_of_keys_that_others_took() {
         .sum();
     assert_eq!(forgotten, 256);
     let checkpoint = |event: &message::Event| matches!(event, message::Event::Checkpoint { .. });
-    let last: Vec<u32> = told.iter().rev().take(3).map(|(to, _)| *to).collect();
+    let last: Vec<u32> = received.iter().rev().take(3).map(|(to, _)| *to).collect();
     assert!(
-        told.iter()
+        received
+            .iter()
             .rev()
             .take(3)
             .all(|(_, event)| checkpoint(event))
     );
-    assert_eq!(last, [2, 1, 0], "after everybody was told");
+    assert_eq!(last, [2, 1, 0], "after everybody was notified");
 }
 
 #[test]
@@ -423,12 +424,12 @@ fn a_restored_table_has_the_newest_entry_of_every_key() {
         version,
         value: value.map(Into::into),
     };
-    let told = [
+    let journals = [
         vec![entry("a", 3, Some(b"old")), entry("b", 4, Some(b"b"))],
         vec![entry("a", 7, Some(b"new")), entry("b", 9, None)],
         vec![entry("c", 8, Some(b"c"))],
     ];
-    for (rank, entries) in (1..).zip(told) {
+    for (rank, entries) in (1..).zip(journals) {
         table.resume(rank, &[], &[]).unwrap();
         // Requests are refused until every journal has arrived.
         table.handle(rank, 5, set("x", b"early"));
@@ -441,7 +442,10 @@ fn a_restored_table_has_the_newest_entry_of_every_key() {
     }
     let ready = |(_, event): &(u32, message::Event)| matches!(event, message::Event::Ready { .. });
     assert_eq!(
-        events(&mut table).iter().filter(|told| ready(told)).count(),
+        events(&mut table)
+            .iter()
+            .filter(|event| ready(event))
+            .count(),
         3
     );
     let sent = ask(&mut table, 1, 6, wait(&["a", "c"], Read, &[]));
@@ -457,7 +461,7 @@ fn a_restored_table_has_the_newest_entry_of_every_key() {
 #[test]
 fn queries_and_answers_reach_their_receivers_only() {
     let mut table = full(3);
-    let told = |table: &mut Table| -> Vec<(u32, u64, Event)> {
+    let received = |table: &mut Table| -> Vec<(u32, u64, Event)> {
         let sent = table.take_outgoing().into_iter();
         sent.map(|frame| (frame.to, frame.id, decode(&frame.body).unwrap()))
             .collect()
@@ -475,17 +479,17 @@ fn queries_and_answers_reach_their_receivers_only() {
         payload: payload(length),
     };
     table.handle(1, 0, ask(&[0, 2], message::MAX_QUERY));
-    let asked = || Event::Query {
+    let query = || Event::Query {
         group: [5; 16],
         number: 9,
         by: 1,
         payload: payload(message::MAX_QUERY),
     };
-    assert_eq!(told(&mut table), [(0, 0, asked()), (2, 0, asked())]);
+    assert_eq!(received(&mut table), [(0, 0, query()), (2, 0, query())]);
     table.handle(2, 0, say(1, 3));
     let (number, by, payload) = (9, 2, payload(3));
     assert_eq!(
-        told(&mut table),
+        received(&mut table),
         [(
             1,
             0,
@@ -505,7 +509,7 @@ fn queries_and_answers_reach_their_receivers_only() {
         say(3, 1),
     ] {
         table.handle(1, 0, refused);
-        assert_eq!(told(&mut table), []);
+        assert_eq!(received(&mut table), []);
     }
 }
 
@@ -519,12 +523,12 @@ fn only_members_report_and_learn_the_failure_of_a_group() {
     let mut table = full(4);
     table.handle(0, 1, fail(&[2, 0]));
     let sent = table.take_outgoing();
-    let told = sent.iter().filter(|frame| frame.id == 0).map(|frame| {
+    let received = sent.iter().filter(|frame| frame.id == 0).map(|frame| {
         let event = decode::<Event>(&frame.body).unwrap();
         assert!(matches!(event, Event::Failed { group, rank: 0, .. } if group == [7; 16]));
         frame.to
     });
-    assert_eq!(told.collect::<Vec<_>>(), [2, 0]);
+    assert_eq!(received.collect::<Vec<_>>(), [2, 0]);
     let answered = sent.iter().filter(|frame| frame.id != 0);
     assert_eq!(answered.map(|frame| frame.to).collect::<Vec<_>>(), [0]);
     let refusal = refused(&ask(&mut table, 1, 1, fail(&[0, 2])), 1, 1);

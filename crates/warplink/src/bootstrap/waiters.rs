@@ -5,7 +5,7 @@ use super::message::{Bytes, MAX_BODY, OnReady, Refusal, RefusalKind, Reply};
 use super::values::Values;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
-/// The most waits that one member may have parked.
+/// The most waits that one member may have parked, which bounds the server's memory; a member has one per blocked thread.
 const MAX_PARKED: usize = 1 << 16;
 
 /// A wait for keys.
