@@ -168,4 +168,24 @@ mod tests {
     fn the_arguments_are_consistent() {
         Cli::command().debug_assert();
     }
+
+    /// By these words the tests of files find the options to try.
+    #[test]
+    fn help_names_what_takes_files() {
+        fn check(command: &clap::Command) {
+            let path = std::any::TypeId::of::<std::path::PathBuf>();
+            for arg in command.get_arguments() {
+                let names = arg.get_value_names().unwrap_or_default();
+                let named = |name: &clap::builder::Str| name.contains("FILE") || name == "FOLDER";
+                let takes = arg.get_value_parser().type_id() == path;
+                assert!(
+                    !takes || names.iter().any(named),
+                    "{} {arg}",
+                    command.get_name()
+                );
+            }
+            command.get_subcommands().for_each(check);
+        }
+        check(&Cli::command());
+    }
 }

@@ -1,13 +1,19 @@
 //! A part of the table of faults; `just faults` runs all of it.
 
-#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    reason = "a test fails by panicking"
+)]
 
 #[allow(dead_code, reason = "shared with the tests of output")]
 mod common;
 
-use common::{stderr, stdout, warplink};
+use common::{SOON, Stopwatch, stderr, stdout, warplink};
 use std::io::{BufRead, BufReader};
 use std::process::{Command, Stdio};
+use std::time::Duration;
 
 fn faults(more: &[&str]) -> std::process::Output {
     let arguments = [&["faults", "--device", "host"], more].concat();
@@ -77,6 +83,49 @@ fn an_interrupted_table_has_the_cells_that_ran() {
     assert!(table.contains("were not run"), "{table}");
     let rows = |fault: &str| table.lines().filter(|line| line.starts_with(fault)).count();
     assert_eq!((rows("kill "), rows("error ")), (1, 0), "{table}");
+}
+
+/// Whenever a signal comes, there is one object: the cells that ran, or why there are none. Ranks that start at that moment
+/// do not get it, and are ended nevertheless.
+#[test]
+fn each_signal_gives_one_object_at_any_time() {
+    let arguments = ["faults", "--device", "host", "-n", "2", "--json"];
+    let arguments = [&arguments[..], &["--fault", "stop,kill", "--phase", "join"]].concat();
+    for (signal, code) in [("INT", 130), ("TERM", 143), ("HUP", 129), ("QUIT", 131)] {
+        for delay in [20, 40, 80, 160, 1000].map(Duration::from_millis) {
+            let mut command = warplink(&arguments);
+            command.stdout(Stdio::piped()).stderr(Stdio::piped());
+            let mut child = command.spawn().unwrap();
+            // The guard takes signals once it has a child, the launcher.
+            let pid = child.id();
+            let begun = Stopwatch::start();
+            let children = format!("/proc/{pid}/task/{pid}/children");
+            while std::fs::read_to_string(&children).is_ok_and(|all| all.is_empty()) {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            std::thread::sleep(delay);
+            let pid = pid.to_string();
+            let sent = Command::new("kill").args(["-s", signal, &pid]).status();
+            assert!(sent.unwrap().success());
+            while child.try_wait().unwrap().is_none() {
+                if begun.elapsed() > SOON {
+                    child.kill().unwrap();
+                    panic!("{signal} after {delay:?} does not end it");
+                }
+                std::thread::sleep(Duration::from_millis(5));
+            }
+            let output = child.wait_with_output().unwrap();
+            let (text, said) = (stdout(&output), stderr(&output));
+            let what = format!("{signal} after {delay:?}: {text}\n{said}");
+            assert_eq!(output.status.code(), Some(code), "{what}");
+            let object: serde_json::Value = serde_json::from_str(&text).expect(&what);
+            let interrupted = object["error"]["kind"] == "interrupted";
+            assert!(
+                interrupted || object["not_run"].as_u64() > Some(0),
+                "{what}"
+            );
+        }
+    }
 }
 
 #[test]

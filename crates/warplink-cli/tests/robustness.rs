@@ -6,10 +6,12 @@
 #[allow(dead_code, reason = "shared with the tests of endings")]
 mod common;
 
-use common::{stderr, stdout, warplink};
+use common::{Stopwatch, stderr, stdout, warplink};
 use serde_json::Value;
 use std::fs::File;
-use std::process::Output;
+use std::os::unix::fs::PermissionsExt;
+use std::process::{Command, Output};
+use std::time::Duration;
 use warplink::overlap::{AllGatherMatmulLowering, MatmulReduceScatterLowering};
 
 const HOST: [&str; 2] = ["--device", "host"];
@@ -75,6 +77,70 @@ fn a_full_disk_is_an_error() {
             .output()
             .unwrap();
         assert_error(&output, "No space left on device");
+    }
+}
+
+/// Ranks, or their launcher, without descriptors or threads name the resource, its limit and the remedy, and soon.
+#[test]
+fn a_shortage_is_named_within_seconds() {
+    let section = example("all_reduce_one_shot");
+    let run = ["program", "run", &section, "-p", "n=64", "-p", "T=f32"];
+    let bench = ["bench", "collective", "all-reduce", "--to", "1KiB"];
+    // Where every user may run it, and write.
+    let folder = tempfile::tempdir_in("/tmp").unwrap();
+    std::fs::set_permissions(folder.path(), std::fs::Permissions::from_mode(0o777)).unwrap();
+    let binary = folder.path().join("warplink");
+    std::fs::copy(env!("CARGO_BIN_EXE_warplink"), &binary).unwrap();
+    let descriptors = ["file descriptors", "limit is", "ulimit -n"];
+    let threads = [
+        "no more threads and processes can be started",
+        "limit is",
+        "ulimit -u",
+    ];
+    // Of threads, all processes of the user count: root can be one that has none.
+    let is_root = rustix::process::geteuid().is_root();
+    for (limit, ranks, command, words) in [
+        ("-n 64", "16", &["demo"][..], descriptors),
+        ("-n 48", "16", &bench, descriptors),
+        ("-n 40", "12", &run, descriptors),
+        ("-n 64", "40", &["demo"], descriptors),
+        ("-n 16", "4", &bench, descriptors),
+        ("-u 60", "8", &["demo"], threads),
+        ("-u 30", "4", &bench, threads),
+        ("-u 15", "2", &bench, threads),
+        ("-u 5", "2", &["demo"], threads),
+    ] {
+        let mut shell = if limit.starts_with("-u") {
+            if !is_root {
+                println!("ulimit {limit} is left out: only root can become another user");
+                continue;
+            }
+            let mut shell = Command::new("setpriv");
+            shell.args(["--reuid=54321", "--regid=54321", "--clear-groups", "bash"]);
+            shell
+        } else {
+            Command::new("bash")
+        };
+        let script = format!("ulimit {limit} && exec \"$@\"");
+        let begun = Stopwatch::start();
+        let output = shell
+            .args(["-c", &script, "bash"])
+            .arg(&binary)
+            .args(command)
+            .args(["--device", "host", "-n", ranks])
+            .env("WARPLINK_CACHE_DIR", folder.path())
+            .current_dir(folder.path())
+            .output()
+            .unwrap();
+        let took = begun.elapsed();
+        let text = stderr(&output);
+        let what = format!("ulimit {limit}, {ranks} ranks of {command:?}, {took:?}: {text}");
+        assert_eq!(output.status.code(), Some(1), "{what}");
+        for word in words {
+            assert!(text.contains(word), "no '{word}': {what}");
+        }
+        assert!(took < Duration::from_secs(5), "{what}");
+        assert!(text.lines().count() < 100, "{what}");
     }
 }
 

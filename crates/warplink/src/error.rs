@@ -126,8 +126,8 @@ impl Error {
         }
     }
 
-    /// A thread that could not be started.
-    pub(crate) fn thread(operation: &'static str, error: &std::io::Error) -> Self {
+    /// A thread or a process that could not be started.
+    pub fn thread(operation: impl Into<Cow<'static, str>>, error: &std::io::Error) -> Self {
         match Shortage::of_threads(error) {
             Some(shortage) => Self::short_of(operation, error, shortage),
             None => Self::io(operation, error),

@@ -44,7 +44,7 @@ impl Shortage {
         }
     }
 
-    /// The resource for lack of which a thread could not be started.
+    /// The resource for lack of which a thread or a process could not be started.
     pub(crate) fn of_threads(error: &io::Error) -> Option<Self> {
         if Errno::from_io_error(error)? != Errno::AGAIN {
             return Self::of(error);
@@ -54,7 +54,7 @@ impl Shortage {
         let machine = system_limit("/proc/sys/kernel/threads-max");
         Some(Self {
             message: format!(
-                "no more threads can be started; the user's limit is {limit}, the machine's is {machine}, and the \
+                "no more threads and processes can be started; the user's limit is {limit}, the machine's is {machine}, and the \
                  process's control group may have a lower one"
             ),
             help: "raise the limit with `ulimit -u` or that of the container (pids.max), or start fewer ranks",

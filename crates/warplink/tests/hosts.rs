@@ -18,6 +18,7 @@ use warplink::device::network::{self, DeviceAccess, NetworkOptions};
 use warplink::device::{
     AllocationKind, Argument, Block, DeviceSlice, Kernel, Launch, ModuleSource, ReduceOp, Stream,
 };
+use warplink::topology::{Connection as LinkedBy, Obstacle};
 use warplink::{Collectives, Communicator, Config, DType, DeviceKind, Error, ErrorKind, Result};
 
 /// How soon both ranks must know that the link was cut.
@@ -136,6 +137,11 @@ fn collectives_of_two_hosts_go_by_the_vendors_library() {
                 path: Some(CollectivePath::Direct),
                 ..CollectiveOptions::default()
             };
+            // The topology says beforehand what transfers find.
+            let topology = comm.topology().unwrap();
+            assert_eq!(topology.mesh().connection(0, 1), LinkedBy::Nothing);
+            let apart = |it: &Obstacle| matches!(it, Obstacle::DifferentNamespaces { namespaces, .. } if *namespaces == [[0], [1]]);
+            assert!(topology.obstacles().iter().any(apart), "{topology}");
             let error = comm.collectives_with(&direct).unwrap_err();
             let found = (error.kind(), error.peer());
             assert_eq!(

@@ -293,6 +293,46 @@ fn nothing_can_be_left_out() {
     }
 }
 
+/// In proportion to the operations of all ranks, which grow as the square of the ranks; and where that is too much, a
+/// lowering that is too large is left out at once.
+#[test]
+fn the_time_to_choose_grows_as_the_programs_do() {
+    let model = &shipped("h200-8").unwrap();
+    let gathers = AllGatherMatmul::lowerings().unwrap();
+    let scatters = MatmulReduceScatter::lowerings().unwrap();
+    let choices = |world: usize| {
+        let ((a, b), took) = time_on_processor(|| {
+            let a = choose(&gather(world, true, &[8]), &gathers, world, 2, model).unwrap();
+            let b = choose(&scatter(world, true), &scatters, world, 2, model).unwrap();
+            (a, b)
+        });
+        println!("{world} ranks: {took:?}");
+        (a.estimates.len() + b.estimates.len(), took.as_secs_f64())
+    };
+    let all = gathers.len() + scatters.len();
+    let (few, many) = if cfg!(debug_assertions) {
+        (8, 32)
+    } else {
+        (24, 96)
+    };
+    let least = |world| {
+        let tries = (0..3).map(|_| {
+            let (count, took) = choices(world);
+            assert_eq!(count, all);
+            took
+        });
+        tries.fold(f64::INFINITY, f64::min)
+    };
+    let (short, long) = (least(few), least(many));
+    assert!(
+        long < 32.0 * short,
+        "{short} s for {few} ranks, {long} s for {many}"
+    );
+    // Only the collectives have few operations for so many ranks.
+    let (count, took) = choices(4096);
+    assert!(count < all && took < 30.0, "{count} in {took} s");
+}
+
 #[test]
 fn sixty_four_ranks_are_fast() {
     let gather = gather(64, true, &[8]).parameters(64).unwrap();

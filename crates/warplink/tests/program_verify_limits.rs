@@ -521,6 +521,42 @@ fn large_kernels() {
     });
 }
 
+/// Lanes of all ranks that wait for one another by number: four times as many take four times as long, and not sixteen.
+fn growing_kernels() {
+    let heads = "input X: f32[n]\n output Y: f32[n]\n scratch P: packets16 f32[2, world, n]";
+    for (name, body) in [
+        (
+            "packets",
+            "for r in 1..world { put X[lane of lanes] to P[epoch % 2][rank][lane of lanes] on (rank + r) % world }
+            Y[lane of lanes] = reduce(X[lane of lanes] if r == rank else P[epoch % 2][r][lane of lanes] for r in 0..world, sum)",
+        ),
+        (
+            "stores between barriers",
+            "barrier
+            Y[rank of world][lane of lanes] on r for r in 0..world = reduce(X[rank of world][lane of lanes] on r for r in 0..world, sum)
+            barrier",
+        ),
+    ] {
+        let text = format!("program p(n, lanes) {{ {heads}\n kernel lane in 0..lanes threads 64 {{ {body} }} }}");
+        let seconds = |lanes: i64| {
+            let given = [("n", 1 << 16), ("lanes", lanes)];
+            let (report, took) = time_on_processor(|| check(&text, 16, 1, &given));
+            report.unwrap_or_else(|found| panic!("{name}: {}", found[0]));
+            took.as_secs_f64()
+        };
+        within(name, TWO_SECONDS * 8, 1500, || {
+            let few = if cfg!(debug_assertions) { 16 } else { 128 };
+            let short = seconds(few).min(seconds(few));
+            let long = seconds(4 * few).min(seconds(4 * few));
+            println!("{few} lanes: {short:.3} s, {}: {long:.3} s", 4 * few);
+            assert!(long < 7.0 * short, "{name}: {short} s, then {long} s");
+            if cfg!(not(debug_assertions)) {
+                seconds(1024);
+            }
+        });
+    }
+}
+
 /// One test, so that what is measured is one case at a time.
 #[test]
 fn verification_costs_time_and_memory_in_proportion() {
@@ -538,4 +574,5 @@ fn verification_costs_time_and_memory_in_proportion() {
     many_steps();
     repeated_posts();
     large_kernels();
+    growing_kernels();
 }

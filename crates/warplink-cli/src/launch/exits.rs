@@ -1,6 +1,6 @@
 //! Process exits, in the order in which the kernel reports them.
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 use rustix::buffer::spare_capacity;
 use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
 use rustix::io::Errno;
@@ -46,15 +46,15 @@ impl Exits {
 
     /// Calls `ended` when the process has exited.
     pub(super) fn watch(&self, pid: Pid, ended: Ended) -> Result<()> {
-        let process = pidfd_open(pid, PidfdFlags::empty()).context("watch a rank")?;
+        let failed = |errno: Errno| warplink::Error::io("watch a rank", &errno.into());
+        let process = pidfd_open(pid, PidfdFlags::empty()).map_err(failed)?;
         let number = u64::from(pid.as_raw_nonzero().get().cast_unsigned());
         let Watched { epoll, processes } = &*self.0;
         // Locked across both steps, so that an exit is not handled before its entry exists.
         let mut processes = processes.lock().unwrap_or_else(PoisonError::into_inner);
         let data = EventData::new_u64(number);
         // Once only: the descriptor of an exited process stays readable.
-        epoll::add(epoll, &process, data, EventFlags::IN | EventFlags::ONESHOT)
-            .context("watch a rank")?;
+        epoll::add(epoll, &process, data, EventFlags::IN | EventFlags::ONESHOT).map_err(failed)?;
         processes.insert(number, (process, ended));
         Ok(())
     }

@@ -65,14 +65,15 @@ pub(crate) fn guard(json: bool) -> Result<ExitCode> {
     // Before the launcher starts, so that its orphans become children of this process.
     super::leftovers::adopt();
     // Likewise, so that no signal ends this process and leaves the launcher.
-    let mut signals = Signals::new(ending_signals()).context("handle signals")?;
+    let mut signals = Signals::new(ending_signals())
+        .map_err(|error| warplink::Error::io("handle signals", &error))?;
     let child = this_command()
         .args(std::env::args_os().skip(1))
         .env(VARIABLE, process::id().to_string())
         // In its own group, it gets a terminal's signals only through this process, and so only once.
         .process_group(0)
         .spawn()
-        .context("start the launcher")?;
+        .map_err(|error| warplink::Error::thread("start the launcher", &error))?;
     let pid = i32::try_from(child.id()).ok().and_then(Pid::from_raw);
     let pid = pid.context("the launcher has no process id")?;
     // It is reaped only at the end, so its pid cannot be reused.
@@ -89,7 +90,7 @@ pub(crate) fn guard(json: bool) -> Result<ExitCode> {
                 }
             }
         })
-        .context("start a thread")?;
+        .map_err(|error| warplink::Error::thread("start a thread", &error))?;
     let events = WaitIdOptions::EXITED | WaitIdOptions::STOPPED;
     let killed = loop {
         let status = match waitid(WaitId::Pid(pid), events) {

@@ -24,7 +24,7 @@ pub(crate) use rank::{RANK_COMMAND, RankArgs, become_rank};
 pub(crate) use service_control::ServiceControl;
 
 use crate::report;
-use anyhow::{Context, Result};
+use anyhow::Result;
 use environment::Environment;
 use gpu_service::{GpuService, GpuSharing};
 use leftovers::Mark;
@@ -116,9 +116,7 @@ pub(crate) fn run(plan: &LaunchPlan) -> Result<Outcome> {
         let [out, err] = targets(plan.output, rank);
         command.process_group(0).stdin(Stdio::null());
         command.stdout(out.stdio()).stderr(err.stdio());
-        let started = ranks
-            .start(&mut command)
-            .with_context(|| format!("start rank {rank}"))?;
+        let started = ranks.start(&mut command)?;
         match (started.stdout.take(), out) {
             (Some(stream), Stream::Prefixed(target)) => {
                 supervisor.pump(rank, stream, target, &printer)?;

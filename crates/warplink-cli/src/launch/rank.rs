@@ -98,7 +98,9 @@ impl Ranks {
 
     /// Starts a rank, which must have its own process group.
     pub(super) fn start(&mut self, command: &mut Command) -> Result<&mut Child> {
-        let child = command.spawn()?;
+        let child = command.spawn().map_err(|error| {
+            warplink::Error::thread(format!("start rank {}", self.children.len()), &error)
+        })?;
         self.children.push(child);
         self.children.last_mut().context("no rank was started")
     }

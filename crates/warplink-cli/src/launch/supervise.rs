@@ -56,8 +56,8 @@ impl Supervisor {
     pub(super) fn new(consequence: Option<i32>) -> Result<Self> {
         let (sender, events) = mpsc::channel();
         let (pumping, drained) = mpsc::channel();
-        let mut signals =
-            Signals::new(guard::ending_signals().chain([SIGCONT])).context("handle signals")?;
+        let mut signals = Signals::new(guard::ending_signals().chain([SIGCONT]))
+            .map_err(|error| warplink::Error::io("handle signals", &error))?;
         let handle = signals.handle();
         let to = sender.clone();
         spawn("signals", move || {
@@ -373,6 +373,6 @@ fn spawn(name: &str, body: impl FnOnce() + Send + 'static) -> Result<()> {
     thread::Builder::new()
         .name(name.into())
         .spawn(body)
-        .context("start a thread")?;
+        .map_err(|error| warplink::Error::thread("start a thread", &error))?;
     Ok(())
 }

@@ -78,6 +78,8 @@ struct State {
     next: u64,
     /// The thread that probes missing ranks, if one was started.
     probing: Option<JoinHandle<()>>,
+    /// When the process began to lack what serving another connection takes, and when it did last.
+    short: Option<(Instant, Instant)>,
     closing: bool,
 }
 
@@ -108,6 +110,7 @@ impl Server {
                 handshakes: 0,
                 next: 0,
                 probing: None,
+                short: None,
                 closing: false,
             }),
             max_unauthenticated: accept::max_unauthenticated(),

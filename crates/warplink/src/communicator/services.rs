@@ -35,6 +35,20 @@ pub(super) struct JobServices {
     pub(super) topology: Option<TopologyClass>,
 }
 
+/// Tells the others that this rank failed to join. Where a lost rank is the cause, the store has told them: it may be gone
+/// with that rank, and the caller is not to wait for it.
+fn abort_join(bootstrap: &Arc<Bootstrap>, error: &Error) {
+    let reason = format!("it aborted: {error}");
+    if error.kind() == ErrorKind::PeerLost {
+        let (bootstrap, reason) = (bootstrap.clone(), reason.clone());
+        let aborting = std::thread::Builder::new().name("warplink-abort".to_owned());
+        if aborting.spawn(move || bootstrap.abort(&reason)).is_ok() {
+            return;
+        }
+    }
+    bootstrap.abort(&reason);
+}
+
 impl JobServices {
     /// Joins the other ranks. Blocks until all have joined.
     pub(super) fn join(config: &Config) -> Result<Arc<Self>> {
@@ -51,7 +65,7 @@ impl JobServices {
             config.max_pooled_bytes,
             |info| bootstrap.all_gather(&info, deadline),
         )
-        .inspect_err(|error| bootstrap.abort(&format!("it aborted: {error}")))?;
+        .inspect_err(|error| abort_join(&bootstrap, error))?;
         let memory = Arc::new(memory);
         let losses = Arc::new(Losses::default());
         let (told, forgetful) = (losses.clone(), Arc::downgrade(&memory));

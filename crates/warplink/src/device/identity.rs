@@ -22,6 +22,11 @@ pub(crate) fn machine_identity() -> [u8; 16] {
     u128::from_str_radix(&digits, 16).unwrap_or(0).to_be_bytes()
 }
 
+/// Network namespace of this process; 0 if unknown. Containers on one machine may have different ones.
+pub(crate) fn network_namespace() -> u64 {
+    rustix::fs::stat("/proc/self/ns/net").map_or(0, |stat| stat.st_ino)
+}
+
 /// Identity of memory made of several pieces: that of a single piece, or a hash for several.
 pub(crate) fn combined_identity(pieces: &[u64]) -> u64 {
     if let [single] = pieces {

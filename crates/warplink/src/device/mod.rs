@@ -73,7 +73,7 @@ pub use host::kernel::Block;
 pub(crate) use host::lane::{Values, combine};
 pub use host::signals::BlockSignals;
 pub use identity::DeviceIdentity;
-pub(crate) use identity::{combined_identity, machine_identity};
+pub(crate) use identity::{combined_identity, machine_identity, network_namespace};
 pub(crate) use in_flight::{InFlight, InUse};
 pub use interface::{AllocationKind, Device, Export, Opening, Piece, Segment};
 pub use launch::{Argument, Launch};

@@ -137,6 +137,7 @@ impl Notifier {
 }
 
 static CANNOT_WAIT: Throttle = Throttle::new();
+static CANNOT_TELL: Throttle = Throttle::new();
 
 /// Notices to one peer.
 #[derive(Debug, Default)]
@@ -193,8 +194,10 @@ impl Line {
             // A process that does not listen any more maps nothing.
             ErrorKind::PeerLost => self.is_gone = true,
             kind if service_client::may_pass(kind) => {
-                if self.again.is_none() {
-                    tracing::warn!(%error, peer, "a notice could not be sent; retrying");
+                if self.again.is_none()
+                    && let Some(omitted) = CANNOT_TELL.due()
+                {
+                    tracing::warn!(%error, peer, omitted, "a notice could not be sent; retrying");
                 }
                 self.again = Some(Deadline::after(PAUSE));
             }

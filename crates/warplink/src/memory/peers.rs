@@ -1,7 +1,9 @@
 //! Peer information: machine, process, device and service address of every rank.
 
 use super::opening::process_identity;
-use crate::device::{Device, DeviceIdentity, DeviceKind, PciAddress, PeerAccess, machine_identity};
+use crate::device::{
+    Device, DeviceIdentity, DeviceKind, PciAddress, PeerAccess, machine_identity, network_namespace,
+};
 use crate::error::{Error, ErrorKind, Rank, Result};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -50,11 +52,6 @@ impl PeerInfo {
     fn place(&self) -> ([u8; 16], u64) {
         (self.host, self.namespace)
     }
-}
-
-/// Network namespace of this process; 0 if unknown. Containers on one machine may have different ones.
-fn network_namespace() -> u64 {
-    rustix::fs::stat("/proc/self/ns/net").map_or(0, |stat| stat.st_ino)
 }
 
 impl Peers {

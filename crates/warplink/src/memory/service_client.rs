@@ -22,6 +22,9 @@ const PAUSE: Duration = Duration::from_millis(10);
 /// Interval for checking whether the peer is stopped.
 const SLICE: Duration = Duration::from_millis(500);
 
+/// The descriptors that an answer takes: for the connection, and for what it hands over.
+const NEEDED: u64 = 2;
+
 /// A request in flight.
 #[derive(Debug)]
 pub(super) struct Asked {
@@ -143,8 +146,8 @@ impl Asked {
                 continue;
             }
             // Before the other checks: this cause has a remedy that the error can name.
-            if let Some(limit) = self.exhausted() {
-                return Err(peer_is_short(limit));
+            if let Some(error) = self.shortage() {
+                return Err(error);
             }
             if late || self.is_stopped() {
                 return Err(unanswered());
@@ -163,23 +166,31 @@ impl Asked {
         matches!(stat(), Some('T' | 't'))
     }
 
-    /// The peer's descriptor limit, if it is exhausted.
-    fn exhausted(&self) -> Option<u64> {
-        let peer = socket_peercred(&self.connection).ok()?.pid.as_raw_nonzero();
-        let open = std::fs::read_dir(format!("/proc/{peer}/fd")).ok()?.count();
-        let limits = std::fs::read_to_string(format!("/proc/{peer}/limits")).ok()?;
-        let limit = limits
-            .lines()
-            .find_map(|line| line.strip_prefix("Max open files"))?;
-        let limit = limit.split_whitespace().next()?.parse().ok()?;
-        (open as u64 >= limit).then_some(limit)
+    /// The error of the peer, or of this process, if it has no descriptors left for an answer.
+    fn shortage(&self) -> Option<Error> {
+        match self.exhausted() {
+            Ok(limit) => limit.map(peer_is_short),
+            // The peer cannot even be looked at: descriptors are short here.
+            Err(error) => Shortage::of(&error).map(|_| Error::io("ask a peer's service", &error)),
+        }
+    }
+
+    /// The limit of the peer's descriptors, if an answer takes more than it has left.
+    fn exhausted(&self) -> std::io::Result<Option<u64>> {
+        let peer = socket_peercred(&self.connection)?.pid.as_raw_nonzero();
+        let open = std::fs::read_dir(format!("/proc/{peer}/fd"))?.count() as u64;
+        let limits = std::fs::read_to_string(format!("/proc/{peer}/limits"))?;
+        let mut lines = limits.lines();
+        let limit = lines.find_map(|line| line.strip_prefix("Max open files"));
+        let limit = limit.and_then(|limit| limit.split_whitespace().next()?.parse().ok());
+        Ok(limit.filter(|limit| open + NEEDED > *limit))
     }
 
     /// Waits for the answer.
     pub(super) fn finish(self) -> Result<Option<Piece>> {
         read_answer(&self.connection).map_err(|error| match error.kind() {
             // It drops connections without a request to accept others.
-            ErrorKind::Io => self.exhausted().map_or(error, peer_is_short),
+            ErrorKind::Io => self.shortage().unwrap_or(error),
             _ => error,
         })
     }

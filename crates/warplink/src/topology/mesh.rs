@@ -45,7 +45,7 @@ pub enum Connection {
 /// Links among the devices of all ranks, as reported by the ranks.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Mesh {
-    /// Machine number of each rank.
+    /// Number of the machine and network namespace of each rank.
     machines: Vec<usize>,
     counts: Vec<LinkCounts>,
 }
@@ -62,7 +62,7 @@ impl LinkCounts {
         };
         let mut reaches = BTreeSet::new();
         for (peer, place) in places.iter().enumerate() {
-            if peer == rank || place.machine != own.machine {
+            if peer == rank || !place.is_near(own) {
                 continue;
             }
             match device.reaches(place.address) {
@@ -96,9 +96,7 @@ impl LinkCounts {
                 LinkEnd::Other => {}
                 LinkEnd::Device(address) => {
                     for (peer, place) in places.iter().enumerate() {
-                        let same = places
-                            .get(rank)
-                            .is_some_and(|own| own.machine == place.machine);
+                        let same = places.get(rank).is_some_and(|own| own.is_near(place));
                         if peer != rank && same && place.address == Some(address) {
                             *counts.direct.entry(peer).or_default() += 1;
                         }
@@ -131,13 +129,13 @@ impl LinkCounts {
 impl Mesh {
     /// The mesh of ranks at `places` with these link counts, in rank order.
     pub(super) fn new(places: &[Place], counts: Vec<LinkCounts>) -> Self {
-        let mut known: Vec<&str> = Vec::new();
+        let mut known: Vec<&Place> = Vec::new();
         let machines = places
             .iter()
             .map(|place| {
-                let found = known.iter().position(|machine| *machine == place.machine);
+                let found = known.iter().position(|first| first.is_near(place));
                 found.unwrap_or_else(|| {
-                    known.push(&place.machine);
+                    known.push(place);
                     known.len() - 1
                 })
             })
@@ -150,7 +148,7 @@ impl Mesh {
         self.counts.len()
     }
 
-    /// Machine number of `rank`, from 0 in rank order.
+    /// Number of the machine and network namespace of `rank`, from 0 in rank order.
     pub fn machine(&self, rank: Rank) -> Option<usize> {
         self.machines.get(rank).copied()
     }
@@ -236,6 +234,7 @@ mod tests {
     fn place(machine: &str, address: &str) -> Place {
         Place {
             machine: machine.to_owned(),
+            namespace: 0,
             host: machine.to_owned(),
             device: "made up".to_owned(),
             address: Some(address.parse().unwrap()),

@@ -15,6 +15,13 @@ pub enum Obstacle {
         /// Ranks of each machine, with the machine's name.
         machines: Vec<(String, Vec<Rank>)>,
     },
+    /// Ranks of one machine are in several network namespaces, as containers are by default.
+    DifferentNamespaces {
+        /// The machine's name.
+        host: String,
+        /// The ranks of each namespace.
+        namespaces: Vec<Vec<Rank>>,
+    },
     /// Several ranks use one device.
     SharedDevice {
         /// PCI address of the device.
@@ -79,6 +86,7 @@ impl Obstacle {
         matches!(
             self,
             Self::DifferentMachines { .. }
+                | Self::DifferentNamespaces { .. }
                 | Self::ForcedUnknown
                 | Self::ForcedDifferently { .. }
                 | Self::ForcedOutOfPlace { .. }
@@ -96,6 +104,16 @@ impl fmt::Display for Obstacle {
                     write!(f, "{lead}{} on {host}", list(ranks))?;
                 }
                 Ok(())
+            }
+            Self::DifferentNamespaces { host, namespaces } => {
+                let ranks: Vec<String> = namespaces.iter().map(|ranks| list(ranks)).collect();
+                write!(
+                    f,
+                    "the ranks of {host} are in {} network namespaces: {}; transfers treat these as other machines \
+                     (give containers the host's network, or one they share)",
+                    ranks.len(),
+                    ranks.join(" | ")
+                )
             }
             Self::SharedDevice { address, ranks } => {
                 write!(f, "{} use one device, {address}", list(ranks))

@@ -1,6 +1,8 @@
 //! Identity and location of a rank.
 
-use crate::device::{Attachment, Device, NetworkDevice, PciAddress, machine_identity};
+use crate::device::{
+    Attachment, Device, NetworkDevice, PciAddress, machine_identity, network_namespace,
+};
 use serde::{Deserialize, Serialize};
 
 /// Identity and location of a rank: its first message.
@@ -8,6 +10,9 @@ use serde::{Deserialize, Serialize};
 pub struct Place {
     /// Equal for two ranks if and only if they run on the same machine.
     pub machine: String,
+    /// Network namespace. Ranks of one machine can map each other's memory only within one namespace.
+    #[serde(default)]
+    pub namespace: u64,
     /// Host name, for messages.
     pub host: String,
     /// Model of the device.
@@ -37,12 +42,18 @@ impl Place {
                 0 => host.clone(),
                 _ => format!("{identity:032x}"),
             },
+            namespace: network_namespace(),
             host,
             device: device.properties().model,
             address: attachment.address,
             numa_node: attachment.numa_node,
             network: attachment.network,
         }
+    }
+
+    /// Whether the ranks can map each other's memory: same machine and same network namespace.
+    pub(super) fn is_near(&self, other: &Self) -> bool {
+        self.machine == other.machine && self.namespace == other.namespace
     }
 
     /// Whether both ranks use the same physical device.

@@ -102,6 +102,7 @@ mod tests {
     #[derive(Clone, Default)]
     struct MadeUp {
         machine: &'static str,
+        namespace: u64,
         address: &'static str,
         links: Vec<LinkEnd>,
         forced: Option<TopologyClass>,
@@ -144,6 +145,7 @@ mod tests {
             let own = Introduction {
                 place: Place {
                     machine: device.machine.to_owned(),
+                    namespace: device.namespace,
                     host: format!("host-{}", device.machine),
                     device: "made up".to_owned(),
                     address: attachment.address,
@@ -225,6 +227,27 @@ mod tests {
         );
         // Other information is still available.
         assert_eq!(found.mesh().reached_by(0), [2]);
+    }
+
+    #[test]
+    fn ranks_in_two_network_namespaces_are_reported_and_no_error() {
+        let mut devices = [FIRST, SECOND].map(|address| device("a", address, &["switch"]));
+        devices[1].namespace = 1;
+        let found = topology(&devices);
+        let expected = Obstacle::DifferentNamespaces {
+            host: "host-a".to_owned(),
+            namespaces: vec![vec![0], vec![1]],
+        };
+        assert_eq!(found.obstacles()[0], expected);
+        assert_eq!(found.mesh().connection(0, 1), Connection::Nothing);
+        // The device is the same one, wherever its ranks are.
+        devices[1].address = FIRST;
+        let shared = |obstacle: &Obstacle| matches!(obstacle, Obstacle::SharedDevice { .. });
+        assert!(topology(&devices).obstacles().iter().any(shared));
+        for device in &mut devices {
+            device.forced = Some(TopologyClass::FullyConnected);
+        }
+        assert_eq!(topology(&devices).obstacles(), [expected]);
     }
 
     #[test]

@@ -206,16 +206,23 @@ impl fmt::Display for Topology {
 /// Obstacles that follow from the answers.
 fn found(places: &[Place], mesh: &Mesh) -> Vec<Obstacle> {
     let mut obstacles = Vec::new();
-    let mut machines: Vec<(String, Vec<Rank>)> = Vec::new();
-    for (rank, place) in places.iter().enumerate() {
-        let machine = mesh.machine(rank).unwrap_or(0);
-        match machines.get_mut(machine) {
-            Some((_, ranks)) => ranks.push(rank),
-            None => machines.push((place.host.clone(), vec![rank])),
-        }
-    }
+    let machines = groups(0..places.len(), |a, b| {
+        places[a].machine == places[b].machine
+    });
     if machines.len() > 1 {
-        obstacles.push(Obstacle::DifferentMachines { machines });
+        let named = machines
+            .iter()
+            .map(|ranks| (places[ranks[0]].host.clone(), ranks.clone()));
+        obstacles.push(Obstacle::DifferentMachines {
+            machines: named.collect(),
+        });
+    }
+    for ranks in machines {
+        let host = places[ranks[0]].host.clone();
+        let namespaces = groups(ranks, |a, b| places[a].is_near(&places[b]));
+        if namespaces.len() > 1 {
+            obstacles.push(Obstacle::DifferentNamespaces { host, namespaces });
+        }
     }
     for (rank, place) in places.iter().enumerate() {
         let sharing = |other: &Rank| places[*other].shares_device_with(place);
@@ -249,6 +256,21 @@ fn found(places: &[Place], mesh: &Mesh) -> Vec<Obstacle> {
         }
     }
     obstacles
+}
+
+/// The ranks that are alike, in the order of the first of each group.
+fn groups(
+    ranks: impl IntoIterator<Item = Rank>,
+    alike: impl Fn(Rank, Rank) -> bool,
+) -> Vec<Vec<Rank>> {
+    let mut groups: Vec<Vec<Rank>> = Vec::new();
+    for rank in ranks {
+        match groups.iter_mut().find(|group| alike(group[0], rank)) {
+            Some(group) => group.push(rank),
+            None => groups.push(vec![rank]),
+        }
+    }
+    groups
 }
 
 /// Unlinked pairs, as one obstacle.

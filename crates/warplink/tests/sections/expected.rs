@@ -293,6 +293,82 @@ fn an_output_that_is_not_what_is_expected_is_found() {
     }
 }
 
+/// What kernels do where something is out of reach is to mean the same.
+#[test]
+fn branches_that_mean_something_else_are_found() {
+    let put = |from: &str| format!("P[slot][rank] on r for r in 0..world = reduce({from}, sum)");
+    let sum_of = |ranks: &str| format!("Y = reduce(P[slot][r] for r in {ranks}, sum)");
+    let sum = "expect Y = sum(X on r for r in 0..world)";
+    let next = "expect Y = copy(X on (rank + 1) % world)";
+    let directly = "barrier; Y = reduce(X on r for r in 0..world, sum); barrier";
+    let from_next = "barrier; Y = copy(X on (rank + 1) % world); barrier";
+    let cases = [
+        (sum, directly, put("X") + "; " + &sum_of("0..world"), true),
+        // Without the last rank; directly on one rank only.
+        (
+            sum,
+            directly,
+            put("X") + "; " + &sum_of("0..world - 1"),
+            false,
+        ),
+        (
+            sum,
+            "barrier; if rank == 0 { Y = reduce(X on r for r in 0..world, sum) } else { Y = copy(X) }; barrier",
+            put("X") + "; " + &sum_of("0..world"),
+            false,
+        ),
+        (
+            next,
+            from_next,
+            put("X") + "; Y = copy(P[slot][(rank + 1) % world])",
+            true,
+        ),
+        (
+            next,
+            from_next,
+            put("X") + "; Y = copy(P[slot][(rank + world - 1) % world])",
+            false,
+        ),
+        // The halves the wrong way around.
+        (
+            next,
+            from_next,
+            put("X")
+                + "; Y[0..n / 2] = copy(P[slot][(rank + 1) % world][n / 2..n]); \
+                Y[n / 2..n] = copy(P[slot][(rank + 1) % world][0..n / 2])",
+            false,
+        ),
+    ];
+    for (expect, direct, through, right) in cases {
+        let text = format!(
+            "program p(n) {{
+                input X: f32[n]; output Y: f32[n]
+                scratch C: packets16 i32[2, world, 4]
+                scratch P: packets16 f32[2, world, n]
+                kernel lane in 0..1 threads 32 {{
+                    let slot = epoch % 2
+                    announce n with Y in C[slot]
+                    agree n with Y in C[slot]
+                    if reachable(Y) {{ {direct} }} else {{ {through} }}
+                }}
+                {expect}
+            }}"
+        );
+        let program = Program::parse(&text).unwrap_or_else(|error| panic!("{error}\n{text}"));
+        let given = Parameters::new().with("n", 32);
+        verify(&program, 3, 1, &given).unwrap_or_else(|found| panic!("{}\n{text}", found[0]));
+        let wrong = [vec![], vec!["Y".to_owned()]]
+            .into_iter()
+            .filter(|unreachable| {
+                let evaluator = Evaluator::new(&program, 3, 1, &given).unwrap();
+                let evaluator = evaluator.without_reaching(unreachable).unwrap();
+                let found = evaluator.run(elements).map(|_| ());
+                found.is_err_and(|error| error.to_string().contains("expectation:"))
+            });
+        assert_eq!(wrong.count(), usize::from(!right), "{text}");
+    }
+}
+
 /// An expectation is of outputs, and of inputs that fit.
 #[test]
 fn expectations_that_mean_nothing_are_refused() {

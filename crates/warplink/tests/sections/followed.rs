@@ -267,9 +267,9 @@ fn too_many_lanes_and_too_large_scratch_are_refused_at_once() {
     }";
     let program = Program::parse(text).unwrap();
     for (world, lanes, room, words) in [
-        (16, 1024, 64, "16 ranks have 1024 lanes each"),
-        (64, 256, 64, "64 ranks have 256 lanes each"),
-        (1024, 9, 64, "1024 ranks have 9 lanes each"),
+        (16, 1025, 64, "16 ranks have 1025 lanes each"),
+        (64, 257, 64, "64 ranks have 257 lanes each"),
+        (1024, 17, 64, "1024 ranks have 17 lanes each"),
         (2, 4, 1_i64 << 33, "'S' is larger than 17179869184 bytes"),
     ] {
         let given = Parameters::new()
@@ -323,16 +323,20 @@ fn a_missing_barrier_is_told_where_it_is_missing() {
         );
     }
     // What differs from launch to launch is told at its step.
-    for (epoch, line) in [("epoch % 2 == 1", 8), ("epoch % 3 == 0", 8)] {
+    for (step, line) in [
+        ("if epoch % 2 == 1 { S = copy(W) }", 7),
+        ("if epoch % 3 == 0 { S = copy(W) }", 7),
+        ("S = copy(X)\nif epoch % 2 == 0 { Y = copy(W) }", 8),
+        ("for i in 0..1 + epoch % 2 {\nS = copy(V[i])\n}", 8),
+    ] {
         let text = format!(
             "program p(n) {{
                 input X: f32[n]
-                input W: f32[n]
-                output Y: f32[n]
-                scratch S: f32[n]
+                input V: f32[2, n]; input W: f32[n]
+                output Y: f32[n]; scratch S: f32[n]
                 kernel lane in 0..1 threads 64 {{
                     Y = copy(X)
-                    if {epoch} {{ S = copy(W) }}
+                    {step}
                 }}
             }}"
         );

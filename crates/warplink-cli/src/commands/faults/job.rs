@@ -12,7 +12,9 @@ use std::io::{BufRead, BufReader, Read};
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
-use std::sync::mpsc::{self, Receiver, Sender};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::thread;
 use std::time::{Duration, Instant};
 use warplink::DeviceKind;
@@ -26,6 +28,9 @@ const MAX_END: Duration = Duration::from_secs(10);
 
 /// Between two looks at whether a process has ended.
 const POLL_INTERVAL: Duration = Duration::from_millis(5);
+
+/// Between two looks at whether the command is to end. Ranks that start while a signal comes do not get it.
+const ENDING_INTERVAL: Duration = Duration::from_millis(100);
 
 /// The timeout of its ranks, which no wait may come to.
 const RANK_TIMEOUT: &str = "40";
@@ -46,6 +51,15 @@ pub(super) struct JobSettings {
     pub(super) folder: PathBuf,
     /// Kernels that were compiled; the same for all cells, so that none waits for the compiler.
     pub(super) cache: PathBuf,
+    /// The number of a signal that ends the command.
+    pub(super) ending: Arc<AtomicUsize>,
+}
+
+impl JobSettings {
+    /// Whether the command is to end.
+    pub(super) fn is_ending(&self) -> bool {
+        self.ending.load(Ordering::Relaxed) != 0
+    }
 }
 
 /// How a cell went.
@@ -220,9 +234,10 @@ fn follow(
     let mut running = settings.ranks;
     let mut resume: Option<Instant> = None;
     let mut ended = vec![false; settings.ranks];
-    while running > 0 {
+    while running > 0 && !settings.is_ending() {
         let next = resume.map_or(until, |at| at.min(until));
-        match events.recv_timeout(next.saturating_duration_since(Instant::now())) {
+        let left = next.saturating_duration_since(Instant::now());
+        match events.recv_timeout(left.min(ENDING_INTERVAL)) {
             Ok(Event::Said(_, Said::Fault(at))) => {
                 outcome.fault_at = Some(at);
                 match cell.fault {
@@ -248,6 +263,7 @@ fn follow(
                     let _ = kill_process(victim, Signal::CONT);
                 }
             }
+            Err(RecvTimeoutError::Timeout) if Instant::now() < until => {}
             Err(_) => break,
         }
     }

@@ -238,6 +238,7 @@ mod tests {
             jobs: 1,
             folder: "folder".into(),
             cache: "cache".into(),
+            ending: std::sync::Arc::default(),
         };
         let lost = RankReport {
             error: Some(ReportedError {

@@ -133,9 +133,10 @@ impl Faults {
             jobs,
             folder: folder.0.clone(),
             cache: folder.0.join("cache"),
+            ending: Arc::default(),
         };
         // What is done by then is printed also where this command is to end early.
-        let ending = Arc::new(AtomicUsize::new(0));
+        let ending = &settings.ending;
         for signal in launch::ending_signals() {
             signal_hook::flag::register_usize(signal, ending.clone(), signal as usize)
                 .context("handle signals")?;
@@ -147,10 +148,12 @@ impl Faults {
         thread::scope(|scope| {
             for _ in 0..jobs {
                 scope.spawn(|| {
-                    while let Some(&cell) = cells.get(next.fetch_add(1, Ordering::Relaxed)) {
+                    while !settings.is_ending()
+                        && let Some(&cell) = cells.get(next.fetch_add(1, Ordering::Relaxed))
+                    {
                         let judged = runner.run(cell);
-                        // Its ranks got the signal too.
-                        if ending.load(Ordering::Relaxed) != 0 {
+                        // Its ranks were ended.
+                        if settings.is_ending() {
                             return;
                         }
                         if let Ok(mut results) = results.lock() {

@@ -2,11 +2,13 @@
 //! members need.
 
 use super::{Shared, State};
+use crate::error::Error;
+use crate::shortage::Throttle;
 use crate::sync::lock;
 use rustix::io::Errno;
 use rustix::process::{Resource, getrlimit};
 use std::net::{Shutdown, TcpStream};
-use std::sync::{Arc, PoisonError};
+use std::sync::{Arc, MutexGuard, PoisonError};
 use std::thread::{self, Scope};
 use std::time::{Duration, Instant};
 
@@ -16,6 +18,11 @@ const MIN_PATIENCE: Duration = Duration::from_millis(100);
 const MAX_UNAUTHENTICATED: usize = 64;
 /// How long the server pauses when the process is out of descriptors.
 const DESCRIPTOR_PAUSE: Duration = Duration::from_millis(20);
+/// How long ranks that are missing may find no descriptor or thread here. Then the job fails and says why, before they
+/// time out without a reason.
+const MAX_SHORTAGE: Duration = Duration::from_secs(1);
+
+static CANNOT_SERVE: Throttle = Throttle::new();
 
 impl Shared {
     /// Accepts connections until the server closes, and waits for the threads that serve them.
@@ -24,7 +31,6 @@ impl Shared {
     }
 
     fn accept_in<'scope>(&'scope self, scope: &'scope Scope<'scope, '_>) {
-        let mut warned: Option<Instant> = None;
         loop {
             self.wait_for_handshakes();
             let accepted = self.listener.accept();
@@ -39,20 +45,12 @@ impl Shared {
                 Err(error) => error,
             };
             let errno = error.raw_os_error().map(Errno::from_raw_os_error);
+            let error = Error::io("accept a connection", &error);
+            let mut state = lock(&self.state);
             if errno == Some(Errno::MFILE) || errno == Some(Errno::NFILE) {
-                // Rate-limited: strangers may cause this at any rate.
-                if warned.is_none_or(|at| at.elapsed() > Duration::from_secs(10)) {
-                    warned = Some(Instant::now());
-                    tracing::warn!(
-                        limit = getrlimit(Resource::Nofile).current,
-                        "the process has no file descriptor left to let a rank join; \
-                         raise the limit with ulimit -n, or close files"
-                    );
-                }
-                self.drop_unauthenticated(&mut lock(&self.state), usize::MAX, Duration::ZERO);
-            } else {
-                tracing::warn!(%error, "could not accept a connection");
+                self.drop_unauthenticated(&mut state, usize::MAX, Duration::ZERO);
             }
+            self.cannot_serve(state, &error);
             // The shortage may be temporary. Avoids a busy loop.
             thread::sleep(DESCRIPTOR_PAUSE);
         }
@@ -87,6 +85,26 @@ impl Shared {
         }
     }
 
+    /// A connection was not accepted or given a thread. Once that has gone on for long while ranks are missing, this
+    /// rank is given up for it.
+    fn cannot_serve(&self, mut state: MutexGuard<'_, State>, error: &Error) {
+        if let Some(omitted) = CANNOT_SERVE.due() {
+            tracing::warn!(%error, omitted, "a connection to the store could not be served; it may try again");
+        }
+        let now = Instant::now();
+        let begun = match state.short {
+            Some((begun, last)) if now - last < MAX_SHORTAGE => begun,
+            _ => now,
+        };
+        state.short = Some((begun, now));
+        if now - begun >= MAX_SHORTAGE && !state.table.missing().is_empty() {
+            let own = u32::try_from(self.settings.identity.rank).unwrap_or(u32::MAX);
+            let reason = format!("it cannot let ranks join: {error}");
+            state.table.give_up(own, &reason);
+            self.deliver(state);
+        }
+    }
+
     /// Starts a thread for a new connection.
     fn admit<'scope>(&'scope self, scope: &'scope Scope<'scope, '_>, stream: TcpStream) {
         let stream = Arc::new(stream);
@@ -99,12 +117,13 @@ impl Shared {
         let thread = thread::Builder::new().name("warplink-store".into());
         match thread.spawn_scoped(scope, move || self.serve(id, served)) {
             Ok(_) => {
+                state.short = None;
                 state.next += 1;
                 state.handshakes += 1;
                 state.unauthenticated.insert(id, Instant::now());
                 state.streams.insert(id, stream);
             }
-            Err(error) => tracing::warn!(%error, "could not serve a connection"),
+            Err(error) => self.cannot_serve(state, &Error::thread("serve a connection", &error)),
         }
     }
 }

@@ -14,6 +14,10 @@ use std::fmt;
 /// less may be an error of the model or of measuring, and the collective needs no exchange.
 const ADVANTAGE: f64 = 0.97;
 
+/// The most operations of all ranks of a lowering that is considered. An overlapped one has a step for each two ranks, so
+/// that the time to estimate it grows as the square of the ranks: to seconds for these.
+const MAX_OPERATIONS: usize = 1 << 18;
+
 /// What a lowering takes.
 #[derive(Clone, Debug)]
 pub struct Estimate {
@@ -295,7 +299,23 @@ fn unroll_all(
     streams: usize,
     parameters: &Parameters,
 ) -> Result<Vec<RankProgram>, Diagnostic> {
-    (0..world)
-        .map(|rank| unroll_or_diagnose(lowering.program(), rank, world, streams, parameters))
-        .collect()
+    let mut ranks = Vec::with_capacity(world);
+    for rank in 0..world {
+        let program = unroll_or_diagnose(lowering.program(), rank, world, streams, parameters)?;
+        // They do much the same, so that the first tells.
+        let each = program.operations.len();
+        if each.saturating_mul(world) > MAX_OPERATIONS {
+            let message = format!(
+                "'{}' has {each} operations on each of {world} ranks; expected at most {MAX_OPERATIONS} on all of them",
+                lowering.name()
+            );
+            return Err(Diagnostic::new(
+                DiagnosticKind::Requirement,
+                message,
+                Vec::new(),
+            ));
+        }
+        ranks.push(program);
+    }
+    Ok(ranks)
 }

@@ -3,6 +3,9 @@
 //! A clock is a tree of counts whose branches are shared with the clocks that it was made from, so
 //! that what it costs is what is new in it. Where streams know little of one another, or the same,
 //! that is little.
+//!
+//! Many clocks may begin as one: they keep it as a *base*, and in their trees only what they learn beside it. Of
+//! bases with one origin the later one has all of the earlier one, so that a clock keeps one for each origin.
 
 use std::cell::Cell;
 use std::rc::Rc;
@@ -27,9 +30,19 @@ pub(super) struct Clocks {
 #[derive(Clone, Debug)]
 pub(super) struct Clock {
     root: Branch,
+    /// By origin.
+    bases: Rc<Vec<Option<Base>>>,
     levels: usize,
     /// How many nodes all clocks together have.
     nodes: Rc<Cell<usize>>,
+}
+
+/// All that a clock was at a time.
+#[derive(Clone, Debug)]
+struct Base {
+    /// Its number among those of its origin.
+    number: usize,
+    root: Branch,
 }
 
 /// What a stream knew at a time.
@@ -76,6 +89,7 @@ impl Clocks {
     pub(super) fn clock(&self) -> Clock {
         Clock {
             root: None,
+            bases: Rc::default(),
             levels: self.levels,
             nodes: self.nodes.clone(),
         }
@@ -106,15 +120,54 @@ impl Clock {
 
     /// Adds what `other` knows.
     pub(super) fn join(&mut self, other: &Self) {
-        match (&self.root, &other.root) {
-            (_, None) => {}
-            (None, Some(theirs)) => self.root = Some(theirs.clone()),
-            (Some(own), Some(theirs)) => self.root = Some(joined(own, theirs)),
+        join_trees(&mut self.root, &other.root);
+        if Rc::ptr_eq(&self.bases, &other.bases) || has_all(&self.bases, &other.bases) {
+            return;
+        }
+        if has_all(&other.bases, &self.bases) {
+            self.bases = other.bases.clone();
+            return;
+        }
+        let bases = Rc::make_mut(&mut self.bases);
+        bases.resize(bases.len().max(other.bases.len()), None);
+        for (own, theirs) in bases.iter_mut().zip(&*other.bases) {
+            if number(theirs) > number(own) {
+                own.clone_from(theirs);
+            }
+        }
+    }
+
+    /// Takes what the bases have into the tree.
+    pub(super) fn flatten(&mut self) {
+        for base in std::mem::take(&mut self.bases).iter().flatten() {
+            join_trees(&mut self.root, &base.root);
+        }
+    }
+
+    /// A clock that knows the same, and keeps it as the base with this number of an origin. It must have been flattened,
+    /// and know all that the origin's bases with lower numbers do.
+    pub(super) fn based(&self, origin: usize, number: usize) -> Self {
+        debug_assert!(self.bases.is_empty());
+        let mut bases = vec![None; origin + 1];
+        bases[origin] = Some(Base {
+            number,
+            root: self.root.clone(),
+        });
+        Self {
+            root: None,
+            bases: Rc::new(bases),
+            levels: self.levels,
+            nodes: self.nodes.clone(),
         }
     }
 
     pub(super) fn get(&self, stream: usize) -> u32 {
-        let mut branch = &self.root;
+        let own = self.get_of(&self.root, stream);
+        let bases = self.bases.iter().flatten();
+        bases.fold(own, |most, base| most.max(self.get_of(&base.root, stream)))
+    }
+
+    fn get_of(&self, mut branch: &Branch, stream: usize) -> u32 {
         for level in (0..=self.levels).rev() {
             match branch.as_ref().map(|node| &node.content) {
                 None => return 0,
@@ -174,6 +227,28 @@ impl Clone for Node {
 impl Drop for Node {
     fn drop(&mut self) {
         self.nodes.set(self.nodes.get() - 1);
+    }
+}
+
+/// The number of a base, which counts from 1.
+fn number(base: &Option<Base>) -> usize {
+    base.as_ref().map_or(0, |base| base.number + 1)
+}
+
+/// Whether `own` are, for each origin, as late as `others`.
+fn has_all(own: &[Option<Base>], others: &[Option<Base>]) -> bool {
+    let owned = own.iter().chain(std::iter::repeat(&None));
+    others
+        .iter()
+        .zip(owned)
+        .all(|(other, own)| number(own) >= number(other))
+}
+
+fn join_trees(own: &mut Branch, theirs: &Branch) {
+    match (&*own, theirs) {
+        (_, None) => {}
+        (None, Some(theirs)) => *own = Some(theirs.clone()),
+        (Some(one), Some(theirs)) => *own = Some(joined(one, theirs)),
     }
 }
 
@@ -248,6 +323,45 @@ mod tests {
         clock
     }
 
+    /// Lanes of one number signal one another, on all ranks: each learns of so many, and not of all lanes.
+    #[test]
+    fn what_lanes_know_takes_memory_in_proportion_to_their_number() {
+        let world = 16;
+        let nodes = |width: usize| {
+            let clocks = Clocks::new(world * (width + 1));
+            let mut streams = vec![clocks.clock(); world];
+            let mut lanes = vec![clocks.clock(); world * width];
+            for launch in 0..3 {
+                for (rank, stream) in streams.iter_mut().enumerate() {
+                    stream.flatten();
+                    stream.tick(width * world + rank);
+                    for lane in 0..width {
+                        lanes[lane * world + rank] = stream.based(rank, launch);
+                    }
+                }
+                for lane in lanes.chunks_mut(world) {
+                    let sent: Vec<Clock> = lane.to_vec();
+                    lane.iter_mut()
+                        .for_each(|own| sent.iter().for_each(|other| own.join(other)));
+                }
+                for (number, lane) in lanes.iter_mut().enumerate() {
+                    lane.tick(number);
+                    streams[number % world].join(lane);
+                }
+            }
+            assert_eq!(lanes[0].get(world), 2);
+            clocks.nodes()
+        };
+        let (few, many) = (nodes(64), nodes(1024));
+        assert!(many < 24 * few, "{few} nodes, then {many}");
+    }
+
+    fn flat(clock: &Clock) -> Clock {
+        let mut flat = clock.clone();
+        flat.flatten();
+        flat
+    }
+
     fn counts() -> impl Strategy<Value = Vec<(usize, u32)>> {
         proptest::collection::vec((0_usize..1500, 1_u32..4), 0..40)
     }
@@ -258,6 +372,25 @@ mod tests {
             let clocks = Clocks::new(1500);
             let (one, other) = (clock(&clocks, &a), clock(&clocks, &b));
             let list = |clock: &Clock| (0..1500).map(|s| clock.get(s)).collect::<Vec<_>>();
+            // The same by way of bases.
+            for (based, other) in [
+                (one.based(2, 0), other.clone()),
+                (one.based(0, 3), other.based(5, 1)),
+                (one.clone(), other.based(1, 0)),
+            ] {
+                let mut both = based;
+                both.join(&other);
+                let mut plain = one.clone();
+                plain.join(&flat(&other));
+                prop_assert_eq!(list(&both), list(&plain));
+                let time = plain.tick(700);
+                prop_assert_eq!(both.tick(700), time);
+                // A later base of an origin has all of an earlier one.
+                let later = flat(&both).based(2, 9);
+                both.join(&later);
+                prop_assert_eq!(list(&both), list(&plain));
+                prop_assert_eq!(list(&flat(&both)), list(&plain));
+            }
             let (x, y) = (list(&one), list(&other));
             let mut both = one.clone();
             both.join(&other);

@@ -60,13 +60,14 @@ impl Run<'_> {
         }
         self.release(rank);
         let lanes = self.section(number, rank).lanes;
+        // The stream has joined what all lanes of earlier launches know. Times of a lane count on from launch to launch.
+        let knows = self.streams[rank].knows.based(rank, number);
         let mut all = Vec::with_capacity(lanes);
         for lane in 0..lanes {
             let steps = self.steps(number, rank, lane)?;
             self.count(rank, &steps)?;
-            // Times of a lane count on from launch to launch.
             let index = self.lane_number(rank, lane);
-            self.knows[index].join(&self.streams[rank].knows);
+            self.knows[index] = knows.clone();
             self.note_waits(number, rank, &steps);
             all.push(steps);
         }
@@ -116,6 +117,7 @@ impl Run<'_> {
             self.streams[rank].knows.join(&self.knows[index]);
         }
         self.note_accesses(number, rank);
+        self.streams[rank].knows.flatten();
         let time = self.tick_stream(rank);
         let stamp = Stamp {
             actor: Actor {

@@ -99,6 +99,20 @@ impl Knowledge {
         self.seen.tick(stream)
     }
 
+    /// See [`Clock::flatten`].
+    pub(super) fn flatten(&mut self) {
+        self.seen.flatten();
+        self.over.flatten();
+    }
+
+    /// See [`Clock::based`].
+    pub(super) fn based(&self, origin: usize, number: usize) -> Self {
+        Self {
+            seen: self.seen.based(origin, number),
+            over: self.over.based(origin, number),
+        }
+    }
+
     /// Adds what another lane or stream knows.
     pub(super) fn join(&mut self, other: &Self) {
         self.seen.join(&other.seen);

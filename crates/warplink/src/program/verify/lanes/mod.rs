@@ -37,8 +37,9 @@ const MAX_STEPS: usize = 1 << 24;
 /// The most of them in the launches that are under way at a time, which are all in memory.
 const MAX_HELD_STEPS: usize = 1 << 22;
 
-/// The most lanes of all ranks: each may learn of each, so that the time grows as their square, to a minute for these.
-const MAX_ALL_LANES: usize = 1 << 13;
+/// The most lanes of all ranks. Lanes that learn of few others take time in proportion to their number, some seconds for
+/// so many; where each learns of each, the limits of steps come first.
+const MAX_ALL_LANES: usize = 1 << 14;
 
 /// How many launches more than two periods are followed.
 const MORE_RUNS: usize = 2;

@@ -185,9 +185,10 @@ impl<'a> Run<'a> {
         self.ranks.len() * self.width + rank
     }
 
-    /// The number of a lane among the streams that clocks count.
+    /// The number of a lane among the streams that clocks count. Lanes of one number, which mostly wait for one another,
+    /// are neighbours, so that what they learn is in few nodes of a clock.
     pub(super) fn lane_number(&self, rank: Rank, lane: usize) -> usize {
-        rank * self.width + lane
+        lane * self.ranks.len() + rank
     }
 
     fn lane_of(&self, actor: Actor) -> usize {
