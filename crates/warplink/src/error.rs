@@ -3,6 +3,7 @@
 //! An error prints as one line: `rank 1: join: MESSAGE; EXPECTED (peer 3, key k); help: HELP`. Rank,
 //! operation, peer, key, device, code and help appear where they are known.
 
+use crate::named::{UnknownName, named};
 use crate::shortage::Shortage;
 use std::borrow::Cow;
 use std::fmt;
@@ -13,51 +14,52 @@ pub type Rank = usize;
 /// The library's result.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// What kind of failure an [`Error`] is; match on this, not on its text.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub enum ErrorKind {
-    /// An argument is wrong: a length, a rank, an alignment, a combination of options.
-    InvalidArgument,
-    /// A handle that came over the wire is truncated, altered, of another version or stale.
-    InvalidHandle,
-    /// Two ranks disagree: world sizes, lengths of a send and its receive, protocols.
-    Mismatch,
-    /// A wait passed its deadline.
-    Timeout,
-    /// A rank died, aborted or was dropped without being closed, or its connection ended.
-    PeerLost,
-    /// A rank left in order while something still depended on it.
-    PeerLeft,
-    /// The other ranks go on without this one: they did not hear of it for longer than
-    /// [`heartbeat_limit`](crate::bootstrap::JoinConfig::heartbeat_limit), or its connection was cut.
-    GivenUp,
-    /// A rank failed before its part in what this rank does with it; the message says how.
-    PeerFailed,
-    /// A process that joins does not hold the secret.
-    Authentication,
-    /// What came over a socket does not follow the protocol.
-    Protocol,
-    /// The address to listen on is taken.
-    AddressInUse,
-    /// The object was closed, or what it stands for was freed.
-    Closed,
-    /// A call of a driver or a vendor library failed; the code is in [`Error::code`].
-    Driver,
-    /// A library that is loaded at run time is missing, or lacks a symbol.
-    LibraryMissing,
-    /// The device, the driver or the allocation cannot do this.
-    Unsupported,
-    /// Device or shared memory is exhausted.
-    OutOfMemory,
-    /// Text could not be parsed.
-    Parse,
-    /// A program failed verification.
-    Verification,
-    /// An operating-system call failed.
-    Io,
-    /// A bug in the library; please report it.
-    Internal,
+named! {
+    /// What kind of failure an [`Error`] is; match on this, not on its text. Its number is that of C's status.
+    #[non_exhaustive]
+    pub enum ErrorKind: "kind of error" {
+        /// An argument is wrong: a length, a rank, an alignment, a combination of options.
+        InvalidArgument = "invalid_argument" (1),
+        /// The object was closed, or what it stands for was freed.
+        Closed = "closed" (3),
+        /// A wait passed its deadline.
+        Timeout = "timeout" (4),
+        /// A rank died, aborted or was dropped without being closed, or its connection ended.
+        PeerLost = "peer_lost" (5),
+        /// A rank left in order while something still depended on it.
+        PeerLeft = "peer_left" (6),
+        /// The other ranks go on without this one: they did not hear of it for longer than the heartbeat limit, or its
+        /// connection was cut.
+        GivenUp = "given_up" (7),
+        /// A rank failed before its part in what this rank does with it; the message says how.
+        PeerFailed = "peer_failed" (8),
+        /// Two ranks disagree: world sizes, lengths of a send and its receive, protocols.
+        Mismatch = "mismatch" (9),
+        /// A handle or an id is truncated, altered, of another version or stale.
+        InvalidHandle = "invalid_handle" (10),
+        /// A process that joins does not hold the secret.
+        Authentication = "authentication" (11),
+        /// What came over a socket does not follow the protocol.
+        Protocol = "protocol" (12),
+        /// The address to listen on is taken.
+        AddressInUse = "address_in_use" (13),
+        /// A call of a driver or a vendor library failed, and the error has its code; or a kernel does not compile.
+        Driver = "driver" (14),
+        /// A library that is loaded at run time is missing, or lacks a symbol.
+        LibraryMissing = "library_missing" (15),
+        /// The device, the driver or the allocation cannot do this.
+        Unsupported = "unsupported" (16),
+        /// Device or shared memory is exhausted.
+        OutOfMemory = "out_of_memory" (17),
+        /// Text could not be parsed.
+        Parse = "parse" (18),
+        /// An operating-system call failed.
+        Io = "io" (19),
+        /// A bug in the library; please report it.
+        Internal = "internal" (20),
+        /// A program failed verification.
+        Verification = "verification" (21),
+    }
 }
 
 /// A failure: its kind, what was being done, and the peer, key, device and code where there are any.
@@ -319,6 +321,12 @@ impl fmt::Display for Error {
 }
 
 impl std::error::Error for Error {}
+
+impl From<UnknownName> for Error {
+    fn from(unknown: UnknownName) -> Self {
+        Self::new(ErrorKind::Parse, unknown.message)
+    }
+}
 
 impl From<rustix::io::Errno> for Error {
     fn from(errno: rustix::io::Errno) -> Self {
