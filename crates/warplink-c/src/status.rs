@@ -19,8 +19,10 @@ pub struct Status(i32);
 
 impl Status {
     /// The call did what it says.
+    /// cbindgen:ignore
     pub const SUCCESS: Self = Self(0);
     /// Calls were made in the wrong order.
+    /// cbindgen:ignore
     pub const INVALID_USAGE: Self = Self(2);
 
     /// Its number in C.

@@ -17,7 +17,7 @@ named! {
         F64 = "f64",
         /// IEEE 754 half precision.
         F16 = "f16",
-        /// bfloat16: the upper half of an f32.
+        /// bfloat16: the upper half of a 32-bit float.
         BF16 = "bf16",
         /// Float of 8 bits with 4 bits of exponent, without infinities.
         F8E4M3 = "f8e4m3",

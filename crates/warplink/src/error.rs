@@ -18,9 +18,9 @@ named! {
     /// What kind of failure an [`Error`] is; match on this, not on its text. Its number is that of C's status.
     #[non_exhaustive]
     pub enum ErrorKind: "kind of error" {
-        /// An argument is wrong: a length, a rank, an alignment, a combination of options.
+        /// An argument is wrong: a null pointer, a length, a rank, an alignment, a combination of options.
         InvalidArgument = "invalid_argument" (1),
-        /// The object was closed, or what it stands for was freed.
+        /// The object was closed, its handle given back, or what it refers to freed.
         Closed = "closed" (3),
         /// A wait passed its deadline.
         Timeout = "timeout" (4),
@@ -33,9 +33,9 @@ named! {
         GivenUp = "given_up" (7),
         /// A rank failed before its part in what this rank does with it; the message says how.
         PeerFailed = "peer_failed" (8),
-        /// Two ranks disagree: world sizes, lengths of a send and its receive, protocols.
+        /// Two ranks disagree: world sizes, transports, lengths of a send and its receive, protocols.
         Mismatch = "mismatch" (9),
-        /// A handle or an id is truncated, altered, of another version or stale.
+        /// A handle or a unique id is truncated, altered, of another version or stale.
         InvalidHandle = "invalid_handle" (10),
         /// A process that joins does not hold the secret.
         Authentication = "authentication" (11),
@@ -51,7 +51,7 @@ named! {
         Unsupported = "unsupported" (16),
         /// Device or shared memory is exhausted.
         OutOfMemory = "out_of_memory" (17),
-        /// Text could not be parsed.
+        /// Text could not be parsed: an address, a name, an environment variable, a program.
         Parse = "parse" (18),
         /// An operating-system call failed.
         Io = "io" (19),

@@ -16,7 +16,7 @@ named! {
         /// A thread of the host has the device's copy engine move the bytes, when kernels ask it to: to the peer's memory,
         /// or through memory of the host that both devices map, where they cannot map each other's.
         Proxied = "proxied" (2),
-        /// A thread of the host sends the bytes over the network, when kernels ask it to: to ranks of other
+        /// A thread of the host sends the bytes over the network (UCX), when kernels ask it to: to ranks of other
         /// machines, or of this one where that is wanted.
         Network = "network" (3),
     }

@@ -9,9 +9,9 @@ use crate::named::named;
 named! {
     /// Which way the bytes go, seen from this rank.
     pub enum Direction: "direction" {
-        /// To the peer.
+        /// From this rank to the peer.
         Send = "send",
-        /// From the peer.
+        /// From the peer to this rank.
         Receive = "receive",
     }
 }
