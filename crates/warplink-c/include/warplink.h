@@ -63,25 +63,26 @@
 typedef enum {
     /// The call did what it says.
     WARPLINK_STATUS_SUCCESS = 0,
-    /// An argument is wrong: a null pointer, a rank, a length, a range.
+    /// An argument is wrong: a null pointer, a length, a rank, an alignment, a combination of options.
     WARPLINK_STATUS_INVALID_ARGUMENT = 1,
     /// Calls were made in the wrong order.
     WARPLINK_STATUS_INVALID_USAGE = 2,
-    /// The handle was given back, or its communicator was destroyed.
+    /// The object was closed, its handle given back, or what it refers to freed.
     WARPLINK_STATUS_CLOSED = 3,
     /// A wait passed its deadline.
     WARPLINK_STATUS_TIMEOUT = 4,
-    /// A rank died, aborted, or left without destroying its communicator.
+    /// A rank died, aborted or was dropped without being closed, or its connection ended.
     WARPLINK_STATUS_PEER_LOST = 5,
     /// A rank left in order while something still depended on it.
     WARPLINK_STATUS_PEER_LEFT = 6,
-    /// The other ranks go on without this one, which gave no sign of life for too long.
+    /// The other ranks go on without this one: they did not hear of it for longer than the heartbeat limit,
+    /// or its connection was cut.
     WARPLINK_STATUS_GIVEN_UP = 7,
-    /// A rank failed before its part in this.
+    /// A rank failed before its part in what this rank does with it; the message says how.
     WARPLINK_STATUS_PEER_FAILED = 8,
-    /// Two ranks disagree: on the number of ranks, on a transport.
+    /// Two ranks disagree: world sizes, transports, lengths of a send and its receive, protocols.
     WARPLINK_STATUS_MISMATCH = 9,
-    /// The unique id or a handle is truncated, altered, or of another version.
+    /// A handle or a unique id is truncated, altered, of another version or stale.
     WARPLINK_STATUS_INVALID_HANDLE = 10,
     /// A process that joins does not hold the secret.
     WARPLINK_STATUS_AUTHENTICATION = 11,
@@ -89,20 +90,23 @@ typedef enum {
     WARPLINK_STATUS_PROTOCOL = 12,
     /// The address to listen on is taken.
     WARPLINK_STATUS_ADDRESS_IN_USE = 13,
-    /// A call of a driver or a vendor's library failed, or a kernel does not compile.
+    /// A call of a driver or a vendor library failed, and the error has its code; or a kernel does not
+    /// compile.
     WARPLINK_STATUS_DRIVER = 14,
-    /// A library that is loaded at run time is missing.
+    /// A library that is loaded at run time is missing, or lacks a symbol.
     WARPLINK_STATUS_LIBRARY_MISSING = 15,
-    /// The device or the allocation cannot do this.
+    /// The device, the driver or the allocation cannot do this.
     WARPLINK_STATUS_UNSUPPORTED = 16,
-    /// Memory is exhausted.
+    /// Device or shared memory is exhausted.
     WARPLINK_STATUS_OUT_OF_MEMORY = 17,
-    /// Text could not be parsed: an address, an environment variable.
+    /// Text could not be parsed: an address, a name, an environment variable, a program.
     WARPLINK_STATUS_PARSE = 18,
     /// An operating-system call failed.
     WARPLINK_STATUS_IO = 19,
     /// A bug in the library; please report it.
     WARPLINK_STATUS_INTERNAL = 20,
+    /// A program failed verification.
+    WARPLINK_STATUS_VERIFICATION = 21,
 } warplink_status;
 
 /// How the bytes of a connection reach the peer; the same on both ranks.
@@ -110,12 +114,15 @@ typedef enum {
     /// Chosen by where the peer is: direct where its memory can be mapped, the network where it is on another
     /// machine.
     WARPLINK_TRANSPORT_AUTO = 0,
-    /// The kernel itself stores to and loads from the peer's memory.
+    /// The kernel itself stores to and loads from the peer's memory, which is mapped. The device must have
+    /// atomic operations on that memory, as GPUs have over NVLink.
     WARPLINK_TRANSPORT_DIRECT = 1,
-    /// A thread of the host, the proxy, has the copy engine move the bytes when kernels ask it to.
+    /// A thread of the host has the device's copy engine move the bytes, when kernels ask it to: to the
+    /// peer's memory, or through memory of the host that both devices map, where they cannot map each
+    /// other's.
     WARPLINK_TRANSPORT_PROXIED = 2,
-    /// The proxy sends the bytes over the network (UCX), when kernels ask it to or a stream comes to a
-    /// `warplink_write`, `warplink_read` or `warplink_registered_write`.
+    /// A thread of the host sends the bytes over the network (UCX), when kernels ask it to: to ranks of other
+    /// machines, or of this one where that is wanted.
     WARPLINK_TRANSPORT_NETWORK = 3,
 } warplink_transport;
 
@@ -133,25 +140,25 @@ typedef enum {
     WARPLINK_LOG_LEVEL_TRACE = 5,
 } warplink_log_level;
 
-/// Which collective. The text behind each says what the output becomes.
+/// Which collective.
 typedef enum {
-    /// The reduction of all inputs.
+    /// Every rank gets the reduction of all ranks' inputs.
     WARPLINK_COLLECTIVE_KIND_ALL_REDUCE = 0,
-    /// All inputs, in the order of the ranks.
+    /// Every rank gets the inputs of all, in rank order.
     WARPLINK_COLLECTIVE_KIND_ALL_GATHER = 1,
-    /// This rank's part of the reduction of all inputs.
+    /// Every rank gets its part of the reduction of all ranks' inputs.
     WARPLINK_COLLECTIVE_KIND_REDUCE_SCATTER = 2,
-    /// For each rank, this rank's part of its input.
+    /// Part p of a rank's output is that rank's part of rank p's input.
     WARPLINK_COLLECTIVE_KIND_ALL_TO_ALL = 3,
-    /// The root's input.
+    /// Every rank gets the root's input.
     WARPLINK_COLLECTIVE_KIND_BROADCAST = 4,
-    /// On the root, the reduction of all inputs.
+    /// The root gets the reduction of all ranks' inputs.
     WARPLINK_COLLECTIVE_KIND_REDUCE = 5,
-    /// On the root, all inputs.
+    /// The root gets the inputs of all, in rank order.
     WARPLINK_COLLECTIVE_KIND_GATHER = 6,
-    /// This rank's part of the root's input.
+    /// Every rank gets its part of the root's input.
     WARPLINK_COLLECTIVE_KIND_SCATTER = 7,
-    /// There is none: what follows in the stream waits for all ranks.
+    /// No rank proceeds until all have arrived.
     WARPLINK_COLLECTIVE_KIND_BARRIER = 8,
 } warplink_collective_kind;
 
@@ -194,29 +201,29 @@ typedef enum {
 
 /// The type of elements.
 typedef enum {
-    /// `float`.
+    /// IEEE 754 single precision.
     WARPLINK_ELEMENT_TYPE_F32 = 0,
-    /// `double`.
+    /// IEEE 754 double precision.
     WARPLINK_ELEMENT_TYPE_F64 = 1,
-    /// Half precision.
+    /// IEEE 754 half precision.
     WARPLINK_ELEMENT_TYPE_F16 = 2,
-    /// bfloat16.
+    /// bfloat16: the upper half of a 32-bit float.
     WARPLINK_ELEMENT_TYPE_BF16 = 3,
-    /// A float of 8 bits with 4 of exponent.
+    /// Float of 8 bits with 4 bits of exponent, without infinities.
     WARPLINK_ELEMENT_TYPE_F8E4M3 = 4,
-    /// A float of 8 bits with 5 of exponent.
+    /// Float of 8 bits with 5 bits of exponent.
     WARPLINK_ELEMENT_TYPE_F8E5M2 = 5,
-    /// `int8_t`.
+    /// Signed byte.
     WARPLINK_ELEMENT_TYPE_I8 = 6,
-    /// `uint8_t`.
+    /// Unsigned byte.
     WARPLINK_ELEMENT_TYPE_U8 = 7,
-    /// `int32_t`.
+    /// Signed 32-bit integer.
     WARPLINK_ELEMENT_TYPE_I32 = 8,
-    /// `uint32_t`.
+    /// Unsigned 32-bit integer.
     WARPLINK_ELEMENT_TYPE_U32 = 9,
-    /// `int64_t`.
+    /// Signed 64-bit integer.
     WARPLINK_ELEMENT_TYPE_I64 = 10,
-    /// `uint64_t`.
+    /// Unsigned 64-bit integer.
     WARPLINK_ELEMENT_TYPE_U64 = 11,
 } warplink_element_type;
 
@@ -224,17 +231,17 @@ typedef enum {
 typedef enum {
     /// Nothing is reduced.
     WARPLINK_REDUCE_OP_NONE = 0,
-    /// Their sum.
+    /// Sum.
     WARPLINK_REDUCE_OP_SUM = 1,
-    /// The largest.
+    /// Maximum.
     WARPLINK_REDUCE_OP_MAX = 2,
-    /// The smallest.
+    /// Minimum.
     WARPLINK_REDUCE_OP_MIN = 3,
-    /// Their product.
+    /// Product.
     WARPLINK_REDUCE_OP_PRODUCT = 4,
-    /// Their sum, divided by how many they are; of integers, without the remainder.
+    /// Sum divided by the number of values; integer division truncates.
     WARPLINK_REDUCE_OP_AVERAGE = 5,
-    /// The sum of what they are multiplied by the call's factor; of floats.
+    /// Sum of the values multiplied by the factor; floats only.
     WARPLINK_REDUCE_OP_SCALED_SUM = 6,
 } warplink_reduce_op;
 
@@ -245,6 +252,43 @@ typedef enum {
     /// From the peer to this rank.
     WARPLINK_DIRECTION_RECEIVE = 1,
 } warplink_direction;
+
+/// What ranks have of the rows of a fused collective. Where a rank owns rows, these are as many on each, in rank order.
+typedef enum {
+    /// Every rank has all rows of everything.
+    WARPLINK_FUSED_KIND_ALL_REDUCE = 0,
+    /// The same, but residual, `sum` and `residual_out` are of the rows that a rank owns.
+    WARPLINK_FUSED_KIND_ALL_REDUCE_SHARDED = 1,
+    /// The input is of all rows, all else of those that a rank owns.
+    WARPLINK_FUSED_KIND_REDUCE_SCATTER = 2,
+    /// Inputs are not added up: input, residual, `sum` and `residual_out` are of the rows that a rank owns, and the others of
+    /// all rows.
+    WARPLINK_FUSED_KIND_ALL_GATHER = 3,
+} warplink_fused_kind;
+
+/// How rows are normalised.
+typedef enum {
+    /// They are not.
+    WARPLINK_NORM_NONE = 0,
+    /// By the root of the mean of squares.
+    WARPLINK_NORM_RMS = 1,
+    /// By mean and variance.
+    WARPLINK_NORM_LAYER = 2,
+} warplink_norm;
+
+/// How rows become F8E4M3. Scales that are computed are at least 1e-10.
+typedef enum {
+    /// They do not.
+    WARPLINK_QUANTIZATION_NONE = 0,
+    /// Divided by one scale, which is read.
+    WARPLINK_QUANTIZATION_STATIC = 1,
+    /// Divided by a scale of each row, its largest magnitude / 448.
+    WARPLINK_QUANTIZATION_PER_TOKEN = 2,
+    /// The same of each 128 elements of a row.
+    WARPLINK_QUANTIZATION_PER_BLOCK = 3,
+    /// The same with the next power of two from that on.
+    WARPLINK_QUANTIZATION_PER_BLOCK_POWER_OF_TWO = 4,
+} warplink_quantization;
 
 /// How a rank joins. Get one from `warplink_options_default`, and change what is to differ.
 typedef struct {

@@ -30,7 +30,7 @@ pub(crate) fn run(block: &Block<'_>, body: impl FnOnce() -> i32) -> warplink::Re
     let reset = Reset(RUNNING.replace(Some(NonNull::from(block).cast())));
     let status = body();
     drop(reset);
-    if status == Status::Success as i32 {
+    if status == Status::SUCCESS.number() {
         return Ok(());
     }
     if let Some(failure) = status::last_with(status) {

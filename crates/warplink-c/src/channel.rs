@@ -5,10 +5,10 @@ use crate::job::JobObject;
 use crate::memory::same_job;
 use crate::pointer;
 use crate::status::{Failure, Outcome, Status, entry};
-use crate::types::{At, Channel, Span, Transport};
+use crate::types::{At, Channel, Span, numbered};
 use std::ffi::c_char;
 use std::sync::Arc;
-use warplink::channel::{Connection, ConnectionRequest};
+use warplink::channel::{Connection, ConnectionRequest, Transport};
 use warplink::device::{ChannelArray, ChannelHandle};
 
 /// What a rank declared, and what was set up of it, in the order of the declarations.
@@ -101,19 +101,16 @@ pub unsafe extern "C" fn warplink_connect(
         let region = region.get()?;
         same_job(&job, &region.job, "region")?;
         let peer = rank_of_peer(&job, peer)?;
-        let known = Transport::ALL
-            .into_iter()
-            .find(|one| *one as i32 == transport);
-        let Some(transport) = known else {
-            return Err(Failure::invalid(
-                format!("unknown transport {transport}; expected a warplink_transport"),
-                "use WARPLINK_TRANSPORT_AUTO",
-            )
-            .with_peer(peer));
+        let transport = match transport {
+            0 => None,
+            other => {
+                let known = numbered(other, "warplink_transport");
+                Some(known.map_err(|failure| failure.with_peer(peer))?)
+            }
         };
         // SAFETY: the caller passes null or a text.
         let devices = unsafe { pointer::optional_text(network_devices, "network_devices") }?;
-        if devices.is_some() && transport != Transport::Network {
+        if devices.is_some() && transport != Some(Transport::Network) {
             return Err(Failure::invalid(
                 "the transport uses no network devices; expected null",
                 "use WARPLINK_TRANSPORT_NETWORK, or name no network devices",
@@ -129,14 +126,10 @@ pub unsafe extern "C" fn warplink_connect(
             .with_peer(peer));
         }
         let request = ConnectionRequest::new(peer, tag, &region.region);
-        let request = match transport {
-            Transport::Auto => request,
-            Transport::Direct => request.with_transport(warplink::channel::Transport::Direct),
-            Transport::Proxied => request.with_transport(warplink::channel::Transport::Proxied),
-            Transport::Network => match devices {
-                None => request.with_transport(warplink::channel::Transport::Network),
-                Some(devices) => request.with_network_devices(devices),
-            },
+        let request = match (transport, devices) {
+            (None, _) => request,
+            (Some(_), Some(devices)) => request.with_network_devices(devices),
+            (Some(transport), None) => request.with_transport(transport),
         };
         setup.declared.push(Declared { peer, tag, request });
         Ok(())

@@ -3,30 +3,15 @@
 use crate::handles::{Collectives, Comm, Handle, Stream};
 use crate::job::JobObject;
 use crate::memory::same_job;
-use crate::pointer;
+use crate::pointer::{self, static_text};
 use crate::status::{Failure, Outcome, Status, entry};
-use std::ffi::{CStr, c_char, c_void};
+use crate::types::numbered;
+use std::ffi::{c_char, c_void};
 use std::ptr::null;
 use std::sync::Arc;
 use warplink::DType;
-use warplink::collective::{self, Algorithm, Call, CollectiveKind, CollectivePath};
+use warplink::collective::{self, Call, CollectiveKind, CollectivePath};
 use warplink::device::{AllocationKind, DeviceSlice, ReduceOp, VendorCommunicator};
-
-/// The types in the order of `warplink_element_type`.
-const TYPES: [DType; 12] = [
-    DType::F32,
-    DType::F64,
-    DType::F16,
-    DType::BF16,
-    DType::F8E4M3,
-    DType::F8E5M2,
-    DType::I8,
-    DType::U8,
-    DType::I32,
-    DType::U32,
-    DType::I64,
-    DType::U64,
-];
 
 /// Bytes of an allocation of which none are used.
 const NOTHING: usize = 16;
@@ -74,14 +59,14 @@ impl CollectiveChoice {
     pub(crate) fn of(choice: Option<collective::Choice>) -> Self {
         match choice {
             Some(choice) => Self {
-                path: path_text(CollectivePath::Direct),
-                algorithm: algorithm_text(choice.algorithm),
+                path: static_text(CollectivePath::Direct.name()),
+                algorithm: static_text(choice.algorithm.name()),
                 lanes: choice.lanes as u32,
                 threads: choice.threads as u32,
                 chunks: choice.chunks as u64,
             },
             None => Self {
-                path: path_text(CollectivePath::Engine),
+                path: static_text(CollectivePath::Engine.name()),
                 algorithm: null(),
                 lanes: 0,
                 threads: 0,
@@ -90,9 +75,6 @@ impl CollectiveChoice {
         }
     }
 }
-
-/// The number of the operator that takes a factor.
-const SCALED_SUM: i32 = crate::types::ReduceOp::ScaledSum as i32;
 
 /// A call of a collective, the same on every rank.
 #[repr(C)]
@@ -205,39 +187,25 @@ impl CollectivesObject {
 }
 
 /// The type that a `warplink_element_type` stands for.
-pub(crate) fn element_type(value: i32) -> Outcome<DType> {
-    let known = usize::try_from(value).ok().and_then(|at| TYPES.get(at));
-    let unknown = || unknown("type", value, "warplink_element_type");
-    known.copied().ok_or_else(unknown)
-}
-
-/// The error of a `value` that is none of the enumeration `name`.
-pub(crate) fn unknown(what: &str, value: i32, name: &str) -> Failure {
-    Failure::invalid(
-        format!("unknown {what} {value}; expected a {name}"),
-        format!("use a value of {name}"),
-    )
+pub(crate) fn element_type(number: i32) -> Outcome<DType> {
+    numbered(number, "warplink_element_type")
 }
 
 impl CollectiveCall {
     /// The library's call.
     pub(crate) fn call(&self) -> Outcome<Call> {
-        let number = |value: i32, from: i32| usize::try_from(value.checked_sub(from)?).ok();
-        let kind = number(self.kind, 0).and_then(|kind| CollectiveKind::ALL.get(kind));
         let op = match self.op {
             0 => None,
-            SCALED_SUM => Some(ReduceOp::scaled_sum(self.factor)),
-            op => {
-                let known = number(op, 1).and_then(|op| ReduceOp::ALL.get(op));
-                Some(*known.ok_or_else(|| unknown("operator", op, "warplink_reduce_op"))?)
-            }
+            op => Some(match numbered(op, "warplink_reduce_op")? {
+                ReduceOp::ScaledSum(_) => ReduceOp::scaled_sum(self.factor),
+                op => op,
+            }),
         };
         Ok(Call {
-            kind: *kind
-                .ok_or_else(|| unknown("collective", self.kind, "warplink_collective_kind"))?,
+            kind: numbered(self.kind, "warplink_collective_kind")?,
             dtype: element_type(self.element_type)?,
             op,
-            root: number(self.root, 0),
+            root: usize::try_from(self.root).ok(),
             count: usize::try_from(self.count).unwrap_or(usize::MAX),
         })
     }
@@ -275,17 +243,7 @@ pub unsafe extern "C" fn warplink_collectives_join(
             unsafe { pointer::load(options, "options") }?
         };
         // SAFETY: the caller passes null or a text.
-        let path = match unsafe { pointer::optional_text(given.path, "path") }? {
-            None => None,
-            Some("direct") => Some(CollectivePath::Direct),
-            Some("engine") => Some(CollectivePath::Engine),
-            Some(other) => {
-                return Err(Failure::invalid(
-                    format!("unknown path '{other}'; expected direct or engine"),
-                    "use direct or engine, or null",
-                ));
-            }
-        };
+        let path = unsafe { pointer::optional_text(given.path, "path") }?;
         let communicator = (!given.communicator.is_null()).then(|| {
             // SAFETY: the caller passes a communicator of the library, and keeps it as the options' text says.
             unsafe { VendorCommunicator::from_raw(given.communicator) }
@@ -294,7 +252,7 @@ pub unsafe extern "C" fn warplink_collectives_join(
         let algorithm = unsafe { pointer::optional_text(given.algorithm, "algorithm") }?;
         let options = warplink::collective::CollectiveOptions {
             workspace_bytes: given.workspace_bytes,
-            path,
+            path: path.map(str::parse).transpose()?,
             communicator,
             algorithm: algorithm.map(str::parse).transpose()?,
             multiprocessors: (given.multiprocessors != 0).then_some(given.multiprocessors as usize),
@@ -365,31 +323,10 @@ pub unsafe extern "C" fn warplink_collectives_message_path(
 ) -> Status {
     entry("get the path of messages", || {
         let found = collectives.get()?.collectives.path_of_messages();
+        let text = found.map_or(null(), |path| static_text(path.name()));
         // SAFETY: the caller passes a place for a pointer.
-        unsafe { pointer::store(path, "path", found.map_or(null(), path_text)) }
+        unsafe { pointer::store(path, "path", text) }
     })
-}
-
-const fn path_text(path: CollectivePath) -> *const c_char {
-    match path {
-        CollectivePath::Direct => c"direct".as_ptr(),
-        CollectivePath::Engine => c"engine".as_ptr(),
-    }
-}
-
-/// The name of an algorithm as C has it.
-fn algorithm_text(algorithm: Algorithm) -> *const c_char {
-    let names = [
-        c"one-shot",
-        c"two-shot",
-        c"chunks",
-        c"direct",
-        c"copy-engine",
-        c"cube",
-    ];
-    let name = algorithm.name().as_bytes();
-    let known = names.into_iter().find(|text| text.to_bytes() == name);
-    known.map_or(null(), CStr::as_ptr)
 }
 
 /// Enqueues a collective. `output` and `input` are addresses of the device, in any memory that stays allocated until
@@ -420,17 +357,4 @@ pub unsafe extern "C" fn warplink_collective(
         let (output, input) = unsafe { object.operands(&call, output, input) }?;
         Ok(collectives.enqueue(&call, &output, &input, stream)?)
     })
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn every_algorithm_has_a_text() {
-        for algorithm in Algorithm::ALL {
-            let text = algorithm_text(algorithm);
-            assert!(!text.is_null(), "{algorithm}");
-        }
-    }
 }

@@ -1,10 +1,11 @@
 //! Collectives of rows with what follows them in a model.
 
-use crate::collectives::{CollectivesObject, element_type, unknown};
+use crate::collectives::{CollectivesObject, element_type};
 use crate::handles::{Collectives, Handle, Stream};
 use crate::memory::same_job;
 use crate::pointer;
 use crate::status::{Failure, Outcome, Status, entry};
+use crate::types::unknown;
 use std::ffi::c_void;
 use std::mem::size_of;
 use std::ptr::{null, null_mut};

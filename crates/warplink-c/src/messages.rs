@@ -5,6 +5,7 @@ use crate::handles::{Collectives, Handle, Stream};
 use crate::memory::same_job;
 use crate::pointer;
 use crate::status::{Failure, Outcome, Status, entry};
+use crate::types::numbered;
 use std::ffi::c_void;
 use warplink::collective::{self, Parts as LibraryParts};
 use warplink::device::DeviceSlice;
@@ -99,18 +100,8 @@ impl Cut {
 impl Message {
     /// The rank, and which way the bytes go; the message is number `number` of its group.
     fn end(&self, number: usize) -> Outcome<(usize, p2p::Direction)> {
-        let direction = match self.direction {
-            0 => p2p::Direction::Send,
-            1 => p2p::Direction::Receive,
-            other => {
-                return Err(Failure::invalid(
-                    format!(
-                        "message {number}: unknown direction {other}; expected a warplink_direction"
-                    ),
-                    "use a value of warplink_direction",
-                ));
-            }
-        };
+        let direction = numbered(self.direction, "warplink_direction")
+            .map_err(|failure| failure.with_key(format!("message {number}")))?;
         let peer = usize::try_from(self.peer).map_err(|_| {
             Failure::invalid(
                 format!(

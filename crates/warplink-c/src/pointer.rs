@@ -1,8 +1,10 @@
 //! C's pointers: checked, then followed.
 
 use crate::status::{Failure, Outcome};
-use std::ffi::{CStr, c_char, c_void};
+use std::collections::BTreeMap;
+use std::ffi::{CStr, CString, c_char, c_void};
 use std::slice;
+use std::sync::{Mutex, PoisonError};
 
 /// Writes `value` to where `pointer` points.
 ///
@@ -40,6 +42,16 @@ pub(crate) unsafe fn text<'a>(pointer: *const c_char, name: &str) -> Outcome<&'a
             format!("give {name} as UTF-8"),
         )
     })
+}
+
+/// A text of the library's as C has it: of static lifetime.
+pub(crate) fn static_text(text: &'static str) -> *const c_char {
+    static TEXTS: Mutex<BTreeMap<&str, CString>> = Mutex::new(BTreeMap::new());
+    let mut texts = TEXTS.lock().unwrap_or_else(PoisonError::into_inner);
+    // What is kept here is never dropped, and stays where it is when others are added.
+    let kept = texts.entry(text);
+    kept.or_insert_with(|| CString::new(text).unwrap_or_default())
+        .as_ptr()
 }
 
 /// As [`text`], where null means none.

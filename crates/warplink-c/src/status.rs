@@ -1,147 +1,76 @@
 //! What every function returns, and the text of the last error of a thread.
 
 use crate::callback::{self, Callback};
+use crate::pointer;
+use crate::types::Value;
 use std::any::Any;
 use std::cell::RefCell;
-use std::ffi::{CStr, CString, c_char};
+use std::ffi::{CString, c_char};
+use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use warplink::named::Named as _;
 use warplink::{Error, ErrorKind};
 
-/// What a function returns. `warplink_last_error` says more.
-#[repr(C)]
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Status {
-    /// The call did what it says.
-    Success = 0,
-    /// An argument is wrong: a null pointer, a rank, a length, a range.
-    InvalidArgument = 1,
-    /// Calls were made in the wrong order.
-    InvalidUsage = 2,
-    /// The handle was given back, or its communicator was destroyed.
-    Closed = 3,
-    /// A wait passed its deadline.
-    Timeout = 4,
-    /// A rank died, aborted, or left without destroying its communicator.
-    PeerLost = 5,
-    /// A rank left in order while something still depended on it.
-    PeerLeft = 6,
-    /// The other ranks go on without this one, which gave no sign of life for too long.
-    GivenUp = 7,
-    /// A rank failed before its part in this.
-    PeerFailed = 8,
-    /// Two ranks disagree: on the number of ranks, on a transport.
-    Mismatch = 9,
-    /// The unique id or a handle is truncated, altered, or of another version.
-    InvalidHandle = 10,
-    /// A process that joins does not hold the secret.
-    Authentication = 11,
-    /// What came over a socket does not follow the protocol.
-    Protocol = 12,
-    /// The address to listen on is taken.
-    AddressInUse = 13,
-    /// A call of a driver or a vendor's library failed, or a kernel does not compile.
-    Driver = 14,
-    /// A library that is loaded at run time is missing.
-    LibraryMissing = 15,
-    /// The device or the allocation cannot do this.
-    Unsupported = 16,
-    /// Memory is exhausted.
-    OutOfMemory = 17,
-    /// Text could not be parsed: an address, an environment variable.
-    Parse = 18,
-    /// An operating-system call failed.
-    Io = 19,
-    /// A bug in the library; please report it.
-    Internal = 20,
-}
-
-/// All of them, by number.
-const ALL: [Status; 21] = [
-    Status::Success,
-    Status::InvalidArgument,
-    Status::InvalidUsage,
-    Status::Closed,
-    Status::Timeout,
-    Status::PeerLost,
-    Status::PeerLeft,
-    Status::GivenUp,
-    Status::PeerFailed,
-    Status::Mismatch,
-    Status::InvalidHandle,
-    Status::Authentication,
-    Status::Protocol,
-    Status::AddressInUse,
-    Status::Driver,
-    Status::LibraryMissing,
-    Status::Unsupported,
-    Status::OutOfMemory,
-    Status::Parse,
-    Status::Io,
-    Status::Internal,
-];
+/// What a function returns: 0, a number of this interface alone, or that of an [`ErrorKind`].
+/// cbindgen:ignore
+#[repr(transparent)]
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub struct Status(i32);
 
 impl Status {
-    fn text(self) -> &'static CStr {
-        match self {
-            Self::Success => c"success",
-            Self::InvalidArgument => c"an argument is wrong",
-            Self::InvalidUsage => c"calls were made in the wrong order",
-            Self::Closed => c"the handle was given back, or its communicator destroyed",
-            Self::Timeout => c"a wait passed its deadline",
-            Self::PeerLost => c"a rank was lost",
-            Self::PeerLeft => c"a rank left while something depended on it",
-            Self::GivenUp => c"the other ranks go on without this one",
-            Self::PeerFailed => c"a rank failed before its part in this",
-            Self::Mismatch => c"two ranks disagree",
-            Self::InvalidHandle => c"an id or a handle is malformed",
-            Self::Authentication => c"a process does not hold the secret",
-            Self::Protocol => c"a message does not follow the protocol",
-            Self::AddressInUse => c"the address is taken",
-            Self::Driver => c"a driver's or a library's call failed",
-            Self::LibraryMissing => c"a library is missing",
-            Self::Unsupported => c"the device cannot do this",
-            Self::OutOfMemory => c"memory is exhausted",
-            Self::Parse => c"text could not be parsed",
-            Self::Io => c"a system call failed",
-            Self::Internal => c"a bug in the library",
-        }
+    /// The call did what it says.
+    /// cbindgen:ignore
+    pub const SUCCESS: Self = Self(0);
+    /// Calls were made in the wrong order.
+    /// cbindgen:ignore
+    pub const INVALID_USAGE: Self = Self(2);
+
+    /// Its number in C.
+    pub const fn number(self) -> i32 {
+        self.0
+    }
+
+    /// Every status, with its name and its documentation, in the order of their numbers.
+    pub fn all() -> Vec<Value> {
+        let kinds = ErrorKind::ALL.iter().map(Value::of);
+        let own = [
+            Value {
+                number: Self::SUCCESS.0,
+                name: "success",
+                about: "The call did what it says.",
+            },
+            Value {
+                number: Self::INVALID_USAGE.0,
+                name: "invalid_usage",
+                about: "Calls were made in the wrong order.",
+            },
+        ];
+        let mut all: Vec<Value> = kinds.chain(own).collect();
+        all.sort_by_key(|value| value.number);
+        all
     }
 }
 
 impl From<ErrorKind> for Status {
     fn from(kind: ErrorKind) -> Self {
-        match kind {
-            ErrorKind::InvalidArgument => Self::InvalidArgument,
-            ErrorKind::InvalidHandle => Self::InvalidHandle,
-            ErrorKind::Mismatch => Self::Mismatch,
-            ErrorKind::Timeout => Self::Timeout,
-            ErrorKind::PeerLost => Self::PeerLost,
-            ErrorKind::PeerLeft => Self::PeerLeft,
-            ErrorKind::GivenUp => Self::GivenUp,
-            ErrorKind::PeerFailed => Self::PeerFailed,
-            ErrorKind::Authentication => Self::Authentication,
-            ErrorKind::Protocol => Self::Protocol,
-            ErrorKind::AddressInUse => Self::AddressInUse,
-            ErrorKind::Closed => Self::Closed,
-            ErrorKind::Driver => Self::Driver,
-            ErrorKind::LibraryMissing => Self::LibraryMissing,
-            ErrorKind::Unsupported => Self::Unsupported,
-            ErrorKind::OutOfMemory => Self::OutOfMemory,
-            ErrorKind::Parse => Self::Parse,
-            ErrorKind::Io => Self::Io,
-            // Programs are not part of this interface, so their errors are bugs here.
-            _ => Self::Internal,
-        }
+        Self(kind.number())
+    }
+}
+
+impl fmt::Debug for Status {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let all = Self::all();
+        let known = all.iter().find(|value| value.number == self.0);
+        f.write_str(known.map_or("unknown", |value| value.name))
     }
 }
 
 /// A few words on a status, of static lifetime; never null, also for a number that is no status.
 #[unsafe(no_mangle)]
 pub extern "C" fn warplink_status_text(status: i32) -> *const c_char {
-    let known = usize::try_from(status).ok().and_then(|at| ALL.get(at));
-    known
-        .map_or(c"unknown status", |status| status.text())
-        .as_ptr()
+    let all = Status::all();
+    let known = all.iter().find(|value| value.number == status);
+    pointer::static_text(known.map_or("unknown status", |value| value.about))
 }
 
 /// The last error of the calling thread: what happened, to whom, what was expected, and what to do. Empty
@@ -172,7 +101,7 @@ impl Failure {
     /// Calls in the wrong order.
     pub(crate) fn usage(message: impl Into<String>, help: impl Into<String>) -> Self {
         Self {
-            status: Status::InvalidUsage,
+            status: Status::INVALID_USAGE,
             error: Error::new(ErrorKind::InvalidArgument, message.into()).with_help(help.into()),
         }
     }
@@ -185,6 +114,12 @@ impl Failure {
     /// Names the peer that this concerns.
     pub(crate) fn with_peer(mut self, peer: usize) -> Self {
         self.error = self.error.with_peer(peer);
+        self
+    }
+
+    /// Names the part of the call that this concerns.
+    pub(crate) fn with_key(mut self, key: String) -> Self {
+        self.error = self.error.with_key(key);
         self
     }
 
@@ -252,7 +187,7 @@ fn entry_unless(
     let ended = catch_unwind(AssertUnwindSafe(body))
         .unwrap_or_else(|payload| Err(Failure::panicked(&*payload)));
     let Err(mut failure) = ended else {
-        return Status::Success;
+        return Status::SUCCESS;
     };
     if failure.error.operation().is_none() {
         failure.error = failure.error.with_operation(operation);
@@ -265,7 +200,7 @@ fn entry_unless(
 /// The last failure of this thread, if it has this status.
 pub(crate) fn last_with(status: i32) -> Option<Failure> {
     let last = read_last(|last| last.failure.clone());
-    last.filter(|failure| failure.status as i32 == status)
+    last.filter(|failure| failure.status.number() == status)
 }
 
 /// The error of a call in a function that the caller gave.
@@ -304,6 +239,7 @@ fn read_last<R>(read: impl FnOnce(&Last) -> R) -> Option<R> {
 mod tests {
     use super::*;
     use std::collections::HashSet;
+    use std::ffi::CStr;
 
     fn last_error() -> String {
         // SAFETY: the function gives a text that ends with a zero and is valid until the next failure.
@@ -314,7 +250,7 @@ mod tests {
     #[test]
     fn a_panic_becomes_a_status_and_a_text() {
         let status = entry("try", || panic!("what {}", "happened"));
-        assert_eq!(status, Status::Internal);
+        assert_eq!(status, ErrorKind::Internal.into());
         let text = last_error();
         assert!(
             text.starts_with("try: the library panicked: what happened"),
@@ -328,8 +264,8 @@ mod tests {
             let error = Error::new(ErrorKind::Timeout, "late\0r").with_peer(3);
             Err(error.with_help("wait").into())
         };
-        assert_eq!(entry("try", fail), Status::Timeout);
-        assert_eq!(entry("try", || Ok(())), Status::Success);
+        assert_eq!(entry("try", fail), ErrorKind::Timeout.into());
+        assert_eq!(entry("try", || Ok(())), Status::SUCCESS);
         assert_eq!(last_error(), "try: late r (peer 3); help: wait");
         assert_eq!(warplink_last_error_peer(), 3);
         let elsewhere = std::thread::spawn(|| (last_error(), warplink_last_error_peer()));
@@ -339,24 +275,26 @@ mod tests {
     #[test]
     fn the_operation_that_the_library_names_stands() {
         let fail = || Err(Error::invalid("wrong").with_operation("connect").into());
-        assert_eq!(entry("try", fail), Status::InvalidArgument);
+        assert_eq!(entry("try", fail), ErrorKind::InvalidArgument.into());
         assert_eq!(last_error(), "connect: wrong");
     }
 
     #[test]
     fn every_status_has_a_number_and_a_text_of_its_own() {
-        let texts: HashSet<_> = ALL.iter().map(|status| status.text()).collect();
-        assert_eq!(texts.len(), ALL.len());
-        for (number, status) in ALL.iter().enumerate() {
-            assert_eq!(*status as usize, number);
-            let text = warplink_status_text(number as i32);
+        let text = |status: i32| {
             // SAFETY: the function gives a static text that ends with a zero.
-            assert_eq!(unsafe { CStr::from_ptr(text) }, status.text());
+            let text = unsafe { CStr::from_ptr(warplink_status_text(status)) };
+            text.to_str().unwrap().to_owned()
+        };
+        let all = Status::all();
+        let texts: HashSet<_> = all.iter().map(|value| value.about).collect();
+        assert_eq!(texts.len(), all.len());
+        for (number, value) in all.iter().enumerate() {
+            assert_eq!(value.number, number as i32);
+            assert_eq!(text(value.number), value.about);
         }
-        for unknown in [-1, ALL.len() as i32, i32::MAX, i32::MIN] {
-            // SAFETY: as above.
-            let text = unsafe { CStr::from_ptr(warplink_status_text(unknown)) };
-            assert_eq!(text, c"unknown status");
+        for unknown in [-1, all.len() as i32, i32::MAX, i32::MIN] {
+            assert_eq!(text(unknown), "unknown status");
         }
     }
 }

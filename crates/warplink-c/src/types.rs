@@ -1,6 +1,9 @@
 //! Values that C passes.
 
 use crate::handles::Region;
+use crate::status::{Failure, Outcome, Status};
+use warplink::named::Named;
+use warplink::{DType, channel, collective, device, p2p};
 
 /// What the ranks of a job meet by: an address and the secret that admits to it. A process that holds it can
 /// join, so treat it as a password. Plain bytes: hand it to the other ranks in any way.
@@ -11,44 +14,98 @@ pub struct UniqueId {
     pub bytes: [u8; 128],
 }
 
-/// How the bytes of a connection reach the peer; the same on both ranks.
-#[repr(C)]
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Transport {
-    /// Chosen by where the peer is: direct where its memory can be mapped, the network where it is on another
-    /// machine.
-    Auto = 0,
-    /// The kernel itself stores to and loads from the peer's memory.
-    Direct = 1,
-    /// A thread of the host, the proxy, has the copy engine move the bytes when kernels ask it to.
-    Proxied = 2,
-    /// The proxy sends the bytes over the network (UCX), when kernels ask it to or a stream comes to a
-    /// `warplink_write`, `warplink_read` or `warplink_registered_write`.
-    Network = 3,
+/// A value of an enumeration, as the header has it.
+/// cbindgen:ignore
+#[derive(Clone, Copy, Debug)]
+pub struct Value {
+    /// Its number.
+    pub number: i32,
+    /// Its name, without that of the enumeration.
+    pub name: &'static str,
+    /// What it stands for.
+    pub about: &'static str,
 }
 
-/// Which collective. The text behind each says what the output becomes.
-#[repr(C)]
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum CollectiveKind {
-    /// The reduction of all inputs.
-    AllReduce = 0,
-    /// All inputs, in the order of the ranks.
-    AllGather = 1,
-    /// This rank's part of the reduction of all inputs.
-    ReduceScatter = 2,
-    /// For each rank, this rank's part of its input.
-    AllToAll = 3,
-    /// The root's input.
-    Broadcast = 4,
-    /// On the root, the reduction of all inputs.
-    Reduce = 5,
-    /// On the root, all inputs.
-    Gather = 6,
-    /// This rank's part of the root's input.
-    Scatter = 7,
-    /// There is none: what follows in the stream waits for all ranks.
-    Barrier = 8,
+/// An enumeration of the header. Functions take its values as `int32_t`.
+/// cbindgen:ignore
+#[derive(Clone, Debug)]
+pub struct Enumeration {
+    /// Its name, as cbindgen.toml has it.
+    pub name: &'static str,
+    /// What it is for.
+    pub about: &'static str,
+    /// Its values.
+    pub values: Vec<Value>,
+}
+
+impl Value {
+    /// That of the library.
+    pub(crate) fn of<T: Named>(value: &T) -> Self {
+        Self {
+            number: value.number(),
+            name: value.name(),
+            about: value.about(),
+        }
+    }
+}
+
+impl Enumeration {
+    fn of<T: Named>(name: &'static str, about: &'static str, own: Option<Value>) -> Self {
+        let values = own.into_iter().chain(T::ALL.iter().map(Value::of));
+        Self {
+            name,
+            about,
+            values: values.collect(),
+        }
+    }
+
+    /// Those of the library's values, from which the header is made.
+    pub fn all() -> Vec<Self> {
+        let zero = |name, about| {
+            Some(Value {
+                number: 0,
+                name,
+                about,
+            })
+        };
+        vec![
+            Self {
+                name: "Status",
+                about: "What a function returns. `warplink_last_error` says more.",
+                values: Status::all(),
+            },
+            Self::of::<channel::Transport>(
+                "Transport",
+                "How the bytes of a connection reach the peer; the same on both ranks.",
+                zero(
+                    "auto",
+                    "Chosen by where the peer is: direct where its memory can be mapped, the network where it is on \
+                     another machine.",
+                ),
+            ),
+            Self::of::<collective::CollectiveKind>("CollectiveKind", "Which collective.", None),
+            Self::of::<DType>("ElementType", "The type of elements.", None),
+            Self::of::<device::ReduceOp>(
+                "ReduceOp",
+                "How inputs are reduced.",
+                zero("none", "Nothing is reduced."),
+            ),
+            Self::of::<p2p::Direction>("Direction", "Which way a message goes.", None),
+        ]
+    }
+}
+
+/// The library's value for a number of the enumeration that C calls `name`.
+pub(crate) fn numbered<T: Named>(number: i32, name: &str) -> Outcome<T> {
+    T::numbered(number).ok_or_else(|| unknown(T::TERM, number, name))
+}
+
+/// The error of a `value` that is none of the enumeration `name`.
+pub(crate) fn unknown(what: &str, value: i32, name: &str) -> Failure {
+    Failure::invalid(
+        format!("unknown {what} {value}; expected a {name}"),
+        format!("use a value of {name}"),
+    )
 }
 
 /// What ranks have of the rows of a fused collective. Where a rank owns rows, these are as many on each, in rank order.
@@ -92,66 +149,6 @@ pub enum Quantization {
     PerBlock = 3,
     /// The same with the next power of two from that on.
     PerBlockPowerOfTwo = 4,
-}
-
-/// The type of elements.
-#[repr(C)]
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum ElementType {
-    /// `float`.
-    F32 = 0,
-    /// `double`.
-    F64 = 1,
-    /// Half precision.
-    F16 = 2,
-    /// bfloat16.
-    Bf16 = 3,
-    /// A float of 8 bits with 4 of exponent.
-    F8e4m3 = 4,
-    /// A float of 8 bits with 5 of exponent.
-    F8e5m2 = 5,
-    /// `int8_t`.
-    I8 = 6,
-    /// `uint8_t`.
-    U8 = 7,
-    /// `int32_t`.
-    I32 = 8,
-    /// `uint32_t`.
-    U32 = 9,
-    /// `int64_t`.
-    I64 = 10,
-    /// `uint64_t`.
-    U64 = 11,
-}
-
-/// How inputs are reduced.
-#[repr(C)]
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum ReduceOp {
-    /// Nothing is reduced.
-    None = 0,
-    /// Their sum.
-    Sum = 1,
-    /// The largest.
-    Max = 2,
-    /// The smallest.
-    Min = 3,
-    /// Their product.
-    Product = 4,
-    /// Their sum, divided by how many they are; of integers, without the remainder.
-    Average = 5,
-    /// The sum of what they are multiplied by the call's factor; of floats.
-    ScaledSum = 6,
-}
-
-/// Which way a message goes.
-#[repr(C)]
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Direction {
-    /// From this rank to the peer.
-    Send = 0,
-    /// From the peer to this rank.
-    Receive = 1,
 }
 
 /// A place in one of a connection's regions.
@@ -200,11 +197,6 @@ pub struct Channel {
     connection: u32,
     peer: u32,
     proxied: u32,
-}
-
-impl Transport {
-    /// All of them.
-    pub(crate) const ALL: [Self; 4] = [Self::Auto, Self::Direct, Self::Proxied, Self::Network];
 }
 
 impl From<At> for warplink::device::At {

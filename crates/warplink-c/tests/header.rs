@@ -2,7 +2,9 @@
 
 #![allow(clippy::unwrap_used)]
 
+use std::fmt::Write as _;
 use std::path::PathBuf;
+use warplink_c::types::Enumeration;
 
 /// In the order of the header.
 const SOURCES: [&str; 18] = [
@@ -30,9 +32,50 @@ fn root() -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR"))
 }
 
+/// The enumerations of the library's values, as cbindgen reads them.
+fn declared() -> String {
+    let mut text = String::new();
+    for enumeration in Enumeration::all() {
+        writeln!(text, "/// {}\n#[repr(C)]", enumeration.about).unwrap();
+        writeln!(text, "pub enum {} {{", enumeration.name).unwrap();
+        for value in enumeration.values {
+            // Columns of the comments' lines, less their indentation and slashes.
+            for line in wrapped(value.about, 102) {
+                writeln!(text, "    /// {line}").unwrap();
+            }
+            let words = value.name.split(['-', '_']).map(capitalized);
+            let name: String = words.collect();
+            writeln!(text, "    {name} = {},", value.number).unwrap();
+        }
+        text.push_str("}\n");
+    }
+    text
+}
+
+fn capitalized(word: &str) -> String {
+    let (first, rest) = word.split_at(1);
+    first.to_uppercase() + rest
+}
+
+fn wrapped(text: &str, columns: usize) -> Vec<String> {
+    let mut lines = vec![String::new()];
+    for word in text.split(' ') {
+        let line = lines.last_mut().unwrap();
+        if !line.is_empty() && line.len() + 1 + word.len() > columns {
+            lines.push(word.to_owned());
+        } else {
+            *line = format!("{line} {word}").trim_start().to_owned();
+        }
+    }
+    lines
+}
+
 fn generate() -> String {
     let config = cbindgen::Config::from_file(root().join("cbindgen.toml")).unwrap();
+    let enumerations = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("enumerations.rs");
+    std::fs::write(&enumerations, declared()).unwrap();
     let mut builder = cbindgen::Builder::new().with_config(config);
+    builder = builder.with_src(enumerations);
     for source in SOURCES {
         builder = builder.with_src(root().join(format!("src/{source}.rs")));
     }

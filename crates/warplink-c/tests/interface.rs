@@ -16,6 +16,8 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread;
 use std::time::Duration;
 use stopwatch::Stopwatch;
+use warplink::ErrorKind;
+use warplink::channel::Transport;
 use warplink_c::block::*;
 use warplink_c::block_channel::*;
 use warplink_c::buffer::*;
@@ -38,7 +40,7 @@ fn last_error() -> String {
 
 #[track_caller]
 fn ok(status: Status) {
-    assert_eq!(status, Status::Success, "{}", last_error());
+    assert_eq!(status, Status::SUCCESS, "{}", last_error());
 }
 
 #[track_caller]
@@ -152,13 +154,22 @@ fn at(offset: u64) -> At {
 }
 
 /// Declares a connection to the other of two ranks.
-fn declare(comm: Comm, rank: i32, region: Region, transport: Transport) {
+fn declare(comm: Comm, rank: i32, region: Region, transport: Option<Transport>) {
     // SAFETY: no network devices are named.
-    ok(unsafe { warplink_connect(comm, 1 - rank, TAG, region, transport as i32, null()) });
+    ok(unsafe {
+        warplink_connect(
+            comm,
+            1 - rank,
+            TAG,
+            region,
+            transport.map_or(0, |transport| transport as i32),
+            null(),
+        )
+    });
 }
 
 /// Connects the two ranks, with 64 bytes each.
-fn connect(comm: Comm, rank: i32, transport: Transport) -> Region {
+fn connect(comm: Comm, rank: i32, transport: Option<Transport>) -> Region {
     let region = alloc(comm, 64);
     upload(region, &[0; 8]);
     declare(comm, rank, region, transport);
@@ -170,7 +181,7 @@ fn connect(comm: Comm, rank: i32, transport: Transport) -> Region {
 unsafe extern "C-unwind" fn every_call(_user: *mut c_void) -> i32 {
     let steps = || -> Result<(), Status> {
         let check = |status| match status {
-            Status::Success => Ok(()),
+            Status::SUCCESS => Ok(()),
             status => Err(status),
         };
         let (mut rank, mut index, mut blocks, mut factor) = (0, 9, 9, 0.0);
@@ -220,14 +231,14 @@ unsafe extern "C-unwind" fn every_call(_user: *mut c_void) -> i32 {
         }
         Ok(())
     };
-    steps().err().map_or(0, |status| status as i32)
+    steps().err().map_or(0, Status::number)
 }
 
 #[test]
 fn blocks_of_host_kernels_make_calls_on_a_channel_of_any_transport() {
-    let mut transports = vec![Transport::Auto, Transport::Direct, Transport::Proxied];
+    let mut transports = vec![None, Some(Transport::Direct), Some(Transport::Proxied)];
     if has_network() {
-        transports.push(Transport::Network);
+        transports.push(Some(Transport::Network));
     }
     for transport in transports {
         ranks(|comm, rank| {
@@ -257,7 +268,7 @@ fn blocks_of_host_kernels_make_calls_on_a_channel_of_any_transport() {
 
 /// Puts past the end of the peer's region.
 unsafe extern "C-unwind" fn put_too_far(_user: *mut c_void) -> i32 {
-    warplink_block_put(0, at(60), at(0), 8) as i32
+    warplink_block_put(0, at(60), at(0), 8).number()
 }
 
 /// Fails without a call that failed.
@@ -270,14 +281,14 @@ unsafe extern "C-unwind" fn give_77(user: *mut c_void) -> i32 {
 #[test]
 fn what_a_host_kernel_returns_is_the_error_of_its_stream() {
     ranks(|comm, rank| {
-        connect(comm, rank, Transport::Direct);
+        connect(comm, rank, Some(Transport::Direct));
         let channel = warplink_argument_channel(comm, 1 - rank, TAG);
         let kernel = host_kernel(comm, put_too_far, std::ptr::null_mut());
         let failing = stream(comm);
         ok(launch(kernel, failing, 1, &[channel]));
         fails(
             warplink_stream_synchronize(failing),
-            Status::InvalidArgument,
+            ErrorKind::InvalidArgument.into(),
             "8 bytes from offset 60 pass the end of region 0 of the peer",
         );
         let runs = AtomicU32::new(0);
@@ -286,7 +297,7 @@ fn what_a_host_kernel_returns_is_the_error_of_its_stream() {
         ok(launch(kernel, failing, 3, &[]));
         fails(
             warplink_stream_synchronize(failing),
-            Status::InvalidArgument,
+            ErrorKind::InvalidArgument.into(),
             "the kernel returned 77",
         );
         assert_eq!(runs.load(Ordering::Relaxed), 3);
@@ -298,11 +309,17 @@ fn what_belongs_to_another_communicator_is_refused() {
     ranks(|outer, rank| {
         let (foreign, foreign_stream) = (alloc(outer, 64), stream(outer));
         ranks(|comm, inner_rank| {
-            let invalid = |status| fails(status, Status::InvalidArgument, "another communicator");
+            let invalid = |status| {
+                fails(
+                    status,
+                    ErrorKind::InvalidArgument.into(),
+                    "another communicator",
+                )
+            };
             let peer = 1 - inner_rank;
             // SAFETY: no network devices are named.
             invalid(unsafe { warplink_connect(comm, peer, TAG, foreign, 0, null()) });
-            let own = connect(comm, inner_rank, Transport::Direct);
+            let own = connect(comm, inner_rank, Some(Transport::Direct));
             let (to, from) = (span(own, 0, 8), span(foreign, 0, 8));
             invalid(warplink_copy(to, from, foreign_stream));
             let own_stream = stream(comm);
@@ -331,18 +348,22 @@ fn a_setup_that_fails_can_be_tried_again() {
         1.0,
         |comm, rank| {
             let region = alloc(comm, 64);
-            declare(comm, rank, region, Transport::Auto);
+            declare(comm, rank, region, None);
             if rank == 0 {
                 let started = Stopwatch::start();
-                fails(warplink_setup(comm), Status::Timeout, "peer 1");
+                fails(warplink_setup(comm), ErrorKind::Timeout.into(), "peer 1");
                 assert_eq!(warplink_last_error_peer(), 1);
                 assert!(started.elapsed() < Duration::from_secs(10));
             }
             // Rank 1 comes when rank 0 has given up.
             gave_up.wait();
             // Until the peers have met again, each has a second.
-            while warplink_setup(comm) != Status::Success {
-                fails(Status::Timeout, Status::Timeout, "timed out");
+            while warplink_setup(comm) != Status::SUCCESS {
+                fails(
+                    ErrorKind::Timeout.into(),
+                    ErrorKind::Timeout.into(),
+                    "timed out",
+                );
             }
             // SAFETY: a place for a channel.
             made(|channel| unsafe { warplink_channel_get(comm, 1 - rank, TAG, channel) });
@@ -354,9 +375,9 @@ fn a_setup_that_fails_can_be_tried_again() {
 #[test]
 fn transports_that_differ_are_an_error_on_both_ranks() {
     ranks(|comm, rank| {
-        let transport = [Transport::Direct, Transport::Proxied][rank as usize];
+        let transport = [Some(Transport::Direct), Some(Transport::Proxied)][rank as usize];
         declare(comm, rank, alloc(comm, 64), transport);
-        fails(warplink_setup(comm), Status::Mismatch, "");
+        fails(warplink_setup(comm), ErrorKind::Mismatch.into(), "");
         assert_eq!(warplink_last_error_peer(), 1 - rank);
     });
 }
@@ -364,7 +385,7 @@ fn transports_that_differ_are_an_error_on_both_ranks() {
 #[test]
 fn an_abort_reaches_the_peer_with_its_reason() {
     let reason = CString::new("the grid is wrong").unwrap();
-    let leave = |comm| assert_ne!(warplink_destroy(comm), Status::Success);
+    let leave = |comm| assert_ne!(warplink_destroy(comm), Status::SUCCESS);
     ranks_until(
         30.0,
         |comm, rank| {
@@ -372,20 +393,20 @@ fn an_abort_reaches_the_peer_with_its_reason() {
                 // SAFETY: a text.
                 ok(unsafe { warplink_abort(comm, reason.as_ptr()) });
                 let mut word = 0_u64;
-                assert_ne!(warplink_barrier(comm), Status::Success);
+                assert_ne!(warplink_barrier(comm), Status::SUCCESS);
                 // SAFETY: a place for no bytes.
                 let gathered = unsafe { warplink_all_gather(comm, (&raw mut word).cast(), 0) };
-                assert_ne!(gathered, Status::Success);
+                assert_ne!(gathered, Status::SUCCESS);
                 let region = alloc(comm, 64);
-                declare(comm, rank, region, Transport::Auto);
-                assert_ne!(warplink_setup(comm), Status::Success);
+                declare(comm, rank, region, None);
+                assert_ne!(warplink_setup(comm), Status::SUCCESS);
                 // SAFETY: a text.
                 ok(unsafe { warplink_abort(comm, reason.as_ptr()) });
                 return;
             }
             fails(
                 warplink_barrier(comm),
-                Status::PeerLost,
+                ErrorKind::PeerLost.into(),
                 "the grid is wrong",
             );
             assert_eq!(warplink_last_error_peer(), 0);
@@ -406,7 +427,7 @@ fn setups_and_teardowns_leave_no_entries_behind() {
     let highest = std::sync::atomic::AtomicU64::new(0);
     for _ in 0..rounds {
         ranks(|comm, rank| {
-            connect(comm, rank, Transport::Proxied);
+            connect(comm, rank, Some(Transport::Proxied));
             for _ in 0..each {
                 highest.fetch_max(entry(alloc(comm, 64)), Ordering::Relaxed);
             }
@@ -481,7 +502,7 @@ fn made_up_handles_are_refused_by_every_function() {
                 launch(kernel, stream, 1, &[]),
             ];
             for (number, status) in refused.into_iter().enumerate() {
-                let expected = [Status::InvalidArgument, Status::Closed];
+                let expected = [ErrorKind::InvalidArgument, ErrorKind::Closed].map(Status::from);
                 assert!(
                     expected.contains(&status),
                     "call {number}, {id:#x}: {status:?}"

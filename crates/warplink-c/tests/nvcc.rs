@@ -11,6 +11,7 @@ use std::mem::{MaybeUninit, zeroed};
 use std::path::PathBuf;
 use std::process::Command;
 use std::ptr::null;
+use warplink::ErrorKind;
 use warplink_c::handles::{Comm, Module};
 use warplink_c::job::*;
 use warplink_c::kernel::*;
@@ -75,9 +76,9 @@ fn join() -> Comm {
     // SAFETY: places for what is written, which is read only where it was.
     unsafe {
         let status = warplink_unique_id_create(null(), 0, id.as_mut_ptr());
-        assert_eq!(status, Status::Success);
+        assert_eq!(status, Status::SUCCESS);
         let status = warplink_init_from_id(comm.as_mut_ptr(), 1, id.as_ptr(), 0, &options);
-        assert_eq!(status, Status::Success);
+        assert_eq!(status, Status::SUCCESS);
         comm.assume_init()
     }
 }
@@ -100,10 +101,10 @@ fn load(comm: Comm, image: &[u8]) -> Result<(), (Status, String)> {
     let mut module = MaybeUninit::<Module>::uninit();
     // SAFETY: a whole source, and a place for a module, which is read only where it was written.
     match unsafe { warplink_module_load(comm, &source, module.as_mut_ptr()) } {
-        Status::Success => {
+        Status::SUCCESS => {
             // SAFETY: as above.
             let status = warplink_module_free(unsafe { module.assume_init() });
-            assert_eq!(status, Status::Success);
+            assert_eq!(status, Status::SUCCESS);
             Ok(())
         }
         status => {
@@ -139,9 +140,9 @@ fn what_nvcc_makes_is_taken_as_an_image_and_a_part_of_it_is_refused() {
         }
         for bytes in [1, 40, image.len() / 2, image.len() - 1] {
             let (status, text) = load(comm, &image[..bytes]).unwrap_err();
-            assert_eq!(status, Status::InvalidArgument, "{text}");
+            assert_eq!(status, Status::from(ErrorKind::InvalidArgument), "{text}");
             assert!(text.contains("expected a whole cubin"), "{text}");
         }
     }
-    assert_eq!(warplink_destroy(comm), Status::Success);
+    assert_eq!(warplink_destroy(comm), Status::SUCCESS);
 }

@@ -6,6 +6,7 @@
 use std::ffi::CStr;
 use std::mem::MaybeUninit;
 use std::ptr::null;
+use warplink::ErrorKind;
 use warplink_c::channel::*;
 use warplink_c::handles::*;
 use warplink_c::job::*;
@@ -61,9 +62,9 @@ impl Model {
         // SAFETY: places for what is written, and an id that was.
         unsafe {
             let status = warplink_unique_id_create(null(), 0, id.as_mut_ptr());
-            assert_eq!(status, Status::Success, "{}", last_error());
+            assert_eq!(status, Status::SUCCESS, "{}", last_error());
             let status = warplink_init_from_id(comm.as_mut_ptr(), 1, id.as_ptr(), 0, &options);
-            assert_eq!(status, Status::Success, "{}", last_error());
+            assert_eq!(status, Status::SUCCESS, "{}", last_error());
             Self {
                 comm: comm.assume_init(),
                 is_alive: true,
@@ -76,9 +77,9 @@ impl Model {
     /// The status of a call that needs these to be alive, and would otherwise succeed.
     fn expected(needs: &[bool]) -> Status {
         if needs.iter().all(|alive| *alive) {
-            Status::Success
+            Status::SUCCESS
         } else {
-            Status::Closed
+            ErrorKind::Closed.into()
         }
     }
 
@@ -86,7 +87,7 @@ impl Model {
         let mut region = MaybeUninit::uninit();
         // SAFETY: a place for a region, which is read only where it was written.
         let status = unsafe { warplink_alloc(self.comm, BYTES as usize, region.as_mut_ptr()) };
-        if status == Status::Success {
+        if status == Status::SUCCESS {
             // SAFETY: as above.
             self.regions.push((unsafe { region.assume_init() }, true));
         }
@@ -97,7 +98,7 @@ impl Model {
         let mut stream = MaybeUninit::uninit();
         // SAFETY: a place for a stream, which is read only where it was written.
         let status = unsafe { warplink_stream_create(self.comm, stream.as_mut_ptr()) };
-        if status == Status::Success {
+        if status == Status::SUCCESS {
             // SAFETY: as above.
             self.streams.push((unsafe { stream.assume_init() }, true));
         }
@@ -179,9 +180,9 @@ impl Model {
             _ => {
                 // Nothing was connected.
                 let expected = if self.is_alive {
-                    Status::InvalidUsage
+                    Status::INVALID_USAGE
                 } else {
-                    Status::Closed
+                    ErrorKind::Closed.into()
                 };
                 (warplink_proxy_launch(self.comm), expected)
             }
@@ -201,7 +202,7 @@ fn calls_in_random_orders_give_what_a_model_expects() {
             if let Some((status, expected)) = model.step(&mut numbers) {
                 assert_eq!(status, expected, "call {calls}: {}", last_error());
                 calls += 1;
-                refused += u32::from(status != Status::Success);
+                refused += u32::from(status != Status::SUCCESS);
             }
         }
     }
@@ -211,6 +212,6 @@ fn calls_in_random_orders_give_what_a_model_expects() {
     );
     for model in models.iter_mut().filter(|model| model.is_alive) {
         let (status, _) = model.destroy();
-        assert_eq!(status, Status::Success, "{}", last_error());
+        assert_eq!(status, Status::SUCCESS, "{}", last_error());
     }
 }

@@ -1,10 +1,11 @@
 //! Names of enum values: tables and JSON use the same names as clap.
 
-use clap::ValueEnum;
-use serde::de::Error as _;
-use serde::{Deserialize, Deserializer, Serializer};
-use std::fmt::Display;
+use clap::builder::{PossibleValue, TypedValueParser};
+use clap::{Arg, Command, ValueEnum};
+use serde::Serializer;
+use std::ffi::OsStr;
 use std::str::FromStr;
+use warplink::named::{self, Named};
 
 /// Name of a value on the command line.
 pub(crate) fn name_of<T: ValueEnum>(value: &T) -> String {
@@ -15,7 +16,7 @@ pub(crate) fn name_of<T: ValueEnum>(value: &T) -> String {
 /// Names of values, as listed in errors.
 pub(crate) fn names_of<T: ValueEnum>(values: &[T]) -> String {
     let names: Vec<String> = values.iter().map(name_of).collect();
-    names.join(" or ")
+    named::listed(names.iter().map(String::as_str))
 }
 
 /// Serializes a value by its command-line name.
@@ -23,19 +24,28 @@ pub(crate) fn as_name<T: ValueEnum, S: Serializer>(value: &T, to: S) -> Result<S
     to.serialize_str(&name_of(value))
 }
 
-/// Serializes a value by its `Display` output.
-pub(crate) fn as_text<T: Display, S: Serializer>(value: &T, to: S) -> Result<S::Ok, S::Error> {
-    to.collect_str(value)
-}
+/// Parses one of these values of a library enum by its name; help lists the names.
+#[derive(Clone)]
+pub(crate) struct OneOf<T: Named>(pub(crate) &'static [T]);
 
-/// Deserializes a value from its `Display` output.
-pub(crate) fn from_text<'de, T, D>(from: D) -> Result<T, D::Error>
-where
-    T: FromStr<Err: Display>,
-    D: Deserializer<'de>,
-{
-    let text = String::deserialize(from)?;
-    text.parse().map_err(D::Error::custom)
+impl<T: Named> TypedValueParser for OneOf<T> {
+    type Value = T;
+
+    fn parse_ref(
+        &self,
+        command: &Command,
+        argument: Option<&Arg>,
+        value: &OsStr,
+    ) -> Result<T, clap::Error> {
+        let values = self.0;
+        let read = move |text: &str| named::parse(text, values).map_err(|unknown| unknown.message);
+        read.parse_ref(command, argument, value)
+    }
+
+    fn possible_values(&self) -> Option<Box<dyn Iterator<Item = PossibleValue> + '_>> {
+        let names = self.0.iter().map(|value| value.name());
+        Some(Box::new(names.map(PossibleValue::new)))
+    }
 }
 
 /// One value of an enum, or `both` for all.

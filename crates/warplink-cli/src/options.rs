@@ -1,5 +1,6 @@
 //! The options that every subcommand takes.
 
+use crate::names::OneOf;
 use crate::report::{has_colour, print_message};
 use anyhow::{Context, Result, ensure};
 use clap::{Arg, Args};
@@ -20,8 +21,8 @@ const LOG_VARIABLE: &str = "WARPLINK_LOG";
 #[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "Global options")]
 pub(crate) struct Options {
-    /// Device to use: host or cuda [default: WARPLINK_DEVICE, else cuda if a GPU is usable, else host]
-    #[arg(long, global = true, value_name = "DEVICE")]
+    /// Device to use [default: WARPLINK_DEVICE, else cuda if a GPU is usable, else host]
+    #[arg(long, global = true, value_name = "DEVICE", value_parser = OneOf(&DeviceKind::ALL))]
     pub(crate) device: Option<DeviceKind>,
 
     /// Number of ranks [default: one per GPU, times --ranks-per-gpu; 2 on the host device]
@@ -118,7 +119,7 @@ impl Unused {
         match self {
             Self::Device => Arg::new("device")
                 .long("device")
-                .value_parser(DeviceKind::from_str),
+                .value_parser(OneOf(&DeviceKind::ALL)),
             Self::RanksPerGpu => Arg::new("ranks_per_gpu")
                 .long("ranks-per-gpu")
                 .value_parser(rank_count),

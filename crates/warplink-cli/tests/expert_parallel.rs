@@ -83,9 +83,9 @@ fn layers_that_cannot_be_measured_are_refused_at_once() {
             &["-n", "6", "--routing", "one-rank"],
             "--top-k is 3; expected at most the 2 experts that tokens go to",
         ),
-        (&["-n", "2", "--dtype", "i32"], "expected bf16, f16 or f32"),
+        (&["-n", "2", "--dtype", "i32"], "expected f16, bf16 or f32"),
         // The option's old name.
-        (&["-n", "2", "--type", "i32"], "expected bf16, f16 or f32"),
+        (&["-n", "2", "--type", "i32"], "expected f16, bf16 or f32"),
         (&["-n", "2", "--from", "9"], "--from is 9 and --to is 8"),
     ] {
         let output = bench(arguments);

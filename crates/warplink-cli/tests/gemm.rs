@@ -132,7 +132,7 @@ fn the_demo_takes_a_lowering_and_a_seed() {
 fn the_demo_refuses_what_cannot_be_shared() {
     for (args, part) in [
         (["--m", "7"], "m = 7 is not divisible by 2 ranks"),
-        (["--dtype", "f64"], "expected bf16, f16 or f32"),
+        (["--dtype", "f64"], "expected f16, bf16 or f32"),
         (
             ["--lowering", "circle"],
             "one of collective, in-order, push",

@@ -69,7 +69,7 @@ fn errors_of_every_origin_have_one_form() {
         (
             &["demo", "--dtype", "f64"],
             "invalid-argument",
-            "invalid value 'f64' for '--dtype <TYPE>': expected bf16, f16 or f32",
+            "invalid value 'f64' for '--dtype <TYPE>': unknown element type 'f64'; expected f16, bf16 or f32",
         ),
         (
             &["launch", "--", "no-such-program"],

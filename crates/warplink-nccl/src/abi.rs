@@ -4,6 +4,7 @@ use crate::status::{Failure, Outcome};
 use std::ffi::{c_char, c_int, c_uint, c_void};
 use std::sync::Arc;
 use warplink::DType;
+use warplink::device::cuda::NCCL_TYPES;
 
 /// `ncclComm_t`.
 pub(crate) type Handle = *mut c_void;
@@ -244,21 +245,9 @@ impl Wishes {
 
 /// The element type that an `ncclDataType_t` stands for.
 pub(crate) fn element_type(value: c_int) -> Outcome<DType> {
-    const TYPES: [DType; 12] = [
-        DType::I8,
-        DType::U8,
-        DType::I32,
-        DType::U32,
-        DType::I64,
-        DType::U64,
-        DType::F16,
-        DType::F32,
-        DType::F64,
-        DType::BF16,
-        DType::F8E4M3,
-        DType::F8E5M2,
-    ];
-    let known = usize::try_from(value).ok().and_then(|at| TYPES.get(at));
+    let known = usize::try_from(value)
+        .ok()
+        .and_then(|at| NCCL_TYPES.get(at));
     known.copied().ok_or_else(|| {
         Failure::argument(
             format!("unknown type {value}; expected an ncclDataType_t"),

@@ -8,24 +8,14 @@ use crate::abi::{Handle, check, store};
 use crate::communicator::{Comm, Joined, RealHandle, Served, find, lock};
 use crate::status::{Failure, Outcome};
 use crate::table::real;
-use half::{bf16, f16};
 use std::ffi::{c_int, c_void};
 use std::sync::OnceLock;
+use warplink::device::cuda::NCCL_OPERATORS;
 use warplink::device::{
     Argument, Block, DeviceSlice, Launch, Module, ModuleSource, ReduceOp, Stream,
 };
-use warplink::dtype::{F8E4M3, F8E5M2};
 use warplink::memory::Region;
-use warplink::{DType, Error, ErrorKind, Result};
-
-/// `ncclNumOps`: the numbers from here on are those of operators that callers make.
-const BUILT_IN: [ReduceOp; 5] = [
-    ReduceOp::Sum,
-    ReduceOp::Product,
-    ReduceOp::Max,
-    ReduceOp::Min,
-    ReduceOp::Average,
-];
+use warplink::{DType, Result};
 
 /// `ncclScalarDevice`.
 const ON_DEVICE: c_int = 0;
@@ -83,7 +73,7 @@ impl Operator {
             )
         };
         let at = usize::try_from(number).map_err(|_| unknown())?;
-        if let Some(reduction) = BUILT_IN.get(at) {
+        if let Some(reduction) = NCCL_OPERATORS.get(at) {
             return Ok(Self {
                 number,
                 reduction: *reduction,
@@ -91,7 +81,11 @@ impl Operator {
             });
         }
         let operators = lock(&comm.operators);
-        let made = operators.0.get(at - BUILT_IN.len()).copied().flatten();
+        let made = operators
+            .0
+            .get(at - NCCL_OPERATORS.len())
+            .copied()
+            .flatten();
         let made = made.ok_or_else(unknown)?;
         if made.dtype != dtype {
             return Err(Failure::argument(
@@ -178,7 +172,7 @@ pub(crate) unsafe fn create(
         None => operators.0.push(made),
     }
     // SAFETY: the caller passes room for a number.
-    unsafe { store(op, "op", (BUILT_IN.len() + at) as c_int) }
+    unsafe { store(op, "op", (NCCL_OPERATORS.len() + at) as c_int) }
 }
 
 /// # Safety
@@ -186,7 +180,7 @@ pub(crate) unsafe fn create(
 pub(crate) unsafe fn destroy(op: c_int, comm: Handle) -> Outcome {
     let comm = find(comm)?;
     let at = usize::try_from(op).ok();
-    let at = at.and_then(|at| at.checked_sub(BUILT_IN.len()));
+    let at = at.and_then(|at| at.checked_sub(NCCL_OPERATORS.len()));
     let mut operators = lock(&comm.operators);
     let made = at.and_then(|at| operators.0.get_mut(at)?.take());
     let made = made.ok_or_else(|| {
@@ -285,65 +279,25 @@ fn multiply(dtype: DType, block: &Block<'_>) -> Result<()> {
     }
     let mut bytes = vec![0; source.bytes()];
     block.read(source, &mut bytes)?;
-    let product = product_of(dtype)?;
     for element in bytes.chunks_exact_mut(dtype.size()) {
-        product(element, &factor);
+        multiply_element(dtype, element, &factor);
     }
     block.write(target, &bytes)
 }
 
-/// Multiplies an element in place by one at the start of some bytes.
-type Product = fn(&mut [u8], &[u8; 8]);
-
-/// How elements of a type are multiplied.
-fn product_of(dtype: DType) -> Result<Product> {
-    macro_rules! product {
-        ($type:ty, |$a:ident, $b:ident| $product:expr) => {
-            |element, factor| {
-                const SIZE: usize = size_of::<$type>();
-                let read = |bytes: &[u8]| {
-                    let mut own = [0; SIZE];
-                    own.copy_from_slice(&bytes[..SIZE]);
-                    <$type>::from_le_bytes(own)
-                };
-                let ($a, $b) = (read(element), read(factor));
-                let product: $type = $product;
-                element.copy_from_slice(&product.to_le_bytes());
-            }
-        };
+/// Multiplies an element in place by one at the start of some bytes: floats rounded once, integers wrapping.
+fn multiply_element(dtype: DType, element: &mut [u8], factor: &[u8; 8]) {
+    if dtype.is_float() {
+        let value = |bytes: &[u8]| dtype.decode(bytes).next().unwrap_or_default();
+        let product = value(element) * value(&factor[..element.len()]);
+        element.copy_from_slice(&dtype.encode([product]));
+        return;
     }
-    Ok(match dtype {
-        DType::F16 => product!(u16, |a, b| {
-            let wide = |bits| f16::from_bits(bits).to_f32();
-            f16::from_f32(wide(a) * wide(b)).to_bits()
-        }),
-        DType::BF16 => product!(u16, |a, b| {
-            let wide = |bits| bf16::from_bits(bits).to_f32();
-            bf16::from_f32(wide(a) * wide(b)).to_bits()
-        }),
-        DType::F8E4M3 => product!(u8, |a, b| {
-            let wide = |bits| F8E4M3(bits).to_f32();
-            F8E4M3::from_f32(wide(a) * wide(b)).0
-        }),
-        DType::F8E5M2 => product!(u8, |a, b| {
-            let wide = |bits| F8E5M2(bits).to_f32();
-            F8E5M2::from_f32(wide(a) * wide(b)).0
-        }),
-        DType::F32 => product!(f32, |a, b| a * b),
-        DType::F64 => product!(f64, |a, b| a * b),
-        DType::I8 => product!(i8, |a, b| a.wrapping_mul(b)),
-        DType::U8 => product!(u8, |a, b| a.wrapping_mul(b)),
-        DType::I32 => product!(i32, |a, b| a.wrapping_mul(b)),
-        DType::U32 => product!(u32, |a, b| a.wrapping_mul(b)),
-        DType::I64 => product!(i64, |a, b| a.wrapping_mul(b)),
-        DType::U64 => product!(u64, |a, b| a.wrapping_mul(b)),
-        other => {
-            return Err(Error::new(
-                ErrorKind::Unsupported,
-                format!("elements of type {other} are not multiplied"),
-            ));
-        }
-    })
+    // The low bytes of a product are the same with and without signs.
+    let mut wide = [0; 8];
+    wide[..element.len()].copy_from_slice(element);
+    let product = u64::from_le_bytes(wide).wrapping_mul(u64::from_le_bytes(*factor));
+    element.copy_from_slice(&product.to_le_bytes()[..element.len()]);
 }
 
 /// The kernels, once they are loaded.
@@ -352,6 +306,8 @@ pub(crate) type Multiplying = OnceLock<Module>;
 #[cfg(test)]
 mod tests {
     use super::*;
+    use half::{bf16, f16};
+    use warplink::dtype::F8E4M3;
 
     #[test]
     fn products_are_rounded_once_and_wrap_around() {
@@ -359,7 +315,7 @@ mod tests {
             let mut padded = [0; 8];
             padded[..factor.len()].copy_from_slice(factor);
             let mut element = element.to_vec();
-            product_of(dtype).unwrap()(&mut element, &padded);
+            multiply_element(dtype, &mut element, &padded);
             element
         };
         let half = |value: f32| f16::from_f32(value).to_bits().to_le_bytes();
@@ -373,7 +329,8 @@ mod tests {
         let twice = 3_000_000_000_u32.wrapping_mul(2).to_le_bytes();
         assert_eq!(product(DType::U32, &big, &2_u32.to_le_bytes()), twice);
         for dtype in DType::ALL {
-            assert!(product_of(dtype).is_ok(), "{dtype}");
+            let [two, three] = [2.0, 3.0].map(|value| dtype.encode([value]));
+            assert_eq!(product(dtype, &two, &three), dtype.encode([6.0]), "{dtype}");
         }
     }
 }

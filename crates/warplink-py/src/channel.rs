@@ -8,7 +8,7 @@ use crate::place::Place;
 use crate::region::Region;
 use crate::stream::Stream;
 use pyo3::prelude::*;
-use warplink::channel::{self, ConnectionRequest, Transport};
+use warplink::channel::{self, ConnectionRequest};
 use warplink::device::{Argument, At};
 
 /// One end of a connection, to be connected with the other: to `peer`, a rank of the communicator, with
@@ -50,14 +50,7 @@ impl Connect {
         let request = ConnectionRequest::new(peer, tag, &region.registered()?);
         Ok(Self(match transport {
             None => request,
-            Some("direct") => request.with_transport(Transport::Direct),
-            Some("proxied") => request.with_transport(Transport::Proxied),
-            Some("network") => request.with_transport(Transport::Network),
-            Some(other) => {
-                return Err(invalid(format!(
-                    "unknown transport '{other}'; expected direct, proxied or network"
-                )));
-            }
+            Some(name) => request.with_transport(name.parse().map_err(raise)?),
         }))
     }
 }

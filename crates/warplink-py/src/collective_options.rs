@@ -4,17 +4,9 @@ use crate::array::Array;
 use crate::errors::{invalid, raise};
 use pyo3::prelude::*;
 use std::ffi::c_void;
-use warplink::collective::{Call, Choice, CollectiveKind, CollectiveOptions, CollectivePath};
+use warplink::collective::{Call, Choice, CollectiveKind, CollectiveOptions};
 use warplink::device::{ReduceOp, VendorCommunicator};
 use warplink::{DType, Rank};
-
-/// The name of a path.
-pub(crate) const fn path_name(path: CollectivePath) -> &'static str {
-    match path {
-        CollectivePath::Direct => "direct",
-        CollectivePath::Engine => "engine",
-    }
-}
 
 /// The operator `op`; of a sum, what values are multiplied by beforehand may be given.
 pub(crate) fn operator(op: &str, factor: Option<f64>) -> PyResult<ReduceOp> {
@@ -101,16 +93,7 @@ pub(crate) fn options(
     communicator: Option<usize>,
     multiprocessors: Option<usize>,
 ) -> PyResult<CollectiveOptions> {
-    let path = match path {
-        None => None,
-        Some("direct") => Some(CollectivePath::Direct),
-        Some("engine") => Some(CollectivePath::Engine),
-        Some(other) => {
-            return Err(invalid(format!(
-                "unknown path '{other}'; expected direct or engine"
-            )));
-        }
-    };
+    let path = path.map(str::parse).transpose().map_err(raise)?;
     let algorithm = algorithm.map(str::parse).transpose().map_err(raise)?;
     if communicator == Some(0) {
         return Err(invalid(

@@ -2,7 +2,7 @@
 
 use crate::array::Reader;
 use crate::bound_call::BoundCall;
-use crate::collective_options::{call, call_on, path_name, told};
+use crate::collective_options::{call, call_on, told};
 use crate::element::type_name;
 use crate::errors::raise;
 use crate::experts::Experts;
@@ -15,7 +15,7 @@ use crate::watch::{Limits, Watch, Watched};
 use pyo3::prelude::*;
 use std::sync::Arc;
 use warplink::Rank;
-use warplink::collective::{CollectiveKind, ExpertOptions, Message};
+use warplink::collective::{CollectiveKind, CollectivePath, ExpertOptions, Message};
 use warplink::device::{AllocationKind, DeviceSlice};
 
 /// Bytes of an allocation of which none are used.
@@ -94,7 +94,7 @@ impl Collectives {
     /// What does the calls: "direct", kernels that access the peers' memory, or "engine", the vendor's library.
     #[getter]
     fn path(&self) -> PyResult<&'static str> {
-        Ok(path_name(self.inner()?.path()))
+        Ok(self.inner()?.path().name())
     }
 
     /// Binds the collective named `kind`, such as "all_gather", to memory, for calls that are made again and again on the
@@ -140,7 +140,7 @@ impl Collectives {
         root: Option<Rank>,
     ) -> PyResult<&'static str> {
         let call = call(kind, count, &dtype, op, root)?;
-        Ok(path_name(self.inner()?.path_of(&call)))
+        Ok(self.inner()?.path_of(&call).name())
     }
 
     /// How a call is done where `path_of` it is "direct": the algorithm, how many lanes (groups of threads of the kernel)
@@ -167,7 +167,7 @@ impl Collectives {
     /// What does send_receive and all_to_all_v, as `path` says it; None where they do not reach the other ranks.
     #[getter]
     fn path_of_messages(&self) -> PyResult<Option<&'static str>> {
-        Ok(self.inner()?.path_of_messages().map(path_name))
+        Ok(self.inner()?.path_of_messages().map(CollectivePath::name))
     }
 
     /// The address of the vendor library's communicator (`ncclComm_t` on GPUs) that does calls; None where the direct path

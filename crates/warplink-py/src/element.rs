@@ -4,6 +4,8 @@ use crate::errors::invalid;
 use pyo3::prelude::*;
 use pyo3::types::{PyString, PyType};
 use warplink::DType;
+use warplink::dtype::Numbers;
+use warplink::named::listed;
 
 /// Codes of DLPack's `DLDataTypeCode`.
 const INT: u8 = 0;
@@ -22,36 +24,29 @@ pub(crate) struct Element {
     pub(crate) code: u8,
     /// Bits of an element.
     pub(crate) bits: u8,
-    /// NumPy's type string; none where NumPy has no such type.
-    pub(crate) typestr: Option<&'static str>,
 }
 
-const fn element(name: &'static str, code: u8, bits: u8, typestr: Option<&'static str>) -> Element {
-    Element {
-        name,
-        code,
-        bits,
-        typestr,
-    }
-}
-
-const ALL: [Element; 15] = [
-    element("u8", UINT, 8, Some("|u1")),
-    element("u16", UINT, 16, Some("<u2")),
-    element("u32", UINT, 32, Some("<u4")),
-    element("u64", UINT, 64, Some("<u8")),
-    element("i8", INT, 8, Some("|i1")),
-    element("i16", INT, 16, Some("<i2")),
-    element("i32", INT, 32, Some("<i4")),
-    element("i64", INT, 64, Some("<i8")),
-    element("f16", FLOAT, 16, Some("<f2")),
-    element("f32", FLOAT, 32, Some("<f4")),
-    element("f64", FLOAT, 64, Some("<f8")),
-    element("bf16", BFLOAT, 16, None),
-    element("c64", COMPLEX, 64, Some("<c8")),
-    element("c128", COMPLEX, 128, Some("<c16")),
-    element("bool", BOOL, 8, Some("|b1")),
+/// The types that are only moved, where the library does not compute with them.
+const MOVED: [Element; 5] = [
+    Element::new("u16", UINT, 16),
+    Element::new("i16", INT, 16),
+    Element::new("c64", COMPLEX, 64),
+    Element::new("c128", COMPLEX, 128),
+    Element::new("bool", BOOL, 8),
 ];
+
+/// Every element type; floats of 8 bits have no arrays.
+fn all() -> impl Iterator<Item = Element> {
+    let moved = MOVED.into_iter().filter(|moved| !moved.is_computed());
+    DType::ALL.into_iter().filter_map(Element::of).chain(moved)
+}
+
+/// For each element type: its name, that of NumPy and PyTorch, and whether the library computes with it.
+#[pyfunction]
+pub(crate) fn element_types() -> Vec<(&'static str, String, bool)> {
+    let row = |element: Element| (element.name, element.long_name(), element.is_computed());
+    all().map(row).collect()
+}
 
 /// The name of an element type, as `from_py_with` of an argument: Warplink's name where it has one. A type is named by
 /// text, or is NumPy's or PyTorch's own (`numpy.float32`, `numpy.dtype`, `torch.float32`).
@@ -79,17 +74,43 @@ pub(crate) fn type_name(object: &Bound<'_, PyAny>) -> PyResult<String> {
 }
 
 impl Element {
+    const fn new(name: &'static str, code: u8, bits: u8) -> Self {
+        Self { name, code, bits }
+    }
+
+    /// One that the library computes with.
+    fn of(dtype: DType) -> Option<Self> {
+        let code = match dtype.numbers() {
+            Numbers::Float { .. } if dtype.size() == 1 => return None,
+            Numbers::Float { digits: 8, .. } => BFLOAT,
+            Numbers::Float { .. } => FLOAT,
+            Numbers::Signed => INT,
+            Numbers::Unsigned => UINT,
+        };
+        Some(Self::new(dtype.name(), code, 8 * dtype.size() as u8))
+    }
+
+    /// NumPy's type string; none where NumPy has no such type.
+    pub(crate) fn typestr(self) -> Option<String> {
+        let order = if self.bits == 8 { '|' } else { '<' };
+        let kind = match self.code {
+            INT => 'i',
+            UINT => 'u',
+            FLOAT => 'f',
+            COMPLEX => 'c',
+            BOOL => 'b',
+            _ => return None,
+        };
+        Some(format!("{order}{kind}{}", self.bytes()))
+    }
+
     /// The element type of that name: Warplink's, NumPy's or PyTorch's.
     pub(crate) fn named(name: &str) -> PyResult<Self> {
         let plain = name.strip_prefix("torch.").unwrap_or(name);
         let same = |element: &Self| element.name == name || element.long_name() == plain;
-        let found = ALL.into_iter().find(same);
-        found.ok_or_else(|| {
-            let names: Vec<&str> = ALL.iter().map(|element| element.name).collect();
-            invalid(format!(
-                "unknown element type '{name}'; expected one of {}",
-                names.join(", ")
-            ))
+        all().find(same).ok_or_else(|| {
+            let names = listed(all().map(|element| element.name));
+            invalid(format!("unknown element type '{name}'; expected {names}"))
         })
     }
 
@@ -109,18 +130,21 @@ impl Element {
     /// The element type with DLPack's `code`, `bits` and `lanes`, if Warplink has a name for it.
     pub(crate) fn of_dlpack(code: u8, bits: u8, lanes: u16) -> Option<Self> {
         let same = |element: &Element| element.code == code && element.bits == bits;
-        ALL.into_iter().find(same).filter(|_| lanes == 1)
+        all().find(same).filter(|_| lanes == 1)
     }
 
     /// The element type with NumPy's type string.
     pub(crate) fn of_typestr(typestr: &str) -> Option<Self> {
-        ALL.into_iter()
-            .find(|element| element.typestr == Some(typestr))
+        all().find(|element| element.typestr().as_deref() == Some(typestr))
     }
 
     /// Bytes of an element.
     pub(crate) fn bytes(self) -> usize {
         usize::from(self.bits) / 8
+    }
+
+    fn is_computed(self) -> bool {
+        self.name.parse::<DType>().is_ok()
     }
 
     /// The type that the library computes with.

@@ -47,7 +47,7 @@ fn build<'py>(
     fields.set_item("diagnostics", found.collect::<Vec<_>>())?;
     py.import("warplink.errors")?.call_method(
         "from_kind",
-        (kind_name(error.kind()), error.to_string()),
+        (error.kind().name(), error.to_string()),
         Some(&fields),
     )
 }
@@ -69,16 +69,4 @@ pub(crate) fn closed(what: &'static str) -> PyErr {
 pub(crate) fn captured() -> PyErr {
     let error = Error::new(ErrorKind::Closed, "the plan was captured");
     raise(error.with_help("launch the captured plan"))
-}
-
-/// The kind's name as Python has it, the words joined by underscores.
-fn kind_name(kind: ErrorKind) -> String {
-    let mut name = String::new();
-    for letter in format!("{kind:?}").chars() {
-        if letter.is_ascii_uppercase() && !name.is_empty() {
-            name.push('_');
-        }
-        name.push(letter.to_ascii_lowercase());
-    }
-    name
 }

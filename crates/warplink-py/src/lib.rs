@@ -57,6 +57,8 @@ mod _warplink {
     #[pymodule_export]
     use super::communicator::Communicator;
     #[pymodule_export]
+    use super::element::element_types;
+    #[pymodule_export]
     use super::engine::CollectiveEngine;
     #[pymodule_export]
     use super::executor::{CapturedPlan, Executor, Plan, Prepared};

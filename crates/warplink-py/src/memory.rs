@@ -184,7 +184,7 @@ impl View {
                 "memory of a GPU has no array interface; expected __dlpack__ to be used",
             ));
         }
-        let Some(typestr) = view.element.typestr else {
+        let Some(typestr) = view.element.typestr() else {
             return Err(PyAttributeError::new_err(format!(
                 "NumPy has no type for {}; expected __dlpack__ to be used",
                 view.element.name

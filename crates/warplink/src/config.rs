@@ -2,15 +2,14 @@
 
 use crate::bootstrap::JoinConfig;
 use crate::channel::{ProxyConfig, StagingConfig};
-use crate::device::network::DeviceAccess;
 use crate::device::{self, Delays, DeviceConfig, DeviceKind, Pretend};
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::IdleMappings;
+use crate::named::{Named, alternatives, parse};
 use crate::p2p::{Path, Protocol};
 use crate::topology::{CLASS_VARIABLE, TopologyClass};
 use crate::variables;
 use std::ffi::OsString;
-use std::str::FromStr;
 use std::time::Duration;
 
 /// Default protocol of transfers.
@@ -144,7 +143,7 @@ impl Config {
     /// | `WARPLINK_PROTOCOL` | `get` or `put`; put |
     /// | `WARPLINK_TIMEOUT` | limit of waits on the host, in seconds; 60 |
     /// | `WARPLINK_NETWORK_DEVICES` | network devices of connections to other machines, such as `eth0`; all |
-    /// | `WARPLINK_NETWORK_MEMORY` | `auto`, `staged` or `direct`: whether the network's library moves memory of GPUs by itself ([`DeviceAccess`]); `auto` |
+    /// | `WARPLINK_NETWORK_MEMORY` | `auto`, `staged` or `direct`: whether the network's library moves memory of GPUs by itself ([`DeviceAccess`](crate::device::network::DeviceAccess)); `auto` |
     /// | `WARPLINK_TOPOLOGY` | `fully-connected`, `hybrid-cube-mesh` or `unknown`, whatever the devices' links are; for tests |
     /// | `WARPLINK_PRETEND` | `no-peer-access` or `no-atomics`: what the device does without ([`Pretend`]), on any rank; for tests |
     /// | `WARPLINK_HOST_DELAY_US` | largest random delay, in microseconds, before every operation of the host device, to bring out missing waits |
@@ -174,20 +173,17 @@ impl Config {
             DeviceKind::Cuda => gpu_ordinal(config.join.local_rank, device::count(kind)?)?,
         };
         if let Some(protocol) = get(PROTOCOL_VARIABLE)? {
-            config.protocol = variable(PROTOCOL_VARIABLE, &protocol, "get or put")?;
+            config.protocol = variable(PROTOCOL_VARIABLE, &protocol)?;
         }
         config.network_devices = get("WARPLINK_NETWORK_DEVICES")?;
         if let Some(access) = get(ACCESS_VARIABLE)? {
-            config.staging.access =
-                variable::<DeviceAccess>(ACCESS_VARIABLE, &access, "auto, staged or direct")?;
+            config.staging.access = variable(ACCESS_VARIABLE, &access)?;
         }
         if let Some(class) = get(CLASS_VARIABLE)? {
-            let expected = "fully-connected, hybrid-cube-mesh or unknown";
-            config.topology = Some(variable(CLASS_VARIABLE, &class, expected)?);
+            config.topology = Some(variable(CLASS_VARIABLE, &class)?);
         }
         if let Some(pretend) = get(PRETEND_VARIABLE)? {
-            config.device.pretend =
-                variable(PRETEND_VARIABLE, &pretend, "no-peer-access or no-atomics")?;
+            config.device.pretend = variable(PRETEND_VARIABLE, &pretend)?;
         }
         let number = |name: &str, unit: &str| match get(name)? {
             None => Ok(None),
@@ -223,15 +219,16 @@ impl Config {
 
     fn kind_of(name: Option<String>) -> Result<DeviceKind> {
         match name {
-            Some(name) => variable("WARPLINK_DEVICE", &name, "host or cuda"),
+            Some(name) => variable("WARPLINK_DEVICE", &name),
             None => Ok(DeviceKind::detect()),
         }
     }
 }
 
-/// Parses the value of a variable; `expected` lists valid values.
-fn variable<T: FromStr>(name: &str, value: &str, expected: &str) -> Result<T> {
-    value.parse().map_err(|_| {
+/// Parses the value of a variable.
+fn variable<T: Named>(name: &str, value: &str) -> Result<T> {
+    parse(value, T::ALL).map_err(|_| {
+        let expected = alternatives(T::ALL);
         let message = format!("{name} is '{value}'; expected {expected}");
         Error::new(ErrorKind::Parse, message)
             .with_help(format!("set {name} to one of these, or unset it"))

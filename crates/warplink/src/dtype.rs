@@ -4,58 +4,162 @@ mod f8;
 
 pub use f8::{F8E4M3, F8E5M2};
 
-use crate::error::{Error, ErrorKind, Result};
-use std::fmt;
-use std::str::FromStr;
+use crate::named::named;
 use zerocopy::IntoBytes as _;
 
-/// The type of a tensor's elements.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-#[non_exhaustive]
-pub enum DType {
-    /// IEEE 754 half precision.
-    F16,
-    /// bfloat16: the upper half of an `f32`.
-    BF16,
-    /// IEEE 754 single precision.
-    F32,
-    /// IEEE 754 double precision.
-    F64,
-    /// Signed 32-bit integer.
-    I32,
-    /// Unsigned byte.
-    U8,
-    /// Signed byte.
-    I8,
-    /// Unsigned 32-bit integer.
-    U32,
-    /// Signed 64-bit integer.
-    I64,
-    /// Unsigned 64-bit integer.
-    U64,
-    /// Float of 8 bits with 4 bits of exponent, without infinities.
-    F8E4M3,
-    /// Float of 8 bits with 5 bits of exponent.
-    F8E5M2,
+named! {
+    /// The type of a tensor's elements.
+    #[non_exhaustive]
+    pub enum DType: "element type" {
+        /// IEEE 754 single precision.
+        F32 = "f32",
+        /// IEEE 754 double precision.
+        F64 = "f64",
+        /// IEEE 754 half precision.
+        F16 = "f16",
+        /// bfloat16: the upper half of a 32-bit float.
+        BF16 = "bf16",
+        /// Float of 8 bits with 4 bits of exponent, without infinities.
+        F8E4M3 = "f8e4m3",
+        /// Float of 8 bits with 5 bits of exponent.
+        F8E5M2 = "f8e5m2",
+        /// Signed byte.
+        I8 = "i8",
+        /// Unsigned byte.
+        U8 = "u8",
+        /// Signed 32-bit integer.
+        I32 = "i32",
+        /// Unsigned 32-bit integer.
+        U32 = "u32",
+        /// Signed 64-bit integer.
+        I64 = "i64",
+        /// Unsigned 64-bit integer.
+        U64 = "u64",
+    }
 }
 
-impl DType {
-    /// Every type.
-    pub const ALL: [Self; 12] = [
-        Self::F16,
-        Self::BF16,
-        Self::F32,
-        Self::F64,
-        Self::I32,
-        Self::U8,
-        Self::I8,
-        Self::U32,
-        Self::I64,
-        Self::U64,
-        Self::F8E4M3,
-        Self::F8E5M2,
-    ];
+/// Which numbers a type has.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Numbers {
+    /// Floats of `digits` binary digits. A device may flush what is smaller than `smallest` to zero, or rounds it to a
+    /// multiple of that.
+    Float {
+        /// Binary digits of a number, the first one included.
+        digits: u8,
+        /// The smallest normal number, or the distance of those below.
+        smallest: f64,
+        /// The largest number.
+        largest: f64,
+    },
+    /// Integers of two's complement.
+    Signed,
+    /// Integers from 0 on.
+    Unsigned,
+}
 
+/// A Rust type that is the element of a [`DType`].
+pub trait Element:
+    Copy + Send + Sync + zerocopy::IntoBytes + zerocopy::FromBytes + zerocopy::Immutable + 'static
+{
+    /// The element type it is.
+    const DTYPE: DType;
+    /// The type in which values are combined, as kernels do it.
+    type Wide;
+    /// The value as it is combined.
+    fn widen(self) -> Self::Wide;
+    /// What was combined, rounded; integers wrap.
+    fn narrow(wide: Self::Wide) -> Self;
+    /// Converts to `f64`: exact, except that 64-bit integers above 2^53 are rounded.
+    fn to_f64(self) -> f64;
+    /// Converts from `f64`, to the nearest value.
+    fn from_f64(value: f64) -> Self;
+}
+
+/// Declares the elements of each type: in Rust, as they are combined, their numbers, and conversions.
+macro_rules! elements {
+    (($d:tt) $($dtype:ident = $rust:ty, as $wide:ty: $widen:expr, $narrow:expr; $from:expr; $numbers:expr;)+) => {
+        $(impl Element for $rust {
+            const DTYPE: DType = DType::$dtype;
+            type Wide = $wide;
+            fn widen(self) -> $wide {
+                let widen: fn($rust) -> $wide = $widen;
+                widen(self)
+            }
+            fn narrow(wide: $wide) -> Self {
+                let narrow: fn($wide) -> $rust = $narrow;
+                narrow(wide)
+            }
+            fn to_f64(self) -> f64 {
+                self.widen() as f64
+            }
+            fn from_f64(value: f64) -> Self {
+                let from: fn(f64) -> $rust = $from;
+                from(value)
+            }
+        })+
+
+        impl DType {
+            /// Bytes per element.
+            pub const fn size(self) -> usize {
+                match self {
+                    $(Self::$dtype => size_of::<$rust>(),)+
+                }
+            }
+
+            /// Which numbers it has.
+            pub const fn numbers(self) -> Numbers {
+                match self {
+                    $(Self::$dtype => $numbers,)+
+                }
+            }
+        }
+
+        /// Evaluates `body` with `element` as the Rust type of a [`DType`]'s elements.
+        macro_rules! with_element {
+            ($d dtype:expr, $d element:ident => $d body:expr) => {
+                match $d dtype {
+                    $($crate::dtype::DType::$dtype => {
+                        type $d element = $rust;
+                        $d body
+                    })+
+                }
+            };
+        }
+    };
+}
+
+const fn float(digits: u8, smallest: f64, largest: f64) -> Numbers {
+    Numbers::Float {
+        digits,
+        smallest,
+        largest,
+    }
+}
+
+// Integers of 8 bits are combined in 32, as kernels do, which the average shows.
+elements! {
+    ($)
+    F32 = f32, as f32: |v| v, |v| v; |v| v as f32; float(24, f32::MIN_POSITIVE as f64, f32::MAX as f64);
+    F64 = f64, as f64: |v| v, |v| v; |v| v; float(53, f64::MIN_POSITIVE, f64::MAX);
+    F16 = half::f16, as f32: half::f16::to_f32, half::f16::from_f32; half::f16::from_f64;
+        float(11, half::f16::MIN_POSITIVE.to_f64_const(), half::f16::MAX.to_f64_const());
+    BF16 = half::bf16, as f32: half::bf16::to_f32, half::bf16::from_f32; half::bf16::from_f64;
+        float(8, half::bf16::MIN_POSITIVE.to_f64_const(), half::bf16::MAX.to_f64_const());
+    F8E4M3 = crate::dtype::F8E4M3, as f32: F8E4M3::to_f32, F8E4M3::from_f32; F8E4M3::from_f64;
+        float(4, 1.0 / 512.0, 448.0);
+    F8E5M2 = crate::dtype::F8E5M2, as f32: F8E5M2::to_f32, F8E5M2::from_f32; F8E5M2::from_f64;
+        float(3, 1.0 / 65536.0, 57344.0);
+    I8 = i8, as i32: i32::from, |v| v as i8; |v| v as i8; Numbers::Signed;
+    U8 = u8, as u32: u32::from, |v| v as u8; |v| v as u8; Numbers::Unsigned;
+    I32 = i32, as i32: |v| v, |v| v; |v| v as i32; Numbers::Signed;
+    U32 = u32, as u32: |v| v, |v| v; |v| v as u32; Numbers::Unsigned;
+    I64 = i64, as i64: |v| v, |v| v; |v| v as i64; Numbers::Signed;
+    U64 = u64, as u64: |v| v, |v| v; |v| v as u64; Numbers::Unsigned;
+}
+
+pub(crate) use with_element;
+
+impl DType {
     /// Types that element-wise operations can cast; all except `u8` also support element-wise arithmetic.
     /// Collectives and kernels reduce every type.
     pub const ELEMENTWISE: [Self; 6] = [
@@ -67,53 +171,22 @@ impl DType {
         Self::U8,
     ];
 
-    /// Bytes per element.
-    pub const fn size(self) -> usize {
-        match self {
-            Self::U8 | Self::I8 | Self::F8E4M3 | Self::F8E5M2 => 1,
-            Self::F16 | Self::BF16 => 2,
-            Self::F32 | Self::I32 | Self::U32 => 4,
-            Self::F64 | Self::I64 | Self::U64 => 8,
-        }
-    }
+    /// The types that matmuls take, and what else is made of floats that GPUs multiply.
+    pub const MATMUL: [Self; 3] = [Self::F16, Self::BF16, Self::F32];
 
-    /// Name in program text and on the command line.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::F16 => "f16",
-            Self::BF16 => "bf16",
-            Self::F32 => "f32",
-            Self::F64 => "f64",
-            Self::I32 => "i32",
-            Self::U8 => "u8",
-            Self::I8 => "i8",
-            Self::U32 => "u32",
-            Self::I64 => "i64",
-            Self::U64 => "u64",
-            Self::F8E4M3 => "f8e4m3",
-            Self::F8E5M2 => "f8e5m2",
-        }
-    }
+    /// The types that functions of rows compute with, in `f32`.
+    pub(crate) const ROWS: [Self; 5] =
+        [Self::F32, Self::F16, Self::BF16, Self::F8E4M3, Self::F8E5M2];
 
-    /// Whether element-wise arithmetic supports it.
-    pub(crate) const fn is_computed_elementwise(self) -> bool {
-        matches!(
-            self,
-            Self::F16 | Self::BF16 | Self::F32 | Self::F64 | Self::I32
-        )
-    }
-
-    /// Whether element-wise casts support it.
-    pub(crate) const fn is_cast_elementwise(self) -> bool {
-        self.is_computed_elementwise() || matches!(self, Self::U8)
+    /// The types that element-wise operations compute with.
+    pub(crate) fn computed_elementwise() -> Vec<Self> {
+        let all = Self::ELEMENTWISE.into_iter();
+        all.filter(|dtype| *dtype != Self::U8).collect()
     }
 
     /// Whether it is a float.
     pub const fn is_float(self) -> bool {
-        matches!(
-            self,
-            Self::F16 | Self::BF16 | Self::F32 | Self::F64 | Self::F8E4M3 | Self::F8E5M2
-        )
+        matches!(self.numbers(), Numbers::Float { .. })
     }
 
     /// Maximum accepted relative error ‖out − ref‖ / ‖ref‖ of a matmul that accumulates in `f32` and rounds
@@ -126,48 +199,11 @@ impl DType {
             _ => None,
         }
     }
-}
 
-impl fmt::Display for DType {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())
+    /// A value of `f32` as this type rounds it.
+    pub(crate) fn rounded(self, value: f32) -> f32 {
+        with_element!(self, T => T::from_f64(value.into()).to_f64() as f32)
     }
-}
-
-impl FromStr for DType {
-    type Err = Error;
-
-    fn from_str(text: &str) -> Result<Self> {
-        Self::ALL
-            .into_iter()
-            .find(|dtype| dtype.name() == text)
-            .ok_or_else(|| {
-                Error::new(
-                    ErrorKind::Parse,
-                    format!(
-                        "unknown element type '{text}'; expected f16, bf16, f32, f64, i8, u8, i32, u32, i64, \
-                         u64, f8e4m3 or f8e5m2"
-                    ),
-                )
-            })
-    }
-}
-
-/// Evaluates `body` with `element` as the Rust type of a [`DType`]'s elements.
-macro_rules! with_element {
-    ($dtype:expr, $element:ident => $body:expr) => {
-        with_element!(@ $dtype, $element => $body;
-            F16 = half::f16, BF16 = half::bf16, F32 = f32, F64 = f64, I32 = i32, U8 = u8, I8 = i8,
-            U32 = u32, I64 = i64, U64 = u64, F8E4M3 = F8E4M3, F8E5M2 = F8E5M2)
-    };
-    (@ $dtype:expr, $element:ident => $body:expr; $($name:ident = $rust:ty),+) => {
-        match $dtype {
-            $(DType::$name => {
-                type $element = $rust;
-                $body
-            })+
-        }
-    };
 }
 
 impl DType {
@@ -190,67 +226,6 @@ impl DType {
         with_element!(self, T => all::<T>(values))
     }
 }
-
-/// A Rust type that is the element of a [`DType`].
-pub trait Element:
-    Copy + Send + Sync + zerocopy::IntoBytes + zerocopy::FromBytes + zerocopy::Immutable + 'static
-{
-    /// The element type it is.
-    const DTYPE: DType;
-    /// Converts to `f64`: exact, except that 64-bit integers above 2^53 are rounded.
-    fn to_f64(self) -> f64;
-    /// Converts from `f64`, to the nearest value.
-    fn from_f64(value: f64) -> Self;
-}
-
-macro_rules! element {
-    ($rust:ty, $dtype:ident, $to:expr, $from:expr) => {
-        impl Element for $rust {
-            const DTYPE: DType = DType::$dtype;
-            fn to_f64(self) -> f64 {
-                #[allow(clippy::redundant_closure_call)]
-                ($to)(self)
-            }
-            fn from_f64(value: f64) -> Self {
-                #[allow(clippy::redundant_closure_call)]
-                ($from)(value)
-            }
-        }
-    };
-}
-
-element!(
-    half::f16,
-    F16,
-    |v: half::f16| v.to_f64(),
-    half::f16::from_f64
-);
-element!(
-    half::bf16,
-    BF16,
-    |v: half::bf16| v.to_f64(),
-    half::bf16::from_f64
-);
-element!(f32, F32, f64::from, |v| v as f32);
-element!(f64, F64, |v| v, |v| v);
-element!(i32, I32, f64::from, |v| v as i32);
-element!(u8, U8, f64::from, |v| v as u8);
-element!(i8, I8, f64::from, |v| v as i8);
-element!(i64, I64, |v| v as f64, |v| v as i64);
-element!(u64, U64, |v| v as f64, |v| v as u64);
-element!(u32, U32, f64::from, |v| v as u32);
-element!(
-    F8E4M3,
-    F8E4M3,
-    |v: F8E4M3| v.to_f32().into(),
-    F8E4M3::from_f64
-);
-element!(
-    F8E5M2,
-    F8E5M2,
-    |v: F8E5M2| v.to_f32().into(),
-    F8E5M2::from_f64
-);
 
 #[cfg(test)]
 mod tests {

@@ -3,6 +3,7 @@
 //! An error prints as one line: `rank 1: join: MESSAGE; EXPECTED (peer 3, key k); help: HELP`. Rank,
 //! operation, peer, key, device, code and help appear where they are known.
 
+use crate::named::{UnknownName, named};
 use crate::shortage::Shortage;
 use std::borrow::Cow;
 use std::fmt;
@@ -13,51 +14,52 @@ pub type Rank = usize;
 /// Result type of the library.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// Kind of an [`Error`]. Match on this, not on the message.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub enum ErrorKind {
-    /// Invalid argument: a length, a rank, an alignment, a combination of options.
-    InvalidArgument,
-    /// A handle is truncated, altered, stale or of another version.
-    InvalidHandle,
-    /// Two ranks disagree: on world sizes, lengths of a send and its receive, protocols.
-    Mismatch,
-    /// A wait exceeded its deadline.
-    Timeout,
-    /// A rank died, aborted or was dropped without being closed, or its connection broke.
-    PeerLost,
-    /// A rank left in order while others still depended on it.
-    PeerLeft,
-    /// The other ranks have given up on this one: it was silent for longer than
-    /// [`heartbeat_limit`](crate::bootstrap::JoinConfig::heartbeat_limit), or its connection was cut.
-    GivenUp,
-    /// A rank failed before its part of a common operation; the message states its error.
-    PeerFailed,
-    /// A joining process does not have the secret.
-    Authentication,
-    /// Received data violates the protocol.
-    Protocol,
-    /// The address to listen on is in use.
-    AddressInUse,
-    /// The object was closed, or its resource was freed.
-    Closed,
-    /// A driver or vendor library call failed; the code is in [`Error::code`].
-    Driver,
-    /// A library loaded at run time is missing, or lacks a symbol.
-    LibraryMissing,
-    /// The device, the driver or the allocation does not support this.
-    Unsupported,
-    /// Device or shared memory is exhausted.
-    OutOfMemory,
-    /// Text could not be parsed.
-    Parse,
-    /// A program failed verification.
-    Verification,
-    /// An operating-system call failed.
-    Io,
-    /// A bug in the library; please report it.
-    Internal,
+named! {
+    /// Kind of an [`Error`]. Match on this, not on the message. Its number is that of C's status.
+    #[non_exhaustive]
+    pub enum ErrorKind: "kind of error" {
+        /// Invalid argument: a length, a rank, an alignment, a combination of options.
+        InvalidArgument = "invalid_argument" (1),
+        /// The object was closed, or its resource was freed.
+        Closed = "closed" (3),
+        /// A wait exceeded its deadline.
+        Timeout = "timeout" (4),
+        /// A rank died, aborted or was dropped without being closed, or its connection broke.
+        PeerLost = "peer_lost" (5),
+        /// A rank left in order while others still depended on it.
+        PeerLeft = "peer_left" (6),
+        /// The other ranks have given up on this one: it was silent for longer than
+        /// [`heartbeat_limit`](crate::bootstrap::JoinConfig::heartbeat_limit), or its connection was cut.
+        GivenUp = "given_up" (7),
+        /// A rank failed before its part of a common operation; the message states its error.
+        PeerFailed = "peer_failed" (8),
+        /// Two ranks disagree: on world sizes, lengths of a send and its receive, protocols.
+        Mismatch = "mismatch" (9),
+        /// A handle is truncated, altered, stale or of another version.
+        InvalidHandle = "invalid_handle" (10),
+        /// A joining process does not have the secret.
+        Authentication = "authentication" (11),
+        /// Received data violates the protocol.
+        Protocol = "protocol" (12),
+        /// The address to listen on is in use.
+        AddressInUse = "address_in_use" (13),
+        /// A driver or vendor library call failed; the code is in [`Error::code`].
+        Driver = "driver" (14),
+        /// A library loaded at run time is missing, or lacks a symbol.
+        LibraryMissing = "library_missing" (15),
+        /// The device, the driver or the allocation does not support this.
+        Unsupported = "unsupported" (16),
+        /// Device or shared memory is exhausted.
+        OutOfMemory = "out_of_memory" (17),
+        /// Text could not be parsed.
+        Parse = "parse" (18),
+        /// An operating-system call failed.
+        Io = "io" (19),
+        /// A bug in the library; please report it.
+        Internal = "internal" (20),
+        /// A program failed verification.
+        Verification = "verification" (21),
+    }
 }
 
 /// A failure: its kind, the operation, and the peer, key, device and code, if any.
@@ -319,6 +321,12 @@ impl fmt::Display for Error {
 }
 
 impl std::error::Error for Error {}
+
+impl From<UnknownName> for Error {
+    fn from(unknown: UnknownName) -> Self {
+        Self::new(ErrorKind::Parse, unknown.message)
+    }
+}
 
 impl From<rustix::io::Errno> for Error {
     fn from(errno: rustix::io::Errno) -> Self {

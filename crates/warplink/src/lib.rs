@@ -19,7 +19,7 @@
 //! | [`topology`] | the links between the ranks' devices, and what follows from them |
 //! | [`bootstrap`] | the key-value store, unique ids, all-gather and barrier of bytes |
 //! | [`device`] | what a device does, and the two that do it: `cuda` and `host` |
-//! | [`dtype`], [`error`], [`deadline`], [`sync`] | element types, the error type, deadlines, locks and atomics |
+//! | [`dtype`], [`error`], [`deadline`], [`named`], [`sync`] | element types, the error type, deadlines, names of values, locks and atomics |
 //!
 //! # A ring of transfers
 //!
@@ -74,6 +74,7 @@ mod exchange;
 pub mod file;
 pub mod job;
 pub mod memory;
+pub mod named;
 pub mod overlap;
 pub mod p2p;
 pub mod program;

@@ -4,6 +4,7 @@
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
+use warplink::ErrorKind;
 
 /// The most lines of a file; what is longer has more than one subject.
 const MAX_LINES: usize = 600;
@@ -164,4 +165,126 @@ fn files_are_of_a_length_that_one_reads() {
         }
     }
     assert!(long.is_empty(), "{}", long.join("\n"));
+}
+
+/// The string literals of a source, without its comments and the tests at its end.
+fn literals(text: &str) -> Vec<String> {
+    let text = text.split("#[cfg(test)]").next().unwrap_or_default();
+    let mut found = Vec::new();
+    let mut rest = text;
+    while let Some(at) = rest.find(['"', '/', '\'']) {
+        let (before, from) = rest.split_at(at);
+        let skipped = if from.starts_with("//") {
+            from.find('\n').unwrap_or(from.len())
+        } else if from.starts_with("'\"'") || from.starts_with("'\\") {
+            3
+        } else if let Some(inner) = from.strip_prefix('"') {
+            let hashes = before.len() - before.trim_end_matches('#').len();
+            let is_raw = before[..before.len() - hashes].ends_with('r');
+            let end = if is_raw {
+                inner.find(&format!("\"{}", "#".repeat(hashes)))
+            } else {
+                let mut escaped = false;
+                inner.find(|c| {
+                    let ends = c == '"' && !escaped;
+                    escaped = c == '\\' && !escaped;
+                    ends
+                })
+            };
+            let end = end.unwrap_or(inner.len());
+            found.push(inner[..end].to_owned());
+            end + 2
+        } else {
+            1
+        };
+        rest = from.get(skipped..).unwrap_or_default();
+    }
+    found
+}
+
+/// The names of each enum that `named!` declares in a source.
+fn tables(text: &str) -> Vec<Vec<String>> {
+    let declarations = text.split("named! {").skip(1);
+    let tables = declarations.map(|declaration| {
+        let end = declaration.find("\n}").unwrap_or(declaration.len());
+        let values = declaration[..end].lines().filter_map(|line| {
+            let (value, name) = line.trim().split_once(" = \"")?;
+            let is_value = value.chars().all(|c| c.is_ascii_alphanumeric());
+            is_value.then(|| name.split('"').next().unwrap().to_owned())
+        });
+        values
+            .filter(|name| name.starts_with(char::is_alphanumeric))
+            .collect()
+    });
+    tables.filter(|names: &Vec<_>| names.len() > 1).collect()
+}
+
+/// How many names of a table a text has one behind the other, as a list.
+fn longest_list(text: &str, table: &[String]) -> usize {
+    let is_part_of_name = |c: char| c.is_ascii_alphanumeric() || c == '_' || c == '-';
+    let words = text.split(|c| !is_part_of_name(c));
+    let (mut longest, mut length) = (0, 0);
+    for word in words.filter(|word| !["", "n", "or", "and"].contains(word)) {
+        length = if table.iter().any(|name| name == word) {
+            length + 1
+        } else {
+            0
+        };
+        longest = longest.max(length);
+    }
+    longest
+}
+
+/// What lists the values of an enum asks its table: a list that was typed is wrong when a value is added.
+#[test]
+fn no_text_lists_the_names_of_an_enum() {
+    let own = sources(&root().join("src"));
+    let tables: Vec<_> = own.iter().flat_map(|(_, text)| tables(text)).collect();
+    assert!(tables.len() > 15, "only {} tables were found", tables.len());
+    let mut lists = Vec::new();
+    for face in ["", "-cli", "-c", "-py", "-nccl"] {
+        for (path, text) in sources(&root().join(format!("../warplink{face}/src"))) {
+            if path.to_string_lossy().ends_with("tests.rs") {
+                continue;
+            }
+            for literal in literals(&text) {
+                let is_list = |table: &Vec<String>| longest_list(&literal, table) >= 3;
+                if tables.iter().any(is_list) {
+                    lists.push(format!("{}: {literal}", path.display()));
+                }
+            }
+        }
+    }
+    assert!(lists.is_empty(), "{}", lists.join("\n"));
+}
+
+#[test]
+fn lists_in_texts_are_found() {
+    let source = r##"
+        // "a, b or c"
+        let own = ['"', 'x']; let text = "expected a, b \
+            or c"; let raw = r#"a "b" c"#;
+    "##;
+    let found = literals(source);
+    assert_eq!(found.len(), 2, "{found:?}");
+    let table = ["a", "b", "c", "d"].map(str::to_owned);
+    for literal in found {
+        assert_eq!(longest_list(&literal, &table), 3, "{literal}");
+    }
+    assert_eq!(longest_list("a thing of b", &table), 1);
+    let declared = tables(
+        "named! {\n    enum A: \"a\" {\n        One = \"one\",\n        Two = \"two\" (4),\n    }\n}\n",
+    );
+    assert_eq!(declared, [["one", "two"]]);
+}
+
+/// Python has a class for each kind of error, since type checkers do not see what is made at run time.
+#[test]
+fn every_kind_of_error_is_an_exception_of_python() {
+    let path = root().join("../warplink-py/python/warplink/errors.py");
+    let text = std::fs::read_to_string(path).unwrap();
+    for kind in ErrorKind::ALL {
+        let class = format!("class {kind:?}Error(WarplinkError");
+        assert!(text.contains(&class), "errors.py has no {class}");
+    }
 }

@@ -105,7 +105,7 @@ static void misuse(warplink_collectives collectives, warplink_stream stream, voi
     FAILS(warplink_collective(collectives, NULL, memory, memory, stream), WARPLINK_STATUS_INVALID_ARGUMENT,
         "call is null");
     options.path = "fast";
-    FAILS(warplink_collectives_join(comm, &options, &none), WARPLINK_STATUS_INVALID_ARGUMENT, "unknown path 'fast'");
+    FAILS(warplink_collectives_join(comm, &options, &none), WARPLINK_STATUS_PARSE, "unknown path 'fast'");
     options.path = NULL;
     options.algorithm = "ring";
     FAILS(warplink_collectives_join(comm, &options, &none), WARPLINK_STATUS_PARSE, "unknown algorithm 'ring'");

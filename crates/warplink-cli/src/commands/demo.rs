@@ -5,9 +5,8 @@ use super::bench::clock::{Clock, Submission, Times};
 use super::bench::peers::optional;
 use super::ranks;
 use crate::gemm::sequential::Sequential;
-use crate::gemm::{
-    Gemm, Op, Problem, check_lowerings, common_seed, gather_lowering_name, gemm_dtype,
-};
+use crate::gemm::{Gemm, Op, Problem, check_lowerings, common_seed, gather_lowering_name};
+use crate::names::OneOf;
 use crate::options::Options;
 use crate::report;
 use crate::report::counted;
@@ -43,7 +42,7 @@ pub(crate) struct Demo {
     #[arg(long = "n", value_name = "N")]
     columns: Option<usize>,
     /// Element type: bf16, f16 or f32 [default: bf16 on cuda, f32 on host]
-    #[arg(long, value_name = "TYPE", value_parser = gemm_dtype)]
+    #[arg(long, value_name = "TYPE", value_parser = OneOf(&DType::MATMUL))]
     dtype: Option<DType>,
     /// Store B transposed, N x K, as the weights of a linear layer: [out, in]
     #[arg(long)]

@@ -8,9 +8,7 @@ pub(crate) mod sequential;
 use crate::commands::bench::peers::gather;
 use anyhow::{Context, Result, bail};
 use inputs::Matrix;
-pub(crate) use problem::{
-    Op, Problem, check_lowerings, gather_lowering_name, gemm_dtype, lowering_name,
-};
+pub(crate) use problem::{Op, Problem, check_lowerings, gather_lowering_name, lowering_name};
 use reference::Reference;
 use warplink::Communicator;
 use warplink::device::{AllocationKind, DeviceSlice, Stream};

@@ -1,7 +1,6 @@
 //! A GEMM problem: the operation, the sizes and the element type.
 
 use crate::memory;
-use crate::names::{as_text, from_text};
 use anyhow::{Context, Result, ensure};
 use serde::{Deserialize, Serialize};
 use std::fmt;
@@ -155,19 +154,10 @@ pub(crate) struct Problem {
     pub(crate) m: usize,
     pub(crate) k: usize,
     pub(crate) n: usize,
-    #[serde(serialize_with = "as_text", deserialize_with = "from_text")]
     pub(crate) dtype: DType,
     /// Whether memory holds B transposed.
     #[serde(default)]
     pub(crate) transposed_b: bool,
-}
-
-/// Parses an element type that GEMM supports.
-pub(crate) fn gemm_dtype(text: &str) -> Result<DType, String> {
-    match text.parse::<DType>() {
-        Ok(dtype) if dtype.matmul_tolerance().is_some() => Ok(dtype),
-        _ => Err("expected bf16, f16 or f32".to_owned()),
-    }
 }
 
 impl Problem {

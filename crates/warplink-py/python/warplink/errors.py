@@ -7,6 +7,7 @@ the same, so that ``except TimeoutError`` works.
 from __future__ import annotations
 
 import builtins
+import re
 from typing import NamedTuple
 
 
@@ -126,30 +127,6 @@ class InternalError(WarplinkError):
     """A bug in the library; please report it."""
 
 
-_CLASSES: dict[str, type[WarplinkError]] = {
-    "invalid_argument": InvalidArgumentError,
-    "invalid_handle": InvalidHandleError,
-    "mismatch": MismatchError,
-    "timeout": TimeoutError,
-    "peer_lost": PeerLostError,
-    "peer_left": PeerLeftError,
-    "given_up": GivenUpError,
-    "peer_failed": PeerFailedError,
-    "authentication": AuthenticationError,
-    "protocol": ProtocolError,
-    "address_in_use": AddressInUseError,
-    "closed": ClosedError,
-    "driver": DriverError,
-    "library_missing": LibraryMissingError,
-    "unsupported": UnsupportedError,
-    "out_of_memory": OutOfMemoryError,
-    "parse": ParseError,
-    "verification": VerificationError,
-    "io": IoError,
-    "internal": InternalError,
-}
-
-
 def from_kind(
     kind: str,
     message: str,
@@ -177,5 +154,13 @@ def from_kind(
     return error
 
 
-for _kind, _class in _CLASSES.items():
-    _class.kind = _kind
+def _kind_of(name: str) -> str:
+    """The kind for a name of a class: ``PeerLostError`` is for ``peer_lost``."""
+    return re.sub("(?<=[a-z])(?=[A-Z])", "_", name.removesuffix("Error")).lower()
+
+
+_CLASSES: dict[str, type[WarplinkError]] = {}
+
+for _class in WarplinkError.__subclasses__():
+    _class.kind = _kind_of(_class.__name__)
+    _CLASSES[_class.kind] = _class

@@ -61,7 +61,7 @@ pub(super) struct Held {
 #[derive(Debug)]
 pub(super) enum Reach {
     /// In memory that is mapped here.
-    Mapped(SlotPair),
+    Mapped(Box<SlotPair>),
     /// Over the network; the words are held with the link.
     Network(Arc<NetworkLink>),
 }

@@ -2,32 +2,23 @@
 
 use crate::error::Rank;
 use crate::memory::Region;
-use serde::{Deserialize, Serialize};
-use std::fmt;
+use crate::named::named;
 
-/// How the bytes of a connection reach the peer.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[non_exhaustive]
-pub enum Transport {
-    /// The kernel itself stores to and loads from the peer's memory, which is mapped. The device must have atomic
-    /// operations on that memory, as GPUs have over NVLink.
-    #[default]
-    Direct,
-    /// A thread of the host has the device's copy engine move the bytes, when kernels ask it to: to the peer's memory,
-    /// or through memory of the host that both devices map, where they cannot map each other's.
-    Proxied,
-    /// A thread of the host sends the bytes over the network, when kernels ask it to: to ranks of other
-    /// machines, or of this one where that is wanted.
-    Network,
-}
-
-impl fmt::Display for Transport {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Direct => "direct",
-            Self::Proxied => "proxied",
-            Self::Network => "network",
-        })
+named! {
+    /// How the bytes of a connection reach the peer. In C, 0 leaves the choice to the library.
+    #[derive(Default)]
+    #[non_exhaustive]
+    pub enum Transport: "transport" {
+        /// The kernel itself stores to and loads from the peer's memory, which is mapped. The device must have atomic
+        /// operations on that memory, as GPUs have over NVLink.
+        #[default]
+        Direct = "direct" (1),
+        /// A thread of the host has the device's copy engine move the bytes, when kernels ask it to: to the peer's memory,
+        /// or through memory of the host that both devices map, where they cannot map each other's.
+        Proxied = "proxied" (2),
+        /// A thread of the host sends the bytes over the network (UCX), when kernels ask it to: to ranks of other
+        /// machines, or of this one where that is wanted.
+        Network = "network" (3),
     }
 }
 

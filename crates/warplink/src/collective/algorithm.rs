@@ -2,32 +2,32 @@
 //! determines which applies.
 
 use super::call::CollectiveKind;
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
+use crate::named::named;
 use crate::program::Program;
-use std::fmt;
-use std::str::FromStr;
 use std::sync::OnceLock;
 
-/// Algorithm of a collective.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-#[non_exhaustive]
-pub enum Algorithm {
-    /// Packets, in one step: data goes directly to every rank that needs it.
-    OneShot,
-    /// Packets, in two steps: to the rank that reduces it, and from there to all. All-reduce only.
-    TwoShot,
-    /// Chunks through the workspace, with signals; for any length.
-    Chunks,
-    /// Directly between the memory of the calls, if all ranks can access it; for any length. Falls back to
-    /// chunks until then.
-    Direct,
-    /// Directly between the memory of the calls by the copy engine, for bound calls
-    /// ([`Collectives::bind`](crate::Collectives::bind)). Lanes move a part while it starts. All-gather and
-    /// all-to-all only.
-    CopyEngine,
-    /// Packets over the links of a hybrid cube mesh, in two steps: among directly linked ranks, and between
-    /// opposite ranks of the two groups. All-reduce only.
-    Cube,
+named! {
+    /// Algorithm of a collective.
+    #[non_exhaustive]
+    pub enum Algorithm: "algorithm" {
+        /// Packets, in one step: data goes directly to every rank that needs it.
+        OneShot = "one-shot",
+        /// Packets, in two steps: to the rank that reduces it, and from there to all. All-reduce only.
+        TwoShot = "two-shot",
+        /// Chunks through the workspace, with signals; for any length.
+        Chunks = "chunks",
+        /// Directly between the memory of the calls, if all ranks can access it; for any length. Falls back to
+        /// chunks until then.
+        Direct = "direct",
+        /// Directly between the memory of the calls by the copy engine, for bound calls
+        /// ([`Collectives::bind`](crate::Collectives::bind)). Lanes move a part while it starts. All-gather and
+        /// all-to-all only.
+        CopyEngine = "copy-engine",
+        /// Packets over the links of a hybrid cube mesh, in two steps: among directly linked ranks, and between
+        /// opposite ranks of the two groups. All-reduce only.
+        Cube = "cube",
+    }
 }
 
 /// Part of the workspace that an algorithm uses.
@@ -49,28 +49,6 @@ impl Algorithm {
         Self::Chunks,
         Self::Direct,
     ];
-
-    /// Every algorithm.
-    pub const ALL: [Self; 6] = [
-        Self::OneShot,
-        Self::TwoShot,
-        Self::Chunks,
-        Self::Direct,
-        Self::CopyEngine,
-        Self::Cube,
-    ];
-
-    /// Name in options and reports.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::OneShot => "one-shot",
-            Self::TwoShot => "two-shot",
-            Self::Chunks => "chunks",
-            Self::Direct => "direct",
-            Self::CopyEngine => "copy-engine",
-            Self::Cube => "cube",
-        }
-    }
 
     /// Part of the workspace that it uses.
     pub(super) const fn room(self) -> WorkspacePart {
@@ -118,28 +96,6 @@ impl Algorithm {
 /// The in-place program of [`Algorithm::CopyEngine`], if there is one.
 pub(super) fn copies_in_place(kind: CollectiveKind) -> Option<Result<&'static Program>> {
     (kind == CollectiveKind::AllGather).then(|| ALL_GATHER_IN_PLACE.program())
-}
-
-impl fmt::Display for Algorithm {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())
-    }
-}
-
-impl FromStr for Algorithm {
-    type Err = Error;
-
-    fn from_str(text: &str) -> Result<Self> {
-        let found = Self::ALL.into_iter().find(|one| one.name() == text);
-        found.ok_or_else(|| {
-            Error::new(
-                ErrorKind::Parse,
-                format!(
-                    "unknown algorithm '{text}'; expected one-shot, two-shot, chunks, direct, copy-engine or cube"
-                ),
-            )
-        })
-    }
 }
 
 /// An algorithm's implementation of a collective.

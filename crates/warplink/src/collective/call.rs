@@ -1,34 +1,11 @@
 //! A call of a collective, which must be identical on all ranks.
 
+pub use crate::device::CollectiveKind;
 use crate::device::ReduceOp;
 use crate::dtype::DType;
-use crate::error::{Error, ErrorKind, Rank, Result};
+use crate::error::{Error, Rank, Result};
+use crate::named::Named as _;
 use std::fmt;
-use std::str::FromStr;
-
-/// Kind of collective.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-#[non_exhaustive]
-pub enum CollectiveKind {
-    /// Every rank gets the reduction of all ranks' inputs.
-    AllReduce,
-    /// Every rank gets the inputs of all, in rank order.
-    AllGather,
-    /// Every rank gets its part of the reduction of all ranks' inputs.
-    ReduceScatter,
-    /// Part p of a rank's output is that rank's part of rank p's input.
-    AllToAll,
-    /// Every rank gets the root's input.
-    Broadcast,
-    /// The root gets the reduction of all ranks' inputs.
-    Reduce,
-    /// The root gets the inputs of all, in rank order.
-    Gather,
-    /// Every rank gets its part of the root's input.
-    Scatter,
-    /// No rank proceeds until all have arrived.
-    Barrier,
-}
 
 /// A call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -44,81 +21,6 @@ pub struct Call {
     pub count: usize,
     /// Root, if it [has one](CollectiveKind::has_root).
     pub root: Option<Rank>,
-}
-
-impl CollectiveKind {
-    /// Every kind.
-    pub const ALL: [Self; 9] = [
-        Self::AllReduce,
-        Self::AllGather,
-        Self::ReduceScatter,
-        Self::AllToAll,
-        Self::Broadcast,
-        Self::Reduce,
-        Self::Gather,
-        Self::Scatter,
-        Self::Barrier,
-    ];
-
-    /// Name in errors and on the command line.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::AllReduce => "all_reduce",
-            Self::AllGather => "all_gather",
-            Self::ReduceScatter => "reduce_scatter",
-            Self::AllToAll => "all_to_all",
-            Self::Broadcast => "broadcast",
-            Self::Reduce => "reduce",
-            Self::Gather => "gather",
-            Self::Scatter => "scatter",
-            Self::Barrier => "barrier",
-        }
-    }
-
-    /// Whether it reduces, so that the element type matters.
-    pub const fn reduces(self) -> bool {
-        matches!(self, Self::AllReduce | Self::ReduceScatter | Self::Reduce)
-    }
-
-    /// Whether one rank has a special role.
-    pub const fn has_root(self) -> bool {
-        matches!(
-            self,
-            Self::Broadcast | Self::Reduce | Self::Gather | Self::Scatter
-        )
-    }
-
-    /// Parts of the input and of the output, for `world` ranks.
-    pub const fn rows(self, world: usize) -> (usize, usize) {
-        match self {
-            Self::AllReduce | Self::Broadcast | Self::Reduce => (1, 1),
-            Self::AllGather | Self::Gather => (1, world),
-            Self::ReduceScatter | Self::Scatter => (world, 1),
-            Self::AllToAll => (world, world),
-            Self::Barrier => (0, 0),
-        }
-    }
-}
-
-impl FromStr for CollectiveKind {
-    type Err = Error;
-
-    fn from_str(text: &str) -> Result<Self> {
-        let found = Self::ALL.into_iter().find(|kind| kind.name() == text);
-        found.ok_or_else(|| {
-            let names = Self::ALL.map(Self::name).join(", ");
-            Error::new(
-                ErrorKind::Parse,
-                format!("unknown collective '{text}'; expected one of {names}"),
-            )
-        })
-    }
-}
-
-impl fmt::Display for CollectiveKind {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())
-    }
 }
 
 impl Call {
@@ -139,7 +41,7 @@ impl Call {
     /// Encodes the call for its announcement to other ranks: kind, algorithm, count and factor. A 64-bit
     /// factor replaces the upper half of the count, which is then 0.
     pub(super) fn words(&self, algorithm: u8) -> [u32; 4] {
-        let op = self.op.map_or(0, |op| 1 + number(op));
+        let op = self.op.map_or(0, |op| op.number() as u32);
         // Announced calls have few ranks; a user's value may contain any root.
         let root = self.root.map_or(0, |root| 1 + root.min(0xfe) as u32);
         let what = self.kind as u32 | op << 4 | (self.dtype as u32) << 8 | root << 16;
@@ -183,7 +85,8 @@ impl Call {
         let [what, low, third, fourth] =
             [0, 1, 2, 3].map(|word| words.get(word).copied().unwrap_or(0));
         let size = |from: u32, bits: u32| (what >> from & ((1 << bits) - 1)) as usize;
-        let scales = size(4, 4) == 1 + ReduceOp::ALL.len();
+        let op = ReduceOp::numbered(size(4, 4) as i32);
+        let scales = op.is_some_and(|op| op.factor().is_some());
         let (high, factor) = match DType::ALL.get(size(8, 8)) {
             Some(DType::F64) if scales => {
                 let bits = u64::from(third) << 32 | u64::from(fourth);
@@ -203,10 +106,12 @@ impl Call {
             Some(dtype) => format!("{kind} of {count} {dtype}"),
             None => format!("{kind} of {count} bytes"),
         };
-        let op = size(4, 4)
-            .checked_sub(1)
-            .and_then(|op| ReduceOp::ALL.get(op).copied());
-        if let Some(op) = op.or_else(|| scales.then(|| ReduceOp::scaled_sum(factor))) {
+        if let Some(op) = op {
+            let op = if scales {
+                ReduceOp::scaled_sum(factor)
+            } else {
+                op
+            };
             text += &format!(", {op}");
         }
         if let Some(root) = size(16, root_bits).checked_sub(1) {
@@ -280,12 +185,6 @@ impl Call {
         }
         format!("the peer calls {there}; expected {here}, as this rank calls")
     }
-}
-
-/// Code of an operator in announcements.
-fn number(op: ReduceOp) -> u32 {
-    let known = ReduceOp::ALL.iter().position(|other| *other == op);
-    known.unwrap_or(ReduceOp::ALL.len()) as u32
 }
 
 impl fmt::Display for Call {

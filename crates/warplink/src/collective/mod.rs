@@ -64,6 +64,7 @@ use crate::device::Turns;
 use crate::device::{DeviceSlice, InUse, ReduceOp, Stream, VendorCommunicator};
 use crate::dtype::DType;
 use crate::error::{Rank, Result};
+use crate::named::named;
 use crate::program::execute::{Executor, RankContext};
 use crate::program::section::MAX_TENSOR_BYTES;
 use choice::Machine;
@@ -88,13 +89,14 @@ pub const MAX_LAUNCH_BYTES: usize = MAX_TENSOR_BYTES;
 /// Maximum ranks of the direct path.
 pub const MAX_DIRECT_RANKS: usize = 8;
 
-/// Implementation of a communicator's collectives.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum CollectivePath {
-    /// Kernels that access peers' memory, for ranks of one machine.
-    Direct,
-    /// The vendor's library (NCCL on GPUs).
-    Engine,
+named! {
+    /// Implementation of a communicator's collectives.
+    pub enum CollectivePath: "path" {
+        /// Kernels that access peers' memory, for ranks of one machine.
+        Direct = "direct",
+        /// The vendor's library (NCCL on GPUs).
+        Engine = "engine",
+    }
 }
 
 /// Options of collectives; equal on every rank.

@@ -6,13 +6,65 @@ use super::stream::Stream;
 use crate::deadline::Deadline;
 use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Rank, Result};
+use crate::named::named;
 use std::ffi::c_void;
 use std::fmt;
 
 /// Gathers one byte string from every rank, in rank order; used by engines to join.
 pub type AllGatherBytes<'a> = &'a mut dyn FnMut(Vec<u8>) -> Result<Vec<Vec<u8>>>;
 
-/// Kind of collective. `Root` is a rank, or an expression for one in program text.
+named! {
+    /// Kind of collective.
+    #[non_exhaustive]
+    pub enum CollectiveKind: "collective" {
+        /// Every rank gets the reduction of all ranks' inputs.
+        AllReduce = "all_reduce",
+        /// Every rank gets the inputs of all, in rank order.
+        AllGather = "all_gather",
+        /// Every rank gets its part of the reduction of all ranks' inputs.
+        ReduceScatter = "reduce_scatter",
+        /// Part p of a rank's output is that rank's part of rank p's input.
+        AllToAll = "all_to_all",
+        /// Every rank gets the root's input.
+        Broadcast = "broadcast",
+        /// The root gets the reduction of all ranks' inputs.
+        Reduce = "reduce",
+        /// The root gets the inputs of all, in rank order.
+        Gather = "gather",
+        /// Every rank gets its part of the root's input.
+        Scatter = "scatter",
+        /// No rank proceeds until all have arrived.
+        Barrier = "barrier",
+    }
+}
+
+impl CollectiveKind {
+    /// Whether it reduces, so that the element type matters.
+    pub const fn reduces(self) -> bool {
+        matches!(self, Self::AllReduce | Self::ReduceScatter | Self::Reduce)
+    }
+
+    /// Whether one rank has a special role.
+    pub const fn has_root(self) -> bool {
+        matches!(
+            self,
+            Self::Broadcast | Self::Reduce | Self::Gather | Self::Scatter
+        )
+    }
+
+    /// Parts of the input and of the output, for `world` ranks.
+    pub const fn rows(self, world: usize) -> (usize, usize) {
+        match self {
+            Self::AllReduce | Self::Broadcast | Self::Reduce => (1, 1),
+            Self::AllGather | Self::Gather => (1, world),
+            Self::ReduceScatter | Self::Scatter => (world, 1),
+            Self::AllToAll => (world, world),
+            Self::Barrier => (0, 0),
+        }
+    }
+}
+
+/// A collective of the engine. `Root` is a rank, or an expression for one in program text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Collective<Root = Rank> {
     /// The target is every rank's source, in rank order.
@@ -30,16 +82,21 @@ pub enum Collective<Root = Rank> {
 }
 
 impl<Root> Collective<Root> {
+    /// Kind of the collective.
+    pub const fn kind(&self) -> CollectiveKind {
+        match self {
+            Self::AllGather => CollectiveKind::AllGather,
+            Self::AllReduce(_) => CollectiveKind::AllReduce,
+            Self::ReduceScatter(_) => CollectiveKind::ReduceScatter,
+            Self::Broadcast(_) => CollectiveKind::Broadcast,
+            Self::Reduce(..) => CollectiveKind::Reduce,
+            Self::AllToAll => CollectiveKind::AllToAll,
+        }
+    }
+
     /// Name in program text and errors.
     pub const fn name(&self) -> &'static str {
-        match self {
-            Self::AllGather => "all_gather",
-            Self::AllReduce(_) => "all_reduce",
-            Self::ReduceScatter(_) => "reduce_scatter",
-            Self::Broadcast(_) => "broadcast",
-            Self::Reduce(..) => "reduce",
-            Self::AllToAll => "all_to_all",
-        }
+        self.kind().name()
     }
 }
 

@@ -5,6 +5,7 @@ use super::slice::DeviceSlice;
 use super::stream::Stream;
 use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Result};
+use crate::named::alternatives;
 use std::fmt;
 use std::sync::Arc;
 
@@ -125,12 +126,13 @@ impl MatmulSpec {
         Err(Error::new(
             ErrorKind::Unsupported,
             format!(
-                "unsupported element type {}; expected f16, bf16 or f32",
-                self.dtype
+                "unsupported element type {}; expected {}",
+                self.dtype,
+                alternatives(&DType::MATMUL)
             ),
         )
         .with_operation("matmul")
-        .with_help("use f16, bf16 or f32"))
+        .with_help("use one of these types"))
     }
 
     /// Floating-point operations: one multiplication and one addition for each of `m·n·k`.

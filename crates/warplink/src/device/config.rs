@@ -1,41 +1,16 @@
 //! Device selection and options.
 
 use super::links::PeerAccess;
-use crate::error::{Error, ErrorKind, Result};
-use std::fmt;
-use std::str::FromStr;
+use crate::named::named;
 use std::time::Duration;
 
-/// Kind of device.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum DeviceKind {
-    /// Shared memory and threads of this machine's processors.
-    Host,
-    /// An NVIDIA GPU.
-    Cuda,
-}
-
-impl fmt::Display for DeviceKind {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Host => "host",
-            Self::Cuda => "cuda",
-        })
-    }
-}
-
-impl FromStr for DeviceKind {
-    type Err = Error;
-
-    fn from_str(text: &str) -> Result<Self> {
-        match text {
-            "host" => Ok(Self::Host),
-            "cuda" => Ok(Self::Cuda),
-            _ => Err(Error::new(
-                ErrorKind::Parse,
-                format!("unknown device '{text}'; expected host or cuda"),
-            )),
-        }
+named! {
+    /// Kind of device.
+    pub enum DeviceKind: "device" {
+        /// Shared memory and threads of this machine's processors.
+        Host = "host",
+        /// An NVIDIA GPU.
+        Cuda = "cuda",
     }
 }
 
@@ -64,17 +39,19 @@ impl DeviceConfig {
     }
 }
 
-/// Simulates a machine without a feature, so that fallbacks can be tested anywhere. Peers see the same limits
-/// towards a rank that pretends.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Pretend {
-    /// Use all features.
-    #[default]
-    Nothing,
-    /// No atomic operations on memory of other devices.
-    NoAtomics,
-    /// No access between this device's memory and that of other devices, in either direction.
-    NoPeerAccess,
+named! {
+    /// Simulates a machine without a feature, so that fallbacks can be tested anywhere. Peers see the same limits
+    /// towards a rank that pretends.
+    #[derive(Default)]
+    pub enum Pretend: "limit" {
+        /// Use all features.
+        #[default]
+        Nothing = "nothing",
+        /// No atomic operations on memory of other devices.
+        NoAtomics = "no-atomics",
+        /// No access between this device's memory and that of other devices, in either direction.
+        NoPeerAccess = "no-peer-access",
+    }
 }
 
 impl Pretend {
@@ -87,21 +64,6 @@ impl Pretend {
                 ..access
             },
             Self::NoPeerAccess => PeerAccess::NONE,
-        }
-    }
-}
-
-impl FromStr for Pretend {
-    type Err = Error;
-
-    fn from_str(text: &str) -> Result<Self> {
-        match text {
-            "no-atomics" => Ok(Self::NoAtomics),
-            "no-peer-access" => Ok(Self::NoPeerAccess),
-            _ => Err(Error::new(
-                ErrorKind::Parse,
-                format!("unknown limit '{text}'; expected no-atomics or no-peer-access"),
-            )),
         }
     }
 }

@@ -3,7 +3,7 @@
 use super::slice::DeviceSlice;
 use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Result};
-use std::fmt;
+use crate::named::{alternatives, named};
 
 /// Maximum number of sources that every device supports.
 pub const MAX_ELEMENTWISE_SOURCES: usize = 16;
@@ -11,55 +11,28 @@ pub const MAX_ELEMENTWISE_SOURCES: usize = 16;
 /// Maximum number of axes that every device supports.
 pub const MAX_ELEMENTWISE_AXES: usize = 4;
 
-/// Element-wise function.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum ElementwiseOp {
-    /// Sum of all sources.
-    Sum,
-    /// Product of all sources.
-    Product,
-    /// Maximum of all sources.
-    Max,
-    /// Minimum of all sources.
-    Min,
-    /// The single source converted to the target type.
-    Cast,
-    /// The single source, bit for bit.
-    Copy,
+named! {
+    /// Element-wise function.
+    pub enum ElementwiseOp: "operation" {
+        /// Sum of all sources.
+        Sum = "sum",
+        /// Product of all sources.
+        Product = "product",
+        /// Maximum of all sources.
+        Max = "max",
+        /// Minimum of all sources.
+        Min = "min",
+        /// The single source converted to the target type.
+        Cast = "cast",
+        /// The single source, bit for bit.
+        Copy = "copy",
+    }
 }
 
 impl ElementwiseOp {
-    /// Every operation.
-    pub const ALL: [Self; 6] = [
-        Self::Sum,
-        Self::Product,
-        Self::Max,
-        Self::Min,
-        Self::Cast,
-        Self::Copy,
-    ];
-
-    /// Name in program text.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Sum => "sum",
-            Self::Product => "product",
-            Self::Max => "max",
-            Self::Min => "min",
-            Self::Cast => "cast",
-            Self::Copy => "copy",
-        }
-    }
-
     /// Whether it takes exactly one source.
     pub const fn is_unary(self) -> bool {
         matches!(self, Self::Cast | Self::Copy)
-    }
-}
-
-impl fmt::Display for ElementwiseOp {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())
     }
 }
 
@@ -176,14 +149,15 @@ impl Elementwise {
             ElementwiseOp::Copy => None,
             ElementwiseOp::Cast => [dtype, self.source_dtype]
                 .into_iter()
-                .find(|dtype| !dtype.is_cast_elementwise()),
-            _ => Some(dtype).filter(|dtype| !dtype.is_computed_elementwise()),
+                .find(|dtype| !DType::ELEMENTWISE.contains(dtype)),
+            _ => Some(dtype).filter(|dtype| !DType::computed_elementwise().contains(dtype)),
         };
         if let Some(dtype) = refused {
-            let message = format!("unsupported element type {dtype}; expected a number type");
+            let types = alternatives(&DType::computed_elementwise());
+            let message = format!("unsupported element type {dtype}; expected {types}");
             return Err(Error::new(ErrorKind::Unsupported, message)
                 .with_operation(op.name())
-                .with_help("use i32, f16, bf16, f32 or f64"));
+                .with_help("use one of these types"));
         }
         let sources = self
             .sources

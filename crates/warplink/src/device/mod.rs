@@ -58,8 +58,8 @@ pub use buffer::DeviceBuffer;
 pub use channel::{At, ChannelArray, ChannelHandle, ChannelMemory, Fifo, FifoReader};
 use collective::check_adopted;
 pub use collective::{
-    AllGatherBytes, CallHeader, Collective, CollectiveEngine, CollectiveRequest, RankCall,
-    Reduction, VendorCommunicator,
+    AllGatherBytes, CallHeader, Collective, CollectiveEngine, CollectiveKind, CollectiveRequest,
+    RankCall, Reduction, VendorCommunicator,
 };
 pub use compute::{Compute, MatmulSpec, PreparedLaunch};
 pub use config::{Delays, DeviceConfig, DeviceKind, Pretend};

@@ -2,11 +2,12 @@
 
 use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Result};
+use crate::named::{Named, listed};
 use std::fmt;
 use std::str::FromStr;
 
 /// Name of the operator with a factor.
-const SCALED: &str = "scaled_sum";
+const SCALED: &str = ReduceOp::ScaledSum(Factor::ONE).name();
 
 /// Reduction operator.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -72,8 +73,20 @@ impl ReduceOp {
             Self::Min => "min",
             Self::Product => "product",
             Self::Average => "average",
-            Self::ScaledSum(_) => SCALED,
+            Self::ScaledSum(_) => "scaled_sum",
         }
+    }
+
+    /// The forms of operators as a list of alternatives.
+    pub fn forms() -> String {
+        let scaled = format!("{SCALED}(factor)");
+        listed(Self::ALL.map(Self::name).into_iter().chain([&*scaled]))
+    }
+
+    /// The alternatives for an operator in program text.
+    pub(crate) fn alternatives() -> String {
+        let names = <Self as Named>::ALL.iter().map(|op| op.name());
+        listed(names.chain(["a parameter that is one"]))
     }
 
     /// Sum of values multiplied by `factor`.
@@ -112,6 +125,47 @@ impl ReduceOp {
     }
 }
 
+/// `ScaledSum` represents all factors.
+impl Named for ReduceOp {
+    const TERM: &'static str = "operator";
+
+    const ALL: &'static [Self] = &[
+        Self::Sum,
+        Self::Max,
+        Self::Min,
+        Self::Product,
+        Self::Average,
+        Self::ScaledSum(Factor::ONE),
+    ];
+
+    fn name(self) -> &'static str {
+        Self::name(self)
+    }
+
+    fn about(self) -> &'static str {
+        match self {
+            Self::Sum => "Sum.",
+            Self::Max => "Maximum.",
+            Self::Min => "Minimum.",
+            Self::Product => "Product.",
+            Self::Average => "Sum divided by the number of values; integer division truncates.",
+            Self::ScaledSum(_) => "Sum of the values multiplied by the factor; floats only.",
+        }
+    }
+
+    /// Starts at 1; 0 means no operator.
+    fn number(self) -> i32 {
+        match self {
+            Self::Sum => 1,
+            Self::Max => 2,
+            Self::Min => 3,
+            Self::Product => 4,
+            Self::Average => 5,
+            Self::ScaledSum(_) => 6,
+        }
+    }
+}
+
 impl fmt::Display for ReduceOp {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -141,9 +195,7 @@ impl FromStr for ReduceOp {
         plain.or_else(|| factor(text)).ok_or_else(|| {
             Error::new(
                 ErrorKind::Parse,
-                format!(
-                    "unknown operator '{text}'; expected sum, max, min, product, average or {SCALED}(factor)"
-                ),
+                format!("unknown operator '{text}'; expected {}", Self::forms()),
             )
         })
     }

@@ -86,8 +86,7 @@ impl GroupExchange<'_> {
 
     /// Gives what was `made` where every rank made its own. Blocks until all have tried.
     pub(crate) fn agree_on<T>(&self, made: Result<T>) -> Result<T> {
-        self.gather("agree", made.as_ref().map(|_| &()))
-            .and_then(|_| made)
+        self.gather("agree", made.as_ref().map(|_| &())).and(made)
     }
 
     /// Every rank's bytes, of which each gives some. Blocks until every rank has called it. Where one no longer waits, it

@@ -2,61 +2,31 @@
 
 use super::protocol::Protocol;
 use crate::device::{MAX_PACKET_BLOCKS, PACKET};
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::Result;
+use crate::named::named;
 use serde::{Deserialize, Serialize};
 use std::fmt;
-use std::str::FromStr;
 
-/// Which part of the device moves the bytes of a transfer; the same on both ranks.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
-pub enum Path {
-    /// The copy engine, and operations on words in the stream. No kernel runs at either end, so the transfer
-    /// is done also where a kernel fills the device and waits for it.
-    #[default]
-    CopyEngine,
-    /// Kernels at both ends, whatever the length: packets where the hardware model says so, else several
-    /// blocks that copy. Small transfers are several times as fast as by the copy engine. Each kernel waits
-    /// for its peer, and needs multiprocessors that no other kernel keeps until the transfer is done. The
-    /// first wait for a receive may unpack it: waits on other streams follow that one, whatever else it waits
-    /// for, and a receive may be posted twice before a wait at most.
-    Multiprocessors,
-    /// Kernels up to the length from which the hardware model finds the copy engine faster; then that. For
-    /// programs whose own kernels end without this transfer.
-    Fastest,
-    /// A kernel of one block up to the length to which the hardware model finds that faster, else the copy
-    /// engine: for transfers beside matmuls, which leave little room.
-    OneBlock,
-}
-
-impl Path {
-    const NAMES: [(Self, &'static str); 4] = [
-        (Self::CopyEngine, "copy-engine"),
-        (Self::Multiprocessors, "multiprocessors"),
-        (Self::Fastest, "fastest"),
-        (Self::OneBlock, "one-block"),
-    ];
-}
-
-impl fmt::Display for Path {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let name = Self::NAMES.iter().find(|(path, _)| path == self);
-        f.write_str(name.map_or("", |(_, name)| name))
-    }
-}
-
-impl FromStr for Path {
-    type Err = Error;
-
-    fn from_str(text: &str) -> Result<Self> {
-        let named = Self::NAMES.iter().find(|(_, name)| *name == text);
-        named.map(|(path, _)| *path).ok_or_else(|| {
-            let names = Self::NAMES.map(|(_, name)| name).join(", ");
-            Error::new(
-                ErrorKind::Parse,
-                format!("unknown path '{text}'; expected one of {names}"),
-            )
-            .with_help("use copy-engine where kernels of your own wait for transfers, else fastest")
-        })
+named! {
+    /// Which part of the device moves the bytes of a transfer; the same on both ranks.
+    #[derive(Default)]
+    pub enum Path: "path", help "use copy-engine where kernels of your own wait for transfers, else fastest" {
+        /// The copy engine, and operations on words in the stream. No kernel runs at either end, so the transfer
+        /// is done also where a kernel fills the device and waits for it.
+        #[default]
+        CopyEngine = "copy-engine",
+        /// Kernels at both ends, whatever the length: packets where the hardware model says so, else several
+        /// blocks that copy. Small transfers are several times as fast as by the copy engine. Each kernel waits
+        /// for its peer, and needs multiprocessors that no other kernel keeps until the transfer is done. The
+        /// first wait for a receive may unpack it: waits on other streams follow that one, whatever else it waits
+        /// for, and a receive may be posted twice before a wait at most.
+        Multiprocessors = "multiprocessors",
+        /// Kernels up to the length from which the hardware model finds the copy engine faster; then that. For
+        /// programs whose own kernels end without this transfer.
+        Fastest = "fastest",
+        /// A kernel of one block up to the length to which the hardware model finds that faster, else the copy
+        /// engine: for transfers beside matmuls, which leave little room.
+        OneBlock = "one-block",
     }
 }
 
@@ -280,7 +250,7 @@ mod tests {
 
     #[test]
     fn paths_are_read_as_they_are_printed() {
-        for (path, _) in Path::NAMES {
+        for path in Path::ALL {
             assert_eq!(path.to_string().parse::<Path>().unwrap(), path);
         }
         let error = "sm".parse::<Path>().unwrap_err();

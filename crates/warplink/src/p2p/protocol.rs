@@ -29,44 +29,19 @@
 //!    word. Were it set first, a post behind a wait for it could overtake the peer's. At a target, its inbound
 //!    word says it. That another transfer of the group has told its peer says it of neither.
 
-use crate::error::{Error, ErrorKind, Result};
+use crate::named::named;
 use crate::signal::{SignalOp, SignalWord};
 use crate::sync::{AtomicU64, Ordering};
-use serde::{Deserialize, Serialize};
-use std::fmt;
-use std::str::FromStr;
 
-/// Which end of a transfer copies.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
-pub enum Protocol {
-    /// The receiver reads the sender's memory once the sender has said that it may.
-    Get,
-    /// The sender writes the receiver's memory once the receiver has said that it may.
-    #[default]
-    Put,
-}
-
-impl fmt::Display for Protocol {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Get => "get",
-            Self::Put => "put",
-        })
-    }
-}
-
-impl FromStr for Protocol {
-    type Err = Error;
-
-    fn from_str(text: &str) -> Result<Self> {
-        match text {
-            "get" => Ok(Self::Get),
-            "put" => Ok(Self::Put),
-            _ => Err(Error::new(
-                ErrorKind::Parse,
-                format!("unknown protocol '{text}'; expected get or put"),
-            )),
-        }
+named! {
+    /// Which end of a transfer copies.
+    #[derive(Default)]
+    pub enum Protocol: "protocol" {
+        /// The receiver reads the sender's memory once the sender has said that it may.
+        Get = "get",
+        /// The sender writes the receiver's memory once the receiver has said that it may.
+        #[default]
+        Put = "put",
     }
 }
 

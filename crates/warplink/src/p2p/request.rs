@@ -4,15 +4,16 @@ use super::path::Path;
 use super::protocol::{Protocol, Role};
 use crate::error::Rank;
 use crate::memory::Region;
-use std::fmt;
+use crate::named::named;
 
-/// Which way the bytes go, seen from this rank.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Direction {
-    /// To the peer.
-    Send,
-    /// From the peer.
-    Receive,
+named! {
+    /// Which way the bytes go, seen from this rank.
+    pub enum Direction: "direction" {
+        /// From this rank to the peer.
+        Send = "send",
+        /// From the peer to this rank.
+        Receive = "receive",
+    }
 }
 
 impl Direction {
@@ -30,15 +31,6 @@ impl Direction {
             (Self::Send, Protocol::Put) | (Self::Receive, Protocol::Get) => Role::Initiator,
             (Self::Send, Protocol::Get) | (Self::Receive, Protocol::Put) => Role::Target,
         }
-    }
-}
-
-impl fmt::Display for Direction {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Send => "send",
-            Self::Receive => "receive",
-        })
     }
 }
 

@@ -2,114 +2,47 @@
 
 use super::site::Site;
 use crate::error::{Error, ErrorKind, Rank, Result};
+use crate::named::named;
 use std::fmt;
-use std::str::FromStr;
 
-/// Which rule a [`Diagnostic`] says is broken.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-#[non_exhaustive]
-pub enum DiagnosticKind {
-    /// A `require` does not hold.
-    Requirement,
-    /// An expression has no value, a name is unknown or bound twice, or a limit is passed.
-    Malformed,
-    /// An index, a range, a peer or a stream is not there.
-    OutOfBounds,
-    /// Shapes, lengths, element types or protocols do not fit.
-    Mismatch,
-    /// An input is written.
-    InputWritten,
-    /// A tensor is used after it was deallocated, or deallocated while it may be in use.
-    UseAfterDeallocate,
-    /// A wait for a transfer that was not posted before it, as when it names the wrong iteration.
-    UnpostedWait,
-    /// A transfer is shared with a peer that does not share the matching one.
-    AsymmetricExchange,
-    /// Ranks call different collectives, or the same in different orders.
-    CollectiveOrder,
-    /// A signal may be overwritten before it is seen, or is never waited for.
-    LostSignal,
-    /// Hosts or streams wait for one another, or for what never comes.
-    Deadlock,
-    /// Two accesses to the same bytes, at least one a write, without an order.
-    Race,
-    /// Bytes are read that nothing wrote.
-    UnwrittenRead,
-    /// An output is not written in full.
-    UnwrittenOutput,
-    /// An output is not what the program expects of it.
-    Expectation,
-    /// A stream's work is not joined to the caller's stream at the end.
-    Unjoined,
-    /// The program runs, but not as a graph.
-    EagerOnly,
-}
-
-impl DiagnosticKind {
-    /// Every kind.
-    pub const ALL: [Self; 17] = [
-        Self::Requirement,
-        Self::Malformed,
-        Self::OutOfBounds,
-        Self::Mismatch,
-        Self::InputWritten,
-        Self::UseAfterDeallocate,
-        Self::UnpostedWait,
-        Self::AsymmetricExchange,
-        Self::CollectiveOrder,
-        Self::LostSignal,
-        Self::Deadlock,
-        Self::Race,
-        Self::UnwrittenRead,
-        Self::UnwrittenOutput,
-        Self::Expectation,
-        Self::Unjoined,
-        Self::EagerOnly,
-    ];
-
-    /// Its name in reports.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Requirement => "requirement",
-            Self::Malformed => "malformed",
-            Self::OutOfBounds => "out-of-bounds",
-            Self::Mismatch => "mismatch",
-            Self::InputWritten => "input-written",
-            Self::UseAfterDeallocate => "use-after-deallocate",
-            Self::UnpostedWait => "unposted-wait",
-            Self::AsymmetricExchange => "asymmetric-exchange",
-            Self::CollectiveOrder => "collective-order",
-            Self::LostSignal => "lost-signal",
-            Self::Deadlock => "deadlock",
-            Self::Race => "race",
-            Self::UnwrittenRead => "unwritten-read",
-            Self::UnwrittenOutput => "unwritten-output",
-            Self::Expectation => "expectation",
-            Self::Unjoined => "unjoined",
-            Self::EagerOnly => "eager-only",
-        }
-    }
-}
-
-impl fmt::Display for DiagnosticKind {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())
-    }
-}
-
-impl FromStr for DiagnosticKind {
-    type Err = Error;
-
-    fn from_str(text: &str) -> Result<Self> {
-        Self::ALL
-            .into_iter()
-            .find(|kind| kind.name() == text)
-            .ok_or_else(|| {
-                Error::new(
-                    ErrorKind::Parse,
-                    format!("unknown kind of diagnostic '{text}'"),
-                )
-            })
+named! {
+    /// Which rule a [`Diagnostic`] says is broken.
+    #[non_exhaustive]
+    pub enum DiagnosticKind: "kind of diagnostic" {
+        /// A `require` does not hold.
+        Requirement = "requirement",
+        /// An expression has no value, a name is unknown or bound twice, or a limit is passed.
+        Malformed = "malformed",
+        /// An index, a range, a peer or a stream is not there.
+        OutOfBounds = "out-of-bounds",
+        /// Shapes, lengths, element types or protocols do not fit.
+        Mismatch = "mismatch",
+        /// An input is written.
+        InputWritten = "input-written",
+        /// A tensor is used after it was deallocated, or deallocated while it may be in use.
+        UseAfterDeallocate = "use-after-deallocate",
+        /// A wait for a transfer that was not posted before it, as when it names the wrong iteration.
+        UnpostedWait = "unposted-wait",
+        /// A transfer is shared with a peer that does not share the matching one.
+        AsymmetricExchange = "asymmetric-exchange",
+        /// Ranks call different collectives, or the same in different orders.
+        CollectiveOrder = "collective-order",
+        /// A signal may be overwritten before it is seen, or is never waited for.
+        LostSignal = "lost-signal",
+        /// Hosts or streams wait for one another, or for what never comes.
+        Deadlock = "deadlock",
+        /// Two accesses to the same bytes, at least one a write, without an order.
+        Race = "race",
+        /// Bytes are read that nothing wrote.
+        UnwrittenRead = "unwritten-read",
+        /// An output is not written in full.
+        UnwrittenOutput = "unwritten-output",
+        /// An output is not what the program expects of it.
+        Expectation = "expectation",
+        /// A stream's work is not joined to the caller's stream at the end.
+        Unjoined = "unjoined",
+        /// The program runs, but not as a graph.
+        EagerOnly = "eager-only",
     }
 }
 

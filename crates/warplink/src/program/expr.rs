@@ -1,5 +1,6 @@
 //! Integer expressions and conditions.
 
+use crate::named::named;
 use std::fmt;
 
 /// The deepest nesting that an expression may have, so that walking one cannot exhaust the stack.
@@ -54,21 +55,22 @@ pub enum Operator {
     Part,
 }
 
-/// A comparison of integers.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Comparison {
-    /// `==`.
-    Equal,
-    /// `!=`.
-    NotEqual,
-    /// `<`.
-    Less,
-    /// `<=`.
-    LessOrEqual,
-    /// `>`.
-    Greater,
-    /// `>=`.
-    GreaterOrEqual,
+named! {
+    /// A comparison of integers. The name is its sign in program text.
+    pub enum Comparison: "comparison" {
+        /// `==`.
+        Equal = "==",
+        /// `!=`.
+        NotEqual = "!=",
+        /// `<`.
+        Less = "<",
+        /// `<=`.
+        LessOrEqual = "<=",
+        /// `>`.
+        Greater = ">",
+        /// `>=`.
+        GreaterOrEqual = ">=",
+    }
 }
 
 /// A condition.
@@ -262,18 +264,6 @@ impl Comparison {
             Self::LessOrEqual => a <= b,
             Self::Greater => a > b,
             Self::GreaterOrEqual => a >= b,
-        }
-    }
-
-    /// Its sign in program text.
-    pub const fn sign(self) -> &'static str {
-        match self {
-            Self::Equal => "==",
-            Self::NotEqual => "!=",
-            Self::Less => "<",
-            Self::LessOrEqual => "<=",
-            Self::Greater => ">",
-            Self::GreaterOrEqual => ">=",
         }
     }
 }

@@ -23,7 +23,6 @@ pub(crate) use rank::{FAULT_RANK_COMMAND, FaultRank};
 
 use crate::commands::ranks::launch_self;
 use crate::launch::{self, Variable};
-use crate::names::as_text;
 use crate::options::Options;
 use crate::report;
 use anyhow::{Context, Result, ensure};
@@ -213,7 +212,6 @@ impl Inner {
 /// What `--json` prints, and the table is made of.
 #[derive(Debug, Serialize)]
 struct Report {
-    #[serde(serialize_with = "as_text")]
     device: DeviceKind,
     ranks: usize,
     victim: usize,

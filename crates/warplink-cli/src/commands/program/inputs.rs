@@ -2,6 +2,7 @@
 
 use crate::gemm::inputs::Matrix;
 use warplink::DType;
+use warplink::dtype::Numbers;
 use warplink::program::{TensorId, TensorInstance};
 
 /// The inputs of all ranks.
@@ -38,14 +39,14 @@ fn random(tensor: &TensorInstance, seed: u64, which: u64) -> Vec<u8> {
     let scaled = |scale: f64| {
         let values = values(DType::F32);
         let values = DType::F32.decode(&values).map(|value| value * scale);
-        let unsigned = matches!(tensor.dtype, DType::U8 | DType::U32 | DType::U64);
+        let unsigned = tensor.dtype.numbers() == Numbers::Unsigned;
         let values = values.map(|value| if unsigned { value.abs() } else { value });
         tensor.dtype.encode(values)
     };
     match tensor.dtype {
-        DType::BF16 | DType::F16 | DType::F32 => values(tensor.dtype),
+        dtype if DType::MATMUL.contains(&dtype) => values(dtype),
         DType::F64 => scaled(1.0),
-        DType::F8E4M3 | DType::F8E5M2 => scaled(2.0),
+        dtype if dtype.is_float() => scaled(2.0),
         // Integers from -100 to 100.
         _ => scaled(100.0),
     }

@@ -13,7 +13,7 @@ mod memory;
 mod report;
 
 use crate::commands::ranks;
-use crate::gemm::gemm_dtype;
+use crate::names::OneOf;
 use crate::options::Options;
 use crate::report::bytes::Bytes;
 use crate::report::progress::Progress;
@@ -68,16 +68,16 @@ const MEASUREMENTS: [(&str, Measurement); 9] = [
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:\n  \
     warplink tune\n  \
-    warplink tune -n 2 --dtypes bf16,f16,f32 --output h200-2.json\n  \
+    warplink tune -n 2 --dtypes bf16,f16 --output h200-2.json\n  \
     warplink tune -n 8 --algorithms\n  \
     warplink tune --device host -n 2 --largest-shape 256")]
 pub(crate) struct Tune {
     /// File to write [default: in the cache directory, where warplink looks for it]
     #[arg(long, value_name = "FILE")]
     output: Option<PathBuf>,
-    /// Element types of the matrix multiplications: bf16, f16 or f32; f16 and bf16 stand for one another
+    /// Element types of the matrix multiplications; f16 and bf16 stand for one another
     /// [default: bf16,f32]
-    #[arg(long, value_name = "T,…", value_delimiter = ',', value_parser = gemm_dtype)]
+    #[arg(long, value_name = "T,…", value_delimiter = ',', value_parser = OneOf(&DType::MATMUL))]
     dtypes: Vec<DType>,
     /// Largest extent of a matrix [default: 16384 on cuda, 512 on host]
     #[arg(long, value_name = "N")]

@@ -14,11 +14,10 @@ import torch
 import warplink
 from warplink.torch.arithmetic import plain_name
 from warplink.torch.direct import GpuMessages
+from warplink.torch.element_types import DTYPES, REDUCED
 from warplink.torch.works import GpuWork
-from warplink.torch.workspace import DTYPES
 
-#: The types that are reduced, and the operators by PyTorch's names.
-ELEMENTS = ("f64", "f32", "f16", "bf16", "i64", "i32", "i8", "u8")
+#: The operators by PyTorch's names.
 OPERATORS = {"sum": "sum", "avg": "average", "product": "product", "min": "min", "max": "max"}
 
 
@@ -31,7 +30,7 @@ def reduction(op: Any, dtype: torch.dtype) -> tuple[str, str] | None:
 @functools.lru_cache(maxsize=None)
 def _reduction(op: str | None, dtype: torch.dtype) -> tuple[str, str] | None:
     element, name = DTYPES.get(dtype), OPERATORS.get(op or "")
-    if element not in ELEMENTS or name is None or name == "average" and not dtype.is_floating_point:
+    if element not in REDUCED or name is None or name == "average" and not dtype.is_floating_point:
         return None
     return name, element
 

@@ -24,6 +24,7 @@ from warplink.torch.arithmetic import (
     settle,
     writable,
 )
+from warplink.torch.element_types import DTYPES
 from warplink.torch.shapes import check_alike, check_plain
 from warplink.torch.works import HostWork, Result, Worker, Works, bare
 
@@ -33,15 +34,15 @@ HEADER = struct.Struct("<QqQQ56s24s")
 #: Up to this many bytes, every rank sends all of a tensor to all others to reduce it.
 ONE_SHOT_BYTES = 128 << 10
 
-#: What the engine reduces with the same bits as PyTorch: the names of types, and of reductions.
-REDUCED_TYPES = {
-    torch.float32: "f32",
-    torch.float64: "f64",
-    torch.float16: "f16",
-    torch.bfloat16: "bf16",
-    torch.int32: "i32",
-    torch.int64: "i64",
-}
+#: What the engine reduces with the same bits as PyTorch: types, and names of reductions.
+SAME_BITS = (
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int32,
+    torch.int64,
+)
 REDUCTIONS = {"sum": "sum", "product": "product", "avg": "average"}
 
 Pieces = list[tuple[int, torch.Tensor]]
@@ -183,7 +184,7 @@ class HostCollectives:
         """The reduction of what each peer sends with ``own``, in the order of ranks; in ``target``, as long as ``own``, if
         that is given, which may be what is sent."""
         others = [peer for peer in range(self.size) if peer != self.rank]
-        kind = REDUCED_TYPES.get(own.dtype)
+        kind = DTYPES[own.dtype] if own.dtype in SAME_BITS else None
         exact = name != "avg" or own.is_floating_point()
         if kind is not None and name in REDUCTIONS and exact and others and own.numel():
             total = torch.empty_like(own) if target is None else target

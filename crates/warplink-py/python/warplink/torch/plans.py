@@ -12,7 +12,8 @@ from typing import Any, Callable, Sequence
 import torch
 
 import warplink
-from warplink.torch.workspace import DTYPES, Workspace
+from warplink.torch.element_types import DTYPES
+from warplink.torch.workspace import Workspace
 
 _NO_SPAN = contextlib.nullcontext()
 

@@ -25,21 +25,6 @@ MAX_COMPARED = 1024
 #: Bytes by which members find whether they reach one another's memory.
 _PROBE_BYTES = 64
 
-#: Warplink's names of PyTorch's element types.
-DTYPES = {
-    torch.float16: "f16",
-    torch.bfloat16: "bf16",
-    torch.float32: "f32",
-    torch.float64: "f64",
-    torch.int8: "i8",
-    torch.int16: "i16",
-    torch.int32: "i32",
-    torch.int64: "i64",
-    torch.uint8: "u8",
-    torch.bool: "bool",
-    torch.complex64: "c64",
-    torch.complex128: "c128",
-}
 
 
 #: What ends the waits for other members.

@@ -149,7 +149,7 @@ impl ConnectionExchange {
         let slots = self.pairs.pair_slots(slot, job_peer, peers, inbound)?;
         let region = region.open()?;
         let place = Place::Mapped(region.memory().clone());
-        Ok((Reach::Mapped(slots), (Some(region), place)))
+        Ok((Reach::Mapped(Box::new(slots)), (Some(region), place)))
     }
 
     /// Connects to the peer over the network. From then on dropping the link tells the peer; so does a failure.

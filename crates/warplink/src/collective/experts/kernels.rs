@@ -51,20 +51,20 @@ impl ExpertKernels {
         let mut source = ModuleSource::new("experts")
             .with_cuda(include_str!("../../../kernels/experts.cu"))
             .with_host_kernel("route", route);
-        let types = [
-            (DType::F32, "sum_f32"),
-            (DType::F16, "sum_f16"),
-            (DType::BF16, "sum_bf16"),
-        ];
-        for (dtype, name) in types {
-            source = source.with_host_kernel(name, move |block| sum(block, dtype));
+        for dtype in DType::MATMUL {
+            source = source.with_host_kernel(name_of_sum(dtype), move |block| sum(block, dtype));
         }
         // SAFETY: the kernels access the memory of a launch within the lengths that the layer has checked.
         let module = unsafe { device.load_module(&source)? };
-        let [f32, f16, bf16] = types.map(|(dtype, name)| module.kernel(name).map(|k| (dtype, k)));
+        let sum = |dtype| {
+            module
+                .kernel(&name_of_sum(dtype))
+                .map(|kernel| (dtype, kernel))
+        };
+        let [first, second, third] = DType::MATMUL.map(sum);
         Ok(Self {
             route: module.kernel("route")?,
-            sums: [f32?, f16?, bf16?],
+            sums: [first?, second?, third?],
         })
     }
 
@@ -164,6 +164,10 @@ fn route(block: &Block<'_>) -> Result<()> {
     store(block, counts, rank, &[count as u32])
 }
 
+fn name_of_sum(dtype: DType) -> String {
+    format!("sum_{dtype}")
+}
+
 /// `sum`: blocks process tokens round-robin.
 fn sum(block: &Block<'_>, dtype: DType) -> Result<()> {
     let words = block.words(0)?;
@@ -183,47 +187,15 @@ fn sum(block: &Block<'_>, dtype: DType) -> Result<()> {
                 continue;
             }
             let (from, weight) = (place as usize * row, f32::from_bits(weight));
-            let values = decode_f32(dtype, &block.load(&rows.slice(from..from + row)?)?);
-            for (total, value) in total.iter_mut().zip(values) {
-                *total += weight * value;
+            let values = block.load(&rows.slice(from..from + row)?)?;
+            for (total, value) in total.iter_mut().zip(dtype.decode(&values)) {
+                *total += weight * value as f32;
             }
         }
         let target = output.slice(token * row..(token + 1) * row)?;
-        block.store(&target, &encode_f32(dtype, &total))?;
+        block.store(&target, &dtype.encode(total.into_iter().map(f64::from)))?;
     }
     Ok(())
-}
-
-fn decode_f32(dtype: DType, bytes: &[u8]) -> Vec<f32> {
-    match dtype {
-        DType::F16 | DType::BF16 => {
-            let halves = bytes.chunks_exact(2).map(|two| [two[0], two[1]]);
-            let value = |half| match dtype {
-                DType::F16 => half::f16::from_le_bytes(half).to_f32(),
-                _ => half::bf16::from_le_bytes(half).to_f32(),
-            };
-            halves.map(value).collect()
-        }
-        _ => {
-            let words = bytes.chunks_exact(4);
-            words
-                .map(|word| f32::from_le_bytes([word[0], word[1], word[2], word[3]]))
-                .collect()
-        }
-    }
-}
-
-fn encode_f32(dtype: DType, values: &[f32]) -> Vec<u8> {
-    let values = values.iter();
-    match dtype {
-        DType::F16 => values
-            .flat_map(|value| half::f16::from_f32(*value).to_le_bytes())
-            .collect(),
-        DType::BF16 => values
-            .flat_map(|value| half::bf16::from_f32(*value).to_le_bytes())
-            .collect(),
-        _ => values.flat_map(|value| value.to_le_bytes()).collect(),
-    }
 }
 
 fn missing() -> Error {

@@ -15,6 +15,7 @@ use super::messages::{Count, Entry, check_apart};
 use crate::device::{AllocationKind, DeviceSlice, InUse, Stream};
 use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Rank, Result};
+use crate::named::alternatives;
 use crate::p2p::Direction;
 use crate::sync::lock;
 use kernels::{ExpertKernels, Routing, Sum};
@@ -101,10 +102,14 @@ impl ExpertOptions {
                 "give each rank as many experts",
             );
         }
-        if !matches!(self.dtype, DType::F32 | DType::F16 | DType::BF16) {
+        if !DType::MATMUL.contains(&self.dtype) {
             return refused(
-                format!("rows of {}; expected f32, f16 or bf16", self.dtype),
-                "use f32, f16 or bf16",
+                format!(
+                    "rows of {}; expected {}",
+                    self.dtype,
+                    alternatives(&DType::MATMUL)
+                ),
+                "use one of these types",
             );
         }
         let sizes = [self.top_k, self.max_tokens, self.elements];

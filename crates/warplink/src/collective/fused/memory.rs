@@ -4,6 +4,7 @@ use super::{Fused, FusedKind, QUANTIZED_BLOCK, Quantization};
 use crate::device::DeviceSlice;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
+use crate::named::alternatives;
 use crate::program::section::MAX_TENSOR_BYTES;
 
 /// The memory of a fused call. All is row by row, contiguous; `rows` are those of [`FusedKind`]. At least one of `sum`,
@@ -352,9 +353,10 @@ impl Fused {
     }
 
     fn bytes_of(&self, tensor: Tensor, world: usize) -> usize {
-        let rows = match tensor.has_rows() {
-            false => 1,
-            true => self.rows(tensor, world),
+        let rows = if tensor.has_rows() {
+            self.rows(tensor, world)
+        } else {
+            1
         };
         rows * tensor.width(self) * tensor.dtype(self).size()
     }
@@ -369,8 +371,12 @@ impl Fused {
     }
 
     fn check(&self, world: usize) -> Result<()> {
-        if !matches!(self.dtype, DType::F32 | DType::F16 | DType::BF16) {
-            let text = format!("rows of {}; expected f32, f16 or bf16", self.dtype);
+        if !DType::MATMUL.contains(&self.dtype) {
+            let text = format!(
+                "rows of {}; expected {}",
+                self.dtype,
+                alternatives(&DType::MATMUL)
+            );
             return refused(text, "convert the rows");
         }
         if self.tokens == 0 || self.width == 0 {

@@ -37,6 +37,8 @@ mod stream;
 pub use super::library::{LibraryReport, libraries};
 pub use capabilities::{Capabilities, capabilities};
 pub use kernels::nvrtc::{CompiledKernel, compile, compile_all};
+#[doc(hidden)]
+pub use nccl::{NCCL_OPERATORS, NCCL_TYPES};
 
 use super::{Device, Pretend};
 use crate::error::Result;

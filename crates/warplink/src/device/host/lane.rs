@@ -7,7 +7,7 @@ use super::extremes::Extremes;
 use super::kernel::Block;
 use super::{check_kind, check_lengths, memory, packets, words};
 use crate::device::{DeviceSlice, ReduceOp, Word};
-use crate::dtype::{DType, Element, F8E4M3, F8E5M2};
+use crate::dtype::{DType, Element, with_element};
 use crate::error::{Error, ErrorKind, Result};
 use std::ops::{Add, Mul};
 
@@ -174,25 +174,11 @@ pub(crate) fn combine(
         }
         return Ok(());
     }
-    match dtype {
-        DType::F16 => fold(op, sources, write, half::f16::to_f32, half::f16::from_f32),
-        DType::BF16 => fold(op, sources, write, half::bf16::to_f32, half::bf16::from_f32),
-        DType::F8E4M3 => fold(op, sources, write, F8E4M3::to_f32, F8E4M3::from_f32),
-        DType::F8E5M2 => fold(op, sources, write, F8E5M2::to_f32, F8E5M2::from_f32),
-        DType::F32 => fold(op, sources, write, |x: f32| x, |x| x),
-        DType::F64 => fold(op, sources, write, |x: f64| x, |x| x),
-        // In 32 bits as kernels do, which affects averages.
-        DType::I8 => fold(op, sources, write, |x: i8| i32::from(x), |x| x as i8),
-        DType::U8 => fold(op, sources, write, |x: u8| u32::from(x), |x| x as u8),
-        DType::I32 => fold(op, sources, write, |x: i32| x, |x| x),
-        DType::U32 => fold(op, sources, write, |x: u32| x, |x| x),
-        DType::I64 => fold(op, sources, write, |x: i64| x, |x| x),
-        DType::U64 => fold(op, sources, write, |x: u64| x, |x| x),
-    }
+    with_element!(dtype, T => fold::<T>(op, sources, write))
 }
 
 /// Accumulator type.
-trait Summand: Extremes {
+pub(super) trait Summand: Extremes {
     fn plus(self, other: Self) -> Self;
     fn times(self, other: Self) -> Self;
     /// The average of `count` summed values.
@@ -234,27 +220,25 @@ summands! {
 }
 
 /// Dispatches on the operator once, so that the loop can be vectorized.
-fn fold<T: Element, A: Summand>(
+fn fold<T: Element<Wide: Summand>>(
     op: ReduceOp,
     sources: &[&dyn Values],
     write: &mut Write<'_>,
-    widen: impl Fn(T) -> A + Copy,
-    round: impl Fn(A) -> T + Copy,
 ) -> Result<()> {
     let count = sources.len();
     match op {
-        ReduceOp::Sum => fold_by(sources, write, widen, round, A::plus),
-        ReduceOp::Product => fold_by(sources, write, widen, round, A::times),
-        ReduceOp::Max => fold_by(sources, write, widen, round, A::larger),
-        ReduceOp::Min => fold_by(sources, write, widen, round, A::smaller),
+        ReduceOp::Sum => fold_by(sources, write, T::widen, T::narrow, Summand::plus),
+        ReduceOp::Product => fold_by(sources, write, T::widen, T::narrow, Summand::times),
+        ReduceOp::Max => fold_by(sources, write, T::widen, T::narrow, Extremes::larger),
+        ReduceOp::Min => fold_by(sources, write, T::widen, T::narrow, Extremes::smaller),
         ReduceOp::Average => {
-            let round = move |sum: A| round(sum.divided(count));
-            fold_by(sources, write, widen, round, A::plus)
+            let round = move |sum: T::Wide| T::narrow(sum.divided(count));
+            fold_by(sources, write, T::widen, round, Summand::plus)
         }
         ReduceOp::ScaledSum(factor) => {
-            let factor = A::of(factor.value());
-            let widen = move |value: T| widen(value).times(factor);
-            fold_by(sources, write, widen, round, A::plus)
+            let factor = <T::Wide as Summand>::of(factor.value());
+            let widen = move |value: T| value.widen().times(factor);
+            fold_by(sources, write, widen, T::narrow, Summand::plus)
         }
     }
 }

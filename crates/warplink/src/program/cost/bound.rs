@@ -1,57 +1,25 @@
 //! What time goes to.
 
+use crate::named::named;
 use serde::{Serialize, Serializer};
-use std::fmt;
 
-/// What time goes to.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Bound {
-    /// Puts and gets, by kernels too.
-    Link,
-    /// Matrix multiplications.
-    Matmul,
-    /// Copies within a device's memory, and sums.
-    Memory,
-    /// What a lane of a kernel can move: more lanes, or threads, would be faster.
-    Lanes,
-    /// The engine's collectives, sends and receives.
-    Collective,
-    /// Signals, events and starts of kernels.
-    Latency,
-    /// The host, which enqueues.
-    Host,
-}
-
-impl Bound {
-    /// Every bound.
-    pub const ALL: [Self; 7] = [
-        Self::Link,
-        Self::Matmul,
-        Self::Memory,
-        Self::Lanes,
-        Self::Collective,
-        Self::Latency,
-        Self::Host,
-    ];
-
-    /// A word for it.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Link => "link",
-            Self::Matmul => "matmul",
-            Self::Memory => "memory",
-            Self::Lanes => "lanes",
-            Self::Collective => "collective",
-            Self::Latency => "latency",
-            Self::Host => "host",
-        }
-    }
-}
-
-impl fmt::Display for Bound {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())
+named! {
+    /// What time goes to.
+    pub enum Bound: "bound" {
+        /// Puts and gets, by kernels too.
+        Link = "link",
+        /// Matrix multiplications.
+        Matmul = "matmul",
+        /// Copies within a device's memory, and sums.
+        Memory = "memory",
+        /// What a lane of a kernel can move: more lanes, or threads, would be faster.
+        Lanes = "lanes",
+        /// The engine's collectives, sends and receives.
+        Collective = "collective",
+        /// Signals, events and starts of kernels.
+        Latency = "latency",
+        /// The host, which enqueues.
+        Host = "host",
     }
 }
 

@@ -3,7 +3,7 @@
 use super::fields::{MAX_SECONDS, MIN_SECONDS};
 use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Result};
-use serde::{Deserialize, Deserializer, Serialize, Serializer};
+use serde::{Deserialize, Serialize};
 
 /// Bytes that rows must be a multiple of to count as aligned.
 const ALIGNMENT: usize = 16;
@@ -28,7 +28,6 @@ pub struct Gemm {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Grid {
     /// Element type.
-    #[serde(serialize_with = "write_dtype", deserialize_with = "read_dtype")]
     pub dtype: DType,
     /// Whether these are times of operands whose rows (of `k` and of `n` elements) are multiples of
     /// 16 bytes; libraries have slower kernels for others.
@@ -157,15 +156,6 @@ impl Place {
         };
         Self { low, share, beyond }
     }
-}
-
-fn write_dtype<S: Serializer>(dtype: &DType, serializer: S) -> Result<S::Ok, S::Error> {
-    serializer.serialize_str(dtype.name())
-}
-
-fn read_dtype<'de, D: Deserializer<'de>>(deserializer: D) -> Result<DType, D::Error> {
-    let name = String::deserialize(deserializer)?;
-    name.parse().map_err(serde::de::Error::custom)
 }
 
 #[cfg(test)]

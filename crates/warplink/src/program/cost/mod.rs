@@ -82,15 +82,18 @@ pub use report::{Busy, Cost, Span};
 
 use super::RankProgram;
 use crate::error::Result;
+use crate::named::named;
 
-/// How a program is given to the device.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-pub enum Submission {
-    /// Operation by operation: work starts no earlier than the host has enqueued it.
-    #[default]
-    Eager,
-    /// As one graph: everything is there when it is launched.
-    Captured,
+named! {
+    /// How a program is given to the device.
+    #[derive(Default)]
+    pub enum Submission: "submission" {
+        /// Operation by operation: work starts no earlier than the host has enqueued it.
+        #[default]
+        Eager = "eager",
+        /// As one graph: everything is there when it is launched.
+        Captured = "captured",
+    }
 }
 
 /// What is simulated, and what is told about it.

@@ -37,10 +37,16 @@ pub(super) fn is_symmetric(ranks: &[RankProgram], partners: &Partners) -> bool {
     })
 }
 
-/// What the time of an operation depends on, beside what the lanes of a kernel do; none where it depends on the rank.
-fn signature(
-    kind: &OperationKind,
-) -> Option<(Discriminant<OperationKind>, &str, Option<DType>, Vec<usize>)> {
+/// The operation, its name and element type, and sizes: operations of one signature take the same time.
+type Signature<'k> = (
+    Discriminant<OperationKind>,
+    &'k str,
+    Option<DType>,
+    Vec<usize>,
+);
+
+/// The signature of an operation without the lanes of a kernel; `None` if its time depends on the rank.
+fn signature(kind: &OperationKind) -> Option<Signature<'_>> {
     let (name, dtype, sizes) = match kind {
         OperationKind::Allocate(_)
         | OperationKind::Deallocate(_)

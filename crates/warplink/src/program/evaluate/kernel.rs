@@ -204,8 +204,8 @@ pub(super) fn combine(
         return sources.first().cloned().unwrap_or_default();
     };
     let between = match dtype {
-        DType::F16 | DType::BF16 | DType::F8E4M3 | DType::F8E5M2 => DType::F32,
-        other => other,
+        _ if dtype.is_float() && dtype.size() < DType::F32.size() => DType::F32,
+        _ => dtype,
     };
     let at = |index: usize| {
         combined(

@@ -1,7 +1,6 @@
 //! Values with a bound on how far a device may be from them.
 
-use crate::dtype::DType;
-use half::{bf16, f16};
+use crate::dtype::{DType, Numbers};
 
 /// How much larger a bound is than what the roundings give, for the terms of higher order.
 const MARGIN: f64 = 1.01;
@@ -178,28 +177,16 @@ impl Value {
                 bound: f64::INFINITY,
                 ..self
             },
-            // Integers wrap.
-            DType::I32 => Self {
-                value: f64::from(self.value as i64 as i32),
-                ..self
-            },
-            DType::U8 => Self {
-                value: f64::from(self.value as i64 as u8),
-                ..self
-            },
-            DType::I8 => Self {
-                value: f64::from(self.value as i64 as i8),
-                ..self
-            },
-            DType::U32 => Self {
-                value: f64::from(self.value as i64 as u32),
-                ..self
-            },
             DType::U64 if self.value < 0.0 => Self {
                 bound: f64::INFINITY,
                 ..self
             },
             DType::I64 | DType::U64 => self,
+            // Integers wrap.
+            _ if !dtype.is_float() => Self {
+                value: wrapped(self.value as i64, dtype),
+                ..self
+            },
             // What is too large becomes the largest.
             DType::F8E4M3 | DType::F8E5M2 if (self.value.abs() + self.bound).is_finite() => {
                 let most = largest(dtype);
@@ -249,39 +236,33 @@ impl Product {
     }
 }
 
+/// An integer as elements of at most 32 bits hold it.
+fn wrapped(value: i64, dtype: DType) -> f64 {
+    let bits = 8 * dtype.size() as u32;
+    let low = value & ((1 << bits) - 1);
+    let negative = dtype.numbers() == Numbers::Signed && low >> (bits - 1) == 1;
+    (if negative { low - (1 << bits) } else { low }) as f64
+}
+
 /// Half the distance from one to the next number: the largest relative error of rounding.
 fn roundoff(dtype: DType) -> f64 {
-    match dtype {
-        DType::F16 => 2f64.powi(-11),
-        DType::BF16 => 2f64.powi(-8),
-        DType::F32 => 2f64.powi(-24),
-        DType::F64 => 2f64.powi(-53),
-        DType::F8E4M3 => 2f64.powi(-4),
-        DType::F8E5M2 => 2f64.powi(-3),
+    match dtype.numbers() {
+        Numbers::Float { digits, .. } => 2f64.powi(-i32::from(digits)),
         _ => 0.0,
     }
 }
 
-/// The smallest normal number: a device may flush what is smaller to zero.
+/// The smallest number that a device does not flush to zero.
 fn smallest(dtype: DType) -> f64 {
-    match dtype {
-        DType::F16 => 2f64.powi(-14),
-        DType::BF16 | DType::F32 => 2f64.powi(-126),
-        DType::F64 => f64::MIN_POSITIVE,
-        // Numbers below the normal ones are as far apart as the smallest of these.
-        DType::F8E4M3 => 2f64.powi(-9),
-        DType::F8E5M2 => 2f64.powi(-16),
+    match dtype.numbers() {
+        Numbers::Float { smallest, .. } => smallest,
         _ => 0.0,
     }
 }
 
 fn largest(dtype: DType) -> f64 {
-    match dtype {
-        DType::F16 => f16::MAX.to_f64(),
-        DType::BF16 => bf16::MAX.to_f64(),
-        DType::F32 => f64::from(f32::MAX),
-        DType::F8E4M3 => 448.0,
-        DType::F8E5M2 => 57344.0,
+    match dtype.numbers() {
+        Numbers::Float { largest, .. } => largest,
         _ => f64::MAX,
     }
 }
@@ -289,6 +270,7 @@ fn largest(dtype: DType) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use half::bf16;
 
     #[test]
     fn integers_wrap_and_are_exact() {

@@ -1,10 +1,9 @@
 //! Rows of memory as values in single precision, and back.
 
 use crate::device::ReduceOp;
-use crate::dtype::{DType, Element, F8E4M3, F8E5M2};
+use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Result};
 use crate::program::section::{RowArgument, RowBinary, RowValue};
-use half::{bf16, f16};
 
 /// The arguments of a function: sources, of these types, combined in their order.
 pub(super) fn row_arguments(
@@ -51,33 +50,11 @@ fn combined(operator: ReduceOp, a: f32, b: f32) -> f32 {
 
 /// The values of `bytes`.
 fn decode(dtype: DType, bytes: &[u8]) -> Vec<f32> {
-    fn all<T: Element>(bytes: &[u8], value: fn(T) -> f32) -> Vec<f32> {
-        let chunks = bytes.chunks_exact(size_of::<T>());
-        let elements = chunks.filter_map(|chunk| T::read_from_bytes(chunk).ok());
-        elements.map(value).collect()
-    }
-    match dtype {
-        DType::F16 => all(bytes, f16::to_f32),
-        DType::BF16 => all(bytes, bf16::to_f32),
-        DType::F8E4M3 => all(bytes, F8E4M3::to_f32),
-        DType::F8E5M2 => all(bytes, F8E5M2::to_f32),
-        _ => all(bytes, |value: f32| value),
-    }
+    dtype.decode(bytes).map(|value| value as f32).collect()
 }
 
 /// The bytes of a row of `elements`, each rounded to `dtype`; one value is that of all.
 pub(super) fn row_bytes(dtype: DType, values: &[f32], elements: usize) -> Vec<u8> {
-    fn all<T: Element>(values: impl Iterator<Item = f32>, element: fn(f32) -> T) -> Vec<u8> {
-        let elements = values.map(element);
-        elements.flat_map(|it| it.as_bytes().to_vec()).collect()
-    }
     let at = |element: usize| values[if values.len() == 1 { 0 } else { element }];
-    let values = (0..elements).map(at);
-    match dtype {
-        DType::F16 => all(values, f16::from_f32),
-        DType::BF16 => all(values, bf16::from_f32),
-        DType::F8E4M3 => all(values, F8E4M3::from_f32),
-        DType::F8E5M2 => all(values, F8E5M2::from_f32),
-        _ => all(values, |value| value),
-    }
+    dtype.encode((0..elements).map(|element| at(element).into()))
 }

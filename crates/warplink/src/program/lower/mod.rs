@@ -21,8 +21,8 @@ pub use problem::{AllGatherMatmul, MatmulReduceScatter, Problem};
 use super::ir::Program;
 use super::parameters::{Parameter, Parameters, Value};
 use crate::error::{Error, ErrorKind, Result};
+use crate::named::named;
 use std::fmt;
-use std::str::FromStr;
 use std::sync::{Arc, OnceLock};
 
 /// The most combinations of alternatives of one lowering.
@@ -141,29 +141,20 @@ impl Lowered {
 /// Declares the lowerings of an operation, one line for each: its name, and the file that holds it.
 macro_rules! lowerings {
     ($(#[$doc:meta])* $visibility:vis enum $operation:ident {
-        $($(#[$about:meta])* $lowering:ident = $name:literal, $file:literal;)*
+        $($(#[doc = $about:literal])+ $lowering:ident = $name:literal, $file:literal;)+
     }) => {
-        $(#[$doc])*
-        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-        $visibility enum $operation {
-            $($(#[$about])* $lowering,)*
+        named! {
+            $(#[$doc])*
+            $visibility enum $operation: "lowering" {
+                $($(#[doc = $about])+ $lowering = $name,)+
+            }
         }
 
         impl $operation {
-            /// Every lowering of the operation.
-            $visibility const ALL: &[Self] = &[$(Self::$lowering),*];
-
-            /// Its name in tables and on the command line.
-            $visibility const fn name(self) -> &'static str {
-                match self {
-                    $(Self::$lowering => $name,)*
-                }
-            }
-
             /// Its text.
             $visibility const fn text(self) -> &'static str {
                 match self {
-                    $(Self::$lowering => include_str!($file),)*
+                    $(Self::$lowering => include_str!($file),)+
                 }
             }
 
@@ -182,28 +173,6 @@ macro_rules! lowerings {
                     Error::new(ErrorKind::Internal, format!("parse {}: {error}", self.name()))
                 })?;
                 Ok(parsed.get_or_init(|| lowering).clone())
-            }
-        }
-
-        impl fmt::Display for $operation {
-            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.write_str(self.name())
-            }
-        }
-
-        impl FromStr for $operation {
-            type Err = Error;
-
-            fn from_str(text: &str) -> Result<Self> {
-                let found = Self::ALL.iter().copied().find(|lowering| lowering.name() == text);
-                found.ok_or_else(|| {
-                    let names: Vec<&str> = Self::ALL.iter().map(|lowering| lowering.name()).collect();
-                    let names = names.join(", ");
-                    Error::new(
-                        ErrorKind::Parse,
-                        format!("unknown lowering '{text}'; expected one of {names}"),
-                    )
-                })
             }
         }
     };
@@ -267,10 +236,7 @@ mod tests {
             OneMore::Pairwise
         );
         let error = "pairwise".parse::<OneMore>().unwrap_err().to_string();
-        assert!(
-            error.contains("expected one of push, pairwise-get"),
-            "{error}"
-        );
+        assert!(error.contains("expected push or pairwise-get"), "{error}");
         let problem = AllGatherMatmul {
             m: 64,
             k: 32,

@@ -3,6 +3,7 @@
 use super::{AllGatherMatmulLowering, Lowering, MatmulReduceScatterLowering};
 use crate::dtype::DType;
 use crate::error::{Error, Result};
+use crate::named::alternatives;
 use crate::program::parameters::Parameters;
 
 /// The parameter that says whether memory holds B's transpose. A lowering that does not have it takes
@@ -151,7 +152,8 @@ fn check(
 ) -> Result<()> {
     if dtype.matmul_tolerance().is_none() {
         return Err(Error::invalid(format!(
-            "unsupported element type {dtype} of a matmul; expected bf16, f16 or f32"
+            "unsupported element type {dtype} of a matmul; expected {}",
+            alternatives(&DType::MATMUL)
         )));
     }
     if let Some((name, _)) = shared.iter().chain(others).find(|(_, size)| *size == 0) {

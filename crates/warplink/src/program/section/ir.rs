@@ -3,6 +3,7 @@
 use super::function::Literal;
 use super::visit::{ExprUse, NameUse, Visitor};
 use crate::device::ReduceOp;
+use crate::named::named;
 use crate::program::construct::{Each, ElementType, Node, TensorRef};
 use crate::program::expr::{Condition, Expr};
 
@@ -22,38 +23,21 @@ pub struct Scratch {
     pub shape: Vec<Expr>,
 }
 
-/// How scratch holds data.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub enum Packing {
-    /// As it is.
-    Plain,
-    /// `packets8`: 4 bytes of data and a flag of 4, stored at once.
-    Packets8,
-    /// `packets16`: twice 4 bytes of data and a flag of 4, stored at once.
-    Packets16,
-    /// `packets128`: 120 bytes of data and a flag of 8, stored by neighbouring threads at once.
-    Packets128,
+named! {
+    /// How scratch holds data. The name is the word for it in program text.
+    pub enum Packing: "packing" {
+        /// As it is; program text says nothing then.
+        Plain = "",
+        /// 4 bytes of data and a flag of 4, stored at once.
+        Packets8 = "packets8",
+        /// Twice 4 bytes of data and a flag of 4, stored at once.
+        Packets16 = "packets16",
+        /// 120 bytes of data and a flag of 8, stored by neighbouring threads at once.
+        Packets128 = "packets128",
+    }
 }
 
 impl Packing {
-    /// Every packing.
-    pub const ALL: [Self; 4] = [
-        Self::Plain,
-        Self::Packets8,
-        Self::Packets16,
-        Self::Packets128,
-    ];
-
-    /// The word for it in program text; empty for plain data.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Plain => "",
-            Self::Packets8 => "packets8",
-            Self::Packets16 => "packets16",
-            Self::Packets128 => "packets128",
-        }
-    }
-
     /// Bytes of data in a packet, and of the packet; both 1 for plain data.
     pub const fn packet(self) -> (usize, usize) {
         match self {

@@ -1,9 +1,13 @@
 //! Parsing of collectives.
 
 use super::operand::{Parsed, Parser};
-use crate::device::ReduceOp;
+use crate::device::{CollectiveKind, ReduceOp};
+use crate::named::alternatives;
 use crate::program::expr::Expr;
 use crate::program::ir::{Collective, TensorRef};
+
+/// How the collectives of host programs reduce.
+const REDUCTIONS: [ReduceOp; 3] = [ReduceOp::Sum, ReduceOp::Max, ReduceOp::Min];
 
 impl Parser<'_> {
     /// The arguments of the collective `name`; `None` where there is none of that name.
@@ -11,25 +15,19 @@ impl Parser<'_> {
         &mut self,
         name: &str,
     ) -> Parsed<Option<(TensorRef, Collective<Expr>)>> {
-        const NAMES: [&str; 6] = [
-            "all_gather",
-            "all_to_all",
-            "all_reduce",
-            "reduce_scatter",
-            "broadcast",
-            "reduce",
-        ];
-        if !NAMES.contains(&name) {
-            return Ok(None);
-        }
+        let kind = match name.parse() {
+            Ok(CollectiveKind::Gather | CollectiveKind::Scatter | CollectiveKind::Barrier)
+            | Err(_) => return Ok(None),
+            Ok(kind) => kind,
+        };
         self.expect("(")?;
         let source = self.tensor()?;
-        let collective = match name {
-            "all_gather" => Collective::AllGather,
-            "all_to_all" => Collective::AllToAll,
-            "all_reduce" => Collective::AllReduce(self.reduction()?),
-            "reduce_scatter" => Collective::ReduceScatter(self.reduction()?),
-            "broadcast" => {
+        let collective = match kind {
+            CollectiveKind::AllGather => Collective::AllGather,
+            CollectiveKind::AllToAll => Collective::AllToAll,
+            CollectiveKind::AllReduce => Collective::AllReduce(self.reduction()?),
+            CollectiveKind::ReduceScatter => Collective::ReduceScatter(self.reduction()?),
+            CollectiveKind::Broadcast => {
                 self.expect("from")?;
                 Collective::Broadcast(self.integer()?)
             }
@@ -45,16 +43,8 @@ impl Parser<'_> {
 
     fn reduction(&mut self) -> Parsed<ReduceOp> {
         self.expect(",")?;
-        for (word, op) in [
-            ("sum", ReduceOp::Sum),
-            ("max", ReduceOp::Max),
-            ("min", ReduceOp::Min),
-        ] {
-            if self.take(word) {
-                return Ok(op);
-            }
-        }
-        Err(self.expected("sum, max or min"))
+        let found = REDUCTIONS.into_iter().find(|op| self.take(op.name()));
+        found.ok_or_else(|| self.expected(&alternatives(&REDUCTIONS)))
     }
 
     /// `among row`, if it is there.

@@ -3,6 +3,8 @@
 use super::operand::{Parsed, Parser};
 use super::print::List;
 use super::token::TokenKind;
+use crate::device::ReduceOp;
+use crate::named::listed;
 use crate::program::ir::{Expectation, Term};
 use crate::program::section::{Operator, Place};
 use std::fmt::{self, Display, Formatter};
@@ -46,8 +48,9 @@ impl Parser<'_> {
                 (operator, terms)
             }
             _ => {
-                return Err(self
-                    .expected("copy, reduce, sum, product, max, min, average, matmul or linear"));
+                let operators = ReduceOp::ALL.map(ReduceOp::name).into_iter();
+                let words = operators.chain(["copy", "reduce", "matmul", "linear"]);
+                return Err(self.expected(&listed(words)));
             }
         };
         let plus = self.take("+").then(|| self.input()).transpose()?;

@@ -3,6 +3,7 @@
 use super::operand::{Parsed, Parser};
 use super::print::Indented;
 use super::token::{Token, TokenKind};
+use crate::named::listed;
 use crate::program::expr::Comparison;
 use crate::program::section::{Function, Literal, RowBinary, RowExpr, RowReduction, RowUnary};
 use std::fmt::{self, Display, Formatter};
@@ -176,9 +177,13 @@ impl Parser<'_> {
                     self.expect(")")?;
                     return Ok(value);
                 }
+                let words = RowUnary::NAMED.map(RowUnary::name).into_iter();
+                let words = words.chain([RowBinary::Min.name(), RowBinary::Max.name()]);
+                let words = words.chain(RowReduction::ALL.map(RowReduction::name));
                 let message = format!(
-                    "unknown function '{}'; expected abs, sqrt, rsqrt, exp, power_of_two, min, max, select, round, row_sum, row_max or block_max",
-                    token.text
+                    "unknown function '{}'; expected {}",
+                    token.text,
+                    listed(words.chain(["select", "round", "block_max"]))
                 );
                 return Err(self.wrong(token, message));
             }
@@ -238,16 +243,8 @@ impl Parser<'_> {
                 RowExpr::Round(Box::new(value), self.element_type()?)
             }
             "select" => {
-                const ALL: [Comparison; 6] = [
-                    Comparison::Equal,
-                    Comparison::NotEqual,
-                    Comparison::LessOrEqual,
-                    Comparison::GreaterOrEqual,
-                    Comparison::Less,
-                    Comparison::Greater,
-                ];
                 let a = self.value(body)?;
-                let comparison = ALL.into_iter().find(|it| self.is(it.sign()));
+                let comparison = Comparison::ALL.into_iter().find(|it| self.is(it.name()));
                 let Some(comparison) = comparison else {
                     return Err(self.expected("a comparison"));
                 };
@@ -322,7 +319,7 @@ impl Display for RowExpr {
             }
             Self::Select(comparison, all) => {
                 let [a, b, yes, no] = &**all;
-                write!(f, "select({a} {} {b}, {yes}, {no})", comparison.sign())
+                write!(f, "select({a} {} {b}, {yes}, {no})", comparison.name())
             }
             Self::Round(a, dtype) => write!(f, "round({a}, {dtype})"),
             Self::Row(reduction, a) => write!(f, "{}({a})", reduction.name()),

@@ -204,20 +204,10 @@ impl<'a> Parser<'a> {
     }
 
     fn comparison(&mut self) -> Parsed<Value> {
-        const ALL: [Comparison; 6] = [
-            Comparison::Equal,
-            Comparison::NotEqual,
-            Comparison::LessOrEqual,
-            Comparison::GreaterOrEqual,
-            Comparison::Less,
-            Comparison::Greater,
-        ];
         let start = self.peek();
         let left = self.difference()?;
-        let Some(comparison) = ALL
-            .into_iter()
-            .find(|comparison| self.is(comparison.sign()))
-        else {
+        let comparison = Comparison::ALL.into_iter().find(|it| self.is(it.name()));
+        let Some(comparison) = comparison else {
             return Ok(left);
         };
         self.at += 1;

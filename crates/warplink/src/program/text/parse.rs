@@ -3,7 +3,9 @@
 use super::operand::{Parsed, Parser};
 use super::token::{TokenKind, mark_bytes, tokens};
 use super::{MAX_BLOCK_DEPTH, MAX_PARAMETERS, is_name};
+use crate::device::ReduceOp;
 use crate::dtype::DType;
+use crate::named::{Named, listed};
 use crate::program::ir::{
     Arm, Branch, Declaration, Each, ElementType, ElementwiseOp, Loop, Node, NodeKind, Order,
     Position, PostedMatmul, Product, Program, Role, Sharding, StatementKind, Subprogram, TensorRef,
@@ -85,9 +87,22 @@ impl Parser<'_> {
         Ok(Parameter { name, kind })
     }
 
-    /// `1 | 2 | 4` or `bf16 | f16`.
+    /// `1 | 2 | 4` or `bf16 | f16`; `types` stands for all element types, and `operators` for all operators.
     fn alternatives(&mut self) -> Parsed<Vec<Value>> {
         let mut list: Vec<Value> = Vec::new();
+        if self.take("types") {
+            list.extend(DType::ALL.map(Value::ElementType));
+        } else if self.take("operators") {
+            list.extend(
+                <ReduceOp as Named>::ALL
+                    .iter()
+                    .copied()
+                    .map(Value::Operator),
+            );
+        }
+        if !list.is_empty() {
+            return Ok(list);
+        }
         loop {
             let token = self.next();
             let value = match token.kind {
@@ -287,9 +302,9 @@ impl Parser<'_> {
                 ElementType::Parameter(token.text.to_owned())
             }
             Err(_) => {
-                return Err(self.expected(
-                    "an element type: f16, bf16, f32, f64, i32, u8 or a parameter that is one",
-                ));
+                let types = DType::ALL.map(DType::name).into_iter();
+                let types = listed(types.chain(["a parameter that is one"]));
+                return Err(self.expected(&format!("an element type: {types}")));
             }
         };
         self.at += 1;
@@ -441,11 +456,12 @@ impl Parser<'_> {
             }
         }
         self.at -= 1;
-        Err(self.expected(if accumulate {
-            "matmul, linear or sum"
-        } else {
-            "copy, cast, matmul, linear, sum, product, max, min or a collective"
-        }))
+        if accumulate {
+            return Err(self.expected("matmul, linear or sum"));
+        }
+        let operations = ElementwiseOp::ALL.map(ElementwiseOp::name).into_iter();
+        let words = operations.chain(["matmul", "linear", "a collective"]);
+        Err(self.expected(&listed(words)))
     }
 
     /// What follows `post`: a list of transfers, or sends of products.

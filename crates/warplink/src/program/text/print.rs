@@ -471,7 +471,7 @@ impl Display for Condition {
         };
         let own = tightness_of_condition(self);
         match self {
-            Self::Compare(comparison, a, b) => write!(f, "{a} {} {b}", comparison.sign()),
+            Self::Compare(comparison, a, b) => write!(f, "{a} {} {b}", comparison.name()),
             Self::Given(tensor) => write!(f, "given({tensor})"),
             Self::Reachable(tensor) => write!(f, "reachable({tensor})"),
             Self::Not(a) => {

@@ -4,6 +4,7 @@ use super::is_name;
 use super::operand::{Parsed, Parser};
 use super::print::{Action, List};
 use super::token::{Token, TokenKind};
+use crate::device::ReduceOp;
 use crate::program::construct::{Each, NodeKind};
 use crate::program::expr::Expr;
 use crate::program::section::{
@@ -255,8 +256,9 @@ impl Parser<'_> {
             let over = self.over()?;
             sources.push(Each { item: source, over });
             if !self.take(",") {
-                return Err(self
-                    .expected("',' and, at the end, the operator: sum, product, max, min, average or a parameter"));
+                let operators = ReduceOp::alternatives();
+                let expected = format!("',' and, at the end, the operator: {operators}");
+                return Err(self.expected(&expected));
             }
         }
     }

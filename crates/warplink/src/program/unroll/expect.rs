@@ -70,9 +70,8 @@ impl<'p> Unroller<'p> {
             Operator::Parameter(name) => match self.lookup(name) {
                 Some(Bound::Operator(operator)) => Ok(*operator),
                 _ => {
-                    let message = format!(
-                        "'{name}' is no operator; expected sum, product, max, min, average or a parameter that is one"
-                    );
+                    let expected = ReduceOp::alternatives();
+                    let message = format!("'{name}' is no operator; expected {expected}");
                     Err(self.diagnostic(DiagnosticKind::Malformed, message))
                 }
             },

@@ -2,6 +2,7 @@
 
 use super::scope::Bound;
 use super::{MAX_AXES, MAX_TENSOR_BYTES, Unroller};
+use crate::device::ReduceOp;
 use crate::program::diagnostic::{Diagnostic, DiagnosticKind};
 use crate::program::expr::Expr;
 use crate::program::rank_program::OperationKind;
@@ -105,9 +106,8 @@ impl<'p> Unroller<'p> {
         let mut operators = BTreeMap::new();
         for name in &names.operators {
             let Some(Bound::Operator(operator)) = self.lookup(name) else {
-                let message = format!(
-                    "unknown operator '{name}'; expected sum, product, max, min, average, scaled_sum or a parameter that is one"
-                );
+                let expected = ReduceOp::alternatives();
+                let message = format!("unknown operator '{name}'; expected {expected}");
                 return Err(self.diagnostic(DiagnosticKind::Malformed, message));
             };
             operators.insert(name.clone(), *operator);

@@ -3,6 +3,8 @@
 use super::Unroller;
 use super::view::View;
 use crate::device::{MAX_ELEMENTWISE_AXES, MatmulSpec};
+use crate::dtype::DType;
+use crate::named::alternatives;
 use crate::program::area::{Area, simplified};
 use crate::program::diagnostic::{Diagnostic, DiagnosticKind};
 use crate::program::ir::{ElementwiseOp, Product, Role};
@@ -94,17 +96,22 @@ impl Unroller<'_> {
             return Err(self.mismatch(format!("a {op} of nothing; expected at least one tensor")));
         };
         let cast = op == ElementwiseOp::Cast;
-        if !cast && !target.dtype.is_computed_elementwise() {
+        if !cast && !DType::computed_elementwise().contains(&target.dtype) {
             let message = format!(
-                "a {op} of {}; expected f16, bf16, f32, f64 or i32",
-                target.dtype
+                "a {op} of {}; expected {}",
+                target.dtype,
+                alternatives(&DType::computed_elementwise())
             );
             return Err(self.mismatch(message));
         }
         let both = [target.dtype, first.dtype];
-        if let Some(dtype) = both.iter().find(|dtype| !dtype.is_cast_elementwise()) {
+        if let Some(dtype) = both
+            .iter()
+            .find(|dtype| !DType::ELEMENTWISE.contains(dtype))
+        {
             return Err(self.mismatch(format!(
-                "a {op} of {dtype}; expected f16, bf16, f32, f64, i32 or u8"
+                "a {op} of {dtype}; expected {}",
+                alternatives(&DType::ELEMENTWISE)
             )));
         }
         for source in sources {
@@ -257,8 +264,9 @@ impl Unroller<'_> {
         };
         if dtype.matmul_tolerance().is_none() || all.any(|view| view.dtype != dtype) {
             return Err(self.mismatch(format!(
-                "{}; expected one type, f16, bf16 or f32",
-                multiplies()
+                "{}; expected one type, {}",
+                multiplies(),
+                alternatives(&DType::MATMUL)
             )));
         }
         let wrong = || {

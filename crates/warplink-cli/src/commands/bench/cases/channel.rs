@@ -12,7 +12,7 @@ use crate::report::bytes::Bytes;
 use anyhow::{Context, Result};
 use clap::Args;
 use kernels::{DATA, Kernels};
-use serde::{Serialize, Serializer};
+use serde::Serialize;
 use std::time::Duration;
 use warplink::channel::{Connection, ConnectionRequest, Transport};
 use warplink::device::{Argument, Kernel, Launch, Priority, Stream};
@@ -78,7 +78,6 @@ const TRANSPORTS: [Transport; 2] = [Transport::Direct, Transport::Proxied];
 #[derive(Debug, Serialize)]
 struct Row {
     what: &'static str,
-    #[serde(serialize_with = "as_text")]
     transport: Option<Transport>,
     bytes: u64,
     blocks: u32,
@@ -420,11 +419,6 @@ fn columns() -> Columns<'static, Row> {
         .number("us", |row| format!("{:.3}", row.time.median * 1e6))
         .number("GB/s or M/s", move |row| digits(row.rate))
         .number("ratio", move |row| digits(row.ratio))
-}
-
-fn as_text<S: Serializer>(transport: &Option<Transport>, to: S) -> Result<S::Ok, S::Error> {
-    let name = transport.map(|transport| transport.to_string());
-    name.serialize(to)
 }
 
 impl Figures for Channels {

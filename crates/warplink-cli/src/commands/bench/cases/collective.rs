@@ -7,7 +7,7 @@ mod template;
 
 use crate::commands::bench::case::{Case, Range, Setup};
 use crate::memory;
-use crate::names::{OneOrBoth, name_of, names_of};
+use crate::names::{OneOf, OneOrBoth, name_of, names_of};
 use crate::options::Options;
 use crate::report::bytes::Bytes;
 use anyhow::{Context, Result, bail, ensure};
@@ -43,15 +43,16 @@ const MAX_FIGURES_BYTES: usize = 16 << 20;
     warplink bench collective all-gather -n 2 --from 1MiB --step 2 --place both --submission captured\n  \
     warplink bench collective all-reduce --device host -n 4 --to 64KiB --dtype i32 --op max --json")]
 pub(crate) struct Collective {
-    /// Which collective: all-reduce, all-gather, reduce-scatter, all-to-all, broadcast, reduce, gather or scatter;
-    /// or send-receive: each rank sends to the next one and receives from the one before
-    #[arg(value_parser = template::kind)]
+    #[arg(value_parser = template::kind, help = format!(
+        "Which collective: {}; with the last one, each rank sends to the next one and receives from the one before",
+        template::names()
+    ))]
     collective: Kind,
     /// Element type
-    #[arg(long, value_name = "TYPE", default_value = "bf16")]
+    #[arg(long, value_name = "TYPE", default_value = "bf16", value_parser = OneOf(&DType::ALL))]
     dtype: DType,
-    /// How elements are reduced: sum, max, min, product, average or scaled_sum(FACTOR)
-    #[arg(long, value_name = "OPERATOR", default_value = "sum")]
+    #[arg(long, value_name = "OPERATOR", default_value = "sum",
+        help = format!("How elements are reduced: {}", ReduceOp::forms()))]
     op: ReduceOp,
     /// The root, for collectives that have one
     #[arg(long, value_name = "RANK", default_value = "0")]
@@ -60,7 +61,7 @@ pub(crate) struct Collective {
     #[arg(long, value_name = "PLACE", default_value = "out")]
     place: OneOrBoth<Placement>,
     /// The only algorithm that is allowed [default: chosen by size]
-    #[arg(long, value_name = "NAME")]
+    #[arg(long, value_name = "NAME", value_parser = OneOf(&Algorithm::ALL))]
     algorithm: Option<Algorithm>,
     /// The most multiprocessors that a call of Warplink's takes
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(2..))]

@@ -7,9 +7,8 @@ use crate::commands::bench::case::{Case, Range, Setup};
 use crate::commands::bench::clock::{Submission, Times};
 use crate::commands::bench::plot::{Drawing, Point};
 use crate::commands::bench::report::{Columns, Figures, compared, micros, or_empty};
-use crate::gemm::gemm_dtype;
 use crate::memory;
-use crate::names::{as_name, as_text, name_of};
+use crate::names::{OneOf, as_name, name_of};
 use anyhow::{Result, ensure};
 use clap::{Args, ValueEnum};
 use runner::Runner;
@@ -38,7 +37,7 @@ pub(crate) struct ExpertParallel {
     #[arg(long, value_name = "N", default_value = "7168", value_parser = clap::value_parser!(u32).range(1..))]
     elements: u32,
     /// Element type: bf16, f16 or f32
-    #[arg(long, alias = "type", value_name = "TYPE", default_value = "bf16", value_parser = gemm_dtype)]
+    #[arg(long, alias = "type", value_name = "TYPE", default_value = "bf16", value_parser = OneOf(&DType::MATMUL))]
     dtype: DType,
     /// Experts of all ranks
     #[arg(long, value_name = "N", default_value = "64", value_parser = clap::value_parser!(u32).range(1..))]
@@ -106,7 +105,6 @@ struct Row {
 
 #[derive(Debug, Serialize)]
 pub(crate) struct Experts {
-    #[serde(serialize_with = "as_text")]
     dtype: DType,
     elements: usize,
     experts: usize,

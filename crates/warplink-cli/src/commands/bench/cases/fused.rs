@@ -6,9 +6,8 @@ use crate::commands::bench::case::{Case, Range, Setup};
 use crate::commands::bench::clock::{Submission, Times};
 use crate::commands::bench::plot::{Drawing, Point};
 use crate::commands::bench::report::{Columns, Figures, compared, micros, or_empty};
-use crate::gemm::gemm_dtype;
 use crate::memory;
-use crate::names::{as_text, name_of};
+use crate::names::{OneOf, name_of};
 use anyhow::Result;
 use clap::{Args, ValueEnum};
 use runner::Runner;
@@ -37,7 +36,7 @@ pub(crate) struct Fused {
     #[arg(long, value_name = "N", default_value = "8192", value_parser = clap::value_parser!(u32).range(1..))]
     width: u32,
     /// Element type: bf16, f16 or f32
-    #[arg(long, value_name = "TYPE", default_value = "bf16", value_parser = gemm_dtype)]
+    #[arg(long, value_name = "TYPE", default_value = "bf16", value_parser = OneOf(&DType::MATMUL))]
     dtype: DType,
     /// How what is normalised is quantised: static, per_token, per_block or per_block_power_of_two [default: not]
     #[arg(long, value_name = "KIND")]
@@ -82,7 +81,6 @@ struct Row {
 
 #[derive(Debug, Serialize)]
 pub(crate) struct Rows {
-    #[serde(serialize_with = "as_text")]
     dtype: DType,
     width: usize,
     #[serde(skip_serializing_if = "Option::is_none")]

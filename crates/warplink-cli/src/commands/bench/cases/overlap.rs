@@ -10,7 +10,8 @@ use crate::commands::bench::clock::Clock;
 use crate::commands::bench::peers::optional;
 use crate::commands::program::named_model;
 use crate::gemm::inputs::Random;
-use crate::gemm::{Op, Problem, check_lowerings, common_seed, gemm_dtype, lowering_name};
+use crate::gemm::{Op, Problem, check_lowerings, common_seed, lowering_name};
+use crate::names::OneOf;
 use crate::options::Options;
 use crate::report::print_result;
 use anyhow::{Context, Result};
@@ -63,7 +64,7 @@ pub(crate) struct Overlap {
     #[arg(long = "operation", value_name = "OPERATION")]
     ops: Vec<Op>,
     /// Element type: bf16, f16 or f32 [default: bf16 on cuda, f32 on host]
-    #[arg(long, value_name = "TYPE", value_parser = gemm_dtype)]
+    #[arg(long, value_name = "TYPE", value_parser = OneOf(&DType::MATMUL))]
     dtype: Option<DType>,
     /// Store B transposed, N x K, as the weights of a linear layer: [out, in]
     #[arg(long)]

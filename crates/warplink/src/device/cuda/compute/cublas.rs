@@ -10,6 +10,7 @@ use crate::device::library::{self, CUBLAS};
 use crate::device::{DeviceSlice, MatmulSpec, Stream};
 use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Result};
+use crate::named::alternatives;
 use crate::sync::lock;
 use std::ffi::{c_char, c_int, c_void};
 use std::fmt;
@@ -190,8 +191,9 @@ impl BatchedGemms {
         let device = |address: u64| address as usize as *mut c_void;
         let kind = data_type(spec.dtype).ok_or_else(|| {
             Error::invalid(format!(
-                "unsupported element type {}; expected f16, bf16 or f32",
-                spec.dtype
+                "unsupported element type {}; expected {}",
+                spec.dtype,
+                alternatives(&DType::MATMUL)
             ))
         })?;
         // Cannot truncate: checked when the matmul was validated.

@@ -4,6 +4,7 @@ use super::cublas_lt::{BlasLt, Description, Handle, Layout, NOT_SUPPORTED, Prefe
 use crate::device::MatmulSpec;
 use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Result};
+use crate::named::alternatives;
 use crate::sync::lock;
 use cudarc::cublaslt::sys::{
     cublasLtMatmulAlgo_t, cublasLtMatmulDescAttributes_t as DescAttribute,
@@ -233,9 +234,9 @@ fn data_type(dtype: DType) -> Result<cudaDataType_t> {
         DType::BF16 => Ok(cudaDataType_t::CUDA_R_16BF),
         DType::F32 => Ok(cudaDataType_t::CUDA_R_32F),
         _ => Err(Error::invalid(format!(
-            "unsupported element type {dtype}; expected f16, bf16 or f32"
-        ))
-        .with_help("use f16, bf16 or f32")),
+            "unsupported element type {dtype}; expected {}",
+            alternatives(&DType::MATMUL)
+        ))),
     }
 }
 

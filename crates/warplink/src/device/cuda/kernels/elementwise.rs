@@ -247,9 +247,13 @@ fn type_code(dtype: DType) -> c_uint {
         DType::BF16 => 1,
         DType::F32 => 2,
         // Other types are only copied, as integers of the same size.
-        DType::F64 | DType::I64 | DType::U64 => 3,
-        DType::I32 | DType::U32 => 4,
-        DType::U8 | DType::I8 | DType::F8E4M3 | DType::F8E5M2 => 5,
+        DType::F64 => 3,
+        _ => match dtype.size() {
+            1 => 5,
+            2 => 0,
+            4 => 4,
+            _ => 3,
+        },
     }
 }
 

@@ -11,6 +11,7 @@ use crate::device::library;
 use crate::device::library::function_table;
 use crate::error::{Error, ErrorKind, Result};
 use crate::sync::lock;
+pub use operator::{NCCL_OPERATORS, NCCL_TYPES};
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::fmt;
 use std::sync::atomic::{AtomicPtr, Ordering};

@@ -2,10 +2,8 @@
 
 use super::{Handle, Nccl};
 use crate::device::{Factor, ReduceOp};
-use crate::dtype::{DType, F8E4M3, F8E5M2};
-use half::{bf16, f16};
+use crate::dtype::DType;
 use std::ffi::c_int;
-use zerocopy::IntoBytes;
 
 /// `ncclUint8`, for operations that only move data.
 pub(super) const BYTES: c_int = 1;
@@ -13,22 +11,35 @@ pub(super) const BYTES: c_int = 1;
 /// `ncclScalarHostImmediate`: the factor is read before the call returns.
 const ON_HOST: c_int = 1;
 
+/// Element types in the order of `ncclDataType_t`.
+pub const NCCL_TYPES: [DType; 12] = [
+    DType::I8,
+    DType::U8,
+    DType::I32,
+    DType::U32,
+    DType::I64,
+    DType::U64,
+    DType::F16,
+    DType::F32,
+    DType::F64,
+    DType::BF16,
+    DType::F8E4M3,
+    DType::F8E5M2,
+];
+
+/// Operators without a factor in the order of `ncclRedOp_t`.
+pub const NCCL_OPERATORS: [ReduceOp; 5] = [
+    ReduceOp::Sum,
+    ReduceOp::Product,
+    ReduceOp::Max,
+    ReduceOp::Min,
+    ReduceOp::Average,
+];
+
 /// NCCL's code of an element type.
 pub(super) fn data_type(dtype: DType) -> c_int {
-    match dtype {
-        DType::U8 => BYTES,
-        DType::I8 => 0,
-        DType::I32 => 2,
-        DType::U32 => 3,
-        DType::I64 => 4,
-        DType::U64 => 5,
-        DType::F16 => 6,
-        DType::F32 => 7,
-        DType::F64 => 8,
-        DType::BF16 => 9,
-        DType::F8E4M3 => 10,
-        DType::F8E5M2 => 11,
-    }
+    let known = NCCL_TYPES.iter().position(|known| *known == dtype);
+    known.map_or(-1, |number| number as c_int)
 }
 
 /// Calls `with` with NCCL's operator for an element type. A temporary operator is destroyed afterwards.
@@ -61,30 +72,16 @@ pub(super) unsafe fn with_operator(
 
 /// A factor encoded as an element, padded with zeros.
 fn scalar(factor: Factor, dtype: DType) -> [u8; 8] {
-    let value = factor.value();
-    let narrow = value as f32;
+    let element = dtype.encode([factor.rounded(dtype).value()]);
     let mut bytes = [0; 8];
-    let mut put = |element: &[u8]| bytes[..element.len()].copy_from_slice(element);
-    match dtype {
-        DType::F16 => put(f16::from_f32(narrow).as_bytes()),
-        DType::BF16 => put(bf16::from_f32(narrow).as_bytes()),
-        DType::F8E4M3 => put(F8E4M3::from_f32(narrow).as_bytes()),
-        DType::F8E5M2 => put(F8E5M2::from_f32(narrow).as_bytes()),
-        DType::F64 => put(&value.to_ne_bytes()),
-        _ => put(&narrow.to_ne_bytes()),
-    }
+    bytes[..element.len()].copy_from_slice(&element);
     bytes
 }
 
 /// NCCL's code of an operator, ignoring its factor.
 fn operator(op: ReduceOp) -> c_int {
-    match op {
-        ReduceOp::Sum | ReduceOp::ScaledSum(_) => 0,
-        ReduceOp::Product => 1,
-        ReduceOp::Max => 2,
-        ReduceOp::Min => 3,
-        ReduceOp::Average => 4,
-    }
+    let known = NCCL_OPERATORS.iter().position(|known| *known == op);
+    known.map_or(0, |number| number as c_int)
 }
 
 #[cfg(test)]

@@ -216,22 +216,11 @@ fn write(instance: &SectionInstance, aligned: &[bool], traced: bool) -> Result<S
     Ok(code.into_text())
 }
 
-/// The element type's name in `warplink/elements.cuh`.
-fn element_name(dtype: DType) -> &'static str {
-    match dtype {
-        DType::F16 => "F16",
-        DType::BF16 => "Bf16",
-        DType::F32 => "F32",
-        DType::F64 => "F64",
-        DType::I32 => "I32",
-        DType::U8 => "U8",
-        DType::I8 => "I8",
-        DType::U32 => "U32",
-        DType::I64 => "I64",
-        DType::U64 => "U64",
-        DType::F8E4M3 => "E4m3",
-        DType::F8E5M2 => "E5m2",
-    }
+/// The element type's name in `warplink/elements.cuh`: as its own, where a float of 8 bits is named by its format alone.
+fn element_name(dtype: DType) -> String {
+    let name = dtype.name();
+    let (first, rest) = name.strip_prefix("f8").unwrap_or(name).split_at(1);
+    first.to_ascii_uppercase() + rest
 }
 
 /// The operator's name there.

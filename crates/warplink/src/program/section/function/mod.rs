@@ -10,6 +10,7 @@ mod values;
 pub(crate) use values::{RowOrder, RowValue, UNIT};
 
 use crate::dtype::DType;
+use crate::named::{alternatives, named};
 use crate::program::construct::ElementType;
 use crate::program::expr::Comparison;
 use std::fmt;
@@ -88,21 +89,22 @@ impl fmt::Display for Literal {
     }
 }
 
-/// Functions of one value.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum RowUnary {
-    /// `-x`.
-    Negative,
-    /// The magnitude.
-    Abs,
-    /// The square root.
-    Sqrt,
-    /// 1 divided by the square root.
-    Rsqrt,
-    /// e to the power of it.
-    Exp,
-    /// The least power of two that is no smaller in magnitude.
-    PowerOfTwo,
+named! {
+    /// Functions of one value.
+    pub enum RowUnary: "function" {
+        /// `-x`.
+        Negative = "-",
+        /// The magnitude.
+        Abs = "abs",
+        /// The square root.
+        Sqrt = "sqrt",
+        /// 1 divided by the square root.
+        Rsqrt = "rsqrt",
+        /// e to the power of it.
+        Exp = "exp",
+        /// The least power of two that is no smaller in magnitude.
+        PowerOfTwo = "power_of_two",
+    }
 }
 
 impl RowUnary {
@@ -114,70 +116,33 @@ impl RowUnary {
         Self::Exp,
         Self::PowerOfTwo,
     ];
+}
 
-    /// The word for it.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Negative => "-",
-            Self::Abs => "abs",
-            Self::Sqrt => "sqrt",
-            Self::Rsqrt => "rsqrt",
-            Self::Exp => "exp",
-            Self::PowerOfTwo => "power_of_two",
-        }
+named! {
+    /// Functions of two values.
+    pub enum RowBinary: "function" {
+        /// `+`.
+        Add = "+",
+        /// `-`.
+        Subtract = "-",
+        /// `*`.
+        Multiply = "*",
+        /// `/`.
+        Divide = "/",
+        /// The smaller one; of a number and what is none, the number.
+        Min = "min",
+        /// The larger one; of a number and what is none, the number.
+        Max = "max",
     }
 }
 
-/// Functions of two values.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum RowBinary {
-    /// `+`.
-    Add,
-    /// `-`.
-    Subtract,
-    /// `*`.
-    Multiply,
-    /// `/`.
-    Divide,
-    /// The smaller one; of a number and what is none, the number.
-    Min,
-    /// The larger one; of a number and what is none, the number.
-    Max,
-}
-
-impl RowBinary {
-    /// The sign or word for it.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Add => "+",
-            Self::Subtract => "-",
-            Self::Multiply => "*",
-            Self::Divide => "/",
-            Self::Min => "min",
-            Self::Max => "max",
-        }
-    }
-}
-
-/// Reductions along a row.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum RowReduction {
-    /// The sum, in the order of a lane.
-    Sum,
-    /// The largest element that is a number.
-    Max,
-}
-
-impl RowReduction {
-    /// All of them.
-    pub const ALL: [Self; 2] = [Self::Sum, Self::Max];
-
-    /// The word for it.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Sum => "row_sum",
-            Self::Max => "row_max",
-        }
+named! {
+    /// Reductions along a row.
+    pub enum RowReduction: "reduction" {
+        /// The sum, in the order of a lane.
+        Sum = "row_sum",
+        /// The largest element that is a number.
+        Max = "row_max",
     }
 }
 
@@ -352,9 +317,8 @@ impl<E: From<String>> Builder<'_, E> {
             RowExpr::Round(a, dtype) => {
                 let dtype = (self.dtype)(dtype)?;
                 if !computes(dtype) {
-                    let message = format!(
-                        "a value is rounded to {dtype}; expected f32, f16, bf16 or a float of 8 bits"
-                    );
+                    let types = alternatives(&DType::ROWS);
+                    let message = format!("a value is rounded to {dtype}; expected {types}");
                     return Err(message.into());
                 }
                 RowNode::Round(dtype, self.node(a)?)
@@ -377,7 +341,7 @@ impl<E: From<String>> Builder<'_, E> {
 
 /// Whether rows of this type are computed with.
 pub(crate) fn computes(dtype: DType) -> bool {
-    dtype.is_float() && dtype.size() <= 4
+    DType::ROWS.contains(&dtype)
 }
 
 /// What a step does to a row: its sources combined to arguments, a function, and which targets get which result.

@@ -1,9 +1,8 @@
 //! What functions of rows compute, over any kind of value.
 
 use super::{RowBinary, RowFunction, RowNode, RowReduction, RowUnary};
-use crate::dtype::{DType, F8E4M3, F8E5M2};
+use crate::dtype::DType;
 use crate::program::expr::Comparison;
-use half::{bf16, f16};
 
 /// Elements of a row that a thread handles at a time. Must match the kernels.
 pub(crate) const UNIT: usize = 8;
@@ -142,13 +141,7 @@ impl RowValue for f32 {
     }
 
     fn round(self, dtype: DType) -> Self {
-        match dtype {
-            DType::F16 => f16::from_f32(self).to_f32(),
-            DType::BF16 => bf16::from_f32(self).to_f32(),
-            DType::F8E4M3 => F8E4M3::from_f32(self).to_f32(),
-            DType::F8E5M2 => F8E5M2::from_f32(self).to_f32(),
-            _ => self,
-        }
+        dtype.rounded(self)
     }
 
     fn row(

@@ -396,9 +396,8 @@ impl<'s> Resolver<'s> {
             Operator::Parameter(name) => {
                 let operator = self.instance.operators.get(name).copied();
                 operator.ok_or_else(|| {
-                    let message = format!(
-                        "unknown operator '{name}'; expected sum, product, max, min, average, scaled_sum or a parameter that is one"
-                    );
+                    let expected = ReduceOp::alternatives();
+                    let message = format!("unknown operator '{name}'; expected {expected}");
                     self.wrong(DiagnosticKind::Malformed, message)
                 })
             }

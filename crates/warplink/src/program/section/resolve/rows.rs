@@ -3,6 +3,7 @@
 use super::{Operand, Resolver};
 use crate::device::ReduceOp;
 use crate::dtype::DType;
+use crate::named::alternatives;
 use crate::program::diagnostic::{Diagnostic, DiagnosticKind};
 use crate::program::section::function::{RowArgument, RowStep, computes};
 use crate::program::section::ir::{Application, Argument};
@@ -133,8 +134,9 @@ impl<'s> Resolver<'s> {
         let name = &tensor.name;
         if !computes(operand.dtype) {
             return self.mismatch(format!(
-                "'{name}' is of {}; a function of rows expects f32, f16, bf16 or floats of 8 bits",
-                operand.dtype
+                "'{name}' is of {}; a function of rows expects {}",
+                operand.dtype,
+                alternatives(&DType::ROWS)
             ));
         }
         let scratch = self.instance.scratch_of(operand.part.tensor);

@@ -6,6 +6,7 @@ use anyhow::{Result, bail};
 use warplink::DType;
 use warplink::collective::{Call, CollectiveKind};
 use warplink::device::ReduceOp;
+use warplink::dtype::Numbers;
 
 /// Elements after which inputs repeat: a prime, so that parts of different ranks differ.
 const PERIOD: usize = 65_521;
@@ -90,17 +91,14 @@ pub(crate) fn different(dtype: DType, here: &[u8], there: &[u8]) -> usize {
     pairs.filter(|(a, b)| a != b).count() + here.len().abs_diff(there.len()) / size
 }
 
-/// The largest integer up to which all are values of the type.
+/// The largest integer up to which all are values of the type, or one that is large enough.
 fn exact(dtype: DType) -> u64 {
-    match dtype {
-        DType::BF16 => 256,
-        DType::F16 => 2048,
-        DType::U8 => 255,
-        DType::I8 => 127,
-        DType::F8E4M3 => 16,
-        DType::F8E5M2 => 8,
-        _ => 1 << 20,
-    }
+    let bits = match dtype.numbers() {
+        Numbers::Float { digits, .. } => return 1 << digits.min(20),
+        Numbers::Signed => 8 * dtype.size() - 1,
+        Numbers::Unsigned => 8 * dtype.size(),
+    };
+    if bits < 20 { (1 << bits) - 1 } else { 1 << 20 }
 }
 
 /// `bytes` bytes of a sequence that repeats `period`, from element `start` on.

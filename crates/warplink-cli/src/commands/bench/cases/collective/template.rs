@@ -4,6 +4,7 @@ use crate::commands::bench::peers::neighbours;
 use std::ops::Range;
 use warplink::collective::{Call, CollectiveKind, Collectives, Message};
 use warplink::device::{DeviceSlice, ReduceOp, Stream};
+use warplink::named::listed;
 use warplink::{Communicator, DType};
 
 /// A collective, or messages between all ranks.
@@ -23,18 +24,24 @@ pub(super) struct Template {
     pub(super) root: usize,
 }
 
+/// Those with data.
+fn moving() -> impl Iterator<Item = Kind> {
+    let all = CollectiveKind::ALL.into_iter();
+    all.filter(|kind| *kind != CollectiveKind::Barrier)
+        .map(Kind::Collective)
+        .chain([Kind::SendReceive])
+}
+
+/// Their names, as help and errors list them.
+pub(super) fn names() -> String {
+    let names: Vec<String> = moving().map(name).collect();
+    listed(names.iter().map(String::as_str))
+}
+
 /// Reads a name on the command line.
 pub(super) fn kind(text: &str) -> Result<Kind, String> {
-    let moving = || {
-        let all = CollectiveKind::ALL.into_iter();
-        all.filter(|kind| *kind != CollectiveKind::Barrier)
-            .map(Kind::Collective)
-            .chain([Kind::SendReceive])
-    };
-    moving().find(|kind| name(*kind) == text).ok_or_else(|| {
-        let names: Vec<String> = moving().map(name).collect();
-        format!("expected one of {}", names.join(", "))
-    })
+    let found = moving().find(|kind| name(*kind) == text);
+    found.ok_or_else(|| format!("expected {}", names()))
 }
 
 /// Its name on the command line and in nccl-tests.

@@ -338,8 +338,8 @@ impl<'s> Emitter<'s> {
             let (to, from) = views.split_at(targets.len());
             code.line(format!(
                 "{call}(self, {}, {}, shortest({}));",
-                self.places(element, &sources, from),
-                self.places(element, &targets, to),
+                self.places(&element, &sources, from),
+                self.places(&element, &targets, to),
                 comma(&views)
             ));
             Ok(())

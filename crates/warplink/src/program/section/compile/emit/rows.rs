@@ -6,7 +6,6 @@
 use super::{Emitter, Operand, Result, element_name, operator_name};
 use crate::device::ReduceOp;
 use crate::dtype::DType;
-use crate::program::expr::Comparison;
 use crate::program::section::compile::code::{Code, bare, comma};
 use crate::program::section::function::{RowFunction, RowNode, UNIT};
 use crate::program::section::{Application, Argument, Packing, RowBinary, RowReduction, RowUnary};
@@ -202,7 +201,7 @@ impl<'f> Passes<'f> {
                 format!("{name}({}, {})", value(*a), value(*b))
             }
             RowNode::Select(comparison, [a, b, yes, no]) => {
-                let sign: &str = Comparison::sign(*comparison);
+                let sign: &str = comparison.name();
                 let [a, b, yes, no] = [a, b, yes, no].map(|node| value(*node));
                 format!("{a} {sign} {b} ? {yes} : {no}")
             }
@@ -309,7 +308,7 @@ impl Emitter<'_> {
                     }
                     views.push(view);
                 }
-                let places = self.places(element_name(dtype), operands, &views);
+                let places = self.places(&element_name(dtype), operands, &views);
                 code.line(format!("const auto {name} = {places};"));
             };
             for (number, group) in targets.iter().enumerate() {
