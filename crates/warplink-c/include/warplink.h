@@ -63,43 +63,42 @@
 typedef enum {
     /// The call did what it says.
     WARPLINK_STATUS_SUCCESS = 0,
-    /// An argument is wrong: a null pointer, a length, a rank, an alignment, a combination of options.
+    /// Invalid argument: a length, a rank, an alignment, a combination of options.
     WARPLINK_STATUS_INVALID_ARGUMENT = 1,
     /// Calls were made in the wrong order.
     WARPLINK_STATUS_INVALID_USAGE = 2,
-    /// The object was closed, its handle given back, or what it refers to freed.
+    /// The object was closed, or its resource was freed.
     WARPLINK_STATUS_CLOSED = 3,
-    /// A wait passed its deadline.
+    /// A wait exceeded its deadline.
     WARPLINK_STATUS_TIMEOUT = 4,
-    /// A rank died, aborted or was dropped without being closed, or its connection ended.
+    /// A rank died, aborted or was dropped without being closed, or its connection broke.
     WARPLINK_STATUS_PEER_LOST = 5,
-    /// A rank left in order while something still depended on it.
+    /// A rank left in order while others still depended on it.
     WARPLINK_STATUS_PEER_LEFT = 6,
-    /// The other ranks go on without this one: they did not hear of it for longer than the heartbeat limit,
-    /// or its connection was cut.
+    /// The other ranks have given up on this one: it was silent for longer than
+    /// [`heartbeat_limit`](crate::bootstrap::JoinConfig::heartbeat_limit), or its connection was cut.
     WARPLINK_STATUS_GIVEN_UP = 7,
-    /// A rank failed before its part in what this rank does with it; the message says how.
+    /// A rank failed before its part of a common operation; the message states its error.
     WARPLINK_STATUS_PEER_FAILED = 8,
-    /// Two ranks disagree: world sizes, transports, lengths of a send and its receive, protocols.
+    /// Two ranks disagree: on world sizes, lengths of a send and its receive, protocols.
     WARPLINK_STATUS_MISMATCH = 9,
-    /// A handle or a unique id is truncated, altered, of another version or stale.
+    /// A handle is truncated, altered, stale or of another version.
     WARPLINK_STATUS_INVALID_HANDLE = 10,
-    /// A process that joins does not hold the secret.
+    /// A joining process does not have the secret.
     WARPLINK_STATUS_AUTHENTICATION = 11,
-    /// What came over a socket does not follow the protocol.
+    /// Received data violates the protocol.
     WARPLINK_STATUS_PROTOCOL = 12,
-    /// The address to listen on is taken.
+    /// The address to listen on is in use.
     WARPLINK_STATUS_ADDRESS_IN_USE = 13,
-    /// A call of a driver or a vendor library failed, and the error has its code; or a kernel does not
-    /// compile.
+    /// A driver or vendor library call failed; the code is in [`Error::code`].
     WARPLINK_STATUS_DRIVER = 14,
-    /// A library that is loaded at run time is missing, or lacks a symbol.
+    /// A library loaded at run time is missing, or lacks a symbol.
     WARPLINK_STATUS_LIBRARY_MISSING = 15,
-    /// The device, the driver or the allocation cannot do this.
+    /// The device, the driver or the allocation does not support this.
     WARPLINK_STATUS_UNSUPPORTED = 16,
     /// Device or shared memory is exhausted.
     WARPLINK_STATUS_OUT_OF_MEMORY = 17,
-    /// Text could not be parsed: an address, a name, an environment variable, a program.
+    /// Text could not be parsed.
     WARPLINK_STATUS_PARSE = 18,
     /// An operating-system call failed.
     WARPLINK_STATUS_IO = 19,
@@ -161,43 +160,6 @@ typedef enum {
     /// No rank proceeds until all have arrived.
     WARPLINK_COLLECTIVE_KIND_BARRIER = 8,
 } warplink_collective_kind;
-
-/// What ranks have of the rows of a fused collective. Where a rank owns rows, these are as many on each, in rank order.
-typedef enum {
-    /// Every rank has all rows of everything.
-    WARPLINK_FUSED_KIND_ALL_REDUCE = 0,
-    /// The same, but residual, `sum` and `residual_out` are of the rows that a rank owns.
-    WARPLINK_FUSED_KIND_ALL_REDUCE_SHARDED = 1,
-    /// The input is of all rows, all else of those that a rank owns.
-    WARPLINK_FUSED_KIND_REDUCE_SCATTER = 2,
-    /// Inputs are not added up: input, residual, `sum` and `residual_out` are of the rows that a rank owns, and the others of
-    /// all rows.
-    WARPLINK_FUSED_KIND_ALL_GATHER = 3,
-} warplink_fused_kind;
-
-/// How rows are normalised.
-typedef enum {
-    /// They are not.
-    WARPLINK_NORM_NONE = 0,
-    /// By the root of the mean of squares.
-    WARPLINK_NORM_RMS = 1,
-    /// By mean and variance.
-    WARPLINK_NORM_LAYER = 2,
-} warplink_norm;
-
-/// How rows become F8E4M3. Scales that are computed are at least 1e-10.
-typedef enum {
-    /// They do not.
-    WARPLINK_QUANTIZATION_NONE = 0,
-    /// Divided by one scale, which is read.
-    WARPLINK_QUANTIZATION_STATIC = 1,
-    /// Divided by a scale of each row, its largest magnitude / 448.
-    WARPLINK_QUANTIZATION_PER_TOKEN = 2,
-    /// The same of each 128 elements of a row.
-    WARPLINK_QUANTIZATION_PER_BLOCK = 3,
-    /// The same with the next power of two from that on.
-    WARPLINK_QUANTIZATION_PER_BLOCK_POWER_OF_TWO = 4,
-} warplink_quantization;
 
 /// The type of elements.
 typedef enum {

@@ -28,8 +28,8 @@ named! {
         PeerLost = "peer_lost" (5),
         /// A rank left in order while others still depended on it.
         PeerLeft = "peer_left" (6),
-        /// The other ranks have given up on this one: it was silent for longer than
-        /// [`heartbeat_limit`](crate::bootstrap::JoinConfig::heartbeat_limit), or its connection was cut.
+        /// The other ranks have given up on this one: it was silent for longer than the heartbeat limit, or its connection was
+        /// cut.
         GivenUp = "given_up" (7),
         /// A rank failed before its part of a common operation; the message states its error.
         PeerFailed = "peer_failed" (8),
@@ -43,7 +43,7 @@ named! {
         Protocol = "protocol" (12),
         /// The address to listen on is in use.
         AddressInUse = "address_in_use" (13),
-        /// A driver or vendor library call failed; the code is in [`Error::code`].
+        /// A driver or vendor library call failed; the error has its code.
         Driver = "driver" (14),
         /// A library loaded at run time is missing, or lacks a symbol.
         LibraryMissing = "library_missing" (15),

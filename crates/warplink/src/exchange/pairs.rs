@@ -91,6 +91,10 @@ pub(crate) trait Matching {
     /// job.
     fn meet(&self, end: Self::End, job_peer: Rank, terms: Self::Terms) -> Result<Self::Made>;
 
+    /// Called instead of [`meet`](Self::meet) where the peer's description cannot be read, which is an error on this rank
+    /// alone: the peer may have matched this end.
+    fn unreadable(&self, _: Self::End) {}
+
     /// Publishes `ends`, takes their peers' and matches them; in the order of `ends`. Blocks until all peers have
     /// published.
     ///
@@ -204,7 +208,13 @@ pub(crate) trait Matching {
     fn match_end(&self, offer: Offer<Self::End>, message: &[u8]) -> Result<Self::Made> {
         let (peer, job_peer, key) = (offer.peer, offer.job_peer, offer.own_key.clone());
         let end = offer.seen();
-        let made = decode(message).and_then(|terms| self.meet(end, job_peer, terms));
+        let made = match decode(message) {
+            Ok(terms) => self.meet(end, job_peer, terms),
+            Err(error) => {
+                self.unreadable(end);
+                Err(error)
+            }
+        };
         made.map_err(|error| {
             let pairs = self.pairs();
             error

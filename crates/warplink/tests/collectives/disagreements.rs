@@ -230,7 +230,7 @@ fn absent(callers: usize, says: &[&str]) {
 
 #[test]
 fn ranks_that_never_call_the_library_are_named_with_their_last_calls() {
-    let call = "call 3, all_reduce of 10 i32, sum, was not made by";
+    let call = "call 3, all_reduce of 10 i32, sum, is missing on";
     let of = |rank| format!("rank {rank} (whose last is all_reduce of 7 i32, sum)");
     absent(2, &[call, &of(2)]);
     absent(1, &[call, &format!("{}, {}", of(1), of(2))]);
@@ -261,7 +261,7 @@ fn ranks_are_named_as_their_communicator_numbers_them() {
             if let Some(error) = error {
                 let ended = (error.kind(), error.peer());
                 assert_eq!(ended, (ErrorKind::Timeout, Some(OTHER)), "{error}");
-                assert_says(&error, &["was not made by rank 1 (which has made no call)"]);
+                assert_says(&error, &["is missing on rank 1 (which has made no call)"]);
             } else {
                 caller.call(USUAL).unwrap();
             }

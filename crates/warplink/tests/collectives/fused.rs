@@ -125,7 +125,7 @@ fn fused_calls_that_do_not_fit_are_refused() {
                     ..call
                 },
                 memory,
-                "expected f32, f16 or bf16",
+                "expected f16, bf16 or f32",
             ),
             (
                 Fused { width: 41, ..call },

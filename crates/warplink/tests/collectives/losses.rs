@@ -374,7 +374,7 @@ fn call_late(path: Option<CollectivePath>) {
                 assert_says(&error, &["the communicator can still be used"]);
                 if by_library {
                     let says = "synchronize: a call of the vendor's library is not done: call 1, ";
-                    let other = ", was not made by rank 1 (which has made no call)";
+                    let other = ", is missing on rank 1 (which has made no call)";
                     let last = format!("; the last that this rank called is {}", told(&case.call));
                     assert_says(&error, &[says, other, &last]);
                 }

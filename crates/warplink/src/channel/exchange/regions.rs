@@ -143,6 +143,11 @@ impl Matching for Regions<'_> {
 
     fn forget(&self, _: Added) {}
 
+    fn unreadable(&self, end: Added) {
+        // No handle is valid, so this only uses the number up, as the peer has done.
+        drop(self.0.add(&end.connection, &end.region, &[]));
+    }
+
     fn meet(&self, end: Added, _: Rank, handle: Vec<u8>) -> Result<u32> {
         self.0.add(&end.connection, &end.region, &handle)
     }

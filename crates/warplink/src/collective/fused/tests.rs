@@ -31,7 +31,7 @@ fn made(call: &Described, way: Way, world: usize, lanes: usize) -> (Program, Par
 #[test]
 fn every_fused_program_is_verified_for_every_world() {
     let mut count = 0;
-    for (tokens, width, lanes) in [(1, 1, 1), (6, 24, 2), (12, 137, 3)] {
+    for (tokens, width, lanes) in [(1, 1, 1), (6, 24, 2), (12, 137, 4)] {
         for call in calls(tokens, width, &FusedKind::ALL) {
             for way in WAYS.into_iter().filter(|way| call.ways().contains(way)) {
                 let worlds = match tokens {
