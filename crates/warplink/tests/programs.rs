@@ -293,7 +293,7 @@ fn what_does_not_fit_is_refused() {
         refused(case.gather(), biased, &["bias"]);
         let mut kept = good.clone();
         kept.gathered = Some(kept.a.clone());
-        refused(case.gather(), kept, &["not kept"]);
+        refused(case.gather(), kept, &["does not keep it"]);
         let mut wide = case.gather();
         wide.dtype = DType::F64;
         refused(wide, good.clone(), &["f64"]);
