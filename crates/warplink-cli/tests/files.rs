@@ -79,7 +79,7 @@ const READ: [(&str, bool); 13] = [
 ];
 
 /// Commands that write a result to `FILE`. `ONE` stands for the fewest samples.
-const WRITTEN: [&str; 17] = [
+const WRITTEN: [&str; 19] = [
     "topo --mesh MESH --svg FILE",
     "program run PROGRAM -n 2 -p n=64 --trace FILE",
     "tune -n 1 --largest-shape 16 --largest-transfer 4KiB --samples 1 --dtypes f32 --output FILE",
@@ -91,6 +91,8 @@ const WRITTEN: [&str; 17] = [
     "bench collective all-reduce -n 2 --sizes 1KiB --calls 1 --peers none ONE --plot FILE",
     "bench expert-parallel -n 2 --sizes 1 --elements 16 --experts 2 --top-k 1 --calls 1 --peer none ONE --output FILE",
     "bench expert-parallel -n 2 --sizes 1 --elements 16 --experts 2 --top-k 1 --calls 1 --peer none ONE --plot FILE",
+    "bench fused -n 2 --sizes 1 --width 16 --calls 1 --peers none ONE --output FILE",
+    "bench fused -n 2 --sizes 1 --width 16 --calls 1 --peers none ONE --plot FILE",
     "bench overlap -n 2 --shape 16,16,16 --lowerings collective --samples 1 --output FILE",
     "bench overlap -n 2 --shape 16,16,16 --lowerings collective --samples 1 --plot FILE",
     "bench program -n 2 --lowerings collective --samples 1 --output FILE",
@@ -127,7 +129,9 @@ fn options_that_take_files(command: &[&str], found: &mut BTreeSet<String>) {
     let mut entries: Vec<(String, String)> = Vec::new();
     for line in help.lines() {
         let text = line.trim_start();
-        if !line.starts_with(' ') {
+        if text.is_empty() {
+            // Long help separates options by empty lines.
+        } else if !line.starts_with(' ') {
             section = line;
         } else if section == "Commands:" {
             match text.split_whitespace().next() {

@@ -279,7 +279,7 @@ fn wrong_variables_are_reported_once() {
         (
             "WARPLINK_NETWORK_MEMORY",
             "foo",
-            "WARPLINK_NETWORK_MEMORY is 'foo'; expected auto, staged or direct",
+            "WARPLINK_NETWORK_MEMORY is 'foo'; expected staged, auto or direct",
         ),
         (
             "WARPLINK_TOPOLOGY",

@@ -75,6 +75,18 @@ pub trait Element:
     fn from_f64(value: f64) -> Self;
 }
 
+/// `value` in single precision, rounded to odd: rounding it again to a narrower type gives what rounding `value` at once
+/// does. Conversions of `half` from `f64` drop the lower 32 bits, and with them whether a value lies above a tie.
+fn to_odd(value: f64) -> f32 {
+    let near = value as f32;
+    let difference = f64::from(near).abs() - value.abs();
+    if difference == 0.0 || !near.is_finite() {
+        return near;
+    }
+    let truncated = near.to_bits() - u32::from(difference > 0.0);
+    f32::from_bits(truncated | 1)
+}
+
 /// Declares the elements of each type: in Rust, as they are combined, their numbers, and conversions.
 macro_rules! elements {
     (($d:tt) $($dtype:ident = $rust:ty, as $wide:ty: $widen:expr, $narrow:expr; $from:expr; $numbers:expr;)+) => {
@@ -141,9 +153,9 @@ elements! {
     ($)
     F32 = f32, as f32: |v| v, |v| v; |v| v as f32; float(24, f32::MIN_POSITIVE as f64, f32::MAX as f64);
     F64 = f64, as f64: |v| v, |v| v; |v| v; float(53, f64::MIN_POSITIVE, f64::MAX);
-    F16 = half::f16, as f32: half::f16::to_f32, half::f16::from_f32; half::f16::from_f64;
+    F16 = half::f16, as f32: half::f16::to_f32, half::f16::from_f32; |v| half::f16::from_f32(to_odd(v));
         float(11, half::f16::MIN_POSITIVE.to_f64_const(), half::f16::MAX.to_f64_const());
-    BF16 = half::bf16, as f32: half::bf16::to_f32, half::bf16::from_f32; half::bf16::from_f64;
+    BF16 = half::bf16, as f32: half::bf16::to_f32, half::bf16::from_f32; |v| half::bf16::from_f32(to_odd(v));
         float(8, half::bf16::MIN_POSITIVE.to_f64_const(), half::bf16::MAX.to_f64_const());
     F8E4M3 = crate::dtype::F8E4M3, as f32: F8E4M3::to_f32, F8E4M3::from_f32; F8E4M3::from_f64;
         float(4, 1.0 / 512.0, 448.0);
@@ -230,6 +242,31 @@ impl DType {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn floats_are_rounded_once() {
+        // Ties of bf16 and of f16 at 1, and what lies next to them by less than single precision.
+        for (dtype, step) in [(DType::BF16, 2f64.powi(-7)), (DType::F16, 2f64.powi(-10))] {
+            let little = 2f64.powi(-40);
+            for (value, rounded) in [
+                (1.0 + step / 2.0, 1.0),
+                (1.0 + step / 2.0 + little, 1.0 + step),
+                (1.0 + step * 1.5 - little, 1.0 + step),
+                (1.0 + step * 1.5, 1.0 + step * 2.0),
+                (1.0 + step / 2.0 + 2f64.powi(-23), 1.0 + step),
+            ] {
+                for sign in [1.0, -1.0] {
+                    let found: Vec<f64> = dtype.decode(&dtype.encode([sign * value])).collect();
+                    assert_eq!(found, [sign * rounded], "{dtype} {value}");
+                }
+            }
+            for value in [0.0, -0.0, f64::INFINITY, 1e300, 1e-300] {
+                let found: Vec<f64> = dtype.decode(&dtype.encode([value])).collect();
+                let expected = if value > 1e200 { f64::INFINITY } else { 0.0 };
+                assert_eq!(found, [expected], "{dtype} {value}");
+            }
+        }
+    }
 
     #[test]
     fn elements_are_encoded_and_decoded() {

@@ -98,7 +98,7 @@ static void misuse(warplink_collectives collectives, warplink_stream stream, voi
         "unknown operator 77");
     made = call(WARPLINK_COLLECTIVE_KIND_ALL_REDUCE, WARPLINK_REDUCE_OP_NONE, -1, 1);
     FAILS(warplink_collective(collectives, &made, memory, memory, stream), WARPLINK_STATUS_INVALID_ARGUMENT,
-        "operator: none");
+        "all_reduce requires an operator");
     made = call(WARPLINK_COLLECTIVE_KIND_ALL_REDUCE, WARPLINK_REDUCE_OP_SUM, -1, 1);
     FAILS(warplink_collective(collectives, &made, NULL, memory, stream), WARPLINK_STATUS_INVALID_ARGUMENT,
         "output is null");

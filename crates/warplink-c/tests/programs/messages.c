@@ -282,7 +282,7 @@ static void misuse(warplink_collectives collectives, warplink_expert_options opt
     wrong.displacements = huge;
     none.counts = NULL;
     none.displacements = NULL;
-    FAILS(warplink_all_to_all_v(collectives, 99, base, parts, base, parts, stream), invalid, "unknown type 99");
+    FAILS(warplink_all_to_all_v(collectives, 99, base, parts, base, parts, stream), invalid, "unknown element type 99");
     FAILS(warplink_all_to_all_v(collectives, WARPLINK_ELEMENT_TYPE_F32, base, none, base, parts, stream), invalid,
         "output_parts.counts is null");
     FAILS(warplink_all_to_all_v(collectives, WARPLINK_ELEMENT_TYPE_F32, base, parts, base, wrong, stream), invalid,
@@ -292,7 +292,7 @@ static void misuse(warplink_collectives collectives, warplink_expert_options opt
     {
         uint64_t *words = (uint64_t *)(void *)base;
         FAILS(warplink_all_to_all_v_on_device(collectives, 99, base, words, base, words, 1, stream), invalid,
-            "unknown type 99");
+            "unknown element type 99");
         FAILS(warplink_all_to_all_v_on_device(collectives, WARPLINK_ELEMENT_TYPE_F32, base, words, base, words, UINT64_MAX,
             stream), invalid, "more than memory can hold");
         FAILS(warplink_all_to_all_v_on_device(collectives, WARPLINK_ELEMENT_TYPE_F32, base, NULL, base, words, 0, stream),

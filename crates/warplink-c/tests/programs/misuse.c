@@ -109,7 +109,7 @@ static void images(warplink_stream stream) {
     source.image_bytes = 8;
     FAILS(warplink_module_load(comm, &source, &module), INVALID, "starts with the bytes 6e 6f 6e 73 65 6e 73 65;");
     HOLDS(strstr(warplink_last_error(), "expected a whole cubin, a whole fat binary, or PTX") != NULL);
-    HOLDS(strstr(warplink_last_error(), "help: pass all bytes of a file that nvcc made") != NULL);
+    HOLDS(strstr(warplink_last_error(), "help: pass the whole file that nvcc produced") != NULL);
     source.image_bytes = 0;
     FAILS(warplink_module_load(comm, &source, &module), INVALID, "the image has no bytes");
     source.image = fat;

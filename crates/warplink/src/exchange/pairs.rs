@@ -390,7 +390,7 @@ impl<K: Eq + Hash> PairExchange<K> {
         Error::new(
             ErrorKind::Timeout,
             format!(
-                "an exchange that failed could not be taken back, which ends the communicator: {}",
+                "an exchange that failed could not be withdrawn, which ends the communicator: {}",
                 error.message()
             ),
         )

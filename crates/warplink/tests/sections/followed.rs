@@ -267,7 +267,7 @@ fn too_many_lanes_and_too_large_scratch_are_refused_at_once() {
     }";
     let program = Program::parse(text).unwrap();
     for (world, lanes, room, words) in [
-        (16, 1025, 64, "16 ranks have 1025 lanes each"),
+        (17, 1024, 64, "17 ranks have 1024 lanes each"),
         (64, 257, 64, "64 ranks have 257 lanes each"),
         (1024, 17, 64, "1024 ranks have 17 lanes each"),
         (2, 4, 1_i64 << 33, "'S' is larger than 17179869184 bytes"),

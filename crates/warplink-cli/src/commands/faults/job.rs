@@ -32,6 +32,9 @@ const POLL_INTERVAL: Duration = Duration::from_millis(5);
 /// Between two looks at whether the command is to end. Ranks that start while a signal comes do not get it.
 const ENDING_INTERVAL: Duration = Duration::from_millis(100);
 
+/// How much later than the ranks this process may receive a signal that was sent to all.
+const SIGNAL_SKEW: Duration = Duration::from_millis(300);
+
 /// The timeout of its ranks, which no wait may come to.
 const RANK_TIMEOUT: &str = "40";
 
@@ -58,7 +61,18 @@ pub(super) struct JobSettings {
 impl JobSettings {
     /// Whether the command is to end.
     pub(super) fn is_ending(&self) -> bool {
+        // Set by a signal handler; nothing else is published with it.
         self.ending.load(Ordering::Relaxed) != 0
+    }
+
+    /// Whether the command was to end while a cell ran whose result is not as expected. A signal ends the ranks of the cell
+    /// too, and may reach them before this process.
+    pub(super) fn was_interrupted(&self, is_wrong: bool) -> bool {
+        let begun = Instant::now();
+        while is_wrong && !self.is_ending() && begun.elapsed() < SIGNAL_SKEW {
+            thread::sleep(POLL_INTERVAL);
+        }
+        self.is_ending()
     }
 }
 

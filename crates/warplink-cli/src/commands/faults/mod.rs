@@ -151,8 +151,7 @@ impl Faults {
                         && let Some(&cell) = cells.get(next.fetch_add(1, Ordering::Relaxed))
                     {
                         let judged = runner.run(cell);
-                        // Its ranks were ended.
-                        if settings.is_ending() {
+                        if settings.was_interrupted(!judged.problems.is_empty()) {
                             return;
                         }
                         if let Ok(mut results) = results.lock() {
