@@ -214,7 +214,8 @@ impl DType {
 
     /// A value of `f32` as this type rounds it.
     pub(crate) fn rounded(self, value: f32) -> f32 {
-        with_element!(self, T => T::from_f64(value.into()).to_f64() as f32)
+        // The trait's conversion, not that of `half`, which is not exact.
+        with_element!(self, T => <T as Element>::from_f64(value.into()).to_f64() as f32)
     }
 }
 
@@ -260,6 +261,8 @@ mod tests {
                     assert_eq!(found, [sign * rounded], "{dtype} {value}");
                 }
             }
+            let above = 1.0 + step / 2.0 + 2f64.powi(-23);
+            assert_eq!(f64::from(dtype.rounded(above as f32)), 1.0 + step);
             for value in [0.0, -0.0, f64::INFINITY, 1e300, 1e-300] {
                 let found: Vec<f64> = dtype.decode(&dtype.encode([value])).collect();
                 let expected = if value > 1e200 { f64::INFINITY } else { 0.0 };
