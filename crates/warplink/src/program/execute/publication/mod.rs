@@ -11,11 +11,11 @@
 //! # Invariants
 //! 1. An address in the own table implies that all peers have the allocation in theirs.
 //! 2. An allocation is withdrawn when its publication holds the last reference; borrowed memory, when it is gone,
-//! since a library lends the same memory repeatedly. The own entry is cleared first. When the streams have completed
-//! all launches that may have read it, the peers are notified; when all have released it, the number is free. A
-//! peer's kernel finishes with an allocation before the owner's launch ends, as the verifier checks.
+//!    since a library lends the same memory repeatedly. The own entry is cleared first. When the streams have
+//!    completed all launches that may have read it, the peers are notified; when all have released it, the number is
+//!    free. A peer's kernel finishes with an allocation before the owner's launch ends, as the verifier checks.
 //! 3. A kernel announces an entry only if its address matches the tensor's. So a stale number in a graph, which
-//! belongs to another allocation by now, is harmless.
+//!    belongs to another allocation by now, is harmless.
 //! 4. Memory that cannot be shared, or that a peer cannot map, is not offered again.
 
 mod keeper;
