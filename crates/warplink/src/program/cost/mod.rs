@@ -1,7 +1,7 @@
 //! Estimates the time of a program: one simulation of the programs of all ranks, with one hardware model.
 //!
 //! ```text
-//!   programs of all ranks ──► schedule: what each stream does, step by step, and with what
+//!   programs of all ranks ──► schedule: steps of each stream, with their resources
 //!   hardware model ─────────►      │
 //!                                  ▼
 //!                       simulation: streams in order, resources shared
@@ -12,17 +12,17 @@
 //!
 //! | module | subject |
 //! |---|---|
-//! | [`model`] | what a machine can do: rates, latencies, tables of measured times, as a JSON file |
-//! | [`curve`], [`gemm`], [`collective`] | measured times by size, and what lies between |
-//! | [`lanes`] | what lanes of kernel sections can do |
-//! | [`find`] | which model describes a device |
-//! | [`figures`], `derive`, `calibration` | the model of a machine that nobody tuned; figures that were measured there |
-//! | `link`, `symmetry` | which transfers belong together; whether all ranks do the same |
+//! | [`model`] | performance of a machine: rates, latencies, tables of measured times, as a JSON file |
+//! | [`curve`], [`gemm`], [`collective`] | measured times by size, with interpolation |
+//! | [`lanes`] | performance of lanes of kernel sections |
+//! | [`find`] | selection of the model of a device |
+//! | [`figures`], `derive`, `calibration` | derived model of an untuned machine; cached measured figures |
+//! | `link`, `symmetry` | matching of transfers; detection of ranks that do the same |
 //! | `build`, `operations`, `post` | from operations to steps of streams |
-//! | `launch`, `class`, `outline`, `section` | kernel sections: which lanes stand for all, and their steps |
-//! | `schedule`, `step` | the steps, and what they need |
-//! | `simulate`, `resources` | the simulation, and how work that runs at one time shares resources |
-//! | [`report`], `bound` | the result, and what time goes to |
+//! | `launch`, `class`, `outline`, `section` | kernel sections: representative lanes, and their steps |
+//! | `schedule`, `step` | the steps, and the resources that they need |
+//! | `simulate`, `resources` | the simulation, and resource sharing of concurrent work |
+//! | [`report`], `bound` | the result, and its time per bottleneck |
 //!
 //! Every figure of a machine comes from its model. Units are seconds, bytes, and bytes per second.
 //!
@@ -34,7 +34,7 @@
 //!
 //! | resource, of each rank | shared |
 //! |---|---|
-//! | multiprocessors | in order of arrival, streams of high priority first: a matmul that leaves some idle makes room for the next |
+//! | multiprocessors | in order of arrival, high priority first: a matmul that leaves some idle lets the next one start |
 //! | link out, link in, both together | evenly |
 //! | memory | evenly |
 //!

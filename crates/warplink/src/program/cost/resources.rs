@@ -5,7 +5,7 @@
 //!
 //! 1. Multiprocessors are assigned to kernels in order of arrival, high priority first; each gets what it can occupy,
 //!    as far as available.
-//! 2. Work slows down beside some other work, according to the model's interference.
+//! 2. Work slows down while some other work runs, according to the model's interference.
 //! 3. Lanes of kernels use links and memory in order of arrival, as far as earlier ones leave capacity; among
 //!    simultaneous arrivals, the first half of each rank's lanes goes first.
 //! 4. Links and memory are shared by max-min fairness: the slowest work is as fast as possible, then the next, and so

@@ -85,8 +85,7 @@ impl Evaluator {
     /// Unrolls `program` for all ranks and finds an order for its operations.
     ///
     /// # Errors
-    /// [`ErrorKind::Verification`](crate::ErrorKind::Verification) where the ranks do not fit together
-    /// or the program hangs.
+    /// [`ErrorKind::Verification`](crate::ErrorKind::Verification) if the ranks' programs do not match, or deadlock.
     pub fn new(
         program: &Program,
         world: usize,
@@ -143,13 +142,12 @@ impl Evaluator {
         }
     }
 
-    /// Evaluates one run; `input` gives the bytes of each rank's inputs.
+    /// Evaluates one run; `input` returns the bytes of each rank's inputs.
     ///
     /// # Errors
-    /// [`ErrorKind::Verification`](crate::ErrorKind::Verification) where an output is not what the program expects of
-    /// it.
-    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) where `input` gives another
-    /// length than the tensor's.
+    /// [`ErrorKind::Verification`](crate::ErrorKind::Verification) if an output violates an expectation of the program.
+    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) if `input` returns another length than the
+    /// tensor's.
     pub fn run(
         &self,
         input: impl FnMut(Rank, TensorId, &TensorInstance) -> Vec<u8>,
@@ -165,8 +163,8 @@ impl Evaluator {
     /// expectation.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) where `input` gives another
-    /// length than the tensor's.
+    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) if `input` returns another length than the
+    /// tensor's.
     pub fn violations(
         &self,
         input: impl FnMut(Rank, TensorId, &TensorInstance) -> Vec<u8>,

@@ -405,7 +405,7 @@ impl Lane<'_> {
             .await
     }
 
-    /// Stores `bytes` in an operand, which belongs to `part`, and wakes its rank where it waits for them.
+    /// Stores `bytes` in an operand, which belongs to `part`, and wakes its rank's lanes that wait for them.
     fn store(&self, part: &Part, target: &Operand, bytes: &[u8]) -> Result<()> {
         let Operand { memory, packing } = target;
         if !packing.is_packets() {

@@ -183,8 +183,9 @@ impl Executor {
     /// Verifies `program` for this world and unrolls it for this rank. Involves no other rank.
     ///
     /// # Errors
-    /// [`ErrorKind::Verification`](crate::ErrorKind::Verification) with every diagnostic, where the
-    /// program fails; [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) where the parameters are not what it requires.
+    /// [`ErrorKind::Verification`](crate::ErrorKind::Verification) with every diagnostic, if the program fails;
+    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) if the parameters do not match its
+    /// declaration.
     pub fn prepare(
         &self,
         program: &Program,

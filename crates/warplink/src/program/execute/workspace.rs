@@ -147,8 +147,8 @@ impl SharedWorkspace {
         self.publication.tables()
     }
 
-    /// Where `slice` is in what this rank publishes, for a launch on `stream`, which a graph may record; `None` for memory
-    /// that cannot be published. Does not block.
+    /// Location of `slice` in this rank's published memory, for a launch on `stream`, which may be recorded by a graph;
+    /// `None` for memory that cannot be published. Does not block.
     pub(crate) fn place(
         &self,
         slice: &DeviceSlice,
@@ -177,7 +177,7 @@ impl SharedWorkspace {
             };
             let offset = (tensor.offset * tensor.dtype.size()) as u64;
             addresses.push((number * self.world + self.rank, id, offset));
-            // Placeholder for an address of which only the alignment is known.
+            // Placeholder: only the alignment of the address is known.
             bound.tensors[number][self.rank] = if aligned { 16 + offset } else { 1 };
         }
         let first_place = bound.first_place(section);
@@ -374,9 +374,8 @@ struct Bound {
 }
 
 impl Code {
-    /// Whether it serves a section of the same program, rank, lanes and threads. The text depends on integers by their signs
-    /// and by how large they may be, and so do extents and strides: what it takes into account of the largest holds for all
-    /// that are smaller.
+    /// Whether it serves a section of the same program, rank, lanes and threads. The text depends only on the signs and
+    /// upper bounds of integers, extents and strides, so text for the largest values is valid for all smaller ones.
     fn serves(&self, section: &SectionInstance, aligned: &[bool]) -> bool {
         let of = &*self.largest;
         let within = |most: i64, value: i64| most.min(0) <= value && value <= most.max(0);
@@ -413,8 +412,8 @@ pub(crate) enum Announced {
 }
 
 impl SharedKernel {
-    /// Enqueues a launch on `tensors`, by their numbers in the program; peers may access them if `reachable`. A graph may
-    /// record it. Does not block.
+    /// Enqueues a launch on `tensors`, indexed by their numbers in the program; peers may access them if `reachable`.
+    /// May be recorded by a graph. Does not block.
     pub(crate) fn enqueue(
         &self,
         (stream, is_recorded): (&Stream, bool),

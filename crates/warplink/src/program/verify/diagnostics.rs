@@ -7,7 +7,7 @@ use crate::program::rank_program::RankProgram;
 use crate::program::text::{shortened, summary};
 use std::collections::HashMap;
 
-/// Limit on the number of distinct diagnostics that are reported.
+/// Limit on the number of distinct diagnostics that are reported: nobody reads more.
 pub const MAX_DIAGNOSTICS: usize = 64;
 
 /// Collects diagnostics, one for each kind and set of statements.

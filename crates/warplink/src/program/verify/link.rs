@@ -14,7 +14,7 @@ use crate::program::rank_program::{OperationKind, RankProgram, TransferId};
 use std::cell::OnceCell;
 use std::collections::HashMap;
 
-/// Limit on the unmatched transfers of a rank that are counted.
+/// Limit on the unmatched transfers of a rank that are counted, which bounds the time for a wholly mismatched program.
 const MAX_UNMATCHED: usize = 10_000;
 
 /// Relations between the ranks' programs.

@@ -350,8 +350,8 @@ impl Keeper {
         lock(&self.known).free.push(entry);
     }
 
-    /// Withdraws allocations without other references, borrowed ones whose memory is gone, and the least recently
-    /// used ones if numbers run out.
+    /// Withdraws allocations without other references, borrowed ones whose memory is gone, and if numbers run out, the
+    /// least recently used of the borrowed ones.
     fn sweep(&mut self) {
         // The table holds a reference, and so does each peer that is a thread of this process.
         let in_process = self.peers.iter().filter(|peer| peer.in_process).count() - 1;

@@ -64,8 +64,8 @@ impl Tables {
         lock(&self.entries).get(place)?.clone()
     }
 
-    /// What `rank`, which is this one, announces of its memory at `address`: 0 unless all peers reach it there, in the whole
-    /// units of kernels.
+    /// Announcement by `rank`, which is this one, of its memory at `address`: 0 unless all peers have it mapped there,
+    /// and it is aligned to the 16-byte accesses of kernels.
     pub(crate) fn announced(&self, rank: Rank, at: Published, address: u64) -> u64 {
         let allocation = self.get(rank, at.number);
         let known = allocation.is_some_and(|known| known.address() + at.start == address);
@@ -76,8 +76,8 @@ impl Tables {
         }
     }
 
-    /// What is mapped here of the memory that `rank` announces as `word`, to the end of its allocation; `None` where nothing
-    /// is.
+    /// Local mapping of the memory that `rank` announces as `word`, to the end of its allocation; `None` if it is not
+    /// mapped.
     pub(crate) fn reached(&self, rank: Rank, word: u64) -> Option<DeviceSlice> {
         let at = Published::of_word(word)?;
         let allocation = self.get(rank, at.number)?;
