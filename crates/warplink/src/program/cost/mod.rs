@@ -34,7 +34,7 @@
 //!
 //! | resource, of each rank | shared |
 //! |---|---|
-//! | multiprocessors | in order of arrival, high priority first: a matmul that leaves some idle lets the next one start |
+//! | multiprocessors | in order of arrival, high priority first; a matmul leaves idle ones to the next |
 //! | link out, link in, both together | evenly |
 //! | memory | evenly |
 //!

@@ -55,8 +55,8 @@ impl Evaluator {
         unmet
     }
 
-    /// Float outputs with elements that some rank sums in another order than rank 0, so that ranks may compute different
-    /// sums; the first such rank for each.
+    /// Float outputs with elements that some rank sums in another order than rank 0, so that ranks may compute
+    /// different sums; the first such rank for each.
     pub fn reordered<'a>(&'a self, values: &'a Values) -> Vec<(&'a str, Rank)> {
         let Some((first, others)) = self.ranks.split_first() else {
             return Vec::new();

@@ -9,7 +9,7 @@ use crate::program::ir::Direction;
 use crate::program::rank_program::{OperationKind, Range, TransferId};
 
 impl Run<'_> {
-    /// Writes the word that the peer waits for, after the post of the previous transfer. Its values, and those of the
+    /// Writes the word that the peer waits for, after the previous post of the transfer. Its values, and those of the
     /// word that signals completion of this rank's copy, must be written in order.
     pub(super) fn signal(
         &mut self,
