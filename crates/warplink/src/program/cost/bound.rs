@@ -1,29 +1,29 @@
-//! What time goes to.
+//! Bottlenecks: the resource that bounds each part of a program's time.
 
 use crate::named::named;
 use serde::{Serialize, Serializer};
 
 named! {
-    /// What time goes to.
+    /// Resource that bounds the time of an operation.
     pub enum Bound: "bound" {
-        /// Puts and gets, by kernels too.
+        /// Puts and gets, including those by kernels.
         Link = "link",
         /// Matrix multiplications.
         Matmul = "matmul",
         /// Copies within a device's memory, and sums.
         Memory = "memory",
-        /// What a lane of a kernel can move: more lanes, or threads, would be faster.
+        /// Throughput of a kernel's lanes: more lanes, or more threads, would be faster.
         Lanes = "lanes",
-        /// The engine's collectives, sends and receives.
+        /// Collectives, sends and receives of the engine.
         Collective = "collective",
-        /// Signals, events and starts of kernels.
+        /// Signals, events and kernel launches.
         Latency = "latency",
-        /// The host, which enqueues.
+        /// Enqueueing by the host.
         Host = "host",
     }
 }
 
-/// Seconds for each [`Bound`] along a chain of operations, each of which waited for the one before.
+/// Seconds per [`Bound`] along a chain of dependent operations.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Path([f64; Bound::ALL.len()]);
 
@@ -38,18 +38,18 @@ impl Path {
         self.0[bound as usize] += seconds;
     }
 
-    /// All of it.
+    /// Total time.
     pub fn seconds(&self) -> f64 {
         self.0.iter().sum()
     }
 
-    /// What went to `bound`.
+    /// Time bounded by `bound`.
     pub fn of_bound(&self, bound: Bound) -> f64 {
         self.0[bound as usize]
     }
 
-    /// What was added since `start`, `seconds` in all. Where the chain has come to be another one since then, what is
-    /// less in it counts as nothing.
+    /// Time added since `start`, `seconds` in total. If the critical chain has changed since then, a bound with less
+    /// time than at `start` counts as 0.
     pub(super) fn since(&self, start: &Self, seconds: f64) -> Self {
         let mut added = Self::default();
         for bound in Bound::ALL {
@@ -65,7 +65,7 @@ impl Path {
         added
     }
 
-    /// The bounds that it went to, the largest first.
+    /// Bounds with their times, the largest first.
     pub fn parts(&self) -> Vec<(Bound, f64)> {
         let all = Bound::ALL.map(|bound| (bound, self.of_bound(bound)));
         let mut parts: Vec<_> = all
@@ -76,7 +76,7 @@ impl Path {
         parts
     }
 
-    /// What most of it went to.
+    /// Bound with the largest share of the time.
     pub fn most(&self) -> Bound {
         let parts = self.parts();
         parts.first().map_or(Bound::Latency, |(bound, _)| *bound)
@@ -84,7 +84,7 @@ impl Path {
 }
 
 impl Serialize for Path {
-    /// As a map from the names of bounds to seconds.
+    /// Serializes as a map from names of bounds to seconds.
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         serializer.collect_map(
             self.parts()

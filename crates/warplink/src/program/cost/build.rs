@@ -1,4 +1,4 @@
-//! From the operations of rank programs to a schedule.
+//! Builds a schedule from the operations of rank programs.
 
 use super::collective::larger_side;
 use super::launch::LaneCounters;
@@ -13,8 +13,8 @@ use crate::program::{OperationKind, RankProgram, StreamKind};
 use std::collections::HashMap;
 
 impl<'a> Schedule<'a> {
-    /// Schedules `programs`: those of all `world` ranks, or of the one that stands for all; of a loop of a kernel,
-    /// about `iterations`.
+    /// Schedules `programs`: those of all `world` ranks, or one that represents all; simulates about `iterations` of
+    /// each kernel loop.
     ///
     /// # Errors
     /// [`ErrorKind::Verification`](crate::ErrorKind::Verification) for a kernel section that cannot be resolved.
@@ -99,7 +99,7 @@ impl<'a> Schedule<'a> {
             kind,
             OperationKind::Allocate(_) | OperationKind::Deallocate(_) | OperationKind::Share(_)
         ) {
-            // Done when the program is bound.
+            // Performed when the program is bound.
             return;
         }
         if self.submission == Submission::Eager {
@@ -113,7 +113,7 @@ impl<'a> Schedule<'a> {
         self.step(state, Step::NotBefore(state.host));
         self.step(state, Step::Begin(id));
         match kind {
-            // It only writes, and takes no longer.
+            // Zeroing only writes, so the time of a copy is an upper bound.
             OperationKind::Zero(target) | OperationKind::Copy { target, .. } => {
                 self.copy_work(state, target.bytes as f64)
             }

@@ -1,4 +1,4 @@
-//! Figures that were measured on a machine, kept in a file for the next job there.
+//! Measured figures of a machine, cached in a file for later jobs.
 
 use super::figures::Figures;
 use super::find;
@@ -14,25 +14,24 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 
-/// The version of the file's format.
+/// Version of the file's format.
 const FORMAT: u32 = 1;
 
-/// More than such a file has.
+/// Size limit of a file, well above that of a valid one.
 const MAX_BYTES: usize = 64 << 10;
 
-/// What was measured in this process, where a file may not be written.
+/// Figures measured by this process, for the case that the file cannot be written.
 static MEASURED: Mutex<Option<HashMap<String, Figures>>> = Mutex::new(None);
 
 #[derive(Debug, Serialize, Deserialize)]
 struct Calibration {
     format: u32,
-    /// What tells the machine from others: every rank's device, its driver, its links.
+    /// Cache key: identifies the machine by every rank's device, its driver, and its links.
     machine: String,
     figures: Figures,
 }
 
-/// The figures of the machine that `machine` tells from others, if it was measured. A file that does not fit is passed
-/// over with a warning.
+/// Cached figures for the key `machine`, if it was measured. An invalid file is ignored with a warning.
 pub(crate) fn known(machine: &str) -> Option<Figures> {
     if let Some(figures) = lock(&MEASURED).as_ref().and_then(|all| all.get(machine)) {
         return Some(figures.clone());
@@ -47,7 +46,7 @@ pub(crate) fn known(machine: &str) -> Option<Figures> {
     }
 }
 
-/// Keeps figures for this process and later ones. Where they cannot be written, later ones measure again.
+/// Caches figures for this process and later ones. If the file cannot be written, later processes measure again.
 pub(crate) fn keep(machine: &str, figures: &Figures) {
     lock(&MEASURED)
         .get_or_insert_default()
@@ -58,7 +57,7 @@ pub(crate) fn keep(machine: &str, figures: &Figures) {
     }
 }
 
-/// The file for a machine; none where there is no directory for caches.
+/// File for a machine; `None` if there is no cache directory.
 fn path(machine: &str) -> Option<PathBuf> {
     let hash = Sha256::digest(machine);
     let name: String = hash[..8].iter().map(|byte| format!("{byte:02x}")).collect();
@@ -84,7 +83,7 @@ fn read(path: &Path, machine: &str) -> Result<Option<Figures>> {
     Ok(Some(read.figures))
 }
 
-/// Writes under another name first, so that nobody reads half of it.
+/// Writes to a temporary name and renames it, so that no reader sees a partial file.
 fn write(path: &Path, machine: &str, figures: &Figures) -> Result<()> {
     let calibration = Calibration {
         format: FORMAT,
@@ -103,7 +102,7 @@ fn write(path: &Path, machine: &str, figures: &Figures) -> Result<()> {
         fs::rename(&partial, path)
     });
     written.map_err(|error| {
-        // A full disk keeps the first part.
+        // On a full disk, a partial file may remain.
         let _ = fs::remove_file(&partial);
         io(error)
     })
@@ -124,7 +123,7 @@ mod tests {
         }
     }
 
-    /// Each is measured anew instead of being taken.
+    /// An invalid file is ignored, and its figures are measured again.
     #[test]
     fn what_does_not_fit_is_refused() {
         let directory = tempfile::tempdir().unwrap();

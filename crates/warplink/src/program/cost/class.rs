@@ -1,35 +1,35 @@
-//! Which lanes of a section do the same, so that one of them stands for all, and whether all ranks do.
+//! Equivalence classes of lanes and ranks: one representative is simulated for each class.
 
 use super::outline::{Outline, varying};
 use crate::program::section::SectionInstance;
 use std::collections::HashMap;
 
-/// Lanes that do the same.
+/// Lanes with equivalent steps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct LaneClass {
-    /// The first of them, which stands for all.
+    /// First lane of the class, its representative.
     pub(super) lane: usize,
-    /// How many they are.
+    /// Number of lanes.
     pub(super) count: usize,
-    /// Which half of the lanes that do the same: 0 for the first.
+    /// Half of the equivalent lanes that this class contains: 0 for the first.
     pub(super) half: u32,
 }
 
-/// For each lane the number of its class, in the order of the first lanes.
+/// Class number of each lane; classes are numbered in the order of their first lanes.
 pub(super) fn classes(section: &SectionInstance) -> Vec<usize> {
     let varying = varying(section);
     numbers((0..section.lanes).map(|lane| Outline::of(section, lane, Some(&varying))))
 }
 
-/// The classes of lanes that are in one class by each of `all`, which are as long as one another. Ranks that differ
-/// have these in common: who signals a lane knows which one stands for it.
+/// Common refinement of the classes in `all`, which have equal length. With it, ranks that differ share their
+/// classes, so that the sender of a signal knows the representative of the lane it signals.
 pub(super) fn common(all: &[&Vec<usize>]) -> Vec<usize> {
     let lanes = all.first().map_or(0, |first| first.len());
     let of = |lane: usize| -> Vec<usize> { all.iter().map(|classes| classes[lane]).collect() };
     numbers((0..lanes).map(of))
 }
 
-/// Numbers what is equal alike, in order of appearance.
+/// Numbers equal items alike, in order of appearance.
 fn numbers<T: Eq + std::hash::Hash>(all: impl Iterator<Item = T>) -> Vec<usize> {
     let mut known = HashMap::new();
     let number = |one| {
@@ -39,7 +39,7 @@ fn numbers<T: Eq + std::hash::Hash>(all: impl Iterator<Item = T>) -> Vec<usize> 
     all.map(number).collect()
 }
 
-/// The classes that `of_lane` numbers.
+/// Classes of the numbering `of_lane`.
 pub(super) fn members(of_lane: &[usize]) -> Vec<LaneClass> {
     let mut classes: Vec<LaneClass> = Vec::new();
     for (lane, class) in of_lane.iter().enumerate() {
@@ -55,11 +55,12 @@ pub(super) fn members(of_lane: &[usize]) -> Vec<LaneClass> {
     classes
 }
 
-/// The classes that `of_lane` numbers, halved: lanes do not stay in step, so that some move data while others wait.
+/// Classes of the numbering `of_lane`, split in halves: real lanes drift apart, so that some move data while others
+/// wait.
 pub(super) fn halved(mut of_lane: Vec<usize>) -> (Vec<LaneClass>, Vec<usize>) {
     let whole = members(&of_lane);
     let mut halves = Vec::with_capacity(2 * whole.len());
-    // Where the halves of each class are.
+    // For each class: index of its first half, size of that half, and lanes seen so far.
     let mut places = Vec::with_capacity(whole.len());
     for class in &whole {
         let second = class.count / 2;
@@ -87,7 +88,7 @@ pub(super) fn halved(mut of_lane: Vec<usize>) -> (Vec<LaneClass>, Vec<usize>) {
     (halves, of_lane)
 }
 
-/// Whether the lanes of two ranks do the same, with peers at the same distance; `of_a` are the classes of the one's.
+/// Whether the lanes of two ranks are equivalent, with peers at equal distance; `of_a` are the classes of `a`.
 pub(super) fn same(a: &SectionInstance, of_a: &[usize], b: &SectionInstance) -> bool {
     let shapes = |section: &SectionInstance| -> Vec<Vec<usize>> {
         let tensors = section.tensors.iter();
@@ -100,8 +101,8 @@ pub(super) fn same(a: &SectionInstance, of_a: &[usize], b: &SectionInstance) -> 
     {
         return false;
     }
-    // On both ranks, the lanes of a class do the same. So those that stand for them are compared, in all that is
-    // evaluated.
+    // The lanes of a class are equivalent on both ranks, so comparing the complete outlines of the representatives
+    // suffices.
     let all = |section, lane| Outline::of(section, lane, None);
     members(of_a)
         .iter()

@@ -1,4 +1,4 @@
-//! Which lanes and ranks are found to do the same.
+//! Equivalence classes of lanes and ranks.
 
 use super::*;
 use crate::program::{Parameters, Program, RankProgram, unroll};
@@ -13,7 +13,7 @@ fn ranks(lanes: usize, body: &str) -> Vec<RankProgram> {
     (0..4).map(rank).collect()
 }
 
-/// First lanes and numbers of lanes.
+/// First lane and number of lanes of each class.
 fn found(classes: &[LaneClass]) -> Vec<(usize, usize)> {
     classes.iter().map(|it| (it.lane, it.count)).collect()
 }
@@ -30,7 +30,7 @@ fn lanes_are_told_apart_by_what_they_do() {
             "if lane % 2 == 0 { signal (rank + 1) % world at lane + 1 } else { wait (rank - 1) % world }",
             vec![(0, 4), (1, 4)],
         ),
-        // Of a loop, the first two iterations and the last are followed.
+        // An outline follows the first two iterations of a loop and the last.
         (
             "for c in 0..8 { if c == lane { barrier } }",
             vec![(0, 1), (1, 1), (2, 5), (7, 1)],
@@ -79,7 +79,7 @@ fn lanes_are_told_apart_by_what_they_do() {
             "for c in 0..2 { Y[0..16] = reduce(X[0..16], R[r][0..16] for r in 0..lane % 3, sum) }",
             vec![(0, 3), (1, 3), (2, 2)],
         ),
-        // Whom a lane addresses may depend on the bound where the list is as long.
+        // The peers that a lane addresses may depend on the bound even if the list has the same length.
         (
             "signal (rank + r) % world for r in lane % 2..lane % 2 + 1",
             vec![(0, 4), (1, 4)],
@@ -138,7 +138,7 @@ fn ranks_that_turn_into_one_another_are_the_same() {
             false,
         ),
         ("if rank == 0 { barrier }", false),
-        // The lane of another rank differs from the one that stands for it on this one.
+        // A lane of another rank differs from this rank's representative of its class.
         ("if lane == 1 and rank == 1 { barrier }", false),
         ("if lane >= 3 - rank { barrier }", false),
         ("for c in 0..rank { barrier }", false),

@@ -1,36 +1,35 @@
-//! Seconds of the engine's collectives by world and bytes.
+//! Times of the engine's collectives by world size and bytes.
 
 use super::curve::Curve;
 use crate::error::Result;
 use crate::program::ir::Collective;
 use serde::{Deserialize, Serialize};
 
-/// Times of one collective on one number of ranks.
+/// Times of a collective on a number of ranks.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct CollectiveTimes {
-    /// Its name in program text, such as `all_gather`; `exchange` for sends and receives.
+    /// Name in program text, such as `all_gather`; `exchange` for sends and receives.
     pub name: String,
-    /// How many ranks took part.
+    /// Number of ranks that took part.
     pub world: usize,
-    /// Seconds by bytes. Bytes are those of the larger side: what an all-gather writes and a
-    /// reduce-scatter reads on a rank; of each message for `exchange`.
+    /// Seconds by bytes of the larger side: an all-gather's target and a reduce-scatter's source on a rank; bytes of
+    /// each message for `exchange`.
     pub times: Curve,
 }
 
-/// The name under which times of sends and receives are listed.
+/// Name of the times of sends and receives.
 pub const EXCHANGE: &str = "exchange";
 
-/// Times of all collectives that were measured.
+/// Times of all measured collectives.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct Collectives(pub Vec<CollectiveTimes>);
 
 impl Collectives {
-    /// Seconds of a collective of `bytes` on `world` ranks, for the larger side.
+    /// Seconds of a collective with `bytes` on its larger side, on `world` ranks.
     ///
-    /// A world that was not measured takes as long as the nearest one that was, at the size at which
-    /// as many bytes cross a rank's link there. A collective that was not measured takes as long as
-    /// the slowest that was.
+    /// For a world size that was not measured, uses the nearest measured one, at the size with equal traffic on a
+    /// rank's link. For a collective that was not measured, uses the slowest measured one.
     pub fn seconds(&self, name: &str, world: usize, bytes: f64) -> f64 {
         let near = |times: &&CollectiveTimes| {
             let ratio = times.world.max(1) as f64 / world.max(1) as f64;
@@ -59,7 +58,7 @@ impl Collectives {
     }
 }
 
-/// Bytes that a rank sends over its link for a collective of `bytes`, as rings do.
+/// Bytes that a rank sends over its link for a collective of `bytes` with a ring algorithm.
 pub(super) fn link_bytes(name: &str, world: usize, bytes: f64) -> f64 {
     let world = world.max(1) as f64;
     match name {
@@ -70,7 +69,7 @@ pub(super) fn link_bytes(name: &str, world: usize, bytes: f64) -> f64 {
     }
 }
 
-/// Bytes of the larger side of a collective with a `target` and a `source` of these numbers of bytes.
+/// Bytes of the larger side of a collective with a `target` and a `source` of these sizes in bytes.
 pub(super) fn larger_side<R>(collective: &Collective<R>, target: usize, source: usize) -> f64 {
     match collective {
         Collective::Broadcast(_) => target as f64,
@@ -109,7 +108,7 @@ mod tests {
     #[test]
     fn another_world_follows_the_bytes_over_the_link() {
         let collectives = collectives();
-        // On 4 ranks, 3/4 of the bytes cross the link; on 8, 7/8: 7/6 MiB there are 1 MiB here.
+        // On 4 ranks, 3/4 of the bytes cross the link; on 8, 7/8: so 7/6 MiB correspond to 1 MiB.
         let bytes = (1 << 20) as f64 * 7.0 / 6.0;
         let seconds = collectives.seconds(
             "all_gather",

@@ -1,4 +1,4 @@
-//! A few iterations, and one rank, against all of them.
+//! Compares the simulation of a few iterations, and of one rank, with the full simulation.
 
 use super::*;
 use crate::dtype::DType;
@@ -60,7 +60,7 @@ fn seconds_of(
     simulate::run(&schedule, false).unwrap().seconds
 }
 
-/// A ring of ranks that push chunks and reduce the one before, two chunks apart at most.
+/// A ring of ranks that push chunks and reduce the previous one, at most two chunks apart.
 const PUSHED: &str = "
     program pushed(n, chunks) {
         input X: u8[n]
@@ -104,7 +104,7 @@ fn a_few_iterations_take_as_long_as_all() {
     }
 }
 
-/// The programs of two ranks whose lanes do `body` so often.
+/// Programs of two ranks whose lanes execute `body` in every iteration.
 fn turns(body: &str, iterations: i64) -> Vec<RankProgram> {
     let text = format!(
         "program turns(k) {{\n input X: u8[16]\n output Y: u8[16]\n \
@@ -117,7 +117,7 @@ fn turns(body: &str, iterations: i64) -> Vec<RankProgram> {
     (0..2).map(rank).collect()
 }
 
-/// With a few iterations and with all.
+/// Seconds with a few iterations, and with all.
 fn seconds_by_turns(body: &str, iterations: i64) -> [f64; 2] {
     let ranks = turns(body, iterations);
     let partners = link::partners(&ranks).unwrap();
@@ -153,7 +153,7 @@ fn what_is_done_in_some_iterations_only_is_counted_as_often() {
 
 #[test]
 fn what_is_done_in_some_iterations_only_is_counted_where_it_follows_on_others() {
-    // What one iteration signals is waited for in a later one.
+    // A signal of one iteration is waited for in a later one.
     let body = "
         let turn = (c + 1) % 3
         if turn == 0 { signal (rank + 1) % world }
@@ -164,7 +164,7 @@ fn what_is_done_in_some_iterations_only_is_counted_where_it_follows_on_others() 
         let [few, all] = seconds_by_turns(body, k);
         assert!((0.9..1.1).contains(&(few / all)), "{few} {all}: {k}");
     }
-    // No remainder says when.
+    // The condition is not a remainder, so its period is unknown.
     let [few, all] = seconds_by_turns("if c / 2 * 2 == c { signal 1 - rank\n wait 1 - rank }", 30);
     assert!((0.7..1.4).contains(&(few / all)), "{few} {all}");
 }
@@ -172,7 +172,7 @@ fn what_is_done_in_some_iterations_only_is_counted_where_it_follows_on_others() 
 #[test]
 fn all_iterations_are_simulated_where_a_few_do_not_end() {
     let model = find::shipped("h200-2").unwrap();
-    // The others wait for what is left out.
+    // The other iterations wait for the ones left out.
     let body = "if (c ^ 1) > c { signal 1 - rank } else { wait 1 - rank }";
     let ranks = turns(body, 100);
     let partners = link::partners(&ranks).unwrap();
@@ -187,7 +187,7 @@ fn all_iterations_are_simulated_where_a_few_do_not_end() {
     assert!((cost.seconds / all.unwrap() - 1.0).abs() < 1e-9, "{cost}");
 }
 
-/// All iterations would be too many, which is not what is wrong.
+/// Simulating all iterations would exceed the limit, but that is not the error to report.
 #[test]
 fn a_step_that_cannot_be_resolved_is_an_error_at_once() {
     let model = find::shipped("h200-2").unwrap();
@@ -221,7 +221,7 @@ fn one_rank_stands_for_all_that_launch_the_same() {
                     seconds(&ranks[..1], world, &partners, model),
                     seconds(&ranks, world, &partners, model),
                 );
-                // The last ranks have shorter parts; of 17 elements, most have none.
+                // The last ranks have shorter parts; of 17 elements, most ranks have none.
                 let near = if n == 17 { 0.3..2.0 } else { 0.99..1.05 };
                 assert!(
                     near.contains(&(one / all)),

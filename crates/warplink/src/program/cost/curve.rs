@@ -1,4 +1,4 @@
-//! Seconds by bytes: measured points, and what lies between and beyond them.
+//! Seconds by bytes: measured points, with interpolation and extrapolation.
 
 use super::fields::{MAX_SECONDS, MIN_SECONDS};
 use crate::error::{Error, ErrorKind, Result};
@@ -6,8 +6,8 @@ use serde::{Deserialize, Serialize};
 
 /// Times of transfers or collectives by their size: `[bytes, seconds]`, in order of bytes.
 ///
-/// Between two points, the logarithm of time is linear in that of size. Below the first point it
-/// takes as long as there; beyond the last, time grows in proportion to bytes.
+/// Interpolation is linear in the logarithms of time and size. Below the first point, its time applies; beyond the
+/// last, time is proportional to bytes.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct Curve(pub Vec<(u64, f64)>);
@@ -80,7 +80,7 @@ mod tests {
         }
         assert_eq!(curve.seconds(1.0), 2e-6);
         assert!((curve.seconds((4 << 20) as f64) - 32e-6).abs() < 1e-12);
-        // Halfway between two points in logarithms.
+        // Halfway between two points on a logarithmic scale.
         assert!((curve.seconds(8192.0) - (2e-6_f64 * 4e-6).sqrt()).abs() < 1e-12);
         assert!((curve.peak() - (1 << 20) as f64 / 8e-6).abs() < 1.0);
     }

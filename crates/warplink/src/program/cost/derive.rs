@@ -1,6 +1,6 @@
-//! The model of a machine that nobody tuned, from its figures.
+//! Hardware model of an untuned machine, derived from its figures.
 //!
-//! Times that hardly differ between machines, such as those of the driver's calls and of a signal over a link, are
+//! Times that hardly differ between machines, such as those of driver calls and of a signal over a link, are
 //! constants here; rates follow the [`Figures`].
 
 use super::collective::{CollectiveTimes, Collectives, EXCHANGE, link_bytes};
@@ -18,14 +18,14 @@ use crate::p2p::TransferKernels;
 const KIB: u64 = 1 << 10;
 const MIB: u64 = 1 << 20;
 
-/// How far estimates may be off that nobody compared with times of such a machine.
+/// Uncertainty of estimates that were never compared with measurements on such a machine.
 const UNCERTAINTY: f64 = 2.0;
 
-/// Extents of matrices: on GPUs, and where the host multiplies.
+/// Extents of matrices in the tables: on GPUs, and for products of the host.
 const EXTENTS: [usize; 11] = [1, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384];
 const HOST_EXTENTS: [usize; 5] = [1, 16, 64, 256, 1024];
 
-/// Bytes of puts and gets whose times are listed, by the copy engine and by kernels.
+/// Bytes of puts and gets in the tables, by the copy engine and by kernels.
 const SIZES: [u64; 8] = [
     4 * KIB,
     64 * KIB,
@@ -38,11 +38,11 @@ const SIZES: [u64; 8] = [
 ];
 const KERNEL_SIZES: [u64; 6] = [KIB, 4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB];
 
-/// How long a transfer by packets takes longer from one GPU to another where they share a bus and no link.
+/// Factor on the latency of a transfer by packets between GPUs that share a bus and have no link.
 const BUS_LATENCY: f64 = 2.0;
 
 impl HardwareModel {
-    /// The model of `world` ranks, each on a device of `kind` with these properties, that reach these figures.
+    /// Model of `world` ranks, each on a device of `kind` with these properties, that reach these figures.
     pub fn derived(
         kind: DeviceKind,
         device: &DeviceProperties,
@@ -70,14 +70,14 @@ fn of_gpu(device: &DeviceProperties, figures: &Figures, world: usize) -> Hardwar
     } else {
         1.4e9
     };
-    // Per cycle of its clock, a block moves so many bytes within its memory, to a peer's and from a peer's.
+    // Bytes per clock cycle that a block copies within its memory, to a peer's and from a peer's.
     let of_block = |bytes: f64, all: f64| (bytes * clock).min(all);
     let one_block = of_block(28.0, figures.stored);
     let kernels_put = line(&KERNEL_SIZES, 2e-6 * far, 0.85 * figures.stored);
     let store_blocks = if device.linked {
         vec![(16 * KIB, 1), (64 * KIB, 4), (256 * KIB, 16), (4 * MIB, 32)]
     } else {
-        // Several blocks tell of their copies by additions in the peer's memory, which not every bus does.
+        // Several blocks signal completion by atomic additions in the peer's memory, which not every bus supports.
         vec![(256 * KIB, 1)]
     };
     HardwareModel {
@@ -146,7 +146,7 @@ fn of_gpu(device: &DeviceProperties, figures: &Figures, world: usize) -> Hardwar
             signal: 1.42e-6 * far,
             fence: 0.7e-6 * far,
             packet: 0.87e-6 * far,
-            // Some 550 cycles from a poll to the next.
+            // About 550 cycles between two polls.
             packet_round: 550.0 / clock,
             load: 0.5e-6,
             peer_load: 1e-6 * far,
@@ -169,7 +169,8 @@ fn of_host(device: &DeviceProperties, figures: &Figures, world: usize) -> Hardwa
     );
     HardwareModel {
         name: "processors of one machine".to_owned(),
-        // Ranks that share processors disturb one another's trials more than estimates are off.
+        // Ranks that share processors disturb one another's trials more than estimates are off, so estimates alone
+        // decide.
         uncertainty: 1.0,
         memory: Memory {
             rate: 4.0 * figures.memory,
@@ -180,7 +181,7 @@ fn of_host(device: &DeviceProperties, figures: &Figures, world: usize) -> Hardwa
             sum_occupancy: 1.0 / device.multiprocessors.max(1) as f64,
         },
         gemm: Gemm {
-            // One thread computes each.
+            // One thread computes a whole product.
             tile: (1 << 20, 1 << 20),
             smallest_tile: (1 << 20, 1 << 20),
             tail_filled: 0.5,
@@ -194,7 +195,7 @@ fn of_host(device: &DeviceProperties, figures: &Figures, world: usize) -> Hardwa
                 .to_vec(),
         },
         link: Link {
-            // Kernels only where they are asked for: threads that wait for one another are no faster.
+            // Kernels only on request: threads that wait for one another are no faster.
             kernels: TransferKernels {
                 packet_limit: 16 * KIB,
                 packet_blocks: 4,
@@ -239,7 +240,7 @@ fn of_host(device: &DeviceProperties, figures: &Figures, world: usize) -> Hardwa
             packet_round: 56e-9,
             load: 2e-6,
             peer_load: 3e-6,
-            // One thread of the host does what those of a lane would.
+            // One host thread does the work of all threads of a lane.
             block_threads: 1,
             block_own: 2.0 * figures.memory,
             block_stored: 2.0 * figures.stored,
@@ -251,7 +252,7 @@ fn of_host(device: &DeviceProperties, figures: &Figures, world: usize) -> Hardwa
     }
 }
 
-/// What every model fills in.
+/// Defaults common to all models.
 fn nothing() -> HardwareModel {
     HardwareModel {
         format: FORMAT,
@@ -271,7 +272,7 @@ fn nothing() -> HardwareModel {
     }
 }
 
-/// A time that grows with bytes from a first one on.
+/// A curve whose time grows linearly with bytes, starting at `first`.
 fn line(sizes: &[u64], first: f64, rate: f64) -> Curve {
     let points = sizes.iter();
     Curve(
@@ -281,8 +282,8 @@ fn line(sizes: &[u64], first: f64, rate: f64) -> Curve {
     )
 }
 
-/// The vendor's collectives: a time for each rank and a first one, and a rate that they have half of where a rank sends
-/// `half` bytes.
+/// Times of the vendor's collectives: a startup time and a time per rank, and a rate that reaches half of `rate` for
+/// messages of `half` bytes.
 fn engine(world: usize, first: f64, each: f64, rate: f64, half: f64) -> Collectives {
     let worlds = if world > 2 { vec![2, world] } else { vec![2] };
     let names = [
@@ -355,7 +356,7 @@ fn gpu_gemm(device: &DeviceProperties, figures: &Figures) -> Gemm {
     }
 }
 
-/// Seconds of a product whose tiles run on the multiprocessors in waves, or that memory bounds.
+/// Seconds of a product whose tiles run on the multiprocessors in waves, or that is bound by memory.
 fn product(
     multiprocessors: usize,
     memory: f64,
@@ -368,11 +369,12 @@ fn product(
     let all = multiprocessors.max(1);
     let tiles = m.div_ceil(TILE.0) * n.div_ceil(TILE.1);
     let waves = if tiles > all {
-        // After the first wave, tiles no longer end together; at the end, half of the device is idle for the time of
-        // a tile, or less where the last wave is fuller.
+        // After the first wave, tiles no longer end together; in the last one, half of the device idles for the time
+        // of a tile, or less if that wave is fuller.
         (tiles.div_ceil(all) as f64).min(tiles as f64 / all as f64 + 0.5)
     } else {
-        // Where few tiles leave much of the device idle, a library takes smaller ones, which read more for each product.
+        // If few tiles would leave much of the device idle, a library uses smaller ones, which read more data per
+        // product.
         0.55_f64.powi((all / tiles).ilog2().min(3) as i32)
     };
     let wave = 2.0 * (TILE.0 * TILE.1 * k * all) as f64 / rate;
@@ -380,7 +382,8 @@ fn product(
     FLOOR + (waves * wave).max(moved)
 }
 
-/// Times over the extents, each at least that of any smaller shape: fuller waves would make some shapes faster.
+/// Times over the extents, each at least that of any smaller shape: wave quantization would make some larger shapes
+/// faster.
 fn monotone(seconds: impl Fn(usize, usize, usize) -> f64) -> Vec<f64> {
     let count = EXTENTS.len();
     let mut times: Vec<f64> = Vec::with_capacity(count.pow(3));

@@ -1,4 +1,4 @@
-//! Models that nobody tuned.
+//! Derived models of untuned machines.
 
 use super::*;
 use crate::program::cost::find::shipped;
@@ -22,7 +22,7 @@ fn derived(device: &DeviceProperties, world: usize) -> HardwareModel {
     HardwareModel::derived(DeviceKind::Cuda, device, &Figures::expected(device), world)
 }
 
-/// What the driver says of a machine is as good as its measurement where choices depend on it.
+/// Device properties predict the measured figures closely enough wherever choices depend on them.
 #[test]
 fn a_machine_is_known_about_as_well_as_when_it_was_measured() {
     let (guess, measured) = (derived(&h200(), 2), shipped("h200-2").unwrap());
@@ -63,7 +63,7 @@ fn a_machine_is_known_about_as_well_as_when_it_was_measured() {
     );
 }
 
-/// Also of devices that say nothing of themselves.
+/// Includes devices that report no properties.
 #[test]
 fn every_derived_model_is_one() {
     let silent = DeviceProperties {

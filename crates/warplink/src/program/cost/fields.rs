@@ -1,20 +1,20 @@
-//! What is said of a field of a hardware model that does not fit.
+//! Range checks and errors for fields of a hardware model.
 
 use crate::error::{Error, ErrorKind};
 use std::ops::RangeInclusive;
 
-/// The longest time of one operation that makes sense, in seconds.
+/// Upper bound for the time of one operation in seconds; larger values are rejected as implausible.
 pub(super) const MAX_SECONDS: f64 = 1e6;
-/// The shortest time that a measured operation may take, in seconds.
+/// Lower bound for the time of a measured operation in seconds; above 0, which would give an infinite rate.
 pub(super) const MIN_SECONDS: f64 = 1e-12;
-/// Bytes per second that make sense.
+/// Plausible rates in bytes per second.
 pub(super) const RATES: RangeInclusive<f64> = 1.0..=1e18;
-/// The largest ratio of two times that makes sense.
+/// Upper bound for the ratio of two times.
 pub(super) const MAX_RATIO: f64 = 1e4;
-/// The largest number of anything that a device has.
+/// Upper bound for any count of a device.
 pub(super) const MAX_COUNT: f64 = 1e9;
 
-/// The error of a field that is `value`, where `expected` says what it should be.
+/// Error for a field with `value`; `expected` describes the valid values.
 pub(super) fn refused(name: &str, value: f64, expected: &str) -> Error {
     Error::new(
         ErrorKind::Parse,
@@ -22,12 +22,12 @@ pub(super) fn refused(name: &str, value: f64, expected: &str) -> Error {
     )
 }
 
-/// The error of a time of something that may take no time.
+/// Error for a time that may be 0.
 pub(super) fn refused_seconds(name: &str, seconds: f64) -> Error {
     refused(name, seconds, &format!("0 to {MAX_SECONDS:e} seconds"))
 }
 
-/// The error of a rate.
+/// Error for a rate.
 pub(super) fn refused_rate(name: &str, rate: f64) -> Error {
     let expected = format!("{:e} to {:e} bytes a second", RATES.start(), RATES.end());
     refused(name, rate, &expected)
@@ -39,11 +39,11 @@ mod tests {
     use super::super::find::all_shipped;
     use serde_json::{Value, json};
 
-    /// Each figure of a model, by the way to it.
+    /// Each figure of a model, by its path.
     fn figures(value: &Value, path: String, found: &mut Vec<String>) {
         match value {
             Value::Number(number) if number.is_f64() => found.push(path),
-            // One of a list stands for all.
+            // The last element represents a list.
             Value::Array(values) => {
                 if let Some(last) = values.last() {
                     figures(last, format!("{path}/{}", values.len() - 1), found);

@@ -1,21 +1,21 @@
-//! What a model of a machine that nobody tuned follows from: some rates, of which the device tells those that its parts
-//! are built for, and a short measurement those that are reached.
+//! Inputs of a derived hardware model: rates, of which the device reports the nominal ones, and a short measurement
+//! the achieved ones.
 
 use super::fields::refused;
 use crate::device::DeviceProperties;
 use crate::error::Result;
 use serde::{Deserialize, Serialize};
 
-/// The shares of what its parts are built for that a GPU reaches: of memory, products, the copy engine's puts over a
-/// link, stores and loads of kernels over it. Links lose to headers (a packet of 16 bytes for 128 of data) and
-/// loads to requests besides.
+/// Fraction of the nominal rate that a GPU achieves: memory, products, puts of the copy engine over a link, stores
+/// and loads of kernels over it. Links lose bandwidth to headers (a packet of 16 bytes for 128 of data), and loads
+/// also to requests.
 const MEMORY: f64 = 0.85;
 const PRODUCTS: f64 = 0.7;
 const PUT: f64 = 0.87;
 const STORED: f64 = 0.79;
 const LOADED: f64 = 0.74;
 
-/// A GPU that does not say what it is built for: a slow one, so that nothing is chosen for its rate alone.
+/// Defaults for a GPU that does not report its rates: slow ones, so that nothing is chosen for its rate alone.
 const SOME_CLOCK: f64 = 1.4e9;
 const SOME_MEMORY: f64 = 1e12;
 const SOME_LINK: f64 = 25e9;
@@ -23,25 +23,25 @@ const SOME_LINK: f64 = 25e9;
 /// Rates of a machine, in bytes and operations per second, and the time of a launch in seconds.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Figures {
-    /// Bytes read and written within a device's memory by a copy.
+    /// Bytes read and written by a copy within a device's memory.
     pub memory: f64,
     /// Bytes that every rank puts to its neighbour by the copy engine, all ranks at once.
     pub put: f64,
-    /// The same by stores of a kernel of many blocks.
+    /// Bytes that every rank stores at its neighbour by a kernel of many blocks, all ranks at once.
     pub stored: f64,
-    /// The same by loads of one from the neighbour.
+    /// Bytes that every rank loads from its neighbour by a kernel of many blocks, all ranks at once.
     pub loaded: f64,
-    /// Operations of a large product of matrices of 16-bit floats.
+    /// Operations of a large matrix product of 16-bit floats.
     pub products: f64,
-    /// Seconds of a kernel that does next to nothing, one of many in a graph.
+    /// Seconds of a minimal kernel, one of many in a graph.
     pub launch: f64,
 }
 
 impl Figures {
-    /// What is to be expected of a device, before anything is measured.
+    /// Expected figures of a device, before any measurement.
     pub fn expected(device: &DeviceProperties) -> Self {
         if device.shared {
-            // Of one processor of these years; a measurement says more.
+            // Typical of one current processor; a measurement is more accurate.
             return Self {
                 memory: 10e9,
                 put: 5e9,
@@ -66,7 +66,7 @@ impl Figures {
         }
     }
 
-    /// Fails unless every figure can be.
+    /// Fails if a figure is out of range.
     pub fn check(&self) -> Result<()> {
         for (name, rate) in [
             ("memory", self.memory),
@@ -75,7 +75,7 @@ impl Figures {
             ("loaded", self.loaded),
             ("products", self.products),
         ] {
-            // Between a floppy disk's and more than anything will have.
+            // From the rate of a floppy disk to beyond that of any hardware.
             if !(1e4..=1e18).contains(&rate) {
                 return Err(refused(name, rate, "a rate between 1e4 and 1e18 a second"));
             }
@@ -91,7 +91,7 @@ impl Figures {
 mod tests {
     use super::*;
 
-    /// Nothing that a device may leave out makes a figure that cannot be.
+    /// A property that a device does not report never leads to an invalid figure.
     #[test]
     fn every_device_has_figures() {
         for shared in [false, true] {

@@ -1,4 +1,4 @@
-//! Which model describes a device: one that a user measured, or what follows from what the device says of itself.
+//! Selects the model of a device: one measured by a user, or one derived from device properties.
 
 use super::figures::Figures;
 use super::model::{HardwareModel, Source};
@@ -7,33 +7,33 @@ use crate::error::Result;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 
-/// Names a file with the model to use, whatever the device.
+/// Environment variable for the path of the model file to use, whatever the device.
 pub const MODEL_VARIABLE: &str = "WARPLINK_MODEL";
 
-/// Where caches are, when they are not where such things usually are.
+/// Environment variable for the cache directory, if it is not at the usual location.
 const CACHE_VARIABLE: &str = "WARPLINK_CACHE_DIR";
 
-/// The longest file that is read as a model; `warplink tune` writes some 100 KiB.
+/// Size limit of a model file; `warplink tune` writes some 100 KiB.
 const MAX_MODEL_BYTES: usize = 16 << 20;
 
-/// Models of known machines, to compare estimates with. Where they are not asked for by name, nothing follows them.
+/// Models of known machines, to compare estimates with. Used only if requested by name.
 const SHIPPED: [(&str, &str); 3] = [
     ("h200-8", include_str!("../../../models/h200-8.json")),
     ("h200-2", include_str!("../../../models/h200-2.json")),
     ("host", include_str!("../../../models/host.json")),
 ];
 
-/// What tells which model describes a device.
+/// Properties that select the model of a device.
 #[derive(Clone, Debug, PartialEq)]
 pub struct DeviceDescription {
-    /// Its kind.
+    /// Kind of the device.
     pub kind: DeviceKind,
-    /// What it says of itself.
+    /// Properties that the device reports.
     pub properties: DeviceProperties,
 }
 
 impl DeviceDescription {
-    /// That of `device`.
+    /// Description of `device`.
     pub fn of(device: &dyn Device) -> Self {
         Self {
             kind: device.kind(),
@@ -42,28 +42,28 @@ impl DeviceDescription {
     }
 }
 
-/// Where a model comes from.
+/// Origin of a model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Origin {
-    /// The file that `WARPLINK_MODEL` names.
+    /// File named by `WARPLINK_MODEL`.
     Named,
-    /// What `warplink tune` measured.
+    /// Measurement by `warplink tune`.
     Tuned,
-    /// What the device says of itself.
+    /// Derived from device properties.
     Derived,
 }
 
 impl HardwareModel {
-    /// The model for `world` ranks on such devices: the file that `WARPLINK_MODEL` names; else, of the models in
-    /// [`directory`] that name the device, the one measured on the nearest number of ranks; else what follows from what
-    /// the device says of itself ([`derived`](Self::derived)).
+    /// The model for `world` ranks on such devices: the file named by `WARPLINK_MODEL`; otherwise, among the models
+    /// in [`directory`] that name the device, the one measured on the nearest number of ranks; otherwise the one
+    /// derived from device properties ([`derived`](Self::derived)).
     ///
-    /// Ranks that read different files come to different models; where ranks have to choose alike, they agree on one
+    /// Ranks that read different files get different models; if ranks have to make equal choices, they agree on one
     /// ([`Executor::hardware_model`](crate::program::Executor::hardware_model)).
     ///
     /// # Errors
-    /// [`ErrorKind::Io`](crate::ErrorKind::Io) or [`ErrorKind::Parse`](crate::ErrorKind::Parse) for a
-    /// named file that cannot be read. A file of the directory that cannot be read is passed over with a warning.
+    /// [`ErrorKind::Io`](crate::ErrorKind::Io) or [`ErrorKind::Parse`](crate::ErrorKind::Parse) for a named file that
+    /// cannot be read. An unreadable file of the directory is ignored with a warning.
     pub fn find(device: &DeviceDescription, world: usize) -> Result<(Arc<Self>, Origin)> {
         if let Some(path) = crate::variables::read(MODEL_VARIABLE)?.filter(|path| !path.is_empty())
         {
@@ -84,7 +84,7 @@ impl HardwareModel {
         Ok((Arc::new(model), Origin::Derived))
     }
 
-    /// The model that follows from figures, and `source`, which says where these come from.
+    /// Model derived from figures; `source` documents their origin.
     pub(crate) fn of_figures(
         device: &DeviceDescription,
         figures: &Figures,
@@ -103,8 +103,8 @@ impl HardwareModel {
     /// Reads the model in a regular file of 16 MiB at most.
     ///
     /// # Errors
-    /// [`ErrorKind::Io`](crate::ErrorKind::Io) where it cannot be read,
-    /// [`ErrorKind::Parse`](crate::ErrorKind::Parse) where it is not a model.
+    /// [`ErrorKind::Io`](crate::ErrorKind::Io) if it cannot be read, [`ErrorKind::Parse`](crate::ErrorKind::Parse) if
+    /// it is not a model.
     pub fn read(path: &Path) -> Result<Self> {
         let text = crate::file::read_regular(path, MAX_MODEL_BYTES)?;
         Self::from_named(&path.display().to_string(), &text)
@@ -120,7 +120,7 @@ impl HardwareModel {
     }
 }
 
-/// Where `warplink tune` puts what it measured; none where the environment names no place for it.
+/// Output directory of `warplink tune`; `None` if the environment specifies none.
 pub fn directory() -> Option<PathBuf> {
     let variable = |name| {
         std::env::var_os(name)
@@ -134,23 +134,23 @@ pub fn directory() -> Option<PathBuf> {
         .map(|path| path.join("models"))
 }
 
-/// Where figures are kept that jobs measured; none where the environment names no place for it.
+/// Directory of cached figures that jobs measured; `None` if the environment specifies none.
 pub fn calibrations() -> Option<PathBuf> {
     Some(directory()?.join("calibrated"))
 }
 
-/// The model that comes with the library under this name.
+/// The shipped model with this name.
 pub fn shipped(name: &str) -> Option<Arc<HardwareModel>> {
     let position = SHIPPED.iter().position(|(known, _)| *known == name)?;
     all_shipped().get(position).cloned()
 }
 
-/// The names of the models that come with the library.
+/// Names of the shipped models.
 pub fn shipped_names() -> impl Iterator<Item = &'static str> {
     SHIPPED.iter().map(|(name, _)| *name)
 }
 
-/// The models that come with the library.
+/// All shipped models.
 pub fn all_shipped() -> &'static [Arc<HardwareModel>] {
     static MODELS: OnceLock<Vec<Arc<HardwareModel>>> = OnceLock::new();
     MODELS.get_or_init(|| {
@@ -176,7 +176,7 @@ fn models_in(directory: &Path) -> Vec<Arc<HardwareModel>> {
                 .is_some_and(|extension| extension == "json")
         })
         .collect();
-    // Every rank takes the same of several that fit as well.
+    // Sorted, so that every rank chooses the same one of several equally near models.
     paths.sort();
     let read = |path: &PathBuf| match HardwareModel::read(path) {
         Ok(model) => Some(Arc::new(model)),
@@ -188,7 +188,7 @@ fn models_in(directory: &Path) -> Vec<Arc<HardwareModel>> {
     paths.iter().filter_map(read).collect()
 }
 
-/// Of the `models` that describe such devices, the one measured on the nearest number of ranks.
+/// Among the `models` that describe such devices, the one measured on the nearest number of ranks.
 fn nearest(
     models: &[Arc<HardwareModel>],
     device: &DeviceDescription,

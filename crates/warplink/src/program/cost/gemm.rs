@@ -1,42 +1,41 @@
-//! Seconds of a matrix multiplication by shape: measured grids, and what lies between and beyond.
+//! Seconds of a matrix multiplication by shape: measured grids, with interpolation and extrapolation.
 
 use super::fields::{MAX_SECONDS, MIN_SECONDS};
 use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Result};
 use serde::{Deserialize, Serialize};
 
-/// Bytes that rows must be a multiple of to count as aligned.
+/// Rows of a multiple of these bytes count as aligned.
 const ALIGNMENT: usize = 16;
 
-/// Times of matrix multiplications on one device, and how much of the device they fill.
+/// Times of matrix multiplications on one device, and the share of the device that they occupy.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Gemm {
-    /// Rows and columns of the result that a multiprocessor computes at a time, for large results.
+    /// Rows and columns of the result tile of a multiprocessor, for large results.
     pub tile: (usize, usize),
-    /// The same for results with fewer tiles than multiprocessors.
+    /// Tile for results with fewer tiles than multiprocessors.
     pub smallest_tile: (usize, usize),
-    /// The share of the multiprocessors left idle by a last wave that another multiplication fills.
+    /// Share of the multiprocessors idle in the last wave that a concurrent multiplication can use.
     pub tail_filled: f64,
-    /// How many multiprocessors share a tile, each a part of the contraction, where there are more of
-    /// them than tiles.
+    /// Multiprocessors that share a tile by splitting the contraction, if there are more of them than tiles.
     pub tile_sharers: f64,
     /// Measured times.
     pub grids: Vec<Grid>,
 }
 
-/// Times of `m × k` by `k × n` for every combination of the sizes listed.
+/// Times of `m × k` by `k × n` for every combination of the listed sizes.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Grid {
     /// Element type.
     pub dtype: DType,
-    /// Whether these are times of operands whose rows (of `k` and of `n` elements) are multiples of
-    /// 16 bytes; libraries have slower kernels for others.
+    /// Whether the operands' rows (of `k` and of `n` elements) are multiples of 16 bytes; libraries have slower
+    /// kernels for unaligned ones.
     pub aligned: bool,
-    /// Rows of the left operand, rising.
+    /// Rows of the left operand, ascending.
     pub m: Vec<usize>,
-    /// Columns of the left operand, rising.
+    /// Columns of the left operand, ascending.
     pub k: Vec<usize>,
-    /// Columns of the right operand, rising.
+    /// Columns of the right operand, ascending.
     pub n: Vec<usize>,
     /// Seconds of one of many multiplications in a row on one stream, by m, then k, then n.
     pub seconds: Vec<f64>,
@@ -45,13 +44,13 @@ pub struct Grid {
 impl Gemm {
     /// Seconds of `m × k` by `k × n` alone.
     ///
-    /// Between the sizes of the grid, the logarithm of time is linear in that of each size. Beyond
-    /// the largest, time grows in proportion to the size; below the smallest it is the same.
+    /// Interpolation is linear in the logarithms of time and each size. Beyond the largest size, time is proportional
+    /// to it; below the smallest, it is constant.
     pub fn seconds(&self, dtype: DType, m: usize, k: usize, n: usize) -> f64 {
         let aligned = [k, n]
             .iter()
             .all(|size| (size * dtype.size()).is_multiple_of(ALIGNMENT));
-        // Where there is no such grid, the most similar one.
+        // If there is no matching grid, use the most similar one.
         let likeness = |grid: &&Grid| {
             let same_size = grid.dtype.size() == dtype.size();
             (grid.dtype == dtype, same_size, grid.aligned == aligned)
@@ -60,11 +59,12 @@ impl Gemm {
         grid.map_or(0.0, |grid| grid.seconds(m, k, n))
     }
 
-    /// The share of `multiprocessors` that an `m × n` result keeps busy on average, above 0 and up to
-    /// 1, as far as another multiplication beside it gains by what is idle.
+    /// Average share of `multiprocessors` that an `m × n` result occupies, above 0 and up to 1, as far as a
+    /// concurrent multiplication benefits from the idle ones.
     ///
-    /// Another fills only a share of what a last wave leaves idle: its own first wave then ends late.
-    /// For results with few tiles, libraries share the contraction of a tile among multiprocessors.
+    /// A concurrent multiplication uses only a share of the idle multiprocessors of a last wave, because its own
+    /// first wave then ends late. For results with few tiles, libraries split the contraction of a tile among
+    /// multiprocessors.
     pub fn occupancy(&self, m: usize, n: usize, multiprocessors: usize) -> f64 {
         let all = multiprocessors.max(1);
         let tiles =
@@ -132,13 +132,13 @@ impl Grid {
     }
 }
 
-/// Where a size lies among those of an axis.
+/// Position of a size on an axis.
 struct Place {
-    /// The index of the size below.
+    /// Index of the next smaller size.
     low: usize,
-    /// How far it lies towards the next, in logarithms.
+    /// Logarithmic position towards the next size.
     share: f64,
-    /// How often the largest fits in, where it lies beyond; else 1.
+    /// Ratio to the largest size if it is beyond that; otherwise 1.
     beyond: f64,
 }
 
@@ -163,7 +163,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// A time that no size makes less: a floor, and a rate of operations.
+    /// A monotonic reference time: a floor, and a rate of operations.
     fn known(m: usize, k: usize, n: usize) -> f64 {
         5e-6 + 2.0 * (m * k * n) as f64 / 1e14
     }
@@ -207,7 +207,7 @@ mod tests {
                 "{m} {k} {n}"
             );
         }
-        // Beyond the grid, by operations.
+        // Beyond the grid, time is proportional to operations.
         let far = gemm().seconds(DType::F16, 8192, 4096, 4096);
         assert!((far / (2.0 * known(4096, 4096, 4096)) - 1.0).abs() < 1e-12);
     }
@@ -222,7 +222,7 @@ mod tests {
         let seconds = |dtype, n| gemm.seconds(dtype, 16, 16, n);
         assert_eq!(seconds(DType::BF16, 16), seconds(DType::F16, 16));
         assert!(seconds(DType::F32, 16) > 7.0 * seconds(DType::F16, 16));
-        // Not aligned, but of the type.
+        // Unaligned, but of the same type: the type takes precedence.
         assert!(seconds(DType::F32, 17) > 7.0 * seconds(DType::F16, 17));
     }
 
@@ -230,7 +230,7 @@ mod tests {
     fn waves_that_are_not_full_leave_room() {
         let gemm = gemm();
         let occupancy = |m, n| gemm.occupancy(m, n, 132);
-        // 128 tiles are fewer than multiprocessors, but there are smaller ones.
+        // 128 tiles are fewer than the multiprocessors, but there are smaller tiles.
         assert_eq!(occupancy(2048, 2048), 1.0);
         // 198 tiles in two waves.
         // A wave and a half: of the quarter that is idle, half is filled.

@@ -1,36 +1,36 @@
-//! What lanes of kernel sections can do: the part of a hardware model by which a launch is simulated step by step.
+//! Lane figures of a hardware model, for the step-by-step simulation of kernel launches.
 
 use super::fields::{MAX_SECONDS, RATES, refused, refused_rate, refused_seconds};
 use crate::error::Result;
 use serde::{Deserialize, Serialize};
 
-/// Threads with which a block moves data as fast as with more, where a model does not say.
+/// Default for the threads at which a block reaches its full copy rate.
 pub(super) const BLOCK_THREADS: usize = 512;
 
-/// What lanes can do: blocks of a launch, or threads of the host where ranks share processors.
+/// Performance of lanes: blocks of a launch, or threads of the host if ranks share processors.
 ///
-/// Rates of a block are those of one block alone, and those of all lanes what they reach together while all ranks do
-/// the same. Where ranks share processors, a lane counts as one thread, whatever its section says.
+/// Rates of a block are those of a single block; rates of all lanes are what they reach together while all ranks do
+/// the same. If ranks share processors, a lane counts as one thread, whatever its section specifies.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Lanes {
-    /// Seconds of a launch whose lanes do nothing, one of many in a graph.
+    /// Seconds of a launch with empty lanes, one of many in a graph.
     pub launch: f64,
     /// Seconds from a signal of a lane to the end of a peer's wait for it.
     pub signal: f64,
-    /// Seconds that a signal takes longer where the lane has stored at peers before it: what was stored has to arrive
-    /// first.
+    /// Additional seconds of a signal if the lane has stored at peers before it: the fence waits for these stores to
+    /// arrive.
     pub fence: f64,
-    /// Seconds from when a lane starts to put one packet to when the peer has read it.
+    /// Seconds from the start of a lane's store of one packet until the peer has read it.
     pub packet: f64,
-    /// Seconds of a round, in which each thread puts, or reads, one packet of many; of a step, at least one.
+    /// Seconds of a round, in which each thread stores or reads one of many packets; a step takes at least one round.
     pub packet_round: f64,
-    /// Seconds until what a lane loads from its own memory is there.
+    /// Latency in seconds of a load from the lane's own memory.
     pub load: f64,
-    /// Seconds until what a lane loads from a peer's memory is there.
+    /// Latency in seconds of a load from a peer's memory.
     pub peer_load: f64,
-    /// Threads with which a block moves plain data as fast as with more; with fewer it is slower in proportion.
+    /// Threads at which a block reaches its full copy rate for plain data; with fewer, the rate is proportional.
     pub block_threads: usize,
-    /// Bytes per second that a block loads from its own memory, or stores there.
+    /// Bytes per second that a block loads from its own memory, or stores to it.
     pub block_own: f64,
     /// Bytes per second that a block stores at peers.
     pub block_stored: f64,

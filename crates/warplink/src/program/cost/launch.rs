@@ -1,48 +1,49 @@
-//! A launch of a kernel section: which lanes are simulated, their steps, and the counters by which they wait.
+//! Launches of kernel sections: simulated lanes, their steps, and the counters for their synchronization.
 
 use super::class::{self, LaneClass};
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::program::section::{LaneStep, LaneStepKind, Part, ScratchId, SectionInstance};
 use std::collections::{HashMap, HashSet};
 
-/// About how many iterations of a loop are simulated at most; they stand for all.
+/// Approximate limit on the simulated iterations of a loop, which represent all of them; bounds the time.
 pub(super) const MAX_ITERATIONS: u64 = 16;
 
-/// A launch of a rank: what its lanes do.
+/// A launch of a rank, with the steps of its lanes.
 #[derive(Debug)]
 pub(super) struct Launch {
     pub(super) classes: Vec<Steps>,
-    /// The class of each lane.
+    /// Class of each lane.
     pub(super) of_lane: Vec<usize>,
 }
 
-/// What the lanes of a class do.
+/// Steps of the lanes of a class.
 #[derive(Debug)]
 pub(super) struct Steps {
     pub(super) class: LaneClass,
-    /// Each with how many it stands for.
+    /// Each step with the number of steps that it represents.
     pub(super) steps: Vec<(LaneStep, f64)>,
 }
 
-/// The counters by which lanes wait for one another.
+/// Counters for the synchronization of lanes.
 #[derive(Debug, Default)]
 pub(super) struct LaneCounters {
-    /// By the rank and lane that wait, and how far away the rank is that signals.
+    /// By waiting rank and lane, and the distance of the signalling rank.
     pub(super) signals: HashMap<(usize, usize, usize), u32>,
-    /// Elements that have come as packets, by launch, rank, scratch and class; the first of them, and all of them.
+    /// Elements that have arrived as packets, by launch, rank, scratch and class: one counter for the first element,
+    /// one for all.
     pub(super) packets: HashMap<(usize, usize, ScratchId, usize), [u32; 2]>,
-    /// Scratch of launches of which some lanes read packets that only lanes of other classes put.
+    /// Scratch of launches in which lanes read packets that only lanes of other classes store.
     pub(super) crossed: HashSet<(usize, ScratchId)>,
-    /// By launch, scratch, rank and class: for what share of the packets that are read those that come are to be waited
-    /// for, where what is simulated puts fewer than it reads, as ranks do that have shorter parts than others.
+    /// By launch, scratch, rank and class: ratio of simulated arrivals to reads, if fewer packets are stored than read,
+    /// for example because some ranks have shorter parts. Waits are scaled by it.
     pub(super) shares: HashMap<(usize, ScratchId, usize, usize), f64>,
 }
 
-/// The packets that a lane has read: scratch, and from which element.
+/// Packets that a lane has read: scratch and first element.
 pub(super) type Seen = HashSet<(ScratchId, usize)>;
 
 impl Steps {
-    /// The elements that a lane of these puts as packets, by scratch and rank, and those that it reads.
+    /// Elements that a lane of this class stores as packets, by scratch and rank, and those that it reads.
     pub(super) fn packets(
         &self,
         section: &SectionInstance,
@@ -61,7 +62,7 @@ impl Steps {
             }
         };
         for LaneStep { kind, .. } in self.steps.iter().map(|(step, _)| step) {
-            // An announcement is one packet, however many words it has.
+            // An announcement is one packet, whatever its number of words.
             let elements = |part: &Part| match kind {
                 LaneStepKind::Move { .. } => part.elements as f64,
                 _ => 1.0,
@@ -74,7 +75,7 @@ impl Steps {
     }
 }
 
-/// What the lanes of a launch do, where all ranks reach what they announce; `classes` are those of its lanes.
+/// Steps of a launch's lanes if all ranks reach the announced tensors; `classes` are the class numbers of its lanes.
 pub(super) fn launch(
     section: &SectionInstance,
     classes: Vec<usize>,

@@ -1,4 +1,4 @@
-//! The launches of all ranks: what they have to do with one another.
+//! Communication between the launches of all ranks.
 
 use super::class;
 use super::launch::{Launch, launch};
@@ -9,14 +9,14 @@ use crate::program::section::{ScratchId, SectionInstance};
 use std::collections::{BTreeMap, HashMap};
 
 impl Schedule<'_> {
-    /// Goes through the launches of all ranks, in order, for what they have to do with one another.
+    /// Determines the communication between the launches of all ranks, in order.
     ///
     /// # Errors
     /// [`ErrorKind::Verification`] for a section that cannot be resolved.
     pub(super) fn find_launches(&mut self, iterations: u64) -> Result<()> {
         self.launches = all_launches(self.programs, iterations)?;
-        // What comes to the lanes of a class and what they read, by launch, scratch, rank and class; and how much comes
-        // to all of them.
+        // Packets stored for the lanes of a class, and packets that they read, by launch, scratch, rank and class;
+        // and the total stored for all classes.
         let mut own: BTreeMap<(usize, ScratchId, usize, usize), [f64; 2]> = BTreeMap::new();
         let mut all: HashMap<(usize, ScratchId, usize), f64> = HashMap::new();
         for (rank, (program, launches)) in self.programs.iter().zip(&self.launches).enumerate() {
@@ -57,7 +57,7 @@ impl Schedule<'_> {
     }
 }
 
-/// The launches of each rank. Of those with as many lanes, the ranks' classes are common.
+/// Launches of each rank. Ranks with equal numbers of lanes share a common refinement of their classes.
 fn all_launches(programs: &[RankProgram], iterations: u64) -> Result<Vec<Vec<Launch>>> {
     let classes = |program: &RankProgram| program.sections().map(class::classes).collect();
     let classes: Vec<Vec<Vec<usize>>> = programs.iter().map(classes).collect();

@@ -1,15 +1,15 @@
-//! Which transfers of the ranks belong together.
+//! Matches the transfers of the ranks.
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::program::{RankProgram, TransferId, partners};
 
-/// For each rank and transfer, the peer's other end of it.
+/// For each rank and transfer, the peer's matching transfer.
 pub(super) type Partners = Vec<Vec<TransferId>>;
 
-/// Finds the other end of every transfer.
+/// Finds the matching end of every transfer.
 ///
 /// # Errors
-/// [`ErrorKind::Verification`] for one that has none.
+/// [`ErrorKind::Verification`] for a transfer without one.
 pub(super) fn partners(ranks: &[RankProgram]) -> Result<Partners> {
     let of_rank = |(program, partners): (&RankProgram, Vec<Option<TransferId>>)| {
         let both = program.transfers.iter().zip(partners);

@@ -1,8 +1,7 @@
-//! How long a program takes: one simulation over the programs of all ranks, against one hardware
-//! model.
+//! Estimates the time of a program: one simulation of the programs of all ranks, with one hardware model.
 //!
 //! ```text
-//!   programs of all ranks ──► schedule: what each stream does, step by step, and with what
+//!   programs of all ranks ──► schedule: steps of each stream, with their resources
 //!   hardware model ─────────►      │
 //!                                  ▼
 //!                       simulation: streams in order, resources shared
@@ -13,39 +12,38 @@
 //!
 //! | module | subject |
 //! |---|---|
-//! | [`model`] | what a machine can do: rates, latencies, tables of measured times, as a JSON file |
-//! | [`curve`], [`gemm`], [`collective`] | measured times by size, and what lies between |
-//! | [`lanes`] | what lanes of kernel sections can do |
-//! | [`find`] | which model describes a device |
-//! | [`figures`], `derive`, `calibration` | the model of a machine that nobody tuned; figures that were measured there |
-//! | `link`, `symmetry` | which transfers belong together; whether all ranks do the same |
+//! | [`model`] | performance of a machine: rates, latencies, tables of measured times, as a JSON file |
+//! | [`curve`], [`gemm`], [`collective`] | measured times by size, with interpolation |
+//! | [`lanes`] | performance of lanes of kernel sections |
+//! | [`find`] | selection of the model of a device |
+//! | [`figures`], `derive`, `calibration` | derived model of an untuned machine; cached measured figures |
+//! | `link`, `symmetry` | matching of transfers; detection of ranks that do the same |
 //! | `build`, `operations`, `post` | from operations to steps of streams |
-//! | `launch`, `class`, `outline`, `section` | kernel sections: which lanes stand for all, and their steps |
-//! | `schedule`, `step` | the steps, and what they need |
-//! | `simulate`, `resources` | the simulation, and how work that runs at one time shares resources |
-//! | [`report`], `bound` | the result, and what time goes to |
+//! | `launch`, `class`, `outline`, `section` | kernel sections: representative lanes, and their steps |
+//! | `schedule`, `step` | the steps, and the resources that they need |
+//! | `simulate`, `resources` | the simulation, and resource sharing of concurrent work |
+//! | [`report`], `bound` | the result, and its time per bottleneck |
 //!
 //! Every figure of a machine comes from its model. Units are seconds, bytes, and bytes per second.
 //!
-//! # What is simulated
-//! The host of each rank enqueues one operation after the other and waits for nothing (eager), or
-//! launches one graph (captured). Each stream does its operations in order. Signals, waits and
-//! synchronized streams order them among streams and ranks, each with its latency. What moves or
-//! computes is *work*: it takes the time that the model gives for it alone, or longer where it
-//! shares a resource:
+//! # Simulated behaviour
+//! The host of each rank enqueues one operation after the other and never waits (eager), or launches one graph
+//! (captured). Each stream runs its operations in order. Signals, waits and synchronized streams order them among
+//! streams and ranks, each with its latency. Operations that move or compute are *work*: they take the time that the
+//! model gives for them alone, or longer if they share a resource:
 //!
 //! | resource, of each rank | shared |
 //! |---|---|
-//! | multiprocessors | in order of arrival, streams of high priority first: a matmul that leaves some idle makes room for the next |
+//! | multiprocessors | in order of arrival, high priority first; a matmul leaves idle ones to the next |
 //! | link out, link in, both together | evenly |
 //! | memory | evenly |
 //!
-//! The lanes of a launched kernel are streams of their own. What moves in them is work, which takes as long as
-//! the model lets a block take, or longer where all lanes together need more of a link or of memory than there is;
-//! signals and packets take the latencies that it gives for them.
+//! The lanes of a launched kernel are streams of their own. Their moves are work, which takes as long as a block
+//! alone needs, or longer if all lanes together exceed the bandwidth of a link or of memory; signals and packets have
+//! the latencies of the model.
 //!
-//! Where all ranks do the same in rotation, as most programs do, one of them is simulated and stands
-//! for all; so does one of the lanes that do the same.
+//! If all ranks do the same in rotation, as in most programs, one of them is simulated and represents all; likewise
+//! one lane represents all equivalent lanes.
 
 mod bound;
 mod build;
@@ -85,44 +83,42 @@ use crate::error::Result;
 use crate::named::named;
 
 named! {
-    /// How a program is given to the device.
+    /// Way in which a program is submitted to the device.
     #[derive(Default)]
     pub enum Submission: "submission" {
         /// Operation by operation: work starts no earlier than the host has enqueued it.
         #[default]
         Eager = "eager",
-        /// As one graph: everything is there when it is launched.
+        /// As one graph: everything is enqueued at its launch.
         Captured = "captured",
     }
 }
 
-/// What is simulated, and what is told about it.
+/// Options of a simulation.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct SimulateOptions {
-    /// How the program is given to the device.
+    /// Submission of the program to the device.
     pub submission: Submission,
-    /// Whether the start and end of every operation are kept in [`Cost::timeline`].
+    /// Whether to record the start and end of every operation in [`Cost::timeline`].
     pub timeline: bool,
 }
 
-/// The time of an eager run of `ranks`, the programs of all ranks in rank order, on a machine that
-/// `model` describes.
+/// Time of an eager run of `ranks`, the programs of all ranks in rank order, on a machine described by `model`.
 ///
 /// Time starts when the hosts of all ranks begin to enqueue on idle streams, and ends when the
 /// streams of the slowest rank are done.
 ///
 /// # Errors
-/// [`ErrorKind::Verification`](crate::ErrorKind::Verification) where the programs do not finish: a
-/// transfer without its other end, or streams that wait for one another. Programs that
-/// [`verify`](super::verify()) accepts finish.
+/// [`ErrorKind::Verification`](crate::ErrorKind::Verification) if the programs do not finish: a transfer without its
+/// other end, or a deadlock. Programs that [`verify`](super::verify()) accepts finish.
 pub fn simulate(ranks: &[RankProgram], model: &HardwareModel) -> Result<Cost> {
     simulate_with(ranks, model, SimulateOptions::default())
 }
 
-/// As [`simulate`], with options.
+/// Like [`simulate`], with options.
 ///
 /// # Errors
-/// As [`simulate`].
+/// Those of [`simulate`].
 pub fn simulate_with(
     ranks: &[RankProgram],
     model: &HardwareModel,
@@ -136,8 +132,9 @@ pub fn simulate_with(
         let outcome = simulate::run(&schedule, options.timeline);
         Ok(outcome.map(|outcome| report::cost(&schedule, outcome, model)))
     };
-    // Iterations that stand for others may leave a lane without what a whole loop would have told it, and one rank that
-    // stands for all without what ranks with longer parts would have sent it.
+    // A simulation with fewer iterations or ranks may deadlock although the full one does not: a lane may miss a
+    // signal of a skipped iteration, and a representative rank the packets of ranks with longer parts. So fall back
+    // to all.
     let one = ranks.get(..1).unwrap_or_default();
     let simulated = if symmetry::is_symmetric(ranks, &partners) {
         vec![one, ranks]

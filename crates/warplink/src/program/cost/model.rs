@@ -1,7 +1,7 @@
-//! What a machine can do: a JSON file of measured rates, latencies and times.
+//! Hardware model of a machine: a JSON file of measured rates, latencies and times.
 //!
-//! `warplink tune` writes such a file. Units are seconds, bytes, and bytes per second, whatever the
-//! field; sizes are those of one rank.
+//! `warplink tune` writes such a file. Units are seconds, bytes, and bytes per second, whatever the field; sizes are
+//! those of one rank.
 
 use super::collective::Collectives;
 use super::curve::Curve;
@@ -14,110 +14,110 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::p2p::TransferKernels;
 use serde::{Deserialize, Serialize};
 
-/// The version of the file's format.
+/// Version of the file's format.
 pub const FORMAT: u32 = 1;
 
 /// A machine as the simulation sees it.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct HardwareModel {
-    /// The version of the format, [`FORMAT`].
+    /// Version of the format, [`FORMAT`].
     pub format: u32,
-    /// Its name, for people.
+    /// Human-readable name.
     pub name: String,
-    /// Which devices it describes.
+    /// Devices that it describes.
     pub device: DeviceMatch,
-    /// Where the figures come from.
+    /// Origin of the figures.
     pub source: Source,
-    /// How far estimates may be off: a program that is estimated at up to this multiple of another's
-    /// time may be as fast. At least 1; with 1, estimates alone decide.
+    /// Uncertainty of estimates, as a factor: a program estimated at up to this multiple of another's time may be as
+    /// fast. At least 1; with 1, estimates alone decide.
     pub uncertainty: f64,
-    /// Memory of a device, and kernels that are bound by it.
+    /// Memory of a device, and memory-bound kernels.
     pub memory: Memory,
     /// Matrix multiplications.
     pub gemm: Gemm,
     /// Transfers between devices.
     pub link: Link,
-    /// What passes between operations.
+    /// Latencies between operations.
     pub latency: Latency,
     /// Time that the host takes to enqueue.
     pub host: Host,
-    /// How much slower work is beside other work, beyond what shared resources explain.
+    /// Slowdown of concurrent work, beyond that of shared resources.
     pub interference: Interference,
-    /// The collectives of the engine.
+    /// Collectives of the engine.
     pub collectives: Collectives,
-    /// What lanes of kernel sections can do; where a file does not say, it is guessed from the other figures
+    /// Performance of lanes of kernel sections; if a file lacks it, it is estimated from the other figures
     /// ([`HardwareModel::lanes`]).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub lanes: Option<Lanes>,
-    /// Which algorithms of the library's own collectives were fastest, where that was measured; else estimates decide.
+    /// Measured fastest algorithms of the library's own collectives; without measurements, estimates decide.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub algorithms: Vec<Algorithms>,
 }
 
-/// Which devices a model describes.
+/// Devices that a model describes.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct DeviceMatch {
-    /// The kind of device, as [`DeviceKind`](crate::device::DeviceKind) is printed.
+    /// Kind of device, as [`DeviceKind`](crate::device::DeviceKind) is printed.
     pub kind: String,
-    /// The device's model: a part of what the device says about itself. Empty for any.
+    /// Substring of the model name that the device reports; empty for any device.
     pub model: String,
-    /// How many ranks were measured together.
+    /// Number of ranks that were measured together.
     pub ranks: usize,
-    /// How the devices are connected, for people.
+    /// Connection of the devices, for readers of the file.
     pub topology: String,
-    /// Multiprocessors of a device; processors of the machine where ranks share them.
+    /// Multiprocessors of a device; processors of the machine if ranks share them.
     pub multiprocessors: usize,
-    /// Whether all ranks share the same multiprocessors and memory, as processes of one machine do.
+    /// Whether all ranks share the same multiprocessors and memory, like processes of one machine.
     pub shared: bool,
 }
 
-/// Where a model's figures come from.
+/// Origin of a model's figures.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Source {
-    /// The machine.
+    /// Measured machine.
     pub machine: String,
-    /// When, as year-month-day.
+    /// Date, as year-month-day.
     pub date: String,
-    /// By which command.
+    /// Command that measured it.
     pub command: String,
-    /// What else to know: what is guessed, and from what.
+    /// Further notes, such as which figures are estimates and their basis.
     pub notes: String,
 }
 
 /// Memory of a device.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Memory {
-    /// Bytes read and written per second by everything together.
+    /// Bytes read and written per second by all work together.
     pub rate: f64,
     /// Bytes read and written per second by a sum.
     pub sum_rate: f64,
-    /// Seconds of a kernel that does nothing, one of many in a row on one stream.
+    /// Seconds of an empty kernel, one of many in a row on one stream.
     pub kernel: f64,
-    /// Seconds of a copy within the memory, by its bytes.
+    /// Seconds of a copy within the memory, by bytes.
     pub copy: Curve,
-    /// The share of the multiprocessors that a copy, within memory or between devices, keeps busy.
+    /// Share of the multiprocessors that a copy, within memory or between devices, occupies.
     pub copy_occupancy: f64,
-    /// The share of the multiprocessors that a sum keeps busy.
+    /// Share of the multiprocessors that a sum occupies.
     pub sum_occupancy: f64,
 }
 
 /// Transfers between two devices.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Link {
-    /// Up to this number of bytes, a transfer beside matmuls is done by one kernel of one block, with its waits and
-    /// signals.
+    /// Largest transfer in bytes that one kernel of one block performs, including waits and signals, concurrently
+    /// with matmuls.
     pub kernel_limit: u64,
     /// Seconds of a put by a kernel, by bytes, one of many in a row on one stream.
     pub kernel_put: Curve,
     /// Seconds of a get by a kernel.
     pub kernel_get: Curve,
-    /// Where multiprocessors are free: which transfers kernels do, and how.
+    /// Transfers performed by kernels at both ends if multiprocessors are free, and their parameters.
     #[serde(default)]
     pub kernels: TransferKernels,
-    /// Seconds of a put by these kernels, one way, signals included.
+    /// Seconds of a put by these kernels, one way, including signals.
     #[serde(default)]
     pub kernels_put: Curve,
-    /// Seconds of a get by these kernels, one way, signals included.
+    /// Seconds of a get by these kernels, one way, including signals.
     #[serde(default)]
     pub kernels_get: Curve,
     /// Seconds of a put by the copy engine, alone on the link.
@@ -134,47 +134,47 @@ pub struct Link {
     pub get_rotated: f64,
     /// Rate at which a multiplication stores its result into the memory of peers.
     pub stored: f64,
-    /// Of a multiplication whose result is stored into the memory of peers, the share of its own
-    /// time that is not hidden behind the stores.
+    /// For a multiplication that stores its result to the memory of peers, the share of its own time that the stores
+    /// do not hide.
     pub stored_exposed: f64,
 }
 
-/// Which algorithms of the library's own collectives are fastest.
+/// Fastest algorithms of the library's own collectives.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Algorithms {
     /// The collective, such as `all_reduce`.
     pub collective: String,
-    /// How many ranks took part.
+    /// Number of ranks that took part.
     pub world: usize,
-    /// Bytes of the elements that were measured, for which alone it holds. Files without it have measured 2 where the
-    /// collective reduces, and 1 where it only moves bytes.
+    /// Size in bytes of the measured elements; the limits apply to that size only. Files without it were measured
+    /// with 2 for reducing collectives, and 1 for those that only move bytes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub element_bytes: Option<usize>,
-    /// Pairs of a number of bytes of a part ([`Call::bytes`](crate::collective::Call::bytes)) and the name of the
-    /// algorithm up to there, in order of bytes. What is longer is estimated.
+    /// Pairs of an upper limit on the bytes of a part ([`Call::bytes`](crate::collective::Call::bytes)) and the
+    /// fastest algorithm up to it, in order of bytes. Larger sizes are estimated.
     pub limits: Vec<(u64, String)>,
 }
 
-/// What passes between operations.
+/// Latencies between operations, in seconds.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Latency {
-    /// A write of a word, or a wait for one that is already there, in a stream: one end of a signal.
+    /// One end of a signal in a stream: a write of a word, or a wait for one that is already set.
     pub word: f64,
-    /// Each further word that is written or waited for by the same operation.
+    /// Each further word written or waited for by the same operation.
     pub more_words: f64,
     /// A write of a word, or a wait for one, inside a kernel.
     pub kernel_word: f64,
-    /// From this number on, operations on words at once are done by a kernel, on the caller's stream.
+    /// Smallest number of simultaneous word operations that a kernel performs, on the caller's stream.
     pub words_in_kernel: usize,
-    /// From a point of one stream to what waits for it on another of the same rank.
+    /// From a point of one stream to the work that waits for it on another stream of the rank.
     pub event: f64,
-    /// From a copy, a word or an event to the start of a kernel behind it on the stream.
+    /// From a copy, a word or an event to the start of the next kernel on the stream.
     pub launch: f64,
-    /// The wait of a kernel for room on the multiprocessors beside a multiplication.
+    /// Wait of a kernel for a free multiprocessor while a multiplication runs.
     pub room: f64,
-    /// How much longer a transfer by the copy engine takes as a node of a graph.
+    /// Additional time of a transfer by the copy engine as a graph node.
     pub captured_copy: f64,
-    /// How much longer a collective takes alone than as one of many in a row.
+    /// Additional time of a collective alone, compared with one of many in a row.
     pub collective: f64,
 }
 
@@ -199,7 +199,7 @@ pub struct Host {
     pub graph: f64,
 }
 
-/// Speed of work beside other work on the same rank, over its speed alone: 1 where it is as fast.
+/// Relative speed of work concurrent with other work on the same rank; 1 for no slowdown.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Interference {
     /// A multiplication while a put leaves or arrives.
@@ -221,7 +221,7 @@ impl Default for Interference {
 }
 
 impl Link {
-    /// What transfers are to know of kernels.
+    /// Parameters of transfer kernels.
     pub fn transfer_kernels(&self) -> TransferKernels {
         TransferKernels {
             one_block_limit: self.kernel_limit,
@@ -231,16 +231,16 @@ impl Link {
 }
 
 impl HardwareModel {
-    /// What lanes of kernel sections can do. Where it was not measured, half of the smallest transfer by kernels is
-    /// taken for their launch and the other half for the way of a packet or a signal; a load for half of that, and a
-    /// round of packets for a quarter. A block is taken to store and load at peers as the kernel of one block does
-    /// between its two largest sizes, and to share its own memory evenly with those on the other multiprocessors; all
-    /// lanes together, to be as fast as the copy engine in a ring.
+    /// Performance of lanes of kernel sections. Without measurements, half of the smallest transfer by kernels is
+    /// attributed to their launch, and the other half to the latency of a packet or signal; a load takes half of
+    /// that, and a round of packets a quarter. A block is assumed to store and load at peers as the one-block kernel
+    /// does between its two largest sizes, and to share its own memory evenly with blocks on the other
+    /// multiprocessors; all lanes together are assumed to be as fast as the copy engine in a ring.
     pub fn lanes(&self) -> Lanes {
         self.lanes.clone().unwrap_or_else(|| self.guessed_lanes())
     }
 
-    /// A guess of what lanes can do, from the other figures: see [`Self::lanes`].
+    /// Estimate from the other figures: see [`Self::lanes`].
     fn guessed_lanes(&self) -> Lanes {
         let (link, latency) = (&self.link, &self.latency);
         let smallest = [&link.kernels_put, &link.kernel_put];
@@ -272,8 +272,8 @@ impl HardwareModel {
         }
     }
 
-    /// The algorithm that was measured to be fastest for a collective of `world` ranks, of which a part has `bytes`
-    /// bytes, in elements of `element`; files that do not say what they measured have measured `unsaid`.
+    /// The measured fastest algorithm for a collective of `world` ranks with parts of `bytes` bytes and elements of
+    /// `element` bytes; files that do not specify their element size were measured with `unsaid`.
     pub(crate) fn algorithm(
         &self,
         collective: &str,
@@ -290,7 +290,7 @@ impl HardwareModel {
         found.map(|(_, name)| name.as_str())
     }
 
-    /// What the time of kernel sections depends on.
+    /// Reduces the model to the parts that determine the time of kernel sections.
     pub(crate) fn of_kernels(&self) -> Self {
         Self {
             lanes: Some(self.lanes()),
@@ -304,15 +304,15 @@ impl HardwareModel {
         }
     }
 
-    /// Reads a model.
+    /// Parses a model.
     ///
     /// # Errors
-    /// [`ErrorKind::Parse`] for text that is not a model of this format, and for figures that cannot be.
+    /// [`ErrorKind::Parse`] for text that is not a model of this format, and for figures out of range.
     pub fn from_json(text: &str) -> Result<Self> {
         Self::from_named("the text", text)
     }
 
-    /// The same, where errors call the text by a name.
+    /// Parses a model; errors refer to the text by `name`.
     pub(super) fn from_named(name: &str, text: &str) -> Result<Self> {
         let model: Self = serde_json::from_str(text).map_err(|error| {
             let message = format!("{name} is not a hardware model: {error}");
@@ -325,16 +325,16 @@ impl HardwareModel {
         Ok(model)
     }
 
-    /// Writes it, to be read by [`from_json`](Self::from_json).
+    /// Serializes it for [`from_json`](Self::from_json).
     ///
     /// # Errors
-    /// [`ErrorKind::Internal`] where it cannot be written as JSON.
+    /// [`ErrorKind::Internal`] if it cannot be written as JSON.
     pub fn to_json(&self) -> Result<String> {
         serde_json::to_string(self)
             .map_err(|error| Error::new(ErrorKind::Internal, error.to_string()))
     }
 
-    /// Fails unless every figure can be.
+    /// Fails if a figure is out of range.
     fn check(&self) -> Result<()> {
         if self.format != FORMAT {
             return Err(Error::new(

@@ -1,4 +1,4 @@
-//! Operations that do not transfer, as steps of streams.
+//! Steps of operations other than transfers.
 
 use super::bound::Bound;
 use super::collective::link_bytes;
@@ -38,7 +38,7 @@ impl Schedule<'_> {
         self.work(state, first, work);
     }
 
-    /// A copy within a rank's memory.
+    /// Adds a copy within a rank's memory.
     pub(super) fn copy_work(&mut self, state: &mut RankState, bytes: f64) {
         let memory = &self.model.memory;
         let seconds = memory.copy.seconds(bytes);
@@ -53,7 +53,7 @@ impl Schedule<'_> {
         self.work(state, first, work);
     }
 
-    /// An element-wise operation that reads and writes `bytes` bytes: memory is what takes the time.
+    /// Adds an element-wise operation that reads and writes `bytes` bytes; it is bound by memory.
     pub(super) fn add_elementwise(&mut self, state: &mut RankState, bytes: f64) {
         let memory = &self.model.memory;
         let seconds = memory.kernel + bytes / memory.sum_rate;
@@ -85,7 +85,7 @@ impl Schedule<'_> {
         }
         let arrived = counters[*number];
         *number += 1;
-        // One that stands for all stands for all who come.
+        // A representative rank represents all members.
         let coming = members.map_or(self.programs.len(), |members| members.len());
         self.step(state, Step::Add(arrived, 1.0, 0.0));
         self.step(state, Step::Await(arrived, coming as f64));
@@ -98,8 +98,7 @@ impl Schedule<'_> {
         self.mark_engine(state);
     }
 
-    /// Seconds of an operation of the engine; those of its bytes over the link where none was
-    /// measured.
+    /// Seconds of an engine operation; if none was measured, the time of its bytes over the link.
     pub(super) fn engine_seconds(&self, name: &str, world: usize, bytes: f64) -> f64 {
         if self.model.collectives.0.is_empty() {
             return link_bytes(name, world, bytes) / self.model.link.put_ring;
@@ -107,7 +106,7 @@ impl Schedule<'_> {
         self.model.collectives.seconds(name, world, bytes)
     }
 
-    /// Work of the engine in which `bytes` bytes leave this rank and as many arrive.
+    /// Adds work of the engine in which `bytes` bytes leave this rank and as many arrive.
     pub(super) fn engine_work(&mut self, state: &RankState, seconds: f64, bytes: f64) {
         let (link, memory) = (&self.model.link, &self.model.memory);
         let rate = if seconds > 0.0 { bytes / seconds } else { 0.0 };
@@ -125,7 +124,7 @@ impl Schedule<'_> {
         self.work(state, first, work);
     }
 
-    /// The engine's operations run in the host's order, on whatever stream.
+    /// The engine runs its operations in the host's order, across streams.
     pub(super) fn follow_engine(&mut self, state: &mut RankState) {
         if let Some((stream, done)) = state.engine
             && stream != state.stream

@@ -1,32 +1,32 @@
-//! What a lane does, in outline.
+//! Outline of a lane's behaviour, for comparison.
 //!
-//! These are the conditions that it meets, the bounds of its loops, and whom it addresses. Of a loop the first two
-//! iterations and the last are followed. Which part of a tensor a lane has does not matter, but how long it is does,
-//! except that the last of several parts may be shorter.
+//! It records the lane's conditions, the bounds of its loops, and the ranks and lanes it addresses. Of a loop, the
+//! first two iterations and the last are followed. The position of a lane's part of a tensor does not matter, but its
+//! length does, except that the last of several parts may be shorter.
 
 use crate::program::construct::{Branch, Each, Loop, Over, Selection};
 use crate::program::expr::{Condition, Expr, Operator};
 use crate::program::section::{ExprUse, SectionInstance, Source, Step, StepKind, Visitor};
 use std::collections::HashSet;
 
-/// The most items of a list that are looked at.
+/// Limit on the visited items of a list, which bounds the time.
 const MAX_ITEMS: i64 = 64;
 
-/// Stands for what has no value.
+/// Placeholder for an unknown value.
 const UNKNOWN: i64 = i64::MIN;
 
-/// Goes through what a lane does.
+/// Visitor that records an outline.
 pub(super) struct Outline<'s> {
     section: &'s SectionInstance,
     lane: usize,
-    /// Only what depends on these names is noted; all of it where there are none.
+    /// Only values that depend on these names are recorded; all values if `None`.
     varying: Option<&'s HashSet<&'s str>>,
     names: Vec<(&'s str, i64)>,
     said: Vec<i64>,
 }
 
 impl<'s> Outline<'s> {
-    /// What `lane` does.
+    /// Outline of `lane`.
     pub(super) fn of(
         section: &'s SectionInstance,
         lane: usize,
@@ -47,7 +47,7 @@ impl<'s> Outline<'s> {
         self.varying.is_none_or(|names| mentions(expression, names))
     }
 
-    /// Whether anything that is noted in a body may depend on the names.
+    /// Whether any recorded value in a body may depend on the names.
     fn any_matter(&self, steps: &'s [Step]) -> bool {
         self.varying.is_none_or(|names| {
             let mut any = AnyVaries {
@@ -59,14 +59,14 @@ impl<'s> Outline<'s> {
         })
     }
 
-    /// Does `inner` with the index of a loop or list as `value`.
+    /// Runs `inner` with the index of a loop or list bound to `value`.
     fn with(&mut self, index: &'s str, value: i64, inner: impl FnOnce(&mut Self)) {
         self.names.push((index, value));
         inner(self);
         self.names.pop();
     }
 
-    /// The values of an index, which are noted: the first, and one after the last.
+    /// Bounds of an index, which are recorded: the first value, and one past the last.
     fn bounds(&mut self, over: &'s Over) -> (i64, i64) {
         let (from, to) = (self.value(&over.from), self.value(&over.to));
         if self.matters(&over.from) || self.matters(&over.to) {
@@ -86,12 +86,12 @@ impl<'s> Outline<'s> {
             (Some((_, value)), _) => Some(*value),
             (None, "rank") => Some(self.section.rank as i64),
             (None, "world") => Some(self.section.world as i64),
-            // As where all ranks reach what they announce.
+            // Assumes that all ranks reach the announced tensors.
             (None, _) => self.section.integers.get(name).copied().or(Some(1)),
         }
     }
 
-    /// Whether a condition holds, which is noted.
+    /// Evaluates and records a condition.
     fn holds(&mut self, condition: &Condition) -> bool {
         let holds = condition.evaluate(&|name| self.named(name));
         let holds = holds.unwrap_or(false);
@@ -117,7 +117,7 @@ impl<'s> Visitor<'s> for Outline<'s> {
         self.names.push((name, value));
     }
 
-    /// The first two iterations and the last.
+    /// Follows the first two iterations and the last.
     fn repeat(&mut self, it: &'s Loop<StepKind>) {
         let Over { index, from, to } = &it.over;
         if !self.matters(from) && !self.matters(to) && !self.any_matter(&it.body) {
@@ -168,7 +168,7 @@ impl<'s> Visitor<'s> for Outline<'s> {
         }
     }
 
-    /// Notes how far another rank, or its lane, is from this one.
+    /// Records the distance of another rank, or its lane, from this one.
     fn expression(&mut self, expression: &'s Expr, is: ExprUse) {
         if !self.matters(expression) {
             return;
@@ -193,7 +193,7 @@ impl<'s> Visitor<'s> for Outline<'s> {
         }
     }
 
-    /// Notes how long what is selected is.
+    /// Records the length of a selection.
     fn selection(&mut self, selection: &'s Selection) {
         let matters = lengths(selection).any(|length| self.matters(length));
         if matters {
@@ -210,7 +210,7 @@ impl<'s> Visitor<'s> for Outline<'s> {
     }
 }
 
-/// Whether anything that outlines note mentions one of some names.
+/// Whether any value that an outline records mentions one of some names.
 struct AnyVaries<'n> {
     names: &'n HashSet<&'n str>,
     found: bool,
@@ -227,7 +227,7 @@ impl<'s> Visitor<'s> for AnyVaries<'_> {
     }
 }
 
-/// The names whose values depend on the lane.
+/// Names whose values depend on the lane.
 pub(super) fn varying(section: &SectionInstance) -> HashSet<&str> {
     let mut varying = Varying(HashSet::from([section.section.lane.as_str()]));
     varying.body(&section.section.body);
@@ -268,7 +268,7 @@ fn condition_mentions(condition: &Condition, names: &HashSet<&str>) -> bool {
     found
 }
 
-/// The expressions by which the length of a selection is noted.
+/// Expressions that determine the recorded length of a selection.
 fn lengths(selection: &Selection) -> impl Iterator<Item = &Expr> {
     let expressions = match selection {
         Selection::Range(from, to) => match length(from, to) {
@@ -281,8 +281,8 @@ fn lengths(selection: &Selection) -> impl Iterator<Item = &Expr> {
     expressions.into_iter().flatten()
 }
 
-/// How long `from..to` is, where that is said: of `a..a + b` and `a * b..(a + 1) * b`, it is `b`. So lanes need not be
-/// gone through for where their parts lie.
+/// Length of `from..to` if it is syntactically evident: `b` for `a..a + b` and for `a * b..(a + 1) * b`. It avoids
+/// evaluating positions for every lane.
 fn length<'e>(from: &Expr, to: &'e Expr) -> Option<&'e Expr> {
     match (from, to) {
         (_, Expr::Binary(Operator::Add, a, b)) if **a == *from => Some(b),

@@ -1,7 +1,7 @@
-//! Posts of transfers and waits for them as steps of streams.
+//! Steps of posts of transfers and waits for them.
 //!
-//! A transfer's *initiator* moves the bytes: the receiver of a get, the sender of a put. The other
-//! end, the *target*, signals that it is ready and is told when the bytes have moved.
+//! A transfer's *initiator* moves the bytes: the receiver of a get, the sender of a put. The other end, the *target*,
+//! signals that it is ready, and is signalled when the bytes have arrived.
 
 use super::Submission;
 use super::bound::Bound;
@@ -13,17 +13,17 @@ use crate::device::MatmulSpec;
 use crate::program::ir::{Backend, Direction, Protocol};
 use crate::program::{RankProgram, TransferId, TransferInstance};
 
-/// What moves the bytes of a transfer.
+/// Mechanism that moves the bytes of a transfer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Mover {
     Engine,
-    /// A kernel of one block, beside matmuls.
+    /// A kernel of one block, concurrent with matmuls.
     OneBlock,
     /// Kernels at both ends.
     Kernels,
 }
 
-/// The protocol of a transfer that this end initiates.
+/// Protocol of a transfer that this end initiates.
 fn initiates(transfer: &TransferInstance) -> Option<Protocol> {
     match (transfer.backend, transfer.direction) {
         (Backend::Direct(Protocol::Put), Direction::Send) => Some(Protocol::Put),
@@ -40,7 +40,7 @@ pub(super) fn rotates(program: &RankProgram) -> bool {
     peers.any(|peer| Some(peer) != first)
 }
 
-/// Seconds of the host to post `group`.
+/// Host seconds to post `group`.
 pub(super) fn host_seconds(program: &RankProgram, group: &[TransferId], host: &model::Host) -> f64 {
     let (mut initiated, mut engine) = (0, 0);
     for &id in group {
@@ -58,7 +58,7 @@ pub(super) fn host_seconds(program: &RankProgram, group: &[TransferId], host: &m
 }
 
 impl Schedule<'_> {
-    /// Posts a group: what tells a peer first, then waits, copies, and what tells of them.
+    /// Posts a group: first the signals, then waits and copies, then the completion signals.
     pub(super) fn add_post(
         &mut self,
         state: &mut RankState,
@@ -94,13 +94,13 @@ impl Schedule<'_> {
         }
     }
 
-    /// Whether a transfer of `bytes` is done by kernels at both ends, as multiprocessors are free.
+    /// Whether kernels at both ends perform a transfer of `bytes`, as multiprocessors are free.
     fn has_kernels_for(&self, bytes: u64) -> bool {
         let link = &self.model.link;
         self.suits_kernels && !link.kernels_put.0.is_empty() && bytes <= link.kernels.limit
     }
 
-    /// Each transfer takes what was measured one way, with the kernel of the receiver.
+    /// Each transfer takes the measured one-way time, which includes the receiver's kernel.
     fn post_by_kernels(
         &mut self,
         state: &mut RankState,
@@ -112,7 +112,7 @@ impl Schedule<'_> {
             let bytes = program.transfers[id].range.bytes as u64;
             protocol == Protocol::Put && bytes <= self.model.link.kernels.packet_limit
         };
-        // A receiver of packets announces nothing.
+        // A receiver of packets sends no ready signal.
         let announced = targets.iter().filter(|id| {
             !matches!(program.transfers[**id].backend, Backend::Direct(protocol) if by_packets(**id, protocol))
         });
@@ -193,7 +193,7 @@ impl Schedule<'_> {
         self.tell(state, program, initiated.iter().map(|(id, _)| *id));
     }
 
-    /// Writes that `group` has moved, to the peers and for the own streams.
+    /// Signals completion of `group` to the peers and to this rank's streams.
     fn tell(
         &mut self,
         state: &mut RankState,
@@ -201,7 +201,7 @@ impl Schedule<'_> {
         group: impl ExactSizeIterator<Item = TransferId>,
     ) {
         let latency = &self.model.latency;
-        // In a graph, own streams follow by the graph's edges.
+        // In a graph, this rank's streams follow through graph edges instead of words.
         let each = match self.submission {
             Submission::Eager => 2.0,
             Submission::Captured => 1.0,
@@ -216,7 +216,7 @@ impl Schedule<'_> {
         self.step(state, Step::Delay((each - 1.0) * more));
     }
 
-    /// Operations on words, together.
+    /// Adds simultaneous operations on words.
     fn words(&mut self, state: &mut RankState, count: usize) {
         let latency = &self.model.latency;
         if state.stream == 0 && latency.words_in_kernel > 0 && count >= latency.words_in_kernel {
@@ -229,7 +229,7 @@ impl Schedule<'_> {
         }
     }
 
-    /// Sets the word of a transfer's other end.
+    /// Sets the word of the matching end of a transfer.
     fn signal(&mut self, state: &RankState, program: &RankProgram, id: TransferId, seconds: f64) {
         let peer = program.transfers[id].peer;
         let word = self.incoming(peer, self.partners[program.rank][id]);
@@ -242,7 +242,7 @@ impl Schedule<'_> {
         self.step(state, Step::Await(word, f64::from(state.posts[id].0)));
     }
 
-    /// The copy of a transfer; one of a rank to itself takes what a copy takes.
+    /// Adds the copy of a transfer; a transfer of a rank to itself takes the time of a local copy.
     fn copy(
         &mut self,
         state: &mut RankState,
@@ -313,7 +313,7 @@ impl Schedule<'_> {
         self.work(state, first, work);
     }
 
-    /// Sends and receives of the engine: each starts when both ends have come.
+    /// Sends and receives of the engine: each starts once both ends have arrived.
     fn post_to_engine(
         &mut self,
         state: &mut RankState,
@@ -351,7 +351,7 @@ impl Schedule<'_> {
         }
     }
 
-    /// Multiplications whose results are stored into the receivers' memory.
+    /// Adds multiplications that store their results to the receivers' memory.
     pub(super) fn add_stored(
         &mut self,
         state: &mut RankState,
@@ -401,7 +401,7 @@ impl Schedule<'_> {
         self.tell(state, program, group.iter().copied());
     }
 
-    /// Waits until all posts so far of `group` are complete.
+    /// Waits until all posts of `group` so far are complete.
     pub(super) fn add_wait(
         &mut self,
         state: &mut RankState,

@@ -1,4 +1,4 @@
-//! What a simulation says.
+//! Results of a simulation.
 
 use super::bound::{Bound, Path};
 use super::model::HardwareModel;
@@ -9,62 +9,62 @@ use crate::error::Rank;
 use serde::Serialize;
 use std::fmt;
 
-/// How long a rank's resources were in use, in seconds of full use.
+/// Busy time of a rank's resources, in seconds of full use.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Busy {
-    /// The rank.
+    /// Rank of the resources.
     pub rank: Rank,
     /// Matrix multiplications, one at a time.
     pub matmul: f64,
-    /// The link to other ranks.
+    /// Outgoing link.
     pub egress: f64,
-    /// The link from other ranks.
+    /// Incoming link.
     pub ingress: f64,
     /// Memory.
     pub memory: f64,
-    /// The host, which enqueues.
+    /// Enqueueing by the host.
     pub host: f64,
 }
 
-/// When an operation started and ended, in seconds from the start of the program.
+/// Start and end of an operation, in seconds from the start of the program.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Span {
-    /// The rank.
+    /// Rank that runs it.
     pub rank: Rank,
     /// The operation, an index into [`RankProgram::operations`](crate::program::RankProgram::operations).
     pub operation: usize,
-    /// When its stream came to it.
+    /// Time at which its stream reached it.
     pub start: f64,
-    /// When its stream went on.
+    /// Time at which its stream continued.
     pub end: f64,
-    /// What most of the time between went to.
+    /// Bound with the largest share of its time.
     pub bound: Bound,
-    /// What all of it went to: of a kernel, along the steps of the lane that ended last, and those that it waited for.
+    /// Time per bound; for a kernel, along the critical path of the lane that ended last.
     pub parts: Path,
 }
 
-/// What a program costs. Printed, it explains itself.
+/// Estimated cost of a program. Its `Display` output explains it.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Cost {
-    /// From the first operation that a host enqueues to the end of the last on any rank.
+    /// From the first enqueued operation to the end of the last one on any rank.
     pub seconds: f64,
-    /// What most of the time goes to, along the chain of operations that ends last.
+    /// Bound with the largest share of the critical path.
     pub bound: Bound,
-    /// What all of it goes to, along that chain.
+    /// Time per bound along the critical path.
     pub critical: Path,
-    /// Resources in use, for each rank that was simulated.
+    /// Resource use of each simulated rank.
     pub busy: Vec<Busy>,
     /// Whether one rank was simulated for all, because all do the same in rotation.
     pub symmetric: bool,
-    /// Every operation, where [`SimulateOptions::timeline`](super::SimulateOptions::timeline) asked
-    /// for it; rank after rank, in the order in which the host enqueues.
+    /// Every operation, if requested by [`SimulateOptions::timeline`](super::SimulateOptions::timeline); rank by
+    /// rank, in the order of the host.
     pub timeline: Vec<Span>,
-    /// The name of the model.
+    /// Name of the model.
     pub model: String,
 }
 
 impl Cost {
-    /// The rank, of those simulated, whose resources are in use for longest.
+    /// The simulated rank whose resources are busy for longest.
     pub fn busiest(&self) -> Option<&Busy> {
         let sum = |busy: &Busy| busy.matmul + busy.egress + busy.ingress + busy.memory;
         self.busy.iter().max_by(|a, b| sum(a).total_cmp(&sum(b)))
@@ -72,7 +72,7 @@ impl Cost {
 }
 
 impl fmt::Display for Cost {
-    /// The time and its bound, the chain that ends last, and the busiest rank.
+    /// The time and its bound, the critical path, and the busiest rank.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let micros = |seconds: f64| seconds * 1e6;
         let share = |seconds: f64| 100.0 * seconds / self.seconds.max(f64::MIN_POSITIVE);
@@ -118,7 +118,7 @@ impl fmt::Display for Cost {
     }
 }
 
-/// Puts the outcome of a schedule in words.
+/// Converts the outcome of a schedule to a report.
 pub(super) fn cost(schedule: &Schedule<'_>, outcome: Outcome, model: &HardwareModel) -> Cost {
     let mut matmul = vec![0.0; schedule.programs.len()];
     for work in schedule

@@ -1,63 +1,64 @@
-//! How work that runs at one time shares the resources of all ranks.
+//! Sharing of all ranks' resources among concurrent work.
 //!
-//! Work has a speed from 0 to 1, its speed over that alone. At speed s it takes s times its demand
-//! from each resource that it needs, and no resource gives more than 1:
+//! Work has a speed from 0 to 1, relative to that alone. At speed s it uses s times its demand of each resource that
+//! it needs, and no resource provides more than 1:
 //!
-//! 1. Multiprocessors go to kernels in order of arrival, those of high priority first; each takes
-//!    what it keeps busy, as far as that is left.
-//! 2. Work is slower beside some other work, as the model says.
-//! 3. Lanes of kernels take what they need of links and memory in order of arrival, as far as earlier ones have left
-//!    it; of those that arrive at once, the first half of each rank's goes first.
-//! 4. Links and memory are shared so that the slowest work is as fast as can be, then the next, and
-//!    so on.
+//! 1. Multiprocessors are assigned to kernels in order of arrival, high priority first; each gets what it can occupy,
+//!    as far as available.
+//! 2. Work slows down while some other work runs, according to the model's interference.
+//! 3. Lanes of kernels use links and memory in order of arrival, as far as earlier ones leave capacity; among
+//!    simultaneous arrivals, the first half of each rank's lanes goes first.
+//! 4. Links and memory are shared by max-min fairness: the slowest work is as fast as possible, then the next, and so
+//!    on.
 
 use super::model::Interference;
 use super::schedule::Schedule;
 use super::step::{Class, RESOURCES, Work};
 
-/// Work that has less left than this, in seconds of it alone, is done.
+/// Work with less than this left, in seconds alone, is complete; absorbs rounding errors.
 const DONE: f64 = 1e-12;
 
-/// What happens within this time, in seconds, happens at once.
+/// Events within this time, in seconds, are simultaneous.
 pub(super) const AT_ONCE: f64 = 1e-12;
 
-/// What is left of a resource, below which it counts as used up.
+/// Remaining capacity below which a resource counts as exhausted.
 const USED_UP: f64 = 1e-9;
 
-/// Work that runs.
+/// Running work.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Active {
     pub(super) work: u32,
-    /// The stream that it runs on.
+    /// Stream that it runs on.
     pub(super) stream: u32,
-    /// When it started.
+    /// Start time.
     pub(super) started: f64,
-    /// Seconds left of it alone.
+    /// Remaining seconds, if it ran alone.
     remaining: f64,
     speed: f64,
     limit: f64,
     settled: bool,
 }
 
-/// Everything that runs.
+/// All running work, and its shares.
 pub(super) struct Resources<'a> {
     schedule: &'a Schedule<'a>,
     /// In order of arrival.
     active: Vec<Active>,
-    /// The share of each resource in use.
+    /// Share of each resource in use.
     load: Vec<f64>,
     /// Seconds of full use of each resource so far.
     busy: Vec<f64>,
-    /// Of each resource, the sum of the demands of work whose speed still grows.
+    /// For each resource, total demand of work whose speed still grows.
     growing: Vec<f64>,
-    /// For each rank, what runs: multiplications, puts, gets.
+    /// For each rank, the number of running multiplications, puts and gets.
     running: Vec<[u32; 3]>,
-    /// Multiprocessors left, for each rank.
+    /// Free share of multiprocessors, for each rank.
     left: Vec<f64>,
-    /// Of each resource, what is left by work that takes it in turn, and what such work wants that comes next.
+    /// For each resource, capacity left by earlier work that uses it in order of arrival, and demand of the next such
+    /// work.
     left_in_turn: Vec<f64>,
     wanted: Vec<f64>,
-    /// What takes resources in turn, in that order.
+    /// Work that uses resources in order of arrival, in that order.
     in_turn: Vec<usize>,
     stale: bool,
 }
@@ -119,7 +120,7 @@ impl<'a> Resources<'a> {
         }
     }
 
-    /// Seconds until the next work is done; none where nothing runs on.
+    /// Seconds until the next work completes; `None` if no work progresses.
     pub(super) fn next(&mut self) -> Option<f64> {
         if std::mem::take(&mut self.stale) {
             self.share();
@@ -131,7 +132,7 @@ impl<'a> Resources<'a> {
         })
     }
 
-    /// Lets `seconds` pass, no more than [`next`](Self::next) has said.
+    /// Advances time by `seconds`, at most the result of [`next`](Self::next).
     pub(super) fn advance(&mut self, seconds: f64) {
         for active in &mut self.active {
             active.remaining -= seconds * active.speed;
@@ -141,7 +142,7 @@ impl<'a> Resources<'a> {
         }
     }
 
-    /// Takes what is done out.
+    /// Removes completed work.
     pub(super) fn take_done(&mut self, done: &mut Vec<Active>) {
         let before = done.len();
         self.active.retain(|active| {
@@ -162,7 +163,7 @@ impl<'a> Resources<'a> {
         self.busy
     }
 
-    /// Sets the speed of everything that runs.
+    /// Computes the speed of all running work.
     fn share(&mut self) {
         self.limit();
         self.limit_in_turn();
@@ -184,7 +185,8 @@ impl<'a> Resources<'a> {
         }
     }
 
-    /// Speeds grow together; one stops at its limit or where a resource is used up.
+    /// Max-min fair sharing by progressive filling: all speeds grow together; each stops at its limit or when a
+    /// resource is exhausted.
     fn fill(&mut self) {
         let schedule = self.schedule;
         self.load.fill(0.0);
@@ -233,7 +235,7 @@ impl<'a> Resources<'a> {
         }
     }
 
-    /// How fast work may be that takes resources in order of arrival.
+    /// Limits the speed of work that uses resources in order of arrival.
     fn limit_in_turn(&mut self) {
         let schedule = self.schedule;
         let turn = |active: &Active| schedule.works[active.work as usize].turn;
@@ -242,7 +244,7 @@ impl<'a> Resources<'a> {
         self.in_turn.extend(numbers);
         let (active, order) = (&mut self.active, &mut self.in_turn);
         let at_once = |a: &Active, b: &Active| (a.started - b.started).abs() <= AT_ONCE;
-        // What has arrived is in order already.
+        // Running work is already in order of arrival.
         let mut first = 0;
         while first < order.len() {
             let end = (first..order.len())
@@ -286,7 +288,7 @@ impl<'a> Resources<'a> {
         }
     }
 
-    /// How fast each may be by multiprocessors and interference.
+    /// Limits speeds by multiprocessors and interference.
     fn limit(&mut self) {
         let schedule = self.schedule;
         let beside = &schedule.model.interference;
@@ -312,7 +314,7 @@ impl<'a> Resources<'a> {
     }
 }
 
-/// The speed of `work` beside what else runs.
+/// Speed of `work` with interference from concurrent work.
 fn slowed(work: &Work, running: &[[u32; 3]], beside: &Interference) -> f64 {
     let [first, second] = work.ranks.map(|rank| running[rank as usize]);
     match work.class {

@@ -1,8 +1,9 @@
-//! Launches of kernel sections as steps of lanes, each a stream of its own.
+//! Steps of kernel launches: each lane is a stream of its own.
 //!
-//! Of lanes that do the same, two are simulated, each of which stands for half of them: its work needs as much of
-//! links and memory as theirs together. Those of the first half move their data first, so that the second half moves
-//! its while the first one goes on with what needs no link. A few iterations of a long loop stand for all of them.
+//! Of equivalent lanes, two are simulated, each of which represents half of them: its work demands as much of links
+//! and memory as theirs together. Lanes of the first half move their data first, so that the second half moves its
+//! data while the first one continues with steps that need no link. A few iterations of a long loop represent all of
+//! them.
 //!
 //! ```text
 //!   stream:  ── launch ──┬───────────────────────────── all lanes done ──►
@@ -21,11 +22,11 @@ use std::collections::HashMap;
 /// Threads that store or load a packet of 128 bytes together.
 const THREADS_OF_LINE: usize = 8;
 
-/// What is known of a lane while its steps are gone through.
+/// State of a lane while its steps are scheduled.
 struct LaneState<'l> {
     stream: usize,
     high: bool,
-    /// The rank, of those that are simulated, and its number.
+    /// The simulated rank, and its rank number.
     rank: usize,
     number: Rank,
     section: &'l SectionInstance,
@@ -33,17 +34,17 @@ struct LaneState<'l> {
     of_lane: &'l [usize],
     classes: &'l [Steps],
     class: usize,
-    /// Whether it has stored at peers since it signalled last.
+    /// Whether it has stored at peers since its last signal.
     stored: bool,
     /// Whether it has agreed on tensors and not used them since.
     looks_up: bool,
-    /// Elements that it has read of the packets of scratch, and which.
+    /// Number of packet elements read per scratch, and the packets read.
     read: HashMap<ScratchId, f64>,
     seen: Seen,
 }
 
 impl LaneState<'_> {
-    /// Notes that packets are read; what the lane has read of them and those before.
+    /// Records a read of packets; returns the elements that the lane has read of that scratch so far.
     fn reads(&mut self, id: ScratchId, part: &Part, elements: f64) -> f64 {
         let read = self.read.entry(id).or_default();
         if self.seen.insert((id, part.offset)) {
@@ -53,7 +54,7 @@ impl LaneState<'_> {
     }
 }
 
-/// What a move needs: for each resource of a rank, the seconds in which it would be done at the rate of that alone.
+/// Demands of a move: for each resource of a rank, its time at the full rate of that resource alone.
 #[derive(Debug, Default)]
 struct Needs(Vec<((usize, u32), f64)>);
 
@@ -106,8 +107,8 @@ impl Schedule<'_> {
         self.launches = launches;
     }
 
-    /// Adds a step that stands for `weight` of them: it takes as much longer, and its signals and packets are on the
-    /// way for as much longer, but they are one, as what is waited for is. So what is hidden behind other steps stays
+    /// Adds a step that represents `weight` steps: its time is multiplied, and so is the latency of its signals and
+    /// packets, but they are not repeated, because a wait is not either. So latency that other steps hide remains
     /// hidden.
     fn add_lane_step(
         &mut self,
@@ -125,7 +126,7 @@ impl Schedule<'_> {
                 target, tensors, ..
             } => {
                 if !tensors.is_empty() {
-                    // It looks up what it tells of, and tells that after all that preceded.
+                    // It looks up its own tensors, and announces them after a fence.
                     self.streams[lane.stream].push(Step::Delay((load + fence) * weight));
                 }
                 if let Some(id) = lane.section.packets_of(target) {
@@ -146,7 +147,7 @@ impl Schedule<'_> {
                 if !tensors.is_empty() {
                     self.streams[lane.stream].push(Step::Delay(fence * weight));
                 }
-                // Of all ranks at once, it looks up where their tensors are mapped.
+                // The first use looks up the mapped tensors of all ranks at once.
                 lane.looks_up = !tensors.is_empty();
             }
             LaneStepKind::Signal { peer, lane: other } => {
@@ -193,7 +194,7 @@ impl Schedule<'_> {
         let figures = self.lane_figures.clone();
         let memory = self.model.memory.rate;
         let mut needs = Needs::default();
-        // Seconds of a block with all its threads, and the rounds in which its threads go through packets.
+        // Seconds of a block with all its threads, and the number of packet rounds of its threads.
         let (mut block, mut rounds): (f64, f64) = (0.0, 0.0);
         let mut latency: f64 = 0.0;
         let threads = if self.model.device.shared {
@@ -224,7 +225,7 @@ impl Schedule<'_> {
                 let turns = bytes / data as f64 * together as f64 / threads as f64;
                 rounds = rounds.max(turns);
             }
-            // Where ranks share their memory, it is one.
+            // If ranks share their memory, there is only one.
             let whose = if self.model.device.shared { 0 } else { peer };
             needs.add(whose, MEMORY, moved / memory);
             if part.rank == lane.number {
@@ -259,8 +260,8 @@ impl Schedule<'_> {
             self.streams[lane.stream].push(Step::Await(first, read));
             reached.push(Step::Await(last, read));
         }
-        // Packets are read one by one as they come, while later ones are still being put. Those of a round come one
-        // behind the other.
+        // Packets are read one by one as they arrive, while later ones are still being stored. Packets of a round
+        // arrive one after the other.
         let first_way = (figures.packet - figures.packet_round).max(0.0) * weight;
         let last_way = first_way + rounds.min(1.0) * figures.packet_round * weight;
         let mut put = Vec::new();
@@ -279,7 +280,7 @@ impl Schedule<'_> {
             },
         );
         let block = block * (full as f64 / threads as f64).max(1.0);
-        // All threads wait for the slowest, also where few of them have a packet.
+        // All threads wait for the slowest, even if few of them have a packet.
         let rounds = if rounds > 0.0 {
             rounds.max(1.0) * figures.packet_round
         } else {
@@ -290,7 +291,7 @@ impl Schedule<'_> {
         self.streams[lane.stream].extend(reached);
     }
 
-    /// Adds work of all lanes of a class, which takes each of them `alone` seconds if nothing is shared.
+    /// Adds work of all lanes of a class, which takes each of them `alone` seconds without sharing.
     fn add_lane_work(&mut self, lane: &LaneState<'_>, alone: f64, needs: &Needs, weight: f64) {
         let count = lane.classes[lane.class].class.count as f64;
         let most = needs.0.iter().max_by(|a, b| a.1.total_cmp(&b.1));
@@ -315,7 +316,7 @@ impl Schedule<'_> {
         let multiprocessors = self.model.device.multiprocessors as f64;
         let all = lane.of_lane.len().max(1) as f64;
         let occupancy = if self.model.device.shared {
-            // The processors do what a lane does, and nothing while it waits for a link.
+            // The processors execute a lane's steps, and idle while it waits for a link.
             count / multiprocessors * alone / seconds
         } else {
             count / all.max(multiprocessors)
@@ -344,7 +345,7 @@ impl Schedule<'_> {
         share.copied().unwrap_or(1.0)
     }
 
-    /// For how many lanes a lane puts packets: where other lanes read them, for all of its class.
+    /// Number of lanes for which a lane stores packets: all of its class if lanes of other classes read them.
     fn puts_for(&self, lane: &LaneState<'_>, id: ScratchId) -> f64 {
         if self.between_lanes.crossed.contains(&(lane.launch, id)) {
             lane.classes[lane.class].class.count as f64
@@ -353,7 +354,7 @@ impl Schedule<'_> {
         }
     }
 
-    /// The counters of the packets that come to a rank from the lane, or to the lane.
+    /// Counters of packets that arrive at a rank from the lane, or at the lane.
     fn packet_counters(&mut self, lane: &LaneState<'_>, rank: Rank, id: ScratchId) -> [u32; 2] {
         let crossed = self.between_lanes.crossed.contains(&(lane.launch, id));
         let class = if crossed { 0 } else { lane.class };

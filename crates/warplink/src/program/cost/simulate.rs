@@ -1,4 +1,4 @@
-//! The simulation: streams do their steps in order, and time jumps from one event to the next.
+//! Discrete-event simulation: streams execute their steps in order, and time advances from event to event.
 
 use super::bound::{Bound, Path};
 use super::resources::{AT_ONCE, Resources};
@@ -8,29 +8,29 @@ use crate::error::{Error, ErrorKind, Result};
 use std::cmp::{Ordering, Reverse};
 use std::collections::BinaryHeap;
 
-/// Counts that differ by less than this, in proportion, are the same.
+/// Relative tolerance for counter values, whose amounts are rounded.
 const ROUNDING: f64 = 1e-9;
 
-/// What came of it.
+/// Outcome of a simulation.
 pub(super) struct Outcome {
-    /// When the last stream was done.
+    /// Completion time of the last stream.
     pub(super) seconds: f64,
-    /// What the time went to, along the chain of operations that ended last.
+    /// Time per bound along the critical path.
     pub(super) critical: Path,
     /// Seconds of full use of each resource.
     pub(super) busy: Vec<f64>,
-    /// Start and end of each operation, where they are asked for.
+    /// Start and end of each operation, if requested.
     pub(super) spans: Vec<Between>,
 }
 
-/// From when to when an operation was done, and what the time up to then went to.
+/// Start and end of an operation, each with the time per bound up to then.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Between {
     pub(super) start: (f64, Path),
     pub(super) end: (f64, Path),
 }
 
-/// The error of a program whose streams wait for one another.
+/// Error of a program whose streams deadlock.
 pub(super) fn endless() -> Error {
     Error::new(
         ErrorKind::Verification,
@@ -40,35 +40,35 @@ pub(super) fn endless() -> Error {
     .with_help("verify the program")
 }
 
-/// A stream.
+/// State of a stream.
 #[derive(Clone, Debug, Default)]
 struct Stream {
-    /// The next step.
+    /// Next step.
     next: usize,
-    /// What the time up to now went to.
+    /// Time per bound up to now.
     path: Path,
 }
 
-/// A count that streams add to and wait for.
+/// A counter that streams add to and wait for.
 #[derive(Clone, Debug, Default)]
 struct Counter {
     value: f64,
-    /// Streams, and what they wait for.
+    /// Waiting streams, with the values that they wait for.
     waiting: Vec<(u32, f64)>,
 }
 
-/// What happens at a point in time.
+/// A timed event.
 #[derive(Clone, Copy, Debug)]
 enum Event {
-    /// A stream goes on.
+    /// A stream continues.
     Resume(u32),
-    /// A counter gets so much more.
+    /// A counter increases by an amount.
     Add(u32, f64, Path),
 }
 
 struct Timer {
     time: f64,
-    /// Timers of one time go off in the order in which they were set.
+    /// Sequence number: simultaneous timers fire in the order in which they were set.
     number: u64,
     event: Event,
 }
@@ -101,15 +101,15 @@ struct Simulation<'a> {
     counters: Vec<Counter>,
     timers: BinaryHeap<Reverse<Timer>>,
     timers_set: u64,
-    /// Streams that can go on.
+    /// Streams that can continue.
     ready: Vec<u32>,
     now: f64,
-    /// When the last stream that is done was done. What it has told may still be on the way.
+    /// Completion time of the last completed stream. Its signals may still be in flight.
     done: f64,
     spans: Vec<Between>,
 }
 
-/// Whether a counter that stands at `value` has what is waited for. Amounts that stand for several are rounded.
+/// Whether a counter with `value` satisfies a wait. Amounts of representatives are rounded.
 fn reached(value: f64, wanted: f64) -> bool {
     value >= wanted * (1.0 - ROUNDING)
 }
@@ -117,7 +117,7 @@ fn reached(value: f64, wanted: f64) -> bool {
 /// Runs the schedule to its end.
 ///
 /// # Errors
-/// [`ErrorKind::Verification`] where streams wait for one another for ever.
+/// [`ErrorKind::Verification`] if streams deadlock.
 pub(super) fn run(schedule: &Schedule<'_>, timeline: bool) -> Result<Outcome> {
     let spans = if timeline {
         schedule.operations.len()
@@ -132,7 +132,7 @@ pub(super) fn run(schedule: &Schedule<'_>, timeline: bool) -> Result<Outcome> {
         counters: vec![Counter::default(); schedule.counters as usize],
         timers: BinaryHeap::new(),
         timers_set: 0,
-        // The first stream is the last to be taken off.
+        // Popped from the end; reversed, so that the first stream runs first.
         ready: (0..streams as u32).rev().collect(),
         now: 0.0,
         done: 0.0,
@@ -155,7 +155,8 @@ impl Simulation<'_> {
             let Some(seconds) = [work, timer].into_iter().flatten().reduce(f64::min) else {
                 return;
             };
-            // By what is left and not by the difference of two times, which may be 0 where they are large.
+            // Decrement the remaining time instead of comparing absolute times, whose difference may round to 0 if
+            // they are large.
             self.resources.advance(seconds);
             self.now += seconds;
             self.resources.take_done(&mut done);
@@ -178,7 +179,7 @@ impl Simulation<'_> {
         }
     }
 
-    /// Lets a stream go on as far as it can.
+    /// Executes steps of a stream until it blocks.
     fn step(&mut self, number: u32) {
         let steps = &self.schedule.streams[number as usize];
         loop {
@@ -238,7 +239,7 @@ impl Simulation<'_> {
         }));
     }
 
-    /// Adds to a counter. Who waited for it goes on, and owes its time to what came here.
+    /// Adds to a counter. Streams that waited for it continue, with this path as their critical path.
     fn add(&mut self, counter: u32, amount: f64, path: &Path) {
         let counter = &mut self.counters[counter as usize];
         counter.value += amount;
@@ -258,7 +259,7 @@ impl Simulation<'_> {
         let unfinished = |(number, stream): (usize, &Stream)| {
             (stream.next < self.schedule.streams[number].len()).then_some(number)
         };
-        // A stream that waits has passed the step, but nothing takes its number off a counter.
+        // A blocked stream has passed its step already, but remains registered with the counter.
         let waiting = self
             .counters
             .iter()

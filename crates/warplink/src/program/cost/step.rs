@@ -5,60 +5,60 @@ use super::bound::Bound;
 /// Resources of a rank.
 pub(super) const EGRESS: u32 = 0;
 pub(super) const INGRESS: u32 = 1;
-/// What leaves and arrives together, which is less than both apart.
+/// Outgoing and incoming traffic together, whose limit is below the sum of both.
 pub(super) const PORT: u32 = 2;
 pub(super) const MEMORY: u32 = 3;
 pub(super) const PROCESSORS: u32 = 4;
-/// How many resources a rank has.
+/// Number of resources of a rank.
 pub(super) const RESOURCES: u32 = 5;
 
-/// What a stream does next.
+/// A step of a stream.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum Step {
-    /// Nothing before this time: the host enqueues what follows then.
+    /// Continues no earlier than this time, when the host has enqueued the next operation.
     NotBefore(f64),
-    /// An operation starts here.
+    /// Start of an operation.
     Begin(u32),
-    /// And is done here.
+    /// End of an operation.
     End(u32),
-    /// Waits until a counter has this value.
+    /// Waits until a counter reaches a value.
     Await(u32, f64),
-    /// Adds so much to a counter after this number of seconds; the stream goes on at once.
+    /// Adds an amount to a counter after a number of seconds; the stream continues at once.
     Add(u32, f64, f64),
-    /// This number of seconds passes.
+    /// Delays the stream by this number of seconds.
     Delay(f64),
-    /// Work, by its index.
+    /// Runs work, given by its index.
     Work(u32),
 }
 
-/// Which work slows which down.
+/// Class of work for interference between concurrent work.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Class {
     Matmul,
     Put,
     Get,
-    /// A kernel that needs room on a multiprocessor, and little of it.
+    /// A kernel that needs a small share of a multiprocessor.
     SmallKernel,
     Other,
 }
 
-/// What takes time and resources.
+/// An activity that takes time and resources.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Work {
-    /// Time of it alone.
+    /// Seconds if it runs alone.
     pub(super) seconds: f64,
-    /// The share of its rank's multiprocessors that it keeps busy.
+    /// Share of its rank's multiprocessors that it occupies.
     pub(super) occupancy: f64,
-    /// Whether its stream is of high priority.
+    /// Whether its stream has high priority.
     pub(super) high: bool,
     pub(super) class: Class,
-    /// For work that takes what it needs of links and memory in order of arrival, so that later such work gets what is
-    /// left: its place among what arrives at once. Work of one place shares evenly.
+    /// For work that uses links and memory in order of arrival, so that later work gets the remaining capacity: its
+    /// rank among simultaneous arrivals. Work of equal rank shares evenly.
     pub(super) turn: Option<u32>,
     pub(super) bound: Bound,
-    /// The ranks, of those that are simulated, that it runs on or touches.
+    /// The simulated ranks that it runs on or accesses.
     pub(super) ranks: [u32; 2],
-    /// Where its demands start and end in [`Schedule::demands`](super::schedule::Schedule::demands).
+    /// Range of its demands in [`Schedule::demands`](super::schedule::Schedule::demands).
     pub(super) demands: (u32, u32),
 }
 

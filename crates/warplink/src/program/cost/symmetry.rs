@@ -1,4 +1,4 @@
-//! Whether all ranks do the same in rotation, so that one of them stands for all.
+//! Detects whether all ranks do the same in rotation, so that one of them can represent all.
 
 use super::class;
 use super::link::Partners;
@@ -6,9 +6,8 @@ use crate::dtype::DType;
 use crate::program::{OperationKind, RankProgram};
 use std::mem::{Discriminant, discriminant};
 
-/// Whether every rank does what rank 0 does, with peers at the same distance: the same streams,
-/// operations and sizes, and other ends of transfers at the same place of the peer's list. Where in
-/// a tensor the bytes lie does not matter.
+/// Whether every rank does what rank 0 does, with peers at equal distance: the same streams, operations and sizes,
+/// and matching ends of transfers at the same index of the peer's list. Offsets in tensors do not matter.
 pub(super) fn is_symmetric(ranks: &[RankProgram], partners: &Partners) -> bool {
     let Some((first, rest)) = ranks.split_first() else {
         return true;
@@ -37,7 +36,7 @@ pub(super) fn is_symmetric(ranks: &[RankProgram], partners: &Partners) -> bool {
     })
 }
 
-/// The operation, its name and element type, and sizes: operations of one signature take the same time.
+/// Discriminant, name, element type and sizes of an operation: operations with equal signatures take equal time.
 type Signature<'k> = (
     Discriminant<OperationKind>,
     &'k str,
@@ -45,7 +44,7 @@ type Signature<'k> = (
     Vec<usize>,
 );
 
-/// The signature of an operation without the lanes of a kernel; `None` if its time depends on the rank.
+/// Signature of an operation, without the lanes of a kernel; `None` if its time depends on the rank.
 fn signature(kind: &OperationKind) -> Option<Signature<'_>> {
     let (name, dtype, sizes) = match kind {
         OperationKind::Allocate(_)

@@ -1,4 +1,4 @@
-//! What collectives give.
+//! Results of collectives.
 
 use super::Values;
 use super::kernel::combined;
@@ -10,14 +10,14 @@ use crate::program::ir::Collective;
 use crate::program::rank_program::{OperationKind, RankProgram};
 use crate::program::verify::Meeting;
 
-/// A collective that all its ranks have come to.
+/// A collective at which all its ranks have arrived.
 pub(super) struct Gathering {
     sources: Vec<Vec<Value>>,
     left: usize,
 }
 
 impl Gathering {
-    /// What the ranks of a meeting bring to it.
+    /// Collects the sources of a meeting's ranks.
     pub(super) fn new(ranks: &[RankProgram], memory: &Values, meeting: &Meeting) -> Self {
         let source =
             |(rank, operation): (Rank, usize)| match &ranks[rank].operations[operation].kind {
@@ -30,7 +30,7 @@ impl Gathering {
         }
     }
 
-    /// What a rank gets, if anything, as it leaves.
+    /// Result of a rank, if it has one; called as the rank leaves.
     pub(super) fn leave(
         &mut self,
         collective: &Collective<Rank>,
@@ -72,7 +72,7 @@ impl Gathering {
         all
     }
 
-    /// Widens the bounds of sums: partial sums in another order may be larger than those here.
+    /// Widens the error bounds of sums: partial sums in another order may be larger than those here.
     fn widen(&self, sums: &mut [Value], dtype: DType) {
         for (index, sum) in sums.iter_mut().enumerate() {
             let sources = self.sources.iter().filter_map(|source| source.get(index));

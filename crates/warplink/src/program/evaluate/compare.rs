@@ -1,18 +1,18 @@
-//! How far a run's values are from what the program means.
+//! Deviation of a run's values from the program's meaning.
 
 use super::value::Value;
 use std::fmt;
 
-/// How a tensor compares with what it should hold.
+/// Comparison of a tensor with its expected values.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Comparison {
-    /// The largest error, of an element that is as it should be or not.
+    /// Largest error of any element, correct or not.
     pub largest: f64,
-    /// The error that roundings allow at that element.
+    /// Error that rounding allows at that element.
     pub allowed: f64,
-    /// How many elements are further off than roundings allow.
+    /// Number of elements with a larger error than rounding allows.
     pub wrong: usize,
-    /// The first of these: its index, what was found, and what was expected.
+    /// First wrong element: its index, the value found, and the expected one.
     pub first: Option<(usize, f64, f64)>,
 }
 
@@ -21,7 +21,7 @@ impl Comparison {
         let mut all = Self::default();
         for (index, (expected, found)) in pairs.enumerate() {
             let error = (found - expected.value).abs();
-            // What may be infinite may be anything: another sum of infinities is no number.
+            // A value that may be infinite may be anything: another sum of infinities is NaN.
             let within = error <= expected.bound || expected.bound == f64::INFINITY;
             if !within {
                 all.wrong += 1;
@@ -35,7 +35,7 @@ impl Comparison {
         all
     }
 
-    /// Whether all elements are as near as roundings allow.
+    /// Whether all errors are within their bounds.
     pub const fn is_right(&self) -> bool {
         self.wrong == 0
     }

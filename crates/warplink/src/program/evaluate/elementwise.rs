@@ -1,11 +1,11 @@
-//! What element-wise operations give.
+//! Results of element-wise operations.
 
 use super::value::Value;
 use crate::dtype::DType;
 use crate::program::ir::ElementwiseOp;
 use std::borrow::Cow;
 
-/// The values of an operation whose target is of `dtype`, as they are stored.
+/// Results of an operation with a target of `dtype`, as they are stored.
 pub(super) fn combined(
     op: ElementwiseOp,
     dtype: DType,
@@ -21,7 +21,7 @@ pub(super) fn combined(
     for source in rest {
         for (value, other) in all.iter_mut().zip(source.iter()) {
             *value = match op {
-                // With many sources, what is combined so far may be stored in between.
+                // With many sources, a device may store the intermediate result.
                 ElementwiseOp::Sum => value.plus(*other).stored(dtype),
                 ElementwiseOp::Product if dtype == DType::I32 => value.times_wrapping(*other),
                 ElementwiseOp::Product => value.times(*other).stored(dtype),

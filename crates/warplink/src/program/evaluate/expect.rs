@@ -1,4 +1,4 @@
-//! Whether outputs are what the program says that they are.
+//! Checks outputs against the program's `expect` statements.
 
 use super::kernel::combine;
 use super::value::{Product, Value};
@@ -10,7 +10,7 @@ use crate::program::ir::Role;
 use crate::program::rank_program::{Expected, ExpectedTerm, Operand, RankProgram, TensorInstance};
 
 impl Evaluator {
-    /// How many multiplications, additions and elements what is expected takes.
+    /// Number of multiplications, additions and elements needed to compute the expected values.
     pub(super) fn expected_steps(&self) -> u128 {
         let all = self.ranks.iter().flat_map(|program| &program.expected);
         let steps = all.map(|expected| {
@@ -25,7 +25,7 @@ impl Evaluator {
         steps.sum()
     }
 
-    /// What is not as `expect` says, one for each such statement.
+    /// Diagnostics of violated `expect` statements, one for each.
     pub(super) fn unmet(&self, values: &Values) -> Vec<Diagnostic> {
         let mut unmet: Vec<Diagnostic> = Vec::new();
         for program in &self.ranks {
@@ -55,8 +55,8 @@ impl Evaluator {
         unmet
     }
 
-    /// The outputs of floats of which elements are added up in another order on some rank than on rank 0, so that ranks may
-    /// come to different sums: the first such rank for each.
+    /// Float outputs with elements that some rank sums in another order than rank 0, so that ranks may compute
+    /// different sums; the first such rank for each.
     pub fn reordered<'a>(&'a self, values: &'a Values) -> Vec<(&'a str, Rank)> {
         let Some((first, others)) = self.ranks.split_first() else {
             return Vec::new();
@@ -84,7 +84,7 @@ impl Evaluator {
     }
 
     /// # Errors
-    /// How the target differs from what it is expected to be, in words.
+    /// Description of the difference between the target and its expected value.
     fn check(&self, values: &Values, rank: Rank, expected: &Expected) -> Result<(), String> {
         let tensor = &values.tensors[rank][expected.target.span.tensor];
         let dtype = tensor.dtype;
@@ -135,7 +135,7 @@ impl Evaluator {
         }
         for (place, (found, meant)) in found.iter().zip(&meant).enumerate() {
             let meant = meant.stored(dtype);
-            // What may be infinite may be anything.
+            // A value that may be infinite may be anything.
             if meant.bound == f64::INFINITY {
                 continue;
             }
@@ -174,7 +174,7 @@ impl Evaluator {
 }
 
 impl Values {
-    /// The values of an area, of which every axis is said.
+    /// Values of an area that spells out every axis.
     fn all_of(&self, rank: Rank, area: &Area) -> Vec<Value> {
         let tensor = &self.tensors[rank][area.span.tensor];
         let places = places(tensor.dtype, area);

@@ -1,4 +1,4 @@
-//! Steps of lanes over values.
+//! Interprets steps of lanes over values.
 
 use super::value::Value;
 use super::{Run, Values};
@@ -11,21 +11,20 @@ use crate::program::section::{
     LaneStepKind, OperandMemory, Part, ScratchInstance, SectionInstance, SectionMemory,
 };
 
-/// State of all ranks that outlives a launch.
+/// State of all ranks that persists across launches.
 pub(super) struct Workspace<'a> {
     lanes: Machine<()>,
     /// For each rank, its kernels in the host's order.
     sections: Vec<Vec<&'a SectionInstance>>,
-    /// For each rank and scratch, the values, each with the launch that stored it as a packet, counted
-    /// from 1.
+    /// For each rank and scratch, the values, each with the launch, counted from 1, that stored it as a packet.
     scratch: Vec<Vec<Vec<(Value, u64)>>>,
-    /// How many kernels were launched.
+    /// Number of launched kernels.
     epoch: u64,
-    /// How many kernels each rank has come past.
+    /// Number of kernels that each rank has passed.
     passed: Vec<usize>,
 }
 
-/// The memory that the lanes of a launch work on.
+/// Memory accessible to the lanes of a launch.
 struct Memory<'r, 'a> {
     sections: &'r [Vec<&'a SectionInstance>],
     scratch: &'r mut [Vec<Vec<(Value, u64)>>],
@@ -55,8 +54,8 @@ impl<'a> Workspace<'a> {
 }
 
 impl Run<'_> {
-    /// Does a rank's next kernel: when the first rank is done with it, all have come, and all of it is done
-    /// for all ranks.
+    /// Executes a rank's next kernel. When the first rank completes it, all ranks have arrived, so it is executed for
+    /// all ranks at once.
     pub(super) fn launch(&mut self, rank: Rank) -> Result<()> {
         let workspace = &mut self.workspace;
         let number = workspace.passed[rank];
@@ -112,7 +111,7 @@ impl Domain for Memory<'_, '_> {
             LaneStepKind::Announce { values, target, .. } => {
                 let words = values.iter().map(|it| Value::exact(f64::from(*it as i32)));
                 let mut values: Vec<Value> = words.collect();
-                // All tensors are known here.
+                // All tensors are known here, so the remaining words are zero.
                 values.resize(target.elements, Value::exact(0.0));
                 return self.write(actor, target, &values);
             }
@@ -148,7 +147,7 @@ impl Domain for Memory<'_, '_> {
 }
 
 impl Memory<'_, '_> {
-    /// The memory of an operand that has elements.
+    /// Memory of an operand that has elements.
     fn operand(&self, actor: Actor, part: &Part) -> Option<OperandMemory> {
         let section = self.section(actor.launch as usize, part.rank);
         section.operand(part)
@@ -188,7 +187,7 @@ impl Memory<'_, '_> {
     }
 }
 
-/// The flag of packets that a step stores.
+/// Flag of the packets that a step stores.
 fn flag_of(actor: Actor) -> u64 {
     u64::from(actor.launch) + 1
 }
@@ -219,7 +218,7 @@ pub(super) fn combine(
     (0..elements).map(at).collect()
 }
 
-/// What an operator makes of `count` values, with which it computes as `between`.
+/// Result of an operator on `count` values, computed in type `between`.
 pub(super) fn combined(
     operator: ReduceOp,
     between: DType,

@@ -1,8 +1,8 @@
-//! What a program means: its outputs, computed without a device.
+//! The meaning of a program: its outputs, computed without a device.
 //!
-//! The operations of all ranks are done one after another, in an order in which the verifier saw them
-//! done; a program that passes gives the same in every order. Values are `f64`, each with a bound on how
-//! far a device may be from it: how a device rounds, and in which order it adds, is not said.
+//! The operations of all ranks are executed serially, in an order in which the verifier executed them; a program that
+//! passes gives the same result in every order. Values are `f64` with a bound on a device's deviation, because the
+//! program specifies neither rounding nor the order of additions.
 
 mod collective;
 mod compare;
@@ -32,17 +32,17 @@ use std::borrow::Cow;
 use std::collections::{HashMap, VecDeque};
 use value::{Made, Value};
 
-/// What an evaluation costs.
+/// Cost of an evaluation.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Effort {
     /// Elements of all tensors of all ranks.
     pub elements: u128,
-    /// Multiplications and additions, and elements that are moved.
+    /// Multiplications, additions, and copied elements.
     pub steps: u128,
 }
 
 impl Effort {
-    /// What is evaluated in a few seconds, and in less than 200 MB.
+    /// Limit for an evaluation in a few seconds and less than 200 MB.
     pub const LIMIT: Self = Self {
         elements: 1 << 22,
         steps: 1 << 30,
@@ -54,27 +54,27 @@ impl Effort {
     }
 }
 
-/// The programs of all ranks, ready to be evaluated.
+/// Programs of all ranks, ready for evaluation.
 #[derive(Debug)]
 pub struct Evaluator {
-    /// The program's name.
+    /// Name of the program.
     name: String,
     ranks: Vec<RankProgram>,
-    /// Operations in an order in which they may be done.
+    /// A valid serial order of the operations.
     order: Vec<(Rank, usize)>,
-    /// For each rank and transfer, the peer's.
+    /// For each rank and transfer, the peer's transfer.
     partners: Vec<Vec<TransferId>>,
-    /// The collectives, and who meets for them.
+    /// Collectives and kernels with their members.
     meetings: Meetings,
 }
 
-/// The values of all tensors after a run.
+/// Values of all tensors after a run.
 #[derive(Debug)]
 pub struct Values {
     tensors: Vec<Vec<Tensor>>,
 }
 
-/// A tensor's elements.
+/// Elements of a tensor.
 #[derive(Debug)]
 struct Tensor {
     dtype: DType,
@@ -85,8 +85,7 @@ impl Evaluator {
     /// Unrolls `program` for all ranks and finds an order for its operations.
     ///
     /// # Errors
-    /// [`ErrorKind::Verification`](crate::ErrorKind::Verification) where the ranks do not fit together
-    /// or the program hangs.
+    /// [`ErrorKind::Verification`](crate::ErrorKind::Verification) if the ranks' programs do not match, or deadlock.
     pub fn new(
         program: &Program,
         world: usize,
@@ -107,10 +106,10 @@ impl Evaluator {
         })
     }
 
-    /// The same, where kernels take announced tensors of these names for out of reach.
+    /// The same evaluator with announced tensors of these names treated as unreachable by kernels.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) for a name that none announces.
+    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) for a name that no kernel announces.
     pub fn without_reaching(mut self, names: &[String]) -> Result<Self> {
         for program in &mut self.ranks {
             program.withhold(names)?;
@@ -118,18 +117,18 @@ impl Evaluator {
         Ok(self)
     }
 
-    /// The program of each rank.
+    /// Program of each rank.
     pub fn ranks(&self) -> &[RankProgram] {
         &self.ranks
     }
 
-    /// Whether a run may read what earlier ones left in scratch, which an evaluation does not know.
+    /// Whether a run may read scratch contents left by earlier runs, which an evaluation does not know.
     pub fn keeps(&self) -> bool {
         let mut scratch = self.ranks.iter().flat_map(|program| &program.scratch);
         scratch.any(|scratch| scratch.persistent)
     }
 
-    /// What an evaluation costs.
+    /// Cost of an evaluation.
     pub fn effort(&self) -> Effort {
         let tensors = self.ranks.iter().flat_map(|program| &program.tensors);
         let elements = tensors.map(|t| (t.bytes / t.dtype.size()) as u128).sum();
@@ -143,13 +142,12 @@ impl Evaluator {
         }
     }
 
-    /// Evaluates one run; `input` gives the bytes of each rank's inputs.
+    /// Evaluates one run; `input` returns the bytes of each rank's inputs.
     ///
     /// # Errors
-    /// [`ErrorKind::Verification`](crate::ErrorKind::Verification) where an output is not what the program expects of
-    /// it.
-    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) where `input` gives another
-    /// length than the tensor's.
+    /// [`ErrorKind::Verification`](crate::ErrorKind::Verification) if an output violates an expectation of the program.
+    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) if `input` returns another length than the
+    /// tensor's.
     pub fn run(
         &self,
         input: impl FnMut(Rank, TensorId, &TensorInstance) -> Vec<u8>,
@@ -161,11 +159,12 @@ impl Evaluator {
         }
     }
 
-    /// Evaluates one run like [`run`](Self::run), and returns which outputs are not what the program expects of them.
+    /// Evaluates one run like [`run`](Self::run), and returns a diagnostic for each output that violates an
+    /// expectation.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) where `input` gives another
-    /// length than the tensor's.
+    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) if `input` returns another length than the
+    /// tensor's.
     pub fn violations(
         &self,
         input: impl FnMut(Rank, TensorId, &TensorInstance) -> Vec<u8>,
@@ -223,11 +222,11 @@ impl Evaluator {
 }
 
 impl Values {
-    /// Compares what a run left in a tensor with what it means.
+    /// Compares a tensor's contents after a run with their expected values.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) for a tensor that is not there
-    /// or another length.
+    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) for a tensor that does not exist, or another
+    /// length.
     pub fn compare(&self, rank: Rank, tensor: TensorId, bytes: &[u8]) -> Result<Comparison> {
         let tensor = self.tensors.get(rank).and_then(|own| own.get(tensor));
         let expected = tensor
@@ -242,7 +241,7 @@ impl Values {
         &tensor.values[elements(tensor.dtype, range)]
     }
 
-    /// The values of an area, in the order of its axes.
+    /// Values of an area, in the order of its axes.
     fn gather(&self, rank: Rank, area: &Area) -> Cow<'_, [Value]> {
         if area.is_contiguous() {
             return Cow::Borrowed(self.read(rank, &area.span));
@@ -252,7 +251,7 @@ impl Values {
         Cow::Owned(places.map(|place| tensor.values[place]).collect())
     }
 
-    /// Stores the values of an area, rounded as their type asks.
+    /// Stores the values of an area, rounded to the tensor's type.
     fn scatter(&mut self, rank: Rank, area: &Area, values: &[Value]) {
         if area.is_contiguous() {
             return self.write(rank, &area.span, values);
@@ -264,7 +263,7 @@ impl Values {
         }
     }
 
-    /// Stores values, rounded as their type asks.
+    /// Stores values, rounded to the tensor's type.
     fn write(&mut self, rank: Rank, range: &Range, values: &[Value]) {
         let tensor = &mut self.tensors[rank][range.tensor];
         let dtype = tensor.dtype;
@@ -274,7 +273,7 @@ impl Values {
         }
     }
 
-    /// Moves values, which rounds nothing.
+    /// Copies values without rounding.
     fn copy(&mut self, (to, target): (Rank, &Range), (from, source): (Rank, &Range)) {
         let values = self.read(from, source).to_vec();
         let tensor = &mut self.tensors[to][target.tensor];
@@ -283,17 +282,17 @@ impl Values {
     }
 }
 
-/// One run under way.
+/// A run in progress.
 struct Run<'a> {
     evaluator: &'a Evaluator,
     memory: Values,
-    /// What the engine has sent to a rank's receive and not delivered.
+    /// Data that the engine has sent to a rank's receive and not delivered.
     sent: HashMap<(Rank, TransferId), VecDeque<Vec<Value>>>,
-    /// How many receives were done before their sends.
+    /// Number of receives that completed before their sends.
     taken: HashMap<(Rank, TransferId), usize>,
-    /// Collectives that not all ranks have finished.
+    /// Collectives that not all ranks have completed.
     gatherings: HashMap<usize, Gathering>,
-    /// What kernels keep.
+    /// Persistent state of kernels.
     workspace: Workspace<'a>,
 }
 
@@ -360,7 +359,7 @@ impl Run<'_> {
                 };
                 let meeting = &meetings.all[number];
                 let memory = &self.memory;
-                // When the first rank is done, all have come, and none may have changed its source.
+                // When the first rank completes it, all ranks have arrived, and none can have changed its source yet.
                 let gathering = self
                     .gatherings
                     .entry(number)
@@ -401,7 +400,7 @@ impl Run<'_> {
         }
     }
 
-    /// An end of a transfer through the engine: a receive may be done before its send is, which has
+    /// Executes one end of a transfer through the engine. A receive may complete before its send does, which has
     /// begun by then.
     fn exchange(&mut self, rank: Rank, id: TransferId) {
         let transfer = &self.evaluator.ranks[rank].transfers[id];
@@ -429,7 +428,7 @@ impl Run<'_> {
         }
     }
 
-    /// Multiplies what a rank has, into a tensor of the owner.
+    /// Multiplies operands of one rank into a tensor of the owner.
     fn matmul(
         &mut self,
         rank: Rank,
@@ -471,7 +470,7 @@ impl Run<'_> {
     }
 }
 
-/// A matrix of `rows` rows; memory may hold its transpose.
+/// Row-major matrix of `rows` rows; memory may hold its transpose.
 fn row_major(values: Cow<'_, [Value]>, rows: usize, transposed: bool) -> Cow<'_, [Value]> {
     if !transposed {
         return values;
@@ -481,7 +480,7 @@ fn row_major(values: Cow<'_, [Value]>, rows: usize, transposed: bool) -> Cow<'_,
     Cow::Owned(places.map(|place| values[place]).collect())
 }
 
-/// The elements of an area that has axes, in their order.
+/// Element indices of an area with axes, in axis order.
 fn places(dtype: DType, area: &Area) -> impl Iterator<Item = usize> {
     let first = area.span.offset_bytes / dtype.size();
     let axes = area.axes.clone();
@@ -496,7 +495,7 @@ fn places(dtype: DType, area: &Area) -> impl Iterator<Item = usize> {
     })
 }
 
-/// The elements of a range of a tensor.
+/// Element indices of a range of a tensor.
 fn elements(dtype: DType, range: &Range) -> std::ops::Range<usize> {
     range.offset_bytes / dtype.size()..range.end() / dtype.size()
 }

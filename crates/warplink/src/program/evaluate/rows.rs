@@ -1,4 +1,4 @@
-//! Functions of rows, over values with bounds.
+//! Row functions over values with error bounds.
 
 use super::kernel::combined;
 use super::value::Value;
@@ -8,7 +8,7 @@ use crate::program::section::{
     RowArgument, RowBinary, RowOrder, RowReduction, RowStep, RowUnary, RowValue,
 };
 
-/// What each target of a step gets, in their order: a value for each element, or one for all.
+/// Results for each target of a step, in order: one value per element, or one for all.
 pub(super) fn apply(step: &RowStep, sources: &[Vec<Value>], width: usize) -> Vec<Vec<Value>> {
     let mut arguments = Vec::with_capacity(step.arguments.len());
     let mut sources = sources;
@@ -54,7 +54,7 @@ impl RowValue for Value {
             },
             RowUnary::Sqrt => self.mapped(f64::sqrt, f64::INFINITY),
             RowUnary::Rsqrt => {
-                // The square root is rounded, and so is the quotient.
+                // Both the square root and the quotient are rounded.
                 let root = self.mapped(f64::sqrt, f64::INFINITY).stored(DType::F32);
                 Self::exact(1.0).divided_by(root).stored(DType::F32)
             }
@@ -62,7 +62,7 @@ impl RowValue for Value {
                 let power = |value: f64| f64::from((value as f32).unary(RowUnary::PowerOfTwo));
                 self.mapped(power, f64::INFINITY)
             }
-            // As far as libraries are from it.
+            // Allows for the error of library implementations: several roundings.
             RowUnary::Exp => {
                 let near = self.mapped(f64::exp, f64::INFINITY).stored(DType::F32);
                 near.stored(DType::F32).stored(DType::F32)
@@ -88,7 +88,7 @@ impl RowValue for Value {
     fn select(comparison: Comparison, a: Self, b: Self, yes: Self, no: Self) -> Self {
         let holds = f32::select(comparison, a.value as f32, b.value as f32, 1.0, 0.0) != 0.0;
         let (taken, left) = if holds { (yes, no) } else { (no, yes) };
-        // Whether it holds where both are as far off as they may be.
+        // The comparison is certain if the values differ by more than their error bounds.
         if (a.value - b.value).abs() > a.bound + b.bound || a.bound + b.bound == 0.0 {
             return taken;
         }
@@ -118,7 +118,7 @@ impl RowValue for Value {
                     sum = sum.plus(value);
                     count += 1;
                 }
-                // In any order.
+                // The bound holds for any order of additions.
                 let rounding = f64::from(count) * 2_f64.powi(-24) * size;
                 Self {
                     bound: sum.bound + rounding,
@@ -131,7 +131,7 @@ impl RowValue for Value {
 }
 
 impl Value {
-    /// What a function that grows gives: it may be as far off as at the ends of what the value may be.
+    /// Result of a monotonic function: its error is largest at an end of the argument's interval.
     fn mapped(self, function: fn(f64) -> f64, unknown: f64) -> Self {
         let value = function(self.value);
         let ends = [self.value - self.bound, self.value + self.bound].map(function);

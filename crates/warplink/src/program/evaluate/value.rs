@@ -1,14 +1,14 @@
-//! Values with a bound on how far a device may be from them.
+//! Values with a bound on a device's deviation.
 
 use crate::dtype::{DType, Numbers};
 
-/// How much larger a bound is than what the roundings give, for the terms of higher order.
+/// Factor on rounding bounds that covers terms of higher order.
 const MARGIN: f64 = 1.01;
 
-/// The largest integer below which all are exact here.
+/// Integers below this bound are exact in `f64`.
 const EXACT: f64 = (1_u64 << 53) as f64;
 
-/// A value, and how far a device may be from it.
+/// A value, and a bound on a device's deviation from it.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Value {
     pub(super) value: f64,
@@ -16,17 +16,17 @@ pub(super) struct Value {
     pub(super) made: Made,
 }
 
-/// What a value was added up from: numbers that stand for it.
+/// Provenance of a sum: fingerprints of its elements.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Made {
-    /// The elements, whatever their order.
+    /// Fingerprint of the elements, independent of their order.
     of: u64,
-    /// The elements in the order in which they were added.
+    /// Fingerprint of the elements in the order of addition.
     order: u64,
 }
 
 impl Made {
-    /// Of one element alone, which has this number.
+    /// Provenance of the single element with this number.
     pub(super) const fn element(number: u64) -> Self {
         let number = mixed(number);
         Self {
@@ -48,7 +48,7 @@ impl Made {
     }
 }
 
-/// A number whose bits all depend on all bits of `number`.
+/// Mixes `number` so that every bit of the result depends on every bit of it (SplitMix64).
 const fn mixed(number: u64) -> u64 {
     let number = number.wrapping_add(0x9e37_79b9_7f4a_7c15);
     let number = (number ^ (number >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -60,13 +60,13 @@ const fn mixed(number: u64) -> u64 {
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Product {
     sum: f64,
-    /// The sum of the magnitudes.
+    /// Sum of the magnitudes.
     size: f64,
     bound: f64,
 }
 
 impl Value {
-    /// Nothing is known of it.
+    /// A value about which nothing is known.
     pub(super) const UNKNOWN: Self = Self {
         value: f64::NAN,
         bound: f64::INFINITY,
@@ -82,8 +82,8 @@ impl Value {
     }
 
     pub(super) fn plus(self, other: Self) -> Self {
-        // Sums of integers are exact as long as `f64` is; otherwise the sum is rounded when it is
-        // stored, which the bound of that covers.
+        // Sums of integers are exact as long as `f64` is. Other sums are rounded when stored, and the bound added
+        // there covers this.
         Self {
             value: self.value + other.value,
             bound: self.bound + other.bound,
@@ -100,7 +100,7 @@ impl Value {
         }
     }
 
-    /// The product of two integers of 32 bits, which wraps around.
+    /// Wrapping product of two 32-bit integers.
     pub(super) fn times_wrapping(self, other: Self) -> Self {
         let product = (self.value as i32).wrapping_mul(other.value as i32);
         Self {
@@ -109,7 +109,7 @@ impl Value {
         }
     }
 
-    /// The product in a reduction of `dtype`.
+    /// Product in a reduction of `dtype`.
     pub(super) fn times_in(self, other: Self, dtype: DType) -> Self {
         match dtype {
             DType::I32 => self.times_wrapping(other),
@@ -117,7 +117,7 @@ impl Value {
         }
     }
 
-    /// The value divided by `count`, of integers without the remainder.
+    /// Quotient by `count`; integer division drops the remainder.
     pub(super) fn divided(self, count: usize, dtype: DType) -> Self {
         let value = self.value / count as f64;
         if dtype.is_float() {
@@ -146,21 +146,21 @@ impl Value {
         Self {
             value: choose(self.value, other.value),
             bound: self.bound.max(other.bound),
-            // No order of these matters.
+            // These operations are insensitive to order.
             made: Made::default(),
         }
     }
 
-    /// The value cast to `dtype`.
+    /// Value cast to `dtype`.
     pub(super) fn cast(self, dtype: DType) -> Self {
         let (least, most) = match dtype {
             DType::I32 => (f64::from(i32::MIN), f64::from(i32::MAX)),
             DType::U8 => (0.0, f64::from(u8::MAX)),
-            // By way of `f32`.
+            // The conversion goes through `f32`, so it rounds twice.
             DType::F16 | DType::BF16 => return self.stored(DType::F32).stored(dtype),
             _ => return self.stored(dtype),
         };
-        // A fraction is cut off, so that a little less may be one less.
+        // Truncation is discontinuous: a slightly smaller value may truncate to one less.
         let fraction = if self.bound > 0.0 { 1.0 } else { 0.0 };
         Self {
             value: self.value.trunc().clamp(least, most),
@@ -169,10 +169,10 @@ impl Value {
         }
     }
 
-    /// The value as an element of `dtype`.
+    /// Value as an element of `dtype`.
     pub(super) fn stored(self, dtype: DType) -> Self {
         match dtype {
-            // What is larger is not known exactly.
+            // Larger integers are not exact in `f64`.
             _ if !dtype.is_float() && self.value.abs() > EXACT => Self {
                 bound: f64::INFINITY,
                 ..self
@@ -187,7 +187,7 @@ impl Value {
                 value: wrapped(self.value as i64, dtype),
                 ..self
             },
-            // What is too large becomes the largest.
+            // Overflow saturates to the largest value.
             DType::F8E4M3 | DType::F8E5M2 if (self.value.abs() + self.bound).is_finite() => {
                 let most = largest(dtype);
                 let size = (self.value.abs() + self.bound).min(most);
@@ -202,7 +202,7 @@ impl Value {
                 let size = self.value.abs() + self.bound;
                 let rounding = roundoff(dtype) * size + smallest(dtype);
                 let bound = if size + rounding > largest(dtype) {
-                    // It may be infinite.
+                    // The value may overflow to infinity.
                     f64::INFINITY
                 } else {
                     self.bound + MARGIN * rounding
@@ -220,8 +220,8 @@ impl Product {
         self.bound += a.bound * (b.value.abs() + b.bound) + a.value.abs() * b.bound;
     }
 
-    /// The value of a product of `depth` terms that ends in `dtype`: in which precision and order they
-    /// are added, is not said, but it is at least that of `f32`.
+    /// Value of a product of `depth` terms, stored as `dtype`. The precision and order of the additions are
+    /// unspecified, except that the precision is at least that of `f32`.
     pub(super) fn value(&self, depth: usize, dtype: DType) -> Value {
         let unit = match dtype {
             DType::F64 => roundoff(DType::F64),
@@ -236,7 +236,7 @@ impl Product {
     }
 }
 
-/// An integer as elements of at most 32 bits hold it.
+/// An integer wrapped to elements of at most 32 bits.
 fn wrapped(value: i64, dtype: DType) -> f64 {
     let bits = 8 * dtype.size() as u32;
     let low = value & ((1 << bits) - 1);
@@ -244,7 +244,7 @@ fn wrapped(value: i64, dtype: DType) -> f64 {
     (if negative { low - (1 << bits) } else { low }) as f64
 }
 
-/// Half the distance from one to the next number: the largest relative error of rounding.
+/// Unit roundoff, half the distance from one to the next number: the largest relative rounding error.
 fn roundoff(dtype: DType) -> f64 {
     match dtype.numbers() {
         Numbers::Float { digits, .. } => 2f64.powi(-i32::from(digits)),
@@ -252,7 +252,7 @@ fn roundoff(dtype: DType) -> f64 {
     }
 }
 
-/// The smallest number that a device does not flush to zero.
+/// Smallest number that a device does not flush to zero.
 fn smallest(dtype: DType) -> f64 {
     match dtype.numbers() {
         Numbers::Float { smallest, .. } => smallest,

@@ -1,5 +1,5 @@
-//! What ranks that bind a program tell one another: which program they bring, and whether their part
-//! of binding it succeeded.
+//! Agreement of ranks that bind a program: whether all bring the same program, and whether each rank's part of
+//! binding succeeded.
 
 use super::context::RankContext;
 use crate::error::{Error, ErrorKind, Rank, Result};
@@ -7,15 +7,15 @@ use crate::program::ir::Program;
 use crate::program::parameters::Parameters;
 use serde::{Deserialize, Serialize};
 
-/// What a rank brings to be bound: the same on every rank.
+/// Digest of the program that a rank binds: must be equal on every rank.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Digest {
     name: String,
-    /// A hash of every line of the program's text.
+    /// Hash of every line of the program's text.
     lines: Vec<u32>,
-    /// The parameters' values, in the order of the program.
+    /// Values of the parameters, in the order of the program.
     parameters: Vec<(String, String)>,
-    /// The optional tensors that are bound.
+    /// Optional tensors that are bound.
     tensors: Vec<String>,
     streams: usize,
 }
@@ -35,13 +35,13 @@ impl Digest {
         })
     }
 
-    /// With a further value that is the same on every rank.
+    /// Adds a value that must be equal on every rank.
     pub(crate) fn with(mut self, name: &str, value: impl ToString) -> Self {
         self.parameters.push((name.to_owned(), value.to_string()));
         self
     }
 
-    /// How this, which `rank` brings, differs from what rank 0 brings.
+    /// Difference between this digest, which `rank` brings, and rank 0's.
     fn difference(&self, rank: Rank, first: &Self) -> Option<String> {
         let name = &self.name;
         if *name != first.name {
@@ -84,8 +84,8 @@ impl Digest {
 }
 
 impl RankContext {
-    /// Blocks until every rank has said what it brings to be bound, or that it failed before. Fails on
-    /// all where one failed, or where they bring different programs.
+    /// Blocks until every rank has sent its digest, or an earlier failure. Fails on all ranks if one failed, or if
+    /// they bring different programs.
     pub(super) fn agree(&self, brought: Result<&Digest, &Error>) -> Result<()> {
         let all = self.exchange().gather("bind", brought)?;
         for (rank, theirs) in all.iter().enumerate() {
@@ -111,7 +111,7 @@ impl RankContext {
     }
 }
 
-/// FNV-1a.
+/// FNV-1a: fast and stable across builds; not meant to resist collisions on purpose.
 fn hash(line: &str) -> u32 {
     line.bytes().fold(0x811c_9dc5, |hash, byte| {
         (hash ^ u32::from(byte)).wrapping_mul(0x0100_0193)
@@ -134,7 +134,7 @@ mod tests {
             "program p(n, k = 1 | 2) {\n  input A: f32[n]\n  output B: f32[n]\n  B = copy(A)\n}";
         let first = digest(text, &[("n", 8)], 2);
         assert_eq!(first.difference(1, &first), None);
-        // What is given as the default is the same as what is left open.
+        // A parameter set to its default equals an omitted one.
         let given = digest(text, &[("n", 8), ("k", 1)], 2);
         assert_eq!(given.difference(1, &first), None);
         let cases = [

@@ -1,4 +1,4 @@
-//! From a rank program and the caller's memory to a plan.
+//! Turns a rank program and the caller's memory into a plan.
 
 use super::agreement::Digest;
 use super::context::RankContext;
@@ -19,17 +19,17 @@ use crate::program::rank_program::{RankProgram, TensorId, TransferInstance};
 use std::collections::HashMap;
 use std::sync::Arc;
 
-/// A program prepared for this rank, to be bound to memory.
+/// A program prepared for this rank, ready to be bound to memory.
 pub struct Prepared {
     pub(super) context: RankContext,
     pub(super) pool: Arc<Pool>,
     pub(super) name: String,
     pub(super) program: Arc<RankProgram>,
-    // What every rank brings alike.
+    // Equal on every rank.
     pub(super) digest: Arc<Digest>,
-    // Whether any rank uses the collective engine of all ranks, which all join then.
+    // Whether any rank uses the collective engine of all ranks; if so, all of them must join it.
     pub(super) uses_engine_of_all: bool,
-    // Whether transfers of all ranks may be done by kernels at both ends, so that all choose the same path.
+    // Whether kernels at both ends may perform the transfers of all ranks, so that all choose the same path.
     pub(super) suits_transfer_kernels: bool,
     pub(super) eager_only: Option<Arc<Diagnostic>>,
 }
@@ -43,17 +43,18 @@ impl std::fmt::Debug for Prepared {
 }
 
 impl Prepared {
-    /// The program as this rank runs it.
+    /// The program as unrolled for this rank.
     pub fn rank_program(&self) -> &RankProgram {
         &self.program
     }
 
-    /// The same, where kernels take announced tensors of these names for out of reach: what they do then is seen
-    /// without memory that is. Every rank names the same.
+    /// The same program with announced tensors of these names treated as unreachable by kernels, to exercise that
+    /// case with reachable memory. Every rank passes the same names.
     ///
     /// # Errors
-    /// [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported) where kernels find out for themselves, on all but the
-    /// host device; [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) for a name that none announces.
+    /// [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported) on devices other than the host device, whose kernels
+    /// determine reachability themselves; [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) for a
+    /// name that no kernel announces.
     pub fn without_reaching(mut self, names: &[String]) -> Result<Self> {
         if self.context.device.kind() != DeviceKind::Host && !names.is_empty() {
             let message = "kernels find out on the device what they reach";
@@ -64,23 +65,22 @@ impl Prepared {
         Ok(self)
     }
 
-    /// Why the program cannot run as a graph, if the verifier found that it cannot.
+    /// Reason why the program cannot run as a graph, if the verifier found one.
     pub fn eager_only(&self) -> Option<&Diagnostic> {
         self.eager_only.as_deref()
     }
 
-    /// Binds inputs and outputs to memory and exchanges handles with the peers, so that runs only
-    /// enqueue. Every rank calls this at the same time, also where only one of them has new memory;
-    /// mappings that are still right are kept. Outputs that are not bound are allocated. Blocks
-    /// until every rank has bound its own: either all have a plan, or none has.
+    /// Binds inputs and outputs to memory and exchanges handles with the peers, so that runs only enqueue.
+    /// Collective: every rank calls it at the same time, even if only one of them has new memory; mappings that are
+    /// still valid are kept. Outputs that are not bound are allocated. Blocks until every rank has bound its own
+    /// memory: either all ranks get a plan, or none does.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) for an input that is
-    /// missing, a name that the program does not have, or memory of another length than the
-    /// tensor's; [`ErrorKind::Mismatch`](crate::ErrorKind::Mismatch), on every rank, where one brings
-    /// another program, other parameters or another number of streams;
-    /// [`ErrorKind::PeerFailed`](crate::ErrorKind::PeerFailed), with what it says, where another rank
-    /// fails; and what else the exchange says. All ranks may bind again.
+    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) for a missing input, a name that the program
+    /// does not have, or memory of another length than the tensor's;
+    /// [`ErrorKind::Mismatch`](crate::ErrorKind::Mismatch), on every rank, if one brings another program, other
+    /// parameters or another number of streams; [`ErrorKind::PeerFailed`](crate::ErrorKind::PeerFailed), with the
+    /// cause, if another rank fails; and the errors of the exchange. All ranks may bind again.
     pub fn bind(&self, bindings: &Bindings) -> Result<Plan> {
         let bound = self.context.fault.with_outcome(self.plan(bindings));
         bound.map_err(|error| {
@@ -113,7 +113,7 @@ impl Prepared {
             }
             (Err(_), Err(error)) | (Err(error), Ok(())) => return Err(error),
         };
-        // All ranks are here, so those that are left out of the exchange join the engine too.
+        // All ranks have reached this point, so ranks that are left out of the exchange join the engine too.
         let engines = match self.engines() {
             Ok(engines) => engines,
             Err(error) => {
@@ -123,7 +123,7 @@ impl Prepared {
         };
         let transfers = exchange.complete(published, self.context.deadline());
         let resolved = local.and_then(|(memory, _, kernels)| {
-            // All ranks have kernels or none has, as they bring one program.
+            // Either all ranks have kernels or none has, because they bring the same program.
             let kernels =
                 kernels.map(|kernels| kernels.exchange(&self.context, memory.slices(), |_| true));
             self.resolve(memory, transfers?, &engines, kernels.transpose()?)
@@ -131,8 +131,8 @@ impl Prepared {
         self.context.agree_on(resolved)
     }
 
-    /// Joins the engines that this rank takes part in, those of parts in an order that is the same on all
-    /// ranks: so the first of all that are not joined is joined by all its ranks next.
+    /// Joins the engines that this rank takes part in. All ranks join those of subgroups in the same order, which
+    /// avoids a deadlock: all ranks of the first unjoined engine join it next.
     fn engines(&self) -> Result<Engines> {
         let mut engines = Engines::new();
         if self.uses_engine_of_all {
@@ -145,7 +145,7 @@ impl Prepared {
         Ok(engines)
     }
 
-    /// The plan over `memory` and the exchanged `transfers`.
+    /// Builds the plan over `memory` and the exchanged `transfers`.
     fn resolve(
         &self,
         memory: PlanMemory,
@@ -195,7 +195,7 @@ impl Prepared {
         }))
     }
 
-    /// The direct transfers of the program, in its order.
+    /// Direct transfers of the program, in program order.
     fn direct(&self) -> impl Iterator<Item = (&TransferInstance, Protocol)> {
         self.program
             .transfers
@@ -206,7 +206,7 @@ impl Prepared {
             })
     }
 
-    /// What is to be exchanged, over `memory`.
+    /// Requests for the exchange of handles, over `memory`.
     fn requests(&self, memory: &PlanMemory) -> Result<Vec<TransferRequest>> {
         let mut registered: HashMap<TensorId, Region> = HashMap::new();
         let mut requests = Vec::new();
@@ -241,10 +241,10 @@ impl Prepared {
     }
 }
 
-/// Set in the tags of programs' transfers, to keep them apart from those of the caller's own.
+/// Bit set in the tags of programs' transfers, to separate them from tags chosen by the caller.
 const PROGRAM_TAGS: u64 = 1 << 63;
 
-/// Tags of programs are signed; as numbers they only have to differ.
+/// Program tags are signed; the conversion only has to keep them distinct.
 fn tag(transfer: &TransferInstance) -> u64 {
     PROGRAM_TAGS | (transfer.tag as u64 & !PROGRAM_TAGS)
 }

@@ -1,4 +1,4 @@
-//! What a run enqueues, with everything resolved.
+//! Commands of a run, with every name resolved.
 
 use super::kernel::KernelLaunch;
 use super::matmuls::Matmuls;
@@ -11,16 +11,16 @@ use crate::error::Result;
 use crate::p2p::{Batch, Transfer, post_stores};
 use std::sync::Arc;
 
-/// Index of the caller's stream.
+/// Stream index of the caller's stream.
 pub(super) const CALLER: usize = 0;
 
-/// One command to a stream.
+/// A command to a stream.
 #[derive(Debug)]
 pub(super) struct Command {
     /// Index of its stream.
     pub(super) stream: usize,
     pub(super) kind: CommandKind,
-    /// The operation of the program that it comes from.
+    /// Operation of the program that it was resolved from.
     pub(super) operation: usize,
 }
 
@@ -33,7 +33,7 @@ pub(super) enum CommandKind {
     Zero(DeviceSlice),
     Matmul(Matmuls, Arc<dyn PreparedLaunch>),
     Elementwise(Elementwise, Arc<dyn PreparedLaunch>),
-    /// Direct transfers, as one group.
+    /// Direct transfers, posted as one group.
     Post(Vec<Arc<Transfer>>),
     /// Sends of matmul results, and the matmuls.
     PostMatmul(Vec<Arc<Transfer>>, Matmuls, Arc<dyn PreparedLaunch>),
@@ -47,7 +47,7 @@ pub(super) enum CommandKind {
 }
 
 impl CommandKind {
-    /// A word for what is enqueued.
+    /// Name of the command, for reports.
     pub(super) const fn name(&self) -> &'static str {
         match self {
             Self::Copy { .. } => "copy",
@@ -72,7 +72,7 @@ impl CommandKind {
 }
 
 impl Command {
-    /// Enqueues the command on `stream`, which is the command's.
+    /// Enqueues the command on `stream`, which must be the command's stream.
     pub(super) fn enqueue(&self, stream: &Stream) -> Result<()> {
         match &self.kind {
             CommandKind::Copy { target, source } => stream.copy(target, source),
@@ -93,7 +93,7 @@ impl Command {
         }
     }
 
-    /// As [`enqueue`](Self::enqueue), on other memory where `replaced` has some for what it names.
+    /// Like [`enqueue`](Self::enqueue), with the memory in `replaced` substituted for the operands it covers.
     pub(super) fn enqueue_on(
         &self,
         stream: &Stream,
@@ -134,9 +134,9 @@ impl Command {
         }
     }
 
-    /// An empty batch for `group`. Matmuls are on streams of the pool as a rule, so that beside the
-    /// caller's stream none runs, and signals may be set in a kernel. Where a program has it otherwise,
-    /// the kernel waits for room until a tile is done.
+    /// An empty batch for `group`. Matmuls usually run on streams of the pool, so the caller's stream has no
+    /// concurrent matmul and a kernel may set the signals. If a program does otherwise, that kernel waits for a free
+    /// multiprocessor until a tile completes.
     fn batch<'a>(&self, group: &[Arc<Transfer>]) -> Batch<'a> {
         if self.stream == CALLER && group.len() > 1 {
             Batch::new().in_kernel()

@@ -1,4 +1,4 @@
-//! What an executor works with on its rank.
+//! Services that an executor uses on its rank.
 
 use crate::bootstrap::Group;
 use crate::deadline::Deadline;
@@ -10,17 +10,17 @@ use crate::p2p::{Path, StreamBarrier, TransferExchange};
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Gives collective engines, joining each on the first call, on all its ranks at the same time.
+/// Source of collective engines; joins each on the first call, which all its ranks make at the same time.
 pub(crate) trait EngineSource: Send + Sync {
-    /// The engine of all ranks.
+    /// Engine of all ranks.
     fn of_all(&self) -> Result<Arc<dyn CollectiveEngine>>;
 
-    /// The engine of `ranks`, in their order, this one among them. A rank joins those of several lists in
-    /// an order that is the same on all ranks.
+    /// Engine of `ranks`, in their order; this rank must be one of them. Engines of several lists must be joined in
+    /// the same order on all ranks, to avoid a deadlock.
     fn of_part(&self, ranks: &[Rank]) -> Result<Arc<dyn CollectiveEngine>>;
 }
 
-/// The rank in its communicator, its device, and the services of its job.
+/// A rank in its communicator, with its device and the services of its job.
 #[derive(Clone)]
 pub(crate) struct RankContext {
     pub(crate) device: Arc<dyn Device>,
@@ -29,10 +29,10 @@ pub(crate) struct RankContext {
     pub(crate) transfers: Arc<TransferExchange>,
     pub(crate) in_flight: Arc<InFlight>,
     pub(crate) engines: Arc<dyn EngineSource>,
-    /// Ends the waits of the communicator's signals.
+    /// Aborts waits on the communicator's signals.
     pub(crate) fault: Arc<Fault>,
     pub(crate) timeout: Duration,
-    /// The path that the communicator chooses for transfers, if it does.
+    /// Transfer path that the communicator prescribes, if it does.
     pub(crate) path: Option<Path>,
 }
 
@@ -45,8 +45,8 @@ impl RankContext {
         self.group.world()
     }
 
-    /// The path of a program's transfers. Its own kernels end by themselves, but not every program suits
-    /// kernels at both ends.
+    /// Path of a program's transfers: the communicator's, or the fastest one. The program's own kernels terminate by
+    /// themselves, so they permit transfer kernels; a program not suited to kernels at both ends uses one block.
     pub(crate) fn path(&self, suits_kernels: bool) -> Path {
         match self.path {
             Some(path @ (Path::CopyEngine | Path::OneBlock)) => path,
@@ -62,7 +62,7 @@ impl RankContext {
         gathered.map_err(|error| self.group.in_own_ranks(error))
     }
 
-    /// An exchange among all ranks, which ends at this rank's timeout.
+    /// An exchange among all ranks, limited by this rank's timeout.
     pub(crate) fn exchange(&self) -> GroupExchange<'_> {
         GroupExchange {
             group: &self.group,
@@ -71,8 +71,8 @@ impl RankContext {
         }
     }
 
-    /// The most ranks of this communicator that share one device, of which each should have its own; the same on
-    /// every rank.
+    /// Largest number of ranks of this communicator that share one device; equal on every rank. Each rank should have
+    /// its own.
     pub(crate) fn ranks_per_device(&self) -> Result<usize> {
         let ranks = (0..self.world()).map(|rank| self.group.job_rank(rank));
         self.memory
@@ -85,7 +85,7 @@ impl RankContext {
         barrier.map_err(|error| self.group.in_own_ranks(error))
     }
 
-    /// A barrier of streams in which no other kernel runs. Every rank makes one at the same time.
+    /// A barrier of streams during which no other kernel runs. Every rank creates one at the same time.
     pub(crate) fn stream_barrier(&self) -> Result<StreamBarrier> {
         let place = (self.rank(), self.world());
         StreamBarrier::new(

@@ -1,8 +1,8 @@
-//! Kernels of a plan: their workspace and signals, what peers reach of them, and their launches.
+//! Kernels of a plan: their workspace and signals, the peer memory they access, and their launches.
 //!
-//! Each plan has one workspace, one block of signals and one epoch for all of its kernels. Ranks exchange
-//! handles of these, and of the tensors that lanes access at their peers, when they bind; all of it is zero
-//! before any of them runs.
+//! Each plan has one workspace, one block of signals and one epoch for all of its kernels. When ranks bind, they
+//! exchange handles of these, and of the tensors that lanes access at their peers; all of it is zeroed before any
+//! kernel runs.
 
 use super::context::RankContext;
 use super::known_steps::KnownSteps;
@@ -23,21 +23,21 @@ use crate::signal::Signals;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-/// This rank's memory for the kernels of a program.
+/// Memory of this rank for the kernels of a program.
 pub(super) struct KernelMemory {
     layout: WorkspaceLayout,
-    /// None where no kernel has scratch.
+    /// `None` if no kernel has scratch.
     workspace: Option<Region>,
     signals: Signals,
     state: DeviceSlice,
-    /// The most lanes of a kernel.
+    /// Largest number of lanes of a kernel.
     lanes: usize,
     ranks_per_device: usize,
     /// Tensors that peers access.
     shared: Vec<(TensorId, Region)>,
 }
 
-/// The kernels of a plan, bound.
+/// Bound kernels of a plan.
 #[derive(Debug)]
 pub(super) struct BoundKernels {
     pub(super) reach: Arc<Reach>,
@@ -46,21 +46,21 @@ pub(super) struct BoundKernels {
     _peers: Vec<RemoteRegion>,
 }
 
-/// A kernel of a plan, and what a launch of it takes.
+/// A kernel of a plan, and the resources of its launch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct KernelReport {
-    /// The line of the section in the program.
+    /// Line of the section in the program.
     pub line: u32,
-    /// Lanes: blocks of a launch.
+    /// Number of lanes, which are the blocks of a launch.
     pub lanes: usize,
-    /// Threads of each.
+    /// Threads per lane.
     pub threads: usize,
-    /// What it takes of the device, where the device tells.
+    /// Device resources that it uses, if the device reports them.
     pub resources: Option<KernelResources>,
 }
 
-/// A kernel that stores when its steps start, and where.
+/// A kernel that records the start times of its steps, with the memory it records to.
 #[derive(Debug)]
 pub(super) struct TracedKernel {
     pub(super) launch: KernelLaunch,
@@ -76,7 +76,7 @@ pub(super) struct KernelLaunch {
 }
 
 impl KernelLaunch {
-    /// What it is and takes, where its section stands in `line`.
+    /// Report of the kernel, whose section is at `line`.
     pub(super) fn report(&self, line: u32) -> Result<KernelReport> {
         Ok(KernelReport {
             line,
@@ -92,7 +92,7 @@ impl KernelLaunch {
 }
 
 impl KernelMemory {
-    /// Allocates what the kernels of a program need; none where it has no kernels.
+    /// Allocates memory for the kernels of a program; `None` if it has no kernels.
     pub(super) fn prepare(
         context: &RankContext,
         program: &RankProgram,
@@ -116,7 +116,7 @@ impl KernelMemory {
         Self::allocate(context, layout, lanes, shared).map(Some)
     }
 
-    /// Allocates a workspace, signals and an epoch for kernels of at most `lanes` lanes, which access the tensors
+    /// Allocates a workspace, signals and an epoch for kernels of at most `lanes` lanes that access the tensors
     /// `shared` of all ranks.
     pub(super) fn allocate(
         context: &RankContext,
@@ -129,11 +129,11 @@ impl KernelMemory {
             bytes => Some(context.memory.allocate(bytes, AllocationKind::Plain)?),
         };
         let signals = Signals::allocate(&context.memory, &context.fault, lanes * context.world())?;
-        // Two words at least, for devices that take closures.
+        // Devices that take closures use two words: the epoch, and the count of ended lanes.
         let lanes = lanes.max(2);
         let bytes = Reach::state_bytes(lanes, context.world());
         let state = context.device.allocate(bytes, AllocationKind::Plain)?;
-        // Nobody else uses it yet, and all ranks wait for one another before a plan runs.
+        // A private stream suffices: nothing uses this memory yet, and all ranks synchronize before a plan runs.
         let stream = context.device.create_stream(Priority::Normal)?;
         if let Some(workspace) = &workspace {
             stream.fill(workspace.memory(), 0)?;
@@ -151,7 +151,7 @@ impl KernelMemory {
         })
     }
 
-    /// What peers map, in the same order on every rank.
+    /// Regions that peers map, in the same order on every rank.
     fn regions(&self) -> Vec<&Region> {
         let first = self.workspace.iter().chain([self.signals.region()]);
         first
@@ -217,7 +217,7 @@ impl KernelMemory {
 }
 
 impl BoundKernels {
-    /// The launch of a section, which is compiled and loaded.
+    /// Compiles and loads a section, and prepares its launch.
     pub(super) fn launch(
         &self,
         device: &dyn Device,
@@ -226,7 +226,7 @@ impl BoundKernels {
         self.launch_timed(device, section, None)
     }
 
-    /// The same section as another kernel, which also stores when its steps start.
+    /// The same section as another kernel that also records the start times of its steps.
     pub(super) fn traced(
         &self,
         device: &dyn Device,

@@ -1,4 +1,4 @@
-//! The steps of lanes that were launched before.
+//! Cache of resolved lane steps.
 
 use crate::error::Result;
 use crate::program::section::{LaneStep, SectionInstance};
@@ -6,11 +6,11 @@ use crate::sync::lock;
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, OnceLock};
 
-/// The most steps that are kept for a kernel; lanes that have more are resolved for each launch.
+/// Limit on the steps cached for a kernel, which bounds its memory; lanes with more are resolved for each launch.
 const MAX_STEPS: usize = 1 << 14;
 
-/// What lanes do depends on the launch by little: steps that were resolved once, which takes longer than they do on small
-/// data, serve later launches too.
+/// Cache of resolved steps. The steps of a lane hardly depend on the launch, and resolving them takes longer than
+/// executing them on small data, so later launches reuse them.
 #[derive(Default)]
 pub(super) struct KnownSteps {
     announced: OnceLock<Vec<usize>>,
@@ -23,16 +23,17 @@ struct Known {
     count: usize,
 }
 
-/// The lane, the epoch as far as it matters, and the announced tensors that some rank does not reach.
+/// Cache key: lane, epoch modulo its period, and the announced tensors that some rank does not reach.
 type Key = (usize, u64, Vec<usize>);
 
 impl KnownSteps {
-    /// The tensors that lanes announce.
+    /// Tensors that lanes announce.
     pub(super) fn announced(&self, section: &SectionInstance) -> &[usize] {
         self.announced.get_or_init(|| section.announced())
     }
 
-    /// The steps of a lane of `section`, always the same, where the tensors `missing` are known not to be reachable.
+    /// Steps of a lane of `section`, which must be the same section in every call, with the tensors `missing`
+    /// unreachable.
     pub(super) fn steps(
         &self,
         section: &SectionInstance,

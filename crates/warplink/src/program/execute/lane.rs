@@ -1,4 +1,4 @@
-//! A lane of a kernel section, run by a device that takes closures for kernels.
+//! Interpreter for a lane of a kernel section, on devices that take closures for kernels.
 
 use super::known_steps::KnownSteps;
 use super::lane_times::LaneClock;
@@ -17,14 +17,14 @@ use crate::program::section::{
 use std::ops::Range;
 use std::sync::Arc;
 
-/// Where an announced tensor lies.
+/// Location of an announced tensor.
 struct Located {
     tensor: usize,
-    /// What this rank tells of it.
+    /// Announcement of this rank, once looked up.
     own: Option<u64>,
-    /// Where it starts on peers that have told.
+    /// Start of the tensor on peers whose announcement has arrived.
     at: Vec<(Rank, DeviceSlice)>,
-    /// Whether any rank does not reach it on all others.
+    /// Whether some rank does not reach it on all others.
     missing: bool,
 }
 
@@ -39,39 +39,39 @@ impl Located {
     }
 }
 
-/// Where an operand lies.
+/// Location of an operand.
 struct Operand {
     memory: DeviceSlice,
     packing: Packing,
 }
 
-/// Tells how the announcement of a rank, the second, differs from that of this rank, the first.
+/// Formats the difference between two announcements: this rank's, and a peer's.
 pub(crate) type TellDifference = dyn Fn(&[u32], &[u32]) -> String + Send + Sync;
 
-/// What a lane is run on.
+/// Inputs of a lane.
 #[derive(Clone, Copy)]
 struct LaneInput<'a> {
     section: &'a SectionInstance,
     reach: &'a Reach,
-    /// The own tensors of this launch, by number; those that are not here are in the reach.
+    /// Local tensors of this launch, by number; the others are in `reach`.
     tensors: &'a [DeviceSlice],
-    /// How tensors that are announced are found; none where they are in the reach.
+    /// Lookup of announced tensors; `None` if all tensors are in `reach`.
     published: Option<Announcing<'a>>,
     tell: &'a TellDifference,
-    /// Where it stores when its steps start, for a trace.
+    /// Where to record the start times of steps, for a trace.
     times: Option<&'a LaneClock>,
     known: &'a KnownSteps,
 }
 
-/// The lanes of a section, as they are launched again and again.
+/// Lanes of a section, reused across launches.
 pub(super) struct SectionLanes {
     pub(super) section: Arc<SectionInstance>,
     pub(super) reach: Arc<Reach>,
     pub(super) tell: Arc<TellDifference>,
-    /// What finds the tensors that ranks announce, and from which word of a launch on it is said where they lie, where a
-    /// launch is given this rank's tensors.
+    /// For launches with tensors of their own: the tables of announced tensors, and the index of the first launch
+    /// word that gives their locations.
     pub(super) launched: Option<(Arc<Tables>, usize)>,
-    /// Raised where ranks call different things, to end what waits for them.
+    /// Raised if ranks make different calls, to abort waits that would never end.
     pub(super) fault: Option<Arc<Fault>>,
     pub(super) times: Option<LaneClock>,
     pub(super) known: KnownSteps,
@@ -112,15 +112,15 @@ impl HostLanes for SectionLanes {
     }
 }
 
-/// What finds the tensors that ranks announce.
+/// Lookup of the tensors that ranks announce.
 #[derive(Clone, Copy)]
 struct Announcing<'a> {
     tables: &'a Tables,
-    /// For each tensor that is announced, the number of its allocation, and from which byte of it.
+    /// For each announced tensor, the number of its allocation and the byte offset in it.
     places: &'a [u64],
 }
 
-/// Runs the lane that `block` is.
+/// Runs the lane of `block`.
 async fn run_lane(block: &Block<'_>, input: LaneInput<'_>) -> Result<()> {
     let LaneInput { section, reach, .. } = input;
     let (epoch_word, ended_word) = (reach.state.word(0)?, reach.state.word(8)?);
@@ -150,7 +150,7 @@ async fn run_lane(block: &Block<'_>, input: LaneInput<'_>) -> Result<()> {
             error.with_operation(format!("kernel of rank {}, {}", section.rank, step.site))
         })?;
         next += 1;
-        // What was done so far does not depend on it.
+        // Earlier steps do not depend on reachability, so the lane continues at the same index.
         if run.missing().ne(missing.iter().copied()) {
             missing = run.missing().collect();
             steps = input.known.steps(section, lane, epoch, &missing)?;
@@ -160,7 +160,7 @@ async fn run_lane(block: &Block<'_>, input: LaneInput<'_>) -> Result<()> {
         let (memory, bytes) = times.finish()?;
         block.write(&memory, &bytes)?;
     }
-    // The last lane to end advances the epoch, when all have read it.
+    // The last lane to end advances the epoch: all lanes have read it by then.
     if block.increment(&ended_word) + 1 == section.lanes as u64 {
         block.set(&ended_word, 0);
         block.increment(&epoch_word);
@@ -179,7 +179,7 @@ struct Lane<'a> {
     buffers: Buffers,
 }
 
-/// What a lane reads and combines, whose memory it uses again.
+/// Buffers for sources and results, reused across steps.
 #[derive(Default)]
 struct Buffers {
     values: Vec<Vec<u8>>,
@@ -220,8 +220,8 @@ impl Lane<'_> {
         if let Some(rows) = rows {
             return self.rows(rows, elements, targets, sources).await;
         }
-        // In two pieces, one after the other or the other way round: the threads of a block are in no
-        // order.
+        // Process the halves in either order, because the threads of a block are unordered: this exposes code that
+        // depends on it.
         let unit = self.piece_unit(targets.iter().chain(sources));
         let half = elements / 2 / unit * unit;
         let mut pieces = [0..half, half..elements];
@@ -253,7 +253,7 @@ impl Lane<'_> {
         Ok(())
     }
 
-    /// Tells a peer what this rank announces.
+    /// Sends this rank's announcement to a peer.
     fn announce(&mut self, values: &[u32], tensors: &[usize], target: &Part) -> Result<()> {
         let words = target.elements;
         let mut announced = values.to_vec();
@@ -267,8 +267,8 @@ impl Lane<'_> {
         self.store(target, &operand, &bytes)
     }
 
-    /// Waits for what a peer announces, and fails where it is anything else than `values`; notes where its `tensors`
-    /// are.
+    /// Waits for a peer's announcement, and fails if it differs from `values`; records the locations of its
+    /// `tensors`.
     async fn agree(
         &mut self,
         values: &[u32],
@@ -308,7 +308,7 @@ impl Lane<'_> {
         )
     }
 
-    /// How many elements a piece of a step is a multiple of, so that it starts with a packet.
+    /// Alignment of a piece of a step, in elements, so that it starts at a packet.
     fn piece_unit<'p>(&self, mut parts: impl Iterator<Item = &'p Part>) -> usize {
         let lines = parts.any(|part| {
             let scratch = self.section.scratch_of(part.tensor);
@@ -355,7 +355,7 @@ impl Lane<'_> {
         Ok(())
     }
 
-    /// Does a step for some of its elements.
+    /// Executes a step for some of its elements.
     async fn piece(
         &mut self,
         (operator, dtype): (Option<ReduceOp>, DType),
@@ -393,7 +393,7 @@ impl Lane<'_> {
         Ok(())
     }
 
-    /// Replaces `data` by so many bytes of an operand, once they are there.
+    /// Replaces `data` by the first `bytes` bytes of an operand, once they have arrived.
     async fn load(&self, source: &Operand, (data, bytes): (&mut Vec<u8>, usize)) -> Result<()> {
         let Operand { memory, packing } = source;
         if !packing.is_packets() {
@@ -405,7 +405,7 @@ impl Lane<'_> {
             .await
     }
 
-    /// Stores `bytes` in an operand, which is of `part`, and tells its rank where that waits for them.
+    /// Stores `bytes` in an operand, which belongs to `part`, and wakes its rank's lanes that wait for them.
     fn store(&self, part: &Part, target: &Operand, bytes: &[u8]) -> Result<()> {
         let Operand { memory, packing } = target;
         if !packing.is_packets() {
@@ -416,7 +416,7 @@ impl Lane<'_> {
         self.signals(part.rank)?.ring()
     }
 
-    /// The flag of this launch's packets, which is never what memory holds before the first.
+    /// Packet flag of this launch, which never equals the initial contents of memory.
     fn flag(&self, packing: Packing) -> u64 {
         match packing {
             Packing::Packets128 => self.epoch + 1,
@@ -424,7 +424,7 @@ impl Lane<'_> {
         }
     }
 
-    /// What this rank tells of its tensor, looked up once.
+    /// Announcement of this rank for a tensor, looked up once per launch.
     fn locate(&mut self, tensor: usize) -> Result<u64> {
         let (rank, published) = (self.section.rank, self.input.published);
         let number = self.located.iter().position(|it| it.tensor == tensor);
@@ -456,7 +456,7 @@ impl Lane<'_> {
         Ok(own)
     }
 
-    /// Notes what a peer tells of its tensor.
+    /// Records a peer's announcement of a tensor.
     fn note(&mut self, tensor: usize, peer: Rank, told: u64) -> Result<()> {
         let located = self.located.iter_mut().find(|it| it.tensor == tensor);
         let (Some(located), Some(published)) = (located, self.input.published) else {
@@ -473,7 +473,7 @@ impl Lane<'_> {
         Ok(())
     }
 
-    /// The announced tensors that are known not to be reachable.
+    /// Announced tensors that are known to be unreachable.
     fn missing(&self) -> impl Iterator<Item = usize> {
         let missing = self.located.iter().filter(|it| it.missing);
         let withheld = self.section.withheld.iter().copied();
@@ -486,14 +486,14 @@ impl Lane<'_> {
             && located.all(|it| it.tensor != tensor || !it.missing)
     }
 
-    /// A peer's tensor, as it has announced it.
+    /// A peer's tensor, as announced.
     fn heard(&self, part: &Part) -> Option<&DeviceSlice> {
         let located = self.located.iter().find(|it| it.tensor == part.tensor)?;
         let (_, slice) = located.at.iter().find(|(rank, _)| *rank == part.rank)?;
         Some(slice)
     }
 
-    /// The signals of a rank.
+    /// Signals of a rank.
     fn signals(&self, rank: Rank) -> Result<BlockSignals<'_>> {
         let signals = self.reach.signals[rank].as_ref();
         let signals = signals.ok_or_else(|| internal("the signals of a rank are not mapped"))?;
@@ -507,7 +507,7 @@ impl Lane<'_> {
         let memory = match found.memory {
             SectionMemory::Tensor(id) => {
                 if let Some(slice) = self.heard(part) {
-                    // It starts with the tensor.
+                    // The announced slice starts with the tensor, so the offset is relative to it.
                     let tensor = &self.section.tensors[part.tensor];
                     let start = tensor.offset * tensor.dtype.size();
                     slice.slice(found.bytes.start - start..found.bytes.end - start)?
@@ -532,12 +532,13 @@ impl Lane<'_> {
     }
 }
 
-/// The difference between two announcements, where nothing more is known of them.
+/// Describes the difference between two announcements of unknown meaning.
 pub(super) fn tell_difference(own: &[u32], theirs: &[u32]) -> String {
     format!("the peer announces {theirs:?}; expected {own:?}, as this rank does")
 }
 
-/// The flag of packets of 8 and 16 bytes in the launch before which there were `epoch`.
+/// Flag of packets of 8 and 16 bytes in the launch that follows `epoch` launches. Never 0, the initial contents of
+/// memory.
 pub(super) fn packet_flag(epoch: u64) -> u32 {
     1 + (epoch % u64::from(u32::MAX)) as u32
 }

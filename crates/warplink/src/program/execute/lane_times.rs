@@ -1,4 +1,4 @@
-//! When the steps of a kernel's lanes started, as the kernel stores it.
+//! Start times of the steps of a kernel's lanes, recorded by the kernel.
 
 use super::trace_span::TraceSpan;
 use crate::device::{AllocationKind, Device, DeviceSlice};
@@ -12,19 +12,19 @@ use std::time::Instant;
 /// Bytes of a word.
 const WORD: usize = size_of::<u64>();
 
-/// The most steps of a lane that are kept.
+/// Limit on the recorded steps of a lane, which bounds the memory of a trace.
 const MAX_STEPS: usize = 1 << 14;
 
-/// The times of a launch's lanes.
+/// Times of a launch's lanes.
 #[derive(Debug)]
 pub(super) struct LaneTimes {
     section: Arc<SectionInstance>,
     memory: DeviceSlice,
-    /// For how many steps of each lane there is room.
+    /// Capacity in steps, for each lane.
     room: usize,
 }
 
-/// What lanes that run as closures read.
+/// Recording memory for lanes that run as closures.
 #[derive(Debug)]
 pub(super) struct LaneClock {
     memory: DeviceSlice,
@@ -32,24 +32,24 @@ pub(super) struct LaneClock {
     start: Instant,
 }
 
-/// The steps of a lane that runs as a closure, so far.
+/// Steps recorded so far by a lane that runs as a closure.
 pub(super) struct Started<'a> {
     clock: &'a LaneClock,
     lane: usize,
     epoch: u64,
-    /// The words of each step: when it started, and where it stands.
+    /// Two words per step: start time, and position in the program.
     steps: Vec<[u64; 2]>,
     last: Option<Site>,
 }
 
-/// A lane's step, in nanoseconds of the device's clock.
+/// A lane's step; times are in nanoseconds of the device's clock.
 struct Entry {
     start: u64,
     line: u32,
     column: u32,
 }
 
-/// What a lane stored.
+/// Times recorded by a lane.
 struct Stored {
     entries: Vec<Entry>,
     end: u64,
@@ -64,7 +64,7 @@ impl LaneTimes {
                 most = most.max(section.steps(lane, epoch)?.len());
             }
         }
-        // What is announced may not be reachable, and a step with nothing to do has an entry as well.
+        // Reserve for variants: announced tensors may be unreachable, and a step without work has an entry as well.
         let room = (2 * most + 64).min(MAX_STEPS);
         let bytes = section.lanes * lane_bytes(room);
         Ok(Self {
@@ -74,7 +74,7 @@ impl LaneTimes {
         })
     }
 
-    /// What a launch is passed.
+    /// Words that a launch receives.
     pub(super) fn words(&self) -> [u64; 2] {
         [self.memory.address(), self.room as u64]
     }
@@ -87,8 +87,8 @@ impl LaneTimes {
         }
     }
 
-    /// The steps of all lanes, of a launch on `stream` of `rank` that is done and lasted for `span`, in
-    /// microseconds. The clock of the lanes is another: the last lane to end is taken to end with the launch.
+    /// Spans of the steps of all lanes, for a completed launch on `stream` of `rank` that covered `span`, in
+    /// microseconds. The lanes use another clock, so it is aligned such that the last lane ends with the launch.
     pub(super) fn spans(
         &self,
         device: &dyn Device,
@@ -125,7 +125,7 @@ impl LaneTimes {
         Ok(spans)
     }
 
-    /// Where the steps of a lane stand, with the indices of loops where they are known.
+    /// Positions of a lane's steps, with loop indices where they are known.
     fn sites(&self, number: usize, lane: &Stored) -> Result<Vec<String>> {
         let mut known: Vec<Site> = Vec::new();
         for step in self.section.steps(number, lane.epoch)? {
@@ -141,7 +141,7 @@ impl LaneTimes {
                     next += ahead + 1;
                     known[next - 1].to_string()
                 }
-                // It had nothing to do.
+                // The step had no work.
                 None => format!("line {}", entry.line),
             }
         });
@@ -150,7 +150,7 @@ impl LaneTimes {
 }
 
 impl LaneClock {
-    /// A lane starts.
+    /// Starts a lane.
     pub(super) fn start(&self, lane: usize, epoch: u64) -> Started<'_> {
         Started {
             clock: self,
@@ -167,7 +167,7 @@ impl LaneClock {
 }
 
 impl Started<'_> {
-    /// A step starts, or goes on where it is done in several.
+    /// Records the start of a step; a continuation of the same step is not recorded again.
     pub(super) fn step(&mut self, site: &Site) {
         if self.last.as_ref() != Some(site) && self.steps.len() < self.clock.room {
             let place = u64::from(site.line) << 32 | u64::from(site.column);
@@ -176,7 +176,7 @@ impl Started<'_> {
         }
     }
 
-    /// The lane has ended: where its times go, and what they are.
+    /// Ends the lane; returns the destination and contents of its recording.
     pub(super) fn finish(self) -> Result<(DeviceSlice, Vec<u8>)> {
         let header = [self.steps.len() as u64, self.clock.now(), self.epoch];
         let words = header.into_iter().chain(self.steps.into_iter().flatten());
@@ -187,7 +187,7 @@ impl Started<'_> {
     }
 }
 
-/// Bytes of a lane's times.
+/// Bytes of a lane's recording.
 const fn lane_bytes(room: usize) -> usize {
     WORD * (TIMES_HEADER + 2 * room)
 }
@@ -214,7 +214,7 @@ fn stored(bytes: &[u8], room: usize) -> Stored {
     }
 }
 
-/// The word for the step that stands at a line and column.
+/// Keyword of the step at a line and column.
 fn word_at(steps: &[Step], place: (u32, u32)) -> Option<&'static str> {
     let mut actions = Step::actions(steps);
     let at = |step: &Step| (step.position.line, step.position.column);

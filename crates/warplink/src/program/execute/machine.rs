@@ -1,8 +1,8 @@
-//! Which model of the machine the ranks of a communicator use: the same on all, so that they choose alike.
+//! Agreement on a hardware model: all ranks of a communicator use the same one, so that they make the same choices.
 //!
-//! Ranks tell one another which model each found, and take rank 0's. Where that only says what the devices say of
-//! themselves, the ranks measure together what a choice depends on most, once for a
-//! machine: rank 0 keeps the figures for later jobs (`cost/calibration.rs`).
+//! Ranks exchange the models they found, and use rank 0's. If that is derived from device properties alone, the ranks
+//! measure the figures that choices depend on most together, once per machine: rank 0 saves the figures for later
+//! jobs (`cost/calibration.rs`).
 
 use super::RankContext;
 use crate::device::{
@@ -15,32 +15,32 @@ use crate::program::cost::{DeviceDescription, Figures, HardwareModel, Origin, ca
 use sha2::{Digest, Sha256};
 use std::sync::Arc;
 
-/// Bytes of what is copied, on devices of their own and where ranks share processors. A copy of a part of it is taken from
-/// the time, so that what it takes to start does not count.
+/// Bytes of a measured copy, with a device per rank and with shared processors. The time of a copy of one `PART`-th
+/// is subtracted, which cancels the startup time.
 const BYTES: usize = 32 << 20;
 const SHARED_BYTES: usize = 1 << 20;
 const PART: usize = 4;
 
-/// How often each figure is measured; the best counts, since only what disturbs changes it.
+/// Repetitions of each measurement; the best counts, because disturbances only slow it down.
 const SAMPLES: usize = 4;
 
-/// Launches of a graph, and bytes that each copies.
+/// Launches per graph, and bytes copied by each.
 const LAUNCHES: usize = 16;
 const SHORT: usize = 64;
 
 /// Blocks of a kernel that copies to a peer.
 const BLOCKS: u32 = 64;
 
-/// The extent of the matrices that are multiplied where ranks share processors. Elsewhere the time of products follows
-/// the clock, and a library that multiplies takes longer to load than all else here.
+/// Extent of the matrices multiplied if ranks share processors. On other devices matmul time follows the clock rate,
+/// and loading a matmul library takes longer than all other measurements.
 const EXTENT: usize = 192;
 
-/// What a rank says of itself: a hash of its model, and of what tells its device from others.
+/// Bytes of a rank's description: a hash of its model, and one of its device's identity.
 const TOLD_BYTES: usize = 32;
 
 impl RankContext {
-    /// The model of the machine that all ranks use. Blocks until every rank has called it, and where this machine was
-    /// never measured, while it is.
+    /// The hardware model that all ranks use. Blocks until every rank has called it, and on a machine that was never
+    /// measured, until the measurement is done.
     ///
     /// # Errors
     /// Those of [`HardwareModel::find`] on any rank, on all.
@@ -62,7 +62,7 @@ impl RankContext {
         let first = &all[0];
         let mut model = own;
         if all.iter().any(|other| other.model != first.model) {
-            // Everybody takes part, and only the first one's counts.
+            // The exchange is collective, so all ranks take part although only rank 0's text is used.
             let texts = self.gather_in_step(text.as_bytes())?;
             if told.model != first.model {
                 tracing::warn!(
@@ -101,8 +101,8 @@ impl RankContext {
         Ok(Arc::new(model))
     }
 
-    /// Whether figures would say something of the machine: its ranks have devices of their own there, alike. The same on
-    /// all ranks.
+    /// Whether measured figures are meaningful: all ranks are on this machine, with equal devices of their own. Equal
+    /// on all ranks.
     fn can_measure(&self, all: &[Told]) -> Result<bool> {
         let near = (0..self.world()).map(|rank| self.memory.is_near(self.group.job_rank(rank)?));
         let near = near
@@ -113,7 +113,7 @@ impl RankContext {
         Ok(near && alike && self.world() > 1 && self.ranks_per_device()? == 1)
     }
 
-    /// What the machine reaches, as the slowest rank finds; `None` where a rank has no memory to measure with.
+    /// Measured figures of the slowest rank; `None` if a rank cannot allocate memory for the measurement.
     fn measured(&self, description: &DeviceDescription) -> Result<Option<Figures>> {
         let shared = description.properties.shared;
         let bytes = if shared { SHARED_BYTES } else { BYTES };
@@ -144,10 +144,10 @@ impl RankContext {
     }
 }
 
-/// What tells a device and all that figures depend on from others.
+/// Identity of a device, including everything that its figures depend on.
 fn identity(device: &dyn Device, description: &DeviceDescription) -> String {
     let properties = &description.properties;
-    // That of a machine's processors changes when it starts anew.
+    // The identity of a host's processors changes with every boot.
     let device = if properties.shared {
         String::new()
     } else {
@@ -163,7 +163,7 @@ fn identity(device: &dyn Device, description: &DeviceDescription) -> String {
     )
 }
 
-/// What a rank says of itself.
+/// Description of a rank.
 struct Told {
     origin: Origin,
     model: [u8; TOLD_BYTES],
@@ -218,12 +218,12 @@ fn decode(bytes: &[u8]) -> Result<Option<Figures>> {
     Ok(figures)
 }
 
-/// What figures are measured with.
+/// State of a measurement.
 struct Measurement<'a> {
     context: &'a RankContext,
     own: Region,
     into: Region,
-    /// Memory of the neighbour, where every rank maps its neighbour's.
+    /// Memory of the neighbour, if every rank maps its neighbour's.
     neighbour: Option<RemoteRegion>,
     stream: Stream,
     begin: Event,
@@ -236,7 +236,7 @@ impl<'a> Measurement<'a> {
         let device = &context.device;
         let neighbour = neighbours(context, &into)?;
         let stream = device.create_stream(Priority::Normal)?;
-        // What is moved is not zeros, which some devices move faster.
+        // Fill with non-zero data: some devices copy zeros faster.
         stream.fill(own.memory(), 0x3c)?;
         stream.fill(into.memory(), 0xc3)?;
         Ok(Self {
@@ -304,7 +304,7 @@ impl<'a> Measurement<'a> {
         );
         let some = self.best(&|| copy(&part.0, &part.1))?;
         let all = self.best(&|| copy(target, source))?;
-        // Where the part was disturbed, the whole alone says what there is to say.
+        // If the copy of the part was disturbed, the difference is unreliable; use the whole copy alone.
         Ok(if all > 2.0 * some {
             (bytes - bytes / PART) as f64 / (all - some)
         } else {
@@ -312,7 +312,7 @@ impl<'a> Measurement<'a> {
         })
     }
 
-    /// Seconds of a launch that does next to nothing.
+    /// Seconds of a minimal launch.
     fn launch(&self) -> Result<f64> {
         let own = self.own.memory().slice(0..SHORT)?;
         let into = self.into.memory().slice(0..SHORT)?;
@@ -325,7 +325,7 @@ impl<'a> Measurement<'a> {
         Ok(all / LAUNCHES as f64)
     }
 
-    /// Operations per second of a product.
+    /// Operations per second of a matrix multiplication.
     fn products(&self) -> Result<f64> {
         let spec = MatmulSpec::new(EXTENT, EXTENT, EXTENT, DType::F32);
         let bytes = EXTENT * EXTENT * DType::F32.size();
@@ -350,7 +350,7 @@ impl<'a> Measurement<'a> {
         })])
     }
 
-    /// The shortest time that `work` takes while all ranks do it. The first run loads what is missing.
+    /// Shortest time of `work` while all ranks run it. The extra first run is a warm-up that loads modules.
     fn best(&self, work: &dyn Fn() -> Result<()>) -> Result<f64> {
         let mut best = f64::INFINITY;
         for sample in 0..=SAMPLES {
@@ -364,12 +364,12 @@ impl<'a> Measurement<'a> {
                 best = best.min(seconds);
             }
         }
-        // Clocks have steps.
+        // Clocks have a finite resolution, so avoid a time of 0.
         Ok(best.max(1e-9))
     }
 }
 
-/// The next rank's memory, where every rank maps that of its next one.
+/// Memory of the next rank, if every rank maps its next rank's.
 fn neighbours(context: &RankContext, into: &Region) -> Result<Option<RemoteRegion>> {
     let next = (context.rank() + 1) % context.world();
     let shared = context

@@ -1,4 +1,4 @@
-//! Matmuls of one right operand, with what they were made ready for.
+//! Matmuls with a common right operand.
 
 use super::replaced::Replaced;
 use crate::device::{Compute, DeviceSlice, MatmulSpec, PreparedLaunch, Stream};
@@ -15,19 +15,19 @@ pub(super) struct Matmuls {
 }
 
 impl Matmuls {
-    /// Makes them ready to be enqueued as they are.
+    /// Prepares them to be enqueued with these operands.
     pub(super) fn prepare(&self, compute: Arc<dyn Compute>) -> Result<Arc<dyn PreparedLaunch>> {
         compute.prepare_matmuls(&self.spec, &self.pairs, &self.b, self.bias.as_ref())
     }
 
-    /// Whether `replaced` has other memory for any operand.
+    /// Whether `replaced` covers any operand.
     pub(super) fn name_any(&self, replaced: &Replaced<'_>) -> bool {
         let sides = self.pairs.iter().flat_map(|(a, c)| [a, c]);
         let mut all = sides.chain([&self.b]).chain(&self.bias);
         all.any(|slice| replaced.has(slice))
     }
 
-    /// Enqueues them one by one, on other memory where `replaced` has some.
+    /// Enqueues them one by one, with the memory in `replaced` substituted.
     pub(super) fn enqueue(
         &self,
         stream: &Stream,

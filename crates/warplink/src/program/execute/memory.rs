@@ -1,4 +1,4 @@
-//! The memory of a plan's tensors: bound by the caller or taken from the pool.
+//! Memory of a plan's tensors: bound by the caller or taken from the pool.
 
 use super::pool::Pool;
 use super::replaced::replaceable;
@@ -10,21 +10,21 @@ use crate::program::rank_program::{Range, RankProgram, TensorId, TensorInstance}
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-/// The caller's memory for a program's inputs and outputs, by name. Slices are borrowed: the plan
-/// holds them as long as it lives.
+/// Memory of the caller for a program's inputs and outputs, by name. The plan holds a reference to each slice for its
+/// lifetime.
 pub type Bindings = BTreeMap<String, DeviceSlice>;
 
-/// The memory of one tensor.
+/// Memory of one tensor.
 #[derive(Clone, Debug)]
 pub(super) enum TensorMemory {
     Bound(DeviceSlice),
     Pooled(Region),
-    /// The caller's, and memory that peers can map in its place: a run copies the one there and back.
+    /// The caller's memory, and a shareable region that peers map instead; a run copies between them.
     Staged {
         bound: DeviceSlice,
         region: Region,
     },
-    /// There is none: nothing on this rank accesses it.
+    /// No memory: no operation of this rank accesses it.
     Nothing,
 }
 
@@ -37,7 +37,7 @@ impl TensorMemory {
         }
     }
 
-    /// As the caller has it.
+    /// Memory as bound by the caller.
     fn callers(&self) -> Option<&DeviceSlice> {
         match self {
             Self::Staged { bound, .. } => Some(bound),
@@ -46,7 +46,7 @@ impl TensorMemory {
     }
 }
 
-/// The memory of every tensor of a rank program. What came from the pool goes back when this is dropped.
+/// Memory of every tensor of a rank program. Pooled regions return to the pool on drop.
 #[derive(Debug)]
 pub(super) struct PlanMemory {
     pub(super) pool: Arc<Pool>,
@@ -54,7 +54,7 @@ pub(super) struct PlanMemory {
 }
 
 impl PlanMemory {
-    /// Binds the tensors of `program` to `bindings`, and those that are not bound to memory of `pool`.
+    /// Binds the tensors of `program` to `bindings`, and the remaining ones to memory of `pool`.
     pub(super) fn bind(
         program: &RankProgram,
         bindings: &Bindings,
@@ -92,7 +92,7 @@ impl PlanMemory {
         Ok(memory)
     }
 
-    /// Puts memory that peers map in the place of the caller's, where the program has them reach it.
+    /// Substitutes shareable regions for the caller's memory that the program exposes to peers.
     fn stage(&mut self, program: &RankProgram) -> Result<()> {
         let own = replaceable(program, self);
         for id in 0..self.tensors.len() {
@@ -108,7 +108,7 @@ impl PlanMemory {
         Ok(())
     }
 
-    /// Enqueues the copies from the caller's memory to what takes its place, before a run.
+    /// Enqueues the copies from the caller's memory to its staging regions, before a run.
     pub(super) fn copy_in(&self, stream: &Stream) -> Result<()> {
         self.tensors.iter().try_for_each(|tensor| match tensor {
             TensorMemory::Staged { bound, region } => stream.copy(region.memory(), bound),
@@ -116,7 +116,7 @@ impl PlanMemory {
         })
     }
 
-    /// Enqueues the copies of outputs back to the caller's memory, behind a run.
+    /// Enqueues the copies of outputs back to the caller's memory, after a run.
     pub(super) fn copy_out(&self, program: &RankProgram, stream: &Stream) -> Result<()> {
         let tensors = self.tensors.iter().zip(&program.tensors);
         for (memory, tensor) in tensors {
@@ -127,13 +127,13 @@ impl PlanMemory {
         Ok(())
     }
 
-    /// The memory of a tensor as the caller has it, if this rank accesses it.
+    /// Memory of a tensor as bound by the caller, if this rank accesses it.
     pub(super) fn callers_slice(&self, id: TensorId) -> Option<&DeviceSlice> {
         self.tensors.get(id)?.callers()
     }
 
-    /// Fails where an output is bound to bytes of another tensor: the verifier counts on it that
-    /// tensors are apart. Inputs are only read, so they may overlap.
+    /// Fails if an output overlaps another tensor: the verifier assumes that tensors do not alias. Inputs are only
+    /// read, so they may overlap each other.
     fn check_overlaps(&self, program: &RankProgram) -> Result<()> {
         let mut bound: Vec<(&DeviceSlice, &TensorInstance)> = self
             .tensors
@@ -145,7 +145,7 @@ impl PlanMemory {
             })
             .collect();
         bound.sort_by_key(|(slice, _)| slice.address());
-        // The output that ends last, and the tensor that does, of those that start before.
+        // Among tensors with lower start addresses: the output that ends last, and the tensor that ends last.
         let mut output: Option<(&DeviceSlice, &TensorInstance)> = None;
         let mut any: Option<(&DeviceSlice, &TensorInstance)> = None;
         let end = |slice: &DeviceSlice| slice.address() + slice.bytes() as u64;
@@ -181,19 +181,19 @@ impl PlanMemory {
         &self.tensors[id]
     }
 
-    /// How many tensors there are.
+    /// Number of tensors.
     pub(super) fn tensors(&self) -> usize {
         self.tensors.len()
     }
 
-    /// The memory of every tensor that this rank accesses.
+    /// Memory of every tensor that this rank accesses.
     pub(super) fn slices(&self) -> BTreeMap<TensorId, DeviceSlice> {
         let all = self.tensors.iter().enumerate();
         all.filter_map(|(id, tensor)| Some((id, tensor.slice()?.clone())))
             .collect()
     }
 
-    /// The memory of a tensor, if this rank accesses it.
+    /// Memory of a tensor, if this rank accesses it.
     pub(super) fn tensor_slice(&self, id: TensorId) -> Option<&DeviceSlice> {
         self.tensors.get(id)?.slice()
     }
@@ -216,7 +216,7 @@ impl Drop for PlanMemory {
     }
 }
 
-/// Fails where a binding names no input or output.
+/// Fails if a binding names no input or output.
 fn check_names(program: &RankProgram, bindings: &Bindings) -> Result<()> {
     let outer = program.tensors.iter().filter(|t| t.role != Role::Local);
     let names: Vec<&str> = outer.map(|tensor| &*tensor.name).collect();

@@ -7,10 +7,9 @@
 //!   Plan::capture       turns the plan into one graph, to be launched instead
 //! ```
 //!
-//! Everything that can be done before a run is: expressions are resolved, memory is allocated,
-//! handles of all exchanges are exchanged in one batch, matmuls are tuned. A run only enqueues.
-//! Local tensors and streams come from pools of the executor, so that a plan bound anew finds
-//! registered memory that its peers still have mapped.
+//! All preparation happens before a run: expressions are resolved, memory is allocated, the handles of all exchanges
+//! are exchanged in one batch, and matmuls are tuned. A run only enqueues. Local tensors and streams come from pools
+//! of the executor, so that a plan that is bound again finds registered memory that its peers still have mapped.
 
 mod agreement;
 mod bind;
@@ -59,18 +58,17 @@ use pool::Pool;
 use std::fmt;
 use std::sync::{Arc, OnceLock};
 
-/// How a program is prepared.
+/// Options for preparing a program.
 #[derive(Clone, Copy, Debug)]
 pub struct PrepareOptions {
-    /// Streams in the pool, the `streams` of program text.
+    /// Number of streams in the pool, the `streams` of program text.
     pub streams: usize,
-    /// Whether the program is verified first. A program that would fail can be run without, to see
-    /// it fail.
+    /// Whether to verify the program first. Without verification, a faulty program can be run to observe its failure.
     pub verify: bool,
 }
 
 impl Default for PrepareOptions {
-    /// Two streams, verified.
+    /// Two streams, with verification.
     fn default() -> Self {
         Self {
             streams: 2,
@@ -119,22 +117,22 @@ impl Executor {
         self.context.rank()
     }
 
-    /// How many ranks there are.
+    /// Number of ranks.
     pub fn world(&self) -> usize {
         self.context.world()
     }
 
-    /// The device that its programs run on.
+    /// Device that its programs run on.
     pub fn device(&self) -> &dyn Device {
         &*self.context.device
     }
 
-    /// The model of the machine, the same on all ranks. On the first call, ranks agree on it, and measure a machine that
-    /// was never measured, which takes a moment: every rank makes it at the same time, and it blocks until
-    /// all have.
+    /// Hardware model of the machine, equal on all ranks. Collective on the first call: every rank makes it at the
+    /// same time, and it blocks until all have. Ranks then agree on the model, and measure a machine that was never
+    /// measured, which takes a moment.
     ///
     /// # Errors
-    /// As [`HardwareModel::find`] on any rank, on all.
+    /// The errors of [`HardwareModel::find`] on any rank, reported on all.
     pub fn hardware_model(&self) -> Result<&Arc<HardwareModel>> {
         if let Some(model) = self.model.get() {
             return Ok(model);
@@ -143,17 +141,17 @@ impl Executor {
         Ok(self.model.get_or_init(|| found))
     }
 
-    /// The vendor's collectives, joined on the first call.
+    /// Collective engine of the vendor, joined on the first call.
     pub(crate) fn collective_engine(&self) -> Result<Arc<dyn CollectiveEngine>> {
         self.context.engines.of_all()
     }
 
-    /// A stream of the device.
+    /// Creates a stream of the device.
     pub(crate) fn create_stream(&self) -> Result<Stream> {
         self.context.device.create_stream(Priority::Normal)
     }
 
-    /// Lets go of the memory that no plan uses.
+    /// Frees pooled memory that no plan uses.
     pub(crate) fn release_free(&self) {
         self.pool.release_free();
     }
@@ -163,19 +161,19 @@ impl Executor {
         self.context.all_gather(bytes)
     }
 
-    /// Fails on every rank where one of them failed before it had a digest, or where digests differ.
-    /// Blocks until all have called it.
+    /// Fails on every rank if one of them failed before it had a digest, or if digests differ. Blocks until all have
+    /// called it.
     pub(crate) fn agree(&self, digest: Result<&Digest, &Error>) -> Result<()> {
         self.context.agree(digest)
     }
 
-    /// Tells the other ranks, which bind a program, that this one cannot. Blocks until they do.
+    /// Notifies the other ranks, which bind a program, that this one cannot. Blocks until they bind.
     pub(crate) fn give_up_binding(&self, error: &Error) {
-        // Told or not, this rank fails with its own error.
+        // The result does not matter: this rank fails with its own error in any case.
         let _ = self.context.agree(Err(error));
     }
 
-    /// Keeps `plans` until what `stream` was given so far is done.
+    /// Keeps `plans` alive until the work enqueued on `stream` so far is complete.
     pub(crate) fn keep_until_done(&self, plans: Vec<Plan>, stream: &Stream) {
         self.context
             .in_flight
@@ -185,8 +183,9 @@ impl Executor {
     /// Verifies `program` for this world and unrolls it for this rank. Involves no other rank.
     ///
     /// # Errors
-    /// [`ErrorKind::Verification`](crate::ErrorKind::Verification) with every diagnostic, where the
-    /// program fails; [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) where the parameters are not what it requires.
+    /// [`ErrorKind::Verification`](crate::ErrorKind::Verification) with every diagnostic, if the program fails;
+    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) if the parameters do not match its
+    /// declaration.
     pub fn prepare(
         &self,
         program: &Program,

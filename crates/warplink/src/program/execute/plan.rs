@@ -16,29 +16,29 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// A program that is ready to run. Runs follow one another on the caller's stream; the next may be
-/// enqueued before the last is done. It may be dropped at any time: what its runs need is kept until
-/// the streams are past them. A graph that it was captured into by others does not keep it.
+/// A program that is ready to run. Runs follow one another on the caller's stream; the next may be enqueued before
+/// the last completes. The plan may be dropped at any time: resources of its runs in flight are kept until the
+/// streams have completed them. A graph that others captured it into does not keep them.
 pub struct Plan {
     parts: InUse<PlanParts>,
 }
 
-/// Kernels that store when their steps start, by operation.
+/// Kernels that record the start times of their steps, by operation.
 type TracedKernels = BTreeMap<usize, Arc<InUse<TracedKernel>>>;
 
-/// What a plan holds.
+/// Contents of a plan.
 pub(super) struct PlanParts {
     pub(super) context: RankContext,
     pub(super) name: String,
     pub(super) program: Arc<RankProgram>,
-    // Commands and transfers are dropped before the memory, of which they hold ranges.
+    // Commands and transfers hold ranges of the memory, so they are dropped before it.
     pub(super) commands: Vec<Command>,
     pub(super) transfers: Vec<Arc<Transfer>>,
     pub(super) kernels: Option<BoundKernels>,
-    // By index; the caller's is not among them.
+    // By index; `None` for the caller's stream.
     pub(super) streams: Vec<Option<Stream>>,
     pub(super) memory: PlanMemory,
-    /// The tensors whose memory a run may replace.
+    /// Tensors whose memory a run may replace.
     pub(super) replaceable: HashSet<TensorId>,
     pub(super) compute: Option<Arc<dyn Compute>>,
     pub(super) eager_only: Option<Arc<Diagnostic>>,
@@ -66,13 +66,13 @@ impl Plan {
         &self.parts.name
     }
 
-    /// How many operations one run enqueues.
+    /// Number of operations that one run enqueues.
     pub fn operations(&self) -> usize {
         self.parts.commands.len()
     }
 
-    /// The memory of the tensor `name`, bound or allocated, if this rank accesses it. Of several that
-    /// a loop allocated under one name, the first.
+    /// Memory of the tensor `name`, bound or allocated, if this rank accesses it. If a loop allocated several under
+    /// one name, the first.
     pub fn tensor(&self, name: &str) -> Option<&DeviceSlice> {
         let tensors = &self.parts.program.tensors;
         let id = tensors.iter().position(|tensor| *tensor.name == *name)?;
@@ -84,10 +84,10 @@ impl Plan {
         self.parts.program.is_output(name)
     }
 
-    /// Its kernels, in the order in which a run launches them.
+    /// Its kernels, in launch order.
     ///
     /// # Errors
-    /// [`ErrorKind::Driver`] where the device does not tell what they take.
+    /// [`ErrorKind::Driver`] if the device cannot report their resources.
     pub fn kernels(&self) -> Result<Vec<KernelReport>> {
         let commands = self.parts.commands.iter();
         let kernels = commands.filter_map(|command| match &command.kind {
@@ -101,7 +101,7 @@ impl Plan {
         reports.collect()
     }
 
-    /// Why the program cannot run as a graph, if the verifier found that it cannot.
+    /// Reason why the program cannot run as a graph, if the verifier found one.
     pub fn eager_only(&self) -> Option<&Diagnostic> {
         self.parts.eager_only.as_deref()
     }
@@ -112,18 +112,17 @@ impl Plan {
             .with_help("run the plan without a graph, or change the program")
     }
 
-    /// Enqueues one run, starting from and joining back into `stream`. Does not block.
+    /// Enqueues one run, which starts after the work on `stream` and joins back into it. Does not block.
     ///
     /// # Errors
-    /// The device's fault, and what an operation says that cannot be enqueued, with its place in the
-    /// program.
+    /// The device's fault, or the error of an operation that cannot be enqueued, with its place in the program.
     pub fn run(&self, stream: &Stream) -> Result<()> {
         self.check_capture(stream)?;
         self.for_each_command(stream, Command::enqueue)
     }
 
-    /// As [`run`](Self::run), for a `stream` that records a graph while plans of the same executor may run outside of it:
-    /// on streams of its own.
+    /// Like [`run`](Self::run), for a `stream` that captures a graph while plans of the same executor may run
+    /// eagerly: uses separate pool streams, because those of eager runs would become part of the capture.
     pub(crate) fn run_recorded(&self, stream: &Stream) -> Result<()> {
         self.check_capture(stream)?;
         let parts = &self.parts;
@@ -137,8 +136,8 @@ impl Plan {
         self.for_each_command_on((stream, streams), Command::enqueue)
     }
 
-    /// Fails where `stream` captures a program that cannot be. Who records a run himself is told by the
-    /// program's words and not by a driver's.
+    /// Fails if `stream` captures a program that cannot be captured. This gives a caller who records a run the
+    /// verifier's diagnostic instead of a driver error.
     fn check_capture(&self, stream: &Stream) -> Result<()> {
         match &self.parts.eager_only {
             Some(diagnostic) if stream.is_capturing()? => Err(self.not_capturable(diagnostic)),
@@ -146,8 +145,8 @@ impl Plan {
         }
     }
 
-    /// The inputs and outputs that [`run_on`](Self::run_on) takes other memory for: those that no peer
-    /// reaches and that no kernel of the program uses. It may differ from rank to rank.
+    /// Inputs and outputs that [`run_on`](Self::run_on) can replace: those that no peer and no kernel of the program
+    /// accesses. May differ between ranks.
     pub fn replaceable(&self) -> Vec<&str> {
         let tensors = &self.parts.program.tensors;
         let names = self.parts.replaceable.iter().map(|id| &*tensors[*id].name);
@@ -156,14 +155,14 @@ impl Plan {
         names
     }
 
-    /// As [`run`](Self::run), with `memory` in the place of that of some inputs and outputs, for this run
-    /// alone: data lies where it lies, and peers need not be told. The caller keeps `memory` until
-    /// `stream` is past the run, and counts on it that it is apart from the plan's and from each other
-    /// where it is written to. The run takes more of the host's time than one on the plan's own memory.
+    /// Like [`run`](Self::run), with `memory` substituted for that of some inputs and outputs in this run alone: data
+    /// need not be copied, and peers need not be notified. The caller keeps `memory` alive until `stream` has
+    /// completed the run, and guarantees that written memory overlaps neither the plan's memory nor other memory
+    /// passed here. The run takes more host time than one on the plan's own memory.
     ///
     /// # Errors
-    /// As [`run`](Self::run); [`ErrorKind::InvalidArgument`] for a tensor that is not
-    /// [replaceable](Self::replaceable), or memory of another length. Nothing was enqueued then.
+    /// The errors of [`run`](Self::run); [`ErrorKind::InvalidArgument`] for a tensor that is not
+    /// [replaceable](Self::replaceable), or memory of another length; nothing is enqueued in these two cases.
     pub fn run_on(&self, stream: &Stream, memory: &Bindings) -> Result<()> {
         if memory.is_empty() {
             return self.run(stream);
@@ -177,8 +176,7 @@ impl Plan {
         })
     }
 
-    /// As [`run`](Self::run), and tells how long the host took to enqueue each operation, with a word
-    /// for what it is.
+    /// Like [`run`](Self::run); reports the host time to enqueue each operation, with the operation's name.
     pub fn run_timed(
         &self,
         stream: &Stream,
@@ -192,14 +190,13 @@ impl Plan {
         })
     }
 
-    /// Turns the plan into one graph, to be launched in the place of [`run`](Self::run). Blocks
-    /// while the graph is prepared. A plan is captured once; runs and launches of one plan take
-    /// turns on every rank in the same order. What the program posts again waits, in a graph, until it
-    /// is done the time before.
+    /// Captures the plan into one graph, which is launched instead of calling [`run`](Self::run). Blocks while the
+    /// graph is prepared. A plan is captured once; every rank interleaves runs and launches of one plan in the same
+    /// order. In a graph, a repeated post waits for completion of the previous one.
     ///
     /// # Errors
-    /// As [`run`](Self::run), and [`ErrorKind::InvalidArgument`] where the program runs
-    /// [eagerly only](Self::eager_only).
+    /// The errors of [`run`](Self::run), and [`ErrorKind::InvalidArgument`] if the program runs [eagerly
+    /// only](Self::eager_only).
     pub fn capture(self) -> Result<CapturedPlan> {
         if let Some(diagnostic) = &self.parts.eager_only {
             return Err(self.not_capturable(diagnostic));
@@ -219,10 +216,10 @@ impl Plan {
         })
     }
 
-    /// Runs once with a mark before and after every operation, and gives the times of all ranks, on
-    /// rank 0. Every rank calls this at the same time. Blocks until the run is done everywhere. Marks
-    /// take time of their own, so the whole is slower than a run. In the place of a kernel, one is launched that
-    /// also stores when the steps of its lanes start.
+    /// Runs once with timing events before and after every operation, and returns the times of all ranks on rank 0.
+    /// Collective: every rank calls it at the same time. Blocks until the run completes everywhere. The events add
+    /// time of their own, so a traced run is slower. Each kernel is replaced by one that also records the start times
+    /// of its lanes' steps.
     pub fn trace(&self, stream: &Stream) -> Result<Option<Trace>> {
         let kernels = self.traced_kernels()?;
         let mut tracer = Tracer::start(&self.parts.context, stream)?;
@@ -249,8 +246,8 @@ impl Plan {
         tracer.finish(&self.parts.context, &self.parts.name)
     }
 
-    /// The plan's kernels, by operation, as those that store when their steps start. Blocks until all ranks have
-    /// theirs, as a kernel that is loaded late could wait for one that runs.
+    /// Tracing variants of the plan's kernels, by operation. Blocks until all ranks have loaded theirs: loading a
+    /// kernel may wait for running ones, which could deadlock with kernels that wait for a peer.
     fn traced_kernels(&self) -> Result<TracedKernels> {
         let PlanParts {
             context,
@@ -273,7 +270,7 @@ impl Plan {
         context.agree_on(traced.collect())
     }
 
-    /// Calls `enqueue` for every command with its stream, where `caller` is the caller's.
+    /// Calls `enqueue` for every command with its stream; `caller` is the caller's stream.
     fn for_each_command(
         &self,
         caller: &Stream,
@@ -287,13 +284,13 @@ impl Plan {
         (caller, streams): (&Stream, &[Option<Stream>]),
         mut enqueue: impl FnMut(&Command, &Stream) -> Result<()>,
     ) -> Result<()> {
-        // What other streams do joins back into the caller's.
+        // Work of other streams joins back into the caller's, so its use alone needs recording.
         self.parts.note(caller);
         self.parts.memory.copy_in(caller)?;
         for command in &self.parts.commands {
             let stream = streams[command.stream].as_ref().unwrap_or(caller);
             enqueue(command, stream).map_err(|error| {
-                // But nothing does any more after this.
+                // After a failure nothing joins back, so the use of each stream is recorded.
                 let own = streams.iter().flatten();
                 own.for_each(|stream| self.parts.note(stream));
                 self.locate(command, error)
@@ -319,10 +316,10 @@ impl Plan {
     }
 }
 
-/// A plan as one graph.
+/// A plan captured into a graph.
 #[derive(Debug)]
 pub struct CapturedPlan {
-    // Before the plan, whose memory and streams it uses.
+    // Declared before the plan to be dropped first: it uses the plan's memory and streams.
     graph: InUse<Graph>,
     plan: Plan,
 }
@@ -340,7 +337,7 @@ impl CapturedPlan {
         &self.plan
     }
 
-    /// How many operations the graph holds.
+    /// Number of operations in the graph.
     pub fn operations(&self) -> usize {
         self.graph.operations()
     }

@@ -1,4 +1,4 @@
-//! Memory and streams that plans take and give back.
+//! Pool of memory and streams for plans.
 
 use crate::device::{AllocationKind, Device, Priority, Stream};
 use crate::error::Result;
@@ -8,31 +8,30 @@ use crate::sync::lock;
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::{Arc, Mutex};
 
-/// How many regions are kept that no plan uses: plans of ever new sizes would otherwise leave theirs.
+/// Limit on free regions: plans of ever new sizes would otherwise accumulate unused ones.
 const MAX_FREE_REGIONS: usize = 64;
 
 #[derive(Debug)]
 pub(super) struct Pool {
     device: Arc<dyn Device>,
     memory: Arc<MemoryRegistry>,
-    // Registered regions, the one that was given back last at the end. They keep their registration, and
-    // peers their mappings.
+    // Registered regions, most recently returned last. They keep their registration, and peers their mappings.
     free: Mutex<VecDeque<Region>>,
     streams: Mutex<BTreeMap<StreamKind, Stream>>,
-    // For graphs.
+    // Streams for captured graphs.
     recording: Mutex<Vec<Recording>>,
 }
 
-/// Streams that a graph was recorded with, or still is.
+/// Streams used by the capture of a graph.
 #[derive(Debug)]
 struct Recording {
-    /// The number of the capture.
+    /// Identifier of the capture.
     capture: u64,
     streams: BTreeMap<StreamKind, Stream>,
 }
 
 impl Recording {
-    /// Whether the graph is complete. Where a stream does not tell, it is not used any more.
+    /// Whether the capture has ended. A stream that cannot report its state is no longer in use.
     fn is_over(&self) -> bool {
         let mut streams = self.streams.values();
         streams.all(|stream| matches!(stream.capture_id(), Ok(None)))
@@ -50,18 +49,18 @@ impl Pool {
         }
     }
 
-    /// Lets go of the regions that no plan uses.
+    /// Frees the regions that no plan uses.
     pub(super) fn release_free(&self) {
         let free = std::mem::take(&mut *lock(&self.free));
         drop(free);
     }
 
-    /// Whether all peers of this machine can map memory of this rank's device, which callers bind.
+    /// Whether all peers of this machine can map memory of this rank's device as bound by callers.
     pub(super) fn is_reached_by_peers(&self) -> Result<bool> {
         self.memory.all_map_device_memory()
     }
 
-    /// A region of exactly `bytes`, with whatever the last user left in it.
+    /// A region of exactly `bytes`, with the contents of its last use.
     pub(super) fn take(&self, bytes: usize) -> Result<Region> {
         let mut free = lock(&self.free);
         let position = free.iter().rposition(|region| region.bytes() == bytes);
@@ -73,24 +72,24 @@ impl Pool {
         }
     }
 
-    /// Takes back what no stream uses any more, and lets go of what has been free for longest.
+    /// Returns regions that no stream uses any more, and frees those that have been unused for longest.
     pub(super) fn give_back(&self, regions: impl IntoIterator<Item = Region>) {
         let mut free = lock(&self.free);
         free.extend(regions);
         let surplus = free.len().saturating_sub(MAX_FREE_REGIONS);
         let surplus: Vec<Region> = free.drain(..surplus).collect();
         drop(free);
-        // Not under the lock.
+        // Freed outside the lock, which other plans need.
         drop(surplus);
     }
 
-    /// The stream that all plans use for `kind`; `None` for the caller's.
+    /// Stream that all plans use for `kind`; `None` for the caller's.
     pub(super) fn stream(&self, kind: StreamKind) -> Result<Option<Stream>> {
         self.stream_of(&mut lock(&self.streams), kind)
     }
 
-    /// The streams that all plans use for `kinds` in the graph that `capture` records: those outside of graphs would be
-    /// part of it until it is complete, and of no use for anything else. Later graphs use them again.
+    /// Streams that all plans use for `kinds` in the graph of `capture`. Streams of eager runs would be part of the
+    /// capture until it ends, and unusable for other work. Later graphs reuse these streams.
     pub(super) fn recorded_streams(
         &self,
         capture: u64,

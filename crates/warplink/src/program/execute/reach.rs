@@ -1,4 +1,4 @@
-//! What the kernels of a plan reach, and the addresses that a launch is bound to.
+//! Memory that the kernels of a plan access, and the addresses that a launch is bound to.
 
 use crate::device::DeviceSlice;
 use crate::error::Rank;
@@ -11,31 +11,31 @@ use std::collections::BTreeMap;
 /// Bytes of an epoch.
 pub(super) const EPOCH_BYTES: usize = 8;
 
-/// Bytes of a verdict on a peer's announcement. Must match `agree` of the kernels.
+/// Bytes of a verdict on a peer's announcement. Must match `agree` in the kernels.
 pub(super) const VERDICT_BYTES: usize = VERDICT_WORDS_BYTES + 8;
 
-/// The byte of a packet in a verdict that tells of memory which this rank does not know. Must match it too.
+/// Packet byte in a verdict that reports memory unknown to this rank. Must match `agree` too.
 pub(super) const UNKNOWN_MEMORY: u8 = 2;
 
-/// Bytes of an announcement in a verdict. Must match it too.
+/// Bytes of an announcement in a verdict. Must match `agree` too.
 pub(super) const VERDICT_WORDS_BYTES: usize = 32;
 
-/// Bytes of the count of lanes that found all announced tensors reachable; it comes behind the verdicts.
+/// Bytes of the count of lanes that found all announced tensors reachable; it follows the verdicts.
 pub(super) const DIRECT_BYTES: usize = 8;
 
-/// What kernels reach: memory of all ranks, as it is mapped here.
+/// Memory of all ranks that kernels access, as mapped here.
 #[derive(Debug)]
 pub(super) struct Reach {
     pub(super) layout: WorkspaceLayout,
-    /// None of ranks that kernels are not to reach, as of the signals.
+    /// `None` for ranks that kernels must not access; likewise for the signals.
     pub(super) workspaces: Vec<Option<DeviceSlice>>,
     pub(super) signals: Vec<Option<DeviceSlice>>,
-    /// Of a device that takes closures, the epoch, and how many lanes of the launch under way have ended; of
-    /// others, an epoch for each lane.
+    /// On devices that take closures, the epoch and the number of ended lanes of the launch in flight; on others, an
+    /// epoch for each lane.
     pub(super) state: DeviceSlice,
-    /// The most lanes of the kernels that share the epoch.
+    /// Largest number of lanes of the kernels that share the epoch.
     pub(super) lanes: usize,
-    /// How many ranks at most have their lanes on one device.
+    /// Largest number of ranks with lanes on one device.
     pub(super) ranks_per_device: usize,
     pub(super) tensors: Vec<BTreeMap<TensorId, DeviceSlice>>,
 }
@@ -46,12 +46,12 @@ impl Reach {
         Self::direct_offset(lanes, world) + DIRECT_BYTES
     }
 
-    /// Where the count of lanes is that found all announced tensors reachable.
+    /// Offset of the count of lanes that found all announced tensors reachable.
     pub(super) const fn direct_offset(lanes: usize, world: usize) -> usize {
         EPOCH_BYTES * lanes + VERDICT_BYTES * world
     }
 
-    /// What a launch of a section is bound to.
+    /// Addresses that a launch of a section is bound to.
     pub(super) fn addresses(&self, section: &SectionInstance) -> Addresses {
         let tensors = section.tensors.iter().map(|tensor| {
             let ranks = 0..section.world;
@@ -68,7 +68,7 @@ impl Reach {
         }
     }
 
-    /// Where a tensor starts on a rank; 0 where this rank does not reach it there.
+    /// Start address of a tensor on a rank; 0 if this rank does not reach it.
     fn address(&self, section: &SectionInstance, tensor: &SectionTensor, rank: Rank) -> u64 {
         match tensor.memory {
             SectionMemory::Tensor(id) => {
@@ -87,7 +87,7 @@ impl Reach {
     }
 }
 
-/// Where memory of a rank starts; 0 where this rank does not reach it.
+/// Start address of a rank's memory; 0 if this rank does not reach it.
 fn address(memory: &Option<DeviceSlice>) -> u64 {
     memory.as_ref().map_or(0, DeviceSlice::address)
 }

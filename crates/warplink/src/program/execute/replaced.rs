@@ -1,7 +1,7 @@
-//! Other memory in the place of a plan's own, for one run.
+//! Memory substituted for a plan's own in one run.
 //!
-//! What peers reach was exchanged when the plan was bound and stays. Everything else is only named by the
-//! commands of this rank, so that a run can name other memory: no peer takes notice.
+//! Memory that peers access was exchanged when the plan was bound and is fixed. All other memory is referenced by
+//! commands of this rank only, so a run can substitute it without notifying a peer.
 
 use super::memory::{Bindings, PlanMemory};
 use crate::device::{CollectiveRequest, DeviceSlice};
@@ -10,15 +10,15 @@ use crate::program::ir::Role;
 use crate::program::rank_program::{OperationKind, RankProgram, TensorId, TransferInstance};
 use std::collections::HashSet;
 
-/// Memory in the place of tensors'.
+/// Substitutes for the memory of tensors.
 #[derive(Debug)]
 pub(super) struct Replaced<'a> {
-    // The plan's own memory, and what takes its place, of the same length.
+    // Pairs of the plan's own memory and its substitute, of equal length.
     pairs: Vec<(&'a DeviceSlice, &'a DeviceSlice)>,
 }
 
 impl<'a> Replaced<'a> {
-    /// `given` by name, in the place of the memory of tensors among `replaceable`.
+    /// Substitutes the memory `given` by name for that of tensors among `replaceable`.
     pub(super) fn new(
         program: &RankProgram,
         memory: &'a PlanMemory,
@@ -47,12 +47,12 @@ impl<'a> Replaced<'a> {
         Ok(Self { pairs })
     }
 
-    /// Whether there is other memory for `slice`.
+    /// Whether `slice` is replaced.
     pub(super) fn has(&self, slice: &DeviceSlice) -> bool {
         self.pairs.iter().any(|(own, _)| lies_in(slice, own))
     }
 
-    /// What `slice` is in this run.
+    /// Memory used for `slice` in this run.
     pub(super) fn of(&self, slice: &DeviceSlice) -> Result<DeviceSlice> {
         match self.pairs.iter().find(|(own, _)| lies_in(slice, own)) {
             Some((own, other)) => {
@@ -63,7 +63,7 @@ impl<'a> Replaced<'a> {
         }
     }
 
-    /// `request` on the memory of this run.
+    /// `request` with the memory of this run.
     pub(super) fn of_request(&self, request: &CollectiveRequest) -> Result<CollectiveRequest> {
         Ok(match request {
             CollectiveRequest::Collective {
@@ -91,9 +91,9 @@ impl<'a> Replaced<'a> {
     }
 }
 
-/// The inputs and outputs that no peer reaches and no transfer or kernel was made ready with, in memory
-/// that no other tensor is bound to. Of several matmuls that are stored at peers at once, operands stay
-/// as well: a device may have made them ready together.
+/// Inputs and outputs that no peer accesses, that no prepared transfer or kernel uses, and whose memory is bound to
+/// no other tensor. Operands of several matmuls that are stored at peers at once are excluded as well: a device may
+/// have prepared them together.
 pub(super) fn replaceable(program: &RankProgram, memory: &PlanMemory) -> HashSet<TensorId> {
     let direct = program
         .transfers

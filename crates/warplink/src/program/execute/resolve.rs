@@ -1,4 +1,4 @@
-//! From the operations of a rank program and its memory to commands.
+//! Resolves the operations of a rank program and its memory to commands.
 
 use super::command::{Command, CommandKind};
 use super::kernel::BoundKernels;
@@ -17,14 +17,13 @@ use crate::program::rank_program::{
 use std::collections::HashMap;
 use std::sync::Arc;
 
-/// A point on a stream: its index, and the event that was recorded there.
+/// A point on a stream: its index, and the event recorded there.
 type Mark = (usize, Event);
 
-/// The collective engines that the rank has joined, by the ranks that take part; all where there is no
-/// list.
+/// Collective engines that the rank has joined, by members; `None` for the engine of all ranks.
 pub(super) type Engines = HashMap<Option<Arc<[Rank]>>, Arc<dyn CollectiveEngine>>;
 
-/// Turns operations into commands.
+/// Resolves operations to commands.
 pub(super) struct Resolver<'a> {
     program: &'a RankProgram,
     memory: &'a PlanMemory,
@@ -33,12 +32,11 @@ pub(super) struct Resolver<'a> {
     compute: Option<Arc<dyn Compute>>,
     engines: &'a Engines,
     kernels: Option<&'a BoundKernels>,
-    // Whether the engines' operations are on several streams. Then events put them in the order in
-    // which the host gives them, which an engine may rely on: peers that find them in two orders
-    // would wait for one another, in one engine or in two.
+    // Whether the engines' operations are on several streams. If so, events order them as enqueued by the host, which
+    // an engine may rely on: peers that ran them in two orders would deadlock, within one engine or across two.
     orders_engine: bool,
     engine_last: Option<Mark>,
-    // The last post of each of the engine's transfers.
+    // Last post of each engine transfer.
     engine_posts: HashMap<TransferId, Mark>,
     commands: Vec<Command>,
 }
@@ -68,7 +66,7 @@ impl<'a> Resolver<'a> {
         }
     }
 
-    /// The commands of the whole program.
+    /// Commands of the whole program.
     pub(super) fn commands(mut self) -> Result<Vec<Command>> {
         let program = self.program;
         for (index, operation) in program.operations.iter().enumerate() {
@@ -84,7 +82,7 @@ impl<'a> Resolver<'a> {
     fn resolve(&mut self, operation: &Operation) -> Result<()> {
         let stream = operation.stream;
         let kind = match &operation.kind {
-            // Memory is there from the binding to the end of the plan, and so are handles.
+            // Memory and handles exist from binding to the end of the plan, so these need no command.
             OperationKind::Allocate(_) | OperationKind::Deallocate(_) | OperationKind::Share(_) => {
                 return Ok(());
             }
@@ -214,7 +212,7 @@ impl<'a> Resolver<'a> {
         }
     }
 
-    /// Adds work of the engine, which posts `group`.
+    /// Adds engine work that posts `group`.
     fn push_engine(
         &mut self,
         stream: usize,
@@ -269,7 +267,7 @@ impl<'a> Resolver<'a> {
         Ok(())
     }
 
-    /// The direct transfers of a group, and the engine's.
+    /// Partitions a group into direct transfers and engine transfers.
     fn split(&self, group: &[TransferId]) -> (Vec<TransferId>, Vec<TransferId>) {
         group
             .iter()
@@ -284,11 +282,11 @@ impl<'a> Resolver<'a> {
         group.iter().map(exchanged).collect()
     }
 
-    /// Adds an element-wise operation: as several, each on what is there, where it has more sources than
-    /// a device takes at once.
+    /// Adds an element-wise operation; splits it into several, each accumulating on the previous result, if it has
+    /// more sources than a device takes at once.
     fn elementwise(&mut self, stream: usize, request: Elementwise) -> Result<()> {
         let (target, mut sources) = (request.target.clone(), request.sources.clone());
-        // What the target holds counts before it is overwritten.
+        // A source that is also the target must be read before it is overwritten.
         let is_target = |source: &Operand| {
             let same = source.slice.address() == target.slice.address();
             same && source.strides == target.strides

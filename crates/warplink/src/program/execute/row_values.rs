@@ -1,11 +1,11 @@
-//! Rows of memory as values in single precision, and back.
+//! Conversion of rows of memory to single-precision values, and back.
 
 use crate::device::ReduceOp;
 use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Result};
 use crate::program::section::{RowArgument, RowBinary, RowValue};
 
-/// The arguments of a function: sources, of these types, combined in their order.
+/// Arguments of a row function: sources of these types, combined in order.
 pub(super) fn row_arguments(
     arguments: &[RowArgument],
     types: &[DType],
@@ -48,12 +48,12 @@ fn combined(operator: ReduceOp, a: f32, b: f32) -> f32 {
     a.binary(function, b)
 }
 
-/// The values of `bytes`.
+/// Decodes `bytes`.
 fn decode(dtype: DType, bytes: &[u8]) -> Vec<f32> {
     dtype.decode(bytes).map(|value| value as f32).collect()
 }
 
-/// The bytes of a row of `elements`, each rounded to `dtype`; one value is that of all.
+/// Bytes of a row of `elements`, each rounded to `dtype`; a single value is broadcast.
 pub(super) fn row_bytes(dtype: DType, values: &[f32], elements: usize) -> Vec<u8> {
     let at = |element: usize| values[if values.len() == 1 { 0 } else { element }];
     dtype.encode((0..elements).map(|element| at(element).into()))

@@ -1,4 +1,4 @@
-//! The kernel of a section, on the workspace and the signals that kernels are bound to.
+//! Kernel of a section, bound to a workspace and signals.
 
 use super::kernel::BoundKernels;
 use super::lane::SectionLanes;
@@ -6,17 +6,17 @@ use crate::device::{Device, DeviceSlice, Kernel, Launch, ModuleSource};
 use crate::error::Result;
 use crate::program::section::{KERNEL, SectionInstance};
 
-/// A kernel that is loaded, and how it is launched.
+/// A loaded kernel, and its launch parameters.
 pub(super) struct SectionKernel {
     pub(super) kernel: Kernel,
     pub(super) launch: Launch,
-    /// Its argument behind the words of a launch.
+    /// Argument that follows the words of a launch.
     pub(super) signals: DeviceSlice,
 }
 
 impl BoundKernels {
-    /// Compiles and loads the kernel of `section`: `text` for devices that take code, where no kernel of the same text
-    /// was loaded before, `lanes` for those that take closures.
+    /// Compiles and loads the kernel of `section`: `text` on devices that take code, unless a kernel of the same text
+    /// is already loaded, or `lanes` on devices that take closures.
     pub(super) fn load(
         &self,
         device: &dyn Device,
@@ -27,13 +27,13 @@ impl BoundKernels {
         let source = ModuleSource::new("kernel section")
             .with_written_cuda(text)
             .with_host_lanes(KERNEL, section.world, lanes);
-        // SAFETY: the kernel accesses what the section says of the workspace, of the memory that a plan holds, and of
-        // the tensors of a launch; the verifier has checked that this stays within them, and a launch that they have
-        // the section's lengths.
+        // SAFETY: the kernel accesses only what the section names of the workspace, of the memory that a plan holds,
+        // and of the tensors of a launch. The verifier has checked that these accesses are in bounds, and a launch
+        // checks that its tensors have the section's lengths.
         let module = unsafe { device.load_module(&source)? };
         let kernel = module.kernel(KERNEL)?;
-        // A launch that asks for all blocks together takes longer. Blocks that find no room get it when other
-        // kernels end, so it is enough that they fit.
+        // A cooperative launch takes longer. Blocks that do not fit at first are scheduled when other kernels end, so
+        // it suffices that all of them fit on the device together.
         let launch = Launch::new(section.lanes as u32, section.threads as u32);
         let ranks_per_device = self.reach.ranks_per_device;
         kernel.check_together(&launch, ranks_per_device)?;

@@ -1,4 +1,4 @@
-//! Times of plans on the machine, to compare them.
+//! Benchmarks plans against each other.
 
 use super::plan::{CapturedPlan, Plan};
 use super::{Executor, RankContext};
@@ -7,13 +7,13 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::p2p::StreamBarrier;
 use crate::program::times::Times;
 
-/// Runs of each plan before the first that counts.
+/// Warm-up runs of each plan.
 const WARM_UP: usize = 2;
 
 impl Executor {
-    /// Times `plans` in turn, so that all see the same clocks, `samples` times each as every submission.
-    /// All ranks start a run together, and the slowest counts. Every rank calls this at the same time
-    /// with plans of the same programs, and all get the same times. Blocks until all is done.
+    /// Times `plans` in turn, so that all see the same clock rates, `samples` times each for every submission mode.
+    /// All ranks start a run together, and the slowest rank counts. Collective: every rank calls it at the same time
+    /// with plans of the same programs, and all get the same times. Blocks until all runs complete.
     pub(crate) fn time_in_turn(&self, plans: Vec<Plan>, samples: usize) -> Result<Vec<Times>> {
         let clock = Clock::new(&self.context)?;
         let eager: Vec<_> = plans
@@ -66,7 +66,7 @@ impl<'a> Clock<'a> {
         })
     }
 
-    /// The median of each of `works`.
+    /// Median time of each of `works`.
     fn medians(
         &self,
         works: &[impl Fn(&Stream) -> Result<()>],
@@ -101,7 +101,7 @@ impl<'a> Clock<'a> {
             .collect())
     }
 
-    /// The largest of all ranks for each of `own`.
+    /// Maximum over all ranks for each of `own`.
     fn slowest(&self, own: &[f64]) -> Result<Vec<f64>> {
         let bytes: Vec<u8> = own.iter().flat_map(|time| time.to_le_bytes()).collect();
         let mut slowest = own.to_vec();

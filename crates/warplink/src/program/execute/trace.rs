@@ -1,4 +1,4 @@
-//! When each operation of a run started and ended, in the format that Perfetto opens.
+//! Timeline of a run's operations, in the format that Perfetto opens.
 
 use super::context::RankContext;
 use super::kernel::TracedKernel;
@@ -9,7 +9,7 @@ use crate::program::rank_program::{Operation, StreamKind};
 use serde::Serialize;
 use std::sync::Arc;
 
-/// A run of all ranks.
+/// Trace of a run of all ranks.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Trace {
     /// Name of the program.
@@ -40,8 +40,8 @@ struct PerfettoArguments<'a> {
 }
 
 impl Trace {
-    /// The trace as a list of events that Perfetto and Chrome's viewer open, with a process for
-    /// each rank and a thread for each stream and lane.
+    /// Converts the trace to a list of events for Perfetto and Chrome's viewer, with a process for each rank and a
+    /// thread for each stream and lane.
     pub fn to_perfetto(&self) -> Vec<impl Serialize + '_> {
         let mut tracks: Vec<(Rank, &str)> = self
             .spans
@@ -88,7 +88,7 @@ impl Trace {
     }
 }
 
-/// Marks the operations of a run.
+/// Records timing events for the operations of a run.
 pub(super) struct Tracer {
     device: Arc<dyn Device>,
     zero: Event,
@@ -102,12 +102,12 @@ struct Span {
     stream: StreamKind,
     begin: Event,
     end: Event,
-    /// The steps of its lanes, where it is a kernel.
+    /// Steps of its lanes, if it is a kernel.
     lanes: Option<Arc<InUse<TracedKernel>>>,
 }
 
 impl Tracer {
-    /// Starts the clock of every rank as nearly at once as a barrier of the hosts allows.
+    /// Starts the clock of every rank, synchronized as closely as a barrier of the hosts allows.
     pub(super) fn start(context: &RankContext, stream: &Stream) -> Result<Self> {
         stream.synchronize(context.deadline())?;
         let zero = context.device.create_event(true)?;
@@ -120,14 +120,14 @@ impl Tracer {
         })
     }
 
-    /// An event at the point where `stream` is.
+    /// Records an event at the current point of `stream`.
     pub(super) fn mark(&self, stream: &Stream) -> Result<Event> {
         let event = self.device.create_event(true)?;
         stream.record(&event)?;
         Ok(event)
     }
 
-    /// Notes that `operation` ran between two marks of `stream`.
+    /// Records that `operation` ran between two events of `stream`.
     pub(super) fn span(
         &mut self,
         operation: &Operation,

@@ -1,4 +1,4 @@
-//! What a trace tells of one operation, or of one step of a lane.
+//! Trace entry of one operation, or of one step of a lane.
 
 use crate::error::Rank;
 use serde::{Deserialize, Serialize};
@@ -8,9 +8,9 @@ use serde::{Deserialize, Serialize};
 pub struct TraceSpan {
     /// The rank.
     pub rank: Rank,
-    /// The stream, as program text names it; for the step of a lane, that and the lane's number.
+    /// The stream, as program text names it; for the step of a lane, followed by the lane's number.
     pub stream: String,
-    /// The operation's or step's word.
+    /// Name of the operation or step.
     pub operation: String,
     /// Its place in the program.
     pub site: String,

@@ -1,10 +1,10 @@
-//! A workspace that kernels of many programs share, and kernels that are launched on other memory each time.
+//! A workspace that kernels of many programs share, and kernels that are launched on different memory each time.
 //!
-//! A plan has a workspace of its own, and its memory is bound once. Here, ranks exchange handles once, for
-//! the workspace alone; of their peers, kernels access that, and tensors in allocations that were published
-//! ([`publication`](super::publication)). So a kernel is made, and launched on any memory of this rank, without asking
-//! any other. [`verify_sharing`](crate::program::verify::verify_sharing)
-//! looks at programs that are to share a workspace.
+//! A plan has a workspace of its own, and its memory is bound once. Here, ranks exchange handles once, for the
+//! workspace alone; kernels access their peers' workspaces, and tensors in allocations that were published
+//! ([`publication`](super::publication)). So a kernel is created, and launched on any memory of this rank, without
+//! communication with another rank. [`verify_sharing`](crate::program::verify::verify_sharing) verifies programs that
+//! are to share a workspace.
 
 use super::context::RankContext;
 use super::kernel::{BoundKernels, KernelMemory};
@@ -29,15 +29,15 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::{Arc, Mutex};
 
-/// Memory, signals and an epoch of a group of ranks, for kernels that are launched in the same order on all.
+/// Memory, signals and an epoch of a group of ranks, for kernels that are launched in the same order on all ranks.
 #[derive(Debug)]
 pub(crate) struct SharedWorkspace {
     device: Arc<dyn Device>,
     kernels: BoundKernels,
     publication: Arc<Publication>,
-    /// Those of its kernels.
+    /// Serial launch order of its kernels.
     serial: SerialKernels,
-    /// Raised where ranks call different things, to end what waits for them.
+    /// Raised if ranks make different calls, to abort waits that would never end.
     fault: Arc<Fault>,
     rank: Rank,
     world: usize,
@@ -47,44 +47,45 @@ pub(crate) struct SharedWorkspace {
 pub(crate) struct SharedKernel {
     kernel: SerialKernel,
     launch: Launch,
-    /// What it is bound to, but for the addresses of this rank's tensors.
+    /// Words that it is bound to, without the addresses of this rank's tensors.
     words: Vec<u64>,
-    /// The words of the last launch.
+    /// Words of the last launch.
     launched: Mutex<Vec<u64>>,
-    /// Which word is the address of which tensor, and from which byte of it.
+    /// Words that hold an address: index of the word, tensor, and byte offset.
     addresses: Vec<(usize, TensorId, u64)>,
-    /// From which word on is said where which tensor lies that is announced, and from which byte of it.
+    /// Words that locate announced tensors: index of the first word, tensor, and byte offset.
     places: Vec<(usize, TensorId, u64)>,
     publication: Arc<Publication>,
     signals: DeviceSlice,
     code: Code,
 }
 
-/// Which sections the code of a kernel serves.
+/// Sections that the code of a kernel can serve.
 #[derive(Clone)]
 struct Code {
-    /// One that it was written for; it serves those of the same program whose sizes and integers are no further from 0.
+    /// A section that the code was generated for; it serves those of the same program whose sizes and integers are no
+    /// further from 0.
     largest: Arc<SectionInstance>,
     aligned: Vec<bool>,
 }
 
-/// What a kernel is to be made for.
+/// Request for a kernel.
 pub(crate) struct CodeWanted<'a> {
-    /// Its scratch lies in the workspace; its tensors are given at each launch.
+    /// Section whose scratch is in the workspace; its tensors are given at each launch.
     pub(crate) section: Arc<SectionInstance>,
     /// Whether tensors start at multiples of 16 bytes.
     pub(crate) aligned: bool,
-    /// Whether launches are readied.
+    /// Whether launches are prepared in advance.
     pub(crate) readying: Readying,
-    /// A kernel of the same program, rank, lanes and threads, whose code may serve.
+    /// A kernel of the same program, rank, lanes and threads, whose code may be reusable.
     pub(crate) model: Option<&'a SharedKernel>,
-    /// The same section with larger sizes, which the code is to serve where it has the same text.
+    /// The same section with larger sizes, which the code should serve if its text is the same.
     pub(crate) largest: Option<SectionInstance>,
 }
 
 impl SharedWorkspace {
-    /// Allocates a workspace and maps those of the peers that kernels are to reach. Every rank calls it at the same
-    /// time, with the same layout and number of lanes. Blocks until all have: all succeed, or none.
+    /// Allocates a workspace and maps those of the peers that kernels access. Collective: every rank calls it at the
+    /// same time, with the same layout and number of lanes. Blocks until all have: all succeed, or none does.
     pub(crate) fn join(
         context: &RankContext,
         layout: WorkspaceLayout,
@@ -96,8 +97,8 @@ impl SharedWorkspace {
         Ok(Self::new(context, kernels, Arc::new(publication)))
     }
 
-    /// Another workspace of the same ranks, whose kernels reach all of them, and what this one publishes. Otherwise as
-    /// [`join`](Self::join).
+    /// Another workspace of the same ranks, whose kernels access all of them, and this one's published memory.
+    /// Otherwise like [`join`](Self::join).
     pub(crate) fn join_beside(
         &self,
         context: &RankContext,
@@ -131,23 +132,23 @@ impl SharedWorkspace {
         }
     }
 
-    /// The workspace of a rank, as it is mapped here; `None` for one that kernels do not reach.
+    /// Workspace of a rank, as mapped here; `None` for one that kernels do not access.
     pub(crate) fn memory(&self, rank: Rank) -> Option<&DeviceSlice> {
         self.kernels.reach.workspaces.get(rank)?.as_ref()
     }
 
-    /// The signals of a rank, as they are mapped here: for each lane one of each rank.
+    /// Signals of a rank, as mapped here: for each lane, one per rank.
     pub(crate) fn signals(&self, rank: Rank) -> Option<&DeviceSlice> {
         self.kernels.reach.signals.get(rank)?.as_ref()
     }
 
-    /// Where kernels find what this rank and its peers publish.
+    /// Tables of the memory that this rank and its peers publish.
     pub(crate) fn tables(&self) -> &Arc<Tables> {
         self.publication.tables()
     }
 
-    /// Where `slice` is in what this rank publishes, for a launch on `stream`, which a graph may record; `None` for memory
-    /// that cannot be published. Does not block.
+    /// Location of `slice` in this rank's published memory, for a launch on `stream`, which may be recorded by a graph;
+    /// `None` for memory that cannot be published. Does not block.
     pub(crate) fn place(
         &self,
         slice: &DeviceSlice,
@@ -157,15 +158,15 @@ impl SharedWorkspace {
         (number != UNPUBLISHED).then_some(Published { number, start })
     }
 
-    /// A word for each lane, which is an epoch where sections use the workspace, and where kernels note what
-    /// [`disagreement`](Self::disagreement) reads.
+    /// Epoch words, one for each lane, of sections that use the workspace; and the memory in which kernels record
+    /// verdicts for [`disagreement`](Self::disagreement).
     pub(crate) fn state(&self) -> Result<(DeviceSlice, DeviceSlice)> {
         let state = &self.kernels.reach.state;
         let words = EPOCH_BYTES * self.kernels.reach.lanes;
         Ok((state.slice(0..words)?, state.slice(words..state.bytes())?))
     }
 
-    /// What launches of a section are bound to, but for its tensors on this rank.
+    /// Words that launches of a section are bound to, without its tensors on this rank.
     fn bind(&self, section: &SectionInstance, aligned: bool) -> Bound {
         let mut bound = self.kernels.reach.addresses(section);
         bound.tables = self.publication.tables().address();
@@ -176,7 +177,7 @@ impl SharedWorkspace {
             };
             let offset = (tensor.offset * tensor.dtype.size()) as u64;
             addresses.push((number * self.world + self.rank, id, offset));
-            // Stands for an address of which nothing else is known.
+            // Placeholder: only the alignment of the address is known.
             bound.tensors[number][self.rank] = if aligned { 16 + offset } else { 1 };
         }
         let first_place = bound.first_place(section);
@@ -203,7 +204,7 @@ impl SharedWorkspace {
         }
     }
 
-    /// The kernel of a section by the code of the model, if that serves it: without any text.
+    /// Kernel of a section from the model's code, if that can serve it; skips code generation.
     pub(crate) fn kernel_like(&self, wanted: &CodeWanted<'_>) -> Option<Result<SharedKernel>> {
         let model = wanted.model.filter(|model| model.kernel.is_code())?;
         let bound = self.bind(&wanted.section, wanted.aligned);
@@ -236,12 +237,12 @@ impl SharedWorkspace {
         }
     }
 
-    /// The kernel of a section, compiled where no other of the same text was before. `tell` explains what another rank
-    /// announces.
+    /// Kernel of a section, compiled unless a kernel of the same text exists. `tell` formats mismatches with another
+    /// rank's announcement.
     ///
     /// # Errors
-    /// [`ErrorKind::Unsupported`] for a section that accesses tensors of other ranks without announcing them;
-    /// what compiling says.
+    /// [`ErrorKind::Unsupported`] for a section that accesses tensors of other ranks without announcing them; and
+    /// compilation errors.
     pub(crate) fn kernel(
         &self,
         wanted: &CodeWanted<'_>,
@@ -268,7 +269,7 @@ impl SharedWorkspace {
             let aligned = self.bind(larger, wanted.aligned).aligned;
             let same = |text: String| kernel_text(&section, &bound.aligned).map(|own| own == text);
             let text = kernel_text(larger, &aligned);
-            // What is too large for a kernel has none.
+            // A section that is too large for a kernel has no text.
             if aligned == bound.aligned && text.and_then(same).unwrap_or(false) {
                 largest = Some(Arc::new(larger.clone()));
             }
@@ -280,8 +281,8 @@ impl SharedWorkspace {
         Ok(self.shared(bound, kernel, launch, code))
     }
 
-    /// How many lanes of launches so far have found all that was announced reachable. Blocks for as long as reading
-    /// some bytes of the device takes.
+    /// Number of lanes of all launches so far that found all announced tensors reachable. Blocks for the time of a
+    /// small read from the device.
     pub(crate) fn direct_lanes(&self) -> Result<u64> {
         let reach = &self.kernels.reach;
         let from = Reach::direct_offset(reach.lanes, self.world);
@@ -291,22 +292,23 @@ impl SharedWorkspace {
         Ok(u64::from_le_bytes(count))
     }
 
-    /// The word of [`direct_lanes`](Self::direct_lanes), for closures.
+    /// Word of [`direct_lanes`](Self::direct_lanes), for closures.
     pub(crate) fn direct_word(&self) -> Result<Word> {
         let reach = &self.kernels.reach;
         let from = Reach::direct_offset(reach.lanes, self.world);
         reach.state.word(from)
     }
 
-    /// The ranks that have not announced themselves in the launch that this rank is in; none where it is in
-    /// none. `rows` is where ranks announce. Blocks for as long as reading some bytes of the device takes.
+    /// Ranks that have not announced themselves in this rank's launch in flight; empty if there is none. `rows` is
+    /// the scratch of the announcements. Blocks for the time of a small read from the device.
     pub(crate) fn absent(&self, rows: &ScratchInstance) -> Result<Vec<Rank>> {
         let mut epoch = [0; EPOCH_BYTES];
         let reach = &self.kernels.reach;
         self.device
             .download(&reach.state.slice(0..EPOCH_BYTES)?, &mut epoch)?;
         let epoch = u64::from_le_bytes(epoch);
-        // Devices flag packets of 16 bytes by the epoch's lower half, which differs after four billion launches.
+        // Devices flag 16-byte packets with the lower half of the epoch, which differs from `packet_flag` after four
+        // billion launches.
         let flags = [packet_flag(epoch), (epoch + 1) as u32].map(u32::to_le_bytes);
         let slot = (epoch % 2) as usize;
         // Whether rank `of` announced itself at rank `at`.
@@ -323,7 +325,7 @@ impl SharedWorkspace {
         };
         let mut absent = Vec::new();
         let mut is_in_launch = false;
-        // What a rank is told by others that it reaches comes after what they have to tell.
+        // Directly reachable peers first: announcements of the others are forwarded, and so arrive later.
         let mut peers: Vec<Rank> = (0..self.world).filter(|peer| *peer != self.rank).collect();
         peers.sort_by_key(|peer| self.memory(*peer).is_none());
         for peer in peers {
@@ -335,8 +337,8 @@ impl SharedWorkspace {
         Ok(if is_in_launch { absent } else { Vec::new() })
     }
 
-    /// What another rank announced that does not fit to what this one did, where a kernel has noted that. Blocks for as
-    /// long as reading some bytes of the device takes. Devices that take closures fail the stream instead.
+    /// Another rank's announcement that does not match this rank's, if a kernel has recorded one. Blocks for the time
+    /// of a small read from the device. Devices that take closures fail the stream instead.
     pub(crate) fn disagreement(&self) -> Result<Option<(Rank, Announced)>> {
         let reach = &self.kernels.reach;
         let from = EPOCH_BYTES * reach.lanes;
@@ -361,10 +363,10 @@ impl SharedWorkspace {
     }
 }
 
-/// What launches of a section are bound to.
+/// Words that launches of a section are bound to.
 struct Bound {
     words: Vec<u64>,
-    /// As those of [`SharedKernel`].
+    /// Like those of [`SharedKernel`].
     addresses: Vec<(usize, TensorId, u64)>,
     places: Vec<(usize, TensorId, u64)>,
     first_place: usize,
@@ -372,9 +374,8 @@ struct Bound {
 }
 
 impl Code {
-    /// Whether it serves a section of the same program, rank, lanes and threads. The text depends on integers by their signs
-    /// and by how large they may be, and so do extents and strides: what it takes into account of the largest holds for all
-    /// that are smaller.
+    /// Whether it serves a section of the same program, rank, lanes and threads. The text depends only on the signs and
+    /// upper bounds of integers, extents and strides, so text for the largest values is valid for all smaller ones.
     fn serves(&self, section: &SectionInstance, aligned: &[bool]) -> bool {
         let of = &*self.largest;
         let within = |most: i64, value: i64| most.min(0) <= value && value <= most.max(0);
@@ -401,18 +402,18 @@ impl Code {
     }
 }
 
-/// An announcement of another rank's that does not fit.
+/// A mismatched announcement of another rank.
 #[derive(Debug)]
 pub(crate) enum Announced {
-    /// Other integers than this rank's.
+    /// Integers that differ from this rank's.
     Other(Vec<u32>),
-    /// Memory that this rank does not reach any more.
+    /// Memory that this rank no longer maps.
     UnknownMemory,
 }
 
 impl SharedKernel {
-    /// Enqueues a launch on `tensors`, by their numbers in the program; peers may access them if `reachable`. A graph may
-    /// record it. Does not block.
+    /// Enqueues a launch on `tensors`, indexed by their numbers in the program; peers may access them if `reachable`.
+    /// May be recorded by a graph. Does not block.
     pub(crate) fn enqueue(
         &self,
         (stream, is_recorded): (&Stream, bool),
@@ -458,7 +459,7 @@ mod tests {
     use crate::dtype::DType;
     use crate::program::{OperationKind, Parameters, Program, unroll};
 
-    /// A section of the program of all-reduce by chunks, as calls have it.
+    /// A section of the chunked all-reduce program, as calls create it.
     fn section(count: i64, chunks: i64, published: bool) -> SectionInstance {
         let text = include_str!("../../collective/programs/all_reduce_chunks.wlp");
         let mut parameters = Parameters::new()
@@ -509,7 +510,7 @@ mod tests {
             assert!(!code.serves(&smaller, &vec![false; aligned.len()]));
             assert!(!code.serves(&section(count, chunks, false), &aligned));
         }
-        // More elements need wider integers somewhere, and a negative one other operators.
+        // More elements need wider integers, and a negative one needs different operators.
         for larger in [
             section(1 << 20, 2, true),
             section(1000, 3, true),

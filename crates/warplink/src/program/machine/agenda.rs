@@ -4,12 +4,12 @@ use crate::error::Rank;
 use crate::program::section::{OperandMemory, Packing};
 use std::ops::Range;
 
-/// Ready lanes, each once, and lanes that wait for packets.
+/// Ready lanes, each listed once, and lanes that wait for packets.
 pub(super) struct Agenda {
-    /// Lanes that are scheduled; the last is next.
+    /// Scheduled lanes; the last is next.
     work: Vec<usize>,
     scheduled: Vec<bool>,
-    /// For each rank, lanes that wait for packets in its memory, and which.
+    /// For each rank, lanes that wait for packets in its memory, with the packets.
     waiting: Vec<Vec<(usize, Packing, Range<usize>)>>,
 }
 
@@ -36,7 +36,7 @@ impl Agenda {
         Some(lane)
     }
 
-    /// Has a lane scheduled when any of these packets of a rank is stored.
+    /// Registers a lane to be scheduled when any of these packets of a rank is stored.
     pub(super) fn wait_for_packets(&mut self, lane: usize, rank: Rank, packets: &OperandMemory) {
         let wanted = packets.bytes.clone();
         self.waiting[rank].push((lane, packets.packing, wanted));

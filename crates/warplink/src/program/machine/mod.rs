@@ -12,7 +12,7 @@ use crate::error::Rank;
 use agenda::Agenda;
 use std::collections::{BTreeMap, VecDeque};
 
-/// Which step of which lane, in which launch.
+/// Step of a lane in a launch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::program) struct Actor {
     pub(in crate::program) launch: u32,
@@ -21,7 +21,7 @@ pub(in crate::program) struct Actor {
     pub(in crate::program) step: u32,
 }
 
-/// The meaning of steps.
+/// Meaning of steps.
 pub(in crate::program) trait Domain {
     /// Payload of a signal.
     type Signal;
@@ -29,25 +29,25 @@ pub(in crate::program) trait Domain {
     /// The section that a rank launches in launch `number`.
     fn section(&self, number: usize, rank: Rank) -> &SectionInstance;
 
-    /// A lane signals the lane `to` of a rank, behind the step that signalled the same word `last`.
+    /// A lane signals lane `to` of a rank; `last` is the step that signalled the same word before.
     fn signal(&mut self, actor: Actor, to: usize, last: Option<Actor>) -> Self::Signal;
 
-    /// A lane takes the signal of `sender`.
+    /// A lane consumes the signal of `sender`.
     fn wait(&mut self, actor: Actor, sender: Actor, signal: Self::Signal);
 
     /// Whether all packets of an operand, in memory of `rank`, have been stored in this launch.
     fn has_packets(&mut self, actor: Actor, rank: Rank, packets: &OperandMemory) -> bool;
 
-    /// A step that reads or writes, once all packets that it reads are there.
+    /// Executes a step that reads or writes, once all packets that it reads are there.
     fn perform(&mut self, actor: Actor, step: &LaneStepKind);
 }
 
 /// The lanes of all ranks; `S` is the payload of signals.
 pub(in crate::program) struct Machine<S> {
-    /// Lanes of a rank at most.
+    /// Largest number of lanes of a rank.
     width: usize,
     lanes: Vec<Lane>,
-    /// For each rank, its launch, and how many of its lanes have not ended.
+    /// For each rank, its launch, and the number of its lanes that have not ended.
     launches: Vec<(usize, usize)>,
     /// Signals, by the rank and lane that wait for them, and the rank that sends them.
     pub(in crate::program) words: BTreeMap<(Rank, usize, Rank), Word<S>>,
@@ -83,7 +83,7 @@ impl<S> Default for Word<S> {
 }
 
 impl<S> Machine<S> {
-    /// Without any launch.
+    /// A machine without any launch.
     pub(in crate::program) fn new(world: usize, width: usize) -> Self {
         Self {
             width,
@@ -94,7 +94,7 @@ impl<S> Machine<S> {
         }
     }
 
-    /// Starts the lanes of launch `number` of a rank, each with its steps. The launch before has ended.
+    /// Starts the lanes of launch `number` of a rank, each with its steps. The previous launch must have ended.
     pub(in crate::program) fn start(
         &mut self,
         rank: Rank,
@@ -112,7 +112,7 @@ impl<S> Machine<S> {
         }
     }
 
-    /// Runs until all lanes of a rank have ended, and says which; `None` where no lane can go on.
+    /// Runs until all lanes of a rank have ended, and returns that rank; `None` if no lane can continue.
     pub(in crate::program) fn run<D: Domain<Signal = S>>(
         &mut self,
         domain: &mut D,
@@ -133,7 +133,7 @@ impl<S> Machine<S> {
         None
     }
 
-    /// Does the next step of a lane; `false` where there is none or it has to wait.
+    /// Executes the next step of a lane; `false` if it has none or is blocked.
     fn advance<D: Domain<Signal = S>>(&mut self, index: usize, domain: &mut D) -> bool {
         let actor = self.actor(index);
         let (rank, lane) = (index / self.width, index % self.width);
@@ -161,7 +161,7 @@ impl<S> Machine<S> {
             kind if kind.is_empty() => {}
             kind => {
                 let launch = actor.launch as usize;
-                // A step begins when all packets that it reads have been stored: it is not done in parts.
+                // A step begins only when all packets that it reads have been stored: a step is atomic here.
                 for source in kind.sources() {
                     if let Some(packets) = packets(domain.section(launch, source.rank), source)
                         && !domain.has_packets(actor, source.rank, &packets)
@@ -182,7 +182,7 @@ impl<S> Machine<S> {
         true
     }
 
-    /// The next step of the lane with this index.
+    /// Next step of the lane with this index.
     fn actor(&self, index: usize) -> Actor {
         let rank = index / self.width;
         Actor {
@@ -193,20 +193,20 @@ impl<S> Machine<S> {
         }
     }
 
-    /// The steps that lanes are blocked at, where none can go on.
+    /// Steps at which lanes are blocked, once no lane can continue.
     pub(in crate::program) fn blocked(&self) -> impl Iterator<Item = Actor> {
         let running = (0..self.lanes.len()).filter(|index| self.lanes[*index].running);
         running.map(|index| self.actor(index))
     }
 
-    /// The step of a lane that is blocked at it, and those behind it; none of a lane that is not.
+    /// Step at which a lane is blocked, and the later ones; empty for a lane that is not blocked.
     pub(in crate::program) fn steps_from(&self, actor: &Actor) -> &[LaneStep] {
         let lane = &self.lanes[actor.rank as usize * self.width + actor.lane as usize];
         lane.steps.get(lane.next..).unwrap_or_default()
     }
 }
 
-/// The memory of an operand that is packets.
+/// Memory of an operand in packets.
 fn packets(section: &SectionInstance, part: &Part) -> Option<OperandMemory> {
     section
         .operand(part)

@@ -1,4 +1,4 @@
-//! Doing what a stream was given, one item at a time, and what each item waits for.
+//! Executes stream items one at a time, and determines the dependency each item is blocked on.
 
 use super::state::{Item, Mode, Need, Run};
 use super::violation::Violations;
@@ -7,14 +7,14 @@ use crate::program::ir::Collective;
 use crate::program::rank_program::{OperationKind, TransferId};
 
 impl Run<'_> {
-    /// Does the next item of a stream; `false` where there is none or it has to wait.
+    /// Executes the next item of a stream; `false` if the queue is empty or the item is blocked.
     pub(super) fn advance(&mut self, stream: usize, violations: &mut Violations) -> bool {
         let Some(&item) = self.streams[stream].queue.front() else {
             return false;
         };
         match item {
             Item::Record(event) => {
-                // All of a post precedes what follows the mark.
+                // The mark must follow every part of the post, so the clock advances first.
                 if self.streams[stream].signalled {
                     self.tick(stream);
                 }
@@ -54,7 +54,7 @@ impl Run<'_> {
         true
     }
 
-    /// Does an operation as far as it gets; whether it is done.
+    /// Executes an operation as far as its dependencies allow; returns whether it completed.
     fn perform(&mut self, stream: usize, operation: usize, violations: &mut Violations) -> bool {
         if !self.streams[stream].begun {
             if self.waits_for_engine(stream, operation).is_some() {
@@ -90,7 +90,7 @@ impl Run<'_> {
         true
     }
 
-    /// What the operation at the head of a stream still waits for.
+    /// Dependency that blocks the operation at the head of a stream, if any.
     pub(super) fn need(&self, stream: usize, operation: usize) -> Option<Need> {
         if self.streams[stream].begun {
             self.need_at(stream, operation, self.streams[stream].progress)
@@ -105,8 +105,8 @@ impl Run<'_> {
         (turn > engine.done).then(|| Need::Engine(engine.order[turn - 1]))
     }
 
-    /// How many things an operation may have to wait for, one after another. A post waits for the
-    /// signals that it repeats in a graph, and then for those of the peers.
+    /// Number of dependencies an operation may have to satisfy in sequence. A post first waits for the signals that
+    /// it repeats in a graph, then for those of the peers.
     fn positions(&self, rank: Rank, operation: usize) -> usize {
         match &self.ranks[rank].operations[operation].kind {
             OperationKind::Post(group) => 2 * group.len(),
@@ -116,7 +116,7 @@ impl Run<'_> {
         }
     }
 
-    /// What has to be there before an operation gets past `position`, if it is not.
+    /// Dependency of an operation at `position`, if it is not satisfied yet.
     fn need_at(&self, stream: usize, operation: usize, position: usize) -> Option<Need> {
         let rank = self.streams[stream].rank;
         match &self.ranks[rank].operations[operation].kind {
@@ -160,8 +160,8 @@ impl Run<'_> {
         }
     }
 
-    /// The number of a post that in a graph waits until the post before it is done: one that only
-    /// signals, and not for the first time.
+    /// Number of a post that, in a graph, waits for completion of the previous post: one that only signals, and is
+    /// not the first of its transfer.
     fn again(&self, rank: Rank, operation: usize, position: usize) -> Option<usize> {
         let &id = self.ranks[rank].operations[operation]
             .kind
@@ -187,19 +187,19 @@ impl Run<'_> {
         (!there).then_some(Need::Peer(id, number))
     }
 
-    /// Has a stream woken when what it needs may be there.
+    /// Registers a stream to be woken when its dependency may be satisfied.
     fn wait_for(&mut self, stream: usize, need: Need) {
         let rank = self.streams[stream].rank;
         match need {
             Need::Peer(id, _) => self.ends[rank][id].incoming.wait(stream),
             Need::Own(id, _) => self.ends[rank][id].completed.wait(stream),
             Need::Collective(_, number) => self.collectives[number].waiting.push(stream),
-            // The engine's next operation is woken by the one before it, a mark's by the mark.
+            // The previous engine operation wakes the next one; recording the mark wakes its waiter.
             Need::Engine(_) | Need::Event(_) => {}
         }
     }
 
-    /// What an operation does without waiting: signals, and its arrival at what others wait for.
+    /// Performs the non-blocking part of an operation: signals, and its arrival at a collective or kernel.
     fn begin(&mut self, stream: usize, operation: usize, violations: &mut Violations) {
         let (rank, ranks) = (self.streams[stream].rank, self.ranks);
         match &ranks[rank].operations[operation].kind {
@@ -239,7 +239,7 @@ impl Run<'_> {
         }
     }
 
-    /// What an operation does when it has got past `position`.
+    /// Performs the effects of an operation once it has passed `position`.
     fn pass(
         &mut self,
         stream: usize,
@@ -259,7 +259,7 @@ impl Run<'_> {
         {
             self.signal(stream, (operation, id, number), violations);
         }
-        // Behind the last of these, other streams may wait.
+        // Other streams may be blocked behind the last member of the group.
         if position + 1 == group.len() {
             for &id in group {
                 self.ends[rank][id].placed = true;

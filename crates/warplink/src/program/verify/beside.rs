@@ -1,4 +1,4 @@
-//! Finds what holds room on a device beside other such work that it is in no order with (`room`).
+//! Finds operations that hold device resources while another unordered operation holds some too (`room`).
 
 use super::diagnostics::{Diagnostics, place_of};
 use super::room::{Done, Holder, report};
@@ -9,7 +9,7 @@ use crate::program::diagnostic::DiagnosticKind;
 use crate::program::rank_program::OperationKind;
 
 impl Run<'_> {
-    /// What an operation holds, where that is followed.
+    /// Device resources that an operation holds, if they are tracked.
     pub(super) fn holder(&self, rank: Rank, operation: usize) -> Option<Holder> {
         if self.rooms.is_empty() || self.mode == Mode::Captured {
             return None;
@@ -34,7 +34,7 @@ impl Run<'_> {
         }
     }
 
-    /// Finds what an operation that begins may be beside of.
+    /// Finds operations that may run concurrently with an operation that begins.
     pub(super) fn take_room(
         &mut self,
         stream: usize,
@@ -68,7 +68,7 @@ impl Run<'_> {
         }
     }
 
-    /// Notes that an operation is done.
+    /// Records completion of an operation.
     pub(super) fn leave_room(&mut self, stream: usize, operation: usize, holder: Holder) {
         let clock = &self.streams[stream].clock;
         let room = &mut self.rooms[self.streams[stream].rank];
@@ -92,8 +92,8 @@ impl Run<'_> {
         }
     }
 
-    /// Kernels that may begin while the run before is still under way. All that they come after in that run
-    /// is what their own stream came after.
+    /// Kernels that may begin while the previous run is still in flight. Only work their own stream follows in the
+    /// previous run is ordered before them.
     pub(super) fn beside_the_run_before(&self, rank: Rank, diagnostics: &mut Diagnostics<'_>) {
         let Some(room) = self.rooms.get(rank) else {
             return;

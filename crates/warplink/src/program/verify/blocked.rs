@@ -1,4 +1,4 @@
-//! Who waits for whom, where a program does not end.
+//! Wait-for graph of a program that does not terminate.
 
 use super::diagnostics::{Diagnostics, chained, place_of, place_of_transfer};
 use super::state::{Item, Need, Run};
@@ -8,30 +8,30 @@ use crate::program::ir::{Backend, Direction};
 use crate::program::rank_program::OperationKind;
 use std::collections::{HashMap, HashSet};
 
-/// The most links of a chain that a message spells out.
+/// Limit on the links of a chain that a message spells out, to keep it readable.
 const MAX_SAID: usize = 6;
 
-/// Something that is held up.
+/// Node of the wait-for graph.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 enum Agent {
     Host(Rank),
     Stream(usize),
 }
 
-/// Why an agent does not go on.
+/// Reason why an agent is blocked.
 struct Blocked {
     rank: Rank,
-    /// The operation that it is held up at.
+    /// Operation at which it is blocked.
     operation: usize,
-    /// What it waits for, in words.
+    /// Description of the missing dependency.
     what: String,
-    /// Who has to come to that first; none where nobody will.
+    /// Agent that must satisfy the dependency; `None` if no agent will.
     on: Option<Agent>,
-    /// Another place that the words name.
+    /// Additional place that the description mentions.
     also: Option<Place>,
 }
 
-/// Reports what is stuck; `false` where everything ended.
+/// Reports the agents that are blocked; `false` if every agent finished.
 pub(super) fn report(run: &Run<'_>, diagnostics: &mut Diagnostics<'_>) -> bool {
     let hosts = (0..run.ranks.len())
         .filter(|&rank| run.hosts[rank].next < run.ranks[rank].operations.len())
@@ -40,7 +40,8 @@ pub(super) fn report(run: &Run<'_>, diagnostics: &mut Diagnostics<'_>) -> bool {
         .filter(|&stream| !run.streams[stream].queue.is_empty())
         .map(Agent::Stream);
     let stuck: Vec<Agent> = hosts.chain(streams).collect();
-    // Every agent waits for one other: following them ends in a circle, or at what nobody does.
+    // Every agent waits for exactly one other, so following the edges ends in a cycle or at a dependency that no
+    // agent satisfies.
     let mut seen: HashMap<Agent, usize> = HashMap::new();
     for (walk, &start) in stuck.iter().enumerate() {
         let (mut chain, mut next) = (Vec::new(), Some(start));
@@ -75,7 +76,7 @@ pub(super) fn report(run: &Run<'_>, diagnostics: &mut Diagnostics<'_>) -> bool {
 }
 
 fn say(run: &Run<'_>, chain: &[(Agent, Blocked)], circle: bool, diagnostics: &mut Diagnostics<'_>) {
-    // The same circle of lines is one diagnostic, wherever it is entered.
+    // Report a cycle once, wherever it is entered: start at its lowest place.
     let lowest = (0..chain.len()).min_by_key(|&index| {
         let place = place_of(run.ranks, chain[index].1.rank, chain[index].1.operation);
         (place.rank, place.site.line, place.site.column)
@@ -200,7 +201,7 @@ fn why_stream(run: &Run<'_>, stream: usize) -> Option<Blocked> {
     })
 }
 
-/// Where a rank posts a transfer for the `number`-th time, and who has to come to it.
+/// Place where a rank posts a transfer for the `number`-th time, and the agent that has to reach it.
 fn post_of(run: &Run<'_>, rank: Rank, id: usize, number: usize) -> Option<(Agent, Place)> {
     let posts = &run.links.posts[rank][id];
     let operation = *posts.get(number.checked_sub(1)?)?;
@@ -210,7 +211,7 @@ fn post_of(run: &Run<'_>, rank: Rank, id: usize, number: usize) -> Option<(Agent
     ))
 }
 
-/// Who has to come to an operation: its stream, or the host that has not enqueued it yet.
+/// Agent that has to reach an operation: its stream, or the host that has not enqueued it yet.
 fn agent_of(run: &Run<'_>, rank: Rank, operation: usize) -> Agent {
     if operation >= run.hosts[rank].next {
         Agent::Host(rank)

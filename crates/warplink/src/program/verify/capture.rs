@@ -1,14 +1,14 @@
-//! Whether a rank's operations can be recorded into one graph.
+//! Determines whether a rank's operations can be captured into one graph.
 //!
-//! The caller's stream begins the recording. Another stream takes part from the moment that it waits
-//! for an event of one that does; what it was given before is not recorded but done, once, and is
-//! missing whenever the graph is launched. At the end, the caller's stream has to come after all that
-//! was recorded, by events: the signals of transfers are no order of a graph.
+//! Capture begins on the caller's stream. Another stream joins the capture when it first waits for an event of a
+//! captured stream. Work enqueued on it earlier is executed once instead of being captured, and is missing from every
+//! launch of the graph. At the end, the caller's stream has to follow all captured work through events: the signals
+//! of transfers are not dependencies of a graph.
 //!
-//! The values of a graph's signals are fixed. So what tells a peer that a buffer may be read or
-//! written is told again only after a wait, and the last is waited for in the graph. All posts of an end
-//! wait for the same values, so events have to order them: were two to wait at the same time, either
-//! could take the signal that is meant for the other, or find what the last launch left.
+//! The signal values of a graph are fixed. So the signal that permits a peer to read or write a buffer may be sent
+//! again only after a wait, and the last one is waited for in the graph. All posts of an end wait for the same
+//! values, so events have to order them: if two waited concurrently, either could consume the signal meant for the
+//! other, or observe one left by the previous launch.
 
 use super::clock::{Clock, Clocks, Snapshot};
 use super::diagnostics::{Diagnostics, place_of};
@@ -19,40 +19,40 @@ use crate::program::ir::Program;
 use crate::program::rank_program::{OperationKind, RankProgram, TransferId};
 use std::collections::HashMap;
 
-/// Why a rank's operations cannot be recorded.
+/// Reason why a rank's operations cannot be captured.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Obstacle {
-    /// The operation is on a stream that does not take part yet.
+    /// The operation is on a stream that is not captured yet.
     NotRecorded(usize),
-    /// The operation waits for this stream, which does not take part yet.
+    /// The operation waits for this stream, which is not captured yet.
     WaitsForOutside(usize, usize),
-    /// The operation posts a transfer again that was posted, without a wait between.
+    /// The operation posts a transfer again without a wait after its previous post.
     PostedAgain(usize, TransferId),
-    /// The operation posts a transfer again, and events do not order it behind the post before.
+    /// The operation posts a transfer again, and no events order it after the previous post.
     PostedBeside(usize, TransferId),
-    /// The operation posts a transfer that is not waited for after it.
+    /// The operation posts a transfer without a later wait for it.
     NotAwaited(usize, TransferId),
-    /// The caller's stream does not come after the operation.
+    /// The caller's stream does not follow the operation.
     NotJoined(usize),
 }
 
-/// A point in a stream: its index, and what had been recorded before it.
+/// Point in a stream: its index, and a snapshot of everything captured before it.
 type Mark = (usize, Snapshot);
 
 struct Recording<'a> {
     program: &'a RankProgram,
-    /// Whether each stream takes part.
+    /// Whether each stream is being captured.
     recorded: Vec<bool>,
     clocks: Vec<Clock>,
-    /// The operation that each stream was given last.
+    /// Last operation of each stream.
     last: Vec<usize>,
-    /// For each transfer, the post behind which other streams wait: the first of an end that only
-    /// signals, the last of one that moves.
+    /// For each transfer, the post that other streams can follow: the first post of an end that only signals, the
+    /// last of one that copies.
     places: Vec<Option<Mark>>,
     /// For each transfer that is posted and not waited for, the post.
     open: Vec<Option<usize>>,
-    /// For each transfer, the stream of the post that the next has to follow, and how far that had come: the first
-    /// of an end that only signals, the last of one that moves.
+    /// For each transfer, stream and clock of the post that the next post has to follow: the first of an end that
+    /// only signals, the last of one that copies.
     posted: Vec<Option<(usize, u32)>>,
     /// Whether events order the engine's operations.
     orders_engine: bool,
@@ -60,7 +60,7 @@ struct Recording<'a> {
     engine_posts: HashMap<TransferId, Mark>,
 }
 
-/// Why a program that runs eagerly does not run as a graph, if it does not.
+/// Reason why a program that runs eagerly cannot run as a graph, if there is one.
 pub(super) fn eager_only(
     program: &Program,
     ranks: &[RankProgram],
@@ -137,7 +137,7 @@ impl Obstacle {
     }
 }
 
-/// What stands in the way of recording `program`, if anything does.
+/// Obstacle to capturing `program`, if there is one.
 fn obstacle(program: &RankProgram) -> Option<Obstacle> {
     let streams = program.streams.len();
     let clocks = Clocks::new(streams);
@@ -195,7 +195,7 @@ impl Recording<'_> {
         }
     }
 
-    /// Adds an operation to a stream.
+    /// Appends an operation to a stream.
     fn add(&mut self, index: usize, stream: usize) -> Result<(), Obstacle> {
         if !self.recorded[stream] {
             return Err(Obstacle::NotRecorded(index));
@@ -205,7 +205,7 @@ impl Recording<'_> {
         Ok(())
     }
 
-    /// Has a stream wait for a mark of another, so that it takes part from there on.
+    /// Makes a stream wait for a mark of another, so that it is captured from there on.
     fn follow(&mut self, index: usize, stream: usize, (other, mark): &Mark) {
         if *other != stream {
             self.recorded[stream] = true;
@@ -215,7 +215,7 @@ impl Recording<'_> {
         }
     }
 
-    /// Fails where a transfer of a group was posted before, and events do not order that before `stream`.
+    /// Fails if a transfer of a group was posted before and no events order that post before `stream`.
     fn check_order(
         &self,
         index: usize,
@@ -233,9 +233,9 @@ impl Recording<'_> {
         }
     }
 
-    /// Notes that `stream` has come to a post of a transfer.
+    /// Records that `stream` has reached a post of a transfer.
     fn note_post(&mut self, stream: usize, id: TransferId) {
-        // Behind the first post of an end that only signals, its posts count.
+        // An end that only signals keeps its first post: all its later posts are ordered after that one.
         if self.posted[id].is_none() || self.program.transfers[id].initiates() {
             self.posted[id] = Some((stream, self.clocks[stream].get(stream)));
         }
@@ -271,7 +271,7 @@ impl Recording<'_> {
         self.program.transfers[id].is_engine()
     }
 
-    /// A group is of the engine's transfers or of others.
+    /// A group contains either engine transfers or other transfers, never both.
     fn post(&mut self, index: usize, stream: usize, group: &[TransferId]) -> Result<(), Obstacle> {
         let program = self.program;
         if group.iter().any(|id| self.is_engine(*id)) {

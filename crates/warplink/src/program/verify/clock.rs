@@ -1,11 +1,10 @@
-//! Vector clocks: for each stream of each rank, how much of it has happened before.
+//! Vector clocks: for each stream of each rank, the number of its operations that happened before.
 //!
-//! A clock is a tree of counts whose branches are shared with the clocks that it was made from, so
-//! that what it costs is what is new in it. Where streams know little of one another, or the same,
-//! that is little.
+//! A clock is a tree of counts that shares branches with the clocks it was derived from, so its cost is proportional
+//! to the changed nodes. That is small if streams know little of one another, or all the same.
 //!
-//! Many clocks may begin as one: they keep it as a *base*, and in their trees only what they learn beside it. Of
-//! bases with one origin the later one has all of the earlier one, so that a clock keeps one for each origin.
+//! Many clocks may start from one common clock: they keep it as a *base*, and their own trees hold only later joins.
+//! A later base of an origin includes all earlier bases of that origin, so a clock keeps one base per origin.
 
 use std::cell::Cell;
 use std::rc::Rc;
@@ -18,7 +17,7 @@ const BRANCH_BITS: usize = 4;
 
 type Branch = Option<Rc<Node>>;
 
-/// Makes clocks, and knows how much memory they take.
+/// Creates clocks, and counts the memory they use.
 #[derive(Debug)]
 pub(super) struct Clocks {
     /// Levels of nodes above the leaves.
@@ -33,19 +32,19 @@ pub(super) struct Clock {
     /// By origin.
     bases: Rc<Vec<Option<Base>>>,
     levels: usize,
-    /// How many nodes all clocks together have.
+    /// Number of nodes of all clocks together.
     nodes: Rc<Cell<usize>>,
 }
 
-/// All that a clock was at a time.
+/// Immutable copy of a clock.
 #[derive(Clone, Debug)]
 struct Base {
-    /// Its number among those of its origin.
+    /// Sequence number among the bases of its origin.
     number: usize,
     root: Branch,
 }
 
-/// What a stream knew at a time.
+/// State of a stream's clock at one point.
 #[derive(Clone, Debug)]
 pub(super) struct Snapshot {
     stream: usize,
@@ -54,7 +53,8 @@ pub(super) struct Snapshot {
 }
 
 impl Snapshot {
-    /// Whether `clock` knows all of it: who knows an operation knows all that came before it.
+    /// Whether `clock` includes the snapshot. The own stream's time suffices: a clock that includes an operation
+    /// includes everything that happened before it.
     pub(super) fn precedes(&self, clock: &Clock) -> bool {
         clock.get(self.stream) >= self.time
     }
@@ -73,7 +73,7 @@ enum Content {
 }
 
 impl Clocks {
-    /// For clocks of `streams` streams.
+    /// Factory for clocks of `streams` streams.
     pub(super) fn new(streams: usize) -> Self {
         let mut levels = 0;
         while streams > 1 << (LEAF_BITS + BRANCH_BITS * levels) {
@@ -85,7 +85,7 @@ impl Clocks {
         }
     }
 
-    /// A clock that knows of nothing.
+    /// A clock without any operation.
     pub(super) fn clock(&self) -> Clock {
         Clock {
             root: None,
@@ -95,14 +95,14 @@ impl Clocks {
         }
     }
 
-    /// How many nodes all clocks together have.
+    /// Number of nodes of all clocks together.
     pub(super) fn nodes(&self) -> usize {
         self.nodes.get()
     }
 }
 
 impl Clock {
-    /// What `stream` knows, whose clock this is.
+    /// Snapshot of this clock, which belongs to `stream`.
     pub(super) fn snapshot(&self, stream: usize) -> Snapshot {
         Snapshot {
             stream,
@@ -111,14 +111,14 @@ impl Clock {
         }
     }
 
-    /// Adds what is in a snapshot.
+    /// Joins a snapshot.
     pub(super) fn learn(&mut self, snapshot: &Snapshot) {
         if !snapshot.precedes(self) {
             self.join(&snapshot.clock);
         }
     }
 
-    /// Adds what `other` knows.
+    /// Joins `other`.
     pub(super) fn join(&mut self, other: &Self) {
         join_trees(&mut self.root, &other.root);
         if Rc::ptr_eq(&self.bases, &other.bases) || has_all(&self.bases, &other.bases) {
@@ -137,15 +137,15 @@ impl Clock {
         }
     }
 
-    /// Takes what the bases have into the tree.
+    /// Merges the bases into the tree.
     pub(super) fn flatten(&mut self) {
         for base in std::mem::take(&mut self.bases).iter().flatten() {
             join_trees(&mut self.root, &base.root);
         }
     }
 
-    /// A clock that knows the same, and keeps it as the base with this number of an origin. It must have been flattened,
-    /// and know all that the origin's bases with lower numbers do.
+    /// An equal clock that keeps this one as base `number` of an origin. This clock must be flattened, and include
+    /// all that the origin's bases with lower numbers do.
     pub(super) fn based(&self, origin: usize, number: usize) -> Self {
         debug_assert!(self.bases.is_empty());
         let mut bases = vec![None; origin + 1];
@@ -230,12 +230,12 @@ impl Drop for Node {
     }
 }
 
-/// The number of a base, which counts from 1.
+/// Number of a base, counted from 1; 0 for none.
 fn number(base: &Option<Base>) -> usize {
     base.as_ref().map_or(0, |base| base.number + 1)
 }
 
-/// Whether `own` are, for each origin, as late as `others`.
+/// Whether `own` is at least as late as `others` for every origin.
 fn has_all(own: &[Option<Base>], others: &[Option<Base>]) -> bool {
     let owned = own.iter().chain(std::iter::repeat(&None));
     others
@@ -256,12 +256,12 @@ const fn leaf_index(stream: usize) -> usize {
     stream & ((1 << LEAF_BITS) - 1)
 }
 
-/// The branch that leads to `stream` from a node with `level` levels below it.
+/// Branch that leads to `stream` from a node with `level` levels below it.
 const fn index(stream: usize, level: usize) -> usize {
     (stream >> (LEAF_BITS + BRANCH_BITS * (level - 1))) & ((1 << BRANCH_BITS) - 1)
 }
 
-/// The larger of both in every count; one of the two where that has them all.
+/// Element-wise maximum; shares the node of either side if that dominates.
 fn joined(own: &Rc<Node>, theirs: &Rc<Node>) -> Rc<Node> {
     if Rc::ptr_eq(own, theirs) {
         return own.clone();
@@ -300,7 +300,7 @@ fn joined(own: &Rc<Node>, theirs: &Rc<Node>) -> Rc<Node> {
             }
             Content::Inner(branches)
         }
-        // Trees of one simulation are as deep.
+        // Trees of one simulation have equal depth.
         (own, _) => own.clone(),
     };
     match (is_theirs, is_own) {
@@ -323,7 +323,7 @@ mod tests {
         clock
     }
 
-    /// Lanes of one number signal one another, on all ranks: each learns of so many, and not of all lanes.
+    /// Lanes with equal numbers signal one another on all ranks: each learns of that few lanes, not of all.
     #[test]
     fn what_lanes_know_takes_memory_in_proportion_to_their_number() {
         let world = 16;
@@ -372,7 +372,7 @@ mod tests {
             let clocks = Clocks::new(1500);
             let (one, other) = (clock(&clocks, &a), clock(&clocks, &b));
             let list = |clock: &Clock| (0..1500).map(|s| clock.get(s)).collect::<Vec<_>>();
-            // The same by way of bases.
+            // The same join through bases.
             for (based, other) in [
                 (one.based(2, 0), other.clone()),
                 (one.based(0, 3), other.based(5, 1)),
@@ -385,7 +385,7 @@ mod tests {
                 prop_assert_eq!(list(&both), list(&plain));
                 let time = plain.tick(700);
                 prop_assert_eq!(both.tick(700), time);
-                // A later base of an origin has all of an earlier one.
+                // A later base of an origin includes every earlier one.
                 let later = flat(&both).based(2, 9);
                 both.join(&later);
                 prop_assert_eq!(list(&both), list(&plain));

@@ -1,4 +1,4 @@
-//! Collectives: who has come, and what each rank accesses and learns.
+//! Collectives: which ranks have arrived, and the accesses and happens-before edges of each rank.
 
 use super::memory::Mode as AccessMode;
 use super::state::Run;
@@ -32,7 +32,7 @@ impl Run<'_> {
         }
     }
 
-    /// What a collective accesses once all ranks have come.
+    /// Performs the accesses of a collective once all ranks have arrived.
     pub(super) fn finish_collective(
         &mut self,
         stream: usize,
@@ -45,8 +45,8 @@ impl Run<'_> {
         let mut touch = |run: &mut Self, range: Range, mode: AccessMode| {
             run.touch((stream, operation), (rank, range), mode, violations);
         };
-        // Others know that this rank came, not that it is done; and what it reads and writes
-        // it may touch before they come.
+        // Other ranks learn of this rank's arrival only, not of its completion; and it may access its buffers before
+        // they arrive.
         self.tick(stream);
         let (reads, writes) = match collective {
             Collective::Broadcast(root) => (*root == rank, true),
@@ -74,7 +74,7 @@ impl Run<'_> {
         self.engine_done(rank);
     }
 
-    /// Adds what a rank learns from a collective.
+    /// Joins the clocks that a collective passes to a rank.
     fn leave(&mut self, stream: usize, number: usize, collective: &Collective<Rank>) {
         let rank = self.streams[stream].rank;
         let meeting = &mut self.collectives[number];
@@ -93,10 +93,10 @@ impl Run<'_> {
     }
 }
 
-/// What a collective accesses whose target and source are one buffer in the way that engines
-/// document: the source of an all-gather is this rank's slot of the target, the target of a
-/// reduce-scatter is this rank's part of the source, and those of a reduction or broadcast are one. An
-/// all-to-all cannot be in place. `place` is this rank's among those that take part.
+/// Accesses of a collective whose target and source form one buffer in the in-place layout that engines document: the
+/// source of an all-gather is this rank's slot of the target, the target of a reduce-scatter is this rank's part of
+/// the source, and a reduction or broadcast uses the same range for both. An all-to-all cannot run in place. `place`
+/// is this rank's index among the members.
 fn in_place(
     collective: &Collective<Rank>,
     target: &Range,

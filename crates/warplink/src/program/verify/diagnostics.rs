@@ -1,4 +1,4 @@
-//! Collecting what is wrong, each violation of a set of statements once.
+//! Collects diagnostics, and reports each violation once per set of statements.
 
 use crate::error::Rank;
 use crate::program::diagnostic::{Diagnostic, DiagnosticKind, Place};
@@ -7,7 +7,7 @@ use crate::program::rank_program::RankProgram;
 use crate::program::text::{shortened, summary};
 use std::collections::HashMap;
 
-/// The most different diagnostics that are reported.
+/// Limit on the number of distinct diagnostics that are reported: nobody reads more.
 pub const MAX_DIAGNOSTICS: usize = 64;
 
 /// Collects diagnostics, one for each kind and set of statements.
@@ -26,7 +26,7 @@ impl<'p> Diagnostics<'p> {
         }
     }
 
-    /// Adds a diagnostic; `message` is asked for only where it is the first of its kind there.
+    /// Adds a diagnostic; `message` is evaluated only for the first of its kind at these places.
     pub(super) fn add(
         &mut self,
         kind: DiagnosticKind,
@@ -45,7 +45,7 @@ impl<'p> Diagnostics<'p> {
         }
     }
 
-    /// Whether a diagnostic is the first of its kind there, and to be added next; counts it where it is not the first.
+    /// Whether a diagnostic is the first of its kind at these places; counts a repetition otherwise.
     fn is_new(&mut self, kind: DiagnosticKind, places: &[Place]) -> bool {
         let starts = starts_of(places);
         let next = self.list.len();
@@ -66,7 +66,7 @@ impl<'p> Diagnostics<'p> {
         });
     }
 
-    /// The diagnostics so far, if there are any.
+    /// Fails with the diagnostics collected so far, if there are any.
     pub(super) fn end_of_stage(&mut self) -> Result<(), Vec<Diagnostic>> {
         if self.list.is_empty() {
             return Ok(());
@@ -83,7 +83,7 @@ impl<'p> Diagnostics<'p> {
     }
 }
 
-/// Where the statements of places start, in an order that does not depend on which was seen first.
+/// Start positions of the statements at `places`, sorted so that the discovery order does not matter.
 fn starts_of(places: &[Place]) -> Vec<(u32, u32)> {
     let starts = places
         .iter()
@@ -93,7 +93,7 @@ fn starts_of(places: &[Place]) -> Vec<(u32, u32)> {
     starts
 }
 
-/// The links of a chain, of which at most `most` are spelled out.
+/// Joins the links of a chain; spells out at most `most`, and counts the rest.
 pub(super) fn chained(links: impl ExactSizeIterator<Item = String>, most: usize) -> String {
     let more = links.len().saturating_sub(most);
     let mut message = links.take(most).collect::<Vec<_>>().join("; ");
@@ -103,7 +103,7 @@ pub(super) fn chained(links: impl ExactSizeIterator<Item = String>, most: usize)
     message
 }
 
-/// The place of an operation.
+/// Place of an operation.
 pub(super) fn place_of(ranks: &[RankProgram], rank: Rank, operation: usize) -> Place {
     Place {
         rank,
@@ -111,7 +111,7 @@ pub(super) fn place_of(ranks: &[RankProgram], rank: Rank, operation: usize) -> P
     }
 }
 
-/// The place where a transfer is declared.
+/// Place where a transfer is declared.
 pub(super) fn place_of_transfer(ranks: &[RankProgram], rank: Rank, transfer: usize) -> Place {
     Place {
         rank,

@@ -1,4 +1,4 @@
-//! What an operation accesses.
+//! Memory accesses of operations.
 
 use super::memory::{Access, Actor, Mode as AccessMode};
 use super::state::Run;
@@ -8,7 +8,7 @@ use crate::program::area::Area;
 use crate::program::rank_program::{OperationKind, Range};
 
 impl Run<'_> {
-    /// What an operation does once it has all that it waits for.
+    /// Performs the effects of an operation once all its dependencies are satisfied.
     pub(super) fn finish(&mut self, stream: usize, operation: usize, violations: &mut Violations) {
         let (rank, ranks) = (self.streams[stream].rank, self.ranks);
         let mut touch = |run: &mut Self, range: Range, mode: AccessMode| {
@@ -87,7 +87,7 @@ impl Run<'_> {
         }
     }
 
-    /// Notes that an operation of a stream accesses a range of a rank's memory, with the stream's clock.
+    /// Records an access of a stream's operation to a range of a rank's memory, with the stream's clock.
     pub(super) fn touch(
         &mut self,
         (stream, operation): (usize, usize),
@@ -103,7 +103,7 @@ impl Run<'_> {
         );
     }
 
-    /// As [`touch`](Self::touch), for what need not be contiguous.
+    /// Like [`touch`](Self::touch), for an area that need not be contiguous.
     fn touch_area(
         &mut self,
         (stream, operation): (usize, usize),
@@ -121,7 +121,7 @@ impl Run<'_> {
         self.access(owner, area, access, violations);
     }
 
-    /// Lets the engine's next operation on a rank begin.
+    /// Allows the engine's next operation on a rank to begin.
     pub(super) fn engine_done(&mut self, rank: Rank) {
         let engine = &mut self.engines[rank];
         engine.done += 1;

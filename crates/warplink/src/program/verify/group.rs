@@ -1,4 +1,4 @@
-//! Groups of transfers: their signals, what they move, and waits for them.
+//! Groups of transfers: their signals, their copies, and waits for them.
 
 use super::clock::Clock;
 use super::memory::Mode as AccessMode;
@@ -9,8 +9,8 @@ use crate::program::ir::Direction;
 use crate::program::rank_program::{OperationKind, Range, TransferId};
 
 impl Run<'_> {
-    /// Writes the word that the peer waits for, behind the post of the transfer before: its values, and those
-    /// of the word that tells of this rank's copy, must be written in order.
+    /// Writes the word that the peer waits for, after the previous post of the transfer. Its values, and those of the
+    /// word that signals completion of this rank's copy, must be written in order.
     pub(super) fn signal(
         &mut self,
         stream: usize,
@@ -34,10 +34,10 @@ impl Run<'_> {
         self.wake_all(woken);
     }
 
-    /// Whether post `number` of an end of a direct transfer has set all its words before what knows `clock`.
-    /// What another transfer of its group tells does not say so, as the words of a group are set one by one:
-    /// its stream has gone on, or the transfer itself was waited for; or, where it copies nothing, the peer
-    /// has told that it met the post.
+    /// Whether post `number` of an end of a direct transfer has set all its words before a point with `clock`. The
+    /// signal of another transfer of its group does not imply that, because the words of a group are set one by one.
+    /// Instead, its stream must have advanced, or the transfer itself was waited for; or, if it copies nothing, the
+    /// peer has signalled that it matched the post.
     pub(super) fn is_over(
         &self,
         (rank, id): (Rank, TransferId),
@@ -53,8 +53,8 @@ impl Run<'_> {
             || (!transfer.initiates() && end.incoming.precedes(number, clock))
     }
 
-    /// Does what a group moves. Each part begins after the start of the group and its own signal, and
-    /// counts on no other's; the signals that it is done come after all parts.
+    /// Performs the copies of a group. Each part begins after the start of the group and its own signal, and relies
+    /// on no other part's signal; the completion signals follow all parts.
     pub(super) fn finish_post(
         &mut self,
         stream: usize,
@@ -71,7 +71,7 @@ impl Run<'_> {
         if initiators().next().is_none() {
             return;
         }
-        // What the group announced at its start says nothing of what it moves.
+        // Signals sent at the start of the group do not cover its copies, so these get a later time.
         self.tick(stream);
         let start = self.streams[stream].clock.clone();
         let mut end = start.clone();
@@ -81,8 +81,7 @@ impl Run<'_> {
             let theirs = ranks[peer].transfers[partner].range;
             let receives = transfer.direction == Direction::Receive;
             let mut clock = start.clone();
-            // Through the engine, a receive comes after its send has started; a send says nothing
-            // about its receive.
+            // Through the engine, a receive follows the start of its send; a send implies nothing about its receive.
             if !transfer.is_engine() || receives {
                 self.ends[rank][id].incoming.read(number, &mut clock);
             }
@@ -96,7 +95,7 @@ impl Run<'_> {
             let mut touch = |run: &mut Self, place: (Rank, Range), mode: AccessMode| {
                 run.touch((stream, operation), place, mode, violations);
             };
-            // A matmul that is stored straight away leaves what the send names alone; like a copy, it
+            // A matmul stored directly at the peer does not read the range that the send names; like a copy, it
             // begins after its own signal.
             if let OperationKind::PostMatmul { a, b, bias, .. } = kind {
                 for range in a.get(position).into_iter().chain([b]).chain(bias) {
@@ -124,7 +123,7 @@ impl Run<'_> {
         }
     }
 
-    /// Tells this rank's other streams that its part of a transfer is done.
+    /// Signals completion of this rank's part of a transfer to its other streams.
     fn complete(
         &mut self,
         stream: usize,
@@ -134,7 +133,7 @@ impl Run<'_> {
         let rank = self.streams[stream].rank;
         let clock: &Clock = &self.streams[stream].clock;
         let word = &mut self.ends[rank][id].completed;
-        // The engine's groups tell of all that they did at once.
+        // The engine signals completion of a whole group at once.
         let in_order = || number <= 1 || word.precedes(number - 1, clock);
         let is_engine = self.ranks[rank].transfers[id].is_engine();
         if self.mode == Mode::Eager && is_engine && !in_order() {
@@ -145,7 +144,7 @@ impl Run<'_> {
         self.wake_all(woken);
     }
 
-    /// Adds what a stream learns from a wait.
+    /// Joins the clocks that a stream learns from a wait.
     pub(super) fn finish_wait(&mut self, stream: usize, operation: usize, group: &[TransferId]) {
         let (rank, ranks) = (self.streams[stream].rank, self.ranks);
         let links = self.links;
@@ -158,7 +157,7 @@ impl Run<'_> {
                 let post = *links.posts[rank][id].get(number.checked_sub(1)?)?;
                 Some(first + ranks[rank].operations[post].stream)
             };
-            // Signals are in order, or else reported: the last stands for all.
+            // Signals arrive in order or were reported, so the last one subsumes the earlier ones.
             let clock = &mut self.streams[stream].clock;
             if self.mode == Mode::Eager {
                 let time = clock.get(stream);

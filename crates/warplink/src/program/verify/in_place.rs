@@ -1,4 +1,4 @@
-//! Kernels on tensors that the caller may have be parts of others: followed once more, as if they were.
+//! Simulates kernels a second time with tensors that may alias treated as one tensor.
 
 use super::diagnostics::Diagnostics;
 use super::kernel;
@@ -9,7 +9,7 @@ use crate::program::rank_program::{Operation, OperationKind, RankProgram};
 use crate::program::section::SectionMemory;
 use std::sync::Arc;
 
-/// Checks the kernels of programs whose tensors may lie in one another.
+/// Checks the kernels of programs with tensors that may alias each other.
 pub(super) fn check(ranks: &[RankProgram], links: &Links, diagnostics: &mut Diagnostics<'_>) {
     if ranks.iter().all(|program| program.in_place.is_empty()) {
         return;
@@ -31,7 +31,7 @@ pub(super) fn check(ranks: &[RankProgram], links: &Links, diagnostics: &mut Diag
     }
 }
 
-/// The program, where each tensor that may lie in another one does.
+/// Copy of the program in which each tensor that may alias another one does.
 fn merged(program: &RankProgram) -> RankProgram {
     let mut program = program.clone();
     let in_place = std::mem::take(&mut program.in_place);
@@ -49,7 +49,7 @@ fn merged(program: &RankProgram) -> RankProgram {
             }
         }
     }
-    // What is read and written is no input any more.
+    // A tensor that is both read and written is no longer an input.
     for (_, range) in &in_place {
         program.tensors[range.tensor].role = Role::Local;
     }

@@ -1,8 +1,8 @@
 //! Kernel sections among the operations of streams.
 //!
-//! A kernel is launched by all ranks, like a collective: what its lanes do with one another is looked at
-//! apart (`lanes`), over several runs of the program; here it is one operation that accesses what the
-//! lanes of all ranks access of this rank's tensors, and that may wait for all ranks.
+//! All ranks launch a kernel, as they call a collective. The interaction of its lanes is verified separately
+//! (`lanes`), over several runs of the program. Here a kernel is one operation that makes all accesses of any rank's
+//! lanes to this rank's tensors, and that may wait for all ranks.
 
 use super::diagnostics::Diagnostics;
 use super::kernel_accesses::KernelAccesses;
@@ -16,7 +16,7 @@ use crate::program::diagnostic::{Diagnostic, DiagnosticKind};
 use crate::program::rank_program::RankProgram;
 use crate::program::section::{SectionInstance, too_large};
 
-/// The kernels of all ranks in their order: of each, the operation of each rank and its section.
+/// Kernels of all ranks in program order; each item holds the operation and section of every rank.
 pub(super) fn kernels<'a>(
     ranks: &'a [RankProgram],
     links: &'a Links,
@@ -27,18 +27,18 @@ pub(super) fn kernels<'a>(
         };
         meeting.calls().map(section).collect::<Option<Vec<_>>>()
     };
-    // Those of all ranks are in the host's order.
+    // Meetings of all ranks are in the host's order.
     links.meetings.all.iter().filter_map(of_meeting)
 }
 
-/// Checks what the lanes of all kernels do, and gives what they access.
+/// Checks the lanes of all kernels, and returns their accesses.
 pub(super) fn check(
     ranks: &[RankProgram],
     links: &Links,
     diagnostics: &mut Diagnostics<'_>,
 ) -> KernelAccesses {
     let mut accesses = KernelAccesses::default();
-    // What no kernel can be made of.
+    // Sections that exceed the limits of a kernel.
     for section in ranks.iter().flat_map(RankProgram::sections) {
         if let Some(message) = too_large(section) {
             let at = (section.rank, &section.site);
@@ -65,7 +65,7 @@ pub(super) fn check(
 }
 
 impl Run<'_> {
-    /// What a kernel accesses once all ranks have come.
+    /// Performs the accesses of a kernel once all ranks have arrived.
     pub(super) fn finish_kernel(
         &mut self,
         stream: usize,
@@ -73,7 +73,7 @@ impl Run<'_> {
         violations: &mut Violations,
     ) {
         let (rank, links) = (self.streams[stream].rank, self.links);
-        // Kernels of a program share words and the epoch, so that they come one after another.
+        // Kernels of a program share signal words and the epoch, so they must not overlap.
         if let Some((before, done)) = &self.launched[rank]
             && !done.precedes(&self.streams[stream].clock)
         {
@@ -88,7 +88,7 @@ impl Run<'_> {
         if let Some(number) = self.collective_number(rank, operation) {
             let meeting = &mut self.collectives[number];
             meeting.left += 1;
-            // That all ranks have come says nothing about their memory.
+            // The ranks' arrival orders no memory accesses, so the joined clock is dropped after the last rank.
             if meeting.left == self.links.meetings.all[number].len() {
                 meeting.all = None;
             }

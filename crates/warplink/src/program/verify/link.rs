@@ -1,5 +1,5 @@
-//! What must fit between ranks before anything runs: transfers and their partners, collectives,
-//! inputs and outputs.
+//! Checks consistency between ranks before the simulation: transfers and their partners, collectives, inputs and
+//! outputs.
 
 use super::diagnostics::{Diagnostics, place_of, place_of_transfer};
 use super::kernel_accesses::KernelAccesses;
@@ -14,10 +14,10 @@ use crate::program::rank_program::{OperationKind, RankProgram, TransferId};
 use std::cell::OnceCell;
 use std::collections::HashMap;
 
-/// The most unmatched transfers of a rank that are counted.
+/// Limit on the unmatched transfers of a rank that are counted, which bounds the time for a wholly mismatched program.
 const MAX_UNMATCHED: usize = 10_000;
 
-/// What the ranks are to one another.
+/// Relations between the ranks' programs.
 pub(super) struct Links {
     /// For each rank and transfer, the peer's matching transfer.
     pub(super) partners: Vec<Vec<TransferId>>,
@@ -25,15 +25,15 @@ pub(super) struct Links {
     pub(super) posts: Vec<Vec<Vec<usize>>>,
     /// For each rank, the operations that share its exchanges.
     pub(super) shares: Vec<Vec<usize>>,
-    /// The collectives, and who meets for them.
+    /// Collectives and kernels with their members.
     pub(super) meetings: Meetings,
     /// For each rank, the numbers of its posts and waits.
     pub(super) numbers: Vec<Numbers>,
-    /// What kernels access, once that is known.
+    /// Accesses of kernels, once they are known.
     pub(super) kernels: KernelAccesses,
 }
 
-/// Matches the ranks, and reports what does not.
+/// Matches the ranks' programs, and reports mismatches.
 pub(super) fn link(ranks: &[RankProgram], diagnostics: &mut Diagnostics<'_>) -> Links {
     let mut links = Links {
         partners: partners(ranks, diagnostics),
@@ -64,9 +64,9 @@ pub(super) fn link(ranks: &[RankProgram], diagnostics: &mut Diagnostics<'_>) -> 
     links
 }
 
-/// Finds each transfer's partner; one without gets 0, beside the diagnostic.
+/// Finds each transfer's partner; a transfer without one is reported and gets 0.
 fn partners(ranks: &[RankProgram], diagnostics: &mut Diagnostics<'_>) -> Vec<Vec<TransferId>> {
-    // For messages only, so made for the ranks that a message is about.
+    // Needed for messages only, so built lazily for the ranks that a message names.
     type Nearest = HashMap<(Direction, Rank), TransferId>;
     let nearest: Vec<OnceCell<Nearest>> = vec![OnceCell::new(); ranks.len()];
     let nearest_of = |rank: Rank| {
@@ -84,12 +84,12 @@ fn partners(ranks: &[RankProgram], diagnostics: &mut Diagnostics<'_>) -> Vec<Vec
                 None if missing > MAX_UNMATCHED => {}
                 None => {
                     missing += 1;
-                    // What the peer does share with this rank helps to see the mistake.
+                    // The closest transfer that the peer does share with this rank helps to find the mistake.
                     let key = (transfer.direction.reversed(), rank);
                     let near = nearest_of(transfer.peer).get(&key).copied();
                     unmatched(ranks, (rank, id), near, diagnostics);
                 }
-                // Once for each pair is enough.
+                // Compare each pair once, from the sender's side.
                 Some(partner) if transfer.direction == Direction::Send => {
                     compare(ranks, (rank, id), *partner, diagnostics);
                 }
@@ -173,7 +173,7 @@ fn compare(
     });
 }
 
-/// Inputs and outputs are the same on every rank, but for the axis that is sharded over ranks.
+/// Inputs and outputs must be the same on every rank, except for the axis that is sharded over ranks.
 fn interfaces(ranks: &[RankProgram], diagnostics: &mut Diagnostics<'_>) {
     fn outer(rank_program: &RankProgram) -> impl Iterator<Item = &crate::program::TensorInstance> {
         let tensors = rank_program.tensors.iter();
@@ -207,8 +207,8 @@ fn interfaces(ranks: &[RankProgram], diagnostics: &mut Diagnostics<'_>) {
     }
 }
 
-/// The engine matches sends and receives between two ranks by the order of their posts, not by
-/// tag; so the orders must agree.
+/// The engine matches sends and receives between two ranks by the order of their posts, not by tag, so the orders
+/// must agree.
 fn engine_pairs(ranks: &[RankProgram], links: &Links, diagnostics: &mut Diagnostics<'_>) {
     type Sequence = Vec<(usize, TransferId)>;
     let sequences: Vec<HashMap<(Direction, Rank), Sequence>> = ranks

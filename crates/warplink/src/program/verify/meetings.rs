@@ -1,4 +1,4 @@
-//! Collectives and kernels: which ranks meet for which, and whether they call the same.
+//! Members of each collective and kernel, and whether all of them make the same call.
 
 use super::diagnostics::{Diagnostics, place_of};
 use crate::dtype::DType;
@@ -10,37 +10,37 @@ use crate::program::unroll::ranks_of;
 use std::collections::HashMap;
 use std::sync::Arc;
 
-/// The ranks that take part in a collective; all where there is no list.
+/// Ranks that take part in a collective; `None` for all ranks.
 type Members = Option<Arc<[Rank]>>;
 
-/// A collective as all its members call it.
+/// A collective or kernel launch, with the matching calls of all members.
 #[derive(Debug)]
 pub(in crate::program) struct Meeting {
     members: Members,
-    /// The operation of each member, in the order of the members.
+    /// Operation of each member, in the order of the members.
     operations: Vec<usize>,
 }
 
-/// The collectives of all ranks.
+/// Meetings of all ranks.
 #[derive(Debug, Default)]
 pub(in crate::program) struct Meetings {
     pub(in crate::program) all: Vec<Meeting>,
-    /// For each rank, its collectives and kernels in the host's order: the operation, and the number of the meeting.
+    /// For each rank, its collectives and kernels in the host's order: operation and meeting number.
     calls: Vec<Vec<(usize, usize)>>,
 }
 
 impl Meeting {
-    /// How many ranks take part.
+    /// Number of members.
     pub(in crate::program) const fn len(&self) -> usize {
         self.operations.len()
     }
 
-    /// The place of a rank that takes part.
+    /// Index of a rank among the members, if it is one.
     pub(in crate::program) fn place(&self, rank: Rank) -> Option<usize> {
         place_among(self.members.as_deref(), rank)
     }
 
-    /// The rank at a place, and its operation.
+    /// Rank at an index, and its operation.
     pub(in crate::program) fn call(&self, place: usize) -> Option<(Rank, usize)> {
         let rank = match &self.members {
             Some(members) => *members.get(place)?,
@@ -49,14 +49,14 @@ impl Meeting {
         Some((rank, *self.operations.get(place)?))
     }
 
-    /// The ranks that take part, each with its operation.
+    /// Members, each with its operation.
     pub(in crate::program) fn calls(&self) -> impl Iterator<Item = (Rank, usize)> {
         (0..self.len()).filter_map(|place| self.call(place))
     }
 }
 
 impl Meetings {
-    /// The number of the meeting that an operation of a rank belongs to.
+    /// Number of the meeting that an operation of a rank belongs to.
     pub(in crate::program) fn number(&self, rank: Rank, operation: usize) -> Option<usize> {
         let calls = self.calls.get(rank)?;
         let position = calls.binary_search_by_key(&operation, |call| call.0).ok()?;
@@ -64,21 +64,21 @@ impl Meetings {
     }
 }
 
-/// The calls that are among the same ranks.
+/// Calls among the same ranks.
 struct Calls {
     members: Members,
     /// For each member, its operations in the host's order.
     of: Vec<Vec<usize>>,
 }
 
-/// Finds who meets for each collective, and reports where the members of one do not call the same.
+/// Matches the members' calls of each collective and kernel, and reports mismatches.
 pub(super) fn meetings(ranks: &[RankProgram], diagnostics: &mut Diagnostics<'_>) -> Meetings {
     let (mut lists, mut numbers) = (Vec::<Calls>::new(), HashMap::<Members, usize>::new());
     for (rank, rank_program) in ranks.iter().enumerate() {
         for (index, operation) in rank_program.operations.iter().enumerate() {
             let members = match &operation.kind {
                 OperationKind::Collective { members, .. } => members,
-                // All ranks launch it.
+                // A kernel is launched by all ranks.
                 OperationKind::Kernel(_) => &None,
                 _ => continue,
             };
@@ -132,7 +132,7 @@ impl Calls {
             .map_or(place, |members| members[place])
     }
 
-    /// All members call the same collectives in the same order.
+    /// Checks that all members make the same calls in the same order.
     fn compare(&self, ranks: &[RankProgram], diagnostics: &mut Diagnostics<'_>) {
         let Some((first, rest)) = self.of.split_first() else {
             return;
@@ -194,7 +194,7 @@ impl Calls {
         });
     }
 
-    /// The list of a collective of `rank` among the same ranks as these, in another order.
+    /// Member list of a collective of `rank` that has the same ranks in another order.
     fn in_another_order(&self, ranks: &[RankProgram], rank: Rank) -> Option<String> {
         let sorted = |members: &Members| {
             let mut list = match members {
@@ -221,7 +221,7 @@ impl Calls {
             })
     }
 
-    /// Whether two members call different collectives at one position, which is reported.
+    /// Whether two members call different collectives at one position; reports the difference.
     fn differ(
         &self,
         ranks: &[RankProgram],
@@ -277,7 +277,7 @@ impl Calls {
                         "the same lengths and types",
                     )
                 }
-                // With the values of the roots, which the text need not show.
+                // With the roots' values, which the source text need not show.
                 _ => (
                     format!("{}(…{})", collective_b.name(), collective_b.arguments()),
                     format!("{}(…{})", collective_a.name(), collective_a.arguments()),
@@ -294,7 +294,7 @@ impl Calls {
     }
 }
 
-/// Whether ranks launch different kernels, or one a kernel and the other a collective, which is reported.
+/// Whether ranks launch different kernels, or one a kernel and the other a collective; reports it.
 fn kernels_differ(
     ranks: &[RankProgram],
     (first, a): (Rank, usize),
@@ -316,7 +316,7 @@ fn kernels_differ(
     true
 }
 
-/// Why two ranks do not launch the same kernel; `None` where they do, or where both are collectives.
+/// Difference between two ranks' kernel launches; `None` if they match, or if both are collectives.
 fn kernel_difference(one: &OperationKind, other: &OperationKind) -> Option<&'static str> {
     let (a, b) = match (one, other) {
         (OperationKind::Kernel(a), OperationKind::Kernel(b)) => (a, b),

@@ -1,4 +1,4 @@
-//! Accesses to the bytes of every tensor, and the order that the clocks leave between them.
+//! Race detection: accesses to the bytes of every tensor, ordered by vector clocks.
 
 use super::clock::Clock;
 use crate::error::Rank;
@@ -9,34 +9,34 @@ use crate::program::rank_program::{Range, RankProgram, TensorId, TensorInstance}
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-/// Who accessed: an operation of a rank, or the state before the run.
+/// Origin of an access: an operation of a rank, or the state before the run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum Actor {
-    /// The caller, or the run before, on the caller's stream of this rank.
+    /// The caller or the previous run, on the caller's stream of this rank.
     Before,
-    /// Operation number of this rank.
+    /// Rank and index of its operation.
     Operation(u32, u32),
 }
 
 impl Actor {
     pub(super) fn operation(rank: Rank, operation: usize) -> Self {
-        // Both are below the limits of what is verified.
+        // Both casts are lossless: the verifier's limits are below `u32::MAX`.
         Self::Operation(rank as u32, operation as u32)
     }
 }
 
-/// What an access does.
+/// Kind of an access.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Mode {
     Read,
     Write,
-    /// Reads and then writes the same bytes.
+    /// Read-modify-write of the same bytes.
     Update,
-    /// Ends the tensor's life; conflicts as a write does.
+    /// Ends the tensor's lifetime; conflicts like a write.
     Deallocate,
 }
 
-/// An access, as it is remembered.
+/// A recorded access.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Access {
     pub(super) actor: Actor,
@@ -46,8 +46,7 @@ pub(super) struct Access {
 }
 
 impl Access {
-    /// Whether it comes before what has `clock` and belongs to `actor`. Parts of one operation are
-    /// not in order.
+    /// Whether it happens before a point with `clock` in `actor`. Parts of one operation are unordered.
     fn precedes(&self, clock: &Clock, actor: Actor) -> bool {
         self.actor != actor && self.is_known_to(clock)
     }
@@ -57,53 +56,53 @@ impl Access {
     }
 }
 
-/// What is wrong with an access.
+/// Violation caused by an access.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Violation {
-    /// It is unordered with this earlier one, to these bytes.
+    /// Unordered with this earlier access to these bytes.
     Conflict(Access, Range),
-    /// It comes after this deallocation.
+    /// Use after this deallocation.
     Deallocated(Access, TensorId),
-    /// It reads bytes that nothing wrote.
+    /// Read of uninitialized bytes.
     Unwritten(Range),
 }
 
-/// Bytes that the same accesses have touched.
+/// A range of bytes with one access history.
 #[derive(Clone, Debug)]
 struct Segment {
     end: usize,
     written: bool,
     write: Access,
-    /// Reads since the write, by stream; the last of each stream stands for those before it.
+    /// Reads since the write, by stream; the last read of each stream subsumes its earlier ones.
     reads: Vec<Access>,
-    /// How many reads there may be before those that precede another are left out.
+    /// Capacity of `reads` before those that precede another read are pruned.
     room: usize,
 }
 
-/// The bytes of one tensor.
+/// Access history of one tensor.
 #[derive(Debug)]
 struct Bytes {
-    /// All of them, until only a part is accessed.
+    /// History of the whole tensor, until the first access to a part.
     whole: Option<Segment>,
-    /// Segments by where they start, without gaps; empty where the tensor is cut into cells.
+    /// Segments by start offset, without gaps; empty if the tensor is divided into cells.
     parts: BTreeMap<usize, Segment>,
     cells: Option<Cells>,
 }
 
-/// The bytes of a tensor of which parts are accessed that are not contiguous.
+/// Access history of a tensor with non-contiguous accesses.
 #[derive(Debug)]
 struct Cells {
     grid: Arc<Grid>,
     segments: Vec<Segment>,
 }
 
-/// The bytes of all tensors of all ranks.
+/// Access history of all tensors of all ranks.
 pub(super) struct Memory {
     tensors: Vec<Vec<Bytes>>,
 }
 
 impl Memory {
-    /// Memory before a run; `streams` are the callers' streams, on which time 1 is the start.
+    /// Memory before a run; `streams` are the callers' streams, whose time 1 is the start of the run.
     pub(super) fn new(ranks: &[RankProgram], streams: &[usize]) -> Self {
         let fresh = |program: &RankProgram, stream: usize| {
             let bytes = |(id, tensor): (TensorId, &TensorInstance)| {
@@ -140,7 +139,7 @@ impl Memory {
         }
     }
 
-    /// Notes an access to bytes of `rank` and tells what is wrong with it.
+    /// Records an access to bytes of `rank`, and reports its violations.
     pub(super) fn access(
         &mut self,
         rank: Rank,
@@ -181,7 +180,7 @@ impl Memory {
         }
     }
 
-    /// Accesses to tensors of `rank` that may not be over where `clock` is.
+    /// Accesses to tensors of `rank` that may not have completed at a point with `clock`.
     pub(super) fn unfinished(&self, rank: Rank, clock: &Clock) -> Vec<(Access, usize)> {
         let mut list: Vec<(Access, usize)> = Vec::new();
         for (tensor, bytes) in self.tensors[rank].iter().enumerate() {
@@ -194,7 +193,7 @@ impl Memory {
         list
     }
 
-    /// The first bytes of a tensor that nothing wrote, if there are any.
+    /// First uninitialized bytes of a tensor, if there are any.
     pub(super) fn unwritten(&self, rank: Rank, tensor: usize) -> Option<(usize, usize)> {
         if let Some(Cells { grid, segments }) = &self.tensors[rank][tensor].cells {
             let cell = segments.iter().position(|segment| !segment.written)?;
@@ -226,7 +225,7 @@ impl Bytes {
 }
 
 impl Segment {
-    /// Notes an access to all of the segment, which is `part`.
+    /// Records an access to the whole segment, which covers `part`.
     fn access(
         &mut self,
         part: Range,
@@ -274,7 +273,7 @@ impl Segment {
     }
 }
 
-/// Makes `at` a boundary between segments.
+/// Splits the segment that contains `at`, so that a segment starts there.
 fn split(parts: &mut BTreeMap<usize, Segment>, at: usize) {
     let Some((&start, segment)) = parts.range_mut(..=at).next_back() else {
         return;

@@ -1,39 +1,37 @@
-//! The verifier: whether a program, run by a number of ranks, always ends with the right bytes.
+//! The verifier: checks that a program, run by a number of ranks, always terminates with the right result.
 //!
-//! It unrolls the program for every rank, matches transfers and collectives, and runs hosts and
-//! streams as far as they get. Nothing that one of them does can hold up another for good, so the
-//! order in which they are run does not matter: what is stuck at the end is stuck in every run, and
-//! that is the deadlock. On the way each stream keeps a vector clock of what has happened before
-//! its next operation, which signals, events and collectives hand on; two accesses to the same
-//! bytes that the clocks leave unordered are a race, in whichever memory the bytes are.
+//! It unrolls the program for every rank, matches transfers and collectives, and runs hosts and streams as far as
+//! they get. No step of one agent can block another permanently, so the scheduling order does not matter: an agent
+//! that is blocked at the end is blocked in every run, which is a deadlock. Each stream keeps a vector clock of the
+//! happens-before relation, which signals, events and collectives propagate. Two accesses to the same bytes that the
+//! clocks leave unordered are a race, on whichever rank the memory is.
 //!
-//! # What is assumed of a run
-//! - The host enqueues and never waits for a stream; only `share` holds it, until each peer has
-//!   come to the share of the matching transfer. Signals and mappings exist from then on.
-//! - A signal is a word in the memory of the rank that waits for it, one per transfer and rank; the
-//!   n-th post writes n. *get*: posting the send signals *ready*; posting the receive waits for it,
-//!   copies, and signals *done*, for which waiting for the send waits. *put*: posting the receive
-//!   signals *ready*; posting the send waits for it, copies, and signals *done*, for which waiting
-//!   for the receive waits. Waiting on the side that copies waits for the copy.
-//! - In a group, signals that wait for nothing come first; then each copy, or each matmul that is
-//!   stored at a peer, behind the signal of its own transfer and in any order; then the signals that
-//!   they are done. So each of these stands for all copies of the group, and a copy counts on no other's
-//!   signal. None of them stands for another signal of the group: they are set one by one. So a transfer is
-//!   posted again only behind a wait for that transfer itself, or behind what its stream did next.
-//! - The collective engine runs its operations on a rank one after another, in the order in which
-//!   the host gave them, whatever their streams. For a deadlock this is counted on, for an order
-//!   between accesses it is not. A receive through the engine comes after its send has started; a
-//!   send says nothing about its receive.
-//! - As a graph, the program has every order that it has eagerly, and more: what tells a peer that a
-//!   buffer may be read or written waits, where it is posted again, until it is done the time before.
-//!   So a program that passes is followed once more to see whether it ends as a graph; and it has to
-//!   be one that can be recorded (`capture`). Where it is not, it is run eagerly.
-//! - A kernel whose lanes wait, and what the collective engine runs, hold room on a device while they wait for
-//!   other ranks. Where two of these are in no order on a rank, it may start either first (`room`).
-//! - Tensors are apart. What `inout` says may be one memory is followed once more as such, where kernels use it
-//!   (`in_place`).
-//! - Runs follow one another on the caller's stream: what the program accesses must come after the
-//!   stream's state at the start and before its state at the end, also where a peer accesses it.
+//! # Assumptions about a run
+//! - The host enqueues and never waits for a stream; only `share` blocks it, until each peer has reached the share of
+//!   the matching transfer. Signals and mappings exist from then on.
+//! - A signal is a word in the memory of the rank that waits for it, one per transfer and rank; the n-th post writes
+//!   n. *get*: posting the send signals *ready*; posting the receive waits for it, copies, and signals *done*, which
+//!   waiting for the send waits for. *put*: posting the receive signals *ready*; posting the send waits for it,
+//!   copies, and signals *done*, which waiting for the receive waits for. Waiting on the side that copies waits for
+//!   the copy.
+//! - In a group, signals without a dependency come first; then each copy, or each matmul that is stored at a peer,
+//!   after the signal of its own transfer and in any order; then the completion signals. So a completion signal
+//!   covers all copies of the group, and a copy relies on no other copy's signal. No signal implies another signal of
+//!   the group, because they are set one by one. So a transfer is posted again only after a wait for that transfer
+//!   itself, or after later work of its stream.
+//! - The collective engine runs its operations on a rank serially, in the order in which the host enqueued them,
+//!   whatever their streams. Deadlock detection relies on this order; race detection does not. A receive through the
+//!   engine follows the start of its send; a send implies nothing about its receive.
+//! - As a graph, the program has every ordering that it has eagerly, and more: a signal that permits a peer to read
+//!   or write a buffer waits, when it is posted again, for completion of the previous post. So a program that passes
+//!   is simulated a second time to check that it terminates as a graph; it must also be capturable (`capture`).
+//!   Otherwise it is run eagerly.
+//! - A kernel whose lanes wait, and an operation of the collective engine, occupy device resources while they wait
+//!   for other ranks. If two of these are unordered on a rank, it may start either first (`room`).
+//! - Tensors do not alias. Pairs that `inout` permits to alias are simulated a second time as one tensor, if kernels
+//!   use them (`in_place`).
+//! - Runs follow one another on the caller's stream: the program's accesses must follow the stream's state at the
+//!   start and precede its state at the end, also when a peer makes them.
 
 mod advance;
 mod beside;
@@ -76,30 +74,29 @@ pub use diagnostics::MAX_DIAGNOSTICS;
 pub use neighbours::verify_links;
 pub use sharing::verify_sharing;
 
-/// What a program that passed does, for all ranks together.
+/// Statistics of a program that passed, for all ranks together.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Report {
-    /// The ranks.
+    /// Number of ranks.
     pub world: usize,
-    /// Operations that are enqueued.
+    /// Number of enqueued operations.
     pub operations: usize,
-    /// Streams in use, the callers' among them.
+    /// Number of streams in use, including the callers'.
     pub streams: usize,
-    /// Transfers that are shared, each counted once.
+    /// Number of shared transfers, each counted once.
     pub transfers: usize,
-    /// Exchanges of handles.
+    /// Number of handle exchanges.
     pub exchanges: usize,
-    /// Bytes that the posts move between ranks.
+    /// Bytes that the posts copy between ranks.
     pub bytes: u128,
-    /// Why the program cannot run as a graph, if it cannot: then it is run eagerly.
+    /// Reason why the program cannot run as a graph and is run eagerly, if there is one.
     pub eager_only: Option<Diagnostic>,
-    /// Whether a transfer or collective of any rank is carried by a collective engine.
+    /// Whether a collective engine carries a transfer or collective of any rank.
     pub uses_engine: bool,
-    /// Whether any is carried by the engine of all ranks, which they all join then, and not by one of
-    /// some ranks.
+    /// Whether the engine of all ranks, which all of them must join, carries any; `false` if only engines of
+    /// subgroups do.
     pub uses_engine_of_all: bool,
-    /// Whether kernels at both ends may do the transfers of all ranks
-    /// ([`RankProgram::suits_transfer_kernels`]).
+    /// Whether kernels at both ends may perform the transfers of all ranks ([`RankProgram::suits_transfer_kernels`]).
     pub suits_transfer_kernels: bool,
 }
 
@@ -118,11 +115,11 @@ impl fmt::Display for Report {
     }
 }
 
-/// Verifies `program` for `world` ranks with `streams` streams in each one's pool.
+/// Verifies `program` for `world` ranks with `streams` streams in each rank's pool.
 ///
 /// # Errors
-/// What is wrong, the most telling first. Diagnostics that others would only repeat are left out:
-/// where ranks do not match there is no run to look at, and where it hangs its end is not.
+/// The diagnostics, most significant first. Consequences of an earlier failure are omitted: mismatched ranks are not
+/// simulated, and the end state of a deadlocked program is not checked.
 pub fn verify(
     program: &Program,
     world: usize,
@@ -143,10 +140,10 @@ pub fn verify(
     Ok(report(&ranks, eager_only))
 }
 
-/// The program of each rank.
+/// Unrolled program of each rank.
 ///
 /// # Errors
-/// What is wrong with it on some ranks; once where it is wrong on all.
+/// The diagnostics of the ranks; a diagnostic common to all ranks is reported once.
 fn unroll_all(
     program: &Program,
     world: usize,
@@ -156,7 +153,7 @@ fn unroll_all(
 ) -> Result<Vec<RankProgram>, Vec<Diagnostic>> {
     let mut ranks: Vec<RankProgram> = Vec::with_capacity(world.min(super::unroll::MAX_RANKS));
     let mut budget = Budget::default();
-    // A world of none has no rank to refuse it.
+    // An empty world has no rank to reject it, so rank 0 is unrolled anyway.
     for rank in 0..world.max(1) {
         match unroll_within(&mut budget, program, rank, (world, streams), parameters) {
             Ok(rank_program) => ranks.push(rank_program),
@@ -173,20 +170,20 @@ fn unroll_all(
     Ok(ranks)
 }
 
-/// An order in which the operations of all ranks may be done one after another.
+/// A valid serial order of the operations of all ranks.
 pub(super) struct Order {
-    /// The operations.
+    /// Rank and index of each operation.
     pub(super) operations: Vec<(Rank, usize)>,
     /// For each rank and transfer, the peer's.
     pub(super) partners: Vec<Vec<TransferId>>,
-    /// The collectives, and who meets for them.
+    /// Collectives and kernels with their members.
     pub(super) meetings: Meetings,
 }
 
-/// Finds an order for the operations of all ranks.
+/// Finds a valid serial order of the operations of all ranks.
 ///
 /// # Errors
-/// As [`verify`], of what keeps the operations from being done.
+/// The diagnostics of [`verify`] that prevent the operations from completing.
 pub(super) fn order(program: &Program, ranks: &[RankProgram]) -> Result<Order, Vec<Diagnostic>> {
     let mut diagnostics = Diagnostics::new(program);
     let links = link::link(ranks, &mut diagnostics);

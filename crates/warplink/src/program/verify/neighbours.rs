@@ -1,4 +1,4 @@
-//! Whether ranks keep to the links that connect them.
+//! Checks that ranks access only ranks they have a link to.
 
 use super::diagnostics::{Diagnostics, place_of_transfer};
 use super::unroll_all;
@@ -9,12 +9,12 @@ use crate::program::parameters::Parameters;
 use crate::program::section::{LaneStepKind, SectionInstance};
 use std::collections::BTreeSet;
 
-/// Verifies that each rank accesses memory and signals of those ranks only that `linked` says a link connects it with:
-/// by the lanes of kernels, and by transfers. What the collective engine carries finds its own ways, and is left out.
-/// Everything else is for [`verify`](super::verify) to look at.
+/// Verifies that each rank accesses memory and signals only of ranks that `linked` connects it with, by the lanes of
+/// kernels and by transfers. The collective engine routes its own traffic, so its operations are skipped.
+/// [`verify`](super::verify) performs all other checks.
 ///
 /// # Errors
-/// What cannot be unrolled, and what accesses another rank.
+/// The program cannot be unrolled, or accesses a rank without a link.
 pub fn verify_links(
     program: &Program,
     world: usize,
@@ -39,7 +39,7 @@ pub fn verify_links(
     diagnostics.end_of_stage()
 }
 
-/// Reports what the lanes of a kernel access of ranks that are `apart`, in all of its launches.
+/// Reports accesses of a kernel's lanes to ranks that are `apart`, in all of its launches.
 fn of_lanes(
     section: &SectionInstance,
     apart: &impl Fn(&Rank) -> bool,
@@ -84,7 +84,7 @@ fn of_lanes(
     }
 }
 
-/// The ranks whose memory or signals a step accesses. A signal is waited for in the own memory.
+/// Ranks whose memory or signals a step accesses. A signal is waited for in local memory, so waits are excluded.
 fn reached(kind: &LaneStepKind) -> BTreeSet<Rank> {
     let parts = kind.targets().iter().chain(kind.sources());
     let signalled = match kind {

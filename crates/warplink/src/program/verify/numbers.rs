@@ -1,11 +1,11 @@
-//! Which of its transfer's posts a post is, and how many posts a wait covers.
+//! Sequence numbers of posts within their transfer, and the number of posts that a wait covers.
 
 use crate::program::rank_program::{OperationKind, RankProgram};
 
-/// The numbers of one rank's posts and waits, in the order of their groups.
+/// Sequence numbers of one rank's posts and waits, in the order of their groups.
 #[derive(Debug)]
 pub(super) struct Numbers {
-    /// For each operation, where its numbers start.
+    /// For each operation, the start of its numbers.
     starts: Vec<usize>,
     numbers: Vec<u32>,
 }
@@ -31,13 +31,13 @@ impl Numbers {
         Self { starts, numbers }
     }
 
-    /// The numbers of an operation, one for each transfer of its group.
+    /// Numbers of an operation, one for each transfer of its group.
     pub(super) fn of(&self, operation: usize) -> impl Iterator<Item = usize> {
         let range = self.starts[operation]..self.starts[operation + 1];
         self.numbers[range].iter().map(|number| *number as usize)
     }
 
-    /// The number of the member at `position` of an operation's group.
+    /// Number of the member at `position` of an operation's group.
     pub(super) fn at(&self, operation: usize, position: usize) -> usize {
         self.numbers[self.starts[operation] + position] as usize
     }

@@ -1,11 +1,11 @@
-//! What holds room on a device while it waits for other ranks: kernels whose lanes wait, and what the
-//! collective engine runs.
+//! Device resources that are held while waiting for other ranks: by kernels whose lanes wait, and by operations of
+//! the collective engine.
 //!
-//! Where two of these are in no order on a rank, its device may start either first, and the other only when
-//! there is room for it. The first then waits for another rank, on which the other may have been started
-//! first. So they have to be ordered, or else ranks wait for one another for ever; orders that differ among
-//! ranks are a deadlock in any run. Kernels share a workspace and are ordered in any case (`kernel`), and
-//! the engine's operations of a rank come one after another, which is counted on here.
+//! If two of these are unordered on a rank, its device may start either first, and the other only once resources are
+//! free. The first then waits for another rank, which may have started the other one first. So they have to be
+//! ordered, or ranks may deadlock; orders that differ among ranks are a deadlock in any run. Kernels share a
+//! workspace and must be ordered in any case (`kernel`), and the engine's operations of a rank run serially, which is
+//! assumed here.
 
 use super::clock::Clock;
 use super::diagnostics::{Diagnostics, place_of};
@@ -13,27 +13,27 @@ use crate::error::Rank;
 use crate::program::diagnostic::DiagnosticKind;
 use crate::program::rank_program::RankProgram;
 
-/// What holds room on a rank's device while it waits.
+/// Operations that hold resources of a rank's device while they wait.
 #[derive(Clone)]
 pub(super) struct Room {
-    /// The last kernel whose lanes wait.
+    /// Last kernel whose lanes wait.
     pub(super) kernel: Option<Done>,
-    /// The last operation of the engine that waits for other ranks, and those that came after it.
+    /// Last operation of the engine that waits for other ranks, followed by the later ones.
     pub(super) engine: Vec<Done>,
-    /// What happened before the engine's next operation, by the engine's order too.
+    /// Clock before the engine's next operation, including the engine's serial order.
     pub(super) before_engine: Clock,
-    /// Kernels that do not come after the start of the run: the first of each stream.
+    /// Kernels that do not follow the start of the run: the first of each stream.
     pub(super) not_forked: Vec<(usize, usize)>,
 }
 
-/// What may hold room.
+/// Kind of an operation that may hold device resources.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Holder {
     Kernel { waits: bool },
     Engine { waits: bool },
 }
 
-/// An operation that is done, as a point of its stream.
+/// A completed operation, as a point of its stream.
 #[derive(Clone, Copy)]
 pub(super) struct Done {
     pub(super) operation: usize,
@@ -51,7 +51,7 @@ impl Room {
         }
     }
 
-    /// The engine's last operation that waits, where `clock` does not know it to be done.
+    /// Last waiting operation of the engine, unless `clock` is ordered after its completion.
     pub(super) fn engine_beside(&self, clock: &Clock) -> Option<usize> {
         let known = self.engine.iter().any(|done| done.precedes(clock));
         let last = self.engine.first()?;
@@ -65,8 +65,8 @@ impl Done {
     }
 }
 
-/// Reports a kernel and an operation of the engine on a rank that may run side by side; the latter in the run
-/// before, where `before` says so.
+/// Reports a kernel and an engine operation of a rank that may run concurrently; if `before` is set, the engine
+/// operation belongs to the previous run.
 pub(super) fn report(
     ranks: &[RankProgram],
     (rank, kernel, engine): (Rank, usize, usize),

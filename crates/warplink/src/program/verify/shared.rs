@@ -1,13 +1,13 @@
-//! Tensors of kernels that other ranks access: one name may stand for different tensors on two ranks, but names that
-//! are one tensor on one rank are one on all.
+//! Tensors of kernels that other ranks access. One name may denote different tensors on two ranks, but names that
+//! alias one tensor on one rank must alias one on all.
 
 use super::diagnostics::{Diagnostics, place_of};
 use crate::program::diagnostic::DiagnosticKind;
 use crate::program::rank_program::{RankProgram, TensorId};
 use std::collections::HashMap;
 
-/// Reports names of tensors that do not fit together: ranks exchange each tensor once, in the order in which kernels
-/// name them. All ranks launch the same kernels.
+/// Reports inconsistent tensor names. Ranks exchange each tensor once, in the order in which kernels name them, and
+/// all ranks launch the same kernels; so aliasing must agree.
 pub(super) fn shared_tensors(ranks: &[RankProgram], diagnostics: &mut Diagnostics<'_>) {
     let Some((first, others)) = ranks.split_first() else {
         return;
@@ -45,7 +45,7 @@ pub(super) fn shared_tensors(ranks: &[RankProgram], diagnostics: &mut Diagnostic
     }
 }
 
-/// For each name, the place of its tensor among those that are exchanged.
+/// For each name, the index of its tensor among the exchanged ones.
 fn places(names: &[(usize, String, TensorId)]) -> Vec<usize> {
     let mut known: HashMap<TensorId, usize> = HashMap::new();
     let place = |(_, _, tensor): &(usize, String, TensorId)| {

@@ -1,4 +1,4 @@
-//! Programs whose kernels share a workspace, its words and its epoch: whether one may run after the other.
+//! Checks that programs whose kernels share a workspace, its words and its epoch may run after one another.
 
 use super::diagnostics::Diagnostics;
 use super::lanes::{self, Launch, Reaches};
@@ -9,12 +9,12 @@ use crate::program::parameters::Parameters;
 use crate::program::rank_program::RankProgram;
 use crate::program::section::{SectionInstance, SectionMemory};
 
-/// Verifies that the kernels of several programs may use one workspace, in any order: another length, type,
-/// number of lanes or algorithm after this one. Their scratch lies one over the other. Each program alone is
-/// for [`verify`](super::verify) to look at.
+/// Verifies that the kernels of several programs may use one workspace in any order, for example when length, type,
+/// number of lanes or algorithm change between calls. Their scratch areas overlap. Each program by itself is checked
+/// by [`verify`](super::verify).
 ///
 /// # Errors
-/// What is wrong with one of them, or between two of them.
+/// The diagnostics of a single program, or of a pair of programs.
 pub fn verify_sharing(
     programs: &[(&Program, &Parameters)],
     world: usize,
@@ -22,7 +22,7 @@ pub fn verify_sharing(
 ) -> Result<(), Vec<Diagnostic>> {
     let mut merged: Vec<RankProgram> = Vec::new();
     // For each program, its kernels; for each kernel, the sections of all ranks. A program that announces tensors
-    // counts as several.
+    // counts once per form of reachability.
     let mut kernels: Vec<Vec<Vec<SectionInstance>>> = Vec::new();
     let mut reaches_of: Vec<Vec<Reaches>> = Vec::new();
     let mut followed: Vec<(usize, usize)> = Vec::new();
@@ -83,7 +83,7 @@ pub fn verify_sharing(
     Ok(())
 }
 
-/// The launches of a program's kernels, where their announced tensors are reachable as in one of the forms.
+/// Launches of a program's kernels, with the announced tensors reachable as in one of the forms.
 fn named<'a>(
     kernels: &'a [Vec<SectionInstance>],
     program: &'a Program,
@@ -100,7 +100,7 @@ fn named<'a>(
         .collect()
 }
 
-/// The section with its tensors numbered from `first` on.
+/// Copy of the section with its tensors numbered from `first` on.
 fn moved(section: &SectionInstance, first: usize) -> SectionInstance {
     let mut section = section.clone();
     for tensor in &mut section.tensors {
@@ -111,8 +111,8 @@ fn moved(section: &SectionInstance, first: usize) -> SectionInstance {
     section
 }
 
-/// Runs of two programs, of so many kernels each, one behind the other: each several times, then in turns, and with one
-/// or two runs of the one between those of the other, so that the epoch has every remainder.
+/// Interleavings of two programs with `one` and `other` kernels: each alone several times, then alternating, then
+/// with one or two runs of one between those of the other, so that the epoch takes every remainder.
 fn alternate(one: usize, other: usize, runs: usize) -> Vec<usize> {
     let first: Vec<usize> = (0..one).collect();
     let second: Vec<usize> = (one..one + other).collect();

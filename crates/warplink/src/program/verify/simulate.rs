@@ -1,4 +1,4 @@
-//! Running hosts and streams as far as they get.
+//! Runs hosts and streams as far as they get.
 
 use super::blocked;
 use super::diagnostics::{Diagnostics, place_of, place_of_transfer};
@@ -11,14 +11,14 @@ use crate::program::ir::Program;
 use crate::program::rank_program::{OperationKind, RankProgram};
 use std::collections::HashSet;
 
-/// The most nodes that all clocks together may have, which bounds the memory that they take.
+/// Limit on the nodes of all clocks together, which bounds their memory.
 const MAX_CLOCK_NODES: usize = 2 << 20;
 
-/// How many operations a host enqueues before others go on. The streams keep up with the hosts, so what
-/// they do was looked at shortly before.
+/// Operations that a host enqueues before other hosts run. Streams keep up with the hosts, so the access histories
+/// they touch are still recent.
 const HOST_TURN: usize = 64;
 
-/// Runs the program of all ranks and reports what goes wrong.
+/// Simulates the program of all ranks and reports violations.
 pub(super) fn simulate(ranks: &[RankProgram], links: &Links, diagnostics: &mut Diagnostics<'_>) {
     let mut run = Run::new(Mode::Eager, ranks, links);
     let mut violations = Violations::default();
@@ -32,8 +32,7 @@ pub(super) fn simulate(ranks: &[RankProgram], links: &Links, diagnostics: &mut D
     }
 }
 
-/// The operations of all ranks in an order in which they were done; none where that is reported to be
-/// impossible.
+/// A valid serial order of the operations of all ranks; `None` if there is none, which is reported.
 pub(super) fn order(
     ranks: &[RankProgram],
     links: &Links,
@@ -47,7 +46,7 @@ pub(super) fn order(
     run.done.unwrap_or_default()
 }
 
-/// What is stuck where the programs of all ranks run as graphs, if anything is.
+/// Diagnostic of a deadlock when the programs of all ranks run as graphs, if there is one.
 pub(super) fn stuck_as_graph(
     program: &Program,
     ranks: &[RankProgram],
@@ -61,14 +60,14 @@ pub(super) fn stuck_as_graph(
 }
 
 impl Run<'_> {
-    /// Runs to the end; reports why where that is impossible.
+    /// Runs to the end; reports the reason if that is impossible.
     fn ends(&mut self, violations: &mut Violations, diagnostics: &mut Diagnostics<'_>) -> bool {
         if !self.go(violations) {
             diagnostics.too_large("fewer streams, or fewer transfers between waits");
             return false;
         }
         if self.is_overtaken() {
-            // A run goes on from there, in one of several ways.
+            // The outcome is a race: the run could continue from here in several ways.
             violations.report_signals(self.ranks, diagnostics);
             if !diagnostics.list.is_empty() {
                 return false;
@@ -77,8 +76,8 @@ impl Run<'_> {
         !blocked::report(self, diagnostics)
     }
 
-    /// Whether a stream that waits for a post would go on, as the signal of a later post of the transfer is
-    /// there already.
+    /// Whether a stream that waits for a post could be released early by the signal of a later post of the same
+    /// transfer.
     fn is_overtaken(&self) -> bool {
         let heads = self.streams.iter().enumerate();
         let mut heads = heads.filter_map(|(stream, state)| match state.queue.front() {
@@ -92,7 +91,7 @@ impl Run<'_> {
         })
     }
 
-    /// Runs as far as it goes; `false` where the clocks take too much memory.
+    /// Runs as far as possible; `false` if the clocks exceed their memory limit.
     fn go(&mut self, violations: &mut Violations) -> bool {
         loop {
             if let Some(stream) = self.stream_work.pop() {
@@ -158,7 +157,7 @@ impl Run<'_> {
         }
     }
 
-    /// Gives the exchange's handles to the peers; whether all of theirs are there.
+    /// Passes the exchange's handles to the peers; returns whether all of theirs have arrived.
     fn share(&mut self, rank: Rank, exchange: usize) -> bool {
         if !self.hosts[rank].shared[exchange] {
             self.hosts[rank].shared[exchange] = true;
@@ -175,8 +174,7 @@ impl Run<'_> {
         missing.is_none()
     }
 
-    /// Posts of one end without a counterpart leave a signal behind that the next run would take
-    /// for its own.
+    /// Reports unmatched posts of one end: each leaves a signal behind that the next run would mistake for its own.
     fn lost_signals(&self, diagnostics: &mut Diagnostics<'_>) {
         for (rank, rank_program) in self.ranks.iter().enumerate() {
             for (id, transfer) in rank_program.transfers.iter().enumerate() {
@@ -203,8 +201,8 @@ impl Run<'_> {
         }
     }
 
-    /// The last post of a transfer must be over when the run ends, where streams do not order the first of the
-    /// next run behind it. `loose` are streams that are reported already.
+    /// Reports transfers whose last post may not have completed when the run ends, unless streams order the next
+    /// run's first post after it. `loose` are streams that are reported already.
     fn unfinished_signals(
         &self,
         rank: Rank,
@@ -213,7 +211,7 @@ impl Run<'_> {
     ) {
         let first_stream = self.first_stream[rank];
         let program = &self.ranks[rank];
-        // What the caller does next is behind all that its stream did.
+        // The caller's next work follows everything on its stream.
         let mut end = self.streams[first_stream].clock.clone();
         end.tick(first_stream);
         let stream_of = |operation: usize| program.operations[operation].stream;
@@ -242,7 +240,7 @@ impl Run<'_> {
         }
     }
 
-    /// What must hold at the end: all work joined, all outputs written.
+    /// Checks the end state: all work joined, all outputs written.
     fn ending(&self, diagnostics: &mut Diagnostics<'_>) {
         for (rank, rank_program) in self.ranks.iter().enumerate() {
             let end = &self.streams[self.first_stream[rank]].clock;
@@ -277,7 +275,7 @@ impl Run<'_> {
     }
 }
 
-/// The streams whose work of the run before is done before an operation begins: its own, and those that it
+/// Streams whose work of the previous run has completed before an operation begins: its own, and those that it
 /// synchronizes with.
 fn streams_before(program: &RankProgram, operation: usize) -> HashSet<usize> {
     let mut before: Vec<HashSet<usize>> = (0..program.streams.len())

@@ -1,4 +1,4 @@
-//! The state of all ranks' hosts and streams while a program is simulated.
+//! Simulation state of all ranks' hosts and streams.
 
 use super::clock::{Clock, Clocks, Snapshot};
 use super::link::Links;
@@ -12,83 +12,83 @@ use crate::program::area::Area;
 use crate::program::rank_program::{OperationKind, RankProgram, TransferId};
 use std::collections::VecDeque;
 
-/// How the ranks run.
+/// Execution mode of the ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Mode {
-    /// Operations are enqueued: posts count.
+    /// Operations are enqueued one by one: posts are counted.
     Eager,
-    /// The run is one graph: a transfer that is posted again waits until it is done the time before.
-    /// Nothing but who waits for whom is followed: a graph has every order that an eager run has.
+    /// The run is one graph: a transfer that is posted again waits for completion of its previous post. Only blocking
+    /// is simulated, not ordering, because a graph has every ordering of an eager run.
     Captured,
 }
 
-/// What a stream was given.
+/// Entry of a stream's queue.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Item {
     /// An operation of the stream's rank.
     Operation(usize),
-    /// Marks this point for another stream of the rank.
+    /// Records an event for another stream of the rank.
     Record(usize),
-    /// Waits for a mark, on behalf of an operation.
+    /// Waits for an event, on behalf of an operation.
     WaitEvent(usize, usize),
 }
 
-/// What a stream needs before it can go on.
+/// Dependency that a stream needs before it can continue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Need {
-    /// The other end's post of this number, of a transfer of this rank.
+    /// The peer's post of this number, of a transfer of this rank.
     Peer(TransferId, usize),
     /// This rank's own post of this number, on another stream.
     Own(TransferId, usize),
-    /// The engine's operation before it on this rank.
+    /// The previous operation of the engine on this rank.
     Engine(usize),
-    /// Another rank at the same collective, by the number of the meeting.
+    /// Arrival of another rank at the same collective, by meeting number.
     Collective(Rank, usize),
-    /// A mark on another stream.
+    /// An event of another stream.
     Event(usize),
 }
 
 /// A stream of a rank.
 pub(super) struct StreamState {
     pub(super) rank: Rank,
-    /// What it was given and has not done.
+    /// Enqueued items that have not completed.
     pub(super) queue: VecDeque<Item>,
-    /// Whether the first of these has begun: given its signals, or arrived at its collective.
+    /// Whether the first item has begun: sent its signals, or arrived at its collective.
     pub(super) begun: bool,
-    /// How much of what the first of these needs was there.
+    /// Number of dependencies of the first item that were satisfied.
     pub(super) progress: usize,
     pub(super) clock: Clock,
     pub(super) scheduled: bool,
-    /// The operation that it did last.
+    /// Last completed operation.
     pub(super) last: Option<usize>,
-    /// Whether that was a post, whose signals say nothing of what comes behind them.
+    /// Whether that was a post, whose signals do not cover later work.
     pub(super) signalled: bool,
 }
 
 /// The host of a rank.
 pub(super) struct Host {
-    /// The operation that comes next.
+    /// Next operation to enqueue.
     pub(super) next: usize,
-    /// Exchanges whose handles have been given to the peers.
+    /// Exchanges whose handles have been passed to the peers.
     pub(super) shared: Vec<bool>,
-    /// How many transfers of the exchange that comes next the peers have shared.
+    /// Number of transfers of the next exchange that the peers have shared.
     pub(super) progress: usize,
     pub(super) scheduled: bool,
 }
 
-/// What has become of one end of a transfer.
+/// State of one end of a transfer.
 pub(super) struct End {
-    /// What the peer tells: its signals, or that it started its posts to the engine.
+    /// Word that the peer writes: its signals, or the start of its posts to the engine.
     pub(super) incoming: Word,
-    /// What this rank tells itself when its own copy is done.
+    /// Word that signals completion of this rank's own copy.
     pub(super) completed: Word,
-    /// In a graph, whether the first post is so far that other streams may wait behind it.
+    /// In a graph, whether the first post has progressed so far that other streams may follow it.
     pub(super) placed: bool,
     /// Waits for its last posts.
     pub(super) waits: Vec<Waited>,
 }
 
-/// A wait for a post: its number, and the stream with how far that had come.
+/// A wait for a post: its number, and the stream with its clock at that point.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Waited {
     pub(super) number: usize,
@@ -96,38 +96,38 @@ pub(super) struct Waited {
     pub(super) time: u32,
 }
 
-/// A point in a stream that another waits for.
+/// An event that another stream waits for.
 pub(super) struct EventState {
-    /// The stream that marks it.
+    /// Stream that records it.
     pub(super) stream: usize,
     pub(super) reached: bool,
     pub(super) clock: Option<Snapshot>,
     pub(super) waiting: Option<usize>,
 }
 
-/// An operation of the engine: what follows on the rank waits until it is done.
+/// The engine of a rank, which runs its operations serially.
 pub(super) struct Engine {
     /// Operations in the host's order.
     pub(super) order: Vec<usize>,
-    /// How many of these are done.
+    /// Number of completed operations.
     pub(super) done: usize,
 }
 
-/// A collective that ranks come to.
+/// Rendezvous of the ranks at a collective.
 #[derive(Default)]
 pub(super) struct Meeting {
-    /// Which of its ranks have come, by place, and how many; forgotten when all have.
+    /// Members that have arrived, by index, and their count; cleared when all have.
     pub(super) present: Vec<bool>,
     pub(super) count: usize,
-    /// What had happened before any of them came.
+    /// Joined clock of all members before their arrival.
     pub(super) all: Option<Clock>,
-    /// The same for the root alone.
+    /// Clock of the root alone before its arrival.
     pub(super) root: Option<Clock>,
     pub(super) waiting: Vec<usize>,
     pub(super) left: usize,
 }
 
-/// The ranks as they run.
+/// State of the simulation.
 pub(super) struct Run<'a> {
     pub(super) mode: Mode,
     pub(super) ranks: &'a [RankProgram],
@@ -144,11 +144,11 @@ pub(super) struct Run<'a> {
     pub(super) clocks: Clocks,
     pub(super) stream_work: Vec<usize>,
     pub(super) host_work: VecDeque<Rank>,
-    /// For each rank, the kernel that was launched last, and when it was done.
+    /// For each rank, the kernel that was launched last, and the snapshot of its completion.
     pub(super) launched: Vec<Option<(usize, Snapshot)>>,
-    /// For each rank, what holds room on its device; empty where no kernel waits.
+    /// For each rank, the operations that hold device resources; empty if no kernel waits.
     pub(super) rooms: Vec<Room>,
-    /// The operations that are done, in this order, where somebody asks for it.
+    /// Completed operations in order, if a caller requested them.
     pub(super) done: Option<Vec<(Rank, usize)>>,
 }
 
@@ -162,7 +162,7 @@ impl<'a> Run<'a> {
             for stream in 0..program.streams.len() {
                 let mut clock = clocks.clock();
                 if stream == 0 && mode == Mode::Eager {
-                    // The state in which the caller hands over.
+                    // The caller's state at hand-over is time 1 of its stream.
                     clock.set(streams.len(), 1);
                 }
                 streams.push(StreamState {
@@ -210,7 +210,7 @@ impl<'a> Run<'a> {
         }
     }
 
-    /// Lets a stream look again at what it waits for.
+    /// Schedules a stream to check its dependency again.
     pub(super) fn wake(&mut self, stream: usize) {
         if !self.streams[stream].scheduled && !self.streams[stream].queue.is_empty() {
             self.streams[stream].scheduled = true;
@@ -224,7 +224,7 @@ impl<'a> Run<'a> {
         }
     }
 
-    /// Counts an operation of a stream, where that is followed.
+    /// Advances the clock of a stream, if clocks are tracked.
     pub(super) fn tick(&mut self, stream: usize) {
         if self.mode == Mode::Eager {
             self.streams[stream].clock.tick(stream);
@@ -232,7 +232,7 @@ impl<'a> Run<'a> {
         }
     }
 
-    /// The first transfer of an exchange that the peer has not shared, and its position.
+    /// First transfer of an exchange that the peer has not shared, and its index.
     pub(super) fn missing_share(&self, rank: Rank, exchange: usize) -> Option<(usize, TransferId)> {
         let own = &self.ranks[rank];
         let from = self.hosts[rank].progress;
@@ -244,12 +244,12 @@ impl<'a> Run<'a> {
         })
     }
 
-    /// The number of the meeting for a collective of a rank.
+    /// Meeting number of a collective of a rank.
     pub(super) fn collective_number(&self, rank: Rank, operation: usize) -> Option<usize> {
         self.links.meetings.number(rank, operation)
     }
 
-    /// Notes an access and keeps what is wrong with it.
+    /// Records an access and its violation.
     pub(super) fn access(
         &mut self,
         rank: Rank,
@@ -267,7 +267,7 @@ impl<'a> Run<'a> {
     }
 }
 
-/// The ends of all transfers, with how often each value of their words will be read.
+/// Ends of all transfers, with the number of readers of each value of their words.
 fn ends(mode: Mode, ranks: &[RankProgram], links: &Links) -> Vec<Vec<End>> {
     let mut all: Vec<Vec<End>> = Vec::with_capacity(ranks.len());
     for (rank, program) in ranks.iter().enumerate() {
@@ -315,7 +315,7 @@ fn expect_readers(
             match (waits, mover) {
                 (true, false) => ends[id].incoming.expect_reader(number),
                 (true, true) => {
-                    // A stream knows what it did itself.
+                    // A stream needs no word for its own work: program order covers it.
                     let stream = post(number).map(|post| program.operations[post].stream);
                     if stream != Some(operation.stream) {
                         ends[id].completed.expect_reader(number);

@@ -1,4 +1,4 @@
-//! What went wrong with accesses and signals, and how it is said.
+//! Violations of memory accesses and signals, and their messages.
 
 use super::diagnostics::{Diagnostics, place_of};
 use super::memory::{Access, Actor, Memory, Mode, Violation};
@@ -8,22 +8,22 @@ use crate::program::diagnostic::{DiagnosticKind, Place};
 use crate::program::ir::Role;
 use crate::program::rank_program::{Range, RankProgram};
 
-/// The most violations that are kept; a program that is wrong in its loops has more than anyone reads.
+/// Limit on recorded violations: an error in a loop produces more than anyone reads.
 const MAX_KEPT: usize = 4096;
 
-/// Violations, kept until it is known whether the program ends.
+/// Violations, buffered until it is known whether the program terminates.
 #[derive(Default)]
 pub(super) struct Violations {
-    /// Whose memory, the access that was noted first, the other, and the bytes.
+    /// Owner of the memory, the earlier access, the later one, and the bytes.
     conflicts: Vec<(Rank, Access, Access, Range)>,
-    /// Whose memory, the deallocation, the access after it, and the tensor.
+    /// Owner of the memory, the deallocation, the access after it, and the tensor.
     deallocated: Vec<(Rank, Access, Access, usize)>,
     unwritten: Vec<(Rank, Access, Range)>,
-    /// Rank, post before, post.
+    /// Rank, previous post, post.
     signals: Vec<(Rank, usize, usize)>,
-    /// Rank, kernel before, kernel.
+    /// Rank, previous kernel, kernel.
     kernels: Vec<(Rank, usize, usize)>,
-    /// Rank, kernel, operation of the engine.
+    /// Rank, kernel, engine operation.
     rooms: Vec<(Rank, usize, usize)>,
 }
 
@@ -43,7 +43,7 @@ impl Violations {
         }
     }
 
-    /// Whether no more are kept.
+    /// Whether the limit is reached.
     pub(super) fn is_full(&self) -> bool {
         self.conflicts.len() + self.deallocated.len() + self.unwritten.len() >= MAX_KEPT
     }
@@ -77,7 +77,7 @@ impl Violations {
         }
     }
 
-    /// Reports posts that are not ordered after the one before.
+    /// Reports posts that are not ordered after the previous post.
     pub(super) fn report_signals(&self, ranks: &[RankProgram], diagnostics: &mut Diagnostics<'_>) {
         for &(rank, before, post) in &self.signals {
             let places = vec![place_of(ranks, rank, post), place_of(ranks, rank, before)];
@@ -110,7 +110,7 @@ impl Violations {
             report_conflict(ranks, conflict, diagnostics);
         }
         for (rank, access, range) in &self.unwritten {
-            // Where the write is there but unordered, it is the order that is wrong.
+            // If the write exists but is unordered, the race is the cause; report that alone.
             let raced = self.conflicts.iter().any(|(owner, a, b, bytes)| {
                 owner == rank
                     && (a.actor == access.actor || b.actor == access.actor)
@@ -134,7 +134,7 @@ impl Violations {
     }
 }
 
-/// Reports kernels of a rank that may run side by side.
+/// Reports kernels of a rank that may run concurrently.
 fn report_unordered_kernel(
     ranks: &[RankProgram],
     (rank, before, after): (Rank, usize, usize),
@@ -168,7 +168,7 @@ const fn verb(access: &Access) -> &'static str {
     }
 }
 
-/// The stream of an access's operation.
+/// Stream of an access's operation.
 fn stream_of(ranks: &[RankProgram], access: &Access) -> String {
     match access.actor {
         Actor::Before => "caller".to_owned(),
@@ -225,7 +225,7 @@ fn report_conflict(
     });
 }
 
-/// Reports an access to bytes of `rank` that its end does not wait for.
+/// Reports an access to bytes of `rank` that the end of its run does not wait for.
 pub(super) fn report_unfinished(
     ranks: &[RankProgram],
     rank: Rank,
@@ -247,7 +247,7 @@ pub(super) fn report_unfinished(
     });
 }
 
-/// Reports outputs of a rank of which bytes are not written.
+/// Reports outputs of a rank with unwritten bytes.
 pub(super) fn report_unwritten_outputs(
     rank_program: &RankProgram,
     memory: &Memory,

@@ -1,15 +1,15 @@
-//! What is known of the values of a signal: that they were written, and what had happened by then.
+//! History of a signal word: the values written, and the clock at each write.
 
 use super::clock::{Clock, Snapshot};
 
-/// A value.
+/// One value of a word.
 #[derive(Clone, Debug, Default)]
 struct Value {
-    /// The stream that wrote it, and how far that had come.
+    /// Stream that wrote it, with its clock at that point.
     written: Option<(usize, u32)>,
-    /// What had happened before it was written, as long as somebody may ask.
+    /// Snapshot at the write, kept until the last reader has taken it.
     clock: Option<Snapshot>,
-    /// How many are still to ask.
+    /// Number of outstanding readers.
     readers: u32,
 }
 
@@ -17,14 +17,14 @@ struct Value {
 #[derive(Clone, Debug, Default)]
 pub(super) struct Word {
     values: Vec<Value>,
-    /// How many values are written without a gap.
+    /// Number of values written without a gap.
     reached: usize,
-    /// Streams that wait for the word.
+    /// Streams blocked on the word.
     waiting: Vec<usize>,
 }
 
 impl Word {
-    /// A word that will have `values` values.
+    /// Word that will take `values` values.
     pub(super) fn new(values: usize) -> Self {
         Self {
             values: vec![Value::default(); values],
@@ -36,7 +36,7 @@ impl Word {
         self.values.get(number.checked_sub(1)?)
     }
 
-    /// Notes that the clock of value `number` will be needed once more.
+    /// Registers one more reader of value `number`.
     pub(super) fn expect_reader(&mut self, number: usize) {
         if let Some(value) = number
             .checked_sub(1)
@@ -52,32 +52,32 @@ impl Word {
             .is_some_and(|value| value.written.is_some())
     }
 
-    /// The first value up to `number` that is not written.
+    /// First value up to `number` that is not written.
     pub(super) fn missing(&self, number: usize) -> Option<usize> {
         (self.reached < number).then_some(self.reached + 1)
     }
 
-    /// Whether a value above `number` is written: a wait for at least `number` ends.
+    /// Whether a value above `number` is written, which would release a wait for at least `number`.
     pub(super) fn is_above(&self, number: usize) -> bool {
         let mut above = self.values.iter().skip(number);
         above.any(|value| value.written.is_some())
     }
 
-    /// Whether value `number` was written, by something that precedes `clock`.
+    /// Whether the write of value `number` happens before `clock`.
     pub(super) fn precedes(&self, number: usize, clock: &Clock) -> bool {
         self.value(number)
             .and_then(|value| value.written)
             .is_some_and(|(stream, time)| clock.get(stream) >= time)
     }
 
-    /// Whether `clock` knows that the stream which wrote value `number` has gone on since.
+    /// Whether `clock` includes a later step of the stream that wrote value `number`.
     pub(super) fn is_behind(&self, number: usize, clock: &Clock) -> bool {
         self.value(number)
             .and_then(|value| value.written)
             .is_some_and(|(stream, time)| clock.get(stream) > time)
     }
 
-    /// Writes value `number` in `stream`, and gives the streams that wait for the word.
+    /// Writes value `number` in `stream`, and returns the streams to wake.
     pub(super) fn write(&mut self, number: usize, stream: usize, clock: &Clock) -> Vec<usize> {
         let Some(index) = number
             .checked_sub(1)
@@ -99,7 +99,7 @@ impl Word {
         std::mem::take(&mut self.waiting)
     }
 
-    /// Adds what had happened when value `number` was written to `clock`, for one reader.
+    /// Joins the snapshot of value `number` into `clock`, for one reader.
     pub(super) fn read(&mut self, number: usize, clock: &mut Clock) {
         let Some(index) = number
             .checked_sub(1)
@@ -117,12 +117,12 @@ impl Word {
         }
     }
 
-    /// The streams that wait, which are woken for another reason.
+    /// Takes the blocked streams, to wake them for another reason.
     pub(super) fn woken(&mut self) -> Vec<usize> {
         std::mem::take(&mut self.waiting)
     }
 
-    /// Has `stream` woken at the next value.
+    /// Registers `stream` to be woken at the next value.
     pub(super) fn wait(&mut self, stream: usize) {
         self.waiting.push(stream);
     }

@@ -1,4 +1,4 @@
-//! The thread that publishes allocations, maps those of the peers, and lets go of both.
+//! Background thread that publishes allocations, maps those of the peers, and releases both.
 
 use super::super::context::RankContext;
 use super::{Event, FEW_ENTRIES, Known, Publication, Tables};
@@ -11,10 +11,10 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-/// Between two looks at whether what is published is still held by anybody else.
+/// Interval between checks for published memory that no one else references any more.
 const SWEEP_INTERVAL: Duration = Duration::from_millis(100);
 
-/// What the thread knows.
+/// State of the thread.
 #[derive(Debug)]
 pub(super) struct Keeper {
     rank: Rank,
@@ -24,10 +24,10 @@ pub(super) struct Keeper {
     tables: Arc<Tables>,
     known: Arc<Mutex<Known>>,
     events: Receiver<Event>,
-    /// What came before the thread was started.
+    /// Event received before the thread was started.
     first: Mutex<Option<Event>>,
     own: BTreeMap<u64, Own>,
-    /// What peers publish, by rank and number.
+    /// Mapped allocations of peers, by rank and number.
     mapped: BTreeMap<(Rank, u64), RemoteRegion>,
 }
 
@@ -38,18 +38,18 @@ struct Peer {
     in_process: bool,
 }
 
-/// An allocation of this rank.
+/// State of an allocation of this rank.
 #[derive(Debug)]
 enum Own {
-    /// Peers are mapping it.
+    /// Peers in `left` have not mapped it yet.
     Offered {
         region: Region,
         left: BTreeSet<Rank>,
     },
     Published(Region),
-    /// Streams may still use it; then peers are told.
+    /// Waits for streams that may still use it; then peers are notified.
     Leaving,
-    /// Peers are letting go of it.
+    /// Peers in `left` have not released it yet.
     Withdrawn {
         left: BTreeSet<Rank>,
     },
@@ -84,7 +84,7 @@ impl Keeper {
         })
     }
 
-    /// Whether anything is to be done but to end.
+    /// Whether any event other than the stop is pending.
     pub(super) fn has_work(&self) -> bool {
         let mut first = lock(&self.first);
         if first.is_none() {
@@ -93,7 +93,7 @@ impl Keeper {
         !matches!(*first, None | Some(Event::Stop))
     }
 
-    /// Does what it is told until it is to stop.
+    /// Processes events until it is stopped.
     pub(super) fn run(mut self) {
         let mut next = lock(&self.first).take();
         loop {
@@ -159,7 +159,7 @@ impl Keeper {
         self.memory.tell(peer.job_rank, message);
     }
 
-    /// The rank in the group that has the rank `from` in the job, where that is another one.
+    /// Group rank of the peer with job rank `from`; `None` for this rank or a rank of another group.
     fn peer(&self, from: Rank) -> Option<Rank> {
         let rank = self.peers.iter().position(|peer| peer.job_rank == from);
         let rank = rank.filter(|rank| *rank != self.rank);
@@ -173,13 +173,13 @@ impl Keeper {
     fn offer(&mut self, number: u64, allocation: DeviceSlice) {
         let backing = allocation.backing().clone();
         let left = backing.without_owner();
-        // The allocation and this.
+        // Two references remain: the allocation and the one taken here.
         if left.is_none() && Arc::strong_count(&backing) <= 2 {
-            // It is gone already.
+            // The allocation was freed in the meantime.
             self.free(number, None);
             return;
         }
-        // Lent memory may be lent again by a later call, and its owner frees it without asking.
+        // Borrowed memory may be lent again by a later call, and its owner frees it without notice.
         let published = left.map_or(allocation, DeviceSlice::whole);
         let region = self.memory.register(&published);
         let offered = region.and_then(|region| {
@@ -211,7 +211,7 @@ impl Keeper {
         }
     }
 
-    /// A number that no peer was told of is free; `never` cannot be published.
+    /// Frees a number that no peer knows; `never` is marked as unpublishable.
     fn free(&mut self, number: u64, never: Option<&Arc<dyn Backing>>) {
         let mut known = lock(&self.known);
         let place = known.forget(number);
@@ -219,7 +219,7 @@ impl Keeper {
             known.never(backing);
         }
         drop(known);
-        // Its end is told later, of which nothing is expected then. No other allocation gets the number before.
+        // The release notice arrives later and needs no reply. The number stays reserved until then.
         self.own.insert(
             number,
             Own::Withdrawn {
@@ -237,7 +237,7 @@ impl Keeper {
                 if let Err(error) = self.tables.clear(rank, entry) {
                     tracing::debug!(%error, "an entry of a table stays");
                 }
-                // The peer's kernels and this rank's are done with it.
+                // The owner withdraws an entry only after the peer's kernels and this rank's have completed with it.
                 self.mapped.remove(&(rank, entry));
                 self.tell(rank, entry, Notice::LetGo);
             }
@@ -245,7 +245,7 @@ impl Keeper {
         }
     }
 
-    /// Maps what a peer offers.
+    /// Maps a peer's offer.
     fn map(&mut self, rank: Rank, entry: u64, handle: PeerHandle) {
         if self.mapped.contains_key(&(rank, entry)) {
             self.tell(rank, entry, Notice::Refused);
@@ -262,14 +262,14 @@ impl Keeper {
             }
             Err(error) => {
                 tracing::debug!(%error, rank, "a peer's memory cannot be mapped, and goes through the workspace");
-                // What failed may have been to tell the device.
+                // The failure may have occurred while the device's table was updated, so clear the entry.
                 let _ = self.tables.clear(rank, entry);
                 self.tell(rank, entry, Notice::Refused);
             }
         }
     }
 
-    /// A peer reaches an allocation of this rank.
+    /// Records that a peer has mapped an allocation of this rank.
     fn taken(&mut self, rank: Rank, entry: u64) {
         let Some(Own::Offered { region, left }) = self.own.get_mut(&entry) else {
             return;
@@ -290,7 +290,7 @@ impl Keeper {
         }
     }
 
-    /// A peer cannot map an allocation of this rank.
+    /// Withdraws an allocation that a peer cannot map.
     fn refused(&mut self, entry: u64) {
         if let Some(Own::Offered { region, .. }) = self.own.get(&entry) {
             let backing = region.memory().backing().clone();
@@ -298,9 +298,9 @@ impl Keeper {
         }
     }
 
-    /// Begins to withdraw an allocation, which is `never` to be published again.
+    /// Begins to withdraw an allocation; marks `never` as unpublishable.
     fn withdraw(&mut self, entry: u64, never: Option<&Arc<dyn Backing>>) {
-        // No later launch announces it.
+        // Clear the table entry first, so that no later launch announces it.
         if let Err(error) = self.tables.clear(self.rank, entry) {
             tracing::debug!(%error, "an entry of a table stays");
         }
@@ -310,14 +310,14 @@ impl Keeper {
             known.never(backing);
         }
         drop(known);
-        // The registration ends; the memory is held until the peers have let go of it.
+        // Dropping the region ends the registration; the memory is held until all peers have released it.
         let before = self.own.insert(entry, Own::Leaving);
         drop(before);
-        // Streams that are past it are told of as soon as nobody notes any more.
+        // Dropping the place sends the release notice once no stream uses the allocation.
         drop(place);
     }
 
-    /// Streams are past what may have used an allocation: peers are to let go of it.
+    /// Asks peers to release an allocation: all streams that may have used it have completed.
     fn past(&mut self, entry: u64) {
         match self.own.get_mut(&entry) {
             Some(own @ Own::Leaving) => {
@@ -344,16 +344,16 @@ impl Keeper {
         }
     }
 
-    /// The number may be another allocation's.
+    /// Makes the number available for another allocation.
     fn reuse(&mut self, entry: u64) {
         self.own.remove(&entry);
         lock(&self.known).free.push(entry);
     }
 
-    /// Withdraws what nobody else holds; of what was lent, what is not there any more, and what was not used for longest
-    /// where numbers run out.
+    /// Withdraws allocations without other references, borrowed ones whose memory is gone, and if numbers run out, the
+    /// least recently used of the borrowed ones.
     fn sweep(&mut self) {
-        // The table has a slice, and so have peers that are threads of this process.
+        // The table holds a reference, and so does each peer that is a thread of this process.
         let in_process = self.peers.iter().filter(|peer| peer.in_process).count() - 1;
         let published = self.own.iter().filter_map(|(number, own)| match own {
             Own::Published(region) => Some((*number, region)),
@@ -384,7 +384,7 @@ impl Keeper {
         }
     }
 
-    /// Lets go of everything. No launch uses it any more.
+    /// Releases everything. No launch uses it any more.
     fn end(&mut self) {
         for (number, own) in std::mem::take(&mut self.own) {
             if matches!(own, Own::Withdrawn { .. }) {

@@ -1,21 +1,21 @@
-//! Allocations that kernels of the peers access where they lie.
+//! Publication of allocations for zero-copy access by the kernels of peers.
 //!
-//! A kernel that is launched on any memory has to find its peers' tensors without asking a host. So each rank
-//! numbers the allocations that it uses: when a call first meets one, its owner offers a handle to all peers, each
-//! maps it, notes the address in a table in its device's memory, and says so. When all have, the owner notes its own
-//! address in its own table. From then on its kernels announce *(number, offset)* for a tensor in that allocation, and
-//! the peers' kernels look the address up ([`Tables`]). Until then they announce that the tensor is not reachable, and
-//! all ranks move the data another way. Nothing of it blocks a call; a graph has number and offset, and reads the table
-//! at each launch.
+//! A kernel that is launched on any memory has to find its peers' tensors without asking a host. So each rank numbers
+//! the allocations that it uses. When a call first uses one, its owner offers a handle to all peers; each maps it,
+//! stores the address in a table in its device's memory, and acknowledges. When all have acknowledged, the owner
+//! stores its own address in its own table. From then on its kernels announce *(number, offset)* for a tensor in that
+//! allocation, and the peers' kernels look the address up ([`Tables`]). Until then they announce that the tensor is
+//! unreachable, and all ranks use another path for the data. None of this blocks a call. A graph contains number and
+//! offset, and reads the table at each launch.
 //!
-//! # What holds
-//! 1. An address in the own table means that all peers have the allocation in theirs.
-//! 2. An allocation that nobody holds any more but its publication is withdrawn, and borrowed memory when it is not there
-//!    any more: a library lends the same memory again and again. The own entry goes first; when the
-//!    streams are past all launches that may have read it, the peers are told; when all have let go of it, the number
-//!    is free. A peer's kernel is done with an allocation before the launch of its owner ends, as the verifier checks.
-//! 3. A kernel announces what it finds only where the address is the tensor's: a number that a graph recorded, and that
-//!    is another allocation's by now, is of no use and does no harm.
+//! # Invariants
+//! 1. An address in the own table implies that all peers have the allocation in theirs.
+//! 2. An allocation is withdrawn when its publication holds the last reference; borrowed memory, when it is gone,
+//!    since a library lends the same memory repeatedly. The own entry is cleared first. When the streams have
+//!    completed all launches that may have read it, the peers are notified; when all have released it, the number is
+//!    free. A peer's kernel finishes with an allocation before the owner's launch ends, as the verifier checks.
+//! 3. A kernel announces an entry only if its address matches the tensor's. So a stale number in a graph, which
+//!    belongs to another allocation by now, is harmless.
 //! 4. Memory that cannot be shared, or that a peer cannot map, is not offered again.
 
 mod keeper;
@@ -36,16 +36,16 @@ use std::sync::{Arc, Mutex, Weak};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-/// Allocations of a rank that are published at a time. Must match `published_entries` of the kernels.
+/// Number of published allocations of a rank. Must match `published_entries` of the kernels.
 const ENTRIES: usize = 1024;
 
-/// Free numbers below which what was not used for longest makes room, as many at a time.
+/// Threshold of free numbers: below it, the least recently used allocations are withdrawn, as many at a time.
 const FEW_ENTRIES: usize = ENTRIES / 8;
 
-/// How long an allocation that finds no memory waits for what is held for nobody.
+/// Limit on the wait of a failed allocation for the release of unused published memory.
 const MAX_RECLAIM: Duration = Duration::from_millis(200);
 
-/// What a rank publishes to a group, and what it reaches of its peers'.
+/// Memory that a rank publishes to a group, and that of its peers.
 #[derive(Debug)]
 pub(crate) struct Publication {
     memory: Arc<MemoryRegistry>,
@@ -56,12 +56,12 @@ pub(crate) struct Publication {
     events: Arc<Events>,
 }
 
-/// The allocations that calls have met, by identity.
+/// Allocations that calls have used, by identity.
 #[derive(Debug)]
 struct Known {
     by_identity: HashMap<u64, Place>,
     free: Vec<u64>,
-    /// How often calls have met allocations.
+    /// Number of uses so far, a logical clock for their age.
     met: u64,
 }
 
@@ -70,24 +70,24 @@ enum Place {
     Entry {
         number: u64,
         uses: Arc<InUse<Departure>>,
-        /// The number of the last call that met it.
+        /// Logical time of the last use.
         met: u64,
-        /// Whether a graph has recorded a call that met it: its launches use it, and tell nobody.
+        /// Whether a graph has recorded a call that uses it: launches of the graph use it without notice.
         is_recorded: bool,
     },
     /// It cannot be published.
     Never(Weak<dyn Backing>),
 }
 
-/// What the thread is told.
+/// Events for the thread.
 #[derive(Debug)]
 enum Event {
-    /// A call has met an allocation, which was given a number.
+    /// A call has used a new allocation, which was given a number.
     Met {
         number: u64,
         allocation: DeviceSlice,
     },
-    /// Streams are past what may have used it.
+    /// All streams that may have used it have completed.
     Past {
         number: u64,
     },
@@ -97,25 +97,25 @@ enum Event {
         entry: u64,
         handle: PeerHandle,
     },
-    /// A peer tells of an entry.
+    /// A peer reports on an entry.
     Notice {
         from: Rank,
         entry: u64,
         notice: Notice,
     },
-    /// What is held for nobody is to be let go of.
+    /// Release memory without other references, and reply when done.
     Reclaim(Sender<()>),
     Stop,
 }
 
-/// Tells the thread when it is dropped, which is when no stream uses an allocation any more.
+/// Sends an event when it is dropped, which happens once no stream uses an allocation any more.
 #[derive(Debug)]
 struct Departure {
     number: u64,
     events: Weak<Events>,
 }
 
-/// The thread's queue; it starts with the first event.
+/// Queue of the thread, which starts with the first event.
 #[derive(Debug)]
 struct Events {
     queue: Sender<Event>,
@@ -124,8 +124,7 @@ struct Events {
 }
 
 impl Publication {
-    /// Makes tables, and tells the peers how to reach this. Blocks until all ranks do so, and fails on all where it does
-    /// on one.
+    /// Creates tables, and registers with the peers. Blocks until all ranks do so; fails on all if it fails on one.
     pub(crate) fn join(context: &RankContext) -> Result<Self> {
         let (queue, received) = channel();
         let begun = Self::begin(context, queue);
@@ -134,12 +133,13 @@ impl Publication {
         let publication = begun?;
         let keeper = Keeper::new(context, &numbers, &publication, received)?;
         *lock(&publication.events.waiting) = Some(keeper);
-        // A peer's offer comes after all ranks have their numbers, but maybe before this one has its thread.
+        // A peer's offer arrives after all ranks have exchanged their numbers, but possibly before this rank's thread
+        // exists.
         publication.events.start();
         Ok(publication)
     }
 
-    /// Makes tables, and listens to peers. Dropping it ends that.
+    /// Creates tables, and listens to peers until it is dropped.
     fn begin(context: &RankContext, queue: Sender<Event>) -> Result<Self> {
         let tables = Tables::new(&context.device, context.world())?;
         let known = Known {
@@ -168,13 +168,13 @@ impl Publication {
         })
     }
 
-    /// The tables that kernels read.
+    /// Tables that kernels read.
     pub(crate) fn tables(&self) -> &Arc<Tables> {
         &self.tables
     }
 
-    /// Where a launch on `stream` says that `slice` lies: the number of its allocation and the first byte in that.
-    /// Publishes an allocation that was not met before. Does not block.
+    /// Location of `slice` for a launch on `stream`: the number of its allocation and the byte offset in it.
+    /// Publishes a new allocation. Does not block.
     pub(crate) fn place(
         &self,
         slice: &DeviceSlice,
@@ -217,7 +217,7 @@ impl Publication {
             }
         };
         drop(known);
-        // Where it is withdrawn meanwhile, the launch finds no address in the table.
+        // If it is withdrawn in the meantime, the launch finds no address in the table.
         uses.note(stream);
         if is_new {
             let allocation = slice.allocation();
@@ -234,7 +234,7 @@ impl Drop for Publication {
         let Some(thread) = lock(&self.events.thread).take() else {
             return;
         };
-        // What it does takes as long as a peer may take to answer at most.
+        // The join takes at most as long as a peer may take to answer.
         if thread.thread().id() != std::thread::current().id() && thread.join().is_err() {
             tracing::error!("the thread that publishes memory panicked");
         }
@@ -253,7 +253,7 @@ impl Drop for Departure {
 
 impl Events {
     fn send(&self, event: Event) {
-        // The thread is gone only when the publication is.
+        // Sending fails only after the thread has ended, with the publication.
         let _ = self.queue.send(event);
         self.start();
     }
@@ -279,7 +279,7 @@ impl Events {
                 notice,
             }),
             Heard::Reclaim => {
-                // Without a thread, nothing is held.
+                // Without a thread, no memory is held.
                 if lock(&self.thread).is_none() {
                     return;
                 }
@@ -290,7 +290,7 @@ impl Events {
         }
     }
 
-    /// Starts the thread where there is something to do for it.
+    /// Starts the thread if it has work.
     fn start(&self) {
         let mut waiting = lock(&self.waiting);
         let Some(keeper) = waiting.take_if(|keeper| keeper.has_work()) else {
@@ -309,8 +309,8 @@ impl Events {
 }
 
 impl Known {
-    /// The numbers in use, from the one that was not met for longest on, where few are free or among the `leaving`, which
-    /// will be; else none. Those that graphs use come last.
+    /// Numbers in use, least recently used first and those used by graphs last, if few numbers are free or `leaving`,
+    /// which will be free soon; otherwise empty.
     fn by_age(&self, leaving: usize) -> Vec<u64> {
         if self.free.len() + leaving >= FEW_ENTRIES {
             return Vec::new();
@@ -329,7 +329,7 @@ impl Known {
         entries.into_iter().map(|(_, _, number)| number).collect()
     }
 
-    /// Takes the entry of a number out; whether it may still be in use.
+    /// Removes the entry of a number, and returns it if it was in use.
     fn forget(&mut self, number: u64) -> Option<Place> {
         let of =
             |place: &Place| matches!(place, Place::Entry { number: other, .. } if *other == number);
@@ -338,7 +338,7 @@ impl Known {
         self.by_identity.remove(&identity)
     }
 
-    /// Notes that an allocation cannot be published, and forgets those of these that are freed.
+    /// Marks an allocation as unpublishable, and drops marks of freed ones.
     fn never(&mut self, backing: &Arc<dyn Backing>) {
         self.by_identity
             .retain(|_, place| !matches!(place, Place::Never(gone) if gone.strong_count() == 0));

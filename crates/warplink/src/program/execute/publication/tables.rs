@@ -1,4 +1,4 @@
-//! Where published allocations are reached, for kernels and for closures.
+//! Tables of published allocations, for kernels and for closures.
 
 use super::ENTRIES;
 use crate::device::{AllocationKind, Device, DeviceSlice};
@@ -6,25 +6,25 @@ use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::sync::lock;
 use std::sync::{Arc, Mutex};
 
-/// Bits of the offset in the word that announces published memory. Must match the kernels.
+/// Offset bits of the word that announces published memory. Must match the kernels.
 const OFFSET_BITS: u32 = 48;
 
-/// Where memory is in what a rank publishes.
+/// Location in a rank's published memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Published {
-    /// The number of its allocation.
+    /// Number of its allocation.
     pub(crate) number: u64,
-    /// Its first byte there.
+    /// Byte offset in the allocation.
     pub(crate) start: u64,
 }
 
 impl Published {
-    /// In one word, which is not 0.
+    /// Encodes the location in one word, which is not 0.
     pub(crate) fn word(self) -> u64 {
         (self.number + 1) << OFFSET_BITS | self.start
     }
 
-    /// What a word is; `None` for 0.
+    /// Decodes a word; `None` for 0, which stands for unreachable memory.
     pub(crate) fn of_word(word: u64) -> Option<Self> {
         let number = (word >> OFFSET_BITS).checked_sub(1)?;
         let start = word & ((1 << OFFSET_BITS) - 1);
@@ -32,7 +32,7 @@ impl Published {
     }
 }
 
-/// For each rank and number, an address in the device's memory, or 0, and what is there.
+/// For each rank and number, an address in the device's memory, or 0, and the allocation there.
 #[derive(Debug)]
 pub(crate) struct Tables {
     device: Arc<dyn Device>,
@@ -53,19 +53,19 @@ impl Tables {
         })
     }
 
-    /// Its address, for kernels.
+    /// Address of the tables, for kernels.
     pub(crate) fn address(&self) -> u64 {
         self.memory.address()
     }
 
-    /// The allocation of a rank, as it is mapped here.
+    /// Allocation of a rank, as mapped here.
     fn get(&self, rank: Rank, number: u64) -> Option<DeviceSlice> {
         let place = place(rank, number)?;
         lock(&self.entries).get(place)?.clone()
     }
 
-    /// What `rank`, which is this one, announces of its memory at `address`: 0 unless all peers reach it there, in the whole
-    /// units of kernels.
+    /// Announcement by `rank`, which is this one, of its memory at `address`: 0 unless all peers have it mapped there,
+    /// and it is aligned to the 16-byte accesses of kernels.
     pub(crate) fn announced(&self, rank: Rank, at: Published, address: u64) -> u64 {
         let allocation = self.get(rank, at.number);
         let known = allocation.is_some_and(|known| known.address() + at.start == address);
@@ -76,15 +76,15 @@ impl Tables {
         }
     }
 
-    /// What is mapped here of the memory that `rank` announces as `word`, to the end of its allocation; `None` where nothing
-    /// is.
+    /// Local mapping of the memory that `rank` announces as `word`, to the end of its allocation; `None` if it is not
+    /// mapped.
     pub(crate) fn reached(&self, rank: Rank, word: u64) -> Option<DeviceSlice> {
         let at = Published::of_word(word)?;
         let allocation = self.get(rank, at.number)?;
         allocation.slice(at.start as usize..allocation.bytes()).ok()
     }
 
-    /// Notes an allocation. Blocks until kernels see it.
+    /// Stores an entry. Blocks until kernels see it.
     pub(super) fn set(&self, rank: Rank, number: u64, allocation: &DeviceSlice) -> Result<()> {
         let place = place(rank, number).ok_or_else(no_such_entry)?;
         if let Some(entry) = lock(&self.entries).get_mut(place) {
@@ -93,12 +93,12 @@ impl Tables {
         self.upload(place, allocation.address())
     }
 
-    /// Forgets an allocation. Blocks until kernels do.
+    /// Clears an entry. Blocks until kernels see that.
     pub(super) fn clear(&self, rank: Rank, number: u64) -> Result<()> {
         let place = place(rank, number).ok_or_else(no_such_entry)?;
         let cleared = self.upload(place, 0);
         let gone = lock(&self.entries).get_mut(place).and_then(Option::take);
-        // Not under the lock: it may be the last of somebody's memory.
+        // Dropped outside the lock: this may be the last reference to memory, and freeing it takes time.
         drop(gone);
         cleared
     }

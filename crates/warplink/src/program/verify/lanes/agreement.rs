@@ -1,4 +1,4 @@
-//! What ranks announce of a launch: all the same, or the launch fails.
+//! Announcements of a launch: all ranks must announce the same values, or the launch fails.
 
 use super::report::{place, told};
 use super::run::{Place, Run};
@@ -9,25 +9,25 @@ use crate::program::section::Part;
 use crate::program::verify::diagnostics::Diagnostics;
 use std::collections::BTreeMap;
 
-/// The most differences that are kept.
+/// Limit on recorded differences.
 const MAX_KEPT: usize = 4096;
 
-/// Where words lie: whose memory, which, and from which byte.
+/// Location of announced words: owner of the memory, tensor or area, and start byte.
 type Words = (Rank, Place, usize);
 
-/// What a step announces or expects.
+/// Values that a step announces or expects.
 type Announced = (Actor, Vec<u32>);
 
-/// What ranks announced last, and where it differs from what was expected.
+/// Last announcements of each rank, and mismatches with expected ones.
 #[derive(Debug, Default)]
 pub(super) struct Announcements {
     last: BTreeMap<Words, Announced>,
-    /// What a step expects, and what was announced instead.
+    /// Expected values with the step that expects them, and the announcement found instead.
     differ: Vec<(Announced, Option<Announced>)>,
 }
 
 impl Run<'_> {
-    /// Notes what a lane announces.
+    /// Records an announcement of a lane.
     pub(super) fn announce(&mut self, actor: Actor, values: &[u32], target: &Part) {
         let key = self.words_of(actor, target);
         self.announcements
@@ -35,7 +35,7 @@ impl Run<'_> {
             .insert(key, (actor, values.to_vec()));
     }
 
-    /// Compares what came in this launch with what a lane expects.
+    /// Compares the announcement received in this launch with the one that a lane expects.
     pub(super) fn agree(&mut self, actor: Actor, values: &[u32], peer: Rank, source: &Part) {
         let key = self.words_of(actor, source);
         let there = self.announcements.last.get(&key);
@@ -50,7 +50,7 @@ impl Run<'_> {
         }
     }
 
-    /// Notes what a lane passes on, where all that it copies was announced in this launch.
+    /// Records that a lane forwards announcements, if everything it copies was announced in this launch.
     pub(super) fn pass_on(
         &mut self,
         actor: Actor,
@@ -77,7 +77,7 @@ impl Run<'_> {
     }
 }
 
-/// Reports ranks that announce different things in one launch.
+/// Reports ranks with different announcements in one launch.
 pub(super) fn report(run: &Run<'_>, diagnostics: &mut Diagnostics<'_>) {
     let words = |values: &[u32]| {
         let words: Vec<String> = values.iter().map(ToString::to_string).collect();

@@ -1,4 +1,4 @@
-//! What happens between launches: lanes start and end, and the rank's stream uses its tensors.
+//! Launch boundaries: start and end of lanes, and accesses of the rank's stream to its tensors between launches.
 
 use super::Does;
 use super::memory::{Bytes, Knowledge, STREAM, Stamp, Touch};
@@ -13,7 +13,7 @@ use crate::program::verify::kernel_accesses::OnRank;
 use crate::program::verify::memory::Mode as AccessMode;
 
 impl Run<'_> {
-    /// The memory of a rank before the first launch.
+    /// Initializes the memory of a rank before the first launch.
     pub(super) fn prepare(&mut self, rank: Rank) {
         let time = self.tick_stream(rank);
         let before = Stamp {
@@ -60,7 +60,7 @@ impl Run<'_> {
         }
         self.release(rank);
         let lanes = self.section(number, rank).lanes;
-        // The stream has joined what all lanes of earlier launches know. Times of a lane count on from launch to launch.
+        // The stream has joined the clocks of all lanes of earlier launches. A lane's time continues across launches.
         let knows = self.streams[rank].knows.based(rank, number);
         let mut all = Vec::with_capacity(lanes);
         for lane in 0..lanes {
@@ -76,20 +76,20 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// Refuses writes to what the caller lends for reading.
+    /// Rejects writes to read-only inputs of the caller.
     fn check_inputs(
         &self,
         number: usize,
         rank: Rank,
         lanes: &[Vec<LaneStep>],
     ) -> Result<(), Diagnostic> {
-        // It does the same in later launches.
+        // Later launches of a kernel make the same accesses, so checking the first suffices.
         if self.accesses[self.sequence[number]][rank].is_some() {
             return Ok(());
         }
         for step in lanes.iter().flatten() {
             for target in step.kind.targets() {
-                // A name may stand for one tensor on this rank, and for another where it is written.
+                // A name may denote one tensor on this rank and another on the rank where it is written.
                 let theirs = self.section(number, target.rank);
                 let tensor = &theirs.tensors[target.tensor];
                 let SectionMemory::Tensor(id) = tensor.memory else {
@@ -109,7 +109,7 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// Between two launches, the stream writes all tensors.
+    /// Ends a launch; between two launches, the stream writes all tensors.
     pub(super) fn end(&mut self, rank: Rank) {
         let number = self.streams[rank].launch;
         for lane in 0..self.section(number, rank).lanes {
@@ -191,7 +191,7 @@ impl Run<'_> {
         }
     }
 
-    /// What each kernel does on each rank.
+    /// Effects of each kernel on each rank.
     pub(super) fn done(self) -> Vec<Does> {
         let of_kernel = |(accesses, waits): (Vec<Option<_>>, Vec<bool>)| {
             let ranks = accesses.into_iter().map(Option::unwrap_or_default);
@@ -203,7 +203,7 @@ impl Run<'_> {
         kernels.map(of_kernel).collect()
     }
 
-    /// Notes on which ranks a lane of a launch waits, and for which.
+    /// Records on which ranks a lane of a launch waits, and for which ranks.
     fn note_waits(&mut self, number: usize, rank: Rank, steps: &[LaneStep]) {
         let section = self.section(number, rank);
         let waits = &mut self.waits[self.sequence[number]];

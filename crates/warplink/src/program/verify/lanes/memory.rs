@@ -1,14 +1,14 @@
-//! Accesses of lanes to bytes, and the order between them.
+//! Race detection for accesses of lanes.
 
 use crate::program::machine::Actor;
 use crate::program::verify::clock::{Clock, Snapshot};
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-/// In the place of a lane: the rank's stream, between two launches.
+/// Lane number that denotes the rank's stream between two launches.
 pub(super) const STREAM: u32 = u32::MAX;
 
-/// An access, as it is remembered.
+/// A recorded access.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Stamp {
     pub(super) actor: Actor,
@@ -16,29 +16,29 @@ pub(super) struct Stamp {
     pub(super) time: u32,
 }
 
-/// What a lane knows.
+/// Clocks of a lane.
 #[derive(Clone, Debug)]
 pub(super) struct Knowledge {
-    /// What it sees: what signals and the order of streams hand on.
+    /// Visible memory: ordering through signals and streams.
     pub(super) seen: Clock,
-    /// What is over: that, and what packets tell. A packet orders no other memory, but who sent it had
-    /// ended its earlier steps: what these read may be overwritten.
+    /// Completed steps: the above, and ordering through packets. A packet does not order other memory, but its sender
+    /// had completed its earlier steps, so memory that these read may be overwritten.
     pub(super) over: Clock,
 }
 
-/// A packet's writer, as it was.
+/// State of a packet's writer at the write.
 #[derive(Clone, Debug)]
 struct Sender {
-    /// The launch, counted from 1, which the flag says.
+    /// Launch, counted from 1, that the packet's flag encodes.
     flag: u64,
-    /// Whether it stored an element here, and not only the rest of a packet.
+    /// Whether it stored an element here, and not only padding at the end of a packet.
     filled: bool,
     over: Snapshot,
-    /// What the sender sees, where it hands that on as a signal does.
+    /// Sender's visible memory, if the packet publishes it as a signal does.
     seen: Option<Snapshot>,
 }
 
-/// Bytes that the same accesses have touched.
+/// A range of bytes with one access history.
 #[derive(Clone, Debug)]
 struct Cell {
     end: usize,
@@ -46,45 +46,45 @@ struct Cell {
     /// Reads since the write.
     reads: Vec<Stamp>,
     sender: Option<Sender>,
-    /// The launches whose packets it held, counted from 1.
+    /// Launches whose packets it held, counted from 1.
     packets_of: Vec<u64>,
-    /// Whether anything read what is written.
+    /// Whether anything read the last write.
     written_and_read: bool,
-    /// In which launch, counted from 1, lanes read it before they wrote it.
+    /// Launch, counted from 1, in which lanes read it before writing it.
     read_in: u64,
-    /// In which launch lanes wrote it.
+    /// Launch in which lanes wrote it.
     written_in: u64,
 }
 
-/// The bytes of a tensor, or of an area of a workspace.
+/// Access history of a tensor, or of an area of a workspace.
 #[derive(Clone, Debug)]
 pub(super) struct Bytes {
     cells: BTreeMap<usize, Cell>,
 }
 
-/// What is wrong with an access.
+/// Violation caused by an access.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Wrong {
-    /// Nothing orders it with this one.
+    /// Unordered with this access.
     Unordered(Actor, Was),
-    /// It reads bytes that nothing wrote.
+    /// Read of uninitialized bytes.
     Unwritten,
-    /// It reads bytes that nothing wrote since this step of an earlier run.
+    /// Read of bytes last written by this step of an earlier run.
     Stale(Actor),
-    /// It waits for packets that were overwritten before it read them.
+    /// Waits for packets that were overwritten before it read them.
     Overwritten(Actor),
-    /// It stores packets where packets of the same launch were stored.
+    /// Stores packets over packets with the same launch's flag, which a reader cannot tell apart.
     SameFlag(Actor),
 }
 
-/// What an earlier access did.
+/// Kind of the earlier access.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Was {
     Read,
     Write,
 }
 
-/// How lanes of a launch touched bytes.
+/// How lanes of a launch accessed bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Touch {
     Read,
@@ -93,7 +93,7 @@ pub(super) enum Touch {
 }
 
 impl Knowledge {
-    /// Counts one more step of `stream`, whose knowledge it is.
+    /// Counts one more step of `stream`, which owns these clocks.
     pub(super) fn tick(&mut self, stream: usize) -> u32 {
         self.over.tick(stream);
         self.seen.tick(stream)
@@ -113,7 +113,7 @@ impl Knowledge {
         }
     }
 
-    /// Adds what another lane or stream knows.
+    /// Joins the clocks of another lane or stream.
     pub(super) fn join(&mut self, other: &Self) {
         self.seen.join(&other.seen);
         self.over.join(&other.over);
@@ -162,24 +162,24 @@ impl Bytes {
         self.cells.range_mut(range.clone()).map(|(_, cell)| cell)
     }
 
-    /// Whether all packets of launch `flag` are there, or were.
+    /// Whether all packets of launch `flag` have been stored, even if overwritten since.
     pub(super) fn has_packets(&mut self, range: &Range<usize>, flag: u64) -> bool {
         self.within(range)
             .all(|cell| cell.packets_of.iter().rev().any(|of| *of == flag))
     }
 
-    /// The lanes that stored the packets of launch `flag`.
+    /// Lanes that stored the packets of launch `flag`.
     pub(super) fn senders(&mut self, range: &Range<usize>, flag: u64) -> impl Iterator<Item = u32> {
         let sent = self.within(range).filter_map(move |cell| {
             let sender = cell.sender.as_ref()?;
             (sender.flag == flag).then_some(cell.write?.actor.lane)
         });
-        // What one step stored is many cells of one lane.
+        // One step's store covers many cells; report its lane once.
         let mut last = None;
         sent.filter(move |lane| last.replace(*lane) != Some(*lane))
     }
 
-    /// Reads packets that are there, or were; of the last one, what lies before `filled`.
+    /// Reads stored packets, even if overwritten since; of the last packet, only the bytes before `filled`.
     pub(super) fn read_packets(
         &mut self,
         range: &Range<usize>,
@@ -207,7 +207,7 @@ impl Bytes {
         }
     }
 
-    /// Reads what launches from `since` on have written.
+    /// Reads bytes written by launches from `since` on.
     pub(super) fn read(
         &mut self,
         range: &Range<usize>,
@@ -233,7 +233,7 @@ impl Bytes {
         }
     }
 
-    /// Hands what a lane knows on with the packets that it has stored.
+    /// Attaches a lane's visible memory to the packets that it has stored.
     pub(super) fn hand_on(&mut self, range: &Range<usize>, stream: usize, knows: &Knowledge) {
         for cell in self.within(range) {
             if let Some(sender) = &mut cell.sender {
@@ -242,7 +242,7 @@ impl Bytes {
         }
     }
 
-    /// Notes that what was stored of `range` is the rest of a packet, and no element.
+    /// Marks the store to `range` as padding of a packet, without an element.
     pub(super) fn leave_empty(&mut self, range: &Range<usize>) {
         for cell in self.within(range) {
             if let Some(sender) = &mut cell.sender {
@@ -272,7 +272,7 @@ impl Bytes {
                 tell(Wrong::Unordered(read.actor, Was::Read));
             }
             if let Some(write) = cell.write {
-                // A packet that was read has landed.
+                // A packet that was read has certainly arrived, so it may be overwritten.
                 let landed = flag.is_some() && read && knows.outlives(&write);
                 if cell.sender.as_ref().map(|sender| sender.flag) == flag && flag.is_some() {
                     tell(Wrong::SameFlag(write.actor));
@@ -295,7 +295,7 @@ impl Bytes {
         }
     }
 
-    /// How lanes of a launch touched the bytes, where they did: neighbours that were touched alike are one.
+    /// Accesses of a launch's lanes; adjacent ranges with equal accesses are merged.
     pub(super) fn touches(&self, launch: u32) -> Vec<(Range<usize>, Touch)> {
         let launch = u64::from(launch) + 1;
         let mut list: Vec<(Range<usize>, Touch)> = Vec::new();
@@ -316,7 +316,7 @@ impl Bytes {
 }
 
 impl Cell {
-    /// Notes a read.
+    /// Records a read.
     fn note(&mut self, stamp: Stamp) {
         self.written_and_read = true;
         match self

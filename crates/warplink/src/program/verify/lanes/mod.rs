@@ -1,17 +1,19 @@
-//! The lanes of kernel sections: what they do with one another's memory, over several launches.
+//! Verifies the lanes of kernel sections: their accesses to one another's memory, over several launches.
 //!
-//! A program's kernels are followed over twice as many runs as their use of the epoch has a period, so that each launch
-//! is seen beside the next that does the same, and two more, since a rank may be a launch ahead of another. Each lane keeps two clocks: of what it sees, which
-//! signals and streams hand on, and of what is over, which packets hand on too. Between two launches a
-//! rank's stream writes all of its tensors: what a peer reads before it was told that it may, or has not told
-//! to be read when the launch ends, is a race with that. Scratch starts without anything in it, in every run: what an
-//! earlier one wrote may only be read where scratch is declared to persist.
+//! A program's kernels are simulated for twice the period of their epoch use, so that each launch is checked against
+//! the next equivalent one, plus two runs, because a rank may be one launch ahead of another. Each lane keeps two
+//! clocks: visible memory, which signals and streams propagate, and completed steps, which packets propagate too.
+//! Between two launches a rank's stream writes all of its tensors. This makes a peer's read a race if it is not
+//! ordered after the start of the launch, or if its completion is not signalled before the launch ends. Scratch is
+//! uninitialized at the start of every run: bytes written by an earlier run may be read only if the scratch is
+//! declared persistent.
 //!
-//! Only the device knows which of the tensors that a lane announces are reachable, and two lanes may find other ones so
-//! in one launch. So kernels that ask for it are followed as several, one for each [`Reach`], in turns.
+//! Only the device knows which announced tensors a lane can reach, and two lanes of one launch may find different
+//! ones reachable. So kernels that ask for reachability are simulated as several variants, one for each [`Reach`], in
+//! turns.
 //!
-//! What is assumed of a launch: all of its lanes are on the device together, so that each gets as far as it
-//! can; it starts when the one before it on its rank has ended.
+//! Assumptions about a launch: all of its lanes are resident on the device together, so that each gets as far as it
+//! can; it starts when the previous launch on its rank has ended.
 
 mod agreement;
 mod launch;
@@ -31,28 +33,28 @@ use crate::program::rank_program::{Range, RankProgram};
 use crate::program::section::{MAX_PERIOD, SectionInstance};
 use run::Run;
 
-/// The most steps of all lanes in all launches that are followed, each counted with its operands.
+/// Limit on the simulated steps of all lanes in all launches, each counted with its operands; bounds the time.
 const MAX_STEPS: usize = 1 << 24;
 
-/// The most of them in the launches that are under way at a time, which are all in memory.
+/// Limit on the steps of the launches in flight, which are all in memory.
 const MAX_HELD_STEPS: usize = 1 << 22;
 
-/// The most lanes of all ranks. Lanes that learn of few others take time in proportion to their number, some seconds for
-/// so many; where each learns of each, the limits of steps come first.
+/// Limit on the lanes of all ranks. With sparse communication the time is proportional to the number of lanes, some
+/// seconds at this limit; if every lane learns of every other, the limits on steps are reached first.
 const MAX_ALL_LANES: usize = 1 << 14;
 
-/// How many launches more than two periods are followed.
+/// Runs simulated in addition to two periods, because a rank may be ahead of another.
 const MORE_RUNS: usize = 2;
 
 /// A kernel that all ranks launch.
 pub(super) struct Launch<'a> {
-    /// Where what it announces is reachable; not said of one that is still to be followed as several.
+    /// Lanes in which the announced tensors are reachable; `None` before the kernel is split into variants.
     reach: Option<Reach>,
-    /// The section of each rank.
+    /// Section of each rank.
     sections: Vec<&'a SectionInstance>,
-    /// The program that it is of, where several are followed.
+    /// Program of the kernel, if several programs are simulated.
     program: Option<&'a Program>,
-    /// Whether a run of its program begins with it.
+    /// Whether a run of its program begins with this kernel.
     begins: bool,
 }
 
@@ -66,7 +68,7 @@ impl<'a> Launch<'a> {
         }
     }
 
-    /// The same kernel, where what it announces is reachable in some lanes.
+    /// The variant of the kernel with the announced tensors reachable in some lanes.
     fn where_reachable(&self, reach: &Reach) -> Self {
         Self {
             reach: Some(reach.clone()),
@@ -98,13 +100,13 @@ impl<'a> Launch<'a> {
     }
 }
 
-/// What a launch does on each rank.
+/// Effects of a launch on each rank.
 pub(super) type Does = Vec<OnRank>;
 
-/// What a launch accesses of a rank's tensors.
+/// Accesses of a launch to a rank's tensors.
 type RankAccesses = Vec<(Range, AccessMode)>;
 
-/// Follows the kernels of a program, in their order, over several runs; what each does.
+/// Simulates the kernels of a program in order over several runs; returns the effects of each.
 pub(super) fn check(
     ranks: &[RankProgram],
     kernels: &[Launch<'_>],
@@ -145,7 +147,7 @@ pub(super) fn check(
     merged.flatten().collect()
 }
 
-/// Refuses scratch that persists, for a reason.
+/// Rejects persistent scratch, with the reason `why`.
 pub(super) fn persistent<'a>(
     sections: impl IntoIterator<Item = &'a SectionInstance>,
     why: &str,
@@ -163,7 +165,7 @@ pub(super) fn persistent<'a>(
     Some(Diagnostic::at(DiagnosticKind::Malformed, at, message))
 }
 
-/// What a kernel does that does the one or the other.
+/// Union of the effects of two variants of a kernel.
 fn merge(mut all: Does, other: Does) -> Does {
     for (all, other) in all.iter_mut().zip(other) {
         for access in other.accesses {
@@ -176,10 +178,10 @@ fn merge(mut all: Does, other: Does) -> Does {
     all
 }
 
-/// After how many runs programs with these sections do the same again.
+/// Number of runs after which programs with these sections repeat their accesses.
 ///
 /// # Errors
-/// Where that is more than may be followed.
+/// The period exceeds the limit on simulated runs.
 pub(super) fn period<'a>(
     sections: impl Iterator<Item = &'a SectionInstance>,
 ) -> Result<usize, Diagnostic> {
@@ -199,8 +201,8 @@ pub(super) fn period<'a>(
     Ok(period as usize)
 }
 
-/// How many runs are followed of what does the same again after `period` of them: each is followed again, and a rank may
-/// be some ahead of another.
+/// Number of runs to simulate for a period of `period` runs: every run of the period twice, and more because a rank
+/// may be ahead of another.
 pub(super) const fn runs(period: usize) -> usize {
     2 * period + MORE_RUNS
 }
@@ -213,7 +215,7 @@ fn too_large() -> Diagnostic {
     Diagnostic::new(DiagnosticKind::Malformed, message, Vec::new())
 }
 
-/// Follows launches in the order of `sequence`, which names kernels by number.
+/// Simulates launches in the order of `sequence`, which names kernels by number.
 pub(super) fn follow(
     ranks: &[RankProgram],
     kernels: &[Launch<'_>],

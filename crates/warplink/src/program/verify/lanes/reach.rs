@@ -1,14 +1,14 @@
-//! In which lanes announced tensors are reachable, and the order of launches in which that is followed.
+//! Reachability of announced tensors per lane, and the order of launches in which its variants are simulated.
 
 use crate::program::diagnostic::{Diagnostic, DiagnosticKind};
 use crate::program::section::SectionInstance;
 use std::rc::Rc;
 
-/// The most launches of a walk through all orders of cases.
+/// Limit on the launches of a sequence through all orders of cases.
 const MAX_ORDERS: usize = 1 << 10;
 
-/// Which announced tensors are reachable in which lanes: the one case in lanes whose number has a bit, the other in
-/// those that lack it.
+/// Reachable announced tensors per lane: one case in lanes with a given bit of their number set, the other case in
+/// the remaining lanes.
 #[derive(Clone, Debug)]
 pub(in crate::program::verify) struct Reach {
     bit: u32,
@@ -16,16 +16,16 @@ pub(in crate::program::verify) struct Reach {
     without: Rc<[usize]>,
 }
 
-/// What a kernel is followed as.
+/// Variants of a kernel that are simulated.
 #[derive(Debug)]
 pub(in crate::program::verify) struct Reaches {
-    /// How many cases there are.
+    /// Number of cases.
     cases: usize,
-    /// The same case in all lanes, for each case, and any two in every other lane: these follow one another in any
-    /// order.
+    /// For each case, that case in all lanes; and every pair of cases in alternating lanes. These follow one another
+    /// in any order.
     pub(super) main: Vec<Reach>,
-    /// Any two cases in lanes whose numbers differ elsewhere than in the last bit, so that each two lanes are
-    /// followed in each two cases.
+    /// Every pair of cases in lanes that differ in a bit other than the lowest, so that any two lanes are simulated
+    /// in any two cases.
     pub(super) further: Vec<Reach>,
 }
 
@@ -40,10 +40,10 @@ impl Reach {
 }
 
 impl Reaches {
-    /// Those of a kernel, whose section is the same on all ranks.
+    /// Variants of a kernel, whose section is the same on all ranks.
     ///
     /// # Errors
-    /// Where the section asks too much.
+    /// The section has more cases than can be simulated.
     pub(in crate::program::verify) fn of(section: &SectionInstance) -> Result<Self, Diagnostic> {
         let cases = section.reachable_cases().map_err(|message| {
             let at = (section.rank, &section.site);
@@ -75,7 +75,7 @@ impl Reaches {
         })
     }
 
-    /// The most different of them.
+    /// The main variants.
     pub(in crate::program::verify) fn main(&self) -> &[Reach] {
         &self.main
     }
@@ -85,9 +85,8 @@ impl Reaches {
     }
 }
 
-/// The launches of a program's kernels in the order in which they are followed, as what each is; at most `most`, else
-/// `None`. `runs` is how many runs of the program are followed for each thing that a kernel is followed as, after which
-/// it does the same again twice.
+/// Order in which the launches of a program's kernels are simulated, each with its variant; `None` if there are more
+/// than `most`. `runs` is the number of runs simulated per variant, which cover the period twice.
 pub(super) fn sequence(
     kernels: &[Reaches],
     (period, runs): (usize, usize),
@@ -107,8 +106,9 @@ pub(super) fn sequence(
     let count = kernels.len();
     let forms = kernels.iter().map(|it| it.main.len()).max().unwrap_or(1);
     let more = kernels.iter().map(|it| it.further.len()).max().unwrap_or(0);
-    // In turns, where there is a choice: each after each, at each remainder of the epoch. What is the same in all lanes,
-    // in each order of as many as it takes until a slot is used again, if there are not too many.
+    // With several variants, every variant follows every other at each remainder of the epoch. Variants that are
+    // uniform over lanes also appear in every order of as many launches as it takes until a slot is reused, if that
+    // is not too many.
     let places = count * period;
     let turns = if forms > 1 {
         forms.checked_mul(forms)?.checked_mul(period)?
@@ -159,10 +159,9 @@ pub(super) fn sequence(
     Some(sequence)
 }
 
-/// A list of `forms` in which each order of so many `in_a_row` is at each place, counted modulo `places`: a closed way that
-/// takes every step once.
+/// A list of `forms` that contains every order of `in_a_row` forms at each place modulo `places`: an Eulerian cycle.
 fn each_in_a_row(forms: usize, in_a_row: usize, places: usize) -> Vec<usize> {
-    // Where the way is: a place, and the forms of all but one of a row, the last of them in the lowest digit.
+    // Node of the graph: a place, and the last `in_a_row - 1` forms, the latest in the lowest digit.
     let histories = forms.pow(in_a_row as u32 - 1);
     let mut taken = vec![0; histories * places];
     let (mut open, mut closed) = (vec![0], Vec::new());
@@ -200,7 +199,7 @@ mod tests {
             let walk = each_in_a_row(forms, in_a_row, places);
             let orders = forms.pow(in_a_row as u32) * places;
             assert_eq!(walk.len(), orders + 1);
-            // The way is closed, so that the first ones come again.
+            // The cycle is closed, so it continues with its first forms.
             let again = walk[1..in_a_row - 1].iter().copied();
             let walk: Vec<usize> = walk.iter().copied().chain(again).collect();
             let steps = walk.windows(in_a_row).enumerate();

@@ -1,4 +1,4 @@
-//! What lanes did wrong, in words.
+//! Messages for violations of lanes.
 
 use super::agreement;
 use super::memory::{Knowledge, STREAM, Was, Wrong};
@@ -12,17 +12,17 @@ use crate::program::text::summary;
 use crate::program::verify::diagnostics::{Diagnostics, chained};
 use std::sync::Arc;
 
-/// The most links of a chain that a message spells out.
+/// Limit on the links of a chain that a message spells out, to keep it readable.
 const MAX_SAID: usize = 4;
 
-/// Reports what is wrong: unordered accesses, lanes that never end, signals that nobody waits for.
+/// Reports violations: unordered accesses, lanes that never end, signals without a wait.
 pub(super) fn report(
     run: &Run<'_>,
     machine: &Machine<Knowledge>,
     diagnostics: &mut Diagnostics<'_>,
 ) {
     crossed_signals(run, diagnostics);
-    // What is left over lets later launches run ahead, and is the cause of what they do wrong.
+    // A leftover signal lets later launches run ahead and causes their violations.
     if run.is_over() {
         lost_signals(run, machine, diagnostics);
         outliving_signals(run, diagnostics);
@@ -35,7 +35,7 @@ pub(super) fn report(
         say(run, finding, diagnostics);
     }
     for finding in unwritten {
-        // Where the write is there but unordered, it is the order that is wrong.
+        // If the write exists but is unordered, the race is the cause; report that alone.
         let place = |other: &Finding| (other.part.rank, run.name_of(&other.actor, &other.part));
         if !races.iter().any(|race| place(race) == place(finding)) {
             say(run, finding, diagnostics);
@@ -50,7 +50,7 @@ pub(super) fn report(
     }
 }
 
-/// Where a lane's step stands, with the launch among the indices.
+/// Place of a lane's step, with the launch among the indices.
 pub(super) fn place(run: &Run<'_>, actor: &Actor) -> Place {
     let (rank, launch) = (actor.rank as Rank, actor.launch as usize);
     let steps = run.steps(launch, rank, actor.lane as usize);
@@ -68,7 +68,7 @@ pub(super) fn place(run: &Run<'_>, actor: &Actor) -> Place {
     }
 }
 
-/// A step in words; with its program, where several are followed.
+/// Description of a step; names its program if several are simulated.
 pub(super) fn told(run: &Run<'_>, said: &Diagnostics<'_>, actor: &Actor, place: &Place) -> String {
     match run.program(actor.launch as usize) {
         None => said.say(place),
@@ -102,7 +102,7 @@ fn say(run: &Run<'_>, finding: &Finding, diagnostics: &mut Diagnostics<'_>) {
     places.dedup();
     diagnostics.add(kind, places.clone(), |said| {
         let first = told(run, said, actors[0], &places[0]);
-        // The other step, where the two are not at one place.
+        // The other step, if the two have different places.
         let second = places
             .get(1)
             .map(|place| told(run, said, actors[1], place));
@@ -116,7 +116,7 @@ fn say(run: &Run<'_>, finding: &Finding, diagnostics: &mut Diagnostics<'_>) {
                  {} ends",
                 actor.launch
             ),
-            // The rank had ended its launch when it was accessed there.
+            // The rank had already ended its launch when a peer accessed its memory.
             (Wrong::Unordered(other, _), _)
                 if other.lane == STREAM && other.step == 1 && actor.launch <= other.launch =>
             {
@@ -158,9 +158,9 @@ fn say(run: &Run<'_>, finding: &Finding, diagnostics: &mut Diagnostics<'_>) {
     });
 }
 
-/// Reports who waits for whom: from the first lane that does not end, as far as that leads.
+/// Reports the wait-for chain from the first lane that does not end.
 fn stuck(run: &Run<'_>, machine: &Machine<Knowledge>, diagnostics: &mut Diagnostics<'_>) {
-    // The launch before holds up the next.
+    // An earlier launch blocks the next one, so start with the earliest.
     let mut next = machine
         .blocked()
         .min_by_key(|actor| (actor.launch, actor.rank, actor.lane));
@@ -193,7 +193,7 @@ fn stuck(run: &Run<'_>, machine: &Machine<Knowledge>, diagnostics: &mut Diagnost
     });
 }
 
-/// The blocked lane that another waits for, where it waits for a signal.
+/// Blocked lane that another one waits for, if it waits for a signal.
 fn waits_for(machine: &Machine<Knowledge>, actor: &Actor) -> Option<Actor> {
     let LaneStepKind::Wait(peer) = machine.steps_from(actor).first()?.kind else {
         return None;
@@ -201,12 +201,12 @@ fn waits_for(machine: &Machine<Knowledge>, actor: &Actor) -> Option<Actor> {
     let waiting = (actor.rank as Rank, actor.lane as usize);
     let wakes = |step: &LaneStep| matches!(step.kind, LaneStepKind::Signal { peer, lane } if (peer, lane) == waiting);
     let others = || machine.blocked().filter(|it| it.rank as Rank == peer);
-    // The lane that has yet to signal, or that of the same number, which may be a launch behind.
+    // The lane that has yet to signal, or else the one with the same number, which may be a launch behind.
     let late = others().find(|other| machine.steps_from(other).iter().any(wakes));
     late.or_else(|| others().find(|other| other.lane == actor.lane))
 }
 
-/// What a lane waits for, in words.
+/// Description of the dependency that a lane waits for.
 fn what(run: &Run<'_>, machine: &Machine<Knowledge>, actor: &Actor) -> String {
     let (rank, lane) = (actor.rank as Rank, actor.lane as usize);
     match machine.steps_from(actor).first().map(|step| &step.kind) {
@@ -232,7 +232,7 @@ fn what(run: &Run<'_>, machine: &Machine<Knowledge>, actor: &Actor) -> String {
     }
 }
 
-/// Two lanes that signal one word: who waits cannot tell one from the other.
+/// Reports two lanes that signal one word: the waiter cannot distinguish them.
 fn crossed_signals(run: &Run<'_>, diagnostics: &mut Diagnostics<'_>) {
     for (actor, other) in &run.crossed {
         let places = vec![place(run, actor), place(run, other)];
@@ -247,7 +247,8 @@ fn crossed_signals(run: &Run<'_>, diagnostics: &mut Diagnostics<'_>) {
     }
 }
 
-/// What is waited for in a later run may be another signal there, if a run leaves more or fewer of them.
+/// Reports signals consumed in a later run: if another run leaves more or fewer of them, the wait consumes the wrong
+/// one.
 fn outliving_signals(run: &Run<'_>, diagnostics: &mut Diagnostics<'_>) {
     for (sender, actor) in &run.outlived {
         let places = vec![place(run, sender), place(run, actor)];
@@ -263,7 +264,7 @@ fn outliving_signals(run: &Run<'_>, diagnostics: &mut Diagnostics<'_>) {
     }
 }
 
-/// Signals that nobody waits for are taken for those of the next launch.
+/// Reports signals without a wait: the next launch would mistake them for its own.
 fn lost_signals(run: &Run<'_>, machine: &Machine<Knowledge>, diagnostics: &mut Diagnostics<'_>) {
     for ((rank, _, _), word) in &machine.words {
         let Some(last) = word.last.filter(|_| word.signalled > word.awaited) else {
@@ -282,7 +283,7 @@ fn lost_signals(run: &Run<'_>, machine: &Machine<Knowledge>, diagnostics: &mut D
     }
 }
 
-/// Kernels that do not access the same in every launch: at the first step that differs.
+/// Reports kernels whose accesses differ between launches, at the first step that differs.
 fn unsteady(run: &Run<'_>, diagnostics: &mut Diagnostics<'_>) {
     for (rank, launch, range) in &run.unsteady {
         let (rank, launch) = (*rank, *launch);
@@ -304,7 +305,7 @@ fn unsteady(run: &Run<'_>, diagnostics: &mut Diagnostics<'_>) {
     }
 }
 
-/// The first step of a launch that accesses a part of a rank's tensor.
+/// First step of a launch that accesses a part of a rank's tensor.
 fn accessing(run: &Run<'_>, launch: usize, rank: Rank, range: &Range) -> Option<Actor> {
     let (from, to) = (range.offset_bytes, range.offset_bytes + range.bytes);
     for of in 0..run.ranks.len() {
@@ -335,8 +336,8 @@ fn accessing(run: &Run<'_>, launch: usize, rank: Rank, range: &Range) -> Option<
     None
 }
 
-/// Where lanes may each find other tensors reachable, two that learn of one another are followed in each two cases;
-/// three are not.
+/// Reports communication cycles among lanes if reachability may differ per lane: two lanes that learn of one another
+/// are simulated in every pair of cases, but three are not.
 fn circles(run: &Run<'_>, diagnostics: &mut Diagnostics<'_>) {
     let mut done: Vec<&SectionInstance> = Vec::new();
     for kernel in run.kernels {
@@ -350,7 +351,7 @@ fn circles(run: &Run<'_>, diagnostics: &mut Diagnostics<'_>) {
         if same.clone().count() < 2 {
             continue;
         }
-        // Each lane by the first of those that it is connected with.
+        // Union-find: each lane points to the first lane of its component.
         let mut first: Vec<usize> = (0..section.lanes).collect();
         let root = |first: &[usize], mut lane: usize| {
             while first[lane] != lane {

@@ -1,4 +1,4 @@
-//! Steps of lanes over vector clocks: the accesses that each lane knows of, and violations.
+//! Interprets steps of lanes over vector clocks, and detects violations.
 
 use super::agreement::Announcements;
 use super::memory::{Bytes, Knowledge, Stamp, Was, Wrong};
@@ -14,7 +14,7 @@ use crate::program::section::{
 use crate::program::verify::clock::Clocks;
 use std::collections::{BTreeMap, BTreeSet};
 
-/// The most findings that are kept.
+/// Limit on recorded findings.
 const MAX_FINDINGS: usize = 4096;
 
 /// Memory of a rank: a tensor, or an area of its workspace.
@@ -33,22 +33,22 @@ impl Place {
     }
 }
 
-/// Something wrong that a step did.
+/// A violation by a step.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Finding {
     pub(super) actor: Actor,
     pub(super) writes: bool,
-    /// Whose memory, and which operand of the step.
+    /// Owner of the memory, and the operand of the step.
     pub(super) part: Part,
     pub(super) wrong: Wrong,
 }
 
-/// A rank's stream.
+/// Stream of a rank.
 pub(super) struct Stream {
     pub(super) knows: Knowledge,
-    /// The launch that is under way, or comes next.
+    /// The launch in flight, or else the next one.
     pub(super) launch: usize,
-    /// Steps and operands of it.
+    /// Number of steps and operands of that launch.
     held: usize,
 }
 
@@ -56,31 +56,31 @@ pub(super) struct Run<'a> {
     pub(super) ranks: &'a [RankProgram],
     pub(super) kernels: &'a [Launch<'a>],
     pub(super) sequence: &'a [usize],
-    /// For each launch, the one with which its program's run began.
+    /// For each launch, the launch with which its program's run began.
     begun: Vec<u32>,
-    /// Lanes of a rank at most.
+    /// Largest number of lanes of a rank.
     width: usize,
-    /// What each lane of each rank knows.
+    /// Clocks of each lane of each rank.
     pub(super) knows: Vec<Knowledge>,
     pub(super) streams: Vec<Stream>,
     pub(super) memory: Vec<BTreeMap<Place, Bytes>>,
-    /// Steps and operands of lanes so far, and of the launches that are under way.
+    /// Number of steps and operands of lanes so far, and of the launches in flight.
     taken: usize,
     held: usize,
     pub(super) findings: Vec<Finding>,
-    /// What each kernel accesses on each rank in its first launch.
+    /// Accesses of each kernel on each rank in its first launch.
     pub(super) accesses: Vec<Vec<Option<RankAccesses>>>,
-    /// Of each kernel, the ranks on which lanes wait or are waited for.
+    /// For each kernel, the ranks on which lanes wait or are waited for.
     pub(super) waits: Vec<Vec<bool>>,
-    /// What ranks announced.
+    /// Announcements of the ranks.
     pub(super) announcements: Announcements,
-    /// Signals of two lanes to one word, in the same launch.
+    /// Signals of two lanes to one word in the same launch.
     pub(super) crossed: Vec<(Actor, Actor)>,
-    /// Signals that are waited for in another run than that in which they were sent, and where.
+    /// Signals sent in one run and consumed in another, and the step that consumed them.
     pub(super) outlived: Vec<(Actor, Actor)>,
-    /// Of each kernel, which lanes learn from which others.
+    /// For each kernel, pairs of lanes of which one learns from the other.
     pub(super) taught: Vec<BTreeSet<(usize, usize)>>,
-    /// What a rank's launch accesses, and another of the same kernel does not.
+    /// Accesses of a rank's launch that another launch of the same kernel does not make.
     pub(super) unsteady: Vec<(Rank, usize, Range)>,
 }
 
@@ -157,12 +157,12 @@ impl<'a> Run<'a> {
         Ok(machine)
     }
 
-    /// The program of launch `number`, where several are followed.
+    /// Program of launch `number`, if several are simulated.
     pub(super) fn program(&self, number: usize) -> Option<&'a Program> {
         self.kernels[self.sequence[number]].program
     }
 
-    /// What a lane does in launch `number`.
+    /// Steps of a lane in launch `number`.
     pub(super) fn steps(
         &self,
         number: usize,
@@ -176,7 +176,7 @@ impl<'a> Run<'a> {
         })
     }
 
-    /// The section that a rank launches in launch `number`.
+    /// Section that a rank launches in launch `number`.
     pub(super) fn section(&self, number: usize, rank: Rank) -> &'a SectionInstance {
         self.kernels[self.sequence[number]].sections[rank]
     }
@@ -185,8 +185,8 @@ impl<'a> Run<'a> {
         self.ranks.len() * self.width + rank
     }
 
-    /// The number of a lane among the streams that clocks count. Lanes of one number, which mostly wait for one another,
-    /// are neighbours, so that what they learn is in few nodes of a clock.
+    /// Stream number of a lane in the clocks. Lanes with equal numbers, which mostly wait for one another, are
+    /// adjacent, so that their counts share few nodes of a clock.
     pub(super) fn lane_number(&self, rank: Rank, lane: usize) -> usize {
         lane * self.ranks.len() + rank
     }
@@ -200,17 +200,17 @@ impl<'a> Run<'a> {
         self.streams[rank].knows.tick(number)
     }
 
-    /// What a rank has launched is over.
+    /// Releases the steps of a rank's launch, which has ended.
     pub(super) fn release(&mut self, rank: Rank) {
         self.held -= std::mem::take(&mut self.streams[rank].held);
     }
 
-    /// Counts steps of a lane that a rank launches.
+    /// Counts the steps of a lane that a rank launches against the limits.
     pub(super) fn count(&mut self, rank: Rank, steps: &[LaneStep]) -> Result<(), Diagnostic> {
         let operands = steps
             .iter()
             .map(|step| step.kind.targets().len() + step.kind.sources().len());
-        // A lane without steps costs something, too.
+        // A lane without steps has a cost, too.
         let taken = 1 + steps.len() + operands.sum::<usize>();
         self.taken += taken;
         self.held += taken;
@@ -247,7 +247,7 @@ impl<'a> Run<'a> {
         }
     }
 
-    /// The place of an operand, and its bytes there.
+    /// Place of an operand, and its bytes there.
     pub(super) fn bytes_of(&self, number: usize, part: &Part) -> (Place, std::ops::Range<usize>) {
         let section = self.section(number, part.rank);
         let operand = section.operand(part);
@@ -256,7 +256,7 @@ impl<'a> Run<'a> {
         })
     }
 
-    /// Where the elements of an operand that is packets end; the last packet may go on.
+    /// End of the elements of an operand in packets; its last packet may extend further.
     fn filled_end(&self, number: usize, part: &Part) -> usize {
         let section = self.section(number, part.rank);
         let from = section.tensors[part.tensor].offset + part.offset;
@@ -323,7 +323,7 @@ impl<'a> Run<'a> {
         }
     }
 
-    /// An announcement of tensors tells its reader what a signal would.
+    /// Publishes a lane's visible memory with its announcement of tensors, as a signal does.
     fn hand_on(&mut self, actor: Actor, target: &Part) {
         let (place, range) = self.bytes_of(actor.launch as usize, target);
         let lane = self.lane_of(actor);
@@ -332,8 +332,8 @@ impl<'a> Run<'a> {
         }
     }
 
-    /// Threads of a lane are in no order within a step, so that its operands are the same or apart: `others` are read,
-    /// or written too.
+    /// Threads of a lane are unordered within a step, so its operands must be identical or disjoint: `others` are
+    /// read, or written as well.
     fn check_overlaps(&mut self, actor: Actor, target: &Part, others: &[Part], was: Was) {
         let number = actor.launch as usize;
         let (place, range) = self.bytes_of(number, target);
@@ -347,7 +347,7 @@ impl<'a> Run<'a> {
         }
     }
 
-    /// The name of an operand's tensor.
+    /// Name of an operand's tensor.
     pub(super) fn name_of(&self, actor: &Actor, part: &Part) -> &'a str {
         let section = self.section(actor.launch as usize, part.rank);
         &section.tensors[part.tensor].name
@@ -367,7 +367,7 @@ impl Domain for Run<'_> {
         if to != lane {
             self.taught[self.sequence[actor.launch as usize]].insert((lane, to));
         }
-        // Nothing orders the signals of two lanes of one launch.
+        // Signals of two lanes of one launch are unordered.
         if let Some(other) = last
             && (other.launch, other.rank) == (actor.launch, actor.rank)
             && other.lane != actor.lane
@@ -436,7 +436,7 @@ impl Domain for Run<'_> {
     }
 }
 
-/// The words of an announcement, as far as the verifier compares them: integers, and the numbers of tensors.
+/// Words of an announcement that the verifier compares: integers, and numbers of tensors.
 fn announced(values: &[u32], tensors: &[usize]) -> Vec<u32> {
     let tensors = tensors.iter().map(|tensor| *tensor as u32);
     values.iter().copied().chain(tensors).collect()
