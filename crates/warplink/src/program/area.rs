@@ -44,7 +44,7 @@ impl Area {
 }
 
 /// Merges adjacent axes of areas with equal extents. Returns the extents, and per area the strides in elements.
-/// `None` if every area is contiguous or a single element.
+/// Contiguous areas and single elements have no axes.
 pub(super) fn simplified(areas: &[Area]) -> (Vec<usize>, Vec<Vec<usize>>) {
     let axes = areas.first().map_or(0, |area| area.axes.len());
     let mut order: Vec<usize> = (0..axes).collect();

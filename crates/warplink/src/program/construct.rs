@@ -79,7 +79,7 @@ pub enum NodeKind<A> {
     LetTensor {
         /// The name that is bound.
         name: String,
-        /// The part; with at least one selection, which distinguishes it from an integer.
+        /// The part. At least one selection distinguishes this from an integer binding.
         value: TensorRef,
     },
     /// `for j in 0..world { … }`.

@@ -20,8 +20,7 @@ pub enum Value {
 }
 
 impl Value {
-    /// Whether `other` equals this value or is one of its alternatives; an operator with a factor admits every
-    /// factor.
+    /// Whether `other` equals this value or is one of its alternatives: operators with a factor admit one another.
     fn admits(&self, other: &Self) -> bool {
         let scales = |value: &Self| matches!(value, Self::Operator(op) if op.factor().is_some());
         self == other || scales(self) && scales(other)

@@ -255,7 +255,7 @@ impl RankProgram {
         self.operations.iter().filter_map(members).collect()
     }
 
-    /// The operations that are work of the collective engine, in the host's order.
+    /// The operations that the collective engine performs, in host order.
     pub(super) fn engine_work(&self) -> impl Iterator<Item = (usize, &Operation)> {
         let operations = self.operations.iter().enumerate();
         operations.filter(|(_, operation)| self.is_engine_work(&operation.kind))
