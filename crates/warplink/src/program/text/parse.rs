@@ -483,7 +483,7 @@ impl Parser<'_> {
         }))
     }
 
-    /// What follows `matmul` or `linear`, whichever `word` is.
+    /// Parses the rest of `matmul` or `linear`, whichever `word` is.
     fn matrix_product(&mut self, word: &str) -> Parsed<Product> {
         let linear = word == "linear";
         self.expect("(")?;

@@ -16,7 +16,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::mem::{replace, take};
 use std::sync::Arc;
 
-/// What a call costs, in steps: it sets aside what has a meaning, and gives others one.
+/// Cost of a call in steps: it saves the caller's names and binds the arguments.
 const STEPS_OF_CALL: usize = 8;
 
 /// State of a called program.
