@@ -1,4 +1,4 @@
-//! What operations access of a rank's memory.
+//! Memory accesses of a rank's operations.
 
 use super::area::Area;
 use super::ir::{Backend, Collective, Direction, Protocol};
@@ -6,7 +6,7 @@ use super::rank_program::{OperationKind, RankProgram, TransferInstance};
 use super::tensor::{Range, TensorId};
 use std::collections::HashSet;
 
-/// What an operation does with an area of memory.
+/// Kind of access to an area of memory.
 #[derive(Clone, Debug)]
 pub(super) struct Access {
     pub(super) area: Area,
@@ -15,7 +15,7 @@ pub(super) struct Access {
 }
 
 impl RankProgram {
-    /// What an operation accesses of this rank's memory, or lets a peer access.
+    /// This rank's memory that an operation reads, writes, or exposes to a peer.
     pub(super) fn accesses(&self, kind: &OperationKind) -> Vec<Access> {
         let range = |range: &Range, reads, writes| Access {
             area: Area::from(*range),
@@ -33,7 +33,7 @@ impl RankProgram {
             | OperationKind::Share(_)
             | OperationKind::Wait(_)
             | OperationKind::Synchronize(_) => Vec::new(),
-            // What its lanes do with which part is not looked into.
+            // The accesses of single lanes are not distinguished: the kernel accesses each tensor as a whole.
             OperationKind::Kernel(section) => {
                 let all = section.user_tensors();
                 all.map(|tensor| range(&self.whole(tensor), true, true))
@@ -89,7 +89,7 @@ impl RankProgram {
         }
     }
 
-    /// All of a tensor.
+    /// The whole tensor.
     pub(super) fn whole(&self, tensor: TensorId) -> Range {
         Range {
             tensor,
@@ -103,20 +103,20 @@ impl RankProgram {
         self.accesses(kind).into_iter().map(|access| access.area)
     }
 
-    /// What its operations and transfers access of this rank's memory, or let a peer access.
+    /// Every area of this rank's memory that its operations and transfers read, write, or expose to a peer.
     pub(super) fn all_areas(&self) -> impl Iterator<Item = Area> + Clone {
         let operations = self.operations.iter();
         let areas = operations.flat_map(|operation| self.areas(&operation.kind));
         areas.chain(self.transfers.iter().map(|t| Area::from(t.range)))
     }
 
-    /// The tensors that anything reads or writes on this rank. Others only give sends a name and a
-    /// length whose bytes are stored straight into the receivers' memory.
+    /// The tensors that anything reads or writes on this rank. The others only give sends a name and a length; their
+    /// bytes are stored straight into the receivers' memory.
     pub fn touched(&self) -> HashSet<TensorId> {
         let operations = self.operations.iter();
         let areas = operations.flat_map(|operation| self.areas(&operation.kind));
         let mut touched: HashSet<TensorId> = areas.map(|area| area.span.tensor).collect();
-        // What a peer may access is there, whether or not this rank posts it.
+        // A peer may access the memory whether or not this rank posts the transfer.
         let stored = |transfer: &&TransferInstance| {
             (transfer.direction, transfer.backend)
                 == (Direction::Send, Backend::Direct(Protocol::Put))

@@ -6,34 +6,34 @@ use crate::dtype::DType;
 /// Elements of a tensor, which need not be contiguous.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Area {
-    /// From the first to the last of them.
+    /// Byte range from the first element to the last.
     pub span: Range,
-    /// How they lie in it, in the order of the operation's indices and outermost first; none where they
-    /// are all of it, in this order.
+    /// Extents and strides, in the order of the operation's indices, outermost first; empty if the area is the whole
+    /// span in order.
     pub axes: Vec<Axis>,
 }
 
-/// Elements at even steps.
+/// One axis: elements at a constant stride.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Axis {
-    /// How many.
+    /// Number of elements along the axis.
     pub extent: usize,
-    /// Elements from one to the next.
+    /// Distance between neighbours, in elements.
     pub stride: usize,
 }
 
 impl Area {
-    /// Whether it is all of its span, in order.
+    /// Whether the area is its whole span, in order.
     pub const fn is_contiguous(&self) -> bool {
         self.axes.is_empty()
     }
 
-    /// Whether there is anything between its elements.
+    /// Whether the span contains bytes that are not part of the area.
     pub fn has_gaps(&self, dtype: DType) -> bool {
         self.bytes(dtype) != self.span.bytes
     }
 
-    /// How many bytes its elements have.
+    /// Number of bytes in the area's elements.
     pub fn bytes(&self, dtype: DType) -> usize {
         if self.is_contiguous() {
             return self.span.bytes;
@@ -43,12 +43,12 @@ impl Area {
     }
 }
 
-/// The axes that areas of the same extents need at least: the extent of each, and for each area the
-/// elements from one index to the next. None for areas that are contiguous, or one element.
+/// Merges adjacent axes of areas with equal extents. Returns the extents, and per area the strides in elements.
+/// Contiguous areas and single elements have no axes.
 pub(super) fn simplified(areas: &[Area]) -> (Vec<usize>, Vec<Vec<usize>>) {
     let axes = areas.first().map_or(0, |area| area.axes.len());
     let mut order: Vec<usize> = (0..axes).collect();
-    // In the order of the first one's memory.
+    // Sort axes by the strides of the first area.
     order.sort_by_key(|axis| std::cmp::Reverse(areas[0].axes[*axis].stride));
     let mut extents: Vec<usize> = Vec::new();
     let mut strides: Vec<Vec<usize>> = vec![Vec::new(); areas.len()];

@@ -1,43 +1,43 @@
-//! The tree that host statements and the steps of kernel sections share: names, loops and branches around actions,
-//! parts of tensors, element types and repeated items.
+//! Syntax-tree nodes shared by host statements and kernel steps: names, loops and branches around actions, tensor
+//! parts, element types and repeated items.
 
 use super::expr::{Condition, Expr};
 use super::site::Position;
 use crate::dtype::DType;
 
-/// A tensor, or the part of it that selections leave: `B[i][0..n]`, `transpose(B[i])`.
+/// A tensor or a part of it, narrowed by selections: `B[i][0..n]`, `transpose(B[i])`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TensorRef {
-    /// The tensor's name, or that of an alias.
+    /// Name of the tensor or of an alias.
     pub name: String,
-    /// Selections on the leading axes of what those before have left.
+    /// Selections, each applied to the leading axes of the previous result.
     pub selections: Vec<Selection>,
-    /// Whether the last two axes of what is selected are exchanged.
+    /// Whether the last two axes of the selected part are exchanged.
     pub transposed: bool,
 }
 
 /// A selection on the leading axis, or on several axes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Selection {
-    /// `[j]`: one slice; the axis goes.
+    /// `[j]`: one slice; removes the axis.
     Index(Expr),
-    /// `[a..b]`: several slices; the axis stays.
+    /// `[a..b]`: several slices; keeps the axis.
     Range(Expr, Expr),
-    /// `[i of k]`: part i of k, which may be shorter than the others or empty; the axis stays. In kernel
-    /// sections only.
+    /// `[i of k]`: part i of k, which may be shorter than the others or empty; keeps the axis. In kernel sections
+    /// only.
     Part(Expr, Expr),
     /// `[:, j, a..b]`: on each of the first axes.
     Axes(Vec<AxisSelection>),
 }
 
-/// What is selected of one axis.
+/// Selection on one axis.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum AxisSelection {
-    /// `:`: all of it.
+    /// `:`: the whole axis.
     All,
-    /// `j`: one slice; the axis goes.
+    /// `j`: one slice; removes the axis.
     Index(Expr),
-    /// `a..b`: several slices; the axis stays.
+    /// `a..b`: several slices; keeps the axis.
     Range(Expr, Expr),
 }
 
@@ -59,13 +59,13 @@ impl From<DType> for ElementType {
 /// A node of a program's tree: a statement of the host, an item of `share { … }` or a step of a kernel.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Node<A> {
-    /// Where its first word is.
+    /// Position of its first word.
     pub position: Position,
-    /// What it says.
+    /// Kind of node and its content.
     pub kind: NodeKind<A>,
 }
 
-/// What a node says; actions `A` are what hosts and kernels do not have in common.
+/// Content of a node. The type parameter `A` is the actions specific to hosts or to kernels.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum NodeKind<A> {
     /// `let next = (rank + 1) % world`.
@@ -79,14 +79,14 @@ pub enum NodeKind<A> {
     LetTensor {
         /// The name that is bound.
         name: String,
-        /// The part; with at least one selection, which distinguishes it from an integer.
+        /// The part. At least one selection distinguishes this from an integer binding.
         value: TensorRef,
     },
     /// `for j in 0..world { … }`.
     For(Loop<A>),
     /// `if rank == 0 { … } else { … }`.
     If(Branch<A>),
-    /// Anything else.
+    /// An action.
     Do(A),
 }
 
@@ -106,7 +106,7 @@ impl<A> From<A> for Node<A> {
 }
 
 impl<A> Node<A> {
-    /// The blocks of a loop or branch.
+    /// Blocks of the loop or branch.
     pub fn blocks(&self) -> impl Iterator<Item = &[Self]> {
         let (arms, last) = match &self.kind {
             NodeKind::For(it) => (&[][..], &it.body[..]),
@@ -116,7 +116,7 @@ impl<A> Node<A> {
         arms.iter().map(|arm| &arm.body[..]).chain([last])
     }
 
-    /// The actions of a block and of the loops and branches in it, in the order of the text, each with its node.
+    /// Every action in the block, including nested loops and branches, in text order, each with its node.
     pub fn actions(block: &[Self]) -> impl Iterator<Item = (&Self, &A)> {
         let mut left = vec![block.iter()];
         std::iter::from_fn(move || {
@@ -140,27 +140,27 @@ impl<A> Node<A> {
 pub struct Loop<A> {
     /// The index.
     pub over: Over,
-    /// What is repeated.
+    /// Statements to repeat.
     pub body: Vec<Node<A>>,
 }
 
 /// `if condition { … } else if condition { … } else { … }`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Branch<A> {
-    /// What is done under which condition: the first that holds; at least one.
+    /// Conditions with their bodies, at least one; the first condition that holds is taken.
     pub arms: Vec<Arm<A>>,
-    /// What is done when none holds.
+    /// Body if no condition holds.
     pub otherwise: Vec<Node<A>>,
 }
 
 /// `if condition { body }`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Arm<A> {
-    /// Where its `if` is.
+    /// Position of its `if`.
     pub position: Position,
-    /// What decides.
+    /// Condition to test.
     pub condition: Condition,
-    /// What is done when it holds.
+    /// Body if the condition holds.
     pub body: Vec<Node<A>>,
 }
 
@@ -169,7 +169,7 @@ pub struct Arm<A> {
 pub struct Each<T> {
     /// The item.
     pub item: T,
-    /// The index that it is repeated over.
+    /// Index of the repetition, if any.
     pub over: Option<Over>,
 }
 
@@ -184,8 +184,8 @@ impl<T> From<T> for Each<T> {
 pub struct Over {
     /// The index.
     pub index: String,
-    /// Its first value.
+    /// First value.
     pub from: Expr,
-    /// One after its last value.
+    /// End value, exclusive.
     pub to: Expr,
 }

@@ -1,4 +1,4 @@
-//! What is wrong with a program.
+//! Diagnostics: violations found in a program.
 
 use super::site::Site;
 use crate::error::{Error, ErrorKind, Rank, Result};
@@ -46,12 +46,12 @@ named! {
     }
 }
 
-/// A place in the run of a program.
+/// Location in a program's run.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Place {
     /// The rank.
     pub rank: Rank,
-    /// The statement and the loop indices.
+    /// The statement and its loop indices.
     pub site: Site,
 }
 
@@ -62,17 +62,16 @@ impl fmt::Display for Place {
     }
 }
 
-/// A violation as it is told to people: the rule, what happens and where.
+/// A violation prepared for display: broken rule, message and locations.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Diagnostic {
-    /// What kind.
+    /// The broken rule.
     pub kind: DiagnosticKind,
-    /// What happens, in a sentence.
+    /// Description, one sentence.
     pub message: String,
-    /// Where: the operations that take part, the one that the sentence begins with first.
+    /// Locations of the operations involved, starting with the one that the message begins with.
     pub places: Vec<Place>,
-    /// How many more diagnostics of this kind concern the same statements, in other iterations or on
-    /// other ranks.
+    /// Number of further diagnostics of this kind for the same statements, in other iterations or on other ranks.
     pub repeated: usize,
 }
 
@@ -87,7 +86,7 @@ impl Diagnostic {
         }
     }
 
-    /// A diagnostic of one place, with which its message begins.
+    /// A diagnostic with one location, which begins its message.
     pub(super) fn at(
         kind: DiagnosticKind,
         (rank, site): (Rank, &Site),
@@ -100,7 +99,7 @@ impl Diagnostic {
         Self::new(kind, format!("{place}: {message}"), vec![place])
     }
 
-    /// The ranks that take part, each once, in order.
+    /// The ranks involved, sorted, without duplicates.
     pub fn ranks(&self) -> Vec<Rank> {
         let mut ranks: Vec<Rank> = self.places.iter().map(|place| place.rank).collect();
         ranks.sort_unstable();
@@ -108,7 +107,7 @@ impl Diagnostic {
         ranks
     }
 
-    /// The lines that take part, the one where the violation shows first.
+    /// The lines involved, starting with the line where the violation was detected.
     pub fn lines(&self) -> Vec<u32> {
         let mut lines: Vec<u32> = Vec::new();
         for place in &self.places {
@@ -130,7 +129,7 @@ impl fmt::Display for Diagnostic {
     }
 }
 
-/// The error of refusing a program for `diagnostics`: all of them, a line each.
+/// Error that rejects a program, listing every diagnostic on its own line.
 pub fn refused(program: &str, diagnostics: &[Diagnostic]) -> Error {
     let kind = match diagnostics {
         [only] if only.kind == DiagnosticKind::Requirement => ErrorKind::InvalidArgument,

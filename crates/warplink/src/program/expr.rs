@@ -3,10 +3,11 @@
 use crate::named::named;
 use std::fmt;
 
-/// The deepest nesting that an expression may have, so that walking one cannot exhaust the stack.
+/// Maximum nesting depth of an expression. Bounds the stack used by recursive walks.
 pub const MAX_DEPTH: usize = 64;
 
-/// Parts of a tensor start at multiples of this number of elements, which is at least 16 bytes of every type.
+/// Tensor parts start at multiples of this many elements. That is at least 16 bytes for every element type, which is
+/// the alignment that wide accesses need.
 pub const PART_UNIT: i64 = 16;
 
 /// An integer expression, evaluated in `i64` with every overflow an error.
@@ -39,19 +40,19 @@ pub enum Operator {
     Multiply,
     /// `/`, rounded towards minus infinity.
     Divide,
-    /// `%`, what `/` leaves: it has the sign of the divisor, so `(rank - 1) % world` is a rank.
+    /// `%`, the remainder of `/`: it has the sign of the divisor, so `(rank - 1) % world` is a rank.
     Remainder,
     /// `<<`: `a << b` is `a` times 2 to the `b`, for a `b` from 0 to 62.
     ShiftLeft,
     /// `>>`: `a >> b` is `a / 2^b`, rounded towards minus infinity, for a `b` from 0 to 62.
     ShiftRight,
-    /// `^`, the bits in which two integers differ: `rank ^ 1` is a neighbour.
+    /// `^`, bitwise exclusive or: `rank ^ 1` is a neighbour.
     Xor,
     /// `min(a, b)`.
     Min,
     /// `max(a, b)`.
     Max,
-    /// `part(n, k)`: how long the parts are that a tensor of `n` is cut into by `[i of k]`.
+    /// `part(n, k)`: length of the parts into which `[i of k]` cuts a tensor of `n`.
     Part,
 }
 
@@ -80,7 +81,7 @@ pub enum Condition {
     Compare(Comparison, Expr, Expr),
     /// `given(bias)`: whether the caller binds an optional tensor.
     Given(String),
-    /// `reachable(X)`: in a kernel, whether all ranks reach the tensor that they have announced, on each of them.
+    /// `reachable(X)`: in a kernel, whether all ranks can access the announced tensor on each of them.
     Reachable(String),
     /// `not a`.
     Not(Box<Condition>),
@@ -90,10 +91,10 @@ pub enum Condition {
     Or(Box<Condition>, Box<Condition>),
 }
 
-/// Why an expression has no value.
+/// Reason why an expression has no value.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum EvaluationError {
-    /// A name that nothing bound, or that is no integer.
+    /// A name that is unbound or not an integer.
     Unknown(String),
     /// A result that an `i64` cannot hold.
     Overflow,
@@ -121,8 +122,8 @@ impl fmt::Display for EvaluationError {
 }
 
 impl Expr {
-    /// The value, with `lookup` giving the values of names. What else a program can say in the place
-    /// of an integer is looked up as it is printed: `n[2]`, `count(n)`, `given(bias)` (1 or 0).
+    /// Evaluates the expression, with `lookup` giving the values of names. Other integer-valued terms are looked up
+    /// under their printed form: `n[2]`, `count(n)`, `given(bias)` (1 or 0).
     ///
     /// # Errors
     /// An unknown name, an overflow, a division by zero, a shift or logarithm out of range.
@@ -164,7 +165,7 @@ impl Expr {
         }
     }
 
-    /// Calls `with` for this and the expressions in it, the outermost first.
+    /// Calls `with` for this expression and its subexpressions, outermost first.
     pub(super) fn walk<'e>(&'e self, with: &mut dyn FnMut(&'e Self)) {
         with(self);
         match self {
@@ -177,14 +178,14 @@ impl Expr {
         }
     }
 
-    /// How many numbers, names and operators it has.
+    /// Number of numbers, names and operators.
     pub fn terms(&self) -> usize {
         let mut terms = 0;
         self.walk(&mut |_| terms += 1);
         terms
     }
 
-    /// How deep it is nested; a number or name is 1.
+    /// Nesting depth; a number or name has depth 1.
     pub fn depth(&self) -> usize {
         match self {
             Self::Number(_) | Self::Name(_) | Self::Count(_) => 1,
@@ -195,7 +196,7 @@ impl Expr {
 }
 
 impl Operator {
-    /// The value of `a` operator `b`.
+    /// Applies the operator to `a` and `b`.
     ///
     /// # Errors
     /// An overflow, a division by zero, a shift out of range.
@@ -210,7 +211,7 @@ impl Operator {
             Self::Divide => a
                 .checked_div(b)
                 .map(|q| if self.floors(a, b) { q - 1 } else { q }),
-            // The one overflow of a division, i64::MIN / -1, leaves no remainder.
+            // The only division that overflows, i64::MIN / -1, has remainder 0.
             Self::Remainder => {
                 Some(a.wrapping_rem(b)).map(|r| if self.floors(a, b) { r + b } else { r })
             }
@@ -231,12 +232,12 @@ impl Operator {
         value.ok_or(EvaluationError::Overflow)
     }
 
-    /// Whether rounding towards zero, as the processor does, differs from rounding down.
+    /// Whether rounding down differs from the truncation of processor division.
     fn floors(self, a: i64, b: i64) -> bool {
         a.wrapping_rem(b) != 0 && (a < 0) != (b < 0)
     }
 
-    /// Its sign in program text; for `min`, `max` and `part`, the name of the function.
+    /// Sign in program text; for `min`, `max` and `part`, the function name.
     pub const fn sign(self) -> &'static str {
         match self {
             Self::Add => "+",
@@ -255,7 +256,7 @@ impl Operator {
 }
 
 impl Comparison {
-    /// Whether it holds between `a` and `b`.
+    /// Whether the comparison holds for `a` and `b`.
     pub const fn holds(self, a: i64, b: i64) -> bool {
         match self {
             Self::Equal => a == b,
@@ -274,7 +275,7 @@ pub(crate) fn reachable(tensor: &str) -> String {
 }
 
 impl Condition {
-    /// Whether it holds, with `lookup` giving the values of names.
+    /// Whether the condition holds, with `lookup` giving the values of names.
     ///
     /// # Errors
     /// As [`Expr::evaluate`].
@@ -310,7 +311,7 @@ impl Condition {
         })
     }
 
-    /// Calls `with` for the comparisons and questions that it is made of.
+    /// Calls `with` for the comparisons, `given` and `reachable` tests in the condition.
     pub(super) fn leaves<'c>(&'c self, with: &mut dyn FnMut(&'c Self)) {
         match self {
             Self::Compare(..) | Self::Given(_) | Self::Reachable(_) => with(self),
@@ -322,7 +323,7 @@ impl Condition {
         }
     }
 
-    /// How many numbers, names and operators it has.
+    /// Number of numbers, names and operators.
     pub fn terms(&self) -> usize {
         match self {
             Self::Compare(_, a, b) => 1 + a.terms() + b.terms(),
@@ -332,7 +333,7 @@ impl Condition {
         }
     }
 
-    /// How deep it is nested, without the expressions that it compares.
+    /// Nesting depth, not counting the compared expressions.
     pub fn depth(&self) -> usize {
         match self {
             Self::Compare(..) | Self::Given(_) | Self::Reachable(_) => 1,

@@ -1,33 +1,33 @@
-//! Tensors of which parts are accessed that are not contiguous: cut along each axis, so that every
-//! access is one of whole cells.
+//! Grids for tensors with accesses to non-contiguous parts: the tensor is cut along each axis so that every access
+//! covers whole cells.
 
 use super::area::Area;
 use super::tensor::{TensorId, TensorInstance};
 use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
 
-/// Where a tensor is cut.
+/// Cuts of one tensor.
 #[derive(Clone, Debug)]
 pub(crate) struct Grid {
-    /// Bytes of an element.
+    /// Element size in bytes.
     element: usize,
-    /// The axes of memory that have more than one element, outermost first.
+    /// Axes with more than one element, in memory order, outermost first.
     axes: Vec<CutAxis>,
 }
 
 #[derive(Clone, Debug)]
 struct CutAxis {
     extent: usize,
-    /// Elements from one index to the next.
+    /// Stride in elements.
     stride: usize,
-    /// Where cells start and end, from 0 to the extent.
+    /// Cell boundaries, from 0 to the extent.
     cuts: Vec<usize>,
 }
 
-/// Indices along each axis, from the first to one after the last.
+/// Index range along each axis, end exclusive.
 type Bounds = Vec<(usize, usize)>;
 
-/// The grids of a rank's tensors, for those of which any of these areas has gaps.
+/// Grids for the rank's tensors that have at least one area with gaps.
 pub(crate) fn grids(
     tensors: &[TensorInstance],
     areas: impl Iterator<Item = Area> + Clone,
@@ -68,7 +68,7 @@ pub(crate) fn grids(
 }
 
 impl Grid {
-    /// The axes of a tensor, uncut.
+    /// The tensor's axes, uncut.
     fn new(tensor: &TensorInstance) -> Self {
         let mut shape = tensor.shape.clone();
         let axes = shape.len();
@@ -94,13 +94,13 @@ impl Grid {
         }
     }
 
-    /// How many cells there are.
+    /// Number of cells.
     pub(crate) fn cells(&self) -> usize {
         let counts = self.axes.iter().map(CutAxis::cells);
         counts.fold(1, usize::saturating_mul)
     }
 
-    /// How many cells an area consists of.
+    /// Number of cells in an area.
     pub(crate) fn cells_of(&self, area: &Area) -> usize {
         let boxes = self.boxes(area).into_iter();
         let counts = boxes.map(|bounds| {
@@ -132,7 +132,7 @@ impl Grid {
         }
     }
 
-    /// The first byte of a cell, and one after its last.
+    /// Byte range of a cell, end exclusive.
     pub(crate) fn span(&self, cell: usize) -> (usize, usize) {
         let (mut rest, mut first, mut last) = (cell, 0, 0);
         for axis in self.axes.iter().rev() {
@@ -144,7 +144,7 @@ impl Grid {
         (first * self.element, (last + 1) * self.element)
     }
 
-    /// An area as boxes: one, or a few where it is contiguous and begins or ends within an axis.
+    /// Splits an area into boxes: one, or a few if it is contiguous and begins or ends within an axis.
     fn boxes(&self, area: &Area) -> Vec<Bounds> {
         let from = area.span.offset_bytes / self.element;
         let mut boxes = Vec::new();
@@ -165,7 +165,7 @@ impl Grid {
         vec![bounds.collect()]
     }
 
-    /// The elements `from..to` of what `before` selects along the first axes.
+    /// The elements `from..to` of the part that `before` selects along the first axes.
     fn split(&self, before: &mut Bounds, from: usize, to: usize, boxes: &mut Vec<Bounds>) {
         let Some(axis) = self.axes.get(before.len()) else {
             boxes.push(before.clone());
@@ -204,7 +204,7 @@ impl CutAxis {
         self.cuts.len() - 1
     }
 
-    /// The cells that indices touch.
+    /// Cells that an index range touches.
     fn cells_of(&self, (from, to): (usize, usize)) -> std::ops::Range<usize> {
         let first = self.cuts.partition_point(|cut| *cut <= from) - 1;
         first..self.cuts.partition_point(|cut| *cut < to)

@@ -1,4 +1,4 @@
-//! The representation of host programs.
+//! Representation of host programs.
 //!
 //! A [`Program`] is a list of statements. Names of tensors, integers and streams are visible from
 //! their statement to the end of the block around it and may not be bound twice; a transfer is
@@ -22,17 +22,17 @@ pub use crate::p2p::{Direction, Protocol};
 pub struct Program {
     /// Its name.
     pub name: String,
-    /// What a caller gives values to, such as `m`, `k`, `n`.
+    /// Parameters that the caller sets, such as `m`, `k`, `n`.
     pub parameters: Vec<Parameter>,
-    /// The programs that stand before it in the text, in order. It may call any of them, and each may call
-    /// those before itself; so none calls itself.
+    /// Programs defined earlier in the text, in order. The main program may call any of them, and each may call those
+    /// defined before it, which rules out recursion.
     pub subprograms: Vec<Subprogram>,
-    /// What each rank does.
+    /// Statements that every rank runs.
     pub body: Vec<Statement>,
 }
 
 impl Program {
-    /// Whether it says of any output what it expects.
+    /// Whether any `expect` states the value of an output.
     pub fn expects(&self) -> bool {
         fn any(body: &[Statement]) -> bool {
             Node::actions(body).any(|(_, action)| match action {
@@ -45,21 +45,21 @@ impl Program {
     }
 }
 
-/// A program that others of the same text may call.
+/// A program that later programs of the same text may call.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Subprogram {
     /// Its name.
     pub name: String,
-    /// What a call gives values to.
+    /// Parameters that a call sets.
     pub parameters: Vec<Parameter>,
-    /// What a call does. Inputs and outputs are tensors of the caller's, or parts of them.
+    /// Statements of the program. Its inputs and outputs are tensors of the caller or parts of them.
     pub body: Vec<Statement>,
 }
 
 /// One statement.
 pub type Statement = Node<StatementKind>;
 
-/// What a statement says that is no name, loop or branch.
+/// Statements other than name bindings, loops and branches.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum StatementKind {
     /// `require m % world == 0`: refuses parameters that the program cannot run with.
@@ -77,16 +77,16 @@ pub enum StatementKind {
     },
     /// `G[rank] = copy(A)`.
     Copy {
-        /// What is written.
+        /// Destination.
         target: TensorRef,
-        /// What is read.
+        /// Source.
         source: TensorRef,
     },
     /// `C = matmul(A, B)`, `C += matmul(A, B) + bias`, `C = linear(X, W, bias)`.
     Matmul {
-        /// What is written, `m × n`.
+        /// Destination, `m × n`.
         target: TensorRef,
-        /// What is computed.
+        /// Product to compute.
         product: Product,
         /// Whether the product is added to the target (`+=`).
         accumulate: bool,
@@ -94,92 +94,90 @@ pub enum StatementKind {
     /// `C = sum(X, Y)`, `C += sum(P[s] for s in 0..world)`, `D = cast(C)`; the target may be one of the
     /// sources.
     Elementwise {
-        /// What is computed; copies are statements of their own.
+        /// Operation; copies have their own statement.
         op: ElementwiseOp,
-        /// What is written.
+        /// Destination.
         target: TensorRef,
-        /// What it is computed of, in order.
+        /// Operands, in order.
         sources: Vec<Each<TensorRef>>,
         /// Whether a sum is added to the target (`+=`).
         accumulate: bool,
     },
-    /// `G = all_gather(A)`, `G = all_gather(A) among row` and the other collectives, run by an engine.
+    /// `G = all_gather(A)`, `G = all_gather(A) among row` and the other collectives, run by a collective engine.
     Collective {
-        /// What is written.
+        /// Destination.
         target: TensorRef,
-        /// What is read.
+        /// Source.
         source: TensorRef,
-        /// Which one.
+        /// Kind of collective.
         collective: Collective<Expr>,
-        /// The list of the ranks that take part, in the order of their parts; all ranks if there is none.
+        /// List of participating ranks, in the order of their parts; `None` for all ranks.
         among: Option<String>,
     },
-    /// `share { … }`: exchanges the handles of a batch of transfers with their peers, and holds
-    /// this rank's host until each peer has shared the matching transfer.
+    /// `share { … }`: exchanges the handles of a batch of transfers with their peers. Blocks this rank's host until
+    /// each peer has shared the matching transfer.
     Share(Vec<ShareItem>),
     /// `post s, r`: enqueues a group of transfers.
     Post(Vec<Each<TransferRef>>),
-    /// `post s[j] = matmul(A[j], B) for j in 1..world`: enqueues a group of sends by put whose bytes
-    /// are products, each stored straight into its receiver's memory. What the sends name as theirs
-    /// is neither read nor written.
+    /// `post s[j] = matmul(A[j], B) for j in 1..world`: enqueues a group of put sends whose bytes are products, each
+    /// stored straight into its receiver's memory. The tensors named by the sends are neither read nor written.
     PostMatmul(Each<PostedMatmul>),
-    /// `wait s`: holds the current stream until all posts so far of the transfers are complete.
+    /// `wait s`: blocks the current stream until all posts so far of the transfers are complete.
     Wait(Vec<Each<TransferRef>>),
-    /// `get_stream main`: names the current stream.
+    /// `get_stream main`: binds a name to the current stream.
     GetStream(String),
-    /// `set_stream pool(j % streams)`: makes a stream the current one.
+    /// `set_stream pool(j % streams)`: changes the current stream.
     SetStream(StreamRef),
-    /// `fork high(0), pool(i) for i in 0..streams { … }`: the streams named start after what the
-    /// current stream was given so far, and after the block the current stream goes on when they are
-    /// all done.
+    /// `fork high(0), pool(i) for i in 0..streams { … }`: the listed streams wait for the work enqueued so far on the
+    /// current stream; after the block, the current stream waits for all of them.
     Fork {
-        /// The streams; none is the current one.
+        /// The forked streams; the current one is not among them.
         streams: Vec<Each<StreamRef>>,
-        /// What is done between.
+        /// Statements between fork and join.
         body: Vec<Statement>,
     },
-    /// `synchronize pool(j)`: holds the current stream until what another was given so far is done.
+    /// `synchronize pool(j)`: makes the current stream wait for the work enqueued so far on another stream.
     Synchronize(StreamRef),
-    /// `ring(n = 8, A = X[0], B = Y)`: does here what another program of the text does.
+    /// `ring(n = 8, A = X[0], B = Y)`: runs another program of the text inline.
     Call {
         /// The program.
         program: String,
-        /// What it is given: values of its parameters, and its inputs and outputs.
+        /// Arguments: parameter values, inputs and outputs.
         arguments: Vec<Argument>,
     },
     /// `scratch P: packets16 T[2, world, n]`.
     Scratch(Scratch),
-    /// `function norm(x) { … }`: a function of rows, for kernels that follow.
+    /// `function norm(x) { … }`: defines a row function for later kernels.
     Function(Function),
     /// `kernel lane in 0..lanes threads 512 { … }`: launches a kernel on the current stream.
     Kernel(Section),
-    /// `inout X = Y[rank]`: that the caller may have a tensor be a part of another.
+    /// `inout X = Y[rank]`: allows the caller to pass the same memory for a tensor and a part of another.
     InOut {
-        /// The name of the tensor that is all of the part.
+        /// Name of the tensor that occupies the whole part.
         tensor: String,
         /// The part.
         part: TensorRef,
     },
-    /// `expect Y = sum(X on r for r in 0..world)`: what an output is at the end of a run.
+    /// `expect Y = sum(X on r for r in 0..world)`: value of an output at the end of a run.
     Expect(Expectation),
-    /// `expect N[t] = norm(reduce(X[t] on r for r in 0..world, sum), W)`: the same, by a function of rows.
+    /// `expect N[t] = norm(reduce(X[t] on r for r in 0..world, sum), W)`: the same, through a row function.
     ExpectRows(Application),
 }
 
-/// What an output is to be, as a function of inputs of all ranks.
+/// Expected value of an output, as a function of inputs of all ranks.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Expectation {
     /// The output, or a part of it.
     pub target: TensorRef,
-    /// How more than one term is combined, in order.
+    /// Operator that combines the terms in order; `None` with a single term.
     pub operator: Option<Operator>,
-    /// What it is made of; one where there is no operator.
+    /// Terms; exactly one without an operator.
     pub terms: Vec<Each<Term>>,
-    /// A vector that is added to each row; one that the caller leaves out adds nothing.
+    /// Bias vector added to each row; an omitted optional tensor adds nothing.
     pub plus: Option<Place>,
 }
 
-/// What an output is made of.
+/// Term of an expectation.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Term {
     /// `X on r`: an input of a rank.
@@ -188,32 +186,32 @@ pub enum Term {
     Product(Place, Place),
 }
 
-/// What a call gives to a program.
+/// Argument of a program call.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Argument {
-    /// A parameter, input or output of the program that is called.
+    /// Name of a parameter, input or output of the called program.
     pub name: String,
-    /// What it stands for.
+    /// Value or tensor passed for it.
     pub value: ArgumentValue,
 }
 
 /// The value of an argument.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ArgumentValue {
-    /// `n / 2`: any integer that is neither a name nor an element of a list.
+    /// `n / 2`: any integer other than a name or a list element.
     Integer(Expr),
     /// `bf16`.
     ElementType(DType),
-    /// `X[0]`: a tensor or a part of it, or whatever else has the name.
+    /// `X[0]`: a tensor or a part of it, or any other name.
     Reference(TensorRef),
 }
 
-/// A send and the product that is stored where it is received.
+/// A send whose bytes are a product, stored directly at the receiver.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PostedMatmul {
     /// The send.
     pub send: TransferRef,
-    /// What is computed; with the same right operand and bias for all of a group.
+    /// Product to compute; all products of a group share the right operand and bias.
     pub product: Product,
 }
 
@@ -225,74 +223,74 @@ pub struct Product {
     pub a: TensorRef,
     /// Right operand, `k × n`.
     pub b: TensorRef,
-    /// A vector of `n` that is added to each row, or the target: `C = matmul(A, B) + C`.
+    /// Vector of `n` added to each row, or the target: `C = matmul(A, B) + C`.
     pub bias: Option<TensorRef>,
 }
 
-/// A statement inside `share { … }`; the iterations of its loops all go into the same exchange.
+/// A statement inside `share { … }`; all iterations of its loops belong to the same exchange.
 pub type ShareItem = Node<Transfer>;
 
-/// What a tensor is to the program's caller.
+/// Role of a tensor for the program's caller.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Role {
-    /// Memory of the caller that the program only reads.
+    /// The caller's memory, read only.
     Input,
-    /// Memory of the caller that the program writes in full.
+    /// The caller's memory, written in full.
     Output,
-    /// Memory that the program allocates.
+    /// Memory allocated by the program.
     Local,
 }
 
-/// A tensor, of which every rank has its own instance, or a family of them.
+/// A tensor with one instance per rank, or a family of tensors.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Declaration {
-    /// What it is to the caller.
+    /// Role for the caller.
     pub role: Role,
-    /// `optional`: the caller may leave it out. An input that is left out adds nothing as a bias and
-    /// is otherwise not to be read; an output that is left out is memory of the program's own.
+    /// `optional`: the caller may omit it. An omitted input adds nothing as a bias and must not be read otherwise; an
+    /// omitted output is allocated by the program.
     pub optional: bool,
     /// Its name.
     pub name: String,
-    /// `B[i]: … for i in 0..count(n)`: a family with a member for each value of the index, named
-    /// `B[0]`, `B[1]`, … and so on. Its shape may use the index.
+    /// `B[i]: … for i in 0..count(n)`: a family with one member per index value, named `B[0]`, `B[1]` and so on. Its
+    /// shape may use the index.
     pub family: Option<Over>,
     /// Its element type.
     pub dtype: ElementType,
     /// Extents of this rank's instance, outermost first.
     pub shape: Vec<Expr>,
-    /// In which order its memory holds the elements, which are contiguous.
+    /// Memory order of the elements, which are contiguous.
     pub order: Order,
-    /// `= 0`: whether it starts at 0 in every run. What is accumulated first is stored, so this is for
-    /// free where nothing is read before it is written.
+    /// `= 0`: whether it starts at 0 in every run. The first accumulation is stored instead of added, so this costs
+    /// nothing unless an element is read before it is written.
     pub zero: bool,
     /// How the instance relates to the tensor as a whole.
     pub sharding: Sharding,
 }
 
-/// In which order memory holds the elements of a tensor.
+/// Memory order of a tensor's elements.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Order {
     /// The last axis varies fastest.
     RowMajor,
     /// `column_major`: the axis before the last varies fastest, so that memory holds the transpose.
     ColumnMajor,
-    /// `column_major if transposed_b == 1`: so where the condition holds, and else row-major.
+    /// `column_major if transposed_b == 1`: column-major if the condition holds, row-major otherwise.
     ColumnMajorIf(Condition),
 }
 
 /// How a rank's instance relates to the tensor as a whole.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Sharding {
-    /// Every rank has all of it.
+    /// Every rank has the whole tensor.
     Whole,
-    /// Each rank has its part along this axis: `f16[m / world over ranks, k]`. The declared shape is
-    /// that of the part.
+    /// Each rank has its part along this axis: `f16[m / world over ranks, k]`. The declared shape is the shape of the
+    /// part.
     Ranks(usize),
     /// The outermost axis counts the iterations of the stream loop: `f16[world over loop, m, k]`.
     Loop,
 }
 
-/// What carries a transfer.
+/// Implementation of a transfer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Backend {
     /// Warplink itself: a copy through a mapping of the peer's memory.
@@ -306,23 +304,22 @@ pub enum Backend {
 pub struct Transfer {
     /// Its name.
     pub name: String,
-    /// Which way it goes.
+    /// Direction.
     pub direction: Direction,
-    /// What is sent, or where it is received.
+    /// Memory to send from or receive into.
     pub tensor: TensorRef,
     /// The other rank.
     pub peer: Expr,
-    /// Tells transfers between the same two ranks apart; 0 where the text names none.
+    /// Distinguishes transfers between the same two ranks; 0 if the text names none.
     pub tag: Expr,
-    /// What carries it.
+    /// Implementation that performs it.
     pub backend: Backend,
 }
 
-/// A transfer that was declared: `s`, `s[j - 1]`.
+/// Reference to a declared transfer: `s`, `s[j - 1]`.
 ///
-/// A declaration inside loops makes one transfer for each iteration. The indices name the values
-/// of the innermost of those loops; the loops that they leave out must be open here as well, and
-/// stand for their current iteration.
+/// A declaration inside loops makes one transfer per iteration. The indices select values of the innermost of those
+/// loops. Loops without an index must enclose the reference too, and mean their current iteration.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TransferRef {
     /// The transfer's name.
@@ -340,6 +337,6 @@ pub enum StreamRef {
     Pool(Expr),
     /// `high(e)`: a stream of high priority, for communication.
     High(Expr),
-    /// A name that `get_stream` bound.
+    /// Name bound by `get_stream`.
     Named(String),
 }

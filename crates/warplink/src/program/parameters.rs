@@ -1,5 +1,4 @@
-//! What a caller gives a program besides memory: the values of its parameters, and which of its
-//! optional tensors are there.
+//! Parameter values, and the set of optional tensors that the caller binds.
 
 use crate::device::ReduceOp;
 use crate::dtype::DType;
@@ -21,7 +20,7 @@ pub enum Value {
 }
 
 impl Value {
-    /// Whether it is another value, or stands for it as an alternative: for every factor of an operator.
+    /// Whether `other` equals this value or is one of its alternatives: operators with a factor admit one another.
     fn admits(&self, other: &Self) -> bool {
         let scales = |value: &Self| matches!(value, Self::Operator(op) if op.factor().is_some());
         self == other || scales(self) && scales(other)
@@ -72,30 +71,29 @@ impl fmt::Display for Value {
     }
 }
 
-/// A parameter, whose value the caller gives.
+/// A parameter, set by the caller.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Parameter {
     /// Its name.
     pub name: String,
-    /// Which values it takes.
+    /// Accepted values.
     pub kind: ParameterKind,
 }
 
-/// Which values a parameter takes.
+/// Accepted values of a parameter.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ParameterKind {
     /// `m`: an integer.
     Integer,
-    /// `n[]`: a list of integers, `n[0]`, `n[1]`, … of which there are `count(n)`.
+    /// `n[]`: a list of `count(n)` integers, `n[0]`, `n[1]`, ….
     List,
-    /// `parts = 1 | 2 | 4`, `T = bf16 | f16`, `op = sum | max`: one of these, all integers, all element
-    /// types or all operators. A caller may leave it open; then it is the first, or the one with which a cost model finds the
-    /// program fastest.
+    /// `parts = 1 | 2 | 4`, `T = bf16 | f16`, `op = sum | max`: one of these, all integers, all element types or all
+    /// operators. If the caller leaves it open, it is the first, or the one that a cost model predicts to be fastest.
     OneOf(Vec<Value>),
 }
 
 impl ParameterKind {
-    /// What a caller who leaves it open leaves open; empty where it must be given.
+    /// Alternatives if the caller leaves the parameter open; empty if a value is required.
     pub fn alternatives(&self) -> &[Value] {
         match self {
             Self::Integer | Self::List => &[],
@@ -117,8 +115,7 @@ impl fmt::Display for ParameterKind {
     }
 }
 
-/// Values of a program's parameters by name, and the names of the optional tensors that the caller
-/// binds.
+/// Parameter values by name, and the names of the optional tensors that the caller binds.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Parameters {
     values: BTreeMap<String, Value>,
@@ -131,19 +128,19 @@ impl Parameters {
         Self::default()
     }
 
-    /// With `value` for `name`.
+    /// Sets `name` to `value`.
     pub fn with(mut self, name: impl Into<String>, value: impl Into<Value>) -> Self {
         self.insert(name, value);
         self
     }
 
-    /// With the optional tensor `name`, which the caller is going to bind.
+    /// Marks the optional tensor `name` as bound by the caller.
     pub fn with_tensor(mut self, name: impl Into<String>) -> Self {
         self.given.insert(name.into());
         self
     }
 
-    /// With the values and tensors of `other`, which replace those of the same names.
+    /// Merges `other` into this one; its values replace those of the same name.
     pub fn and(mut self, other: &Self) -> Self {
         let values = other.values.clone();
         self.values.extend(values);
@@ -151,7 +148,7 @@ impl Parameters {
         self
     }
 
-    /// Without a value for `name`.
+    /// Removes the value of `name`.
     pub(crate) fn without(mut self, name: &str) -> Self {
         self.values.remove(name);
         self
@@ -184,7 +181,7 @@ impl Parameters {
         self.given.iter().map(String::as_str)
     }
 
-    /// Those of `parameters` that have no value and must be given one.
+    /// The required parameters that have no value.
     pub fn missing<'p>(
         &self,
         parameters: &'p [Parameter],
@@ -195,11 +192,11 @@ impl Parameters {
         parameters.iter().filter(is_open)
     }
 
-    /// The value of `parameter`: what was given, or else the first alternative.
+    /// Value of `parameter`: the given value, or the first alternative.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) where there is neither, or
-    /// what was given is of another kind or not among the alternatives.
+    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) if there is neither, or if the given value
+    /// has another kind or is not among the alternatives.
     pub(crate) fn resolve(&self, parameter: &Parameter) -> Result<Value> {
         let Parameter { name, kind } = parameter;
         let Some(value) = self.values.get(name) else {

@@ -1,11 +1,11 @@
-//! Which transfers of the ranks belong together.
+//! Matching of sends and receives across ranks.
 
 use super::ir::Direction;
 use super::rank_program::{RankProgram, TransferId};
 use crate::error::Rank;
 use std::collections::HashMap;
 
-/// For each rank and transfer, the peer's other end of it, if it has one.
+/// For each rank and transfer, the matching transfer of the peer, if any.
 pub(super) fn partners(ranks: &[RankProgram]) -> Vec<Vec<Option<TransferId>>> {
     type Key = (Direction, Rank, i64, usize);
     let tables: Vec<HashMap<Key, TransferId>> = ranks

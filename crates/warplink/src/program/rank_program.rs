@@ -1,5 +1,4 @@
-//! A program for one rank, with every loop, branch and expression resolved: what an executor runs
-//! and the verifier follows.
+//! A program for one rank, with every loop, branch and expression resolved. Input of the executor and the verifier.
 
 use super::area::Area;
 use super::grid::Grid;
@@ -22,65 +21,65 @@ pub type TransferId = usize;
 /// Index of an exchange in [`RankProgram::exchanges`].
 pub type ExchangeId = usize;
 
-/// What one rank does.
+/// The resolved program of one rank.
 #[derive(Clone, Debug)]
 pub struct RankProgram {
     /// The rank.
     pub rank: Rank,
-    /// How many ranks there are.
+    /// Number of ranks.
     pub world: usize,
     /// The streams in use; the first is always the caller's.
     pub streams: Vec<StreamKind>,
-    /// The tensors, in order of declaration; an `allocate` in a loop makes one per iteration. Each
-    /// has memory of its own for the whole run.
+    /// The tensors, in order of declaration; an `allocate` in a loop makes one per iteration. Each has its own memory
+    /// for the whole run.
     pub tensors: Vec<TensorInstance>,
-    /// The scratch that its kernels use, in order of declaration.
+    /// Scratch used by its kernels, in order of declaration.
     pub scratch: Vec<ScratchInstance>,
     /// The transfers, in order of declaration.
     pub transfers: Vec<TransferInstance>,
     /// The transfers of each exchange of handles.
     pub exchanges: Vec<Vec<TransferId>>,
-    /// What the host enqueues (or, for `Share`, does), in order.
+    /// Operations in host order. The host enqueues each, except `Share`, which it runs itself.
     pub operations: Vec<Operation>,
-    /// Tensors that may be a part of another one's memory, and which: all at once.
+    /// Tensors that may alias a part of another tensor, with that part; all at once.
     pub in_place: Vec<(TensorId, Range)>,
-    /// What outputs are at the end.
+    /// Expected values of outputs.
     pub expected: Vec<Expected>,
-    /// How tensors are cut of which parts are accessed that are not contiguous.
+    /// Grids of the tensors with accesses to non-contiguous parts.
     pub(super) grids: HashMap<TensorId, Arc<Grid>>,
 }
 
-/// What a part of an output is at the end of a run.
+/// Expected value of a part of an output at the end of a run.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Expected {
-    /// The part; every axis of it that has more than one element.
+    /// The part, with every axis that has more than one element.
     pub target: Area,
-    /// How the terms are combined, in order.
+    /// Operator that combines the terms in order.
     pub operator: Option<ReduceOp>,
-    /// What it is made of.
+    /// Terms.
     pub terms: Vec<ExpectedTerm>,
-    /// What is added to each row.
+    /// Bias added to each row.
     pub plus: Option<Operand>,
-    /// The function of rows that the terms are given to, and which of its results it is.
+    /// Row function applied to the terms, and the index of its result.
     pub rows: Option<(Arc<RowStep>, usize)>,
     /// The statement.
     pub site: Site,
 }
 
-/// What an output is made of.
+/// Term of an expected value.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ExpectedTerm {
     /// An input.
     Operand(Operand),
     /// A product.
     Product {
-        /// The left matrix, row by row.
+        /// Left matrix, row-major.
         a: Operand,
-        /// The right one.
+        /// Right matrix.
         b: Operand,
-        /// Its columns.
+        /// Columns of the product.
         columns: usize,
-        /// Its rows.
+        /// Inner dimension.
         depth: usize,
     },
 }
@@ -88,30 +87,30 @@ pub enum ExpectedTerm {
 /// A part of a rank's input.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Operand {
-    /// Whose it is.
+    /// Rank that owns the input.
     pub rank: Rank,
-    /// The tensor's name, which has another number on another rank.
+    /// Name of the tensor; its index may differ on the other rank.
     pub name: Arc<str>,
-    /// How long the tensor is on the rank that says so.
+    /// Length of the tensor on the rank that states the expectation.
     pub bytes: usize,
-    /// The part, with this rank's number of the tensor.
+    /// The part, with this rank's index of the tensor.
     pub area: Area,
 }
 
 impl RankProgram {
-    /// Whether it has an output of that name, memory of the caller that it writes.
+    /// Whether it has an output of that name.
     pub fn is_output(&self, name: &str) -> bool {
         let mut tensors = self.tensors.iter();
         tensors.any(|tensor| *tensor.name == *name && tensor.role == Role::Output)
     }
 
-    /// The kernel sections that it launches, in order.
+    /// Kernel sections that it launches, in order.
     pub fn sections(&self) -> impl Iterator<Item = &SectionInstance> {
         let operations = self.operations.iter();
         operations.filter_map(|operation| operation.kind.section())
     }
 
-    /// The names of the tensors that its kernels announce.
+    /// Names of the tensors announced by its kernels.
     pub fn announced(&self) -> BTreeSet<&str> {
         let names = self.sections().flat_map(|section| {
             let announced = section.announced().into_iter();
@@ -120,7 +119,7 @@ impl RankProgram {
         names.collect()
     }
 
-    /// Has kernels take announced tensors of these names for out of reach.
+    /// Makes kernels treat the announced tensors of these names as unreachable.
     ///
     /// # Errors
     /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) for a name that no kernel announces.
@@ -144,7 +143,7 @@ impl RankProgram {
         Ok(())
     }
 
-    /// Whether anything in it is done by the collective engine.
+    /// Whether the collective engine performs any operation.
     pub fn needs_engine(&self) -> bool {
         let collective =
             |operation: &Operation| matches!(operation.kind, OperationKind::Collective { .. });
@@ -155,7 +154,7 @@ impl RankProgram {
                 .any(|transfer| transfer.backend == Backend::Nccl)
     }
 
-    /// Whether anything is computed on this rank.
+    /// Whether this rank computes anything.
     pub fn computes(&self) -> bool {
         self.operations.iter().any(|operation| {
             matches!(
@@ -167,10 +166,10 @@ impl RankProgram {
         })
     }
 
-    /// Whether kernels at both ends may do the transfers of this rank, as far as it is for it to say. Nothing
-    /// multiplies matrices, beside which such kernels find no room, or leave none. As a wait may unpack what
-    /// the peer sent, on its own stream and once for each post, everything is on one stream, and each receive
-    /// is waited for after each post: then no wait holds up more than it does without kernels.
+    /// Whether this rank allows kernels at both ends to perform its transfers. Requires that nothing multiplies
+    /// matrices, because a matmul and a transfer kernel compete for the device. A wait may unpack the peer's data on
+    /// its own stream, once per post; so there must be a single stream, and each receive must be waited for after
+    /// each post. Then no wait blocks longer than it does without kernels.
     pub fn suits_transfer_kernels(&self) -> bool {
         let mut posted = HashSet::new();
         for operation in &self.operations {
@@ -202,8 +201,8 @@ impl RankProgram {
         posted.is_empty()
     }
 
-    /// The tensors that kernels access at other ranks, in the order in which their kernels name them: what
-    /// [`verify`](super::verify::verify) has seen to fit together is at one place on all ranks.
+    /// Tensors that kernels access on other ranks, in order of first use. Tensors that
+    /// [`verify`](super::verify::verify) has found to match have the same position on all ranks.
     pub(super) fn shared_tensors(&self) -> Vec<TensorId> {
         let mut known = HashSet::new();
         let all = self.shared_names().into_iter();
@@ -212,7 +211,7 @@ impl RankProgram {
             .collect()
     }
 
-    /// The names by which kernels access tensors at other ranks: the operation, the name, and the tensor of this rank.
+    /// Names under which kernels access tensors on other ranks: the operation, the name, and this rank's tensor.
     pub(super) fn shared_names(&self) -> Vec<(usize, String, TensorId)> {
         let mut names = Vec::new();
         for (index, operation) in self.operations.iter().enumerate() {
@@ -235,7 +234,7 @@ impl RankProgram {
             || self.engine_work().next().is_some()
     }
 
-    /// Whether the engine of all ranks carries any transfer or collective of this rank.
+    /// Whether the engine that spans all ranks carries any transfer or collective of this rank.
     pub fn uses_engine_of_all(&self) -> bool {
         let of_all = |operation: &Operation| {
             matches!(
@@ -246,7 +245,7 @@ impl RankProgram {
         self.transfers.iter().any(TransferInstance::is_engine) || self.operations.iter().any(of_all)
     }
 
-    /// The lists of ranks among which this rank's collectives are, but for all ranks; each once, in one
+    /// The lists of ranks of this rank's collectives, without the list of all ranks. Each occurs once, in the same
     /// order on all ranks.
     pub fn parts(&self) -> BTreeSet<Arc<[Rank]>> {
         let members = |operation: &Operation| match &operation.kind {
@@ -256,34 +255,34 @@ impl RankProgram {
         self.operations.iter().filter_map(members).collect()
     }
 
-    /// The operations that are work of the collective engine, in the host's order.
+    /// The operations that the collective engine performs, in host order.
     pub(super) fn engine_work(&self) -> impl Iterator<Item = (usize, &Operation)> {
         let operations = self.operations.iter().enumerate();
         operations.filter(|(_, operation)| self.is_engine_work(&operation.kind))
     }
 
-    /// Whether the engine's operations are on several streams, where events put them in order.
+    /// Whether engine operations use several streams, which events must then put in order.
     pub(super) fn orders_engine(&self) -> bool {
         let mut streams = self.engine_work().map(|(_, operation)| operation.stream);
         let first = streams.next();
         streams.any(|stream| Some(stream) != first)
     }
 
-    /// Whether an operation is work of the collective engine.
+    /// Whether the collective engine performs an operation.
     pub fn is_engine_work(&self, kind: &OperationKind) -> bool {
         let engine = |id: &TransferId| self.transfers[*id].is_engine();
         matches!(kind, OperationKind::Collective { .. }) || kind.posted().iter().any(engine)
     }
 }
 
-/// Which stream.
+/// Kind of stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum StreamKind {
-    /// The one that the program was started on.
+    /// The stream on which the program was started.
     Caller,
-    /// One of the pool, by number from 0.
+    /// A pool stream, numbered from 0.
     Pool(usize),
-    /// One of high priority, by number from 0.
+    /// A high-priority stream, numbered from 0.
     High(usize),
 }
 
@@ -299,34 +298,33 @@ impl fmt::Display for StreamKind {
 
 /// One end of a transfer.
 ///
-/// The n-th send declared for a peer and tag belongs to the n-th receive that the peer declares for
-/// this rank and tag.
+/// The n-th send declared for a peer and tag matches the n-th receive that the peer declares for this rank and tag.
 #[derive(Clone, Debug)]
 pub struct TransferInstance {
     /// Its name in the program.
     pub name: Arc<str>,
-    /// Which way it goes.
+    /// Direction.
     pub direction: Direction,
-    /// What is sent, or where it is received.
+    /// Memory to send from or receive into.
     pub range: Range,
-    /// The element type of that.
+    /// Element type of the range.
     pub dtype: DType,
     /// The other rank.
     pub peer: Rank,
-    /// Tells transfers between the same two ranks apart.
+    /// Distinguishes transfers between the same two ranks.
     pub tag: i64,
-    /// How many transfers with this direction, peer and tag were declared before it.
+    /// Number of transfers with this direction, peer and tag that were declared before it.
     pub ordinal: usize,
-    /// What carries it.
+    /// Implementation that performs it.
     pub backend: Backend,
-    /// The exchange that it is shared in.
+    /// The exchange that shares it.
     pub exchange: ExchangeId,
     /// Its declaration.
     pub site: Site,
 }
 
 impl TransferInstance {
-    /// Whether this end copies, or takes part in an exchange of the engine; the other ends only signal.
+    /// Whether this end copies, or takes part in an engine exchange; otherwise it only signals.
     pub const fn initiates(&self) -> bool {
         !matches!(
             (self.direction, self.backend),
@@ -341,10 +339,10 @@ impl TransferInstance {
     }
 }
 
-/// One operation: the host enqueues it on its stream (or, for `Share`, does it at once).
+/// One operation: the host enqueues it on its stream, or runs it at once if it is `Share`.
 #[derive(Clone, Debug)]
 pub struct Operation {
-    /// What is done.
+    /// Kind of operation and its operands.
     pub kind: OperationKind,
     /// The current stream, an index into [`RankProgram::streams`].
     pub stream: usize,
@@ -352,7 +350,7 @@ pub struct Operation {
     pub site: Site,
 }
 
-/// What an operation does.
+/// Kind of an operation.
 #[derive(Clone, Debug)]
 pub enum OperationKind {
     /// The tensor exists from here on.
@@ -363,14 +361,14 @@ pub enum OperationKind {
     Zero(Range),
     /// A copy between ranges of the same length.
     Copy {
-        /// What is written.
+        /// Destination.
         target: Range,
-        /// What is read.
+        /// Source.
         source: Range,
     },
     /// A matmul: `c = a · b (+ bias) (+ c)`.
     Matmul {
-        /// Sizes, type, transposes, rows that are apart, and whether there is a bias and `c` is added to.
+        /// Sizes, type, transposes, strided rows, whether there is a bias, and whether the result is added to `c`.
         spec: MatmulSpec,
         /// Left operand.
         a: Area,
@@ -381,64 +379,63 @@ pub enum OperationKind {
         /// A vector that is added to each row.
         bias: Option<Range>,
     },
-    /// Each element of the target is computed of the sources' elements at its place, in order.
+    /// Combines the sources elementwise, in order, and stores the result in the target.
     Elementwise {
-        /// What is computed.
+        /// Operation.
         op: ElementwiseOp,
         /// Element type of the target.
         dtype: DType,
-        /// Element type of the sources: the target's, but for a cast.
+        /// Element type of the sources; differs from the target's only in a cast.
         source_dtype: DType,
-        /// What is written; may be one of the sources. Where one of all these is not contiguous, all
-        /// have axes, of the same extents.
+        /// Destination; may be one of the sources. If any area is not contiguous, all have axes, with equal extents.
         target: Area,
-        /// What it is computed of.
+        /// Operands, in order.
         sources: Vec<Area>,
     },
-    /// The host exchanges handles with the peers of the exchange's transfers, and goes on when each
-    /// peer has shared the matching transfers. Nothing is enqueued.
+    /// The host exchanges handles with the peers of the exchange's transfers and blocks until each peer has shared
+    /// the matching transfers. Nothing is enqueued.
     Share(ExchangeId),
-    /// A group of transfers: all signals that wait for nothing first, then the parts that move
-    /// bytes, which may run in any order or at once.
+    /// A group of transfers: first all signals that wait for nothing, so that no peer is blocked by a copy in the
+    /// group; then the parts that move bytes, in any order or concurrently.
     Post(Vec<TransferId>),
-    /// A group of sends by put whose bytes are products with one right operand, each stored straight
-    /// into its receiver's memory: what the sends name as theirs is not touched.
+    /// A group of put sends whose bytes are products with one right operand, each stored straight into its receiver's
+    /// memory. The source ranges of the sends are not accessed.
     PostMatmul {
-        /// Of each product.
+        /// Spec of each product.
         spec: MatmulSpec,
         /// The sends.
         group: Vec<TransferId>,
-        /// Left operand of each.
+        /// Left operand of each product.
         a: Vec<Range>,
-        /// Right operand of all.
+        /// Right operand of all products.
         b: Range,
-        /// A vector that is added to each row of each.
+        /// Vector added to each row of each product.
         bias: Option<Range>,
     },
     /// The stream waits until all posts so far of the transfers are complete.
     Wait(Vec<TransferId>),
     /// A collective, run by an engine.
     Collective {
-        /// Which one.
+        /// Kind of collective.
         collective: Collective<Rank>,
-        /// The ranks that take part, in the order of their parts; all ranks where there is none.
+        /// Participating ranks, in the order of their parts; `None` for all ranks.
         members: Option<Arc<[Rank]>>,
-        /// Element type of both.
+        /// Element type of source and target.
         dtype: DType,
-        /// What is written; on a reduce, only on the root.
+        /// Destination; for a reduce, only on the root.
         target: Range,
-        /// What is read; on a broadcast, only on the root.
+        /// Source; for a broadcast, only on the root.
         source: Range,
     },
     /// A kernel section, which all ranks launch.
     Kernel(Arc<SectionInstance>),
-    /// The operation's stream waits for what this other stream was given so far: record an event
-    /// there, wait for it here.
+    /// The operation's stream waits for the work enqueued so far on this other stream: record an event there, wait
+    /// for it here.
     Synchronize(usize),
 }
 
 impl OperationKind {
-    /// A word for it, as in program text.
+    /// Keyword in program text.
     pub const fn name(&self) -> &'static str {
         match self {
             Self::Allocate(_) => "allocate",
@@ -458,7 +455,7 @@ impl OperationKind {
         }
     }
 
-    /// The section that it launches.
+    /// Section of a kernel launch.
     pub fn section(&self) -> Option<&SectionInstance> {
         match self {
             Self::Kernel(section) => Some(section),
@@ -466,7 +463,7 @@ impl OperationKind {
         }
     }
 
-    /// The transfers that it posts.
+    /// Transfers that it posts.
     pub fn posted(&self) -> &[TransferId] {
         match self {
             Self::Post(group) | Self::PostMatmul { group, .. } => group,
@@ -475,7 +472,7 @@ impl OperationKind {
     }
 }
 
-/// The place of `rank` among the members of a collective.
+/// Position of `rank` among the members of a collective.
 pub fn place_among(members: Option<&[Rank]>, rank: Rank) -> Option<usize> {
     match members {
         Some(members) => members.iter().position(|member| *member == rank),

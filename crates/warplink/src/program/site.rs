@@ -1,16 +1,16 @@
-//! Where something stands in a program: in its text, and among the loops and calls around it.
+//! Location of a statement: position in the text, loop indices and call stack.
 
 use std::fmt;
 use std::sync::Arc;
 
-/// Where a statement starts in the program's text.
+/// Start of a statement in the program's text.
 ///
-/// Two positions always compare equal: a program is what its statements say, wherever they stand.
+/// Two positions always compare equal, so that programs compare by content, independent of layout.
 #[derive(Clone, Copy, Default)]
 pub struct Position {
-    /// The line, from 1; 0 where a statement was built and not parsed.
+    /// Line, from 1; 0 if the statement was built, not parsed.
     pub line: u32,
-    /// The character within the line, from 1; 0 where the statement is the first that starts there.
+    /// Column, from 1; 0 if the statement is the first on its line.
     pub column: u32,
 }
 
@@ -39,37 +39,37 @@ impl fmt::Debug for Position {
     }
 }
 
-/// Where something stands in a program: its line, and the values of the loops around it.
+/// Location of a statement: its position and the indices of the loops around it.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Site {
-    /// The line of the program's text, from 1; 0 where it was built and not parsed.
+    /// Line of the program's text, from 1; 0 if built, not parsed.
     pub line: u32,
-    /// The character within the line, from 1; 0 where the statement is the first that starts there.
+    /// Column, from 1; 0 if the statement is the first on its line.
     pub column: u32,
-    /// The indices of the loops around it, outermost first; in a program that was called, of those in it.
+    /// Indices of the enclosing loops, outermost first; in a called program, only of loops in that program.
     pub indices: Arc<[(Arc<str>, i64)]>,
-    /// The call of the program that it stands in; none in the program that is run.
+    /// Call of the enclosing program; `None` in the main program.
     pub call: Option<Arc<Call>>,
 }
 
 /// A call of a program.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Call {
-    /// Name of the program that is called.
+    /// Name of the called program.
     pub program: Arc<str>,
-    /// Where the call stands.
+    /// Location of the call.
     pub site: Site,
 }
 
 impl Site {
-    /// This and the calls that lead to it, the innermost first.
+    /// This site and its callers, innermost first.
     pub fn with_calls(&self) -> impl Iterator<Item = &Self> {
         std::iter::successors(Some(self), |site| {
             site.call.as_deref().map(|call| &call.site)
         })
     }
 
-    /// Where the statement starts.
+    /// Start of the statement.
     pub const fn position(&self) -> Position {
         Position {
             line: self.line,

@@ -17,13 +17,13 @@ pub struct TensorInstance {
     pub dtype: DType,
     /// Its extents, outermost first.
     pub shape: Vec<usize>,
-    /// Whether its memory holds the transpose of its last two axes.
+    /// Whether memory stores the transpose of the last two axes.
     pub column_major: bool,
     /// How it relates to the tensor as a whole.
     pub sharding: Sharding,
-    /// Its length; never zero.
+    /// Length in bytes; never zero.
     pub bytes: usize,
-    /// What it is to the caller.
+    /// Role for the caller.
     pub role: Role,
     /// Its declaration.
     pub site: Site,
@@ -34,14 +34,14 @@ pub struct TensorInstance {
 pub struct Range {
     /// The tensor.
     pub tensor: TensorId,
-    /// Where the part starts.
+    /// Offset of the part, in bytes.
     pub offset_bytes: usize,
-    /// How long it is; never zero.
+    /// Length in bytes; never zero.
     pub bytes: usize,
 }
 
 impl Range {
-    /// One after the last byte.
+    /// End offset, exclusive.
     pub const fn end(&self) -> usize {
         self.offset_bytes + self.bytes
     }

@@ -1,16 +1,16 @@
-//! The time of a program, by how it is submitted.
+//! Time of a program, by submission mode.
 
 /// Seconds from start to end, expected or measured.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Times {
-    /// Of an eager run.
+    /// Eager run.
     pub eager: f64,
-    /// Of a launch as one graph; infinite for a program that runs eagerly only.
+    /// Launch as one graph; infinite if the program runs eagerly only.
     pub captured: f64,
 }
 
 impl Times {
-    /// Of the faster submission, which is what programs are compared by.
+    /// Time of the faster submission mode, by which programs are compared.
     pub fn seconds(&self) -> f64 {
         self.eager.min(self.captured)
     }

@@ -1,4 +1,4 @@
-//! Which lowering is used: the one that the cost model finds fastest, with what it leaves open.
+//! Selection of a lowering and its open parameters by predicted time.
 
 use super::{Lowered, Lowering, Problem};
 use crate::error::{Error, Result};
@@ -18,12 +18,12 @@ const ADVANTAGE: f64 = 0.97;
 /// that the time to estimate it grows as the square of the ranks: to seconds for these.
 const MAX_OPERATIONS: usize = 1 << 18;
 
-/// What a lowering takes.
+/// Predicted and measured cost of a lowering.
 #[derive(Clone, Debug)]
 pub struct Estimate {
     /// The lowering, and the values of its parameters.
     pub lowered: Lowered,
-    /// What it left open, and is best with.
+    /// Best values of its open parameters.
     pub chosen: Parameters,
     /// By the cost model.
     pub expected: Times,
@@ -42,7 +42,7 @@ impl Estimate {
     }
 }
 
-/// What decided about a lowering.
+/// Basis of the decision.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Decision {
     /// It is the only one that was allowed.
@@ -58,11 +58,11 @@ pub enum Decision {
 pub struct Choice {
     /// The lowering, and the values of its parameters.
     pub lowered: Lowered,
-    /// What decided.
+    /// Basis of the decision.
     pub decision: Decision,
     /// Every lowering that fits the problem, the one with the shortest expected time first.
     pub estimates: Vec<Estimate>,
-    /// What is computed, and on what.
+    /// Description of the problem.
     pub subject: String,
 }
 

@@ -1,4 +1,4 @@
-//! What is to be computed, and which parameters that gives a lowering.
+//! Problems to be lowered, and the parameters that they give a lowering.
 
 use super::{AllGatherMatmulLowering, Lowering, MatmulReduceScatterLowering};
 use crate::dtype::DType;
@@ -12,14 +12,14 @@ pub(super) const TRANSPOSED_B: &str = "transposed_b";
 
 /// An operation that is lowered.
 pub trait Problem {
-    /// What a lowering is given.
+    /// Parameters for a lowering.
     ///
     /// # Errors
     /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) where `world` ranks cannot
     /// share the sizes, a size is zero, or the element type has no matmul.
     fn parameters(&self, world: usize) -> Result<Parameters>;
 
-    /// What is computed, for people.
+    /// Description of the problem for display.
     fn subject(&self) -> String;
 
     /// The library's lowerings of the operation.

@@ -1,4 +1,4 @@
-//! A section of one rank, with the names around it resolved.
+//! A section of one rank, with outer names resolved.
 
 use super::compile;
 use super::function::RowFunction;
@@ -15,48 +15,47 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// A section as one rank launches it. What differs from lane to lane, and from launch to launch, is in
-/// [`section`](Self::section); its expressions are over `rank`, `world`, [`integers`](Self::integers), the
-/// lane, `epoch`, and what the body binds.
+/// A section as one rank launches it. Everything that differs between lanes and launches is in
+/// [`section`](Self::section); its expressions are over `rank`, `world`, [`integers`](Self::integers), the lane,
+/// `epoch`, and names bound by the body.
 #[derive(Clone, Debug)]
 pub struct SectionInstance {
-    /// What its lanes do.
+    /// Steps of the lanes.
     pub section: Arc<Section>,
     /// The rank.
     pub rank: Rank,
-    /// How many ranks there are.
+    /// Number of ranks.
     pub world: usize,
-    /// How many lanes: blocks of the launch.
+    /// Number of lanes; each is one block of the launch.
     pub lanes: usize,
-    /// Threads of each.
+    /// Threads per lane.
     pub threads: usize,
-    /// The integers around the section that it names. They may differ from rank to rank.
+    /// Outer integers that it uses. They may differ from rank to rank.
     pub integers: BTreeMap<String, i64>,
-    /// The parameters that it names as operators.
+    /// Parameters that it uses as operators.
     pub operators: BTreeMap<String, ReduceOp>,
-    /// The functions of rows that it calls.
+    /// Row functions that it calls.
     pub functions: BTreeMap<String, Arc<RowFunction>>,
-    /// The tensors around the section that it names, in the order of their names.
+    /// Outer tensors that it uses, sorted by name.
     pub tensors: Vec<SectionTensor>,
     /// All scratch of the program so far.
     pub scratch: Arc<[ScratchInstance]>,
-    /// After how many launches what they do is repeated: the least common multiple of what `epoch` is
-    /// divided by.
+    /// Number of launches after which its behaviour repeats: the least common multiple of the divisors of `epoch`.
     pub period: u64,
-    /// Whether tensors of the program may be the same memory, as where a launch works in place.
+    /// Whether tensors of the program may share memory, for example if a launch works in place.
     pub shared_tensors: bool,
-    /// Whether tensors that are announced are found by what their owners have published, and not where an exchange
-    /// before the launch has found them.
+    /// Whether announced tensors are located through the allocations published by their owners, instead of an
+    /// exchange before the launch.
     pub published: bool,
-    /// Announced tensors, by index, that are taken for out of reach, so that what is done then is seen.
+    /// Announced tensors, by index, that are treated as unreachable, to exercise the fallback.
     pub withheld: Vec<usize>,
-    /// Whether its kernel is to be that of instances with other sizes, too, where some that are equal here differ.
+    /// Whether its kernel must also serve instances in which sizes that are equal here differ.
     pub sizes_vary: bool,
-    /// Where it stands.
+    /// Location of the statement.
     pub site: Site,
 }
 
-/// A tensor that a section names.
+/// A tensor used by a section.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SectionTensor {
     /// Its name in the section.
@@ -67,15 +66,15 @@ pub struct SectionTensor {
     pub dtype: DType,
     /// Whether it is an input of a program that is called, whatever it is of the caller's.
     pub read_only: bool,
-    /// Where it starts in that memory, in elements.
+    /// Offset in that memory, in elements.
     pub offset: usize,
     /// Its extents, outermost first.
     pub shape: Vec<usize>,
-    /// For each axis, the elements from one index to the next.
+    /// Stride of each axis, in elements.
     pub strides: Vec<usize>,
 }
 
-/// What memory a tensor of a section is.
+/// Memory behind a tensor of a section.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum SectionMemory {
     /// A tensor of the program.
@@ -84,22 +83,22 @@ pub enum SectionMemory {
     Scratch(ScratchId),
 }
 
-/// The memory of an operand of a lane's step.
+/// Memory accessed by an operand of a lane's step.
 #[derive(Clone, Debug)]
 pub(crate) struct OperandMemory {
     /// A tensor, or scratch.
     pub(crate) memory: SectionMemory,
-    /// How scratch holds data; plain for a tensor.
+    /// Packing of scratch; plain for a tensor.
     pub(crate) packing: Packing,
-    /// Its elements, counted from the start of the tensor or scratch.
+    /// Element range, relative to the start of the tensor or scratch.
     pub(crate) elements: Range<usize>,
-    /// Its bytes, counted from the start of the tensor, or of the area of the packing in a workspace; whole packets.
+    /// Byte range in whole packets, relative to the start of the tensor, or of the packing's area in a workspace.
     pub(crate) bytes: Range<usize>,
 }
 
 impl SectionInstance {
-    /// The memory of an operand on a rank that launches this section; `None` where scratch has a packet across its
-    /// start, as it may where it has no elements.
+    /// Memory of an operand on a rank that launches this section. `None` if the operand starts inside a packet of
+    /// scratch, which is possible if it has no elements.
     pub(crate) fn operand(&self, part: &Part) -> Option<OperandMemory> {
         let tensor = &self.tensors[part.tensor];
         let from = tensor.offset + part.offset;
@@ -122,7 +121,7 @@ impl SectionInstance {
         })
     }
 
-    /// The scratch of packets that an operand is in, if it is.
+    /// Scratch that contains the operand, if it holds packets.
     pub(crate) fn packets_of(&self, part: &Part) -> Option<ScratchId> {
         match self.tensors[part.tensor].memory {
             SectionMemory::Scratch(id) if self.scratch[id].packing.is_packets() => Some(id),
@@ -130,16 +129,16 @@ impl SectionInstance {
         }
     }
 
-    /// The kernel that a GPU runs for it, as CUDA C++ for `<warplink/sections.cuh>`. `aligned` says whether all
-    /// tensors, and their rows, start at multiples of 16 bytes, which is known when a program is bound.
+    /// The GPU kernel, as CUDA C++ for `<warplink/sections.cuh>`. `aligned` states whether all tensors and their rows
+    /// are aligned to 16 bytes, which is known when a program is bound.
     ///
     /// # Errors
-    /// [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported) for what kernels cannot do, with its place.
+    /// [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported) with its place, if kernels cannot perform a step.
     pub fn kernel(&self, aligned: bool) -> Result<String> {
         compile::text(self, &vec![aligned; self.tensors.len()])
     }
 
-    /// As [`kernel`](Self::kernel), for a kernel that stores when each step of a lane starts, for a trace.
+    /// As [`kernel`](Self::kernel), for a kernel that records the start time of each step of a lane for a trace.
     ///
     /// # Errors
     /// As [`kernel`](Self::kernel).
@@ -147,27 +146,27 @@ impl SectionInstance {
         compile::traced_text(self, &vec![aligned; self.tensors.len()])
     }
 
-    /// The index of the tensor `name`.
+    /// Index of the tensor `name`.
     pub fn tensor(&self, name: &str) -> Option<usize> {
         self.tensors
             .binary_search_by(|tensor| tensor.name.as_str().cmp(name))
             .ok()
     }
 
-    /// What reductions by an operator that is a parameter multiply their sources by, if they do; the same for all.
+    /// Factor that reductions by a parameter operator apply to their sources, if any; the same for all.
     pub(crate) fn factor(&self) -> Option<Factor> {
         self.operators
             .values()
             .find_map(|operator| operator.factor())
     }
 
-    /// The indices of the tensors that its lanes announce.
+    /// Indices of the tensors that its lanes announce.
     pub(crate) fn announced(&self) -> Vec<usize> {
         let names = FreeNames::of(&self.section).announced;
         names.iter().filter_map(|name| self.tensor(name)).collect()
     }
 
-    /// The tensors of the program that it names, on this rank.
+    /// This rank's program tensors that it uses.
     pub fn user_tensors(&self) -> impl Iterator<Item = TensorId> {
         self.tensors
             .iter()
@@ -177,7 +176,7 @@ impl SectionInstance {
             })
     }
 
-    /// The scratch that tensor `index` is, if it is scratch.
+    /// Scratch behind tensor `index`, if it is scratch.
     pub fn scratch_of(&self, index: usize) -> Option<&ScratchInstance> {
         match self.tensors[index].memory {
             SectionMemory::Scratch(id) => self.scratch.get(id),

@@ -1,4 +1,4 @@
-//! The representation of kernel sections, as their text says them.
+//! Representation of kernel sections, as a tree of their text.
 
 use super::function::Literal;
 use super::visit::{ExprUse, NameUse, Visitor};
@@ -7,15 +7,15 @@ use crate::named::named;
 use crate::program::construct::{Each, ElementType, Node, TensorRef};
 use crate::program::expr::{Condition, Expr};
 
-/// `scratch P: packets16 T[2, world, n]`: memory of the workspace, the same on every rank, which peers
-/// write. What it holds when a run of the program begins is not to be read, unless it is declared to persist.
+/// `scratch P: packets16 T[2, world, n]`: workspace memory with the same layout on every rank, written by peers. Its
+/// contents at the start of a run must not be read unless it is declared persistent.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Scratch {
     /// Its name.
     pub name: String,
-    /// `scratch persistent S: f32[n]`: whether what an earlier run wrote may be read.
+    /// `scratch persistent S: f32[n]`: whether data of an earlier run may be read.
     pub persistent: bool,
-    /// What its memory holds beside the data.
+    /// Packing of data and flags.
     pub packing: Packing,
     /// Its element type.
     pub dtype: ElementType,
@@ -38,7 +38,7 @@ named! {
 }
 
 impl Packing {
-    /// Bytes of data in a packet, and of the packet; both 1 for plain data.
+    /// Data bytes per packet, and packet size; both 1 for plain data.
     pub const fn packet(self) -> (usize, usize) {
         match self {
             Self::Plain => (1, 1),
@@ -48,7 +48,7 @@ impl Packing {
         }
     }
 
-    /// Whether what is read is waited for by its flag.
+    /// Whether a read waits for the packet's flag.
     pub const fn is_packets(self) -> bool {
         !matches!(self, Self::Plain)
     }
@@ -57,44 +57,45 @@ impl Packing {
 /// `kernel lane in 0..lanes threads 512 { … }`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Section {
-    /// The name of the lane's number in the body.
+    /// Name of the lane index in the body.
     pub lane: String,
-    /// How many lanes there are: blocks of the launch.
+    /// Number of lanes; each is one block of the launch.
     pub lanes: Expr,
-    /// Threads of each.
+    /// Threads per lane.
     pub threads: Expr,
-    /// What each lane does. `epoch` in it is how many launches used the workspace before.
+    /// Steps of each lane. In them, `epoch` is the number of earlier launches that used the workspace.
     pub body: Vec<Step>,
 }
 
 /// One step.
 pub type Step = Node<StepKind>;
 
-/// What a step says that is no name, loop or branch.
+/// Steps other than name bindings, loops and branches.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum StepKind {
     /// A put, get, copy or reduction.
     Move(Move),
     /// A function of a row.
     Apply(Application),
-    /// `signal q`, `signal q at lane + 1`: tells a lane of each of these ranks what this lane did before.
+    /// `signal q`, `signal q at lane + 1`: signals a lane of each listed rank that this lane's earlier steps are
+    /// complete.
     Signal(Vec<Each<Receiver>>),
-    /// `wait q`: until each of these ranks has signalled this lane once more than was waited for.
+    /// `wait q`: blocks until each listed rank has signalled this lane once more than was waited for.
     Wait(Vec<Each<Expr>>),
     /// `barrier`: signals to all other ranks, then waits for all of them.
     Barrier,
-    /// `announce n, root in C[slot]`: tells all other ranks what this launch is called with;
-    /// `announce n, root with X in C[slot]`: and where this rank's tensor `X` lies. `announce n in C[slot] to p, q` tells
-    /// these ranks only.
+    /// `announce n, root in C[slot]`: sends the arguments of this launch to all other ranks. `announce n, root with X
+    /// in C[slot]` also sends the location of this rank's tensor `X`. `announce n in C[slot] to p, q` sends to these
+    /// ranks only.
     Announce(Announcement),
-    /// `agree n, root in C[slot]`: waits until all other ranks have announced, and fails the launch where one
-    /// announced anything else. After `agree n, root with X in C[slot]`, `X on q` is where rank q said that
-    /// its tensor lies, if `reachable(X)`.
+    /// `agree n, root in C[slot]`: waits for the announcements of all other ranks, and fails the launch if one
+    /// differs. After `agree n, root with X in C[slot]`, `X on q` is the tensor that rank q announced, if
+    /// `reachable(X)`.
     Agree(Announcement),
 }
 
 impl StepKind {
-    /// The word for what a lane does.
+    /// Keyword of the step.
     pub const fn word(&self) -> &'static str {
         match self {
             Self::Move(it) => match it.verb {
@@ -116,17 +117,17 @@ impl StepKind {
     pub(super) const fn synchronizes(&self) -> bool {
         match self {
             Self::Signal(_) | Self::Wait(_) | Self::Barrier => true,
-            // Announcements are packets, which are ordered by their flags.
+            // Announcements are packets, which their flags order.
             Self::Move(_) | Self::Apply(_) | Self::Announce(_) | Self::Agree(_) => false,
         }
     }
 
-    /// Whether it moves data, which threads handle side by side.
+    /// Whether it moves data, which the threads share.
     pub(super) const fn moves(&self) -> bool {
         matches!(self, Self::Move(_) | Self::Apply(_))
     }
 
-    /// Shows a visitor everything that the step consists of, in the order in which it is resolved.
+    /// Passes every part of the step to a visitor, in the order in which it is resolved.
     pub(super) fn visit<'s>(&'s self, visitor: &mut impl Visitor<'s>) {
         match self {
             Self::Move(it) => {
@@ -168,26 +169,26 @@ impl StepKind {
     }
 }
 
-/// What ranks tell one another of a launch.
+/// Launch arguments that ranks compare.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Announcement {
-    /// The integers, of which the lower 32 bits count.
+    /// The integers; only the lower 32 bits are compared.
     pub values: Vec<Expr>,
-    /// The tensors whose places are told.
+    /// Tensors whose locations are sent.
     pub tensors: Vec<String>,
-    /// Where it goes: `packets16` scratch, `i32[world, words]` after its selections, a row for each rank.
+    /// Destination: `packets16` scratch, `i32[world, words]` after its selections, one row per rank.
     pub rows: TensorRef,
-    /// The ranks that are told; all others where there is no list.
+    /// Receiving ranks; `None` for all others.
     pub peers: Option<Vec<Each<Expr>>>,
 }
 
 impl Announcement {
-    /// Words of an announcement: one for each integer, and two for each tensor, behind an even number of integers.
+    /// Number of words: one for each integer, padded to an even number, and two for each tensor.
     pub fn words(&self) -> usize {
         Self::words_of(self.values.len(), self.tensors.len())
     }
 
-    /// Words of an announcement of so many integers and tensors.
+    /// Number of words for this many integers and tensors.
     pub(super) const fn words_of(integers: usize, tensors: usize) -> usize {
         match tensors {
             0 => integers,
@@ -196,30 +197,30 @@ impl Announcement {
     }
 }
 
-/// Whom a signal tells.
+/// Receiver of a signal.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Receiver {
     /// The rank.
     pub rank: Expr,
-    /// Which of its lanes; that of the same number where the text names none.
+    /// The receiving lane; without one, the lane of the same number.
     pub lane: Option<Expr>,
 }
 
-/// A step that moves data: every target gets the sources, combined element by element.
+/// A step that moves data: every target receives the elementwise combination of the sources.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Move {
-    /// What it is called.
+    /// Kind of move.
     pub verb: Verb,
-    /// What is written, at least one; exactly one where it does not reduce.
+    /// Destinations, at least one; exactly one unless it reduces.
     pub targets: Vec<Each<Place>>,
-    /// What is read, at least one, in the order of the operator; exactly one where it does not reduce.
+    /// Sources, at least one, in the order of the operator; exactly one unless it reduces.
     pub sources: Vec<Each<Source>>,
 }
 
-/// The word for a move.
+/// Kind of a move.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Verb {
-    /// `put x to P[slot] on q`: from memory of this rank to a peer's.
+    /// `put x to P[slot] on q`: from this rank's memory to a peer's.
     Put,
     /// `get X on q to R`: from a peer's memory to this rank's.
     Get,
@@ -229,25 +230,25 @@ pub enum Verb {
     Reduce(Operator),
 }
 
-/// A function of a row: `H[t]; N[t] = norm(reduce(X[t] on r for r in 0..world, sum), R[t], W, 1e-6)`.
+/// Application of a row function: `H[t]; N[t] = norm(reduce(X[t] on r for r in 0..world, sum), R[t], W, 1e-6)`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Application {
     /// The function's name.
     pub function: String,
-    /// What it is given, in order.
+    /// Arguments, in order.
     pub arguments: Vec<Argument>,
-    /// What is written, for each result; at least one list.
+    /// Destinations for each result; at least one list.
     pub results: Vec<Vec<Each<Place>>>,
 }
 
-/// What a function of rows is given.
+/// Argument of a row function.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Argument {
     /// `R[t]`, `reduce(X[t], P[slot], sum)`.
     Sources {
-        /// What is read; one where there is no operator.
+        /// Sources; exactly one without an operator.
         sources: Vec<Each<Source>>,
-        /// How they are combined, in order.
+        /// Operator that combines them in order.
         operator: Option<Operator>,
     },
     /// `1e-6`.
@@ -268,7 +269,7 @@ pub enum Operator {
 pub struct Place {
     /// The tensor.
     pub tensor: TensorRef,
-    /// The rank whose tensor it is; this rank's where the text names none.
+    /// Rank that owns the tensor; this rank by default.
     pub on: Option<Expr>,
 }
 
@@ -281,9 +282,9 @@ impl From<TensorRef> for Place {
 /// A source: `P[r]`, or `X if r == rank else P[r]`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Source {
-    /// What is read, where there is no condition or it holds.
+    /// Source without a condition, or if the condition holds.
     pub place: Place,
-    /// The condition, and what is read where it does not hold.
+    /// Condition, and source if it does not hold.
     pub otherwise: Option<(Condition, Place)>,
 }
 

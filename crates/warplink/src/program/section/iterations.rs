@@ -1,32 +1,32 @@
-//! The iterations of a loop: all of them, or a few that stand for all.
+//! Sampling of loop iterations: all of them, or a weighted subset.
 
-/// The fraction of the golden ratio, of 2^64: what is left of its products with squares is spread like random numbers.
+/// The fractional part of the golden ratio times 2^64: low-discrepancy hash multiplier.
 const GOLDEN: u64 = 0x9e37_79b9_7f4a_7c15;
 
-/// The iterations of `for index in from..to`, of which a few are gone through. What a loop does is repeated after
-/// `period` iterations. The first and the last stand for themselves; of the periods between, some stand for all. What is
-/// left behind the last whole period stands for itself, too. So it is as if some periods were left out of the loop.
+/// Iterations of `for index in from..to`, possibly sampled. The loop body repeats after `period` iterations. The
+/// first and the last iteration, and the remainder after the last whole period, always count once. The periods
+/// between are represented by a subset, as if the others were omitted from the loop.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Iterations {
     from: i64,
     total: u64,
     period: u64,
-    /// Whole periods between the first and the last iteration, and how many of them are gone through.
+    /// Whole periods between the first and the last iteration, and the number of them sampled.
     periods: u64,
     through: u64,
-    /// Iterations that are gone through, and how many of them have been.
+    /// Number of sampled iterations, and number already yielded.
     taken: u64,
     next: u64,
 }
 
 impl Iterations {
-    /// About `most` iterations, or as many as a period takes.
+    /// Samples about `most` iterations, but at least one period.
     pub(super) fn new(from: i64, to: i64, most: u64, period: u64) -> Self {
         let total = if to > from { to.abs_diff(from) } else { 0 };
         let period = period.max(1);
         let between = total.saturating_sub(2);
         let (periods, rest) = (between / period, between % period);
-        // Without the two ends.
+        // Excluding both ends.
         let through = most.saturating_sub(2 + rest) / period;
         let through = through.max(1).min(periods);
         let all = total <= most || through == periods;
@@ -45,18 +45,18 @@ impl Iterations {
         }
     }
 
-    /// Which iteration the one at `position` among those gone through is, and how many it stands for.
+    /// Iteration number of sample `position`, and its weight.
     fn at(&self, position: u64) -> (u64, f64) {
         if self.taken == self.total || position == 0 {
             return (position, 1.0);
         }
         let (number, within) = ((position - 1) / self.period, (position - 1) % self.period);
         if number >= self.through {
-            // Behind the last whole period.
+            // After the last whole period.
             return (self.total - (self.taken - position), 1.0);
         }
-        // Each of those gone through is from a share of its own of all periods, but they are not evenly apart: evenly
-        // spaced iterations may be alike in what no remainder says.
+        // One sample per stratum of the periods, jittered: evenly spaced samples could alias with behaviour whose
+        // period is unknown.
         let start = |number| share(number, self.periods, self.through);
         let (first, end) = (start(number), start(number + 1));
         let square = (number + 1).wrapping_mul(number + 1);
@@ -69,7 +69,7 @@ impl Iterations {
 }
 
 impl Iterator for Iterations {
-    /// The value of the index, and how many iterations it stands for.
+    /// Index value and weight.
     type Item = (i64, f64);
 
     fn next(&mut self) -> Option<Self::Item> {
@@ -82,7 +82,7 @@ impl Iterator for Iterations {
     }
 }
 
-/// `number` of `parts` equal parts of `whole`, rounded down.
+/// Start of part `number` of `parts` equal parts of `whole`, rounded down.
 fn share(number: u64, whole: u64, parts: u64) -> u64 {
     (u128::from(number) * u128::from(whole) / u128::from(parts)) as u64
 }
@@ -104,7 +104,7 @@ mod tests {
                     if let (Some(first), Some(last)) = (taken.first(), taken.last()) {
                         assert_eq!((first, last), (&(-5, 1.0), &(total - 6, 1.0)), "{told}");
                     }
-                    // As many as there are of each remainder.
+                    // Every remainder occurs equally often.
                     for remainder in 0..period as i64 {
                         let is = |index: &i64| index.rem_euclid(period as i64) == remainder;
                         let there = (-5..total - 5).filter(is).count() as f64;
@@ -122,7 +122,7 @@ mod tests {
         );
     }
 
-    /// Evenly spaced ones would be: all of them, or none, would be of one remainder.
+    /// Evenly spaced samples would alias: all or none would have the same remainder.
     #[test]
     fn iterations_are_not_in_step_with_what_has_no_known_period() {
         for total in [30, 44, 58, 86, 100, 226] {

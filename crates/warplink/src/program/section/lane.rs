@@ -1,4 +1,4 @@
-//! The steps of one lane in one launch, with everything resolved.
+//! Fully resolved steps of one lane in one launch.
 
 use super::function::RowStep;
 use crate::device::ReduceOp;
@@ -12,55 +12,55 @@ use std::sync::Arc;
 /// One step of a lane.
 #[derive(Clone, Debug)]
 pub struct LaneStep {
-    /// What is done.
+    /// Kind of step and its operands.
     pub kind: LaneStepKind,
-    /// The step, and the indices of the loops around it.
+    /// The statement and its loop indices.
     pub site: Site,
 }
 
-/// What a step does.
+/// Kind of a lane's step.
 #[derive(Clone, Debug)]
 pub enum LaneStepKind {
-    /// Every target gets the sources, combined element by element, or by a function of rows.
+    /// Every target receives the elementwise combination of the sources, or the result of a row function.
     Move {
-        /// How more than one source is combined, in order; none where `rows` says that.
+        /// Operator that combines several sources in order; `None` if `rows` combines them.
         operator: Option<ReduceOp>,
-        /// Element type of all; of the first source, where `rows` is given.
+        /// Common element type; the first source's type if `rows` is given.
         dtype: DType,
-        /// The function of rows, if it is one.
+        /// Row function, if it applies one.
         rows: Option<Arc<RowStep>>,
-        /// How many elements; maybe none. Of a row, its width: single values are operands, too.
+        /// Number of elements, possibly zero; the width for a row, since single values can be operands too.
         elements: usize,
-        /// What is written.
+        /// Destinations.
         targets: Vec<Part>,
-        /// What is read.
+        /// Sources.
         sources: Vec<Part>,
     },
-    /// Stores words as packets at another rank.
+    /// Stores words as packets on another rank.
     Announce {
         /// The words.
         values: Vec<u32>,
-        /// The tensors whose places are told; indices of the section's.
+        /// Tensors whose locations are sent, as indices into the section's tensors.
         tensors: Vec<usize>,
-        /// Where they go.
+        /// Destination.
         target: Part,
     },
-    /// Waits for the words of another rank, which are the same or fail the launch.
+    /// Waits for the words of another rank, and fails the launch if they differ.
     Agree {
-        /// What is expected.
+        /// Expected words.
         values: Vec<u32>,
-        /// The tensors whose places are told.
+        /// Tensors whose locations are received.
         tensors: Vec<usize>,
-        /// Whose words they are.
+        /// The sending rank.
         peer: Rank,
-        /// Where they come, in this rank's memory.
+        /// Where they arrive, in this rank's memory.
         source: Part,
     },
-    /// Counts up the word of this rank at a lane of a rank.
+    /// Increments this rank's signal word at a lane of a rank.
     Signal {
-        /// Whose lane it is.
+        /// The receiving rank.
         peer: Rank,
-        /// Which of its lanes.
+        /// The receiving lane.
         lane: usize,
     },
     /// Waits until a rank has signalled this lane once more than was waited for.
@@ -68,7 +68,7 @@ pub enum LaneStepKind {
 }
 
 impl LaneStepKind {
-    /// The operands that it reads, in order.
+    /// Operands that it reads, in order.
     pub fn sources(&self) -> &[Part] {
         match self {
             Self::Move { sources, .. } => sources,
@@ -77,7 +77,7 @@ impl LaneStepKind {
         }
     }
 
-    /// The operands that it writes, in order.
+    /// Operands that it writes, in order.
     pub fn targets(&self) -> &[Part] {
         match self {
             Self::Move { targets, .. } => targets,
@@ -86,12 +86,12 @@ impl LaneStepKind {
         }
     }
 
-    /// Whether it moves no elements, and so does nothing.
+    /// Whether it moves no elements and therefore does nothing.
     pub const fn is_empty(&self) -> bool {
         matches!(self, Self::Move { elements: 0, .. })
     }
 
-    /// The rank for whose signal or announcement it waits; it waits for packets besides.
+    /// Rank whose signal or announcement it waits for; it may also wait for packets.
     pub const fn awaits(&self) -> Option<Rank> {
         match self {
             Self::Wait(peer) | Self::Agree { peer, .. } => Some(*peer),
@@ -100,22 +100,21 @@ impl LaneStepKind {
     }
 }
 
-/// Where an operand of a step starts.
+/// Location of an operand.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Part {
-    /// Whose memory.
+    /// Rank that owns the memory.
     pub rank: Rank,
-    /// Which tensor of the section.
+    /// Index of the section's tensor.
     pub tensor: usize,
-    /// From which element of the tensor's memory, as its strides count them; the tensor's own offset is not
-    /// in it.
+    /// First element in the tensor's memory, in units of its strides, without the tensor's own offset.
     pub offset: usize,
-    /// How many elements.
+    /// Number of elements.
     pub elements: usize,
 }
 
 impl Part {
-    /// The elements of it at these positions.
+    /// Subrange of the part.
     pub(crate) const fn piece(&self, elements: &Range<usize>) -> Self {
         Self {
             offset: self.offset + elements.start,

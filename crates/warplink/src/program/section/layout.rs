@@ -1,23 +1,21 @@
-//! Where scratch lies in a workspace.
+//! Layout of scratch in a workspace.
 //!
-//! A workspace has an area for each packing, so that what was a packet of one kind is never anything else:
-//! no data can pass for a flag. Sections that share a workspace lay out their scratch one over the other,
-//! from the start of each area.
+//! A workspace has a separate area for each packing, so that memory never changes its packet type: otherwise old data
+//! could be mistaken for a flag. Sections that share a workspace overlay their scratch, from the start of each area.
 
 use super::ir::Packing;
 use crate::dtype::DType;
 use crate::program::site::Site;
 use std::sync::Arc;
 
-/// Rows of scratch are multiples of this number of elements, so that each starts where packets and wide accesses
-/// may start.
+/// Row pitch granularity of scratch, in elements: every row starts at a valid start of packets and wide accesses.
 const ROW_ELEMENTS: usize = 16;
 
-/// As [`ROW_ELEMENTS`], for packets of 128 bytes: whole lines of 120 bytes and multiples of 16, for
-/// every element type.
+/// As [`ROW_ELEMENTS`], for packets of 128 bytes: a whole number of 120-byte payloads and a multiple of 16 elements,
+/// for every element type.
 const ROW_ELEMENTS_OF_LINES: usize = 240;
 
-/// Areas start at multiples of this.
+/// Alignment of areas, in bytes.
 const AREA_ALIGNMENT: usize = 256;
 
 /// Index of scratch in a rank program.
@@ -28,26 +26,26 @@ pub type ScratchId = usize;
 pub struct ScratchInstance {
     /// Its name in the program.
     pub name: Arc<str>,
-    /// Whether what an earlier run wrote may be read.
+    /// Whether data of an earlier run may be read.
     pub persistent: bool,
-    /// How it holds data.
+    /// Packing of data and flags.
     pub packing: Packing,
     /// Its element type.
     pub dtype: DType,
     /// Its extents, outermost first.
     pub shape: Vec<usize>,
-    /// For each axis, the elements of data from one index to the next: rows are padded.
+    /// Stride of each axis, in elements of data; rows are padded.
     pub strides: Vec<usize>,
-    /// Where it starts in the area of its packing, in bytes.
+    /// Offset in the area of its packing, in bytes.
     pub offset_bytes: usize,
-    /// How many bytes it takes there, flags included.
+    /// Size in that area in bytes, flags included.
     pub bytes: usize,
     /// Its declaration.
     pub site: Site,
 }
 
 impl ScratchInstance {
-    /// Strides and bytes of scratch of a shape; `None` where it takes more than an address holds.
+    /// Strides and size of scratch with a shape; `None` if it exceeds the address range.
     pub fn measure(packing: Packing, dtype: DType, shape: &[usize]) -> Option<(Vec<usize>, usize)> {
         let unit = match packing {
             Packing::Packets128 => ROW_ELEMENTS_OF_LINES,
@@ -67,8 +65,8 @@ impl ScratchInstance {
         Some((strides, bytes))
     }
 
-    /// The bytes in its area that hold `elements` elements from `offset` on, in whole packets; `None` where
-    /// these do not start with a packet.
+    /// Byte range, in the packing's area, of the packets with `elements` elements from `offset` on; `None` if they do
+    /// not start at a packet boundary.
     pub fn packed(&self, offset: usize, elements: usize) -> Option<std::ops::Range<usize>> {
         let size = self.dtype.size();
         let (data, packet) = self.packing.packet();
@@ -80,7 +78,7 @@ impl ScratchInstance {
         Some(start..start + (elements * size).div_ceil(data) * packet)
     }
 
-    /// Of [`packed`](Self::packed), what holds these elements: it ends with the last of them, as if data came first
+    /// The part of [`packed`](Self::packed) that ends with the last of these elements, as if data preceded the flag
     /// in a packet.
     pub(crate) fn filled(&self, offset: usize, elements: usize) -> Option<std::ops::Range<usize>> {
         let whole = self.packed(offset, elements)?;
@@ -99,27 +97,27 @@ fn packed_end(packing: Packing, data_bytes: usize) -> Option<usize> {
 /// An area of a workspace.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Area {
-    /// Where it starts in the workspace, in bytes.
+    /// Offset in the workspace, in bytes.
     pub offset_bytes: usize,
-    /// How long it is.
+    /// Length in bytes.
     pub bytes: usize,
 }
 
-/// The areas of a workspace, one behind the other.
+/// The areas of a workspace, contiguous.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct WorkspaceLayout {
     bytes: [usize; 4],
 }
 
 impl WorkspaceLayout {
-    /// A workspace of so many bytes without packets.
+    /// A workspace of this many bytes, without packets.
     pub(crate) fn plain(bytes: usize) -> Self {
         let mut layout = Self::default();
         layout.bytes[Packing::Plain as usize] = bytes;
         layout
     }
 
-    /// A workspace for all of `scratch`.
+    /// A workspace that fits all of `scratch`.
     pub fn of<'s>(scratch: impl IntoIterator<Item = &'s ScratchInstance>) -> Self {
         let mut layout = Self::default();
         for one in scratch {
@@ -129,7 +127,7 @@ impl WorkspaceLayout {
         layout
     }
 
-    /// The next free place of an area, for scratch that is declared after others.
+    /// Next free offset in an area, for scratch declared later.
     pub fn next(&self, packing: Packing) -> usize {
         self.bytes[packing as usize].next_multiple_of(AREA_ALIGNMENT)
     }
@@ -144,7 +142,7 @@ impl WorkspaceLayout {
         }
     }
 
-    /// How long the workspace is.
+    /// Total length in bytes.
     pub fn bytes(&self) -> usize {
         let last = self.area(Packing::Packets128);
         last.offset_bytes + last.bytes

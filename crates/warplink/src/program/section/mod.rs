@@ -1,17 +1,17 @@
-//! Kernel sections: what a launched kernel does, as one operation of a host program.
+//! Kernel sections: a kernel launch as one operation of a host program.
 //!
-//! A section has lanes, each a block of a launch. The steps of a lane happen in order; lanes run side by
-//! side, and nothing orders two of them but signals and packets. All lanes of a launch are on the device
-//! together, so they may wait for the lanes of other ranks. `docs/language.md` teaches sections.
+//! A section has lanes; each is one block of the launch. The steps of a lane run in order. Lanes run concurrently and
+//! are ordered only by signals and packets. All lanes of a launch are resident at once, so they may wait for lanes of
+//! other ranks without deadlock. `docs/language.md` teaches sections.
 //!
 //! | module | subject |
 //! |---|---|
 //! | [`ir`] | the text as a tree: steps, loops, expressions |
-//! | [`layout`] | where scratch lies in a workspace |
-//! | [`instance`] | a section of one rank, with the names around it resolved |
-//! | [`function`] | functions of rows |
-//! | [`visit`] | going through the steps of the tree |
-//! | [`lane`] | the steps of one lane in one launch, with everything resolved |
+//! | [`layout`] | layout of scratch in a workspace |
+//! | [`instance`] | a section of one rank, with outer names resolved |
+//! | [`function`] | row functions |
+//! | [`visit`] | traversal of the tree |
+//! | [`lane`] | fully resolved steps of one lane in one launch |
 
 mod compile;
 pub mod function;
@@ -49,17 +49,17 @@ pub(crate) use names::FreeNames;
 pub(crate) use period::period;
 pub(crate) use visit::{ExprUse, Visitor};
 
-/// The most lanes of a section.
+/// Maximum number of lanes of a section.
 pub const MAX_LANES: usize = 1024;
 
-/// The most threads of a lane.
+/// Maximum number of threads of a lane: CUDA's limit for a block.
 pub const MAX_THREADS: usize = 1024;
 
-/// The most steps of a lane in one launch, with every iteration counted.
+/// Maximum number of steps of a lane in one launch, counting every iteration. Bounds the verification time.
 pub const MAX_LANE_STEPS: usize = 1 << 16;
 
-/// The most targets of a step, and the most sources: as many as kernels hold.
+/// Maximum number of targets of a step, and of sources: the operand capacity of the kernels.
 pub const MAX_OPERANDS: usize = 32;
 
-/// The longest period in which a section may use the epoch.
+/// Longest period in which a section may use the epoch. The verifier simulates a whole period.
 pub const MAX_PERIOD: u64 = 64;

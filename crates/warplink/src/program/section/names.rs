@@ -1,4 +1,4 @@
-//! The names that a section uses and those that it binds.
+//! Names that a section uses and binds.
 
 use super::ir::Section;
 use super::visit::{ExprUse, NameUse, Visitor};
@@ -6,13 +6,13 @@ use crate::program::construct::{Over, TensorRef};
 use crate::program::expr::Expr;
 use std::collections::BTreeSet;
 
-/// The names that a section takes from around it. Those that it binds are told apart by name alone: it may
-/// bind none that has a meaning around it.
+/// Outer names that a section uses. Names are compared as text, which is unambiguous because a section may not shadow
+/// outer names.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct FreeNames {
     /// Integers; `rank`, `world` and `epoch` are not among them.
     pub(crate) integers: BTreeSet<String>,
-    /// Lists, which have no meaning in a section.
+    /// Lists, which sections cannot use.
     pub(crate) lists: BTreeSet<String>,
     /// Tensors and scratch.
     pub(crate) tensors: BTreeSet<String>,
@@ -20,13 +20,13 @@ pub(crate) struct FreeNames {
     pub(crate) operators: BTreeSet<String>,
     /// Functions of rows.
     pub(crate) functions: BTreeSet<String>,
-    /// Tensors of which other ranks' are accessed.
+    /// Tensors accessed on other ranks.
     pub(crate) remote: BTreeSet<String>,
-    /// Tensors whose places are announced.
+    /// Tensors whose locations are announced.
     pub(crate) announced: BTreeSet<String>,
-    /// What the section itself binds.
+    /// Names bound by the section itself.
     pub(crate) bound: BTreeSet<String>,
-    /// Other names for parts of tensors.
+    /// Aliases for parts of tensors.
     aliases: Vec<(String, String)>,
 }
 
@@ -35,7 +35,7 @@ impl FreeNames {
         let mut names = Self::default();
         names.bound.insert(section.lane.clone());
         names.body(&section.body);
-        // Another name for a part of a tensor stands for the tensor.
+        // Resolve aliases to their tensor.
         loop {
             let aliased = names.aliases.iter();
             let aliased = aliased.filter(|(alias, _)| names.remote.contains(alias));
@@ -80,7 +80,7 @@ impl<'s> Visitor<'s> for FreeNames {
                 self.tensors.insert(name.clone());
                 self.announced.insert(name)
             }
-            // Whether a tensor is there is known outside.
+            // Whether a tensor is present is known outside the section.
             NameUse::Given => self.lists.insert(format!("given({name})")),
             NameUse::Operator => self.operators.insert(name),
             NameUse::Function => self.functions.insert(name),

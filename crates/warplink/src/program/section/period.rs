@@ -1,7 +1,7 @@
-//! How a section depends on the epoch: after how many launches it does the same again.
+//! Dependence of a section on the epoch: the number of launches after which its behaviour repeats.
 //!
-//! The epoch counts up for ever, and what is verified is a few launches. So it may be used in remainders
-//! only, `(epoch * chunks + c) % 4`: what a launch does then depends on the epoch modulo their divisors.
+//! The epoch increases without bound, but only a few launches are verified. So it may occur only in remainders, as in
+//! `(epoch * chunks + c) % 4`: the behaviour of a launch then depends on the epoch modulo the divisors.
 
 use super::MAX_PERIOD;
 use super::ir::Section;
@@ -12,14 +12,14 @@ use crate::program::expr::{Expr, Operator};
 use crate::program::site::Position;
 use std::collections::HashSet;
 
-/// Where the epoch is used wrongly, and how.
+/// Position and description of a wrong use of the epoch.
 pub(crate) type Misuse = (Position, String);
 
-/// After how many launches the section does the same again; `value` gives what an expression over the names
-/// around the section is.
+/// Number of launches after which the section's behaviour repeats; `value` evaluates an expression over the names
+/// around the section.
 ///
 /// # Errors
-/// Where the epoch is used other than in remainders, or with too long a period.
+/// The epoch is used outside of remainders, or the period is too long.
 pub(crate) fn period(
     section: &Section,
     value: &dyn Fn(&Expr) -> Option<i64>,
@@ -38,9 +38,9 @@ pub(crate) fn period(
 
 struct Walk<'s> {
     value: &'s dyn Fn(&Expr) -> Option<i64>,
-    /// Names of integers that grow with the epoch.
+    /// Names of integers that depend on the unreduced epoch.
     growing: HashSet<&'s str>,
-    /// The names that were bound within the bodies around, and whether they grew before.
+    /// Names bound in the enclosing bodies, and whether they were in `growing` before.
     hidden: Vec<(&'s str, bool)>,
     period: u64,
     position: Position,
@@ -74,7 +74,7 @@ impl<'s> Visitor<'s> for Walk<'s> {
         self.bind(name, grows);
     }
 
-    /// Notes where the expression grows with the epoch.
+    /// Records a misuse if the expression grows with the epoch.
     fn expression(&mut self, expression: &'s Expr, _: ExprUse) {
         if self.grows(expression) {
             self.misused(format!(
@@ -96,7 +96,7 @@ impl<'s> Walk<'s> {
         self.hidden.push((name, grew));
     }
 
-    /// Whether the expression is a polynomial in the epoch; notes the remainders in it.
+    /// Whether the expression is a polynomial in the epoch; records its remainders.
     fn grows(&mut self, expression: &'s Expr) -> bool {
         match expression {
             Expr::Number(_) | Expr::Count(_) => false,
@@ -153,7 +153,7 @@ impl<'s> Walk<'s> {
 mod tests {
     use crate::program::{OperationKind, Parameters, Program, unroll};
 
-    /// The period of a kernel of this body, where it has one.
+    /// Period of a kernel with this body, if it has one.
     fn found(body: &str) -> Option<u64> {
         let text =
             format!("program test() {{\n kernel lane in 0..4 threads 64 {{\n{body}\n}}\n}}\n");
@@ -204,7 +204,7 @@ mod tests {
                 assert_eq!(found(&body), Some(2), "{body}");
             }
         }
-        // What a body binds does not hide what is bound around it for longer.
+        // A binding in a body shadows an outer one only until the end of the body.
         let body = "let c = epoch\n for i in 0..2 { let d = c % 2 }\n if c == 0 { barrier }";
         assert_eq!(found(body), None);
     }

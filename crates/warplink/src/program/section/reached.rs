@@ -1,22 +1,22 @@
-//! Which announced tensors are reachable: as many cases as the conditions of a section can tell apart.
+//! Enumerates which announced tensors are reachable, in as many cases as the section's conditions distinguish.
 
 use super::instance::SectionInstance;
 use super::visit::Visitor;
 use crate::program::expr::Condition;
 use std::collections::BTreeSet;
 
-/// The most tensors of which a section may ask whether they are reachable.
+/// Maximum number of tensors in a section's `reachable` conditions. Bounds the cases, which are exponential in it.
 const MAX_ASKED: usize = 4;
 
-/// The most comparisons beside such questions for which it is looked at whether the questions matter.
+/// Maximum number of other comparisons for which the relevance of `reachable` is analyzed. Bounds the combinations.
 const MAX_COMPARED: usize = 6;
 
 impl SectionInstance {
-    /// The announced tensors that are reachable, by index, in each case that the conditions of the section tell apart:
-    /// first that all are, then that none is, if that makes a difference.
+    /// Reachable announced tensors, by index, for each case that the section's conditions distinguish: first all,
+    /// then none if that differs.
     ///
     /// # Errors
-    /// Where it asks for too many tensors, in words.
+    /// A message, if it tests too many tensors.
     pub(crate) fn reachable_cases(&self) -> Result<Vec<Vec<usize>>, String> {
         let mut walk = Walk::default();
         walk.body(&self.section.body);
@@ -43,7 +43,7 @@ impl SectionInstance {
     }
 }
 
-/// The conditions that ask, and what else they depend on.
+/// Conditions with `reachable`, and their other inputs.
 #[derive(Default)]
 struct Walk<'s> {
     conditions: Vec<&'s Condition>,
@@ -74,7 +74,8 @@ impl<'s> Visitor<'s> for Walk<'s> {
 }
 
 impl Walk<'_> {
-    /// How each condition comes out, whatever the comparisons give; `mask` itself where there are too many of them.
+    /// Outcomes of each condition over all values of the comparisons; `mask` itself if there are too many
+    /// comparisons.
     fn outcomes(&self, mask: usize, is: &dyn Fn(&str) -> bool) -> Vec<bool> {
         if self.compared.len() > MAX_COMPARED {
             return (0..MAX_ASKED).map(|bit| mask >> bit & 1 == 1).collect();
@@ -108,7 +109,7 @@ fn holds(condition: &Condition, leaf: &dyn Fn(&Condition) -> bool) -> bool {
 mod tests {
     use crate::program::{OperationKind, Parameters, Program, unroll};
 
-    /// The cases of a kernel that announces X and Y, by the numbers of these.
+    /// Cases of a kernel that announces X and Y, by tensor index.
     fn cases(body: &str) -> Result<Vec<Vec<usize>>, String> {
         let text = format!(
             "program test(direct = 1 | 0) {{\n input X: u8[64]\n output Y: u8[64]\n \

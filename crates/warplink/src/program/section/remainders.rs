@@ -1,6 +1,6 @@
-//! After how many iterations a loop does the same again, as the remainders of its index say.
+//! Period of a loop: the number of iterations after which the remainders of its index repeat.
 //!
-//! What matters is who does a step, with whom, and how long its operands are; not where they lie. So `c % 4` matters in
+//! Only the executing lane, the peer and the length of operands matter, not their addresses. So `c % 4` matters in
 //! `if c % 4 == 0`, but not in `R[c % 4]`.
 
 use super::ir::StepKind;
@@ -8,8 +8,8 @@ use super::visit::{ExprUse, Visitor};
 use crate::program::construct::{Loop, Over};
 use crate::program::expr::{Expr, Operator};
 
-/// How many iterations a loop takes until it does the same again, as far as that is said by remainders and is at most
-/// `most`; `value` gives what an expression is where the loop starts.
+/// Number of iterations after which a loop's behaviour repeats, as far as remainders determine it, at most `most`.
+/// `value` evaluates an expression at the start of the loop.
 pub(super) fn period(it: &Loop<StepKind>, value: &dyn Fn(&Expr) -> Option<i64>, most: u64) -> u64 {
     let mut walk = Walk {
         value,
@@ -36,12 +36,12 @@ pub(super) fn greatest_common_divisor(a: u64, b: u64) -> u64 {
     }
 }
 
-/// How an expression changes with the index.
+/// Dependence of an expression on the loop index.
 #[derive(Clone, Debug)]
 struct Changing {
-    /// After how many iterations it may be another one.
+    /// Number of iterations during which it is constant.
     after: u64,
-    /// After how many iterations each remainder in it comes again.
+    /// Period, in iterations, of each remainder in it.
     periods: Vec<u64>,
 }
 
@@ -56,14 +56,14 @@ impl Default for Changing {
 
 struct Walk<'s> {
     value: &'s dyn Fn(&Expr) -> Option<i64>,
-    /// Names of integers that change with the index, the latest last.
+    /// Names of integers that depend on the index, innermost last.
     changing: Vec<(&'s str, Changing)>,
-    /// Periods of what matters.
+    /// Periods of relevant expressions.
     found: Vec<u64>,
 }
 
 impl<'s> Walk<'s> {
-    /// How an expression changes with the index, if it does.
+    /// Dependence of an expression on the index; `None` if it is constant.
     fn change(&self, expression: &Expr) -> Option<Changing> {
         match expression {
             Expr::Number(_) | Expr::Count(_) => None,
@@ -120,7 +120,7 @@ impl<'s> Visitor<'s> for Walk<'s> {
         }
     }
 
-    /// An index changes as the first of its values does.
+    /// An inner index depends on the outer one as its first value does.
     fn index(&mut self, over: &'s Over) {
         if let Some(change) = self.change(&over.from) {
             self.changing.push((&over.index, change));
@@ -148,7 +148,7 @@ mod tests {
     use crate::program::construct::NodeKind;
     use crate::program::{OperationKind, Parameters, Program, unroll};
 
-    /// The period of the first loop of a kernel whose lanes loop over `c`.
+    /// Period of the first loop of a kernel whose lanes loop over `c`.
     fn found(body: &str) -> u64 {
         let text = format!(
             "program test() {{\n input X: u8[64]\n output Y: u8[64]\n scratch R: u8[4, 64]\n \
@@ -189,10 +189,10 @@ mod tests {
             ("for d in c..c + 2 { if d % 7 == 0 { barrier } }", 7),
             ("for d in 0..2 { if d % 7 == 0 { barrier } }", 1),
             ("Y[c % 4 * 16..64] = copy(X[c % 4 * 16..64])", 4),
-            // Where it lies does not matter.
+            // The address does not matter.
             ("let slot = c % 3\n put X to R[slot] on 1", 1),
             ("Y = copy(X if c % 3 == 0 else R[0])", 3),
-            // As far as there is room.
+            // The period is limited.
             (
                 "if c % 3 == 0 and c % 2 == 1 and c % 31 == 0 { barrier }",
                 6,

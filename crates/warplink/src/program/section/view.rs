@@ -1,4 +1,4 @@
-//! Parts of tensors in a section, whose ends may be cut off.
+//! Parts of tensors in a section, clipped at the tensor's end.
 
 use super::instance::SectionTensor;
 use crate::program::expr::Operator;
@@ -6,32 +6,32 @@ use std::fmt;
 
 /// A part of a tensor.
 ///
-/// The leading axis has two lengths: `extent` is what it is cut into parts by, as if the tensor went on;
-/// `length` is what is there. So parts of a tensor and of scratch of the same extent cover the same
-/// positions, also where the tensor ends within them.
+/// The leading axis has two lengths: `extent` determines its division into parts, as if the tensor continued;
+/// `length` is the part that exists. So parts of a tensor and of scratch with equal extents cover the same positions,
+/// even if the tensor ends inside them.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct View {
-    /// Which tensor of the section.
+    /// Index of the section's tensor.
     pub(super) tensor: usize,
-    /// In elements, without the tensor's own offset.
+    /// Offset in elements, without the tensor's own offset.
     pub(super) offset: usize,
-    /// Extents of what is selected, outermost first.
+    /// Extents of the selection, outermost first.
     extents: Vec<usize>,
     strides: Vec<usize>,
-    /// How much of the leading axis is there.
+    /// Existing length of the leading axis.
     length: usize,
 }
 
-/// Why nothing can be selected.
+/// Reason why a selection is invalid.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Wrong {
-    /// There is no axis left.
+    /// No axis is left.
     NoAxis,
     /// Expected an index below this.
     Index(usize),
     /// Expected a range within this many.
     Range(usize),
-    /// The number of parts is none, or the part is not among them.
+    /// The number of parts is not positive, or the part index is out of range.
     Part,
 }
 
@@ -59,7 +59,7 @@ impl View {
         }
     }
 
-    /// Whether it is a single element, whose axes are all selected from.
+    /// Whether it is a single element, with no axis left.
     pub(super) fn is_single(&self) -> bool {
         self.extents.is_empty()
     }
@@ -76,7 +76,7 @@ impl View {
         Ok(())
     }
 
-    /// `[from..to]`; maybe nothing.
+    /// `[from..to]`; may be empty.
     pub(super) fn range(&mut self, from: i64, to: i64) -> Result<(), Wrong> {
         let stride = *self.strides.first().ok_or(Wrong::NoAxis)?;
         let extent = self.extents[0];
@@ -107,8 +107,7 @@ impl View {
         Ok(())
     }
 
-    /// How many elements it has where the tensor does not end before, and how many are there; `None` where
-    /// these are not one behind the other.
+    /// Unclipped number of elements, and number that exist; `None` if they are not contiguous.
     pub(super) fn elements(&self) -> Option<(usize, usize)> {
         let mut expected = 1;
         for (axis, (&extent, &stride)) in self.extents.iter().zip(&self.strides).enumerate().rev() {

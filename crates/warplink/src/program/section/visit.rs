@@ -1,5 +1,4 @@
-//! Going through the steps of a section: the one place that knows the order of what they consist of, and which names
-//! are visible where.
+//! Traversal of a section's steps: the single definition of their evaluation order and of name scopes.
 
 use super::ir::{Operator, Place, Receiver, Source, Step, StepKind};
 use crate::program::construct::{
@@ -8,51 +7,51 @@ use crate::program::construct::{
 use crate::program::expr::{Condition, Expr};
 use crate::program::site::Position;
 
-/// What an expression is for.
+/// Role of an expression.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ExprUse {
-    /// The value of a name, or of an announcement.
+    /// Value of a binding or of an announcement.
     Value,
-    /// A rank that is addressed.
+    /// A peer rank.
     Rank,
-    /// A lane of such a rank.
+    /// A lane of a peer rank.
     Lane,
-    /// The first value of an index, or the one after its last.
+    /// Bound of an index.
     Bound,
-    /// A side of a comparison.
+    /// Side of a comparison.
     Compared,
-    /// Which slice or part of a tensor is selected.
+    /// Index of a slice or part.
     Index,
-    /// An end of a range, or a number of parts, which says how long a selection is.
+    /// Bound of a range or number of parts, which determines the length of a selection.
     Extent,
 }
 
-/// What a name that is no integer stands for.
+/// Role of a name that is not an integer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum NameUse {
     Tensor,
-    /// A tensor, of which another rank's is accessed.
+    /// A tensor accessed on another rank.
     Remote,
-    /// A tensor, whose place is announced.
+    /// A tensor whose location is announced.
     Announced,
-    /// A tensor that is asked for in `reachable(X)`.
+    /// A tensor tested by `reachable(X)`.
     Reachable,
-    /// A tensor that is asked for in `given(X)`.
+    /// A tensor tested by `given(X)`.
     Given,
-    /// An operator that is a parameter.
+    /// A parameter used as an operator.
     Operator,
-    /// A function of rows.
+    /// A row function.
     Function,
 }
 
-/// Goes through steps. Without anything overridden, every expression and name is shown once, in the order in which they
-/// are resolved. A visitor that follows what a lane does overrides [`repeat`](Self::repeat), [`over`](Self::over),
-/// [`choose`](Self::choose) and [`source`](Self::source), and chooses iterations and arms itself.
+/// Visitor of steps. By default, it visits every expression and name once, in resolution order. A visitor that
+/// follows one execution overrides [`repeat`](Self::repeat), [`over`](Self::over), [`choose`](Self::choose) and
+/// [`source`](Self::source), and selects iterations and arms itself.
 pub(crate) trait Visitor<'s>: Sized {
-    /// Steps and conditions that follow stand here.
+    /// Sets the position of the following steps and conditions.
     fn at(&mut self, _: Position) {}
 
-    /// Does `inner`, whose names have no meaning after it.
+    /// Runs `inner` in a new scope: names bound in it are unbound afterwards.
     fn scoped(&mut self, inner: impl FnOnce(&mut Self)) {
         inner(self);
     }
@@ -61,7 +60,7 @@ pub(crate) trait Visitor<'s>: Sized {
 
     fn name(&mut self, _: &'s str, _: NameUse) {}
 
-    /// An index gets its values, within a scope.
+    /// Binds an index, within a scope.
     fn index(&mut self, _: &'s Over) {}
 
     fn integer(&mut self, _: &'s str, value: &'s Expr) {
@@ -80,7 +79,7 @@ pub(crate) trait Visitor<'s>: Sized {
         self.node(step);
     }
 
-    /// What a step says, by its kind; not overridden.
+    /// Visits a step by its kind; not overridden.
     fn node(&mut self, step: &'s Step) {
         self.at(step.position);
         match &step.kind {
@@ -109,7 +108,7 @@ pub(crate) trait Visitor<'s>: Sized {
         self.body(&branch.otherwise);
     }
 
-    /// Does `inner` for the values of an index.
+    /// Runs `inner` for each value of an index.
     fn over(&mut self, over: &'s Over, mut inner: impl FnMut(&mut Self)) {
         self.expression(&over.from, ExprUse::Bound);
         self.expression(&over.to, ExprUse::Bound);

@@ -10,7 +10,7 @@ use crate::program::section::{Operator, Place};
 use std::fmt::{self, Display, Formatter};
 
 impl Parser<'_> {
-    /// What follows `expect`.
+    /// Parses the rest of `expect`.
     pub(super) fn expectation(&mut self) -> Parsed<Expectation> {
         let target = self.tensor()?;
         self.expect("=")?;

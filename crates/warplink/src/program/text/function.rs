@@ -14,14 +14,14 @@ const MAX_DEPTH: usize = 32;
 /// The most arguments, and the most results.
 const MAX_COUNT: usize = crate::program::section::function::MAX_ROW_ARGUMENTS;
 
-/// What is known while a body is parsed.
+/// State while a body is parsed.
 struct Body {
     names: Vec<String>,
     depth: usize,
 }
 
 impl Parser<'_> {
-    /// What follows `function`.
+    /// Parses the rest of `function`.
     pub(super) fn function(&mut self) -> Parsed<Function> {
         let name = self.name("the function's name")?;
         self.expect("(")?;

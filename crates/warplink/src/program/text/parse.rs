@@ -258,7 +258,7 @@ impl Parser<'_> {
         }))
     }
 
-    /// What follows `let`.
+    /// Parses the rest of `let`.
     pub(super) fn binding(&mut self) -> Parsed<NodeKind<StatementKind>> {
         let name = self.name("the name to bind")?;
         self.expect("=")?;
@@ -464,7 +464,7 @@ impl Parser<'_> {
         Err(self.expected(&listed(words)))
     }
 
-    /// What follows `post`: a list of transfers, or sends of products.
+    /// Parses the rest of `post`: a list of transfers, or sends of products.
     fn posting(&mut self) -> Parsed<StatementKind> {
         let send = self.transfer()?;
         if !self.take("=") {
@@ -483,7 +483,7 @@ impl Parser<'_> {
         }))
     }
 
-    /// What follows `matmul` or `linear`, whichever `word` is.
+    /// Parses the rest of `matmul` or `linear`, whichever `word` is.
     fn matrix_product(&mut self, word: &str) -> Parsed<Product> {
         let linear = word == "linear";
         self.expect("(")?;
@@ -516,14 +516,14 @@ impl Parser<'_> {
         Ok(source)
     }
 
-    /// What follows `for`.
+    /// Parses the rest of `for`.
     fn repetition<A>(&mut self, other: fn(&mut Self) -> Parsed<NodeKind<A>>) -> Parsed<Loop<A>> {
         let over = self.index()?;
         let body = self.block(other)?;
         Ok(Loop { over, body })
     }
 
-    /// What follows `if`, which is at `position`.
+    /// Parses the rest of `if`, which is at `position`.
     fn branch<A>(
         &mut self,
         position: Position,

@@ -261,7 +261,7 @@ impl Display for Over {
     }
 }
 
-/// What an item is repeated over, after it.
+/// The repetition after an item.
 fn over(f: &mut Formatter<'_>, over: Option<&Over>) -> fmt::Result {
     match over {
         Some(over) => write!(f, " {over}"),

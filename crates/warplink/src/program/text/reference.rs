@@ -98,7 +98,7 @@ impl Parser<'_> {
         self.each_after(first, item)
     }
 
-    /// What follows the first item of such a list.
+    /// The rest of such a list, after its first item.
     pub(super) fn each_after<T>(
         &mut self,
         first: T,

@@ -14,7 +14,7 @@ use crate::program::section::{
 use std::fmt::{self, Display, Formatter};
 
 impl Parser<'_> {
-    /// What follows `scratch`.
+    /// Parses the rest of `scratch`.
     pub(super) fn scratch(&mut self) -> Parsed<Scratch> {
         let first = self.peek();
         let persistent = first.text == "persistent" && self.peek_at(1).text != ":";
@@ -49,7 +49,7 @@ impl Parser<'_> {
         })
     }
 
-    /// What follows `kernel`.
+    /// Parses the rest of `kernel`.
     pub(super) fn section(&mut self) -> Parsed<Section> {
         let lane = self.name("a name for the lane's number")?;
         self.expect("in")?;
@@ -243,7 +243,7 @@ impl Parser<'_> {
         })
     }
 
-    /// What follows `reduce`: sources and the operator.
+    /// Parses the rest of `reduce`: sources and the operator.
     fn reduced(&mut self) -> Parsed<(Vec<Each<Source>>, Operator)> {
         self.expect("(")?;
         let mut sources = Vec::new();

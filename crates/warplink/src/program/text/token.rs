@@ -2,7 +2,7 @@
 
 use super::{MAX_TEXT_BYTES, ParseError};
 
-/// What a token is; its text tells the rest.
+/// Kind of token; its text completes it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum TokenKind {
     Word,

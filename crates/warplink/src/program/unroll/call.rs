@@ -16,10 +16,10 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::mem::{replace, take};
 use std::sync::Arc;
 
-/// What a call costs, in steps: it sets aside what has a meaning, and gives others one.
+/// Cost of a call in steps: it saves the caller's names and binds the arguments.
 const STEPS_OF_CALL: usize = 8;
 
-/// What is known within a program that is called.
+/// State of a called program.
 #[derive(Default)]
 pub(super) struct Called<'p> {
     /// The programs that it may call.
@@ -52,7 +52,7 @@ impl<'p> Called<'p> {
     }
 }
 
-/// What has a meaning for the caller, and none for the program that is called.
+/// Caller state saved during a call.
 struct Aside<'p> {
     called: Called<'p>,
     names: Vec<&'p str>,
@@ -142,7 +142,7 @@ impl<'p> Unroller<'p> {
         done
     }
 
-    /// What an argument stands for, in the caller's words.
+    /// Resolves an argument in the caller's scope.
     fn argument(&self, program: &Subprogram, argument: &Argument) -> Result<Bound, Diagnostic> {
         let Argument { name, value } = argument;
         let parameter = program.parameters.iter().any(|it| it.name == *name);

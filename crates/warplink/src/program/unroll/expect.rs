@@ -1,4 +1,4 @@
-//! What outputs are expected to be, with the names around it resolved.
+//! Expected values of outputs, with outer names resolved.
 
 use super::Unroller;
 use super::scope::Bound;

@@ -113,7 +113,7 @@ pub fn unroll_or_diagnose(
     unroll_within(&mut budget, program, rank, (world, streams), parameters)
 }
 
-/// What all ranks together may still take.
+/// Resources that all ranks together may still use.
 #[derive(Clone, Debug)]
 pub(super) struct Budget {
     steps: usize,
@@ -211,10 +211,10 @@ struct Unroller<'p> {
     posts: Vec<usize>,
     /// Where tensors are deallocated.
     deallocated: HashMap<TensorId, Position>,
-    /// What of tensors that start at 0 nothing has written.
+    /// Parts of zero-initialized tensors that nothing has written.
     zeros: Zeros,
     site: Site,
-    /// What is known of the program that is called, or run.
+    /// State of the called or main program.
     called: Called<'p>,
     /// The optional tensors that the caller binds.
     given: BTreeSet<String>,

@@ -18,7 +18,7 @@ use std::collections::HashMap;
 use std::rc::Rc;
 use std::sync::Arc;
 
-/// What a name stands for.
+/// Meaning of a name.
 #[derive(Clone, Debug)]
 pub(super) enum Bound {
     Integer(i64),
@@ -188,7 +188,7 @@ impl<'p> Unroller<'p> {
         }
     }
 
-    /// What is no name, but stands where an integer can: `n[2]`, `count(n)`, `given(bias)`.
+    /// A composite name that is used as an integer: `n[2]`, `count(n)`, `given(bias)`.
     fn composite_named(&self, text: &str) -> Option<i64> {
         if let Some(tensor) = text
             .strip_prefix("given(")
@@ -232,8 +232,7 @@ impl<'p> Unroller<'p> {
             })
     }
 
-    /// What is wrong where `condition`, which does not hold, is required: with the values of the names that it
-    /// was decided by.
+    /// Diagnostic for a required `condition` that does not hold, with the values of the names in it.
     pub(super) fn unmet(&self, condition: &Condition) -> Diagnostic {
         let values: RefCell<Vec<String>> = RefCell::default();
         // It could be evaluated before.

@@ -1,4 +1,4 @@
-//! What references in a program select: families, ranks' slots, ranges and indices, as parts of tensors.
+//! Selections: references to families, slots, ranges and indices, resolved to parts of tensors.
 
 use super::Unroller;
 use super::scope::Bound;
@@ -8,7 +8,7 @@ use crate::program::expr::Expr;
 use crate::program::ir::{AxisSelection, Selection, TensorRef};
 
 impl Unroller<'_> {
-    /// What `reference` selects, of a tensor that is still allocated.
+    /// The part that `reference` selects, of a tensor that is still allocated.
     pub(super) fn view(&self, reference: &TensorRef) -> Result<View, Diagnostic> {
         let view = self.view_of(reference)?;
         if let Some(position) = self.deallocated.get(&view.tensor) {

@@ -1,4 +1,4 @@
-//! What shapes and element types the operations take.
+//! Shapes and element types that the operations accept.
 
 use super::Unroller;
 use super::view::View;

@@ -2,7 +2,7 @@
 
 use std::fmt::{Display, Write};
 
-/// Text that is written line by line.
+/// A line-oriented text buffer with indentation.
 #[derive(Debug, Default)]
 pub(super) struct Code {
     text: String,
@@ -17,7 +17,7 @@ impl Code {
         let _ = writeln!(self.text, "{:indent$}{line}", "");
     }
 
-    /// A line that opens a block, what is in it, and its end.
+    /// Writes the opening line of a block, its content and its end.
     pub(super) fn block<E>(
         &mut self,
         opening: impl Display,
@@ -35,13 +35,13 @@ impl Code {
         self.depth += 1;
     }
 
-    /// The end of the block that was opened last.
+    /// Closes the innermost block.
     pub(super) fn close(&mut self, ending: &str) {
         self.depth = self.depth.saturating_sub(1);
         self.line(ending);
     }
 
-    /// Opens a block, as the other case of the one that is open if one is.
+    /// Opens a block; if one is open, as its `else` branch.
     pub(super) fn alternative(&mut self, open: bool, condition: &str) {
         if open {
             self.depth = self.depth.saturating_sub(1);
@@ -51,7 +51,7 @@ impl Code {
         }
     }
 
-    /// What another text says, at the current depth.
+    /// Appends another text, indented to the current depth.
     pub(super) fn append(&mut self, other: &Self) {
         for line in other.text.lines() {
             self.line(line);
@@ -63,7 +63,7 @@ impl Code {
     }
 }
 
-/// Items with commas between them.
+/// The items, separated by commas.
 pub(super) fn comma<T: Display>(items: impl IntoIterator<Item = T>) -> String {
     let mut text = String::new();
     for (number, item) in items.into_iter().enumerate() {
@@ -73,7 +73,7 @@ pub(super) fn comma<T: Display>(items: impl IntoIterator<Item = T>) -> String {
     text
 }
 
-/// `expression` without parentheses around all of it.
+/// `expression` without redundant outer parentheses.
 pub(super) fn bare(expression: &str) -> &str {
     let Some(inner) = expression
         .strip_prefix('(')

@@ -1,13 +1,13 @@
-//! Which steps of a lane need its threads to be synchronized before them.
+//! Hazard analysis: finds the steps before which the threads of a lane must synchronize.
 //!
-//! Threads of a lane handle elements as alignment allows, so another thread may need what a step wrote. A step
-//! that touches what an earlier one wrote, or writes what an earlier one touched, needs a barrier of the
-//! threads in between, unless a signal or a wait, which is one, comes between them. Packets are ordered by
-//! their flags.
+//! Threads divide elements according to alignment, so one thread may need data that another wrote in an earlier step.
+//! A step that reads or writes data written by an earlier step, or overwrites data read by it, needs a barrier in
+//! between, unless a signal or a wait comes between them, since both are barriers. Packets are ordered by their
+//! flags.
 //!
-//! The section is followed once for all lanes: a loop whose bounds are known is run through, another one not at all
-//! or twice. Of an operand, the memory is known, which several tensors of the section may be parts of, and, where they
-//! are constants of the kernel, the rank and the first selection.
+//! The section is analyzed once for all lanes: a loop with known bounds is iterated; any other loop is analyzed for
+//! zero iterations and for two. For an operand, the analysis tracks its memory, which several tensors of the section
+//! may share, and, if they are kernel constants, the rank and the first selection.
 
 use super::scope::Scope;
 use crate::program::construct::{Branch, Loop, Over, Selection, TensorRef};
@@ -17,22 +17,22 @@ use crate::program::section::{
 };
 use std::collections::{BTreeSet, HashMap};
 
-/// The most iterations of a loop that are run through.
+/// Maximum number of iterations followed for one loop.
 const MAX_ITERATIONS: i64 = 64;
 
-/// The most steps that are followed, with every iteration counted, and accesses that are looked at for all of them.
+/// Maximum number of steps followed, counting every iteration, and of accesses compared. Bounds the analysis time.
 const MAX_STEPS: usize = 1 << 14;
 const MAX_LOOKS: usize = 1 << 26;
 
-/// Steps before which the threads of a lane are to be synchronized, by address.
+/// Addresses of the steps that need a thread barrier before them.
 pub(super) type Barriers = BTreeSet<usize>;
 
-/// What identifies a step.
+/// Identity of a step: its address.
 pub(super) fn id(step: &Step) -> usize {
     std::ptr::from_ref(step).addr()
 }
 
-/// The steps of `instance` that need a barrier before them: all that move data, where following them takes too long.
+/// Steps of `instance` that need a barrier before them. If the analysis takes too long: all steps that move data.
 pub(super) fn barriers(instance: &SectionInstance, constants: &Scope) -> Barriers {
     let mut barriers = Barriers::new();
     loop {
@@ -60,16 +60,16 @@ pub(super) fn barriers(instance: &SectionInstance, constants: &Scope) -> Barrier
     }
 }
 
-/// The first selection of an operand.
+/// First selection of an operand.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Selected {
     Index(i64),
-    /// A part, and of how many.
+    /// Part index and number of parts.
     Part(i64, i64),
     Unknown,
 }
 
-/// An operand of a step that was followed.
+/// An operand access of a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Access {
     tensor: Accessed,
@@ -78,12 +78,12 @@ struct Access {
     writes: bool,
 }
 
-/// A tensor that is accessed.
+/// Accessed memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Accessed {
-    /// A tensor of the section, by its index, and what memory it is a part of.
+    /// A tensor of the section, by index, and the memory that contains it.
     One(usize, SectionMemory),
-    /// Any tensor of the program, where several may be the same memory.
+    /// Any tensor of the program, if several may share memory.
     Any,
 }
 
@@ -92,7 +92,7 @@ impl Accessed {
         match (self, other) {
             (Self::One(_, a), Self::One(_, b)) => a == b,
             (Self::Any, Self::Any) => true,
-            // Scratch is apart from the tensors of the program.
+            // Scratch never overlaps tensors of the program.
             (Self::One(..), Self::Any) | (Self::Any, Self::One(..)) => false,
         }
     }
@@ -102,7 +102,7 @@ impl Access {
     fn conflicts(&self, other: &Self) -> bool {
         let apart = match (self.rank, other.rank) {
             (Some(a), Some(b)) if a != b => true,
-            // What one tensor selects says nothing of another that is a part of the same memory.
+            // Selections of two different tensors in the same memory cannot be compared.
             _ if self.tensor != other.tensor => false,
             _ => match (self.selected, other.selected) {
                 (Selected::Index(a), Selected::Index(b)) => a != b,
@@ -118,9 +118,9 @@ struct Walk<'s> {
     instance: &'s SectionInstance,
     scope: Scope,
     aliases: HashMap<&'s str, (usize, Selected)>,
-    /// Of the step at hand.
+    /// Accesses of the current step.
     accesses: Vec<Access>,
-    /// Since the last barrier.
+    /// Accesses since the last barrier.
     pending: BTreeSet<Access>,
     barriers: Barriers,
     steps: usize,
@@ -176,7 +176,7 @@ impl<'s> Visitor<'s> for Walk<'s> {
     fn repeat(&mut self, it: &'s Loop<StepKind>) {
         let Over { index, from, to } = &it.over;
         let bounds = (self.scope.value(from), self.scope.value(to));
-        // What comes after a loop that may have no iterations comes after what is before it, too.
+        // The loop may have no iterations, so the code after it also follows the code before it.
         let mut before = BTreeSet::new();
         let values: Vec<Option<i64>> = match bounds {
             (Some(from), Some(to)) if to.saturating_sub(from) <= MAX_ITERATIONS => {
@@ -256,12 +256,12 @@ impl<'s> Visitor<'s> for Walk<'s> {
 }
 
 impl<'s> Walk<'s> {
-    /// Whether following the steps takes too long: then it ends, and what it has found is not all.
+    /// Whether the step budget is exhausted; the result is then incomplete.
     fn is_exhausted(&self) -> bool {
         self.steps > MAX_STEPS || self.looks > MAX_LOOKS
     }
 
-    /// Does `inner` where an index has a value, or one of unknown ones.
+    /// Runs `inner` with an index bound to a value, or unknown.
     fn with(&mut self, index: &str, value: Option<i64>, inner: impl FnOnce(&mut Self)) {
         self.scoped(|walk| {
             walk.scope.bind(index, "", value);
@@ -269,7 +269,7 @@ impl<'s> Walk<'s> {
         });
     }
 
-    /// Notes what a step does with a place, unless that has packets.
+    /// Records an access to a place, unless it holds packets, which their flags order.
     fn access(&mut self, place: &'s Place, writes: bool) {
         let Some((index, mut selected)) = self.operand(&place.tensor) else {
             return;
@@ -279,7 +279,7 @@ impl<'s> Walk<'s> {
             return;
         }
         let tensor = if self.instance.shared_tensors && scratch.is_none() {
-            // All tensors are one, of which nothing more is known.
+            // Treat all tensors as one, with an unknown selection.
             selected = Selected::Unknown;
             Accessed::Any
         } else {
@@ -299,7 +299,7 @@ impl<'s> Walk<'s> {
 
     fn operand(&self, reference: &'s TensorRef) -> Option<(usize, Selected)> {
         if let Some(alias) = self.aliases.get(reference.name.as_str()) {
-            // What it selects of the alias lies within it.
+            // A selection of an alias is inside the alias.
             return Some(*alias);
         }
         let tensor = self.instance.tensor(&reference.name)?;

@@ -1,15 +1,14 @@
-//! From a section to the text of a kernel: a call of `warplink/steps.cuh` for each step.
+//! Compiles a section to the text of a kernel: one call of `warplink/steps.cuh` per step.
 //!
-//! Rank, world, lanes, threads, types and operators are constants of the kernel, and whether tensors are
-//! aligned. Sizes, and the integers around the section, are variables that come with the launch, so one
-//! kernel serves all sizes. Loops stay loops; lists of sources and targets are written out.
-//!
+//! Rank, world, lanes, threads, types, operators and the alignment of tensors are constants of the kernel. Sizes and
+//! the integers around the section are launch arguments, so one kernel serves all sizes. Loops stay loops; lists of
+//! sources and targets are expanded.
 //! | module | subject |
 //! |---|---|
 //! | [`emit`] | steps as text |
 //! | [`scope`] | names, and expressions over them |
-//! | [`range`] | between which values integers lie |
-//! | [`hazard`] | where the threads of a lane have to be synchronized |
+//! | [`range`] | value ranges of integers |
+//! | [`hazard`] | placement of thread barriers |
 //! | [`code`] | text with indented blocks |
 
 mod code;
@@ -32,40 +31,39 @@ use range::Range;
 use scope::Scope;
 use std::sync::Arc;
 
-/// The name of the kernel.
+/// Name of the kernel function.
 pub(crate) const KERNEL: &str = "section";
 
-/// Words of a lane's times before those of its steps.
+/// Words of a lane's trace before the times of its steps.
 pub(crate) const TIMES_HEADER: usize = 3;
 
-/// The most bytes that a launch passes by value.
+/// Maximum size of the arguments that a launch passes by value, in words; leaves room below CUDA's 4 KiB limit.
 const MAX_WORDS: usize = 500;
 
-/// The largest tensor, so that a step counts its packets in 32 bits: those of 16 bytes, or of 8, which hold 4 of data.
+/// Maximum tensor size, so that 32 bits count the packets of a step: they hold 8 bytes of data, or 4 in `packets8`.
 pub(crate) const MAX_TENSOR_BYTES: usize = 16 << 30;
 const MAX_TENSOR_BYTES_OF_PACKETS8: usize = 8 << 30;
 
-/// What a launch is bound to.
+/// Addresses passed to a launch.
 #[derive(Clone, Debug)]
 pub(crate) struct Addresses {
-    /// Where each tensor of the section starts on each rank; 0 where it is not reached.
+    /// Start of each tensor of the section on each rank; 0 if not mapped.
     pub(crate) tensors: Vec<Vec<u64>>,
-    /// Each rank's signals.
+    /// Signals of each rank.
     pub(crate) signals: Vec<u64>,
-    /// The epochs of all lanes.
+    /// Epochs of all lanes.
     pub(crate) epochs: u64,
-    /// How many epochs there are: the most lanes of all kernels that share them.
+    /// Number of epochs: the maximum number of lanes of the kernels that share them.
     pub(crate) lanes: u64,
-    /// The tables of what ranks have published; 0 where there are none.
+    /// Tables of the allocations published by the ranks; 0 if there are none.
     pub(crate) tables: u64,
 }
 
-/// The first word of where a tensor lies that peers do not reach: no number of an allocation.
+/// First location word of a tensor that is not published to peers: never a valid allocation number.
 pub(crate) const UNPUBLISHED: u64 = u64::MAX;
 
 impl Addresses {
-    /// For each tensor of `instance`, whether it starts at a multiple of 16 bytes wherever it is reached, and
-    /// its rows too.
+    /// For each tensor of `instance`, whether it and its rows are aligned to 16 bytes on every rank that maps it.
     pub(crate) fn aligned(&self, instance: &SectionInstance) -> Vec<bool> {
         let tensors = instance.tensors.iter().zip(&self.tensors);
         let aligned = tensors.map(|(tensor, bases)| {
@@ -78,13 +76,13 @@ impl Addresses {
         aligned.collect()
     }
 
-    /// From which word of a launch on it is said where the tensors that are announced lie: for each, the number of
-    /// its allocation among those that this rank has published, and from which byte of it.
+    /// Index of the first location word in a launch. Each announced tensor has two: the number of its allocation
+    /// among those published by this rank, and its byte offset in the allocation.
     pub(crate) fn first_place(&self, instance: &SectionInstance) -> usize {
         (instance.tensors.len() + 1) * instance.world + 3
     }
 
-    /// The words of a launch of `instance`.
+    /// The launch argument words of `instance`.
     pub(crate) fn words(&self, instance: &SectionInstance) -> Arc<[u64]> {
         let sizes = sizes(instance).into_iter().map(|size| size as u64);
         let integers = variables(instance).map(|(_, value)| value as u64);
@@ -106,19 +104,18 @@ impl Addresses {
     }
 }
 
-/// The kernel of `instance`, as CUDA C++, where `aligned` says of each tensor what
-/// [`Addresses::aligned`] does.
+/// The kernel of `instance`, as CUDA C++; `aligned` is the result of [`Addresses::aligned`].
 ///
 /// # Errors
-/// [`ErrorKind::Unsupported`] for what kernels cannot do, with its place.
+/// [`ErrorKind::Unsupported`] with its place, if kernels cannot perform a step.
 pub(crate) fn text(instance: &SectionInstance, aligned: &[bool]) -> Result<String> {
     write(instance, aligned, false)
 }
 
-/// As [`text`], for a kernel that stores when each step starts. Its words have two more: where the times of all
-/// lanes go, and for how many steps of each there is room. Those of a lane are [`TIMES_HEADER`] words, how many
-/// steps there are, when the last ended, and the epoch; then for each step when it started, and where it stands,
-/// the line in the upper half. Times are in nanoseconds of a clock of the device.
+/// As [`text`], for a kernel that records the start time of each step. Its arguments have two more words: the address
+/// of the times of all lanes, and the maximum number of recorded steps per lane. A lane's record has [`TIMES_HEADER`]
+/// words (number of steps, end of the last step, epoch), then two words per step: start time, and position with the
+/// line in the upper half. Times are in nanoseconds of a device clock.
 ///
 /// # Errors
 /// As [`text`].
@@ -149,7 +146,7 @@ fn write(instance: &SectionInstance, aligned: &[bool], traced: bool) -> Result<S
         "// A kernel of {lanes} lanes of {threads} threads, for rank {rank} of {world}."
     ));
     if narrow {
-        // All sizes and indices fit.
+        // All sizes and indices fit in 32 bits.
         code.line("#define WARPLINK_INDEX int");
     }
     code.line("#include <warplink/sections.cuh>");
@@ -216,14 +213,15 @@ fn write(instance: &SectionInstance, aligned: &[bool], traced: bool) -> Result<S
     Ok(code.into_text())
 }
 
-/// The element type's name in `warplink/elements.cuh`: as its own, where a float of 8 bits is named by its format alone.
+/// Name of the element type in `warplink/elements.cuh`: its own name, except that an 8-bit float is named by its
+/// format alone.
 fn element_name(dtype: DType) -> String {
     let name = dtype.name();
     let (first, rest) = name.strip_prefix("f8").unwrap_or(name).split_at(1);
     first.to_ascii_uppercase() + rest
 }
 
-/// The operator's name there.
+/// Name of the operator in the headers.
 fn operator_name(operator: ReduceOp) -> &'static str {
     match operator {
         ReduceOp::Sum => "Add",
@@ -264,7 +262,7 @@ fn check(instance: &SectionInstance) -> Result<()> {
     }
 }
 
-/// Which tensor is too large for a kernel, in words.
+/// Description of a tensor that is too large for a kernel, if any.
 pub(crate) fn too_large(instance: &SectionInstance) -> Option<String> {
     let mut scratch = instance.scratch.iter();
     let max_bytes = if scratch.any(|scratch| scratch.packing == Packing::Packets8) {
@@ -282,7 +280,7 @@ pub(crate) fn too_large(instance: &SectionInstance) -> Option<String> {
     ))
 }
 
-/// From the first element of a tensor to behind its last, in elements.
+/// Number of elements from a tensor's first to its last, inclusive.
 fn span(tensor: &SectionTensor) -> usize {
     let axes = tensor.shape.iter().zip(&tensor.strides);
     axes.map(|(extent, stride)| extent.saturating_mul(*stride))
@@ -290,7 +288,7 @@ fn span(tensor: &SectionTensor) -> usize {
         .unwrap_or(1)
 }
 
-/// Whether the integer `name` is a constant of the kernel, and which.
+/// Kernel constant for the integer `name`, if it is one.
 fn constant(instance: &SectionInstance, name: &str) -> Option<&'static str> {
     let is = |expression: &Expr| matches!(expression, Expr::Name(other) if other == name);
     if is(&instance.section.lanes) {
@@ -302,7 +300,7 @@ fn constant(instance: &SectionInstance, name: &str) -> Option<&'static str> {
     }
 }
 
-/// The integers that come with the launch, and their names in the kernel.
+/// Integers passed as launch arguments, and their names in the kernel.
 fn variables(instance: &SectionInstance) -> impl Iterator<Item = (String, i64)> {
     let integers = instance.integers.iter();
     integers
@@ -310,14 +308,15 @@ fn variables(instance: &SectionInstance) -> impl Iterator<Item = (String, i64)> 
         .map(|(name, value)| (Scope::spell(name), *value))
 }
 
-/// The names of the section outside of its body.
+/// Names visible to the section's body from outside.
 fn names(instance: &SectionInstance) -> Scope {
     let mut scope = Scope::default();
     for (name, value) in &instance.integers {
         match constant(instance, name) {
             Some(constant) => scope.bind(name, constant, Some(*value)),
             None => {
-                // Its sign and size are those of this launch: others may have other texts.
+                // Range from the sign and size in this launch; launches with other ranges may need another kernel
+                // text.
                 let range = Range::of((*value).min(0).into(), (*value).max(0).into());
                 scope.bind_within(name, Scope::spell(name), None, range);
             }
@@ -330,7 +329,7 @@ fn names(instance: &SectionInstance) -> Scope {
     }
     scope.bind("rank", "rank", i64::try_from(instance.rank).ok());
     scope.bind("world", "world", i64::try_from(instance.world).ok());
-    // It is taken modulo the period, which changes nothing where it may be used.
+    // The epoch is taken modulo the period, which is equivalent wherever the epoch may be used.
     let below = |end: u64| Range::of(0, i128::from(end.max(1)) - 1);
     if instance.period > 1 {
         scope.bind_within("epoch", "epoch", None, below(instance.period));
@@ -342,7 +341,7 @@ fn names(instance: &SectionInstance) -> Scope {
     scope
 }
 
-/// The structure that a launch passes, in the order of [`Addresses::words`].
+/// The argument structure of a launch, in the order of [`Addresses::words`].
 fn binding(code: &mut Code, instance: &SectionInstance, traced: bool) -> Result<()> {
     let world = instance.world;
     let sizes = sizes(instance).len();
@@ -397,8 +396,8 @@ fn binding(code: &mut Code, instance: &SectionInstance, traced: bool) -> Result<
     Ok(())
 }
 
-/// The extents and strides of tensors: each value once, so that the kernel computes with equal ones once, unless
-/// sizes vary. Strides of 1 are constants of the kernel.
+/// Extents and strides of tensors without duplicates, so that the kernel computes with equal values once; with
+/// duplicates if sizes vary. Strides of 1 are kernel constants.
 fn sizes(instance: &SectionInstance) -> Vec<usize> {
     let mut sizes = Vec::new();
     for tensor in &instance.tensors {
@@ -411,17 +410,17 @@ fn sizes(instance: &SectionInstance) -> Vec<usize> {
     sizes
 }
 
-/// The integers and tensors around the section, as variables of the kernel.
+/// Declares the integers and tensors around the section as variables of the kernel.
 fn declare(code: &mut Code, instance: &SectionInstance) {
     for (name, _) in variables(instance) {
         code.line(format!("const Index {name} = at.{name};"));
     }
     let sizes = sizes(instance);
-    // Of the tensors before.
+    // Number of sizes of the preceding tensors.
     let mut before = 0;
     for tensor in &instance.tensors {
         let (name, axes) = (Scope::spell(&tensor.name), tensor.shape.len());
-        // The extent, or from `axes` on the stride, of that number.
+        // Indices below `axes` are extents; the others are strides.
         let size = |place: usize, value: &usize| {
             let number = if instance.sizes_vary {
                 Some(before + place)

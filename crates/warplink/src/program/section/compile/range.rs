@@ -1,12 +1,12 @@
-//! Between which values an integer of a section lies.
+//! Value ranges of a section's integers.
 
 use crate::program::expr::Operator;
 
-/// Where ranges end, which stands for all that is beyond: far beyond 32 bits, which are what matters, and such that
-/// sums and products of ends do not overflow.
+/// Saturation bound. Far above 32 bits, which is the boundary that matters, and small enough that sums and products
+/// of bounds do not overflow.
 const LIMIT: i128 = 1 << 62;
 
-/// The least and the largest value of an integer.
+/// Minimum and maximum value of an integer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Range {
     least: i128,
@@ -33,22 +33,22 @@ impl Range {
         }
     }
 
-    /// The index of a loop between two bounds.
+    /// Range of a loop index between two bounds.
     pub(super) fn index(from: Self, to: Self) -> Self {
         Self::of(from.least, (to.most - 1).max(from.least))
     }
 
-    /// Whether no value is below 0.
+    /// Whether all values are at least 0.
     pub(super) fn is_natural(self) -> bool {
         self.least >= 0
     }
 
-    /// Whether all values, and small sums of them, have 32 bits.
+    /// Whether all values, and small sums of them, fit in 32 bits.
     pub(super) fn is_narrow(self) -> bool {
         self.least >= -(1 << 30) && self.most <= 1 << 30
     }
 
-    /// Whether an integer of 32 bits can be shifted by all values.
+    /// Whether every value is a valid shift of a 32-bit integer.
     pub(super) fn is_within_word(self) -> bool {
         self.most <= 30
     }
@@ -57,7 +57,7 @@ impl Range {
         Self::of(-self.most, -self.least)
     }
 
-    /// What an operator makes of it and `other`.
+    /// Range of the operator's result.
     pub(super) fn with(self, operator: Operator, other: Self) -> Self {
         let (a, b) = (self, other);
         let natural = a.is_natural() && b.is_natural();
@@ -85,7 +85,7 @@ impl Range {
             Operator::Remainder => Self::of(-size(b), size(b)),
             Operator::Min => Self::of(a.least.min(b.least), a.most.min(b.most)),
             Operator::Max => Self::of(a.least.max(b.least), a.most.max(b.most)),
-            // The intermediate sum, too.
+            // Includes the intermediate sum.
             Operator::Part => Self::of(0, a.most.max(0) + 16 * b.most.max(1)),
             Operator::Xor if natural => {
                 let bits = 128 - (a.most | b.most).leading_zeros();

@@ -1,34 +1,34 @@
-//! The names of a section in the kernel's text, and expressions over them.
+//! Names of a section in the kernel's text, and expressions over them.
 
 use super::code::bare;
 use super::range::Range;
 use crate::program::expr::{Comparison, Condition, Expr, Operator, reachable};
 use std::cell::Cell;
 
-/// What a name of the section means.
+/// Meaning of a section's name.
 #[derive(Clone, Debug)]
 pub(super) struct Bound {
     /// Its name in the section.
     name: String,
-    /// What stands for it in the kernel.
+    /// Its expression in the kernel.
     text: String,
-    /// Its value, where that is known.
+    /// Its value, if constant.
     value: Option<i64>,
-    /// Between which values it lies.
+    /// Its value range.
     range: Range,
 }
 
-/// The integers that are visible, the latest last.
+/// Visible integers, innermost last.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Scope {
     bound: Vec<Bound>,
-    /// Whether a value may need more than 32 bits.
+    /// Whether any value may need more than 32 bits.
     wide: Cell<bool>,
 }
 
 impl Scope {
-    /// A name of the kernel for `name` of the section: none that the language, the headers or the text around it have
-    /// a meaning for, and another one for each.
+    /// Kernel identifier for `name` of the section. Distinct names get distinct identifiers, and none collides with
+    /// the language, the headers or the surrounding text.
     pub(super) fn spell(name: &str) -> String {
         format!("v_{name}")
     }
@@ -41,7 +41,7 @@ impl Scope {
         self.bound.truncate(len);
     }
 
-    /// Binds `name`, for which `text` stands, to `value` where that is known.
+    /// Binds `name` to the kernel expression `text`, and to `value` if it is constant.
     pub(super) fn bind(&mut self, name: &str, text: impl Into<String>, value: Option<i64>) {
         let range = value.map_or(Range::ANY, Range::exactly);
         self.bind_within(name, text, value, range);
@@ -64,7 +64,7 @@ impl Scope {
         });
     }
 
-    /// Whether all expressions so far have values of 32 bits.
+    /// Whether all expressions so far fit in 32 bits.
     pub(super) fn is_narrow(&self) -> bool {
         !self.wide.get()
     }
@@ -75,7 +75,7 @@ impl Scope {
         }
     }
 
-    /// Between which values an expression lies.
+    /// Value range of an expression.
     pub(super) fn range(&self, expression: &Expr) -> Range {
         let range = match expression {
             Expr::Number(value) => Range::exactly(*value),
@@ -100,15 +100,15 @@ impl Scope {
         self.bound.iter().rev().find(|bound| bound.name == name)
     }
 
-    /// The value of an expression that is a constant of the kernel.
+    /// Value of an expression, if it is a kernel constant.
     pub(super) fn value(&self, expression: &Expr) -> Option<i64> {
         expression.evaluate(&|name| self.find(name)?.value).ok()
     }
 
-    /// What a condition gives that is a constant of the kernel.
+    /// Value of a condition, if it is a kernel constant.
     pub(super) fn holds(&self, condition: &Condition) -> Option<bool> {
         match condition {
-            // One side may decide alone.
+            // One side alone may decide the result.
             Condition::And(a, b) => match (self.holds(a), self.holds(b)) {
                 (Some(false), _) | (_, Some(false)) => Some(false),
                 (Some(true), other) | (other, Some(true)) => other,
@@ -124,7 +124,7 @@ impl Scope {
         }
     }
 
-    /// The expression in the kernel's text; the name that has no meaning where one has none.
+    /// The expression as kernel text; the unbound name on failure.
     pub(super) fn integer(&self, expression: &Expr) -> Result<String, String> {
         self.range(expression);
         if let Some(value) = self.value(expression)
@@ -169,7 +169,7 @@ impl Scope {
         })
     }
 
-    /// The condition in the kernel's text.
+    /// The condition as kernel text; the unbound name on failure.
     pub(super) fn condition(&self, condition: &Condition) -> Result<String, String> {
         Ok(match condition {
             Condition::Compare(comparison, a, b) => {

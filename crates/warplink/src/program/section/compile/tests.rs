@@ -1,4 +1,4 @@
-//! What kernels say. That they compile is tested with the compiler (`tests/kernels.rs`).
+//! Tests of generated kernel text. `tests/kernels.rs` checks that it compiles.
 
 use super::SectionInstance;
 use crate::program::{OperationKind, Parameters, Program, unroll};
@@ -45,12 +45,12 @@ fn threads_are_synchronized_where_one_may_need_what_another_wrote() {
         1
     );
     assert_eq!(barriers(&format!("{copies}{copies}")), 1);
-    // A signal and a wait are barriers, too.
+    // A signal and a wait are barriers too.
     let after = |between: &str| format!("{copies}{between}\nZ[lane of 4] = copy(Y[lane of 4])");
     assert_eq!(barriers(&after("signal 1 - rank")), 0);
     assert_eq!(barriers(&after("wait 1 - rank")), 0);
     assert_eq!(barriers(&after("barrier")), 0);
-    // Other parts, other ranks, and packets need none.
+    // Disjoint parts, other ranks, and packets need no barrier.
     assert_eq!(
         barriers("Y[0..10] = copy(X[0..10])\nY[10..20] = copy(X[10..20])"),
         1
@@ -67,8 +67,8 @@ fn threads_are_synchronized_where_one_may_need_what_another_wrote() {
 fn what_an_iteration_leaves_to_the_next_is_waited_for() {
     let chain =
         "for c in 0..n { Z[lane of 4] = copy(Y[lane of 4])\nY[lane of 4] = copy(X[lane of 4]) }";
-    // Before the second, which writes what the first reads, and before the first, which reads what the
-    // second wrote.
+    // A barrier before the second step, which overwrites the first one's source, and before the first, which reads
+    // the second one's result.
     assert_eq!(barriers(chain), 2);
     assert_eq!(barriers("for p in 0..2 { Y[p of 2] = copy(X[p of 2]) }"), 0);
     assert_eq!(barriers("for p in 0..2 { Y[0 of 2] = copy(X[p of 2]) }"), 1);
@@ -94,12 +94,12 @@ fn a_loop_that_may_have_no_iterations_synchronizes_nothing_that_comes_after_it()
         assert_eq!(after(&format!("for i in {loops} {{ signal 1 - rank }}")), 1);
         let nested = format!("for i in {loops} {{ for j in 0..n {{ barrier }} }}");
         assert_eq!(after(&nested), 1);
-        // Its own barrier does not help where it has no iterations.
+        // Its own barrier does not help if it has no iterations.
         let own = format!("for i in {loops} {{ Y[lane of 4] = copy(X[lane of 4]) }}");
         assert_eq!(after(&own), 2);
         assert_eq!(after(&format!("{own}\nbarrier")), 1);
     }
-    // These run.
+    // This loop has iterations.
     assert_eq!(after("for i in 0..2 { barrier }"), 0);
     assert_eq!(after("for i in 0..1000 { barrier }"), 0);
 }
@@ -117,7 +117,7 @@ fn tensors_that_are_parts_of_one_are_known_to_be() {
     let parts = "let H = Y[1]\nlet L = Y[0]\nlet V = W[0]";
     assert_eq!(of(parts, "Y = copy(X)\nH = reduce(H, X[0], sum)"), 1);
     assert_eq!(of(parts, "H = copy(X[0])\nW[0] = copy(Y[1])"), 1);
-    // What they select says nothing of where they lie.
+    // Selections do not determine addresses.
     assert_eq!(
         of(
             parts,
@@ -126,7 +126,7 @@ fn tensors_that_are_parts_of_one_are_known_to_be() {
         1
     );
     assert_eq!(of(parts, "L = copy(X[0])\nH = copy(X[1])"), 1);
-    // Other memory, other ranks, and parts of one.
+    // Different memory, other ranks, and disjoint parts of one tensor.
     assert_eq!(of(parts, "H = copy(X[0])\nV = copy(X[1])"), 0);
     assert_eq!(of(parts, "put X to Y on 1\nH = copy(X[0])"), 0);
     assert_eq!(
@@ -198,7 +198,7 @@ fn what_a_kernel_computes_needs_as_many_bits_as_it_says() {
         let kernel = section(&text, 0, 2, n).kernel(true).unwrap();
         kernel.contains("WARPLINK_INDEX int")
     };
-    // Parts are of 16 elements, by which their number is multiplied.
+    // Parts are multiples of 16 elements.
     let parts = "Y[n - 1 - lane of n] = copy(X[n - 1 - lane of n])";
     assert!(is_narrow(parts, 1 << 26) && !is_narrow(parts, (1 << 26) + 1));
     let by = "if lane >> n == 0 { Y[lane of 2] = copy(X[lane of 2]) }";
@@ -216,7 +216,7 @@ fn what_never_runs_takes_no_time_to_compile() {
             .collect();
         format!("Y = copy(X)\n{open}{step}\n{}", "}\n".repeat(depth))
     };
-    // All steps that move data, where they are too many to follow.
+    // Too many steps to follow: a barrier before every step that moves data.
     assert_eq!(barriers(&nested("0..n", 28, "Y = copy(X)")), 2);
     let copies = nested("0..60", 4, "Y = copy(X if i0 + i1 + i2 + i3 == 3 else Z)");
     let loops = nested("0..1", 28, "Y = copy(X if i0 == 0 else Z)");

@@ -1,9 +1,9 @@
-//! Functions of rows: what stands between the sources of a step and its targets.
+//! Row functions: computation between the sources and the targets of a step.
 //!
-//! A function takes rows and single values, and gives rows and single values. Its body is a tree of expressions
-//! ([`Function`], as in the text); where a program is unrolled, its names and types are resolved, and it becomes a list
-//! of nodes ([`RowFunction`]) that kernels, the host device and the evaluator go through in order. Everything is
-//! computed in `f32`, and rounded where the text says so and where a target stores it.
+//! A function takes and returns rows and single values. Its body is a tree of expressions ([`Function`], as in the
+//! text). Unrolling resolves names and types and flattens it to a list of nodes ([`RowFunction`]), which kernels, the
+//! host device and the evaluator run in order. Everything is computed in `f32`, and rounded only where the text asks
+//! for it and where a target stores it.
 
 mod values;
 
@@ -16,13 +16,14 @@ use crate::program::expr::Comparison;
 use std::fmt;
 use std::sync::Arc;
 
-/// The most arguments of a function, and the most results.
+/// Maximum number of arguments of a function, and of results.
 pub const MAX_ROW_ARGUMENTS: usize = 16;
 
-/// The most operations of a function.
+/// Maximum number of operations of a function.
 pub const MAX_ROW_NODES: usize = 256;
 
-/// Elements of a block: units of one thread up to those of a warp.
+/// Valid elements per block: from one thread's unit to the units of a warp, so that a block maximum needs no
+/// communication between warps.
 const BLOCKS: std::ops::RangeInclusive<usize> = values::UNIT..=32 * values::UNIT;
 
 /// `function norm(x, w) { let s = row_sum(x * x); return x * rsqrt(s / width) * w }`.
@@ -30,11 +31,11 @@ const BLOCKS: std::ops::RangeInclusive<usize> = values::UNIT..=32 * values::UNIT
 pub struct Function {
     /// Its name.
     pub name: String,
-    /// The names of its arguments.
+    /// Argument names.
     pub parameters: Vec<String>,
-    /// Names for values, in order: each may use those before.
+    /// Named intermediate values, in order; each may use the earlier ones.
     pub lets: Vec<(String, RowExpr)>,
-    /// What it gives, at least one.
+    /// Results, at least one.
     pub results: Vec<RowExpr>,
 }
 
@@ -43,30 +44,30 @@ pub struct Function {
 pub enum RowExpr {
     /// `1e-6`.
     Number(Literal),
-    /// An argument, or a value that was named before.
+    /// An argument or a named value.
     Name(String),
-    /// `width`: how many elements the row has.
+    /// `width`: number of elements of the row.
     Width,
     /// `abs(x)`, `-x`.
     Unary(RowUnary, Box<RowExpr>),
     /// `x + y`, `min(x, y)`.
     Binary(RowBinary, Box<RowExpr>, Box<RowExpr>),
-    /// `select(a < b, x, y)`: x where the comparison holds, and y elsewhere, as where an operand is no number.
+    /// `select(a < b, x, y)`: x if the comparison holds; y otherwise, and also if an operand is NaN.
     Select(Comparison, Box<[RowExpr; 4]>),
-    /// `round(x, T)`: the nearest number of a type, ties to even; of 8 bits, what is too large becomes the largest.
+    /// `round(x, T)`: nearest value of a type, ties to even; 8-bit types saturate.
     Round(Box<RowExpr>, ElementType),
-    /// `row_sum(x)`, `row_max(x)`: one value of all elements.
+    /// `row_sum(x)`, `row_max(x)`: reduces all elements to one value.
     Row(RowReduction, Box<RowExpr>),
-    /// `block_max(x, 128)`: of each so many elements, the largest one that is a number.
+    /// `block_max(x, 128)`: maximum of each block of elements, ignoring NaN.
     BlockMax(Box<RowExpr>, usize),
 }
 
-/// A number of `f32`, finite and not negative, by its bits.
+/// A finite, non-negative `f32`, stored as its bits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Literal(u32);
 
 impl Literal {
-    /// The nearest number, if it is finite and not negative.
+    /// The nearest `f32`, if it is finite and not negative.
     pub fn new(value: f64) -> Option<Self> {
         let value = value as f32;
         (value.is_finite() && value.is_sign_positive()).then_some(Self(value.to_bits()))
@@ -108,7 +109,7 @@ named! {
 }
 
 impl RowUnary {
-    /// Those that are called by name.
+    /// Functions that are called by name.
     pub const NAMED: [Self; 5] = [
         Self::Abs,
         Self::Sqrt,
@@ -146,7 +147,7 @@ named! {
     }
 }
 
-/// An operation of a function; operands are the numbers of nodes before it.
+/// An operation of a function; operands are indices of earlier nodes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum RowNode {
     Number(Literal),
@@ -161,7 +162,7 @@ pub(crate) enum RowNode {
 }
 
 impl RowNode {
-    /// The nodes that it is computed of.
+    /// Indices of its operand nodes.
     pub(crate) fn operands(&self) -> Vec<usize> {
         match *self {
             Self::Number(_) | Self::Argument(_) | Self::Width => Vec::new(),
@@ -179,10 +180,10 @@ impl RowNode {
 pub struct RowFunction {
     /// Its name.
     pub name: String,
-    /// How many arguments it takes.
+    /// Number of arguments.
     pub arguments: usize,
     pub(crate) nodes: Vec<RowNode>,
-    /// The nodes that it gives.
+    /// Indices of the result nodes.
     pub(crate) results: Vec<usize>,
 }
 
@@ -190,7 +191,7 @@ impl RowFunction {
     /// Resolves the names of `function`, and its types with `dtype`.
     ///
     /// # Errors
-    /// What is wrong with the function, in words, and what `dtype` gives.
+    /// A description of the defect in the function, or the error of `dtype`.
     pub(crate) fn resolve<E: From<String>>(
         function: &Function,
         dtype: &dyn Fn(&ElementType) -> Result<DType, E>,
@@ -219,12 +220,12 @@ impl RowFunction {
         })
     }
 
-    /// How many results it gives.
+    /// Number of results.
     pub fn results(&self) -> usize {
         self.results.len()
     }
 
-    /// Of each node, whether it is one value for a whole row, where arguments are what `scalar` says.
+    /// For each node, whether it has one value per row; `scalar` tells which arguments do.
     pub(crate) fn uniform(&self, scalar: &dyn Fn(usize) -> bool) -> Vec<bool> {
         let mut uniform: Vec<bool> = Vec::with_capacity(self.nodes.len());
         for node in &self.nodes {
@@ -238,7 +239,8 @@ impl RowFunction {
         uniform
     }
 
-    /// Of each node that has one value for each block of elements, of how many; `uniform` are those with one for the row.
+    /// For each node with one value per block, the block's elements; `uniform` marks the nodes with one value per
+    /// row.
     pub(crate) fn blocks(&self, uniform: &[bool]) -> Vec<Option<usize>> {
         let mut blocks: Vec<Option<usize>> = Vec::with_capacity(self.nodes.len());
         for node in &self.nodes {
@@ -257,7 +259,7 @@ impl RowFunction {
         blocks
     }
 
-    /// Of each node, after how many reductions along the row or blocks of it it can be computed.
+    /// For each node, the number of reductions, over the row or blocks, that must precede it.
     pub(crate) fn levels(&self) -> Vec<usize> {
         let mut levels: Vec<usize> = Vec::with_capacity(self.nodes.len());
         for node in &self.nodes {
@@ -278,7 +280,7 @@ struct Builder<'f, E> {
 
 impl<E: From<String>> Builder<'_, E> {
     fn push(&mut self, node: RowNode) -> Result<usize, E> {
-        // The same operation of the same values is one.
+        // Reuse an identical node.
         if let Some(number) = self.nodes.iter().position(|other| *other == node) {
             return Ok(number);
         }
@@ -339,28 +341,28 @@ impl<E: From<String>> Builder<'_, E> {
     }
 }
 
-/// Whether rows of this type are computed with.
+/// Whether row functions accept this type.
 pub(crate) fn computes(dtype: DType) -> bool {
     DType::ROWS.contains(&dtype)
 }
 
-/// What a step does to a row: its sources combined to arguments, a function, and which targets get which result.
+/// Row computation of a step: how sources form arguments, the function, and how results map to targets.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RowStep {
     /// The function.
     pub function: Arc<RowFunction>,
     /// What it is given, in order.
     pub arguments: Vec<RowArgument>,
-    /// For each result, how many of the step's targets get it, in their order.
+    /// For each result, the number of the step's targets that store it, in order.
     pub results: Vec<usize>,
-    /// Threads of the lane, by which the order of sums along the row goes.
+    /// Threads of the lane, which determine the summation order along the row.
     pub threads: usize,
 }
 
 /// An argument of a function.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RowArgument {
-    /// The next sources of the step, so many, combined in their order.
+    /// The next `n` sources of the step, combined in order.
     Sources(usize, crate::device::ReduceOp),
     /// The same number for all rows.
     Number(Literal),

@@ -1,32 +1,34 @@
-//! What functions of rows compute, over any kind of value.
+//! Evaluation of row functions over any kind of value.
 
 use super::{RowBinary, RowFunction, RowNode, RowReduction, RowUnary};
 use crate::dtype::DType;
 use crate::program::expr::Comparison;
 
-/// Elements of a row that a thread handles at a time. Must match the kernels.
+/// Elements of a row that a thread handles at a time. Must match the kernels, because it determines the summation
+/// order.
 pub(crate) const UNIT: usize = 8;
 
-/// Threads of a warp. Must match the kernels.
+/// Threads of a warp. Must match the kernels, because it determines the summation order.
 const WARP: usize = 32;
 
-/// The order in which elements of a row are combined, which depends on the row's length and the lane's threads alone.
+/// Order in which the elements of a row are combined. It depends only on the row's length and the lane's threads, so
+/// that results are reproducible.
 ///
-/// A row is cut into units of [`UNIT`] elements. Thread `t` of `threads` combines, from the operator's neutral element on,
-/// the elements of units `t`, `t + threads`, … one by one. Of the 32 values of a warp, each is combined with that of
-/// the thread whose number differs in bit 4, then 3, 2, 1 and 0; and so are the values of the warps, filled up with
-/// neutral elements to 32.
+/// A row is cut into units of [`UNIT`] elements. Starting from the operator's neutral element, thread `t` of
+/// `threads` combines the elements of units `t`, `t + threads`, … one by one. The 32 values of a warp are combined in
+/// a butterfly: each with the value of the thread whose number differs in bit 4, then 3, 2, 1 and 0. The values of
+/// the warps, padded with neutral elements to 32, are combined in the same way.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct RowOrder {
     pub(crate) threads: usize,
 }
 
-/// A value that functions of rows compute with.
+/// Arithmetic value type of row functions.
 pub(crate) trait RowValue: Copy {
     fn number(value: f32) -> Self;
     fn unary(self, function: RowUnary) -> Self;
     fn binary(self, function: RowBinary, other: Self) -> Self;
-    /// `yes` where `a` and `b` compare so, otherwise `no`.
+    /// `yes` if the comparison of `a` and `b` holds, otherwise `no`.
     fn select(comparison: Comparison, a: Self, b: Self, yes: Self, no: Self) -> Self;
     fn round(self, dtype: DType) -> Self;
     fn row(
@@ -37,8 +39,8 @@ pub(crate) trait RowValue: Copy {
 }
 
 impl RowFunction {
-    /// The results of a row of `width` elements: arguments, like results, have one value for each, or one for all; results
-    /// that are the same in blocks have one for each block.
+    /// Results for a row of `width` elements. Arguments and results have one value per element or a single value; a
+    /// result that is constant per block has one value per block.
     pub(crate) fn apply<V: RowValue>(
         &self,
         arguments: &[Vec<V>],
@@ -120,7 +122,7 @@ impl RowValue for f32 {
             RowBinary::Subtract => self - other,
             RowBinary::Multiply => self * other,
             RowBinary::Divide => self / other,
-            // As kernels do, which take -0 for less than 0.
+            // Kernels order -0 below 0.
             RowBinary::Min if self == other => f32::from_bits(self.to_bits() | other.to_bits()),
             RowBinary::Max if self == other => f32::from_bits(self.to_bits() & other.to_bits()),
             RowBinary::Min => self.min(other),
@@ -167,7 +169,7 @@ impl RowValue for f32 {
     }
 }
 
-/// The least power of two that is no smaller in magnitude, as kernels compute it.
+/// The smallest power of two of at least the same magnitude, as kernels compute it.
 fn power_of_two(value: f32) -> f32 {
     const MANTISSA: u32 = (1 << 23) - 1;
     if value.is_nan() {
@@ -176,7 +178,7 @@ fn power_of_two(value: f32) -> f32 {
     f32::from_bits((value.to_bits() + MANTISSA) & !MANTISSA)
 }
 
-/// What up to 32 values are combined to by bits of their numbers, from the highest one on.
+/// Combines up to 32 values in a butterfly over the bits of their indices, highest first.
 fn tree(values: &[f32], neutral: f32, function: RowBinary) -> f32 {
     let mut all = [neutral; WARP];
     all.iter_mut().zip(values).for_each(|(a, b)| *a = *b);
@@ -197,7 +199,7 @@ mod tests {
 
     #[test]
     fn sums_along_rows_have_one_order() {
-        // A sum in another order gives something else.
+        // A different summation order gives a different result.
         let values: Vec<f32> = (0..1000).map(|i| 1.0 / (i as f32 + 1.0)).collect();
         let sum = |threads| {
             let order = RowOrder { threads };
@@ -207,7 +209,7 @@ mod tests {
         for threads in [1, 32, 96, 1024] {
             assert!((f64::from(sum(threads)) - exact).abs() < 1e-5, "{threads}");
         }
-        // Two threads: each has every other unit.
+        // Two threads alternate between units.
         let each = |first: usize| {
             let units = values.chunks(UNIT).skip(first).step_by(2).flatten();
             units.fold(0.0, |sum: f32, value| sum + value)

@@ -1,4 +1,4 @@
-//! Announcements: what ranks tell one another of a launch.
+//! Resolves announcements: launch arguments that ranks compare.
 
 use super::Resolver;
 use crate::dtype::DType;
@@ -8,7 +8,7 @@ use crate::program::section::ir::{Announcement, Packing};
 use crate::program::section::lane::{LaneStepKind, Part};
 
 impl<'s> Resolver<'s> {
-    /// What is announced to other ranks, or awaited from them.
+    /// Steps that announce to other ranks, or await their announcements.
     pub(super) fn meeting(
         &mut self,
         it: &'s Announcement,
@@ -68,7 +68,7 @@ impl<'s> Resolver<'s> {
         Ok(())
     }
 
-    /// The other ranks that are told, or that have to tell.
+    /// The other ranks that receive or send the announcement.
     fn met(&mut self, it: &'s Announcement) -> Result<Vec<Rank>, Diagnostic> {
         let (rank, world) = (self.instance.rank, self.instance.world);
         let Some(list) = &it.peers else {
@@ -92,7 +92,7 @@ impl<'s> Resolver<'s> {
         Ok(peers)
     }
 
-    /// The tensors of an announcement; notes them.
+    /// Tensors of an announcement; records them.
     fn announced_tensors(
         &mut self,
         it: &Announcement,

@@ -1,4 +1,4 @@
-//! From the text of a section to the steps of one lane in one launch.
+//! Resolves the text of a section to the steps of one lane in one launch.
 
 mod meeting;
 mod rows;
@@ -20,21 +20,21 @@ use crate::program::site::{Position, Site};
 use crate::program::text::below;
 use std::sync::Arc;
 
-/// What names of conditions on announced tensors start with, and those of integers do not.
+/// Prefix of names for conditions on announced tensors; no integer's name starts with it.
 const REACHABLE: &str = "reachable(";
 
 impl SectionInstance {
-    /// The steps of a lane in the launch before which the workspace was used `epoch` times, where all ranks reach
-    /// what they announce.
+    /// Steps of the lane in the launch with this `epoch` (number of earlier uses of the workspace), if all ranks can
+    /// reach the announced tensors.
     ///
     /// # Errors
-    /// What is wrong with the text: names, bounds, shapes, types.
+    /// The first error in the text: names, bounds, shapes, types.
     pub fn steps(&self, lane: usize, epoch: u64) -> Result<Vec<LaneStep>, Diagnostic> {
         self.steps_where(lane, epoch, &|tensor| !self.withheld.contains(&tensor))
     }
 
-    /// As [`steps`](Self::steps), where `reachable` says which announced tensors all ranks reach. What comes before
-    /// a condition on one of them does not depend on it.
+    /// As [`steps`](Self::steps), with `reachable` deciding which announced tensors all ranks can reach. Steps before
+    /// a condition on a tensor do not depend on it.
     pub(crate) fn steps_where(
         &self,
         lane: usize,
@@ -44,8 +44,8 @@ impl SectionInstance {
         Ok(self.resolved(lane, epoch, reachable, u64::MAX)?.steps)
     }
 
-    /// As [`steps`](Self::steps), with about `most` iterations of each loop that stand for all of them; with each
-    /// step, how many it stands for.
+    /// As [`steps`](Self::steps), with loops sampled to about `most` iterations; each step has the number of steps
+    /// that it represents.
     pub(crate) fn sampled_steps(
         &self,
         lane: usize,
@@ -64,7 +64,7 @@ impl SectionInstance {
         most: u64,
     ) -> Result<Resolver<'s>, Diagnostic> {
         let index = (Arc::from(self.section.lane.as_str()), lane as i64);
-        // As kernels do: products with a count that grows for ever would overflow.
+        // As kernels do: products with an unreduced epoch would overflow eventually.
         let epoch = epoch % self.period.max(1);
         let mut resolver = Resolver {
             instance: self,
@@ -94,18 +94,18 @@ impl SectionInstance {
 struct Resolver<'s> {
     instance: &'s SectionInstance,
     lane: usize,
-    /// Integers that the section binds, the latest last.
+    /// Integers bound by the section, innermost last.
     integers: Vec<(&'s str, i64)>,
     aliases: Vec<(&'s str, View)>,
     steps: Vec<LaneStep>,
-    /// How many steps each of these stands for, how many the next one does, and about the most iterations of a loop.
+    /// Weight of each step, weight of the next step, and the approximate limit of sampled iterations per loop.
     weights: Vec<f64>,
     weight: f64,
     most: u64,
     taken: usize,
     site: Site,
-    /// Tensors that lanes announce: all, those that this lane has announced, those that it has agreed on, and of
-    /// those the ones that are known to be reachable here.
+    /// Announced tensors: all, those that this lane has announced, those that it has agreed on, and of the latter
+    /// those known to be reachable at this point.
     announced: Vec<usize>,
     told: Vec<usize>,
     agreed: Vec<usize>,
@@ -119,7 +119,7 @@ struct Operand {
     dtype: DType,
     extent: usize,
     length: usize,
-    /// Whether it has no axis left.
+    /// Whether no axis is left.
     single: bool,
 }
 
@@ -148,7 +148,7 @@ impl<'s> Resolver<'s> {
         self.site.column = position.column;
     }
 
-    /// Does `inner` in a block of its own.
+    /// Runs `inner` in a new scope.
     fn scoped<T>(
         &mut self,
         inner: impl FnOnce(&mut Self) -> Result<T, Diagnostic>,
@@ -262,7 +262,7 @@ impl<'s> Resolver<'s> {
         self.body(&branch.otherwise)
     }
 
-    /// After how many iterations a loop does the same again, where some of them stand for all.
+    /// Number of iterations after which a loop's behaviour repeats, for sampling.
     fn period(&self, it: &Loop<StepKind>) -> u64 {
         if self.most == u64::MAX {
             return 1;
@@ -301,7 +301,7 @@ impl<'s> Resolver<'s> {
         Ok(())
     }
 
-    /// Notes the tensors that are reachable where a condition holds.
+    /// Marks the tensors that are reachable if a condition holds.
     fn note_reached(&mut self, condition: &Condition) {
         match condition {
             Condition::Reachable(name) => self.reached.extend(self.instance.tensor(name)),
@@ -513,7 +513,7 @@ impl<'s> Resolver<'s> {
         self.number_below("rank", expression, self.instance.world)
     }
 
-    /// The lane that an expression names; this one where there is none.
+    /// Lane given by an expression; this lane without one.
     fn lane(&self, expression: Option<&Expr>) -> Result<usize, Diagnostic> {
         match expression {
             Some(expression) => self.number_below("lane", expression, self.instance.lanes),

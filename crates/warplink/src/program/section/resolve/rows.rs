@@ -1,4 +1,4 @@
-//! Steps that apply functions of rows.
+//! Resolves steps that apply row functions.
 
 use super::{Operand, Resolver};
 use crate::device::ReduceOp;
@@ -63,7 +63,7 @@ impl<'s> Resolver<'s> {
         let single = |argument: usize| is_single(argument, &arguments, &sources);
         let uniform = function.uniform(&single);
         let blocks = function.blocks(&uniform);
-        // For each target, how many elements share a value of it.
+        // For each target, the number of elements that share one value.
         let each = results.iter().zip(&function.results);
         let each = each.flat_map(|(count, result)| std::iter::repeat_n(blocks[*result], *count));
         let each: Vec<Option<usize>> = each.collect();
@@ -122,8 +122,8 @@ impl<'s> Resolver<'s> {
         Err(self.wrong(DiagnosticKind::Mismatch, message))
     }
 
-    /// Refuses an operand that is neither a whole row of `width` elements, or of a value for each `block` of them, nor a
-    /// single value.
+    /// Rejects an operand that is neither a single value, nor a whole row of `width` elements, nor one value per
+    /// `block` of them.
     fn check_row(
         &self,
         operand: &Operand,
@@ -166,7 +166,7 @@ impl<'s> Resolver<'s> {
                 operand.length
             ));
         }
-        // Scratch is a line of elements, in which programs have rows of any length.
+        // Scratch is one-dimensional here, and rows in it may have any length.
         let whole = tensor.shape.last().copied().unwrap_or(1);
         if scratch.is_none() && width != whole {
             return self.mismatch(format!(
@@ -177,7 +177,7 @@ impl<'s> Resolver<'s> {
         Ok(())
     }
 
-    /// Refuses arguments that combine rows and single values, or several types.
+    /// Rejects arguments that mix rows with single values, or types.
     fn check_arguments(
         &self,
         arguments: &[RowArgument],
@@ -208,7 +208,7 @@ impl<'s> Resolver<'s> {
     }
 }
 
-/// Whether an argument is one value for the whole row.
+/// Whether an argument is a single value for the whole row.
 fn is_single(argument: usize, arguments: &[RowArgument], sources: &[Operand]) -> bool {
     let before = arguments
         .iter()

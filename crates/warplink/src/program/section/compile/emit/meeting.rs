@@ -1,15 +1,15 @@
-//! Steps by which lanes of several ranks meet: signals, waits and announcements.
+//! Synchronization steps between ranks: signals, waits and announcements.
 
 use super::{Emitter, MAX_PLACES, Result};
 use crate::program::section::Announcement;
 use crate::program::section::compile::code::{Code, bare, comma};
 use crate::program::section::compile::scope::Scope;
 
-/// The most words of an announcement.
+/// Maximum number of words in an announcement.
 const MAX_ANNOUNCED: usize = 8;
 
 impl Emitter<'_> {
-    /// A lane of a rank: that of the same number, or another.
+    /// Rank and lane that receive a signal; without an explicit lane, the lane of the same number.
     pub(super) fn receiver(&self, rank: &str, lane: Option<&str>) -> (String, String) {
         let same = Scope::spell(&self.instance.section.lane);
         let lane = lane.map_or_else(|| same, |lane| bare(lane).to_owned());
@@ -18,7 +18,7 @@ impl Emitter<'_> {
 
     pub(super) fn signal(&mut self, code: &mut Code, words: Vec<(String, String)>) -> Result<()> {
         if words.is_empty() {
-            // It orders what comes before and after it all the same.
+            // A step without peers still orders the accesses before and after it.
             code.line("self.sync();");
             return Ok(());
         }
@@ -105,7 +105,7 @@ impl Emitter<'_> {
         Ok(())
     }
 
-    /// Has the lane look up what it tells of the tensors, of all of them at the same time.
+    /// Looks up the locations of all tensors that the lane announces, concurrently.
     fn locate(&self, code: &mut Code, it: &Announcement) {
         let tensors: Vec<(usize, String)> = it
             .tensors
@@ -135,19 +135,19 @@ impl Emitter<'_> {
             }
         }
         if self.instance.world == 1 {
-            // Otherwise announcing does it.
+            // Otherwise the announcement synchronizes.
             code.line("self.sync();");
         }
     }
 
-    /// The number of a tensor among those that are announced, and its name in the kernel.
+    /// Index of a tensor among the announced ones, and its name in the kernel.
     fn located(&self, name: &str) -> Option<(usize, String)> {
         let tensor = self.instance.tensor(name)?;
         let number = self.announced.iter().position(|other| *other == tensor)?;
         Some((number, Scope::spell(name)))
     }
 
-    /// What is announced.
+    /// The announced words, as expressions.
     fn announced(&mut self, it: &Announcement) -> Result<String> {
         let count = it.words();
         if count > MAX_ANNOUNCED || self.instance.threads < self.instance.world * count {

@@ -1,4 +1,4 @@
-//! The steps of a section as the body of a kernel.
+//! Emits the steps of a section as the body of a kernel.
 
 mod meeting;
 mod rows;
@@ -17,22 +17,22 @@ use crate::program::section::{
 };
 use crate::program::site::Position;
 
-/// The most places of a step, and ranks: each has a bit of a word.
+/// Maximum number of places in a step, and of ranks: each needs one bit of a 32-bit word.
 pub(super) const MAX_PLACES: usize = 32;
 
-/// Loops of at most this number of iterations are unrolled by the compiler, where their bounds are known.
+/// Maximum number of iterations of a loop with known bounds that the compiler is asked to unroll.
 const UNROLLED: i64 = 8;
 
-/// The largest number of copies of a loop's body that are written out.
+/// Maximum number of times that a loop's body is written out.
 const MAX_COPIES: i64 = 64;
 
-/// The most lines of a body, with those of loops that were given up.
+/// Maximum number of lines emitted for a body, including discarded attempts. Bounds the time to generate a kernel.
 const MAX_LINES: usize = 1 << 16;
 
-/// Why there is no text.
+/// Reason why no text is generated.
 #[derive(Debug)]
 pub(super) enum Refusal {
-    /// What is said depends on the index of a loop, whose values have to be known one by one.
+    /// The text depends on the value of a loop index, so the loop has to be written out.
     Varies(Error),
     Final(Error),
 }
@@ -47,35 +47,35 @@ impl From<Refusal> for Error {
 
 type Result<T> = std::result::Result<T, Refusal>;
 
-/// Another name for a part of a tensor.
+/// Alias of a part of a tensor.
 #[derive(Clone, Debug)]
 struct Alias {
     name: String,
     part: Part,
 }
 
-/// A part of a tensor, as an expression.
+/// A part of a tensor, as an expression of the kernel.
 #[derive(Clone, Debug)]
 struct Part {
     text: String,
     tensor: usize,
     axes: usize,
-    /// Whether it starts at a multiple of 16 bytes where the tensor does.
+    /// Whether it is aligned to 16 bytes if the tensor is.
     aligned: bool,
 }
 
 /// An operand of a step.
 #[derive(Debug)]
 struct Operand {
-    /// The rank's memory.
+    /// Base address in the rank's memory.
     base: String,
-    /// The rank, where it is a constant.
+    /// The rank, if it is a constant.
     rank: Option<i64>,
     part: Part,
     packing: Packing,
 }
 
-/// Whether a signal names the lane that it is for.
+/// Whether any signal names its target lane.
 fn names_lanes(steps: &[Step]) -> bool {
     Step::actions(steps).any(|(_, kind)| {
         matches!(kind, StepKind::Signal(receivers) if receivers.iter().any(|each| each.item.lane.is_some()))
@@ -85,22 +85,22 @@ fn names_lanes(steps: &[Step]) -> bool {
 /// Writes the body of a kernel.
 pub(super) struct Emitter<'s> {
     instance: &'s SectionInstance,
-    /// Of each tensor, whether it starts at a multiple of 16 bytes, and its rows too, on every rank.
+    /// For each tensor, whether it and its rows are aligned to 16 bytes on every rank.
     aligned: &'s [bool],
     barriers: Barriers,
     scope: Scope,
     aliases: Vec<Alias>,
     position: Position,
-    /// How many lines may still be written.
+    /// Remaining line budget.
     lines: usize,
-    /// The tensors that lanes announce.
+    /// Tensors announced by the lanes.
     announced: Vec<usize>,
     /// Whether the lane waits for signals.
     pub(super) waits: bool,
     pub(super) signals: bool,
-    /// Whether lanes may count up words of one another's at peers: a signal names another lane.
+    /// Whether several lanes may increment the same signal word at a peer, because a signal names another lane.
     pub(super) shares_words: bool,
-    /// Whether the kernel stores when each step starts.
+    /// Whether the kernel records the start time of each step.
     pub(super) traced: bool,
 }
 
@@ -122,7 +122,7 @@ impl<'s> Emitter<'s> {
         }
     }
 
-    /// Whether 32 bits are enough for all that was written.
+    /// Whether 32-bit integers are enough for all emitted expressions.
     pub(super) fn is_narrow(&self) -> bool {
         self.scope.is_narrow()
     }
@@ -136,7 +136,7 @@ impl<'s> Emitter<'s> {
         done
     }
 
-    /// Counts lines that are about to be written. What bounds the copies of loops in one another.
+    /// Charges lines to the budget before they are written. Bounds the copies made by nested loops.
     fn count(&mut self, lines: usize) -> Result<()> {
         let Some(left) = self.lines.checked_sub(lines) else {
             let text = format!("a kernel of more than {MAX_LINES} lines");
@@ -348,7 +348,7 @@ impl<'s> Emitter<'s> {
 
     fn operator(&self, operator: &Operator) -> Result<ReduceOp> {
         match operator {
-            // In a text, its factor is 1.
+            // The text cannot set a factor, so it is 1.
             Operator::Fixed(operator) if operator.factor().is_some() => Ok(ReduceOp::Sum),
             Operator::Fixed(operator) => Ok(*operator),
             Operator::Parameter(name) => {
@@ -358,7 +358,7 @@ impl<'s> Emitter<'s> {
         }
     }
 
-    /// What the functions that are called cannot do.
+    /// Rejects operand combinations that the called functions do not support.
     fn check(&self, targets: &[Operand], sources: &[Operand]) -> Result<()> {
         if targets.len() > MAX_PLACES || sources.len() > MAX_PLACES {
             let text = format!(
@@ -387,7 +387,7 @@ impl<'s> Emitter<'s> {
         Ok(())
     }
 
-    /// `Places` of operands, whose parts are in variables `views`.
+    /// Expression for the `Places` of operands whose parts are in variables `views`.
     fn places(&self, element: &str, operands: &[Operand], views: &[String]) -> String {
         let mut mask = 0_u32;
         let mut packet = 16;
@@ -426,12 +426,12 @@ impl<'s> Emitter<'s> {
         ranks.into_iter().collect()
     }
 
-    /// The values of an index, where they are constants of the kernel: the first, and one after the last.
+    /// Constant bounds of an index, end exclusive, if both are known.
     fn bounds(&self, over: &Over) -> Option<(i64, i64)> {
         self.scope.value(&over.from).zip(self.scope.value(&over.to))
     }
 
-    /// What `with` makes of each item of a list.
+    /// Applies `with` to each item of a list, with repetitions expanded.
     fn expand<T, R>(
         &mut self,
         list: &[Each<T>],
@@ -535,14 +535,14 @@ impl<'s> Emitter<'s> {
                     format!("index({})", bare(&self.integer(index)?))
                 }
                 Selection::Range(from, to) => {
-                    // Rows start where the tensor does, or a multiple of 16 bytes behind.
+                    // Rows start at the tensor's start plus a multiple of 16 bytes.
                     part.aligned &= part.axes > 1;
                     let (from, to) = (self.integer(from)?, self.integer(to)?);
                     format!("range({}, {})", bare(&from), bare(&to))
                 }
                 Selection::Part(index, parts) => {
-                    // The kernel computes this product, and the start of a part, which is less than the product and
-                    // the extent together.
+                    // The kernel computes this product and the start of a part, which is smaller than the product
+                    // plus the extent.
                     let unit = Box::new(Expr::Number(PART_UNIT));
                     let units =
                         Expr::Binary(expr::Operator::Multiply, unit, Box::new(parts.clone()));

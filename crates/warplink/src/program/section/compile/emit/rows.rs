@@ -1,7 +1,7 @@
-//! Steps that apply functions of rows: a pass over the row for each level of reductions along it, and one that stores.
+//! Emits steps that apply row functions: one pass over the row per level of reductions, and a final pass that stores.
 //!
-//! A thread's units of the row are gone through in each pass. What a pass needs of earlier ones is kept in registers,
-//! for the first few units of a thread, and computed anew for others (`Row::each` in `warplink/rows.cuh`).
+//! Every pass visits all units of a row that the thread owns. Values needed by later passes stay in registers for the
+//! thread's first units and are recomputed for the others (`Row::each` in `warplink/rows.cuh`).
 
 use super::{Emitter, Operand, Result, element_name, operator_name};
 use crate::device::ReduceOp;
@@ -10,32 +10,33 @@ use crate::program::section::compile::code::{Code, bare, comma};
 use crate::program::section::function::{RowFunction, RowNode, UNIT};
 use crate::program::section::{Application, Argument, Packing, RowBinary, RowReduction, RowUnary};
 
-/// Elements that all threads of a lane keep together: the longest rows that are read once.
+/// Maximum number of elements that the threads of a lane keep in registers together: longer rows are read again in
+/// each pass.
 const KEPT_ELEMENTS: usize = 1 << 14;
 
-/// The most units of a row that a thread keeps.
+/// Maximum number of units that a thread keeps in registers.
 const MAX_KEPT: usize = 4;
 
-/// What an argument of a function is.
+/// Kind of argument of a function.
 enum Given {
     Number,
-    /// Places, in a variable; combined so.
+    /// Places in a variable, combined by the operator.
     Single(DType, ReduceOp),
     Row(DType, ReduceOp),
-    /// One row of plain memory, which is loaded before anything waits.
+    /// One row of plain memory, loaded before anything waits.
     Plain(DType),
 }
 
-/// What a target takes of a result.
+/// Extent of a result stored in a target.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Extent {
     Single,
-    /// A value for each so many elements.
+    /// One value for each block of this many elements.
     Block(usize),
     Row,
 }
 
-/// Targets of one result, type and extent, which are stored together.
+/// Targets with the same result, type and extent, stored together.
 struct Group {
     result: usize,
     dtype: DType,
@@ -43,7 +44,7 @@ struct Group {
     operands: Vec<Operand>,
 }
 
-/// Which nodes are computed where.
+/// Assignment of nodes to passes.
 struct Passes<'f> {
     function: &'f RowFunction,
     given: &'f [Given],
@@ -51,9 +52,9 @@ struct Passes<'f> {
     blocks: Vec<Option<usize>>,
     levels: Vec<usize>,
     live: Vec<bool>,
-    /// Of each pass, the nodes that it computes of each element; the last one stores.
+    /// For each pass, the nodes computed for each element; the last pass stores.
     nodes: Vec<Vec<usize>>,
-    /// Of each pass, the nodes that it takes from earlier ones.
+    /// For each pass, the nodes taken from earlier passes.
     taken: Vec<Vec<usize>>,
 }
 
@@ -95,7 +96,7 @@ impl<'f> Passes<'f> {
         passes
     }
 
-    /// The reductions along the row at the end of a pass: their nodes, what they are, and of which node.
+    /// Row reductions at the end of a pass: node, reduction and operand node.
     fn reductions(&self, pass: usize) -> impl Iterator<Item = (usize, RowReduction, usize)> {
         let nodes = self.function.nodes.iter().enumerate();
         nodes.filter_map(move |(number, node)| match node {
@@ -106,7 +107,7 @@ impl<'f> Passes<'f> {
         })
     }
 
-    /// The largest elements of blocks at the end of a pass: their nodes, elements of a block, and of which node.
+    /// Block maxima at the end of a pass: node, elements per block and operand node.
     fn of_blocks(&self, pass: usize) -> impl Iterator<Item = (usize, usize, usize)> {
         let nodes = self.function.nodes.iter().enumerate();
         nodes.filter_map(move |(number, node)| match node {
@@ -142,7 +143,7 @@ impl<'f> Passes<'f> {
         self.taken.push(taken);
     }
 
-    /// The argument that a node is, if it is a row of plain memory.
+    /// Argument read by the node, if it is a row of plain memory.
     fn plain(&self, node: usize) -> Option<(usize, DType)> {
         let RowNode::Argument(argument) = self.function.nodes[node] else {
             return None;
@@ -153,10 +154,10 @@ impl<'f> Passes<'f> {
         }
     }
 
-    /// Whether what a pass computes is needed by a later one.
+    /// Whether a later pass needs the value.
     fn is_kept(&self, node: usize) -> bool {
         let later = |taken: &Vec<usize>| taken.contains(&node);
-        // What is loaded first of all is kept as it lies in memory.
+        // The initial load is kept in its memory format.
         let after_first = self.nodes.iter().skip(1).any(|nodes| nodes.contains(&node));
         self.taken.iter().any(later) || (after_first && self.plain(node).is_some())
     }
@@ -180,7 +181,7 @@ impl<'f> Passes<'f> {
         format!("n{node}")
     }
 
-    /// What a node computes.
+    /// Expression that computes a node.
     fn expression(&self, node: usize, pass: usize) -> String {
         let value = |node: usize| self.value(node, pass);
         match &self.function.nodes[node] {
@@ -339,7 +340,7 @@ impl Emitter<'_> {
         targets: &[Group],
     ) -> Result<()> {
         let function = passes.function;
-        // What is known of the row, behind so many reductions.
+        // Values that are uniform for the row after this many levels of reductions.
         let uniform = |code: &mut Code, level: usize| {
             for (number, node) in function.nodes.iter().enumerate() {
                 if !passes.live[number] || !passes.uniform[number] || passes.levels[number] != level
@@ -547,7 +548,7 @@ impl Emitter<'_> {
     }
 }
 
-/// What makes anew what is kept of a unit: the passes before.
+/// Code that recomputes the kept values of a unit: the previous passes.
 fn anew(passes: &[String]) -> String {
     if passes.is_empty() {
         return "[](u32, u32, Kept &) {}".to_owned();
@@ -570,7 +571,7 @@ fn row_operator(reduction: RowReduction) -> &'static str {
     }
 }
 
-/// A number of single precision, exactly.
+/// An exact single-precision literal.
 fn float(value: f32) -> String {
     format!("__uint_as_float({:#x}u) /* {value:?} */", value.to_bits())
 }
