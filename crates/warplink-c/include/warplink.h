@@ -75,8 +75,8 @@ typedef enum {
     WARPLINK_STATUS_PEER_LOST = 5,
     /// A rank left in order while others still depended on it.
     WARPLINK_STATUS_PEER_LEFT = 6,
-    /// The other ranks have given up on this one: it was silent for longer than
-    /// [`heartbeat_limit`](crate::bootstrap::JoinConfig::heartbeat_limit), or its connection was cut.
+    /// The other ranks have given up on this one: it was silent for longer than the heartbeat limit, or its
+    /// connection was cut.
     WARPLINK_STATUS_GIVEN_UP = 7,
     /// A rank failed before its part of a common operation; the message states its error.
     WARPLINK_STATUS_PEER_FAILED = 8,
@@ -90,7 +90,7 @@ typedef enum {
     WARPLINK_STATUS_PROTOCOL = 12,
     /// The address to listen on is in use.
     WARPLINK_STATUS_ADDRESS_IN_USE = 13,
-    /// A driver or vendor library call failed; the code is in [`Error::code`].
+    /// A driver or vendor library call failed; the error has its code.
     WARPLINK_STATUS_DRIVER = 14,
     /// A library loaded at run time is missing, or lacks a symbol.
     WARPLINK_STATUS_LIBRARY_MISSING = 15,

@@ -151,7 +151,7 @@ def misused(rank, world, meeting):
 
         layer_refused("make a layer of experts: 5 experts on 2 ranks", experts=5)
         layer_refused("expected at least one of each", top_k=0)
-        layer_refused("rows of i32; expected f32, f16 or bf16", dtype="i32")
+        layer_refused("rows of i32; expected f16, bf16 or f32", dtype="i32")
         layer_refused("f65", kind=ParseError, dtype="f65")
         layer = collectives.experts(**good)
         assert layer.max_rows == 16

@@ -50,11 +50,13 @@ class FusionPass(CustomGraphPass):
     def __call__(self, graph: torch.fx.Graph) -> None:
         if self.before is not None:
             self.before(graph)
+        # A replacement may contain collectives, which are not the caller's.
+        given = set(graph.nodes)
         # Replacing one collective changes what is around others: each is read when its turn comes.
         made = [
             part.fuse(node)
             for part in (gathers, scatters, norms)
-            for node in [node for node in graph.nodes if node.target is part.TARGET]
+            for node in [node for node in graph.nodes if node.target is part.TARGET and node in given]
         ]
         decisions.extend(made)
         decisions.extend(_left(node) for node in graph.nodes if node.target in _LEFT)
