@@ -10,7 +10,7 @@
 //! | [`layout`] | layout of scratch in a workspace |
 //! | [`instance`] | a section of one rank, with outer names resolved |
 //! | [`function`] | row functions |
-//! | [`visit`] | traversal of the tree |
+//! | `visit` | traversal of the tree |
 //! | [`lane`] | fully resolved steps of one lane in one launch |
 
 mod compile;
