@@ -254,3 +254,23 @@ fn names_are_told_apart_from_those_of_the_kernel_and_from_one_another() {
     let text = section.kernel(true).unwrap();
     assert!(text.contains("const Index v_size_ = v_size + 1;"), "{text}");
 }
+
+#[test]
+fn conditions_are_in_parentheses_once() {
+    let announced = "announce 1 with X in A[epoch % 2]\nagree 1 with X in A[epoch % 2]\n";
+    for (condition, code) in [
+        ("reachable(X)", "if (located[0].reachable()) {"),
+        (
+            "reachable(X) and lane > 1",
+            "if (located[0].reachable() && ",
+        ),
+        ("lane > 1", "if (v_lane > 1) {"),
+    ] {
+        let text = format!(
+            "program test(n) {{\n input X: bf16[n]\n output Y: bf16[n]\n scratch A: packets16 i32[2, world, 4]\n \
+             kernel lane in 0..4 threads 128 {{\n{announced}if {condition} {{ Y[lane of 4] = copy(X[lane of 4]) }}\n}}\n}}\n"
+        );
+        let kernel = section(&text, 0, 2, 1000).kernel(true).unwrap();
+        assert!(kernel.contains(code), "{condition}:\n{kernel}");
+    }
+}

@@ -278,7 +278,7 @@ impl<'s> Emitter<'s> {
                 None => {
                     let condition = self.scope.condition(&arm.condition);
                     let condition = condition.map_err(|name| self.unknown(&name))?;
-                    format!("if {condition} ")
+                    format!("if ({}) ", bare(&condition))
                 }
             };
             code.alternative(open, &opening);
