@@ -330,7 +330,8 @@ fn the_time_to_choose_grows_as_the_programs_do() {
     );
     // Only the collectives have few operations for so many ranks.
     let (count, took) = choices(512);
-    assert!(count < all && took < 30.0, "{count} in {took} s");
+    let limit = if cfg!(debug_assertions) { 200.0 } else { 30.0 };
+    assert!(count < all && took < limit, "{count} in {took} s");
 }
 
 #[test]
