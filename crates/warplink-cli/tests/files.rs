@@ -127,11 +127,10 @@ fn options_that_take_files(command: &[&str], found: &mut BTreeSet<String>) {
     let mut section = "";
     // What is explained where, over several lines.
     let mut entries: Vec<(String, String)> = Vec::new();
-    for line in help.lines() {
+    // Long help separates options by empty lines, which begin no section.
+    for line in help.lines().filter(|line| !line.trim().is_empty()) {
         let text = line.trim_start();
-        if text.is_empty() {
-            // Long help separates options by empty lines.
-        } else if !line.starts_with(' ') {
+        if !line.starts_with(' ') {
             section = line;
         } else if section == "Commands:" {
             match text.split_whitespace().next() {

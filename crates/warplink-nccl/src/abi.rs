@@ -130,7 +130,7 @@ pub(crate) struct CallWishes {
 
 impl CallWishes {
     /// Configurations of more bytes are not plausible.
-    const MOST_BYTES: usize = 4096;
+    const MAX_BYTES: usize = 4096;
 
     /// # Safety
     /// `config` must be null or point to as many bytes as it states.
@@ -141,7 +141,7 @@ impl CallWishes {
         // SAFETY: every version begins with it.
         let header = unsafe { config.cast::<Header>().read_unaligned() };
         header.check("the configuration of the call")?;
-        if !(size_of::<CallConfig>()..=Self::MOST_BYTES).contains(&header.size) {
+        if !(size_of::<CallConfig>()..=Self::MAX_BYTES).contains(&header.size) {
             return Err(Failure::argument(
                 format!("a configuration of {} bytes", header.size),
                 "initialize it with the macro of nccl.h",

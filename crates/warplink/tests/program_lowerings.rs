@@ -329,7 +329,7 @@ fn the_time_to_choose_grows_as_the_programs_do() {
         "{short} s for {few} ranks, {long} s for {many}"
     );
     // Only the collectives have few operations for so many ranks.
-    let (count, took) = choices(512);
+    let (count, took) = choices(256);
     let limit = if cfg!(debug_assertions) { 200.0 } else { 30.0 };
     assert!(count < all && took < limit, "{count} in {took} s");
 }

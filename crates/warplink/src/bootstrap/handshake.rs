@@ -9,7 +9,7 @@
 //!
 //! The hello is the prologue of the channel's handshake (`channel.rs`), which authenticates it too. The first message alone
 //! could be a replay, so the store admits a joiner only after its first encrypted frame. A refusal in the clear can be
-//! forged by whoever can alter packets, who could as well cut the connection.
+//! forged by an attacker who can alter packets, and who could cut the connection as well.
 
 use super::channel::{self, Channel, HANDSHAKE_MESSAGE, Opener, internal};
 use super::message::{self, Bytes, Entry, Refusal, RefusalKind};

@@ -12,7 +12,7 @@ const BY_OWNER: &str = include_str!("by_owner.wlp");
 
 /// The most tensors that a lane announces at once, and the most that it announces: then it has two rows for them.
 const ANNOUNCED_AT_ONCE: usize = 3;
-const MOST_ANNOUNCED: usize = 4;
+const MAX_ANNOUNCED: usize = 4;
 
 /// How a fused call is done.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -105,7 +105,7 @@ impl Described {
     /// The ways that there are programs for.
     pub(super) fn ways(&self) -> &'static [Way] {
         match self.call.kind {
-            FusedKind::AllReduce if self.announced().count() > MOST_ANNOUNCED => &[Way::OneShot],
+            FusedKind::AllReduce if self.announced().count() > MAX_ANNOUNCED => &[Way::OneShot],
             FusedKind::AllReduce => &[Way::OneShot, Way::Direct],
             _ => &[Way::Direct],
         }

@@ -148,7 +148,7 @@ impl StreamBackend for HostStream {
 
     fn record(&self, event: &Event) -> Result<()> {
         let event: &HostEvent = event::from_dyn(event)?;
-        // Whoever waits for the event inherits these faults.
+        // Streams that wait for the event inherit these faults.
         event.faults.replace(self.worker.faults());
         if let Some(capture) = &*self.capture() {
             let mark = capture.session.mark(capture.branch);

@@ -177,7 +177,7 @@ impl StagedEnd {
         self.parts.connection.when_done(Box::new(move |ended| {
             // A broken connection raises the fault elsewhere.
             if ended.is_ok() {
-                // Release: whoever sees the count sees the data.
+                // Release: a thread that sees the count sees the data.
                 done.store(number, Ordering::Release);
             }
         }))

@@ -312,7 +312,7 @@ impl Uses {
     /// Records a use on `stream`.
     #[inline]
     pub(crate) fn note(&self, stream: &LiveStream) {
-        // Relaxed: whoever drops the memory is ordered after its uses by the reference count. The load avoids
+        // Relaxed: the thread that drops the memory is ordered after its uses by the reference count. The load avoids
         // a read-modify-write in the common case.
         if self.0.load(Ordering::Relaxed) & stream.bit == 0 {
             self.0.fetch_or(stream.bit, Ordering::Relaxed);
