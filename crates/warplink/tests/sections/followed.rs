@@ -184,6 +184,34 @@ fn signals_end_with_their_run() {
     }
 }
 
+/// A tensor that a peer still writes when a launch of another kernel ends, which uses no tensor, is reported by its name.
+#[test]
+fn a_tensor_is_reported_by_its_name_where_another_kernel_ends() {
+    let text = "program p(n) {
+            input X: f32[n]
+            output Y: f32[world, n]
+            kernel lane in 0..1 threads 32 {
+                barrier
+                Y[rank] = copy(X)
+                put X to Y[rank] on 1 - rank
+                barrier
+            }
+            kernel lane in 0..1 threads 32 {
+                signal 1 - rank
+                signal 1 - rank
+                wait 1 - rank
+                barrier
+            }
+        }";
+    let found = verdict(text, 16).expect_err(text);
+    let races = found.iter().filter(|one| one.kind == DiagnosticKind::Race);
+    assert!(
+        races
+            .map(|race| &race.message)
+            .any(|message| message.contains("'Y' of rank"))
+    );
+}
+
 /// Three lanes may each find other tensors reachable; where they wait for one another, that is refused.
 #[test]
 fn three_lanes_do_not_wait_for_one_another_by_what_they_reach() {

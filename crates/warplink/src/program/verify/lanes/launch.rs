@@ -2,17 +2,17 @@
 
 use super::Does;
 use super::memory::{Bytes, Knowledge, STREAM, Stamp, Touch};
-use super::run::{Place, Run};
+use super::run::{Finding, Place, Run};
 use crate::error::Rank;
 use crate::program::diagnostic::{Diagnostic, DiagnosticKind};
 use crate::program::ir::Role;
 use crate::program::machine::{Actor, Machine};
 use crate::program::rank_program::Range;
-use crate::program::section::{LaneStep, Packing, Part, SectionMemory, WorkspaceLayout};
+use crate::program::section::{LaneStep, Packing, SectionMemory, WorkspaceLayout};
 use crate::program::verify::kernel_accesses::OnRank;
 use crate::program::verify::memory::Mode as AccessMode;
 
-impl Run<'_> {
+impl<'a> Run<'a> {
     /// Initializes the memory of a rank before the first launch.
     pub(super) fn prepare(&mut self, rank: Rank) {
         let time = self.tick_stream(rank);
@@ -130,25 +130,24 @@ impl Run<'_> {
             time,
         };
         let knows = self.streams[rank].knows.clone();
-        let section = self.section(number, rank);
+        let tensors = &self.ranks[rank].tensors;
         let mut found = Vec::new();
         for (place, bytes) in &mut self.memory[rank] {
             let Place::Tensor(id) = place else { continue };
-            let tensor = section
-                .tensors
-                .iter()
-                .position(|tensor| tensor.memory == SectionMemory::Tensor(*id));
-            let part = Part {
-                rank,
-                tensor: tensor.unwrap_or(0),
-                offset: 0,
-                elements: 0,
-            };
-            let all = 0..self.ranks[rank].tensors[*id].bytes;
-            bytes.write(&all, None, stamp, &knows, |wrong| found.push((part, wrong)));
+            // A tensor of another kernel, perhaps, which this launch does not use.
+            let memory = (rank, &*tensors[*id].name);
+            let all = 0..tensors[*id].bytes;
+            bytes.write(&all, None, stamp, &knows, |wrong| {
+                found.push(Finding {
+                    actor: stamp.actor,
+                    writes: true,
+                    memory,
+                    wrong,
+                });
+            });
         }
-        for (part, wrong) in found {
-            self.find(stamp.actor, true, part, wrong);
+        for finding in found {
+            self.find(finding);
         }
         self.streams[rank].launch += 1;
     }

@@ -27,7 +27,7 @@ pub(super) fn report(
         lost_signals(run, machine, diagnostics);
         outliving_signals(run, diagnostics);
     }
-    let (unwritten, races): (Vec<&Finding>, Vec<&Finding>) = run
+    let (unwritten, races): (Vec<&Finding<'_>>, Vec<&Finding<'_>>) = run
         .findings
         .iter()
         .partition(|finding| matches!(finding.wrong, Wrong::Unwritten | Wrong::Stale(_)));
@@ -36,8 +36,7 @@ pub(super) fn report(
     }
     for finding in unwritten {
         // If the write exists but is unordered, the race is the cause; report that alone.
-        let place = |other: &Finding| (other.part.rank, run.name_of(&other.actor, &other.part));
-        if !races.iter().any(|race| place(race) == place(finding)) {
+        if !races.iter().any(|race| race.memory == finding.memory) {
             say(run, finding, diagnostics);
         }
     }
@@ -79,15 +78,13 @@ pub(super) fn told(run: &Run<'_>, said: &Diagnostics<'_>, actor: &Actor, place: 
     }
 }
 
-fn say(run: &Run<'_>, finding: &Finding, diagnostics: &mut Diagnostics<'_>) {
+fn say(run: &Run<'_>, finding: &Finding<'_>, diagnostics: &mut Diagnostics<'_>) {
     let Finding {
         actor,
         writes,
-        part,
+        memory: (owner, name),
         wrong,
     } = finding;
-    let name = run.name_of(actor, part);
-    let owner = part.rank;
     let verb = if *writes { "writes" } else { "reads" };
     let (kind, actors) = match wrong {
         Wrong::Unordered(other, _) if actor.lane == STREAM => (DiagnosticKind::Race, vec![other]),

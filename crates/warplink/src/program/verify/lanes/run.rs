@@ -35,11 +35,11 @@ impl Place {
 
 /// A violation by a step.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Finding {
+pub(super) struct Finding<'a> {
     pub(super) actor: Actor,
     pub(super) writes: bool,
-    /// Owner of the memory, and the operand of the step.
-    pub(super) part: Part,
+    /// Owner of the memory, and the name of the tensor.
+    pub(super) memory: (Rank, &'a str),
     pub(super) wrong: Wrong,
 }
 
@@ -67,7 +67,7 @@ pub(super) struct Run<'a> {
     /// Number of steps and operands of lanes so far, and of the launches in flight.
     taken: usize,
     held: usize,
-    pub(super) findings: Vec<Finding>,
+    pub(super) findings: Vec<Finding<'a>>,
     /// Accesses of each kernel on each rank in its first launch.
     pub(super) accesses: Vec<Vec<Option<RankAccesses>>>,
     /// For each kernel, the ranks on which lanes wait or are waited for.
@@ -227,15 +227,21 @@ impl<'a> Run<'a> {
         self.streams.iter().all(|stream| stream.launch == all)
     }
 
-    pub(super) fn find(&mut self, actor: Actor, writes: bool, part: Part, wrong: Wrong) {
+    pub(super) fn find(&mut self, finding: Finding<'a>) {
         if self.findings.len() < MAX_FINDINGS {
-            self.findings.push(Finding {
-                actor,
-                writes,
-                part,
-                wrong,
-            });
+            self.findings.push(finding);
         }
+    }
+
+    /// Records a violation by a step on one of its operands.
+    fn find_operand(&mut self, actor: Actor, writes: bool, part: &Part, wrong: Wrong) {
+        let memory = (part.rank, self.name_of(&actor, part));
+        self.find(Finding {
+            actor,
+            writes,
+            memory,
+            wrong,
+        });
     }
 
     fn stamp(&mut self, actor: Actor) -> Stamp {
@@ -342,7 +348,7 @@ impl<'a> Run<'a> {
             let apart = other_range.end <= range.start || range.end <= other_range.start;
             let same = other_range == range && was == Was::Read;
             if other_place == place && !apart && !same {
-                self.find(actor, true, *target, Wrong::Unordered(actor, was));
+                self.find_operand(actor, true, target, Wrong::Unordered(actor, was));
             }
         }
     }
@@ -410,7 +416,7 @@ impl Domain for Run<'_> {
         self.read(stamp, sources, &mut found);
         self.write(stamp, (targets, sources), &mut found);
         for (writes, part, wrong) in found {
-            self.find(actor, writes, part, wrong);
+            self.find_operand(actor, writes, &part, wrong);
         }
         match step {
             LaneStepKind::Announce {
