@@ -4,8 +4,8 @@
 # printed per program, and the times of both last; logs go to $OUT/nccl.tar.
 #
 # Builds nothing: needs device-bin/nccl/libwarplink_nccl.so and, from scripts/build-nccl-tests.sh, device-bin/nccl-tests.
-# PARTS says what is run (default: tests clients times), LIMIT how many seconds one program may take, NCCL where NCCL's
-# library is (default: that of PyTorch's wheel).
+# PARTS says what is run (default: tests clients times), PROGRAMS which of nccl-tests, LIMIT how many seconds one program
+# may take, MOST up to which size programs are timed, NCCL where NCCL's library is (default: that of PyTorch's wheel).
 set -uo pipefail
 cd "$(dirname "$0")/.."
 . scripts/device-environment.sh
@@ -17,6 +17,7 @@ front=$PWD/device-bin/nccl/libwarplink_nccl.so
 real=${NCCL:-$(python3 -c 'import nvidia.nccl; print(list(nvidia.nccl.__path__)[0])')/lib/libnccl.so.2}
 tests=device-bin/nccl-tests
 programs=(all_reduce all_gather reduce_scatter broadcast reduce alltoall gather scatter sendrecv hypercube)
+[[ -z ${PROGRAMS:-} ]] || programs=($PROGRAMS)
 LD_LIBRARY_PATH=$(dirname "$real"):${CUDA_HOME:-/usr/local/cuda}/lib64:${LD_LIBRARY_PATH:-}
 export LD_LIBRARY_PATH
 failed=0
