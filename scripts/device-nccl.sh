@@ -4,8 +4,8 @@
 # printed per program, and the times of both last; logs go to $OUT/nccl.tar.
 #
 # Builds nothing: needs device-bin/nccl/libwarplink_nccl.so and, from scripts/build-nccl-tests.sh, device-bin/nccl-tests.
-# PARTS says what is run (default: tests clients times), PROGRAMS which of nccl-tests, LIMIT how many seconds one program
-# may take, MOST up to which size programs are timed, NCCL where NCCL's library is (default: that of PyTorch's wheel).
+# PARTS says what is run (default: tests clients times), PROGRAMS which of nccl-tests, MODES how its ranks are started
+# (default: threads one-thread processes), LIMIT how many seconds one program may take, MOST up to which size programs are timed, NCCL where NCCL's library is (default: that of PyTorch's wheel).
 set -uo pipefail
 cd "$(dirname "$0")/.."
 . scripts/device-environment.sh
@@ -52,18 +52,20 @@ judge() {
 processes=(mpirun --allow-run-as-root --oversubscribe -np 2)
 
 correct() {
-    local name
+    local name mode
     for name in "${programs[@]}"; do
         local all=(-b 8 -e 8M -f 64 -n 2 -w 1 -c 1 -d all)
         case $name in all_reduce | reduce_scatter | reduce) all+=(-o all) ;; esac
-        run "$name-threads" bash -c 'in_front "$@"' _ "$tests/${name}_perf" -t 2 "${all[@]}"
-        judge "$name-threads" $?
         local some=(-b 8 -e 64M -f 16 -n 3 -w 1 -c 1 -d bfloat16)
-        run "$name-one-thread" bash -c 'in_front "$@"' _ "$tests/${name}_perf" -g 2 "${some[@]}" -G 2
-        judge "$name-one-thread" $?
-        command -v mpirun >/dev/null && [[ -e $tests/${name}_perf_mpi ]] || continue
-        run "$name-processes" "${processes[@]}" bash -c 'in_front "$@"' _ "$tests/${name}_perf_mpi" "${some[@]}"
-        judge "$name-processes" $?
+        for mode in ${MODES:-threads one-thread processes}; do
+            case $mode in
+                threads) run "$name-$mode" bash -c 'in_front "$@"' _ "$tests/${name}_perf" -t 2 "${all[@]}" ;;
+                one-thread) run "$name-$mode" bash -c 'in_front "$@"' _ "$tests/${name}_perf" -g 2 "${some[@]}" -G 2 ;;
+                processes) run "$name-$mode" "${processes[@]}" bash -c 'in_front "$@"' _ "$tests/${name}_perf_mpi" "${some[@]}" ;;
+                *) echo "MODES has '$mode'; expected threads, one-thread or processes" >&2; exit 2 ;;
+            esac
+            judge "$name-$mode" $?
+        done
     done
 }
 
@@ -93,10 +95,11 @@ times() {
     local name
     for name in "${programs[@]}"; do
         [[ $name != hypercube ]] || continue
-        local options=(-t 2 -b 1K -e "${MOST:-1G}" -f 8 -n 20 -w 5 -c 0 -d bfloat16)
+        local options=(-b 1K -e "${MOST:-1G}" -f 8 -n 20 -w 5 -c 0 -d bfloat16)
         for graph in 0 20; do
-            run "$name-nccl-$graph" "$tests/${name}_perf" "${options[@]}" -G "$graph"
-            run "$name-warplink-$graph" bash -c 'in_front "$@"' _ "$tests/${name}_perf" "${options[@]}" -G "$graph"
+            run "$name-nccl-$graph" "${processes[@]}" "$tests/${name}_perf_mpi" "${options[@]}" -G "$graph"
+            run "$name-warplink-$graph" "${processes[@]}" bash -c 'in_front "$@"' _ "$tests/${name}_perf_mpi" \
+                "${options[@]}" -G "$graph"
             join <(times_of "$logs/$name-nccl-$graph.log" | sort -k1,1) \
                 <(times_of "$logs/$name-warplink-$graph.log" | sort -k1,1) | sort -n |
                 awk -v name="$name" -v graph="$graph" '

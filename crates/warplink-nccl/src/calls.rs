@@ -410,7 +410,7 @@ fn exchange(joined: &Joined, served: &Served, messages: &[&Sent], stream: &Strea
                 memory,
             })
             .collect();
-        served.collectives.send_receive(&some, stream)?;
+        served.collectives.send_receive_overlapping(&some, stream)?;
     }
     Ok(())
 }

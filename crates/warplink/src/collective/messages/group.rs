@@ -66,7 +66,22 @@ impl Collectives {
     /// messages, and unmatched messages to self. Different lengths of a message's ends fail the streams of
     /// both ranks ([`ErrorKind::Mismatch`], with the peer) on the direct path.
     pub fn send_receive(&self, messages: &[Message<'_>], stream: &Stream) -> Result<()> {
-        self.exchange(messages, stream)
+        self.exchange(messages, Overlaps::Refused, stream)
+            .map_err(|error| error.with_operation("send and receive"))
+    }
+
+    /// The same, except that a receive buffer may overlap memory that the group sends, as NCCL allows. Which of the
+    /// two contents such a send transfers is undefined.
+    ///
+    /// # Errors
+    /// As [`send_receive`](Self::send_receive), and [`ErrorKind::InvalidArgument`] only for receive buffers that overlap
+    /// one another.
+    pub fn send_receive_overlapping(
+        &self,
+        messages: &[Message<'_>],
+        stream: &Stream,
+    ) -> Result<()> {
+        self.exchange(messages, Overlaps::OfSends, stream)
             .map_err(|error| error.with_operation("send and receive"))
     }
 
@@ -96,7 +111,8 @@ impl Collectives {
             messages.push(Message::send(peer, &sent[peer]));
             messages.push(Message::receive(peer, &received[peer]));
         }
-        self.exchange(&messages, stream).map_err(operation)
+        self.exchange(&messages, Overlaps::Refused, stream)
+            .map_err(operation)
     }
 
     fn cut(
@@ -133,16 +149,22 @@ impl Collectives {
         parts.collect()
     }
 
-    fn exchange(&self, messages: &[Message<'_>], stream: &Stream) -> Result<()> {
-        self.0
-            .used_by(stream, || self.enqueue_messages(messages, stream))
+    fn exchange(
+        &self,
+        messages: &[Message<'_>],
+        overlaps: Overlaps,
+        stream: &Stream,
+    ) -> Result<()> {
+        self.0.used_by(stream, || {
+            self.0.context.fault.check()?;
+            check(messages, self.0.machine.world, overlaps)?;
+            self.enqueue_messages(messages, stream)
+        })
     }
 
     fn enqueue_messages(&self, messages: &[Message<'_>], stream: &Stream) -> Result<()> {
         let inner = &*self.0;
-        inner.context.fault.check()?;
-        let (rank, world) = (inner.context.rank(), inner.machine.world);
-        check(messages, world)?;
+        let rank = inner.context.rank();
         let copies = own(messages, rank)?;
         let others = messages.iter().filter(|message| message.peer != rank);
         if let Some(lines) = &inner.lines {
@@ -226,7 +248,14 @@ fn check_count(messages: usize) -> Result<()> {
     .with_help("make several groups"))
 }
 
-fn check(messages: &[Message<'_>], world: usize) -> Result<()> {
+/// Which messages of a group a receive buffer may overlap.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Overlaps {
+    Refused,
+    OfSends,
+}
+
+fn check(messages: &[Message<'_>], world: usize, overlaps: Overlaps) -> Result<()> {
     for (number, message) in messages.iter().enumerate() {
         if message.peer >= world {
             return Err(Error::invalid(format!(
@@ -241,7 +270,10 @@ fn check(messages: &[Message<'_>], world: usize) -> Result<()> {
             continue;
         }
         let others = messages.iter().enumerate();
-        let mut others = others.filter(|(other, _)| *other != number);
+        let mut others = others.filter(|(other, message)| {
+            *other != number
+                && (overlaps == Overlaps::Refused || message.direction == Direction::Receive)
+        });
         if let Some((_, other)) = others
             .find(|(_, other)| other.memory.bytes() > 0 && other.memory.overlaps(message.memory))
         {
