@@ -306,8 +306,8 @@ pub(crate) fn make(all: &[(Arc<Comm>, Call)]) -> Outcome {
     }
     if joined.len() > 1 {
         // Kernels of one device may wait for those of another, so all are loaded before.
-        for (joined, _, calls) in &joined {
-            prepare(joined, calls)?;
+        for (joined, rank, calls) in &joined {
+            prepare(joined, *rank, calls)?;
         }
     }
     let by_real = |joined: &Joined| joined.served().is_none();
@@ -336,13 +336,13 @@ pub(crate) fn make(all: &[(Arc<Comm>, Call)]) -> Outcome {
 }
 
 /// Has kernels of calls compiled and loaded.
-fn prepare(joined: &Joined, calls: &[&Call]) -> Outcome {
+fn prepare(joined: &Joined, rank: usize, calls: &[&Call]) -> Outcome {
     let Some(served) = joined.served() else {
         return Ok(());
     };
     for call in calls {
         if let Call::Collective(call) = call {
-            served.collectives.prepare(&call.call())?;
+            call.prepare(joined, served, rank)?;
         }
     }
     Ok(())
@@ -513,8 +513,13 @@ impl Collective {
         Ok(())
     }
 
-    fn enqueue(&self, joined: &Joined, served: &Served, rank: usize, stream: &Stream) -> Outcome {
-        self.wishes.check_served()?;
+    /// The memory of the output and of the input; where the rank uses only one of them, that stands for both.
+    fn memory(
+        &self,
+        joined: &Joined,
+        served: &Served,
+        rank: usize,
+    ) -> Outcome<(DeviceSlice, DeviceSlice)> {
         let (reads, writes) = self.uses(rank);
         let (input_rows, output_rows) = self.kind.rows(joined.communicator.world());
         let place = |used: bool, address: u64, rows: usize| {
@@ -523,11 +528,27 @@ impl Collective {
         };
         let input = place(reads, self.input, input_rows)?;
         let output = place(writes, self.output, output_rows)?;
-        let (output, input) = match (output, input) {
+        Ok(match (output, input) {
             (Some(output), Some(input)) => (output, input),
             (Some(used), None) | (None, Some(used)) => (used.clone(), used),
             (None, None) => (served.nothing.clone(), served.nothing.clone()),
-        };
+        })
+    }
+
+    fn prepare(&self, joined: &Joined, served: &Served, rank: usize) -> Outcome {
+        let call = self.call();
+        if self.op.and_then(Operator::scalar).is_some() {
+            // The input is multiplied into memory that is not there yet.
+            return Ok(served.collectives.prepare(&call)?);
+        }
+        let (output, input) = self.memory(joined, served, rank)?;
+        Ok(served.collectives.prepare_for(&call, &output, &input)?)
+    }
+
+    fn enqueue(&self, joined: &Joined, served: &Served, rank: usize, stream: &Stream) -> Outcome {
+        self.wishes.check_served()?;
+        let (_, writes) = self.uses(rank);
+        let (output, input) = self.memory(joined, served, rank)?;
         let call = self.call();
         let multiplied = match self.op.and_then(Operator::scalar) {
             None => None,

@@ -20,6 +20,11 @@ const MAX_LANES: usize = 129;
 /// Minimum bytes of a launch, so that each rank has some elements.
 const MIN_LAUNCH_BYTES: usize = 4096;
 
+/// Whether kernels may access all of a slice in vectors.
+pub(super) fn is_aligned(slice: &DeviceSlice) -> bool {
+    slice.address().is_multiple_of(16)
+}
+
 /// State of a rank.
 pub(super) struct Direct {
     rank: Rank,
@@ -103,10 +108,9 @@ impl Direct {
         (tensors, overlap): (&[&DeviceSlice], Overlap),
         (stream, is_recorded): (&Stream, bool),
     ) -> Result<()> {
-        let mut starts = tensors.iter().map(|tensor| tensor.address());
         let shape = Shape {
             call: *call,
-            aligned: starts.all(|start| start.is_multiple_of(16)),
+            aligned: tensors.iter().all(|tensor| is_aligned(tensor)),
             overlap,
         };
         // Launches are prepared only along with code, which this call would wait for anyway.

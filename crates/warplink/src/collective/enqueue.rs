@@ -2,6 +2,7 @@
 
 use super::Collectives;
 use super::call::{Call, CollectiveKind};
+use super::direct::is_aligned;
 use super::join::CallPath;
 use super::launches::{Overlap, Shape};
 use crate::device::{DeviceSlice, ReduceOp, Stream};
@@ -209,8 +210,35 @@ impl Collectives {
     /// # Errors
     /// As [`choice`](Self::choice), and compile errors.
     pub fn prepare(&self, call: &Call) -> Result<()> {
+        let call = call.checked(self.0.machine.world)?;
+        for aligned in [true, false] {
+            for overlap in [Overlap::Apart, Overlap::Shared] {
+                self.prepare_shape(call, aligned, overlap)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// The same, for calls whose memory is aligned and overlaps like these slices only: a quarter of the kernels.
+    ///
+    /// # Errors
+    /// As [`prepare`](Self::prepare) and [`enqueue`](Self::enqueue).
+    pub fn prepare_for(
+        &self,
+        call: &Call,
+        output: &DeviceSlice,
+        input: &DeviceSlice,
+    ) -> Result<()> {
+        let (call, uses) = self.uses(call, output, input)?;
+        let used = [(uses.reads, input), (uses.writes, output)];
+        let aligned = used
+            .iter()
+            .all(|(is_used, slice)| !is_used || is_aligned(slice));
+        self.prepare_shape(call, aligned, uses.overlap)
+    }
+
+    fn prepare_shape(&self, call: Call, aligned: bool, overlap: Overlap) -> Result<()> {
         let inner = &*self.0;
-        let call = call.checked(inner.machine.world)?;
         let CallPath::Direct(direct) = inner.path_for(&call)? else {
             return Ok(());
         };
@@ -219,21 +247,16 @@ impl Collectives {
         }
         if let Some(bytes) = self.too_long(&call) {
             return match self.piece(&call, bytes) {
-                Some(piece) => self.prepare(&piece),
+                Some(piece) => self.prepare_shape(piece, aligned, overlap),
                 None => Ok(()),
             };
         }
-        for aligned in [true, false] {
-            for overlap in [Overlap::Apart, Overlap::Shared] {
-                let shape = Shape {
-                    call,
-                    aligned,
-                    overlap,
-                };
-                direct.prepare(&inner.machine, &shape)?;
-            }
-        }
-        Ok(())
+        let shape = Shape {
+            call,
+            aligned,
+            overlap,
+        };
+        direct.prepare(&inner.machine, &shape)
     }
 }
 
