@@ -22,6 +22,7 @@ import without_multicast  # noqa: F401
 
 import torch
 import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric_memory
 
 try:
     import warplink.torch
@@ -73,8 +74,10 @@ def figures(op, contenders, results, reference, samples):
 
 
 def fused_by(call):
-    """The same call of each library that has it."""
-    libraries = {"symm_mem": (torch.ops.symm_mem, dist.group.WORLD.group_name)}
+    """The same call of each library that has it and is in use."""
+    libraries, world = {}, dist.group.WORLD.group_name
+    if symmetric_memory.is_symm_mem_enabled_for_group(world):
+        libraries["symm_mem"] = (torch.ops.symm_mem, world)
     if warplink is not None:
         libraries["warplink"] = (torch.ops.warplink, warplink_group().group_name)
     return {name: lambda ops=ops, group=group: call(ops, group) for name, (ops, group) in libraries.items()}
@@ -184,8 +187,6 @@ def main():
     shapes = [tuple(map(int, text.split(","))) for text in arguments.shape or []]
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl", device_id=torch.device("cuda", int(os.environ["LOCAL_RANK"])))
-    import torch.distributed._symmetric_memory as symmetric_memory
-
     symmetric_memory.enable_symm_mem_for_group(dist.group.WORLD.group_name)
     torch.manual_seed(1 + dist.get_rank())
     shapes += random_shapes(arguments.random, dist.get_world_size())
