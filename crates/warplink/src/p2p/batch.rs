@@ -22,6 +22,7 @@ use crate::signal::{SignalOp, SignalWord};
 pub struct Batch<'a> {
     parts: Vec<Part<'a>>,
     in_kernel: bool,
+    launch: Option<u64>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -59,6 +60,12 @@ impl<'a> Batch<'a> {
         self
     }
 
+    /// Enqueues it as a part of the [launch](super::next_launch) `launch`, if there is one.
+    pub(crate) fn in_launch(mut self, launch: Option<u64>) -> Self {
+        self.launch = launch;
+        self
+    }
+
     fn add(mut self, kind: Kind, transfers: impl IntoIterator<Item = &'a Transfer>) -> Self {
         self.parts.extend(
             transfers
@@ -89,7 +96,7 @@ impl<'a> Batch<'a> {
     }
 
     fn enqueue_parts(&self, stream: &Stream) -> Result<()> {
-        let mut queue = Queue::new(stream, self.in_kernel)?;
+        let mut queue = Queue::new(stream, self.in_kernel, self.launch)?;
         // Before any post is numbered: a number without a post would be waited for in vain.
         for (index, Part { kind, transfer }) in self.parts.iter().enumerate() {
             if *kind == Kind::Wait {
@@ -150,7 +157,7 @@ impl Transfer {
 /// Operations that a stream is to get together.
 struct Queue<'a, 's> {
     stream: &'s Stream,
-    /// The graph that the stream records, if it does.
+    /// The graph that the stream records, or the launch that it is a part of, if there is one.
     capture: Option<u64>,
     in_kernel: bool,
     /// Whether what is posted is waited for here too, so that other streams hardly will, and a place
@@ -173,10 +180,14 @@ enum Mark {
 }
 
 impl<'a, 's> Queue<'a, 's> {
-    fn new(stream: &'s Stream, in_kernel: bool) -> Result<Self> {
+    fn new(stream: &'s Stream, in_kernel: bool, launch: Option<u64>) -> Result<Self> {
+        let capture = match launch {
+            Some(launch) => Some(launch),
+            None => stream.capture_id()?,
+        };
         Ok(Self {
             stream,
-            capture: stream.capture_id()?,
+            capture,
             in_kernel,
             whole: false,
             operations: Vec::new(),
@@ -415,6 +426,16 @@ pub fn post_stores(
     stream: &Stream,
     store: impl FnOnce(&[&DeviceSlice]) -> Result<()>,
 ) -> Result<()> {
+    post_stores_in_launch(None, transfers, stream, store)
+}
+
+/// [`post_stores`] as a part of the [launch](super::next_launch) `launch`, if there is one.
+pub(crate) fn post_stores_in_launch(
+    launch: Option<u64>,
+    transfers: &[&Transfer],
+    stream: &Stream,
+    store: impl FnOnce(&[&DeviceSlice]) -> Result<()>,
+) -> Result<()> {
     let targets = transfers
         .iter()
         .map(|transfer| transfer.target())
@@ -423,7 +444,7 @@ pub fn post_stores(
         return Ok(());
     }
     // What stores is a kernel as a rule, and so finds no more room than these do.
-    let mut queue = Queue::new(stream, true)?;
+    let mut queue = Queue::new(stream, true, launch)?;
     transfers
         .iter()
         .for_each(|transfer| transfer.end.note(stream));
