@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-from typing import Any, Callable, Iterator, Sequence
+from typing import Any, Callable, Iterator, Sequence, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,8 +19,10 @@ from warplink.torch.history import TELLING_SECONDS, History
 #: How many plans of fused operations, each with memory of its own, a group keeps on a device.
 MAX_PLANS = 64
 
-#: How many calls without a plan a group remembers to have compared.
+#: How many calls a group remembers to have compared, of those without a plan, and to have checked.
 MAX_COMPARED = 1024
+
+T = TypeVar("T")
 
 #: Bytes by which members find whether they reach one another's memory.
 _PROBE_BYTES = 64
@@ -67,6 +69,8 @@ class Workspace:
         self.executor = communicator.executor()
         #: Plans of fused operations by what they are for, the one that was used last at the end.
         self.plans: dict[Any, Any] = {}
+        #: What is known of calls by what their checks depend on.
+        self.known: dict[Any, Any] = {}
         #: What the members have found that all of them call, of what needs no plan.
         self._compared: dict[Any, None] = {}
         self._history = None if store is None else History(store, communicator.rank, communicator.size)
@@ -110,6 +114,20 @@ class Workspace:
                         self._turns.end(stream)
                     raise
                 self._turns.end(stream)
+            except _ENDS as error:
+                self._explain(error)
+                raise
+
+    def launch(self, key: Any, make: Callable[[], Any], addresses: Sequence[int]) -> None:
+        """Runs the plan for ``key``, which ``make`` makes if there is none, on tensors at ``addresses``, in a turn of the
+        caller's stream. Raises what a turn and the making of a plan raise."""
+        with self._lock:
+            try:
+                self.check()
+                plan = self.plan(key, make)
+                stream = self.stream
+                plan.launcher.launch(self._turns, stream, addresses)
+                self.settle(stream)
             except _ENDS as error:
                 self._explain(error)
                 raise
@@ -190,6 +208,13 @@ class Workspace:
         if recording:
             self._recorded.add(key)
         return found
+
+    def remember(self, key: Any, known: T) -> T:
+        """Keeps ``known``, by ``key``, for later calls."""
+        if len(self.known) == MAX_COMPARED:
+            del self.known[next(iter(self.known))]
+        self.known[key] = known
+        return known
 
     def collectives(self) -> warplink.Collectives:
         """The members' collectives, for those with an epilogue; made by all members at the same time, at the first one.
