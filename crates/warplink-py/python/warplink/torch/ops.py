@@ -15,7 +15,6 @@ from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed._functional_collectives as funcol
 from torch.distributed import distributed_c10d as c10d
 
 import warplink
@@ -23,6 +22,8 @@ from warplink.torch import columns
 from warplink.torch.agreement import Call
 from warplink.torch.group import ProcessGroupWarplink
 from warplink.torch.plans import FusedPlan, are_transposed, copied_back, family, in_memory, moved_back, span, to_front
+from warplink.torch.trials import faster
+from warplink.torch.unfused import all_gathered, group_size, reduce_scattered
 from warplink.torch.workspace import Workspace, is_recording
 
 #: Element types that have a matmul in Warplink.
@@ -57,11 +58,6 @@ def _check(a: torch.Tensor, bs: list[torch.Tensor], dim: int, name: str) -> None
             )
     if not 0 <= dim < a.dim():
         raise ValueError(f"{name} is {dim}; expected a dimension of A, from 0 to {a.dim() - 1}")
-
-
-def group_size(group_name: str) -> int:
-    """How many ranks the group has."""
-    return c10d._get_group_size_by_name(group_name)  # type: ignore[arg-type]
 
 
 def direct_workspace(group_name: str, device: torch.device, *, fuses: bool) -> Workspace | None:
@@ -117,6 +113,10 @@ def all_gather_matmul(
     ``torch.ops.symm_mem.fused_all_gather_matmul``: contiguous with ``gather_dim`` in front. Raises
     ValueError where sizes, types or devices do not fit.
     """
+
+    def unfused() -> tuple[torch.Tensor | None, list[torch.Tensor]]:
+        return _unfused_all_gather_matmul(A, Bs, gather_dim, group_name, return_A=return_A)
+
     fuses = _fuses(A, Bs)
     space = direct_workspace(group_name, A.device, fuses=fuses)
     key = _key_of("all_gather", return_A, gather_dim, A, Bs)
@@ -133,11 +133,16 @@ def all_gather_matmul(
             along = " along the last dimension" if last else ""
             call = Call("fused_all_gather_matmul" + along, sizes, A.dtype)
             with compared(space, call):
-                return _unfused_all_gather_matmul(A, Bs, gather_dim, group_name, return_A=return_A)
-        if last:
-            return columns.gather_matmul(A, Bs, space, return_a=return_A)
+                return unfused()
         known = space.remember(key, _gather_product(A, Bs, gather_dim, space, return_a=return_A))
-    return _gather(A, Bs, gather_dim, space, known)
+    product = known
+
+    def fused() -> tuple[torch.Tensor | None, list[torch.Tensor]]:
+        if gather_dim == A.dim() - 1:
+            return columns.gather_matmul(A, Bs, space, return_a=return_A)
+        return _gather(A, Bs, gather_dim, space, product)
+
+    return faster(space, known.call, fused, unfused)
 
 
 def _gather_product(
@@ -150,7 +155,8 @@ def _gather_product(
         outputs["G"] = (rows * size, k)
     transposed = are_transposed(bs)
     options = (("return_A", return_a), ("transposed", transposed))
-    call = Call("fused_all_gather_matmul", (rows, k, *widths), a.dtype, options)
+    along = " along the last dimension" if dim == a.dim() - 1 else ""
+    call = Call("fused_all_gather_matmul" + along, (rows, k, *widths), a.dtype, options)
     front = to_front(a, dim).shape
     return _Product(call, (rows, k), outputs, [front[0] * size, *front[1:-1]], transposed)
 
@@ -194,18 +200,16 @@ def _unfused_all_gather_matmul(
     return_A: bool = True,
 ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
     """The same as a collective and matmuls."""
-    size = group_size(group_name)
     last = gather_dim == A.dim() - 1
-    front = A if last else A.movedim(gather_dim, 0)
-    gathered = torch.ops._c10d_functional.all_gather_into_tensor(
-        front.contiguous(), size, group_name
-    )
-    gathered = torch.ops._c10d_functional.wait_tensor(gathered)
+    front = A if last else to_front(A, gather_dim)
+    gathered = all_gathered(front.contiguous(), group_name)
     if last:
-        whole = torch.cat(gathered.chunk(size), dim=-1)
+        whole = torch.cat(gathered.chunk(group_size(group_name)), dim=-1)
         return whole if return_A else None, [torch.matmul(whole, b) for b in Bs]
-    results = [torch.matmul(gathered, b).movedim(0, gather_dim) for b in Bs]
-    return gathered.movedim(0, gather_dim) if return_A else None, results
+    results = [torch.matmul(gathered, b) for b in Bs]
+    if gather_dim:
+        gathered, results = gathered.movedim(0, gather_dim), [each.movedim(0, gather_dim) for each in results]
+    return gathered if return_A else None, results
 
 
 def matmul_reduce_scatter(
@@ -216,45 +220,52 @@ def matmul_reduce_scatter(
     A is ``[.., k]``, B is ``[k, n]``. The result is contiguous. Raises ValueError where sizes, types or
     devices do not fit, or ``reduce_op`` is neither "sum" nor "avg".
     """
+
+    def unfused() -> torch.Tensor:
+        return _unfused_matmul_reduce_scatter(A, B, reduce_op, scatter_dim, group_name)
+
     fuses = _fuses(A, [B])
     space = direct_workspace(group_name, A.device, fuses=fuses)
     key = _key_of("reduce_scatter", reduce_op, scatter_dim, A, [B])
     known: _Product | None = None if space is None else space.known.get(key)
     if known is None or space is None:
-        last = _check_scatter(A, B, reduce_op, scatter_dim, group_size(group_name))
+        _check_scatter(A, B, reduce_op, scatter_dim, group_size(group_name))
         if space is None or not fuses:
-            along = " along the last dimension" if last else ""
+            along = " along the last dimension" if scatter_dim == A.dim() - 1 else ""
             sizes = (math.prod(A.shape[:-1]), A.shape[-1], B.shape[1])
             call = Call("fused_matmul_reduce_scatter" + along, sizes, A.dtype)
             with compared(space, call):
-                return _unfused_matmul_reduce_scatter(A, B, reduce_op, scatter_dim, group_name)
-        if last:
-            return columns.matmul_scatter(A, B, space, average=reduce_op == "avg")
+                return unfused()
         known = space.remember(key, _scatter_product(A, B, scatter_dim, space))
-    result = _scatter(A, B, scatter_dim, space, known)
-    if reduce_op == "avg":
-        result /= space.communicator.size
-    return copied_back(result, known.leading, scatter_dim)
+    product = known
+
+    def fused() -> torch.Tensor:
+        if scatter_dim == A.dim() - 1:
+            return columns.matmul_scatter(A, B, space, average=reduce_op == "avg")
+        result = _scatter(A, B, scatter_dim, space, product)
+        if reduce_op == "avg":
+            result /= space.communicator.size
+        return copied_back(result, product.leading, scatter_dim)
+
+    return faster(space, known.call, fused, unfused)
 
 
-def _check_scatter(a: torch.Tensor, b: torch.Tensor, reduce_op: str, dim: int, size: int) -> bool:
-    """Whether the result is scattered along its last dimension."""
+def _check_scatter(a: torch.Tensor, b: torch.Tensor, reduce_op: str, dim: int, size: int) -> None:
     _check(a, [b], dim, "scatter_dim")
     if reduce_op not in ("sum", "avg"):
         raise ValueError(f"reduce_op is '{reduce_op}'; expected sum or avg")
     if b.shape[0] != a.shape[-1]:
         raise ValueError(f"B has {b.shape[0]} rows; expected {a.shape[-1]}, the columns of A")
-    last = dim == a.dim() - 1
-    shared = b.shape[1] if last else a.shape[dim]
+    shared = b.shape[1] if dim == a.dim() - 1 else a.shape[dim]
     if shared % size:
         raise ValueError(f"dimension {dim} of the result is {shared}; expected a multiple of {size} ranks")
-    return last
 
 
 def _scatter_product(a: torch.Tensor, b: torch.Tensor, dim: int, space: Workspace) -> _Product:
     m, k, n, size = math.prod(a.shape[:-1]), a.shape[-1], b.shape[1], space.communicator.size
     transposed = are_transposed([b])
-    call = Call("fused_matmul_reduce_scatter", (m, k, n), a.dtype, (("transposed", transposed),))
+    along = " along the last dimension" if dim == a.dim() - 1 else ""
+    call = Call("fused_matmul_reduce_scatter" + along, (m, k, n), a.dtype, (("transposed", transposed),))
     front = to_front(a, dim).shape
     return _Product(call, (m, k), {"C": (m // size, n)}, [front[0] // size, *front[1:-1]], transposed)
 
@@ -282,9 +293,9 @@ def _unfused_matmul_reduce_scatter(
     A: torch.Tensor, B: torch.Tensor, reduce_op: str, scatter_dim: int, group_name: str
 ) -> torch.Tensor:
     """The same as a matmul and a collective."""
-    name: Any = group_name
-    result: torch.Tensor = funcol.wait_tensor(funcol.reduce_scatter_tensor(A @ B, reduce_op, scatter_dim, name))
-    return result.contiguous()
+    front = to_front(torch.matmul(A, B), scatter_dim).contiguous()
+    part = reduce_scattered(front, reduce_op, group_name)
+    return copied_back(part.flatten(0, -2), list(part.shape[:-1]), scatter_dim)
 
 
 def _meta_all_gather_matmul(

@@ -11,10 +11,9 @@ import math
 from typing import Any
 
 import torch
-import torch.distributed._functional_collectives as funcol
 
 from warplink.torch.agreement import Call
-from warplink.torch.ops import compared, direct_workspace, group_size, library
+from warplink.torch.ops import compared, direct_workspace, library
 from warplink.torch.pipeline import GatherPipeline, ScatterPipeline
 from warplink.torch.plans import copied_back, moved_back, span, to_front
 from warplink.torch.scaled_checks import (
@@ -25,6 +24,7 @@ from warplink.torch.scaled_checks import (
     product_sizes,
     result_dtype,
 )
+from warplink.torch.unfused import all_gathered, group_size, reduce_scattered
 
 library.define(
     "fused_all_gather_scaled_matmul(Tensor A, Tensor[] Bs, Tensor A_scale, Tensor[] B_scales, "
@@ -136,9 +136,7 @@ def all_gather_scaled_matmul(
     if space is None or not fuses:
         with compared(space, of_scales):
             scales = _scales_of_rows(A, A_scale, gather_dim, group_name)
-            gathered = funcol.wait_tensor(
-                torch.ops._c10d_functional.all_gather_into_tensor(front.contiguous(), size, group_name)
-            ).view(-1, k)
+            gathered = all_gathered(front.contiguous(), group_name).view(-1, k)
         for out, b, b_scale, rest in zip(outs, Bs, B_scales, rests):
             _matmul(out, gathered, b, scales, b_scale, rest)
     else:
@@ -179,9 +177,7 @@ def _gather_columns(
                 f"A_scale has {a_scale.numel()} elements; expected one, or one for each of {rows} rows of A"
             )
         a_scale = a_scale.reshape(-1, 1).contiguous()
-    gathered = funcol.wait_tensor(
-        torch.ops._c10d_functional.all_gather_into_tensor(a.contiguous(), size, group_name)
-    )
+    gathered = all_gathered(a.contiguous(), group_name)
     # Not all types of fp8 can be concatenated.
     parts = gathered.view(torch.uint8).chunk(size) if a.element_size() == 1 else gathered.chunk(size)
     whole = torch.cat(parts, dim=-1).view(a.dtype)
@@ -215,11 +211,7 @@ def _scales_of_rows(a: torch.Tensor, scale: torch.Tensor, dim: int, group_name: 
     """One scale, or one for each row of the gathered A, with the gathered dimension in front."""
     if list(scale.shape) == [*a.shape[:-1], 1]:
         # As long as this rank's part, so it is gathered as well; it is small.
-        front = scale.movedim(dim, 0).contiguous()
-        size = group_size(group_name)
-        started = torch.ops._c10d_functional.all_gather_into_tensor(front, size, group_name)
-        gathered: torch.Tensor = funcol.wait_tensor(started)
-        return gathered.view(-1, 1)
+        return all_gathered(scale.movedim(dim, 0).contiguous(), group_name).view(-1, 1)
     return scale if scale.numel() == 1 else scale.movedim(dim, 0).reshape(-1, 1).contiguous()
 
 
@@ -304,9 +296,8 @@ def _unfused_scatter(
     out = a.new_empty([flat.shape[0], b.shape[1]], dtype=kind)
     a_scale = scales[0].reshape(-1, 1) if scales[0].numel() > 1 else scales[0]
     _matmul(out, flat, b, a_scale, scales[1], rest)
-    name: Any = group_name
-    result: torch.Tensor = funcol.wait_tensor(funcol.reduce_scatter_tensor(out.view(sizes), reduce_op, dim, name))
-    return result.contiguous()
+    part = reduce_scattered(to_front(out.view(sizes), dim).contiguous(), reduce_op, group_name)
+    return copied_back(part.flatten(0, -2), list(part.shape[:-1]), dim)
 
 
 def _meta_all_gather_scaled_matmul(

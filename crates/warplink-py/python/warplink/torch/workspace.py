@@ -19,7 +19,7 @@ from warplink.torch.history import TELLING_SECONDS, History
 #: How many plans of fused operations, each with memory of its own, a group keeps on a device.
 MAX_PLANS = 64
 
-#: How many calls a group remembers to have compared, of those without a plan, and to have checked.
+#: How many calls a group remembers to have compared, of those without a plan, to have checked, and to have tried.
 MAX_COMPARED = 1024
 
 T = TypeVar("T")
@@ -50,6 +50,13 @@ def is_recording(device: torch.device) -> bool:
         return torch.cuda.is_current_stream_capturing()
 
 
+def _keep(kept: dict[Any, Any], key: Any, value: Any) -> None:
+    """Adds to ``kept``, which loses the oldest entry where there are too many."""
+    if key not in kept and len(kept) == MAX_COMPARED:
+        del kept[next(iter(kept))]
+    kept[key] = value
+
+
 class Workspace:
     """A group's communicator on one device, and what is made from it."""
 
@@ -71,6 +78,9 @@ class Workspace:
         self.plans: dict[Any, Any] = {}
         #: What is known of calls by what their checks depend on.
         self.known: dict[Any, Any] = {}
+        #: Whether calls are fused, by what tells them apart, and whether members try what is faster.
+        self.decisions: dict[Any, Any] = {}
+        self.tries = device.type == "cuda"
         #: What the members have found that all of them call, of what needs no plan.
         self._compared: dict[Any, None] = {}
         self._history = None if store is None else History(store, communicator.rank, communicator.size)
@@ -143,9 +153,7 @@ class Workspace:
             self._note(call)
             if call not in self._compared:
                 check_alike(self.communicator, call)
-                if len(self._compared) == MAX_COMPARED:
-                    del self._compared[next(iter(self._compared))]
-                self._compared[call] = None
+                _keep(self._compared, call, None)
         with self._explained():
             yield
 
@@ -166,6 +174,11 @@ class Workspace:
         limit = TELLING_SECONDS if isinstance(error, TimeoutError) else 0.0
         if history is not None and (difference := history.difference(limit)) is not None:
             raise difference from error
+
+    def note(self, call: Any) -> None:
+        """Notes a call of all members, which runs without a plan."""
+        with self._lock:
+            self._note(call)
 
     def _note(self, call: Any) -> None:
         if self._history is not None:
@@ -211,10 +224,18 @@ class Workspace:
 
     def remember(self, key: Any, known: T) -> T:
         """Keeps ``known``, by ``key``, for later calls."""
-        if len(self.known) == MAX_COMPARED:
-            del self.known[next(iter(self.known))]
-        self.known[key] = known
+        _keep(self.known, key, known)
         return known
+
+    def decide(self, key: Any, decision: Any) -> None:
+        """Keeps ``decision`` for calls of ``key``."""
+        _keep(self.decisions, key, decision)
+
+    def forget(self, key: Any) -> None:
+        """Lets go of the plan for ``key``, unless a graph has recorded it. Every member does, or none."""
+        with self._lock:
+            if key not in self._recorded:
+                self.plans.pop(key, None)
 
     def collectives(self) -> warplink.Collectives:
         """The members' collectives, for those with an epilogue; made by all members at the same time, at the first one.
