@@ -102,11 +102,11 @@ def _alone(space: Workspace, way: Callable[[], Any]) -> float:
 def _on_device(space: Workspace, way: Callable[[], Any]) -> float:
     """Seconds of a call's work, all of which its stream has before it begins."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(_HELD_CYCLES)  # type: ignore[no-untyped-call]
+    torch.cuda._sleep(_HELD_CYCLES)
     space.barrier()
-    begin.record()  # type: ignore[no-untyped-call]
+    begin.record()
     way()
-    end.record()  # type: ignore[no-untyped-call]
+    end.record()
     _synchronize(space)
     return float(begin.elapsed_time(end)) / 1e3
 

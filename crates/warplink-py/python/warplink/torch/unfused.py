@@ -40,7 +40,7 @@ def reduce_scattered(whole: torch.Tensor, reduce_op: str, group_name: str) -> to
         return scattered
     part = whole.new_empty([whole.shape[0] // group_size(group_name), *whole.shape[1:]])
     options = c10d.ReduceScatterOptions()
-    options.reduceOp = c10d.ReduceOp.AVG if reduce_op == "avg" else c10d.ReduceOp.SUM
+    options.reduceOp = c10d.ReduceOp(c10d.ReduceOp.AVG if reduce_op == "avg" else c10d.ReduceOp.SUM)
     options.asyncOp = False
     _finish(group._reduce_scatter_base(part, whole, options))
     return part
