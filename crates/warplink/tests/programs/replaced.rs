@@ -137,7 +137,7 @@ fn a_run_on_memory_that_does_not_fit_is_refused() {
     threads(world(2), |comm| {
         let case = Case::of::<bf16>(comm, false);
         let own = Memory::gather(comm, &case);
-        let lowering = gathers(comm).into_iter().find(|one| one.name() == "push");
+        let lowering = gathers(comm).into_iter().find(|one| one.name() == "ring-get");
         let options = Options::only(lowering.unwrap());
         let plan = case
             .gather()
@@ -154,7 +154,7 @@ fn a_run_on_memory_that_does_not_fit_is_refused() {
             assert_eq!(error.kind(), ErrorKind::InvalidArgument);
             assert!(error.to_string().contains(says), "{error}");
         };
-        // Peers were told where A is, if there are any.
+        // Peers read A, if there are any.
         if comm.world() > 1 {
             refused(
                 "A",

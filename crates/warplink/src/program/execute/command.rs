@@ -133,6 +133,13 @@ impl Command {
                 }
                 compute.elementwise(stream, &request)
             }
+            (CommandKind::Post(group), _) => {
+                let sources = each(group).map(|transfer| replaced.of_send(transfer));
+                let sources = sources.collect::<Result<Vec<_>>>()?;
+                let sources = sources.iter().map(Option::as_ref);
+                let batch = self.batch(group).in_launch(launch);
+                batch.post_from(each(group).zip(sources)).enqueue(stream)
+            }
             (CommandKind::Collective(engine, request), _) => {
                 engine.enqueue(stream, &replaced.of_request(request)?)
             }
@@ -152,6 +159,6 @@ impl Command {
     }
 }
 
-fn each(group: &[Arc<Transfer>]) -> impl Iterator<Item = &Transfer> {
+fn each(group: &[Arc<Transfer>]) -> impl Iterator<Item = &Transfer> + Clone {
     group.iter().map(|transfer| &**transfer)
 }
