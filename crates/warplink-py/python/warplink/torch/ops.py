@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import math
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any, Callable, NamedTuple
 
 import torch
 from torch.distributed import distributed_c10d as c10d
@@ -134,7 +134,7 @@ def all_gather_matmul(
             call = Call("fused_all_gather_matmul" + along, sizes, A.dtype)
             with compared(space, call):
                 return unfused()
-        known = space.remember(key, _gather_product(A, Bs, gather_dim, space, return_a=return_A))
+        known = space.remember(key, _gather_product(A, Bs, gather_dim, space.communicator.size, return_a=return_A))
     product = known
 
     def fused() -> tuple[torch.Tensor | None, list[torch.Tensor]]:
@@ -146,9 +146,9 @@ def all_gather_matmul(
 
 
 def _gather_product(
-    a: torch.Tensor, bs: list[torch.Tensor], dim: int, space: Workspace, *, return_a: bool
+    a: torch.Tensor, bs: list[torch.Tensor], dim: int, size: int, *, return_a: bool
 ) -> _Product:
-    rows, k, size = math.prod(a.shape[:-1]), a.shape[-1], space.communicator.size
+    rows, k = math.prod(a.shape[:-1]), a.shape[-1]
     widths = tuple(b.shape[1] for b in bs)
     outputs = {f"C[{index}]": (rows * size, n) for index, n in enumerate(widths)}
     if return_a:
@@ -236,7 +236,7 @@ def matmul_reduce_scatter(
             call = Call("fused_matmul_reduce_scatter" + along, sizes, A.dtype)
             with compared(space, call):
                 return unfused()
-        known = space.remember(key, _scatter_product(A, B, scatter_dim, space))
+        known = space.remember(key, _scatter_product(A, B, scatter_dim, space.communicator.size))
     product = known
 
     def fused() -> torch.Tensor:
@@ -261,8 +261,8 @@ def _check_scatter(a: torch.Tensor, b: torch.Tensor, reduce_op: str, dim: int, s
         raise ValueError(f"dimension {dim} of the result is {shared}; expected a multiple of {size} ranks")
 
 
-def _scatter_product(a: torch.Tensor, b: torch.Tensor, dim: int, space: Workspace) -> _Product:
-    m, k, n, size = math.prod(a.shape[:-1]), a.shape[-1], b.shape[1], space.communicator.size
+def _scatter_product(a: torch.Tensor, b: torch.Tensor, dim: int, size: int) -> _Product:
+    m, k, n = math.prod(a.shape[:-1]), a.shape[-1], b.shape[1]
     transposed = are_transposed([b])
     along = " along the last dimension" if dim == a.dim() - 1 else ""
     call = Call("fused_matmul_reduce_scatter" + along, (m, k, n), a.dtype, (("transposed", transposed),))
@@ -296,6 +296,28 @@ def _unfused_matmul_reduce_scatter(
     front = to_front(torch.matmul(A, B), scatter_dim).contiguous()
     part = reduce_scattered(front, reduce_op, group_name)
     return copied_back(part.flatten(0, -2), list(part.shape[:-1]), scatter_dim)
+
+
+def gather_gains(a: torch.Tensor, bs: list[torch.Tensor], dim: int, group_name: str, *, return_a: bool) -> bool:
+    """Whether ``fused_all_gather_matmul`` of tensors like these may be faster than the collective and the matmuls: not where
+    the group's members have tried both and found otherwise."""
+    return _gains(group_name, (a, *bs), lambda size: _gather_product(a, bs, dim, size, return_a=return_a).call)
+
+
+def scatter_gains(a: torch.Tensor, b: torch.Tensor, dim: int, group_name: str) -> bool:
+    """The same of ``fused_matmul_reduce_scatter``."""
+    return _gains(group_name, (a, b), lambda size: _scatter_product(a, b, dim, size).call)
+
+
+def _gains(group_name: str, tensors: tuple[torch.Tensor, ...], call: Callable[[int], Call]) -> bool:
+    if not all(isinstance(extent, int) for tensor in tensors for extent in tensor.shape):
+        # Sizes that are not known were not tried.
+        return True
+    group = c10d._resolve_process_group(group_name)  # type: ignore[arg-type]
+    if not isinstance(group, ProcessGroupWarplink):
+        return True
+    decision = group.decision(tensors[0].device, call(group.size()))
+    return decision is None or any(decision)
 
 
 def _meta_all_gather_matmul(

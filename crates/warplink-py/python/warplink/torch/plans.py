@@ -93,6 +93,8 @@ class FusedPlan:
         for name, tensor in tensors.items():
             if name in shared:
                 views[name] = regions[name].view(list(tensor.shape), DTYPES[tensor.dtype])
+                # Lowerings are tried on it, and zeros would be multiplied faster.
+                torch.from_dlpack(views[name]).copy_(tensor)
                 continue
             # A run tells tensors apart by where they were.
             if any(tensor.data_ptr() == other.data_ptr() for other in taken):
