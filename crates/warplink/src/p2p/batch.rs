@@ -231,7 +231,10 @@ impl<'a, 's> Queue<'a, 's> {
     /// Posts a group; the order of its steps is what [`Batch`] says. `rest` follows in the batch.
     fn post(&mut self, group: &[Part<'a>], rest: &[Part<'_>]) -> Result<()> {
         let (mut again, mut copies) = (Vec::new(), Vec::new());
-        for Part { transfer, source, .. } in group.iter().copied() {
+        for Part {
+            transfer, source, ..
+        } in group.iter().copied()
+        {
             let (post, steps, marks) = transfer.end.begin_post(self.stream, self.capture)?;
             if steps.copy {
                 copies.push(CopyOf {

@@ -137,7 +137,9 @@ fn a_run_on_memory_that_does_not_fit_is_refused() {
     threads(world(2), |comm| {
         let case = Case::of::<bf16>(comm, false);
         let own = Memory::gather(comm, &case);
-        let lowering = gathers(comm).into_iter().find(|one| one.name() == "ring-get");
+        let lowering = gathers(comm)
+            .into_iter()
+            .find(|one| one.name() == "ring-get");
         let options = Options::only(lowering.unwrap());
         let plan = case
             .gather()

@@ -141,3 +141,23 @@ impl Plan {
         })
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_second_run_on_a_set_of_addresses_is_worth_a_graph() {
+        let mut state = State::default();
+        assert!(!state.recurs(&[1, 2]) && !state.recurs(&[1, 3]));
+        assert!(state.recurs(&[1, 2]));
+        // What was evicted has to recur again.
+        assert!(!state.recurs(&[1, 2]));
+        for other in 0..MAX_GRAPHS as u64 {
+            assert!(!state.recurs(&[other]));
+        }
+        assert!(!state.recurs(&[1, 3]));
+        state.unrecorded = true;
+        assert!(!state.recurs(&[1, 3]));
+    }
+}

@@ -6,9 +6,9 @@
 use super::memory::{Bindings, PlanMemory};
 use crate::device::{CollectiveRequest, DeviceSlice};
 use crate::error::{Error, Result};
-use crate::program::ir::{Backend, Role};
 use crate::memory::Region;
 use crate::p2p::{Direction, Protocol, Transfer};
+use crate::program::ir::{Backend, Role};
 use crate::program::rank_program::{OperationKind, RankProgram, TensorId, TransferInstance};
 use std::collections::HashSet;
 
