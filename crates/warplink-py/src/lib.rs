@@ -71,7 +71,7 @@ mod _warplink {
     #[pymodule_export]
     use super::memory::{Memory, View};
     #[pymodule_export]
-    use super::overlap::{CapturedOverlap, OverlapPlan};
+    use super::overlap::{CapturedOverlap, OverlapLauncher, OverlapPlan};
     #[pymodule_export]
     use super::program::{Program, Report};
     #[pymodule_export]

@@ -4,7 +4,7 @@ use crate::array::{self, Array};
 use crate::errors::{captured, invalid, raise};
 use crate::owner::Detached;
 use crate::place::Place;
-use crate::stream::Stream;
+use crate::stream::{Stream, Turns};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use std::sync::Arc;
@@ -32,6 +32,29 @@ pub(crate) struct OverlapPlan {
 #[pyclass(frozen, module = "warplink")]
 #[derive(Debug)]
 pub(crate) struct CapturedOverlap(Detached<Arc<overlap::CapturedOverlap>>);
+
+/// Runs of a plan on tensors that others allocate: a call gets their addresses, takes a turn, and copies what peers reach
+/// into and out of the plan's memory.
+#[pyclass(frozen, module = "warplink")]
+#[derive(Debug)]
+pub(crate) struct OverlapLauncher {
+    plan: Detached<Arc<overlap::OverlapPlan>>,
+    place: Place,
+    /// By the order of the addresses.
+    tensors: Vec<Launched>,
+    /// The tensors in the plan's order of those that it gets: their places in `tensors`.
+    order: Vec<usize>,
+}
+
+/// A tensor of a launcher.
+#[derive(Debug)]
+struct Launched {
+    name: String,
+    bytes: usize,
+    /// The plan's memory, for a tensor that peers reach.
+    own: Option<DeviceSlice>,
+    written: bool,
+}
 
 /// How a plan is made.
 #[derive(Clone, Copy)]
@@ -113,6 +136,47 @@ impl OverlapPlan {
             .map_err(raise)
     }
 
+    /// What runs the plan on the tensors `names`, of these `nbytes`, of which `own` has the plan's memory where peers
+    /// reach them. All others are `replaceable`. Every rank uses it, or none.
+    fn launcher(
+        &self,
+        names: Vec<String>,
+        nbytes: Vec<usize>,
+        own: &Bound<'_, PyDict>,
+    ) -> PyResult<OverlapLauncher> {
+        let plan = self.inner()?;
+        if names.len() != nbytes.len() {
+            return Err(invalid(format!(
+                "there are {} names and {} lengths; expected as many",
+                names.len(),
+                nbytes.len()
+            )));
+        }
+        let tensors = names.into_iter().zip(nbytes).map(|(name, bytes)| {
+            let own = match own.get_item(&name)? {
+                Some(array) => Some(Array::resolve_target(&array, &self.place, None)?.slice),
+                None => None,
+            };
+            let written = plan.is_output(&name);
+            Ok(Launched {
+                name,
+                bytes,
+                own,
+                written,
+            })
+        });
+        let tensors = tensors.collect::<PyResult<Vec<_>>>()?;
+        let mut order: Vec<usize> = (0..tensors.len()).collect();
+        order.retain(|at| tensors[*at].own.is_none());
+        order.sort_by(|a, b| tensors[*a].name.cmp(&tensors[*b].name));
+        Ok(OverlapLauncher {
+            plan: Detached::new(plan),
+            place: self.place.clone(),
+            tensors,
+            order,
+        })
+    }
+
     /// Turns the plan into one graph, which takes its place. Blocks while the graph is prepared.
     fn capture(&self, py: Python<'_>) -> PyResult<CapturedOverlap> {
         let plan = self.plan.take_unused(captured)?;
@@ -122,6 +186,61 @@ impl OverlapPlan {
 
     fn __repr__(&self) -> String {
         format!("OverlapPlan(lowering='{}')", self.lowering)
+    }
+}
+
+#[pymethods]
+impl OverlapLauncher {
+    /// Enqueues one run on `stream`, in its turn among `turns`, on tensors at `addresses`: contiguous, in the order of the
+    /// launcher's names. The caller keeps them until `stream` is past the run. Does not block, but records a graph at
+    /// the second run on the same addresses. Raises InvalidArgumentError for another number of addresses, and what ended
+    /// the device's work, such as PeerLostError, if something did.
+    fn launch(
+        &self,
+        py: Python<'_>,
+        turns: &Turns,
+        stream: &Stream,
+        addresses: Vec<u64>,
+    ) -> PyResult<()> {
+        if addresses.len() != self.tensors.len() {
+            return Err(invalid(format!(
+                "there are {} addresses; expected {}",
+                addresses.len(),
+                self.tensors.len()
+            )));
+        }
+        let (plan, stream) = (self.plan.get_or(captured)?, stream.live()?);
+        turns.take(py, stream, || self.enqueue(&plan, stream, &addresses))
+    }
+}
+
+impl OverlapLauncher {
+    fn enqueue(
+        &self,
+        plan: &overlap::OverlapPlan,
+        stream: &warplink::device::Stream,
+        addresses: &[u64],
+    ) -> Result<(), Error> {
+        let given = |at: usize| {
+            let tensor = &self.tensors[at];
+            self.place.borrow_given(addresses[at], tensor.bytes)
+        };
+        for (at, tensor) in self.tensors.iter().enumerate() {
+            if let (Some(own), false) = (&tensor.own, tensor.written) {
+                stream.copy(own, &given(at)?)?;
+            }
+        }
+        let replaced: Vec<u64> = self.order.iter().map(|at| addresses[*at]).collect();
+        plan.launch_on(stream, &replaced, || {
+            let each = |at: &usize| Ok((self.tensors[*at].name.clone(), given(*at)?));
+            self.order.iter().map(each).collect()
+        })?;
+        for (at, tensor) in self.tensors.iter().enumerate() {
+            if let (Some(own), true) = (&tensor.own, tensor.written) {
+                stream.copy(&given(at)?, own)?;
+            }
+        }
+        Ok(())
     }
 }
 

@@ -17,10 +17,14 @@ pub(crate) struct Place {
 impl Place {
     /// The `bytes` at `address`, which the caller keeps.
     pub(crate) fn borrow_unowned(&self, address: u64, bytes: usize) -> PyResult<DeviceSlice> {
+        self.borrow_given(address, bytes).map_err(raise)
+    }
+
+    /// The same, with the library's error.
+    pub(crate) fn borrow_given(&self, address: u64, bytes: usize) -> Result<DeviceSlice, Error> {
         // SAFETY: the caller promises, as documented in Python, that the memory is there and of this device
         // whenever it is used. It is accessed by copies and kernels only, never by a Rust reference.
-        let slice = unsafe { self.device.borrow(address, bytes, Arc::new(())) };
-        slice.map_err(raise)
+        unsafe { self.device.borrow(address, bytes, Arc::new(())) }
     }
 
     /// DLPack's device type and number.

@@ -52,6 +52,19 @@ impl Turns {
         }
     }
 
+    /// Calls `enqueue`, which gives `stream` work, in a turn. The caller sees to it that one thread at a time does.
+    pub(crate) fn take(
+        &self,
+        py: Python<'_>,
+        stream: &warplink::device::Stream,
+        enqueue: impl FnOnce() -> warplink::Result<()> + Send,
+    ) -> PyResult<()> {
+        let inner = self.inner.get()?;
+        let taken = py.detach(|| inner.take(stream, enqueue));
+        self.watched.made();
+        taken.map_err(raise)
+    }
+
     /// Has a thread wait for the turns from now on, instead of one that did so far.
     pub(crate) fn watch(
         &self,

@@ -93,7 +93,7 @@ def test_buffers_that_peers_reach():
 def direct_messages(rank, world, _, place):
     import warplink.torch
 
-    dist = start_on_gpu(rank, world, place, pg_options=warplink.torch.Options(direct_messages=True))
+    dist = start_on_gpu(rank, world, place, pg_options=warplink.torch.Options(direct_collectives=False))
     group, device, peer = dist.group.WORLD, torch.device("cuda", gpu(rank)), 1 - rank
     # The first collective of the group joins them, whatever it is.
     assert group._on_gpu is None
@@ -160,7 +160,7 @@ def test_all_to_alls_and_batches_that_go_direct():
 def direct_collectives(rank, world, _, place):
     import warplink.torch
 
-    options = warplink.torch.Options(direct_collectives=True)
+    options = warplink.torch.Options(direct_messages=False)
     dist = start_on_gpu(rank, world, place, pg_options=options)
     group, device, kinds = dist.group.WORLD, torch.device("cuda", gpu(rank)), dist.ReduceOp
     dist.barrier(device_ids=[gpu(rank)])

@@ -137,8 +137,11 @@ def test_each_call_gives_what_the_backend_would(world):
 def test_the_option_is_read_from_the_environment(monkeypatch):
     import warplink.torch
 
-    assert not warplink.torch.Options().direct_collectives
-    monkeypatch.setenv("WARPLINK_TORCH_DIRECT_COLLECTIVES", "1")
-    options = warplink.torch.Options()
-    assert options.direct_collectives and not options.direct_messages
-    assert "direct_collectives=True" in options.told
+    options = warplink.torch.Options
+    assert options().direct_collectives and options().direct_messages and not options().direct_host_messages
+    assert options(direct_messages=True).direct_host_messages
+    assert not options(direct_collectives=False).direct_collectives
+    monkeypatch.setenv("WARPLINK_TORCH_DIRECT_COLLECTIVES", "0")
+    assert not options().direct_collectives and options().direct_messages
+    assert "direct_collectives=False" in options().told
+    assert options(direct_collectives=True).direct_collectives

@@ -342,6 +342,47 @@ def fp8_model(rank, world, _, place):
     dist.destroy_process_group()
 
 
+def tried(rank, world, _, place):
+    dist = start_compiling(rank, world, place)
+    from torch.distributed._functional_collectives import all_gather_tensor, reduce_scatter_tensor
+
+    import warplink.torch
+    from warplink.torch.trials import Decision
+
+    name = dist.group.WORLD.group_name
+    space = dist.group.WORLD.workspace("cpu")
+
+    def gathered(a, b):
+        return all_gather_tensor(a, 0, name) @ b
+
+    def scattered(a, b):
+        return reduce_scatter_tensor(a @ b, "sum", 0, name)
+
+    a, b = torch.randn(4 * world, 8), torch.randn(8, 6)
+    torch.ops.warplink.fused_all_gather_matmul(a, [b], 0, name, return_A=False)
+    torch.ops.warplink.fused_matmul_reduce_scatter(a, b, "sum", 0, name)
+    calls = list(space.plans)
+    warplink.torch.enable_fusion()
+    try:
+        for decision in (Decision(False, False), Decision(False, True)):
+            for function, call in zip((gathered, scattered), calls, strict=True):
+                space.decide(call, decision)
+                torch._dynamo.reset()
+                warplink.torch.fusion_report(clear=True)
+                got = torch.compile(function, fullgraph=True)(a, b)
+                torch.testing.assert_close(got, function(a, b), rtol=1e-4, atol=1e-4)
+                (found,) = warplink.torch.fusion_report()
+                assert found.replaced == any(decision)
+                assert found.replaced or "members tried both" in str(found)
+    finally:
+        warplink.torch.disable_fusion()
+    dist.destroy_process_group()
+
+
+def test_what_members_found_slower_is_left():
+    on_ranks(tried, WORLD, limit=COMPILING)
+
+
 def test_scaled_matmuls_are_replaced():
     on_ranks(fp8_model, WORLD, limit=COMPILING)
 

@@ -67,6 +67,43 @@ def test_fused_operations_equal_the_unfused(dtype):
     on_ranks(fused, 2, dtype)
 
 
+def tried(rank, world, _, place):
+    dist = start(rank, world, place)
+    from warplink.torch.trials import Decision
+
+    ops, group = torch.ops.warplink, dist.group.WORLD
+    space = group.workspace("cpu")
+    space.tries = True
+    generator = torch.Generator().manual_seed(5)
+    for shape, dim in SHAPES:
+        k = shape[-1] * (world if dim == len(shape) - 1 else 1)
+        a = torch.randn(*shape, generator=generator) + rank
+        b = torch.randn(k, 2 * world, generator=generator)
+        whole = torch.cat([torch.empty_like(a)] * world, dim)
+        dist.all_gather(list(whole.movedim(dim, 0).unflatten(0, (world, -1)).unbind(0)), a.movedim(dim, 0).contiguous())
+        sums = (whole + rank) @ b
+        dist.all_reduce(sums)
+        own = sums.unflatten(dim, (world, -1)).select(dim, rank)
+        for forced in (None, None, Decision(False, False), Decision(True, True)):
+            if forced is not None:
+                space.decisions.update(dict.fromkeys(space.decisions, forced))
+            gathered, (product,) = ops.fused_all_gather_matmul(a, [b], dim, group.group_name)
+            torch.testing.assert_close(gathered, whole)
+            torch.testing.assert_close(product, whole @ b, rtol=1e-4, atol=1e-4)
+            part = ops.fused_matmul_reduce_scatter(whole + rank, b, "sum", dim, group.group_name)
+            assert part.is_contiguous()
+            torch.testing.assert_close(part, own, rtol=1e-4, atol=1e-4)
+            if forced is None:
+                decisions = [None] * world
+                dist.all_gather_object(decisions, list(map(str, space.decisions.items())))
+                assert decisions == [decisions[0]] * world
+    dist.destroy_process_group()
+
+
+def test_members_decide_alike_what_is_faster_and_do_it():
+    on_ranks(tried, 2)
+
+
 def sizes(rank, world, _, place):
     dist = start(rank, world, place)
     from warplink.torch.workspace import MAX_PLANS

@@ -144,7 +144,7 @@ def short_ways(rank, world, meeting):
         group = Long()
         shortcuts.open_to(group, Library())
         shortcuts.open_past(group, direct, world, works, True, True)
-        names = ("allreduce", "_allgather_base", "_reduce_scatter_base", "alltoall_base")
+        names = ("allreduce", "broadcast", "_allgather_base", "_reduce_scatter_base", "alltoall_base")
         names += ("all_gather_single", "reduce_scatter_single", "all_to_all_single")
         assert sorted(vars(group)) == sorted(names)
         every = [numbers(r, (world, 5), torch.float32, 1) for r in range(world)]
@@ -156,6 +156,11 @@ def short_ways(rank, world, meeting):
         found = own.clone()
         assert reduced(now(c10d.AllreduceOptions())) is None
         assert torch.equal(found, total)
+        rooted = now(c10d.BroadcastOptions())
+        rooted.rootRank = world - 1
+        found = own.clone()
+        assert group.broadcast([Passing(found)], rooted) is None
+        assert torch.equal(found, every[-1])
         for gathers in (group._allgather_base, group.all_gather_single):
             whole = torch.zeros(world, world, 5)
             assert gathers(Passing(whole), Passing(own), now(c10d.AllgatherOptions())) is None
@@ -186,6 +191,9 @@ def short_ways(rank, world, meeting):
         assert group.allreduce([alike, alike], now(c10d.AllreduceOptions())) == "long"
         assert group.allreduce([own], now(c10d.AllreduceOptions())) == "long"
         assert group.allreduce(alike) == "long"
+        assert group.broadcast([alike], c10d.BroadcastOptions()) == "long"
+        rooted.rootRank = world
+        assert group.broadcast([alike], rooted) == "long"
         for odd in (wide, elsewhere, Passing(torch.empty(0)), Passing(own.to_sparse())):
             assert group.allreduce([odd], now(c10d.AllreduceOptions())) == "long"
         assert group.alltoall_base(wide, alike, [], [], now(c10d.AllToAllOptions())) == "long"

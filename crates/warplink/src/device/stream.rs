@@ -201,7 +201,13 @@ impl Stream {
         self.0.end_capture()
     }
 
-    /// Id of the stream's capture, if it is capturing; unique in the process.
+    /// Has everything on the stream share one scratch memory, graphs that it captures included: from now on, they are
+    /// launched one after another, and nothing else runs on the stream.
+    pub(crate) fn share_scratch(&self) {
+        self.0.share_scratch();
+    }
+
+    /// Id of the stream's capture, if it is capturing; unique in the process, and below 2^63.
     pub fn capture_id(&self) -> Result<Option<u64>> {
         self.0.capture_id()
     }
@@ -349,6 +355,9 @@ pub trait StreamBackend: Any + Send + Sync + fmt::Debug {
 
     /// See [`Stream::end_capture`].
     fn end_capture(&self) -> Result<Graph>;
+
+    /// See `Stream::share_scratch`.
+    fn share_scratch(&self) {}
 
     /// See [`Stream::capture_id`].
     fn capture_id(&self) -> Result<Option<u64>>;

@@ -157,6 +157,22 @@ impl OverlapPlan {
         })
     }
 
+    /// As [`run_on`](Self::run_on), for runs that recur; see [`Plan::launch_on`].
+    ///
+    /// # Errors
+    /// As [`Plan::launch_on`].
+    pub fn launch_on(
+        &self,
+        stream: &Stream,
+        addresses: &[u64],
+        memory: impl FnOnce() -> Result<Bindings>,
+    ) -> Result<()> {
+        match &self.plans[..] {
+            [plan] => plan.launch_on(stream, addresses, memory),
+            _ => self.run_on(stream, &memory()?),
+        }
+    }
+
     /// Captures the plan into one graph. Blocks meanwhile.
     ///
     /// # Errors

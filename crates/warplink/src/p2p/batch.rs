@@ -22,6 +22,7 @@ use crate::signal::{SignalOp, SignalWord};
 pub struct Batch<'a> {
     parts: Vec<Part<'a>>,
     in_kernel: bool,
+    launch: Option<u64>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -34,6 +35,8 @@ enum Kind {
 struct Part<'a> {
     kind: Kind,
     transfer: &'a Transfer,
+    /// What a send copies instead of its buffer.
+    source: Option<&'a DeviceSlice>,
 }
 
 impl<'a> Batch<'a> {
@@ -44,12 +47,20 @@ impl<'a> Batch<'a> {
 
     /// Posts `transfers` after what the batch holds.
     pub fn post(self, transfers: impl IntoIterator<Item = &'a Transfer>) -> Self {
+        self.add(Kind::Post, transfers.into_iter().map(|each| (each, None)))
+    }
+
+    /// As [`post`](Self::post), with what sends by put copy instead of their buffers, of as many bytes.
+    pub(crate) fn post_from(
+        self,
+        transfers: impl IntoIterator<Item = (&'a Transfer, Option<&'a DeviceSlice>)>,
+    ) -> Self {
         self.add(Kind::Post, transfers)
     }
 
     /// Waits for every post so far of `transfers` after what the batch holds.
     pub fn wait(self, transfers: impl IntoIterator<Item = &'a Transfer>) -> Self {
-        self.add(Kind::Wait, transfers)
+        self.add(Kind::Wait, transfers.into_iter().map(|each| (each, None)))
     }
 
     /// If the batch has no copy, enqueues its signals in a kernel where that is faster. For streams
@@ -59,12 +70,23 @@ impl<'a> Batch<'a> {
         self
     }
 
-    fn add(mut self, kind: Kind, transfers: impl IntoIterator<Item = &'a Transfer>) -> Self {
-        self.parts.extend(
-            transfers
-                .into_iter()
-                .map(|transfer| Part { kind, transfer }),
-        );
+    /// Enqueues it as a part of the [launch](super::next_launch) `launch`, if there is one.
+    pub(crate) fn in_launch(mut self, launch: Option<u64>) -> Self {
+        self.launch = launch;
+        self
+    }
+
+    fn add(
+        mut self,
+        kind: Kind,
+        transfers: impl IntoIterator<Item = (&'a Transfer, Option<&'a DeviceSlice>)>,
+    ) -> Self {
+        let parts = transfers.into_iter().map(|(transfer, source)| Part {
+            kind,
+            transfer,
+            source,
+        });
+        self.parts.extend(parts);
         self
     }
 
@@ -75,7 +97,7 @@ impl<'a> Batch<'a> {
     /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) for a transfer that is
     /// captured twice without a wait between, or a send that has no memory to copy from.
     pub fn enqueue(&self, stream: &Stream) -> Result<()> {
-        for Part { kind, transfer } in &self.parts {
+        for Part { kind, transfer, .. } in &self.parts {
             transfer.end.note(stream);
             if *kind == Kind::Post {
                 transfer.end.note_work(stream);
@@ -89,9 +111,9 @@ impl<'a> Batch<'a> {
     }
 
     fn enqueue_parts(&self, stream: &Stream) -> Result<()> {
-        let mut queue = Queue::new(stream, self.in_kernel)?;
+        let mut queue = Queue::new(stream, self.in_kernel, self.launch)?;
         // Before any post is numbered: a number without a post would be waited for in vain.
-        for (index, Part { kind, transfer }) in self.parts.iter().enumerate() {
+        for (index, Part { kind, transfer, .. }) in self.parts.iter().enumerate() {
             if *kind == Kind::Wait {
                 continue;
             }
@@ -119,10 +141,9 @@ impl<'a> Batch<'a> {
         let mut rest = &self.parts[..];
         for group in self.parts.chunk_by(|a, b| a.kind == b.kind) {
             rest = &rest[group.len()..];
-            let transfers = group.iter().map(|part| part.transfer);
             match group.first().map(|part| part.kind) {
-                Some(Kind::Post) => queue.post(transfers, rest)?,
-                Some(Kind::Wait) | None => queue.wait(transfers)?,
+                Some(Kind::Post) => queue.post(group, rest)?,
+                Some(Kind::Wait) | None => queue.wait(group.iter().map(|part| part.transfer))?,
             }
         }
         queue.flush()
@@ -150,7 +171,7 @@ impl Transfer {
 /// Operations that a stream is to get together.
 struct Queue<'a, 's> {
     stream: &'s Stream,
-    /// The graph that the stream records, if it does.
+    /// The graph that the stream records, or the launch that it is a part of, if there is one.
     capture: Option<u64>,
     in_kernel: bool,
     /// Whether what is posted is waited for here too, so that other streams hardly will, and a place
@@ -159,6 +180,25 @@ struct Queue<'a, 's> {
     operations: Vec<StreamOp<'a>>,
     /// What is to be marked behind the operations.
     marks: Vec<(&'a Transfer, Mark)>,
+}
+
+/// A post that copies.
+#[derive(Clone, Copy)]
+struct CopyOf<'a> {
+    transfer: &'a Transfer,
+    source: Option<&'a DeviceSlice>,
+    post: PostNumber,
+    steps: Steps,
+    /// Whether its place is to be marked.
+    marks: bool,
+}
+
+impl<'a> CopyOf<'a> {
+    /// What moves the bytes, and whether it also tells of them.
+    fn movement(&self) -> Result<(StreamOp<'a>, bool)> {
+        let end = &self.transfer.end;
+        end.movement(self.post, &self.steps.after, self.source)
+    }
 }
 
 /// A place in a stream that others may have to follow.
@@ -173,10 +213,14 @@ enum Mark {
 }
 
 impl<'a, 's> Queue<'a, 's> {
-    fn new(stream: &'s Stream, in_kernel: bool) -> Result<Self> {
+    fn new(stream: &'s Stream, in_kernel: bool, launch: Option<u64>) -> Result<Self> {
+        let capture = match launch {
+            Some(launch) => Some(launch),
+            None => stream.capture_id()?,
+        };
         Ok(Self {
             stream,
-            capture: stream.capture_id()?,
+            capture,
             in_kernel,
             whole: false,
             operations: Vec::new(),
@@ -185,12 +229,21 @@ impl<'a, 's> Queue<'a, 's> {
     }
 
     /// Posts a group; the order of its steps is what [`Batch`] says. `rest` follows in the batch.
-    fn post(&mut self, group: impl Iterator<Item = &'a Transfer>, rest: &[Part<'_>]) -> Result<()> {
+    fn post(&mut self, group: &[Part<'a>], rest: &[Part<'_>]) -> Result<()> {
         let (mut again, mut copies) = (Vec::new(), Vec::new());
-        for transfer in group {
+        for Part {
+            transfer, source, ..
+        } in group.iter().copied()
+        {
             let (post, steps, marks) = transfer.end.begin_post(self.stream, self.capture)?;
             if steps.copy {
-                copies.push((transfer, post, steps, marks));
+                copies.push(CopyOf {
+                    transfer,
+                    source,
+                    post,
+                    steps,
+                    marks,
+                });
             } else if transfer.end.unpacks() {
                 let waits = |part: &Part<'_>| {
                     part.kind == Kind::Wait && std::ptr::eq(part.transfer, transfer)
@@ -213,7 +266,10 @@ impl<'a, 's> Queue<'a, 's> {
         }
         self.mark()?;
         self.move_bytes(&copies)?;
-        for (transfer, .., marks) in copies {
+        for CopyOf {
+            transfer, marks, ..
+        } in copies
+        {
             self.marks.extend(marks.then_some((transfer, Mark::Post)));
         }
         self.mark()
@@ -221,32 +277,32 @@ impl<'a, 's> Queue<'a, 's> {
 
     /// Enqueues what initiators do: packets, which wait for nobody as a rule; then all waits, all copies, all
     /// signals, so that the copy engine is not held up between the copies.
-    fn move_bytes(&mut self, copies: &[(&'a Transfer, PostNumber, Steps, bool)]) -> Result<()> {
+    fn move_bytes(&mut self, copies: &[CopyOf<'a>]) -> Result<()> {
         let (packets, others): (Vec<_>, Vec<_>) = copies
             .iter()
             .copied()
-            .partition(|(transfer, ..)| transfer.end.line.is_some());
-        for (transfer, post, steps, _) in packets {
-            let (packets, _) = transfer.end.movement(post, &steps.after)?;
+            .partition(|copy| copy.transfer.end.line.is_some());
+        for copy in packets {
+            let (packets, _) = copy.movement()?;
             self.operations.push(packets);
         }
-        for &(transfer, post, steps, _) in &others {
-            self.signals(transfer, post, steps.before)?;
+        for copy in &others {
+            self.signals(copy.transfer, copy.post, copy.steps.before)?;
         }
         let mut untold = Vec::new();
-        for (transfer, post, steps, _) in others {
-            if transfer.end.is_empty() {
-                untold.push((transfer, post, steps));
+        for copy in others {
+            if copy.transfer.end.is_empty() {
+                untold.push(copy);
                 continue;
             }
-            let (movement, tells) = transfer.end.movement(post, &steps.after)?;
+            let (movement, tells) = copy.movement()?;
             self.operations.push(movement);
             if !tells {
-                untold.push((transfer, post, steps));
+                untold.push(copy);
             }
         }
-        for (transfer, post, steps) in untold {
-            self.signals(transfer, post, steps.after)?;
+        for copy in untold {
+            self.signals(copy.transfer, copy.post, copy.steps.after)?;
         }
         Ok(())
     }
@@ -415,6 +471,16 @@ pub fn post_stores(
     stream: &Stream,
     store: impl FnOnce(&[&DeviceSlice]) -> Result<()>,
 ) -> Result<()> {
+    post_stores_in_launch(None, transfers, stream, store)
+}
+
+/// [`post_stores`] as a part of the [launch](super::next_launch) `launch`, if there is one.
+pub(crate) fn post_stores_in_launch(
+    launch: Option<u64>,
+    transfers: &[&Transfer],
+    stream: &Stream,
+    store: impl FnOnce(&[&DeviceSlice]) -> Result<()>,
+) -> Result<()> {
     let targets = transfers
         .iter()
         .map(|transfer| transfer.target())
@@ -423,7 +489,7 @@ pub fn post_stores(
         return Ok(());
     }
     // What stores is a kernel as a rule, and so finds no more room than these do.
-    let mut queue = Queue::new(stream, true)?;
+    let mut queue = Queue::new(stream, true, launch)?;
     transfers
         .iter()
         .for_each(|transfer| transfer.end.note(stream));

@@ -215,13 +215,15 @@ impl TransferEnd {
     }
 
     /// What moves the bytes of a post at the initiator, if it is not enqueued by somebody else, and whether
-    /// it also tells of them.
-    pub(super) fn movement(
-        &self,
+    /// it also tells of them. A send copies `from` instead of its buffer, if that is there.
+    pub(super) fn movement<'a>(
+        &'a self,
         post: PostNumber,
         after: &[Option<SignalOp>; 2],
-    ) -> Result<(StreamOp<'_>, bool)> {
-        let (target, source) = self.copy_operands()?;
+        from: Option<&'a DeviceSlice>,
+    ) -> Result<(StreamOp<'a>, bool)> {
+        let (target, own) = self.copy_operands()?;
+        let source = from.unwrap_or(own);
         let captured = matches!(post, PostNumber::Captured(_));
         Ok(match self.flow {
             Flow::Streams => (StreamOp::Copy { target, source }, false),

@@ -30,11 +30,13 @@ mod request;
 mod stream_barrier;
 mod transfer;
 
+pub(crate) use batch::post_stores_in_launch;
 pub use batch::{Batch, post_all, post_stores, wait_all};
 pub(crate) use exchange::PathModel;
 pub use exchange::TransferExchange;
 pub use path::{Path, TransferKernels};
 pub use protocol::Protocol;
+pub(crate) use recording::next_launch;
 pub use request::{Direction, TransferRequest};
 pub use stream_barrier::StreamBarrier;
 pub use transfer::Transfer;

@@ -11,6 +11,17 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::sync::{Mutex, guard};
 use std::sync::{Arc, OnceLock};
 
+/// The first number of a launch. Devices count captures from below.
+const FIRST_LAUNCH: u64 = 1 << 63;
+
+/// A number for work that is enqueued as the launch of a graph would be: on the words of graphs, which start anew, so that
+/// another rank may launch a graph of the same work, and this one the next time. Such work follows the launch before it,
+/// and holds the wait for each of its posts.
+pub(crate) fn next_launch() -> u64 {
+    static COUNT: std::sync::atomic::AtomicU64 = std::sync::atomic::AtomicU64::new(FIRST_LAUNCH);
+    COUNT.fetch_add(1, std::sync::atomic::Ordering::Relaxed)
+}
+
 /// What the graph recorded last has of one end of a transfer.
 #[derive(Debug, Default)]
 pub(super) struct Recording {

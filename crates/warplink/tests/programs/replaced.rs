@@ -2,8 +2,8 @@
 
 use super::{Case, Inputs, Memory, gathers, scatters, threads, world};
 use half::bf16;
-use warplink::device::{AllocationKind, Priority};
-use warplink::overlap::Options;
+use warplink::device::{AllocationKind, DeviceSlice, Priority};
+use warplink::overlap::{Options, OverlapPlan};
 use warplink::program::Bindings;
 use warplink::{Communicator, ErrorKind};
 
@@ -75,12 +75,71 @@ fn runs_take_other_memory_for_what_no_peer_reaches() {
     });
 }
 
+/// Runs by `plan.launch_on` on memory that recurs: soon on some ranks, later on others.
+fn launches(comm: &Communicator, case: &Case) {
+    let executor = comm.executor();
+    let stream = comm.create_stream(Priority::Normal).unwrap();
+    let launch = |plan: &OverlapPlan, bindings: &Bindings| {
+        let addresses: Vec<u64> = bindings.values().map(DeviceSlice::address).collect();
+        let memory = || Ok(bindings.clone());
+        plan.launch_on(&stream, &addresses, memory).unwrap();
+        comm.synchronize(&stream).unwrap();
+    };
+    let sets = if comm.rank() == 0 { 1 } else { 2 };
+    let own = Memory::gather(comm, case);
+    let others = [(); 2].map(|()| Memory::gather(comm, case));
+    for lowering in gathers(comm) {
+        let options = Options::only(lowering.clone());
+        let plan = case
+            .gather()
+            .plan(&executor, &options, &own.gather_buffers(case));
+        let plan = plan.unwrap();
+        for seed in 0..7 {
+            let inputs = Inputs::<bf16>::draw(case, seed);
+            let other = &others[seed as usize % sets];
+            let (memory, bindings) = own.replaced(other, &plan.replaceable());
+            own.fill_gather(comm, case, &Inputs::<bf16>::draw(case, 90));
+            memory.fill_gather(comm, case, &inputs);
+            launch(&plan, &bindings);
+            memory.check_gather(comm, case, &inputs, lowering.name());
+        }
+    }
+    let own = Memory::scatter(comm, case);
+    let others = [(); 2].map(|()| Memory::scatter(comm, case));
+    for lowering in scatters(comm) {
+        let options = Options::only(lowering.clone());
+        let plan = case
+            .scatter()
+            .plan(&executor, &options, &own.scatter_buffers(case));
+        let plan = plan.unwrap();
+        for seed in 0..7 {
+            let inputs = Inputs::<bf16>::draw(case, seed);
+            let other = &others[seed as usize % sets];
+            let (memory, bindings) = own.replaced(other, &plan.replaceable());
+            own.fill_scatter(comm, case, &Inputs::<bf16>::draw(case, 90));
+            memory.fill_scatter(comm, case, &inputs);
+            launch(&plan, &bindings);
+            memory.check_scatter(comm, case, &inputs, lowering.name());
+        }
+    }
+}
+
+#[test]
+fn runs_that_recur_are_launched_while_other_ranks_enqueue_them() {
+    threads(world(3), |comm| {
+        let case = Case::of::<bf16>(comm, true).operands(2);
+        launches(comm, &case);
+    });
+}
+
 #[test]
 fn a_run_on_memory_that_does_not_fit_is_refused() {
     threads(world(2), |comm| {
         let case = Case::of::<bf16>(comm, false);
         let own = Memory::gather(comm, &case);
-        let lowering = gathers(comm).into_iter().find(|one| one.name() == "push");
+        let lowering = gathers(comm)
+            .into_iter()
+            .find(|one| one.name() == "ring-get");
         let options = Options::only(lowering.unwrap());
         let plan = case
             .gather()
@@ -97,7 +156,7 @@ fn a_run_on_memory_that_does_not_fit_is_refused() {
             assert_eq!(error.kind(), ErrorKind::InvalidArgument);
             assert!(error.to_string().contains(says), "{error}");
         };
-        // Peers were told where A is, if there are any.
+        // Peers read A, if there are any.
         if comm.world() > 1 {
             refused(
                 "A",

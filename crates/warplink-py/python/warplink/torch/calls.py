@@ -43,12 +43,16 @@ class GroupCalls:
         """What serves ``tensors``: None for the host device, else NCCL or Gloo."""
         raise NotImplementedError
 
-    def direct_messages(self, device: torch.device) -> Any:
+    def direct_messages(self, device: torch.device, by_all: bool = True) -> Any:
         """What does all-to-alls and batches directly on ``device``; None where a backend does."""
         raise NotImplementedError
 
     def direct_collectives(self, device: torch.device) -> Any:
         """What does collectives directly on ``device``; None where a backend does."""
+        raise NotImplementedError
+
+    def _joined_collectives(self) -> Any:
+        """What does collectives of CUDA tensors directly, if members have joined for that."""
         raise NotImplementedError
 
     def _join_in_barrier(self, device: torch.device | None) -> None:
@@ -319,9 +323,11 @@ class GroupCalls:
         kind = device.type if device is not None else "cpu"
         if kind == "cpu" and self._host is None and self._gloo is None:
             kind = "cuda"
-        if (backend := self._backend_for(kind)) is not None:
-            return backend.barrier(opts)
-        return self._host.barrier(limit_of(opts))
+        if (backend := self._backend_for(kind)) is None:
+            return self._host.barrier(limit_of(opts))
+        if kind == "cuda" and (direct := self._joined_collectives()) is not None:
+            return self._done([direct.barrier(_is_async(opts))])
+        return backend.barrier(opts)
 
     # Sends and receives
 

@@ -1,6 +1,6 @@
 """All-to-alls and batches of sends and receives by Warplink's own collectives; ``direct_collectives`` has the others.
 
-This is what ``Options(direct_messages=True)`` asks for. Whether a call goes direct never depends on the call: members
+``Options(direct_messages=False)`` turns them off. Whether a call goes direct never depends on the call: members
 agree on it once, when they join the collectives, so that no call asks another rank which way it goes. Tensors of every
 type, length and layout are served. As with NCCL, messages of a batch are matched by their order and not by tags, and
 both ends of a message are in batches.

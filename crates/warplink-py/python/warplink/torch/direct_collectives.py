@@ -1,6 +1,6 @@
 """Collectives of CUDA tensors by Warplink's own.
 
-This is what ``Options(direct_collectives=True)`` asks for. Whether a reduction goes direct depends on its type and
+``Options(direct_collectives=False)`` turns them off. Whether a reduction goes direct depends on its type and
 operator alone, which are the same on every rank, and whether anything else does on nothing; so no call asks another rank.
 """
 
@@ -60,6 +60,20 @@ class GpuCollectives(GpuMessages):
         """``tensor`` becomes the root's."""
         return self._between("broadcast", tensor, tensor, tensor, asynchronous, None, root)
 
+    def barrier(self, asynchronous: bool) -> GpuWork:
+        """A barrier of the members' streams, behind which the host waits, too, as in NCCL's."""
+        # What is summed does not matter.
+        token = torch.empty(1, device=self._device)
+        work = self._enqueue(
+            "barrier",
+            [token],
+            [token],
+            lambda stream, sources, targets: self._call("all_reduce", stream, targets[0], sources[0], token, ("sum", "f32")),
+            asynchronous,
+        )
+        work.blocks(self.timeout)
+        return work
+
     def all_gather_flat(
         self, output: torch.Tensor, input: torch.Tensor, asynchronous: bool
     ) -> GpuWork:
@@ -107,12 +121,13 @@ class GpuCollectives(GpuMessages):
         input: torch.Tensor,
         part: torch.Tensor,
         how: tuple[str, str] | None = None,
+        root: int | None = None,
     ) -> bool:
-        """The collective ``kind``, without a root, from ``input`` to ``output``, of which ``part`` is the shorter, on the
+        """The collective ``kind`` from ``input`` to ``output``, of which ``part`` is the shorter, on the
         current stream without a work, as ``_now`` says. False also where there are no elements."""
         operator, element = (None, "u8") if how is None else how
         count = part.nbytes if how is None else part.numel()
-        behind = (count, element, operator)
+        behind = (count, element, operator, root)
         return count > 0 and self._now(kind, output, input, self._collectives.call_at, (kind,), behind)
 
     def _between(

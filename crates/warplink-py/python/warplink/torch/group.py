@@ -123,7 +123,7 @@ class ProcessGroupWarplink(GroupCalls, GroupWorkspaces, dist.ProcessGroup):  # t
         self._host = HostCollectives(self._communicator, self._host_works, limit)
         self._register_host()
         self._messages = Messages(self._communicator, self._host_works, limit)
-        if not (self._may_go_direct and self._options.direct_messages):
+        if self._size == 1 or not self._options.direct_host_messages:
             return
         # Two, since batches and collectives are done side by side.
         batches = direct.join(self._communicator)
@@ -216,19 +216,25 @@ class ProcessGroupWarplink(GroupCalls, GroupWorkspaces, dist.ProcessGroup):  # t
             "expected CPU tensors, or CUDA tensors where PyTorch has NCCL"
         )
 
-    def direct_messages(self, device: torch.device) -> HostBatches | GpuMessages | None:
+    def direct_messages(self, device: torch.device, by_all: bool = True) -> HostBatches | GpuMessages | None:
         """What does batches of tensors on ``device`` by Warplink's own collectives; None where something else does, on
         all members alike. On GPUs, every member makes the group's first call at the same time, as PyTorch asks for
-        batches, and not in a graph. It is the call that decides, whatever comes of it."""
+        batches, and not in a graph. It is the call that decides, whatever comes of it. A call that is not surely
+        ``by_all`` does not decide where a barrier was before it."""
         if device.type != "cuda":
             return self._batches
-        return self._direct_on(device) if self._options.direct_messages else None
+        if not self._options.direct_messages or self._may_go_direct and self._barriers and not by_all:
+            return None
+        return self._direct_on(device)
 
     def direct_collectives(self, device: torch.device) -> GpuCollectives | None:
         """What does collectives of tensors on ``device``, likewise."""
         if device.type != "cuda" or not self._options.direct_collectives:
             return None
         return self._direct_on(device)
+
+    def _joined_collectives(self) -> GpuCollectives | None:
+        return self._on_gpu if self._options.direct_collectives else None
 
     def _direct_on(self, device: torch.device) -> GpuCollectives | None:
         """What goes direct on a GPU; the first call decides."""

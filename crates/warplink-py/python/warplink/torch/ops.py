@@ -12,17 +12,18 @@ from __future__ import annotations
 import contextlib
 import math
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Callable, NamedTuple
 
 import torch
-import torch.distributed._functional_collectives as funcol
 from torch.distributed import distributed_c10d as c10d
 
 import warplink
 from warplink.torch import columns
 from warplink.torch.agreement import Call
 from warplink.torch.group import ProcessGroupWarplink
-from warplink.torch.plans import FusedPlan, copied_back, family, in_memory, moved_back, span, to_front
+from warplink.torch.plans import FusedPlan, are_transposed, copied_back, family, in_memory, moved_back, span, to_front
+from warplink.torch.trials import faster
+from warplink.torch.unfused import all_gathered, group_size, reduce_scattered
 from warplink.torch.workspace import Workspace, is_recording
 
 #: Element types that have a matmul in Warplink.
@@ -59,11 +60,6 @@ def _check(a: torch.Tensor, bs: list[torch.Tensor], dim: int, name: str) -> None
         raise ValueError(f"{name} is {dim}; expected a dimension of A, from 0 to {a.dim() - 1}")
 
 
-def group_size(group_name: str) -> int:
-    """How many ranks the group has."""
-    return c10d._get_group_size_by_name(group_name)  # type: ignore[arg-type]
-
-
 def direct_workspace(group_name: str, device: torch.device, *, fuses: bool) -> Workspace | None:
     """What does calls of the group directly on ``device``; None, on all ranks alike, if Warplink does not, or the group
     has one rank. Where a call that does not fuse is recorded, it is not needed."""
@@ -85,7 +81,24 @@ def _fuses(a: torch.Tensor, bs: list[torch.Tensor]) -> bool:
     return a.dtype in FUSED_DTYPES and all(matrix.numel() for matrix in (a, *bs))
 
 
-@torch.no_grad()
+def _key_of(operation: str, option: Any, dim: int, a: torch.Tensor, bs: list[torch.Tensor]) -> tuple[Any, ...]:
+    """What the checks of a call depend on, and what they find."""
+    parts = [(b.dtype, b.get_device(), b.shape, b.stride()) for b in bs]
+    return operation, option, dim, a.dtype, a.shape, *parts
+
+
+class _Product(NamedTuple):
+    """What is known of calls with one key: the plan's call, and sizes."""
+
+    call: Call
+    #: Of A as the plan has it, and of its results.
+    left: tuple[int, int]
+    outputs: dict[str, tuple[int, int]]
+    #: Of the results, without the columns; the dimension that is shared comes first.
+    leading: list[int]
+    transposed: bool
+
+
 def all_gather_matmul(
     A: torch.Tensor,
     Bs: list[torch.Tensor],
@@ -100,58 +113,84 @@ def all_gather_matmul(
     ``torch.ops.symm_mem.fused_all_gather_matmul``: contiguous with ``gather_dim`` in front. Raises
     ValueError where sizes, types or devices do not fit.
     """
-    _check(A, Bs, gather_dim, "gather_dim")
-    for b in Bs:
-        rows = A.shape[-1]
-        if gather_dim == A.dim() - 1:
-            rows *= group_size(group_name)
-        if b.shape[0] != rows:
-            raise ValueError(f"B has {b.shape[0]} rows; expected {rows}, the columns of A")
+
+    def unfused() -> tuple[torch.Tensor | None, list[torch.Tensor]]:
+        return _unfused_all_gather_matmul(A, Bs, gather_dim, group_name, return_A=return_A)
+
     fuses = _fuses(A, Bs)
     space = direct_workspace(group_name, A.device, fuses=fuses)
-    rows, k = math.prod(A.shape[:-1]), A.shape[-1]
-    widths = tuple(b.shape[1] for b in Bs)
-    if space is None or not fuses:
-        along = " along the last dimension" if gather_dim == A.dim() - 1 else ""
-        call = Call("fused_all_gather_matmul" + along, (rows, k, *widths), A.dtype)
-        with compared(space, call):
-            return _unfused_all_gather_matmul(A, Bs, gather_dim, group_name, return_A=return_A)
-    if gather_dim == A.dim() - 1:
-        return columns.gather_matmul(A, Bs, space, return_a=return_A)
-    size = space.communicator.size
-    front = to_front(A, gather_dim)
-    leading = [front.shape[0] * size, *front.shape[1:-1]]
-    m, count = rows * size, len(Bs)
-    rights, transposed = in_memory(Bs)
-    outputs = {f"C[{index}]": (m, n) for index, n in enumerate(widths)}
-    if return_A:
-        outputs["G"] = (m, k)
-    with span("warplink::fused_all_gather_matmul"), space.turn():
+    key = _key_of("all_gather", return_A, gather_dim, A, Bs)
+    known: _Product | None = None if space is None else space.known.get(key)
+    if known is None or space is None:
+        _check(A, Bs, gather_dim, "gather_dim")
+        last = gather_dim == A.dim() - 1
+        for b in Bs:
+            rows = A.shape[-1] * (group_size(group_name) if last else 1)
+            if b.shape[0] != rows:
+                raise ValueError(f"B has {b.shape[0]} rows; expected {rows}, the columns of A")
+        if space is None or not fuses:
+            sizes = (math.prod(A.shape[:-1]), A.shape[-1], *(b.shape[1] for b in Bs))
+            along = " along the last dimension" if last else ""
+            call = Call("fused_all_gather_matmul" + along, sizes, A.dtype)
+            with compared(space, call):
+                return unfused()
+        known = space.remember(key, _gather_product(A, Bs, gather_dim, space.communicator.size, return_a=return_A))
+    product = known
 
-        def make() -> FusedPlan:
-            tensors = {"A": front.reshape(rows, k), **family("B", rights)}
-            tensors.update((name, A.new_empty(sizes)) for name, sizes in outputs.items())
+    def fused() -> tuple[torch.Tensor | None, list[torch.Tensor]]:
+        if gather_dim == A.dim() - 1:
+            return columns.gather_matmul(A, Bs, space, return_a=return_A)
+        return _gather(A, Bs, gather_dim, space, product)
 
-            def plan(views: dict[str, Any]) -> warplink.OverlapPlan:
-                return space.executor.all_gather_matmul(
-                    views["A"],
-                    [views[f"B[{index}]"] for index in range(count)],
-                    [views[f"C[{index}]"] for index in range(count)],
-                    gathered=views.get("G"),
-                    transposed_b=transposed,
-                )
-
-            # Peers read this rank's part of A, and put theirs into the gathered one.
-            return FusedPlan.make(space, tensors, {"A", "G"} & tensors.keys(), plan)
-
-        options = (("return_A", return_A), ("transposed", transposed))
-        fused = space.plan(Call("fused_all_gather_matmul", (rows, k, *widths), A.dtype, options), make)
-        got = fused.run(space, {"A": front, **family("B", rights)}, outputs)
-        results, gathered = got[:count], got[count] if return_A else None
-    whole = None if gathered is None else moved_back(gathered, leading, gather_dim)
-    return whole, [moved_back(result, leading, gather_dim) for result in results]
+    return faster(space, known.call, fused, unfused)
 
 
+def _gather_product(
+    a: torch.Tensor, bs: list[torch.Tensor], dim: int, size: int, *, return_a: bool
+) -> _Product:
+    rows, k = math.prod(a.shape[:-1]), a.shape[-1]
+    widths = tuple(b.shape[1] for b in bs)
+    outputs = {f"C[{index}]": (rows * size, n) for index, n in enumerate(widths)}
+    if return_a:
+        outputs["G"] = (rows * size, k)
+    transposed = are_transposed(bs)
+    options = (("return_A", return_a), ("transposed", transposed))
+    along = " along the last dimension" if dim == a.dim() - 1 else ""
+    call = Call("fused_all_gather_matmul" + along, (rows, k, *widths), a.dtype, options)
+    front = to_front(a, dim).shape
+    return _Product(call, (rows, k), outputs, [front[0] * size, *front[1:-1]], transposed)
+
+
+def _gather(
+    a: torch.Tensor, bs: list[torch.Tensor], dim: int, space: Workspace, known: _Product
+) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
+    inputs = [to_front(a, dim).contiguous(), *in_memory(bs, known.transposed)]
+    results = [a.new_empty(sizes) for sizes in known.outputs.values()]
+    count = len(bs)
+
+    def make() -> FusedPlan:
+        left = inputs[0].reshape(known.left)
+        tensors = {"A": left, **family("B", inputs[1:]), **dict(zip(known.outputs, results))}
+
+        def plan(views: dict[str, Any]) -> warplink.OverlapPlan:
+            return space.executor.all_gather_matmul(
+                views["A"],
+                [views[f"B[{index}]"] for index in range(count)],
+                [views[f"C[{index}]"] for index in range(count)],
+                gathered=views.get("G"),
+                transposed_b=known.transposed,
+            )
+
+        # Peers read this rank's part of A, and put theirs into the gathered one.
+        return FusedPlan.make(space, tensors, {"A", "G"} & tensors.keys(), plan)
+
+    with span("warplink::fused_all_gather_matmul"):
+        space.launch(known.call, make, [tensor.data_ptr() for tensor in (*inputs, *results)])
+    back = [moved_back(result, known.leading, dim) for result in results]
+    return back[count] if len(back) > count else None, back[:count]
+
+
+@torch.no_grad()
 def _unfused_all_gather_matmul(
     A: torch.Tensor,
     Bs: list[torch.Tensor],
@@ -161,21 +200,18 @@ def _unfused_all_gather_matmul(
     return_A: bool = True,
 ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
     """The same as a collective and matmuls."""
-    size = group_size(group_name)
     last = gather_dim == A.dim() - 1
-    front = A if last else A.movedim(gather_dim, 0)
-    gathered = torch.ops._c10d_functional.all_gather_into_tensor(
-        front.contiguous(), size, group_name
-    )
-    gathered = torch.ops._c10d_functional.wait_tensor(gathered)
+    front = A if last else to_front(A, gather_dim)
+    gathered = all_gathered(front.contiguous(), group_name)
     if last:
-        whole = torch.cat(gathered.chunk(size), dim=-1)
+        whole = torch.cat(gathered.chunk(group_size(group_name)), dim=-1)
         return whole if return_A else None, [torch.matmul(whole, b) for b in Bs]
-    results = [torch.matmul(gathered, b).movedim(0, gather_dim) for b in Bs]
-    return gathered.movedim(0, gather_dim) if return_A else None, results
+    results = [torch.matmul(gathered, b) for b in Bs]
+    if gather_dim:
+        gathered, results = gathered.movedim(0, gather_dim), [each.movedim(0, gather_dim) for each in results]
+    return gathered if return_A else None, results
 
 
-@torch.no_grad()
 def matmul_reduce_scatter(
     A: torch.Tensor, B: torch.Tensor, reduce_op: str, scatter_dim: int, group_name: str
 ) -> torch.Tensor:
@@ -184,59 +220,104 @@ def matmul_reduce_scatter(
     A is ``[.., k]``, B is ``[k, n]``. The result is contiguous. Raises ValueError where sizes, types or
     devices do not fit, or ``reduce_op`` is neither "sum" nor "avg".
     """
-    _check(A, [B], scatter_dim, "scatter_dim")
-    if reduce_op not in ("sum", "avg"):
-        raise ValueError(f"reduce_op is '{reduce_op}'; expected sum or avg")
-    if B.shape[0] != A.shape[-1]:
-        raise ValueError(f"B has {B.shape[0]} rows; expected {A.shape[-1]}, the columns of A")
-    size = group_size(group_name)
-    shared = B.shape[1] if scatter_dim == A.dim() - 1 else A.shape[scatter_dim]
-    if shared % size:
-        raise ValueError(
-            f"dimension {scatter_dim} of the result is {shared}; expected a multiple of {size} ranks"
-        )
+
+    def unfused() -> torch.Tensor:
+        return _unfused_matmul_reduce_scatter(A, B, reduce_op, scatter_dim, group_name)
+
     fuses = _fuses(A, [B])
     space = direct_workspace(group_name, A.device, fuses=fuses)
-    m, k, n = math.prod(A.shape[:-1]), A.shape[-1], B.shape[1]
-    if space is None or not fuses:
-        along = " along the last dimension" if scatter_dim == A.dim() - 1 else ""
-        call = Call("fused_matmul_reduce_scatter" + along, (m, k, n), A.dtype)
-        with compared(space, call):
-            return _unfused_matmul_reduce_scatter(A, B, reduce_op, scatter_dim, group_name)
-    if scatter_dim == A.dim() - 1:
-        return columns.matmul_scatter(A, B, space, average=reduce_op == "avg")
-    front = to_front(A, scatter_dim)
-    (right,), transposed = in_memory([B])
-    inputs = {"A": front.reshape(m, k).contiguous(), "B": right}
-    outputs = {"C": (m // size, n)}
-    with span("warplink::fused_matmul_reduce_scatter"), space.turn():
+    key = _key_of("reduce_scatter", reduce_op, scatter_dim, A, [B])
+    known: _Product | None = None if space is None else space.known.get(key)
+    if known is None or space is None:
+        _check_scatter(A, B, reduce_op, scatter_dim, group_size(group_name))
+        if space is None or not fuses:
+            along = " along the last dimension" if scatter_dim == A.dim() - 1 else ""
+            sizes = (math.prod(A.shape[:-1]), A.shape[-1], B.shape[1])
+            call = Call("fused_matmul_reduce_scatter" + along, sizes, A.dtype)
+            with compared(space, call):
+                return unfused()
+        known = space.remember(key, _scatter_product(A, B, scatter_dim, space.communicator.size))
+    product = known
 
-        def plan(views: dict[str, Any]) -> warplink.OverlapPlan:
-            return space.executor.matmul_reduce_scatter(
-                views["A"], views["B"], views["C"], transposed_b=transposed
-            )
+    def fused() -> torch.Tensor:
+        if scatter_dim == A.dim() - 1:
+            return columns.matmul_scatter(A, B, space, average=reduce_op == "avg")
+        result = _scatter(A, B, scatter_dim, space, product)
+        if reduce_op == "avg":
+            result /= space.communicator.size
+        return copied_back(result, product.leading, scatter_dim)
 
-        def make() -> FusedPlan:
-            # Some programs receive sums in the result.
-            tensors = {**inputs, "C": A.new_empty(outputs["C"])}
-            return FusedPlan.make(space, tensors, {"C"}, plan)
-
-        options = (("transposed", transposed),)
-        fused = space.plan(Call("fused_matmul_reduce_scatter", (m, k, n), A.dtype, options), make)
-        (result,) = fused.run(space, inputs, outputs)
-    if reduce_op == "avg":
-        result /= size
-    leading = [front.shape[0] // size, *front.shape[1:-1]]
-    return copied_back(result, leading, scatter_dim)
+    return faster(space, known.call, fused, unfused)
 
 
+def _check_scatter(a: torch.Tensor, b: torch.Tensor, reduce_op: str, dim: int, size: int) -> None:
+    _check(a, [b], dim, "scatter_dim")
+    if reduce_op not in ("sum", "avg"):
+        raise ValueError(f"reduce_op is '{reduce_op}'; expected sum or avg")
+    if b.shape[0] != a.shape[-1]:
+        raise ValueError(f"B has {b.shape[0]} rows; expected {a.shape[-1]}, the columns of A")
+    shared = b.shape[1] if dim == a.dim() - 1 else a.shape[dim]
+    if shared % size:
+        raise ValueError(f"dimension {dim} of the result is {shared}; expected a multiple of {size} ranks")
+
+
+def _scatter_product(a: torch.Tensor, b: torch.Tensor, dim: int, size: int) -> _Product:
+    m, k, n = math.prod(a.shape[:-1]), a.shape[-1], b.shape[1]
+    transposed = are_transposed([b])
+    along = " along the last dimension" if dim == a.dim() - 1 else ""
+    call = Call("fused_matmul_reduce_scatter" + along, (m, k, n), a.dtype, (("transposed", transposed),))
+    front = to_front(a, dim).shape
+    return _Product(call, (m, k), {"C": (m // size, n)}, [front[0] // size, *front[1:-1]], transposed)
+
+
+def _scatter(a: torch.Tensor, b: torch.Tensor, dim: int, space: Workspace, known: _Product) -> torch.Tensor:
+    left, (right,) = to_front(a, dim).contiguous(), in_memory([b], known.transposed)
+    result = a.new_empty(known.outputs["C"])
+
+    def plan(views: dict[str, Any]) -> warplink.OverlapPlan:
+        return space.executor.matmul_reduce_scatter(
+            views["A"], views["B"], views["C"], transposed_b=known.transposed
+        )
+
+    def make() -> FusedPlan:
+        # Some programs receive sums in the result.
+        return FusedPlan.make(space, {"A": left.reshape(known.left), "B": right, "C": result}, {"C"}, plan)
+
+    with span("warplink::fused_matmul_reduce_scatter"):
+        space.launch(known.call, make, [left.data_ptr(), right.data_ptr(), result.data_ptr()])
+    return result
+
+
+@torch.no_grad()
 def _unfused_matmul_reduce_scatter(
     A: torch.Tensor, B: torch.Tensor, reduce_op: str, scatter_dim: int, group_name: str
 ) -> torch.Tensor:
     """The same as a matmul and a collective."""
-    name: Any = group_name
-    result: torch.Tensor = funcol.wait_tensor(funcol.reduce_scatter_tensor(A @ B, reduce_op, scatter_dim, name))
-    return result.contiguous()
+    front = to_front(torch.matmul(A, B), scatter_dim).contiguous()
+    part = reduce_scattered(front, reduce_op, group_name)
+    return copied_back(part.flatten(0, -2), list(part.shape[:-1]), scatter_dim)
+
+
+def gather_gains(a: torch.Tensor, bs: list[torch.Tensor], dim: int, group_name: str, *, return_a: bool) -> bool:
+    """Whether ``fused_all_gather_matmul`` of tensors like these may be faster than the collective and the matmuls: not where
+    the group's members have tried both and found otherwise."""
+    return _gains(group_name, (a, *bs), lambda size: _gather_product(a, bs, dim, size, return_a=return_a).call)
+
+
+def scatter_gains(a: torch.Tensor, b: torch.Tensor, dim: int, group_name: str) -> bool:
+    """The same of ``fused_matmul_reduce_scatter``."""
+    return _gains(group_name, (a, b), lambda size: _scatter_product(a, b, dim, size).call)
+
+
+def _gains(group_name: str, tensors: tuple[torch.Tensor, ...], call: Callable[[int], Call]) -> bool:
+    if not all(isinstance(extent, int) for tensor in tensors for extent in tensor.shape):
+        # Sizes that are not known were not tried.
+        return True
+    group = c10d._resolve_process_group(group_name)  # type: ignore[arg-type]
+    if not isinstance(group, ProcessGroupWarplink):
+        return True
+    decision = group.decision(tensors[0].device, call(group.size()))
+    return decision is None or any(decision)
 
 
 def _meta_all_gather_matmul(

@@ -18,10 +18,11 @@ class Options:
     allocated when ``get_p2p_buffer`` is called first. Passing a ``ProcessGroupNCCL.Options`` itself is
     the same as passing ``Options(nccl_options=...)``.
 
-    With ``direct_messages``, all-to-alls and batches of sends and receives of a group on one machine go by Warplink's
-    own collectives, CUDA tensors without NCCL; the same on every rank. None takes it from the environment:
-    ``WARPLINK_TORCH_DIRECT_MESSAGES=1``. With ``direct_collectives``, all-reduces, all-gathers, reduce-scatters, reductions
-    and broadcasts of CUDA tensors do so, too: ``WARPLINK_TORCH_DIRECT_COLLECTIVES=1``.
+    With ``direct_messages``, all-to-alls and batches of sends and receives of CUDA tensors go by Warplink's own collectives
+    and not by NCCL, in a group on one machine whose members all can; with ``direct_collectives``, all-reduces, all-gathers,
+    reduce-scatters, reductions, broadcasts and barriers do. Both are the same on every rank. None takes them from the
+    environment, where ``WARPLINK_TORCH_DIRECT_MESSAGES=0`` and ``WARPLINK_TORCH_DIRECT_COLLECTIVES=0`` turn them off; else they
+    are on. Messages of CPU tensors go the same way where ``direct_messages`` is True, or the variable 1.
     """
 
     def __init__(
@@ -35,17 +36,19 @@ class Options:
             raise ValueError(f"buffer_size is {buffer_size}; expected at least 1 byte")
         self.nccl_options = nccl_options
         self.buffer_size = buffer_size
-        if direct_messages is None:
-            direct_messages = os.environ.get("WARPLINK_TORCH_DIRECT_MESSAGES") == "1"
-        self.direct_messages = direct_messages
-        if direct_collectives is None:
-            direct_collectives = os.environ.get("WARPLINK_TORCH_DIRECT_COLLECTIVES") == "1"
-        self.direct_collectives = direct_collectives
+        messages = _from_environment("WARPLINK_TORCH_DIRECT_MESSAGES", direct_messages)
+        collectives = _from_environment("WARPLINK_TORCH_DIRECT_COLLECTIVES", direct_collectives)
+        self.direct_messages = messages is not False
+        self.direct_collectives = collectives is not False
+        self.direct_host_messages = messages is True
 
     @property
     def told(self) -> str:
         """What has to be the same on every rank."""
-        return f"direct_messages={self.direct_messages}, direct_collectives={self.direct_collectives}"
+        return (
+            f"direct_messages={self.direct_messages}, direct_collectives={self.direct_collectives}, "
+            f"direct_host_messages={self.direct_host_messages}"
+        )
 
     def updated(self, given: Any) -> Options:
         """The options of a group that is split from one with these, where ``pg_options`` is ``given``: PyTorch passes on
@@ -74,3 +77,8 @@ class Options:
             f"pg_options is a {type(given).__name__}; "
             "expected warplink.torch.Options or ProcessGroupNCCL.Options"
         )
+
+
+def _from_environment(name: str, given: bool | None) -> bool | None:
+    """``given``, or what the environment's ``name`` says, if it says something."""
+    return {"0": False, "1": True}.get(os.environ.get(name, "")) if given is None else given

@@ -1,7 +1,8 @@
 """Plans of fused operations, which run where the tensors lie.
 
-A plan names its memory when it is made. What peers reach (this rank's part of A, what they put into) stays
-there, and is copied in and out. Everything else, weights and results above all, is named anew in each run.
+A plan names its memory when it is made. What peers reach (what they read, what they put into) stays there, and is copied in
+and out. Everything else, weights and results above all, is named anew in each run, which is the launch of a graph where
+the same addresses come back.
 """
 
 from __future__ import annotations
@@ -30,11 +31,15 @@ def family(name: str, tensors: Sequence[torch.Tensor]) -> dict[str, torch.Tensor
     return {f"{name}[{index}]": tensor for index, tensor in enumerate(tensors)}
 
 
-def in_memory(bs: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], bool]:
-    """Right operands as memory holds them, and whether that is their transposes, as of the weights of a
-    linear layer. Copies only where operands are neither, or some are and others are not."""
-    transposed = all(not b.is_contiguous() and b.t().is_contiguous() for b in bs)
-    return [(b.t() if transposed else b).contiguous() for b in bs], transposed
+def are_transposed(bs: Sequence[torch.Tensor]) -> bool:
+    """Whether memory holds the transposes of right operands, as of the weights of a linear layer."""
+    return all(not b.is_contiguous() and b.t().is_contiguous() for b in bs)
+
+
+def in_memory(bs: Sequence[torch.Tensor], transposed: bool) -> list[torch.Tensor]:
+    """Right operands as the plan wants them in memory. Copies only where operands are neither whole nor transposed, or some
+    are and others are not."""
+    return [b.t() if transposed else b.contiguous() for b in bs]
 
 
 def to_front(tensor: torch.Tensor, dim: int) -> torch.Tensor:
@@ -63,11 +68,12 @@ def copied_back(flat: torch.Tensor, leading: list[int], dim: int) -> torch.Tenso
 
 
 class FusedPlan:
-    """A plan, with tensors of its own for what cannot lie elsewhere."""
+    """A plan, and what runs it on the tensors of a call."""
 
-    def __init__(self, plan: warplink.OverlapPlan, own: dict[str, torch.Tensor]) -> None:
+    def __init__(self, plan: warplink.OverlapPlan, launcher: warplink.OverlapLauncher, own: set[str]) -> None:
         self.plan = plan
-        #: What peers reach, by name.
+        self.launcher = launcher
+        #: The names of the tensors that runs copy, since peers reach the plan's.
         self.own = own
 
     @staticmethod
@@ -78,18 +84,17 @@ class FusedPlan:
         plan: Callable[[dict[str, Any]], warplink.OverlapPlan],
     ) -> FusedPlan:
         """The plan that ``plan`` makes of views by name: of memory that peers reach for the tensors
-        ``shared``, of ``tensors`` themselves for the others. Every rank makes it at the same time."""
-        own: dict[str, torch.Tensor] = {}
+        ``shared``, of ``tensors`` themselves for the others. Every rank makes it at the same time. Runs get the addresses
+        of tensors in the order of ``tensors``."""
         views: dict[str, warplink.View] = {}
         taken: list[torch.Tensor] = []
         names = [name for name in tensors if name in shared]
         regions = dict(zip(names, space.alloc([tensors[name].nbytes for name in names])))
         for name, tensor in tensors.items():
             if name in shared:
-                region = regions[name]
-                views[name] = region.view(list(tensor.shape), DTYPES[tensor.dtype])
-                own[name] = torch.from_dlpack(views[name])
-                own[name].copy_(tensor)
+                views[name] = regions[name].view(list(tensor.shape), DTYPES[tensor.dtype])
+                # Lowerings are tried on it, and zeros would be multiplied faster.
+                torch.from_dlpack(views[name]).copy_(tensor)
                 continue
             # A run tells tensors apart by where they were.
             if any(tensor.data_ptr() == other.data_ptr() for other in taken):
@@ -103,40 +108,9 @@ class FusedPlan:
         free = set.intersection(*(set(names.decode().split(",")) for names in told))
         fixed = tensors.keys() - free
         if fixed <= shared:
-            return FusedPlan(made, {name: own[name] for name in fixed})
+            nbytes = [tensor.nbytes for tensor in tensors.values()]
+            launcher = made.launcher(list(tensors), nbytes, {name: views[name] for name in fixed})
+            return FusedPlan(made, launcher, fixed)
         # This program exchanges more; and so does the next plan.
         del made
         return FusedPlan.make(space, tensors, shared | fixed, plan)
-
-    def run(
-        self,
-        space: Workspace,
-        inputs: dict[str, torch.Tensor],
-        outputs: dict[str, tuple[int, ...]],
-    ) -> list[torch.Tensor]:
-        """New tensors of the sizes ``outputs``, in that order, computed from ``inputs``, all of one type on
-        one device. Called where there are no gradients."""
-        view_at = space.communicator.view_at
-        memory: dict[str, warplink.View] = {}
-        used: list[torch.Tensor] = []
-        for name, tensor in inputs.items():
-            own = self.own.get(name)
-            if own is None:
-                tensor = tensor.contiguous()
-                memory[name] = view_at(tensor.data_ptr(), [tensor.nbytes], "u8")
-                used.append(tensor)
-            else:
-                own.view(tensor.shape).copy_(tensor)
-        results = {}
-        for name, sizes in outputs.items():
-            if name not in self.own:
-                result = tensor.new_empty(sizes)
-                memory[name] = view_at(result.data_ptr(), [result.nbytes], "u8")
-                results[name] = result
-        stream = space.stream
-        self.plan.run(stream, memory)
-        space.settle(stream)
-        # The plan's memory is the next call's too.
-        return [
-            results[name] if name in results else self.own[name].clone() for name in outputs
-        ]

@@ -117,7 +117,7 @@ def _batch_together() -> None:
         c10d._check_p2p_op_list(p2p_op_list)
         group._check()
         device = first.tensor.device
-        if (direct := group.direct_messages(device)) is not None:
+        if (direct := group.direct_messages(device, by_all=False)) is not None:
             sends = (dist.isend, c10d.isend)
             batch = [Message(op.group_peer, op.op in sends, op.tensor) for op in p2p_op_list]
             return [direct.exchange(batch)]

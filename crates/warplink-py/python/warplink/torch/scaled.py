@@ -11,10 +11,9 @@ import math
 from typing import Any
 
 import torch
-import torch.distributed._functional_collectives as funcol
 
 from warplink.torch.agreement import Call
-from warplink.torch.ops import compared, direct_workspace, group_size, library
+from warplink.torch.ops import compared, direct_workspace, library
 from warplink.torch.pipeline import GatherPipeline, ScatterPipeline
 from warplink.torch.plans import copied_back, moved_back, span, to_front
 from warplink.torch.scaled_checks import (
@@ -25,6 +24,9 @@ from warplink.torch.scaled_checks import (
     product_sizes,
     result_dtype,
 )
+from warplink.torch.trials import faster
+from warplink.torch.unfused import all_gathered, group_size, reduce_scattered
+from warplink.torch.workspace import Workspace
 
 library.define(
     "fused_all_gather_scaled_matmul(Tensor A, Tensor[] Bs, Tensor A_scale, Tensor[] B_scales, "
@@ -127,22 +129,24 @@ def all_gather_scaled_matmul(
     whole_rows = list(A.shape[:-1])
     whole_rows[gather_dim] *= size
     leading = [front.shape[0] * size, *front.shape[1:-1]]
-    outs = [A.new_empty([size * rows, b.shape[1]], dtype=kind) for b, kind in zip(Bs, kinds)]
     own_scales = _own_scales(A, A_scale, gather_dim, whole_rows, 0 if space is None else space.communicator.rank)
     call = Call("fused_all_gather_scaled_matmul", (rows, k), A.dtype)
     # A collective of its own.
     gathers_scales = list(A_scale.shape) == [*A.shape[:-1], 1]
     of_scales = call._replace(options=(("A_scale", "of this part"),)) if gathers_scales else call
-    if space is None or not fuses:
-        with compared(space, of_scales):
-            scales = _scales_of_rows(A, A_scale, gather_dim, group_name)
-            gathered = funcol.wait_tensor(
-                torch.ops._c10d_functional.all_gather_into_tensor(front.contiguous(), size, group_name)
-            ).view(-1, k)
+
+    def results() -> list[torch.Tensor]:
+        return [A.new_empty([size * rows, b.shape[1]], dtype=kind) for b, kind in zip(Bs, kinds)]
+
+    def unfused() -> tuple[torch.Tensor, list[torch.Tensor]]:
+        outs, scales = results(), _scales_of_rows(A, A_scale, gather_dim, group_name)
+        gathered = all_gathered(front.contiguous(), group_name).view(-1, k)
         for out, b, b_scale, rest in zip(outs, Bs, B_scales, rests):
             _matmul(out, gathered, b, scales, b_scale, rest)
-    else:
-        brought = front.reshape(rows, k).contiguous()
+        return gathered, outs
+
+    def fused(space: Workspace) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        outs, brought = results(), front.reshape(rows, k).contiguous()
         for kind, b, b_scale, rest in zip(kinds, Bs, B_scales, rests):
             _try(kind, brought, b, own_scales, b_scale, rest)
         with compared(space if gathers_scales else None, of_scales):
@@ -159,7 +163,15 @@ def all_gather_scaled_matmul(
             pipeline = space.plan(call, lambda: GatherPipeline(space, nbytes))
             pipeline.run(brought.view(torch.uint8).view(-1), multiply)
             # The pipeline's memory is the next call's too.
-            gathered = pipeline.parts.bytes.clone().view(A.dtype).view(-1, k)
+            return pipeline.parts.bytes.clone().view(A.dtype).view(-1, k), outs
+
+    if space is None or not fuses:
+        with compared(space, of_scales):
+            gathered, outs = unfused()
+    else:
+        sizes = (rows, k, *(b.shape[1] for b in Bs))
+        key = of_scales._replace(sizes=sizes, options=(*of_scales.options, ("of types", tuple(kinds))))
+        gathered, outs = faster(space, key, lambda: fused(space), unfused)
     return moved_back(gathered, leading, gather_dim), [moved_back(out, leading, gather_dim) for out in outs]
 
 
@@ -179,9 +191,7 @@ def _gather_columns(
                 f"A_scale has {a_scale.numel()} elements; expected one, or one for each of {rows} rows of A"
             )
         a_scale = a_scale.reshape(-1, 1).contiguous()
-    gathered = funcol.wait_tensor(
-        torch.ops._c10d_functional.all_gather_into_tensor(a.contiguous(), size, group_name)
-    )
+    gathered = all_gathered(a.contiguous(), group_name)
     # Not all types of fp8 can be concatenated.
     parts = gathered.view(torch.uint8).chunk(size) if a.element_size() == 1 else gathered.chunk(size)
     whole = torch.cat(parts, dim=-1).view(a.dtype)
@@ -215,11 +225,7 @@ def _scales_of_rows(a: torch.Tensor, scale: torch.Tensor, dim: int, group_name: 
     """One scale, or one for each row of the gathered A, with the gathered dimension in front."""
     if list(scale.shape) == [*a.shape[:-1], 1]:
         # As long as this rank's part, so it is gathered as well; it is small.
-        front = scale.movedim(dim, 0).contiguous()
-        size = group_size(group_name)
-        started = torch.ops._c10d_functional.all_gather_into_tensor(front, size, group_name)
-        gathered: torch.Tensor = funcol.wait_tensor(started)
-        return gathered.view(-1, 1)
+        return all_gathered(scale.movedim(dim, 0).contiguous(), group_name).view(-1, 1)
     return scale if scale.numel() == 1 else scale.movedim(dim, 0).reshape(-1, 1).contiguous()
 
 
@@ -258,15 +264,17 @@ def scaled_matmul_reduce_scatter(
     # Types of 8 bits have no sums in PyTorch.
     fuses = not last and A.numel() > 0 and kind.itemsize > 1
     space = direct_workspace(group_name, A.device, fuses=fuses)
+    rows = math.prod(sizes[:-1]) // (1 if last else size)
+
+    def unfused() -> torch.Tensor:
+        return _unfused_scatter(A, B, (A_scale, B_scale), kind, rest, reduce_op, (dim, sizes), group_name)
+
     if space is None or not fuses:
         along = " along the last dimension" if last else ""
-        rows = math.prod(sizes[:-1]) // (1 if last else size)
         call = Call("fused_scaled_matmul_reduce_scatter" + along, (rows, n), kind)
         with compared(space, call):
-            scaling = (A_scale, B_scale)
-            return _unfused_scatter(A, B, scaling, kind, rest, reduce_op, (dim, sizes), group_name)
+            return unfused()
     front = to_front(A.reshape(*sizes[:-1], k), dim)
-    rows = math.prod(front.shape[:-1]) // size
     parts = front.reshape(size, rows, k)
     scales = A_scale
     if A_scale.numel() > 1:
@@ -276,16 +284,20 @@ def scaled_matmul_reduce_scatter(
         own = scales[rank] if scales.numel() > 1 else scales
         _matmul(out.view(kind).view(rows, n), parts[rank], B, own, B_scale, rest)
 
-    own = scales[0] if scales.numel() > 1 else scales
-    _try(kind, parts[0], B, own, B_scale, rest)
-    with span("warplink::fused_scaled_matmul_reduce_scatter"), space.turn():
-        nbytes = rows * n * kind.itemsize
-        call = Call("fused_scaled_matmul_reduce_scatter", (rows, n), kind)
-        pipeline = space.plan(call, lambda: ScatterPipeline(space, nbytes))
-        received = pipeline.run(multiply).view(kind).view(size, rows, n)
-        result = (received.mean(0) if reduce_op == "avg" else received.sum(0)).to(kind)
+    call = Call("fused_scaled_matmul_reduce_scatter", (rows, n), kind)
     leading = [front.shape[0] // size, *front.shape[1:-1]]
-    return copied_back(result, leading, dim)
+
+    def fused(space: Workspace) -> torch.Tensor:
+        own = scales[0] if scales.numel() > 1 else scales
+        _try(kind, parts[0], B, own, B_scale, rest)
+        with span("warplink::fused_scaled_matmul_reduce_scatter"), space.turn():
+            nbytes = rows * n * kind.itemsize
+            pipeline = space.plan(call, lambda: ScatterPipeline(space, nbytes))
+            received = pipeline.run(multiply).view(kind).view(size, rows, n)
+            result = (received.mean(0) if reduce_op == "avg" else received.sum(0)).to(kind)
+        return copied_back(result, leading, dim)
+
+    return faster(space, call._replace(sizes=(rows, k, n)), lambda: fused(space), unfused)
 
 
 def _unfused_scatter(
@@ -304,9 +316,8 @@ def _unfused_scatter(
     out = a.new_empty([flat.shape[0], b.shape[1]], dtype=kind)
     a_scale = scales[0].reshape(-1, 1) if scales[0].numel() > 1 else scales[0]
     _matmul(out, flat, b, a_scale, scales[1], rest)
-    name: Any = group_name
-    result: torch.Tensor = funcol.wait_tensor(funcol.reduce_scatter_tensor(out.view(sizes), reduce_op, dim, name))
-    return result.contiguous()
+    part = reduce_scattered(to_front(out.view(sizes), dim).contiguous(), reduce_op, group_name)
+    return copied_back(part.flatten(0, -2), list(part.shape[:-1]), dim)
 
 
 def _meta_all_gather_scaled_matmul(

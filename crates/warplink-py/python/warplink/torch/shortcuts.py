@@ -58,6 +58,7 @@ def open_past(
     ways = vars(group)
     made = {
         "allreduce": _all_reduce,
+        "broadcast": _broadcast,
         "_allgather_base": _all_gather,
         "_reduce_scatter_base": _reduce_scatter,
         "alltoall_base": _all_to_all,
@@ -116,6 +117,18 @@ def _all_reduce(direct: GpuCollectives, _size: int, works: Noted, long: weakref.
             if tensor.is_cuda and not opts.asyncOp and works.works is None:
                 how = reduction(opts.reduceOp, tensor.dtype)
                 if how is not None and direct.now("all_reduce", tensor, tensor, tensor, how):
+                    return None
+        return _alive(long)(tensors, opts, *rest)
+
+    return call
+
+
+def _broadcast(direct: GpuCollectives, size: int, works: Noted, long: weakref.WeakMethod[Any]) -> Way:
+    def call(tensors: Any, opts: Any = None, *rest: Any) -> Any:
+        if type(opts) is c10d.BroadcastOptions and type(tensors) is list and len(tensors) == 1:
+            tensor, root = tensors[0], opts.rootRank
+            if tensor.is_cuda and not opts.asyncOp and works.works is None and 0 <= root < size:
+                if direct.now("broadcast", tensor, tensor, tensor, root=root):
                     return None
         return _alive(long)(tensors, opts, *rest)
 

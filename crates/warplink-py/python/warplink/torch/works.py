@@ -179,6 +179,10 @@ class GpuWork(dist.Work):
         self._limit = limit
         self._future: torch.futures.Future[Any] | None = None
 
+    def blocks(self, limit: float) -> None:
+        """From now on, every wait blocks until it is done, for ``limit`` seconds."""
+        self._limit = limit
+
     def _done(self) -> torch.cuda.Event:
         """What is reached when it is done, or later."""
         if self._event is None:

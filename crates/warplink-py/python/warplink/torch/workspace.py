@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-from typing import Any, Callable, Iterator, Sequence
+from typing import Any, Callable, Iterator, Sequence, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,8 +19,10 @@ from warplink.torch.history import TELLING_SECONDS, History
 #: How many plans of fused operations, each with memory of its own, a group keeps on a device.
 MAX_PLANS = 64
 
-#: How many calls without a plan a group remembers to have compared.
+#: How many calls a group remembers to have compared, of those without a plan, to have checked, and to have tried.
 MAX_COMPARED = 1024
+
+T = TypeVar("T")
 
 #: Bytes by which members find whether they reach one another's memory.
 _PROBE_BYTES = 64
@@ -48,6 +50,13 @@ def is_recording(device: torch.device) -> bool:
         return torch.cuda.is_current_stream_capturing()
 
 
+def _keep(kept: dict[Any, Any], key: Any, value: Any) -> None:
+    """Adds to ``kept``, which loses the oldest entry where there are too many."""
+    if key not in kept and len(kept) == MAX_COMPARED:
+        del kept[next(iter(kept))]
+    kept[key] = value
+
+
 class Workspace:
     """A group's communicator on one device, and what is made from it."""
 
@@ -67,6 +76,11 @@ class Workspace:
         self.executor = communicator.executor()
         #: Plans of fused operations by what they are for, the one that was used last at the end.
         self.plans: dict[Any, Any] = {}
+        #: What is known of calls by what their checks depend on.
+        self.known: dict[Any, Any] = {}
+        #: Whether calls are fused, by what tells them apart, and whether members try what is faster.
+        self.decisions: dict[Any, Any] = {}
+        self.tries = device.type == "cuda"
         #: What the members have found that all of them call, of what needs no plan.
         self._compared: dict[Any, None] = {}
         self._history = None if store is None else History(store, communicator.rank, communicator.size)
@@ -114,6 +128,20 @@ class Workspace:
                 self._explain(error)
                 raise
 
+    def launch(self, key: Any, make: Callable[[], Any], addresses: Sequence[int]) -> None:
+        """Runs the plan for ``key``, which ``make`` makes if there is none, on tensors at ``addresses``, in a turn of the
+        caller's stream. Raises what a turn and the making of a plan raise."""
+        with self._lock:
+            try:
+                self.check()
+                plan = self.plan(key, make)
+                stream = self.stream
+                plan.launcher.launch(self._turns, stream, addresses)
+                self.settle(stream)
+            except _ENDS as error:
+                self._explain(error)
+                raise
+
     @contextlib.contextmanager
     def compared(self, call: Any) -> Iterator[None]:
         """For ``call``, which runs as a collective and a matmul. The first time, it blocks until every member has called
@@ -125,9 +153,7 @@ class Workspace:
             self._note(call)
             if call not in self._compared:
                 check_alike(self.communicator, call)
-                if len(self._compared) == MAX_COMPARED:
-                    del self._compared[next(iter(self._compared))]
-                self._compared[call] = None
+                _keep(self._compared, call, None)
         with self._explained():
             yield
 
@@ -148,6 +174,11 @@ class Workspace:
         limit = TELLING_SECONDS if isinstance(error, TimeoutError) else 0.0
         if history is not None and (difference := history.difference(limit)) is not None:
             raise difference from error
+
+    def note(self, call: Any) -> None:
+        """Notes a call of all members, which runs without a plan."""
+        with self._lock:
+            self._note(call)
 
     def _note(self, call: Any) -> None:
         if self._history is not None:
@@ -190,6 +221,21 @@ class Workspace:
         if recording:
             self._recorded.add(key)
         return found
+
+    def remember(self, key: Any, known: T) -> T:
+        """Keeps ``known``, by ``key``, for later calls."""
+        _keep(self.known, key, known)
+        return known
+
+    def decide(self, key: Any, decision: Any) -> None:
+        """Keeps ``decision`` for calls of ``key``."""
+        _keep(self.decisions, key, decision)
+
+    def forget(self, key: Any) -> None:
+        """Lets go of the plan for ``key``, unless a graph has recorded it. Every member does, or none."""
+        with self._lock:
+            if key not in self._recorded:
+                self.plans.pop(key, None)
 
     def collectives(self) -> warplink.Collectives:
         """The members' collectives, for those with an epilogue; made by all members at the same time, at the first one.

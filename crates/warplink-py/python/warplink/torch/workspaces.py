@@ -77,6 +77,11 @@ class GroupWorkspaces:
             )
         return space
 
+    def decision(self, device: torch.device, key: Any) -> Any:
+        """What members have decided of calls of ``key`` on ``device``, if they have; see ``trials``."""
+        space = self._workspaces.get(device.type)
+        return None if space is None else space.decisions.get(key)
+
     def _agree_on_workspace(self, device: torch.device) -> Workspace | None:
         """A workspace whose members reach one another's memory; None, on all of them alike, where one cannot make it."""
         limit = self._timeout.total_seconds()

@@ -3,6 +3,7 @@
 use super::agreement::Digest;
 use super::context::RankContext;
 use super::kernel::{BoundKernels, KernelMemory};
+use super::launches::Launches;
 use super::memory::{Bindings, PlanMemory, TensorMemory};
 use super::plan::{Plan, PlanParts};
 use super::pool::Pool;
@@ -181,6 +182,7 @@ impl Prepared {
         )
         .commands()?;
         Ok(Plan::new(PlanParts {
+            launches: Launches::new(&commands),
             context: self.context.clone(),
             name: self.name.clone(),
             program: program.clone(),

@@ -8,7 +8,7 @@ use crate::device::{
     Stream,
 };
 use crate::error::Result;
-use crate::p2p::{Batch, Transfer, post_stores};
+use crate::p2p::{Batch, Transfer, post_stores_in_launch};
 use std::sync::Arc;
 
 /// Stream index of the caller's stream.
@@ -72,22 +72,28 @@ impl CommandKind {
 }
 
 impl Command {
-    /// Enqueues the command on `stream`, which must be the command's stream.
-    pub(super) fn enqueue(&self, stream: &Stream) -> Result<()> {
+    /// Enqueues the command on `stream`, which must be the command's stream, as a part of `launch` if there is one.
+    pub(super) fn enqueue(&self, stream: &Stream, launch: Option<u64>) -> Result<()> {
         match &self.kind {
             CommandKind::Copy { target, source } => stream.copy(target, source),
             CommandKind::Zero(target) => stream.fill(target, 0),
-            CommandKind::Matmul(_, launch) | CommandKind::Elementwise(_, launch) => {
-                launch.enqueue(stream)
+            CommandKind::Matmul(_, prepared) | CommandKind::Elementwise(_, prepared) => {
+                prepared.enqueue(stream)
             }
-            CommandKind::Post(group) => self.batch(group).post(each(group)).enqueue(stream),
-            CommandKind::PostMatmul(group, _, launch) => {
+            CommandKind::Post(group) => {
+                let batch = self.batch(group).in_launch(launch);
+                batch.post(each(group)).enqueue(stream)
+            }
+            CommandKind::PostMatmul(group, _, matmuls) => {
                 let group: Vec<&Transfer> = each(group).collect();
-                post_stores(&group, stream, |_| launch.enqueue(stream))
+                post_stores_in_launch(launch, &group, stream, |_| matmuls.enqueue(stream))
             }
-            CommandKind::Wait(group) => self.batch(group).wait(each(group)).enqueue(stream),
+            CommandKind::Wait(group) => {
+                let batch = self.batch(group).in_launch(launch);
+                batch.wait(each(group)).enqueue(stream)
+            }
             CommandKind::Collective(engine, request) => engine.enqueue(stream, request),
-            CommandKind::Kernel(launch) => launch.enqueue(stream),
+            CommandKind::Kernel(kernel) => kernel.enqueue(stream),
             CommandKind::Record(event) => stream.record(event),
             CommandKind::WaitEvent(event) => stream.wait_event(event),
         }
@@ -97,8 +103,8 @@ impl Command {
     pub(super) fn enqueue_on(
         &self,
         stream: &Stream,
-        replaced: &Replaced<'_>,
-        compute: Option<&Arc<dyn Compute>>,
+        launch: Option<u64>,
+        (replaced, compute): (&Replaced<'_>, Option<&Arc<dyn Compute>>),
     ) -> Result<()> {
         match (&self.kind, compute) {
             (CommandKind::Copy { target, source }, _) => {
@@ -112,14 +118,14 @@ impl Command {
                 if matmuls.name_any(replaced) =>
             {
                 let group: Vec<&Transfer> = each(group).collect();
-                post_stores(&group, stream, |_| {
+                post_stores_in_launch(launch, &group, stream, |_| {
                     matmuls.enqueue(stream, replaced, compute)
                 })
             }
             (CommandKind::Elementwise(request, _), Some(compute)) => {
                 let mut operands = std::iter::once(&request.target).chain(&request.sources);
                 if !operands.any(|operand| replaced.has(&operand.slice)) {
-                    return self.enqueue(stream);
+                    return self.enqueue(stream, launch);
                 }
                 let mut request = request.clone();
                 for operand in std::iter::once(&mut request.target).chain(&mut request.sources) {
@@ -127,10 +133,17 @@ impl Command {
                 }
                 compute.elementwise(stream, &request)
             }
+            (CommandKind::Post(group), _) => {
+                let sources = each(group).map(|transfer| replaced.of_send(transfer));
+                let sources = sources.collect::<Result<Vec<_>>>()?;
+                let sources = sources.iter().map(Option::as_ref);
+                let batch = self.batch(group).in_launch(launch);
+                batch.post_from(each(group).zip(sources)).enqueue(stream)
+            }
             (CommandKind::Collective(engine, request), _) => {
                 engine.enqueue(stream, &replaced.of_request(request)?)
             }
-            _ => self.enqueue(stream),
+            _ => self.enqueue(stream, launch),
         }
     }
 
@@ -146,6 +159,6 @@ impl Command {
     }
 }
 
-fn each(group: &[Arc<Transfer>]) -> impl Iterator<Item = &Transfer> {
+fn each(group: &[Arc<Transfer>]) -> impl Iterator<Item = &Transfer> + Clone {
     group.iter().map(|transfer| &**transfer)
 }

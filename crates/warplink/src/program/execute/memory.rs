@@ -1,7 +1,7 @@
 //! Memory of a plan's tensors: bound by the caller or taken from the pool.
 
 use super::pool::Pool;
-use super::replaced::replaceable;
+use super::replaced::untransferred;
 use crate::device::{DeviceSlice, Stream};
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::Region;
@@ -94,7 +94,7 @@ impl PlanMemory {
 
     /// Substitutes shareable regions for the caller's memory that the program exposes to peers.
     fn stage(&mut self, program: &RankProgram) -> Result<()> {
-        let own = replaceable(program, self);
+        let own = untransferred(program, self);
         for id in 0..self.tensors.len() {
             if let TensorMemory::Bound(bound) = &self.tensors[id]
                 && !own.contains(&id)
@@ -179,6 +179,11 @@ impl PlanMemory {
 
     pub(super) fn tensor(&self, id: TensorId) -> &TensorMemory {
         &self.tensors[id]
+    }
+
+    /// Whether peers map another region than the caller's memory.
+    pub(super) fn is_staged(&self, id: TensorId) -> bool {
+        matches!(self.tensors.get(id), Some(TensorMemory::Staged { .. }))
     }
 
     /// Number of tensors.

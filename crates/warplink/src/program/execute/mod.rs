@@ -19,6 +19,7 @@ mod kernel;
 mod known_steps;
 mod lane;
 mod lane_times;
+mod launches;
 mod machine;
 mod matmuls;
 mod memory;

@@ -3,6 +3,7 @@
 use super::command::{Command, CommandKind};
 use super::context::RankContext;
 use super::kernel::{BoundKernels, KernelReport, TracedKernel};
+use super::launches::Launches;
 use super::memory::{Bindings, PlanMemory};
 use super::replaced::Replaced;
 use super::trace::{Trace, Tracer};
@@ -20,7 +21,7 @@ use std::time::{Duration, Instant};
 /// the last completes. The plan may be dropped at any time: resources of its runs in flight are kept until the
 /// streams have completed them. A graph that others captured it into does not keep them.
 pub struct Plan {
-    parts: InUse<PlanParts>,
+    pub(super) parts: InUse<PlanParts>,
 }
 
 /// Kernels that record the start times of their steps, by operation.
@@ -28,6 +29,8 @@ type TracedKernels = BTreeMap<usize, Arc<InUse<TracedKernel>>>;
 
 /// Contents of a plan.
 pub(super) struct PlanParts {
+    // Graphs use everything else.
+    pub(super) launches: Launches,
     pub(super) context: RankContext,
     pub(super) name: String,
     pub(super) program: Arc<RankProgram>,
@@ -118,7 +121,7 @@ impl Plan {
     /// The device's fault, or the error of an operation that cannot be enqueued, with its place in the program.
     pub fn run(&self, stream: &Stream) -> Result<()> {
         self.check_capture(stream)?;
-        self.for_each_command(stream, Command::enqueue)
+        self.for_each_command(stream, |command, stream| command.enqueue(stream, None))
     }
 
     /// Like [`run`](Self::run), for a `stream` that captures a graph while plans of the same executor may run
@@ -133,7 +136,9 @@ impl Plan {
             }
             None => &parts.streams,
         };
-        self.for_each_command_on((stream, streams), Command::enqueue)
+        self.for_each_command_on((stream, streams), |command, stream| {
+            command.enqueue(stream, None)
+        })
     }
 
     /// Fails if `stream` captures a program that cannot be captured. This gives a caller who records a run the
@@ -168,11 +173,22 @@ impl Plan {
             return self.run(stream);
         }
         self.check_capture(stream)?;
+        self.enqueue_on((stream, &self.parts.streams), None, memory)
+    }
+
+    /// Enqueues a run with `memory` substituted, as a part of `launch` if there is one.
+    pub(super) fn enqueue_on(
+        &self,
+        streams: (&Stream, &[Option<Stream>]),
+        launch: Option<u64>,
+        memory: &Bindings,
+    ) -> Result<()> {
         let parts = &self.parts;
         let replaced = Replaced::new(&parts.program, &parts.memory, &parts.replaceable, memory)
             .map_err(|error| error.with_operation(format!("run '{}'", parts.name)))?;
-        self.for_each_command(stream, |command, stream| {
-            command.enqueue_on(stream, &replaced, parts.compute.as_ref())
+        let operands = (&replaced, parts.compute.as_ref());
+        self.for_each_command_on(streams, |command, stream| {
+            command.enqueue_on(stream, launch, operands)
         })
     }
 
@@ -184,7 +200,7 @@ impl Plan {
     ) -> Result<()> {
         self.for_each_command(stream, |command, stream| {
             let start = Instant::now();
-            command.enqueue(stream)?;
+            command.enqueue(stream, None)?;
             tell(command.kind.name(), start.elapsed());
             Ok(())
         })
@@ -225,7 +241,7 @@ impl Plan {
         let mut tracer = Tracer::start(&self.parts.context, stream)?;
         self.for_each_command(stream, |command, stream| {
             if command.kind.is_event() {
-                return command.enqueue(stream);
+                return command.enqueue(stream, None);
             }
             let operation = &self.parts.program.operations[command.operation];
             let begin = tracer.mark(stream)?;
@@ -235,7 +251,7 @@ impl Plan {
                     kernel.note(stream);
                     kernel.launch.enqueue(stream)?;
                 }
-                None => command.enqueue(stream)?,
+                None => command.enqueue(stream, None)?,
             }
             let end = tracer.mark(stream)?;
             let stream = self.parts.program.streams[command.stream];

@@ -1,6 +1,6 @@
 //! Pool of memory and streams for plans.
 
-use crate::device::{AllocationKind, Device, Priority, Stream};
+use crate::device::{AllocationKind, Device, Graph, Priority, Stream};
 use crate::error::Result;
 use crate::memory::{MemoryRegistry, Region};
 use crate::program::rank_program::StreamKind;
@@ -20,6 +20,8 @@ pub(super) struct Pool {
     streams: Mutex<BTreeMap<StreamKind, Stream>>,
     // Streams for captured graphs.
     recording: Mutex<Vec<Recording>>,
+    // Streams for graphs that are launched one after another.
+    in_turn: Mutex<BTreeMap<StreamKind, Stream>>,
 }
 
 /// Streams used by the capture of a graph.
@@ -46,6 +48,7 @@ impl Pool {
             free: Mutex::default(),
             streams: Mutex::default(),
             recording: Mutex::default(),
+            in_turn: Mutex::default(),
         }
     }
 
@@ -111,15 +114,42 @@ impl Pool {
         streams.collect()
     }
 
+    /// Records what `enqueue` enqueues on a caller's stream and on streams for `kinds`. Graphs made by this share scratch
+    /// memory, so they must be launched one after another.
+    pub(super) fn record_in_turn(
+        &self,
+        kinds: &[StreamKind],
+        enqueue: impl FnOnce(&Stream, &[Option<Stream>]) -> Result<()>,
+    ) -> Result<Graph> {
+        let mut own = lock(&self.in_turn);
+        let mut stream_of = |kind, priority| -> Result<Stream> {
+            if let Some(stream) = own.get(&kind) {
+                return Ok(Stream::clone(stream));
+            }
+            let stream = self.device.create_stream(priority)?;
+            stream.share_scratch();
+            own.insert(kind, stream.clone());
+            Ok(stream)
+        };
+        let caller = stream_of(StreamKind::Caller, Priority::Normal)?;
+        let streams = kinds.iter().map(|kind| {
+            let priority = priority_of(*kind);
+            priority.map(|one| stream_of(*kind, one)).transpose()
+        });
+        let streams = streams.collect::<Result<Vec<_>>>()?;
+        caller.begin_capture()?;
+        let recorded = enqueue(&caller, &streams);
+        let graph = caller.end_capture();
+        recorded.and(graph)
+    }
+
     fn stream_of(
         &self,
         streams: &mut BTreeMap<StreamKind, Stream>,
         kind: StreamKind,
     ) -> Result<Option<Stream>> {
-        let priority = match kind {
-            StreamKind::Caller => return Ok(None),
-            StreamKind::Pool(_) => Priority::Normal,
-            StreamKind::High(_) => Priority::High,
+        let Some(priority) = priority_of(kind) else {
+            return Ok(None);
         };
         if let Some(stream) = streams.get(&kind) {
             return Ok(Some(stream.clone()));
@@ -127,5 +157,14 @@ impl Pool {
         let stream = self.device.create_stream(priority)?;
         streams.insert(kind, stream.clone());
         Ok(Some(stream))
+    }
+}
+
+/// Priority of a stream of the pool; `None` for the caller's.
+const fn priority_of(kind: StreamKind) -> Option<Priority> {
+    match kind {
+        StreamKind::Caller => None,
+        StreamKind::Pool(_) => Some(Priority::Normal),
+        StreamKind::High(_) => Some(Priority::High),
     }
 }

@@ -1,12 +1,14 @@
 //! Memory substituted for a plan's own in one run.
 //!
 //! Memory that peers access was exchanged when the plan was bound and is fixed. All other memory is referenced by
-//! commands of this rank only, so a run can substitute it without notifying a peer.
+//! commands of this rank only, so a run can substitute it without notifying a peer; what this rank puts is part of that.
 
 use super::memory::{Bindings, PlanMemory};
 use crate::device::{CollectiveRequest, DeviceSlice};
 use crate::error::{Error, Result};
-use crate::program::ir::Role;
+use crate::memory::Region;
+use crate::p2p::{Direction, Protocol, Transfer};
+use crate::program::ir::{Backend, Role};
 use crate::program::rank_program::{OperationKind, RankProgram, TensorId, TransferInstance};
 use std::collections::HashSet;
 
@@ -63,6 +65,14 @@ impl<'a> Replaced<'a> {
         }
     }
 
+    /// What `transfer` copies in this run instead of its buffer, if that is replaced.
+    pub(super) fn of_send(&self, transfer: &Transfer) -> Result<Option<DeviceSlice>> {
+        let sends = transfer.direction() == Direction::Send && transfer.protocol() == Protocol::Put;
+        let buffer = transfer.region().map(Region::memory);
+        let buffer = buffer.filter(|buffer| sends && self.has(buffer));
+        buffer.map(|buffer| self.of(buffer)).transpose()
+    }
+
     /// `request` with the memory of this run.
     pub(super) fn of_request(&self, request: &CollectiveRequest) -> Result<CollectiveRequest> {
         Ok(match request {
@@ -91,14 +101,30 @@ impl<'a> Replaced<'a> {
     }
 }
 
-/// Inputs and outputs that no peer accesses, that no prepared transfer or kernel uses, and whose memory is bound to
-/// no other tensor. Operands of several matmuls that are stored at peers at once are excluded as well: a device may
-/// have prepared them together.
+/// Inputs and outputs that no peer accesses, that no kernel uses, and whose memory is bound to no other tensor. Operands of
+/// several matmuls that are stored at peers at once are excluded as well: a device may have prepared them together.
 pub(super) fn replaceable(program: &RankProgram, memory: &PlanMemory) -> HashSet<TensorId> {
-    let direct = program
-        .transfers
-        .iter()
-        .filter(|t| !TransferInstance::is_engine(t));
+    let put = |transfer: &TransferInstance| {
+        transfer.direction == Direction::Send
+            && transfer.backend == Backend::Direct(Protocol::Put)
+            && !memory.is_staged(transfer.range.tensor)
+    };
+    let transfers = program.transfers.iter().filter(|one| !put(one));
+    free(program, memory, transfers)
+}
+
+/// As [`replaceable`], without what this rank puts: memory that its device copies itself, wherever it is.
+pub(super) fn untransferred(program: &RankProgram, memory: &PlanMemory) -> HashSet<TensorId> {
+    free(program, memory, program.transfers.iter())
+}
+
+/// The same, but for tensors of `transfers`, as far as these are prepared.
+fn free<'a>(
+    program: &RankProgram,
+    memory: &PlanMemory,
+    transfers: impl Iterator<Item = &'a TransferInstance>,
+) -> HashSet<TensorId> {
+    let direct = transfers.filter(|transfer| !transfer.is_engine());
     let mut fixed: HashSet<TensorId> = direct.map(|transfer| transfer.range.tensor).collect();
     for operation in &program.operations {
         match &operation.kind {

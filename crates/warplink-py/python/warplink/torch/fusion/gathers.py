@@ -17,6 +17,7 @@ from warplink.torch.fusion.nodes import (
     arguments,
     aten,
     call,
+    check_gain,
     check_group,
     check_scales,
     descendants,
@@ -33,6 +34,7 @@ from warplink.torch.fusion.nodes import (
     value,
 )
 from warplink.torch.fusion.report import Fusion, Unfit, fused
+from warplink.torch.ops import gather_gains
 
 KIND = "all-gather + matmul"
 
@@ -212,6 +214,9 @@ def _plan(gather: Gather) -> Plan:
         _check_trim(plan)
     if gather.dim == len(shape(gather.result)) - 1:
         _check_columns(plan)
+    if matmuls[0].scaled is None:
+        rights = [value(one.b) for one in matmuls]
+        check_gain(gather_gains(value(gather.shard), rights, gather.dim, gather.group, return_a=plan.keep))
     return plan
 
 

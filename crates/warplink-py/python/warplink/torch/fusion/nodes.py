@@ -164,6 +164,12 @@ def reshaped(graph: Graph, node: Node, sizes: list[Any]) -> Node:
     return call(graph, aten.reshape.default, (node, sizes), value(node).new_empty(sizes))
 
 
+def check_gain(gains: bool) -> None:
+    """Raises :class:`Unfit` unless a fused operation ``gains``."""
+    if not gains:
+        raise Unfit("the collective and the matmul were faster when the group's members tried both")
+
+
 def check_group(name: str) -> None:
     """Raises :class:`Unfit` unless Warplink serves the group with this name directly."""
     group = c10d._resolve_process_group(name)  # type: ignore[arg-type]

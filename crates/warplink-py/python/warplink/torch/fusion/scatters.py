@@ -14,6 +14,7 @@ from warplink.torch.fusion.nodes import (
     arguments,
     aten,
     call,
+    check_gain,
     check_group,
     check_scales,
     erase,
@@ -29,6 +30,7 @@ from warplink.torch.fusion.nodes import (
     value,
 )
 from warplink.torch.fusion.report import Fusion, Unfit, fused
+from warplink.torch.ops import scatter_gains
 
 KIND = "matmul + reduce-scatter"
 
@@ -122,6 +124,9 @@ def _plan(scatter: Scatter) -> Plan:
     if matmul.bias is not None and len(shape(matmul.bias)) != 1:
         raise Unfit("the matmul adds a matrix")
     check_scales(matmul)
+    if matmul.scaled is None:
+        left = value(matmul.a).new_empty([*sizes[:-1], shape(matmul.a)[1]])
+        check_gain(scatter_gains(left, value(matmul.b), scatter.dim, scatter.group))
     return Plan(scatter, matmul, inner, waits[0], sizes)
 
 

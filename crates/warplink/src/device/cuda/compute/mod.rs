@@ -154,7 +154,7 @@ impl Compute for CudaCompute {
                 let (reaper, live) = (&self.gpu.reaper, stream.live());
                 let workspaces = &self.gpu.workspaces;
                 // A stream's scratch serves all later matmuls, a graph's only those recorded in it.
-                match stream.capture()? {
+                match stream.capture_apart()? {
                     Some(capture) => workspaces.of_graph(reaper, live, &capture, least)?,
                     None => workspaces.of_stream(reaper, live, self.workspace)?,
                 }

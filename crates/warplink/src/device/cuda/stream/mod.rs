@@ -31,6 +31,7 @@ use std::any::Any;
 use std::ffi::c_int;
 use std::fmt;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 /// From this many word operations on, a kernel launch is faster than the stream's own memory operations.
@@ -45,6 +46,8 @@ pub(super) struct CudaStream {
     live: Arc<LiveStream>,
     /// Whether its priority equals the default priority of graphs.
     has_default_priority: bool,
+    /// Whether graphs that it captures share its scratch memory.
+    shares_scratch: AtomicBool,
 }
 
 // SAFETY: the raw pointer is a handle that the driver accepts on every thread, and it is kept valid.
@@ -106,6 +109,7 @@ impl CudaStream {
             faults: Arc::default(),
             live,
             has_default_priority: priority == 0,
+            shares_scratch: AtomicBool::new(false),
         }
     }
 
@@ -134,6 +138,14 @@ impl CudaStream {
     /// Whether its priority equals the default priority of graphs.
     pub(super) fn has_default_priority(&self) -> bool {
         self.has_default_priority
+    }
+
+    /// Its capture, if it is capturing a graph that has scratch memory of its own.
+    pub(super) fn capture_apart(&self) -> Result<Option<Capture>> {
+        if self.shares_scratch.load(Ordering::Relaxed) {
+            return Ok(None);
+        }
+        self.capture()
     }
 
     /// Its capture, if it is capturing.
@@ -454,6 +466,10 @@ impl StreamBackend for CudaStream {
         let graph = graph?;
         graph.depend_on(&self.faults);
         Ok(Graph::new(Arc::new(graph)))
+    }
+
+    fn share_scratch(&self) {
+        self.shares_scratch.store(true, Ordering::Relaxed);
     }
 
     fn capture_id(&self) -> Result<Option<u64>> {

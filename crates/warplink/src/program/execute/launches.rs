@@ -1,0 +1,163 @@
+//! Runs on the caller's memory that recur: one launch of a graph for each set of addresses.
+//!
+//! Memory of an application's allocator comes back at the same addresses, so a plan meets few sets of them. The second run on
+//! a set records a graph, and later ones launch it. A run without a graph enqueues the same work as a launch would
+//! ([`next_launch`]), so each rank decides by itself, and one that records or evicts a graph holds up no other.
+
+use super::command::{Command, CommandKind};
+use super::memory::Bindings;
+use super::plan::Plan;
+use crate::device::{Graph, InUse, Stream};
+use crate::error::Result;
+use crate::p2p::next_launch;
+use crate::sync::lock;
+use std::collections::VecDeque;
+use std::sync::Mutex;
+
+/// Maximum number of graphs of a plan, and of sets of addresses that it remembers without a graph.
+const MAX_GRAPHS: usize = 64;
+
+/// Addresses of the memory that a run gets, in the order of the tensors' names.
+type Addresses = Box<[u64]>;
+
+/// Graphs of a plan.
+#[derive(Debug)]
+pub(super) struct Launches(Mutex<State>);
+
+#[derive(Debug, Default)]
+struct State {
+    /// The one that was launched last is at the end.
+    graphs: Vec<(Addresses, InUse<Graph>)>,
+    /// Sets of addresses that had one run, the last at the end.
+    seen: VecDeque<Addresses>,
+    /// Whether runs cannot be recorded.
+    unrecorded: bool,
+}
+
+impl Launches {
+    /// Graphs of a plan of `commands`.
+    pub(super) fn new(commands: &[Command]) -> Self {
+        // An engine may exchange addresses while it is recorded, with ranks that record the same.
+        let unrecorded = commands
+            .iter()
+            .any(|command| matches!(command.kind, CommandKind::Collective(..)));
+        Self(Mutex::new(State {
+            unrecorded,
+            ..State::default()
+        }))
+    }
+}
+
+impl State {
+    /// The graph of `addresses`, if there is one.
+    fn find(&mut self, addresses: &[u64]) -> Option<&InUse<Graph>> {
+        let place = self
+            .graphs
+            .iter()
+            .rposition(|(known, _)| **known == *addresses)?;
+        if place + 1 < self.graphs.len() {
+            let found = self.graphs.remove(place);
+            self.graphs.push(found);
+        }
+        self.graphs.last().map(|(_, graph)| graph)
+    }
+
+    /// Notes a run on `addresses` without a graph. Whether it is worth one, since it was not the first.
+    fn recurs(&mut self, addresses: &[u64]) -> bool {
+        if let Some(place) = self.seen.iter().position(|known| **known == *addresses) {
+            self.seen.remove(place);
+            return !self.unrecorded;
+        }
+        if self.seen.len() == MAX_GRAPHS {
+            self.seen.pop_front();
+        }
+        self.seen.push_back(addresses.into());
+        false
+    }
+
+    /// Keeps `graph`; the one that it replaces, which was not launched for longest.
+    fn keep(&mut self, addresses: &[u64], graph: InUse<Graph>) -> Option<InUse<Graph>> {
+        let evicted = (self.graphs.len() == MAX_GRAPHS).then(|| self.graphs.remove(0).1);
+        self.graphs.push((addresses.into(), graph));
+        evicted
+    }
+}
+
+impl Plan {
+    /// Like [`run_on`](Self::run_on), for runs that recur: they take little host time on `addresses` that were given
+    /// twice before. `addresses` are those of the memory that `memory` gives, which is called only if needed, in the
+    /// order of the tensors' names, which are the same in every call.
+    ///
+    /// Launches of one executor's plans must follow one another, since they share scratch memory. Where one rank
+    /// calls this, the others do not call `run` or `run_on` instead.
+    ///
+    /// # Errors
+    /// The errors of [`run_on`](Self::run_on), and of `memory`.
+    pub fn launch_on(
+        &self,
+        stream: &Stream,
+        addresses: &[u64],
+        memory: impl FnOnce() -> Result<Bindings>,
+    ) -> Result<()> {
+        if self.parts.eager_only.is_some() || stream.is_capturing()? {
+            return self.run_on(stream, &memory()?);
+        }
+        let mut state = lock(&self.parts.launches.0);
+        if let Some(graph) = state.find(addresses) {
+            return self.launch(graph, stream);
+        }
+        let memory = memory()?;
+        if state.recurs(addresses) {
+            match self.record(&memory) {
+                Ok(graph) => {
+                    let graph = InUse::new(graph, &self.parts.context.in_flight);
+                    let launched = self.launch(&graph, stream);
+                    let evicted = state.keep(addresses, graph);
+                    drop(state);
+                    drop(evicted);
+                    return launched;
+                }
+                Err(error) => {
+                    // The run itself tells of a fault.
+                    tracing::info!(%error, plan = self.name(), "runs are enqueued without a graph");
+                    state.unrecorded = true;
+                }
+            }
+        }
+        self.enqueue_on((stream, &self.parts.streams), Some(next_launch()), &memory)
+    }
+
+    fn launch(&self, graph: &InUse<Graph>, stream: &Stream) -> Result<()> {
+        graph.note(stream);
+        self.parts.note(stream);
+        graph.launch(stream)
+    }
+
+    fn record(&self, memory: &Bindings) -> Result<Graph> {
+        let parts = &self.parts;
+        let kinds = &parts.program.streams;
+        parts.memory.pool.record_in_turn(kinds, |caller, streams| {
+            self.enqueue_on((caller, streams), Some(next_launch()), memory)
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_second_run_on_a_set_of_addresses_is_worth_a_graph() {
+        let mut state = State::default();
+        assert!(!state.recurs(&[1, 2]) && !state.recurs(&[1, 3]));
+        assert!(state.recurs(&[1, 2]));
+        // What was evicted has to recur again.
+        assert!(!state.recurs(&[1, 2]));
+        for other in 0..MAX_GRAPHS as u64 {
+            assert!(!state.recurs(&[other]));
+        }
+        assert!(!state.recurs(&[1, 3]));
+        state.unrecorded = true;
+        assert!(!state.recurs(&[1, 3]));
+    }
+}
