@@ -15,22 +15,30 @@ use crate::program::tensor::TensorId;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-/// Marks the inputs of kernels that share memory with no other tensor.
-pub(super) fn mark_constants(program: &mut RankProgram) {
+/// Marks the tensors of kernels that share memory with no other tensor and that nothing writes, and those whose words
+/// kernels read as integers.
+pub(super) fn mark_inputs(program: &mut RankProgram) {
     let is_constant = |id: TensorId| {
-        let in_place = program.in_place.iter();
+        let mut in_place = program.in_place.iter();
         program.tensors[id].role == Role::Input
-            && !in_place
-                .into_iter()
-                .any(|(of, range)| *of == id || range.tensor == id)
+            && !in_place.any(|(of, range)| *of == id || range.tensor == id)
     };
     let constant: Vec<bool> = (0..program.tensors.len()).map(is_constant).collect();
     for operation in &mut program.operations {
-        if let OperationKind::Kernel(section) = &mut operation.kind {
-            for tensor in &mut Arc::make_mut(section).tensors {
-                if let SectionMemory::Tensor(id) = tensor.memory {
-                    tensor.constant = constant[id];
-                }
+        let OperationKind::Kernel(section) = &mut operation.kind else {
+            continue;
+        };
+        let section = Arc::make_mut(section);
+        for tensor in &mut section.tensors {
+            if let SectionMemory::Tensor(id) = tensor.memory {
+                tensor.constant = constant[id];
+            }
+        }
+        // An error in the text is one of the verifier's.
+        for (tensor, most) in section.value_bounds().unwrap_or_default() {
+            if let SectionMemory::Tensor(id) = section.tensors[tensor].memory {
+                let bound = &mut program.tensors[id].value_bound;
+                *bound = Some(bound.map_or(most, |bound| most.min(bound)));
             }
         }
     }

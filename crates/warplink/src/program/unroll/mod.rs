@@ -185,7 +185,7 @@ pub(super) fn unroll_within(
     budget.exhausted = unroller.budget.exhausted;
     budget.steps = budget.steps.saturating_sub(unroller.steps());
     let mut made = unroller.made;
-    kernel::mark_constants(&mut made);
+    kernel::mark_inputs(&mut made);
     budget.operations = budget.operations.saturating_sub(made.operations.len());
     budget.transfers = budget.transfers.saturating_sub(made.transfers.len());
     outcome.map(|()| made)

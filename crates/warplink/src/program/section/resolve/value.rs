@@ -3,11 +3,13 @@
 use super::{Operand, ReadWord, Resolved, Resolver, Stop};
 use crate::dtype::DType;
 use crate::named::alternatives;
-use crate::program::diagnostic::DiagnosticKind;
+use crate::program::diagnostic::{Diagnostic, DiagnosticKind};
 use crate::program::expr::Expr;
+use crate::program::section::SectionInstance;
 use crate::program::section::ir::DeviceValue;
 use crate::program::section::lane::{LaneStepKind, Part};
 use crate::program::section::view::View;
+use std::collections::BTreeMap;
 use std::fmt::Display;
 use std::sync::Arc;
 
@@ -107,5 +109,34 @@ impl<'s> Resolver<'s> {
         }
         let message = format!("{place} is {value}; expected 0 to {most}");
         Err(self.wrong(DiagnosticKind::OutOfBounds, message))
+    }
+}
+
+impl SectionInstance {
+    /// Tensors whose words its lanes read as integers in the first launches of a period, each with the least of the
+    /// greatest values that they expect.
+    ///
+    /// # Errors
+    /// As [`steps`](Self::steps).
+    pub fn value_bounds(&self) -> Result<BTreeMap<usize, i64>, Diagnostic> {
+        let mut bounds = BTreeMap::new();
+        if self.read_as_values().is_empty() {
+            return Ok(bounds);
+        }
+        // A bound may be what another value leaves.
+        let valuations: [fn(&ReadWord) -> i64; 2] = [|_| 0, |word| word.most];
+        for value in valuations {
+            for (lane, epoch) in (0..self.lanes)
+                .flat_map(|lane| (0..self.period.max(1)).map(move |epoch| (lane, epoch)))
+            {
+                for step in self.steps_with(lane, epoch, &|word| Some(value(word)))? {
+                    if let LaneStepKind::Value { source, most, .. } = step.kind {
+                        let bound = bounds.entry(source.tensor).or_insert(most);
+                        *bound = most.min(*bound);
+                    }
+                }
+            }
+        }
+        Ok(bounds)
     }
 }

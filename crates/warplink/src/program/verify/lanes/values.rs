@@ -21,6 +21,9 @@ pub(in crate::program::verify) enum Valuation {
     Edge(usize),
     /// The greatest values on ranks of one parity, 0 on the others.
     Ranks(usize),
+    /// The greatest values in tensors with this value of a bit of their number, 0 in the others: the bound of a word may
+    /// be what another one leaves.
+    Tensors(u32, usize),
     /// The greatest value for the first word of each tensor, 0 for the others.
     First,
     /// The same edge for all words of a launch.
@@ -31,13 +34,19 @@ pub(in crate::program::verify) enum Valuation {
 
 impl Valuation {
     /// Those under which a section that reads words is simulated.
-    pub(in crate::program::verify) const ALL: [Self; 12] = [
+    pub(in crate::program::verify) const ALL: [Self; 18] = [
         Self::Edge(0),
         Self::Edge(3),
         Self::Edge(1),
         Self::Edge(2),
         Self::Ranks(0),
         Self::Ranks(1),
+        Self::Tensors(0, 0),
+        Self::Tensors(0, 1),
+        Self::Tensors(1, 0),
+        Self::Tensors(1, 1),
+        Self::Tensors(2, 0),
+        Self::Tensors(2, 1),
         Self::First,
         Self::Launches,
         Self::Mixed(0),
@@ -66,7 +75,8 @@ impl Valuation {
         match self {
             Self::Edge(number) => edge(number as u64),
             Self::Ranks(parity) => last(symbol.rank % 2 == parity),
-            Self::First => last(symbol.is_first),
+            Self::Tensors(bit, value) => last(symbol.number() >> bit & 1 == value),
+            Self::First => last(symbol.byte == 0),
             Self::Launches => edge(hash(&symbol.launch)),
             Self::Mixed(_) => edge(hash(&(self, symbol))),
         }
@@ -82,7 +92,16 @@ struct Symbol {
     byte: usize,
     /// Step of the launch that computed it, if one did.
     step: Option<(u32, u32, u32)>,
-    is_first: bool,
+}
+
+impl Symbol {
+    /// Number of its tensor.
+    const fn number(&self) -> usize {
+        match self.place {
+            Place::Tensor(id) => id,
+            Place::Area(_) => 0,
+        }
+    }
 }
 
 /// Lane of a launch: the launch, the rank and the lane.
@@ -177,7 +196,6 @@ impl Run<'_> {
             place,
             byte,
             step: None,
-            is_first: word.offset == 0,
         }
     }
 
@@ -212,7 +230,6 @@ impl Run<'_> {
                         place,
                         byte: bytes.start,
                         step: Some((actor.rank, actor.lane, actor.step)),
-                        is_first: word.offset == 0,
                     },
                 };
                 stored.push(((word.rank, place, bytes.start), (symbol, actor.launch)));
