@@ -25,3 +25,5 @@ mod play;
 mod sharing;
 #[path = "sections/trace.rs"]
 mod trace;
+#[path = "sections/values.rs"]
+mod values;

@@ -25,6 +25,8 @@ pub struct TensorInstance {
     pub bytes: usize,
     /// Role for the caller.
     pub role: Role,
+    /// Greatest value, from 0 on, of elements that kernels read as integers; some elements may be bounded by others.
+    pub value_bound: Option<i64>,
     /// Its declaration.
     pub site: Site,
 }

@@ -38,6 +38,7 @@ fn elements(rank: usize, round: usize, tensor: &TensorInstance) -> Vec<u8> {
     let numbers: Vec<f64> = bytes
         .iter()
         .map(|byte| match tensor.dtype {
+            _ if let Some(most) = tensor.value_bound => f64::from(*byte) % (most as f64 + 1.0),
             DType::U8 => f64::from(*byte),
             DType::I32 => f64::from(*byte) * 8e6 - 1e9,
             _ => f64::from(*byte) / 37.0 - 3.0,
@@ -58,6 +59,8 @@ pub(crate) fn play(
 ) -> Result<(), String> {
     let said = |error: Error| error.to_string();
     let rank = comm.rank();
+    let text = program.to_string();
+    let partly = text.contains(" at most ");
     // Whatever is out of reach, it means the same as where all is reached.
     let evaluator = Evaluator::new(program, comm.world(), 2, parameters).map_err(said)?;
     play_with(comm, program, parameters, &launches, elements, |round| {
@@ -67,7 +70,10 @@ pub(crate) fn play(
         Ok(Box::new(move |id, tensor, bytes| {
             let float = !matches!(tensor.dtype, DType::I32 | DType::U8);
             let mut left = bytes.chunks_exact(tensor.dtype.size());
-            if let Some(at) = left.position(|e| float && e.iter().all(|byte| *byte == 0xff)) {
+            // What depends on values in memory may leave some of it as it is.
+            if !partly
+                && let Some(at) = left.position(|e| float && e.iter().all(|byte| *byte == 0xff))
+            {
                 return Err(format!("element {at} was not written"));
             }
             let compared = expected.compare(rank, id, bytes).map_err(said)?;

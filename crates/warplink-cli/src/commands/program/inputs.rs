@@ -43,6 +43,13 @@ fn random(tensor: &TensorInstance, seed: u64, which: u64) -> Vec<u8> {
         let values = values.map(|value| if unsigned { value.abs() } else { value });
         tensor.dtype.encode(values)
     };
+    if let Some(most) = tensor.value_bound {
+        let random = values(DType::F32);
+        let values = DType::F32.decode(&random);
+        // Each number from 0 on, and the greatest one as often.
+        let in_range = values.map(|value| (value.abs() * 4096.0).floor() % (most as f64 + 1.0));
+        return tensor.dtype.encode(in_range);
+    }
     match tensor.dtype {
         dtype if DType::MATMUL.contains(&dtype) => values(dtype),
         DType::F64 => scaled(1.0),

@@ -6,7 +6,9 @@
 
 use crate::program::construct::{Branch, Each, Loop, Over, Selection};
 use crate::program::expr::{Condition, Expr, Operator};
-use crate::program::section::{ExprUse, SectionInstance, Source, Step, StepKind, Visitor};
+use crate::program::section::{
+    DeviceValue, ExprUse, SectionInstance, Source, Step, StepKind, Visitor,
+};
 use std::collections::HashSet;
 
 /// Limit on the visited items of a list, which bounds the time.
@@ -115,6 +117,13 @@ impl<'s> Visitor<'s> for Outline<'s> {
     fn integer(&mut self, name: &'s str, value: &'s Expr) {
         let value = self.value(value);
         self.names.push((name, value));
+    }
+
+    /// Takes a value from memory for the greatest.
+    fn device_value(&mut self, it: &'s DeviceValue) {
+        self.place(&it.place);
+        let most = self.value(&it.most);
+        self.names.push((&it.name, most));
     }
 
     /// Follows the first two iterations and the last.
@@ -240,6 +249,12 @@ impl<'s> Visitor<'s> for Varying<'s> {
     fn integer(&mut self, name: &'s str, value: &'s Expr) {
         if mentions(value, &self.0) {
             self.0.insert(name);
+        }
+    }
+
+    fn device_value(&mut self, it: &'s DeviceValue) {
+        if mentions(&it.most, &self.0) {
+            self.0.insert(&it.name);
         }
     }
 

@@ -172,6 +172,9 @@ impl Schedule<'_> {
                 let counter = self.signal_counter(lane.rank, own, distance);
                 self.streams[lane.stream].push(Step::Await(counter, waited));
             }
+            LaneStepKind::Value { source, .. } => {
+                self.add_move(lane, &[], std::slice::from_ref(source), weight);
+            }
             moves => {
                 if std::mem::take(&mut lane.looks_up) {
                     self.streams[lane.stream].push(Step::Delay(load * weight));

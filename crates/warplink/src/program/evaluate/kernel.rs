@@ -5,11 +5,13 @@ use super::{Run, Values};
 use crate::device::ReduceOp;
 use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Rank, Result};
+use crate::program::diagnostic::Diagnostic;
 use crate::program::machine::{Actor, Domain, Machine};
 use crate::program::rank_program::RankProgram;
 use crate::program::section::{
-    LaneStepKind, OperandMemory, Part, ScratchInstance, SectionInstance, SectionMemory,
+    LaneStep, LaneStepKind, OperandMemory, Part, ScratchInstance, SectionInstance, SectionMemory,
 };
+use std::collections::BTreeMap;
 
 /// State of all ranks that persists across launches.
 pub(super) struct Workspace<'a> {
@@ -29,6 +31,11 @@ struct Memory<'r, 'a> {
     sections: &'r [Vec<&'a SectionInstance>],
     scratch: &'r mut [Vec<Vec<(Value, u64)>>],
     tensors: &'r mut Values,
+    epoch: u64,
+    /// Values that lanes of a rank have read, by the number of the read.
+    known: BTreeMap<(u32, u32), BTreeMap<usize, i64>>,
+    /// Why a lane cannot go on with a value that it has read.
+    failed: Option<Diagnostic>,
 }
 
 impl<'a> Workspace<'a> {
@@ -64,19 +71,25 @@ impl Run<'_> {
         if (number as u64) < epoch {
             return Ok(());
         }
-        for (rank, sections) in workspace.sections.iter().enumerate() {
-            let section = sections.get(number);
-            let section = section.ok_or_else(|| unfinished("a rank does not launch it"))?;
-            let steps = (0..section.lanes).map(|lane| section.steps(lane, epoch));
-            let steps = steps.collect::<Result<Vec<_>, _>>()?;
-            workspace.lanes.start(rank, number, steps);
-        }
         let mut memory = Memory {
             sections: &workspace.sections,
             scratch: &mut workspace.scratch,
             tensors: &mut self.memory,
+            epoch,
+            known: BTreeMap::new(),
+            failed: None,
         };
+        for (rank, sections) in workspace.sections.iter().enumerate() {
+            let section = sections.get(number);
+            let section = section.ok_or_else(|| unfinished("a rank does not launch it"))?;
+            let steps = (0..section.lanes).map(|lane| memory.steps(number, rank, lane));
+            let steps = steps.collect::<Result<Vec<_>, _>>()?;
+            workspace.lanes.start(rank, number, steps);
+        }
         while workspace.lanes.run(&mut memory).is_some() {}
+        if let Some(diagnostic) = memory.failed {
+            return Err(diagnostic.into());
+        }
         if workspace.lanes.blocked().next().is_some() {
             return Err(unfinished("its lanes wait for one another"));
         }
@@ -123,6 +136,12 @@ impl Domain for Memory<'_, '_> {
                 targets,
                 ..
             } => (operator, *dtype, rows, *elements, targets),
+            LaneStepKind::Value { number, source, .. } => {
+                let value = self.word(actor.launch as usize, source);
+                let lane = (actor.rank, actor.lane);
+                self.known.entry(lane).or_default().insert(*number, value);
+                return;
+            }
             LaneStepKind::Agree { .. } | LaneStepKind::Signal { .. } | LaneStepKind::Wait(_) => {
                 return;
             }
@@ -144,9 +163,53 @@ impl Domain for Memory<'_, '_> {
             self.write(actor, target, &values);
         }
     }
+
+    fn resume(&mut self, actor: Actor) -> Option<Vec<LaneStep>> {
+        let (number, rank) = (actor.launch as usize, actor.rank as Rank);
+        match self.steps(number, rank, actor.lane as usize) {
+            Ok(steps) => Some(steps),
+            Err(diagnostic) => {
+                self.failed.get_or_insert(diagnostic);
+                None
+            }
+        }
+    }
 }
 
 impl Memory<'_, '_> {
+    /// Steps of a lane, as far as the values that it reads are known.
+    fn steps(&self, number: usize, rank: Rank, lane: usize) -> Result<Vec<LaneStep>, Diagnostic> {
+        let section = self.section(number, rank);
+        let known = self.known.get(&(rank as u32, lane as u32));
+        section.steps_with(lane, self.epoch, &|word| {
+            let value = known.and_then(|known| known.get(&word.number)).copied();
+            let constant = section.is_constant(&word.part);
+            value.or_else(|| constant.then(|| self.word(number, &word.part)))
+        })
+    }
+
+    /// Value of a word; -1, which is out of any range, for one that is unknown.
+    fn word(&self, number: usize, word: &Part) -> i64 {
+        let operand = self.section(number, word.rank).operand(word);
+        let value = operand.and_then(|operand| self.values(word.rank, &operand).first().copied());
+        match value {
+            Some(value) if value.bound == 0.0 => value.value as i64,
+            _ => -1,
+        }
+    }
+
+    /// Values of an operand.
+    fn values(&self, rank: Rank, operand: &OperandMemory) -> Vec<Value> {
+        let elements = operand.elements.clone();
+        match operand.memory {
+            SectionMemory::Tensor(id) => self.tensors.tensors[rank][id].values[elements].to_vec(),
+            SectionMemory::Scratch(id) => {
+                let all = &self.scratch[rank][id][elements];
+                all.iter().map(|(value, _)| *value).collect()
+            }
+        }
+    }
+
     /// Memory of an operand that has elements.
     fn operand(&self, actor: Actor, part: &Part) -> Option<OperandMemory> {
         let section = self.section(actor.launch as usize, part.rank);
@@ -154,18 +217,8 @@ impl Memory<'_, '_> {
     }
 
     fn read(&self, actor: Actor, part: &Part) -> Vec<Value> {
-        let Some(operand) = self.operand(actor, part) else {
-            return Vec::new();
-        };
-        match operand.memory {
-            SectionMemory::Tensor(id) => {
-                self.tensors.tensors[part.rank][id].values[operand.elements].to_vec()
-            }
-            SectionMemory::Scratch(id) => {
-                let all = &self.scratch[part.rank][id][operand.elements];
-                all.iter().map(|(value, _)| *value).collect()
-            }
-        }
+        let operand = self.operand(actor, part);
+        operand.map_or_else(Vec::new, |operand| self.values(part.rank, &operand))
     }
 
     fn write(&mut self, actor: Actor, part: &Part, values: &[Value]) {

@@ -14,6 +14,7 @@ const MAX_STEPS: usize = 1 << 14;
 #[derive(Default)]
 pub(super) struct KnownSteps {
     announced: OnceLock<Vec<usize>>,
+    reads_values: OnceLock<bool>,
     steps: Mutex<Known>,
 }
 
@@ -32,8 +33,14 @@ impl KnownSteps {
         self.announced.get_or_init(|| section.announced())
     }
 
+    /// Whether the steps of lanes depend on values in memory, so that they are resolved in every launch.
+    pub(super) fn read_values(&self, section: &SectionInstance) -> bool {
+        let reads = || !section.read_as_values().is_empty();
+        *self.reads_values.get_or_init(reads)
+    }
+
     /// Steps of a lane of `section`, which must be the same section in every call, with the tensors `missing`
-    /// unreachable.
+    /// unreachable. No step may depend on values in memory.
     pub(super) fn steps(
         &self,
         section: &SectionInstance,
@@ -46,7 +53,8 @@ impl KnownSteps {
             return Ok(steps.clone());
         }
         let reachable = |tensor: usize| !missing.contains(&tensor);
-        let steps: Arc<[LaneStep]> = section.steps_where(lane, epoch, &reachable)?.into();
+        let steps = section.steps_where(lane, epoch, &reachable, &|_| None)?;
+        let steps: Arc<[LaneStep]> = steps.into();
         let mut known = lock(&self.steps);
         if known.count + steps.len() <= MAX_STEPS
             && known.steps.insert(key, steps.clone()).is_none()

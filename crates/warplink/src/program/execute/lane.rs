@@ -14,6 +14,7 @@ use crate::program::section::{
     LaneStep, LaneStepKind, Packing, Part, RowOrder, RowStep, SectionInstance, SectionMemory,
     SectionTensor,
 };
+use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -135,11 +136,12 @@ async fn run_lane(block: &Block<'_>, input: LaneInput<'_>) -> Result<()> {
         lane,
         epoch,
         located: announced.map(Located::new).collect(),
+        values: BTreeMap::new(),
         buffers: Buffers::default(),
     };
     let mut times = input.times.map(|clock| clock.start(lane, epoch));
     let mut missing: Vec<usize> = section.withheld.to_vec();
-    let mut steps = input.known.steps(section, lane, epoch, &missing)?;
+    let mut steps = run.steps(&missing)?;
     let mut next = 0;
     while let Some(step) = steps.get(next) {
         if let Some(times) = &mut times {
@@ -150,10 +152,12 @@ async fn run_lane(block: &Block<'_>, input: LaneInput<'_>) -> Result<()> {
             error.with_operation(format!("kernel of rank {}, {}", section.rank, step.site))
         })?;
         next += 1;
-        // Earlier steps do not depend on reachability, so the lane continues at the same index.
-        if run.missing().ne(missing.iter().copied()) {
+        // Earlier steps depend neither on reachability nor on a value that was read last, so the lane continues at the
+        // same index.
+        let has_read = matches!(step.kind, LaneStepKind::Value { .. }) && next == steps.len();
+        if has_read || run.missing().ne(missing.iter().copied()) {
             missing = run.missing().collect();
-            steps = input.known.steps(section, lane, epoch, &missing)?;
+            steps = run.steps(&missing)?;
         }
     }
     if let Some(times) = times {
@@ -176,6 +180,8 @@ struct Lane<'a> {
     lane: usize,
     epoch: u64,
     located: Vec<Located>,
+    /// Values read from memory that may change, by the number of the read.
+    values: BTreeMap<usize, i64>,
     buffers: Buffers,
 }
 
@@ -187,6 +193,34 @@ struct Buffers {
 }
 
 impl Lane<'_> {
+    /// Steps of the lane, as far as the values that it reads are known, with the tensors `missing` unreachable.
+    fn steps(&self, missing: &[usize]) -> Result<Arc<[LaneStep]>> {
+        let (section, lane, known) = (self.section, self.lane, self.input.known);
+        if !known.read_values(section) {
+            return known.steps(section, lane, self.epoch, missing);
+        }
+        let reachable = |tensor: usize| !missing.contains(&tensor);
+        let steps = section.steps_where(lane, self.epoch, &reachable, &|word| {
+            let known = self.values.get(&word.number).copied();
+            let constant = known.is_none() && section.is_constant(&word.part);
+            known.or_else(|| constant.then(|| self.constant(&word.part).ok()).flatten())
+        });
+        // The verifier has checked everything that does not depend on a value.
+        let steps = steps.map_err(|diagnostic| {
+            Error::invalid(diagnostic.message).with_help("check the values that kernels read")
+        })?;
+        Ok(steps.into())
+    }
+
+    /// An integer in memory that does not change during the launch.
+    fn constant(&self, word: &Part) -> Result<i64> {
+        let operand = self.operand(word, &(0..1))?;
+        let dtype = self.section.tensors[word.tensor].dtype;
+        let mut bytes = Vec::with_capacity(dtype.size());
+        self.block.load_into(&operand.memory, &mut bytes)?;
+        Ok(integer(dtype, &bytes))
+    }
+
     async fn perform(&mut self, step: &LaneStep) -> Result<()> {
         let (rank, world) = (self.section.rank, self.section.world);
         let (operator, dtype, rows, elements, targets, sources) = match &step.kind {
@@ -208,6 +242,14 @@ impl Lane<'_> {
                 peer,
                 source,
             } => return self.agree(values, tensors, *peer, source).await,
+            LaneStepKind::Value { number, source, .. } => {
+                let operand = self.operand(source, &(0..1))?;
+                let dtype = self.section.tensors[source.tensor].dtype;
+                let mut bytes = Vec::new();
+                self.load(&operand, (&mut bytes, dtype.size())).await?;
+                self.values.insert(*number, integer(dtype, &bytes));
+                return Ok(());
+            }
             LaneStepKind::Move {
                 operator,
                 dtype,
@@ -541,6 +583,26 @@ pub(super) fn tell_difference(own: &[u32], theirs: &[u32]) -> String {
 /// memory.
 pub(super) fn packet_flag(epoch: u64) -> u32 {
     1 + (epoch % u64::from(u32::MAX)) as u32
+}
+
+/// An integer of a type that lanes read; -1, which is out of any range, for any other.
+fn integer(dtype: DType, bytes: &[u8]) -> i64 {
+    let word = |bytes: &[u8]| {
+        Some([
+            *bytes.first()?,
+            *bytes.get(1)?,
+            *bytes.get(2)?,
+            *bytes.get(3)?,
+        ])
+    };
+    let low = word(bytes).map(u32::from_le_bytes);
+    let high = bytes.get(4..).and_then(word).map(u32::from_le_bytes);
+    match (dtype, low, high) {
+        (DType::I32, Some(low), _) => (low as i32).into(),
+        (DType::U32, Some(low), _) => low.into(),
+        (DType::I64, Some(low), Some(high)) => (u64::from(high) << 32 | u64::from(low)) as i64,
+        _ => -1,
+    }
 }
 
 fn internal(what: &'static str) -> Error {

@@ -23,6 +23,9 @@ pub(super) const VERDICT_WORDS_BYTES: usize = 32;
 /// Bytes of the count of lanes that found all announced tensors reachable; it follows the verdicts.
 pub(super) const DIRECT_BYTES: usize = 8;
 
+/// Bytes of the note of a value that is out of range; it follows that count. Must match `value` in the kernels.
+pub(super) const VALUE_NOTE_BYTES: usize = 40;
+
 /// Memory of all ranks that kernels access, as mapped here.
 #[derive(Debug)]
 pub(super) struct Reach {
@@ -43,6 +46,11 @@ pub(super) struct Reach {
 impl Reach {
     /// Bytes of the state for `lanes` lanes and `world` ranks.
     pub(super) const fn state_bytes(lanes: usize, world: usize) -> usize {
+        Self::value_note_offset(lanes, world) + VALUE_NOTE_BYTES
+    }
+
+    /// Offset of the note of a value that a lane has read and that is out of range.
+    pub(super) const fn value_note_offset(lanes: usize, world: usize) -> usize {
         Self::direct_offset(lanes, world) + DIRECT_BYTES
     }
 

@@ -40,6 +40,9 @@ pub(in crate::program) trait Domain {
 
     /// Executes a step that reads or writes, once all packets that it reads are there.
     fn perform(&mut self, actor: Actor, step: &LaneStepKind);
+
+    /// All steps of a lane that has taken the last one known so far, which reads a value; `None` if it cannot go on.
+    fn resume(&mut self, actor: Actor) -> Option<Vec<LaneStep>>;
 }
 
 /// The lanes of all ranks; `S` is the payload of signals.
@@ -175,6 +178,13 @@ impl<S> Machine<S> {
                     if let Some(packets) = packets(domain.section(launch, target.rank), target) {
                         self.agenda.wake_readers(target.rank, &packets);
                     }
+                }
+                let reads_value = matches!(kind, LaneStepKind::Value { .. });
+                if reads_value
+                    && state.next + 1 == state.steps.len()
+                    && let Some(steps) = domain.resume(actor)
+                {
+                    self.lanes[index].steps = steps;
                 }
             }
         }

@@ -66,6 +66,8 @@ pub struct SectionTensor {
     pub dtype: DType,
     /// Whether it is an input of a program that is called, whatever it is of the caller's.
     pub read_only: bool,
+    /// Whether it is an input of the program that shares memory with no other tensor.
+    pub constant: bool,
     /// Offset in that memory, in elements.
     pub offset: usize,
     /// Its extents, outermost first.
@@ -164,6 +166,18 @@ impl SectionInstance {
     pub(crate) fn announced(&self) -> Vec<usize> {
         let names = FreeNames::of(&self.section).announced;
         names.iter().filter_map(|name| self.tensor(name)).collect()
+    }
+
+    /// Indices of the tensors whose words its lanes read as integers.
+    pub(crate) fn read_as_values(&self) -> Vec<usize> {
+        let names = FreeNames::of(&self.section).values;
+        names.iter().filter_map(|name| self.tensor(name)).collect()
+    }
+
+    /// Whether nothing writes an operand during the launch, so that this rank's lanes may read it at any time.
+    pub(crate) fn is_constant(&self, part: &Part) -> bool {
+        let constant = self.tensors[part.tensor].constant;
+        part.rank == self.rank && constant && !self.shared_tensors
     }
 
     /// This rank's program tensors that it uses.

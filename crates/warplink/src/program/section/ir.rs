@@ -77,6 +77,8 @@ pub enum StepKind {
     Move(Move),
     /// A function of a row.
     Apply(Application),
+    /// `let n = C[rank] at most rows`: reads an integer from memory, which the following steps use.
+    Value(DeviceValue),
     /// `signal q`, `signal q at lane + 1`: signals a lane of each listed rank that this lane's earlier steps are
     /// complete.
     Signal(Vec<Each<Receiver>>),
@@ -105,6 +107,7 @@ impl StepKind {
                 Verb::Reduce(_) => "reduce",
             },
             Self::Apply(_) => "rows",
+            Self::Value(_) => "value",
             Self::Signal(_) => "signal",
             Self::Wait(_) => "wait",
             Self::Barrier => "barrier",
@@ -118,13 +121,14 @@ impl StepKind {
         match self {
             Self::Signal(_) | Self::Wait(_) | Self::Barrier => true,
             // Announcements are packets, which their flags order.
-            Self::Move(_) | Self::Apply(_) | Self::Announce(_) | Self::Agree(_) => false,
+            Self::Move(_) | Self::Apply(_) | Self::Value(_) => false,
+            Self::Announce(_) | Self::Agree(_) => false,
         }
     }
 
-    /// Whether it moves data, which the threads share.
+    /// Whether it reads or writes data, which the threads share.
     pub(super) const fn moves(&self) -> bool {
-        matches!(self, Self::Move(_) | Self::Apply(_))
+        matches!(self, Self::Move(_) | Self::Apply(_) | Self::Value(_))
     }
 
     /// Passes every part of the step to a visitor, in the order in which it is resolved.
@@ -149,6 +153,7 @@ impl StepKind {
                     }
                 }
             }
+            Self::Value(it) => visitor.device_value(it),
             Self::Signal(receivers) => visitor.each(receivers, Visitor::receiver),
             Self::Wait(ranks) => visitor.each(ranks, |it, rank| it.expression(rank, ExprUse::Rank)),
             Self::Barrier => {}
@@ -167,6 +172,17 @@ impl StepKind {
             }
         }
     }
+}
+
+/// An integer that is read from memory at run time.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DeviceValue {
+    /// The name that is bound.
+    pub name: String,
+    /// The word that is read: a single integer.
+    pub place: Place,
+    /// Largest value; the least is 0. Any other value is an error of the launch.
+    pub most: Expr,
 }
 
 /// Launch arguments that ranks compare.

@@ -36,6 +36,15 @@ pub enum LaneStepKind {
         /// Sources.
         sources: Vec<Part>,
     },
+    /// Reads an integer, which later steps depend on.
+    Value {
+        /// Number of earlier reads of the lane in the launch.
+        number: usize,
+        /// The word.
+        source: Part,
+        /// Largest value; the least is 0.
+        most: i64,
+    },
     /// Stores words as packets on another rank.
     Announce {
         /// The words.
@@ -72,7 +81,7 @@ impl LaneStepKind {
     pub fn sources(&self) -> &[Part] {
         match self {
             Self::Move { sources, .. } => sources,
-            Self::Agree { source, .. } => slice::from_ref(source),
+            Self::Value { source, .. } | Self::Agree { source, .. } => slice::from_ref(source),
             Self::Announce { .. } | Self::Signal { .. } | Self::Wait(_) => &[],
         }
     }
@@ -82,7 +91,7 @@ impl LaneStepKind {
         match self {
             Self::Move { targets, .. } => targets,
             Self::Announce { target, .. } => slice::from_ref(target),
-            Self::Agree { .. } | Self::Signal { .. } | Self::Wait(_) => &[],
+            Self::Value { .. } | Self::Agree { .. } | Self::Signal { .. } | Self::Wait(_) => &[],
         }
     }
 
@@ -95,7 +104,8 @@ impl LaneStepKind {
     pub const fn awaits(&self) -> Option<Rank> {
         match self {
             Self::Wait(peer) | Self::Agree { peer, .. } => Some(*peer),
-            Self::Move { .. } | Self::Announce { .. } | Self::Signal { .. } => None,
+            Self::Move { .. } | Self::Value { .. } => None,
+            Self::Announce { .. } | Self::Signal { .. } => None,
         }
     }
 }

@@ -40,13 +40,14 @@ pub(crate) use function::{RowOrder, RowValue};
 pub(crate) use instance::OperandMemory;
 pub use instance::{SectionInstance, SectionMemory, SectionTensor};
 pub use ir::{
-    Announcement, Application, Argument, Move, Operator, Packing, Place, Receiver, Scratch,
-    Section, Source, Step, StepKind, Verb,
+    Announcement, Application, Argument, DeviceValue, Move, Operator, Packing, Place, Receiver,
+    Scratch, Section, Source, Step, StepKind, Verb,
 };
 pub use lane::{LaneStep, LaneStepKind, Part};
 pub use layout::{Area, ScratchId, ScratchInstance, WorkspaceLayout};
 pub(crate) use names::FreeNames;
 pub(crate) use period::period;
+pub use resolve::{ReadValues, ReadWord};
 pub(crate) use visit::{ExprUse, Visitor};
 
 /// Maximum number of lanes of a section.

@@ -1,6 +1,6 @@
 //! Names that a section uses and binds.
 
-use super::ir::Section;
+use super::ir::{DeviceValue, Section};
 use super::visit::{ExprUse, NameUse, Visitor};
 use crate::program::construct::{Over, TensorRef};
 use crate::program::expr::Expr;
@@ -24,6 +24,8 @@ pub(crate) struct FreeNames {
     pub(crate) remote: BTreeSet<String>,
     /// Tensors whose locations are announced.
     pub(crate) announced: BTreeSet<String>,
+    /// Tensors whose words are read as integers.
+    pub(crate) values: BTreeSet<String>,
     /// Names bound by the section itself.
     pub(crate) bound: BTreeSet<String>,
     /// Aliases for parts of tensors.
@@ -36,20 +38,23 @@ impl FreeNames {
         names.bound.insert(section.lane.clone());
         names.body(&section.body);
         // Resolve aliases to their tensor.
-        loop {
-            let aliased = names.aliases.iter();
-            let aliased = aliased.filter(|(alias, _)| names.remote.contains(alias));
-            let more: Vec<String> = aliased.map(|(_, tensor)| tensor.clone()).collect();
-            let before = names.remote.len();
-            names.remote.extend(more);
-            if names.remote.len() == before {
-                break;
+        for of in [&mut names.remote, &mut names.values] {
+            loop {
+                let aliased = names.aliases.iter();
+                let aliased = aliased.filter(|(alias, _)| of.contains(alias));
+                let more: Vec<String> = aliased.map(|(_, tensor)| tensor.clone()).collect();
+                let before = of.len();
+                of.extend(more);
+                if of.len() == before {
+                    break;
+                }
             }
         }
         for bound in &names.bound {
             names.integers.remove(bound);
             names.tensors.remove(bound);
             names.remote.remove(bound);
+            names.values.remove(bound);
         }
         for known in ["rank", "world", "epoch"] {
             names.integers.remove(known);
@@ -94,6 +99,19 @@ impl<'s> Visitor<'s> for FreeNames {
     fn integer(&mut self, name: &'s str, value: &'s Expr) {
         self.bound.insert(name.to_owned());
         self.expression(value, ExprUse::Value);
+    }
+
+    fn device_value(&mut self, it: &'s DeviceValue) {
+        self.bound.insert(it.name.clone());
+        self.values.insert(it.place.tensor.name.clone());
+        self.place(&it.place);
+        self.expression(&it.most, ExprUse::Bound);
+    }
+
+    fn row(&mut self, words: &'s str, index: &'s Expr) {
+        self.values.insert(words.to_owned());
+        self.name(words, NameUse::Tensor);
+        self.expression(index, ExprUse::Index);
     }
 
     fn alias(&mut self, name: &'s str, value: &'s TensorRef) {

@@ -59,6 +59,11 @@ impl View {
         }
     }
 
+    /// Number of existing slices of the leading axis.
+    pub(super) const fn rows(&self) -> usize {
+        self.length
+    }
+
     /// Whether it is a single element, with no axis left.
     pub(super) fn is_single(&self) -> bool {
         self.extents.is_empty()
@@ -134,6 +139,7 @@ mod tests {
             memory: SectionMemory::Tensor(0),
             dtype: DType::F32,
             read_only: false,
+            constant: false,
             offset: 0,
             shape: shape.to_vec(),
             strides: strides.to_vec(),

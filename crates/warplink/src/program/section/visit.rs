@@ -1,6 +1,6 @@
 //! Traversal of a section's steps: the single definition of their evaluation order and of name scopes.
 
-use super::ir::{Operator, Place, Receiver, Source, Step, StepKind};
+use super::ir::{DeviceValue, Operator, Place, Receiver, Source, Step, StepKind};
 use crate::program::construct::{
     AxisSelection, Branch, Each, Loop, NodeKind, Over, Selection, TensorRef,
 };
@@ -69,6 +69,12 @@ pub(crate) trait Visitor<'s>: Sized {
 
     fn alias(&mut self, _: &'s str, value: &'s TensorRef) {
         self.tensor(value);
+    }
+
+    /// Binds an integer that is read from memory.
+    fn device_value(&mut self, it: &'s DeviceValue) {
+        self.place(&it.place);
+        self.expression(&it.most, ExprUse::Bound);
     }
 
     fn body(&mut self, steps: &'s [Step]) {
@@ -179,8 +185,15 @@ pub(crate) trait Visitor<'s>: Sized {
         }
     }
 
+    /// `I[r]` in `X[I[r]]`: a row that a word of memory names.
+    fn row(&mut self, words: &'s str, index: &'s Expr) {
+        self.name(words, NameUse::Tensor);
+        self.expression(index, ExprUse::Index);
+    }
+
     fn selection(&mut self, selection: &'s Selection) {
         match selection {
+            Selection::Index(Expr::Element(words, index)) => self.row(words, index),
             Selection::Index(index) => self.expression(index, ExprUse::Index),
             Selection::Range(from, to) => {
                 self.expression(from, ExprUse::Extent);

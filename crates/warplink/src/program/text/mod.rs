@@ -56,6 +56,7 @@
 //! op        = "sum" | "max" | "min"
 //! operator  = op | "product" | "average" | "scaled_sum"
 //! step      = "let" NAME "=" (integer | tensor) | "for" … | "if" …
+//!           | "let" NAME "=" place "at" "most" integer  an integer in memory
 //!           | "put" tensor "to" place | "get" place "to" tensor
 //!           | place [each] {"," place [each]} "=" ("copy" "(" source ")"
 //!             | "reduce" "(" source [each] {"," source [each]} "," (operator | NAME) ")")

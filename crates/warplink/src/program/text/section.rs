@@ -8,8 +8,8 @@ use crate::device::ReduceOp;
 use crate::program::construct::{Each, NodeKind};
 use crate::program::expr::Expr;
 use crate::program::section::{
-    Announcement, Application, Argument, Move, Operator, Packing, Place, Receiver, Scratch,
-    Section, Source, StepKind, Verb,
+    Announcement, Application, Argument, DeviceValue, Move, Operator, Packing, Place, Receiver,
+    Scratch, Section, Source, StepKind, Verb,
 };
 use std::fmt::{self, Display, Formatter};
 
@@ -82,6 +82,7 @@ impl Parser<'_> {
         }
         self.at += 1;
         Ok(NodeKind::Do(match token.text {
+            "let" if self.reads_value() => StepKind::Value(self.device_value()?),
             "let" => {
                 return match self.binding()? {
                     NodeKind::LetTensor { name, value } => Ok(NodeKind::LetTensor { name, value }),
@@ -113,6 +114,29 @@ impl Parser<'_> {
                 ));
             }
         }))
+    }
+
+    /// Whether `let n =` is followed by a value from memory: `at most` stands in its line.
+    fn reads_value(&self) -> bool {
+        let ends = |token: &Token<'_>| {
+            matches!(token.kind, TokenKind::LineEnd | TokenKind::End) || token.text == ";"
+        };
+        let mut line = (0..).take_while(|ahead| !ends(&self.peek_at(*ahead)));
+        line.any(|ahead| (self.peek_at(ahead).text, self.peek_at(ahead + 1).text) == ("at", "most"))
+    }
+
+    /// `n = C[rank] at most rows`.
+    fn device_value(&mut self) -> Parsed<DeviceValue> {
+        let name = self.name("the name to bind")?;
+        self.expect("=")?;
+        let place = self.place()?;
+        self.expect("at")?;
+        if self.peek().text != "most" {
+            return Err(self.expected("'most'"));
+        }
+        self.at += 1;
+        let most = self.integer()?;
+        Ok(DeviceValue { name, place, most })
     }
 
     /// `n, root in C[slot]`, `n, root with X, Y in C[slot]`; then maybe `to p, q`, where it `announces`.
@@ -345,11 +369,19 @@ impl Action for StepKind {
         match self {
             StepKind::Move(step) => step.fmt(f),
             StepKind::Apply(it) => it.fmt(f),
+            StepKind::Value(it) => it.fmt(f),
             StepKind::Signal(list) => write!(f, "{} {}", self.word(), List(list)),
             StepKind::Wait(list) => write!(f, "{} {}", self.word(), List(list)),
             StepKind::Barrier => f.write_str(self.word()),
             StepKind::Announce(it) | StepKind::Agree(it) => write!(f, "{} {it}", self.word()),
         }
+    }
+}
+
+impl Display for DeviceValue {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        let Self { name, place, most } = self;
+        write!(f, "let {name} = {place} at most {most}")
     }
 }
 

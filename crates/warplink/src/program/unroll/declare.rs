@@ -165,6 +165,7 @@ impl<'p> Unroller<'p> {
             sharding: declaration.sharding,
             bytes,
             role,
+            value_bound: None,
             site,
         });
         if role == Role::Local {

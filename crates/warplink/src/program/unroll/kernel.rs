@@ -5,13 +5,44 @@ use super::{MAX_AXES, MAX_TENSOR_BYTES, Unroller};
 use crate::device::ReduceOp;
 use crate::program::diagnostic::{Diagnostic, DiagnosticKind};
 use crate::program::expr::Expr;
-use crate::program::rank_program::OperationKind;
+use crate::program::ir::Role;
+use crate::program::rank_program::{OperationKind, RankProgram};
 use crate::program::section::{
     FreeNames, Function, MAX_LANES, MAX_THREADS, RowFunction, Scratch, ScratchInstance, Section,
     SectionInstance, SectionMemory, SectionTensor, WorkspaceLayout, period,
 };
+use crate::program::tensor::TensorId;
 use std::collections::BTreeMap;
 use std::sync::Arc;
+
+/// Marks the tensors of kernels that share memory with no other tensor and that nothing writes, and those whose words
+/// kernels read as integers.
+pub(super) fn mark_inputs(program: &mut RankProgram) {
+    let is_constant = |id: TensorId| {
+        let mut in_place = program.in_place.iter();
+        program.tensors[id].role == Role::Input
+            && !in_place.any(|(of, range)| *of == id || range.tensor == id)
+    };
+    let constant: Vec<bool> = (0..program.tensors.len()).map(is_constant).collect();
+    for operation in &mut program.operations {
+        let OperationKind::Kernel(section) = &mut operation.kind else {
+            continue;
+        };
+        let section = Arc::make_mut(section);
+        for tensor in &mut section.tensors {
+            if let SectionMemory::Tensor(id) = tensor.memory {
+                tensor.constant = constant[id];
+            }
+        }
+        // An error in the text is one of the verifier's.
+        for (tensor, most) in section.value_bounds().unwrap_or_default() {
+            if let SectionMemory::Tensor(id) = section.tensors[tensor].memory {
+                let bound = &mut program.tensors[id].value_bound;
+                *bound = Some(bound.map_or(most, |bound| most.min(bound)));
+            }
+        }
+    }
+}
 
 impl<'p> Unroller<'p> {
     pub(super) fn scratch(&mut self, scratch: &'p Scratch) -> Result<(), Diagnostic> {
@@ -178,6 +209,7 @@ impl<'p> Unroller<'p> {
                     memory: SectionMemory::Tensor(view.tensor),
                     dtype: view.dtype,
                     read_only: view.read_only,
+                    constant: false,
                     offset: view.offset,
                     shape: view.shape.clone(),
                     strides: view.strides.clone(),
@@ -190,6 +222,7 @@ impl<'p> Unroller<'p> {
                     memory: SectionMemory::Scratch(*id),
                     dtype: scratch.dtype,
                     read_only: false,
+                    constant: false,
                     offset: 0,
                     shape: scratch.shape.clone(),
                     strides: scratch.strides.clone(),

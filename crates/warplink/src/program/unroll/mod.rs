@@ -184,7 +184,8 @@ pub(super) fn unroll_within(
     let outcome = outcome.and_then(|()| unroller.cut());
     budget.exhausted = unroller.budget.exhausted;
     budget.steps = budget.steps.saturating_sub(unroller.steps());
-    let made = unroller.made;
+    let mut made = unroller.made;
+    kernel::mark_inputs(&mut made);
     budget.operations = budget.operations.saturating_sub(made.operations.len());
     budget.transfers = budget.transfers.saturating_sub(made.transfers.len());
     outcome.map(|()| made)

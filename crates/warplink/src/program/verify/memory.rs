@@ -32,8 +32,40 @@ pub(super) enum Mode {
     Write,
     /// Read-modify-write of the same bytes.
     Update,
+    /// Accesses that a kernel may make: they depend on values in memory.
+    MayRead,
+    MayWrite,
+    MayUpdate,
     /// Ends the tensor's lifetime; conflicts like a write.
     Deallocate,
+}
+
+impl Mode {
+    /// The accesses that take place: a read, a write; and whether both of them do in any case.
+    const fn parts(self) -> (bool, bool, bool) {
+        match self {
+            Self::Read => (true, false, true),
+            Self::Write | Self::Deallocate => (false, true, true),
+            Self::Update => (true, true, true),
+            Self::MayRead => (true, false, false),
+            Self::MayWrite => (false, true, false),
+            Self::MayUpdate => (true, true, false),
+        }
+    }
+
+    /// Of an operation that accesses bytes in either way, or, without the other, not at all.
+    pub(super) fn or(self, other: Option<Self>) -> Self {
+        if other == Some(self) {
+            return self;
+        }
+        let (read, write, _) = self.parts();
+        let (also_read, also_write, _) = other.map_or((false, false, false), Self::parts);
+        match (read || also_read, write || also_write) {
+            (true, true) => Self::MayUpdate,
+            (false, true) => Self::MayWrite,
+            (_, false) => Self::MayRead,
+        }
+    }
 }
 
 /// A recorded access.
@@ -72,6 +104,8 @@ pub(super) enum Violation {
 struct Segment {
     end: usize,
     written: bool,
+    /// Whether a kernel may have written it, depending on values in memory.
+    may_be_written: bool,
     write: Access,
     /// Reads since the write, by stream; the last read of each stream subsumes its earlier ones.
     reads: Vec<Access>,
@@ -109,6 +143,7 @@ impl Memory {
                 let whole = Segment {
                     end: tensor.bytes,
                     written: tensor.role == Role::Input,
+                    may_be_written: false,
                     write: Access {
                         actor: Actor::Before,
                         stream: stream as u32,
@@ -193,15 +228,15 @@ impl Memory {
         list
     }
 
-    /// First uninitialized bytes of a tensor, if there are any.
+    /// First bytes of a tensor that nothing writes, if there are any.
     pub(super) fn unwritten(&self, rank: Rank, tensor: usize) -> Option<(usize, usize)> {
         if let Some(Cells { grid, segments }) = &self.tensors[rank][tensor].cells {
-            let cell = segments.iter().position(|segment| !segment.written)?;
+            let cell = segments.iter().position(Segment::is_unwritten)?;
             return Some(grid.span(cell));
         }
         let mut start = 0;
         for segment in self.tensors[rank][tensor].segments() {
-            if !segment.written {
+            if segment.is_unwritten() {
                 return Some((start, segment.end));
             }
             start = segment.end;
@@ -241,10 +276,13 @@ impl Segment {
         if self.write.mode == Mode::Deallocate {
             return;
         }
-        if matches!(access.mode, Mode::Read | Mode::Update) && !self.written {
+        let (reads, writes, always) = access.mode.parts();
+        // Whether a kernel reads only what it or another one wrote depends on values that are not compared.
+        let may_be_right = self.may_be_written && !always;
+        if reads && !self.written && !may_be_right {
             tell(Violation::Unwritten(part));
         }
-        if access.mode == Mode::Read {
+        if !writes {
             self.read(access, clock);
             return;
         }
@@ -254,7 +292,12 @@ impl Segment {
             }
         }
         self.write = access;
-        self.written = true;
+        self.written |= always;
+        self.may_be_written = true;
+    }
+
+    const fn is_unwritten(&self) -> bool {
+        !self.written && !self.may_be_written
     }
 
     fn read(&mut self, access: Access, clock: &Clock) {

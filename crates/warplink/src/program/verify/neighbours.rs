@@ -62,8 +62,9 @@ fn of_lanes(
     for case in &cases {
         for lane in 0..section.lanes {
             for epoch in 0..section.period {
-                let steps = match section.steps_where(lane, epoch, &|tensor| case.contains(&tensor))
-                {
+                let reachable = |tensor: usize| case.contains(&tensor);
+                let steps = section.steps_where(lane, epoch, &reachable, &|word| Some(word.most));
+                let steps = match steps {
                     Ok(steps) => steps,
                     Err(diagnostic) => {
                         diagnostics.add_made(diagnostic);

@@ -162,8 +162,8 @@ fn places_of(ranks: &[RankProgram], accesses: &[&Access]) -> Vec<Place> {
 
 const fn verb(access: &Access) -> &'static str {
     match access.mode {
-        Mode::Read => "reads",
-        Mode::Write | Mode::Update => "writes",
+        Mode::Read | Mode::MayRead => "reads",
+        Mode::Write | Mode::Update | Mode::MayWrite | Mode::MayUpdate => "writes",
         Mode::Deallocate => "deallocates",
     }
 }

@@ -62,7 +62,7 @@ const SOURCES: [&Source; 6] = [
 ];
 
 /// Headers that kernels may include, by name.
-const HEADERS: [(&CStr, &str); 10] = [
+const HEADERS: [(&CStr, &str); 11] = [
     (
         c"warplink/device.cuh",
         include_str!("../../../../kernels/warplink/device.cuh"),
@@ -94,6 +94,10 @@ const HEADERS: [(&CStr, &str); 10] = [
     (
         c"warplink/views.cuh",
         include_str!("../../../../kernels/warplink/views.cuh"),
+    ),
+    (
+        c"warplink/values.cuh",
+        include_str!("../../../../kernels/warplink/values.cuh"),
     ),
     (
         c"warplink/rows.cuh",

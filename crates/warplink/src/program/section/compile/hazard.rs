@@ -13,7 +13,7 @@ use super::scope::Scope;
 use crate::program::construct::{Branch, Loop, Over, Selection, TensorRef};
 use crate::program::expr::Expr;
 use crate::program::section::{
-    Packing, Place, SectionInstance, SectionMemory, Source, Step, StepKind, Visitor,
+    DeviceValue, Packing, Place, SectionInstance, SectionMemory, Source, Step, StepKind, Visitor,
 };
 use std::collections::{BTreeSet, HashMap};
 
@@ -146,6 +146,11 @@ impl<'s> Visitor<'s> for Walk<'s> {
         self.scope.bind(name, "", value);
     }
 
+    fn device_value(&mut self, it: &'s DeviceValue) {
+        self.access(&it.place, false);
+        self.scope.bind(&it.name, "", None);
+    }
+
     fn alias(&mut self, name: &'s str, value: &'s TensorRef) {
         if let Some(operand) = self.operand(value) {
             self.aliases.insert(name, operand);
@@ -269,11 +274,32 @@ impl<'s> Walk<'s> {
         });
     }
 
-    /// Records an access to a place, unless it holds packets, which their flags order.
+    /// Records an access to a place, and the reads of words that name its rows.
     fn access(&mut self, place: &'s Place, writes: bool) {
-        let Some((index, mut selected)) = self.operand(&place.tensor) else {
-            return;
-        };
+        self.rows(&place.tensor);
+        if let Some(operand) = self.operand(&place.tensor) {
+            self.note(operand, place.on.as_ref(), writes);
+        }
+    }
+
+    /// Records the reads of the words that name rows in a selection.
+    fn rows(&mut self, reference: &'s TensorRef) {
+        for selection in &reference.selections {
+            let Selection::Index(Expr::Element(words, index)) = selection else {
+                continue;
+            };
+            if let Some((tensor, mut selected)) = self.named(words) {
+                if selected == Selected::Unknown && !self.aliases.contains_key(words.as_str()) {
+                    let index = self.scope.value(index);
+                    selected = index.map_or(Selected::Unknown, Selected::Index);
+                }
+                self.note((tensor, selected), None, false);
+            }
+        }
+    }
+
+    /// Records an access to an operand on a rank, unless it holds packets, which their flags order.
+    fn note(&mut self, (index, mut selected): (usize, Selected), on: Option<&Expr>, writes: bool) {
         let scratch = self.instance.scratch_of(index);
         if scratch.is_some_and(|scratch| scratch.packing != Packing::Plain) {
             return;
@@ -285,7 +311,7 @@ impl<'s> Walk<'s> {
         } else {
             Accessed::One(index, self.instance.tensors[index].memory)
         };
-        let rank = match &place.on {
+        let rank = match on {
             Some(rank) => self.scope.value(rank),
             None => i64::try_from(self.instance.rank).ok(),
         };
@@ -297,12 +323,18 @@ impl<'s> Walk<'s> {
         });
     }
 
+    /// A tensor, or what an alias selects of one.
+    fn named(&self, name: &str) -> Option<(usize, Selected)> {
+        let alias = self.aliases.get(name).copied();
+        alias.or_else(|| Some((self.instance.tensor(name)?, Selected::Unknown)))
+    }
+
     fn operand(&self, reference: &'s TensorRef) -> Option<(usize, Selected)> {
-        if let Some(alias) = self.aliases.get(reference.name.as_str()) {
+        let (tensor, selected) = self.named(&reference.name)?;
+        if self.aliases.contains_key(reference.name.as_str()) {
             // A selection of an alias is inside the alias.
-            return Some(*alias);
+            return Some((tensor, selected));
         }
-        let tensor = self.instance.tensor(&reference.name)?;
         let value = |expression: &Expr| self.scope.value(expression);
         let selected = match reference.selections.first() {
             Some(Selection::Index(index)) => value(index).map(Selected::Index),

@@ -38,6 +38,11 @@ impl Range {
         Self::of(from.least, (to.most - 1).max(from.least))
     }
 
+    /// From 0 to the maximum.
+    pub(super) fn from_zero(self) -> Self {
+        Self::of(0, self.most.max(0))
+    }
+
     /// Whether all values are at least 0.
     pub(super) fn is_natural(self) -> bool {
         self.least >= 0

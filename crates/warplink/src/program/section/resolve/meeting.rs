@@ -1,19 +1,15 @@
 //! Resolves announcements: launch arguments that ranks compare.
 
-use super::Resolver;
+use super::{Resolved, Resolver};
 use crate::dtype::DType;
 use crate::error::Rank;
-use crate::program::diagnostic::{Diagnostic, DiagnosticKind};
+use crate::program::diagnostic::DiagnosticKind;
 use crate::program::section::ir::{Announcement, Packing};
 use crate::program::section::lane::{LaneStepKind, Part};
 
 impl<'s> Resolver<'s> {
     /// Steps that announce to other ranks, or await their announcements.
-    pub(super) fn meeting(
-        &mut self,
-        it: &'s Announcement,
-        announces: bool,
-    ) -> Result<(), Diagnostic> {
+    pub(super) fn meeting(&mut self, it: &'s Announcement, announces: bool) -> Resolved<()> {
         let mut values = Vec::with_capacity(it.values.len());
         for value in &it.values {
             values.push(self.integer(value)? as u32);
@@ -21,7 +17,7 @@ impl<'s> Resolver<'s> {
         let (rank, world) = (self.instance.rank, self.instance.world);
         let tensors = self.announced_tensors(it, announces)?;
         for peer in self.met(it)? {
-            let mut view = self.view(&it.rows)?;
+            let mut view = self.fixed_view(&it.rows)?;
             let (row, at) = if announces {
                 (rank, peer)
             } else {
@@ -69,7 +65,7 @@ impl<'s> Resolver<'s> {
     }
 
     /// The other ranks that receive or send the announcement.
-    fn met(&mut self, it: &'s Announcement) -> Result<Vec<Rank>, Diagnostic> {
+    fn met(&mut self, it: &'s Announcement) -> Resolved<Vec<Rank>> {
         let (rank, world) = (self.instance.rank, self.instance.world);
         let Some(list) = &it.peers else {
             return Ok((1..world).map(|r| (rank + r) % world).collect());
@@ -93,11 +89,7 @@ impl<'s> Resolver<'s> {
     }
 
     /// Tensors of an announcement; records them.
-    fn announced_tensors(
-        &mut self,
-        it: &Announcement,
-        announces: bool,
-    ) -> Result<Vec<usize>, Diagnostic> {
+    fn announced_tensors(&mut self, it: &Announcement, announces: bool) -> Resolved<Vec<usize>> {
         let mut tensors = Vec::with_capacity(it.tensors.len());
         for name in &it.tensors {
             let whole = self.instance.tensor(name);

@@ -2,6 +2,7 @@
 
 mod meeting;
 mod rows;
+mod value;
 
 use super::instance::SectionInstance;
 use super::ir::{Move, Operator, Place, Source, Step, StepKind, Verb};
@@ -25,23 +26,45 @@ const REACHABLE: &str = "reachable(";
 
 impl SectionInstance {
     /// Steps of the lane in the launch with this `epoch` (number of earlier uses of the workspace), if all ranks can
-    /// reach the announced tensors.
+    /// reach the announced tensors, and every value that it reads from memory is the largest.
     ///
     /// # Errors
     /// The first error in the text: names, bounds, shapes, types.
     pub fn steps(&self, lane: usize, epoch: u64) -> Result<Vec<LaneStep>, Diagnostic> {
-        self.steps_where(lane, epoch, &|tensor| !self.withheld.contains(&tensor))
+        self.steps_with(lane, epoch, &|word| Some(word.most))
     }
 
-    /// As [`steps`](Self::steps), with `reachable` deciding which announced tensors all ranks can reach. Steps before
-    /// a condition on a tensor do not depend on it.
+    /// As [`steps`](Self::steps), with the values that the lane reads from memory. If one of them is not known yet, the
+    /// steps end with its read, and are a prefix of those with more values.
+    ///
+    /// # Errors
+    /// As [`steps`](Self::steps), and a value that is out of range.
+    pub fn steps_with(
+        &self,
+        lane: usize,
+        epoch: u64,
+        values: &ReadValues<'_>,
+    ) -> Result<Vec<LaneStep>, Diagnostic> {
+        self.steps_where(
+            lane,
+            epoch,
+            &|tensor| !self.withheld.contains(&tensor),
+            values,
+        )
+    }
+
+    /// As [`steps_with`](Self::steps_with), with `reachable` deciding which announced tensors all ranks can reach.
+    /// Steps before a condition on a tensor do not depend on it.
     pub(crate) fn steps_where(
         &self,
         lane: usize,
         epoch: u64,
         reachable: &dyn Fn(usize) -> bool,
+        values: &ReadValues<'_>,
     ) -> Result<Vec<LaneStep>, Diagnostic> {
-        Ok(self.resolved(lane, epoch, reachable, u64::MAX)?.steps)
+        Ok(self
+            .resolved(lane, epoch, reachable, (values, u64::MAX))?
+            .steps)
     }
 
     /// As [`steps`](Self::steps), with loops sampled to about `most` iterations; each step has the number of steps
@@ -52,7 +75,7 @@ impl SectionInstance {
         epoch: u64,
         most: u64,
     ) -> Result<(Vec<LaneStep>, Vec<f64>), Diagnostic> {
-        let resolver = self.resolved(lane, epoch, &|_| true, most)?;
+        let resolver = self.resolved(lane, epoch, &|_| true, (&|word| Some(word.most), most))?;
         Ok((resolver.steps, resolver.weights))
     }
 
@@ -61,7 +84,7 @@ impl SectionInstance {
         lane: usize,
         epoch: u64,
         reachable: &'s dyn Fn(usize) -> bool,
-        most: u64,
+        (values, most): (&'s ReadValues<'s>, u64),
     ) -> Result<Resolver<'s>, Diagnostic> {
         let index = (Arc::from(self.section.lane.as_str()), lane as i64);
         // As kernels do: products with an unreduced epoch would overflow eventually.
@@ -74,6 +97,9 @@ impl SectionInstance {
             agreed: Vec::new(),
             reached: Vec::new(),
             reachable,
+            values,
+            read: 0,
+            words: Vec::new(),
             integers: vec![(&self.section.lane, lane as i64), ("epoch", epoch as i64)],
             aliases: Vec::new(),
             steps: Vec::new(),
@@ -86,10 +112,41 @@ impl SectionInstance {
                 ..self.site.clone()
             },
         };
-        resolver.body(&self.section.body)?;
-        Ok(resolver)
+        match resolver.body(&self.section.body) {
+            Ok(()) | Err(Stop::Unknown) => Ok(resolver),
+            Err(Stop::Wrong(diagnostic)) => Err(diagnostic),
+        }
     }
 }
+
+/// A word of memory that a lane reads as an integer.
+#[derive(Clone, Copy, Debug)]
+pub struct ReadWord {
+    /// Number of earlier reads of the lane in the launch.
+    pub number: usize,
+    /// The word.
+    pub part: Part,
+    /// The largest value that the lane expects.
+    pub most: i64,
+}
+
+/// Values of words that lanes read; `None` for one that is not known yet.
+pub type ReadValues<'a> = dyn Fn(&ReadWord) -> Option<i64> + 'a;
+
+/// Why a lane is not resolved further.
+enum Stop {
+    Wrong(Diagnostic),
+    /// The steps depend on a value that is not known yet.
+    Unknown,
+}
+
+impl From<Diagnostic> for Stop {
+    fn from(diagnostic: Diagnostic) -> Self {
+        Self::Wrong(diagnostic)
+    }
+}
+
+type Resolved<T> = Result<T, Stop>;
 
 struct Resolver<'s> {
     instance: &'s SectionInstance,
@@ -111,6 +168,10 @@ struct Resolver<'s> {
     agreed: Vec<usize>,
     reached: Vec<usize>,
     reachable: &'s dyn Fn(usize) -> bool,
+    values: &'s ReadValues<'s>,
+    /// Number of values read so far, and the words that name rows of the current step.
+    read: usize,
+    words: Vec<Part>,
 }
 
 /// A resolved operand of a move.
@@ -124,15 +185,15 @@ struct Operand {
 }
 
 impl<'s> Resolver<'s> {
-    fn wrong(&self, kind: DiagnosticKind, message: impl Into<String>) -> Diagnostic {
+    fn wrong(&self, kind: DiagnosticKind, message: impl Into<String>) -> Stop {
         let place = DiagnosticPlace {
             rank: self.instance.rank,
             site: self.site.clone(),
         };
-        Diagnostic::new(kind, format!("{place}: {}", message.into()), vec![place])
+        Diagnostic::new(kind, format!("{place}: {}", message.into()), vec![place]).into()
     }
 
-    fn step(&mut self) -> Result<(), Diagnostic> {
+    fn step(&mut self) -> Resolved<()> {
         self.taken += 1;
         if self.taken <= MAX_LANE_STEPS {
             return Ok(());
@@ -149,18 +210,17 @@ impl<'s> Resolver<'s> {
     }
 
     /// Runs `inner` in a new scope.
-    fn scoped<T>(
-        &mut self,
-        inner: impl FnOnce(&mut Self) -> Result<T, Diagnostic>,
-    ) -> Result<T, Diagnostic> {
+    fn scoped<T>(&mut self, inner: impl FnOnce(&mut Self) -> Resolved<T>) -> Resolved<T> {
         let (integers, aliases) = (self.integers.len(), self.aliases.len());
+        let indices = Arc::clone(&self.site.indices);
         let result = inner(self)?;
         self.integers.truncate(integers);
         self.aliases.truncate(aliases);
+        self.site.indices = indices;
         Ok(result)
     }
 
-    fn bind(&mut self, name: &'s str) -> Result<(), Diagnostic> {
+    fn bind(&mut self, name: &'s str) -> Resolved<()> {
         let bound = self.integers.iter().any(|(other, _)| *other == name)
             || self.aliases.iter().any(|(other, _)| *other == name);
         if !bound {
@@ -172,11 +232,11 @@ impl<'s> Resolver<'s> {
         ))
     }
 
-    fn body(&mut self, steps: &'s [Step]) -> Result<(), Diagnostic> {
+    fn body(&mut self, steps: &'s [Step]) -> Resolved<()> {
         self.scoped(|resolver| steps.iter().try_for_each(|step| resolver.one(step)))
     }
 
-    fn one(&mut self, step: &'s Step) -> Result<(), Diagnostic> {
+    fn one(&mut self, step: &'s Step) -> Resolved<()> {
         self.step()?;
         self.at(step.position);
         match &step.kind {
@@ -186,7 +246,7 @@ impl<'s> Resolver<'s> {
                 self.integers.push((name, value));
             }
             NodeKind::LetTensor { name, value } => {
-                let view = self.view(value)?;
+                let view = self.fixed_view(value)?;
                 self.bind(name)?;
                 self.aliases.push((name, view));
             }
@@ -197,10 +257,12 @@ impl<'s> Resolver<'s> {
         Ok(())
     }
 
-    fn action(&mut self, kind: &'s StepKind) -> Result<(), Diagnostic> {
+    fn action(&mut self, kind: &'s StepKind) -> Resolved<()> {
+        self.words.clear();
         match kind {
             StepKind::Move(it) => self.movement(it)?,
             StepKind::Apply(it) => self.applied(it)?,
+            StepKind::Value(it) => self.value(it)?,
             StepKind::Signal(receivers) => self.each(receivers, |resolver, receiver| {
                 let peer = resolver.rank(&receiver.rank)?;
                 let lane = resolver.lane(receiver.lane.as_ref())?;
@@ -226,7 +288,7 @@ impl<'s> Resolver<'s> {
         Ok(())
     }
 
-    fn repeat(&mut self, it: &'s Loop<StepKind>) -> Result<(), Diagnostic> {
+    fn repeat(&mut self, it: &'s Loop<StepKind>) -> Resolved<()> {
         let over = &it.over;
         let (from, to) = (self.integer(&over.from)?, self.integer(&over.to)?);
         let outer = Arc::clone(&self.site.indices);
@@ -248,7 +310,7 @@ impl<'s> Resolver<'s> {
         Ok(())
     }
 
-    fn choose(&mut self, branch: &'s Branch<StepKind>) -> Result<(), Diagnostic> {
+    fn choose(&mut self, branch: &'s Branch<StepKind>) -> Resolved<()> {
         for arm in &branch.arms {
             self.at(arm.position);
             if self.condition(&arm.condition)? {
@@ -280,8 +342,8 @@ impl<'s> Resolver<'s> {
     fn each<T>(
         &mut self,
         list: &'s [Each<T>],
-        mut with: impl FnMut(&mut Self, &'s T) -> Result<(), Diagnostic>,
-    ) -> Result<(), Diagnostic> {
+        mut with: impl FnMut(&mut Self, &'s T) -> Resolved<()>,
+    ) -> Resolved<()> {
         for each in list {
             let Some(over) = &each.over else {
                 self.step()?;
@@ -313,7 +375,7 @@ impl<'s> Resolver<'s> {
         }
     }
 
-    fn movement(&mut self, it: &'s Move) -> Result<(), Diagnostic> {
+    fn movement(&mut self, it: &'s Move) -> Resolved<()> {
         let operator = match &it.verb {
             Verb::Put | Verb::Get | Verb::Copy => None,
             Verb::Reduce(operator) => Some(self.operator(operator)?),
@@ -360,6 +422,7 @@ impl<'s> Resolver<'s> {
             fits.map_err(|error| self.wrong(DiagnosticKind::Mismatch, error.message().to_owned()))?;
         }
         self.check_packets(&sources)?;
+        self.check_words(&targets)?;
         let lengths = targets.iter().chain(&sources).map(|operand| operand.length);
         let elements = lengths.min().unwrap_or(0);
         let part = |operand: &Operand| Part {
@@ -378,7 +441,7 @@ impl<'s> Resolver<'s> {
         Ok(())
     }
 
-    fn check_packets(&self, sources: &[Operand]) -> Result<(), Diagnostic> {
+    fn check_packets(&self, sources: &[Operand]) -> Resolved<()> {
         let theirs =
             |source: &Operand| self.packets(&source.part) && source.part.rank != self.instance.rank;
         if sources.iter().any(theirs) {
@@ -390,7 +453,7 @@ impl<'s> Resolver<'s> {
         Ok(())
     }
 
-    fn operator(&self, operator: &Operator) -> Result<ReduceOp, Diagnostic> {
+    fn operator(&self, operator: &Operator) -> Resolved<ReduceOp> {
         match operator {
             Operator::Fixed(operator) => Ok(*operator),
             Operator::Parameter(name) => {
@@ -409,14 +472,14 @@ impl<'s> Resolver<'s> {
         scratch.is_some_and(|scratch| scratch.packing.is_packets())
     }
 
-    fn source(&self, source: &Source) -> Result<Operand, Diagnostic> {
+    fn source(&mut self, source: &Source) -> Resolved<Operand> {
         match &source.otherwise {
             Some((condition, place)) if !self.condition(condition)? => self.operand(place),
             _ => self.operand(&source.place),
         }
     }
 
-    fn operand(&self, place: &Place) -> Result<Operand, Diagnostic> {
+    fn operand(&mut self, place: &Place) -> Resolved<Operand> {
         let rank = match &place.on {
             Some(rank) => self.rank(rank)?,
             None => self.instance.rank,
@@ -462,19 +525,35 @@ impl<'s> Resolver<'s> {
         })
     }
 
-    fn view(&self, reference: &TensorRef) -> Result<View, Diagnostic> {
-        let name = reference.name.as_str();
+    /// A tensor, or what an alias stands for.
+    fn whole(&self, name: &str) -> Resolved<View> {
         let alias = self.aliases.iter().rev().find(|(alias, _)| *alias == name);
-        let mut view = match (alias, self.instance.tensor(name)) {
-            (Some((_, view)), _) => view.clone(),
-            (None, Some(index)) => View::of(index, &self.instance.tensors[index]),
+        match (alias, self.instance.tensor(name)) {
+            (Some((_, view)), _) => Ok(view.clone()),
+            (None, Some(index)) => Ok(View::of(index, &self.instance.tensors[index])),
             (None, None) => {
-                return Err(self.wrong(
-                    DiagnosticKind::Malformed,
-                    format!("unknown tensor '{name}'"),
-                ));
+                let message = format!("unknown tensor '{name}'");
+                Err(self.wrong(DiagnosticKind::Malformed, message))
             }
-        };
+        }
+    }
+
+    /// A part that no word of memory selects.
+    fn fixed_view(&mut self, reference: &TensorRef) -> Resolved<View> {
+        let by_word =
+            |selection: &Selection| matches!(selection, Selection::Index(Expr::Element(..)));
+        if reference.selections.iter().any(by_word) {
+            let message = format!(
+                "{reference} has a row that memory names, which only moves and functions of rows have; expected \
+                 'let i = ... at most ...' before it"
+            );
+            return Err(self.wrong(DiagnosticKind::Malformed, message));
+        }
+        self.view(reference)
+    }
+
+    fn view(&mut self, reference: &TensorRef) -> Resolved<View> {
+        let mut view = self.whole(&reference.name)?;
         if reference.transposed {
             let message = format!("{reference} is transposed; expected elements in order");
             return Err(self.wrong(DiagnosticKind::Mismatch, message));
@@ -482,7 +561,10 @@ impl<'s> Resolver<'s> {
         for selection in &reference.selections {
             let (said, outcome) = match selection {
                 Selection::Index(index) => {
-                    let index = self.integer(index)?;
+                    let index = match index {
+                        Expr::Element(list, at) => self.row(list, at, &view)?,
+                        index => self.integer(index)?,
+                    };
                     (index.to_string(), view.index(index))
                 }
                 Selection::Range(from, to) => {
@@ -509,24 +591,19 @@ impl<'s> Resolver<'s> {
         Ok(view)
     }
 
-    fn rank(&self, expression: &Expr) -> Result<Rank, Diagnostic> {
+    fn rank(&self, expression: &Expr) -> Resolved<Rank> {
         self.number_below("rank", expression, self.instance.world)
     }
 
     /// Lane given by an expression; this lane without one.
-    fn lane(&self, expression: Option<&Expr>) -> Result<usize, Diagnostic> {
+    fn lane(&self, expression: Option<&Expr>) -> Resolved<usize> {
         match expression {
             Some(expression) => self.number_below("lane", expression, self.instance.lanes),
             None => Ok(self.lane),
         }
     }
 
-    fn number_below(
-        &self,
-        what: &str,
-        expression: &Expr,
-        limit: usize,
-    ) -> Result<usize, Diagnostic> {
+    fn number_below(&self, what: &str, expression: &Expr, limit: usize) -> Resolved<usize> {
         let value = self.integer(expression)?;
         let number = below(what, expression, value, limit);
         number.map_err(|message| self.wrong(DiagnosticKind::OutOfBounds, message))
@@ -549,14 +626,14 @@ impl<'s> Resolver<'s> {
         }
     }
 
-    fn integer(&self, expression: &Expr) -> Result<i64, Diagnostic> {
+    fn integer(&self, expression: &Expr) -> Resolved<i64> {
         let value = expression.evaluate(&|name| self.named(name));
         value.map_err(|error| {
             self.wrong(DiagnosticKind::Malformed, format!("{expression}: {error}"))
         })
     }
 
-    fn condition(&self, condition: &Condition) -> Result<bool, Diagnostic> {
+    fn condition(&self, condition: &Condition) -> Resolved<bool> {
         let value = condition.evaluate(&|name| self.named(name));
         value
             .map_err(|error| self.wrong(DiagnosticKind::Malformed, format!("{condition}: {error}")))

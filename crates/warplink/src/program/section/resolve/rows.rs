@@ -1,10 +1,10 @@
 //! Resolves steps that apply row functions.
 
-use super::{Operand, Resolver};
+use super::{Operand, Resolved, Resolver};
 use crate::device::ReduceOp;
 use crate::dtype::DType;
 use crate::named::alternatives;
-use crate::program::diagnostic::{Diagnostic, DiagnosticKind};
+use crate::program::diagnostic::DiagnosticKind;
 use crate::program::section::function::{RowArgument, RowStep, computes};
 use crate::program::section::ir::{Application, Argument};
 use crate::program::section::lane::LaneStepKind;
@@ -13,7 +13,7 @@ use std::sync::Arc;
 
 impl<'s> Resolver<'s> {
     /// A step that applies a function to a row.
-    pub(super) fn applied(&mut self, application: &'s Application) -> Result<(), Diagnostic> {
+    pub(super) fn applied(&mut self, application: &'s Application) -> Resolved<()> {
         let name = &application.function;
         let Some(function) = self.instance.functions.get(name).cloned() else {
             return self.mismatch(format!("unknown function '{name}'"));
@@ -90,6 +90,7 @@ impl<'s> Resolver<'s> {
             self.check_row(source, width, None)?;
         }
         self.check_packets(&sources)?;
+        self.check_words(&targets)?;
         self.check_arguments(&arguments, &sources)?;
         let mut next = targets.iter();
         for (count, result) in results.iter().zip(&function.results) {
@@ -118,18 +119,13 @@ impl<'s> Resolver<'s> {
         Ok(())
     }
 
-    fn mismatch<T>(&self, message: String) -> Result<T, Diagnostic> {
+    fn mismatch<T>(&self, message: String) -> Resolved<T> {
         Err(self.wrong(DiagnosticKind::Mismatch, message))
     }
 
     /// Rejects an operand that is neither a single value, nor a whole row of `width` elements, nor one value per
     /// `block` of them.
-    fn check_row(
-        &self,
-        operand: &Operand,
-        width: usize,
-        block: Option<usize>,
-    ) -> Result<(), Diagnostic> {
+    fn check_row(&self, operand: &Operand, width: usize, block: Option<usize>) -> Resolved<()> {
         let tensor = &self.instance.tensors[operand.part.tensor];
         let name = &tensor.name;
         if !computes(operand.dtype) {
@@ -178,11 +174,7 @@ impl<'s> Resolver<'s> {
     }
 
     /// Rejects arguments that mix rows with single values, or types.
-    fn check_arguments(
-        &self,
-        arguments: &[RowArgument],
-        sources: &[Operand],
-    ) -> Result<(), Diagnostic> {
+    fn check_arguments(&self, arguments: &[RowArgument], sources: &[Operand]) -> Resolved<()> {
         let mut next = sources.iter();
         for argument in arguments {
             let RowArgument::Sources(count, operator) = argument else {

@@ -26,6 +26,13 @@ pub(super) struct Announcements {
     differ: Vec<(Announced, Option<Announced>)>,
 }
 
+impl Announcements {
+    /// Whether any rank expects another announcement than one that it gets.
+    pub(super) const fn differ(&self) -> bool {
+        !self.differ.is_empty()
+    }
+}
+
 impl Run<'_> {
     /// Records an announcement of a lane.
     pub(super) fn announce(&mut self, actor: Actor, values: &[u32], target: &Part) {

@@ -9,7 +9,7 @@ use crate::program::ir::Role;
 use crate::program::machine::{Actor, Machine};
 use crate::program::rank_program::Range;
 use crate::program::section::{LaneStep, Packing, SectionMemory, WorkspaceLayout};
-use crate::program::verify::kernel_accesses::OnRank;
+use crate::program::verify::kernel_accesses::{OnRank, either};
 use crate::program::verify::memory::Mode as AccessMode;
 
 impl<'a> Run<'a> {
@@ -65,15 +65,25 @@ impl<'a> Run<'a> {
         let mut all = Vec::with_capacity(lanes);
         for lane in 0..lanes {
             let steps = self.steps(number, rank, lane)?;
-            self.count(rank, &steps)?;
             let index = self.lane_number(rank, lane);
             self.knows[index] = knows.clone();
-            self.note_waits(number, rank, &steps);
+            self.admit(number, rank, &steps)?;
             all.push(steps);
         }
-        self.check_inputs(number, rank, &all)?;
         machine.start(rank, number, all);
         Ok(())
+    }
+
+    /// Counts, checks and records steps that a lane is going to take.
+    pub(super) fn admit(
+        &mut self,
+        number: usize,
+        rank: Rank,
+        steps: &[LaneStep],
+    ) -> Result<(), Diagnostic> {
+        self.count(rank, steps)?;
+        self.note_waits(number, rank, steps);
+        self.check_inputs(number, rank, steps)
     }
 
     /// Rejects writes to read-only inputs of the caller.
@@ -81,13 +91,13 @@ impl<'a> Run<'a> {
         &self,
         number: usize,
         rank: Rank,
-        lanes: &[Vec<LaneStep>],
+        steps: &[LaneStep],
     ) -> Result<(), Diagnostic> {
         // Later launches of a kernel make the same accesses, so checking the first suffices.
-        if self.accesses[self.sequence[number]][rank].is_some() {
+        if self.accesses[self.sequence[number]][rank].is_some() && !self.words.are_read() {
             return Ok(());
         }
-        for step in lanes.iter().flatten() {
+        for step in steps {
             for target in step.kind.targets() {
                 // A name may denote one tensor on this rank and another on the rank where it is written.
                 let theirs = self.section(number, target.rank);
@@ -177,7 +187,9 @@ impl<'a> Run<'a> {
             self.accesses[kernel][rank] = Some(list);
             return;
         };
-        if *first != list {
+        if *first != list && self.words.are_read() {
+            self.accesses[kernel][rank] = Some(either(first, &list));
+        } else if *first != list {
             let before = self.sequence.iter().position(|other| *other == kernel);
             let more = list.iter().find(|access| !first.contains(access));
             let less = || first.iter().find(|access| !list.contains(access));

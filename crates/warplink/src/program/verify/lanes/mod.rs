@@ -12,6 +12,9 @@
 //! ones reachable. So kernels that ask for reachability are simulated as several variants, one for each [`Reach`], in
 //! turns.
 //!
+//! Words of memory that lanes read as integers have unknown values. Kernels that read any are simulated under several
+//! [`Valuation`]s, each of which gives these words other values; no order follows from a value.
+//!
 //! Assumptions about a launch: all of its lanes are resident on the device together, so that each gets as far as it
 //! can; it starts when the previous launch on its rank has ended.
 
@@ -21,15 +24,16 @@ mod memory;
 mod reach;
 mod report;
 mod run;
+mod values;
 
 pub(super) use reach::{Reach, Reaches};
+pub(super) use values::Valuation;
 
 use super::diagnostics::Diagnostics;
-use super::kernel_accesses::OnRank;
-use super::memory::Mode as AccessMode;
+use super::kernel_accesses::{OnRank, either};
 use crate::program::diagnostic::{Diagnostic, DiagnosticKind};
 use crate::program::ir::Program;
-use crate::program::rank_program::{Range, RankProgram};
+use crate::program::rank_program::RankProgram;
 use crate::program::section::{MAX_PERIOD, SectionInstance};
 use run::Run;
 
@@ -103,9 +107,6 @@ impl<'a> Launch<'a> {
 /// Effects of a launch on each rank.
 pub(super) type Does = Vec<OnRank>;
 
-/// Accesses of a launch to a rank's tensors.
-type RankAccesses = Vec<(Range, AccessMode)>;
-
 /// Simulates the kernels of a program in order over several runs; returns the effects of each.
 pub(super) fn check(
     ranks: &[RankProgram],
@@ -140,7 +141,8 @@ pub(super) fn check(
         diagnostics.add_made(too_large());
         return Vec::new();
     };
-    let mut found = follow(ranks, &followed, &sequence, diagnostics).into_iter();
+    let found = follow(ranks, &followed, &sequence, diagnostics);
+    let mut found = found.into_iter();
     let merged = reaches
         .iter()
         .map(|reaches| found.by_ref().take(reaches.len()).reduce(merge));
@@ -215,27 +217,62 @@ fn too_large() -> Diagnostic {
     Diagnostic::new(DiagnosticKind::Malformed, message, Vec::new())
 }
 
-/// Simulates launches in the order of `sequence`, which names kernels by number.
+/// Simulates launches in the order of `sequence`, which names kernels by number, under every valuation until one shows
+/// a violation.
 pub(super) fn follow(
     ranks: &[RankProgram],
     kernels: &[Launch<'_>],
     sequence: &[usize],
     diagnostics: &mut Diagnostics<'_>,
 ) -> Vec<Does> {
-    let run = Run::new(ranks, kernels, sequence).and_then(|mut run| {
-        let machine = run.go()?;
-        Ok((run, machine))
-    });
-    match run {
-        Ok((run, machine)) => {
-            report::report(&run, &machine, diagnostics);
-            run.done()
+    let sections = kernels.iter().flat_map(|kernel| &kernel.sections);
+    let mut all: Option<Vec<Does>> = None;
+    // A valuation in which ranks announce different values is of a launch that fails.
+    let mut differs = None;
+    for valuation in Valuation::of(sections.copied()) {
+        let run = Run::new(ranks, kernels, sequence, *valuation).and_then(|mut run| {
+            let machine = run.go()?;
+            match run.failed.take() {
+                Some(diagnostic) => Err(diagnostic),
+                None => Ok((run, machine)),
+            }
+        });
+        let (run, machine) = match run {
+            Ok(run) => run,
+            Err(diagnostic) => {
+                diagnostics.add_made(diagnostic);
+                return Vec::new();
+            }
+        };
+        if run.words.are_read() && run.announcements.differ() {
+            differs = Some((run, machine));
+            continue;
         }
-        Err(diagnostic) => {
-            diagnostics.add_made(diagnostic);
-            Vec::new()
+        report::report(&run, &machine, diagnostics);
+        let done = run.done();
+        all = Some(match all {
+            Some(all) => all.into_iter().zip(done).map(either_way).collect(),
+            None => done,
+        });
+        if !diagnostics.list.is_empty() {
+            break;
         }
     }
+    if let (None, Some((run, machine))) = (&all, differs) {
+        report::report(&run, &machine, diagnostics);
+        return run.done();
+    }
+    all.unwrap_or_default()
+}
+
+/// Effects of a kernel that has the one or the other, depending on the words that it reads.
+fn either_way((one, other): (Does, Does)) -> Does {
+    let both = one.into_iter().zip(other);
+    both.map(|(one, other)| OnRank {
+        accesses: either(&one.accesses, &other.accesses),
+        waits: one.waits || other.waits,
+    })
+    .collect()
 }
 
 fn gcd(a: u64, b: u64) -> u64 {

@@ -2,7 +2,8 @@
 
 use super::agreement::Announcements;
 use super::memory::{Bytes, Knowledge, Stamp, Was, Wrong};
-use super::{Launch, MAX_ALL_LANES, MAX_HELD_STEPS, MAX_STEPS, RankAccesses, too_large};
+use super::values::{Valuation, Words};
+use super::{Launch, MAX_ALL_LANES, MAX_HELD_STEPS, MAX_STEPS, too_large};
 use crate::error::Rank;
 use crate::program::diagnostic::{Diagnostic, DiagnosticKind};
 use crate::program::ir::Program;
@@ -12,13 +13,14 @@ use crate::program::section::{
     LaneStep, LaneStepKind, OperandMemory, Packing, Part, SectionInstance, SectionMemory,
 };
 use crate::program::verify::clock::Clocks;
+use crate::program::verify::kernel_accesses::RankAccesses;
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Limit on recorded findings.
 const MAX_FINDINGS: usize = 4096;
 
 /// Memory of a rank: a tensor, or an area of its workspace.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(super) enum Place {
     Tensor(usize),
     Area(Packing),
@@ -68,7 +70,7 @@ pub(super) struct Run<'a> {
     taken: usize,
     held: usize,
     pub(super) findings: Vec<Finding<'a>>,
-    /// Accesses of each kernel on each rank in its first launch.
+    /// Accesses of each kernel on each rank in its first launch; in all launches, if they read words.
     pub(super) accesses: Vec<Vec<Option<RankAccesses>>>,
     /// For each kernel, the ranks on which lanes wait or are waited for.
     pub(super) waits: Vec<Vec<bool>>,
@@ -82,6 +84,10 @@ pub(super) struct Run<'a> {
     pub(super) taught: Vec<BTreeSet<(usize, usize)>>,
     /// Accesses of a rank's launch that another launch of the same kernel does not make.
     pub(super) unsteady: Vec<(Rank, usize, Range)>,
+    /// Words that lanes read as integers.
+    pub(super) words: Words,
+    /// Why a lane cannot go on with a value that it has read.
+    pub(super) failed: Option<Diagnostic>,
 }
 
 impl<'a> Run<'a> {
@@ -89,6 +95,7 @@ impl<'a> Run<'a> {
         ranks: &'a [RankProgram],
         kernels: &'a [Launch<'a>],
         sequence: &'a [usize],
+        valuation: Valuation,
     ) -> Result<Self, Diagnostic> {
         let world = ranks.len();
         let widths = kernels.iter().flat_map(|kernel| &kernel.sections);
@@ -141,6 +148,11 @@ impl<'a> Run<'a> {
             outlived: Vec::new(),
             taught: vec![BTreeSet::new(); kernels.len()],
             unsteady: Vec::new(),
+            words: Words::new(
+                valuation,
+                kernels.iter().flat_map(|kernel| &kernel.sections).copied(),
+            ),
+            failed: None,
         })
     }
 
@@ -171,9 +183,16 @@ impl<'a> Run<'a> {
     ) -> Result<Vec<LaneStep>, Diagnostic> {
         let kernel = &self.kernels[self.sequence[number]];
         let section = self.section(number, rank);
-        section.steps_where(lane, number as u64, &|tensor| {
-            kernel.is_reachable(lane, tensor)
+        let reachable = |tensor: usize| kernel.is_reachable(lane, tensor);
+        let of = (number as u32, rank as u32, lane as u32);
+        section.steps_where(lane, number as u64, &reachable, &|word| {
+            self.value(of, word)
         })
+    }
+
+    /// Launch with which the run of a launch began.
+    pub(super) fn begun(&self, launch: u32) -> u32 {
+        self.begun[launch as usize]
     }
 
     /// Section that a rank launches in launch `number`.
@@ -411,6 +430,17 @@ impl Domain for Run<'_> {
             self.announce(actor, &announced(values, tensors), target);
         }
         let stamp = self.stamp(actor);
+        if let LaneStepKind::Value {
+            number,
+            source,
+            most,
+        } = step
+        {
+            self.read_value(actor, *number, source, *most);
+        }
+        if self.words.are_read() {
+            self.store_words(actor, step);
+        }
         let (targets, sources) = (step.targets(), step.sources());
         let mut found = Vec::new();
         self.read(stamp, sources, &mut found);
@@ -438,6 +468,23 @@ impl Domain for Run<'_> {
                 }
             }
             _ => {}
+        }
+    }
+
+    fn resume(&mut self, actor: Actor) -> Option<Vec<LaneStep>> {
+        let (launch, rank) = (actor.launch as usize, actor.rank as Rank);
+        let resolved = self.steps(launch, rank, actor.lane as usize);
+        let resolved = resolved.and_then(|steps| {
+            let further = &steps[actor.step as usize + 1..];
+            self.admit(launch, rank, further)?;
+            Ok(steps)
+        });
+        match resolved {
+            Ok(steps) => Some(steps),
+            Err(diagnostic) => {
+                self.failed.get_or_insert(diagnostic);
+                None
+            }
         }
     }
 }

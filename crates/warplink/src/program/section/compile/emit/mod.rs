@@ -2,6 +2,7 @@
 
 mod meeting;
 mod rows;
+mod value;
 
 use super::code::{Code, bare, comma};
 use super::hazard::{self, Barriers};
@@ -102,6 +103,9 @@ pub(super) struct Emitter<'s> {
     pub(super) shares_words: bool,
     /// Whether the kernel records the start time of each step.
     pub(super) traced: bool,
+    /// Lines that read the rows of the current step's operands, and the number of rows read so far.
+    row_lines: Vec<String>,
+    rows: usize,
 }
 
 impl<'s> Emitter<'s> {
@@ -119,6 +123,8 @@ impl<'s> Emitter<'s> {
             signals: false,
             shares_words: names_lanes(&instance.section.body),
             traced: false,
+            row_lines: Vec::new(),
+            rows: 0,
         }
     }
 
@@ -191,6 +197,7 @@ impl<'s> Emitter<'s> {
         match kind {
             StepKind::Move(it) => self.movement(code, it)?,
             StepKind::Apply(it) => self.applied(code, it)?,
+            StepKind::Value(it) => self.value(code, it)?,
             StepKind::Signal(receivers) => {
                 code.line(format!("// {}: signal", self.position));
                 let words = self.expand(receivers, |emitter, receiver| {
@@ -326,6 +333,7 @@ impl<'s> Emitter<'s> {
             }
         };
         code.block(format!("{{  // {}: {it}", self.position), |code| {
+            self.row_lines.drain(..).for_each(|line| code.line(line));
             let mut views = Vec::new();
             let named = [("to", &targets), ("from", &sources)];
             for (name, operands) in named {
@@ -507,19 +515,23 @@ impl<'s> Emitter<'s> {
         })
     }
 
-    fn part(&mut self, reference: &TensorRef) -> Result<Part> {
-        let alias = self.aliases.iter().rev();
-        let alias = alias.clone().find(|alias| alias.name == reference.name);
-        let mut part = match (alias, self.instance.tensor(&reference.name)) {
-            (Some(alias), _) => alias.part.clone(),
-            (None, Some(tensor)) => Part {
-                text: Scope::spell(&reference.name),
+    /// A tensor, or what an alias stands for.
+    fn whole(&self, name: &str) -> Result<Part> {
+        let alias = self.aliases.iter().rev().find(|alias| alias.name == name);
+        match (alias, self.instance.tensor(name)) {
+            (Some(alias), _) => Ok(alias.part.clone()),
+            (None, Some(tensor)) => Ok(Part {
+                text: Scope::spell(name),
                 tensor,
                 axes: self.instance.tensors[tensor].shape.len(),
                 aligned: true,
-            },
-            (None, None) => return Err(self.unknown(&reference.name)),
-        };
+            }),
+            (None, None) => Err(self.unknown(name)),
+        }
+    }
+
+    fn part(&mut self, reference: &TensorRef) -> Result<Part> {
+        let mut part = self.whole(&reference.name)?;
         if reference.transposed {
             let text = format!("{reference} is transposed");
             return Err(self.refuse(text, "select elements in the order of memory"));
@@ -531,8 +543,12 @@ impl<'s> Emitter<'s> {
             }
             let text = match selection {
                 Selection::Index(index) => {
+                    let index = match index {
+                        Expr::Element(words, at) => self.row(words, at, &part)?,
+                        index => self.integer(index)?,
+                    };
                     part.axes -= 1;
-                    format!("index({})", bare(&self.integer(index)?))
+                    format!("index({})", bare(&index))
                 }
                 Selection::Range(from, to) => {
                     // Rows start at the tensor's start plus a multiple of 16 bytes.

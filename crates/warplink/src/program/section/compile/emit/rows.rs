@@ -294,6 +294,7 @@ impl Emitter<'_> {
             }
         }
         code.block(format!("{{  // {}: {application}", self.position), |code| {
+            self.row_lines.drain(..).for_each(|line| code.line(line));
             let mut rows = Vec::new();
             let mut place = |code: &mut Code,
                              name: String,

@@ -1,0 +1,84 @@
+//! Integers that a lane reads from memory.
+
+use super::{Emitter, Operand, Result};
+use crate::dtype::DType;
+use crate::program::expr::Expr;
+use crate::program::section::compile::code::{Code, bare};
+use crate::program::section::compile::element_name;
+use crate::program::section::compile::scope::Scope;
+use crate::program::section::{DeviceValue, Packing};
+
+impl Emitter<'_> {
+    /// `let n = C[rank] at most rows`.
+    pub(super) fn value(&mut self, code: &mut Code, it: &DeviceValue) -> Result<()> {
+        let word = self.operand(&it.place)?;
+        let most = self.integer(&it.most)?;
+        let value = self.read(&word, &most)?;
+        let name = Scope::spell(&it.name);
+        code.line(format!("// {}: {it}", self.position));
+        self.row_lines.drain(..).for_each(|line| code.line(line));
+        code.line(format!("const Index {name} = {value};"));
+        let range = self.scope.range(&it.most).from_zero();
+        self.scope.bind_within(&it.name, name, None, range);
+        Ok(())
+    }
+
+    /// `words[at]` as the row of a part: a constant that is read before the step.
+    pub(super) fn row(&mut self, words: &str, at: &Expr, rows: &super::Part) -> Result<String> {
+        let index = self.integer(at)?;
+        let mut part = self.whole(words)?;
+        if part.axes != 1 {
+            let text = format!("{words}[{at}] is not one integer");
+            return Err(self.refuse(text, "use one integer for each row"));
+        }
+        part.text = format!("{}.index({})", part.text, bare(&index));
+        part.axes = 0;
+        let scratch = self.instance.scratch_of(part.tensor);
+        let name = Scope::spell(&self.instance.tensors[part.tensor].name);
+        let word = Operand {
+            base: format!("at.{name}[rank]"),
+            rank: i64::try_from(self.instance.rank).ok(),
+            packing: scratch.map_or(Packing::Plain, |scratch| scratch.packing),
+            part,
+        };
+        let value = self.read(&word, &format!("{}.length - 1", rows.text))?;
+        let row = format!("row{}", self.rows);
+        self.rows += 1;
+        self.row_lines.push(format!("const Index {row} = {value};"));
+        Ok(row)
+    }
+
+    /// The call that reads a word.
+    fn read(&self, word: &Operand, most: &str) -> Result<String> {
+        let dtype = self.instance.tensors[word.part.tensor].dtype;
+        let integer = match dtype {
+            DType::U32 => "u32",
+            DType::I64 => "i64",
+            _ => "int",
+        };
+        let (data, _) = word.packing.packet();
+        let (function, address) = match word.packing {
+            Packing::Plain => (format!("value<{integer}>"), "plain"),
+            Packing::Packets8 | Packing::Packets16 if dtype.size() <= data => {
+                (format!("packet_value<{integer}, {data}>"), "packets")
+            }
+            Packing::Packets8 | Packing::Packets16 | Packing::Packets128 => {
+                let text = format!("an integer of {dtype} in {}", word.packing.name());
+                return Err(self.refuse(text, "use packets16, of which a thread reads one alone"));
+            }
+        };
+        let address = format!(
+            "{address}<{}>({}, {})",
+            element_name(dtype),
+            word.base,
+            word.part.text
+        );
+        let place = u64::from(self.position.line) << 32 | u64::from(self.position.column);
+        let note =
+            "at.epochs + 8 * at.lanes + detail::verdict_bytes * world + detail::value_note_offset";
+        Ok(format!(
+            "{function}(self, {address}, {}, {place:#x}ull, {note})",
+            bare(most)
+        ))
+    }
+}

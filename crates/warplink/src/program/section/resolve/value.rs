@@ -1,0 +1,142 @@
+//! Resolves integers that lanes read from memory.
+
+use super::{Operand, ReadWord, Resolved, Resolver, Stop};
+use crate::dtype::DType;
+use crate::named::alternatives;
+use crate::program::diagnostic::{Diagnostic, DiagnosticKind};
+use crate::program::expr::Expr;
+use crate::program::section::SectionInstance;
+use crate::program::section::ir::DeviceValue;
+use crate::program::section::lane::{LaneStepKind, Part};
+use crate::program::section::view::View;
+use std::collections::BTreeMap;
+use std::fmt::Display;
+use std::sync::Arc;
+
+/// Element types of words that lanes read.
+pub(crate) const VALUE_TYPES: [DType; 3] = [DType::I32, DType::I64, DType::U32];
+
+impl<'s> Resolver<'s> {
+    /// `let n = C[rank] at most rows`.
+    pub(super) fn value(&mut self, it: &'s DeviceValue) -> Resolved<()> {
+        let most = self.integer(&it.most)?;
+        if most < 0 {
+            let message = format!("{} is {most}; expected at least 0", it.most);
+            return Err(self.wrong(DiagnosticKind::OutOfBounds, message));
+        }
+        let word = self.operand(&it.place)?;
+        let value = self.read(&it.place, word.part, word.single, most)?;
+        self.bind(&it.name)?;
+        self.integers.push((&it.name, value));
+        let known = self.site.indices.iter().cloned();
+        let read = (Arc::from(it.name.as_str()), value);
+        self.site.indices = known.chain([read]).collect();
+        Ok(())
+    }
+
+    /// `I[r]` in `X[I[r]]`: the row of `X` that a word of this rank names.
+    pub(super) fn row(&mut self, list: &str, at: &Expr, rows: &View) -> Resolved<i64> {
+        let at = self.integer(at)?;
+        let place = format!("{list}[{at}]");
+        let mut word = self.whole(list)?;
+        let outcome = word.index(at);
+        outcome.map_err(|wrong| {
+            let message = format!("{place} is no word; expected {wrong}");
+            self.wrong(DiagnosticKind::OutOfBounds, message)
+        })?;
+        let part = Part {
+            rank: self.instance.rank,
+            tensor: word.tensor,
+            offset: word.offset,
+            elements: 1,
+        };
+        let Some(most) = rows.rows().checked_sub(1) else {
+            let message = format!("{place} selects a row of nothing; expected at least one row");
+            return Err(self.wrong(DiagnosticKind::OutOfBounds, message));
+        };
+        self.words.push(part);
+        self.read(&place, part, word.is_single(), most as i64)
+    }
+
+    /// Rejects a step that writes words by which its rows are named: some threads may not have read them yet.
+    pub(super) fn check_words(&self, targets: &[Operand]) -> Resolved<()> {
+        let at = |part: &Part| {
+            let tensor = &self.instance.tensors[part.tensor];
+            let from = tensor.offset + part.offset;
+            (part.rank, tensor.memory, from..from + part.elements)
+        };
+        for target in targets.iter().map(|target| at(&target.part)) {
+            let overlaps = |word: &Part| {
+                let word = at(word);
+                (word.0, word.1) == (target.0, target.1)
+                    && word.2.start < target.2.end
+                    && target.2.start < word.2.end
+            };
+            if self.words.iter().any(overlaps) {
+                let message = "the step writes a word that names one of its rows, in no order among its threads";
+                return Err(self.wrong(DiagnosticKind::Race, message));
+            }
+        }
+        Ok(())
+    }
+
+    fn read(&mut self, place: &dyn Display, part: Part, single: bool, most: i64) -> Resolved<i64> {
+        let dtype = self.instance.tensors[part.tensor].dtype;
+        if !single || !VALUE_TYPES.contains(&dtype) {
+            let message = format!(
+                "{place} is {} of {dtype}; expected one integer of {}",
+                if single {
+                    "an element"
+                } else {
+                    "several elements"
+                },
+                alternatives(&VALUE_TYPES)
+            );
+            return Err(self.wrong(DiagnosticKind::Mismatch, message));
+        }
+        self.step()?;
+        let number = self.read;
+        self.read += 1;
+        self.push(LaneStepKind::Value {
+            number,
+            source: part,
+            most,
+        });
+        let value = (self.values)(&ReadWord { number, part, most });
+        let value = value.ok_or(Stop::Unknown)?;
+        if (0..=most).contains(&value) {
+            return Ok(value);
+        }
+        let message = format!("{place} is {value}; expected 0 to {most}");
+        Err(self.wrong(DiagnosticKind::OutOfBounds, message))
+    }
+}
+
+impl SectionInstance {
+    /// Tensors whose words its lanes read as integers in the first launches of a period, each with the least of the
+    /// greatest values that they expect.
+    ///
+    /// # Errors
+    /// As [`steps`](Self::steps).
+    pub fn value_bounds(&self) -> Result<BTreeMap<usize, i64>, Diagnostic> {
+        let mut bounds = BTreeMap::new();
+        if self.read_as_values().is_empty() {
+            return Ok(bounds);
+        }
+        // A bound may be what another value leaves.
+        let valuations: [fn(&ReadWord) -> i64; 2] = [|_| 0, |word| word.most];
+        for value in valuations {
+            for (lane, epoch) in (0..self.lanes)
+                .flat_map(|lane| (0..self.period.max(1)).map(move |epoch| (lane, epoch)))
+            {
+                for step in self.steps_with(lane, epoch, &|word| Some(value(word)))? {
+                    if let LaneStepKind::Value { source, most, .. } = step.kind {
+                        let bound = bounds.entry(source.tensor).or_insert(most);
+                        *bound = most.min(*bound);
+                    }
+                }
+            }
+        }
+        Ok(bounds)
+    }
+}
