@@ -39,8 +39,8 @@ pub(crate) trait RowValue: Copy {
 }
 
 impl RowFunction {
-    /// Results for a row of `width` elements. Arguments and results have one value per element or a single value; a
-    /// result that is constant per block has one value per block.
+    /// Results for a row of `width` elements. Arguments and results have one value per element or a single value;
+    /// those by blocks have one value per block.
     pub(crate) fn apply<V: RowValue>(
         &self,
         arguments: &[Vec<V>],
@@ -61,6 +61,7 @@ impl RowFunction {
                     let all = &arguments[argument];
                     all[if all.len() == 1 { 0 } else { element }]
                 }
+                RowNode::OfBlock(argument, size) => arguments[argument][element / size],
                 RowNode::Unary(function, a) => at(a, element).unary(function),
                 RowNode::Binary(function, a, b) => at(a, element).binary(function, at(b, element)),
                 RowNode::Select(comparison, [a, b, yes, no]) => V::select(
@@ -195,7 +196,12 @@ fn tree(values: &[f32], neutral: f32, function: RowBinary) -> f32 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::program::section::function::{Function, RowExpr};
+    use crate::program::section::function::{Function, RowExpr, RowParameter};
+
+    fn parameter(name: &str, block: Option<usize>) -> RowParameter {
+        let name = name.to_owned();
+        RowParameter { name, block }
+    }
 
     #[test]
     fn sums_along_rows_have_one_order() {
@@ -250,7 +256,7 @@ mod tests {
         let block = || Box::new(RowExpr::BlockMax(x(), 8));
         let function = Function {
             name: "f".to_owned(),
-            parameters: vec!["x".to_owned()],
+            parameters: vec![parameter("x", None)],
             lets: Vec::new(),
             results: vec![
                 *block(),
@@ -265,10 +271,25 @@ mod tests {
         assert_eq!(results[0], [7.0, 15.0, 18.0]);
         assert_eq!(results[1][7..10], [0.0, -7.0, -6.0]);
         assert_eq!(results[2], [7.0 * 8.0 + 15.0 * 8.0 + 18.0 * 3.0]);
+        let function = Function {
+            name: "g".to_owned(),
+            parameters: vec![parameter("x", None), parameter("s", Some(8))],
+            lets: Vec::new(),
+            results: vec![RowExpr::Binary(
+                RowBinary::Multiply,
+                x(),
+                Box::new(RowExpr::Name("s".to_owned())),
+            )],
+        };
+        let function = RowFunction::resolve::<String>(&function, &|_| Ok(DType::F32)).unwrap();
+        let results = function.apply(&[vec![1.0; 19], vec![2.0, 3.0, 5.0]], 19, order);
+        assert_eq!(results[0][7..17], [2.0, 3.0, 3.0, 3.0, 3.0, 3.0, 3.0, 3.0, 3.0, 5.0]);
+        // A row of one block has one such element, which is none of the whole row.
+        assert_eq!(function.apply(&[vec![1.0; 3], vec![2.0]], 3, order), [[2.0; 3]]);
         for size in [0, 4, 24, 512] {
             let function = Function {
                 name: "f".to_owned(),
-                parameters: vec!["x".to_owned()],
+                parameters: vec![parameter("x", None)],
                 lets: Vec::new(),
                 results: vec![RowExpr::BlockMax(x(), size)],
             };
@@ -286,7 +307,7 @@ mod tests {
         let sum = RowExpr::Row(RowReduction::Sum, x());
         let function = Function {
             name: "f".to_owned(),
-            parameters: vec!["x".to_owned(), "s".to_owned()],
+            parameters: vec![parameter("x", None), parameter("s", None)],
             lets: vec![("total".to_owned(), sum)],
             results: vec![
                 RowExpr::Binary(
