@@ -2,7 +2,7 @@
 
 use super::memory::Tensor;
 use super::program::Way;
-use super::{Described, FusedKind, Norm, Quantization};
+use super::{Described, FusedKind, Norm, Quantization, Wire};
 use crate::dtype::DType;
 
 /// In the place of a collective's kind.
@@ -16,6 +16,7 @@ const NORM: u32 = 12;
 const BIAS: u32 = 14;
 const QUANTIZATION: u32 = 15;
 const MEMORY: u32 = 18;
+const WIRE: u32 = 28;
 
 impl Described {
     /// Integers that are the same on all ranks, or the calls differ.
@@ -31,7 +32,8 @@ impl Described {
             | norm << NORM
             | u32::from(epilogue.weight_bias) << BIAS
             | quantization << QUANTIZATION
-            | form.agreed() << MEMORY;
+            | form.agreed() << MEMORY
+            | (call.wire as u32) << WIRE;
         [
             what,
             call.tokens as u32,
@@ -88,6 +90,9 @@ pub(in crate::collective) fn describe(words: &[u32]) -> String {
     }
     if let Some(quantization) = quantization {
         text += &format!(", quantization {}", quantization.name());
+    }
+    if let Some(wire) = Wire::ALL.get(of(WIRE, 1)).filter(|wire| **wire != Wire::Exact) {
+        text += &format!(", wire {wire}");
     }
     let tensors = Tensor::ALL.into_iter();
     let tensors = tensors.filter(|tensor| what >> MEMORY & 1 << *tensor as u32 != 0);
