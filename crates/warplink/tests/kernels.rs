@@ -159,6 +159,8 @@ fn every_fused_call_compiles() {
             if parameter.kind.alternatives().is_empty() {
                 let value = match parameter.name.as_str() {
                     "room" => 1 << 20,
+                    // As many rows of each rank.
+                    "tokens" => 1008,
                     "deep" => 2,
                     _ => 1000,
                 };

@@ -51,9 +51,9 @@ named! {
     /// How rows are normalised.
     pub enum Norm: "norm" {
         /// By the root of the mean of squares.
-        Rms = "rms",
+        Rms = "rms" (1),
         /// By mean and variance.
-        Layer = "layer",
+        Layer = "layer" (2),
     }
 }
 
@@ -61,13 +61,13 @@ named! {
     /// How rows become floats of 8 bits (e4m3). Scales that are computed are at least 1e-10.
     pub enum Quantization: "quantization" {
         /// Divided by a scale that is given, one `f32`.
-        Static = "static",
+        Static = "static" (1),
         /// Divided by a scale of each row, which is an output: its largest magnitude / 448.
-        PerToken = "per_token",
+        PerToken = "per_token" (2),
         /// The same of each block of [`QUANTIZED_BLOCK`] elements, of which the last one of a row may be shorter.
-        PerBlock = "per_block",
+        PerBlock = "per_block" (3),
         /// As `PerBlock`, with the next power of two from that scale on.
-        PerBlockPowerOfTwo = "per_block_power_of_two",
+        PerBlockPowerOfTwo = "per_block_power_of_two" (4),
     }
 }
 

@@ -28,7 +28,11 @@ fn made(call: &Described, way: Way, world: usize, lanes: usize) -> (Program, Par
         threads: 128,
         rows: call.call.tokens,
     };
-    let parameters = call.parameters(&machine(world), &shape);
+    let mut parameters = call.parameters(&machine(world), &shape);
+    if way == Way::Quantized {
+        // Rows have several turns in scratch.
+        parameters.insert("deep", if world == 1 { 2 } else { 1 });
+    }
     (call.program(way, world).unwrap(), parameters)
 }
 

@@ -4,6 +4,7 @@ use super::memory::Tensor;
 use super::program::Way;
 use super::{Described, FusedKind, Norm, Quantization, Wire};
 use crate::dtype::DType;
+use crate::named::Named as _;
 
 /// In the place of a collective's kind.
 const FUSED: u32 = 0xf;
@@ -23,8 +24,8 @@ impl Described {
     pub(super) fn words(&self, way: Way) -> [u32; 4] {
         let Self { call, form } = self;
         let epilogue = &call.epilogue;
-        let norm = epilogue.norm.map_or(0, |norm| 1 + norm as u32);
-        let quantization = epilogue.quantization.map_or(0, |it| 1 + it as u32);
+        let norm = epilogue.norm.map_or(0, |norm| norm as u32);
+        let quantization = epilogue.quantization.map_or(0, |it| it as u32);
         let what = FUSED
             | (call.kind as u32) << KIND
             | (way as u32) << WAY
@@ -77,9 +78,8 @@ pub(in crate::collective) fn describe(words: &[u32]) -> String {
     let of = |from: u32, bits: u32| (what >> from & ((1 << bits) - 1)) as usize;
     let kind = FusedKind::ALL.get(of(KIND, 2));
     let dtype = DType::ALL.get(of(DTYPE, 4));
-    let norm = of(NORM, 2).checked_sub(1).and_then(|it| Norm::ALL.get(it));
-    let quantization = of(QUANTIZATION, 3).checked_sub(1);
-    let quantization = quantization.and_then(|it| Quantization::ALL.get(it));
+    let norm = Norm::numbered(of(NORM, 2) as i32);
+    let quantization = Quantization::numbered(of(QUANTIZATION, 3) as i32);
     let mut text = format!(
         "a fused {} of {tokens} rows of {width} {}",
         kind.map_or("?", |kind| kind.name()),

@@ -54,38 +54,41 @@ impl RowFunction {
                 let all = &values[operand];
                 all[if all.len() == 1 { 0 } else { element }]
             };
-            let one = |element: usize| match *node {
-                RowNode::Number(number) => V::number(number.value()),
-                RowNode::Width => V::number(width as f32),
-                RowNode::Argument(argument) => {
+            let count = if uniform[number] { 1 } else { width };
+            let each = |one: &dyn Fn(usize) -> V| (0..count).map(one).collect::<Vec<V>>();
+            let all = match *node {
+                RowNode::Number(number) => each(&|_| V::number(number.value())),
+                RowNode::Width => each(&|_| V::number(width as f32)),
+                RowNode::Argument(argument) => each(&|element| {
                     let all = &arguments[argument];
                     all[if all.len() == 1 { 0 } else { element }]
+                }),
+                RowNode::OfBlock(argument, size) => {
+                    each(&|element| arguments[argument][element / size])
                 }
-                RowNode::OfBlock(argument, size) => arguments[argument][element / size],
-                RowNode::Unary(function, a) => at(a, element).unary(function),
-                RowNode::Binary(function, a, b) => at(a, element).binary(function, at(b, element)),
-                RowNode::Select(comparison, [a, b, yes, no]) => V::select(
-                    comparison,
-                    at(a, element),
-                    at(b, element),
-                    at(yes, element),
-                    at(no, element),
-                ),
-                RowNode::Round(dtype, a) => at(a, element).round(dtype),
+                RowNode::Unary(function, a) => each(&|element| at(a, element).unary(function)),
+                RowNode::Binary(function, a, b) => {
+                    each(&|element| at(a, element).binary(function, at(b, element)))
+                }
+                RowNode::Select(comparison, [a, b, yes, no]) => each(&|element| {
+                    let [a, b, yes, no] = [a, b, yes, no].map(|operand| at(operand, element));
+                    V::select(comparison, a, b, yes, no)
+                }),
+                RowNode::Round(dtype, a) => each(&|element| at(a, element).round(dtype)),
+                RowNode::Row(reduction, a) => {
+                    let mut row = (0..width).map(|element| at(a, element));
+                    vec![V::row(reduction, &mut row, order)]
+                }
                 RowNode::BlockMax(size, a) => {
-                    let from = element / size * size;
-                    let block = from..width.min(from + size);
-                    let mut block = block.map(|element| at(a, element));
-                    V::row(RowReduction::Max, &mut block, order)
+                    let blocks = (0..width).step_by(size).flat_map(|from| {
+                        let block = from..width.min(from + size);
+                        let count = block.len();
+                        let mut block = block.map(|element| at(a, element));
+                        std::iter::repeat_n(V::row(RowReduction::Max, &mut block, order), count)
+                    });
+                    blocks.collect()
                 }
-                RowNode::Row(reduction, a) => V::row(
-                    reduction,
-                    &mut (0..width).map(|element| at(a, element)),
-                    order,
-                ),
             };
-            let count = if uniform[number] { 1 } else { width };
-            let all = (0..count).map(one).collect();
             values.push(all);
         }
         let results = self.results.iter();
