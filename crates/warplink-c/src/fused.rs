@@ -5,11 +5,11 @@ use crate::handles::{Collectives, Handle, Stream};
 use crate::memory::same_job;
 use crate::pointer;
 use crate::status::{Failure, Outcome, Status, entry};
-use crate::types::unknown;
+use crate::types::{numbered, numbered_or_none};
 use std::ffi::c_void;
 use std::mem::size_of;
 use std::ptr::{null, null_mut};
-use warplink::collective::{Epilogue, Fused, FusedMemory, Norm, Quantization};
+use warplink::collective::{Epilogue, Fused, FusedMemory};
 use warplink::device::DeviceSlice;
 
 /// A collective of rows and what follows it, the same on every rank but for the memory. Get one from
@@ -31,6 +31,8 @@ pub struct FusedCall {
     pub norm: i32,
     /// A `warplink_quantization`.
     pub quantization: i32,
+    /// A `warplink_wire`: what FP8 saves, and its error, stand at `Fused::wire` and in docs/fused.md.
+    pub wire: i32,
     /// Not 0 where 1 is added to the weight.
     pub weight_bias: i32,
     /// What is added to the mean of squares, or to the variance; not negative.
@@ -61,36 +63,19 @@ pub struct FusedCall {
 
 impl FusedCall {
     fn call(&self) -> Outcome<Fused> {
-        let at = |value: i32, from: i32| usize::try_from(value.checked_sub(from)?).ok();
-        let kind = at(self.kind, 0).and_then(|at| warplink::collective::FusedKind::ALL.get(at));
-        let kind = kind.ok_or_else(|| unknown("kind", self.kind, "warplink_fused_kind"))?;
-        let norm = match self.norm {
-            0 => None,
-            norm => {
-                let known = at(norm, 1).and_then(|at| Norm::ALL.get(at));
-                Some(*known.ok_or_else(|| unknown("norm", norm, "warplink_norm"))?)
-            }
-        };
-        let quantization = match self.quantization {
-            0 => None,
-            value => {
-                let known = at(value, 1).and_then(|at| Quantization::ALL.get(at));
-                let unknown = || unknown("quantization", value, "warplink_quantization");
-                Some(*known.ok_or_else(unknown)?)
-            }
-        };
         let count = |value: u64| usize::try_from(value).unwrap_or(usize::MAX);
         Ok(Fused {
-            kind: *kind,
+            kind: numbered(self.kind, "warplink_fused_kind")?,
             tokens: count(self.tokens),
             width: count(self.width),
             dtype: element_type(self.element_type)?,
             epilogue: Epilogue {
-                norm,
+                norm: numbered_or_none(self.norm, "warplink_norm")?,
                 eps: self.eps,
                 weight_bias: self.weight_bias != 0,
-                quantization,
+                quantization: numbered_or_none(self.quantization, "warplink_quantization")?,
             },
+            wire: numbered(self.wire, "warplink_wire")?,
         })
     }
 
@@ -143,6 +128,7 @@ pub extern "C" fn warplink_fused_call_default() -> FusedCall {
         element_type: 0,
         norm: 0,
         quantization: 0,
+        wire: 0,
         weight_bias: 0,
         eps: 1e-6,
         tokens: 0,

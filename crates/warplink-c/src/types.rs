@@ -91,6 +91,27 @@ impl Enumeration {
                 zero("none", "Nothing is reduced."),
             ),
             Self::of::<p2p::Direction>("Direction", "Which way a message goes.", None),
+            Self::of::<collective::FusedKind>(
+                "FusedKind",
+                "What ranks have of the rows of a fused collective. Where a rank owns rows, these are as many on each, in rank \
+                 order.",
+                None,
+            ),
+            Self::of::<collective::Norm>(
+                "Norm",
+                "How rows are normalised.",
+                zero("none", "They are not."),
+            ),
+            Self::of::<collective::Quantization>(
+                "Quantization",
+                "How rows are quantised. Scales that are computed are at least 1e-10.",
+                zero("none", "They are not."),
+            ),
+            Self::of::<collective::Wire>(
+                "Wire",
+                "How rows of a fused collective travel between ranks. All ranks get the same bits either way.",
+                None,
+            ),
         ]
     }
 }
@@ -100,55 +121,17 @@ pub(crate) fn numbered<T: Named>(number: i32, name: &str) -> Outcome<T> {
     T::numbered(number).ok_or_else(|| unknown(T::TERM, number, name))
 }
 
+/// The same where 0 is none.
+pub(crate) fn numbered_or_none<T: Named>(number: i32, name: &str) -> Outcome<Option<T>> {
+    (number != 0).then(|| numbered(number, name)).transpose()
+}
+
 /// The error of a `value` that is none of the enumeration `name`.
-pub(crate) fn unknown(what: &str, value: i32, name: &str) -> Failure {
+fn unknown(what: &str, value: i32, name: &str) -> Failure {
     Failure::invalid(
         format!("unknown {what} {value}; expected a {name}"),
         format!("use a value of {name}"),
     )
-}
-
-/// What ranks have of the rows of a fused collective. Where a rank owns rows, these are as many on each, in rank order.
-#[repr(C)]
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum FusedKind {
-    /// Every rank has all rows of everything.
-    AllReduce = 0,
-    /// The same, but residual, `sum` and `residual_out` are of the rows that a rank owns.
-    AllReduceSharded = 1,
-    /// The input is of all rows, all else of those that a rank owns.
-    ReduceScatter = 2,
-    /// Inputs are not added up: input, residual, `sum` and `residual_out` are of the rows that a rank owns, and the others of
-    /// all rows.
-    AllGather = 3,
-}
-
-/// How rows are normalised.
-#[repr(C)]
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Norm {
-    /// They are not.
-    None = 0,
-    /// By the root of the mean of squares.
-    Rms = 1,
-    /// By mean and variance.
-    Layer = 2,
-}
-
-/// How rows become F8E4M3. Scales that are computed are at least 1e-10.
-#[repr(C)]
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Quantization {
-    /// They do not.
-    None = 0,
-    /// Divided by one scale, which is read.
-    Static = 1,
-    /// Divided by a scale of each row, its largest magnitude / 448.
-    PerToken = 2,
-    /// The same of each 128 elements of a row.
-    PerBlock = 3,
-    /// The same with the next power of two from that on.
-    PerBlockPowerOfTwo = 4,
 }
 
 /// A place in one of a connection's regions.

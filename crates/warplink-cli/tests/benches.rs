@@ -44,6 +44,10 @@ const BENCHES: [(&[&str], &str); 8] = [
         "eager: us",
     ),
     (
+        &["fused", "--sizes", "3", "--width", "48", "--calls", "1", "--wire", "fp8"],
+        "eager: us",
+    ),
+    (
         &["overlap", "--shape", "16,16,16", "--lowerings", "push"],
         "GEMM in chunks",
     ),

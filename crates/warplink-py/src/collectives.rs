@@ -484,7 +484,8 @@ impl Collectives {
     /// have one. One of `sum`, `residual_out` and `output` may be the memory of the input or of the residual.
     ///
     /// `kind` is "all_reduce", "all_reduce_sharded", where a rank has the residual, the sum and residual_out of its rows
-    /// alone, "reduce_scatter" or "all_gather". Ranks then own as many rows each, in rank order. Does not block.
+    /// alone, "reduce_scatter" or "all_gather". Ranks then own as many rows each, in rank order. With `wire` "fp8" rows travel
+    /// as floats of 8 bits with a scale for each 128 elements, for an error that docs/fused.md states. Does not block.
     ///
     /// Raises InvalidArgumentError for memory that does not fit or overlaps, ParseError for names that there are not, and
     /// UnsupportedError where `path` is "engine" or a row is too long for the workspace. Ranks that call something else
@@ -506,6 +507,7 @@ impl Collectives {
         quantization=None,
         quantized=None,
         scale=None,
+        wire="exact",
     ))]
     #[allow(clippy::too_many_arguments, reason = "they are Python's keywords")]
     fn fused(
@@ -526,11 +528,12 @@ impl Collectives {
         quantization: Option<&str>,
         quantized: Option<&Bound<'_, PyAny>>,
         scale: Option<&Bound<'_, PyAny>>,
+        wire: &str,
     ) -> PyResult<()> {
-        let (kind, epilogue) = described(kind, norm, (eps, weight_bias), quantization)?;
+        let call = described(kind, norm, (eps, weight_bias), quantization, wire)?;
         let sources = [Some(input), residual, weight, bias];
         let targets = [sum, residual_out, output, quantized, scale];
-        self.enqueue_fused(py, stream, (kind, epilogue), (sources, targets))
+        self.enqueue_fused(py, stream, call, (sources, targets))
     }
 
     /// A layer of experts on these ranks, with memory for its calls.

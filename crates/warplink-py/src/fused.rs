@@ -5,7 +5,7 @@ use crate::collectives::Collectives;
 use crate::errors::{invalid, raise};
 use crate::stream::Stream;
 use pyo3::prelude::*;
-use warplink::collective::{Epilogue, Fused, FusedKind, FusedMemory, Quantization};
+use warplink::collective::{Epilogue, Fused, FusedKind, FusedMemory, Quantization, Wire};
 use warplink::device::DeviceSlice;
 
 /// An array that a caller may leave out.
@@ -17,14 +17,16 @@ pub(crate) fn described(
     norm: Option<&str>,
     (eps, weight_bias): (f32, bool),
     quantization: Option<&str>,
-) -> PyResult<(FusedKind, Epilogue)> {
+    wire: &str,
+) -> PyResult<(FusedKind, Epilogue, Wire)> {
     let epilogue = Epilogue {
         norm: norm.map(str::parse).transpose().map_err(raise)?,
         eps,
         weight_bias,
         quantization: quantization.map(str::parse).transpose().map_err(raise)?,
     };
-    Ok((kind.parse().map_err(raise)?, epilogue))
+    let kind = kind.parse().map_err(raise)?;
+    Ok((kind, epilogue, wire.parse().map_err(raise)?))
 }
 
 impl Collectives {
@@ -34,7 +36,7 @@ impl Collectives {
         &self,
         py: Python<'_>,
         stream: &Stream,
-        (kind, epilogue): (FusedKind, Epilogue),
+        (kind, epilogue, wire): (FusedKind, Epilogue, Wire),
         (sources, targets): ([Maybe<'_, '_>; 4], [Maybe<'_, '_>; 5]),
     ) -> PyResult<()> {
         let inner = self.inner()?;
@@ -74,6 +76,7 @@ impl Collectives {
             width,
             dtype,
             epilogue,
+            wire,
         };
         fn slice(array: &Option<Array>) -> Option<&DeviceSlice> {
             array.as_ref().map(|array| &array.slice)

@@ -89,8 +89,20 @@ def on_arrays(rank, world, meeting):
                     assert torch.equal(h.nan_to_num(7), exact[1].nan_to_num(7))
                     close(n, exact[2], exact[2].abs() * 2**-7 + 1e-3, exact[1])
                     same_on_all(comm, total, h, n)
-        with pytest.raises(ValueError, match="expected one of static"):
+                collectives.fused(stream, inputs[rank], sum=total, wire="fp8")
+                stream.synchronize()
+                each = torch.stack([peer.double() for peer in inputs])
+                usual = each.isfinite().all(0)
+                finite = each.where(each.isfinite(), torch.zeros_like(each)).abs()
+                bound = 0.14 * finite.sum(0) + 6e-6 * finite.amax(-1, keepdim=True).sum(0) + 1e-6
+                assert total[~usual].isnan().all()
+                near = (total.double() - each.sum(0)).abs() <= bound
+                assert (near | ~usual | (finite.sum(0) > 1e4)).all()
+                same_on_all(comm, total)
+        with pytest.raises(ValueError, match="expected static"):
             collectives.fused(stream, residual, quantization="other", output=n)
+        with pytest.raises(ValueError, match="expected exact or fp8"):
+            collectives.fused(stream, residual, sum=residual, wire="fp4")
         with pytest.raises(ValueError, match="nothing to store"):
             collectives.fused(stream, residual)
 

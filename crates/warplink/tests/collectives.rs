@@ -34,6 +34,8 @@ mod fallback;
 mod fused;
 #[path = "collectives/fused_rows.rs"]
 mod fused_rows;
+#[path = "collectives/fused_wire.rs"]
+mod fused_wire;
 #[path = "collectives/launches.rs"]
 mod launches;
 #[path = "collectives/layer.rs"]

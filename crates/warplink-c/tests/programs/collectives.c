@@ -213,6 +213,14 @@ static void fused(warplink_collectives collectives, warplink_stream stream, warp
         const float near = (i % BLOCKS == 0 ? 4.0f : 0.5f) / 448.0f;
         HOLDS(scales[i] > 0.999f * near && scales[i] < 1.001f * near);
     }
+    made.wire = WARPLINK_WIRE_FP8;
+    OK(warplink_fused_collective(collectives, &made, stream));
+    OK(warplink_stream_synchronize(stream));
+    OK(warplink_download(words, span(region, 2 * sizeof words + sizeof(float) * WIDTH, sizeof words)));
+    for (int i = 0; i < TOKENS * WIDTH; i++) HOLDS(words[i] > 0 ? words[i] > 3.999f && words[i] < 4.001f : words[i] < -0.499f);
+    made.wire = 7;
+    FAILS(warplink_fused_collective(collectives, &made, stream), WARPLINK_STATUS_INVALID_ARGUMENT, "warplink_wire");
+    made.wire = WARPLINK_WIRE_EXACT;
     made.size -= 1;
     FAILS(warplink_fused_collective(collectives, &made, stream), WARPLINK_STATUS_INVALID_ARGUMENT, "start from");
     made.size += 1;

@@ -240,6 +240,11 @@ struct Row {
         return detail::load_row_unit<Element>(at + detail::RowUnit<Element>::bytes * (u64)unit, count, at % 16 == 0);
     }
 
+    // The value of the block that a unit is in, one of a row of them.
+    template <typename Element, u32 UNITS> __device__ __forceinline__ float of_block(u64 at, u32 unit) const {
+        return single<Element>(at + sizeof(typename Element::Bits) * (u64)(unit / UNITS));
+    }
+
     // What the operator makes of a unit of each source, in their order.
     template <typename Element, typename Operator, typename P>
     __device__ __forceinline__ void reduce(const P &from, u32 unit, u32 count, float (&value)[row_unit]) const {

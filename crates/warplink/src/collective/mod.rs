@@ -56,7 +56,7 @@ pub use experts::{Dispatched, ExpertOptions, Experts};
 #[doc(hidden)]
 pub use fused::fused_programs;
 pub use fused::{
-    Epilogue, Fused, FusedBytes, FusedKind, FusedMemory, Norm, QUANTIZED_BLOCK, Quantization,
+    Epilogue, Fused, FusedBytes, FusedKind, FusedMemory, Norm, QUANTIZED_BLOCK, Quantization, Wire,
 };
 pub use messages::{MAX_MESSAGES, Message, Parts};
 

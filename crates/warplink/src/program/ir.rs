@@ -145,8 +145,8 @@ pub enum StatementKind {
         /// Arguments: parameter values, inputs and outputs.
         arguments: Vec<Argument>,
     },
-    /// `scratch P: packets16 T[2, world, n]`.
-    Scratch(Scratch),
+    /// `scratch P: packets16 T[2, world, n]`; `scratch B: u8[2, n], S: f32[2, m]`, whose rows alternate.
+    Scratch(Vec<Scratch>),
     /// `function norm(x) { … }`: defines a row function for later kernels.
     Function(Function),
     /// `kernel lane in 0..lanes threads 512 { … }`: launches a kernel on the current stream.

@@ -266,20 +266,25 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
     blocks(leaf)
 }
 
-fn scratch() -> impl Strategy<Value = Scratch> {
+fn scratch() -> impl Strategy<Value = Vec<Scratch>> {
     let dtype = prop_oneof![
         prop::sample::select(&DType::ALL[..]).prop_map(ElementType::Fixed),
         name().prop_map(ElementType::Parameter),
     ];
     let packing = prop::sample::select(&Packing::ALL[..]);
     let shape = prop::collection::vec(expr(), 1..4);
-    let parts = (name(), any::<bool>(), packing, dtype, shape);
-    parts.prop_map(|(name, persists, packing, dtype, shape)| Scratch {
-        name,
-        persistent: persists && !packing.is_packets(),
-        packing,
-        dtype,
-        shape,
+    let parts = prop::collection::vec((name(), packing, dtype, shape), 1..4);
+    (any::<bool>(), parts).prop_map(|(persists, parts)| {
+        let several = parts.len() > 1;
+        let packed = !several && parts[0].1.is_packets();
+        let one = |(name, packing, dtype, shape)| Scratch {
+            name,
+            persistent: persists && !packed,
+            packing: if several { Packing::Plain } else { packing },
+            dtype,
+            shape,
+        };
+        parts.into_iter().map(one).collect()
     })
 }
 

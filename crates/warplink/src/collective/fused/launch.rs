@@ -3,7 +3,6 @@
 use super::memory::Form;
 use super::program::Way;
 use super::{Described, Fused, FusedMemory};
-use crate::collective::algorithm::Algorithm;
 use crate::collective::choice::{Machine, part};
 use crate::collective::estimate::rounded;
 use crate::collective::launches::section;
@@ -94,12 +93,8 @@ impl FusedLaunches {
     fn way(&self, machine: &Machine, described: &Described) -> Result<Way> {
         let ways = described.ways();
         if let Some(forced) = machine.forced {
-            let way = match forced {
-                Algorithm::OneShot => Some(Way::OneShot),
-                Algorithm::Direct => Some(Way::Direct),
-                _ => None,
-            };
-            return way.filter(|way| ways.contains(way)).ok_or_else(|| {
+            let way = ways.iter().copied().find(|way| way.algorithm() == forced);
+            return way.ok_or_else(|| {
                 let text = format!("the algorithm {forced} does not do this");
                 Error::new(ErrorKind::Unsupported, text).with_help("leave the algorithm open")
             });
@@ -219,6 +214,12 @@ impl Described {
                 let most = room.min(machine.most_lanes).min(self.most_lanes(way));
                 (if room == 0 { 0 } else { call.tokens }, groups, most)
             }
+            Way::Quantized => {
+                let lanes = self.quantized_rows(machine) / (2 * world);
+                let most = lanes.min(machine.most_lanes);
+                let groups = call.tokens.div_ceil(world);
+                (if lanes == 0 { 0 } else { call.tokens }, groups, most)
+            }
         };
         if rows == 0 {
             return Err(too_long());
@@ -248,14 +249,15 @@ impl Described {
         rank: Rank,
     ) -> Result<RankProgram> {
         let parameters = self.parameters(machine, shape);
-        let program = self.program(shape.way)?;
+        let program = self.program(shape.way, machine.world)?;
         unroll(&program, rank, machine.world, 1, &parameters)
     }
 
     pub(super) fn parameters(&self, machine: &Machine, shape: &Shape) -> Parameters {
-        let bytes = match shape.way {
-            Way::OneShot => machine.packet_bytes,
-            Way::Direct => machine.plain_bytes,
+        let room = match shape.way {
+            Way::OneShot => machine.packet_bytes / self.call.dtype.size(),
+            Way::Direct => machine.plain_bytes / self.call.dtype.size(),
+            Way::Quantized => machine.plain_bytes,
         };
         let words = self.words(shape.way).map(|word| i64::from(word as i32));
         let [what, length, upper, factor] = words;
@@ -263,7 +265,7 @@ impl Described {
         for (name, value) in [
             ("tokens", self.call.tokens as i64),
             ("n", self.call.width as i64),
-            ("room", (bytes / self.call.dtype.size()) as i64),
+            ("room", room as i64),
             ("lanes", shape.lanes as i64 + 1),
             ("threads", shape.threads as i64),
             ("what", what),
@@ -273,6 +275,12 @@ impl Described {
             ("factor", factor),
         ] {
             parameters.insert(name, value);
+        }
+        if shape.way == Way::Quantized {
+            let lanes = shape.lanes * machine.world;
+            let rows = self.call.tokens.div_ceil(lanes);
+            let deep = (self.quantized_rows(machine) / (2 * lanes)).clamp(1, rows);
+            parameters.insert("deep", deep as i64);
         }
         parameters
     }

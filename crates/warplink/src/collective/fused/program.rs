@@ -1,7 +1,9 @@
 //! The programs of fused calls: a shipped text for each way, with what the description says put in for names in braces.
 
 use super::memory::Tensor;
-use super::{Described, FusedKind, Norm, QUANTIZED_BLOCK, Quantization};
+use super::quantized::quantize;
+use super::{Described, FusedKind, Norm, QUANTIZED_BLOCK, Quantization, Wire};
+use crate::collective::algorithm::Algorithm;
 use crate::error::{Error, ErrorKind, Result};
 use crate::program::Program;
 use std::fmt::Write as _;
@@ -9,6 +11,7 @@ use std::fmt::Write as _;
 const ONE_SHOT: &str = include_str!("one_shot.wlp");
 const DIRECT: &str = include_str!("direct.wlp");
 const BY_OWNER: &str = include_str!("by_owner.wlp");
+const QUANTIZED: &str = include_str!("quantized.wlp");
 
 /// The most tensors that a lane announces at once, and the most that it announces: then it has two rows for them.
 const ANNOUNCED_AT_ONCE: usize = 3;
@@ -21,11 +24,24 @@ pub(super) enum Way {
     OneShot,
     /// A rank reads its rows of all, and stores the results at all.
     Direct,
+    /// Rows travel as floats of 8 bits, to the ranks that own them and back.
+    Quantized,
+}
+
+impl Way {
+    /// The algorithm that asks for it.
+    pub(super) const fn algorithm(self) -> Algorithm {
+        match self {
+            Self::OneShot => Algorithm::OneShot,
+            Self::Direct => Algorithm::Direct,
+            Self::Quantized => Algorithm::TwoShot,
+        }
+    }
 }
 
 /// Where a row of a call is.
 #[derive(Clone, Copy)]
-enum At {
+pub(super) enum At {
     /// Any, of tensors with all rows.
     Row,
     /// One that this rank computes for all.
@@ -38,32 +54,67 @@ enum At {
 
 /// From what on a function computes.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum From {
+pub(super) enum From {
+    /// The sum, `x`, to which the residual is added.
     Sum,
+    /// The sum and the residual, `h`.
     Added,
+    /// The sum, with nothing else.
+    SumAlone,
+}
+
+/// How a function begins.
+pub(super) struct Start {
+    /// The rows that it starts from, as parameters, and how these become `x` or `h`.
+    pub(super) parameters: Vec<String>,
+    pub(super) lines: Vec<String>,
+    /// What these lines give.
+    pub(super) gives: From,
+    /// From what on the function is given the other tensors.
+    pub(super) taken: From,
+}
+
+impl Start {
+    /// Of one row.
+    pub(super) fn of(from: From) -> Self {
+        let row = if from == From::Added { "h" } else { "x" };
+        Self {
+            parameters: vec![row.to_owned()],
+            lines: Vec::new(),
+            gives: from,
+            taken: from,
+        }
+    }
+}
+
+/// What a function returns behind what is stored, for other ranks.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Sends {
+    Nothing,
+    /// The sum and the residual.
+    Added,
+    /// A row as floats of 8 bits, and their scales.
+    Quantized(&'static str),
 }
 
 impl Described {
     /// The text of the program of this call.
-    pub(super) fn text(&self, way: Way) -> String {
+    pub(super) fn text(&self, way: Way, world: usize) -> String {
         let by_owner = self.call.kind != FusedKind::AllReduce;
         let text = match (by_owner, way) {
+            (_, Way::Quantized) => QUANTIZED,
             (true, _) => BY_OWNER,
             (_, Way::OneShot) => ONE_SHOT,
             (_, Way::Direct) => DIRECT,
         };
         let everywhere = if by_owner { At::Owned } else { At::Everywhere };
         let outputs: Vec<Tensor> = self.outputs().collect();
-        let mut functions = vec![self.function("epilogue", From::Sum, &outputs, false)];
-        if self.gathers() {
-            let [local, all] = self.local_and_gathered();
-            functions.push(self.function("added", From::Sum, &local, true));
-            functions.push(self.function("finished", From::Added, &all, false));
-            if !local.is_empty() {
-                functions.push(self.function("stored", From::Sum, &local, false));
-            }
-            functions.push(self.function("gathered", From::Sum, &all, false));
-        }
+        let quantized = way == Way::Quantized;
+        let (functions, expected) = if quantized {
+            (self.quantized_functions(world), self.quantized_expected(world))
+        } else {
+            (self.exact_functions(&outputs), self.expected())
+        };
         let put_in = [
             ("tensors", self.declarations()),
             ("functions", functions.join("\n\n")),
@@ -78,7 +129,10 @@ impl Described {
             ("reachable", self.reachable()),
             ("staged", self.staged()),
             ("inout", self.in_place()),
-            ("expected", self.expected()),
+            ("sent", self.sent()),
+            ("reduced", self.reduced(world)),
+            ("finished", self.finished()),
+            ("expected", expected),
         ];
         let mut made = String::new();
         for line in text.lines() {
@@ -95,8 +149,26 @@ impl Described {
         made
     }
 
-    pub(super) fn program(&self, way: Way) -> Result<Program> {
-        Program::parse(&self.text(way)).map_err(|error| {
+    /// The functions of texts in which rows travel as they are.
+    fn exact_functions(&self, outputs: &[Tensor]) -> Vec<String> {
+        let of = |name: &str, from: From, outputs: &[Tensor], sends: Sends| {
+            self.function(name, &Start::of(from), outputs, sends)
+        };
+        let mut functions = vec![of("epilogue", From::Sum, outputs, Sends::Nothing)];
+        if self.gathers() {
+            let [local, all] = self.local_and_gathered();
+            functions.push(of("added", From::Sum, &local, Sends::Added));
+            functions.push(of("finished", From::Added, &all, Sends::Nothing));
+            if !local.is_empty() {
+                functions.push(of("stored", From::Sum, &local, Sends::Nothing));
+            }
+            functions.push(of("gathered", From::Sum, &all, Sends::Nothing));
+        }
+        functions
+    }
+
+    pub(super) fn program(&self, way: Way, world: usize) -> Result<Program> {
+        Program::parse(&self.text(way, world)).map_err(|error| {
             Error::new(ErrorKind::Internal, error.message().to_owned())
                 .with_operation("write the program of a fused call")
         })
@@ -105,6 +177,7 @@ impl Described {
     /// The ways that there are programs for.
     pub(super) fn ways(&self) -> &'static [Way] {
         match self.call.kind {
+            _ if self.call.wire == Wire::Fp8 => &[Way::Quantized],
             FusedKind::AllReduce if self.announced().count() > MAX_ANNOUNCED => &[Way::OneShot],
             FusedKind::AllReduce => &[Way::OneShot, Way::Direct],
             _ => &[Way::Direct],
@@ -136,13 +209,13 @@ impl Described {
         )
     }
 
-    fn outputs(&self) -> impl Iterator<Item = Tensor> + Clone {
+    pub(super) fn outputs(&self) -> impl Iterator<Item = Tensor> + Clone {
         let tensors = self.form.tensors();
         tensors.filter(|tensor| tensor.is_output())
     }
 
     /// The outputs of owned rows, and the others.
-    fn local_and_gathered(&self) -> [Vec<Tensor>; 2] {
+    pub(super) fn local_and_gathered(&self) -> [Vec<Tensor>; 2] {
         let (local, all) = self
             .outputs()
             .partition(|output| output.is_owned(self.call.kind));
@@ -193,14 +266,22 @@ impl Described {
         all.join("\n")
     }
 
-    /// A function of what is given `from` on, that returns what is stored in `outputs`, and, if it `adds`, what is added up.
-    fn function(&self, name: &str, from: From, outputs: &[Tensor], adds: bool) -> String {
+    /// A function that returns what is stored in `outputs`, and what it `sends`.
+    pub(super) fn function(
+        &self,
+        name: &str,
+        start: &Start,
+        outputs: &[Tensor],
+        sends: Sends,
+    ) -> String {
         let epilogue = &self.call.epilogue;
         let follows = outputs
             .iter()
             .any(|it| matches!(it, Tensor::Output | Tensor::Quantized | Tensor::Scale));
-        let mut lines = Vec::new();
-        if from == From::Sum && (adds || follows || outputs.contains(&Tensor::ResidualOut)) {
+        let mut lines = start.lines.clone();
+        let adds = matches!(sends, Sends::Added | Sends::Quantized("h"));
+        let adds = adds || follows || outputs.contains(&Tensor::ResidualOut);
+        if start.gives == From::Sum && adds {
             let sum = if self.form.has(Tensor::Residual) {
                 "x + r"
             } else {
@@ -264,10 +345,15 @@ impl Described {
             _ => normal.to_owned(),
         };
         let mut results: Vec<String> = outputs.iter().map(result).collect();
-        if adds {
-            results.push("h".to_owned());
+        match sends {
+            Sends::Nothing => {}
+            Sends::Added => results.push("h".to_owned()),
+            Sends::Quantized(row) => {
+                lines.extend(quantize(row, ""));
+                results.extend(["q".to_owned(), "e".to_owned()]);
+            }
         }
-        let parameters = self.parameters_of(from);
+        let parameters = self.parameters_of(start);
         let body = lines
             .iter()
             .map(|line| format!("    {line}\n"))
@@ -283,14 +369,14 @@ impl Described {
         let tensors = self.form.tensors();
         tensors.filter(move |tensor| match tensor {
             Tensor::Residual => from == From::Sum,
-            Tensor::Weight | Tensor::Bias | Tensor::GivenScale => true,
+            Tensor::Weight | Tensor::Bias | Tensor::GivenScale => from != From::SumAlone,
             _ => false,
         })
     }
 
-    fn parameters_of(&self, from: From) -> String {
-        let mut all = vec![if from == From::Sum { "x" } else { "h" }];
-        for tensor in self.taken(from) {
+    fn parameters_of(&self, start: &Start) -> String {
+        let mut all: Vec<&str> = start.parameters.iter().map(String::as_str).collect();
+        for tensor in self.taken(start.taken) {
             match tensor {
                 Tensor::Residual => all.push("r"),
                 Tensor::Weight => all.extend(["w", "eps"]),
@@ -302,7 +388,7 @@ impl Described {
     }
 
     /// What a function is given behind the rows that it starts from; the residual's is `row`, of rank `on`.
-    fn arguments(&self, from: From, row: &str, on: &str) -> String {
+    pub(super) fn arguments(&self, from: From, row: &str, on: &str) -> String {
         let eps = self.call.epilogue.eps;
         let one = |tensor: Tensor| match tensor {
             Tensor::Residual => format!(", R[{row}]{on}"),
@@ -323,7 +409,7 @@ impl Described {
     }
 
     /// Places of `outputs`, one for each result.
-    fn targets(&self, outputs: &[Tensor], at: At) -> String {
+    pub(super) fn targets(&self, outputs: &[Tensor], at: At) -> String {
         let one = |output: &Tensor| {
             let name = output.name();
             let owned = output.is_owned(self.call.kind);

@@ -1,7 +1,7 @@
 //! Fused calls with every kind of epilogue, for tests of their programs and kernels.
 
 use super::memory::{Form, Tensor};
-use super::{Described, Epilogue, Fused, FusedKind, Norm, Quantization};
+use super::{Described, Epilogue, Fused, FusedKind, Norm, Quantization, Wire};
 use crate::dtype::DType;
 use crate::error::Result;
 use crate::program::Program;
@@ -48,7 +48,12 @@ const EPILOGUES: [(Option<Norm>, Option<Quantization>, &[Tensor]); 9] = [
 ];
 
 /// Calls of `kinds` with every epilogue. Some are in place.
-pub(super) fn calls(tokens: usize, width: usize, kinds: &[FusedKind]) -> Vec<Described> {
+pub(super) fn calls(
+    tokens: usize,
+    width: usize,
+    kinds: &[FusedKind],
+    wire: Wire,
+) -> Vec<Described> {
     let mut all = Vec::new();
     for kind in kinds {
         for (number, (norm, quantization, memory)) in EPILOGUES.into_iter().enumerate() {
@@ -69,6 +74,7 @@ pub(super) fn calls(tokens: usize, width: usize, kinds: &[FusedKind]) -> Vec<Des
                         weight_bias: number % 2 == 1 && norm.is_some(),
                         quantization,
                     },
+                    wire,
                 },
                 form,
             });
@@ -77,18 +83,20 @@ pub(super) fn calls(tokens: usize, width: usize, kinds: &[FusedKind]) -> Vec<Des
     all
 }
 
-/// The programs of calls with every epilogue, and what they are.
+/// The programs of calls of `world` ranks with every epilogue, and what they are.
 ///
 /// # Errors
 /// What is wrong with one.
 #[doc(hidden)]
-pub fn fused_programs() -> Result<Vec<(String, Program)>> {
+pub fn fused_programs(world: usize) -> Result<Vec<(String, Program)>> {
     let mut all = Vec::new();
-    for call in calls(12, 24, &FusedKind::ALL) {
-        for way in call.ways() {
-            let Fused { kind, epilogue, .. } = call.call;
-            let name = format!("fused {}, {way:?}, {epilogue:?}", kind.name());
-            all.push((name, call.program(*way)?));
+    for wire in Wire::ALL {
+        for call in calls(24, 24, &FusedKind::ALL, wire) {
+            for way in call.ways() {
+                let Fused { kind, epilogue, .. } = call.call;
+                let name = format!("fused {kind}, {way:?}, {epilogue:?}");
+                all.push((name, call.program(*way, world)?));
+            }
         }
     }
     Ok(all)

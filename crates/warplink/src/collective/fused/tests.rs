@@ -3,7 +3,7 @@
 use super::launch::Shape;
 use super::program::Way;
 use super::samples::calls;
-use super::{Described, FusedKind};
+use super::{Described, FusedKind, Wire};
 use crate::collective::Algorithm;
 use crate::collective::algorithm::tests::machine;
 use crate::collective::call::{Call, CollectiveKind};
@@ -14,7 +14,11 @@ use crate::program::verify::{verify, verify_sharing};
 use crate::program::{Parameters, Program, TensorInstance, unroll};
 use half::bf16;
 
-const WAYS: [Way; 2] = [Way::OneShot, Way::Direct];
+/// Calls of every kind, by every wire format.
+fn all_calls(tokens: usize, width: usize) -> Vec<Described> {
+    let all = Wire::ALL.map(|wire| calls(tokens, width, &FusedKind::ALL, wire));
+    all.concat()
+}
 
 /// The program of a call with so many lanes, and its parameters.
 fn made(call: &Described, way: Way, world: usize, lanes: usize) -> (Program, Parameters) {
@@ -24,16 +28,20 @@ fn made(call: &Described, way: Way, world: usize, lanes: usize) -> (Program, Par
         threads: 128,
         rows: call.call.tokens,
     };
-    let parameters = call.parameters(&machine(world), &shape);
-    (call.program(way).unwrap(), parameters)
+    let mut parameters = call.parameters(&machine(world), &shape);
+    if way == Way::Quantized {
+        // Rows have several turns in scratch.
+        parameters.insert("deep", if world == 1 { 2 } else { 1 });
+    }
+    (call.program(way, world).unwrap(), parameters)
 }
 
 #[test]
 fn every_fused_program_is_verified_for_every_world() {
     let mut count = 0;
     for (tokens, width, lanes) in [(1, 1, 1), (6, 24, 2), (12, 137, 4)] {
-        for call in calls(tokens, width, &FusedKind::ALL) {
-            for way in WAYS.into_iter().filter(|way| call.ways().contains(way)) {
+        for call in all_calls(tokens, width) {
+            for &way in call.ways() {
                 let worlds = match tokens {
                     12 => &[2][..],
                     _ => &[1, 2, 3],
@@ -49,7 +57,7 @@ fn every_fused_program_is_verified_for_every_world() {
             }
         }
     }
-    assert!(count > 150, "{count}");
+    assert!(count > 250, "{count}");
 }
 
 /// Whatever is reachable, they are what they expect, of residuals and weights that all ranks have.
@@ -69,15 +77,15 @@ fn fused_programs_are_what_they_expect() {
             })
             .collect::<Vec<u8>>()
     };
-    for call in calls(6, 137, &FusedKind::ALL) {
-        for way in WAYS.into_iter().filter(|way| call.ways().contains(way)) {
+    for call in all_calls(6, 137) {
+        for &way in call.ways() {
             for world in [1, 2, 3] {
                 let (program, given) = made(&call, way, world, 2);
                 let evaluator = || Evaluator::new(&program, world, 1, &given).unwrap();
                 if let Err(error) = evaluator().run(inputs) {
                     panic!("{way:?} × {world}: {error}\n{program}");
                 }
-                if way == Way::OneShot {
+                if way != Way::Direct {
                     continue;
                 }
                 let names: Vec<String> = call.announced().map(|it| it.name().to_owned()).collect();
@@ -96,8 +104,8 @@ fn fused_programs_share_the_workspace_of_collectives() {
     for world in [2, 3] {
         let machine = machine(world);
         let mut programs: Vec<(Program, Parameters)> = Vec::new();
-        let all = calls(6, 24, &FusedKind::ALL);
-        for call in [3, 9, 27].map(|number| &all[number]) {
+        let all = all_calls(6, 24);
+        for call in [3, 9, 27, 39].map(|number| &all[number]) {
             for way in call.ways() {
                 programs.push(made(call, *way, world, 2));
             }
@@ -134,15 +142,18 @@ fn epilogues_are_put_into_the_text() {
         let section = crate::collective::launches::section(&program).unwrap();
         section.kernel(true).unwrap()
     };
-    let all = calls(6, 24, &FusedKind::ALL);
-    for way in WAYS {
+    let all = all_calls(6, 24);
+    for way in [Way::OneShot, Way::Direct, Way::Quantized] {
         let these = all.iter().filter(|call| call.ways().contains(&way));
         let texts: Vec<String> = these.map(|call| kernel(call, way)).collect();
         for (number, text) in texts.iter().enumerate() {
             assert!(!texts[..number].contains(text), "{way:?}: {number}");
         }
-        let more = &calls(4, 24, &FusedKind::ALL)[0];
-        assert_eq!(kernel(&all[0], way), kernel(more, way));
+        let first = |all: &[Described]| {
+            let mut these = all.iter().filter(|call| call.ways().contains(&way));
+            kernel(these.next().unwrap(), way)
+        };
+        assert_eq!(first(&all), first(&all_calls(4, 24)));
     }
     let words = |call: usize| all[call].words(Way::OneShot);
     let told = Described::difference(&words(0), &words(3));

@@ -2,8 +2,9 @@
 
 use super::memory::Tensor;
 use super::program::Way;
-use super::{Described, FusedKind, Norm, Quantization};
+use super::{Described, FusedKind, Norm, Quantization, Wire};
 use crate::dtype::DType;
+use crate::named::Named as _;
 
 /// In the place of a collective's kind.
 const FUSED: u32 = 0xf;
@@ -16,14 +17,15 @@ const NORM: u32 = 12;
 const BIAS: u32 = 14;
 const QUANTIZATION: u32 = 15;
 const MEMORY: u32 = 18;
+const WIRE: u32 = 28;
 
 impl Described {
     /// Integers that are the same on all ranks, or the calls differ.
     pub(super) fn words(&self, way: Way) -> [u32; 4] {
         let Self { call, form } = self;
         let epilogue = &call.epilogue;
-        let norm = epilogue.norm.map_or(0, |norm| 1 + norm as u32);
-        let quantization = epilogue.quantization.map_or(0, |it| 1 + it as u32);
+        let norm = epilogue.norm.map_or(0, |norm| norm as u32);
+        let quantization = epilogue.quantization.map_or(0, |it| it as u32);
         let what = FUSED
             | (call.kind as u32) << KIND
             | (way as u32) << WAY
@@ -31,7 +33,8 @@ impl Described {
             | norm << NORM
             | u32::from(epilogue.weight_bias) << BIAS
             | quantization << QUANTIZATION
-            | form.agreed() << MEMORY;
+            | form.agreed() << MEMORY
+            | (call.wire as u32) << WIRE;
         [
             what,
             call.tokens as u32,
@@ -75,9 +78,8 @@ pub(in crate::collective) fn describe(words: &[u32]) -> String {
     let of = |from: u32, bits: u32| (what >> from & ((1 << bits) - 1)) as usize;
     let kind = FusedKind::ALL.get(of(KIND, 2));
     let dtype = DType::ALL.get(of(DTYPE, 4));
-    let norm = of(NORM, 2).checked_sub(1).and_then(|it| Norm::ALL.get(it));
-    let quantization = of(QUANTIZATION, 3).checked_sub(1);
-    let quantization = quantization.and_then(|it| Quantization::ALL.get(it));
+    let norm = Norm::numbered(of(NORM, 2) as i32);
+    let quantization = Quantization::numbered(of(QUANTIZATION, 3) as i32);
     let mut text = format!(
         "a fused {} of {tokens} rows of {width} {}",
         kind.map_or("?", |kind| kind.name()),
@@ -88,6 +90,9 @@ pub(in crate::collective) fn describe(words: &[u32]) -> String {
     }
     if let Some(quantization) = quantization {
         text += &format!(", quantization {}", quantization.name());
+    }
+    if let Some(wire) = Wire::ALL.get(of(WIRE, 1)).filter(|wire| **wire != Wire::Exact) {
+        text += &format!(", wire {wire}");
     }
     let tensors = Tensor::ALL.into_iter();
     let tensors = tensors.filter(|tensor| what >> MEMORY & 1 << *tensor as u32 != 0);

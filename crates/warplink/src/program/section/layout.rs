@@ -65,6 +65,28 @@ impl ScratchInstance {
         Some((strides, bytes))
     }
 
+    /// Lays the rows of the first axis of all of `group`, which is plain, next to one another: row 0 of each, then
+    /// row 1 of each. So kernels that share a workspace may use the same rows of it with other element types. Returns
+    /// their bytes together; `None` if their first axes differ, or rows have no axis of their own.
+    pub fn alternate(group: &mut [Self]) -> Option<usize> {
+        let rows = *group.first()?.shape.first()?;
+        if group.iter().any(|one| one.shape.len() < 2 || one.shape[0] != rows) {
+            return None;
+        }
+        // A row has a multiple of ROW_ELEMENTS elements, so all rows start at multiples of 16 bytes.
+        let row_bytes = |one: &Self| one.strides[0] * one.dtype.size();
+        let pitch: usize = group.iter().map(row_bytes).sum();
+        let mut offset = group[0].offset_bytes;
+        for one in group {
+            let row = row_bytes(one);
+            one.strides[0] = pitch / one.dtype.size();
+            one.offset_bytes = offset;
+            one.bytes = (rows - 1) * pitch + row;
+            offset += row;
+        }
+        Some(rows * pitch)
+    }
+
     /// Byte range, in the packing's area, of the packets with `elements` elements from `offset` on; `None` if they do
     /// not start at a packet boundary.
     pub fn packed(&self, offset: usize, elements: usize) -> Option<std::ops::Range<usize>> {

@@ -33,8 +33,8 @@ pub(crate) use compile::{
     traced_text as traced_kernel_text,
 };
 pub use function::{
-    Function, Literal, RowArgument, RowBinary, RowExpr, RowFunction, RowReduction, RowStep,
-    RowUnary,
+    Function, Literal, RowArgument, RowBinary, RowExpr, RowFunction, RowParameter, RowReduction,
+    RowStep, RowUnary,
 };
 pub(crate) use function::{RowOrder, RowValue};
 pub(crate) use instance::OperandMemory;

@@ -5,7 +5,9 @@ use super::print::Indented;
 use super::token::{Token, TokenKind};
 use crate::named::listed;
 use crate::program::expr::Comparison;
-use crate::program::section::{Function, Literal, RowBinary, RowExpr, RowReduction, RowUnary};
+use crate::program::section::{
+    Function, Literal, RowBinary, RowExpr, RowParameter, RowReduction, RowUnary,
+};
 use std::fmt::{self, Display, Formatter};
 
 /// The most values within one another.
@@ -29,14 +31,18 @@ impl Parser<'_> {
             names: Vec::new(),
             depth: 0,
         };
+        let mut parameters = Vec::new();
         loop {
-            self.bind(&mut body, "an argument's name")?;
+            let token = self.peek();
+            let name = self.name("an argument's name")?;
+            self.enter(&mut body, token, name.clone())?;
+            let block = self.take("by").then(|| self.block_size()).transpose()?;
+            parameters.push(RowParameter { name, block });
             if !self.take(",") {
                 break;
             }
         }
         self.expect(")")?;
-        let parameters = body.names.clone();
         self.within(&parameters, "arguments")?;
         self.expect("{")?;
         let mut lets = Vec::new();
@@ -69,12 +75,6 @@ impl Parser<'_> {
             lets,
             results,
         })
-    }
-
-    fn bind(&mut self, body: &mut Body, what: &str) -> Parsed<()> {
-        let token = self.peek();
-        let name = self.name(what)?;
-        self.enter(body, token, name)
     }
 
     fn enter(&self, body: &mut Body, token: Token<'_>, name: String) -> Parsed<()> {
@@ -230,12 +230,7 @@ impl Parser<'_> {
             "block_max" => {
                 let value = Box::new(self.value(body)?);
                 self.expect(",")?;
-                let token = self.peek();
-                let Ok(size) = token.text.parse() else {
-                    return Err(self.expected("how many elements a block has"));
-                };
-                self.at += 1;
-                RowExpr::BlockMax(value, size)
+                RowExpr::BlockMax(value, self.block_size()?)
             }
             "round" => {
                 let value = self.value(body)?;
@@ -260,6 +255,14 @@ impl Parser<'_> {
         }))
     }
 
+    fn block_size(&mut self) -> Parsed<usize> {
+        let Ok(size) = self.peek().text.parse() else {
+            return Err(self.expected("how many elements a block has"));
+        };
+        self.at += 1;
+        Ok(size)
+    }
+
     /// The number at hand, if it is one.
     pub(super) fn literal(&mut self) -> Parsed<Option<Literal>> {
         let token = self.peek();
@@ -279,8 +282,15 @@ impl Parser<'_> {
 impl Display for Indented<'_, Function> {
     fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
         let Self(depth, function) = self;
-        let parameters = function.parameters.join(", ");
-        writeln!(f, "function {}({parameters}) {{", function.name)?;
+        write!(f, "function {}(", function.name)?;
+        for (number, RowParameter { name, block }) in function.parameters.iter().enumerate() {
+            let lead = if number == 0 { "" } else { ", " };
+            write!(f, "{lead}{name}")?;
+            if let Some(size) = block {
+                write!(f, " by {size}")?;
+            }
+        }
+        f.write_str(") {\n")?;
         for (name, value) in &function.lets {
             Indented(depth + 1, &()).margin(f)?;
             writeln!(f, "let {name} = {value}")?;

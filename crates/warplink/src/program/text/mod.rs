@@ -24,9 +24,9 @@
 //!           | "wait" transfer [each] {"," transfer [each]}
 //!           | "get_stream" NAME | "set_stream" stream | "synchronize" stream
 //!           | "fork" stream [each] {"," stream [each]} block
-//!           | "scratch" ["persistent"] NAME ":" ["packets8" | "packets16" | "packets128"] (DTYPE | NAME)
-//!             "[" integer {"," integer} "]"             no packets persist
-//!           | "function" NAME "(" NAME {"," NAME} ")" "{" {"let" NAME "=" value separator}
+//!           | "scratch" ["persistent"] memory {"," memory}
+//!                                                      several, and those that persist, without packets
+//!           | "function" NAME "(" row {"," row} ")" "{" {"let" NAME "=" value separator}
 //!             "return" value {"," value} "}"           a function of rows
 //!           | "kernel" NAME "in" "0" ".." integer "threads" integer "{" {step separator} "}"
 //!           | "inout" NAME "=" tensor
@@ -35,6 +35,8 @@
 //!                        | "reduce" "(" term [each] {"," term [each]} "," (operator | NAME) ")") ["+" input]
 //!           | "for" NAME "in" integer ".." integer block
 //!           | "if" condition block ["else" (block | "if" …)]
+//! memory    = NAME ":" ["packets8" | "packets16" | "packets128"] (DTYPE | NAME) "[" integer {"," integer} "]"
+//! row       = NAME ["by" NUMBER]                         one element for each block of so many
 //! list      = "[" integer [each] {"," integer [each]} "]"
 //! axis      = integer ["over" ("ranks" | "loop")]
 //! tensor    = selected | "transpose" "(" selected ")"

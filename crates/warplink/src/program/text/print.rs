@@ -196,7 +196,7 @@ impl Action for StatementKind {
                 }
                 f.write_str(")")?;
             }
-            StatementKind::Scratch(scratch) => scratch.fmt(f)?,
+            StatementKind::Scratch(all) => super::section::scratch(f, all)?,
             StatementKind::Function(function) => Indented(depth, function).fmt(f)?,
             StatementKind::Kernel(section) => {
                 section.fmt(f)?;

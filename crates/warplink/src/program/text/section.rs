@@ -15,10 +15,23 @@ use std::fmt::{self, Display, Formatter};
 
 impl Parser<'_> {
     /// Parses the rest of `scratch`.
-    pub(super) fn scratch(&mut self) -> Parsed<Scratch> {
+    pub(super) fn scratch(&mut self) -> Parsed<Vec<Scratch>> {
         let first = self.peek();
         let persistent = first.text == "persistent" && self.peek_at(1).text != ":";
         self.at += usize::from(persistent);
+        let mut all = vec![self.one_scratch(persistent)?];
+        while self.take(",") {
+            all.push(self.one_scratch(persistent)?);
+        }
+        if all.len() > 1 && all.iter().any(|one| one.packing.is_packets()) {
+            let message = "rows of several scratch tensors alternate; expected plain ones, without packets";
+            return Err(self.wrong(first, message.to_owned()));
+        }
+        Ok(all)
+    }
+
+    fn one_scratch(&mut self, persistent: bool) -> Parsed<Scratch> {
+        let first = self.peek();
         let name = self.name("a name for the scratch")?;
         self.expect(":")?;
         // A type of that name may be a parameter; then its brackets follow.
@@ -335,10 +348,24 @@ fn one(verb: Verb, target: Place, source: Place) -> Move {
     }
 }
 
+/// Prints a declaration of scratch.
+pub(super) fn scratch(f: &mut Formatter<'_>, all: &[Scratch]) -> fmt::Result {
+    let persistent = all.iter().any(|one| one.persistent);
+    f.write_str(if persistent {
+        "scratch persistent "
+    } else {
+        "scratch "
+    })?;
+    for (number, one) in all.iter().enumerate() {
+        let lead = if number == 0 { "" } else { ", " };
+        write!(f, "{lead}{one}")?;
+    }
+    Ok(())
+}
+
 impl Display for Scratch {
     fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
-        let persistent = if self.persistent { "persistent " } else { "" };
-        write!(f, "scratch {persistent}{}: ", self.name)?;
+        write!(f, "{}: ", self.name)?;
         if self.packing.is_packets() {
             write!(f, "{} ", self.packing.name())?;
         }

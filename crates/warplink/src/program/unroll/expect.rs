@@ -92,17 +92,18 @@ impl<'p> Unroller<'p> {
         };
         let function = function.clone();
         let (given, taken) = (application.arguments.len(), application.results.len());
-        if (given, taken) != (function.arguments, function.results()) {
+        if (given, taken) != (function.arguments.len(), function.results()) {
             return Err(self.mismatch(format!(
                 "'{}' takes {} arguments and gives {} results; expected these instead of {given} and {taken}",
                 application.function,
-                function.arguments,
+                function.arguments.len(),
                 function.results()
             )));
         }
         let (mut terms, mut arguments) = (Vec::new(), Vec::new());
-        let mut shapes: Vec<View> = Vec::new();
-        for argument in &application.arguments {
+        // Operands, each with the elements of a row that share one of its elements.
+        let mut shapes: Vec<(View, usize)> = Vec::new();
+        for (argument, block) in application.arguments.iter().zip(&function.arguments) {
             arguments.push(match argument {
                 Argument::Number(number) => RowArgument::Number(*number),
                 Argument::Sources { sources, operator } => {
@@ -116,7 +117,7 @@ impl<'p> Unroller<'p> {
                         };
                         let (view, operand) = unroller.input_at(place)?;
                         terms.push(ExpectedTerm::Operand(operand));
-                        shapes.push(view);
+                        shapes.push((view, block.unwrap_or(1)));
                         Ok(())
                     })?;
                     let count = terms.len() - before;
@@ -131,7 +132,7 @@ impl<'p> Unroller<'p> {
                 RowArgument::Number(_) => true,
                 RowArgument::Sources(count, _) => {
                     before += count;
-                    shapes[before - count].shape.is_empty()
+                    shapes[before - count].0.shape.is_empty()
                 }
             })
             .collect();
@@ -148,15 +149,17 @@ impl<'p> Unroller<'p> {
                 targets.push((result, view.strided()));
                 // Values of blocks are fewer.
                 if blocks[function.results[result]].is_none() {
-                    shapes.push(view);
+                    shapes.push((view, 1));
                 }
                 Ok(())
             })?;
         }
-        let widths = shapes.iter().filter(|view| !view.shape.is_empty());
-        let mut widths = widths.map(View::elements);
-        let width = widths.next().unwrap_or(1);
-        if let Some(other) = widths.find(|other| *other != width) {
+        let rows = shapes.iter().filter(|(view, _)| !view.shape.is_empty());
+        let rows = rows.map(|(view, block)| (view.elements(), *block));
+        let width = rows.clone().find(|(_, block)| *block == 1);
+        let width = width.map_or(1, |(elements, _)| elements);
+        let mut others = rows.filter(|(elements, block)| *elements != width.div_ceil(*block));
+        if let Some((other, _)) = others.next() {
             return Err(self.mismatch(format!(
                 "rows of {width} and {other} elements; expected one width"
             )));

@@ -45,7 +45,33 @@ pub(super) fn mark_inputs(program: &mut RankProgram) {
 }
 
 impl<'p> Unroller<'p> {
-    pub(super) fn scratch(&mut self, scratch: &'p Scratch) -> Result<(), Diagnostic> {
+    /// Declares scratch; rows of the first axis of several alternate.
+    pub(super) fn scratch(&mut self, all: &'p [Scratch]) -> Result<(), Diagnostic> {
+        let first = self.made.scratch.len();
+        for scratch in all {
+            let instance = self.one_scratch(scratch)?;
+            let id = self.made.scratch.len();
+            self.made.scratch.push(instance);
+            self.bind(&scratch.name, Bound::Scratch(id))?;
+        }
+        let group = &mut self.made.scratch[first..];
+        let bytes = match group {
+            [one] => Some(one.bytes),
+            all => ScratchInstance::alternate(all),
+        };
+        if bytes.is_some_and(|bytes| bytes <= MAX_TENSOR_BYTES) {
+            return Ok(());
+        }
+        let names: Vec<&str> = all.iter().map(|one| one.name.as_str()).collect();
+        let message = format!(
+            "rows of {} alternate; expected at least two axes each, first axes of one extent, and at most \
+             {MAX_TENSOR_BYTES} bytes",
+            names.join(", ")
+        );
+        Err(self.diagnostic(DiagnosticKind::Mismatch, message))
+    }
+
+    fn one_scratch(&mut self, scratch: &'p Scratch) -> Result<ScratchInstance, Diagnostic> {
         let name = &scratch.name;
         if self.called.is_nested(self.blocks) {
             let message = format!(
@@ -79,7 +105,7 @@ impl<'p> Unroller<'p> {
                 format!("'{name}' is too large; expected at most {MAX_TENSOR_BYTES} bytes");
             return Err(self.diagnostic(DiagnosticKind::OutOfBounds, message));
         };
-        let instance = ScratchInstance {
+        Ok(ScratchInstance {
             name: Arc::from(name.as_str()),
             persistent: scratch.persistent,
             packing: scratch.packing,
@@ -89,10 +115,7 @@ impl<'p> Unroller<'p> {
             offset_bytes: WorkspaceLayout::of(&self.made.scratch).next(scratch.packing),
             bytes,
             site: self.here(),
-        };
-        let id = self.made.scratch.len();
-        self.made.scratch.push(instance);
-        self.bind(name, Bound::Scratch(id))
+        })
     }
 
     pub(super) fn function(&mut self, function: &'p Function) -> Result<(), Diagnostic> {

@@ -12,7 +12,7 @@ use anyhow::Result;
 use clap::{Args, ValueEnum};
 use runner::Runner;
 use serde::Serialize;
-use warplink::collective::{Epilogue, Fused as Call, FusedKind, Norm, Quantization};
+use warplink::collective::{Epilogue, Fused as Call, FusedKind, Norm, Quantization, Wire};
 use warplink::{Communicator, DType};
 
 /// Measure an all-reduce with residual and RMSNorm
@@ -41,6 +41,9 @@ pub(crate) struct Fused {
     /// How what is normalised is quantised: static, per_token, per_block or per_block_power_of_two [default: not]
     #[arg(long, value_name = "KIND")]
     quantization: Option<Quantization>,
+    /// How Warplink's rows travel: exact, or fp8, whose bound of the error 'wrong' then goes by
+    #[arg(long, value_name = "FORMAT", default_value = "exact")]
+    wire: Wire,
     /// What it is compared with
     #[arg(long, value_enum, value_delimiter = ',', default_values = ["pair", "nccl"])]
     peers: Vec<Peer>,
@@ -85,6 +88,7 @@ pub(crate) struct Rows {
     width: usize,
     #[serde(skip_serializing_if = "Option::is_none")]
     quantization: Option<&'static str>,
+    wire: Wire,
     peers: Vec<String>,
     rows: Vec<Row>,
 }
@@ -123,6 +127,7 @@ impl Case for Fused {
             dtype: self.dtype,
             width: self.width as usize,
             quantization: self.quantization.map(Quantization::name),
+            wire: self.wire,
             peers: runner.peers,
             rows,
         })
@@ -142,6 +147,7 @@ impl Fused {
                 weight_bias: false,
                 quantization: self.quantization,
             },
+            wire: self.wire,
         }
     }
 }

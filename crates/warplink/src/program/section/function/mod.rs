@@ -17,7 +17,7 @@ use std::fmt;
 use std::sync::Arc;
 
 /// Maximum number of arguments of a function, and of results.
-pub const MAX_ROW_ARGUMENTS: usize = 16;
+pub const MAX_ROW_ARGUMENTS: usize = 24;
 
 /// Maximum number of operations of a function.
 pub const MAX_ROW_NODES: usize = 256;
@@ -31,12 +31,21 @@ const BLOCKS: std::ops::RangeInclusive<usize> = values::UNIT..=32 * values::UNIT
 pub struct Function {
     /// Its name.
     pub name: String,
-    /// Argument names.
-    pub parameters: Vec<String>,
+    /// Its arguments.
+    pub parameters: Vec<RowParameter>,
     /// Named intermediate values, in order; each may use the earlier ones.
     pub lets: Vec<(String, RowExpr)>,
     /// Results, at least one.
     pub results: Vec<RowExpr>,
+}
+
+/// An argument of a function.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RowParameter {
+    /// Its name in the body.
+    pub name: String,
+    /// `s by 128`: it has one element for each block of so many of the row.
+    pub block: Option<usize>,
 }
 
 /// An expression over a row.
@@ -152,6 +161,8 @@ named! {
 pub(crate) enum RowNode {
     Number(Literal),
     Argument(usize),
+    /// An argument with one element for each block of so many.
+    OfBlock(usize, usize),
     Width,
     Unary(RowUnary, usize),
     Binary(RowBinary, usize, usize),
@@ -165,7 +176,7 @@ impl RowNode {
     /// Indices of its operand nodes.
     pub(crate) fn operands(&self) -> Vec<usize> {
         match *self {
-            Self::Number(_) | Self::Argument(_) | Self::Width => Vec::new(),
+            Self::Number(_) | Self::Argument(_) | Self::OfBlock(..) | Self::Width => Vec::new(),
             Self::Unary(_, a) | Self::Round(_, a) | Self::Row(_, a) | Self::BlockMax(_, a) => {
                 vec![a]
             }
@@ -180,8 +191,8 @@ impl RowNode {
 pub struct RowFunction {
     /// Its name.
     pub name: String,
-    /// Number of arguments.
-    pub arguments: usize,
+    /// For each argument, the elements of a block that share one of its elements, if it is given by blocks.
+    pub arguments: Vec<Option<usize>>,
     pub(crate) nodes: Vec<RowNode>,
     /// Indices of the result nodes.
     pub(crate) results: Vec<usize>,
@@ -201,9 +212,12 @@ impl RowFunction {
             names: Vec::new(),
             nodes: Vec::new(),
         };
-        for (number, name) in function.parameters.iter().enumerate() {
-            let node = builder.push(RowNode::Argument(number))?;
-            builder.names.push((name, node));
+        for (number, parameter) in function.parameters.iter().enumerate() {
+            let node = builder.push(match parameter.block {
+                None => RowNode::Argument(number),
+                Some(size) => RowNode::OfBlock(number, checked_block(size)?),
+            })?;
+            builder.names.push((&parameter.name, node));
         }
         for (name, value) in &function.lets {
             let node = builder.node(value)?;
@@ -214,7 +228,7 @@ impl RowFunction {
         let results = results.collect::<Result<Vec<usize>, E>>()?;
         Ok(Self {
             name: function.name.clone(),
-            arguments: function.parameters.len(),
+            arguments: function.parameters.iter().map(|it| it.block).collect(),
             nodes: builder.nodes,
             results,
         })
@@ -232,7 +246,7 @@ impl RowFunction {
             uniform.push(match node {
                 RowNode::Argument(number) => scalar(*number),
                 RowNode::Row(..) => true,
-                RowNode::BlockMax(..) => false,
+                RowNode::BlockMax(..) | RowNode::OfBlock(..) => false,
                 other => other.operands().iter().all(|operand| uniform[*operand]),
             });
         }
@@ -248,7 +262,7 @@ impl RowFunction {
             let varying = operands.iter().filter(|operand| !uniform[**operand]);
             let mut sizes = varying.map(|operand| blocks[*operand]);
             blocks.push(match node {
-                RowNode::BlockMax(size, _) => Some(*size),
+                RowNode::BlockMax(size, _) | RowNode::OfBlock(_, size) => Some(*size),
                 RowNode::Row(..) => None,
                 _ => {
                     let first = sizes.next().flatten();
@@ -327,18 +341,22 @@ impl<E: From<String>> Builder<'_, E> {
             }
             RowExpr::Row(reduction, a) => RowNode::Row(*reduction, self.node(a)?),
             RowExpr::BlockMax(a, size) => {
-                if !size.is_power_of_two() || !BLOCKS.contains(size) {
-                    let (least, most) = (BLOCKS.start(), BLOCKS.end());
-                    let message = format!(
-                        "blocks of {size} elements; expected a power of two from {least} to {most}"
-                    );
-                    return Err(message.into());
-                }
-                RowNode::BlockMax(*size, self.node(a)?)
+                let size = checked_block(*size)?;
+                RowNode::BlockMax(size, self.node(a)?)
             }
         };
         self.push(node)
     }
+}
+
+fn checked_block<E: From<String>>(size: usize) -> Result<usize, E> {
+    if size.is_power_of_two() && BLOCKS.contains(&size) {
+        return Ok(size);
+    }
+    let (least, most) = (BLOCKS.start(), BLOCKS.end());
+    let message =
+        format!("blocks of {size} elements; expected a power of two from {least} to {most}");
+    Err(message.into())
 }
 
 /// Whether row functions accept this type.

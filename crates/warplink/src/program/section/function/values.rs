@@ -39,8 +39,8 @@ pub(crate) trait RowValue: Copy {
 }
 
 impl RowFunction {
-    /// Results for a row of `width` elements. Arguments and results have one value per element or a single value; a
-    /// result that is constant per block has one value per block.
+    /// Results for a row of `width` elements. Arguments and results have one value per element or a single value;
+    /// those by blocks have one value per block.
     pub(crate) fn apply<V: RowValue>(
         &self,
         arguments: &[Vec<V>],
@@ -54,37 +54,41 @@ impl RowFunction {
                 let all = &values[operand];
                 all[if all.len() == 1 { 0 } else { element }]
             };
-            let one = |element: usize| match *node {
-                RowNode::Number(number) => V::number(number.value()),
-                RowNode::Width => V::number(width as f32),
-                RowNode::Argument(argument) => {
+            let count = if uniform[number] { 1 } else { width };
+            let each = |one: &dyn Fn(usize) -> V| (0..count).map(one).collect::<Vec<V>>();
+            let all = match *node {
+                RowNode::Number(number) => each(&|_| V::number(number.value())),
+                RowNode::Width => each(&|_| V::number(width as f32)),
+                RowNode::Argument(argument) => each(&|element| {
                     let all = &arguments[argument];
                     all[if all.len() == 1 { 0 } else { element }]
+                }),
+                RowNode::OfBlock(argument, size) => {
+                    each(&|element| arguments[argument][element / size])
                 }
-                RowNode::Unary(function, a) => at(a, element).unary(function),
-                RowNode::Binary(function, a, b) => at(a, element).binary(function, at(b, element)),
-                RowNode::Select(comparison, [a, b, yes, no]) => V::select(
-                    comparison,
-                    at(a, element),
-                    at(b, element),
-                    at(yes, element),
-                    at(no, element),
-                ),
-                RowNode::Round(dtype, a) => at(a, element).round(dtype),
+                RowNode::Unary(function, a) => each(&|element| at(a, element).unary(function)),
+                RowNode::Binary(function, a, b) => {
+                    each(&|element| at(a, element).binary(function, at(b, element)))
+                }
+                RowNode::Select(comparison, [a, b, yes, no]) => each(&|element| {
+                    let [a, b, yes, no] = [a, b, yes, no].map(|operand| at(operand, element));
+                    V::select(comparison, a, b, yes, no)
+                }),
+                RowNode::Round(dtype, a) => each(&|element| at(a, element).round(dtype)),
+                RowNode::Row(reduction, a) => {
+                    let mut row = (0..width).map(|element| at(a, element));
+                    vec![V::row(reduction, &mut row, order)]
+                }
                 RowNode::BlockMax(size, a) => {
-                    let from = element / size * size;
-                    let block = from..width.min(from + size);
-                    let mut block = block.map(|element| at(a, element));
-                    V::row(RowReduction::Max, &mut block, order)
+                    let blocks = (0..width).step_by(size).flat_map(|from| {
+                        let block = from..width.min(from + size);
+                        let count = block.len();
+                        let mut block = block.map(|element| at(a, element));
+                        std::iter::repeat_n(V::row(RowReduction::Max, &mut block, order), count)
+                    });
+                    blocks.collect()
                 }
-                RowNode::Row(reduction, a) => V::row(
-                    reduction,
-                    &mut (0..width).map(|element| at(a, element)),
-                    order,
-                ),
             };
-            let count = if uniform[number] { 1 } else { width };
-            let all = (0..count).map(one).collect();
             values.push(all);
         }
         let results = self.results.iter();
@@ -195,7 +199,12 @@ fn tree(values: &[f32], neutral: f32, function: RowBinary) -> f32 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::program::section::function::{Function, RowExpr};
+    use crate::program::section::function::{Function, RowExpr, RowParameter};
+
+    fn parameter(name: &str, block: Option<usize>) -> RowParameter {
+        let name = name.to_owned();
+        RowParameter { name, block }
+    }
 
     #[test]
     fn sums_along_rows_have_one_order() {
@@ -250,7 +259,7 @@ mod tests {
         let block = || Box::new(RowExpr::BlockMax(x(), 8));
         let function = Function {
             name: "f".to_owned(),
-            parameters: vec!["x".to_owned()],
+            parameters: vec![parameter("x", None)],
             lets: Vec::new(),
             results: vec![
                 *block(),
@@ -265,10 +274,25 @@ mod tests {
         assert_eq!(results[0], [7.0, 15.0, 18.0]);
         assert_eq!(results[1][7..10], [0.0, -7.0, -6.0]);
         assert_eq!(results[2], [7.0 * 8.0 + 15.0 * 8.0 + 18.0 * 3.0]);
+        let function = Function {
+            name: "g".to_owned(),
+            parameters: vec![parameter("x", None), parameter("s", Some(8))],
+            lets: Vec::new(),
+            results: vec![RowExpr::Binary(
+                RowBinary::Multiply,
+                x(),
+                Box::new(RowExpr::Name("s".to_owned())),
+            )],
+        };
+        let function = RowFunction::resolve::<String>(&function, &|_| Ok(DType::F32)).unwrap();
+        let results = function.apply(&[vec![1.0; 19], vec![2.0, 3.0, 5.0]], 19, order);
+        assert_eq!(results[0][7..17], [2.0, 3.0, 3.0, 3.0, 3.0, 3.0, 3.0, 3.0, 3.0, 5.0]);
+        // A row of one block has one such element, which is none of the whole row.
+        assert_eq!(function.apply(&[vec![1.0; 3], vec![2.0]], 3, order), [[2.0; 3]]);
         for size in [0, 4, 24, 512] {
             let function = Function {
                 name: "f".to_owned(),
-                parameters: vec!["x".to_owned()],
+                parameters: vec![parameter("x", None)],
                 lets: Vec::new(),
                 results: vec![RowExpr::BlockMax(x(), size)],
             };
@@ -286,7 +310,7 @@ mod tests {
         let sum = RowExpr::Row(RowReduction::Sum, x());
         let function = Function {
             name: "f".to_owned(),
-            parameters: vec!["x".to_owned(), "s".to_owned()],
+            parameters: vec![parameter("x", None), parameter("s", None)],
             lets: vec![("total".to_owned(), sum)],
             results: vec![
                 RowExpr::Binary(

@@ -18,11 +18,11 @@ impl<'s> Resolver<'s> {
         let Some(function) = self.instance.functions.get(name).cloned() else {
             return self.mismatch(format!("unknown function '{name}'"));
         };
-        if application.arguments.len() != function.arguments {
+        if application.arguments.len() != function.arguments.len() {
             return self.mismatch(format!(
                 "'{name}' is given {} arguments; expected {}",
                 application.arguments.len(),
-                function.arguments
+                function.arguments.len()
             ));
         }
         if application.results.len() != function.results() {
@@ -42,7 +42,9 @@ impl<'s> Resolver<'s> {
             results.push(targets.len() - before);
         }
         let (mut sources, mut arguments) = (Vec::new(), Vec::new());
-        for argument in &application.arguments {
+        // For each source, the number of elements that share one of its values.
+        let mut shared = Vec::new();
+        for (argument, block) in application.arguments.iter().zip(&function.arguments) {
             arguments.push(match argument {
                 Argument::Number(number) => RowArgument::Number(*number),
                 Argument::Sources {
@@ -56,6 +58,7 @@ impl<'s> Resolver<'s> {
                         Ok(())
                     })?;
                     let count = sources.len() - before;
+                    shared.resize(sources.len(), *block);
                     RowArgument::Sources(count, operator.unwrap_or(ReduceOp::Sum))
                 }
             });
@@ -67,13 +70,9 @@ impl<'s> Resolver<'s> {
         let each = results.iter().zip(&function.results);
         let each = each.flat_map(|(count, result)| std::iter::repeat_n(blocks[*result], *count));
         let each: Vec<Option<usize>> = each.collect();
-        let whole = targets.iter().zip(&each);
-        let whole = whole.filter(|(_, block)| block.is_none());
-        let mut rows = whole
-            .map(|(target, _)| target)
-            .chain(&sources)
-            .filter(|operand| !operand.single);
-        let Some(width) = rows.next().map(|row| row.length) else {
+        let mut rows = targets.iter().zip(&each).chain(sources.iter().zip(&shared));
+        let width = rows.find(|(operand, block)| block.is_none() && !operand.single);
+        let Some(width) = width.map(|(row, _)| row.length) else {
             return self.mismatch(format!(
                 "'{name}' is given no row; expected one among its operands"
             ));
@@ -86,9 +85,10 @@ impl<'s> Resolver<'s> {
         for (target, block) in targets.iter().zip(&each) {
             self.check_row(target, width, *block)?;
         }
-        for source in &sources {
-            self.check_row(source, width, None)?;
+        for (source, block) in sources.iter().zip(&shared) {
+            self.check_row(source, width, *block)?;
         }
+        self.check_blocks(&arguments, &function.arguments, (&sources, &shared), &targets)?;
         self.check_packets(&sources)?;
         self.check_words(&targets)?;
         self.check_arguments(&arguments, &sources)?;
@@ -169,6 +169,43 @@ impl<'s> Resolver<'s> {
                 "{width} elements of '{name}' are taken for a row; expected its last axis, of {whole}: rows are not \
                  split, since what one lane reduces along a row another does not see"
             ));
+        }
+        Ok(())
+    }
+
+    /// Rejects arguments by blocks that are not one plain source, which no target overwrites: threads with elements of
+    /// one block read the same value, some of them after others have stored.
+    fn check_blocks(
+        &self,
+        arguments: &[RowArgument],
+        blocks: &[Option<usize>],
+        (sources, shared): (&[Operand], &[Option<usize>]),
+        targets: &[Operand],
+    ) -> Result<(), Diagnostic> {
+        let by_blocks = arguments.iter().zip(blocks).filter(|(_, block)| block.is_some());
+        for (argument, _) in by_blocks {
+            if !matches!(argument, RowArgument::Sources(1, _)) {
+                let message = "values of blocks are combined or a number; expected one source";
+                return self.mismatch(message.to_owned());
+            }
+        }
+        let by_blocks = sources.iter().zip(shared).filter(|(_, block)| block.is_some());
+        for (source, _) in by_blocks {
+            let name = &self.instance.tensors[source.part.tensor].name;
+            if source.single {
+                let message = format!("a single element of '{name}' is given for values of blocks; expected a row");
+                return self.mismatch(message);
+            }
+            let overlaps = |target: &&Operand| {
+                let (a, b) = (&source.part, &target.part);
+                (a.rank, a.tensor) == (b.rank, b.tensor)
+                    && a.offset < b.offset + b.elements
+                    && b.offset < a.offset + a.elements
+            };
+            if targets.iter().any(|target| overlaps(&target)) {
+                let message = format!("values of blocks of '{name}' are read and overwritten in one step; expected other memory");
+                return self.mismatch(message);
+            }
         }
         Ok(())
     }

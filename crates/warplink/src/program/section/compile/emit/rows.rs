@@ -25,6 +25,8 @@ enum Given {
     Row(DType, ReduceOp),
     /// One row of plain memory, loaded before anything waits.
     Plain(DType),
+    /// One plain value for each block of elements.
+    Block(DType),
 }
 
 /// Extent of a result stored in a target.
@@ -130,7 +132,9 @@ impl<'f> Passes<'f> {
             if self.uniform[node] || nodes.contains(&node) || taken.contains(&node) {
                 continue;
             }
-            if self.is_block(node) || self.nodes.iter().any(|earlier| earlier.contains(&node)) {
+            let again = matches!(self.function.nodes[node], RowNode::OfBlock(..));
+            let earlier = self.nodes.iter().any(|earlier| earlier.contains(&node));
+            if self.is_block(node) || (earlier && !again) {
                 taken.push(node);
                 continue;
             }
@@ -187,7 +191,10 @@ impl<'f> Passes<'f> {
         match &self.function.nodes[node] {
             RowNode::Number(number) => float(number.value()),
             RowNode::Width => "(float)row.width".to_owned(),
-            RowNode::Argument(_) | RowNode::Row(..) | RowNode::BlockMax(..) => value(node),
+            RowNode::Argument(_)
+            | RowNode::OfBlock(..)
+            | RowNode::Row(..)
+            | RowNode::BlockMax(..) => value(node),
             RowNode::Unary(RowUnary::Negative, a) => format!("-{}", value(*a)),
             RowNode::Unary(function, a) => format!("row_{}({})", function.name(), value(*a)),
             RowNode::Binary(function, a, b) => {
@@ -222,7 +229,7 @@ impl Emitter<'_> {
         let function = self.instance.functions.get(name).cloned();
         let function = function.ok_or_else(|| self.unknown(name))?;
         let (mut given, mut sources) = (Vec::new(), Vec::new());
-        for argument in &application.arguments {
+        for (argument, block) in application.arguments.iter().zip(&function.arguments) {
             let Argument::Sources {
                 sources: list,
                 operator,
@@ -241,6 +248,7 @@ impl Emitter<'_> {
                 first.ok_or_else(|| self.refuse("a reduction of nothing", "name a source"))?;
             let dtype = self.instance.tensors[first.part.tensor].dtype;
             given.push(match (first.part.axes, &operands[..]) {
+                _ if block.is_some() => Given::Block(dtype),
                 (0, _) => Given::Single(dtype, operator),
                 (_, [one]) if !one.packing.is_packets() => Given::Plain(dtype),
                 _ => Given::Row(dtype, operator),
@@ -319,11 +327,15 @@ impl Emitter<'_> {
                 place(code, name, &group.operands, group.dtype, is_row);
             }
             for (number, operands) in sources.iter().enumerate() {
-                if let Given::Single(dtype, _) | Given::Row(dtype, _) | Given::Plain(dtype) =
-                    given[number]
-                {
-                    place(code, format!("from{number}"), operands, dtype, true);
-                }
+                let (Given::Single(dtype, _)
+                | Given::Row(dtype, _)
+                | Given::Plain(dtype)
+                | Given::Block(dtype)) = given[number]
+                else {
+                    continue;
+                };
+                let is_row = !matches!(given[number], Given::Block(_));
+                place(code, format!("from{number}"), operands, dtype, is_row);
             }
             code.line(format!(
                 "Row row(self, row_turn, shortest({}));",
@@ -465,6 +477,16 @@ impl Emitter<'_> {
                 ));
             }
         }
+        for node in &passes.nodes[pass] {
+            if let RowNode::OfBlock(argument, size) = function.nodes[*node]
+                && let Given::Block(dtype) = passes.given[argument]
+            {
+                let (element, units) = (element_name(dtype), size / UNIT);
+                code.line(format!(
+                    "const float n{node} = row.of_block<{element}, {units}>(from{argument}.at[0], unit);"
+                ));
+            }
+        }
         for node in passes.nodes[pass].iter().chain(&passes.taken[pass]) {
             if passes.plain(*node).is_some() {
                 let loaded = if passes.is_kept(*node) {
@@ -495,7 +517,7 @@ impl Emitter<'_> {
         code.open("for (u32 e = 0; e < row_unit; e++) {");
         for node in &passes.nodes[pass] {
             let value = passes.value(*node, pass);
-            if !matches!(function.nodes[*node], RowNode::Argument(_)) {
+            if !matches!(function.nodes[*node], RowNode::Argument(_) | RowNode::OfBlock(..)) {
                 code.line(format!(
                     "const float {value} = {};",
                     passes.expression(*node, pass)

@@ -1,0 +1,269 @@
+//! The parts of texts in which rows travel as floats of 8 bits with scales.
+
+use super::memory::Tensor;
+use super::program::{At, From, Sends, Start};
+use super::{Described, FusedKind, QUANTIZED_BLOCK};
+use crate::collective::choice::Machine;
+use std::fmt::Write as _;
+
+/// The most elements of a row of scratch, and the bytes of scales, follow from these in the text.
+const ROW_UNIT: usize = 64;
+const SCALE_BYTES: usize = 4;
+
+/// The largest finite `f32`.
+const LARGEST: &str = "3.4028235e38";
+
+/// The least scale: a normal number, by which elements may be divided.
+const LEAST_SCALE: &str = "1.1754944e-38";
+
+/// Lines that quantise `value`: results named `q` and `e`, with `of` behind.
+pub(super) fn quantize(value: &str, of: &str) -> [String; 3] {
+    [
+        format!("let finite{of} = select(abs({value}) <= {LARGEST}, abs({value}), 0)"),
+        format!(
+            "let e{of} = max(block_max(finite{of}, {QUANTIZED_BLOCK}) / 448, {LEAST_SCALE})"
+        ),
+        // An infinity becomes NaN, and has no part in the scale.
+        format!(
+            "let q{of} = select(abs({value}) <= {LARGEST}, {value} / e{of}, {value} - {value})"
+        ),
+    ]
+}
+
+/// Lines for what `value` arrives as, named `name`.
+fn arrived(name: &str, value: &str, of: &str) -> Vec<String> {
+    let mut lines = quantize(value, of).to_vec();
+    lines.push(format!("let {name} = round(q{of}, f8e4m3) * e{of}"));
+    lines
+}
+
+/// The sum of `term`, for each of `world` ranks.
+fn added(name: &str, world: usize, term: fn(usize) -> String) -> String {
+    let terms: Vec<String> = (0..world).map(term).collect();
+    format!("let {name} = {}", terms.join(" + "))
+}
+
+impl Start {
+    /// Of rows of all ranks, with their scales.
+    fn parts(world: usize) -> Self {
+        let parameters = (0..world).map(|k| format!("q{k}, e{k} by {QUANTIZED_BLOCK}"));
+        Self {
+            parameters: parameters.collect(),
+            lines: vec![added("x", world, |k| format!("q{k} * e{k}"))],
+            ..Self::of(From::Sum)
+        }
+    }
+
+    /// Of inputs of all ranks, whose sum is `name` where each is rounded as on its way.
+    fn inputs(world: usize, name: &str) -> Self {
+        let one = |k: usize| arrived(&format!("y{k}"), &format!("x{k}"), &k.to_string());
+        let mut lines: Vec<String> = (0..world).flat_map(one).collect();
+        lines.push(added(name, world, |k| format!("y{k}")));
+        Self {
+            parameters: (0..world).map(|k| format!("x{k}")).collect(),
+            lines,
+            ..Self::of(From::Sum)
+        }
+    }
+
+    /// Of a row with its scales, of which `line` makes what is wanted.
+    fn arrived(from: From, line: &str) -> Self {
+        Self {
+            parameters: vec!["q".to_owned(), format!("e by {QUANTIZED_BLOCK}")],
+            lines: vec![line.to_owned()],
+            ..Self::of(from)
+        }
+    }
+}
+
+impl Described {
+    /// Rows of scratch that have room in half of the workspace.
+    pub(in crate::collective) fn quantized_rows(&self, machine: &Machine) -> usize {
+        let width = self.call.width;
+        let row = width.next_multiple_of(ROW_UNIT);
+        machine.plain_bytes / (row + SCALE_BYTES * width.div_ceil(QUANTIZED_BLOCK))
+    }
+
+    /// The functions of a call of `world` ranks: of what is sent, of owned rows, of all, and what outputs are meant to be.
+    pub(super) fn quantized_functions(&self, world: usize) -> Vec<String> {
+        let outputs: Vec<Tensor> = self.outputs().collect();
+        let [local, all] = self.local_and_gathered();
+        let of = |name: &str, start: &Start, outputs: &[Tensor], sends: Sends| {
+            self.function(name, start, outputs, sends)
+        };
+        let (parts, inputs) = if self.reduces() {
+            (Start::parts(world), Start::inputs(world, "x"))
+        } else {
+            (Start::of(From::Sum), Start::of(From::Sum))
+        };
+        let mut functions = Vec::new();
+        if self.reduces() {
+            let alone = Start::of(From::SumAlone);
+            functions.push(of("sent", &alone, &[], Sends::Quantized("x")));
+        }
+        match self.call.kind {
+            FusedKind::ReduceScatter => {
+                functions.push(of("reduced", &parts, &outputs, Sends::Nothing));
+                functions.push(of("meant", &inputs, &outputs, Sends::Nothing));
+            }
+            FusedKind::AllReduce => {
+                let alone = Start {
+                    gives: From::SumAlone,
+                    taken: From::SumAlone,
+                    ..parts
+                };
+                functions.push(of("reduced", &alone, &[], Sends::Quantized("x")));
+                let finished = Start::arrived(From::Sum, "let x = q * e");
+                functions.push(of("finished", &finished, &all, Sends::Nothing));
+                let mut meant = Start::inputs(world, "y");
+                meant.lines.extend(arrived("x", "y", ""));
+                functions.push(of("meant", &meant, &all, Sends::Nothing));
+            }
+            FusedKind::AllReduceSharded | FusedKind::AllGather => {
+                functions.push(of("reduced", &parts, &local, Sends::Quantized("h")));
+                let finished = Start::arrived(From::Added, "let h = round(q * e, T)");
+                functions.push(of("finished", &finished, &all, Sends::Nothing));
+                if !local.is_empty() {
+                    functions.push(of("stored", &inputs, &local, Sends::Nothing));
+                }
+                let mut meant = inputs;
+                let sum = if self.form.has(Tensor::Residual) { "x + r" } else { "x" };
+                meant.lines.push(format!("let y = round({sum}, T)"));
+                meant.lines.extend(arrived("z", "y", ""));
+                meant.lines.push("let h = round(z, T)".to_owned());
+                meant.gives = From::Added;
+                functions.push(of("meant", &meant, &all, Sends::Nothing));
+            }
+        }
+        functions
+    }
+
+    /// Whether inputs are added up.
+    const fn reduces(&self) -> bool {
+        !matches!(self.call.kind, FusedKind::AllGather)
+    }
+
+    /// A place of a row in scratch, its scales behind it; `on` a rank.
+    fn cells(place: &str, on: &str, with: &str) -> String {
+        format!(
+            "B[slot][({place}) * row..({place}) * row + n]{on}{with}E[slot][({place}) * blocks..({place}) * blocks + blocks]{on}"
+        )
+    }
+
+    /// The steps in which inputs go to the owners of their rows.
+    pub(super) fn sent(&self) -> String {
+        if !self.reduces() {
+            return "# Rows stay where they are until they are computed.".to_owned();
+        }
+        let targets = Self::cells("inputs + d * world + rank", " on q", "; ");
+        format!(
+            "for d in 0..deep {{\n    let g = i + (c * deep + d) * each\n    for r in 0..world {{\n        \
+             let q = (rank + r) % world\n        let t = q * own + g\n        if g < own and t < tokens {{\n            \
+             {targets} =\n                sent(X[t])\n        }}\n    }}\n}}"
+        )
+    }
+
+    /// The step of an owned row.
+    pub(super) fn reduced(&self, world: usize) -> String {
+        let source = if self.reduces() {
+            let parts = (0..world)
+                .map(|rank| Self::cells(&format!("inputs + d * world + {rank}"), "", ", "));
+            parts.collect::<Vec<_>>().join(", ")
+        } else {
+            "X[g]".to_owned()
+        };
+        let mut targets = Vec::new();
+        if self.call.kind == FusedKind::ReduceScatter {
+            targets.push(self.targets(&self.outputs().collect::<Vec<_>>(), At::Owned));
+        } else {
+            let [local, _] = self.local_and_gathered();
+            if !local.is_empty() {
+                targets.push(self.targets(&local, At::Owned));
+            }
+            let everywhere = " on (rank + r) % world for r in 0..world";
+            targets.push(Self::cells("sums + d * world + rank", everywhere, "; "));
+        }
+        let arguments = self.arguments(self.others()[0], "g", "");
+        format!(
+            "{} =\n    reduced({source}{arguments})",
+            targets.join("; ")
+        )
+    }
+
+    /// From what on functions are given the other tensors: of an owned row, and of one that arrived.
+    const fn others(&self) -> [From; 2] {
+        match self.call.kind {
+            FusedKind::AllReduce => [From::SumAlone, From::Sum],
+            _ => [From::Sum, From::Added],
+        }
+    }
+
+    /// The steps of all rows, from the sums that arrived.
+    pub(super) fn finished(&self) -> String {
+        if self.call.kind == FusedKind::ReduceScatter {
+            return "# What is computed of a row stays with its owner.".to_owned();
+        }
+        let [_, all] = self.local_and_gathered();
+        let mut text = String::from(
+            "for d in 0..deep {\n    let g = i + (c * deep + d) * each\n    for k in 0..world {\n        \
+             let t = k * own + g\n        if g < own and t < tokens {\n            ",
+        );
+        let _ = write!(
+            text,
+            "{} =\n                finished({}{})\n        }}\n    }}\n}}",
+            self.targets(&all, At::Row),
+            Self::cells("sums + d * world + k", "", ", "),
+            self.arguments(self.others()[1], "t", "")
+        );
+        text
+    }
+
+    /// What outputs are, of the inputs.
+    pub(super) fn quantized_expected(&self, world: usize) -> String {
+        let inputs = |row: &str| {
+            let inputs: Vec<String> = (0..world).map(|k| format!("X[{row}] on {k}")).collect();
+            inputs.join(", ")
+        };
+        let [local, all] = self.local_and_gathered();
+        let own = |function: &str, outputs: &[Tensor]| {
+            let source = if self.reduces() {
+                inputs("rank * own + g")
+            } else {
+                "X[g]".to_owned()
+            };
+            format!(
+                "for g in 0..own {{ expect {} = {function}({source}{}) }}",
+                self.targets(outputs, At::OwnedBy).replace("k * own + g", "g"),
+                self.arguments(From::Sum, "g", "")
+            )
+        };
+        let mut lines = Vec::new();
+        match self.call.kind {
+            FusedKind::ReduceScatter => {
+                return own("meant", &self.outputs().collect::<Vec<_>>());
+            }
+            FusedKind::AllReduce => lines.push(format!(
+                "for t in 0..tokens {{ expect {} = meant({}{}) }}",
+                self.targets(&all, At::Row),
+                inputs("t"),
+                self.arguments(From::Sum, "t", "")
+            )),
+            FusedKind::AllReduceSharded | FusedKind::AllGather => {
+                let source = if self.reduces() {
+                    inputs("t")
+                } else {
+                    "X[g] on k".to_owned()
+                };
+                lines.push(format!(
+                    "for k in 0..world {{ for g in 0..own {{ let t = k * own + g; expect {} = meant({source}{}) }} }}",
+                    self.targets(&all, At::Row),
+                    self.arguments(From::Sum, "g", " on k")
+                ));
+            }
+        }
+        if !local.is_empty() {
+            lines.push(own("stored", &local));
+        }
+        lines.join("\n")
+    }
+}
