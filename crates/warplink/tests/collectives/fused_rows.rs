@@ -316,7 +316,8 @@ impl Made {
             for (column, h) in h.iter_mut().enumerate() {
                 let found = of_bf16(&stored[2 * (local * width + column)..]) as f32;
                 let of = |input: &Vec<f32>| input[row.start + column].abs();
-                let bound = 0.14 * given.inputs.iter().map(of).sum::<f32>() + h.abs() / 256.0 + 1e-3;
+                let bound =
+                    0.14 * given.inputs.iter().map(of).sum::<f32>() + h.abs() / 256.0 + 1e-3;
                 assert!((found - *h).abs() <= bound, "row {t}: {found} {h}");
                 *h = found;
             }

@@ -111,7 +111,10 @@ impl Described {
         let outputs: Vec<Tensor> = self.outputs().collect();
         let quantized = way == Way::Quantized;
         let (functions, expected) = if quantized {
-            (self.quantized_functions(world), self.quantized_expected(world))
+            (
+                self.quantized_functions(world),
+                self.quantized_expected(world),
+            )
         } else {
             (self.exact_functions(&outputs), self.expected())
         };

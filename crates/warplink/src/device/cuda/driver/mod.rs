@@ -78,7 +78,7 @@ function_table! {
         cuMemHostUnregister(*mut c_void) -> Status;
         cuMemHostGetDevicePointer_v2(*mut CUdeviceptr, *mut c_void, c_uint) -> Status;
         cuMemGetAddressRange_v2(*mut CUdeviceptr, *mut usize, CUdeviceptr) -> Status;
-        cuPointerGetAttribute(*mut c_void, CUpointer_attribute, CUdeviceptr) -> Status;
+        cuPointerGetAttributes(c_uint, *mut CUpointer_attribute, *mut *mut c_void, CUdeviceptr) -> Status;
         cuMemAddressReserve(*mut CUdeviceptr, usize, usize, CUdeviceptr, c_ulonglong) -> Status;
         cuMemAddressFree(CUdeviceptr, usize) -> Status;
         cuMemCreate(*mut CUmemGenericAllocationHandle, usize, *const CUmemAllocationProp, c_ulonglong) -> Status;

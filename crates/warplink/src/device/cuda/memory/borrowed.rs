@@ -7,6 +7,7 @@ use crate::device::{DeviceSlice, combined_identity};
 use crate::error::{Error, Result};
 use cudarc::driver::sys::{CUpointer_attribute, CUpointer_attribute_enum as Attribute};
 use std::any::Any;
+use std::ffi::{c_uint, c_void};
 use std::sync::Arc;
 
 /// `CU_MEMORYTYPE_DEVICE`.
@@ -35,17 +36,16 @@ pub(crate) unsafe fn borrow(
             "the view has 0 bytes; expected at least 1".to_owned(),
         ));
     }
-    if attribute(gpu, Attribute::CU_POINTER_ATTRIBUTE_MEMORY_TYPE, address) != Some(DEVICE_MEMORY) {
+    let at = place(gpu, address);
+    if !at.is_device() {
         return Err(foreign(format!(
             "{address:#x} is not device memory; expected memory of this GPU"
         )));
     }
-    if let Some(ordinal) = attribute(gpu, Attribute::CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL, address)
-        && ordinal as u32 as usize != gpu.context.ordinal
-    {
+    if at.ordinal as usize != gpu.context.ordinal {
         return Err(foreign(format!(
             "{address:#x} is memory of GPU {}; expected memory of this GPU",
-            ordinal as u32
+            at.ordinal
         )));
     }
     let end = address.checked_add(bytes as u64).ok_or_else(|| {
@@ -53,12 +53,8 @@ pub(crate) unsafe fn borrow(
             "{bytes} bytes at {address:#x} overflow the address space"
         ))
     })?;
-    let ipc_capable = attribute(
-        gpu,
-        Attribute::CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE,
-        address,
-    ) == Some(1);
-    let pieces = pieces(gpu, address, end, ipc_capable)?;
+    let ipc_capable = at.ipc_capable == 1;
+    let pieces = pieces(gpu, address, end, ipc_capable, at);
     let base = pieces.first().map_or(address, |piece| piece.base);
     let size: usize = pieces.iter().map(|piece| piece.bytes).sum();
     let allocation_end = base + size as u64;
@@ -86,7 +82,7 @@ pub(crate) unsafe fn borrow(
 pub(super) fn identity(gpu: &Gpu, base: u64, bytes: usize, plain: bool) -> Option<u64> {
     let _entered = gpu.context.enter().ok()?;
     let _relaxed = gpu.context.relax_capture();
-    let pieces = pieces(gpu, base, base + bytes as u64, plain).ok()?;
+    let pieces = pieces(gpu, base, base + bytes as u64, plain, place(gpu, base));
     let all = pieces.iter().map(|piece| piece.bytes).sum::<usize>();
     let is_same = all == bytes && pieces.first().is_some_and(|piece| piece.base == base);
     identity_of(&pieces).filter(|_| is_same)
@@ -104,66 +100,111 @@ struct MappedPiece {
     id: Option<u64>,
 }
 
-/// Contiguous mappings from the one at `address` to `end`; plain memory is always one.
-fn pieces(gpu: &Gpu, address: u64, end: u64, plain: bool) -> Result<Vec<MappedPiece>> {
+/// Contiguous mappings from the one at `address`, which is at `first`, to `end`; plain memory is always one.
+fn pieces(gpu: &Gpu, address: u64, end: u64, plain: bool, first: Place) -> Vec<MappedPiece> {
     let mut pieces: Vec<MappedPiece> = Vec::new();
-    let mut next = address;
-    while next < end {
-        let (base, bytes) = extent(gpu, next, plain)?;
+    let (mut next, mut at) = (address, first);
+    while next < end && at.is_device() {
+        let (base, bytes) = at.extent(plain);
         // The next piece must begin where the previous one ends.
         if bytes == 0 || !pieces.is_empty() && base != next {
             break;
         }
-        let id = attribute(gpu, Attribute::CU_POINTER_ATTRIBUTE_BUFFER_ID, base);
         pieces.push(MappedPiece {
             base,
-            bytes,
-            id: id.filter(|id| *id != 0),
+            bytes: bytes as usize,
+            id: Some(at.id).filter(|id| *id != 0),
         });
-        next = base + bytes as u64;
-        let goes_on = !plain
-            && attribute(gpu, Attribute::CU_POINTER_ATTRIBUTE_MEMORY_TYPE, next)
-                == Some(DEVICE_MEMORY);
-        if !goes_on {
+        next = base + bytes;
+        if plain || next >= end {
             break;
         }
+        at = place(gpu, next);
     }
-    Ok(pieces)
+    pieces
 }
 
-/// Start and length of the mapping at `address`.
-fn extent(gpu: &Gpu, address: u64, plain: bool) -> Result<(u64, usize)> {
-    if !plain {
-        // Query the single physical piece: the address range may be the whole reservation.
-        let base = attribute(
-            gpu,
-            Attribute::CU_POINTER_ATTRIBUTE_MAPPING_BASE_ADDR,
-            address,
-        );
-        let bytes = attribute(gpu, Attribute::CU_POINTER_ATTRIBUTE_MAPPING_SIZE, address);
-        if let (Some(base), Some(bytes)) = (base, bytes)
-            && base != 0
-            && bytes != 0
-        {
-            return Ok((base, bytes as usize));
+/// The driver's attributes of an address, all of them zero for one that it does not know.
+#[derive(Clone, Copy, Debug, Default)]
+struct Place {
+    memory_type: u64,
+    ordinal: u64,
+    /// 1 for plain memory.
+    ipc_capable: u64,
+    /// Of the allocation, or of the physical piece; never used again.
+    id: u64,
+    range_start: u64,
+    range_bytes: u64,
+    mapping_start: u64,
+    mapping_bytes: u64,
+}
+
+impl Place {
+    fn is_device(&self) -> bool {
+        self.memory_type == DEVICE_MEMORY
+    }
+
+    /// Start and length of the mapping. The range of memory that is not plain may be a whole reservation, so that the
+    /// single physical piece counts.
+    fn extent(&self, plain: bool) -> (u64, u64) {
+        if plain || self.mapping_start == 0 || self.mapping_bytes == 0 {
+            return (self.range_start, self.range_bytes);
         }
+        (self.mapping_start, self.mapping_bytes)
     }
-    let driver = gpu.context.driver;
-    let (mut base, mut size) = (0, 0);
-    // SAFETY: both point to writable values; an unknown address is refused.
-    let code = unsafe { (driver.cuMemGetAddressRange_v2)(&mut base, &mut size, address) };
-    driver.check(code, "find the allocation behind an address")?;
-    Ok((base, size))
 }
 
-/// An attribute of an address, if the driver has it.
-fn attribute(gpu: &Gpu, which: CUpointer_attribute, address: u64) -> Option<u64> {
+/// Asks for all attributes at once: each call of the driver takes a lock, and callers pass addresses in every call of
+/// theirs.
+fn place(gpu: &Gpu, address: u64) -> Place {
     // Attributes have 1, 4 or 8 bytes. The zeroed upper bytes widen them on little-endian machines, which are
     // all that this driver supports.
-    let mut value = 0_u64;
-    // SAFETY: `value` has room for the widest attribute that is asked for here.
+    let mut place = Place::default();
+    let values: [(CUpointer_attribute, *mut u64); 8] = [
+        (
+            Attribute::CU_POINTER_ATTRIBUTE_MEMORY_TYPE,
+            &raw mut place.memory_type,
+        ),
+        (
+            Attribute::CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL,
+            &raw mut place.ordinal,
+        ),
+        (
+            Attribute::CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE,
+            &raw mut place.ipc_capable,
+        ),
+        (Attribute::CU_POINTER_ATTRIBUTE_BUFFER_ID, &raw mut place.id),
+        (
+            Attribute::CU_POINTER_ATTRIBUTE_RANGE_START_ADDR,
+            &raw mut place.range_start,
+        ),
+        (
+            Attribute::CU_POINTER_ATTRIBUTE_RANGE_SIZE,
+            &raw mut place.range_bytes,
+        ),
+        (
+            Attribute::CU_POINTER_ATTRIBUTE_MAPPING_BASE_ADDR,
+            &raw mut place.mapping_start,
+        ),
+        (
+            Attribute::CU_POINTER_ATTRIBUTE_MAPPING_SIZE,
+            &raw mut place.mapping_bytes,
+        ),
+    ];
+    let mut attributes = values.map(|(attribute, _)| attribute);
+    let mut pointers = values.map(|(_, value)| value.cast::<c_void>());
+    // SAFETY: there are as many attributes as pointers, each to a value with room for the widest.
     let code = unsafe {
-        (gpu.context.driver.cuPointerGetAttribute)((&raw mut value).cast(), which, address)
+        (gpu.context.driver.cuPointerGetAttributes)(
+            attributes.len() as c_uint,
+            attributes.as_mut_ptr(),
+            pointers.as_mut_ptr(),
+            address,
+        )
     };
-    (code == status::SUCCESS).then_some(value)
+    if code == status::SUCCESS {
+        place
+    } else {
+        Place::default()
+    }
 }

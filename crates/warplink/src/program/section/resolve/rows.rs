@@ -88,7 +88,12 @@ impl<'s> Resolver<'s> {
         for (source, block) in sources.iter().zip(&shared) {
             self.check_row(source, width, *block)?;
         }
-        self.check_blocks(&arguments, &function.arguments, (&sources, &shared), &targets)?;
+        self.check_blocks(
+            &arguments,
+            &function.arguments,
+            (&sources, &shared),
+            &targets,
+        )?;
         self.check_packets(&sources)?;
         self.check_words(&targets)?;
         self.check_arguments(&arguments, &sources)?;
@@ -181,19 +186,27 @@ impl<'s> Resolver<'s> {
         blocks: &[Option<usize>],
         (sources, shared): (&[Operand], &[Option<usize>]),
         targets: &[Operand],
-    ) -> Result<(), Diagnostic> {
-        let by_blocks = arguments.iter().zip(blocks).filter(|(_, block)| block.is_some());
+    ) -> Resolved<()> {
+        let by_blocks = arguments
+            .iter()
+            .zip(blocks)
+            .filter(|(_, block)| block.is_some());
         for (argument, _) in by_blocks {
             if !matches!(argument, RowArgument::Sources(1, _)) {
                 let message = "values of blocks are combined or a number; expected one source";
                 return self.mismatch(message.to_owned());
             }
         }
-        let by_blocks = sources.iter().zip(shared).filter(|(_, block)| block.is_some());
+        let by_blocks = sources
+            .iter()
+            .zip(shared)
+            .filter(|(_, block)| block.is_some());
         for (source, _) in by_blocks {
             let name = &self.instance.tensors[source.part.tensor].name;
             if source.single {
-                let message = format!("a single element of '{name}' is given for values of blocks; expected a row");
+                let message = format!(
+                    "a single element of '{name}' is given for values of blocks; expected a row"
+                );
                 return self.mismatch(message);
             }
             let overlaps = |target: &&Operand| {
@@ -203,7 +216,9 @@ impl<'s> Resolver<'s> {
                     && b.offset < a.offset + a.elements
             };
             if targets.iter().any(|target| overlaps(&target)) {
-                let message = format!("values of blocks of '{name}' are read and overwritten in one step; expected other memory");
+                let message = format!(
+                    "values of blocks of '{name}' are read and overwritten in one step; expected other memory"
+                );
                 return self.mismatch(message);
             }
         }

@@ -517,7 +517,10 @@ impl Emitter<'_> {
         code.open("for (u32 e = 0; e < row_unit; e++) {");
         for node in &passes.nodes[pass] {
             let value = passes.value(*node, pass);
-            if !matches!(function.nodes[*node], RowNode::Argument(_) | RowNode::OfBlock(..)) {
+            if !matches!(
+                function.nodes[*node],
+                RowNode::Argument(_) | RowNode::OfBlock(..)
+            ) {
                 code.line(format!(
                     "const float {value} = {};",
                     passes.expression(*node, pass)
