@@ -3,7 +3,7 @@
 
 use super::elements::{decode, encode};
 use super::evidence::Accepted;
-use super::interpreter::{RUNS, input};
+use super::interpreter::{RUNS, SOME_VALUES, input_of};
 use super::sample::Sample;
 use std::collections::HashMap;
 use std::net::{IpAddr, Ipv4Addr};
@@ -267,7 +267,10 @@ impl Rank<'_> {
             if instance.role == Role::Input {
                 for (run, slice) in others.iter().enumerate() {
                     let elements = 0..bytes / instance.dtype.size();
-                    let value = |at| input(run % order.inputs, self.comm.rank(), tensor, at);
+                    let value = |at| {
+                        let of = (run % order.inputs, self.comm.rank());
+                        input_of(instance, SOME_VALUES, of, tensor, at)
+                    };
                     let values: Vec<f64> = elements.map(value).collect();
                     let values = encode(instance.dtype, &values);
                     self.comm.device().upload(slice, &values)?;

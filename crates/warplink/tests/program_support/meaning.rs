@@ -1,7 +1,7 @@
 //! Expected values of programs, by the library's own evaluator.
 
 use super::elements::encode;
-use super::interpreter::input;
+use super::interpreter::{SOME_VALUES, input_of};
 use warplink::program::evaluate::{Evaluator, Values};
 use warplink::program::ir::Role;
 use warplink::program::{RankProgram, TensorId, TensorInstance};
@@ -25,7 +25,9 @@ impl Meaning {
         let evaluated = |run: usize| {
             let bytes = |rank: usize, id: TensorId, tensor: &TensorInstance| -> Vec<u8> {
                 let count = tensor.bytes / tensor.dtype.size();
-                let values: Vec<f64> = (0..count).map(|at| input(run, rank, id, at)).collect();
+                let values: Vec<f64> = (0..count)
+                    .map(|at| input_of(tensor, SOME_VALUES, (run, rank), id, at))
+                    .collect();
                 encode(tensor.dtype, &values)
             };
             evaluator.run(bytes).map_err(|error| error.to_string())

@@ -5,7 +5,7 @@ use super::play::{Hold, Schedule, StepId};
 use super::sample::Sample;
 use super::stage::Stage;
 use crate::program_support::evidence::explained;
-use crate::program_support::interpreter::{Fault, Random, agreed, race};
+use crate::program_support::interpreter::{Fault, Random, SOME_VALUES, agreed, race};
 use crate::program_support::meaning::Meaning;
 use warplink::program::evaluate::Evaluator;
 use warplink::program::{Diagnostic, DiagnosticKind, RankProgram, unroll, verify};
@@ -15,6 +15,9 @@ const ORDERS: u64 = 12;
 
 /// How many random orders are tried where those that the diagnostic suggests show nothing.
 const TRIES: u64 = 300;
+
+/// How many choices of the integers that lanes read are tried where one shows nothing.
+const OTHER_VALUES: u64 = 20;
 
 /// How many runs of an accepted program are played.
 pub(crate) const RUNS: usize = 6;
@@ -56,20 +59,29 @@ pub(crate) fn check(sample: &Sample) -> Result<Shown, String> {
         Ok(_) => RUNS,
         Err(_) => RUNS_OF_REFUSED,
     };
-    let stage = match (Stage::new(&ranks, runs), &verdict) {
+    let staged = |values: u64| Stage::new(&ranks, runs, values);
+    let stage = match (staged(SOME_VALUES), &verdict) {
         (Ok(stage), _) => stage,
         (Err(diagnostic), Err(_)) => {
             return Ok(refused(format!("refused, rule: {}", diagnostic.kind)));
         }
         (Err(diagnostic), Ok(_)) => return Err(format!("accepted, but {diagnostic}")),
     };
-    let case = Case {
-        ranks: &ranks,
-        stage: &stage,
-    };
+    // Further values, where lanes read any.
+    let others = (0..OTHER_VALUES).filter(|values| *values != SOME_VALUES && stage.reads_values);
     match verdict {
         Ok(_) => {
-            let outputs = case.runs()?;
+            let partly = stage.play(&Schedule::new(0)).faults.into_iter();
+            let mut partly = partly.filter(|_| stage.reads_values);
+            if partly.any(|fault| matches!(fault, Fault::UnwrittenOutput { .. })) {
+                // What depends on values may leave the rest of an output as it is.
+                return Ok(refused("accepted, partly written".to_owned()));
+            }
+            for values in others.take(3) {
+                let stage = staged(values).map_err(|error| format!("accepted, but {error}"))?;
+                Case::of(&ranks, &stage).runs()?;
+            }
+            let outputs = Case::of(&ranks, &stage).runs()?;
             let evaluator = Evaluator::new(program, world, 1, parameters)
                 .map_err(|error| format!("accepted, but not evaluated: {error}"))?;
             Meaning::of(&evaluator, 1, &outputs)?;
@@ -79,7 +91,15 @@ pub(crate) fn check(sample: &Sample) -> Result<Shown, String> {
             })
         }
         Err(diagnostics) => {
-            let how = explained(&diagnostics, |diagnostic| case.shows(diagnostic))?;
+            let how = explained(&diagnostics, |diagnostic| {
+                let first = Case::of(&ranks, &stage).shows(diagnostic);
+                let mut others = others.clone().filter_map(|values| staged(values).ok());
+                first.or_else(|how| {
+                    others
+                        .find_map(|it| Case::of(&ranks, &it).shows(diagnostic).ok())
+                        .ok_or(how)
+                })
+            })?;
             Ok(refused(format!("refused, {how}")))
         }
     }
@@ -90,7 +110,11 @@ struct Case<'a> {
     stage: &'a Stage<'a>,
 }
 
-impl Case<'_> {
+impl<'a> Case<'a> {
+    const fn of(ranks: &'a [RankProgram], stage: &'a Stage<'a>) -> Self {
+        Self { ranks, stage }
+    }
+
     /// Plays an accepted program in several orders, which must not matter; its outputs.
     fn runs(&self) -> Result<Vec<Vec<f64>>, String> {
         agreed((0..ORDERS).map(|seed| {
@@ -160,6 +184,9 @@ impl Case<'_> {
             }),
             Kind::InputWritten => self.fault(diagnostic, |fault| {
                 matches!(fault, Fault::InputWritten { .. })
+            }),
+            Kind::OutOfBounds => self.fault(diagnostic, |fault| {
+                matches!(fault, Fault::OutOfRange { .. })
             }),
             Kind::Mismatch => self.fault(diagnostic, |fault| {
                 matches!(fault, Fault::Disagreement { .. })

@@ -1,7 +1,7 @@
 //! Memory of all ranks as numbers, each with the order of its accesses.
 
 use super::stage::{Operand, packet};
-use crate::program_support::interpreter::{Fault, input, mix};
+use crate::program_support::interpreter::{Fault, input_of, mix};
 use std::collections::BTreeSet;
 use warplink::DType;
 use warplink::program::RankProgram;
@@ -215,14 +215,14 @@ impl Memory {
     }
 
     /// Sets the inputs of a run and spoils all other tensors.
-    pub(super) fn prepare(&mut self, program: &RankProgram, run: usize) {
+    pub(super) fn prepare(&mut self, program: &RankProgram, run: usize, values: u64) {
         let rank = program.rank;
         for (memory, tensor) in program.tensors.iter().enumerate() {
             let is_input = tensor.role == Role::Input;
             let content = &mut self.all[rank][memory];
             for (element, value) in content.values.iter_mut().enumerate() {
                 *value = if is_input {
-                    input(run, rank, memory, element)
+                    input_of(tensor, values, (run, rank), memory, element)
                 } else {
                     f64::NAN
                 };

@@ -15,6 +15,7 @@ use super::memory::{Memory, rounded};
 use super::stage::{Act, Movement, Operand, Stage};
 use crate::program_support::interpreter::{Fault, Outcome, Pick, Random, mix};
 use rustc_hash::{FxHashMap, FxHashSet};
+use std::rc::Rc;
 use warplink::DType;
 use warplink::device::ReduceOp;
 
@@ -110,6 +111,9 @@ enum Stored {
 #[derive(Default)]
 struct Lane {
     next: usize,
+    /// Its steps, where they depend on what it has read.
+    acts: Option<Rc<Vec<Act>>>,
+    read: Vec<i64>,
     /// The units of the step at hand that are not moved; none before it begins.
     units: Option<Vec<usize>>,
     stores: Vec<Store>,
@@ -171,10 +175,10 @@ impl Play<'_> {
         let mut agents = Vec::new();
         for (rank, lanes) in self.lanes.iter().enumerate() {
             if self.launch[rank] != Some(self.stage.launches.len()) {
-                let steps = self.launch[rank].map(|launch| &self.stage.launches[launch][rank]);
+                let launched = self.launch[rank].is_some();
                 let mut over = true;
                 for (number, lane) in lanes.iter().enumerate() {
-                    let goes_on = steps.is_some_and(|all| lane.next < all[number].len());
+                    let goes_on = launched && lane.next < self.acts(rank, number).len();
                     let lands = !lane.stores.is_empty();
                     agents.extend(goes_on.then_some(Agent::Lane(rank, number)));
                     agents.extend(lands.then_some(Agent::Landing(rank, number)));
@@ -198,6 +202,42 @@ impl Play<'_> {
             Landing::Any => {}
         }
         agents.into_iter().any(|agent| self.act(agent, held_too))
+    }
+
+    /// The steps of a lane of the launch at hand.
+    fn acts(&self, rank: usize, lane: usize) -> &[Act] {
+        let known = self.launch[rank].map(|launch| &self.stage.launches[launch][rank][lane][..]);
+        let own = self.lanes[rank][lane].acts.as_deref();
+        own.map_or(known.unwrap_or_default(), |acts| &acts[..])
+    }
+
+    /// Reads an integer on which the lane's further steps depend; `false` where its packet is not there.
+    fn read_value(&mut self, id: StepId, number: usize, word: &Operand) -> bool {
+        let (cell, _) = self.memory.cell(word, 0);
+        while let Some(own) = self.own_store(id, word, cell) {
+            self.land(id.rank, id.lane, own);
+        }
+        let flag = id.launch as u64 + 1;
+        if self.memory.packet(word) > 0 && self.memory.flag(word, cell) != flag {
+            return false;
+        }
+        let value = self.memory.load((id.by(0, 0), id.rank, id.launch), word, 0);
+        let lane = &mut self.lanes[id.rank][id.lane];
+        lane.read.truncate(number);
+        lane.read.push(value as i64);
+        let place = (id.launch, id.rank, id.lane);
+        match self.stage.steps_after(place, &lane.read) {
+            Some(acts) => lane.acts = Some(Rc::new(acts)),
+            None => {
+                // The launch fails there.
+                self.memory
+                    .faults
+                    .insert(Fault::OutOfRange { rank: id.rank });
+                let known = self.acts(id.rank, id.lane)[..=id.step].to_vec();
+                self.lanes[id.rank][id.lane].acts = Some(Rc::new(known));
+            }
+        }
+        true
     }
 
     fn is_held(&self, hold: Hold, held_too: bool) -> bool {
@@ -233,7 +273,8 @@ impl Play<'_> {
         }
         let next = ended.map_or(0, |launch| launch + 1);
         if next.is_multiple_of(stage.kernels) {
-            self.memory.prepare(program, next / stage.kernels);
+            self.memory
+                .prepare(program, next / stage.kernels, stage.values);
         }
         self.memory.touch(program, next);
         if self.schedule.landing != Landing::Late {
@@ -314,7 +355,11 @@ impl Play<'_> {
             lane,
             step: self.lanes[rank][lane].next,
         };
-        let Some(act) = stage.launches[launch][rank][lane].get(id.step) else {
+        let acts = self.lanes[rank][lane].acts.clone();
+        let acts = acts
+            .as_deref()
+            .unwrap_or(&stage.launches[launch][rank][lane]);
+        let Some(act) = acts.get(id.step) else {
             return false;
         };
         if self.is_held(Hold::Step(id), held_too) {
@@ -337,6 +382,11 @@ impl Play<'_> {
                     self.memory.faults.insert(Fault::OutlivingSignal { rank });
                 }
                 word.1 += 1;
+            }
+            Act::Value(number, word) => {
+                if !self.read_value(id, *number, word) {
+                    return false;
+                }
             }
             Act::Move(it) => {
                 let units = self.lanes[rank][lane].units.take();
@@ -376,13 +426,13 @@ impl Play<'_> {
         let stage = self.stage;
         let mut stored = FxHashSet::default();
         let first = self.lanes[rank][lane].next;
-        for (step, act) in stage.launches[launch][rank][lane]
-            .iter()
-            .enumerate()
-            .skip(first)
-        {
+        let acts = self.lanes[rank][lane].acts.clone();
+        let acts = acts
+            .as_deref()
+            .unwrap_or(&stage.launches[launch][rank][lane]);
+        for (step, act) in acts.iter().enumerate().skip(first) {
             let it = match act {
-                Act::Signal { .. } => continue,
+                Act::Signal { .. } | Act::Value(..) => continue,
                 Act::Wait(_) => break,
                 Act::Move(it) => it,
             };

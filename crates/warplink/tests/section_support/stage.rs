@@ -5,7 +5,7 @@ use std::collections::{HashMap, HashSet};
 use warplink::DType;
 use warplink::device::ReduceOp;
 use warplink::program::section::{
-    LaneStep, LaneStepKind, Part, RowArgument, SectionInstance, SectionMemory,
+    LaneStep, LaneStepKind, Part, ReadWord, RowArgument, SectionInstance, SectionMemory,
 };
 use warplink::program::{Diagnostic, OperationKind, RankProgram, Site};
 
@@ -17,13 +17,22 @@ pub(crate) struct Stage<'a> {
     pub(super) launches: Vec<Vec<Vec<Vec<Act>>>>,
     /// Where each of these steps stands.
     sites: Vec<Vec<Vec<Vec<Site>>>>,
+    /// How inputs that lanes read as integers are chosen.
+    pub(super) values: u64,
+    /// Whether lanes read any: then what they do is known no further than the first read.
+    pub(super) reads_values: bool,
 }
 
 /// A step of a lane.
 #[derive(Clone, Debug)]
 pub(super) enum Act {
-    Signal { peer: usize, lane: usize },
+    Signal {
+        peer: usize,
+        lane: usize,
+    },
     Wait(usize),
+    /// The number of the read in its lane and launch, and the word.
+    Value(usize, Operand),
     Move(Movement),
 }
 
@@ -63,28 +72,31 @@ pub(super) struct Operand {
 }
 
 impl<'a> Stage<'a> {
-    /// The steps of `runs` runs.
+    /// The steps of `runs` runs, with integers that lanes read chosen in the way of number `values`.
     ///
     /// # Errors
     /// What a lane's steps break.
-    pub(crate) fn new(ranks: &'a [RankProgram], runs: usize) -> Result<Self, Diagnostic> {
-        let sections = |program: &'a RankProgram| {
-            let operations = program.operations.iter();
-            let kernels = operations.filter_map(|operation| match &operation.kind {
-                OperationKind::Kernel(section) => Some(&**section),
-                _ => None,
-            });
-            kernels.collect::<Vec<&SectionInstance>>()
-        };
+    pub(crate) fn new(
+        ranks: &'a [RankProgram],
+        runs: usize,
+        values: u64,
+    ) -> Result<Self, Diagnostic> {
         let all: Vec<Vec<&SectionInstance>> = ranks.iter().map(sections).collect();
         let kernels = all[0].len();
+        let text = |section: &&SectionInstance| format!("{:?}", section.section.body);
+        let reads = |section: &&SectionInstance| {
+            let text = text(section);
+            text.contains("Value(") || text.contains("Index(Element(")
+        };
+        let reads_values = all[0].iter().any(reads);
         let (mut launches, mut sites) = (Vec::new(), Vec::new());
         for launch in 0..runs * kernels {
             let of_launch: Vec<&SectionInstance> =
                 all.iter().map(|own| own[launch % kernels]).collect();
             let (mut acts, mut places) = (Vec::new(), Vec::new());
             for section in &of_launch {
-                let lanes = (0..section.lanes).map(|lane| section.steps(lane, launch as u64));
+                let lanes = (0..section.lanes)
+                    .map(|lane| section.steps_with(lane, launch as u64, &|_| None));
                 let lanes = lanes.collect::<Result<Vec<Vec<LaneStep>>, _>>()?;
                 let resolve = |step: &LaneStep| act(&step.kind, ranks, &of_launch);
                 let resolved = |lane: &Vec<LaneStep>| lane.iter().map(resolve).collect();
@@ -100,7 +112,24 @@ impl<'a> Stage<'a> {
             kernels,
             launches,
             sites,
+            values,
+            reads_values,
         })
+    }
+
+    /// The steps of a lane that has read these integers, as far as they are known; none where one is out of its range.
+    pub(super) fn steps_after(
+        &self,
+        (launch, rank, lane): (usize, usize, usize),
+        read: &[i64],
+    ) -> Option<Vec<Act>> {
+        let all: Vec<Vec<&SectionInstance>> = self.ranks.iter().map(sections).collect();
+        let of_launch: Vec<&SectionInstance> =
+            all.iter().map(|own| own[launch % self.kernels]).collect();
+        let known = |word: &ReadWord| read.get(word.number).copied();
+        let steps = of_launch[rank].steps_with(lane, launch as u64, &known);
+        let resolve = |step: &LaneStep| act(&step.kind, self.ranks, &of_launch);
+        Some(steps.ok()?.iter().map(resolve).collect())
     }
 
     /// The lane and number of the steps that stand at a place of a launch.
@@ -110,7 +139,7 @@ impl<'a> Stage<'a> {
         for (lane, steps) in lanes.iter().enumerate() {
             let here = |other: &Site| {
                 (other.line, other.column) == (site.line, site.column)
-                    && site.indices.starts_with(&other.indices)
+                    && (self.reads_values || site.indices.starts_with(&other.indices))
             };
             let steps = steps.iter().enumerate().filter(|(_, other)| here(other));
             found.extend(steps.map(|(step, _)| (lane, step)));
@@ -188,6 +217,15 @@ impl<'a> Stage<'a> {
     }
 }
 
+fn sections(program: &RankProgram) -> Vec<&SectionInstance> {
+    let operations = program.operations.iter();
+    let kernels = operations.filter_map(|operation| match &operation.kind {
+        OperationKind::Kernel(section) => Some(&**section),
+        _ => None,
+    });
+    kernels.collect()
+}
+
 fn act(kind: &LaneStepKind, ranks: &[RankProgram], sections: &[&SectionInstance]) -> Act {
     let operand = |part: &Part| {
         let tensor = &sections[part.rank].tensors[part.tensor];
@@ -208,6 +246,7 @@ fn act(kind: &LaneStepKind, ranks: &[RankProgram], sections: &[&SectionInstance]
             lane: *lane,
         },
         LaneStepKind::Wait(peer) => Act::Wait(*peer),
+        LaneStepKind::Value { number, source, .. } => Act::Value(*number, operand(source)),
         LaneStepKind::Announce { values, target, .. } => {
             Act::Move(announcement(values, vec![operand(target)], Vec::new()))
         }

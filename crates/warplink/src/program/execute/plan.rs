@@ -87,6 +87,23 @@ impl Plan {
         self.parts.program.is_output(name)
     }
 
+    /// The integer in memory that a kernel of an earlier run has read and that is out of its range, as an error that names
+    /// its place. The lane that read it has stored nothing more, and this rank's lanes no longer wait: the caller ends the
+    /// communicator for the peers that do. Blocks for the time of a small read from the device. On devices that take
+    /// closures, the stream fails with that error instead.
+    ///
+    /// # Errors
+    /// The device's, if the read fails.
+    pub fn refused_value(&self) -> Result<Option<Error>> {
+        let PlanParts {
+            context, kernels, ..
+        } = &*self.parts;
+        match kernels {
+            Some(kernels) => kernels.refused_value(&*context.device, context.world()),
+            None => Ok(None),
+        }
+    }
+
     /// Its kernels, in launch order.
     ///
     /// # Errors

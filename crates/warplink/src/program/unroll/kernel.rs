@@ -34,8 +34,7 @@ pub(super) fn mark_inputs(program: &mut RankProgram) {
                 tensor.constant = constant[id];
             }
         }
-        // An error in the text is one of the verifier's.
-        for (tensor, most) in section.value_bounds().unwrap_or_default() {
+        for (tensor, most) in section.value_bounds() {
             if let SectionMemory::Tensor(id) = section.tensors[tensor].memory {
                 let bound = &mut program.tensors[id].value_bound;
                 *bound = Some(bound.map_or(most, |bound| most.min(bound)));

@@ -4,7 +4,7 @@ use super::outcome::Fault;
 use super::schedule::mix;
 use std::collections::BTreeSet;
 use warplink::program::ir::Role;
-use warplink::program::{RankProgram, TensorId};
+use warplink::program::{RankProgram, TensorId, TensorInstance};
 
 /// Who accesses: a number for each chain of each operation of each run.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -42,8 +42,32 @@ impl Actor {
 }
 
 /// The input of a rank in a run: small numbers, so that sums and products are exact for long.
-pub(crate) fn input(run: usize, rank: usize, tensor: TensorId, element: usize) -> f64 {
+fn input(run: usize, rank: usize, tensor: TensorId, element: usize) -> f64 {
     ((7 * element + 5 * tensor + 3 * rank + 4 * run) % 11 + 1) as f64
+}
+
+/// How inputs that kernels read as integers are chosen where others do not matter.
+pub(crate) const SOME_VALUES: u64 = 4;
+
+/// The input of a tensor, which may have a bound: then one of the edges of its range, as `values` says.
+pub(crate) fn input_of(
+    tensor: &TensorInstance,
+    values: u64,
+    (run, rank): (usize, usize),
+    id: TensorId,
+    element: usize,
+) -> f64 {
+    let Some(most) = tensor.value_bound else {
+        return input(run, rank, id, element);
+    };
+    let place = (values << 48) ^ ((run << 32) | (rank << 24) | (id << 16) | element) as u64;
+    let edges = [0, most, 1.min(most), (most - 1).max(0), most / 2];
+    let which = if values < SOME_VALUES {
+        values
+    } else {
+        mix(place)
+    };
+    edges[(which % 5) as usize] as f64
 }
 
 impl Memory {
@@ -164,7 +188,7 @@ impl Memory {
             let is_input = instance.role == Role::Input;
             for (index, content) in self.tensors[rank][tensor].iter_mut().enumerate() {
                 content.value = if is_input {
-                    input(run, rank, tensor, index)
+                    input_of(instance, SOME_VALUES, (run, rank), tensor, index)
                 } else {
                     f64::NAN
                 };

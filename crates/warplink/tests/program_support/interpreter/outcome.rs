@@ -22,6 +22,8 @@ pub(crate) enum Fault {
     LostSignal { rank: usize },
     /// The caller's stream went on before another stream of the rank was done.
     LeftOver { rank: usize },
+    /// A rank reads an integer that is out of its range.
+    OutOfRange { rank: usize },
     /// A rank finds other words than it expects.
     Disagreement { rank: usize },
 }

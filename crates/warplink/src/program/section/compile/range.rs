@@ -39,7 +39,7 @@ impl Range {
     }
 
     /// From 0 to the maximum.
-    pub(super) fn from_zero(self) -> Self {
+    pub(super) fn down_to_zero(self) -> Self {
         Self::of(0, self.most.max(0))
     }
 

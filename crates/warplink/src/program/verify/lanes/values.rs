@@ -179,10 +179,10 @@ impl Run<'_> {
         let (place, bytes) = self.bytes_of(launch as usize, word);
         let byte = bytes.start;
         let mut since = launch;
-        if let Place::Tensor(id) = place {
-            if self.ranks[word.rank].tensors[id].role == Role::Input {
-                since = self.begun(launch);
-            }
+        if let Place::Tensor(id) = place
+            && self.ranks[word.rank].tensors[id].role == Role::Input
+        {
+            since = self.begun(launch);
         }
         if let Some((symbol, stored)) = self.words.stored.get(&(word.rank, place, byte)) {
             // Between two launches, anything may have changed tensors.

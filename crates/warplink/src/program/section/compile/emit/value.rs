@@ -18,7 +18,7 @@ impl Emitter<'_> {
         code.line(format!("// {}: {it}", self.position));
         self.row_lines.drain(..).for_each(|line| code.line(line));
         code.line(format!("const Index {name} = {value};"));
-        let range = self.scope.range(&it.most).from_zero();
+        let range = self.scope.range(&it.most).down_to_zero();
         self.scope.bind_within(&it.name, name, None, range);
         Ok(())
     }
