@@ -44,7 +44,9 @@ const BENCHES: [(&[&str], &str); 9] = [
         "eager: us",
     ),
     (
-        &["fused", "--sizes", "3", "--width", "48", "--calls", "1", "--wire", "fp8"],
+        &[
+            "fused", "--sizes", "3", "--width", "48", "--calls", "1", "--wire", "fp8",
+        ],
         "eager: us",
     ),
     (

@@ -58,7 +58,9 @@ fn numbers(of: Numbers, rank: usize, count: usize, dtype: DType) -> (Vec<u8>, Ve
             Numbers::Usual => usual,
             Numbers::Spread => {
                 let block = element / QUANTIZED_BLOCK;
-                usual * 2f64.powi((block * 7 + rank) as i32 % 24 - 12) * 2f64.powi(-i32::from(b) / 16)
+                usual
+                    * 2f64.powi((block * 7 + rank) as i32 % 24 - 12)
+                    * 2f64.powi(-i32::from(b) / 16)
             }
             // Some blocks are all awkward, others have one such element, or none.
             Numbers::Awkward if a == 77 || element % 1024 < 128 => {
@@ -135,7 +137,10 @@ impl Sums {
                 "{what}: element {element} is {found:e}; expected {exact:e} within {bound:e}"
             );
             if m == 0.0 && exact.is_sign_negative() {
-                assert!(found.is_sign_negative(), "{what}: element {element} is {found}");
+                assert!(
+                    found.is_sign_negative(),
+                    "{what}: element {element} is {found}"
+                );
             }
         }
     }
@@ -170,10 +175,18 @@ fn sums(comm: &Communicator, collectives: &Collectives, call: &Fused, numbers_of
         .map(|rank| numbers(numbers_of, rank, tokens * width, dtype))
         .collect();
     let bytes = call.bytes(ranks).unwrap();
-    let own = if kind == FusedKind::AllReduce { 0 } else { tokens / ranks * width };
+    let own = if kind == FusedKind::AllReduce {
+        0
+    } else {
+        tokens / ranks * width
+    };
     let mine = rank * own..rank * own + own;
     let gathers = kind == FusedKind::AllGather;
-    let allocate = |bytes| comm.device().allocate(bytes, AllocationKind::Plain).unwrap();
+    let allocate = |bytes| {
+        comm.device()
+            .allocate(bytes, AllocationKind::Plain)
+            .unwrap()
+    };
     let [input, sum, output] = [bytes.input, bytes.residual, bytes.output].map(allocate);
     let sent = if gathers {
         &given[rank].0[mine.start * dtype.size()..mine.end * dtype.size()]
@@ -189,7 +202,9 @@ fn sums(comm: &Communicator, collectives: &Collectives, call: &Fused, numbers_of
     let stream = comm.create_stream(Priority::Normal).unwrap();
     let run = |launch: &dyn Fn()| {
         for slice in [&sum, &output] {
-            comm.device().upload(slice, &vec![0x55; slice.bytes()]).unwrap();
+            comm.device()
+                .upload(slice, &vec![0x55; slice.bytes()])
+                .unwrap();
         }
         comm.barrier().unwrap();
         launch();
@@ -201,12 +216,19 @@ fn sums(comm: &Communicator, collectives: &Collectives, call: &Fused, numbers_of
             _ => found[1].clone(),
         };
         let everybody = comm.all_gather_bytes(&common).unwrap();
-        assert!(everybody.iter().all(|other| *other == everybody[0]), "{what}");
+        assert!(
+            everybody.iter().all(|other| *other == everybody[0]),
+            "{what}"
+        );
         let [sum, output] = found.map(|bytes| dtype.decode(&bytes).collect::<Vec<f64>>());
         let inputs: Vec<&[f64]> = given.iter().map(|(_, values)| &values[..]).collect();
         let of = (ranks, dtype);
         if gathers {
-            assert!(sum.iter().zip(&inputs[rank][mine.clone()]).all(|(a, b)| a.to_bits() == b.to_bits() || b.is_nan()));
+            assert!(
+                sum.iter()
+                    .zip(&inputs[rank][mine.clone()])
+                    .all(|(a, b)| a.to_bits() == b.to_bits() || b.is_nan())
+            );
             for (owner, values) in inputs.iter().enumerate() {
                 let range = owner * own..owner * own + own;
                 Sums::of(&[&values[range.clone()]], width).check(&output[range], false, of, &what);
@@ -218,7 +240,9 @@ fn sums(comm: &Communicator, collectives: &Collectives, call: &Fused, numbers_of
         };
         let whole = Sums::of(&inputs, width);
         match kind {
-            FusedKind::AllReduce => [&sum, &output].map(|found| whole.check(found, true, of, &what)),
+            FusedKind::AllReduce => {
+                [&sum, &output].map(|found| whole.check(found, true, of, &what))
+            }
             FusedKind::AllReduceSharded => {
                 // h, which travels, is rounded to the type first.
                 Sums::of(&part(mine.clone()), width).check(&sum, false, of, &what);

@@ -14,15 +14,13 @@ const SCALE_BYTES: usize = 4;
 const LARGEST: &str = "3.4028235e38";
 
 /// The least scale: a normal number, by which elements may be divided.
-const LEAST_SCALE: &str = "1.1754944e-38";
+pub(super) const LEAST_SCALE: &str = "1.1754944e-38";
 
 /// Lines that quantise `value`: results named `q` and `e`, with `of` behind.
 pub(super) fn quantize(value: &str, of: &str) -> [String; 3] {
     [
         format!("let finite{of} = select(abs({value}) <= {LARGEST}, abs({value}), 0)"),
-        format!(
-            "let e{of} = max(block_max(finite{of}, {QUANTIZED_BLOCK}) / 448, {LEAST_SCALE})"
-        ),
+        format!("let e{of} = max(block_max(finite{of}, {QUANTIZED_BLOCK}) / 448, {LEAST_SCALE})"),
         // An infinity becomes NaN, and has no part in the scale.
         format!(
             "let q{of} = select(abs({value}) <= {LARGEST}, {value} / e{of}, {value} - {value})"
@@ -127,7 +125,11 @@ impl Described {
                     functions.push(of("stored", &inputs, &local, Sends::Nothing));
                 }
                 let mut meant = inputs;
-                let sum = if self.form.has(Tensor::Residual) { "x + r" } else { "x" };
+                let sum = if self.form.has(Tensor::Residual) {
+                    "x + r"
+                } else {
+                    "x"
+                };
                 meant.lines.push(format!("let y = round({sum}, T)"));
                 meant.lines.extend(arrived("z", "y", ""));
                 meant.lines.push("let h = round(z, T)".to_owned());
@@ -184,10 +186,7 @@ impl Described {
             targets.push(Self::cells("sums + d * world + rank", everywhere, "; "));
         }
         let arguments = self.arguments(self.others()[0], "g", "");
-        format!(
-            "{} =\n    reduced({source}{arguments})",
-            targets.join("; ")
-        )
+        format!("{} =\n    reduced({source}{arguments})", targets.join("; "))
     }
 
     /// From what on functions are given the other tensors: of an owned row, and of one that arrived.
@@ -233,7 +232,8 @@ impl Described {
             };
             format!(
                 "for g in 0..own {{ expect {} = {function}({source}{}) }}",
-                self.targets(outputs, At::OwnedBy).replace("k * own + g", "g"),
+                self.targets(outputs, At::OwnedBy)
+                    .replace("k * own + g", "g"),
                 self.arguments(From::Sum, "g", "")
             )
         };

@@ -91,7 +91,10 @@ pub(in crate::collective) fn describe(words: &[u32]) -> String {
     if let Some(quantization) = quantization {
         text += &format!(", quantization {}", quantization.name());
     }
-    if let Some(wire) = Wire::ALL.get(of(WIRE, 1)).filter(|wire| **wire != Wire::Exact) {
+    if let Some(wire) = Wire::ALL
+        .get(of(WIRE, 1))
+        .filter(|wire| **wire != Wire::Exact)
+    {
         text += &format!(", wire {wire}");
     }
     let tensors = Tensor::ALL.into_iter();

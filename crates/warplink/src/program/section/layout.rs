@@ -70,7 +70,10 @@ impl ScratchInstance {
     /// their bytes together; `None` if their first axes differ, or rows have no axis of their own.
     pub fn alternate(group: &mut [Self]) -> Option<usize> {
         let rows = *group.first()?.shape.first()?;
-        if group.iter().any(|one| one.shape.len() < 2 || one.shape[0] != rows) {
+        if group
+            .iter()
+            .any(|one| one.shape.len() < 2 || one.shape[0] != rows)
+        {
             return None;
         }
         // A row has a multiple of ROW_ELEMENTS elements, so all rows start at multiples of 16 bytes.

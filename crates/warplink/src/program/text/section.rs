@@ -24,7 +24,8 @@ impl Parser<'_> {
             all.push(self.one_scratch(persistent)?);
         }
         if all.len() > 1 && all.iter().any(|one| one.packing.is_packets()) {
-            let message = "rows of several scratch tensors alternate; expected plain ones, without packets";
+            let message =
+                "rows of several scratch tensors alternate; expected plain ones, without packets";
             return Err(self.wrong(first, message.to_owned()));
         }
         Ok(all)

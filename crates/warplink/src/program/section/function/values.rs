@@ -117,6 +117,7 @@ impl RowValue for f32 {
             RowUnary::Rsqrt => 1.0 / self.sqrt(),
             RowUnary::Exp => self.exp(),
             RowUnary::PowerOfTwo => power_of_two(self),
+            RowUnary::Exponent => (self.to_bits() >> 23 & 0xff) as Self,
         }
     }
 
@@ -286,9 +287,15 @@ mod tests {
         };
         let function = RowFunction::resolve::<String>(&function, &|_| Ok(DType::F32)).unwrap();
         let results = function.apply(&[vec![1.0; 19], vec![2.0, 3.0, 5.0]], 19, order);
-        assert_eq!(results[0][7..17], [2.0, 3.0, 3.0, 3.0, 3.0, 3.0, 3.0, 3.0, 3.0, 5.0]);
+        assert_eq!(
+            results[0][7..17],
+            [2.0, 3.0, 3.0, 3.0, 3.0, 3.0, 3.0, 3.0, 3.0, 5.0]
+        );
         // A row of one block has one such element, which is none of the whole row.
-        assert_eq!(function.apply(&[vec![1.0; 3], vec![2.0]], 3, order), [[2.0; 3]]);
+        assert_eq!(
+            function.apply(&[vec![1.0; 3], vec![2.0]], 3, order),
+            [[2.0; 3]]
+        );
         for size in [0, 4, 24, 512] {
             let function = Function {
                 name: "f".to_owned(),

@@ -5,7 +5,7 @@ use crate::device::ReduceOp;
 use crate::dtype::DType;
 use crate::named::alternatives;
 use crate::program::diagnostic::{Diagnostic, DiagnosticKind};
-use crate::program::section::function::{RowArgument, RowStep, computes};
+use crate::program::section::function::{RowArgument, RowStep};
 use crate::program::section::ir::{Application, Argument};
 use crate::program::section::lane::LaneStepKind;
 use crate::program::section::{MAX_OPERANDS, Packing};
@@ -83,12 +83,17 @@ impl<'s> Resolver<'s> {
             }
         }
         for (target, block) in targets.iter().zip(&each) {
-            self.check_row(target, width, *block)?;
+            self.check_row(target, width, *block, &DType::ROW_TARGETS)?;
         }
         for (source, block) in sources.iter().zip(&shared) {
-            self.check_row(source, width, *block)?;
+            self.check_row(source, width, *block, &DType::ROWS)?;
         }
-        self.check_blocks(&arguments, &function.arguments, (&sources, &shared), &targets)?;
+        self.check_blocks(
+            &arguments,
+            &function.arguments,
+            (&sources, &shared),
+            &targets,
+        )?;
         self.check_packets(&sources)?;
         self.check_arguments(&arguments, &sources)?;
         let mut next = targets.iter();
@@ -129,14 +134,15 @@ impl<'s> Resolver<'s> {
         operand: &Operand,
         width: usize,
         block: Option<usize>,
+        types: &[DType],
     ) -> Result<(), Diagnostic> {
         let tensor = &self.instance.tensors[operand.part.tensor];
         let name = &tensor.name;
-        if !computes(operand.dtype) {
+        if !types.contains(&operand.dtype) {
             return self.mismatch(format!(
                 "'{name}' is of {}; a function of rows expects {}",
                 operand.dtype,
-                alternatives(&DType::ROWS)
+                alternatives(types)
             ));
         }
         let scratch = self.instance.scratch_of(operand.part.tensor);
@@ -186,18 +192,26 @@ impl<'s> Resolver<'s> {
         (sources, shared): (&[Operand], &[Option<usize>]),
         targets: &[Operand],
     ) -> Result<(), Diagnostic> {
-        let by_blocks = arguments.iter().zip(blocks).filter(|(_, block)| block.is_some());
+        let by_blocks = arguments
+            .iter()
+            .zip(blocks)
+            .filter(|(_, block)| block.is_some());
         for (argument, _) in by_blocks {
             if !matches!(argument, RowArgument::Sources(1, _)) {
                 let message = "values of blocks are combined or a number; expected one source";
                 return self.mismatch(message.to_owned());
             }
         }
-        let by_blocks = sources.iter().zip(shared).filter(|(_, block)| block.is_some());
+        let by_blocks = sources
+            .iter()
+            .zip(shared)
+            .filter(|(_, block)| block.is_some());
         for (source, _) in by_blocks {
             let name = &self.instance.tensors[source.part.tensor].name;
             if source.single {
-                let message = format!("a single element of '{name}' is given for values of blocks; expected a row");
+                let message = format!(
+                    "a single element of '{name}' is given for values of blocks; expected a row"
+                );
                 return self.mismatch(message);
             }
             let overlaps = |target: &&Operand| {
@@ -207,7 +221,9 @@ impl<'s> Resolver<'s> {
                     && b.offset < a.offset + a.elements
             };
             if targets.iter().any(|target| overlaps(&target)) {
-                let message = format!("values of blocks of '{name}' are read and overwritten in one step; expected other memory");
+                let message = format!(
+                    "values of blocks of '{name}' are read and overwritten in one step; expected other memory"
+                );
                 return self.mismatch(message);
             }
         }

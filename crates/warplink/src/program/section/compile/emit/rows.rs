@@ -438,7 +438,7 @@ impl Emitter<'_> {
         }
         for (number, group) in targets.iter().enumerate() {
             if group.extent == Extent::Single {
-                let (element, result) = (element_name(group.dtype), group.result);
+                let (element, result) = (stored_name(group.dtype), group.result);
                 code.line(format!(
                     "row.store_single<{element}>(to{number}_{result}, n{result});"
                 ));
@@ -516,7 +516,10 @@ impl Emitter<'_> {
         code.open("for (u32 e = 0; e < row_unit; e++) {");
         for node in &passes.nodes[pass] {
             let value = passes.value(*node, pass);
-            if !matches!(function.nodes[*node], RowNode::Argument(_) | RowNode::OfBlock(..)) {
+            if !matches!(
+                function.nodes[*node],
+                RowNode::Argument(_) | RowNode::OfBlock(..)
+            ) {
                 code.line(format!(
                     "const float {value} = {};",
                     passes.expression(*node, pass)
@@ -556,7 +559,7 @@ impl Emitter<'_> {
             ));
         }
         for (number, group) in stored() {
-            let (element, result) = (element_name(group.dtype), group.result);
+            let (element, result) = (stored_name(group.dtype), group.result);
             code.line(match group.extent {
                 Extent::Block(size) => {
                     let units = size / UNIT;
@@ -584,6 +587,14 @@ fn anew(passes: &[String]) -> String {
         "[&](u32 unit, u32 count, Kept &kept) {{ {none}{}; }}",
         passes.join("; ")
     )
+}
+
+/// The element type by which targets are stored.
+fn stored_name(dtype: DType) -> String {
+    match dtype {
+        DType::U8 => "RowByte".to_owned(),
+        _ => element_name(dtype),
+    }
 }
 
 fn row_operator(reduction: RowReduction) -> &'static str {
