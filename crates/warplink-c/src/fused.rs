@@ -57,8 +57,9 @@ pub struct FusedCall {
     pub output: *mut c_void,
     /// q, exactly with a quantisation.
     pub quantized: *mut c_void,
-    /// One that is read, with `WARPLINK_QUANTIZATION_STATIC`; otherwise written, `[rows]` or `[rows, width / 128, rounded up]`.
-    pub scale: *mut f32,
+    /// One float that is read, with `WARPLINK_QUANTIZATION_STATIC`; otherwise written: floats, `[rows]` or `[rows, width / 128,
+    /// rounded up]`, and with `WARPLINK_QUANTIZATION_MXFP8` bytes, `[rows, width / 32, rounded up]`.
+    pub scale: *mut c_void,
 }
 
 impl FusedCall {

@@ -10,7 +10,7 @@ use common::{stderr, stdout, warplink};
 use serde_json::Value;
 
 /// Each benchmark with arguments that make it quick, and a text of its drawing.
-const BENCHES: [(&[&str], &str); 8] = [
+const BENCHES: [(&[&str], &str); 9] = [
     (
         &["p2p", "--sizes", "4KiB", "--methods", "put"],
         "eager: latency in us",

@@ -480,8 +480,8 @@ impl Collectives {
     /// `residual`, rounded; n is h normalised by `norm`, "rms" or "layer", with `weight`, to which 1 is added with
     /// `weight_bias`, and `bias`; q is n divided by a scale, as f8e4m3. Stored are, where they are given, the sum alone in `sum`, h in
     /// `residual_out`, n in `output` and q in `quantized`. `quantization` is "static", where `scale` is f32[1] and read;
-    /// "per_token", where it is f32[rows] and written; or "per_block" or "per_block_power_of_two", where each 128 elements
-    /// have one. One of `sum`, `residual_out` and `output` may be the memory of the input or of the residual.
+    /// "per_token", where it is f32[rows] and written; "per_block" or "per_block_power_of_two", where each 128 elements
+    /// have one; or "mxfp8", where each 32 have one, a u8 that is its exponent plus 127. One of `sum`, `residual_out` and `output` may be the memory of the input or of the residual.
     ///
     /// `kind` is "all_reduce", "all_reduce_sharded", where a rank has the residual, the sum and residual_out of its rows
     /// alone, "reduce_scatter" or "all_gather". Ranks then own as many rows each, in rank order. With `wire` "fp8" rows travel

@@ -190,6 +190,16 @@ impl DType {
     pub(crate) const ROWS: [Self; 5] =
         [Self::F32, Self::F16, Self::BF16, Self::F8E4M3, Self::F8E5M2];
 
+    /// What functions of rows store: also bytes, as integers.
+    pub(crate) const ROW_TARGETS: [Self; 6] = [
+        Self::F32,
+        Self::F16,
+        Self::BF16,
+        Self::F8E4M3,
+        Self::F8E5M2,
+        Self::U8,
+    ];
+
     /// The types that element-wise operations compute with.
     pub(crate) fn computed_elementwise() -> Vec<Self> {
         let all = Self::ELEMENTWISE.into_iter();

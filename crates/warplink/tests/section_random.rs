@@ -57,7 +57,7 @@ fn what_happens_is_what_the_verifier_says_of_kernels() {
         .ok()
         .and_then(|text| text.parse().ok());
     let mut classes: BTreeMap<String, usize> = BTreeMap::new();
-    let (mut wrong, mut ran, mut rows) = (Vec::new(), 0, 0);
+    let (mut wrong, mut ran, mut rows, mut blocks) = (Vec::new(), 0, 0, 0);
     let mut runner = Runner::new(1, Duration::from_secs(60));
     for seed in 0..seeds.unwrap_or(480) {
         let (class, accepted) = match shown(seed) {
@@ -71,6 +71,7 @@ fn what_happens_is_what_the_verifier_says_of_kernels() {
         if let Some((sample, outputs)) = accepted.filter(|_| ran < RUN) {
             ran += 1;
             rows += usize::from(sample.text.contains("= shifted("));
+            blocks += usize::from(sample.text.contains("= blocked("));
             if let Err(how) = device::run(&mut runner, &sample, &outputs) {
                 wrong.push(said(seed, &sample, &how));
             }
@@ -80,8 +81,8 @@ fn what_happens_is_what_the_verifier_says_of_kernels() {
     let all = wrong.join("\n");
     assert!(wrong.is_empty(), "{} disagree:\n{all}", wrong.len());
     assert!(
-        seeds.is_some() || rows > 2,
-        "only {rows} with functions of rows ran"
+        seeds.is_some() || (rows > 2 && blocks > 2),
+        "only {rows} with functions of rows ran, and {blocks} of blocks"
     );
     for class in [
         "unchanged, accepted",

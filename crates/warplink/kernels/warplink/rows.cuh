@@ -16,6 +16,17 @@ namespace warplink {
 // Elements of a unit. Must match the host.
 constexpr u32 row_unit = 8;
 
+// Bytes that targets of rows hold as integers: values are truncated, to 0 and 255 where they are beyond.
+struct RowByte {
+    typedef unsigned char Bits;
+    static constexpr u32 cell = 4;
+    static __device__ __forceinline__ void pack(const float *value, u32 *word) {
+        *word = 0;
+#pragma unroll
+        for (u32 i = 0; i < cell; i++) *word |= min(__float2uint_rz(value[i]), 255u) << 8 * i;
+    }
+};
+
 namespace detail {
 
 // A unit as it lies in memory.
@@ -132,6 +143,8 @@ __device__ __forceinline__ float row_power_of_two(float a) {
     constexpr u32 mantissa = (1u << 23) - 1;
     return a == a ? __uint_as_float((__float_as_uint(a) + mantissa) & ~mantissa) : a;
 }
+// The exponent as it is stored.
+__device__ __forceinline__ float row_exponent(float a) { return (float)(__float_as_uint(a) >> 23 & 0xff); }
 // As PTX has it: -0 is less than 0.
 __device__ __forceinline__ float row_min(float a, float b) {
     float least;

@@ -59,6 +59,7 @@ pub(crate) fn all_wanted() -> Vec<Wanted> {
         quantized(Quantization::Static),
         quantized(Quantization::PerToken),
         quantized(Quantization::PerBlock),
+        quantized(Quantization::Mxfp8),
         Wanted {
             sum: true,
             output: true,
@@ -368,6 +369,7 @@ impl Made {
         };
         let block = match epilogue.quantization {
             Some(Quantization::PerBlock | Quantization::PerBlockPowerOfTwo) => QUANTIZED_BLOCK,
+            Some(Quantization::Mxfp8) => 32,
             _ => width,
         };
         let blocks = width.div_ceil(block);
@@ -376,15 +378,25 @@ impl Made {
                 Some(Quantization::Static) => 0,
                 _ => result * blocks + number,
             };
-            let bytes = &scale[4 * place..4 * place + 4];
-            let scale = f64::from(f32::from_le_bytes(bytes.try_into().unwrap()));
+            let scale = if epilogue.quantization == Some(Quantization::Mxfp8) {
+                2f64.powi(i32::from(scale[place]) - 127)
+            } else {
+                let bytes = &scale[4 * place..4 * place + 4];
+                f64::from(f32::from_le_bytes(bytes.try_into().unwrap()))
+            };
             let most = values
                 .iter()
                 .fold(0.0, |most: f64, value| most.max(value.abs()));
             let least = (most / 448.0).max(1e-10);
             match epilogue.quantization {
                 Some(Quantization::Static) => assert_eq!(scale as f32, 0.05),
-                Some(Quantization::PerBlockPowerOfTwo) => {
+                Some(Quantization::PerBlockPowerOfTwo | Quantization::Mxfp8) => {
+                    let tiny = epilogue.quantization == Some(Quantization::Mxfp8);
+                    let least = if tiny {
+                        (most / 448.0).max(2f64.powi(-126))
+                    } else {
+                        least
+                    };
                     assert_eq!(scale.log2().fract(), 0.0, "{scale}");
                     assert!(
                         scale > least * 0.999 && scale < least * 2.001,

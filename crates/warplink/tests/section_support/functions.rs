@@ -6,9 +6,10 @@
 pub(super) type Function = fn(&[Vec<f64>]) -> Vec<Vec<f64>>;
 
 /// The functions' text.
-pub(super) const TEXTS: [&str; 2] = [
+pub(super) const TEXTS: [&str; 3] = [
     "function shifted(x, r, s) { let h = x - r; let most = row_max(abs(h)); return max(h, -s) + most, row_sum(select(h < 0, 0, h)) }",
     "function joined(x) { return x + row_sum(x) }",
+    "function blocked(x, b by 8) { let most = block_max(abs(x), 8); return most - x + b, most + b }",
 ];
 
 /// The function of a name.
@@ -16,6 +17,7 @@ pub(super) fn of(name: &str) -> Function {
     match name {
         "shifted" => shifted,
         "joined" => joined,
+        "blocked" => blocked,
         other => panic!("no function {other}"),
     }
 }
@@ -39,4 +41,19 @@ fn joined(arguments: &[Vec<f64>]) -> Vec<Vec<f64>> {
     };
     let sum: f64 = x.iter().sum();
     vec![x.iter().map(|value| value + sum).collect()]
+}
+
+/// A row, and a value for each block of it.
+fn blocked(arguments: &[Vec<f64>]) -> Vec<Vec<f64>> {
+    let [x, b] = arguments else {
+        panic!("blocked takes a row and values of blocks");
+    };
+    let (mut row, mut blocks) = (Vec::new(), Vec::new());
+    for (block, b) in x.chunks(8).zip(b) {
+        let most = block.iter().map(|value| value.abs());
+        let most = most.fold(f64::NEG_INFINITY, f64::max);
+        row.extend(block.iter().map(|value| most - value + b));
+        blocks.push(most + b);
+    }
+    vec![row, blocks]
 }

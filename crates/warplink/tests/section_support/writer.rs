@@ -452,6 +452,12 @@ impl Writer<'_> {
         );
         if self.random.chance(3) {
             self.line(format!("H{number}[t] = joined({sum})"));
+        } else if self.random.chance(2) {
+            self.declare(format!("input K{number}: f32[{rows}, (n + 7) / 8]"));
+            self.declare(format!("output L{number}: f32[{rows}, (n + 7) / 8]"));
+            self.line(format!(
+                "H{number}[t]; L{number}[t] = blocked({sum}, K{number}[t])"
+            ));
         } else {
             self.declare(format!("output L{number}: f32[{rows}]"));
             let residual = ["A", "B"][self.random.below(2)];

@@ -1,6 +1,6 @@
 //! The memory of a fused call: which there is, what of it may be the same, and what fits.
 
-use super::{Fused, FusedKind, QUANTIZED_BLOCK, Quantization};
+use super::{Fused, FusedKind, Quantization};
 use crate::device::DeviceSlice;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
@@ -28,7 +28,8 @@ pub struct FusedMemory<'a> {
     /// `[rows, width]` of f8e4m3, exactly with a quantisation.
     pub quantized: Option<&'a DeviceSlice>,
     /// `f32[1]`, read, with [`Quantization::Static`]; `f32[rows]`, written, with [`Quantization::PerToken`];
-    /// `f32[rows, width / 128, rounded up]`, written, by block.
+    /// `f32[rows, width / 128, rounded up]`, written, by block; `u8[rows, width / 32, rounded up]`, written, with
+    /// [`Quantization::Mxfp8`].
     pub scale: Option<&'a DeviceSlice>,
 }
 
@@ -130,16 +131,21 @@ impl Tensor {
     pub(super) fn dtype(self, call: &Fused) -> DType {
         match self {
             Self::Quantized => DType::F8E4M3,
-            Self::GivenScale | Self::Scale => DType::F32,
+            Self::GivenScale => DType::F32,
+            Self::Scale => {
+                let quantization = call.epilogue.quantization;
+                quantization.map_or(DType::F32, Quantization::scale_dtype)
+            }
             _ => call.dtype,
         }
     }
 
     /// Elements of a row.
     fn width(self, call: &Fused) -> usize {
-        match (self, call.epilogue.quantization) {
-            (Self::GivenScale, _) | (Self::Scale, Some(Quantization::PerToken)) => 1,
-            (Self::Scale, _) => call.width.div_ceil(QUANTIZED_BLOCK),
+        let block = call.epilogue.quantization.and_then(Quantization::block);
+        match self {
+            Self::GivenScale => 1,
+            Self::Scale => block.map_or(1, |block| call.width.div_ceil(block)),
             _ => call.width,
         }
     }

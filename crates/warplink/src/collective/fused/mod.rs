@@ -58,7 +58,7 @@ named! {
 }
 
 named! {
-    /// How rows become floats of 8 bits (e4m3). Scales that are computed are at least 1e-10.
+    /// How rows become floats of 8 bits (e4m3). Scales that are computed in f32 are at least 1e-10.
     pub enum Quantization: "quantization" {
         /// Divided by a scale that is given, one `f32`.
         Static = "static" (1),
@@ -68,6 +68,28 @@ named! {
         PerBlock = "per_block" (3),
         /// As `PerBlock`, with the next power of two from that scale on.
         PerBlockPowerOfTwo = "per_block_power_of_two" (4),
+        /// Mxfp8: divided by a scale of each 32 elements, the next power of two from their largest magnitude / 448 on,
+        /// which is stored as a byte, the power's exponent plus 127 (e8m0). At least 2⁻¹²⁶.
+        Mxfp8 = "mxfp8" (5),
+    }
+}
+
+impl Quantization {
+    /// Elements that have a scale of their own; none where a row or a call has one.
+    pub const fn block(self) -> Option<usize> {
+        match self {
+            Self::Static | Self::PerToken => None,
+            Self::PerBlock | Self::PerBlockPowerOfTwo => Some(QUANTIZED_BLOCK),
+            Self::Mxfp8 => Some(32),
+        }
+    }
+
+    /// The type of its scales.
+    pub const fn scale_dtype(self) -> DType {
+        match self {
+            Self::Mxfp8 => DType::U8,
+            _ => DType::F32,
+        }
     }
 }
 

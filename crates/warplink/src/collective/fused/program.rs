@@ -1,7 +1,7 @@
 //! The programs of fused calls: a shipped text for each way, with what the description says put in for names in braces.
 
 use super::memory::Tensor;
-use super::quantized::quantize;
+use super::quantized::{LEAST_SCALE, quantize};
 use super::{Described, FusedKind, Norm, QUANTIZED_BLOCK, Quantization, Wire};
 use crate::collective::algorithm::Algorithm;
 use crate::error::{Error, ErrorKind, Result};
@@ -245,7 +245,7 @@ impl Described {
             };
             let dtype = match tensor {
                 Tensor::Quantized => "f8e4m3",
-                Tensor::Scale | Tensor::GivenScale => "f32",
+                Tensor::Scale | Tensor::GivenScale => tensor.dtype(&self.call).name(),
                 _ => "T",
             };
             let rows = if tensor.is_owned(self.call.kind) {
@@ -253,14 +253,16 @@ impl Described {
             } else {
                 "tokens"
             };
-            let shape = match (tensor, self.call.epilogue.quantization) {
+            let block = self
+                .call
+                .epilogue
+                .quantization
+                .and_then(Quantization::block);
+            let shape = match (tensor, block) {
                 (Tensor::Weight | Tensor::Bias, _) => "n".to_owned(),
                 (Tensor::GivenScale, _) => "1".to_owned(),
-                (Tensor::Scale, Some(Quantization::PerToken)) => rows.to_owned(),
-                (Tensor::Scale, _) => {
-                    let more = QUANTIZED_BLOCK - 1;
-                    format!("{rows}, (n + {more}) / {QUANTIZED_BLOCK}")
-                }
+                (Tensor::Scale, None) => rows.to_owned(),
+                (Tensor::Scale, Some(block)) => format!("{rows}, (n + {}) / {block}", block - 1),
                 _ => format!("{rows}, n"),
             };
             format!("{role} {}: {dtype}[{shape}]", tensor.name())
@@ -333,6 +335,12 @@ impl Described {
                 ));
                 Some("scale".to_owned())
             }
+            Some(Quantization::Mxfp8) => {
+                lines.push(format!(
+                    "let scale = power_of_two(max(block_max(abs({normal}), 32) / 448, {LEAST_SCALE}))"
+                ));
+                Some("scale".to_owned())
+            }
             Some(Quantization::PerBlockPowerOfTwo) => {
                 lines.push(format!(
                     "let scale = power_of_two(max(block_max(abs({normal}), {QUANTIZED_BLOCK}) / 448, 1e-10))"
@@ -344,6 +352,9 @@ impl Described {
             Tensor::Sum => "x".to_owned(),
             Tensor::ResidualOut => "h".to_owned(),
             Tensor::Quantized => format!("{normal} / {}", magnitude.as_deref().unwrap_or("1")),
+            Tensor::Scale if epilogue.quantization == Some(Quantization::Mxfp8) => {
+                "exponent(scale)".to_owned()
+            }
             Tensor::Scale => "scale".to_owned(),
             _ => normal.to_owned(),
         };

@@ -14,7 +14,7 @@ const SCALE_BYTES: usize = 4;
 const LARGEST: &str = "3.4028235e38";
 
 /// The least scale: a normal number, by which elements may be divided.
-const LEAST_SCALE: &str = "1.1754944e-38";
+pub(super) const LEAST_SCALE: &str = "1.1754944e-38";
 
 /// Lines that quantise `value`: results named `q` and `e`, with `of` behind.
 pub(super) fn quantize(value: &str, of: &str) -> [String; 3] {

@@ -11,7 +11,7 @@ use Tensor::{
 };
 
 /// Norms, quantisations and memory.
-const EPILOGUES: [(Option<Norm>, Option<Quantization>, &[Tensor]); 9] = [
+const EPILOGUES: [(Option<Norm>, Option<Quantization>, &[Tensor]); 10] = [
     (
         Some(Norm::Rms),
         None,
@@ -43,6 +43,11 @@ const EPILOGUES: [(Option<Norm>, Option<Quantization>, &[Tensor]); 9] = [
         &[Residual, Weight, Bias, ResidualOut, Output],
     ),
     (Some(Norm::Rms), None, &[Weight, Output]),
+    (
+        Some(Norm::Rms),
+        Some(Quantization::Mxfp8),
+        &[Weight, Quantized, Scale],
+    ),
     (None, Some(Quantization::PerBlock), &[Quantized, Scale]),
     (None, None, &[Residual, Sum, Output]),
 ];

@@ -62,6 +62,10 @@ impl RowValue for Value {
                 let power = |value: f64| f64::from((value as f32).unary(RowUnary::PowerOfTwo));
                 self.mapped(power, f64::INFINITY)
             }
+            RowUnary::Exponent => {
+                let exponent = |value: f64| f64::from((value as f32).unary(RowUnary::Exponent));
+                self.mapped(exponent, f64::INFINITY)
+            }
             // Allows for the error of library implementations: several roundings.
             RowUnary::Exp => {
                 let near = self.mapped(f64::exp, f64::INFINITY).stored(DType::F32);

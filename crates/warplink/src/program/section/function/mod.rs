@@ -114,17 +114,20 @@ named! {
         Exp = "exp",
         /// The least power of two that is no smaller in magnitude.
         PowerOfTwo = "power_of_two",
+        /// The exponent as `f32` stores it, 0 to 255: of a power of two, its e8m0 code.
+        Exponent = "exponent",
     }
 }
 
 impl RowUnary {
     /// Functions that are called by name.
-    pub const NAMED: [Self; 5] = [
+    pub const NAMED: [Self; 6] = [
         Self::Abs,
         Self::Sqrt,
         Self::Rsqrt,
         Self::Exp,
         Self::PowerOfTwo,
+        Self::Exponent,
     ];
 }
 

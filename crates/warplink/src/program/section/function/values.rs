@@ -117,6 +117,7 @@ impl RowValue for f32 {
             RowUnary::Rsqrt => 1.0 / self.sqrt(),
             RowUnary::Exp => self.exp(),
             RowUnary::PowerOfTwo => power_of_two(self),
+            RowUnary::Exponent => (self.to_bits() >> 23 & 0xff) as Self,
         }
     }
 

@@ -5,7 +5,7 @@ use crate::device::ReduceOp;
 use crate::dtype::DType;
 use crate::named::alternatives;
 use crate::program::diagnostic::DiagnosticKind;
-use crate::program::section::function::{RowArgument, RowStep, computes};
+use crate::program::section::function::{RowArgument, RowStep};
 use crate::program::section::ir::{Application, Argument};
 use crate::program::section::lane::LaneStepKind;
 use crate::program::section::{MAX_OPERANDS, Packing};
@@ -83,10 +83,10 @@ impl<'s> Resolver<'s> {
             }
         }
         for (target, block) in targets.iter().zip(&each) {
-            self.check_row(target, width, *block)?;
+            self.check_row(target, width, *block, &DType::ROW_TARGETS)?;
         }
         for (source, block) in sources.iter().zip(&shared) {
-            self.check_row(source, width, *block)?;
+            self.check_row(source, width, *block, &DType::ROWS)?;
         }
         self.check_blocks(
             &arguments,
@@ -130,14 +130,20 @@ impl<'s> Resolver<'s> {
 
     /// Rejects an operand that is neither a single value, nor a whole row of `width` elements, nor one value per
     /// `block` of them.
-    fn check_row(&self, operand: &Operand, width: usize, block: Option<usize>) -> Resolved<()> {
+    fn check_row(
+        &self,
+        operand: &Operand,
+        width: usize,
+        block: Option<usize>,
+        types: &[DType],
+    ) -> Resolved<()> {
         let tensor = &self.instance.tensors[operand.part.tensor];
         let name = &tensor.name;
-        if !computes(operand.dtype) {
+        if !types.contains(&operand.dtype) {
             return self.mismatch(format!(
                 "'{name}' is of {}; a function of rows expects {}",
                 operand.dtype,
-                alternatives(&DType::ROWS)
+                alternatives(types)
             ));
         }
         let scratch = self.instance.scratch_of(operand.part.tensor);

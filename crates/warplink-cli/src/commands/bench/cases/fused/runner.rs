@@ -183,7 +183,13 @@ impl<'a> Runner<'a> {
         };
         let (added, output, scale) = (read(residual_out)?, read(output)?, read(scale)?);
         let added: Vec<f64> = call.dtype.decode(&added).collect();
-        let scale: Vec<f64> = warplink::DType::F32.decode(&scale).collect();
+        let scale: Vec<f64> = match call.epilogue.quantization {
+            Some(Quantization::Mxfp8) => {
+                let powers = scale.iter().map(|code| 2f64.powi(i32::from(*code) - 127));
+                powers.collect()
+            }
+            _ => warplink::DType::F32.decode(&scale).collect(),
+        };
         let output: Vec<f64> = match call.epilogue.quantization {
             None => call.dtype.decode(&output).collect(),
             Some(_) => {
@@ -221,8 +227,8 @@ impl<'a> Runner<'a> {
                         let scale = match kind {
                             Quantization::Static => scale.first(),
                             Quantization::PerToken => scale.get(token),
-                            _ => {
-                                let block = warplink::collective::QUANTIZED_BLOCK;
+                            blocks => {
+                                let block = blocks.block().unwrap_or(call.width);
                                 scale.get(token * call.width.div_ceil(block) + column / block)
                             }
                         };

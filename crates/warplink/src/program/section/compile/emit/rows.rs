@@ -439,7 +439,7 @@ impl Emitter<'_> {
         }
         for (number, group) in targets.iter().enumerate() {
             if group.extent == Extent::Single {
-                let (element, result) = (element_name(group.dtype), group.result);
+                let (element, result) = (stored_name(group.dtype), group.result);
                 code.line(format!(
                     "row.store_single<{element}>(to{number}_{result}, n{result});"
                 ));
@@ -560,7 +560,7 @@ impl Emitter<'_> {
             ));
         }
         for (number, group) in stored() {
-            let (element, result) = (element_name(group.dtype), group.result);
+            let (element, result) = (stored_name(group.dtype), group.result);
             code.line(match group.extent {
                 Extent::Block(size) => {
                     let units = size / UNIT;
@@ -588,6 +588,14 @@ fn anew(passes: &[String]) -> String {
         "[&](u32 unit, u32 count, Kept &kept) {{ {none}{}; }}",
         passes.join("; ")
     )
+}
+
+/// The element type by which targets are stored.
+fn stored_name(dtype: DType) -> String {
+    match dtype {
+        DType::U8 => "RowByte".to_owned(),
+        _ => element_name(dtype),
+    }
 }
 
 fn row_operator(reduction: RowReduction) -> &'static str {
