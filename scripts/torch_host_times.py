@@ -6,7 +6,7 @@ beside `torch.ops.symm_mem`'s.
 
 Times are microseconds on the host, the median over many calls after warm-up, of the slowest rank. Calls come in batches of
 a few, each after all ranks are done with all work and have met, so that no queue of a GPU is full. Sizes are those of the
-longer tensor. Groups are NCCL's, Warplink's as it is by default, and Warplink's with direct collectives and messages.
+longer tensor. Groups are NCCL's, Warplink's by NCCL, and Warplink's with direct collectives and messages.
 
 Where there are fewer GPUs than ranks, ranks share them; that needs CUDA's multi-process service to run (as
 `scripts/device-service.sh` starts it). With `--device cpu`, Gloo is in NCCL's place, and calls of fused operations return
@@ -159,11 +159,12 @@ def main():
     dist.init_process_group(reference, device_id=device if device.type == "cuda" else None)
     options = warplink.torch.Options
     direct = dist.new_group(backend="warplink", pg_options=options(direct_messages=True, direct_collectives=True))
-    groups = {reference: dist.group.WORLD, "warplink": dist.new_group(backend="warplink"), "warplink direct": direct}
+    by_nccl = dist.new_group(backend="warplink", pg_options=options(direct_messages=False, direct_collectives=False))
+    groups = {reference: dist.group.WORLD, "warplink": by_nccl, "warplink direct": direct}
     for group in groups.values():
         # The first collective of a group joins what goes direct.
         dist.all_reduce(torch.ones(1, device=device), group=group)
-    libraries = {"warplink": (torch.ops.warplink, groups["warplink"].group_name)}
+    libraries = {"warplink": (torch.ops.warplink, direct.group_name)}
     if device.type == "cuda":
         import torch.distributed._symmetric_memory as symmetric_memory
 
