@@ -1,6 +1,6 @@
 //! Runs on other memory than a plan was bound to.
 
-use super::{Case, Inputs, Memory, gathers, scatters, threads, world};
+use super::{Case, Inputs, Memory, gathers, pretending, scatters, threads, world};
 use half::bf16;
 use warplink::device::{AllocationKind, DeviceSlice, Priority};
 use warplink::overlap::{Options, OverlapPlan};
@@ -128,6 +128,16 @@ fn launches(comm: &Communicator, case: &Case) {
 fn runs_that_recur_are_launched_while_other_ranks_enqueue_them() {
     threads(world(3), |comm| {
         let case = Case::of::<bf16>(comm, true).operands(2);
+        launches(comm, &case);
+    });
+}
+
+/// Also where peers do not map the plan's memory, but memory of the host that it is copied to.
+#[test]
+fn other_memory_is_right_on_any_bus() {
+    pretending(world(2), |comm, _| {
+        let case = Case::of::<bf16>(comm, true).operands(2);
+        every_lowering(comm, &case);
         launches(comm, &case);
     });
 }
