@@ -84,7 +84,7 @@ def _fuses(a: torch.Tensor, bs: list[torch.Tensor]) -> bool:
 def _key_of(operation: str, option: Any, dim: int, a: torch.Tensor, bs: list[torch.Tensor]) -> tuple[Any, ...]:
     """What the checks of a call depend on, and what they find."""
     parts = [(b.dtype, b.get_device(), b.shape, b.stride()) for b in bs]
-    return operation, option, dim, a.dtype, a.shape, *parts
+    return operation, option, dim, a.dtype, a.get_device(), a.shape, *parts
 
 
 class _Product(NamedTuple):
@@ -97,6 +97,15 @@ class _Product(NamedTuple):
     #: Of the results, without the columns; the dimension that is shared comes first.
     leading: list[int]
     transposed: bool
+
+
+def _known(group_name: str, kind: str, key: tuple[Any, ...]) -> tuple[Workspace | None, _Product | None]:
+    """What is known of calls with ``key`` on devices of ``kind``, and what fuses them; nothing before the first."""
+    group = c10d._resolve_process_group(group_name)  # type: ignore[arg-type]
+    if not isinstance(group, ProcessGroupWarplink):
+        return None, None
+    space = group.made_workspace(kind)
+    return (None, None) if space is None else (space, space.known.get(key))
 
 
 def all_gather_matmul(
@@ -117,10 +126,8 @@ def all_gather_matmul(
     def unfused() -> tuple[torch.Tensor | None, list[torch.Tensor]]:
         return _unfused_all_gather_matmul(A, Bs, gather_dim, group_name, return_A=return_A)
 
-    fuses = _fuses(A, Bs)
-    space = direct_workspace(group_name, A.device, fuses=fuses)
     key = _key_of("all_gather", return_A, gather_dim, A, Bs)
-    known: _Product | None = None if space is None else space.known.get(key)
+    space, known = _known(group_name, A.device.type, key)
     if known is None or space is None:
         _check(A, Bs, gather_dim, "gather_dim")
         last = gather_dim == A.dim() - 1
@@ -128,6 +135,8 @@ def all_gather_matmul(
             rows = A.shape[-1] * (group_size(group_name) if last else 1)
             if b.shape[0] != rows:
                 raise ValueError(f"B has {b.shape[0]} rows; expected {rows}, the columns of A")
+        fuses = _fuses(A, Bs)
+        space = direct_workspace(group_name, A.device, fuses=fuses)
         if space is None or not fuses:
             sizes = (math.prod(A.shape[:-1]), A.shape[-1], *(b.shape[1] for b in Bs))
             along = " along the last dimension" if last else ""
@@ -135,12 +144,12 @@ def all_gather_matmul(
             with compared(space, call):
                 return unfused()
         known = space.remember(key, _gather_product(A, Bs, gather_dim, space.communicator.size, return_a=return_A))
-    product = known
+    direct, product = space, known
 
     def fused() -> tuple[torch.Tensor | None, list[torch.Tensor]]:
         if gather_dim == A.dim() - 1:
-            return columns.gather_matmul(A, Bs, space, return_a=return_A)
-        return _gather(A, Bs, gather_dim, space, product)
+            return columns.gather_matmul(A, Bs, direct, return_a=return_A)
+        return _gather(A, Bs, gather_dim, direct, product)
 
     return faster(space, known.call, fused, unfused)
 
@@ -224,12 +233,12 @@ def matmul_reduce_scatter(
     def unfused() -> torch.Tensor:
         return _unfused_matmul_reduce_scatter(A, B, reduce_op, scatter_dim, group_name)
 
-    fuses = _fuses(A, [B])
-    space = direct_workspace(group_name, A.device, fuses=fuses)
     key = _key_of("reduce_scatter", reduce_op, scatter_dim, A, [B])
-    known: _Product | None = None if space is None else space.known.get(key)
+    space, known = _known(group_name, A.device.type, key)
     if known is None or space is None:
         _check_scatter(A, B, reduce_op, scatter_dim, group_size(group_name))
+        fuses = _fuses(A, [B])
+        space = direct_workspace(group_name, A.device, fuses=fuses)
         if space is None or not fuses:
             along = " along the last dimension" if scatter_dim == A.dim() - 1 else ""
             sizes = (math.prod(A.shape[:-1]), A.shape[-1], B.shape[1])
@@ -237,14 +246,14 @@ def matmul_reduce_scatter(
             with compared(space, call):
                 return unfused()
         known = space.remember(key, _scatter_product(A, B, scatter_dim, space.communicator.size))
-    product = known
+    direct, product = space, known
 
     def fused() -> torch.Tensor:
         if scatter_dim == A.dim() - 1:
-            return columns.matmul_scatter(A, B, space, average=reduce_op == "avg")
-        result = _scatter(A, B, scatter_dim, space, product)
+            return columns.matmul_scatter(A, B, direct, average=reduce_op == "avg")
+        result = _scatter(A, B, scatter_dim, direct, product)
         if reduce_op == "avg":
-            result /= space.communicator.size
+            result /= direct.communicator.size
         return copied_back(result, product.leading, scatter_dim)
 
     return faster(space, known.call, fused, unfused)

@@ -77,6 +77,11 @@ class GroupWorkspaces:
             )
         return space
 
+    def made_workspace(self, kind: str) -> Workspace | None:
+        """What members have made on devices of ``kind``, if they have."""
+        self._check()
+        return self._workspaces.get(kind)
+
     def decision(self, device: torch.device, key: Any) -> Any:
         """What members have decided of calls of ``key`` on ``device``, if they have; see ``trials``."""
         space = self._workspaces.get(device.type)
