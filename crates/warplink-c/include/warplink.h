@@ -219,12 +219,12 @@ typedef enum {
 typedef enum {
     /// Every rank has all rows of everything.
     WARPLINK_FUSED_KIND_ALL_REDUCE = 0,
-    /// The same, but residual, `sum` and `residual_out` are of the rows that a rank owns.
+    /// The same, but the residual, the sum and `residual_out` are of the rows that a rank owns.
     WARPLINK_FUSED_KIND_ALL_REDUCE_SHARDED = 1,
     /// The input is of all rows, all else of those that a rank owns.
     WARPLINK_FUSED_KIND_REDUCE_SCATTER = 2,
-    /// Inputs are not added up: input, residual, `sum` and `residual_out` are of the rows that a rank owns, and the others of
-    /// all rows.
+    /// Nothing is added up but the residual: the input, the residual, the sum and `residual_out` are of the
+    /// rows that a rank owns, and the others of all rows.
     WARPLINK_FUSED_KIND_ALL_GATHER = 3,
 } warplink_fused_kind;
 
@@ -238,19 +238,31 @@ typedef enum {
     WARPLINK_NORM_LAYER = 2,
 } warplink_norm;
 
-/// How rows become F8E4M3. Scales that are computed are at least 1e-10.
+/// How rows are quantised. Scales that are computed are at least 1e-10.
 typedef enum {
-    /// They do not.
+    /// They are not.
     WARPLINK_QUANTIZATION_NONE = 0,
-    /// Divided by one scale, which is read.
+    /// Divided by a scale that is given, one `f32`.
     WARPLINK_QUANTIZATION_STATIC = 1,
-    /// Divided by a scale of each row, its largest magnitude / 448.
+    /// Divided by a scale of each row, which is an output: its largest magnitude / 448.
     WARPLINK_QUANTIZATION_PER_TOKEN = 2,
-    /// The same of each 128 elements of a row.
+    /// The same of each block of 128 elements, of which the last one of a row may be shorter.
     WARPLINK_QUANTIZATION_PER_BLOCK = 3,
-    /// The same with the next power of two from that on.
+    /// The same of blocks, with the next power of two from that scale on.
     WARPLINK_QUANTIZATION_PER_BLOCK_POWER_OF_TWO = 4,
+    /// Mxfp8: divided by a scale of each 32 elements, the next power of two from their largest magnitude /
+    /// 448 on, which is stored as a byte, the power's exponent plus 127 (e8m0). At least 2⁻¹²⁶.
+    WARPLINK_QUANTIZATION_MXFP8 = 5,
 } warplink_quantization;
+
+/// How rows of a fused collective travel between ranks. All ranks get the same bits either way.
+typedef enum {
+    /// Without rounding more than the call itself.
+    WARPLINK_WIRE_EXACT = 0,
+    /// As floats of 8 bits (e4m3), and a scale for each block of 128 elements: half the bytes of 16-bit
+    /// floats, for an error that docs/fused.md states.
+    WARPLINK_WIRE_FP8 = 1,
+} warplink_wire;
 
 /// How a rank joins. Get one from `warplink_options_default`, and change what is to differ.
 typedef struct {
@@ -487,6 +499,8 @@ typedef struct {
     int32_t norm;
     /// A `warplink_quantization`.
     int32_t quantization;
+    /// A `warplink_wire`: what FP8 saves, and its error, stand in docs/fused.md.
+    int32_t wire;
     /// Not 0 where 1 is added to the weight.
     int32_t weight_bias;
     /// What is added to the mean of squares, or to the variance; not negative.
@@ -511,8 +525,9 @@ typedef struct {
     void *output;
     /// q, exactly with a quantisation.
     void *quantized;
-    /// One that is read, with `WARPLINK_QUANTIZATION_STATIC`; otherwise written, `[rows]` or `[rows, width / 128, rounded up]`.
-    float *scale;
+    /// One float that is read, with `WARPLINK_QUANTIZATION_STATIC`; otherwise written: floats, `[rows]` or `[rows, width / 128,
+    /// rounded up]`, and with `WARPLINK_QUANTIZATION_MXFP8` bytes, `[rows, width / 32, rounded up]`.
+    void *scale;
 } warplink_fused_call;
 
 /// A send or a receive of a group.

@@ -31,7 +31,7 @@ pub struct FusedCall {
     pub norm: i32,
     /// A `warplink_quantization`.
     pub quantization: i32,
-    /// A `warplink_wire`: what FP8 saves, and its error, stand at `Fused::wire` and in docs/fused.md.
+    /// A `warplink_wire`: what FP8 saves, and its error, stand in docs/fused.md.
     pub wire: i32,
     /// Not 0 where 1 is added to the weight.
     pub weight_bias: i32,

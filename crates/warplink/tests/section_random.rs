@@ -68,10 +68,19 @@ fn what_happens_is_what_the_verifier_says_of_kernels() {
             }
         };
         *classes.entry(class).or_default() += 1;
-        if let Some((sample, outputs)) = accepted.filter(|_| ran < RUN) {
-            ran += 1;
-            rows += usize::from(sample.text.contains("= shifted("));
-            blocks += usize::from(sample.text.contains("= blocked("));
+        // Few samples have functions of rows: the first ones run whatever others have.
+        let accepted = accepted.filter(|(sample, _)| {
+            let calls = |function: &str| usize::from(sample.text.contains(function));
+            let (shifted, blocked) = (calls("= shifted("), calls("= blocked("));
+            let wanted = ran < RUN || (shifted > 0 && rows <= 2) || (blocked > 0 && blocks <= 2);
+            if wanted {
+                ran += 1;
+                rows += shifted;
+                blocks += blocked;
+            }
+            wanted
+        });
+        if let Some((sample, outputs)) = accepted {
             if let Err(how) = device::run(&mut runner, &sample, &outputs) {
                 wrong.push(said(seed, &sample, &how));
             }

@@ -37,7 +37,7 @@ named! {
         /// Every rank has all rows of everything.
         #[default]
         AllReduce = "all_reduce",
-        /// As `AllReduce`, but the residual, the sum and `residual_out` are of the rows that a rank owns.
+        /// The same, but the residual, the sum and `residual_out` are of the rows that a rank owns.
         AllReduceSharded = "all_reduce_sharded",
         /// The input is of all rows, all else of those that a rank owns.
         ReduceScatter = "reduce_scatter",
@@ -64,9 +64,9 @@ named! {
         Static = "static" (1),
         /// Divided by a scale of each row, which is an output: its largest magnitude / 448.
         PerToken = "per_token" (2),
-        /// The same of each block of [`QUANTIZED_BLOCK`] elements, of which the last one of a row may be shorter.
+        /// The same of each block of 128 elements, of which the last one of a row may be shorter.
         PerBlock = "per_block" (3),
-        /// As `PerBlock`, with the next power of two from that scale on.
+        /// The same of blocks, with the next power of two from that scale on.
         PerBlockPowerOfTwo = "per_block_power_of_two" (4),
         /// Mxfp8: divided by a scale of each 32 elements, the next power of two from their largest magnitude / 448 on,
         /// which is stored as a byte, the power's exponent plus 127 (e8m0). At least 2⁻¹²⁶.
@@ -100,8 +100,8 @@ named! {
         /// Without rounding more than the call itself.
         #[default]
         Exact = "exact",
-        /// As floats of 8 bits (e4m3), and a scale for each block of [`QUANTIZED_BLOCK`] elements: half the bytes of 16-bit
-        /// floats, for an error that [`Fused::wire`] states.
+        /// As floats of 8 bits (e4m3), and a scale for each block of 128 elements: half the bytes of 16-bit floats, for an
+        /// error that docs/fused.md states.
         Fp8 = "fp8",
     }
 }

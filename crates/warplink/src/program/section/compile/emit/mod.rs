@@ -1,6 +1,7 @@
 //! Emits the steps of a section as the body of a kernel.
 
 mod meeting;
+mod passes;
 mod rows;
 mod value;
 

@@ -3,12 +3,13 @@
 //! Every pass visits all units of a row that the thread owns. Values needed by later passes stay in registers for the
 //! thread's first units and are recomputed for the others (`Row::each` in `warplink/rows.cuh`).
 
+use super::passes::{Given, Passes, float};
 use super::{Emitter, Operand, Result, element_name, operator_name};
 use crate::device::ReduceOp;
 use crate::dtype::DType;
 use crate::program::section::compile::code::{Code, bare, comma};
-use crate::program::section::function::{RowFunction, RowNode, UNIT};
-use crate::program::section::{Application, Argument, Packing, RowBinary, RowReduction, RowUnary};
+use crate::program::section::function::{RowNode, UNIT};
+use crate::program::section::{Application, Argument, Packing, RowReduction};
 
 /// Maximum number of elements that the threads of a lane keep in registers together: longer rows are read again in
 /// each pass.
@@ -16,18 +17,6 @@ const KEPT_ELEMENTS: usize = 1 << 14;
 
 /// Maximum number of units that a thread keeps in registers.
 const MAX_KEPT: usize = 4;
-
-/// Kind of argument of a function.
-enum Given {
-    Number,
-    /// Places in a variable, combined by the operator.
-    Single(DType, ReduceOp),
-    Row(DType, ReduceOp),
-    /// One row of plain memory, loaded before anything waits.
-    Plain(DType),
-    /// One plain value for each block of elements.
-    Block(DType),
-}
 
 /// Extent of a result stored in a target.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -44,182 +33,6 @@ struct Group {
     dtype: DType,
     extent: Extent,
     operands: Vec<Operand>,
-}
-
-/// Assignment of nodes to passes.
-struct Passes<'f> {
-    function: &'f RowFunction,
-    given: &'f [Given],
-    uniform: Vec<bool>,
-    blocks: Vec<Option<usize>>,
-    levels: Vec<usize>,
-    live: Vec<bool>,
-    /// For each pass, the nodes computed for each element; the last pass stores.
-    nodes: Vec<Vec<usize>>,
-    /// For each pass, the nodes taken from earlier passes.
-    taken: Vec<Vec<usize>>,
-}
-
-impl<'f> Passes<'f> {
-    fn new(function: &'f RowFunction, given: &'f [Given]) -> Self {
-        let single = |argument: usize| matches!(given[argument], Given::Number | Given::Single(..));
-        let (uniform, levels) = (function.uniform(&single), function.levels());
-        let blocks = function.blocks(&uniform);
-        let mut live = vec![false; function.nodes.len()];
-        let mut left = function.results.clone();
-        while let Some(node) = left.pop() {
-            if !std::mem::replace(&mut live[node], true) {
-                left.extend(function.nodes[node].operands());
-            }
-        }
-        let last = (0..live.len()).filter(|node| live[*node]);
-        let last = last.map(|node| levels[node]).max().unwrap_or(0);
-        let mut passes = Self {
-            function,
-            given,
-            uniform,
-            blocks,
-            levels,
-            live,
-            nodes: Vec::new(),
-            taken: Vec::new(),
-        };
-        for pass in 0..=last {
-            let roots = if pass == last {
-                function.results.clone()
-            } else {
-                let of_row = passes.reductions(pass).map(|(_, _, of)| of);
-                of_row
-                    .chain(passes.of_blocks(pass).map(|(_, _, of)| of))
-                    .collect()
-            };
-            passes.add(roots);
-        }
-        passes
-    }
-
-    /// Row reductions at the end of a pass: node, reduction and operand node.
-    fn reductions(&self, pass: usize) -> impl Iterator<Item = (usize, RowReduction, usize)> {
-        let nodes = self.function.nodes.iter().enumerate();
-        nodes.filter_map(move |(number, node)| match node {
-            RowNode::Row(reduction, of) if self.live[number] && self.levels[number] == pass + 1 => {
-                Some((number, *reduction, *of))
-            }
-            _ => None,
-        })
-    }
-
-    /// Block maxima at the end of a pass: node, elements per block and operand node.
-    fn of_blocks(&self, pass: usize) -> impl Iterator<Item = (usize, usize, usize)> {
-        let nodes = self.function.nodes.iter().enumerate();
-        nodes.filter_map(move |(number, node)| match node {
-            RowNode::BlockMax(size, of) if self.live[number] && self.levels[number] == pass + 1 => {
-                Some((number, *size, *of))
-            }
-            _ => None,
-        })
-    }
-
-    fn is_block(&self, node: usize) -> bool {
-        matches!(self.function.nodes[node], RowNode::BlockMax(..))
-    }
-
-    /// Adds a pass that computes `roots`.
-    fn add(&mut self, roots: Vec<usize>) {
-        let (mut nodes, mut taken) = (Vec::new(), Vec::new());
-        let mut left = roots;
-        while let Some(node) = left.pop() {
-            if self.uniform[node] || nodes.contains(&node) || taken.contains(&node) {
-                continue;
-            }
-            let again = matches!(self.function.nodes[node], RowNode::OfBlock(..));
-            let earlier = self.nodes.iter().any(|earlier| earlier.contains(&node));
-            if self.is_block(node) || (earlier && !again) {
-                taken.push(node);
-                continue;
-            }
-            nodes.push(node);
-            left.extend(self.function.nodes[node].operands());
-        }
-        nodes.sort_unstable();
-        taken.sort_unstable();
-        self.nodes.push(nodes);
-        self.taken.push(taken);
-    }
-
-    /// Argument read by the node, if it is a row of plain memory.
-    fn plain(&self, node: usize) -> Option<(usize, DType)> {
-        let RowNode::Argument(argument) = self.function.nodes[node] else {
-            return None;
-        };
-        match self.given[argument] {
-            Given::Plain(dtype) => Some((argument, dtype)),
-            _ => None,
-        }
-    }
-
-    /// Whether a later pass needs the value.
-    fn is_kept(&self, node: usize) -> bool {
-        let later = |taken: &Vec<usize>| taken.contains(&node);
-        // The initial load is kept in its memory format.
-        let after_first = self.nodes.iter().skip(1).any(|nodes| nodes.contains(&node));
-        self.taken.iter().any(later) || (after_first && self.plain(node).is_some())
-    }
-
-    /// The value of a node within a pass.
-    fn value(&self, node: usize, pass: usize) -> String {
-        if self.uniform[node] {
-            return format!("n{node}");
-        }
-        if let RowNode::Argument(_) = self.function.nodes[node]
-            && (self.nodes[pass].contains(&node) || self.plain(node).is_some())
-        {
-            return format!("n{node}[e]");
-        }
-        if self.is_block(node) {
-            return format!("kept.n{node}");
-        }
-        if self.taken[pass].contains(&node) {
-            return format!("kept.n{node}[e]");
-        }
-        format!("n{node}")
-    }
-
-    /// Expression that computes a node.
-    fn expression(&self, node: usize, pass: usize) -> String {
-        let value = |node: usize| self.value(node, pass);
-        match &self.function.nodes[node] {
-            RowNode::Number(number) => float(number.value()),
-            RowNode::Width => "(float)row.width".to_owned(),
-            RowNode::Argument(_)
-            | RowNode::OfBlock(..)
-            | RowNode::Row(..)
-            | RowNode::BlockMax(..) => value(node),
-            RowNode::Unary(RowUnary::Negative, a) => format!("-{}", value(*a)),
-            RowNode::Unary(function, a) => format!("row_{}({})", function.name(), value(*a)),
-            RowNode::Binary(function, a, b) => {
-                let name = match function {
-                    RowBinary::Add => "detail::plus",
-                    RowBinary::Subtract => "row_minus",
-                    RowBinary::Multiply => "row_product",
-                    RowBinary::Divide => "row_divide",
-                    RowBinary::Min => "row_min",
-                    RowBinary::Max => "row_max",
-                };
-                format!("{name}({}, {})", value(*a), value(*b))
-            }
-            RowNode::Select(comparison, [a, b, yes, no]) => {
-                let sign: &str = comparison.name();
-                let [a, b, yes, no] = [a, b, yes, no].map(|node| value(*node));
-                format!("{a} {sign} {b} ? {yes} : {no}")
-            }
-            RowNode::Round(dtype, a) => format!("rounded<{}>({})", element_name(*dtype), value(*a)),
-        }
-    }
-
-    fn last(&self) -> usize {
-        self.nodes.len() - 1
-    }
 }
 
 impl Emitter<'_> {
@@ -603,9 +416,4 @@ fn row_operator(reduction: RowReduction) -> &'static str {
         RowReduction::Sum => "RowSum",
         RowReduction::Max => "RowMax",
     }
-}
-
-/// An exact single-precision literal.
-fn float(value: f32) -> String {
-    format!("__uint_as_float({:#x}u) /* {value:?} */", value.to_bits())
 }

@@ -1,0 +1,203 @@
+//! Which values of a row function are computed in which pass over the row.
+
+use super::element_name;
+use crate::device::ReduceOp;
+use crate::dtype::DType;
+use crate::program::section::function::{RowFunction, RowNode};
+use crate::program::section::{RowBinary, RowReduction, RowUnary};
+
+/// Kind of argument of a function.
+pub(super) enum Given {
+    Number,
+    /// Places in a variable, combined by the operator.
+    Single(DType, ReduceOp),
+    Row(DType, ReduceOp),
+    /// One row of plain memory, loaded before anything waits.
+    Plain(DType),
+    /// One plain value for each block of elements.
+    Block(DType),
+}
+
+/// Assignment of nodes to passes.
+pub(super) struct Passes<'f> {
+    pub(super) function: &'f RowFunction,
+    pub(super) given: &'f [Given],
+    pub(super) uniform: Vec<bool>,
+    pub(super) blocks: Vec<Option<usize>>,
+    pub(super) levels: Vec<usize>,
+    pub(super) live: Vec<bool>,
+    /// For each pass, the nodes computed for each element; the last pass stores.
+    pub(super) nodes: Vec<Vec<usize>>,
+    /// For each pass, the nodes taken from earlier passes.
+    pub(super) taken: Vec<Vec<usize>>,
+}
+
+impl<'f> Passes<'f> {
+    pub(super) fn new(function: &'f RowFunction, given: &'f [Given]) -> Self {
+        let single = |argument: usize| matches!(given[argument], Given::Number | Given::Single(..));
+        let (uniform, levels) = (function.uniform(&single), function.levels());
+        let blocks = function.blocks(&uniform);
+        let mut live = vec![false; function.nodes.len()];
+        let mut left = function.results.clone();
+        while let Some(node) = left.pop() {
+            if !std::mem::replace(&mut live[node], true) {
+                left.extend(function.nodes[node].operands());
+            }
+        }
+        let last = (0..live.len()).filter(|node| live[*node]);
+        let last = last.map(|node| levels[node]).max().unwrap_or(0);
+        let mut passes = Self {
+            function,
+            given,
+            uniform,
+            blocks,
+            levels,
+            live,
+            nodes: Vec::new(),
+            taken: Vec::new(),
+        };
+        for pass in 0..=last {
+            let roots = if pass == last {
+                function.results.clone()
+            } else {
+                let of_row = passes.reductions(pass).map(|(_, _, of)| of);
+                of_row
+                    .chain(passes.of_blocks(pass).map(|(_, _, of)| of))
+                    .collect()
+            };
+            passes.add(roots);
+        }
+        passes
+    }
+
+    /// Row reductions at the end of a pass: node, reduction and operand node.
+    pub(super) fn reductions(
+        &self,
+        pass: usize,
+    ) -> impl Iterator<Item = (usize, RowReduction, usize)> {
+        let nodes = self.function.nodes.iter().enumerate();
+        nodes.filter_map(move |(number, node)| match node {
+            RowNode::Row(reduction, of) if self.live[number] && self.levels[number] == pass + 1 => {
+                Some((number, *reduction, *of))
+            }
+            _ => None,
+        })
+    }
+
+    /// Block maxima at the end of a pass: node, elements per block and operand node.
+    pub(super) fn of_blocks(&self, pass: usize) -> impl Iterator<Item = (usize, usize, usize)> {
+        let nodes = self.function.nodes.iter().enumerate();
+        nodes.filter_map(move |(number, node)| match node {
+            RowNode::BlockMax(size, of) if self.live[number] && self.levels[number] == pass + 1 => {
+                Some((number, *size, *of))
+            }
+            _ => None,
+        })
+    }
+
+    pub(super) fn is_block(&self, node: usize) -> bool {
+        matches!(self.function.nodes[node], RowNode::BlockMax(..))
+    }
+
+    /// Adds a pass that computes `roots`.
+    fn add(&mut self, roots: Vec<usize>) {
+        let (mut nodes, mut taken) = (Vec::new(), Vec::new());
+        let mut left = roots;
+        while let Some(node) = left.pop() {
+            if self.uniform[node] || nodes.contains(&node) || taken.contains(&node) {
+                continue;
+            }
+            let again = matches!(self.function.nodes[node], RowNode::OfBlock(..));
+            let earlier = self.nodes.iter().any(|earlier| earlier.contains(&node));
+            if self.is_block(node) || (earlier && !again) {
+                taken.push(node);
+                continue;
+            }
+            nodes.push(node);
+            left.extend(self.function.nodes[node].operands());
+        }
+        nodes.sort_unstable();
+        taken.sort_unstable();
+        self.nodes.push(nodes);
+        self.taken.push(taken);
+    }
+
+    /// Argument read by the node, if it is a row of plain memory.
+    pub(super) fn plain(&self, node: usize) -> Option<(usize, DType)> {
+        let RowNode::Argument(argument) = self.function.nodes[node] else {
+            return None;
+        };
+        match self.given[argument] {
+            Given::Plain(dtype) => Some((argument, dtype)),
+            _ => None,
+        }
+    }
+
+    /// Whether a later pass needs the value.
+    pub(super) fn is_kept(&self, node: usize) -> bool {
+        let later = |taken: &Vec<usize>| taken.contains(&node);
+        // The initial load is kept in its memory format.
+        let after_first = self.nodes.iter().skip(1).any(|nodes| nodes.contains(&node));
+        self.taken.iter().any(later) || (after_first && self.plain(node).is_some())
+    }
+
+    /// The value of a node within a pass.
+    pub(super) fn value(&self, node: usize, pass: usize) -> String {
+        if self.uniform[node] {
+            return format!("n{node}");
+        }
+        if let RowNode::Argument(_) = self.function.nodes[node]
+            && (self.nodes[pass].contains(&node) || self.plain(node).is_some())
+        {
+            return format!("n{node}[e]");
+        }
+        if self.is_block(node) {
+            return format!("kept.n{node}");
+        }
+        if self.taken[pass].contains(&node) {
+            return format!("kept.n{node}[e]");
+        }
+        format!("n{node}")
+    }
+
+    /// Expression that computes a node.
+    pub(super) fn expression(&self, node: usize, pass: usize) -> String {
+        let value = |node: usize| self.value(node, pass);
+        match &self.function.nodes[node] {
+            RowNode::Number(number) => float(number.value()),
+            RowNode::Width => "(float)row.width".to_owned(),
+            RowNode::Argument(_)
+            | RowNode::OfBlock(..)
+            | RowNode::Row(..)
+            | RowNode::BlockMax(..) => value(node),
+            RowNode::Unary(RowUnary::Negative, a) => format!("-{}", value(*a)),
+            RowNode::Unary(function, a) => format!("row_{}({})", function.name(), value(*a)),
+            RowNode::Binary(function, a, b) => {
+                let name = match function {
+                    RowBinary::Add => "detail::plus",
+                    RowBinary::Subtract => "row_minus",
+                    RowBinary::Multiply => "row_product",
+                    RowBinary::Divide => "row_divide",
+                    RowBinary::Min => "row_min",
+                    RowBinary::Max => "row_max",
+                };
+                format!("{name}({}, {})", value(*a), value(*b))
+            }
+            RowNode::Select(comparison, [a, b, yes, no]) => {
+                let sign: &str = comparison.name();
+                let [a, b, yes, no] = [a, b, yes, no].map(|node| value(*node));
+                format!("{a} {sign} {b} ? {yes} : {no}")
+            }
+            RowNode::Round(dtype, a) => format!("rounded<{}>({})", element_name(*dtype), value(*a)),
+        }
+    }
+
+    pub(super) fn last(&self) -> usize {
+        self.nodes.len() - 1
+    }
+}
+
+/// An exact single-precision literal.
+pub(super) fn float(value: f32) -> String {
+    format!("__uint_as_float({:#x}u) /* {value:?} */", value.to_bits())
+}
