@@ -10,8 +10,8 @@ use warplink::program::ir::{
 };
 use warplink::program::parameters::{Parameter, ParameterKind};
 use warplink::program::section::{
-    Move, Operator as SectionOperator, Packing, Place, Receiver, Scratch, Section, Source, Step,
-    StepKind, Verb,
+    DeviceValue, Move, Operator as SectionOperator, Packing, Place, Receiver, Scratch, Section,
+    Source, Step, StepKind, Verb,
 };
 use warplink::program::{Backend, Condition, Direction, Expr, Protocol, Value};
 use warplink::{DType, device::ReduceOp};
@@ -258,6 +258,9 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
         (name(), number()).prop_map(|(name, value)| NodeKind::LetInteger { name, value }),
         (name(), selected).prop_map(|(name, value)| NodeKind::LetTensor { name, value }),
         movement().prop_map(|it| NodeKind::Do(StepKind::Move(it))),
+        (name(), place(), expr()).prop_map(|(name, place, most)| {
+            NodeKind::Do(StepKind::Value(DeviceValue { name, place, most }))
+        }),
         each(receiver()).prop_map(|list| NodeKind::Do(StepKind::Signal(list))),
         each(expr()).prop_map(|list| NodeKind::Do(StepKind::Wait(list))),
         Just(NodeKind::Do(StepKind::Barrier)),

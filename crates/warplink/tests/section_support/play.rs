@@ -11,6 +11,8 @@
 //! Every cell of memory remembers the order of its writes, and every read the writes before it. Two plays
 //! whose [`Outcome::order`] differs are a race, whether or not a value shows it.
 
+mod values;
+
 use super::memory::{Memory, rounded};
 use super::stage::{Act, Movement, Operand, Stage};
 use crate::program_support::interpreter::{Fault, Outcome, Pick, Random, mix};
@@ -202,42 +204,6 @@ impl Play<'_> {
             Landing::Any => {}
         }
         agents.into_iter().any(|agent| self.act(agent, held_too))
-    }
-
-    /// The steps of a lane of the launch at hand.
-    fn acts(&self, rank: usize, lane: usize) -> &[Act] {
-        let known = self.launch[rank].map(|launch| &self.stage.launches[launch][rank][lane][..]);
-        let own = self.lanes[rank][lane].acts.as_deref();
-        own.map_or(known.unwrap_or_default(), |acts| &acts[..])
-    }
-
-    /// Reads an integer on which the lane's further steps depend; `false` where its packet is not there.
-    fn read_value(&mut self, id: StepId, number: usize, word: &Operand) -> bool {
-        let (cell, _) = self.memory.cell(word, 0);
-        while let Some(own) = self.own_store(id, word, cell) {
-            self.land(id.rank, id.lane, own);
-        }
-        let flag = id.launch as u64 + 1;
-        if self.memory.packet(word) > 0 && self.memory.flag(word, cell) != flag {
-            return false;
-        }
-        let value = self.memory.load((id.by(0, 0), id.rank, id.launch), word, 0);
-        let lane = &mut self.lanes[id.rank][id.lane];
-        lane.read.truncate(number);
-        lane.read.push(value as i64);
-        let place = (id.launch, id.rank, id.lane);
-        match self.stage.steps_after(place, &lane.read) {
-            Some(acts) => lane.acts = Some(Rc::new(acts)),
-            None => {
-                // The launch fails there.
-                self.memory
-                    .faults
-                    .insert(Fault::OutOfRange { rank: id.rank });
-                let known = self.acts(id.rank, id.lane)[..=id.step].to_vec();
-                self.lanes[id.rank][id.lane].acts = Some(Rc::new(known));
-            }
-        }
-        true
     }
 
     fn is_held(&self, hold: Hold, held_too: bool) -> bool {

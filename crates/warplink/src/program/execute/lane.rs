@@ -4,7 +4,7 @@ use super::known_steps::KnownSteps;
 use super::lane_times::LaneClock;
 use super::publication::{Published, Tables};
 use super::reach::Reach;
-use super::row_values::{row_arguments, row_bytes};
+use super::row_values::{integer, row_arguments, row_bytes};
 use crate::device::{
     Block, BlockSignals, DeviceSlice, Fault, HostLanes, LaneFuture, ReduceOp, Values, combine,
 };
@@ -583,26 +583,6 @@ pub(super) fn tell_difference(own: &[u32], theirs: &[u32]) -> String {
 /// memory.
 pub(super) fn packet_flag(epoch: u64) -> u32 {
     1 + (epoch % u64::from(u32::MAX)) as u32
-}
-
-/// An integer of a type that lanes read; -1, which is out of any range, for any other.
-fn integer(dtype: DType, bytes: &[u8]) -> i64 {
-    let word = |bytes: &[u8]| {
-        Some([
-            *bytes.first()?,
-            *bytes.get(1)?,
-            *bytes.get(2)?,
-            *bytes.get(3)?,
-        ])
-    };
-    let low = word(bytes).map(u32::from_le_bytes);
-    let high = bytes.get(4..).and_then(word).map(u32::from_le_bytes);
-    match (dtype, low, high) {
-        (DType::I32, Some(low), _) => (low as i32).into(),
-        (DType::U32, Some(low), _) => low.into(),
-        (DType::I64, Some(low), Some(high)) => (u64::from(high) << 32 | u64::from(low)) as i64,
-        _ => -1,
-    }
 }
 
 fn internal(what: &'static str) -> Error {

@@ -1,4 +1,4 @@
-//! Conversion of rows of memory to single-precision values, and back.
+//! Conversion of rows of memory to single-precision values, and back; of words to integers.
 
 use crate::device::ReduceOp;
 use crate::dtype::DType;
@@ -57,4 +57,24 @@ fn decode(dtype: DType, bytes: &[u8]) -> Vec<f32> {
 pub(super) fn row_bytes(dtype: DType, values: &[f32], elements: usize) -> Vec<u8> {
     let at = |element: usize| values[if values.len() == 1 { 0 } else { element }];
     dtype.encode((0..elements).map(|element| at(element).into()))
+}
+
+/// An integer of a type that lanes read; -1, which is out of any range, for any other.
+pub(super) fn integer(dtype: DType, bytes: &[u8]) -> i64 {
+    let word = |bytes: &[u8]| {
+        Some([
+            *bytes.first()?,
+            *bytes.get(1)?,
+            *bytes.get(2)?,
+            *bytes.get(3)?,
+        ])
+    };
+    let low = word(bytes).map(u32::from_le_bytes);
+    let high = bytes.get(4..).and_then(word).map(u32::from_le_bytes);
+    match (dtype, low, high) {
+        (DType::I32, Some(low), _) => (low as i32).into(),
+        (DType::U32, Some(low), _) => low.into(),
+        (DType::I64, Some(low), Some(high)) => (u64::from(high) << 32 | u64::from(low)) as i64,
+        _ => -1,
+    }
 }

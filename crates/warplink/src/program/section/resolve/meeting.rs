@@ -1,6 +1,7 @@
 //! Resolves announcements: launch arguments that ranks compare.
 
-use super::{Resolved, Resolver};
+use super::Resolver;
+use super::value::Resolved;
 use crate::dtype::DType;
 use crate::error::Rank;
 use crate::program::diagnostic::DiagnosticKind;

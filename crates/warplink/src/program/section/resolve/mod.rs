@@ -4,6 +4,8 @@ mod meeting;
 mod rows;
 mod value;
 
+pub use value::{ReadValues, ReadWord};
+
 use super::instance::SectionInstance;
 use super::ir::{Move, Operator, Place, Source, Step, StepKind, Verb};
 use super::iterations::Iterations;
@@ -20,6 +22,7 @@ use crate::program::expr::{self, Condition, Expr};
 use crate::program::site::{Position, Site};
 use crate::program::text::below;
 use std::sync::Arc;
+use value::{Resolved, Stop};
 
 /// Prefix of names for conditions on announced tensors; no integer's name starts with it.
 const REACHABLE: &str = "reachable(";
@@ -118,35 +121,6 @@ impl SectionInstance {
         }
     }
 }
-
-/// A word of memory that a lane reads as an integer.
-#[derive(Clone, Copy, Debug)]
-pub struct ReadWord {
-    /// Number of earlier reads of the lane in the launch.
-    pub number: usize,
-    /// The word.
-    pub part: Part,
-    /// The largest value that the lane expects.
-    pub most: i64,
-}
-
-/// Values of words that lanes read; `None` for one that is not known yet.
-pub type ReadValues<'a> = dyn Fn(&ReadWord) -> Option<i64> + 'a;
-
-/// Why a lane is not resolved further.
-enum Stop {
-    Wrong(Diagnostic),
-    /// The steps depend on a value that is not known yet.
-    Unknown,
-}
-
-impl From<Diagnostic> for Stop {
-    fn from(diagnostic: Diagnostic) -> Self {
-        Self::Wrong(diagnostic)
-    }
-}
-
-type Resolved<T> = Result<T, Stop>;
 
 struct Resolver<'s> {
     instance: &'s SectionInstance,
@@ -523,33 +497,6 @@ impl<'s> Resolver<'s> {
             length,
             single: view.is_single(),
         })
-    }
-
-    /// A tensor, or what an alias stands for.
-    fn whole(&self, name: &str) -> Resolved<View> {
-        let alias = self.aliases.iter().rev().find(|(alias, _)| *alias == name);
-        match (alias, self.instance.tensor(name)) {
-            (Some((_, view)), _) => Ok(view.clone()),
-            (None, Some(index)) => Ok(View::of(index, &self.instance.tensors[index])),
-            (None, None) => {
-                let message = format!("unknown tensor '{name}'");
-                Err(self.wrong(DiagnosticKind::Malformed, message))
-            }
-        }
-    }
-
-    /// A part that no word of memory selects.
-    fn fixed_view(&mut self, reference: &TensorRef) -> Resolved<View> {
-        let by_word =
-            |selection: &Selection| matches!(selection, Selection::Index(Expr::Element(..)));
-        if reference.selections.iter().any(by_word) {
-            let message = format!(
-                "{reference} has a row that memory names, which only moves and functions of rows have; expected \
-                 'let i = ... at most ...' before it"
-            );
-            return Err(self.wrong(DiagnosticKind::Malformed, message));
-        }
-        self.view(reference)
     }
 
     fn view(&mut self, reference: &TensorRef) -> Resolved<View> {

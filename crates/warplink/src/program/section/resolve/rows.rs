@@ -1,6 +1,7 @@
 //! Resolves steps that apply row functions.
 
-use super::{Operand, Resolved, Resolver};
+use super::value::Resolved;
+use super::{Operand, Resolver};
 use crate::device::ReduceOp;
 use crate::dtype::DType;
 use crate::named::alternatives;

@@ -1,9 +1,10 @@
 //! Resolves integers that lanes read from memory.
 
-use super::{Operand, ReadWord, Resolved, Resolver, Stop};
+use super::{Operand, Resolver};
 use crate::dtype::DType;
 use crate::named::alternatives;
-use crate::program::diagnostic::DiagnosticKind;
+use crate::program::construct::{Selection, TensorRef};
+use crate::program::diagnostic::{Diagnostic, DiagnosticKind};
 use crate::program::expr::Expr;
 use crate::program::section::SectionInstance;
 use crate::program::section::ir::DeviceValue;
@@ -16,7 +17,63 @@ use std::sync::Arc;
 /// Element types of words that lanes read.
 pub(crate) const VALUE_TYPES: [DType; 3] = [DType::I32, DType::I64, DType::U32];
 
+/// A word of memory that a lane reads as an integer.
+#[derive(Clone, Copy, Debug)]
+pub struct ReadWord {
+    /// Number of earlier reads of the lane in the launch.
+    pub number: usize,
+    /// The word.
+    pub part: Part,
+    /// The largest value that the lane expects.
+    pub most: i64,
+}
+
+/// Values of words that lanes read; `None` for one that is not known yet.
+pub type ReadValues<'a> = dyn Fn(&ReadWord) -> Option<i64> + 'a;
+
+/// Why a lane is not resolved further.
+pub(super) enum Stop {
+    Wrong(Diagnostic),
+    /// The steps depend on a value that is not known yet.
+    Unknown,
+}
+
+impl From<Diagnostic> for Stop {
+    fn from(diagnostic: Diagnostic) -> Self {
+        Self::Wrong(diagnostic)
+    }
+}
+
+pub(super) type Resolved<T> = Result<T, Stop>;
+
 impl<'s> Resolver<'s> {
+    /// A tensor, or what an alias stands for.
+    pub(super) fn whole(&self, name: &str) -> Resolved<View> {
+        let alias = self.aliases.iter().rev().find(|(alias, _)| *alias == name);
+        match (alias, self.instance.tensor(name)) {
+            (Some((_, view)), _) => Ok(view.clone()),
+            (None, Some(index)) => Ok(View::of(index, &self.instance.tensors[index])),
+            (None, None) => {
+                let message = format!("unknown tensor '{name}'");
+                Err(self.wrong(DiagnosticKind::Malformed, message))
+            }
+        }
+    }
+
+    /// A part that no word of memory selects.
+    pub(super) fn fixed_view(&mut self, reference: &TensorRef) -> Resolved<View> {
+        let by_word =
+            |selection: &Selection| matches!(selection, Selection::Index(Expr::Element(..)));
+        if reference.selections.iter().any(by_word) {
+            let message = format!(
+                "{reference} has a row that memory names, which only moves and functions of rows have; expected \
+                 'let i = ... at most ...' before it"
+            );
+            return Err(self.wrong(DiagnosticKind::Malformed, message));
+        }
+        self.view(reference)
+    }
+
     /// `let n = C[rank] at most rows`.
     pub(super) fn value(&mut self, it: &'s DeviceValue) -> Resolved<()> {
         let most = self.integer(&it.most)?;

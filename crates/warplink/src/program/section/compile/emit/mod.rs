@@ -516,21 +516,6 @@ impl<'s> Emitter<'s> {
         })
     }
 
-    /// A tensor, or what an alias stands for.
-    fn whole(&self, name: &str) -> Result<Part> {
-        let alias = self.aliases.iter().rev().find(|alias| alias.name == name);
-        match (alias, self.instance.tensor(name)) {
-            (Some(alias), _) => Ok(alias.part.clone()),
-            (None, Some(tensor)) => Ok(Part {
-                text: Scope::spell(name),
-                tensor,
-                axes: self.instance.tensors[tensor].shape.len(),
-                aligned: true,
-            }),
-            (None, None) => Err(self.unknown(name)),
-        }
-    }
-
     fn part(&mut self, reference: &TensorRef) -> Result<Part> {
         let mut part = self.whole(&reference.name)?;
         if reference.transposed {

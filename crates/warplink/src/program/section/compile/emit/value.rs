@@ -1,6 +1,6 @@
 //! Integers that a lane reads from memory.
 
-use super::{Emitter, Operand, Result};
+use super::{Emitter, Operand, Part, Result};
 use crate::dtype::DType;
 use crate::program::expr::Expr;
 use crate::program::section::compile::code::{Code, bare};
@@ -24,7 +24,7 @@ impl Emitter<'_> {
     }
 
     /// `words[at]` as the row of a part: a constant that is read before the step.
-    pub(super) fn row(&mut self, words: &str, at: &Expr, rows: &super::Part) -> Result<String> {
+    pub(super) fn row(&mut self, words: &str, at: &Expr, rows: &Part) -> Result<String> {
         let index = self.integer(at)?;
         let mut part = self.whole(words)?;
         if part.axes != 1 {
@@ -46,6 +46,21 @@ impl Emitter<'_> {
         self.rows += 1;
         self.row_lines.push(format!("const Index {row} = {value};"));
         Ok(row)
+    }
+
+    /// A tensor, or what an alias stands for.
+    pub(super) fn whole(&self, name: &str) -> Result<Part> {
+        let alias = self.aliases.iter().rev().find(|alias| alias.name == name);
+        match (alias, self.instance.tensor(name)) {
+            (Some(alias), _) => Ok(alias.part.clone()),
+            (None, Some(tensor)) => Ok(Part {
+                text: Scope::spell(name),
+                tensor,
+                axes: self.instance.tensors[tensor].shape.len(),
+                aligned: true,
+            }),
+            (None, None) => Err(self.unknown(name)),
+        }
     }
 
     /// The call that reads a word.

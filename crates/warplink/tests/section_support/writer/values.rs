@@ -1,0 +1,124 @@
+//! Pieces that read counts and rows from memory.
+
+use super::Writer;
+
+impl Writer<'_> {
+    /// Each lane has every `lanes`-th row of `rows`.
+    fn own_rows(&mut self, rows: &str, lines: &[String]) {
+        self.line(format!("for t in 0..{rows} {{"));
+        self.line("if t % lanes == lane {");
+        lines.iter().for_each(|line| self.line(line.as_str()));
+        self.line("}");
+        self.line("}");
+    }
+
+    /// Every rank puts as many rows to every other as memory says, behind a header.
+    pub(super) fn counted_rows(&mut self) {
+        let (number, packing) = (self.pieces, self.packing());
+        let (slots, slot, barrier) = self.slots(2);
+        let rows = 1 + self.random.below(3);
+        for line in [
+            format!("input C{number}: i32[world]"),
+            format!("output G{number}: T[world, {rows}, n]"),
+            format!("scratch H{number}: packets16 i32[{slots}, lanes, world, 1]"),
+            format!("scratch R{number}: {packing} T[{slots}, world, {rows}, n]"),
+        ] {
+            self.declare(line);
+        }
+        let first = [
+            "for p in 0..world {".to_owned(),
+            format!("G{number}[p][t] = copy(X)"),
+            "}".to_owned(),
+        ];
+        self.own_rows(&rows.to_string(), &first);
+        self.line("for r in 0..world {");
+        self.line("let q = (rank + r) % world");
+        self.line(format!(
+            "put C{number}[q] to H{number}[{slot}][lane][rank][0] on q"
+        ));
+        self.line(format!("let m = C{number}[q] at most {rows}"));
+        self.own_rows("m", &[format!("put X to R{number}[{slot}][rank][t] on q")]);
+        self.line("}");
+        self.line("for p in 0..world {");
+        self.line(format!(
+            "let m = H{number}[{slot}][lane][p][0] at most {rows}"
+        ));
+        self.own_rows(
+            "m",
+            &[format!("G{number}[p][t] = copy(R{number}[{slot}][p][t])")],
+        );
+        self.line("}");
+        if barrier {
+            self.line("barrier");
+        }
+    }
+
+    /// A rank puts some chunks to the next, with their count in plain scratch and a signal.
+    pub(super) fn counted_chunks(&mut self) {
+        let number = self.pieces;
+        let (slots, slot, _) = self.slots(2);
+        let chunks = 1 + self.random.below(3);
+        for line in [
+            format!("input C{number}: i32[2]"),
+            format!("scratch N{number}: i32[{slots}, lanes, 1]"),
+            format!("scratch R{number}: T[{slots}, lanes, {chunks}, part(n, lanes)]"),
+        ] {
+            self.declare(line);
+        }
+        let (source, output) = (self.source(), self.output());
+        self.line(format!("{output} = copy({source})"));
+        self.line(format!(
+            "put C{number}[1] to N{number}[{slot}][lane][0] on next"
+        ));
+        self.line(format!("let m{number} = C{number}[1] at most {chunks}"));
+        self.line(format!("for c in 0..m{number} {{"));
+        self.line(format!(
+            "put X[lane of lanes] to R{number}[{slot}][lane][c] on next"
+        ));
+        self.line("}");
+        self.line("signal next");
+        self.line("wait prev");
+        self.line(format!(
+            "let k{number} = N{number}[{slot}][lane][0] at most {chunks}"
+        ));
+        self.line(format!("for c in 0..k{number} {{"));
+        self.line(format!("{output} = copy(R{number}[{slot}][lane][c])"));
+        self.line("}");
+        if !self.random.chance(4) {
+            self.line("signal prev");
+            self.line("wait next");
+        }
+    }
+
+    /// Rows by index: of an input here, of one at the next rank, or those that a lane owns of an output.
+    pub(super) fn rows_by_index(&mut self) {
+        let number = self.pieces;
+        let rows = 1 + self.random.below(3);
+        self.declare(format!("input I{number}: i32[{rows}]"));
+        match self.random.below(3) {
+            0 => {
+                self.declare(format!("output G{number}: T[{rows}, n]"));
+                let line = format!("G{number}[t] = copy(W[I{number}[t]])");
+                self.own_rows(&rows.to_string(), &[line]);
+            }
+            1 => {
+                self.declare(format!("output G{number}: T[{rows}, n]"));
+                self.barrier();
+                let line = format!("get W[I{number}[t]] on next to G{number}[t]");
+                self.own_rows(&rows.to_string(), &[line]);
+                self.barrier();
+            }
+            _ => {
+                self.declare(format!("output G{number}: T[world, n]"));
+                self.own_rows("world", &[format!("G{number}[t] = copy(X)")]);
+                self.line(format!("for j in 0..{rows} {{"));
+                self.line(format!("let i = I{number}[j] at most world - 1"));
+                let owner = ["i", "i", "i", "j"][self.random.below(4)];
+                self.line(format!("if {owner} % lanes == lane {{"));
+                self.line(format!("G{number}[i] = copy(W[j % world])"));
+                self.line("}");
+                self.line("}");
+            }
+        }
+    }
+}
