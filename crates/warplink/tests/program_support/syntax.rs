@@ -22,6 +22,13 @@ pub(crate) fn name() -> impl Strategy<Value = String> {
     })
 }
 
+/// A parameter named like a type would be read as that type.
+fn type_name() -> impl Strategy<Value = String> {
+    name().prop_filter("no type", |name| {
+        DType::ALL.iter().all(|dtype| dtype.to_string() != *name)
+    })
+}
+
 fn expr() -> impl Strategy<Value = Expr> {
     let leaf = prop_oneof![
         any::<i64>().prop_map(Expr::Number),
@@ -174,7 +181,7 @@ fn declaration() -> impl Strategy<Value = Declaration> {
     let role = prop_oneof![Just(Role::Input), Just(Role::Output), Just(Role::Local)];
     let dtype = prop_oneof![
         prop::sample::select(&DType::ALL[..]).prop_map(ElementType::Fixed),
-        name().prop_map(ElementType::Parameter),
+        type_name().prop_map(ElementType::Parameter),
     ];
     let family = (name(), expr(), expr()).prop_map(|(index, from, to)| Over { index, from, to });
     (
@@ -272,7 +279,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
 fn scratch() -> impl Strategy<Value = Vec<Scratch>> {
     let dtype = prop_oneof![
         prop::sample::select(&DType::ALL[..]).prop_map(ElementType::Fixed),
-        name().prop_map(ElementType::Parameter),
+        type_name().prop_map(ElementType::Parameter),
     ];
     let packing = prop::sample::select(&Packing::ALL[..]);
     let shape = prop::collection::vec(expr(), 1..4);

@@ -37,6 +37,10 @@ fn made(call: &Described, way: Way, world: usize, lanes: usize) -> (Program, Par
 }
 
 #[test]
+#[cfg_attr(
+    warplink_tsan,
+    ignore = "takes a minute under the sanitizer, which sees the verifier in other tests"
+)]
 fn every_fused_program_is_verified_for_every_world() {
     let mut count = 0;
     for (tokens, width, lanes) in [(1, 1, 1), (6, 24, 2), (12, 137, 4)] {
@@ -100,6 +104,10 @@ fn fused_programs_are_what_they_expect() {
 
 /// They follow, and are followed by, any collective in its workspace.
 #[test]
+#[cfg_attr(
+    warplink_tsan,
+    ignore = "takes a minute under the sanitizer, which sees the verifier in other tests"
+)]
 fn fused_programs_share_the_workspace_of_collectives() {
     for world in [2, 3] {
         let machine = machine(world);
