@@ -6,7 +6,7 @@ use crate::error::Rank;
 use crate::program::diagnostic::{Diagnostic, DiagnosticKind, Place};
 use crate::program::ir::{Backend, Program};
 use crate::program::parameters::Parameters;
-use crate::program::section::{LaneStepKind, SectionInstance};
+use crate::program::section::{LaneStepKind, ReadValues, SectionInstance};
 use std::collections::BTreeSet;
 
 /// Verifies that each rank accesses memory and signals only of ranks that `linked` connects it with, by the lanes of
@@ -63,7 +63,10 @@ fn of_lanes(
         for lane in 0..section.lanes {
             for epoch in 0..section.period {
                 let reachable = |tensor: usize| case.contains(&tensor);
-                let steps = section.steps_where(lane, epoch, &reachable, &|word| Some(word.most));
+                let with =
+                    |values: &ReadValues<'_>| section.steps_where(lane, epoch, &reachable, values);
+                // The largest values may not go together.
+                let steps = with(&|word| Some(word.most)).or_else(|_| with(&|_| Some(0)));
                 let steps = match steps {
                     Ok(steps) => steps,
                     Err(diagnostic) => {

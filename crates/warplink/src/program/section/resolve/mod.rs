@@ -22,7 +22,7 @@ use crate::program::expr::{self, Condition, Expr};
 use crate::program::site::{Position, Site};
 use crate::program::text::below;
 use std::sync::Arc;
-use value::{Resolved, Stop};
+use value::{Resolved, Stop, with_large_values};
 
 /// Prefix of names for conditions on announced tensors; no integer's name starts with it.
 const REACHABLE: &str = "reachable(";
@@ -34,7 +34,7 @@ impl SectionInstance {
     /// # Errors
     /// The first error in the text: names, bounds, shapes, types.
     pub fn steps(&self, lane: usize, epoch: u64) -> Result<Vec<LaneStep>, Diagnostic> {
-        self.steps_with(lane, epoch, &|word| Some(word.most))
+        with_large_values(|values| self.steps_with(lane, epoch, values))
     }
 
     /// As [`steps`](Self::steps), with the values that the lane reads from memory. If one of them is not known yet, the
@@ -78,8 +78,10 @@ impl SectionInstance {
         epoch: u64,
         most: u64,
     ) -> Result<(Vec<LaneStep>, Vec<f64>), Diagnostic> {
-        let resolver = self.resolved(lane, epoch, &|_| true, (&|word| Some(word.most), most))?;
-        Ok((resolver.steps, resolver.weights))
+        with_large_values(|values| {
+            let resolver = self.resolved(lane, epoch, &|_| true, (values, most))?;
+            Ok((resolver.steps, resolver.weights))
+        })
     }
 
     fn resolved<'s>(

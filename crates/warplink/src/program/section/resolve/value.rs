@@ -31,6 +31,20 @@ pub struct ReadWord {
 /// Values of words that lanes read; `None` for one that is not known yet.
 pub type ReadValues<'a> = dyn Fn(&ReadWord) -> Option<i64> + 'a;
 
+/// Resolves steps with values that are as large as they may be together: a word may have a lower bound where it comes from
+/// than where it is read.
+pub(super) fn with_large_values<T>(
+    resolve: impl Fn(&ReadValues<'_>) -> Result<T, Diagnostic>,
+) -> Result<T, Diagnostic> {
+    let with = |share: i64| resolve(&|word| Some(word.most / share));
+    let smaller = || {
+        [2, 4, i64::MAX]
+            .into_iter()
+            .find_map(|share| with(share).ok())
+    };
+    with(1).or_else(|wrong| smaller().ok_or(wrong))
+}
+
 /// Why a lane is not resolved further.
 pub(super) enum Stop {
     Wrong(Diagnostic),
