@@ -80,10 +80,10 @@ fn what_happens_is_what_the_verifier_says_of_kernels() {
             }
             wanted
         });
-        if let Some((sample, outputs)) = accepted {
-            if let Err(how) = device::run(&mut runner, &sample, &outputs) {
-                wrong.push(said(seed, &sample, &how));
-            }
+        if let Some((sample, outputs)) = accepted
+            && let Err(how) = device::run(&mut runner, &sample, &outputs)
+        {
+            wrong.push(said(seed, &sample, &how));
         }
     }
     println!("{classes:#?}");

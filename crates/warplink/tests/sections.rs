@@ -21,6 +21,8 @@ mod fused;
 mod meaning;
 #[path = "sections/play.rs"]
 mod play;
+#[path = "sections/reachable.rs"]
+mod reachable;
 #[path = "sections/sharing.rs"]
 mod sharing;
 #[path = "sections/trace.rs"]

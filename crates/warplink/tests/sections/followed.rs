@@ -7,25 +7,25 @@ use warplink::program::{
     Diagnostic, DiagnosticKind, OperationKind, Parameters, Program, unroll, verify,
 };
 
-fn verdict(text: &str, n: i64) -> Result<(), Vec<Diagnostic>> {
+pub(crate) fn verdict(text: &str, n: i64) -> Result<(), Vec<Diagnostic>> {
     let program = Program::parse(text).unwrap_or_else(|error| panic!("{error}\n{text}"));
     verify(&program, 2, 2, &Parameters::new().with("n", n)).map(|_| ())
 }
 
-fn refused(text: &str, kind: DiagnosticKind, words: &str) {
+pub(crate) fn refused(text: &str, kind: DiagnosticKind, words: &str) {
     let found = verdict(text, 16).expect_err(text);
     assert_eq!(found[0].kind, kind, "{}\n{text}", found[0]);
     assert!(found[0].message.contains(words), "{}\n{text}", found[0]);
 }
 
-fn accepted(text: &str) {
+pub(crate) fn accepted(text: &str) {
     if let Err(found) = verdict(text, 16) {
         panic!("{}\n{text}", found[0]);
     }
 }
 
 /// A kernel with an input X, an output Y, scratch S and Z, and announcements of `announced`.
-fn kernel(lanes: usize, announced: &str, body: &str) -> String {
+pub(crate) fn kernel(lanes: usize, announced: &str, body: &str) -> String {
     format!(
         "program p(n) {{
             input X: f32[n]
@@ -212,74 +212,6 @@ fn a_tensor_is_reported_by_its_name_where_another_kernel_ends() {
     );
 }
 
-/// Three lanes may each find other tensors reachable; where they wait for one another, that is refused.
-#[test]
-fn three_lanes_do_not_wait_for_one_another_by_what_they_reach() {
-    // Each waits before it signals in a case of its own.
-    let circle = |lanes: usize| {
-        let cases = [
-            "reachable(X) and not reachable(Y)",
-            "reachable(Y) and not reachable(X)",
-            "reachable(X) and reachable(Y)",
-        ];
-        let lane = |lane: usize| {
-            let next = (lane + 1) % lanes;
-            format!(
-                "if lane == {lane} {{
-                    if {} {{ wait rank; signal rank at {next} }} else {{ signal rank at {next}; wait rank }}
-                }}\n",
-                cases[lane % 3]
-            )
-        };
-        kernel(lanes, "X, Y", &(0..lanes).map(lane).collect::<String>())
-    };
-    refused(
-        &circle(3),
-        DiagnosticKind::Malformed,
-        "lanes 0, 1 and 2 wait for one another",
-    );
-    refused(
-        &circle(4),
-        DiagnosticKind::Malformed,
-        "lanes 0, 1 and 2 wait for one another",
-    );
-    let found = verdict(&circle(2), 16).unwrap_err();
-    assert_eq!(found[0].kind, DiagnosticKind::Deadlock, "{}", found[0]);
-    // By packets, and with a lane that two others wait for.
-    let packets = |lanes: usize| {
-        let text = kernel(
-            lanes,
-            "Y",
-            "P[slot][lane] = copy(X)
-            if reachable(Y) { barrier }
-            if lane > 0 { Q[lane] = copy(P[slot][lane - 1]) }",
-        );
-        text.replace(
-            "scratch S:",
-            &format!(
-                "scratch P: packets16 f32[2, {lanes}, n]; scratch Q: f32[{lanes}, n]; scratch S:"
-            ),
-        )
-    };
-    refused(&packets(3), DiagnosticKind::Malformed, "lanes 0, 1 and 2");
-    accepted(&packets(2));
-    let star = |lanes: usize| {
-        let waits = "wait rank; ".repeat(lanes - 1);
-        let body = format!(
-            "if lane > 0 {{ if reachable(Y) {{ signal rank at 0 }} else {{ signal rank at 0 }} }} else {{ {waits} }}"
-        );
-        kernel(lanes, "Y", &body)
-    };
-    accepted(&star(2));
-    assert!(verdict(&star(3), 16).is_err());
-    // Where nothing is asked, any number may.
-    accepted(
-        &circle(3)
-            .replace("reachable(X)", "n > 0")
-            .replace("reachable(Y)", "n > 0"),
-    );
-}
-
 /// What is too large to verify or to compile is refused at once, and says so.
 #[test]
 fn too_many_lanes_and_too_large_scratch_are_refused_at_once() {
@@ -404,52 +336,6 @@ fn kernels_repeat_together_after_few_launches() {
         "{}",
         found[0]
     );
-}
-
-/// Each two lanes may find a tensor reachable, or not, on their own.
-#[test]
-fn every_two_lanes_are_followed_in_every_two_cases() {
-    for (lanes, one, other) in [
-        (2, 0, 1),
-        (2, 1, 0),
-        (3, 0, 2),
-        (3, 2, 0),
-        (7, 1, 5),
-        (7, 6, 2),
-    ] {
-        let body = format!(
-            "if reachable(Y) {{
-                if lane == {one} {{ S = copy(X) }}
-            }} else {{
-                if lane == {other} {{ S = copy(X) }}
-            }}"
-        );
-        refused(
-            &kernel(lanes, "Y", &body),
-            DiagnosticKind::Race,
-            "'S' of rank",
-        );
-        let own = body.replace(&format!("lane == {other}"), &format!("lane == {one}"));
-        accepted(&kernel(lanes, "Y", &own));
-    }
-}
-
-/// One tensor may be reachable, and another not.
-#[test]
-fn tensors_are_reachable_one_by_one() {
-    let outside = "put X to S[5..n + 5] on 1 - rank";
-    for condition in [
-        "if reachable(X) { if not reachable(Y) { @ } }",
-        "if not reachable(X) and reachable(Y) { @ }",
-        "if not (reachable(X) or reachable(Y)) { @ }",
-        "if reachable(Y) { if n == 16 and not reachable(X) { @ } }",
-    ] {
-        let body = condition.replace('@', outside);
-        let text = kernel(1, "X, Y", &body);
-        refused(&text, DiagnosticKind::OutOfBounds, "5..21");
-    }
-    let never = "if reachable(X) { if not reachable(X) { @ } }".replace('@', outside);
-    accepted(&kernel(1, "X, Y", &never));
 }
 
 /// Packets are put whole, but what nobody put of the last of them is nothing to read.
