@@ -242,8 +242,10 @@ impl Made {
         for slice in &self.slices[4..8] {
             upload(slice, &vec![0xff; slice.bytes()]);
         }
-        let scale = vec![0.05_f32.to_le_bytes(); self.slices[8].bytes() / 4];
-        upload(&self.slices[8], &scale.concat());
+        // A static scale is a float; others are written, those of a byte each, too.
+        let scale = 0.05_f32.to_le_bytes().into_iter().cycle();
+        let scale: Vec<u8> = scale.take(self.slices[8].bytes()).collect();
+        upload(&self.slices[8], &scale);
     }
 
     /// What the call has left: the sum, `residual_out`, the output, what is quantised, and its scale.
