@@ -25,6 +25,12 @@ pub(crate) const RUNS: usize = 6;
 /// How many runs of a refused one: as many as are followed of a sample with the longest period, which is 12.
 const RUNS_OF_REFUSED: usize = 26;
 
+/// What is said of names that stand for nothing where they are used, and of those that are taken.
+const WRONG_NAMES: [&str; 2] = [
+    "is not an integer that is known here",
+    "already has a meaning here",
+];
+
 /// A verdict that is right.
 #[derive(Clone, Debug)]
 pub(crate) struct Shown {
@@ -93,12 +99,15 @@ pub(crate) fn check(sample: &Sample) -> Result<Shown, String> {
         Err(diagnostics) => {
             let how = explained(&diagnostics, |diagnostic| {
                 let first = Case::of(&ranks, &stage).shows(diagnostic);
-                let mut others = others.clone().filter_map(|values| staged(values).ok());
-                first.or_else(|how| {
-                    others
-                        .find_map(|it| Case::of(&ranks, &it).shows(diagnostic).ok())
-                        .ok_or(how)
-                })
+                let shown = |values: u64| match staged(values) {
+                    Ok(stage) => Case::of(&ranks, &stage).shows(diagnostic).ok(),
+                    // A rule that lanes break where they read these values.
+                    Err(rule) if rule.kind == diagnostic.kind => {
+                        Some(format!("rule: {}", rule.kind))
+                    }
+                    Err(_) => None,
+                };
+                first.or_else(|how| others.clone().find_map(shown).ok_or(how))
             })?;
             Ok(refused(format!("refused, {how}")))
         }
@@ -193,6 +202,14 @@ impl<'a> Case<'a> {
             }),
             Kind::Malformed if self.stage.is_unsteady() => {
                 Ok("rule: accesses that depend on the epoch".to_owned())
+            }
+            // Behind a value that is read from memory, names are looked up in the lanes alone.
+            Kind::Malformed
+                if WRONG_NAMES
+                    .iter()
+                    .any(|text| diagnostic.message.contains(text)) =>
+            {
+                Ok("rule: a wrong name".to_owned())
             }
             kind => Err(format!("no rule of kernels is {kind}")),
         }
