@@ -18,6 +18,12 @@ impl Text {
         let mut lines = self.kernels.iter().flatten();
         lines.any(|line| line.contains("shifted(") || line.contains("joined("))
     }
+
+    /// Whether lanes read integers from memory, or rows by index.
+    pub(super) fn reads_values(&self) -> bool {
+        let mut lines = self.kernels.iter().flatten();
+        lines.any(|line| line.contains(" at most ") || line.contains("[I"))
+    }
 }
 
 /// Writes a sample for ranks with `lanes` lanes.
