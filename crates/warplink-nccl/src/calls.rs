@@ -295,33 +295,28 @@ pub(crate) fn make(all: &[(Arc<Comm>, Call)]) -> Outcome {
             comms.push(comm);
         }
     }
-    let mut joined = Vec::with_capacity(comms.len());
+    let mut parts = Vec::with_capacity(comms.len());
     for comm in comms {
-        let calls: Vec<&Call> = all
-            .iter()
-            .filter(|(other, _)| Arc::ptr_eq(other, comm))
-            .map(|(_, call)| call)
-            .collect();
-        joined.push((comm.usable()?, comm.rank(), calls));
+        let calls = all.iter().filter(|(other, _)| Arc::ptr_eq(other, comm));
+        parts.push(Part::new(comm, calls.map(|(_, call)| call).collect())?);
     }
-    if joined.len() > 1 {
+    if parts.len() > 1 {
         // Kernels of one device may wait for those of another, so all are loaded before.
-        for (joined, rank, calls) in &joined {
-            prepare(joined, *rank, calls)?;
+        for part in &parts {
+            part.prepare()?;
         }
     }
-    let by_real = |joined: &Joined| joined.served().is_none();
-    let any_real = joined.iter().any(|(joined, ..)| by_real(joined));
+    let any_real = parts.iter().any(|part| part.joined.served().is_none());
     if any_real {
         // SAFETY: the function has no arguments.
         let code = unsafe { real::GroupStart() }?;
         Failure::check_real(code, "ncclGroupStart")?;
     }
     let mut first = Ok(());
-    for (joined, rank, calls) in &joined {
-        let made = match joined.served() {
-            Some(served) => by_warplink(joined, served, *rank, calls),
-            None => by_real_library(joined, calls),
+    for part in &parts {
+        let made = match part.joined.served() {
+            Some(served) => part.by_warplink(served),
+            None => by_real_library(&part.joined, &part.calls),
         };
         if first.is_ok() {
             first = made;
@@ -335,54 +330,88 @@ pub(crate) fn make(all: &[(Arc<Comm>, Call)]) -> Outcome {
     first
 }
 
-/// Has kernels of calls compiled and loaded.
-fn prepare(joined: &Joined, rank: usize, calls: &[&Call]) -> Outcome {
-    let Some(served) = joined.served() else {
-        return Ok(());
-    };
-    for call in calls {
-        if let Call::Collective(call) = call {
-            call.prepare(joined, served, rank)?;
-        }
-    }
-    Ok(())
+/// The calls of a group on one communicator.
+struct Part<'c> {
+    joined: Arc<Joined>,
+    rank: usize,
+    calls: Vec<&'c Call>,
+    /// The collectives that Warplink does, each with its output and its input.
+    placed: Vec<(&'c Collective, Memory)>,
 }
 
-fn by_warplink(joined: &Joined, served: &Served, rank: usize, calls: &[&Call]) -> Outcome {
-    let stream = |raw: u64| served.streams.find(joined.device(), raw as RawStream);
-    for call in calls {
-        let Call::Collective(call) = call else {
-            continue;
-        };
-        let started = Instant::now();
-        call.enqueue(joined, served, rank, &stream(call.stream)?)?;
-        report::note("warplink", call.name, call.bytes(), started);
-    }
-    let messages: Vec<&Sent> = calls
-        .iter()
-        .filter_map(|call| match call {
-            Call::Message(sent) => Some(sent),
-            Call::Collective(_) => None,
-        })
-        .collect();
-    if !messages.is_empty() {
-        let mut used: Vec<Stream> = Vec::new();
-        for message in &messages {
-            let stream = stream(message.stream)?;
-            if !used.iter().any(|known| known.raw() == stream.raw()) {
-                used.push(stream);
+/// An output and an input; where the rank uses only one of them, that stands for both.
+type Memory = (DeviceSlice, DeviceSlice);
+
+impl<'c> Part<'c> {
+    fn new(comm: &Comm, calls: Vec<&'c Call>) -> Outcome<Self> {
+        let (joined, rank) = (comm.usable()?, comm.rank());
+        let mut placed = Vec::new();
+        if let Some(served) = joined.served() {
+            for call in &calls {
+                if let Call::Collective(call) = call {
+                    placed.push((call, call.memory(&joined, served, rank)?));
+                }
             }
         }
-        let started = Instant::now();
-        streams::together(joined, &used, |stream| {
-            exchange(joined, served, &messages, stream)
-        })?;
-        for message in &messages {
-            report::note("warplink", message.name(), message.bytes(), started);
-        }
+        Ok(Self {
+            joined,
+            rank,
+            calls,
+            placed,
+        })
     }
-    served.watch.made();
-    Ok(())
+
+    /// Has kernels compiled and loaded.
+    fn prepare(&self) -> Outcome {
+        let Some(served) = self.joined.served() else {
+            return Ok(());
+        };
+        for (call, (output, input)) in &self.placed {
+            let of = call.call();
+            match call.op.and_then(Operator::scalar) {
+                // The input is multiplied into memory that is not there yet.
+                Some(_) => served.collectives.prepare(&of)?,
+                None => served.collectives.prepare_for(&of, output, input)?,
+            }
+        }
+        Ok(())
+    }
+
+    fn by_warplink(&self, served: &Served) -> Outcome {
+        let joined = &*self.joined;
+        let stream = |raw: u64| served.streams.find(joined.device(), raw as RawStream);
+        for (call, memory) in &self.placed {
+            let started = Instant::now();
+            call.enqueue((joined, served, self.rank), memory, &stream(call.stream)?)?;
+            report::note("warplink", call.name, call.bytes(), started);
+        }
+        let messages: Vec<&Sent> = self
+            .calls
+            .iter()
+            .filter_map(|call| match call {
+                Call::Message(sent) => Some(sent),
+                Call::Collective(_) => None,
+            })
+            .collect();
+        if !messages.is_empty() {
+            let mut used: Vec<Stream> = Vec::new();
+            for message in &messages {
+                let stream = stream(message.stream)?;
+                if !used.iter().any(|known| known.raw() == stream.raw()) {
+                    used.push(stream);
+                }
+            }
+            let started = Instant::now();
+            streams::together(joined, &used, |stream| {
+                exchange(joined, served, &messages, stream)
+            })?;
+            for message in &messages {
+                report::note("warplink", message.name(), message.bytes(), started);
+            }
+        }
+        served.watch.made();
+        Ok(())
+    }
 }
 
 /// Enqueues sends and receives. Where one launch does not do so many, the n-th ones to and from all ranks go together,
@@ -513,13 +542,7 @@ impl Collective {
         Ok(())
     }
 
-    /// The memory of the output and of the input; where the rank uses only one of them, that stands for both.
-    fn memory(
-        &self,
-        joined: &Joined,
-        served: &Served,
-        rank: usize,
-    ) -> Outcome<(DeviceSlice, DeviceSlice)> {
+    fn memory(&self, joined: &Joined, served: &Served, rank: usize) -> Outcome<Memory> {
         let (reads, writes) = self.uses(rank);
         let (input_rows, output_rows) = self.kind.rows(joined.communicator.world());
         let place = |used: bool, address: u64, rows: usize| {
@@ -535,35 +558,29 @@ impl Collective {
         })
     }
 
-    fn prepare(&self, joined: &Joined, served: &Served, rank: usize) -> Outcome {
-        let call = self.call();
-        if self.op.and_then(Operator::scalar).is_some() {
-            // The input is multiplied into memory that is not there yet.
-            return Ok(served.collectives.prepare(&call)?);
-        }
-        let (output, input) = self.memory(joined, served, rank)?;
-        Ok(served.collectives.prepare_for(&call, &output, &input)?)
-    }
-
-    fn enqueue(&self, joined: &Joined, served: &Served, rank: usize, stream: &Stream) -> Outcome {
+    fn enqueue(
+        &self,
+        (joined, served, rank): (&Joined, &Served, usize),
+        (output, input): &Memory,
+        stream: &Stream,
+    ) -> Outcome {
         self.wishes.check_served()?;
         let (_, writes) = self.uses(rank);
-        let (output, input) = self.memory(joined, served, rank)?;
         let call = self.call();
         let multiplied = match self.op.and_then(Operator::scalar) {
             None => None,
             Some(scalar) => {
-                let target = writes.then_some(&output);
-                Some(scalar.multiply((joined, served), self.dtype, &input, target, stream)?)
+                let target = writes.then_some(output);
+                Some(scalar.multiply((joined, served), self.dtype, input, target, stream)?)
             }
         };
         let input = multiplied
             .as_ref()
-            .map_or(&input, |multiplied| &multiplied.memory);
+            .map_or(input, |multiplied| &multiplied.memory);
         let output = match self.kind {
             // Where nothing is written, the same stands for both.
             _ if !writes => input,
-            _ => &output,
+            _ => output,
         };
         served.collectives.enqueue(&call, output, input, stream)?;
         if let Some(region) = multiplied.and_then(|multiplied| multiplied.region)

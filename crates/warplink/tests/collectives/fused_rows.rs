@@ -10,7 +10,7 @@ use warplink::device::{AllocationKind, DeviceSlice};
 use warplink::{Communicator, DType};
 
 /// What is awkward in a row.
-const AWKWARD: [f64; 10] = [
+pub(crate) const AWKWARD: [f64; 16] = [
     0.0,
     -0.0,
     f64::INFINITY,
@@ -21,6 +21,12 @@ const AWKWARD: [f64; 10] = [
     3e38,
     1.0,
     -1e-3,
+    1.4e-45,
+    3.4e38,
+    -3.4e38,
+    6e-8,
+    65504.0,
+    448.0,
 ];
 
 /// A description, and which outputs there are.

@@ -1,7 +1,7 @@
 //! Fused calls whose rows travel as fp8: within the documented error of `f64`, and bit for bit the same on all ranks.
 
 use crate::common::{encode, threads_with, values, world};
-use crate::fused_rows::{Made, USUAL, Wanted, fused, quantized};
+use crate::fused_rows::{AWKWARD, Made, USUAL, Wanted, fused, quantized};
 use crate::scaled::unhurried;
 use warplink::collective::{
     CollectiveOptions, Fused, FusedKind, FusedMemory, QUANTIZED_BLOCK, Quantization, Wire,
@@ -29,23 +29,6 @@ const NUMBERS: [Numbers; 4] = [
     Numbers::Spread,
     Numbers::Awkward,
     Numbers::NegativeZeros,
-];
-
-const AWKWARD: [f64; 14] = [
-    0.0,
-    -0.0,
-    f64::INFINITY,
-    f64::NEG_INFINITY,
-    f64::NAN,
-    1e-40,
-    -3e-39,
-    1.4e-45,
-    3.4e38,
-    -3.4e38,
-    6e-8,
-    65504.0,
-    448.0,
-    -1e-3,
 ];
 
 /// Elements of `dtype` in memory, and their values.

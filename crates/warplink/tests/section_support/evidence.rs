@@ -25,12 +25,6 @@ pub(crate) const RUNS: usize = 6;
 /// How many runs of a refused one: as many as are followed of a sample with the longest period, which is 12.
 const RUNS_OF_REFUSED: usize = 26;
 
-/// What is said of names that stand for nothing where they are used, and of those that are taken.
-const WRONG_NAMES: [&str; 2] = [
-    "is not an integer that is known here",
-    "already has a meaning here",
-];
-
 /// A verdict that is right.
 #[derive(Clone, Debug)]
 pub(crate) struct Shown {
@@ -202,14 +196,6 @@ impl<'a> Case<'a> {
             }),
             Kind::Malformed if self.stage.is_unsteady() => {
                 Ok("rule: accesses that depend on the epoch".to_owned())
-            }
-            // Behind a value that is read from memory, names are looked up in the lanes alone.
-            Kind::Malformed
-                if WRONG_NAMES
-                    .iter()
-                    .any(|text| diagnostic.message.contains(text)) =>
-            {
-                Ok("rule: a wrong name".to_owned())
             }
             kind => Err(format!("no rule of kernels is {kind}")),
         }

@@ -21,8 +21,7 @@ pub(super) struct Memory {
 struct Content {
     /// Elements in a packet; 0 of plain memory.
     packet: usize,
-    /// Whether what an earlier run stored is gone. It is, to whoever reads it: another rank may be in the next run
-    /// before this one is.
+    /// Whether stores of earlier runs are gone for every reader: another rank may be in the next run before this one is.
     spoilt: bool,
     /// Elements in a cell.
     length: usize,
