@@ -16,7 +16,8 @@ impl Text {
     /// Whether it calls functions of rows.
     pub(super) fn has_rows(&self) -> bool {
         let mut lines = self.kernels.iter().flatten();
-        lines.any(|line| line.contains("shifted(") || line.contains("joined("))
+        let functions = ["shifted(", "joined(", "blocked("];
+        lines.any(|line| functions.iter().any(|function| line.contains(function)))
     }
 
     /// Whether lanes read integers from memory, or rows by index.
