@@ -1,0 +1,245 @@
+//! What is enqueued for the calls of a group.
+
+use super::{Call, Collective, Sent};
+use crate::abi::RawStream;
+use crate::communicator::{Comm, Joined, RealHandle, Served};
+use crate::operators::Operator;
+use crate::status::{Failure, Outcome};
+use crate::table::real;
+use crate::{report, streams};
+use std::sync::Arc;
+use std::time::Instant;
+use warplink::collective::{MAX_MESSAGES, Message};
+use warplink::device::{DeviceSlice, Stream};
+use warplink::p2p::Direction;
+
+/// Enqueues the calls of a group. Does not wait for other ranks, but for kernels that are compiled.
+pub(crate) fn make(all: &[(Arc<Comm>, Call)]) -> Outcome {
+    let mut comms: Vec<&Arc<Comm>> = Vec::new();
+    for (comm, _) in all {
+        if !comms.iter().any(|known| Arc::ptr_eq(known, comm)) {
+            comms.push(comm);
+        }
+    }
+    let mut parts = Vec::with_capacity(comms.len());
+    for comm in comms {
+        let calls = all.iter().filter(|(other, _)| Arc::ptr_eq(other, comm));
+        parts.push(Part::new(comm, calls.map(|(_, call)| call).collect())?);
+    }
+    if parts.len() > 1 {
+        // Kernels of one device may wait for those of another, so all are loaded before.
+        for part in &parts {
+            part.prepare()?;
+        }
+    }
+    let any_real = parts.iter().any(|part| part.joined.served().is_none());
+    if any_real {
+        // SAFETY: the function has no arguments.
+        let code = unsafe { real::GroupStart() }?;
+        Failure::check_real(code, "ncclGroupStart")?;
+    }
+    let mut first = Ok(());
+    for part in &parts {
+        let made = match part.joined.served() {
+            Some(served) => part.by_warplink(served),
+            None => by_real_library(&part.joined, &part.calls),
+        };
+        if first.is_ok() {
+            first = made;
+        }
+    }
+    if any_real {
+        // SAFETY: the function has no arguments.
+        let code = unsafe { real::GroupEnd() }?;
+        first = first.and(Failure::check_real(code, "ncclGroupEnd"));
+    }
+    first
+}
+
+/// The calls of a group on one communicator.
+struct Part<'c> {
+    joined: Arc<Joined>,
+    rank: usize,
+    calls: Vec<&'c Call>,
+    /// The collectives that Warplink does, each with its output and its input.
+    placed: Vec<(&'c Collective, Memory)>,
+}
+
+/// An output and an input; where the rank uses only one of them, that stands for both.
+type Memory = (DeviceSlice, DeviceSlice);
+
+impl<'c> Part<'c> {
+    fn new(comm: &Comm, calls: Vec<&'c Call>) -> Outcome<Self> {
+        let (joined, rank) = (comm.usable()?, comm.rank());
+        let mut placed = Vec::new();
+        if let Some(served) = joined.served() {
+            for call in &calls {
+                if let Call::Collective(call) = call {
+                    placed.push((call, call.memory(&joined, served, rank)?));
+                }
+            }
+        }
+        Ok(Self {
+            joined,
+            rank,
+            calls,
+            placed,
+        })
+    }
+
+    /// Has kernels compiled and loaded.
+    fn prepare(&self) -> Outcome {
+        let Some(served) = self.joined.served() else {
+            return Ok(());
+        };
+        for (call, (output, input)) in &self.placed {
+            let of = call.call();
+            match call.op.and_then(Operator::scalar) {
+                // The input is multiplied into memory that is not there yet.
+                Some(_) => served.collectives.prepare(&of)?,
+                None => served.collectives.prepare_for(&of, output, input)?,
+            }
+        }
+        Ok(())
+    }
+
+    fn by_warplink(&self, served: &Served) -> Outcome {
+        let joined = &*self.joined;
+        let stream = |raw: u64| served.streams.find(joined.device(), raw as RawStream);
+        for (call, memory) in &self.placed {
+            let started = Instant::now();
+            call.enqueue((joined, served, self.rank), memory, &stream(call.stream)?)?;
+            report::note("warplink", call.name, call.bytes(), started);
+        }
+        let messages: Vec<&Sent> = self
+            .calls
+            .iter()
+            .filter_map(|call| match call {
+                Call::Message(sent) => Some(sent),
+                Call::Collective(_) => None,
+            })
+            .collect();
+        if !messages.is_empty() {
+            let mut used: Vec<Stream> = Vec::new();
+            for message in &messages {
+                let stream = stream(message.stream)?;
+                if !used.iter().any(|known| known.raw() == stream.raw()) {
+                    used.push(stream);
+                }
+            }
+            let started = Instant::now();
+            streams::together(joined, &used, |stream| {
+                exchange(joined, served, &messages, stream)
+            })?;
+            for message in &messages {
+                report::note("warplink", message.name(), message.bytes(), started);
+            }
+        }
+        served.watch.made();
+        Ok(())
+    }
+}
+
+/// Enqueues sends and receives. Where one launch does not do so many, the n-th ones to and from all ranks go together,
+/// so that both ends of each are in the launch of the same number.
+fn exchange(joined: &Joined, served: &Served, messages: &[&Sent], stream: &Stream) -> Outcome {
+    let ranks = joined.communicator.world();
+    let mut counts = vec![0; 2 * ranks];
+    let mut numbered = Vec::with_capacity(messages.len());
+    for message in messages {
+        let memory = joined.memory(served, message.memory, message.bytes())?;
+        let receives = usize::from(message.direction == Direction::Receive);
+        let count: &mut usize = &mut counts[2 * message.peer + receives];
+        numbered.push((*count, *message, memory));
+        *count += 1;
+    }
+    let rounds = (MAX_MESSAGES / (2 * ranks)).max(1);
+    let all = counts.iter().max().copied().unwrap_or(0);
+    for first in (0..all).step_by(rounds) {
+        let some: Vec<Message<'_>> = numbered
+            .iter()
+            .filter(|(number, ..)| (first..first + rounds).contains(number))
+            .map(|(_, message, memory)| Message {
+                peer: message.peer,
+                direction: message.direction,
+                memory,
+            })
+            .collect();
+        served.collectives.send_receive_overlapping(&some, stream)?;
+    }
+    Ok(())
+}
+
+fn by_real_library(joined: &Joined, calls: &[&Call]) -> Outcome {
+    let RealHandle(comm) = joined.real()?;
+    for call in calls {
+        let started = Instant::now();
+        // SAFETY: the arguments are the caller's, with the real library's communicator in place of ours.
+        let code = unsafe { call.by_real_library(comm) }?;
+        Failure::check_real(code, call.name())?;
+        report::note("nccl", call.name(), call.bytes(), started);
+    }
+    Ok(())
+}
+
+impl Collective {
+    fn memory(&self, joined: &Joined, served: &Served, rank: usize) -> Outcome<Memory> {
+        let (reads, writes) = self.uses(rank);
+        let (input_rows, output_rows) = self.kind.rows(joined.communicator.world());
+        let place = |used: bool, address: u64, rows: usize| {
+            used.then(|| joined.memory(served, address, rows * self.bytes()))
+                .transpose()
+        };
+        let input = place(reads, self.input, input_rows)?;
+        let output = place(writes, self.output, output_rows)?;
+        Ok(match (output, input) {
+            (Some(output), Some(input)) => (output, input),
+            (Some(used), None) | (None, Some(used)) => (used.clone(), used),
+            (None, None) => (served.nothing.clone(), served.nothing.clone()),
+        })
+    }
+
+    fn enqueue(
+        &self,
+        (joined, served, rank): (&Joined, &Served, usize),
+        (output, input): &Memory,
+        stream: &Stream,
+    ) -> Outcome {
+        self.wishes.check_served()?;
+        let (_, writes) = self.uses(rank);
+        let call = self.call();
+        let multiplied = match self.op.and_then(Operator::scalar) {
+            None => None,
+            Some(scalar) => {
+                let target = writes.then_some(output);
+                Some(scalar.multiply((joined, served), self.dtype, input, target, stream)?)
+            }
+        };
+        let input = multiplied
+            .as_ref()
+            .map_or(input, |multiplied| &multiplied.memory);
+        let output = match self.kind {
+            // Where nothing is written, the same stands for both.
+            _ if !writes => input,
+            _ => output,
+        };
+        served.collectives.enqueue(&call, output, input, stream)?;
+        if let Some(region) = multiplied.and_then(|multiplied| multiplied.region)
+            && stream.is_capturing()?
+        {
+            served.keep(region);
+        }
+        Ok(())
+    }
+}
+
+impl Joined {
+    /// `bytes` bytes at an address of the device.
+    fn memory(&self, served: &Served, address: u64, bytes: usize) -> Outcome<DeviceSlice> {
+        if bytes == 0 {
+            return Ok(served.nothing.clone());
+        }
+        // SAFETY: the caller keeps the memory of a call until its stream is done.
+        Ok(unsafe { self.device().borrow(address, bytes, Arc::new(())) }?)
+    }
+}
