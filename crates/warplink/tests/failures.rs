@@ -6,7 +6,8 @@
 mod common;
 
 use common::{
-    Ranks, Stopwatch, assert_says, barrier_that_all_have_passed, kill_self, kind, threads, world,
+    Ranks, Stopwatch, assert_says, barrier_that_all_have_passed, exit_with_survivors, kill_self,
+    kind, threads, world,
 };
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use std::net::{IpAddr, Ipv4Addr};
@@ -58,8 +59,7 @@ fn survive(victim: usize, until_dead: impl Fn(&Communicator, &dyn Fn()) -> Resul
             assert!(comm.send(&region, peer, 0, &stream).is_err());
         }
         println!("survived");
-        // A rank that leaves in order tells the others; they have enough to do with the first.
-        std::process::exit(0);
+        exit_with_survivors(&comm, victim);
     });
     for (rank, end) in ended.iter().flatten().enumerate() {
         if rank == victim {
@@ -225,7 +225,7 @@ fn a_rank_killed_in_a_barrier() {
                 "{error}"
             );
             assert!(started.elapsed() < SOON);
-            std::process::exit(0);
+            exit_with_survivors(&comm, victim);
         });
         for (rank, end) in ended.iter().flatten().enumerate() {
             assert!(

@@ -335,10 +335,23 @@ pub fn barrier_that_all_have_passed(comm: &Communicator) {
     static CALLS: AtomicUsize = AtomicUsize::new(0);
     let call = CALLS.fetch_add(1, Ordering::Relaxed);
     comm.barrier().unwrap();
+    meet(comm.rank(), 0..comm.world(), &format!("call {call}"));
+}
+
+/// Ends this process once every rank but the victim is here, for one that ends closes its connections, and
+/// who has not yet noticed the victim's loss may take this one for the lost rank.
+pub fn exit_with_survivors(comm: &Communicator, victim: usize) -> ! {
+    let survivors = (0..comm.world()).filter(|&rank| rank != victim);
+    meet(comm.rank(), survivors, "survived");
+    std::process::exit(0)
+}
+
+/// Waits, by files and not through the library, until all of `ranks` are here.
+fn meet(own: usize, ranks: impl Iterator<Item = usize>, occasion: &str) {
     let meeting = std::env::var_os(MEETING).unwrap();
-    let name = |rank: usize| format!("{call} {rank}");
-    hosts::leave(meeting.as_ref(), &name(comm.rank()), &[]);
-    for rank in 0..comm.world() {
+    let name = |rank: usize| format!("{occasion} {rank}");
+    hosts::leave(meeting.as_ref(), &name(own), &[]);
+    for rank in ranks {
         hosts::take(meeting.as_ref(), &name(rank));
     }
 }
