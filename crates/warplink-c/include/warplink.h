@@ -824,9 +824,11 @@ warplink_status warplink_read(warplink_comm comm,
                               warplink_at source,
                               warplink_stream stream);
 
-/// Has the proxy look for triggers now. `warplink_setup` started it, so this is only needed before a graph with
-/// proxied channels is launched, and for programs ported from MSCCL++. Does not block. Before the first setup, and
-/// where the proxy was stopped, it is WARPLINK_STATUS_INVALID_USAGE; where the proxy has failed, it gives that error.
+/// Launches the proxies again where `warplink_proxy_stop` stopped them, and has them look for triggers now.
+/// `warplink_setup` started them, so otherwise this is only needed before a graph with proxied channels is launched, and
+/// for programs ported from MSCCL++. Blocks while a kernel stores a trigger that it began, for a second at most. Before
+/// the first setup it is WARPLINK_STATUS_INVALID_USAGE; where the stop left requests undone, WARPLINK_STATUS_CLOSED;
+/// where a proxy has failed, it gives that error.
 warplink_status warplink_proxy_launch(warplink_comm comm);
 
 /// Stops the proxy: it does what kernels have asked for, and ends. Blocks until then. Kernels that use proxied

@@ -19,8 +19,6 @@ pub(crate) struct Setup {
     /// All channels in the device's memory, as they were when a kernel first had them. Earlier ones stay, since graphs that
     /// were recorded with them may run.
     arrays: Vec<Arc<ChannelArray>>,
-    /// Whether the proxy was stopped after these connections were made.
-    is_stopped: bool,
 }
 
 struct Declared {
@@ -162,7 +160,6 @@ pub extern "C" fn warplink_setup(comm: Comm) -> Status {
         let made = requests.len().min(setup.declared.len());
         setup.declared.drain(..made);
         setup.connections.extend(connected.all().iter().cloned());
-        setup.is_stopped = false;
         Ok(())
     })
 }
@@ -267,21 +264,18 @@ pub extern "C" fn warplink_read(
     })
 }
 
-/// Has the proxy look for triggers now. `warplink_setup` started it, so this is only needed before a graph with
-/// proxied channels is launched, and for programs ported from MSCCL++. Does not block. Before the first setup, and
-/// where the proxy was stopped, it is WARPLINK_STATUS_INVALID_USAGE; where the proxy has failed, it gives that error.
+/// Launches the proxies again where `warplink_proxy_stop` stopped them, and has them look for triggers now.
+/// `warplink_setup` started them, so otherwise this is only needed before a graph with proxied channels is launched, and
+/// for programs ported from MSCCL++. Blocks while a kernel stores a trigger that it began, for a second at most. Before
+/// the first setup it is WARPLINK_STATUS_INVALID_USAGE; where the stop left requests undone, WARPLINK_STATUS_CLOSED;
+/// where a proxy has failed, it gives that error.
 #[unsafe(no_mangle)]
 pub extern "C" fn warplink_proxy_launch(comm: Comm) -> Status {
     entry("launch the proxy", || {
         let job = comm.get()?;
         let setup = job.setup();
         let all = setup.all()?;
-        if setup.is_stopped {
-            return Err(Failure::usage(
-                "the proxy was stopped; expected connections that were made after that",
-                "connect with other tags and set up again, which starts another proxy",
-            ));
-        }
+        job.communicator.launch_proxy()?;
         for connection in all {
             connection.check()?;
             connection.wake_proxy();
@@ -298,11 +292,7 @@ pub extern "C" fn warplink_proxy_launch(comm: Comm) -> Status {
 pub extern "C" fn warplink_proxy_stop(comm: Comm) -> Status {
     entry("stop the proxy", || {
         let job = comm.get()?;
-        {
-            let mut setup = job.setup();
-            setup.all()?;
-            setup.is_stopped = true;
-        }
+        job.setup().all()?;
         Ok(job.communicator.stop_proxy(job.communicator.deadline())?)
     })
 }

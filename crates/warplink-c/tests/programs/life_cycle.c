@@ -178,7 +178,13 @@ int main(int argc, char **argv) {
 
     OK(warplink_proxy_stop(comm));
     OK(warplink_proxy_stop(comm));
-    FAILS(warplink_proxy_launch(comm), WARPLINK_STATUS_INVALID_USAGE, "the proxy was stopped");
+    /* Once more: connections work as before. */
+    OK(warplink_barrier(comm));
+    OK(warplink_proxy_launch(comm));
+    OK(warplink_barrier(comm));
+    kernels(stream, regions);
+    OK(warplink_barrier(comm));
+    OK(warplink_proxy_stop(comm));
     OK(warplink_stream_destroy(stream));
     OK(warplink_destroy(comm));
     return 0;

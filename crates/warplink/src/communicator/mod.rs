@@ -290,13 +290,26 @@ impl Communicator {
         Signals::allocate(&self.job.memory, &self.fault, count)
     }
 
-    /// Stops the proxy, which serves the proxied channels of all communicators of this rank: it completes
-    /// pending requests, until the deadline, and ends. Blocks until then. Kernels that use these channels
-    /// afterwards get the status `aborted`. Later connections start a new proxy. Closing the communicator
-    /// stops it too.
+    /// Launches the proxies again after [`stop_proxy`](Self::stop_proxy), so that kernels can use the channels that
+    /// there are. Does nothing if they run, or if no connection needs one.
     ///
     /// # Errors
-    /// [`ErrorKind::Timeout`], with the number of unsent triggers; the proxy's error.
+    /// [`ErrorKind::Closed`] if the stop left requests undone: peers would wait for their signals forever; a
+    /// proxy's error.
+    pub fn launch_proxy(&self) -> Result<()> {
+        self.job
+            .proxies
+            .launch()
+            .map_err(|error| error.with_rank(self.rank()))
+    }
+
+    /// Stops the proxies, which serve the channels of all communicators of this rank by copy engine and network: they
+    /// complete pending requests, until the deadline, and end. Blocks until then. Kernels that use these channels
+    /// afterwards get the status `aborted`, until [`launch_proxy`](Self::launch_proxy) or a later connection of
+    /// the same kind launches the proxy again. Closing the communicator stops them too.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Timeout`], with the number of unsent triggers; a proxy's error.
     pub fn stop_proxy(&self, deadline: Deadline) -> Result<()> {
         self.job
             .proxies

@@ -1,20 +1,23 @@
-//! The proxy of a rank, shared by its communicators.
+//! The proxies of a rank, shared by its communicators.
 
 use crate::bootstrap::Bootstrap;
-use crate::channel::proxy::Proxy;
+use crate::channel::proxy::{Carried, Proxy};
 use crate::channel::{ProxyConfig, ProxySource};
 use crate::deadline::Deadline;
 use crate::device::Device;
-use crate::error::Result;
+use crate::error::{Error, ErrorKind, Result};
 use crate::sync::lock;
+use std::collections::BTreeMap;
 use std::fmt;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, Weak};
 
-/// Starts the proxy on first use, and stops it.
+/// Starts each proxy on first use, stops them, and launches them again.
 pub(super) struct Proxies {
-    running: Arc<Mutex<Option<Arc<Proxy>>>>,
+    started: Arc<Mutex<Started>>,
     source: ProxySource,
 }
+
+type Started = BTreeMap<Carried, Arc<Proxy>>;
 
 impl Proxies {
     pub(super) fn new(
@@ -22,44 +25,71 @@ impl Proxies {
         bootstrap: &Arc<Bootstrap>,
         config: ProxyConfig,
     ) -> Self {
-        let running = Arc::<Mutex<Option<Arc<Proxy>>>>::default();
-        let (kept, device, joined) = (running.clone(), device.clone(), Arc::downgrade(bootstrap));
-        let source = ProxySource(Arc::new(move || {
-            let mut running = lock(&kept);
-            if let Some(proxy) = running.as_ref().filter(|proxy| !proxy.is_stopping()) {
-                return Ok(proxy.clone());
+        let started = Arc::<Mutex<Started>>::default();
+        let (kept, device, joined) = (started.clone(), device.clone(), Arc::downgrade(bootstrap));
+        let source = ProxySource(Arc::new(move |carried| {
+            // Held while starting, so that each proxy is started once.
+            let mut started = lock(&kept);
+            if let Some(proxy) = started.get(&carried) {
+                match proxy.launch() {
+                    Ok(()) => return Ok(proxy.clone()),
+                    // It lost requests, so its connections cannot be used any more; new ones can, with another proxy.
+                    Err(error) if error.kind() == ErrorKind::Closed => {}
+                    Err(error) => return Err(error),
+                }
             }
-            let (faulted, left) = (device.clone(), joined.clone());
-            let proxy = Proxy::start(
-                &device,
-                config,
-                // Peers may wait for requests that it did not send, so this rank has failed.
-                Box::new(move |error| {
-                    if let Some(bootstrap) = left.upgrade() {
-                        bootstrap.abort(&format!("its proxy failed: {error}"));
-                    }
-                    faulted.fault().raise(error.clone());
-                }),
-            )?;
-            Ok(running.insert(proxy).clone())
+            let on_failure = end_the_job(&device, &joined);
+            let proxy = Proxy::start(&device, config, Box::new(on_failure))?;
+            started.insert(carried, proxy.clone());
+            Ok(proxy)
         }));
-        Self { running, source }
+        Self { started, source }
     }
 
-    /// Accessor for users of the proxy.
+    /// Accessor for users of the proxies.
     pub(super) fn source(&self) -> ProxySource {
         self.source.clone()
     }
 
-    /// Stops the proxy, if running.
+    /// Launches the proxies that were stopped.
+    pub(super) fn launch(&self) -> Result<()> {
+        let started = lock(&self.started);
+        started.values().try_for_each(|proxy| proxy.launch())
+    }
+
+    /// Stops the proxies, all by the same deadline, and gives the first error.
     pub(super) fn stop(&self, deadline: Deadline) -> Result<()> {
-        let proxy = lock(&self.running).take();
-        proxy.map_or(Ok(()), |proxy| proxy.stop(deadline))
+        let started: Vec<_> = lock(&self.started).values().cloned().collect();
+        started.iter().for_each(|proxy| proxy.begin_stop(deadline));
+        let stopped = started.iter().map(|proxy| proxy.stop(deadline));
+        stopped.fold(Ok(()), Result::and)
+    }
+
+    /// As [`stop`](Self::stop), for good.
+    pub(super) fn close(&self, deadline: Deadline) -> Result<()> {
+        let stopped = self.stop(deadline);
+        let started = std::mem::take(&mut *lock(&self.started));
+        started.values().for_each(|proxy| proxy.release());
+        stopped
+    }
+}
+
+/// Ends the job when a proxy fails: peers may wait for requests that it did not send.
+fn end_the_job(
+    device: &Arc<dyn Device>,
+    joined: &Weak<Bootstrap>,
+) -> impl Fn(&Error) + Send + Sync + 'static {
+    let (device, joined) = (device.clone(), joined.clone());
+    move |error| {
+        if let Some(bootstrap) = joined.upgrade() {
+            bootstrap.abort(&format!("its proxy failed: {error}"));
+        }
+        device.fault().raise(error.clone());
     }
 }
 
 impl fmt::Debug for Proxies {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_tuple("Proxies").field(&self.running).finish()
+        f.debug_tuple("Proxies").field(&self.started).finish()
     }
 }

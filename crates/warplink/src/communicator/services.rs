@@ -152,7 +152,7 @@ impl JobServices {
                 ));
         }
         // Complete kernels' requests before leaving the peers; proceed even if that fails.
-        let stopped = self.proxies.stop(self.deadline());
+        let stopped = self.proxies.close(self.deadline());
         self.memory.release_idle();
         let deadline = self.deadline();
         self.networks.leave();

@@ -3,6 +3,7 @@
 
 use super::common::{assert_says, has_network, kind, processes, waiting_streams, world};
 use super::kernels::{Fixture, contents};
+use super::proxied::await_proxies;
 use std::time::{Duration, Instant};
 use warplink::bootstrap::Wait;
 use warplink::channel::{ConnectionRequest, Transport};
@@ -279,6 +280,33 @@ pub(super) fn wrong_writes(comm: &Communicator) {
     assert_eq!((error.kind(), error.peer()), (ErrorKind::Closed, peer));
     assert_says(&error, &["the proxy was stopped"]);
     fixture.finish();
+}
+
+#[test]
+fn copies_and_each_network_have_a_proxy() {
+    with_network(|comm| {
+        let fixture = Fixture::new(comm);
+        let peer = 1 - comm.rank();
+        let region = || comm.alloc(2 * 64).unwrap();
+        let requests = [
+            ConnectionRequest::new(peer, 0, &region()).with_transport(Transport::Proxied),
+            ConnectionRequest::new(peer, 0, &region()).with_transport(Transport::Network),
+            ConnectionRequest::new(peer, 0, &region()).with_network_devices(network_devices()),
+        ];
+        let connections = requests.map(|request| comm.connect(&[request]).unwrap());
+        await_proxies(3);
+        for _ in 0..2 {
+            for connections in &connections {
+                fixture.ping_pong(connections, 64, 3);
+                fixture.finish();
+            }
+            comm.barrier().unwrap();
+            comm.stop_proxy(comm.deadline()).unwrap();
+            await_proxies(0);
+            comm.launch_proxy().unwrap();
+            comm.barrier().unwrap();
+        }
+    });
 }
 
 /// A stream that failed before it came to a copy waits for nothing, and holds nothing up.

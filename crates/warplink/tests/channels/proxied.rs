@@ -129,6 +129,9 @@ fn kernels_that_use_a_stopped_proxy_end() {
         if let Err(error) = stopped {
             assert_eq!(error.kind(), ErrorKind::Timeout);
             assert_says(&error, &["triggers were not sent", "stop the proxy"]);
+            let error = comm.launch_proxy().unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::Closed);
+            assert_says(&error, &["before it had sent everything", "connect again"]);
         }
         // On GPUs the kernel ends with a status, on the host device it fails.
         match comm.synchronize(&fixture.stream) {
@@ -139,18 +142,76 @@ fn kernels_that_use_a_stopped_proxy_end() {
     });
 }
 
-/// The number of threads of this process that are called so.
-fn threads_called(name: &str) -> usize {
-    let tasks = std::fs::read_dir("/proc/self/task").unwrap();
-    let names =
-        tasks.filter_map(|task| std::fs::read_to_string(task.ok()?.path().join("comm")).ok());
-    names.filter(|found| found.trim() == name).count()
+#[test]
+fn a_proxy_that_was_stopped_can_be_launched_again() {
+    threads_with(world(2), small, |comm| {
+        comm.launch_proxy().unwrap();
+        let fixture = Fixture::new(comm);
+        let connections = fixture.connect(Transport::Proxied, 1, 2 * 64);
+        let connection = &connections.all()[0];
+        let signalled = || {
+            let mut count = [0; 8];
+            let word = connection.inbound().as_slice();
+            comm.device().download(word, &mut count).unwrap();
+            u64::from_ne_bytes(count)
+        };
+        for _ in 0..3 {
+            fixture.ping_pong(&connections, 64, 5);
+            fixture.finish();
+            comm.barrier().unwrap();
+            comm.stop_proxy(comm.deadline()).unwrap();
+            comm.barrier().unwrap();
+            let before = signalled();
+            // Signals that are refused meanwhile are not sent later.
+            let refused = Fixture::new(comm);
+            let arguments = [connection.channel(), Argument::U32(3)];
+            refused.launch("many_signals", 1, &arguments).unwrap();
+            match comm.synchronize(&refused.stream) {
+                Ok(()) => assert_eq!(refused.outcome.read(), [0, 1]),
+                Err(error) => assert_says(&error, &["the proxy was stopped"]),
+            }
+            comm.launch_proxy().unwrap();
+            comm.barrier().unwrap();
+            std::thread::sleep(Duration::from_millis(20));
+            assert_eq!(signalled(), before);
+            comm.barrier().unwrap();
+        }
+        // So does a later connection.
+        comm.stop_proxy(comm.deadline()).unwrap();
+        let later = fixture.connect(Transport::Proxied, 1, 2 * 64);
+        for connections in [&later, &connections] {
+            fixture.ping_pong(connections, 64, 5);
+            fixture.finish();
+        }
+    });
+}
+
+/// Waits until this process has so many proxies: a thread takes its name after it was started, and may end after who
+/// stopped it goes on.
+pub(super) fn await_proxies(expected: usize) {
+    let count = || {
+        let tasks = std::fs::read_dir("/proc/self/task").unwrap();
+        let names =
+            tasks.filter_map(|task| std::fs::read_to_string(task.ok()?.path().join("comm")).ok());
+        names
+            .filter(|found| found.trim() == "warplink-proxy")
+            .count()
+    };
+    let until = Instant::now() + Duration::from_secs(5);
+    while count() != expected {
+        assert!(
+            Instant::now() < until,
+            "{} proxies, not {expected}",
+            count()
+        );
+        std::thread::sleep(Duration::from_millis(5));
+    }
 }
 
 #[test]
 fn all_communicators_of_a_rank_share_one_proxy() {
     processes(world(2), |comm| {
-        assert_eq!(threads_called("warplink-proxy"), 0);
+        await_proxies(0);
         let groups = [comm.subgroup(&[0, 1]).unwrap(), comm.split(0, 0).unwrap()];
         let rigs = [
             Fixture::new(comm),
@@ -165,13 +226,9 @@ fn all_communicators_of_a_rank_share_one_proxy() {
             fixture.launch("signal_and_wait", 1, &[channel]).unwrap();
         }
         rigs.iter().for_each(Fixture::finish);
-        assert_eq!(threads_called("warplink-proxy"), 1);
+        await_proxies(1);
         comm.stop_proxy(comm.deadline()).unwrap();
-        let until = Instant::now() + Duration::from_secs(5);
-        while threads_called("warplink-proxy") > 0 {
-            assert!(Instant::now() < until, "the thread has not ended");
-            std::thread::sleep(Duration::from_millis(5));
-        }
+        await_proxies(0);
         comm.barrier().unwrap();
     });
 }

@@ -5,7 +5,7 @@ mod offer;
 mod regions;
 
 use super::connection::{Connection, Connections};
-use super::proxy::Proxy;
+use super::proxy::{Carried, Proxy};
 use super::request::{ConnectionRequest, Transport};
 use super::tables::TablePool;
 use crate::bootstrap::Group;
@@ -30,9 +30,11 @@ pub struct ConnectionExchange {
     networks: Arc<Networks>,
 }
 
-/// Gives the rank's proxy, which it starts where there is none.
+/// Gives the rank's proxy for a kind of connection, which it starts if none runs.
 #[derive(Clone)]
-pub(crate) struct ProxySource(pub(crate) Arc<dyn Fn() -> Result<Arc<Proxy>> + Send + Sync>);
+pub(crate) struct ProxySource(pub(crate) Arc<StartProxy>);
+
+type StartProxy = dyn Fn(Carried) -> Result<Arc<Proxy>> + Send + Sync;
 
 impl std::fmt::Debug for ProxySource {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {

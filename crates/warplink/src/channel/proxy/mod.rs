@@ -8,7 +8,7 @@
 //!    is waited for.
 //! 3. The proxy reads each trigger once, also when it slept: it looks at the ring itself, again and again.
 //! 4. It stops when it is asked to: it does what is in the ring, until the deadline, and says how many
-//!    triggers it did not.
+//!    triggers it did not. If that is none, it can be launched again, with the connections that it had.
 //! 5. A stream may have it copy as well, over a network, and waits for that ([`StreamCopy`]). What was not copied
 //!    when it stops fails the streams of the communicator.
 //! 6. When it fails, kernels that wait are let go, and the job ends with its error.
@@ -25,7 +25,7 @@ pub(crate) use stream_copy::StreamCopy;
 use crate::deadline::Deadline;
 use crate::device::channel::ProxyEnd;
 use crate::device::channel::trigger::MAX_CONNECTIONS;
-use crate::device::{Device, Fifo, FifoReader};
+use crate::device::{Device, Fault, Fifo, FifoReader};
 use crate::error::{Error, ErrorKind, Result};
 use crate::sync::lock;
 use std::any::Any;
@@ -64,15 +64,35 @@ impl Default for ProxyConfig {
     }
 }
 
+/// The connections that share a proxy: those by the device's copy engine, and those over each network, so that a slow
+/// network holds up neither copies nor another network.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Carried {
+    Copies,
+    /// Over the network by these devices, or by those that its library chooses.
+    Network(Option<String>),
+}
+
 /// Called once with the error when the proxy fails.
 pub(crate) type OnFailure = Box<dyn Fn(&Error) + Send + Sync>;
 
-/// A rank's proxy: its FIFO, its routes, and the thread.
+/// A proxy of a rank: its FIFO, its routes, and the thread.
 pub(crate) struct Proxy {
     shared: Arc<Shared>,
     fifo: Arc<Fifo>,
-    thread: Thread,
-    ended: Mutex<Option<Receiver<Drained>>>,
+    config: ProxyConfig,
+    /// The CPUs near the device, and the device's fault.
+    cpus: Vec<usize>,
+    fault: Arc<Fault>,
+    run: Mutex<Run>,
+}
+
+/// Whether the thread runs.
+enum Run {
+    /// It sends what was left when it ends.
+    Running(Thread, Receiver<Drained>),
+    /// The reader is there where nothing was left undone, so that the thread can be started again.
+    Stopped(Option<FifoReader>),
 }
 
 /// What the thread shares with the rest.
@@ -95,7 +115,7 @@ struct State {
     copies: Vec<Requested>,
     /// Until when to do what is in the ring, once it is to stop.
     stopping: Option<Deadline>,
-    /// Whether the thread does nothing any more.
+    /// Whether no thread runs.
     ended: bool,
 }
 
@@ -106,6 +126,7 @@ struct Drained {
     uncopied: usize,
     /// That what was sent did not end in time.
     unfinished: Option<Error>,
+    reader: FifoReader,
 }
 
 impl Proxy {
@@ -132,24 +153,63 @@ impl Proxy {
             on_failure,
             woken: AtomicBool::new(false),
         });
-        let (told, ended) = mpsc::channel();
-        let fault = device.fault().clone();
-        let worker = Worker::new(shared.clone(), fault, fifo.clone(), reader, config);
-        let cpus = device.local_cpus();
+        let proxy = Self {
+            shared,
+            fifo,
+            config,
+            cpus: device.local_cpus(),
+            fault: device.fault().clone(),
+            run: Mutex::new(Run::Stopped(None)),
+        };
+        let running = proxy.spawn(reader)?;
+        *lock(&proxy.run) = running;
+        Ok(Arc::new(proxy))
+    }
+
+    fn spawn(&self, reader: FifoReader) -> Result<Run> {
+        let (shared, fault, fifo) = (self.shared.clone(), self.fault.clone(), self.fifo.clone());
+        let worker = Worker::new(shared, fault, fifo, reader, self.config);
+        let (sender, ended) = mpsc::channel();
+        let cpus = self.cpus.clone();
         let thread = std::thread::Builder::new()
             .name("warplink-proxy".to_owned())
             .spawn(move || {
                 pin::pin(&cpus);
-                // Nobody listens where the proxy was dropped.
-                let _ = told.send(worker.run());
+                // Fails if the proxy was dropped, which nobody waits for.
+                let _ = sender.send(worker.run());
             })
             .map_err(|error| Error::io("start the proxy", &error))?;
-        Ok(Arc::new(Self {
-            shared,
-            fifo,
-            thread: thread.thread().clone(),
-            ended: Mutex::new(Some(ended)),
-        }))
+        Ok(Run::Running(thread.thread().clone(), ended))
+    }
+
+    /// Starts the thread again after a stop that left nothing undone, with the connections that there are. Their
+    /// kernels must not call it meanwhile. Does nothing if it runs.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Closed`] if requests were lost when it stopped, since peers then wait for signals that were never
+    /// sent, or if it is being stopped; its failure.
+    pub(crate) fn launch(&self) -> Result<()> {
+        self.check()?;
+        let mut run = lock(&self.run);
+        let Run::Stopped(reader) = &mut *run else {
+            return Ok(());
+        };
+        let mut reader = reader.take().ok_or_else(|| {
+            let text = "the proxy was stopped before it had sent everything";
+            Error::new(ErrorKind::Closed, text)
+                .with_operation("launch the proxy")
+                .with_help("connect again with other tags, which starts another proxy")
+        })?;
+        let resumed = reader.discard(Deadline::after(GRACE));
+        if let Err(error) = resumed.and_then(|()| self.fifo.resume()) {
+            *run = Run::Stopped(Some(reader));
+            return Err(error.with_operation("launch the proxy"));
+        }
+        let mut state = lock(&self.shared.state);
+        (state.stopping, state.ended) = (None, false);
+        drop(state);
+        *run = self.spawn(reader)?;
+        Ok(())
     }
 
     /// Takes on a connection. What its channel is to have.
@@ -186,9 +246,11 @@ impl Proxy {
     pub(crate) fn retire(&self, connection: u32, held: Box<dyn Any + Send>) {
         let mut state = lock(&self.shared.state);
         if state.ended {
+            let route = state.routes.get_mut(connection as usize);
+            let route = route.and_then(Option::take);
             // Not under the lock: what is let go of may lead back here.
             drop(state);
-            return drop(held);
+            return drop((route, held));
         }
         state.retiring.push((connection, held));
         drop(state);
@@ -215,7 +277,9 @@ impl Proxy {
     pub(crate) fn wake(&self) {
         // Before the thread goes on, so that it finds this.
         self.shared.woken.store(true, Ordering::Release);
-        self.thread.unpark();
+        if let Run::Running(thread, _) = &*lock(&self.run) {
+            thread.unpark();
+        }
     }
 
     /// Fails with what it failed with.
@@ -226,9 +290,23 @@ impl Proxy {
             .map_or(Ok(()), |error| Err(error.clone()))
     }
 
-    /// Whether it is stopped, or about to be.
-    pub(crate) fn is_stopping(&self) -> bool {
-        lock(&self.shared.state).stopping.is_some()
+    /// Has it end when it has done what is in the ring, or at `deadline`. Does not block.
+    pub(crate) fn begin_stop(&self, deadline: Deadline) {
+        lock(&self.shared.state).stopping.get_or_insert(deadline);
+        self.wake();
+    }
+
+    /// Drops what connections of a stopped proxy hold. It cannot be launched again.
+    pub(crate) fn release(&self) {
+        let reader = match &mut *lock(&self.run) {
+            Run::Running(..) => return,
+            Run::Stopped(reader) => reader.take(),
+        };
+        let mut state = lock(&self.shared.state);
+        let routes = std::mem::take(&mut state.routes);
+        // Not under the lock: what is let go of may lead back here.
+        drop(state);
+        drop((reader, routes));
     }
 
     /// Has it do what is in the ring, until `deadline`, and end. Blocks until then. Kernels that wait for
@@ -238,20 +316,29 @@ impl Proxy {
     /// [`ErrorKind::Timeout`], with the number of triggers that were not sent, or where what was sent did
     /// not end; what it failed with.
     pub(crate) fn stop(&self, deadline: Deadline) -> Result<()> {
-        lock(&self.shared.state).stopping.get_or_insert(deadline);
-        self.wake();
-        let Some(ended) = lock(&self.ended).take() else {
-            return self.check();
+        self.begin_stop(deadline);
+        let run = std::mem::replace(&mut *lock(&self.run), Run::Stopped(None));
+        let ended = match run {
+            Run::Running(_, ended) => ended,
+            Run::Stopped(_) => {
+                *lock(&self.run) = run;
+                return self.check();
+            }
         };
         let drained = ended.recv_timeout(deadline.remaining() + GRACE);
         self.check()?;
         let failed = |error: Error| Err(error.with_operation("stop the proxy"));
         match drained {
+            Ok(drained) if drained.is_complete() => {
+                *lock(&self.run) = Run::Stopped(Some(drained.reader));
+                Ok(())
+            }
             Ok(Drained {
+                unfinished: Some(error),
                 unsent: 0,
                 uncopied: 0,
-                unfinished,
-            }) => unfinished.map_or(Ok(()), failed),
+                ..
+            }) => failed(error),
             Ok(Drained {
                 unsent, uncopied, ..
             }) => {
@@ -277,12 +364,17 @@ impl Proxy {
     }
 }
 
+impl Drained {
+    /// Whether all requests were done.
+    fn is_complete(&self) -> bool {
+        (self.unsent, self.uncopied) == (0, 0) && self.unfinished.is_none()
+    }
+}
+
 impl Drop for Proxy {
     /// The thread ends by itself, without doing what is left.
     fn drop(&mut self) {
-        let now = Deadline::after(Duration::ZERO);
-        lock(&self.shared.state).stopping.get_or_insert(now);
-        self.wake();
+        self.begin_stop(Deadline::after(Duration::ZERO));
     }
 }
 

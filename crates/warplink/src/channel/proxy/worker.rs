@@ -83,9 +83,10 @@ impl Worker {
             // A second error cannot be set, and only the first matters.
             let _ = self.shared.failure.set(error.clone());
         }
+        let shared = self.shared.clone();
         let drained = self.end(result.unwrap_or(Deadline::after(Duration::ZERO)));
-        if let Some(error) = self.shared.failure.get() {
-            (self.shared.on_failure)(error);
+        if let Some(error) = shared.failure.get() {
+            (shared.on_failure)(error);
         }
         drained
     }
@@ -391,7 +392,7 @@ impl Worker {
     }
 
     /// Waits for what was sent, and lets go of kernels that wait.
-    fn end(&mut self, deadline: Deadline) -> Drained {
+    fn end(mut self, deadline: Deadline) -> Drained {
         while self.set_words().is_ok() && !self.unset.is_empty() && !deadline.passed() {
             std::thread::yield_now();
         }
@@ -414,18 +415,30 @@ impl Worker {
             tracing::warn!(%error, "kernels were not told that the proxy has stopped");
         }
         let unread = self.reader.unread().unwrap_or(0);
-        let mut state = lock(&self.shared.state);
-        state.ended = true;
-        let gone = (
-            std::mem::take(&mut state.routes),
-            std::mem::take(&mut state.retiring),
-        );
-        drop(state);
-        drop(gone);
-        Drained {
+        let drained = Drained {
             unsent: unread + self.skipped,
             uncopied,
             unfinished,
-        }
+            reader: self.reader,
+        };
+        let mut state = lock(&self.shared.state);
+        state.ended = true;
+        let retiring = std::mem::take(&mut state.retiring);
+        let gone: Vec<_> = if drained.is_complete() && self.shared.failure.get().is_none() {
+            // The others are served again if the proxy is launched again.
+            let retired = retiring.iter();
+            retired
+                .filter_map(|(connection, _)| state.routes.get_mut(*connection as usize)?.take())
+                .collect()
+        } else {
+            std::mem::take(&mut state.routes)
+                .into_iter()
+                .flatten()
+                .collect()
+        };
+        // Not under the lock: what is let go of may lead back here.
+        drop(state);
+        drop((gone, retiring));
+        drained
     }
 }

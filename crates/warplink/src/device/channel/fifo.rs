@@ -15,6 +15,7 @@
 
 use super::listener::Listener;
 use super::trigger::LAP;
+use crate::deadline::Deadline;
 use crate::device::DeviceSlice;
 use crate::error::{Error, ErrorKind, Result};
 use crate::sync::{AtomicU64, Ordering, fence};
@@ -41,8 +42,8 @@ pub(crate) trait FifoMemory: Send + Sync + fmt::Debug {
     /// Number of positions claimed so far.
     fn claimed(&self) -> Result<u64>;
 
-    /// Sets the stop flag that kernels check after a claim, which is not one of the words above.
-    fn stop_kernels(&self) -> Result<()> {
+    /// Sets or clears the stop flag that kernels check after a claim, which is not one of the words above.
+    fn set_kernels_stopped(&self, _stopped: bool) -> Result<()> {
         Ok(())
     }
 
@@ -169,10 +170,21 @@ impl Fifo {
     /// Errors of the device, whose kernels may then not have been notified.
     pub(crate) fn stop(&self) -> Result<()> {
         self.memory.store(self.words_of_ring() + 1, 1);
-        let told = self.memory.stop_kernels();
+        let told = self.memory.set_kernels_stopped(true);
         // Orders the stop flag before the count of claims that the caller reads next (guarantee 5).
         fence(Ordering::SeqCst);
         told
+    }
+
+    /// Accepts triggers again after a stop, once the reader has [discarded](FifoReader::discard) those that it did not
+    /// read.
+    ///
+    /// # Errors
+    /// Errors of the device; the FIFO then stays stopped for kernels.
+    pub(crate) fn resume(&self) -> Result<()> {
+        self.memory.set_kernels_stopped(false)?;
+        self.memory.store(self.words_of_ring() + 1, 0);
+        Ok(())
     }
 
     /// Whether the FIFO was stopped.
@@ -226,6 +238,22 @@ impl FifoReader {
     /// Number of triggers that were claimed but not read.
     pub(crate) fn unread(&self) -> Result<u64> {
         Ok(self.fifo.memory.claimed()?.saturating_sub(self.position))
+    }
+
+    /// Drops the triggers that were claimed after a stop, whose `push` has failed.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Timeout`] if a producer does not store a trigger that it claimed, or goes on claiming.
+    pub(crate) fn discard(&mut self, deadline: Deadline) -> Result<()> {
+        while self.unread()? > 0 {
+            if self.pop().is_none() {
+                if deadline.passed() {
+                    return Err(deadline.expired("a trigger that a kernel began to store"));
+                }
+                std::thread::yield_now();
+            }
+        }
+        Ok(())
     }
 
     fn peek(&self) -> Option<[u64; 2]> {

@@ -90,10 +90,14 @@ impl Networks {
         })
     }
 
+    /// The devices of a connection that asks for `devices`, or for the configured ones.
+    pub(crate) fn devices<'a>(&'a self, devices: Option<&'a str>) -> Option<&'a str> {
+        devices.or(self.options.devices.as_deref())
+    }
+
     /// The network over `devices`, or over the configured ones.
     fn get(&self, devices: Option<&str>) -> Result<Arc<dyn Network>> {
-        let devices = devices.or(self.options.devices.as_deref());
-        let devices = devices.map(str::to_owned);
+        let devices = self.devices(devices).map(str::to_owned);
         // Held while opening, so that each network is opened once.
         let mut opened = lock(&self.opened);
         if let Some(network) = opened.get(&devices) {

@@ -91,10 +91,14 @@ impl FifoMemory for CudaFifoMemory {
         Ok(u64::from_ne_bytes(bytes))
     }
 
-    fn stop_kernels(&self) -> Result<()> {
-        let stopped = self.counters.address() + STOPPED;
+    fn set_kernels_stopped(&self, stopped: bool) -> Result<()> {
+        let address = self.counters.address() + STOPPED;
         // SAFETY: the word lies in the slice, which is live device memory. Kernels load it as a whole.
-        unsafe { self.gpu.staging.upload(stopped, &1_u64.to_ne_bytes()) }
+        unsafe {
+            self.gpu
+                .staging
+                .upload(address, &u64::from(stopped).to_ne_bytes())
+        }
     }
 
     fn addresses(&self) -> FifoAddresses {
