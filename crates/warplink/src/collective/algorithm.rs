@@ -59,6 +59,14 @@ impl Algorithm {
         }
     }
 
+    /// Number of parts of a call's data; a row of packets holds one.
+    pub(super) const fn parts(self, world: usize) -> usize {
+        match self {
+            Self::TwoShot => world,
+            _ => 1,
+        }
+    }
+
     /// Rows of its scratch: for each launch, or for each lane if it goes by chunks.
     pub(super) fn rows(self, kind: CollectiveKind, world: usize, chunks: usize) -> usize {
         // One for each rank that sends to a rank.

@@ -227,15 +227,15 @@ impl Machine {
         if (algorithm == Algorithm::Cube) != self.cube.is_some() {
             return false;
         }
-        let rows = algorithm.rows(call.kind, self.world, 1);
         // Packets must fit completely; chunks handle any length.
-        match algorithm {
-            Algorithm::OneShot | Algorithm::Cube => {
-                self.packet_room(call, rows) >= part(call.count, 1)
+        match algorithm.room() {
+            WorkspacePart::Packets => {
+                let rows = algorithm.rows(call.kind, self.world, 1);
+                let parts = algorithm.parts(self.world);
+                self.packet_room(call, rows) >= part(call.count, parts)
             }
-            Algorithm::TwoShot => self.packet_room(call, rows) >= part(call.count, self.world),
-            Algorithm::Chunks | Algorithm::Direct => true,
-            Algorithm::CopyEngine => false,
+            WorkspacePart::Plain => true,
+            WorkspacePart::Nothing => false,
         }
     }
 
@@ -302,10 +302,7 @@ impl Machine {
     }
 
     fn packets(&self, algorithm: Algorithm, call: &Call) -> Choice {
-        let bytes = match algorithm {
-            Algorithm::TwoShot => call.bytes() / self.world,
-            _ => call.bytes(),
-        };
+        let bytes = call.bytes() / algorithm.parts(self.world);
         // Threads before lanes: a packet for each thread of one lane, then more lanes.
         let least = (self.kernels.packet_threads as usize).clamp(THREADS[0], MAX_THREADS);
         let wanted = bytes.div_ceil(least * PACKET_BYTES);
