@@ -42,7 +42,7 @@ pub(crate) fn run(block: &Block<'_>, body: impl FnOnce() -> i32) -> warplink::Re
         .with_help("return the status of the call that failed"))
 }
 
-/// What `body` gives for the block that runs on this thread.
+/// Calls `body` with the block that runs on this thread.
 pub(crate) fn running<R>(body: impl FnOnce(&Block<'_>) -> Outcome<R>) -> Outcome<R> {
     let block = RUNNING.get().ok_or_else(|| {
         Failure::usage(

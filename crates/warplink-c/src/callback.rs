@@ -22,7 +22,7 @@ pub(crate) enum Callback {
 }
 
 impl Callback {
-    /// What messages call it.
+    /// Its name in messages.
     pub(crate) fn name(self) -> &'static str {
         match self {
             Self::Body => "the body of a host kernel",

@@ -11,7 +11,7 @@ use std::sync::Arc;
 use warplink::channel::{Connection, ConnectionRequest, Transport};
 use warplink::device::{ChannelArray, ChannelHandle};
 
-/// What a rank declared, and what was set up of it, in the order of the declarations.
+/// Connections that a rank declared, and those set up, in the order of the declarations.
 #[derive(Default)]
 pub(crate) struct Setup {
     declared: Vec<Declared>,

@@ -92,7 +92,7 @@ pub struct CollectiveCall {
     /// and gather have one for each rank in the output, reduce-scatter and scatter in the input, and all-to-all in
     /// both.
     pub count: u64,
-    /// What inputs are multiplied by before they are summed, for `WARPLINK_REDUCE_OP_SCALED_SUM`; not read for others. In
+    /// Factor of inputs before they are summed, for `WARPLINK_REDUCE_OP_SCALED_SUM`; not read for others. In
     /// single precision, but for 64 bits.
     pub factor: f64,
 }
@@ -314,7 +314,7 @@ pub unsafe extern "C" fn warplink_collectives_choice(
     })
 }
 
-/// What does `warplink_send_receive` and `warplink_all_to_all_v`: "direct" or "engine"; null where they do not reach
+/// Path of `warplink_send_receive` and `warplink_all_to_all_v`: "direct" or "engine"; null where they do not reach
 /// the other ranks. The text is never freed. Does not block.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warplink_collectives_message_path(

@@ -53,7 +53,7 @@ pub(crate) struct ExpertsObject {
     options: collective::ExpertOptions,
 }
 
-/// What a `Dispatched` points to.
+/// The object that a `Dispatched` points to.
 struct Rows {
     rows: DeviceSlice,
     experts: DeviceSlice,

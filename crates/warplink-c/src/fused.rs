@@ -35,7 +35,7 @@ pub struct FusedCall {
     pub wire: i32,
     /// Not 0 where 1 is added to the weight.
     pub weight_bias: i32,
-    /// What is added to the mean of squares, or to the variance; not negative.
+    /// Added to the mean of squares, or to the variance; not negative.
     pub eps: f32,
     /// How many rows, those of all ranks.
     pub tokens: u64,

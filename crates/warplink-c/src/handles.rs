@@ -58,7 +58,7 @@ pub struct Kernel {
     pub(crate) id: u64,
 }
 
-/// What does the collectives of all ranks. Zero is none.
+/// Collectives of all ranks. Zero is none.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct Collectives {
@@ -98,7 +98,7 @@ static BOUND_CALLS: Table<BoundCallObject> = Table::new("bound call", 9);
 
 /// A number that C holds, of one kind of object.
 pub(crate) trait Handle: Copy {
-    /// What it stands for.
+    /// Type of the object that a handle refers to.
     type Object: 'static;
 
     /// The number of an object that was made just now.

@@ -47,7 +47,7 @@ pub(crate) struct JobObject {
 }
 
 impl JobObject {
-    /// What was declared and connected. A panic under the lock leaves both whole.
+    /// Declared and connected channels. A panic under the lock leaves both consistent.
     pub(crate) fn setup(&self) -> MutexGuard<'_, Setup> {
         self.setup.lock().unwrap_or_else(PoisonError::into_inner)
     }

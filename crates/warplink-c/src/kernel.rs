@@ -31,7 +31,7 @@ pub struct HostKernel {
     pub user: *mut c_void,
 }
 
-/// What a module is made of: CUDA C++ or machine code for GPUs, bodies for the host device, or both. Set what is
+/// Contents of a module: CUDA C++ or machine code for GPUs, bodies for the host device, or both. Set what is
 /// not there to zero.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
@@ -79,7 +79,7 @@ pub struct Argument {
     value: u64,
 }
 
-/// What the numbers in `Argument::kind` mean. 0 is none of them, so that a zeroed argument is an error.
+/// Values of `Argument::kind`. 0 is none of them, so that a zeroed argument is an error.
 const U32: u32 = 1;
 const I32: u32 = 2;
 const U64: u32 = 3;

@@ -23,7 +23,7 @@ pub enum LogLevel {
     Error = 1,
     /// Something is not as it should be.
     Warn = 2,
-    /// What happens.
+    /// Normal progress.
     Info = 3,
     /// In detail.
     Debug = 4,
@@ -38,7 +38,7 @@ pub enum LogLevel {
 pub type LogHandler =
     Option<unsafe extern "C-unwind" fn(level: i32, message: *const c_char, user: *mut c_void)>;
 
-/// What was set.
+/// The installed handler.
 #[derive(Clone, Copy)]
 struct Handler {
     function: unsafe extern "C-unwind" fn(level: i32, message: *const c_char, user: *mut c_void),

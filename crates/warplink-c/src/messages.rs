@@ -19,7 +19,7 @@ pub struct Message {
     pub peer: i32,
     /// A `warplink_direction`.
     pub direction: i32,
-    /// What is sent, which is only read, or where what is received belongs: an address of the device. May be null
+    /// Data to send, which is only read, or memory for received data: an address of the device. May be null
     /// for no bytes.
     pub memory: *mut c_void,
     /// Length in bytes.

@@ -1,4 +1,4 @@
-//! What every function returns, and the text of the last error of a thread.
+//! Status codes that every function returns, and the text of the last error of a thread.
 
 use crate::callback::{self, Callback};
 use crate::pointer;
@@ -11,7 +11,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use warplink::named::Named as _;
 use warplink::{Error, ErrorKind};
 
-/// What a function returns: 0, a number of this interface alone, or that of an [`ErrorKind`].
+/// Status of a call: 0, a number of this interface alone, or that of an [`ErrorKind`].
 /// cbindgen:ignore
 #[repr(transparent)]
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -94,7 +94,7 @@ pub(crate) struct Failure {
     error: Error,
 }
 
-/// What the functions are made of gives this.
+/// Result of the Rust part of a function.
 pub(crate) type Outcome<T = ()> = Result<T, Failure>;
 
 impl Failure {

@@ -5,7 +5,7 @@ use crate::status::{Failure, Outcome, Status};
 use warplink::named::Named;
 use warplink::{DType, channel, collective, device, p2p};
 
-/// What the ranks of a job meet by: an address and the secret that admits to it. A process that holds it can
+/// Rendezvous of the ranks of a job: an address and the secret that admits to it. A process that holds it can
 /// join, so treat it as a password. Plain bytes: hand it to the other ranks in any way.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
@@ -22,7 +22,7 @@ pub struct Value {
     pub number: i32,
     /// Its name, without that of the enumeration.
     pub name: &'static str,
-    /// What it stands for.
+    /// Its meaning.
     pub about: &'static str,
 }
 
@@ -32,7 +32,7 @@ pub struct Value {
 pub struct Enumeration {
     /// Its name, as cbindgen.toml has it.
     pub name: &'static str,
-    /// What it is for.
+    /// Its purpose.
     pub about: &'static str,
     /// Its values.
     pub values: Vec<Value>,

@@ -79,7 +79,7 @@ pub(crate) struct CallConfig {
     launched: *const c_void,
 }
 
-/// What begins `ncclCommProperties_t`, `ncclSimInfo_t` and others.
+/// Common head of `ncclCommProperties_t`, `ncclSimInfo_t` and others.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub(crate) struct Header {
@@ -110,7 +110,7 @@ pub(crate) struct Simulation {
     pub(crate) estimated_seconds: f32,
 }
 
-/// What a caller wants of a communicator, as far as it matters here.
+/// Supported part of a caller's configuration of a communicator.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Wishes {
     /// Whether calls may block; `None` where nothing is said.

@@ -53,7 +53,7 @@ pub(crate) struct Sent {
     stream: u64,
 }
 
-/// What a caller passes of a collective.
+/// Arguments of a collective.
 struct Arguments {
     input: *const c_void,
     output: *mut c_void,

@@ -1,4 +1,4 @@
-//! What stands behind an `ncclComm_t`.
+//! The object behind an `ncclComm_t`.
 
 use crate::abi::Handle;
 use crate::operators::{Multiplying, Operators};
@@ -30,7 +30,7 @@ pub(crate) struct Comm {
     /// Whether calls may block.
     pub(crate) blocking: bool,
     state: Mutex<State>,
-    /// What became of it later.
+    /// A later failure.
     failure: OnceLock<Error>,
     /// No call may follow, but those that end it.
     pub(crate) finalized: AtomicBool,
@@ -56,14 +56,14 @@ pub(crate) struct Joined {
     pub(crate) real: Mutex<Option<RealHandle>>,
 }
 
-/// What does the calls of a communicator.
+/// Executor of a communicator's calls.
 #[derive(Debug)]
 pub(crate) enum Route {
     Warplink(Box<Served>),
     Real,
 }
 
-/// What there is for calls that Warplink does.
+/// State of calls that Warplink executes.
 #[derive(Debug)]
 pub(crate) struct Served {
     pub(crate) collectives: Collectives,
@@ -177,7 +177,7 @@ impl Comm {
         }
     }
 
-    /// What was joined, whatever became of it.
+    /// The joined communicator, even if it has failed since.
     pub(crate) fn joined(&self) -> Outcome<Arc<Joined>> {
         match &*lock(&self.state) {
             State::Joined(joined) => Ok(joined.clone()),
@@ -227,7 +227,7 @@ impl Comm {
         let _ = self.failure.set(error);
     }
 
-    /// What became of it.
+    /// The error of a communicator that failed.
     pub(crate) fn failure(&self) -> Option<Error> {
         if let State::Failed(error) = &*lock(&self.state) {
             return Some(error.clone());
@@ -235,7 +235,7 @@ impl Comm {
         self.failure.get().cloned()
     }
 
-    /// What `ncclCommGetAsyncError` gives.
+    /// Result of `ncclCommGetAsyncError`.
     pub(crate) fn progress(&self) -> Outcome<Code> {
         let joined = match &*lock(&self.state) {
             State::Joining => return Ok(Code::InProgress),
@@ -280,7 +280,7 @@ impl Joined {
         self.device().kind() == DeviceKind::Cuda
     }
 
-    /// What there is for calls that Warplink does, where it does them.
+    /// State of calls that Warplink executes, if this communicator's calls are.
     pub(crate) fn served(&self) -> Option<&Served> {
         match &self.route {
             Route::Warplink(served) => Some(served),

@@ -274,7 +274,7 @@ fn join(comm: &Arc<Comm>, place: &Place) -> Result<Joined> {
     Ok(joined)
 }
 
-/// What a rank says when a communicator is split: its color and key, and where the new one could meet.
+/// A rank's part in a split: its color and key, and the rendezvous of the new communicator.
 struct Member {
     color: c_int,
     key: c_int,

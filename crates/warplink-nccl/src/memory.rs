@@ -13,7 +13,7 @@ use std::sync::{Arc, Mutex};
 use warplink::DeviceKind;
 use warplink::device::{AllocationKind, DeviceSlice};
 
-/// What was allocated here, by its address.
+/// Memory allocated through this library, by its address.
 static ALLOCATED: Mutex<Option<HashMap<usize, DeviceSlice>>> = Mutex::new(None);
 
 /// Windows that stand for nothing: their memory, by their handles.

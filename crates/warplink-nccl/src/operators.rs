@@ -39,12 +39,12 @@ struct Made {
     real: Option<c_int>,
 }
 
-/// What a caller's operator multiplies by.
+/// Factor of a caller's operator.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Scalar {
     /// These bits.
     Immediate(u64),
-    /// What is at this address when the stream comes to it.
+    /// The value at this address when the stream reaches the call.
     OnDevice(u64),
 }
 
@@ -59,7 +59,7 @@ pub(crate) struct Operator {
 /// An input that was multiplied.
 pub(crate) struct Multiplied {
     pub(crate) memory: DeviceSlice,
-    /// What it lies in, where that is not the caller's.
+    /// Memory of the result, where that is not the caller's.
     pub(crate) region: Option<Region>,
 }
 
@@ -264,7 +264,7 @@ fn source() -> ModuleSource {
 /// CUDA C++ of the kernels.
 const KERNELS: &str = include_str!("../kernels/multiply.cu");
 
-/// What a kernel does on the host device.
+/// The kernel's body on the host device.
 fn multiply(dtype: DType, block: &Block<'_>) -> Result<()> {
     let (target, source) = (block.slice(0)?, block.slice(1)?);
     let (at, bits) = (block.u64(3)?, block.u64(4)?);

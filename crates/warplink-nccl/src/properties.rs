@@ -1,4 +1,4 @@
-//! What the library and a communicator say of themselves.
+//! Properties of the library and of communicators.
 
 use crate::abi::{Handle, Properties, Team, check, store};
 use crate::communicator::{Comm, RealHandle, find};

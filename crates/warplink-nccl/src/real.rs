@@ -264,7 +264,7 @@ impl Joined {
         Ok(RealHandle(handle))
     }
 
-    /// What the real library says of its communicator, if there is one.
+    /// The real library's asynchronous error of its communicator, if there is one.
     pub(crate) fn real_error(&self) -> Outcome {
         let Some(RealHandle(handle)) = self.made_real() else {
             return Ok(());

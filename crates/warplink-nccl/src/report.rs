@@ -8,7 +8,7 @@ use std::sync::{Mutex, OnceLock};
 use std::time::{Duration, Instant};
 use warplink::variables;
 
-/// What asks for it.
+/// Variable that requests the report.
 const VARIABLE: &str = "WARPLINK_NCCL_REPORT";
 
 /// Of each route and function.

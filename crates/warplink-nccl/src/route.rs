@@ -13,7 +13,7 @@ use warplink::{Communicator, DeviceKind, Error, ErrorKind, Result, variables};
 /// Has all calls done by Warplink or by the real library, whatever Warplink serves.
 const ROUTE_VARIABLE: &str = "WARPLINK_NCCL_ROUTE";
 
-/// What each rank says before it joins the collectives.
+/// Message of each rank before it joins the collectives.
 #[derive(Clone, Copy)]
 struct Offer {
     /// Whether the real library is to do everything.

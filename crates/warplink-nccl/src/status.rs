@@ -1,4 +1,4 @@
-//! What every function returns, and the texts of errors.
+//! Status codes that every function returns, and the texts of errors.
 
 use crate::abi::Handle;
 use crate::communicator;
@@ -65,7 +65,7 @@ pub(crate) struct Failure {
     pub(crate) error: Option<Error>,
 }
 
-/// What the functions are made of gives this.
+/// Result of the Rust part of a function.
 pub(crate) type Outcome<T = ()> = Result<T, Failure>;
 
 impl Failure {

@@ -203,7 +203,7 @@ def h200():
 
 
 def with_measured(model):
-    """What was measured on fewer of the same devices goes before a formula."""
+    """Measurements on fewer of the same devices take precedence over a formula."""
     path = HERE / "h200-2.json"
     if path.exists():
         measured = json.loads(path.read_text())

@@ -67,7 +67,7 @@ pub trait Element:
     type Wide;
     /// The value as it is combined.
     fn widen(self) -> Self::Wide;
-    /// What was combined, rounded; integers wrap.
+    /// Rounds a combined value; integers wrap.
     fn narrow(wide: Self::Wide) -> Self;
     /// Converts to `f64`: exact, except that 64-bit integers above 2^53 are rounded.
     fn to_f64(self) -> f64;
@@ -190,7 +190,7 @@ impl DType {
     pub(crate) const ROWS: [Self; 5] =
         [Self::F32, Self::F16, Self::BF16, Self::F8E4M3, Self::F8E5M2];
 
-    /// What functions of rows store: also bytes, as integers.
+    /// The types that functions of rows store: also bytes, as integers.
     pub(crate) const ROW_TARGETS: [Self; 6] = [
         Self::F32,
         Self::F16,

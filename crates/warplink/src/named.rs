@@ -7,7 +7,7 @@ use std::fmt;
 
 /// An enum that `named!` declares.
 pub trait Named: Copy + PartialEq + fmt::Debug + Send + Sync + 'static {
-    /// What errors call a value, such as `element type`.
+    /// The word for a value in errors, such as `element type`.
     const TERM: &'static str;
 
     /// Every value, in the order of their numbers.

@@ -1,4 +1,4 @@
-//! What stays behind: nothing. Alone in its binary, since it counts what the process has open.
+//! Nothing leaks. Alone in its binary, since it counts the open resources of the process.
 #![allow(
     clippy::unwrap_used,
     clippy::panic,

@@ -19,7 +19,7 @@ use warplink::{ErrorKind, Rank, Result};
 const ROLE: &str = "BOOTSTRAP_TEST_ROLE";
 const WORLD: usize = 3;
 
-/// What a rank does once it has joined and said so, and been told to go on.
+/// Acts of a rank once it has joined, reported it, and received permission to continue.
 fn act(role: &str, member: &Bootstrap, victim: Rank) -> Result<()> {
     let on_victim = Wait::on([victim], soon());
     match role {

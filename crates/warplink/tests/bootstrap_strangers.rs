@@ -194,7 +194,7 @@ fn a_thousand_idle_connections_take_nothing_that_members_need() {
     });
 }
 
-/// What the relay does with the next bytes that the member sends.
+/// Actions of the relay on the next bytes that the member sends.
 const PASS: u8 = 0;
 const ALTER: u8 = 1;
 const REPLAY: u8 = 2;

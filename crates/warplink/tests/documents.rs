@@ -1,5 +1,5 @@
-//! What the documents say is so: the programs and outputs in docs/language.md, docs/nvfuser.md, docs/ring-all-reduce.md and docs/collectives.md, and
-//! the files and tests that ARCHITECTURE.md names.
+//! The documents are right: the programs and outputs in docs/language.md, docs/nvfuser.md, docs/ring-all-reduce.md and
+//! docs/collectives.md, and the files and tests that ARCHITECTURE.md names.
 //!
 //! The line that opens a block says how it is checked: `world=2,4`, values of parameters,
 //! `given=` optional tensors, `refused=` the violation of a program that is faulty or runs eagerly only,

@@ -31,7 +31,7 @@ fn every_kernel_compiles_for_every_architecture() {
     }
 }
 
-/// What users would write: the tests' kernels, the example's and the benchmark's.
+/// Kernels as users write them: the tests', the example's and the benchmark's.
 #[test]
 fn kernels_that_include_the_header_compile_for_every_architecture() {
     let files = [
@@ -187,7 +187,7 @@ fn every_fused_call_compiles() {
     assert!(count > 80, "{count} programs");
 }
 
-/// What a section calls its integers and tensors means nothing else in the kernel.
+/// Names of integers and tensors in a section mean nothing else in the kernel.
 #[test]
 fn sections_compile_whatever_they_name() {
     let text = "program test(times, room, Announced, Index, int) {

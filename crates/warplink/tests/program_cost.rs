@@ -1,4 +1,4 @@
-//! What simple programs cost on made-up machines, against times worked out by hand.
+//! Costs of simple programs on made-up machines, against times worked out by hand.
 
 #![allow(
     clippy::unwrap_used,

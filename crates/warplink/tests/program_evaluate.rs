@@ -1,4 +1,4 @@
-//! What programs mean, against what devices give: every lowering, in every type that matmuls have.
+//! The evaluator against devices: every lowering, in every type that matmuls have.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 

@@ -1,4 +1,4 @@
-//! What the language of host programs offers, run on every rank eagerly and as a graph. The same cases
+//! The language of host programs, run on every rank eagerly and as a graph. The same cases
 //! run on GPUs.
 
 // A test fails by panicking.

@@ -1,4 +1,4 @@
-//! What messages about programs say: which statement of a line, and roots, operators and protocols.
+//! Messages about programs name the statement of a line, roots, operators and protocols.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 

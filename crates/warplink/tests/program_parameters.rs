@@ -210,7 +210,7 @@ fn a_fork_orders_its_streams_after_and_before_the_current_one() {
     }
 }
 
-/// What a fork orders is needed: without it, the verifier finds the race.
+/// A fork is needed for the order: without it, the verifier finds the race.
 #[test]
 fn a_fork_is_what_makes_two_streams_safe() {
     let text = |open: &str, close: &str| {

@@ -11,7 +11,7 @@ use program_support::sample::{Allowed, sample, signals};
 use proptest::prelude::*;
 use std::collections::BTreeMap;
 
-/// What shows that the verdict on the sample of `seed` is right.
+/// Evidence for the verdict on the sample of `seed`.
 fn shown(seed: u64) -> String {
     let Ok(sample) = sample(seed, Allowed::default()) else {
         return "no program".to_owned();

@@ -23,7 +23,7 @@ mod faulty {
     use super::*;
     use crate::faulty_texts::{header, in_folder};
 
-    /// What is said first of `program`, which may run eagerly.
+    /// The first diagnostic of `program`, which may run eagerly.
     fn first(program: &Program, world: usize) -> Option<Diagnostic> {
         match verify(program, world, STREAMS, &parameters(&[("n", 8)])) {
             Ok(report) => report.eager_only,
@@ -109,7 +109,7 @@ mod signals {
         check(&sample).map(|shown| shown.class)
     }
 
-    /// What is found of a program that posts two transfers in each direction on a stream of the pool, does
+    /// The diagnostic of a program that posts two transfers in each direction on a stream of the pool, does
     /// `between` on the caller's, and posts them again there.
     fn again(between: &str) -> Result<String, String> {
         let text = format!(
@@ -230,7 +230,7 @@ mod signals {
         assert!(class.starts_with("accepted"), "{class}");
     }
 
-    /// What the peer told of one copy of a group says that it was told of all that it waited for.
+    /// A peer's signal about one copy of a group implies that the peer has received all announcements of the group.
     #[test]
     fn a_peers_copy_says_that_its_group_was_announced() {
         let text = "program p(n) {

@@ -1,4 +1,4 @@
-//! What verification costs: time and memory in proportion to the operations, or an early refusal.
+//! Costs of verification: time and memory in proportion to the operations, or an early refusal.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 

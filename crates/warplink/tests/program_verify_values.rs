@@ -1,4 +1,4 @@
-//! What the verifier knows of devices and engines: element types, forms in place, tags, lengths, and
+//! Limits of devices and engines that the verifier knows: element types, forms in place, tags, lengths, and
 //! what one post may hold.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]

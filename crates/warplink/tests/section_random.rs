@@ -25,7 +25,7 @@ const RUN: usize = 60;
 /// A sample that is accepted, and its outputs by run and rank.
 type Accepted = (Sample, Vec<Vec<f64>>);
 
-/// What disagrees, with all that it takes to see it again.
+/// A disagreement, with everything needed to reproduce it.
 fn said(seed: u64, sample: &Sample, how: &str) -> String {
     let Sample {
         world,
@@ -36,7 +36,7 @@ fn said(seed: u64, sample: &Sample, how: &str) -> String {
     format!("seed {seed}, {world} ranks, {parameters}: {how}\n{text}")
 }
 
-/// What shows that the verdict on the sample of `seed` is right, and what it gives if it is accepted.
+/// Evidence for the verdict on the sample of `seed`, and its results if it is accepted.
 fn shown(seed: u64) -> Result<(String, Option<Accepted>), String> {
     let Ok(sample) = sample(seed, 2) else {
         return Ok(("no program".to_owned(), None));
@@ -109,7 +109,7 @@ fn what_happens_is_what_the_verifier_says_of_kernels() {
     }
 }
 
-/// What the verifier accepts finishes in the simulation of its cost, too, on every shipped model, in proportion to
+/// Accepted sections finish in the simulation of their cost, too, on every shipped model, in proportion to
 /// the machine, and takes longer than its launches alone.
 #[test]
 fn what_the_verifier_accepts_has_a_cost() {

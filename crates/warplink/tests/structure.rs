@@ -235,7 +235,7 @@ fn longest_list(text: &str, table: &[String]) -> usize {
     longest
 }
 
-/// What lists the values of an enum asks its table: a list that was typed is wrong when a value is added.
+/// Lists of an enum's values come from its table: a typed list is wrong once a value is added.
 #[test]
 fn no_text_lists_the_names_of_an_enum() {
     let own = sources(&root().join("src"));

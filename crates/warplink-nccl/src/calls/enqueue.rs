@@ -1,4 +1,4 @@
-//! What is enqueued for the calls of a group.
+//! Enqueues the calls of a group.
 
 use super::{Call, Collective, Sent};
 use crate::abi::RawStream;

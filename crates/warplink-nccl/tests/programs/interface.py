@@ -323,7 +323,7 @@ def derived():
         assert own.value == 2 - rank
         sum_of_ranks(half, own.value, 3, 31)
         ok("CommDestroy", half)
-        # What is revoked makes no calls, and others can be made of it.
+        # A revoked communicator makes no calls, and others can be made of it.
         ok("CommRevoke", more, 0)
         place, _ = memory([0])
         refused(INVALID_USAGE, "AllReduce", place, place, c_size_t(1), INT32, SUM, more, c_void_p(30))

@@ -45,7 +45,7 @@ pub(super) struct ConnectionEnd {
     pub(super) proxy: Option<Arc<Proxy>>,
 }
 
-/// What an end of a connection holds. When it is dropped, its words may be used for other connections as
+/// Resources of an end of a connection. When they are dropped, its words may be used for other connections as
 /// soon as the other end is gone too.
 #[derive(Debug)]
 pub(super) struct Held {
@@ -287,7 +287,7 @@ impl fmt::Debug for Connection {
 }
 
 impl ConnectionEnd {
-    /// What it is, for messages.
+    /// Its name in messages.
     pub(super) fn key(&self) -> String {
         format!("connection with tag {}", self.tag)
     }

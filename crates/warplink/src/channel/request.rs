@@ -1,4 +1,4 @@
-//! What a rank asks for when it connects.
+//! Requests to connect.
 
 use crate::error::Rank;
 use crate::memory::Region;

@@ -18,7 +18,7 @@ use std::time::Duration;
 /// not answer, as its process is stopped, takes longer.
 const MAX_WITHDRAWAL: Duration = Duration::from_secs(1);
 
-/// What the exchanges of all communicators of a rank share.
+/// Services that the exchanges of all communicators of a rank share.
 #[derive(Clone)]
 pub(crate) struct ExchangeServices {
     pub(crate) bootstrap: Arc<Bootstrap>,

@@ -35,7 +35,7 @@ enum Kind {
 struct Part<'a> {
     kind: Kind,
     transfer: &'a Transfer,
-    /// What a send copies instead of its buffer.
+    /// Memory that a send copies instead of its buffer.
     source: Option<&'a DeviceSlice>,
 }
 
@@ -178,7 +178,7 @@ struct Queue<'a, 's> {
     /// in a graph may be marked behind all of it.
     whole: bool,
     operations: Vec<StreamOp<'a>>,
-    /// What is to be marked behind the operations.
+    /// Marks to set behind the operations.
     marks: Vec<(&'a Transfer, Mark)>,
 }
 
@@ -194,7 +194,7 @@ struct CopyOf<'a> {
 }
 
 impl<'a> CopyOf<'a> {
-    /// What moves the bytes, and whether it also tells of them.
+    /// The operation that moves the bytes, and whether it also signals the peer.
     fn movement(&self) -> Result<(StreamOp<'a>, bool)> {
         let end = &self.transfer.end;
         end.movement(self.post, &self.steps.after, self.source)

@@ -15,7 +15,7 @@ use crate::signal::{SignalOp, SignalWord, SlotPair};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// What an end of a transfer holds. When it is dropped, its signal words may be used for other
+/// Resources of an end of a transfer. When they are dropped, its signal words may be used for other
 /// transfers as soon as the other end is gone too, so no stream may use it any more.
 #[derive(Debug)]
 pub(super) struct TransferEnd {
@@ -32,7 +32,7 @@ pub(super) struct TransferEnd {
     pub(super) progress: Arc<Progress>,
     pub(super) recording: Recording,
     pub(super) graph_mark: GraphMark,
-    /// What packets go through, and whose scratch is mapped for it.
+    /// Path of packets, and the mapped scratch that it uses.
     pub(super) line: Option<PacketLine>,
     pub(super) _scratch: Option<(Region, RemoteRegion)>,
     pub(super) unpacking: Unpacking,
@@ -122,7 +122,7 @@ impl TransferEnd {
         Ok((post, Steps::post(self.role(), post), marks))
     }
 
-    /// What a wait on `stream` is for, what it enqueues, and whether it has to follow the place that
+    /// The posts that a wait on `stream` covers, its operations, and whether it has to follow the place that
     /// was marked.
     pub(super) fn begin_wait(
         &self,
@@ -143,7 +143,7 @@ impl TransferEnd {
         Ok(posts.map(|post| (post, Steps::wait(self.role(), post, same_stream), false)))
     }
 
-    /// What a wait on `stream` does where waits unpack. `turns` are this end's own.
+    /// The operations of a wait on `stream` that unpacks. `turns` are this end's.
     pub(super) fn begin_unpacking(
         &self,
         turns: &mut Turns,
@@ -214,7 +214,7 @@ impl TransferEnd {
         self.buffer.bytes() == 0
     }
 
-    /// What moves the bytes of a post at the initiator, if it is not enqueued by somebody else, and whether
+    /// The operation that moves the bytes of a post at the initiator, unless another end enqueues it, and whether
     /// it also tells of them. A send copies `from` instead of its buffer, if that is there.
     pub(super) fn movement<'a>(
         &'a self,

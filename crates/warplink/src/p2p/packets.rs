@@ -70,7 +70,7 @@ pub(super) struct Turns {
     in_graph: Option<(u64, u64, u64)>,
 }
 
-/// What a wait does.
+/// Action of a wait.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Turn {
     Nothing,
@@ -91,7 +91,7 @@ impl Turns {
         self.posted
     }
 
-    /// What a wait outside of graphs on `stream` does.
+    /// Action of a wait on `stream` outside of graphs.
     pub(super) fn wait(&mut self, stream: u64) -> Turn {
         let times = self.posted - self.unpacked;
         if times > 0 {
@@ -107,7 +107,7 @@ impl Turns {
         Turn::Follow(self.unpacked)
     }
 
-    /// What a wait on `stream` for post `number` in the graph `capture` does; `follows` says whether the post
+    /// Action of a wait on `stream` for post `number` in the graph `capture`; `follows` states whether the post
     /// is on another stream.
     pub(super) fn wait_in_graph(
         &mut self,

@@ -30,7 +30,7 @@ named! {
     }
 }
 
-/// What the hardware model says about transfers by kernels.
+/// Performance of transfers by kernels, from the hardware model.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct TransferKernels {
     /// Up to this number of bytes, a kernel of one block is faster than the copy engine.

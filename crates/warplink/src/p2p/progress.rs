@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, LazyLock, Mutex, Weak};
 use std::time::{Duration, Instant};
 
-/// What the times of posts are counted from.
+/// Origin of the times of posts.
 static START: LazyLock<Instant> = LazyLock::new(Instant::now);
 
 /// How far one end has come outside of graphs.
@@ -20,7 +20,7 @@ pub(super) struct Progress {
     direction: Direction,
     peer: Rank,
     tag: u64,
-    /// What tells of the posts that the peer has met, and by how much each raises it.
+    /// Word that counts the posts that the peer has met, and its increment for each.
     met: (Word, u64),
     posts: PostCounter,
     /// When the last post was enqueued, in nanoseconds since `START`.
@@ -35,12 +35,12 @@ impl Progress {
         self.posts.next()
     }
 
-    /// What a wait is for: every post so far. `None` where there was none.
+    /// The posts that a wait covers: every one so far. `None` if there was none.
     pub(super) fn posts(&self) -> Option<PostNumber> {
         self.posts.so_far()
     }
 
-    /// What the end waits for, unless its peer has met every post. Reads device memory, and blocks
+    /// The posts that the peer has not met yet, if there are any. Reads device memory, and blocks
     /// for that.
     fn waiting(&self, device: &dyn Device) -> Option<Waiting> {
         let Some(PostNumber::Eager(posts)) = self.posts.so_far() else {

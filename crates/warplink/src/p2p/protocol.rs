@@ -45,7 +45,7 @@ named! {
     }
 }
 
-/// What an end does in a transfer; see the module.
+/// Role of an end in a transfer; see the module.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum Role {
     Target,
@@ -61,7 +61,7 @@ pub(super) enum PostNumber {
     Captured(u64),
 }
 
-/// What an end enqueues: signals, then the copy if it is the initiator, then signals.
+/// Operations of an end: signals, then the copy if it is the initiator, then signals.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Steps {
     pub(super) before: [Option<SignalOp>; 2],
@@ -76,7 +76,7 @@ impl Steps {
         after: [None; 2],
     };
 
-    /// What posting enqueues at the end with `role`.
+    /// Operations of a post at the end with `role`.
     pub(super) fn post(role: Role, post: PostNumber) -> Self {
         use SignalOp::{Reset, Set, Wait};
         use SignalWord::{Completed, Inbound, Outbound};
@@ -108,7 +108,7 @@ impl Steps {
         }
     }
 
-    /// What waiting enqueues at the end with `role`; `same_stream` when that is the stream of the
+    /// Operations of a wait at the end with `role`; `same_stream` if that is the stream of the
     /// post. In a graph, a stream that is not comes behind the post.
     pub(super) fn wait(role: Role, post: PostNumber, same_stream: bool) -> Self {
         let wait = match (role, post) {
@@ -137,7 +137,7 @@ impl PostCounter {
         PostNumber::Eager(self.0.fetch_add(1, Ordering::Relaxed) + 1)
     }
 
-    /// What a wait is for: every post so far. `None` where there was none.
+    /// The posts that a wait covers: every one so far. `None` if there was none.
     pub(super) fn so_far(&self) -> Option<PostNumber> {
         let posts = self.0.load(Ordering::Relaxed);
         (posts > 0).then_some(PostNumber::Eager(posts))

@@ -1,4 +1,4 @@
-//! What a graph that is being recorded has of a transfer.
+//! State of a transfer in a graph that is being captured.
 //!
 //! The words of a graph start anew with every launch (`p2p/protocol.rs`), so a wait must not look at one
 //! before the launch's first post has reset it. On the stream of that post it does not; on any other
@@ -22,7 +22,7 @@ pub(crate) fn next_launch() -> u64 {
     COUNT.fetch_add(1, std::sync::atomic::Ordering::Relaxed)
 }
 
-/// What the graph recorded last has of one end of a transfer.
+/// State of one end of a transfer in the graph that was captured last.
 #[derive(Debug, Default)]
 pub(super) struct Recording {
     posted: Mutex<Option<Posted>>,

@@ -1,4 +1,4 @@
-//! What a rank asks for when it exchanges a transfer.
+//! Requests to exchange a transfer.
 
 use super::path::Path;
 use super::protocol::{Protocol, Role};
@@ -25,7 +25,7 @@ impl Direction {
         }
     }
 
-    /// What the end of this direction does under `protocol`.
+    /// Role of the end of this direction under `protocol`.
     pub(super) fn role(self, protocol: Protocol) -> Role {
         match (self, protocol) {
             (Self::Send, Protocol::Put) | (Self::Receive, Protocol::Get) => Role::Initiator,
@@ -59,7 +59,7 @@ impl Buffer {
     }
 }
 
-/// What matches the two ends of transfers; of those with one key, the n-th meets the peer's n-th.
+/// Key that matches the two ends of transfers; of those with one key, the n-th meets the peer's n-th.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct MatchKey {
     pub(crate) peer: Rank,

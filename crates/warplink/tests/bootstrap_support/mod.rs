@@ -1,4 +1,4 @@
-//! What the bootstrap's tests share: jobs of ranks that are threads, and time limits.
+//! Helpers of the bootstrap's tests: jobs of ranks that are threads, and time limits.
 #![allow(dead_code, reason = "each test binary uses a part of it")]
 
 #[path = "../common/stopwatch.rs"]

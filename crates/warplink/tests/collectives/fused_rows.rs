@@ -9,7 +9,7 @@ use warplink::collective::{
 use warplink::device::{AllocationKind, DeviceSlice};
 use warplink::{Communicator, DType};
 
-/// What is awkward in a row.
+/// Awkward values of a row.
 pub(crate) const AWKWARD: [f64; 16] = [
     0.0,
     -0.0,
@@ -254,7 +254,7 @@ impl Made {
         upload(&self.slices[8], &scale);
     }
 
-    /// What the call has left: the sum, `residual_out`, the output, what is quantised, and its scale.
+    /// Results of the call: the sum, `residual_out`, the output, the quantised output, and its scale.
     pub(crate) fn found(&self, comm: &Communicator) -> [Option<Vec<u8>>; 5] {
         let memory = self.memory();
         let written = [
@@ -292,7 +292,7 @@ impl Made {
         }
     }
 
-    /// What is added up of an element of row `t`.
+    /// The sum of an element of row `t`.
     fn sum(&self, given: &Given, t: usize, element: usize) -> f32 {
         if self.call.kind == FusedKind::AllGather {
             let owner = t / (self.call.tokens / self.world);

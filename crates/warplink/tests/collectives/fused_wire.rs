@@ -14,7 +14,7 @@ const PLAIN: Wanted = Wanted {
     ..USUAL
 };
 
-/// What a rank's row consists of.
+/// Values of a rank's row.
 #[derive(Clone, Copy, Debug)]
 enum Numbers {
     Usual,
@@ -69,7 +69,7 @@ fn rounding(dtype: DType, value: f64) -> (f64, f64) {
     (value.abs() * relative + least, most)
 }
 
-/// What the documentation of `Fused::wire` promises of a sum of these inputs.
+/// Bounds that the documentation of `Fused::wire` promises for a sum of these inputs.
 struct Sums {
     exact: Vec<f64>,
     /// The magnitudes of inputs, added up, and the largest ones of their blocks.

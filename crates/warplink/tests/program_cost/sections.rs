@@ -1,4 +1,4 @@
-//! What kernel sections cost: against times that were recorded on GPUs, and against such as are worked out by hand.
+//! Costs of kernel sections: against times that were recorded on GPUs, and against times worked out by hand.
 
 use crate::stopwatch::time_on_processor;
 use crate::{machine, takes};
@@ -442,7 +442,7 @@ fn models_without_figures_of_lanes_have_guesses() {
     }
 }
 
-/// What a model must not say of lanes.
+/// Invalid figures of lanes in a model.
 type Change = (&'static str, fn(&mut Lanes));
 
 const CHANGES: [Change; 3] = [

@@ -177,7 +177,7 @@ fn a_product_is_stored_at_its_own_rank() {
     }
 }
 
-/// What one rank does alone follows the rules that several follow.
+/// A transfer to the same rank follows the rules that others follow.
 #[test]
 fn a_transfer_to_oneself_follows_the_rules() {
     let body = |statements: &str| {

@@ -4,7 +4,7 @@ use crate::common::world;
 use crate::run::{Outputs, Run};
 use warplink::program::{Parameters, Program, verify};
 
-/// What rank `rank` brings.
+/// Input of rank `rank`.
 fn value(rank: usize, index: usize) -> f64 {
     (8 * rank + index) as f64
 }

@@ -101,7 +101,7 @@ fn columns_side_by_side_are_apart() {
     );
 }
 
-/// What is whole rows of memory, or has one element along other axes, is one copy.
+/// A part of whole rows, or with one element along other axes, is one copy.
 #[test]
 fn parts_that_are_contiguous_are_copied_as_such() {
     let text = "program whole() {

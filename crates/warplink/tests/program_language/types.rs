@@ -1,4 +1,4 @@
-//! What `verify` accepts of element types and operators, a device does; what no device does is refused
+//! Element types and operators: a device executes all that `verify` accepts; others are refused
 //! before anything runs.
 
 use crate::common::world;

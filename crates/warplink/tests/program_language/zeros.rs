@@ -141,7 +141,7 @@ fn sums_around_a_ring_start_at_zero() {
     }
 }
 
-/// What is lent to a called program for an output that starts at 0 is 0 from the call on, whatever the caller wrote
+/// Memory lent to a called program for an output that starts at 0 is 0 from the call on, whatever the caller wrote
 /// to it before, and however the parts lie that are accessed.
 #[test]
 fn what_a_call_declares_to_be_zero_is_cleared_there() {

@@ -43,7 +43,7 @@ struct Crew {
     left: u64,
 }
 
-/// What ranks are to run.
+/// Work of the ranks.
 pub(crate) struct Order {
     pub(crate) program: Program,
     pub(crate) parameters: Parameters,
@@ -77,7 +77,7 @@ impl Runner {
     /// Runs an accepted program.
     ///
     /// # Errors
-    /// What hangs, fails, or is not what the interpreter says.
+    /// A hang, a failure, or a difference from the interpreter.
     pub(crate) fn run(
         &mut self,
         sample: &Sample,
@@ -103,7 +103,7 @@ impl Runner {
     /// Has ranks run a program; the outputs of each rank's runs.
     ///
     /// # Errors
-    /// What hangs or fails.
+    /// A hang or a failure.
     pub(crate) fn perform(
         &mut self,
         world: usize,

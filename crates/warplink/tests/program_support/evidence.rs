@@ -26,7 +26,7 @@ const TRIES: u64 = 400;
 pub(crate) struct Shown {
     /// The verdict and what shows it, for counting.
     pub(crate) class: String,
-    /// What an accepted program gives.
+    /// Results of an accepted program.
     pub(crate) accepted: Option<Accepted>,
 }
 
@@ -124,7 +124,7 @@ pub(crate) fn check(sample: &Sample) -> Result<Shown, String> {
     }
 }
 
-/// What shows the first of these diagnostics; the next two are shown as well, but may follow from it.
+/// Evidence for the first of these diagnostics; the next two are shown as well, but may follow from it.
 ///
 /// # Errors
 /// Which of them nothing shows, and why.
@@ -203,7 +203,7 @@ impl Case<'_> {
         Ok(())
     }
 
-    /// What shows a diagnostic.
+    /// Evidence for a diagnostic.
     fn shows(&self, diagnostic: &Diagnostic) -> Result<String, String> {
         let kind = diagnostic.kind;
         let rule = |broken: bool| {

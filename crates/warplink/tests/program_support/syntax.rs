@@ -128,7 +128,7 @@ fn axes() -> impl Strategy<Value = Selection> {
     .prop_map(Selection::Axes)
 }
 
-/// What can be written.
+/// Targets of a write.
 fn target() -> impl Strategy<Value = TensorRef> {
     let selection = prop_oneof![
         expr().prop_map(Selection::Index),

@@ -1,4 +1,4 @@
-//! What the verifier says of random programs, against what the host device does.
+//! The verifier's verdicts on random programs, against the behaviour of the host device.
 
 use super::common::{TimedBarrier, kind};
 use super::program_support::device::Runner;

@@ -287,7 +287,7 @@ fn what_fails_after_the_exchange_is_told_to_all() {
     });
 }
 
-/// What a rank finds wrong before it binds is told too: the others would bind without it.
+/// An error before a rank binds is reported to all, which would bind without it.
 #[test]
 fn a_rank_that_cannot_plan_an_overlap_tells_all() {
     threads(world(3), |comm| {

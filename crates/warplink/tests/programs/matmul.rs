@@ -11,7 +11,7 @@ use warplink::program::{Bindings, Prepared};
 use warplink::{Communicator, DType};
 use zerocopy::IntoBytes;
 
-/// What is computed.
+/// A computation to test.
 #[derive(Clone, Debug)]
 pub(crate) struct Case {
     pub(crate) m: usize,

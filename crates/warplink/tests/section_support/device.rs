@@ -10,7 +10,7 @@ const EAGER: usize = RUNS / 2;
 /// Runs an accepted program, whose outputs by run and rank are known.
 ///
 /// # Errors
-/// What hangs, fails, or is not what the interpreter says.
+/// A hang, a failure, or a difference from the interpreter.
 pub(crate) fn run(
     runner: &mut Runner,
     sample: &Sample,

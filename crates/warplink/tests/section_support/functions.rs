@@ -2,7 +2,7 @@
 //!
 //! They give whole numbers of whole numbers, so that no order of sums matters.
 
-/// What a function gives, for each of its results, of its arguments.
+/// A function of rows: results from arguments.
 pub(super) type Function = fn(&[Vec<f64>]) -> Vec<Vec<f64>>;
 
 /// The functions' text.

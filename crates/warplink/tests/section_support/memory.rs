@@ -42,7 +42,7 @@ struct Cell {
     filled: usize,
     /// The run whose launch wrote it last.
     run: usize,
-    /// What stands for a use by its rank's stream that other ranks need not see yet; 0 for none.
+    /// Id of a use by its rank's stream that other ranks need not see yet; 0 for none.
     touched: u64,
 }
 

@@ -21,12 +21,12 @@ use std::rc::Rc;
 use warplink::DType;
 use warplink::device::ReduceOp;
 
-/// What is done last: only where nobody else can take a step.
+/// Step to do last: only where nobody else can take one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Hold {
     /// A step.
     Step(StepId),
-    /// What a step stored lands last.
+    /// Stores of a step become visible last.
     Stores(StepId),
     /// A rank goes on to its next launch last.
     Launch(usize),
@@ -90,7 +90,7 @@ enum Agent {
     Stream(usize),
 }
 
-/// What is on its way.
+/// A store in flight.
 struct Store {
     step: StepId,
     what: Stored,
@@ -119,7 +119,7 @@ struct Lane {
     /// The units of the step at hand that are not moved; none before it begins.
     units: Option<Vec<usize>>,
     stores: Vec<Store>,
-    /// What was loaded early, by step, source and element.
+    /// Values loaded early, by step, source and element.
     early: FxHashMap<(usize, usize, usize), f64>,
 }
 

@@ -31,7 +31,7 @@ pub(crate) struct Sample {
 /// The sample of a seed, with at most so many mutations.
 ///
 /// # Errors
-/// What the parser says, where a mutation makes a text that is no program.
+/// The parser's error, where a mutation makes a text that is no program.
 pub(crate) fn sample(seed: u64, most_changes: usize) -> Result<Sample> {
     let mut random = Random::new(seed);
     let world = [1, 2, 2, 3, 3, 4][random.below(6)];

@@ -9,7 +9,7 @@ use warplink::program::section::{
 };
 use warplink::program::{Diagnostic, OperationKind, RankProgram, Site};
 
-/// What is played: for each launch and rank, the steps of its lanes.
+/// The steps of the lanes, for each launch and rank.
 pub(crate) struct Stage<'a> {
     pub(super) ranks: &'a [RankProgram],
     /// How many kernels a run of the program launches.
@@ -47,7 +47,7 @@ pub(super) struct Movement {
     pub(super) unit: usize,
     pub(super) targets: Vec<Operand>,
     pub(super) sources: Vec<Operand>,
-    /// What is stored where there is no source, and else what is expected of it; none where a value is moved.
+    /// Stored values if there is no source, else expected values; none where a value is moved.
     pub(super) words: Vec<f64>,
 }
 
@@ -75,7 +75,7 @@ impl<'a> Stage<'a> {
     /// The steps of `runs` runs, with integers that lanes read chosen in the way of number `values`.
     ///
     /// # Errors
-    /// What a lane's steps break.
+    /// The rule that a lane's steps violate.
     pub(crate) fn new(
         ranks: &'a [RankProgram],
         runs: usize,

@@ -5,7 +5,7 @@ mod values;
 use crate::program_support::interpreter::Random;
 use std::fmt::Write as _;
 
-/// What a sample is, before it is changed.
+/// A sample before it is mutated.
 pub(super) struct Text {
     pub(super) declarations: Vec<String>,
     /// The lines of each kernel.
@@ -257,7 +257,7 @@ impl Writer<'_> {
         }
     }
 
-    /// What stands for a barrier.
+    /// Writes a barrier, or steps equivalent to one.
     fn barrier(&mut self) {
         if self.random.chance(4) {
             self.line("signal (rank + r) % world for r in 1..world");
@@ -355,7 +355,7 @@ impl Writer<'_> {
         self.line("}");
     }
 
-    /// What a root has goes from rank to rank.
+    /// Passes the data of a root from rank to rank.
     fn chain(&mut self) {
         let (number, packing) = (self.pieces, self.packing());
         let (slots, slot, _) = self.slots(2);

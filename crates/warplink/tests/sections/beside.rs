@@ -403,7 +403,7 @@ impl Devices {
     }
 }
 
-/// What the verifier says of random orders is what happens on devices with room for one at a time.
+/// Random orders that the verifier refuses, and no others, may hang on devices with space for one at a time.
 #[test]
 fn what_is_refused_may_get_stuck_and_nothing_else() {
     let [stuck, fine] = [const { Cell::new(0_usize) }; 2];

@@ -1,4 +1,4 @@
-//! What programs say that their outputs are: `expect`.
+//! `expect` statements of programs.
 
 use crate::common::{encode, kind, threads_with, values, world};
 use crate::play::{Launches, play};
@@ -168,7 +168,7 @@ fn text(tensors: &str, body: &str, expect: &str) -> String {
     )
 }
 
-/// What the verifier accepts and is not what it is meant to be.
+/// Programs that the verifier accepts and that compute something else.
 #[test]
 fn an_output_that_is_not_what_is_expected_is_found() {
     let (one, rows) = (
@@ -293,7 +293,7 @@ fn an_output_that_is_not_what_is_expected_is_found() {
     }
 }
 
-/// What kernels do where something is out of reach is to mean the same.
+/// Branches for tensors that are out of reach compute the same.
 #[test]
 fn branches_that_mean_something_else_are_found() {
     let put = |from: &str| format!("P[slot][rank] on r for r in 0..world = reduce({from}, sum)");

@@ -1,4 +1,4 @@
-//! What only shows in some launches, lanes, cases or elements: the verifier has to follow these, too.
+//! Faults that show only in some launches, lanes, cases or elements: the verifier has to follow these, too.
 
 use crate::common::{threads_with, time_on_processor, world};
 use crate::play::{Launches, play};
@@ -45,7 +45,7 @@ pub(crate) fn kernel(lanes: usize, announced: &str, body: &str) -> String {
     )
 }
 
-/// What a launch does wrong beside the next that does the same shows whatever the remainder is.
+/// A race with the next launch of the same program is found whatever the remainder is.
 #[test]
 fn launches_of_one_remainder_are_followed_beside_one_another() {
     for (first, remainder) in [(0, 0), (0, 1), (0, 2), (1, 2), (2, 2)] {
@@ -74,7 +74,7 @@ fn launches_of_one_remainder_are_followed_beside_one_another() {
     }
 }
 
-/// What scratch holds when a run begins is not to be read, but where it says so, and then in every order of launches.
+/// Scratch may not be read before the run writes it; persistent scratch may, in every order of launches.
 #[test]
 fn a_run_reads_what_it_wrote() {
     let text = |scratch: &str, first: &str, second: &str| {
@@ -212,7 +212,7 @@ fn a_tensor_is_reported_by_its_name_where_another_kernel_ends() {
     );
 }
 
-/// What is too large to verify or to compile is refused at once, and says so.
+/// Sections that are too large to verify or to compile are refused at once, with the limit.
 #[test]
 fn too_many_lanes_and_too_large_scratch_are_refused_at_once() {
     let text = "program p(n, lanes, room) {
@@ -248,7 +248,7 @@ fn too_many_lanes_and_too_large_scratch_are_refused_at_once() {
     verify(&program, 2, 1, &given).unwrap();
 }
 
-/// What is told of an access that a launch does not wait for is where the wait is missing: at its end or its beginning.
+/// A diagnostic of an access that a launch does not wait for names the launch's end or beginning.
 #[test]
 fn a_missing_barrier_is_told_where_it_is_missing() {
     let text = |before: &str, body: &str, after: &str| {
@@ -369,7 +369,7 @@ fn what_was_not_put_of_a_packet_is_not_read() {
     }
 }
 
-/// What a program that is called takes as an input is not for it to write, whatever it is to its caller.
+/// A called program must not write its inputs, whatever they are to its caller.
 #[test]
 fn an_input_of_a_called_program_is_not_written() {
     let text = |step: &str| {

@@ -19,7 +19,7 @@ const CASES: [(i64, usize, usize, DType); 9] = [
     (1024, 1, 20_001, DType::BF16),
 ];
 
-/// What is awkward in each type.
+/// Awkward values of each type.
 const AWKWARD: [f64; 12] = [
     0.0,
     -0.0,
@@ -134,7 +134,7 @@ fn decoded(dtype: DType, bytes: &[u8]) -> Vec<f32> {
     chunks.map(value).collect()
 }
 
-/// What is wrong with the rows of an output.
+/// Compares the rows of an output.
 fn check(
     name: &str,
     round: usize,

@@ -1,4 +1,4 @@
-//! What the examples are for, written down apart from them: their outputs are compared with that, and not with
+//! Purposes of the examples, written down apart from them: their outputs are compared with that, and not with
 //! an evaluation of their text.
 
 use crate::common::{decode, encode, kind, threads_with, world};

@@ -50,7 +50,7 @@ fn elements(rank: usize, round: usize, tensor: &TensorInstance) -> Vec<u8> {
 /// Launches a program several times in a row, each time on other inputs, and compares every output.
 ///
 /// # Errors
-/// What fails, or which output is wrong.
+/// The failure, or the output that is wrong.
 pub(crate) fn play(
     comm: &Communicator,
     program: &Program,
@@ -94,7 +94,7 @@ pub(crate) type Check<'a> =
 /// launch.
 ///
 /// # Errors
-/// What fails, or which output is wrong.
+/// The failure, or the output that is wrong.
 pub(crate) fn play_with<'a>(
     comm: &Communicator,
     program: &Program,

@@ -1,4 +1,4 @@
-//! What the verifier follows of kernels whose lanes find tensors reachable or not.
+//! The verifier follows kernels whose lanes find tensors reachable or not.
 
 use crate::followed::{accepted, kernel, refused, verdict};
 use warplink::program::DiagnosticKind;

@@ -30,7 +30,7 @@ pub(super) enum Fault {
     Descriptors,
 }
 
-/// What all ranks do when it fails.
+/// Activity of all ranks when the fault occurs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub(super) enum Phase {
@@ -105,10 +105,10 @@ pub(super) enum Said {
     Report(RankReport),
 }
 
-/// What a rank went through. Times are of the machine's monotonic clock, in seconds.
+/// Observations of a rank. Times are of the machine's monotonic clock, in seconds.
 #[derive(Debug, Default, Serialize, Deserialize)]
 pub(super) struct RankReport {
-    /// What it got, and when.
+    /// The error that it got, and when.
     pub(super) error: Option<ReportedError>,
     pub(super) error_at: Option<f64>,
     /// When it had moved right data without the victim.

@@ -1,4 +1,4 @@
-//! What the victim does to itself.
+//! Faults that the victim inflicts on itself.
 
 use super::cell::{Fault, Said, now};
 use rustix::process::{Resource, Rlimit, Signal, getpid, getrlimit, kill_process, setrlimit};
@@ -23,7 +23,7 @@ const STOP: Duration = Duration::from_millis(100);
 /// How long a victim whose connection is cut by another process waits for that.
 const CUT: Duration = Duration::from_millis(300);
 
-/// What a victim holds on to while its fault lasts.
+/// Resources that a victim holds while its fault lasts.
 #[derive(Debug, Default)]
 pub(super) struct Inflicted {
     /// All descriptors that there were.

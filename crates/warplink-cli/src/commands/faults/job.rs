@@ -41,7 +41,7 @@ const RANK_TIMEOUT: &str = "40";
 /// How long a stopped rank stays so: longer than the others wait for it.
 const STOPPED: Duration = Duration::from_millis(6500);
 
-/// What all cells have in common.
+/// Settings that all cells share.
 #[derive(Clone, Debug)]
 pub(super) struct JobSettings {
     pub(super) ranks: usize,

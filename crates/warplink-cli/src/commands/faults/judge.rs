@@ -22,11 +22,11 @@ pub(super) struct Judged {
     pub(super) seconds: Option<f64>,
     pub(super) survivors: Vec<Survivor>,
     pub(super) problems: Vec<String>,
-    /// What was wrong before it ran again, because the multi-process service of the GPUs had failed.
+    /// Findings of a first run that was repeated, because the multi-process service of the GPUs had failed.
     pub(super) spoiled: Vec<String>,
 }
 
-/// What one rank got.
+/// Result of one rank.
 #[derive(Debug, Serialize)]
 pub(super) struct Survivor {
     rank: usize,
@@ -197,7 +197,7 @@ fn report_of(outcome: &JobOutcome, rank: usize) -> Option<&RankReport> {
     outcome.ranks.get(rank)?.report.as_ref()
 }
 
-/// What a rank says that told nothing.
+/// Description of a rank that wrote no report.
 fn tell((rank, result): (usize, &RankOutcome)) -> String {
     let error = result
         .report

@@ -1,4 +1,4 @@
-//! What a process holds: its threads, descriptors and mappings of shared memory.
+//! Resources of a process: its threads, descriptors and mappings of shared memory.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -45,7 +45,7 @@ impl Held {
         Self(held)
     }
 
-    /// What there is more of than there was in `self`, once that has had time to go.
+    /// Resources beyond those in `self` that remain after a grace period.
     pub(super) fn wait_for_rest(&self) -> Vec<String> {
         let until = Instant::now() + PATIENCE;
         loop {

@@ -185,7 +185,7 @@ impl Faults {
     }
 }
 
-/// What the process that starts the ranks is told.
+/// Options passed to the process that starts the ranks.
 #[derive(Debug)]
 struct Inner {
     ranks: usize,
@@ -208,7 +208,7 @@ impl Inner {
     }
 }
 
-/// What `--json` prints, and the table is made of.
+/// Result of `--json`, from which the table is made, too.
 #[derive(Debug, Serialize)]
 struct Report {
     device: DeviceKind,
@@ -239,7 +239,7 @@ fn start(options: &Options, ranks: usize) -> Result<ExitCode> {
     launch_self(options, 1, options.ranks_per_gpu()?, inner)
 }
 
-/// What was chosen, or all there is.
+/// The chosen values; all of them if none is chosen.
 fn chosen<T: ValueEnum + Clone>(some: &[T]) -> Vec<T> {
     match some {
         [] => T::value_variants().to_vec(),

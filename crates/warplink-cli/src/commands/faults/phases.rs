@@ -1,4 +1,4 @@
-//! What all ranks of a cell do, each moving data that is checked.
+//! Work of all ranks in a cell; every phase moves data that is checked.
 
 use super::cell::Phase;
 use warplink::device::{Priority, Stream};

@@ -16,7 +16,7 @@ const ATTEMPTS: usize = 1000;
 #[derive(Debug)]
 pub(super) struct Port {
     address: SocketAddr,
-    /// What holds it: a name that one process can have at a time. The port itself is rank 0's to take.
+    /// Lock on the port: a name that one process can hold at a time. Rank 0 binds the port itself.
     _held: net::UnixListener,
 }
 

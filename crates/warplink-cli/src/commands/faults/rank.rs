@@ -59,7 +59,7 @@ struct Rank {
 }
 
 impl Rank {
-    /// What it went through, and what a victim still holds.
+    /// The rank's report, and the resources that a victim still holds.
     fn play(&self) -> (RankReport, Inflicted) {
         let mut report = RankReport::default();
         let mut inflicted = Inflicted::default();

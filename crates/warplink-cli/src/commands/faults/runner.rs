@@ -13,7 +13,7 @@ use crate::report;
 use anyhow::{Context, Result};
 use std::sync::{PoisonError, RwLock};
 
-/// What cells run by.
+/// Runs cells.
 pub(super) struct Runner<'a> {
     settings: &'a JobSettings,
     /// None where no GPU is shared.

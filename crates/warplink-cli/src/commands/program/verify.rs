@@ -59,7 +59,7 @@ struct Counts {
     eager_only: Option<diagnostics::Json>,
 }
 
-/// What became of a program's `expect` statements, which no evaluation found unmet.
+/// Results of a program's `expect` statements, none of which an evaluation found unmet.
 #[derive(Default, Serialize)]
 struct Expectations {
     /// Those of all ranks, with loops unrolled.

@@ -1,10 +1,10 @@
-//! What is published for one end of a connection.
+//! The published offer of one end of a connection.
 
 use crate::channel::request::Transport;
 use crate::transport::StagingShape;
 use serde::{Deserialize, Serialize};
 
-/// What one end tells the other.
+/// Offer of one end to the other.
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct EndOffer {
     pub(super) transport: Transport,

@@ -1,4 +1,4 @@
-//! What a flush waits for, and a proxy that is held up, where a test says how long a put takes.
+//! Tests of flushes and of a delayed proxy, with carriers whose puts take as long as a test says.
 
 use super::tests::{LATE, await_flush, host};
 use super::*;

@@ -1,4 +1,4 @@
-//! What the proxy does while nothing comes, where no producer can tell it of a trigger, as on a GPU.
+//! Tests of an idle proxy whose producer cannot notify it of a trigger, as on a GPU.
 
 use super::*;
 use crate::device::channel::fifo::{FifoAddresses, FifoMemory, HostFifoMemory};

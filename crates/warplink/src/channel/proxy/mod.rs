@@ -95,7 +95,7 @@ enum Run {
     Stopped(Option<FifoReader>),
 }
 
-/// What the thread shares with the rest.
+/// State that the thread shares with its users.
 struct Shared {
     state: Mutex<State>,
     failure: OnceLock<Error>,
@@ -111,7 +111,7 @@ struct State {
     /// Connections that nobody uses any more, whose last triggers may still be in the ring, with what
     /// they need.
     retiring: Vec<(u32, Box<dyn Any + Send>)>,
-    /// What streams ask for, until the thread takes it.
+    /// Copies requested by streams, until the thread takes them.
     copies: Vec<Requested>,
     /// Until when to do what is in the ring, once it is to stop.
     stopping: Option<Deadline>,
@@ -119,7 +119,7 @@ struct State {
     ended: bool,
 }
 
-/// What was left when the thread ended.
+/// Work left over when the thread ended.
 struct Drained {
     /// Triggers, and copies of streams.
     unsent: u64,

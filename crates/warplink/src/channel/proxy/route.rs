@@ -1,4 +1,4 @@
-//! What a proxy does for one connection.
+//! A proxy's state of one connection.
 
 use super::StreamCopy;
 use crate::device::Fault;

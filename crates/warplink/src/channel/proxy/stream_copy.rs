@@ -23,7 +23,7 @@ impl StreamCopy {
     /// Whether it is its turn.
     ///
     /// # Errors
-    /// What the stream failed with: then nobody waits for it.
+    /// The stream's failure, after which nobody waits for it.
     pub(super) fn is_due(&self) -> Result<bool> {
         is_past(&self.stream, &self.after)
     }

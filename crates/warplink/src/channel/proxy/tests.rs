@@ -262,7 +262,7 @@ fn what_is_under_way_is_bounded() {
     assert!(read(&seen.most) <= ROOM + 2, "{} calls", read(&seen.most));
 }
 
-/// What a carrier was asked for, in order.
+/// Requests to a carrier, in order.
 #[derive(Clone, Debug, PartialEq)]
 enum Asked {
     Put(u64),

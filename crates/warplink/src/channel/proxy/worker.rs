@@ -47,7 +47,7 @@ pub(super) struct Worker {
     unset: Vec<Arc<Route>>,
     /// Connections that wait for room, none without a trigger.
     parked: Vec<Parked>,
-    /// What streams ask for that have not come to it, or for which there is no room yet.
+    /// Copies requested by streams that have not reached them yet, or that await space.
     copies: Vec<Requested>,
     /// Whether there was no room for one of `copies`.
     is_full: bool,
@@ -340,7 +340,7 @@ impl Worker {
         Ok(())
     }
 
-    /// What came of something for a route; nothing where it failed for the loss of the peer, which is told by
+    /// Result of an operation for a route; nothing where it failed for the loss of the peer, which is reported by
     /// the fault.
     fn judge<T>(&self, route: &Route, result: Result<T>) -> Result<Option<T>> {
         match result {

@@ -1,16 +1,16 @@
-//! What is published for one end of a transfer.
+//! The published offer of one end of a transfer.
 
 use crate::p2p::path::{Flow, Path};
 use crate::p2p::protocol::Protocol;
 use serde::{Deserialize, Serialize};
 
-/// What one end tells the other, under its key in the store.
+/// Offer of one end to the other, under its key in the store.
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct EndOffer {
     pub(super) bytes: u64,
     pub(super) protocol: Protocol,
     pub(super) path: Path,
-    /// What follows from the path here.
+    /// Flow that follows from the path here.
     pub(super) flow: Flow,
     /// Whether something else than this end's copy stores the bytes.
     pub(super) stored: bool,

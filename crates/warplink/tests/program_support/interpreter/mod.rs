@@ -379,7 +379,7 @@ impl<'a> Play<'a> {
         true
     }
 
-    /// What the caller does between runs.
+    /// Steps of the caller between runs.
     fn boundary(&mut self, rank: usize, run: usize) {
         let left = self.streams[rank].iter().skip(1).any(|stream| {
             // What only has to say that it is done is done.

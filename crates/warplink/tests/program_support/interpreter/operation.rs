@@ -10,7 +10,7 @@ use warplink::program::{
     Area, Backend, Direction, OperationKind, Protocol, Range, RankProgram, TransferId,
 };
 
-/// What an operation is made of.
+/// Steps of an operation.
 #[derive(Default)]
 struct Parts {
     /// Done when it begins.
@@ -19,7 +19,7 @@ struct Parts {
     chains: Vec<Vec<Step>>,
     /// Signals of transfers, which go on beside these.
     announced: Vec<(TransferId, Vec<Step>)>,
-    /// What comes after all of these, in any order: signals of transfers, or of the engine.
+    /// Steps after all of these, in any order: signals of transfers, or of the engine.
     after: Vec<(Option<TransferId>, Vec<Step>)>,
 }
 
@@ -196,7 +196,7 @@ impl Play<'_> {
         number - run as i64 * self.stage.posts[rank][id]
     }
 
-    /// What a post that moves data waits for before that, and how it tells the peer afterwards.
+    /// Waits before a post that moves data, and signals to the peer after it.
     fn signals_around(
         &self,
         rank: usize,

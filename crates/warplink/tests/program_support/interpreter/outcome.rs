@@ -37,14 +37,14 @@ pub(crate) struct Outcome {
     pub(crate) outputs: Vec<Vec<f64>>,
     /// Stands for the order of all accesses to the same cells.
     pub(crate) order: u64,
-    /// What is wrong whatever the values are.
+    /// Faults that occur for any values.
     pub(crate) faults: BTreeSet<Fault>,
 }
 
 /// The outputs of an accepted program by several schedules, which must not matter.
 ///
 /// # Errors
-/// What one of them shows.
+/// A fault that one of the schedules shows.
 pub(crate) fn agreed<S: Debug>(
     plays: impl Iterator<Item = (S, Outcome)>,
 ) -> Result<Vec<Vec<f64>>, String> {

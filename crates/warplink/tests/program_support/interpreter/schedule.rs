@@ -12,7 +12,7 @@ pub(crate) enum Submission {
     Captured,
 }
 
-/// What the collective engine does, of all that an engine may do.
+/// Behaviour of the collective engine, one of those allowed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Engine {
     /// One operation after another; sends wait for their receives, and collectives for all ranks.
@@ -21,20 +21,20 @@ pub(crate) enum Engine {
     AtOnce,
 }
 
-/// What is done last: only where nobody else can take a step.
+/// Step to do last: only where nobody else can take one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Hold {
     /// An operation of a rank.
     Operation { rank: usize, index: usize },
     /// The accesses of an operation, which may tell its peers before.
     Accesses { rank: usize, index: usize },
-    /// What an operation tells of one of its transfers.
+    /// Signals of an operation about one of its transfers.
     Signals {
         rank: usize,
         index: usize,
         transfer: TransferId,
     },
-    /// What the caller of a rank does between runs.
+    /// Steps of a rank's caller between runs.
     Boundary { rank: usize },
 }
 

@@ -334,7 +334,7 @@ fn place(meeting: &Meeting, rank: usize) -> usize {
     members.position(|member| *member == rank).unwrap()
 }
 
-/// What a collective of all but broadcasts gives to the rank at a place.
+/// Result of a collective other than a broadcast at the rank with this place.
 fn combine(collective: &Collective<usize>, all: &[Vec<f64>], place: usize) -> Vec<f64> {
     let fold = |op: ReduceOp| -> Vec<f64> {
         let column = |index: usize| {

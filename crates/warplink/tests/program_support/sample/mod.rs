@@ -59,7 +59,7 @@ pub(crate) struct Sample {
     pub(crate) changes: usize,
 }
 
-/// What samples may use.
+/// Features that samples may use.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Allowed {
     /// Transfers and collectives through the engine.
@@ -80,7 +80,7 @@ impl Default for Allowed {
 /// The sample of a seed.
 ///
 /// # Errors
-/// What the parser says, where a mutation makes a text that is no program.
+/// The parser's error, where a mutation makes a text that is no program.
 pub(crate) fn sample(seed: u64, allowed: Allowed) -> Result<Sample> {
     let mut random = Random::new(seed);
     let world = 2 + random.below(3);

@@ -10,7 +10,7 @@ use warplink::program::{Parameters, Program};
 /// The sample of a seed.
 ///
 /// # Errors
-/// What the parser says, where the text is no program.
+/// The parser's error, where the text is no program.
 pub(crate) fn signals(seed: u64) -> Result<Sample> {
     // Apart from those of the other samples.
     let mut random = Random::new(seed ^ 0x5167_4a15);

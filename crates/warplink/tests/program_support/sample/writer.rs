@@ -373,7 +373,7 @@ impl<'r> Writer<'r> {
         self.made_on.push(stream);
     }
 
-    /// What is added to a tensor that starts at 0, in a loop or one by one.
+    /// Adds to a tensor that starts at 0, in a loop or one by one.
     fn accumulate(&mut self) {
         let (a, b, to) = (self.some_slot(), self.some_slot(), self.made_on.len());
         let name = self.name();

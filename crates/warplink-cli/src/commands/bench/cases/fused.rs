@@ -44,7 +44,7 @@ pub(crate) struct Fused {
     /// How Warplink's rows travel: exact, or fp8, whose bound of the error 'wrong' then goes by
     #[arg(long, value_name = "FORMAT", default_value = "exact")]
     wire: Wire,
-    /// What it is compared with
+    /// Implementations to compare with
     #[arg(long, value_enum, value_delimiter = ',', default_values = ["pair", "nccl"])]
     peers: Vec<Peer>,
     /// Calls in a sample

@@ -22,7 +22,7 @@ pub(super) struct Runner<'a> {
     /// Those of this rank alone: what follows a sum, as a kernel of its own.
     alone: Collectives,
     others: Vec<(String, Collectives)>,
-    /// What rows are compared with.
+    /// Implementations that rows are compared with.
     pub(super) peers: Vec<String>,
     memory: Memory,
 }
