@@ -1,8 +1,8 @@
 //! Synchronization steps between ranks: signals, waits and announcements.
 
+use super::code::{Code, bare, comma};
 use super::{Emitter, MAX_PLACES, Result};
 use crate::program::section::Announcement;
-use crate::program::section::compile::code::{Code, bare, comma};
 use crate::program::section::compile::scope::Scope;
 
 /// Maximum number of words in an announcement.

@@ -1,15 +1,17 @@
-//! Emits the steps of a section as the body of a kernel.
+//! Emits a section as a kernel in CUDA C++. The only folder that knows that language; its interface is [`kernel`].
 
+mod code;
+mod expression;
+mod kernel;
 mod meeting;
+mod names;
 mod passes;
 mod rows;
 mod value;
 
-use super::code::{Code, bare, comma};
 use super::hazard::{self, Barriers};
 use super::range::Range;
 use super::scope::Scope;
-use super::{element_name, operator_name};
 use crate::device::ReduceOp;
 use crate::error::{Error, ErrorKind};
 use crate::program::construct::{Branch, Each, Loop, NodeKind, Over, Selection, TensorRef};
@@ -18,9 +20,13 @@ use crate::program::section::{
     Move, Operator, Packing, Place, SectionInstance, Source, Step, StepKind, Verb,
 };
 use crate::program::site::Position;
+use code::{Code, bare, comma};
+use names::{element_name, operator_name};
+
+pub(super) use kernel::kernel;
 
 /// Maximum number of places in a step, and of ranks: each needs one bit of a 32-bit word.
-pub(super) const MAX_PLACES: usize = 32;
+const MAX_PLACES: usize = 32;
 
 /// Maximum number of iterations of a loop with known bounds that the compiler is asked to unroll.
 const UNROLLED: i64 = 8;
@@ -33,7 +39,7 @@ const MAX_LINES: usize = 1 << 16;
 
 /// Reason why no text is generated.
 #[derive(Debug)]
-pub(super) enum Refusal {
+enum Refusal {
     /// The text depends on the value of a loop index, so the loop has to be written out.
     Varies(Error),
     Final(Error),
@@ -85,7 +91,7 @@ fn names_lanes(steps: &[Step]) -> bool {
 }
 
 /// Writes the body of a kernel.
-pub(super) struct Emitter<'s> {
+struct Emitter<'s> {
     instance: &'s SectionInstance,
     /// For each tensor, whether it and its rows are aligned to 16 bytes on every rank.
     aligned: &'s [bool],
@@ -98,19 +104,19 @@ pub(super) struct Emitter<'s> {
     /// Tensors announced by the lanes.
     announced: Vec<usize>,
     /// Whether the lane waits for signals.
-    pub(super) waits: bool,
-    pub(super) signals: bool,
+    waits: bool,
+    signals: bool,
     /// Whether several lanes may increment the same signal word at a peer, because a signal names another lane.
-    pub(super) shares_words: bool,
+    shares_words: bool,
     /// Whether the kernel records the start time of each step.
-    pub(super) traced: bool,
+    traced: bool,
     /// Lines that read the rows of the current step's operands, and the number of rows read so far.
     row_lines: Vec<String>,
     rows: usize,
 }
 
 impl<'s> Emitter<'s> {
-    pub(super) fn new(instance: &'s SectionInstance, aligned: &'s [bool], scope: Scope) -> Self {
+    fn new(instance: &'s SectionInstance, aligned: &'s [bool], scope: Scope) -> Self {
         Self {
             instance,
             aligned,
@@ -130,12 +136,12 @@ impl<'s> Emitter<'s> {
     }
 
     /// Whether 32-bit integers are enough for all emitted expressions.
-    pub(super) fn is_narrow(&self) -> bool {
+    fn is_narrow(&self) -> bool {
         self.scope.is_narrow()
     }
 
     /// The text of `steps`.
-    pub(super) fn body(&mut self, code: &mut Code, steps: &[Step]) -> Result<()> {
+    fn body(&mut self, code: &mut Code, steps: &[Step]) -> Result<()> {
         let (integers, aliases) = (self.scope.len(), self.aliases.len());
         let done = steps.iter().try_for_each(|step| self.step(code, step));
         self.scope.truncate(integers);

@@ -1,6 +1,6 @@
 //! Which values of a row function are computed in which pass over the row.
 
-use super::element_name;
+use super::names::element_name;
 use crate::device::ReduceOp;
 use crate::dtype::DType;
 use crate::program::section::function::{RowFunction, RowNode};

@@ -3,11 +3,12 @@
 //! Every pass visits all units of a row that the thread owns. Values needed by later passes stay in registers for the
 //! thread's first units and are recomputed for the others (`Row::each` in `warplink/rows.cuh`).
 
+use super::code::{Code, bare, comma};
+use super::names::{element_name, operator_name};
 use super::passes::{Given, Passes, float};
-use super::{Emitter, Operand, Result, element_name, operator_name};
+use super::{Emitter, Operand, Result};
 use crate::device::ReduceOp;
 use crate::dtype::DType;
-use crate::program::section::compile::code::{Code, bare, comma};
 use crate::program::section::function::{RowNode, UNIT};
 use crate::program::section::{Application, Argument, Packing, RowReduction};
 

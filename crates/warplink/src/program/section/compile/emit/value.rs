@@ -1,10 +1,10 @@
 //! Integers that a lane reads from memory.
 
+use super::code::{Code, bare};
+use super::names::element_name;
 use super::{Emitter, Operand, Part, Result};
 use crate::dtype::DType;
 use crate::program::expr::Expr;
-use crate::program::section::compile::code::{Code, bare};
-use crate::program::section::compile::element_name;
 use crate::program::section::compile::scope::Scope;
 use crate::program::section::{DeviceValue, Packing};
 

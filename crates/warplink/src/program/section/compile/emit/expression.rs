@@ -1,0 +1,80 @@
+//! Integers and conditions of a section as expressions of the kernel.
+
+use super::code::bare;
+use crate::program::expr::{Comparison, Condition, Expr, Operator, reachable};
+use crate::program::section::compile::scope::Scope;
+
+impl Scope {
+    /// Kernel identifier for `name` of the section. Distinct names get distinct identifiers, and none collides with
+    /// the language, the headers or the surrounding text.
+    pub(super) fn spell(name: &str) -> String {
+        format!("v_{name}")
+    }
+
+    /// The expression as kernel text; the unbound name on failure.
+    pub(super) fn integer(&self, expression: &Expr) -> Result<String, String> {
+        self.range(expression);
+        if let Some(value) = self.value(expression)
+            && !matches!(expression, Expr::Name(_))
+        {
+            return Ok(value.to_string());
+        }
+        Ok(match expression {
+            Expr::Number(value) => value.to_string(),
+            Expr::Name(name) => match self.text(name) {
+                Some(text) => text.to_owned(),
+                None => return Err(name.clone()),
+            },
+            Expr::Negative(a) => format!("(-{})", self.integer(a)?),
+            Expr::Log2(a) => format!("logarithm({})", bare(&self.integer(a)?)),
+            Expr::Element(list, _) => return Err(list.clone()),
+            Expr::Count(list) => return Err(format!("count({list})")),
+            Expr::Binary(operator, a, b) => {
+                let natural = self.range(a).is_natural() && self.range(b).is_natural();
+                let clamped = *operator == Operator::Part && !self.range(a).is_natural();
+                let (mut a, b) = (self.integer(a)?, self.integer(b)?);
+                if clamped {
+                    a = format!("greatest({}, 0)", bare(&a));
+                }
+                let function = match operator {
+                    Operator::Divide if natural => "quotient",
+                    Operator::Divide => "divide",
+                    Operator::Remainder if natural => "remainder",
+                    Operator::Remainder => "modulo",
+                    Operator::Min => "least",
+                    Operator::Max => "greatest",
+                    Operator::Part => "part",
+                    Operator::ShiftLeft
+                    | Operator::ShiftRight
+                    | Operator::Add
+                    | Operator::Subtract
+                    | Operator::Multiply
+                    | Operator::Xor => return Ok(format!("({a} {} {b})", operator.sign())),
+                };
+                format!("{function}({}, {})", bare(&a), bare(&b))
+            }
+        })
+    }
+
+    /// The condition as kernel text; the unbound name on failure.
+    pub(super) fn condition(&self, condition: &Condition) -> Result<String, String> {
+        Ok(match condition {
+            Condition::Compare(comparison, a, b) => {
+                let sign = match comparison {
+                    Comparison::Equal => "==",
+                    Comparison::NotEqual => "!=",
+                    Comparison::Less => "<",
+                    Comparison::LessOrEqual => "<=",
+                    Comparison::Greater => ">",
+                    Comparison::GreaterOrEqual => ">=",
+                };
+                format!("({} {sign} {})", self.integer(a)?, self.integer(b)?)
+            }
+            Condition::Given(tensor) => return Err(format!("given({tensor})")),
+            Condition::Reachable(tensor) => self.integer(&Expr::Name(reachable(tensor)))?,
+            Condition::Not(a) => format!("(!{})", self.condition(a)?),
+            Condition::And(a, b) => format!("({} && {})", self.condition(a)?, self.condition(b)?),
+            Condition::Or(a, b) => format!("({} || {})", self.condition(a)?, self.condition(b)?),
+        })
+    }
+}

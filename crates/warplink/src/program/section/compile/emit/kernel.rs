@@ -1,0 +1,272 @@
+//! The text around the steps of a kernel: its function, its arguments and its tensors.
+
+use super::code::{Code, comma};
+use super::{Emitter, MAX_PLACES};
+use crate::error::{Error, ErrorKind, Result};
+use crate::program::expr;
+use crate::program::section::SectionInstance;
+use crate::program::section::compile::range::Range;
+use crate::program::section::compile::scope::Scope;
+use crate::program::section::compile::{KERNEL, constant, sizes, span, too_large, variables};
+
+/// Maximum size of the arguments that a launch passes by value, in words; leaves room below CUDA's 4 KiB limit.
+const MAX_WORDS: usize = 500;
+
+/// The kernel of `instance`. A `traced` one records the start time of each step.
+///
+/// # Errors
+/// [`ErrorKind::Unsupported`] with its place, if kernels cannot perform a step.
+pub(in crate::program::section::compile) fn kernel(
+    instance: &SectionInstance,
+    aligned: &[bool],
+    traced: bool,
+) -> Result<String> {
+    check(instance)?;
+    let SectionInstance {
+        section,
+        rank,
+        world,
+        lanes,
+        threads,
+        period,
+        ..
+    } = instance;
+    let mut steps = Code::default();
+    let mut emitter = Emitter::new(instance, aligned, names(instance));
+    emitter.traced = traced;
+    emitter.body(&mut steps, &section.body)?;
+    let narrow = emitter.is_narrow() && instance.tensors.iter().all(|t| span(t) <= 1 << 30);
+    let lane = Scope::spell(&section.lane);
+
+    let mut code = Code::default();
+    code.line(format!(
+        "// A kernel of {lanes} lanes of {threads} threads, for rank {rank} of {world}."
+    ));
+    if narrow {
+        // All sizes and indices fit in 32 bits.
+        code.line("#define WARPLINK_INDEX int");
+    }
+    code.line("#include <warplink/sections.cuh>");
+    code.line("");
+    code.line("using namespace warplink;");
+    code.line("");
+    code.line(format!(
+        "constexpr Index rank = {rank}, world = {world}, lanes = {lanes}, threads = {threads};"
+    ));
+    code.line("");
+    binding(&mut code, instance, traced)?;
+    code.line("");
+    code.open(format!(
+        "extern \"C\" __global__ void __launch_bounds__(threads) {KERNEL}(const __grid_constant__ Binding at, u64 signals) {{"
+    ));
+    code.line("Lane self(signals, at.epochs);");
+    code.line(format!("const Index {lane} = blockIdx.x;"));
+    if instance.factor().is_some() {
+        code.line("ScaledSum::set(at.factor);");
+    }
+    if emitter.waits {
+        code.line(format!(
+            "Inbound<world> inbound(Signals{{signals}}, world * {lane});"
+        ));
+    }
+    if emitter.signals {
+        code.line(
+            "const auto word = [&](Index peer, Index to) { return at.signals[peer] + detail::signal_bytes * (1 + world * to + rank); };",
+        );
+        if emitter.shares_words {
+            code.line(
+                "const auto sent = [&](Index peer, Index to) { return signals + detail::signal_bytes * (1 + world * to + peer) + detail::sent_offset; };",
+            );
+        } else {
+            code.line("__shared__ u64 counts[world];");
+            code.line(format!(
+                "Outbound<world> outbound(Signals{{signals}}, world * {lane}, counts);"
+            ));
+        }
+    }
+    declare(&mut code, instance);
+    if traced {
+        code.line("Times times(at.times, at.room);");
+    }
+    let announced = instance.announced().len();
+    if announced > 0 {
+        code.line(format!("__shared__ Located<world> located[{announced}];"));
+    }
+    if !instance.functions.is_empty() {
+        code.line("u32 row_turn = 0;");
+    }
+    if *period > 1 {
+        code.line(format!("const Index epoch = self.launches % {period};"));
+    }
+    code.append(&steps);
+    if emitter.waits {
+        code.line("inbound.finish();");
+    }
+    if traced {
+        code.line("times.finish(self);");
+    }
+    code.line("self.finish(at.lanes);");
+    code.close("}");
+    Ok(code.into_text())
+}
+
+fn check(instance: &SectionInstance) -> Result<()> {
+    let refused = |text: String, help: &'static str| {
+        Err(Error::new(ErrorKind::Unsupported, text)
+            .with_operation("compile a kernel section")
+            .with_help(help))
+    };
+    let mut factors = instance.operators.values().filter_map(|op| op.factor());
+    if factors.any(|factor| Some(factor) != instance.factor()) {
+        let text = "a kernel with several factors; expected the same in all sums".to_owned();
+        return refused(text, "use one factor, or several kernels");
+    }
+    let world = instance.world;
+    if world > MAX_PLACES {
+        let text = format!("a kernel for {world} ranks; expected at most {MAX_PLACES}");
+        return refused(text, "run it on fewer ranks");
+    }
+    if instance.threads < world || !instance.threads.is_multiple_of(32) {
+        let text = format!(
+            "lanes of {} threads; expected a multiple of 32, and as many as the {world} ranks",
+            instance.threads
+        );
+        return refused(text, "use whole warps");
+    }
+    match too_large(instance) {
+        Some(text) => refused(text, "launch the kernel on parts of it"),
+        None => Ok(()),
+    }
+}
+
+/// Names visible to the section's body from outside.
+fn names(instance: &SectionInstance) -> Scope {
+    let mut scope = Scope::default();
+    for (name, value) in &instance.integers {
+        match constant(instance, name) {
+            Some(constant) => scope.bind(name, constant, Some(*value)),
+            None => {
+                // Range from the sign and size in this launch; launches with other ranges may need another kernel
+                // text.
+                let range = Range::of((*value).min(0).into(), (*value).max(0).into());
+                scope.bind_within(name, Scope::spell(name), None, range);
+            }
+        }
+    }
+    for (number, tensor) in instance.announced().into_iter().enumerate() {
+        let name = expr::reachable(&instance.tensors[tensor].name);
+        let range = Range::of(0, 1);
+        scope.bind_within(&name, format!("located[{number}].reachable()"), None, range);
+    }
+    scope.bind("rank", "rank", i64::try_from(instance.rank).ok());
+    scope.bind("world", "world", i64::try_from(instance.world).ok());
+    // The epoch is taken modulo the period, which is equivalent wherever the epoch may be used.
+    let below = |end: u64| Range::of(0, i128::from(end.max(1)) - 1);
+    if instance.period > 1 {
+        scope.bind_within("epoch", "epoch", None, below(instance.period));
+    } else {
+        scope.bind("epoch", "0", Some(0));
+    }
+    let (lane, lanes) = (&instance.section.lane, instance.lanes as u64);
+    scope.bind_within(lane, Scope::spell(lane), None, below(lanes));
+    scope
+}
+
+/// The argument structure of a launch, in the order of [`Addresses::words`].
+fn binding(code: &mut Code, instance: &SectionInstance, traced: bool) -> Result<()> {
+    let world = instance.world;
+    let sizes = sizes(instance).len();
+    let announced = instance.announced().len();
+    let words =
+        (instance.tensors.len() + 1) * world + 5 + 2 * announced + instance.integers.len() + sizes;
+    if words > MAX_WORDS {
+        return Err(Error::new(
+            ErrorKind::Unsupported,
+            format!(
+                "a launch has {words} words of addresses and sizes; expected at most {MAX_WORDS}"
+            ),
+        )
+        .with_operation("compile a kernel section")
+        .with_help("use fewer tensors in one kernel"));
+    }
+    code.line(
+        "// Where tensors start on each rank, the ranks' signals, the epochs of lanes; and sizes.",
+    );
+    code.open("struct Binding {");
+    let names = instance
+        .tensors
+        .iter()
+        .map(|tensor| Scope::spell(&tensor.name));
+    let names: Vec<String> = names.collect();
+    let bases = names.iter().map(|name| format!("{name}[world]"));
+    let bases = bases.chain(["signals[world]".to_owned()]);
+    code.line(format!("u64 {};", comma(bases)));
+    code.line("u64 epochs, lanes;");
+    if instance.published {
+        let places = if announced > 0 {
+            format!(", place[{announced}][2]")
+        } else {
+            String::new()
+        };
+        code.line(format!("u64 tables{places};"));
+    }
+    if instance.factor().is_some() {
+        code.line("double factor;");
+    }
+    let integers = comma(variables(instance).map(|(name, _)| Scope::spell(name)));
+    if !integers.is_empty() {
+        code.line(format!("i64 {integers};"));
+    }
+    if sizes > 0 {
+        code.line(format!("i64 size[{sizes}];"));
+    }
+    if traced {
+        code.line("u64 times, room;");
+    }
+    code.close("};");
+    Ok(())
+}
+
+/// Declares the integers and tensors around the section as variables of the kernel.
+fn declare(code: &mut Code, instance: &SectionInstance) {
+    for (name, _) in variables(instance) {
+        let name = Scope::spell(name);
+        code.line(format!("const Index {name} = at.{name};"));
+    }
+    let sizes = sizes(instance);
+    // Number of sizes of the preceding tensors.
+    let mut before = 0;
+    for tensor in &instance.tensors {
+        let (name, axes) = (Scope::spell(&tensor.name), tensor.shape.len());
+        // Indices below `axes` are extents; the others are strides.
+        let size = |place: usize, value: &usize| {
+            let number = if instance.sizes_vary {
+                Some(before + place)
+            } else {
+                sizes.iter().position(|size| size == value)
+            };
+            format!("(Index)at.size[{}]", number.unwrap_or(0))
+        };
+        let Some(first) = tensor.shape.first() else {
+            code.line(format!("const View<0> {name}{{0}};"));
+            continue;
+        };
+        let strides = tensor
+            .strides
+            .iter()
+            .enumerate()
+            .map(|(axis, stride)| match stride {
+                1 if axis + 1 == axes => "1".to_owned(),
+                _ => size(axes + axis, stride),
+            });
+        let extents = tensor.shape.iter().enumerate();
+        let extents = extents.map(|(axis, extent)| size(axis, extent));
+        code.line(format!(
+            "const View<{axes}> {name}{{0, {}, {{{}}}, {{{}}}}};",
+            size(0, first),
+            comma(extents),
+            comma(strides)
+        ));
+        before += 2 * axes;
+    }
+}

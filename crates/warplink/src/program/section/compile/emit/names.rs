@@ -1,0 +1,24 @@
+//! Names of the kernels' headers.
+
+use crate::device::ReduceOp;
+use crate::dtype::DType;
+
+/// Name of the element type in `warplink/elements.cuh`: its own name, except that an 8-bit float is named by its
+/// format alone.
+pub(super) fn element_name(dtype: DType) -> String {
+    let name = dtype.name();
+    let (first, rest) = name.strip_prefix("f8").unwrap_or(name).split_at(1);
+    first.to_ascii_uppercase() + rest
+}
+
+/// Name of the operator in the headers.
+pub(super) fn operator_name(operator: ReduceOp) -> &'static str {
+    match operator {
+        ReduceOp::Sum => "Add",
+        ReduceOp::Max => "Maximum",
+        ReduceOp::Min => "Minimum",
+        ReduceOp::Product => "Multiply",
+        ReduceOp::Average => "Average",
+        ReduceOp::ScaledSum(_) => "ScaledSum",
+    }
+}
