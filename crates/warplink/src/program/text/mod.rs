@@ -57,18 +57,7 @@
 //!           | "broadcast" "(" tensor "from" integer ")" | "reduce" "(" tensor "," op "to" integer ")"
 //! op        = "sum" | "max" | "min"
 //! operator  = op | "product" | "average" | "scaled_sum"
-//! step      = "let" NAME "=" (integer | tensor) | "for" … | "if" …
-//!           | "let" NAME "=" place "at" "most" integer  an integer in memory
-//!           | "put" tensor "to" place | "get" place "to" tensor
-//!           | place [each] {"," place [each]} "=" ("copy" "(" source ")"
-//!             | "reduce" "(" source [each] {"," source [each]} "," (operator | NAME) ")")
-//!           | place [each] {("," | ";") place [each]} "=" NAME "(" argument {"," argument} ")"
-//!                                                      a function of rows; ";" is between its results
-//!           | "signal" receiver [each] {"," receiver [each]}
-//!           | "wait" integer [each] {"," integer [each]} | "barrier"
-//!           | "announce" integer {"," integer} ["with" NAME {"," NAME}] "in" tensor
-//!             ["to" integer [each] {"," integer [each]}]
-//!           | "agree" integer {"," integer} ["with" NAME {"," NAME}] "in" tensor
+//! step      = …                                        see `text/section.rs`
 //! argument  = NUMBER | source | "reduce" "(" source [each] {"," source [each]} "," (operator | NAME) ")"
 //!                                                      of a function of rows
 //! value     = NUMBER | NAME | "width" | "-" value | value ("+" | "-" | "*" | "/") value | "(" value ")"
@@ -123,8 +112,8 @@ pub const MAX_BLOCK_DEPTH: usize = 32;
 /// The most characters of a line or a statement that messages show.
 const MAX_SHOWN: usize = 160;
 
-/// Words with a meaning, which no name may be.
-pub const RESERVED: [&str; 69] = [
+/// Words with a meaning outside of kernels, which no name may be.
+const RESERVED: [&str; 63] = [
     "program",
     "require",
     "input",
@@ -186,19 +175,14 @@ pub const RESERVED: [&str; 69] = [
     "scratch",
     "kernel",
     "epoch",
-    "put",
-    "get",
-    "signal",
-    "barrier",
-    "announce",
-    "agree",
     "on",
     "of",
 ];
 
 /// Whether `name` can be the name of a tensor, integer, transfer or stream.
 pub fn is_name(name: &str) -> bool {
-    is_word(name) && !RESERVED.contains(&name)
+    let is_reserved = RESERVED.contains(&name) || section::STEPS.contains(&name);
+    is_word(name) && !is_reserved
 }
 
 fn is_word(name: &str) -> bool {

@@ -1,10 +1,26 @@
 //! The text of kernel sections and their scratch: parsing and printing.
+//!
+//! ```text
+//! step      = "let" NAME "=" (integer | tensor) | "for" … | "if" …
+//!           | "let" NAME "=" place "at" "most" integer  an integer in memory
+//!           | "put" tensor "to" place | "get" place "to" tensor
+//!           | place [each] {"," place [each]} "=" ("copy" "(" source ")"
+//!             | "reduce" "(" source [each] {"," source [each]} "," (operator | NAME) ")")
+//!           | place [each] {("," | ";") place [each]} "=" NAME "(" argument {"," argument} ")"
+//!                                                      a function of rows; ";" is between its results
+//!           | "signal" receiver [each] {"," receiver [each]}
+//!           | "wait" integer [each] {"," integer [each]} | "barrier"
+//!           | "announce" integer {"," integer} ["with" NAME {"," NAME}] "in" tensor
+//!             ["to" integer [each] {"," integer [each]}]
+//!           | "agree" integer {"," integer} ["with" NAME {"," NAME}] "in" tensor
+//! ```
 
 use super::is_name;
 use super::operand::{Parsed, Parser};
 use super::print::{Action, List};
 use super::token::{Token, TokenKind};
 use crate::device::ReduceOp;
+use crate::named::listed;
 use crate::program::construct::{Each, NodeKind};
 use crate::program::expr::Expr;
 use crate::program::section::{
@@ -12,6 +28,11 @@ use crate::program::section::{
     Scratch, Section, Source, StepKind, Verb,
 };
 use std::fmt::{self, Display, Formatter};
+
+/// Words that begin a step; no name may be one.
+pub(super) const STEPS: [&str; 7] = [
+    "put", "get", "signal", "wait", "barrier", "announce", "agree",
+];
 
 impl Parser<'_> {
     /// Parses the rest of `scratch`.
@@ -123,9 +144,8 @@ impl Parser<'_> {
             "agree" => StepKind::Agree(self.announcement(false)?),
             _ => {
                 self.at -= 1;
-                return Err(self.expected(
-                    "a step of a kernel: put, get, signal, wait, barrier, announce, agree, let, for, if or a tensor",
-                ));
+                let words = STEPS.into_iter().chain(["let", "for", "if", "a tensor"]);
+                return Err(self.expected(&format!("a step of a kernel: {}", listed(words))));
             }
         }))
     }
