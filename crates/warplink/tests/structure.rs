@@ -153,6 +153,32 @@ fn steps_are_told_apart_by_the_language_and_the_emitter_alone() {
     assert_eq!(found.len(), STEPS.len(), "only {found:?} tell steps apart");
 }
 
+/// A second emitter is a folder beside the first only if nothing else in `program/` writes the first one's language.
+#[test]
+fn only_the_emitter_writes_cuda() {
+    const MARKS: [&str; 5] = ["__global__", "__shared__", "constexpr", "blockIdx", ".cuh>"];
+    let folder = root().join("src/program");
+    let (mut wrong, mut emitting) = (Vec::new(), 0);
+    for (path, text) in sources(&folder) {
+        let name = path.strip_prefix(&folder).unwrap().display().to_string();
+        let literals = literals(&text);
+        let writes = |literal: &String| MARKS.iter().any(|mark| literal.contains(mark));
+        if name.ends_with("tests.rs") || !literals.iter().any(writes) {
+            continue;
+        }
+        if name.starts_with("section/compile/emit/") {
+            emitting += 1;
+        } else {
+            wrong.push(name);
+        }
+    }
+    assert!(wrong.is_empty(), "CUDA C++ is written in {wrong:?}");
+    assert!(
+        emitting > 1,
+        "only {emitting} files of the emitter were found"
+    );
+}
+
 /// A file has one subject.
 #[test]
 fn files_are_of_a_length_that_one_reads() {
