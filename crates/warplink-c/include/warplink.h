@@ -131,7 +131,7 @@ typedef enum {
     WARPLINK_LOG_LEVEL_ERROR = 1,
     /// Something is not as it should be.
     WARPLINK_LOG_LEVEL_WARN = 2,
-    /// What happens.
+    /// Normal progress.
     WARPLINK_LOG_LEVEL_INFO = 3,
     /// In detail.
     WARPLINK_LOG_LEVEL_DEBUG = 4,
@@ -282,7 +282,7 @@ typedef struct {
     double timeout;
 } warplink_options;
 
-/// What the ranks of a job meet by: an address and the secret that admits to it. A process that holds it can
+/// Rendezvous of the ranks of a job: an address and the secret that admits to it. A process that holds it can
 /// join, so treat it as a password. Plain bytes: hand it to the other ranks in any way.
 typedef struct {
     /// Private to the library.
@@ -367,7 +367,7 @@ typedef struct {
     void *user;
 } warplink_host_kernel;
 
-/// What a module is made of: CUDA C++ or machine code for GPUs, bodies for the host device, or both. Set what is
+/// Contents of a module: CUDA C++ or machine code for GPUs, bodies for the host device, or both. Set what is
 /// not there to zero.
 typedef struct {
     /// A name, for messages.
@@ -439,7 +439,7 @@ typedef struct {
     uint32_t multiprocessors;
 } warplink_collective_options;
 
-/// What does the collectives of all ranks. Zero is none.
+/// Collectives of all ranks. Zero is none.
 typedef struct {
     uint64_t id;
 } warplink_collectives;
@@ -458,7 +458,7 @@ typedef struct {
     /// and gather have one for each rank in the output, reduce-scatter and scatter in the input, and all-to-all in
     /// both.
     uint64_t count;
-    /// What inputs are multiplied by before they are summed, for `WARPLINK_REDUCE_OP_SCALED_SUM`; not read for others. In
+    /// Factor of inputs before they are summed, for `WARPLINK_REDUCE_OP_SCALED_SUM`; not read for others. In
     /// single precision, but for 64 bits.
     double factor;
 } warplink_collective_call;
@@ -503,7 +503,7 @@ typedef struct {
     int32_t wire;
     /// Not 0 where 1 is added to the weight.
     int32_t weight_bias;
-    /// What is added to the mean of squares, or to the variance; not negative.
+    /// Added to the mean of squares, or to the variance; not negative.
     float eps;
     /// How many rows, those of all ranks.
     uint64_t tokens;
@@ -536,7 +536,7 @@ typedef struct {
     int32_t peer;
     /// A `warplink_direction`.
     int32_t direction;
-    /// What is sent, which is only read, or where what is received belongs: an address of the device. May be null
+    /// Data to send, which is only read, or memory for received data: an address of the device. May be null
     /// for no bytes.
     void *memory;
     /// Length in bytes.
@@ -1109,7 +1109,7 @@ warplink_status warplink_collectives_choice(warplink_collectives collectives,
                                             const warplink_collective_call *call,
                                             warplink_collective_choice *choice);
 
-/// What does `warplink_send_receive` and `warplink_all_to_all_v`: "direct" or "engine"; null where they do not reach
+/// Path of `warplink_send_receive` and `warplink_all_to_all_v`: "direct" or "engine"; null where they do not reach
 /// the other ranks. The text is never freed. Does not block.
 warplink_status warplink_collectives_message_path(warplink_collectives collectives,
                                                   const char **path);

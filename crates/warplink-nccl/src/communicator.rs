@@ -29,7 +29,7 @@ pub(crate) struct Comm {
     pub(crate) ordinal: usize,
     /// Whether calls may block.
     pub(crate) blocking: bool,
-    state: Mutex<State>,
+    state: Mutex<CommunicatorState>,
     /// A later failure.
     failure: OnceLock<Error>,
     /// No call may follow, but those that end it.
@@ -40,7 +40,7 @@ pub(crate) struct Comm {
 }
 
 #[derive(Debug)]
-enum State {
+enum CommunicatorState {
     Joining,
     Joined(Arc<Joined>),
     Failed(Error),
@@ -119,7 +119,7 @@ impl Comm {
             ranks: ranks.into(),
             ordinal,
             blocking,
-            state: Mutex::new(State::Joining),
+            state: Mutex::new(CommunicatorState::Joining),
             failure: OnceLock::new(),
             finalized: AtomicBool::new(false),
             revoked: AtomicBool::new(false),
@@ -156,10 +156,10 @@ impl Comm {
     pub(crate) fn set_joined(&self, joined: Result<Arc<Joined>, Error>) -> Option<Arc<Joined>> {
         let mut state = lock(&self.state);
         match joined {
-            Ok(joined) if matches!(*state, State::Ended) => return Some(joined),
-            Ok(joined) => *state = State::Joined(joined),
-            Err(_) if matches!(*state, State::Ended) => {}
-            Err(error) => *state = State::Failed(error),
+            Ok(joined) if matches!(*state, CommunicatorState::Ended) => return Some(joined),
+            Ok(joined) => *state = CommunicatorState::Joined(joined),
+            Err(_) if matches!(*state, CommunicatorState::Ended) => {}
+            Err(error) => *state = CommunicatorState::Failed(error),
         }
         None
     }
@@ -171,8 +171,8 @@ impl Comm {
             alive.remove(&self.handle);
         }
         drop(alive);
-        match std::mem::replace(&mut *lock(&self.state), State::Ended) {
-            State::Joined(joined) => Some(joined),
+        match std::mem::replace(&mut *lock(&self.state), CommunicatorState::Ended) {
+            CommunicatorState::Joined(joined) => Some(joined),
             _ => None,
         }
     }
@@ -180,13 +180,13 @@ impl Comm {
     /// The joined communicator, even if it has failed since.
     pub(crate) fn joined(&self) -> Outcome<Arc<Joined>> {
         match &*lock(&self.state) {
-            State::Joined(joined) => Ok(joined.clone()),
-            State::Failed(error) => Err(error.clone().into()),
-            State::Joining => Err(Failure::argument(
+            CommunicatorState::Joined(joined) => Ok(joined.clone()),
+            CommunicatorState::Failed(error) => Err(error.clone().into()),
+            CommunicatorState::Joining => Err(Failure::argument(
                 "the communicator is not joined yet",
                 "wait until ncclCommGetAsyncError no longer gives ncclInProgress",
             )),
-            State::Ended => Err(Failure::argument(
+            CommunicatorState::Ended => Err(Failure::argument(
                 "the communicator was ended by another thread",
                 "end a communicator after its last call",
             )),
@@ -229,7 +229,7 @@ impl Comm {
 
     /// The error of a communicator that failed.
     pub(crate) fn failure(&self) -> Option<Error> {
-        if let State::Failed(error) = &*lock(&self.state) {
+        if let CommunicatorState::Failed(error) = &*lock(&self.state) {
             return Some(error.clone());
         }
         self.failure.get().cloned()
@@ -238,10 +238,10 @@ impl Comm {
     /// Result of `ncclCommGetAsyncError`.
     pub(crate) fn progress(&self) -> Outcome<Code> {
         let joined = match &*lock(&self.state) {
-            State::Joining => return Ok(Code::InProgress),
-            State::Failed(error) => return Err(error.clone().into()),
-            State::Joined(joined) => joined.clone(),
-            State::Ended => return Ok(Code::Success),
+            CommunicatorState::Joining => return Ok(Code::InProgress),
+            CommunicatorState::Failed(error) => return Err(error.clone().into()),
+            CommunicatorState::Joined(joined) => joined.clone(),
+            CommunicatorState::Ended => return Ok(Code::Success),
         };
         if let Some(error) = self.failure.get() {
             return Err(error.clone().into());

@@ -21,7 +21,7 @@ pub(crate) struct Task {
 }
 
 #[derive(Default)]
-struct Group {
+struct CallGroup {
     depth: usize,
     tasks: Vec<Task>,
     calls: Vec<(Arc<Comm>, Call)>,
@@ -32,7 +32,7 @@ struct Group {
 const UNKNOWN: f32 = -1.0;
 
 thread_local! {
-    static GROUP: RefCell<Group> = RefCell::default();
+    static GROUP: RefCell<CallGroup> = RefCell::default();
 }
 
 impl Task {
@@ -139,7 +139,7 @@ pub(crate) unsafe fn simulate(simulation: *mut Simulation) -> Outcome {
 }
 
 /// Leaves a group; what was asked for, where it was the outermost.
-fn leave() -> Outcome<Option<Group>> {
+fn leave() -> Outcome<Option<CallGroup>> {
     GROUP.with_borrow_mut(|group| match group.depth {
         0 => Err(Failure::usage(
             "there is no group to end",

@@ -27,7 +27,7 @@ const SHRINK_ABORT: c_int = 1;
 
 /// Who joins, and where.
 #[derive(Clone)]
-struct Place {
+struct MeetingPlace {
     id: bootstrap::UniqueId,
     rank: usize,
     ranks: usize,
@@ -110,7 +110,7 @@ pub(crate) unsafe fn init_rank_config(
     // SAFETY: the caller passes null or a configuration.
     let wishes = unsafe { Wishes::read(config) }?;
     let (rank, ranks) = ranks(rank, count)?;
-    let place = Place {
+    let place = MeetingPlace {
         id: parse(&id)?,
         rank,
         ranks,
@@ -187,7 +187,7 @@ pub(crate) unsafe fn init_all(comms: *mut Handle, count: c_int, devices: *const 
     let id = new_id()?;
     group::within(|| {
         for (rank, ordinal) in ordinals.into_iter().enumerate() {
-            let place = Place {
+            let place = MeetingPlace {
                 id: id.clone(),
                 rank,
                 ranks,
@@ -205,7 +205,7 @@ pub(crate) unsafe fn init_all(comms: *mut Handle, count: c_int, devices: *const 
 ///
 /// # Safety
 /// `made` must be room for a handle until the group ends.
-unsafe fn begin(made: *mut Handle, place: Place, blocking: bool) -> Outcome {
+unsafe fn begin(made: *mut Handle, place: MeetingPlace, blocking: bool) -> Outcome {
     let comm = Comm::new(place.rank, place.ranks, place.ordinal, blocking);
     // SAFETY: the caller passes room for a handle.
     unsafe { begin_with(made, &comm, move || Ok(place)) }
@@ -218,7 +218,7 @@ unsafe fn begin(made: *mut Handle, place: Place, blocking: bool) -> Outcome {
 unsafe fn begin_with(
     made: *mut Handle,
     comm: &Arc<Comm>,
-    place: impl FnOnce() -> Outcome<Place> + Send + 'static,
+    place: impl FnOnce() -> Outcome<MeetingPlace> + Send + 'static,
 ) -> Outcome {
     log::start();
     report::start();
@@ -247,7 +247,7 @@ unsafe fn begin_with(
 }
 
 /// Joins all other ranks, and finds out who does the calls. Blocks until all have.
-fn join(comm: &Arc<Comm>, place: &Place) -> Result<Joined> {
+fn join(comm: &Arc<Comm>, place: &MeetingPlace) -> Result<Joined> {
     let join = JoinConfig::new(Rendezvous::Id(place.id.clone()), place.rank, place.ranks)
         .with_local_rank(place.ordinal);
     let own = variables::read("WARPLINK_TIMEOUT")?.is_none_or(|text| text.is_empty());
@@ -356,7 +356,7 @@ pub(crate) unsafe fn split(
         if first != rank {
             id.release();
         }
-        let place = Place {
+        let place = MeetingPlace {
             id: bootstrap::UniqueId::from_bytes(&all[first].id)?,
             rank: position.unwrap_or(0),
             ranks: members.len(),
@@ -422,7 +422,7 @@ pub(crate) unsafe fn shrink(
         };
         let own = id.map_or(Vec::new(), |id| id.to_bytes().to_vec());
         let all = group.all_gather_bytes(&own)?;
-        Ok(Place {
+        Ok(MeetingPlace {
             id: bootstrap::UniqueId::from_bytes(&all[0])?,
             rank: position,
             ranks: left.len(),
@@ -489,7 +489,7 @@ pub(crate) unsafe fn grow(
                 "pass the id on the rank that called ncclCommGetUniqueId",
             )
         })?;
-        Ok(Place {
+        Ok(MeetingPlace {
             id: bootstrap::UniqueId::from_bytes(id)?,
             rank: own,
             ranks,

@@ -12,10 +12,10 @@ use warplink::variables;
 const VARIABLE: &str = "WARPLINK_NCCL_REPORT";
 
 /// Of each route and function.
-static CALLS: Mutex<BTreeMap<(&str, &str), Entry>> = Mutex::new(BTreeMap::new());
+static CALLS: Mutex<BTreeMap<(&str, &str), ReportEntry>> = Mutex::new(BTreeMap::new());
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-struct Entry {
+struct ReportEntry {
     calls: u64,
     bytes: u64,
     /// Of the host, in the calls.
@@ -58,7 +58,7 @@ pub(crate) fn print() {
     }
 }
 
-fn table(calls: &BTreeMap<(&str, &str), Entry>) -> String {
+fn table(calls: &BTreeMap<(&str, &str), ReportEntry>) -> String {
     let process = std::process::id();
     let mut text = format!(
         "warplink-nccl, process {process}: calls by route\n{:<10} {:<14} {:>10} {:>18} {:>12}\n",
@@ -82,7 +82,7 @@ mod tests {
 
     #[test]
     fn a_line_has_route_function_calls_bytes_and_time() {
-        let entry = Entry {
+        let entry = ReportEntry {
             calls: 4,
             bytes: 4096,
             time: Duration::from_micros(10),

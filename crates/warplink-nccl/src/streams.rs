@@ -20,10 +20,10 @@ const LIMIT: Duration = Duration::from_secs(600);
 
 /// The streams that calls of a communicator were made on. CUDA's are borrowed until the communicator ends.
 #[derive(Debug, Default)]
-pub(crate) struct Streams(Mutex<Vec<Known>>);
+pub(crate) struct Streams(Mutex<Vec<KnownStream>>);
 
 #[derive(Debug)]
-struct Known {
+struct KnownStream {
     raw: u64,
     /// Whose it is, where it is a thread's.
     thread: Option<ThreadId>,
@@ -39,13 +39,13 @@ impl Streams {
         }
         let thread = (raw == PER_THREAD).then(|| std::thread::current().id());
         let mut known = lock(&self.0);
-        let same = |one: &&Known| one.raw == raw && one.thread == thread;
+        let same = |one: &&KnownStream| one.raw == raw && one.thread == thread;
         if let Some(found) = known.iter().find(same) {
             return Ok(found.stream.clone());
         }
         // SAFETY: the caller keeps a stream that calls were made on until the communicator has ended (docs/nccl.md).
         let stream = unsafe { device.borrow_stream(raw, Arc::new(())) }?;
-        known.push(Known {
+        known.push(KnownStream {
             raw,
             thread,
             stream: stream.clone(),

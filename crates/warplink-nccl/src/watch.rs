@@ -17,16 +17,16 @@ const FOR_EVER: Duration = Duration::MAX;
 
 /// A thread that waits for calls. It ends with the first error, which the communicator keeps.
 #[derive(Debug)]
-pub(crate) struct Watch(Arc<Shared>);
+pub(crate) struct Watch(Arc<WatchShared>);
 
 #[derive(Debug, Default)]
-struct Shared {
-    state: Mutex<State>,
+struct WatchShared {
+    state: Mutex<WatchState>,
     changed: Condvar,
 }
 
 #[derive(Debug, Default)]
-struct State {
+struct WatchState {
     /// Calls that the thread has not waited for yet.
     new: bool,
     /// Whether the thread waits for new ones.
@@ -42,7 +42,7 @@ impl Watch {
         communicator: &Communicator,
         collectives: &Collectives,
     ) -> Result<Self> {
-        let shared = Arc::<Shared>::default();
+        let shared = Arc::<WatchShared>::default();
         let stream = communicator.create_stream(Priority::Normal)?;
         let (followed, comm) = (shared.clone(), Arc::downgrade(comm));
         let (communicator, collectives) = (communicator.clone(), collectives.clone());
@@ -93,14 +93,14 @@ impl Drop for Watch {
     }
 }
 
-impl Shared {
-    fn state(&self) -> MutexGuard<'_, State> {
+impl WatchShared {
+    fn state(&self) -> MutexGuard<'_, WatchState> {
         lock(&self.state)
     }
 }
 
 /// Waits for calls as they are made, until closed or one fails.
-fn follow(shared: &Shared, comm: &Weak<Comm>, wait: impl Fn() -> Result<()>) {
+fn follow(shared: &WatchShared, comm: &Weak<Comm>, wait: impl Fn() -> Result<()>) {
     loop {
         let mut state = shared.state();
         while !state.new && !state.closed {

@@ -69,7 +69,7 @@ struct Method {
 }
 
 #[derive(Debug, Serialize)]
-struct Outcome {
+struct DemoOutcome {
     demo: &'static str,
     device: String,
     ranks: usize,
@@ -131,7 +131,7 @@ impl Demo {
         Ok(Some(lowering))
     }
 
-    fn outcome(&self, comm: &Communicator) -> Result<Outcome> {
+    fn outcome(&self, comm: &Communicator) -> Result<DemoOutcome> {
         let kind = comm.device().kind();
         let samples = self.samples.map(usize::from);
         let samples = samples.unwrap_or(by_device(kind, [20, 5]));
@@ -184,7 +184,7 @@ impl Demo {
         };
         let best = |method: &Method| method.eager.median.min(method.captured.median);
         let right = gemm.is_right(overlapped.error) && gemm.is_right(plain.error);
-        Ok(Outcome {
+        Ok(DemoOutcome {
             demo: "all-gather + matmul",
             device: comm.device().name(),
             ranks: comm.world(),
@@ -228,7 +228,7 @@ fn time(
     })
 }
 
-impl Outcome {
+impl DemoOutcome {
     fn text(&self) -> String {
         let Problem {
             m,

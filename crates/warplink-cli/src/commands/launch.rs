@@ -99,11 +99,11 @@ struct LaunchReport {
     /// Why no rank was started.
     #[serde(skip_serializing_if = "Option::is_none")]
     error: Option<JsonError>,
-    ranks: Vec<RankReport>,
+    ranks: Vec<LaunchedRank>,
 }
 
 #[derive(Debug, Serialize)]
-struct RankReport {
+struct LaunchedRank {
     rank: usize,
     code: Option<i32>,
     signal: Option<i32>,
@@ -116,7 +116,7 @@ impl LaunchReport {
             .exits
             .iter()
             .enumerate()
-            .map(|(rank, exit)| RankReport {
+            .map(|(rank, exit)| LaunchedRank {
                 rank,
                 code: exit.code,
                 signal: exit.signal,

@@ -5,7 +5,7 @@
 //! even if the launcher is killed.
 
 use super::guard;
-use super::leftovers::Mark;
+use super::leftovers::ProcessMark;
 use super::service_control::ServiceControl;
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use std::env;
@@ -105,7 +105,7 @@ impl GpuService {
     ///
     /// # Errors
     /// If the command is missing or fails, or the service does not answer.
-    pub(super) fn start(mark: &Mark) -> Result<Self> {
+    pub(super) fn start(mark: &ProcessMark) -> Result<Self> {
         // The temporary directory is shared, so the name must be unpredictable.
         let random = getrandom::u64().map_err(|error| anyhow!("name a directory: {error}"))?;
         let name = format!("{}{random:016x}", prefix(guard::id()));

@@ -22,9 +22,9 @@ const PAUSE: Duration = Duration::from_millis(5);
 
 /// Identifies the processes of one launch.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Mark(String);
+pub(super) struct ProcessMark(String);
 
-impl Mark {
+impl ProcessMark {
     /// Creates a mark, and makes this process a subreaper.
     pub(super) fn new() -> Result<Self> {
         let random = getrandom::u64().map_err(|error| anyhow!("make a mark: {error}"))?;
@@ -149,6 +149,6 @@ mod tests {
     fn this_process_is_neither_stopped_nor_marked() {
         assert!(!is_stopped(getpid()));
         assert!(processes().contains(&getpid()));
-        assert!(!Mark("0123456789abcdef".to_owned()).is_on(getpid()));
+        assert!(!ProcessMark("0123456789abcdef".to_owned()).is_on(getpid()));
     }
 }

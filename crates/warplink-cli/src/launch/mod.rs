@@ -27,7 +27,7 @@ use crate::report;
 use anyhow::Result;
 use environment::Environment;
 use gpu_service::{GpuService, GpuSharing};
-use leftovers::Mark;
+use leftovers::ProcessMark;
 use output::{Printer, Target};
 use rank::Ranks;
 use std::ffi::OsString;
@@ -99,7 +99,7 @@ pub(crate) fn run(plan: &LaunchPlan) -> Result<Outcome> {
     let supervisor = supervise::Supervisor::new(plan.consequence)?;
     let environment = Environment::new(plan.ranks)?;
     let printer = Arc::new(Printer::new());
-    let mark = Mark::new()?;
+    let mark = ProcessMark::new()?;
     let mut ranks = Ranks::new(plan.ranks, mark.clone());
     if sharing.is_some() {
         ranks.share(GpuService::start(&mark)?);
@@ -118,13 +118,13 @@ pub(crate) fn run(plan: &LaunchPlan) -> Result<Outcome> {
         command.stdout(out.stdio()).stderr(err.stdio());
         let started = ranks.start(&mut command)?;
         match (started.stdout.take(), out) {
-            (Some(stream), Stream::Prefixed(target)) => {
+            (Some(stream), OutputStream::Prefixed(target)) => {
                 supervisor.pump(rank, stream, target, &printer)?;
             }
-            (Some(stream), Stream::Kept) => supervisor.keep(rank, stream)?,
+            (Some(stream), OutputStream::Kept) => supervisor.keep(rank, stream)?,
             _ => {}
         }
-        if let (Some(stream), Stream::Prefixed(target)) = (started.stderr.take(), err) {
+        if let (Some(stream), OutputStream::Prefixed(target)) = (started.stderr.take(), err) {
             supervisor.pump(rank, stream, target, &printer)?;
         }
         supervisor.watch(rank, started)?;
@@ -134,14 +134,14 @@ pub(crate) fn run(plan: &LaunchPlan) -> Result<Outcome> {
 
 /// Handling of one stream of one rank.
 #[derive(Clone, Copy, Debug)]
-enum Stream {
+enum OutputStream {
     Prefixed(Target),
     Kept,
     Inherited,
     Dropped,
 }
 
-impl Stream {
+impl OutputStream {
     fn stdio(self) -> Stdio {
         match self {
             Self::Prefixed(_) | Self::Kept => Stdio::piped(),
@@ -152,8 +152,8 @@ impl Stream {
 }
 
 /// Handling of a rank's standard output and standard error.
-fn targets(output: Output, rank: usize) -> [Stream; 2] {
-    use Stream::{Dropped, Inherited, Kept, Prefixed};
+fn targets(output: Output, rank: usize) -> [OutputStream; 2] {
+    use OutputStream::{Dropped, Inherited, Kept, Prefixed};
     match (output, rank) {
         (Output::Prefixed, _) => [Prefixed(Target::Stdout), Prefixed(Target::Stderr)],
         (Output::PrefixedToStderr, _) => [Prefixed(Target::Stderr), Prefixed(Target::Stderr)],

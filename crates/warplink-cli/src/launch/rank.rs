@@ -2,7 +2,7 @@
 
 use super::gpu_service::GpuService;
 use super::guard;
-use super::leftovers::{Mark, is_stopped};
+use super::leftovers::{ProcessMark, is_stopped};
 use super::this_command;
 use crate::report;
 use anyhow::{Context, Result};
@@ -69,14 +69,14 @@ pub(crate) fn become_rank(args: &RankArgs) -> ExitCode {
 #[derive(Debug)]
 pub(super) struct Ranks {
     children: Vec<Child>,
-    mark: Mark,
+    mark: ProcessMark,
     /// The service through which they share GPUs.
     service: Option<GpuService>,
 }
 
 impl Ranks {
     /// Creates an empty set.
-    pub(super) fn new(capacity: usize, mark: Mark) -> Self {
+    pub(super) fn new(capacity: usize, mark: ProcessMark) -> Self {
         Self {
             children: Vec::with_capacity(capacity),
             mark,

@@ -4,7 +4,7 @@
 //! process while the server works for it may break the server; the daemon starts another when it is gone.
 
 use super::environment::find_program;
-use super::leftovers::Mark;
+use super::leftovers::ProcessMark;
 use anyhow::{Context, Result, anyhow, ensure};
 use rustix::io::Errno;
 use rustix::process::{Pid, Signal, kill_process, test_kill_process};
@@ -40,7 +40,7 @@ const POLL_INTERVAL: Duration = Duration::from_millis(5);
 #[derive(Clone, Debug)]
 pub(crate) struct ServiceControl {
     program: PathBuf,
-    mark: Option<Mark>,
+    mark: Option<ProcessMark>,
     /// Variables that identify the service.
     variables: Vec<(&'static str, PathBuf)>,
 }
@@ -62,7 +62,7 @@ impl ServiceControl {
     /// The control command for a launch's service.
     pub(super) fn of(
         mut self,
-        mark: &Mark,
+        mark: &ProcessMark,
         variables: impl IntoIterator<Item = (&'static str, PathBuf)>,
     ) -> Self {
         self.mark = Some(mark.clone());

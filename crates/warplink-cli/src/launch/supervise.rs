@@ -28,7 +28,7 @@ const SETTLE_TIME: Duration = Duration::from_millis(500);
 const STOPPED_INTERVAL: Duration = Duration::from_secs(1);
 
 #[derive(Debug)]
-enum Event {
+enum SupervisorEvent {
     Exited(usize, RankExit),
     Signal(i32),
     /// The launcher's own output cannot be written.
@@ -38,8 +38,8 @@ enum Event {
 /// Collects events about ranks from several threads.
 #[derive(Debug)]
 pub(super) struct Supervisor {
-    events: Receiver<Event>,
-    sender: Sender<Event>,
+    events: Receiver<SupervisorEvent>,
+    sender: Sender<SupervisorEvent>,
     /// Closed when the last output thread has ended.
     drained: Receiver<()>,
     pumping: Sender<()>,
@@ -63,7 +63,7 @@ impl Supervisor {
         spawn("signals", move || {
             for signal in signals.forever() {
                 // The receiver exists until everything has ended.
-                let _ = to.send(Event::Signal(signal));
+                let _ = to.send(SupervisorEvent::Signal(signal));
             }
         })?;
         Ok(Self {
@@ -94,7 +94,7 @@ impl Supervisor {
         );
         spawn("output", move || {
             if let Err(error) = output::pump(rank, stream, target, &printer) {
-                let _ = events.send(Event::OutputFailed(error));
+                let _ = events.send(SupervisorEvent::OutputFailed(error));
             }
             drop(open);
         })
@@ -128,7 +128,7 @@ impl Supervisor {
             let exit = wait_for(pid, consequence);
             let after = started.elapsed();
             // The receiver exists until everything has ended.
-            let _ = events.send(Event::Exited(rank, RankExit { after, ..exit }));
+            let _ = events.send(SupervisorEvent::Exited(rank, RankExit { after, ..exit }));
         };
         match &self.exits {
             Some(exits) => exits.watch(pid, Box::new(ended)),
@@ -188,7 +188,7 @@ impl Supervisor {
     }
 
     /// The next event, or `None` at `deadline`.
-    fn next(&self, deadline: Option<Instant>) -> Option<Event> {
+    fn next(&self, deadline: Option<Instant>) -> Option<SupervisorEvent> {
         match deadline {
             None => self.events.recv().ok(),
             Some(deadline) => {
@@ -243,12 +243,12 @@ impl Watch {
         }
     }
 
-    fn handle(&mut self, event: Event, ranks: &Ranks) {
+    fn handle(&mut self, event: SupervisorEvent, ranks: &Ranks) {
         match event {
-            Event::Exited(rank, exit) => self.exited(rank, exit),
-            Event::Signal(_) if guard::is_lost() => self.follow_guard(ranks),
-            Event::Signal(SIGCONT) => {}
-            Event::Signal(number) => {
+            SupervisorEvent::Exited(rank, exit) => self.exited(rank, exit),
+            SupervisorEvent::Signal(_) if guard::is_lost() => self.follow_guard(ranks),
+            SupervisorEvent::Signal(SIGCONT) => {}
+            SupervisorEvent::Signal(number) => {
                 // A second signal means that the first did not suffice: kill.
                 let again = self.outcome.signalled.is_some();
                 let signal = if again {
@@ -264,7 +264,7 @@ impl Watch {
                     self.after(self.grace, Timer::KillStopped);
                 }
             }
-            Event::OutputFailed(error) => {
+            SupervisorEvent::OutputFailed(error) => {
                 if self.outcome.otherwise == 0 {
                     self.outcome.otherwise = self.output_failed(&error);
                 }

@@ -24,7 +24,7 @@ pub(crate) fn make(all: &[(Arc<Comm>, Call)]) -> Outcome {
     let mut parts = Vec::with_capacity(comms.len());
     for comm in comms {
         let calls = all.iter().filter(|(other, _)| Arc::ptr_eq(other, comm));
-        parts.push(Part::new(comm, calls.map(|(_, call)| call).collect())?);
+        parts.push(CallPart::new(comm, calls.map(|(_, call)| call).collect())?);
     }
     if parts.len() > 1 {
         // Kernels of one device may wait for those of another, so all are loaded before.
@@ -57,18 +57,18 @@ pub(crate) fn make(all: &[(Arc<Comm>, Call)]) -> Outcome {
 }
 
 /// The calls of a group on one communicator.
-struct Part<'c> {
+struct CallPart<'c> {
     joined: Arc<Joined>,
     rank: usize,
     calls: Vec<&'c Call>,
     /// The collectives that Warplink does, each with its output and its input.
-    placed: Vec<(&'c Collective, Memory)>,
+    placed: Vec<(&'c Collective, CallMemory)>,
 }
 
 /// An output and an input; where the rank uses only one of them, that stands for both.
-type Memory = (DeviceSlice, DeviceSlice);
+type CallMemory = (DeviceSlice, DeviceSlice);
 
-impl<'c> Part<'c> {
+impl<'c> CallPart<'c> {
     fn new(comm: &Comm, calls: Vec<&'c Call>) -> Outcome<Self> {
         let (joined, rank) = (comm.usable()?, comm.rank());
         let mut placed = Vec::new();
@@ -183,7 +183,7 @@ fn by_real_library(joined: &Joined, calls: &[&Call]) -> Outcome {
 }
 
 impl Collective {
-    fn memory(&self, joined: &Joined, served: &Served, rank: usize) -> Outcome<Memory> {
+    fn memory(&self, joined: &Joined, served: &Served, rank: usize) -> Outcome<CallMemory> {
         let (reads, writes) = self.uses(rank);
         let (input_rows, output_rows) = self.kind.rows(joined.communicator.world());
         let place = |used: bool, address: u64, rows: usize| {
@@ -202,7 +202,7 @@ impl Collective {
     fn enqueue(
         &self,
         (joined, served, rank): (&Joined, &Served, usize),
-        (output, input): &Memory,
+        (output, input): &CallMemory,
         stream: &Stream,
     ) -> Outcome {
         self.wishes.check_served()?;

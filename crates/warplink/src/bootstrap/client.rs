@@ -4,13 +4,13 @@
 //! next, and unanswered requests are retried there.
 
 use super::channel::Frame;
-use super::connection::Link;
+use super::connection::StoreLink;
 use super::group_name::GroupName;
 use super::handshake::Identity;
 use super::health::Health;
 use super::journal::Journal;
 use super::message::{
-    self, Answer, Event, GroupDeclaration, MAX_REASON, RefusalKind, Reply, Request,
+    self, Answer, GroupDeclaration, MAX_REASON, RefusalKind, Reply, Request, StoreEvent,
 };
 use super::outbox::Outbox;
 use super::pulse::{Pulse, not_heard};
@@ -36,7 +36,7 @@ pub(crate) struct Client {
     pub(super) health: Health,
     /// This process's server, on standby unless this rank serves the store.
     pub(super) server: Arc<Server>,
-    pub(super) state: Mutex<State>,
+    pub(super) state: Mutex<ClientState>,
     /// Signalled when `phase` or `over` changes.
     pub(super) changed: Condvar,
     next: AtomicU64,
@@ -44,9 +44,9 @@ pub(crate) struct Client {
     reader: Mutex<Option<JoinHandle<()>>>,
 }
 
-pub(super) struct State {
+pub(super) struct ClientState {
     /// Unanswered requests by number, the order in which they are retried.
-    calls: BTreeMap<u64, Arc<Call>>,
+    calls: BTreeMap<u64, Arc<PendingCall>>,
     pub(super) phase: Phase,
     /// The connection, except between the loss of one store and the handshake of the next.
     pub(super) link: Option<Arc<Outbox>>,
@@ -80,13 +80,13 @@ pub(super) enum Phase {
     Abandoned(Vec<u32>),
 }
 
-struct Call {
+struct PendingCall {
     request: Request,
     answer: Mutex<Option<Result<Reply>>>,
     answered: Condvar,
 }
 
-impl Call {
+impl PendingCall {
     fn finish(&self, answer: Result<Reply>) {
         *lock(&self.answer) = Some(answer);
         self.answered.notify_one();
@@ -108,13 +108,13 @@ impl Client {
         identity: Identity,
         health: Health,
         server: Arc<Server>,
-        link: Link,
+        link: StoreLink,
     ) -> Result<Arc<Self>> {
         let client = Arc::new(Self {
             identity,
             health,
             server,
-            state: Mutex::new(State {
+            state: Mutex::new(ClientState {
                 calls: BTreeMap::new(),
                 phase: Phase::Joining,
                 link: Some(link.connection.outbox.clone()),
@@ -208,7 +208,7 @@ impl Client {
         let body = message::encode(&request)?;
         // Only uniqueness matters; `state` orders everything else.
         let id = self.next.fetch_add(1, Ordering::Relaxed);
-        let call = Arc::new(Call {
+        let call = Arc::new(PendingCall {
             request,
             answer: Mutex::default(),
             answered: Condvar::new(),
@@ -249,7 +249,7 @@ impl Client {
     }
 
     /// Reads until there is no store any more.
-    fn run(&self, mut link: Link) {
+    fn run(&self, mut link: StoreLink) {
         loop {
             let ended = link.connection.read_all(|frame| self.handle(frame));
             // A rank that gave up the store has shut the connection down itself, for another reason.
@@ -277,37 +277,39 @@ impl Client {
             return Ok(());
         }
         match message::decode(&frame.body)? {
-            Event::Alive => return Ok(()),
-            Event::Lost { rank, reason } if rank as Rank == self.identity.rank => {
+            StoreEvent::Alive => return Ok(()),
+            StoreEvent::Lost { rank, reason } if rank as Rank == self.identity.rank => {
                 self.give_up_membership(&reason);
             }
-            Event::Lost { rank, reason } => self.health.lose(rank as Rank, &reason),
-            Event::Left { rank } => self.health.leave(rank as Rank),
-            Event::Ready { standby } => self.ready(standby),
-            Event::Abandoned { missing } => lock(&self.state).phase = Phase::Abandoned(missing),
-            Event::Conflict {
+            StoreEvent::Lost { rank, reason } => self.health.lose(rank as Rank, &reason),
+            StoreEvent::Left { rank } => self.health.leave(rank as Rank),
+            StoreEvent::Ready { standby } => self.ready(standby),
+            StoreEvent::Abandoned { missing } => {
+                lock(&self.state).phase = Phase::Abandoned(missing)
+            }
+            StoreEvent::Conflict {
                 groups,
                 ranks,
                 message,
             } => self.conflict(&groups, ranks, message),
-            Event::Failed {
+            StoreEvent::Failed {
                 group,
                 rank,
                 reason,
             } => self.group_failed(GroupName::from_bytes(group), rank as Rank, &reason),
-            Event::Query {
+            StoreEvent::Query {
                 group,
                 number,
                 by,
                 payload,
             } => self.answer_query(GroupName::from_bytes(group), number, by, &payload.0),
-            Event::QueryReply {
+            StoreEvent::QueryReply {
                 number,
                 by,
                 payload,
             } => self.queries.replied(number, by, payload),
-            Event::Forget { keys } => lock(&self.state).journal.forget(&keys),
-            Event::Checkpoint { version } => lock(&self.state).journal.checkpoint(version),
+            StoreEvent::Forget { keys } => lock(&self.state).journal.forget(&keys),
+            StoreEvent::Checkpoint { version } => lock(&self.state).journal.checkpoint(version),
         }
         // A thread between checking its condition and waiting holds the lock; after this it waits, and is notified.
         drop(lock(&self.state));
@@ -329,7 +331,7 @@ impl Client {
         };
         let serving = state.serving;
         // These are not idempotent, and the lost store may have carried them out.
-        let unsure = |call: &Call| {
+        let unsure = |call: &PendingCall| {
             matches!(
                 call.request,
                 Request::Add { .. } | Request::CompareAndSet { .. }
@@ -542,7 +544,7 @@ impl Client {
     }
 }
 
-impl State {
+impl ClientState {
     /// The connection, if the store accepts requests.
     pub(super) fn open_link(&self) -> Option<Arc<Outbox>> {
         self.link.clone().filter(|_| self.open)

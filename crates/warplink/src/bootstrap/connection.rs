@@ -2,7 +2,7 @@
 
 use super::channel::{Channel, Frame, Opener};
 use super::handshake::{self, Identity};
-use super::message::Entry;
+use super::message::StoreEntry;
 use super::outbox::Outbox;
 use super::pulse::{Heard, Pulse};
 use super::socket::{self, DeadlineStream};
@@ -56,7 +56,7 @@ impl Connection {
 }
 
 /// A connection that the store has admitted.
-pub(crate) struct Link {
+pub(crate) struct StoreLink {
     pub(crate) connection: Connection,
     /// Identifies the job.
     pub(crate) session: [u8; 32],
@@ -70,8 +70,8 @@ pub(crate) fn join(
     address: SocketAddr,
     identity: &Identity,
     deadline: Deadline,
-    entry: &dyn Fn(&TcpStream) -> Result<Entry>,
-) -> Result<Link> {
+    entry: &dyn Fn(&TcpStream) -> Result<StoreEntry>,
+) -> Result<StoreLink> {
     // Exponential backoff: ranks usually start within milliseconds of each other, but may come minutes apart.
     let mut pause = Duration::from_millis(5);
     loop {
@@ -103,8 +103,8 @@ pub(crate) fn connect(
     identity: &Identity,
     limit: Duration,
     [proved, admitted]: [Deadline; 2],
-    entry: &dyn Fn(&TcpStream) -> Result<Entry>,
-) -> Result<Link> {
+    entry: &dyn Fn(&TcpStream) -> Result<StoreEntry>,
+) -> Result<StoreLink> {
     let failed = |error| Error::io("connect", &error);
     let stream = socket::connect(address, limit).map_err(failed)?;
     socket::set_options(&stream, identity.heartbeat, identity.heartbeat_limit).map_err(failed)?;
@@ -114,7 +114,7 @@ pub(crate) fn connect(
     let mut timed = DeadlineStream::new(&stream, admitted);
     let (session, serving) = handshake::welcomed(&mut timed, &mut channel.opener)?;
     timed.finish().map_err(failed)?;
-    Ok(Link {
+    Ok(StoreLink {
         connection: Connection::new(Arc::new(stream), channel),
         session,
         serving,

@@ -5,7 +5,7 @@
 //! every rank declares the groups that it creates, without waiting, and the store compares them: two ranks must create
 //! their common groups in the same order.
 
-use super::message::{Event, GroupDeclaration};
+use super::message::{GroupDeclaration, StoreEvent};
 use std::collections::HashMap;
 use std::sync::Arc;
 
@@ -14,15 +14,15 @@ type Name = [u8; 16];
 
 /// Identifies one of the groups that two ranks have in common: the parent, the two ranks, and the number of such groups
 /// before it.
-type Key = (Name, u32, u32, u64);
+type DeclarationKey = (Name, u32, u32, u64);
 
 /// Groups that ranks declared.
 #[derive(Debug, Default)]
 pub(crate) struct Declarations {
     /// Groups that one of the two ranks has declared and the other has not yet, with the rank that did.
-    open: HashMap<Key, (u32, Arc<GroupDeclaration>)>,
+    open: HashMap<DeclarationKey, (u32, Arc<GroupDeclaration>)>,
     /// Conflicts found, for members that declare the group later.
-    conflicts: HashMap<Name, Event>,
+    conflicts: HashMap<Name, StoreEvent>,
 }
 
 impl Declarations {
@@ -31,7 +31,7 @@ impl Declarations {
         &mut self,
         rank: u32,
         declaration: GroupDeclaration,
-    ) -> Vec<(u32, Event)> {
+    ) -> Vec<(u32, StoreEvent)> {
         let declaration = Arc::new(declaration);
         let mut events = Vec::new();
         if let Some(conflict) = self.conflicts.get(&declaration.name) {
@@ -66,13 +66,13 @@ impl Declarations {
         &mut self,
         (rank, own): (u32, &GroupDeclaration),
         (member, other): (u32, &GroupDeclaration),
-    ) -> Vec<(u32, Event)> {
+    ) -> Vec<(u32, StoreEvent)> {
         let message = format!(
             "rank {rank} of the job creates a subgroup of the job's ranks {:?}, and rank {member} one of {:?}; \
              expected the same list from every member, in the same order of subgroups",
             own.members, other.members
         );
-        let event = Event::Conflict {
+        let event = StoreEvent::Conflict {
             groups: vec![own.name, other.name],
             ranks: [rank, member],
             message,
@@ -133,7 +133,7 @@ mod tests {
         assert_eq!(late.len(), 1);
         assert!(matches!(
             &late[0],
-            (3, Event::Conflict { ranks: [1, 0], .. })
+            (3, StoreEvent::Conflict { ranks: [1, 0], .. })
         ));
         declarations.forget(0);
         declarations.forget(1);

@@ -1,14 +1,14 @@
 //! Entry points of the fuzz targets: every parser of bytes from a socket or text from a launcher.
 
-use super::message::{self, Answer, Entry, Event, Request};
-use super::table::Table;
+use super::message::{self, Answer, Request, StoreEntry, StoreEvent};
+use super::table::StoreTable;
 use super::{UniqueId, channel, nodelist};
 
 /// Records as a store or a member may receive them, whose bodies are decoded as every kind of message; the requests among
 /// them are carried out. The first two bytes of a record are the rank that sends it and the number of the request.
 pub fn store_frames(bytes: &[u8]) {
     const WORLD: u32 = 4;
-    let mut table = Table::new(WORLD as usize, 1 << 20);
+    let mut table = StoreTable::new(WORLD as usize, 1 << 20);
     for rank in 0..WORLD {
         // Nobody has joined before.
         let _ = table.join(rank, None);
@@ -25,7 +25,7 @@ pub fn store_frames(bytes: &[u8]) {
             // A member must be able to read whatever the store sends.
             let read = match sent.id {
                 0 => {
-                    message::decode::<Event>(&sent.body).is_ok()
+                    message::decode::<StoreEvent>(&sent.body).is_ok()
                         || message::decode::<Answer>(&sent.body).is_ok()
                 }
                 _ => message::decode::<Answer>(&sent.body).is_ok(),
@@ -33,8 +33,8 @@ pub fn store_frames(bytes: &[u8]) {
             assert!(read, "the store sent a message that no member can read");
         }
         let _ = message::decode::<Answer>(body);
-        let _ = message::decode::<Entry>(body);
-        let _ = message::decode::<Event>(body);
+        let _ = message::decode::<StoreEntry>(body);
+        let _ = message::decode::<StoreEvent>(body);
     }
     for rank in 0..WORLD {
         table.lose(rank, "the end of the input");

@@ -13,8 +13,8 @@
 //! that there.
 
 use super::client::{Client, Phase};
-use super::connection::{self, Link};
-use super::message::{self, Entry};
+use super::connection::{self, StoreLink};
+use super::message::{self, StoreEntry};
 use crate::deadline::Deadline;
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::sync::lock;
@@ -23,7 +23,7 @@ use std::net::{SocketAddr, TcpStream};
 impl Client {
     /// The connection to the store was lost for `reason`. Returns one to the rank that serves it next, or `None` if there is
     /// none.
-    pub(super) fn next_store(&self, reason: &str) -> Option<Link> {
+    pub(super) fn next_store(&self, reason: &str) -> Option<StoreLink> {
         let (serving, session, standby) = {
             let mut state = lock(&self.state);
             state.link = None;
@@ -80,14 +80,14 @@ impl Client {
         next: Rank,
         session: [u8; 32],
         standby: &[Option<SocketAddr>],
-    ) -> Result<Link> {
+    ) -> Result<StoreLink> {
         let address = address_of(standby, next)?;
         if next == self.identity.rank {
             self.server.take_over(session, standby.to_vec());
         }
         let limit = self.identity.heartbeat_limit;
         let (lost, left) = self.health.gone();
-        let entry = Entry::Resume {
+        let entry = StoreEntry::Resume {
             session,
             lost,
             left,

@@ -12,7 +12,7 @@
 //! forged by an attacker who can alter packets, and who could cut the connection as well.
 
 use super::channel::{self, Channel, HANDSHAKE_MESSAGE, Opener, internal};
-use super::message::{self, Bytes, Entry, Refusal, RefusalKind};
+use super::message::{self, Bytes, Refusal, RefusalKind, StoreEntry};
 use super::secret::Secret;
 use crate::error::{Error, ErrorKind, Rank, Result};
 use serde::{Deserialize, Serialize};
@@ -64,7 +64,7 @@ pub(crate) struct Identity {
 pub(crate) struct Claim {
     pub(crate) rank: u64,
     pub(crate) world: u64,
-    pub(crate) entry: Entry,
+    pub(crate) entry: StoreEntry,
     /// The store's end.
     pub(crate) channel: Channel,
 }
@@ -117,7 +117,7 @@ fn closed() -> Error {
 pub(crate) fn join(
     stream: &mut (impl Read + Write),
     identity: &Identity,
-    entry: &Entry,
+    entry: &StoreEntry,
 ) -> Result<Channel> {
     let mut channel = probe(stream, identity)?;
     let entry = channel.sealer.seal(0, &message::encode(entry)?)?;

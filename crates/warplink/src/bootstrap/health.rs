@@ -12,7 +12,7 @@ use std::thread::{self, JoinHandle};
 
 type Callback = dyn Fn(Rank, &Error) + Send + Sync;
 type GroupCallback = dyn Fn(GroupName, &Error) + Send + Sync;
-type Job = Box<dyn FnOnce() + Send>;
+type HealthTask = Box<dyn FnOnce() + Send>;
 type EndCallback = dyn Fn(&Error) + Send + Sync;
 
 /// The state of the other ranks: lost, left in order, or present.
@@ -22,10 +22,10 @@ type EndCallback = dyn Fn(&Error) + Send + Sync;
 /// [`JoinConfig::heartbeat_limit`](super::JoinConfig::heartbeat_limit). The same applies to the rank that
 /// serves the store. Cheap to clone; clones share their state. No method blocks.
 #[derive(Clone)]
-pub struct Health(Arc<Mutex<Inner>>);
+pub struct Health(Arc<Mutex<HealthState>>);
 
 #[derive(Default)]
-struct Inner {
+struct HealthState {
     lost: BTreeMap<Rank, Loss>,
     left: BTreeSet<Rank>,
     /// Why this rank is no longer a member, if it did not leave.
@@ -47,7 +47,7 @@ struct Loss {
 }
 
 struct Notifier {
-    jobs: Sender<Job>,
+    jobs: Sender<HealthTask>,
     thread: JoinHandle<()>,
 }
 
@@ -237,11 +237,11 @@ impl Health {
     }
 }
 
-impl Inner {
+impl HealthState {
     /// Queues a call for the notifying thread, which the first one starts.
-    fn submit(&mut self, job: Job) {
+    fn submit(&mut self, job: HealthTask) {
         if self.notifier.is_none() {
-            let (jobs, queue) = mpsc::channel::<Job>();
+            let (jobs, queue) = mpsc::channel::<HealthTask>();
             let run = move || queue.iter().for_each(|job| job());
             match thread::Builder::new()
                 .name("warplink-health".into())

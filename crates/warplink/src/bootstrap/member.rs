@@ -8,7 +8,7 @@ use super::group_name::GroupName;
 use super::handshake::Identity;
 use super::health::Health;
 use super::heartbeat::Heartbeat;
-use super::message::{Entry, GroupDeclaration, MAX_WORLD};
+use super::message::{GroupDeclaration, MAX_WORLD, StoreEntry};
 use super::secret::Secret;
 use super::server::{Server, Settings};
 use super::socket;
@@ -135,7 +135,7 @@ impl Bootstrap {
             }
             let standby = own.get().filter(|server| !server.serves());
             let standby = standby.map(|server| server.address()).transpose()?;
-            Ok(Entry::Join { standby })
+            Ok(StoreEntry::Join { standby })
         };
         let joined = connection::join(target, &identity, deadline, &entry);
         let link =

@@ -198,7 +198,7 @@ pub(crate) struct JournalEntry {
 
 /// The first encrypted frame of a connection: the purpose of the connection.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) enum Entry {
+pub(crate) enum StoreEntry {
     /// To join the job. If the store's rank is lost, this rank can be reached at `standby`.
     Join { standby: Option<SocketAddr> },
     /// To resume in the job `session`, whose store was lost.
@@ -234,7 +234,7 @@ pub(crate) enum Reply {
 
 /// A message of the store to members that answers no request.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) enum Event {
+pub(crate) enum StoreEvent {
     /// Every rank has joined, or, after a loss of the store, resumed: requests are accepted. With the address at which each
     /// rank would serve the store.
     Ready {
@@ -517,8 +517,8 @@ mod tests {
                 let _ = request.check(4);
             }
             let _ = decode::<Answer>(&body);
-            let _ = decode::<Entry>(&body);
-            let _ = decode::<Event>(&body);
+            let _ = decode::<StoreEntry>(&body);
+            let _ = decode::<StoreEvent>(&body);
         }
 
         #[test]

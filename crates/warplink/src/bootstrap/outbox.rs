@@ -21,10 +21,10 @@ const MAX_QUEUED: usize = 4 * MAX_BODY;
 /// woken. The rest is queued for a thread that ends when the queue is empty, so a receiver that stalls delays nobody else.
 pub(crate) struct Outbox {
     stream: Arc<TcpStream>,
-    queue: Mutex<Queue>,
+    queue: Mutex<OutboxQueue>,
 }
 
-struct Queue {
+struct OutboxQueue {
     /// Behind the same lock as the queue, since frames must be encrypted in the order in which they are sent.
     sealer: Sealer,
     frames: VecDeque<Vec<u8>>,
@@ -38,7 +38,7 @@ impl Outbox {
     pub(crate) fn new(stream: Arc<TcpStream>, sealer: Sealer) -> Arc<Self> {
         Arc::new(Self {
             stream,
-            queue: Mutex::new(Queue {
+            queue: Mutex::new(OutboxQueue {
                 sealer,
                 frames: VecDeque::new(),
                 bytes: 0,
@@ -61,7 +61,7 @@ impl Outbox {
         result
     }
 
-    fn place(self: &Arc<Self>, queue: &mut Queue, mut bytes: Vec<u8>) -> Result<()> {
+    fn place(self: &Arc<Self>, queue: &mut OutboxQueue, mut bytes: Vec<u8>) -> Result<()> {
         if queue.closed {
             return Err(Error::new(ErrorKind::Closed, "the connection is closed"));
         }
@@ -133,7 +133,7 @@ impl Outbox {
         }
     }
 
-    fn shut(&self, queue: &mut Queue) {
+    fn shut(&self, queue: &mut OutboxQueue) {
         queue.closed = true;
         queue.frames.clear();
         queue.bytes = 0;

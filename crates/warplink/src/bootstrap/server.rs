@@ -10,13 +10,13 @@ use super::channel::Frame;
 use super::connection::Connection;
 use super::handshake::{self, Claim, Identity};
 use super::health::Health;
-use super::message::{self, Entry, Refusal, RefusalKind, Request};
+use super::message::{self, Refusal, RefusalKind, Request, StoreEntry};
 use super::outbox::Outbox;
 use super::outgoing::Outgoing;
 use super::pulse::{Pulse, not_heard};
 use super::secret::random_bytes;
 use super::socket::{self, DeadlineStream};
-use super::table::Table;
+use super::table::StoreTable;
 use crate::deadline::Deadline;
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::sync::lock;
@@ -44,22 +44,22 @@ pub(crate) struct Settings {
 
 /// A running server.
 pub(crate) struct Server {
-    shared: Arc<Shared>,
+    shared: Arc<ServerShared>,
     accepting: Mutex<Option<JoinHandle<()>>>,
 }
 
-struct Shared {
+struct ServerShared {
     listener: TcpListener,
     settings: Settings,
-    state: Mutex<State>,
+    state: Mutex<ServerState>,
     /// The most connections that may be in a handshake at a time.
     max_unauthenticated: usize,
     /// Signalled when a member joins or goes, and when a handshake ends.
     changed: Condvar,
 }
 
-struct State {
-    table: Table,
+struct ServerState {
+    table: StoreTable,
     /// Identifies the job, once this rank serves it.
     session: Option<[u8; 32]>,
     /// When this rank took over from one that was lost.
@@ -95,11 +95,11 @@ impl Server {
     /// # Errors
     /// Those of the system.
     pub(crate) fn start(listener: TcpListener, serves: bool, settings: Settings) -> Result<Self> {
-        let table = Table::new(settings.identity.world, settings.store_limit);
-        let shared = Arc::new(Shared {
+        let table = StoreTable::new(settings.identity.world, settings.store_limit);
+        let shared = Arc::new(ServerShared {
             listener,
             settings,
-            state: Mutex::new(State {
+            state: Mutex::new(ServerState {
                 table,
                 session: serves.then(random_bytes).transpose()?,
                 took_over: None,
@@ -147,7 +147,7 @@ impl Server {
         if state.session.is_none() {
             tracing::info!(rank = shared.settings.identity.rank, "serving the store");
             let limit = shared.settings.store_limit;
-            state.table = Table::restoring(standby, limit, &lost, &left);
+            state.table = StoreTable::restoring(standby, limit, &lost, &left);
             state.took_over = Some(Instant::now());
             state.session = Some(session);
         }
@@ -256,7 +256,7 @@ impl Drop for Server {
     }
 }
 
-impl Shared {
+impl ServerShared {
     /// Serves a connection until it ends.
     fn serve(&self, id: u64, stream: Arc<TcpStream>) {
         let claim = self.authenticate(&stream);
@@ -316,7 +316,7 @@ impl Shared {
         &self,
         rank: u64,
         world: u64,
-        entry: &Entry,
+        entry: &StoreEntry,
         connection: &Connection,
     ) -> Result<u32, Refusal> {
         let expected = self.settings.identity.world as u64;
@@ -329,8 +329,8 @@ impl Shared {
         }
         let rank = u32::try_from(rank).unwrap_or(u32::MAX);
         let mut state = match entry {
-            Entry::Join { .. } => lock(&self.state),
-            Entry::Resume { .. } => self.wait_until_serving(rank)?,
+            StoreEntry::Join { .. } => lock(&self.state),
+            StoreEntry::Resume { .. } => self.wait_until_serving(rank)?,
         };
         let Some(session) = state.session else {
             let message = format!(
@@ -342,14 +342,14 @@ impl Shared {
         let welcome = handshake::welcome(session, self.settings.identity.rank)
             .map_err(|error| Refusal::new(RefusalKind::Protocol, error.to_string()))?;
         match entry {
-            Entry::Join { standby } => state.table.join(rank, *standby)?,
-            Entry::Resume {
+            StoreEntry::Join { standby } => state.table.join(rank, *standby)?,
+            StoreEntry::Resume {
                 session: theirs, ..
             } if *theirs != session => {
                 let message = format!("rank {rank} belongs to another job");
                 return Err(Refusal::new(RefusalKind::Mismatch, message));
             }
-            Entry::Resume { lost, left, .. } => state.table.resume(rank, lost, left)?,
+            StoreEntry::Resume { lost, left, .. } => state.table.resume(rank, lost, left)?,
         }
         // Under the lock, so that no event precedes the welcome. If sending fails, the reader notices that the connection
         // is closed, and the rank is lost.
@@ -362,7 +362,7 @@ impl Shared {
     }
 
     /// Lets a rank that lost its connection to the store wait until this rank serves it.
-    fn wait_until_serving(&self, rank: u32) -> Result<MutexGuard<'_, State>, Refusal> {
+    fn wait_until_serving(&self, rank: u32) -> Result<MutexGuard<'_, ServerState>, Refusal> {
         let deadline = Deadline::after(self.settings.identity.heartbeat_limit);
         let mut state = lock(&self.state);
         loop {
@@ -410,7 +410,7 @@ impl Shared {
     }
 
     /// Sends the table's messages, after releasing the lock, since sending takes longer than handling a request.
-    fn deliver(&self, mut state: MutexGuard<'_, State>) {
+    fn deliver(&self, mut state: MutexGuard<'_, ServerState>) {
         let outgoing = state.table.take_outgoing();
         let mut addressed: Vec<(Arc<Outbox>, Outgoing)> = outgoing
             .into_iter()

@@ -6,19 +6,19 @@
 use super::declarations::Declarations;
 use super::gathers::{Contribution, Gathers};
 use super::members::MemberState;
-use super::message::{Answer, Bytes, Event, Refusal, RefusalKind, Reply, Request};
+use super::message::{Answer, Bytes, Refusal, RefusalKind, Reply, Request, StoreEvent};
 use super::outgoing::{Outgoing, body};
 use super::restore::{Content, Restoring};
-use super::values::Values;
+use super::values::StoreValues;
 use super::waiters::{Waiter, Waiters};
 use std::net::SocketAddr;
 use std::sync::Arc;
 
 /// The whole state of a store.
 #[derive(Debug)]
-pub(crate) struct Table {
+pub(crate) struct StoreTable {
     members: Vec<MemberState>,
-    values: Values,
+    values: StoreValues,
     waiters: Waiters,
     gathers: Gathers,
     declarations: Declarations,
@@ -31,12 +31,12 @@ pub(crate) struct Table {
     out: Vec<Outgoing>,
 }
 
-impl Table {
+impl StoreTable {
     /// An empty store for `world` ranks whose values take at most `limit` bytes.
     pub(crate) fn new(world: usize, limit: usize) -> Self {
         Self {
             members: vec![MemberState::Absent; world],
-            values: Values::new(limit),
+            values: StoreValues::new(limit),
             waiters: Waiters::default(),
             gathers: Gathers::default(),
             declarations: Declarations::default(),
@@ -189,14 +189,16 @@ impl Table {
         // A rank that joins late learns of earlier losses; repeating them to the others has no effect.
         for (rank, state) in (0..).zip(self.members.clone()) {
             match state {
-                MemberState::Lost { reason, .. } => self.broadcast(&Event::Lost { rank, reason }),
-                MemberState::Left => self.broadcast(&Event::Left { rank }),
+                MemberState::Lost { reason, .. } => {
+                    self.broadcast(&StoreEvent::Lost { rank, reason })
+                }
+                MemberState::Left => self.broadcast(&StoreEvent::Left { rank }),
                 _ => {}
             }
         }
         if !self.members.contains(&MemberState::Absent) && self.restoring.is_none() {
             let standby = self.standby.clone();
-            self.broadcast(&Event::Ready { standby });
+            self.broadcast(&StoreEvent::Ready { standby });
         }
     }
 
@@ -208,7 +210,7 @@ impl Table {
             return;
         }
         self.abandoned = true;
-        self.broadcast(&Event::Abandoned { missing });
+        self.broadcast(&StoreEvent::Abandoned { missing });
     }
 
     /// `rank` aborted, or its connection ended although it had not left.
@@ -222,7 +224,7 @@ impl Table {
                 before,
             },
         ) {
-            self.broadcast(&Event::Lost {
+            self.broadcast(&StoreEvent::Lost {
                 rank,
                 reason: reason.to_owned(),
             });
@@ -232,7 +234,7 @@ impl Table {
 
     /// `rank` is lost for `reason`. It is notified itself too, in case it can still receive.
     pub(crate) fn give_up(&mut self, rank: u32, reason: &str) {
-        let event = Event::Lost {
+        let event = StoreEvent::Lost {
             rank,
             reason: reason.to_owned(),
         };
@@ -246,12 +248,12 @@ impl Table {
 
     /// Sends a heartbeat to all.
     pub(crate) fn beat(&mut self) {
-        self.broadcast(&Event::Alive);
+        self.broadcast(&StoreEvent::Alive);
     }
 
     fn leave(&mut self, rank: u32) {
         if self.depart(rank, MemberState::Left) {
-            self.broadcast(&Event::Left { rank });
+            self.broadcast(&StoreEvent::Left { rank });
             self.abandon();
         }
     }
@@ -313,11 +315,11 @@ impl Table {
             self.out.push(Outgoing {
                 to,
                 id: 0,
-                body: body(&Event::Forget { keys }),
+                body: body(&StoreEvent::Forget { keys }),
             });
         }
         let version = self.values.version();
-        self.broadcast(&Event::Checkpoint { version });
+        self.broadcast(&StoreEvent::Checkpoint { version });
     }
 
     /// The answer, or `None` if it follows later or there is none.
@@ -418,7 +420,7 @@ impl Table {
                     );
                     return Err(Refusal::new(RefusalKind::Protocol, message));
                 }
-                let event = Event::Failed {
+                let event = StoreEvent::Failed {
                     group,
                     rank,
                     reason,
@@ -432,7 +434,7 @@ impl Table {
                 to,
                 payload,
             } => {
-                let event = Event::Query {
+                let event = StoreEvent::Query {
                     group,
                     number,
                     by: rank,
@@ -446,7 +448,7 @@ impl Table {
                 to,
                 payload,
             } => {
-                let event = Event::QueryReply {
+                let event = StoreEvent::QueryReply {
                     number,
                     by: rank,
                     payload,
@@ -508,11 +510,11 @@ impl Table {
         });
     }
 
-    fn broadcast(&mut self, event: &Event) {
+    fn broadcast(&mut self, event: &StoreEvent) {
         self.send(self.present(), event);
     }
 
-    fn send(&mut self, to: impl IntoIterator<Item = u32>, event: &Event) {
+    fn send(&mut self, to: impl IntoIterator<Item = u32>, event: &StoreEvent) {
         let body = body(event);
         self.out.extend(to.into_iter().map(|to| Outgoing {
             to,

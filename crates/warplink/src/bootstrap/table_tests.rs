@@ -3,8 +3,8 @@
 use super::*;
 use crate::bootstrap::message::{self, GatherId, Purpose, decode};
 
-fn full(world: u32) -> Table {
-    let mut table = Table::new(world as usize, 1 << 10);
+fn full(world: u32) -> StoreTable {
+    let mut table = StoreTable::new(world as usize, 1 << 10);
     for rank in 0..world {
         table.join(rank, None).unwrap();
         table.announce();
@@ -14,12 +14,12 @@ fn full(world: u32) -> Table {
 }
 
 /// Handles a request and returns the replies that follow, events left out.
-fn ask(table: &mut Table, rank: u32, id: u64, request: Request) -> Vec<(u32, u64, Reply)> {
+fn ask(table: &mut StoreTable, rank: u32, id: u64, request: Request) -> Vec<(u32, u64, Reply)> {
     table.handle(rank, id, request);
     replies(table)
 }
 
-fn replies(table: &mut Table) -> Vec<(u32, u64, Reply)> {
+fn replies(table: &mut StoreTable) -> Vec<(u32, u64, Reply)> {
     let sent = table
         .take_outgoing()
         .into_iter()
@@ -318,7 +318,7 @@ fn a_gather_that_failed_answers_those_that_come_later() {
 
 #[test]
 fn a_rank_joins_once() {
-    let mut table = Table::new(2, 0);
+    let mut table = StoreTable::new(2, 0);
     assert_eq!(table.join(2, None).unwrap_err().kind, RefusalKind::Invalid);
     table.join(1, None).unwrap();
     assert_eq!(table.missing(), [0]);
@@ -374,7 +374,7 @@ fn arbitrary_frames_never_panic() {
     });
 }
 
-fn events(table: &mut Table) -> Vec<(u32, message::Event)> {
+fn events(table: &mut StoreTable) -> Vec<(u32, message::StoreEvent)> {
     let sent = table.take_outgoing().into_iter();
     let sent = sent.filter(|frame| frame.id == 0);
     sent.map(|frame| (frame.to, decode(&frame.body).unwrap()))
@@ -396,7 +396,7 @@ fn members_are_notified_in_time_of_keys_that_others_took() {
     let forgotten: usize = received
         .iter()
         .map(|(to, event)| match event {
-            message::Event::Forget { keys } => {
+            message::StoreEvent::Forget { keys } => {
                 assert_eq!(*to, 0);
                 keys.len()
             }
@@ -404,7 +404,8 @@ fn members_are_notified_in_time_of_keys_that_others_took() {
         })
         .sum();
     assert_eq!(forgotten, 256);
-    let checkpoint = |event: &message::Event| matches!(event, message::Event::Checkpoint { .. });
+    let checkpoint =
+        |event: &message::StoreEvent| matches!(event, message::StoreEvent::Checkpoint { .. });
     let last: Vec<u32> = received.iter().rev().take(3).map(|(to, _)| *to).collect();
     assert!(
         received
@@ -418,7 +419,7 @@ fn members_are_notified_in_time_of_keys_that_others_took() {
 
 #[test]
 fn a_restored_table_has_the_newest_entry_of_every_key() {
-    let mut table = Table::restoring(vec![None; 4], 1 << 10, &[(0, "gone".into())], &[]);
+    let mut table = StoreTable::restoring(vec![None; 4], 1 << 10, &[(0, "gone".into())], &[]);
     let entry = |key: &str, version, value: Option<&[u8]>| message::JournalEntry {
         key: key.into(),
         version,
@@ -440,7 +441,9 @@ fn a_restored_table_has_the_newest_entry_of_every_key() {
         table.handle(rank, 0, Request::Restored);
         assert_eq!(table.is_restoring(), rank != 3);
     }
-    let ready = |(_, event): &(u32, message::Event)| matches!(event, message::Event::Ready { .. });
+    let ready = |(_, event): &(u32, message::StoreEvent)| {
+        matches!(event, message::StoreEvent::Ready { .. })
+    };
     assert_eq!(
         events(&mut table)
             .iter()
@@ -461,7 +464,7 @@ fn a_restored_table_has_the_newest_entry_of_every_key() {
 #[test]
 fn queries_and_answers_reach_their_receivers_only() {
     let mut table = full(3);
-    let received = |table: &mut Table| -> Vec<(u32, u64, Event)> {
+    let received = |table: &mut StoreTable| -> Vec<(u32, u64, StoreEvent)> {
         let sent = table.take_outgoing().into_iter();
         sent.map(|frame| (frame.to, frame.id, decode(&frame.body).unwrap()))
             .collect()
@@ -479,7 +482,7 @@ fn queries_and_answers_reach_their_receivers_only() {
         payload: payload(length),
     };
     table.handle(1, 0, ask(&[0, 2], message::MAX_QUERY));
-    let query = || Event::Query {
+    let query = || StoreEvent::Query {
         group: [5; 16],
         number: 9,
         by: 1,
@@ -493,7 +496,7 @@ fn queries_and_answers_reach_their_receivers_only() {
         [(
             1,
             0,
-            Event::QueryReply {
+            StoreEvent::QueryReply {
                 number,
                 by,
                 payload
@@ -524,8 +527,8 @@ fn only_members_report_and_learn_the_failure_of_a_group() {
     table.handle(0, 1, fail(&[2, 0]));
     let sent = table.take_outgoing();
     let received = sent.iter().filter(|frame| frame.id == 0).map(|frame| {
-        let event = decode::<Event>(&frame.body).unwrap();
-        assert!(matches!(event, Event::Failed { group, rank: 0, .. } if group == [7; 16]));
+        let event = decode::<StoreEvent>(&frame.body).unwrap();
+        assert!(matches!(event, StoreEvent::Failed { group, rank: 0, .. } if group == [7; 16]));
         frame.to
     });
     assert_eq!(received.collect::<Vec<_>>(), [2, 0]);

@@ -9,7 +9,7 @@ const MAX_SUPERSEDED: usize = 256;
 
 /// Values by key, within a limit on their memory.
 #[derive(Debug)]
-pub(crate) struct Values {
+pub(crate) struct StoreValues {
     map: HashMap<String, Value>,
     used: usize,
     limit: usize,
@@ -26,7 +26,7 @@ struct Value {
     owner: u32,
 }
 
-impl Values {
+impl StoreValues {
     /// The approximate cost of an entry beyond its key and value.
     const ENTRY: usize = 64;
 

@@ -2,7 +2,7 @@
 
 use super::members::{MemberStates, first_lost, gone};
 use super::message::{Bytes, MAX_BODY, OnReady, Refusal, RefusalKind, Reply};
-use super::values::Values;
+use super::values::StoreValues;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 /// The most waits that one member may have parked, which bounds the server's memory; a member has one per blocked thread.
@@ -43,7 +43,7 @@ impl Waiter {
     ///
     /// It continues from the watched key and checks the earlier ones only at the end, since they may have been deleted
     /// meanwhile. A wait for many keys that arrive one by one thus checks each of them twice, not once for every arrival.
-    fn advance(&mut self, values: &Values) -> bool {
+    fn advance(&mut self, values: &StoreValues) -> bool {
         let absent = |key: &String| values.get(key).is_none();
         if let Some(step) = self.keys.iter().skip(self.at).position(absent) {
             self.at += step;
@@ -63,7 +63,7 @@ impl Waiter {
     }
 
     /// The reply once every key exists.
-    fn finish(&self, values: &mut Values) -> Reply {
+    fn finish(&self, values: &mut StoreValues) -> Reply {
         if self.on_ready == OnReady::Nothing {
             return Reply::Done;
         }
@@ -134,7 +134,7 @@ impl Waiters {
     pub(crate) fn wait(
         &mut self,
         mut waiter: Waiter,
-        values: &mut Values,
+        values: &mut StoreValues,
         members: &MemberStates,
     ) -> Result<Option<Reply>, Refusal> {
         if !waiter.advance(values) {
@@ -165,7 +165,11 @@ impl Waiters {
     }
 
     /// `key` was set. Returns the answers of waits that this completes, in the order of the waits.
-    pub(crate) fn arrived(&mut self, key: &str, values: &mut Values) -> Vec<(u32, u64, Reply)> {
+    pub(crate) fn arrived(
+        &mut self,
+        key: &str,
+        values: &mut StoreValues,
+    ) -> Vec<(u32, u64, Reply)> {
         let mut answers = Vec::new();
         for ticket in self
             .by_key

@@ -13,7 +13,7 @@ use std::sync::{Arc, Mutex};
 pub(crate) struct Answers {
     slots: Arc<SlotPool>,
     memory: Arc<MemoryRegistry>,
-    state: Mutex<State>,
+    state: Mutex<AnswerState>,
 }
 
 /// A word, and the value that it is to reach.
@@ -24,7 +24,7 @@ pub(crate) struct Answer {
 }
 
 #[derive(Default)]
-struct State {
+struct AnswerState {
     free: Vec<Answer>,
     /// The numbers of the slots that the words lie in.
     slots: Vec<u64>,

@@ -3,7 +3,7 @@
 use super::answers::Answers;
 use super::proxy::{Proxy, StreamCopy};
 use super::request::Transport;
-use super::tables::Table;
+use super::tables::AddressTable;
 use crate::device::channel::Side;
 use crate::device::channel::trigger::Movement;
 use crate::device::{
@@ -41,25 +41,25 @@ pub(super) struct ConnectionEnd {
     pub(super) number: u64,
     pub(super) transport: Transport,
     pub(super) memory: Arc<ChannelMemory>,
-    pub(super) held: Arc<Held>,
+    pub(super) held: Arc<HeldEnd>,
     pub(super) proxy: Option<Arc<Proxy>>,
 }
 
 /// Resources of an end of a connection. When they are dropped, its words may be used for other connections as
 /// soon as the other end is gone too.
 #[derive(Debug)]
-pub(super) struct Held {
+pub(super) struct HeldEnd {
     /// Of both sides, in the order of their numbers; the peer's where it is mapped.
     pub(super) regions: Mutex<Vec<(Region, Option<RemoteRegion>)>>,
-    pub(super) reach: Reach,
-    pub(super) table: Table,
+    pub(super) reach: PeerReach,
+    pub(super) table: AddressTable,
     /// For the streams that have the proxy copy.
     pub(super) answers: Arc<Answers>,
 }
 
 /// How this rank reaches the other end.
 #[derive(Debug)]
-pub(super) enum Reach {
+pub(super) enum PeerReach {
     /// In memory that is mapped here.
     Mapped(Box<SlotPair>),
     /// Over the network; the words are held with the link.
@@ -100,8 +100,8 @@ impl Connection {
     /// How bytes of the device's memory go, where that is over the network.
     pub fn network_path(&self) -> Option<NetworkPath> {
         match &self.end.held.reach {
-            Reach::Mapped(_) => None,
-            Reach::Network(link) => Some(link.path()),
+            PeerReach::Mapped(_) => None,
+            PeerReach::Network(link) => Some(link.path()),
         }
     }
 
@@ -178,7 +178,7 @@ impl Connection {
             fault.check()?;
         }
         let copied = match end.held.reach {
-            Reach::Mapped(_) => {
+            PeerReach::Mapped(_) => {
                 let windows = &memory.parts().windows;
                 let peers = windows.range(Side::Peers, at, own.bytes() as u64);
                 peers.and_then(|peers| match movement {
@@ -186,7 +186,7 @@ impl Connection {
                     Movement::Get => stream.copy(own, &peers),
                 })
             }
-            Reach::Network(_) => self.copy_by_proxy(stream, movement, own, at),
+            PeerReach::Network(_) => self.copy_by_proxy(stream, movement, own, at),
         };
         copied.map_err(|error| error.with_peer(end.peer).with_key(end.key()))?;
         end.note(stream);

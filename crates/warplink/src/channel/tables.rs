@@ -17,7 +17,7 @@ pub(super) struct TablePool {
 
 /// The memory of a table, which goes back to its pool when it is dropped.
 #[derive(Debug)]
-pub(super) struct Table {
+pub(super) struct AddressTable {
     slice: DeviceSlice,
     pool: Arc<TablePool>,
 }
@@ -31,7 +31,7 @@ impl TablePool {
     }
 
     /// Memory for one table; its content is undefined.
-    pub(super) fn allocate(self: &Arc<Self>) -> Result<Table> {
+    pub(super) fn allocate(self: &Arc<Self>) -> Result<AddressTable> {
         let mut free = lock(&self.free);
         if free.is_empty() {
             let page = self.device.allocate(PAGE_BYTES, AllocationKind::Plain)?;
@@ -43,20 +43,20 @@ impl TablePool {
             Some(slice) => slice,
             None => self.device.allocate(TABLE_BYTES, AllocationKind::Plain)?,
         };
-        Ok(Table {
+        Ok(AddressTable {
             slice,
             pool: self.clone(),
         })
     }
 }
 
-impl Table {
+impl AddressTable {
     pub(super) fn memory(&self) -> &DeviceSlice {
         &self.slice
     }
 }
 
-impl Drop for Table {
+impl Drop for AddressTable {
     fn drop(&mut self) {
         lock(&self.pool.free).push(self.slice.clone());
     }

@@ -107,14 +107,14 @@ pub(super) fn copies_in_place(kind: CollectiveKind) -> Option<Result<&'static Pr
 }
 
 /// An algorithm's implementation of a collective.
-struct Entry {
+struct ProgramEntry {
     kind: CollectiveKind,
     algorithm: Algorithm,
     text: &'static str,
     parsed: OnceLock<Result<Program>>,
 }
 
-impl Entry {
+impl ProgramEntry {
     const fn new(kind: CollectiveKind, algorithm: Algorithm, text: &'static str) -> Self {
         Self {
             kind,
@@ -130,7 +130,7 @@ impl Entry {
     }
 }
 
-static ALL_GATHER_IN_PLACE: Entry = Entry::new(
+static ALL_GATHER_IN_PLACE: ProgramEntry = ProgramEntry::new(
     CollectiveKind::AllGather,
     Algorithm::CopyEngine,
     include_str!("programs/all_gather_copy_engine_in_place.wlp"),
@@ -138,8 +138,8 @@ static ALL_GATHER_IN_PLACE: Entry = Entry::new(
 
 macro_rules! programs {
     ($($kind:ident $algorithm:ident $file:literal),* $(,)?) => {
-        static PROGRAMS: [Entry; 29] = [$(
-            Entry::new(
+        static PROGRAMS: [ProgramEntry; 29] = [$(
+            ProgramEntry::new(
                 CollectiveKind::$kind,
                 Algorithm::$algorithm,
                 include_str!(concat!("programs/", $file)),

@@ -34,13 +34,13 @@ pub(in crate::collective) fn machine(world: usize) -> Machine {
 }
 
 /// The worlds among `worlds` that an algorithm supports.
-fn worlds<'a>(entry: &Entry, worlds: &'a [usize]) -> impl Iterator<Item = usize> + use<'a> {
+fn worlds<'a>(entry: &ProgramEntry, worlds: &'a [usize]) -> impl Iterator<Item = usize> + use<'a> {
     let cube = entry.algorithm == Algorithm::Cube;
     let worlds = worlds.iter().copied();
     worlds.filter(move |world| !cube || *world == CUBE_RANKS)
 }
 
-fn call(entry: &Entry, world: usize, count: usize) -> Call {
+fn call(entry: &ProgramEntry, world: usize, count: usize) -> Call {
     let reduces = entry.kind.reduces();
     Call {
         kind: entry.kind,
@@ -51,7 +51,7 @@ fn call(entry: &Entry, world: usize, count: usize) -> Call {
     }
 }
 
-fn choice(entry: &Entry, lanes: usize, chunks: usize) -> Choice {
+fn choice(entry: &ProgramEntry, lanes: usize, chunks: usize) -> Choice {
     Choice {
         algorithm: entry.algorithm,
         lanes,
@@ -132,7 +132,7 @@ fn chunks_of_all_lanes_fit_into_a_workspace() {
 
 /// Parameters for a call of `count` elements, with lanes of so many threads and chunks.
 fn parameters(
-    entry: &Entry,
+    entry: &ProgramEntry,
     world: usize,
     count: usize,
     (lanes, chunks): (usize, usize),
@@ -232,7 +232,7 @@ fn all_programs_share_a_workspace_of_more_ranks() {
     share_a_workspace(3, &[(333, 2, 1)]);
 }
 
-fn of_cube() -> (&'static Entry, &'static Program) {
+fn of_cube() -> (&'static ProgramEntry, &'static Program) {
     let mut entries = PROGRAMS.iter();
     let entry = entries.find(|entry| entry.algorithm == Algorithm::Cube);
     let entry = entry.unwrap();
@@ -254,7 +254,7 @@ fn calls_in_a_hybrid_cube_mesh_share_a_workspace() {
 #[test]
 fn the_program_of_a_hybrid_cube_mesh_keeps_to_its_links() {
     let linked = |a, b| is_cube_link(&POSITIONS, a, b);
-    let check = |entry: &Entry| {
+    let check = |entry: &ProgramEntry| {
         let given = parameters(entry, CUBE_RANKS, 100, (2, 2));
         verify_links(entry.program().unwrap(), CUBE_RANKS, 1, &given, linked)
     };
@@ -312,7 +312,7 @@ fn a_hybrid_cube_mesh_may_have_its_ranks_in_any_order() {
 #[test]
 fn the_text_of_a_kernel_does_not_depend_on_the_count() {
     // Bound calls have one count.
-    let any = |entry: &&Entry| entry.algorithm != Algorithm::CopyEngine;
+    let any = |entry: &&ProgramEntry| entry.algorithm != Algorithm::CopyEngine;
     for entry in PROGRAMS.iter().filter(any) {
         let world = if entry.algorithm == Algorithm::Cube {
             CUBE_RANKS

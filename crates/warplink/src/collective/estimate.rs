@@ -16,11 +16,11 @@ use std::sync::{Arc, Mutex};
 #[derive(Clone)]
 pub(super) struct Estimates {
     model: Arc<HardwareModel>,
-    found: Arc<Mutex<BTreeMap<Key, Algorithm>>>,
+    found: Arc<Mutex<BTreeMap<EstimateKey, Algorithm>>>,
 }
 
 /// Cache key: collective, element size, part size, and applicable algorithms.
-type Key = (CollectiveKind, usize, usize, Vec<Algorithm>);
+type EstimateKey = (CollectiveKind, usize, usize, Vec<Algorithm>);
 
 impl fmt::Debug for Estimates {
     /// Everything that estimates depend on, so that ranks can compare it.

@@ -7,13 +7,13 @@ use std::hash::Hash;
 /// LRU cache of bounded size, with lookup and insertion in constant time.
 pub(super) struct Recent<K, V> {
     places: FxHashMap<K, usize>,
-    entries: Vec<Entry<K, V>>,
+    entries: Vec<RecentEntry<K, V>>,
     /// Most recently used entry; its successor in the ring is the least recently used one.
     newest: usize,
     capacity: usize,
 }
 
-struct Entry<K, V> {
+struct RecentEntry<K, V> {
     key: K,
     value: V,
     /// Neighbours in the ring, in order of use.
@@ -50,7 +50,7 @@ impl<K: Copy + Eq + Hash, V> Recent<K, V> {
             let place = self.entries.len();
             // A ring of its own, from which it is removed below.
             let (older, newer) = (place, place);
-            self.entries.push(Entry {
+            self.entries.push(RecentEntry {
                 key,
                 value,
                 older,

@@ -9,7 +9,7 @@ const KEPT: usize = 256;
 pub(super) const MAX_STATED: u64 = 240;
 
 /// Encoded call ([`Call::engine_words`]).
-type Words = [u32; 4];
+type RecordWords = [u32; 4];
 
 /// Ring buffer of a rank's calls, numbered from 1. Captured calls have no numbers, since a graph makes them
 /// at every launch.
@@ -24,13 +24,13 @@ pub(super) struct Record {
     /// The three counters before the call in progress. It may fail, so it counts but is not compared yet.
     under_way: Option<[u64; 3]>,
     /// Calls, indexed by number modulo the length.
-    last: Box<[Entry; KEPT]>,
+    last: Box<[CallRecord; KEPT]>,
 }
 
 /// A call, and the hashes after it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-struct Entry {
-    words: Words,
+struct CallRecord {
+    words: RecordWords,
     hash: u64,
     recordings: u64,
 }
@@ -46,7 +46,7 @@ pub(super) struct Statement {
     last_recordings: u64,
     /// Running hash before `calls`.
     before: u64,
-    calls: Vec<Words>,
+    calls: Vec<RecordWords>,
 }
 
 /// First difference to another rank's calls.
@@ -58,7 +58,7 @@ pub(super) struct Difference {
 }
 
 /// Extends a running hash.
-fn extend(hash: u64, [a, b, c, d]: Words) -> u64 {
+fn extend(hash: u64, [a, b, c, d]: RecordWords) -> u64 {
     let pair = |low: u32, high: u32| u64::from(high) << 32 | u64::from(low);
     // Order matters as well as content, so mix by multiplication and rotation. On every call's path, hence no
     // cryptographic hash; the constants are odd with well-spread bits.
@@ -73,7 +73,7 @@ impl Default for Record {
             hash: 0,
             recordings: 0,
             under_way: None,
-            last: Box::new([Entry::default(); KEPT]),
+            last: Box::new([CallRecord::default(); KEPT]),
         }
     }
 }
@@ -92,7 +92,7 @@ impl Record {
         let words = call.engine_words();
         self.made += 1;
         self.hash = extend(self.hash, words);
-        self.last[Self::place(self.made)] = Entry {
+        self.last[Self::place(self.made)] = CallRecord {
             words,
             hash: self.hash,
             recordings: self.recordings,
@@ -117,7 +117,7 @@ impl Record {
     }
 
     /// The call with a number, if kept. A discarded call may have overwritten the oldest one.
-    fn entry(&self, number: u64) -> Option<&Entry> {
+    fn entry(&self, number: u64) -> Option<&CallRecord> {
         // One fewer than the array holds: the call in progress has overwritten the oldest entry.
         let is_kept = (1..=self.made).contains(&number) && self.made - number < KEPT as u64 - 1;
         is_kept.then(|| &self.last[Self::place(number)])
@@ -195,7 +195,7 @@ impl Record {
 }
 
 impl Statement {
-    fn numbered(&self) -> impl Iterator<Item = (u64, &Words)> {
+    fn numbered(&self) -> impl Iterator<Item = (u64, &RecordWords)> {
         let first = self.last + 1 - self.calls.len() as u64;
         (first..).zip(&self.calls)
     }
@@ -234,7 +234,7 @@ impl Statement {
             let (words, _) = call.as_chunks::<4>();
             std::array::from_fn(|word| u32::from_le_bytes(words[word]))
         });
-        let calls: Vec<Words> = calls.collect();
+        let calls: Vec<RecordWords> = calls.collect();
         let [made, recordings, last, last_recordings, before] =
             [made, recordings, last, last_recordings, before].map(u64::from_le_bytes);
         // Numbers from a peer: reject those that would overflow the arithmetic on them.

@@ -43,12 +43,12 @@ struct Items {
 }
 
 struct Held {
-    marks: Vec<Mark>,
+    marks: Vec<FlightMark>,
     _item: Box<dyn Any + Send>,
 }
 
 /// A position in a stream that must be reached.
-enum Mark {
+enum FlightMark {
     Recorded(Event),
     /// The event could not be recorded yet; retried at the next poll.
     Unrecorded(Stream),
@@ -66,7 +66,7 @@ impl InFlight {
     pub(crate) fn hold(self: &Arc<Self>, streams: &[Stream], item: impl Any + Send) {
         // Idle streams have completed, so they need no event.
         let busy = streams.iter().filter(|stream| is_busy(stream));
-        let marks: Vec<Mark> = busy.map(mark).collect();
+        let marks: Vec<FlightMark> = busy.map(mark).collect();
         if marks.is_empty() {
             return drop(item);
         }
@@ -117,7 +117,7 @@ impl InFlight {
         }
     }
 
-    fn hold_behind(self: &Arc<Self>, marks: Vec<Mark>, item: Box<dyn Any + Send>) {
+    fn hold_behind(self: &Arc<Self>, marks: Vec<FlightMark>, item: Box<dyn Any + Send>) {
         let mut state = lock(&self.state);
         state.held.push(Held { marks, _item: item });
         // The polling thread is running already.
@@ -155,18 +155,18 @@ impl InFlight {
 
 impl Held {
     /// Whether all events are reached. Handles of streams that could be marked now are moved to `marked`.
-    fn is_finished(&mut self, marked: &mut Vec<Mark>) -> bool {
+    fn is_finished(&mut self, marked: &mut Vec<FlightMark>) -> bool {
         for mark in &mut self.marks {
-            if let Mark::Unrecorded(stream) = mark
+            if let FlightMark::Unrecorded(stream) = mark
                 && let Ok(event) = stream.record_end()
             {
-                marked.push(std::mem::replace(mark, Mark::Recorded(event)));
+                marked.push(std::mem::replace(mark, FlightMark::Recorded(event)));
             }
         }
         self.marks.retain(|mark| match mark {
             // A query error counts as not reached: memory is never released too early.
-            Mark::Recorded(event) => !event.is_reached().unwrap_or(false),
-            Mark::Unrecorded(_) => true,
+            FlightMark::Recorded(event) => !event.is_reached().unwrap_or(false),
+            FlightMark::Unrecorded(_) => true,
         });
         self.marks.is_empty()
     }
@@ -177,12 +177,12 @@ fn is_busy(stream: &Stream) -> bool {
     stream.is_capturing().unwrap_or(true) || !stream.is_idle().unwrap_or(false)
 }
 
-fn mark(stream: &Stream) -> Mark {
+fn mark(stream: &Stream) -> FlightMark {
     match stream.record_end() {
-        Ok(event) => Mark::Recorded(event),
+        Ok(event) => FlightMark::Recorded(event),
         Err(error) => {
             tracing::debug!(%error, "a stream cannot be marked yet");
-            Mark::Unrecorded(stream.clone())
+            FlightMark::Unrecorded(stream.clone())
         }
     }
 }
@@ -290,7 +290,7 @@ mod tests {
         let in_flight = Arc::new(InFlight::new(&host()));
         let (silent, item, other) = (Arc::new(Silent::default()), Arc::new(()), Arc::new(()));
         for item in [&item, &other] {
-            let marks = vec![Mark::Recorded(Event::new(silent.clone()))];
+            let marks = vec![FlightMark::Recorded(Event::new(silent.clone()))];
             in_flight.hold_behind(marks, Box::new(item.clone()));
         }
         in_flight.release_finished();

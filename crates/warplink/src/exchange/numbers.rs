@@ -6,7 +6,7 @@ use std::hash::Hash;
 
 /// Numbers ends for each key, from 0.
 #[derive(Debug)]
-pub(crate) struct EndNumbers<K>(Mutex<HashMap<K, Numbers>>);
+pub(crate) struct EndNumbers<K>(Mutex<HashMap<K, SequenceNumbers>>);
 
 impl<K> Default for EndNumbers<K> {
     fn default() -> Self {
@@ -15,7 +15,7 @@ impl<K> Default for EndNumbers<K> {
 }
 
 #[derive(Debug, Default)]
-struct Numbers {
+struct SequenceNumbers {
     /// Upper bound of assigned numbers.
     next: u64,
     /// Returned numbers below it.

@@ -47,24 +47,24 @@ pub(super) struct CacheLimits {
 }
 
 /// Mappings by key.
-pub(super) struct MappingCache<K: Copy + Eq + Hash, V: Mapping>(Arc<Shared<K, V>>);
+pub(super) struct MappingCache<K: Copy + Eq + Hash, V: Mapping>(Arc<CacheShared<K, V>>);
 
 /// A mapping in use, released on drop.
 pub(super) struct Lease<K: Copy + Eq + Hash, V: Mapping> {
-    cache: Arc<Shared<K, V>>,
+    cache: Arc<CacheShared<K, V>>,
     key: K,
     serial: u64,
     value: Arc<V>,
 }
 
-struct Shared<K, V> {
-    table: Mutex<Table<K, V>>,
+struct CacheShared<K, V> {
+    table: Mutex<CacheTable<K, V>>,
     changed: Condvar,
     limits: CacheLimits,
 }
 
-struct Table<K, V> {
-    entries: HashMap<K, Entry<V>>,
+struct CacheTable<K, V> {
+    entries: HashMap<K, CacheEntry<V>>,
     // Logical clock of openings and releases, for LRU order.
     clock: u64,
     // Number of calls of `age`.
@@ -72,7 +72,7 @@ struct Table<K, V> {
     early_revocations: VecDeque<(K, u64)>,
 }
 
-enum Entry<V> {
+enum CacheEntry<V> {
     Opening { generation: u64, revoked: bool },
     Open(Open<V>),
 }
@@ -92,8 +92,8 @@ struct Open<V> {
 impl<K: Copy + Eq + Hash, V: Mapping> MappingCache<K, V> {
     /// An empty table.
     pub(super) fn new(limits: CacheLimits) -> Self {
-        Self(Arc::new(Shared {
-            table: Mutex::new(Table {
+        Self(Arc::new(CacheShared {
+            table: Mutex::new(CacheTable {
                 entries: HashMap::new(),
                 clock: 0,
                 epoch: 0,
@@ -117,7 +117,7 @@ impl<K: Copy + Eq + Hash, V: Mapping> MappingCache<K, V> {
             table.clock += 1;
             let now = table.clock;
             match table.entries.get_mut(&key) {
-                Some(Entry::Open(entry)) if entry.generation == generation => {
+                Some(CacheEntry::Open(entry)) if entry.generation == generation => {
                     entry.used = now;
                     entry.users += 1;
                     entry.value.count_handle();
@@ -126,19 +126,19 @@ impl<K: Copy + Eq + Hash, V: Mapping> MappingCache<K, V> {
                 }
                 // Another thread is opening this key: wait for its result rather than open twice (invariant
                 // 1).
-                Some(Entry::Opening { .. }) => {
+                Some(CacheEntry::Opening { .. }) => {
                     table = self
                         .0
                         .changed
                         .wait(table)
                         .unwrap_or_else(std::sync::PoisonError::into_inner);
                 }
-                Some(Entry::Open(_)) | None => break,
+                Some(CacheEntry::Open(_)) | None => break,
             }
         }
         // The revocation may have overtaken the handle; then the mapping is closed after this use.
         let revoked = table.take_early_revocation(key, generation);
-        let opening = Entry::Opening {
+        let opening = CacheEntry::Opening {
             generation,
             revoked,
         };
@@ -206,7 +206,7 @@ impl<K: Copy + Eq + Hash, V: Mapping> MappingCache<K, V> {
         let old: Vec<_> = table
             .entries
             .extract_if(|_, entry| {
-                matches!(entry, Entry::Open(open) if open.users == 0 && open.used_epoch < epoch)
+                matches!(entry, CacheEntry::Open(open) if open.users == 0 && open.used_epoch < epoch)
             })
             .collect();
         drop(table);
@@ -219,16 +219,16 @@ impl<K: Copy + Eq + Hash, V: Mapping> MappingCache<K, V> {
     }
 }
 
-impl<K: Copy + Eq + Hash, V: Mapping> Table<K, V> {
+impl<K: Copy + Eq + Hash, V: Mapping> CacheTable<K, V> {
     fn finish_opening(&mut self, key: K, serial: u64, value: Arc<V>) {
         let revoked = matches!(
             self.entries.get(&key),
-            Some(Entry::Opening { revoked: true, .. })
+            Some(CacheEntry::Opening { revoked: true, .. })
         );
         let generation = match self.entries.get(&key) {
-            Some(Entry::Opening { generation, .. }) => *generation,
+            Some(CacheEntry::Opening { generation, .. }) => *generation,
             // Only the opening thread removes its entry.
-            Some(Entry::Open(_)) | None => return,
+            Some(CacheEntry::Open(_)) | None => return,
         };
         let open = Open {
             generation,
@@ -239,20 +239,20 @@ impl<K: Copy + Eq + Hash, V: Mapping> Table<K, V> {
             used: self.clock,
             used_epoch: self.epoch,
         };
-        self.entries.insert(key, Entry::Open(open));
+        self.entries.insert(key, CacheEntry::Open(open));
     }
 
     /// Removes the entry, or marks it for removal after its last use.
-    fn revoke(&mut self, key: K, of: u64) -> Option<Entry<V>> {
+    fn revoke(&mut self, key: K, of: u64) -> Option<CacheEntry<V>> {
         match self.entries.get_mut(&key) {
-            Some(Entry::Opening {
+            Some(CacheEntry::Opening {
                 generation,
                 revoked,
             }) if *generation == of => *revoked = true,
-            Some(Entry::Open(open)) if open.generation == of && open.users > 0 => {
+            Some(CacheEntry::Open(open)) if open.generation == of && open.users > 0 => {
                 open.revoked = true;
             }
-            Some(Entry::Open(open)) if open.generation == of => {
+            Some(CacheEntry::Open(open)) if open.generation == of => {
                 return self.entries.remove(&key);
             }
             // The handle is still in transit, or its mapping was just closed.
@@ -275,10 +275,10 @@ impl<K: Copy + Eq + Hash, V: Mapping> Table<K, V> {
     }
 
     /// Ends one use of a mapping. Returns entries to close as a result.
-    fn release(&mut self, key: K, serial: u64, limits: &CacheLimits) -> Vec<Entry<V>> {
+    fn release(&mut self, key: K, serial: u64, limits: &CacheLimits) -> Vec<CacheEntry<V>> {
         self.clock += 1;
         let (now, epoch) = (self.clock, self.epoch);
-        let Some(Entry::Open(open)) = self.entries.get_mut(&key) else {
+        let Some(CacheEntry::Open(open)) = self.entries.get_mut(&key) else {
             return Vec::new();
         };
         // The key was reused by a newer generation; this lease's mapping is no longer in the table.
@@ -297,9 +297,11 @@ impl<K: Copy + Eq + Hash, V: Mapping> Table<K, V> {
     }
 
     /// Removes the least recently used idle mappings until the rest is within `limits`.
-    fn evict(&mut self, limits: &CacheLimits) -> Vec<Entry<V>> {
+    fn evict(&mut self, limits: &CacheLimits) -> Vec<CacheEntry<V>> {
         let idle = self.entries.iter().filter_map(|(key, entry)| match entry {
-            Entry::Open(open) if open.users == 0 => Some((open.used, *key, open.value.bytes())),
+            CacheEntry::Open(open) if open.users == 0 => {
+                Some((open.used, *key, open.value.bytes()))
+            }
             _ => None,
         });
         let mut idle: Vec<(u64, K, u64)> = idle.collect();

@@ -30,10 +30,10 @@ type Listener = Arc<dyn Fn(Heard) + Send + Sync>;
 
 /// Publications of this rank, by number.
 #[derive(Default)]
-pub(super) struct Publications(Mutex<Table>);
+pub(super) struct Publications(Mutex<PublicationTable>);
 
 #[derive(Default)]
-struct Table {
+struct PublicationTable {
     so_far: u64,
     listeners: BTreeMap<u64, Listener>,
 }

@@ -1,6 +1,6 @@
 //! All-gather + matmul.
 
-use super::operands::{Bound, family};
+use super::operands::{BoundOperands, family};
 use super::plan::OverlapPlan;
 use super::{AllGatherMatmul, Choice, Options};
 use crate::device::{DeviceSlice, Stream};
@@ -44,15 +44,20 @@ impl AllGatherMatmul {
     }
 
     /// Memory of the program's tensors.
-    fn tensors(&self, buffers: &AllGatherMatmulBuffers) -> Result<Vec<Bound>> {
+    fn tensors(&self, buffers: &AllGatherMatmulBuffers) -> Result<Vec<BoundOperands>> {
         let count = self.n.len();
         let biases = if self.bias { count } else { 0 };
-        let mut tensors = vec![Bound::parted("A", &buffers.a)];
-        tensors.extend(family("B", &buffers.b, count, Bound::shared)?);
-        tensors.extend(family("C", &buffers.c, count, Bound::written)?);
-        tensors.extend(family("bias", &buffers.bias, biases, Bound::shared)?);
+        let mut tensors = vec![BoundOperands::parted("A", &buffers.a)];
+        tensors.extend(family("B", &buffers.b, count, BoundOperands::shared)?);
+        tensors.extend(family("C", &buffers.c, count, BoundOperands::written)?);
+        tensors.extend(family(
+            "bias",
+            &buffers.bias,
+            biases,
+            BoundOperands::shared,
+        )?);
         match (&buffers.gathered, self.keep) {
-            (Some(gathered), true) => tensors.push(Bound::written("G", gathered)),
+            (Some(gathered), true) => tensors.push(BoundOperands::written("G", gathered)),
             (None, false) => {}
             (given, _) => {
                 return Err(Error::invalid(if given.is_some() {

@@ -5,7 +5,7 @@ use crate::error::{Error, Result};
 use crate::program::Bindings;
 
 /// A caller's slice for a tensor of the program.
-pub(super) struct Bound {
+pub(super) struct BoundOperands {
     name: String,
     slice: DeviceSlice,
     /// Whether every outer index has its own part.
@@ -13,7 +13,7 @@ pub(super) struct Bound {
     written: bool,
 }
 
-impl Bound {
+impl BoundOperands {
     /// An input with a part for each outer index: A.
     pub(super) fn parted(name: impl Into<String>, slice: &DeviceSlice) -> Self {
         Self {
@@ -75,8 +75,8 @@ pub(super) fn family(
     name: &str,
     slices: &[DeviceSlice],
     expected: usize,
-    make: fn(String, &DeviceSlice) -> Bound,
-) -> Result<Vec<Bound>> {
+    make: fn(String, &DeviceSlice) -> BoundOperands,
+) -> Result<Vec<BoundOperands>> {
     if slices.len() != expected {
         return Err(Error::invalid(format!(
             "{name} has {} slices; expected {expected}",
@@ -91,7 +91,7 @@ pub(super) fn family(
 }
 
 /// Bindings of the program's tensors for one outer index.
-pub(super) fn bindings(tensors: &[Bound], index: usize, outer: usize) -> Result<Bindings> {
+pub(super) fn bindings(tensors: &[BoundOperands], index: usize, outer: usize) -> Result<Bindings> {
     tensors
         .iter()
         .map(|tensor| Ok((tensor.name.clone(), tensor.part(index, outer)?)))

@@ -1,6 +1,6 @@
 //! A plan of either operation: one program, bound once for each outer index.
 
-use super::operands::{Bound, bindings};
+use super::operands::{BoundOperands, bindings};
 use super::{Choice, Lowering, Options, trial};
 use crate::device::{DeviceSlice, Graph, Stream};
 use crate::error::{Error, ErrorKind, Result};
@@ -37,7 +37,7 @@ impl OverlapPlan {
         executor: &Executor,
         problem: &P,
         options: &Options,
-        tensors: Result<Vec<Bound>>,
+        tensors: Result<Vec<BoundOperands>>,
     ) -> Result<Self> {
         Self::make(executor, problem, options, tensors)
             .map_err(|error| error.with_rank(executor.rank()))
@@ -47,7 +47,7 @@ impl OverlapPlan {
         executor: &Executor,
         problem: &P,
         options: &Options,
-        tensors: Result<Vec<Bound>>,
+        tensors: Result<Vec<BoundOperands>>,
     ) -> Result<Self> {
         let outer = options.outer;
         // Before anything can fail on one rank alone, since agreeing on the model is collective.

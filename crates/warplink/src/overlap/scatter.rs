@@ -1,6 +1,6 @@
 //! Matmul + reduce-scatter.
 
-use super::operands::Bound;
+use super::operands::BoundOperands;
 use super::plan::OverlapPlan;
 use super::{Choice, MatmulReduceScatter, Options};
 use crate::device::{DeviceSlice, Stream};
@@ -42,14 +42,14 @@ impl MatmulReduceScatter {
     }
 
     /// Memory of the program's tensors.
-    fn tensors(&self, buffers: &MatmulReduceScatterBuffers) -> Result<Vec<Bound>> {
+    fn tensors(&self, buffers: &MatmulReduceScatterBuffers) -> Result<Vec<BoundOperands>> {
         let mut tensors = vec![
-            Bound::parted("A", &buffers.a),
-            Bound::shared("B", &buffers.b),
-            Bound::written("C", &buffers.c),
+            BoundOperands::parted("A", &buffers.a),
+            BoundOperands::shared("B", &buffers.b),
+            BoundOperands::written("C", &buffers.c),
         ];
         match (&buffers.bias, self.bias) {
-            (Some(bias), true) => tensors.push(Bound::shared("bias", bias)),
+            (Some(bias), true) => tensors.push(BoundOperands::shared("bias", bias)),
             (None, false) => {}
             (given, _) => {
                 return Err(Error::invalid(if given.is_some() {

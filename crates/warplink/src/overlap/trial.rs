@@ -1,7 +1,7 @@
 //! Trials: times candidate lowerings on the machine.
 
 use super::Choice;
-use super::operands::Bound;
+use super::operands::BoundOperands;
 use crate::error::{Error, ErrorKind, Result};
 use crate::program::lower::Lowered;
 use crate::program::{Bindings, Executor, Plan, PrepareOptions};
@@ -20,7 +20,7 @@ pub(super) fn decide(
     uncertainty: f64,
     executor: &Executor,
     prepare: PrepareOptions,
-    (tensors, outer): (&[Bound], usize),
+    (tensors, outer): (&[BoundOperands], usize),
 ) -> Result<()> {
     let contenders: Vec<(String, Lowered, f64)> = choice
         .contenders(uncertainty)
@@ -70,14 +70,14 @@ fn bind(
         .prepare(lowered.program(), &lowered.parameters, prepare)
         .and_then(|prepared| prepared.bind(inputs));
     let outcome = match &plan {
-        Ok(_) => Outcome::Bound,
+        Ok(_) => TrialOutcome::Bound,
         Err(error) => match error.kind() {
             // Memory ran out, here or on a peer, with several lowerings bound at once: exclude this one.
-            ErrorKind::OutOfMemory | ErrorKind::PeerFailed => Outcome::LeftOut,
-            _ => Outcome::Failed,
+            ErrorKind::OutOfMemory | ErrorKind::PeerFailed => TrialOutcome::LeftOut,
+            _ => TrialOutcome::Failed,
         },
     };
-    if outcome == Outcome::Failed {
+    if outcome == TrialOutcome::Failed {
         // This rank's own error is the most informative, whether or not the gather succeeds.
         let _ = executor.all_gather(&[outcome as u8]);
         return plan.map(Some);
@@ -85,7 +85,7 @@ fn bind(
     let outcomes = executor.all_gather(&[outcome as u8])?;
     let failed = outcomes
         .iter()
-        .position(|one| *one == [Outcome::Failed as u8]);
+        .position(|one| *one == [TrialOutcome::Failed as u8]);
     if let Some(rank) = failed {
         return Err(Error::new(
             ErrorKind::PeerFailed,
@@ -98,14 +98,16 @@ fn bind(
         .with_peer(rank));
     }
     // A lowering that one rank lacks cannot run anywhere.
-    let all = outcomes.iter().all(|one| *one == [Outcome::Bound as u8]);
+    let all = outcomes
+        .iter()
+        .all(|one| *one == [TrialOutcome::Bound as u8]);
     Ok(plan.ok().filter(|_| all))
 }
 
 /// Result of binding on a rank, encoded as a byte.
 #[derive(Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
-enum Outcome {
+enum TrialOutcome {
     Bound,
     LeftOut,
     Failed,

@@ -20,7 +20,7 @@ use crate::signal::{SignalOp, SignalWord};
 /// batch are waited for in it, a wait for one of them on another stream comes behind the whole batch.
 #[derive(Clone, Debug, Default)]
 pub struct Batch<'a> {
-    parts: Vec<Part<'a>>,
+    parts: Vec<BatchPart<'a>>,
     in_kernel: bool,
     launch: Option<u64>,
 }
@@ -32,7 +32,7 @@ enum Kind {
 }
 
 #[derive(Clone, Copy, Debug)]
-struct Part<'a> {
+struct BatchPart<'a> {
     kind: Kind,
     transfer: &'a Transfer,
     /// Memory that a send copies instead of its buffer.
@@ -81,7 +81,7 @@ impl<'a> Batch<'a> {
         kind: Kind,
         transfers: impl IntoIterator<Item = (&'a Transfer, Option<&'a DeviceSlice>)>,
     ) -> Self {
-        let parts = transfers.into_iter().map(|(transfer, source)| Part {
+        let parts = transfers.into_iter().map(|(transfer, source)| BatchPart {
             kind,
             transfer,
             source,
@@ -97,7 +97,7 @@ impl<'a> Batch<'a> {
     /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) for a transfer that is
     /// captured twice without a wait between, or a send that has no memory to copy from.
     pub fn enqueue(&self, stream: &Stream) -> Result<()> {
-        for Part { kind, transfer, .. } in &self.parts {
+        for BatchPart { kind, transfer, .. } in &self.parts {
             transfer.end.note(stream);
             if *kind == Kind::Post {
                 transfer.end.note_work(stream);
@@ -113,7 +113,7 @@ impl<'a> Batch<'a> {
     fn enqueue_parts(&self, stream: &Stream) -> Result<()> {
         let mut queue = Queue::new(stream, self.in_kernel, self.launch)?;
         // Before any post is numbered: a number without a post would be waited for in vain.
-        for (index, Part { kind, transfer, .. }) in self.parts.iter().enumerate() {
+        for (index, BatchPart { kind, transfer, .. }) in self.parts.iter().enumerate() {
             if *kind == Kind::Wait {
                 continue;
             }
@@ -121,7 +121,7 @@ impl<'a> Batch<'a> {
                 transfer.end.copy_operands()?;
             }
             if queue.capture.is_some() || transfer.end.unpacks() {
-                let same = |before: &&Part<'_>| std::ptr::eq(before.transfer, *transfer);
+                let same = |before: &&BatchPart<'_>| std::ptr::eq(before.transfer, *transfer);
                 let before = || self.parts[..index].iter().filter(same).rev();
                 let posts = before().take_while(|part| part.kind == Kind::Post).count();
                 let waited = before().any(|part| part.kind == Kind::Wait);
@@ -132,7 +132,7 @@ impl<'a> Batch<'a> {
         }
         queue.whole = queue.capture.is_some()
             && self.parts.iter().enumerate().all(|(index, part)| {
-                let same = |wait: &Part<'_>| {
+                let same = |wait: &BatchPart<'_>| {
                     wait.kind == Kind::Wait && std::ptr::eq(wait.transfer, part.transfer)
                 };
                 part.kind == Kind::Wait || self.parts[index + 1..].iter().any(same)
@@ -179,7 +179,7 @@ struct Queue<'a, 's> {
     whole: bool,
     operations: Vec<StreamOp<'a>>,
     /// Marks to set behind the operations.
-    marks: Vec<(&'a Transfer, Mark)>,
+    marks: Vec<(&'a Transfer, PostMark)>,
 }
 
 /// A post that copies.
@@ -203,7 +203,7 @@ impl<'a> CopyOf<'a> {
 
 /// A place in a stream that others may have to follow.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Mark {
+enum PostMark {
     /// A post in a graph.
     Post,
     /// A post outside of graphs that will be unpacked on another stream, perhaps.
@@ -229,9 +229,9 @@ impl<'a, 's> Queue<'a, 's> {
     }
 
     /// Posts a group; the order of its steps is what [`Batch`] says. `rest` follows in the batch.
-    fn post(&mut self, group: &[Part<'a>], rest: &[Part<'_>]) -> Result<()> {
+    fn post(&mut self, group: &[BatchPart<'a>], rest: &[BatchPart<'_>]) -> Result<()> {
         let (mut again, mut copies) = (Vec::new(), Vec::new());
-        for Part {
+        for BatchPart {
             transfer, source, ..
         } in group.iter().copied()
         {
@@ -245,19 +245,20 @@ impl<'a, 's> Queue<'a, 's> {
                     marks,
                 });
             } else if transfer.end.unpacks() {
-                let waits = |part: &Part<'_>| {
+                let waits = |part: &BatchPart<'_>| {
                     part.kind == Kind::Wait && std::ptr::eq(part.transfer, transfer)
                 };
                 if self.capture.is_some() {
-                    self.marks.push((transfer, Mark::Post));
+                    self.marks.push((transfer, PostMark::Post));
                 } else if !rest.iter().any(waits) {
-                    self.marks.push((transfer, Mark::EagerPost));
+                    self.marks.push((transfer, PostMark::EagerPost));
                 }
             } else if matches!(post, PostNumber::Captured(2..)) {
                 again.push((transfer, post, steps));
             } else {
                 self.signals(transfer, post, steps.before)?;
-                self.marks.extend(marks.then_some((transfer, Mark::Post)));
+                self.marks
+                    .extend(marks.then_some((transfer, PostMark::Post)));
             }
         }
         // These wait for their post before.
@@ -270,7 +271,8 @@ impl<'a, 's> Queue<'a, 's> {
             transfer, marks, ..
         } in copies
         {
-            self.marks.extend(marks.then_some((transfer, Mark::Post)));
+            self.marks
+                .extend(marks.then_some((transfer, PostMark::Post)));
         }
         self.mark()
     }
@@ -365,7 +367,7 @@ impl<'a, 's> Queue<'a, 's> {
                     self.operations.push(end.unpack(captured)?);
                 }
                 self.marks
-                    .extend(captured.then_some((transfer, Mark::Unpacked)));
+                    .extend(captured.then_some((transfer, PostMark::Unpacked)));
             }
             Turn::Follow(_) if captured => {
                 self.flush()?;
@@ -419,9 +421,9 @@ impl<'a, 's> Queue<'a, 's> {
         self.marks.drain(..).try_for_each(|(transfer, mark)| {
             let end = &transfer.end;
             match mark {
-                Mark::Post => end.graph_mark.record(self.stream),
-                Mark::EagerPost => end.unpacking.posted.record(self.stream),
-                Mark::Unpacked => end.unpacking.unpacked.record(self.stream),
+                PostMark::Post => end.graph_mark.record(self.stream),
+                PostMark::EagerPost => end.unpacking.posted.record(self.stream),
+                PostMark::Unpacked => end.unpacking.unpacked.record(self.stream),
             }
         })
     }
@@ -505,7 +507,9 @@ pub(crate) fn post_stores_in_launch(
     store(&targets)?;
     for (transfer, post, steps, marks) in begun {
         queue.signals(transfer, post, steps.after)?;
-        queue.marks.extend(marks.then_some((transfer, Mark::Post)));
+        queue
+            .marks
+            .extend(marks.then_some((transfer, PostMark::Post)));
     }
     let flushed = queue.flush();
     // As for a batch; what failed before has given the stream nothing that lasts.

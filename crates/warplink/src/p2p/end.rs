@@ -2,9 +2,9 @@
 
 use super::packets::{Turn, Turns, Unpacking};
 use super::path::{Flow, Path};
-use super::progress::Progress;
+use super::progress::TransferProgress;
 use super::protocol::{PostNumber, Protocol, Role, Steps};
-use super::recording::{GraphMark, Recording, Waiting};
+use super::recording::{GraphMark, TransferRecording, Waiting};
 use super::request::{Buffer, Direction};
 use crate::device::{
     DeviceSlice, KernelCopy, MemoryOp, PacketLine, PacketPart, Stream, StreamOp, Unit, Word,
@@ -29,8 +29,8 @@ pub(super) struct TransferEnd {
     // The peer's buffer, at the initiator.
     pub(super) remote: Option<RemoteRegion>,
     pub(super) slots: SlotPair,
-    pub(super) progress: Arc<Progress>,
-    pub(super) recording: Recording,
+    pub(super) progress: Arc<TransferProgress>,
+    pub(super) recording: TransferRecording,
     pub(super) graph_mark: GraphMark,
     /// Path of packets, and the mapped scratch that it uses.
     pub(super) line: Option<PacketLine>,

@@ -16,7 +16,7 @@ static START: LazyLock<Instant> = LazyLock::new(Instant::now);
 
 /// How far one end has come outside of graphs.
 #[derive(Debug)]
-pub(super) struct Progress {
+pub(super) struct TransferProgress {
     direction: Direction,
     peer: Rank,
     tag: u64,
@@ -27,7 +27,7 @@ pub(super) struct Progress {
     posted_at: AtomicU64,
 }
 
-impl Progress {
+impl TransferProgress {
     /// Numbers the next post.
     pub(super) fn post(&self) -> PostNumber {
         let since = u64::try_from(START.elapsed().as_nanos()).unwrap_or(u64::MAX);
@@ -74,13 +74,13 @@ pub(super) struct Waiting {
 
 /// The ends of one rank, as long as they exist.
 #[derive(Debug, Default)]
-pub(super) struct ProgressList(Mutex<Vec<Weak<Progress>>>);
+pub(super) struct ProgressList(Mutex<Vec<Weak<TransferProgress>>>);
 
 impl ProgressList {
     /// Adds the end of `request`; `met` is the word that tells of the posts that the peer has met, and by
     /// how much each raises it.
-    pub(super) fn add(&self, request: &TransferRequest, met: (Word, u64)) -> Arc<Progress> {
-        let progress = Arc::new(Progress {
+    pub(super) fn add(&self, request: &TransferRequest, met: (Word, u64)) -> Arc<TransferProgress> {
+        let progress = Arc::new(TransferProgress {
             direction: request.direction,
             peer: request.peer,
             tag: request.tag,
@@ -100,7 +100,8 @@ impl ProgressList {
     /// The ends that wait for their peers. First those of the peer that most wait for: what has come from a peer in part may
     /// be held up by another rank. Of those, the longest waiting first.
     pub(super) fn waiting(&self, device: &dyn Device) -> Vec<Waiting> {
-        let ends: Vec<Arc<Progress>> = lock(&self.0).iter().filter_map(Weak::upgrade).collect();
+        let ends: Vec<Arc<TransferProgress>> =
+            lock(&self.0).iter().filter_map(Weak::upgrade).collect();
         let mut waiting: Vec<Waiting> = ends.iter().filter_map(|end| end.waiting(device)).collect();
         let mut of_peer: BTreeMap<Rank, usize> = BTreeMap::new();
         for end in &waiting {

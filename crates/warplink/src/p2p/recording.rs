@@ -24,7 +24,7 @@ pub(crate) fn next_launch() -> u64 {
 
 /// State of one end of a transfer in the graph that was captured last.
 #[derive(Debug, Default)]
-pub(super) struct Recording {
+pub(super) struct TransferRecording {
     posted: Mutex<Option<Posted>>,
 }
 
@@ -47,7 +47,7 @@ pub(super) struct Waiting {
     pub(super) follows: bool,
 }
 
-impl Recording {
+impl TransferRecording {
     /// Fails where a post in the graph `capture` cannot be: where a target's before was not waited
     /// for. `waited` says so of what is still to be noted, if anything is.
     pub(super) fn check(&self, role: Role, capture: u64, waited: Option<bool>) -> Result<()> {
@@ -165,7 +165,7 @@ mod tests {
 
     #[test]
     fn a_targets_waits_follow_its_first_post() {
-        let (recording, role) = (Recording::default(), Role::Target);
+        let (recording, role) = (TransferRecording::default(), Role::Target);
         assert_eq!(recording.wait(role, 7, 1).unwrap(), None);
         assert_eq!(recording.post(role, 7, 1), (PostNumber::Captured(1), true));
         assert_eq!(
@@ -182,7 +182,7 @@ mod tests {
 
     #[test]
     fn an_initiators_waits_follow_its_last_post() {
-        let (recording, role) = (Recording::default(), Role::Initiator);
+        let (recording, role) = (TransferRecording::default(), Role::Initiator);
         assert_eq!(recording.post(role, 7, 1), (PostNumber::Captured(1), true));
         recording.check(role, 7, None).unwrap();
         assert_eq!(recording.post(role, 7, 2), (PostNumber::Captured(2), true));
@@ -192,7 +192,7 @@ mod tests {
 
     #[test]
     fn another_graph_starts_anew() {
-        let (recording, role) = (Recording::default(), Role::Target);
+        let (recording, role) = (TransferRecording::default(), Role::Target);
         recording.post(role, 7, 1);
         // What was not waited for cannot be in another graph.
         assert_eq!(
@@ -220,7 +220,7 @@ mod loom_tests {
     fn loom_recorded_posts_are_numbered_apart() {
         for (role, marked) in [(Role::Target, 1), (Role::Initiator, 2)] {
             loom::model(move || {
-                let recording = Shared::new(Recording::default());
+                let recording = Shared::new(TransferRecording::default());
                 let other = recording.clone();
                 let thread = thread::spawn(move || other.post(role, 7, 2));
                 let posts = [recording.post(role, 7, 1), thread.join().unwrap()];
@@ -242,7 +242,7 @@ mod loom_tests {
     #[test]
     fn loom_a_recorded_wait_is_for_what_was_posted() {
         loom::model(|| {
-            let recording = Shared::new(Recording::default());
+            let recording = Shared::new(TransferRecording::default());
             let other = recording.clone();
             let thread = thread::spawn(move || other.post(Role::Target, 7, 1));
             let waiting = recording.wait(Role::Target, 7, 2).unwrap();

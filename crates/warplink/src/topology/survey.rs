@@ -50,7 +50,7 @@ struct Recorded {
 }
 
 #[derive(Serialize)]
-struct Recording<'a> {
+struct SurveyRecording<'a> {
     class: TopologyClass,
     forced: bool,
     direct: bool,
@@ -181,7 +181,7 @@ impl Topology {
 
 impl Serialize for Topology {
     fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        Recording {
+        SurveyRecording {
             class: self.class,
             forced: self.is_forced,
             direct: self.is_direct(),

@@ -12,14 +12,14 @@ use std::sync::Mutex;
 #[derive(Default)]
 pub(super) struct NoPeer {
     handlers: Mutex<Vec<OnFailure>>,
-    calls: Mutex<Vec<Call>>,
+    calls: Mutex<Vec<CarrierCall>>,
     /// Completion callbacks, while the test delays them.
     held: Mutex<Option<Vec<OnDone>>>,
 }
 
 /// A recorded request: local address and length, and offset and length in the peer's memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Call {
+pub(super) enum CarrierCall {
     Put(u64, usize, (usize, usize)),
     Get(u64, usize, (usize, usize)),
     Signal(usize, u64),
@@ -45,11 +45,11 @@ impl NoPeer {
     }
 
     /// Requests since the last call.
-    pub(super) fn calls(&self) -> Vec<Call> {
+    pub(super) fn calls(&self) -> Vec<CarrierCall> {
         std::mem::take(&mut lock(&self.calls))
     }
 
-    fn note(&self, call: Call) -> Result<()> {
+    fn note(&self, call: CarrierCall) -> Result<()> {
         lock(&self.calls).push(call);
         Ok(())
     }
@@ -71,12 +71,12 @@ impl NetworkConnection for NoPeer {
 
     fn put(&self, source: &DeviceSlice, target: &RemoteMemory, offset: usize) -> Result<()> {
         let remote = (target.bytes(), offset);
-        self.note(Call::Put(source.address(), source.bytes(), remote))
+        self.note(CarrierCall::Put(source.address(), source.bytes(), remote))
     }
 
     fn get(&self, target: &DeviceSlice, source: &RemoteMemory, offset: usize) -> Result<()> {
         let remote = (source.bytes(), offset);
-        self.note(Call::Get(target.address(), target.bytes(), remote))
+        self.note(CarrierCall::Get(target.address(), target.bytes(), remote))
     }
 
     fn when_done(&self, then: OnDone) -> Result<()> {
@@ -93,7 +93,7 @@ impl NetworkConnection for NoPeer {
     }
 
     fn signal(&self, target: &RemoteMemory, _: usize, value: u64) -> Result<()> {
-        self.note(Call::Signal(target.bytes(), value))
+        self.note(CarrierCall::Signal(target.bytes(), value))
     }
 
     fn flush(&self, _: Deadline) -> Result<()> {

@@ -1,6 +1,6 @@
 //! GPU checks, based on the driver's information.
 
-use super::{Check, Found};
+use super::{Found, Prerequisite};
 use serde::Serialize;
 use std::collections::BTreeSet;
 use warplink::DeviceKind;
@@ -58,8 +58,9 @@ fn uuid(bytes: [u8; 16]) -> String {
 }
 
 /// Checks of the driver and every visible GPU; `count` is the driver's number of GPUs.
-pub(super) fn checks(count: &warplink::Result<usize>) -> (Vec<Gpu>, Vec<Check>) {
-    let needed = |name: &str, found| Check::new(AREA, name, found).needed_by(DeviceKind::Cuda);
+pub(super) fn checks(count: &warplink::Result<usize>) -> (Vec<Gpu>, Vec<Prerequisite>) {
+    let needed =
+        |name: &str, found| Prerequisite::new(AREA, name, found).needed_by(DeviceKind::Cuda);
     let count = match count {
         Err(error) => {
             let found = Found::missing(
@@ -101,7 +102,7 @@ pub(super) fn checks(count: &warplink::Result<usize>) -> (Vec<Gpu>, Vec<Check>) 
             gpu.memory as f64 / f64::from(1 << 30),
             uuid(gpu.identity.0),
         );
-        checks.push(Check::new(
+        checks.push(Prerequisite::new(
             AREA,
             format!("GPU {}", gpu.ordinal),
             Found::ok(detail),
@@ -133,7 +134,7 @@ pub(super) fn checks(count: &warplink::Result<usize>) -> (Vec<Gpu>, Vec<Check>) 
         every(|gpu| gpu.ipc, "use Linux, and no virtual GPU"),
     ));
     // Required only for memory of PyTorch's expandable segments and the like.
-    checks.push(Check::new(
+    checks.push(Prerequisite::new(
         AREA,
         "virtual memory shared by descriptor",
         every(
@@ -201,9 +202,9 @@ pub(super) fn compile(gpus: &[Gpu]) -> Found {
 }
 
 /// Environment variables that affect GPUs.
-pub(super) fn environment() -> Vec<Check> {
+pub(super) fn environment() -> Vec<Prerequisite> {
     let variable = |name| variables::read(name).unwrap_or_default();
-    vec![Check::new(
+    vec![Prerequisite::new(
         AREA,
         "CUDA_DEVICE_MAX_CONNECTIONS",
         connections(variable("CUDA_DEVICE_MAX_CONNECTIONS").as_deref()),
@@ -228,7 +229,7 @@ fn connections(value: Option<&str>) -> Found {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::commands::doctor::Status;
+    use crate::commands::doctor::CheckStatus;
     use warplink::{Error, ErrorKind};
 
     #[test]
@@ -249,9 +250,9 @@ mod tests {
 
     #[test]
     fn variables_are_judged() {
-        assert_eq!(connections(Some("32")).status, Status::Ok);
+        assert_eq!(connections(Some("32")).status, CheckStatus::Ok);
         for value in [None, Some("1"), Some("many")] {
-            assert_eq!(connections(value).status, Status::Warning);
+            assert_eq!(connections(value).status, CheckStatus::Warning);
         }
     }
 }

@@ -1,6 +1,6 @@
 //! Operating-system prerequisites of the host device and of exchanging handles.
 
-use super::{Check, Found};
+use super::{Found, Prerequisite};
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use rustix::io::Errno;
 use rustix::net::{
@@ -27,13 +27,13 @@ const DESCRIPTORS: u64 = 1024;
 /// Time limit of every operation within this machine.
 const TIMEOUT: Duration = Duration::from_secs(5);
 
-pub(super) fn checks() -> Vec<Check> {
+pub(super) fn checks() -> Vec<Prerequisite> {
     let tried = |outcome: io::Result<&str>, help: &str| match outcome {
         Ok(detail) => Found::ok(detail),
         Err(error) => Found::missing(error.to_string(), help),
     };
     vec![
-        Check::new(
+        Prerequisite::new(
             AREA,
             "shared memory (memfd)",
             tried(
@@ -42,7 +42,7 @@ pub(super) fn checks() -> Vec<Check> {
             ),
         )
         .needed_by(DeviceKind::Host),
-        Check::new(
+        Prerequisite::new(
             AREA,
             "descriptors over Unix sockets",
             tried(
@@ -51,7 +51,7 @@ pub(super) fn checks() -> Vec<Check> {
             ),
         )
         .needed_by(DeviceKind::Host),
-        Check::new(
+        Prerequisite::new(
             AREA,
             "futex",
             tried(
@@ -60,7 +60,7 @@ pub(super) fn checks() -> Vec<Check> {
             ),
         )
         .needed_by(DeviceKind::Host),
-        Check::new(
+        Prerequisite::new(
             AREA,
             "loopback TCP",
             tried(
@@ -68,8 +68,8 @@ pub(super) fn checks() -> Vec<Check> {
                 "bring up the loopback interface: ip link set lo up",
             ),
         ),
-        Check::new(AREA, "boot id", boot_id()),
-        Check::new(AREA, "open files", open_files()),
+        Prerequisite::new(AREA, "boot id", boot_id()),
+        Prerequisite::new(AREA, "open files", open_files()),
     ]
 }
 
@@ -185,13 +185,13 @@ fn open_files() -> Found {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::commands::doctor::Status;
+    use crate::commands::doctor::CheckStatus;
 
     #[test]
     fn this_machine_has_what_the_host_device_needs() {
         for check in checks() {
             assert!(!check.stops(DeviceKind::Host), "{check:?}");
-            assert_eq!(check.help.is_some(), check.status != Status::Ok);
+            assert_eq!(check.help.is_some(), check.status != CheckStatus::Ok);
         }
     }
 }

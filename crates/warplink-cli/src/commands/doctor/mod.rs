@@ -40,7 +40,7 @@ pub(crate) struct Doctor {}
 /// Result of a check.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
-enum Status {
+enum CheckStatus {
     /// It works.
     Ok,
     /// It works partially or slowly.
@@ -49,7 +49,7 @@ enum Status {
     Missing,
 }
 
-impl Status {
+impl CheckStatus {
     fn name(self) -> &'static str {
         match self {
             Self::Ok => "ok",
@@ -61,10 +61,10 @@ impl Status {
 
 /// A check with its result.
 #[derive(Clone, Debug, Serialize)]
-struct Check {
+struct Prerequisite {
     area: &'static str,
     name: String,
-    status: Status,
+    status: CheckStatus,
     detail: String,
     /// Remedy.
     help: Option<String>,
@@ -73,7 +73,7 @@ struct Check {
     needed_by: Option<DeviceKind>,
 }
 
-impl Check {
+impl Prerequisite {
     fn new(area: &'static str, name: impl Into<String>, found: Found) -> Self {
         Self {
             area,
@@ -92,14 +92,14 @@ impl Check {
     }
 
     fn stops(&self, kind: DeviceKind) -> bool {
-        self.status == Status::Missing && self.needed_by == Some(kind)
+        self.status == CheckStatus::Missing && self.needed_by == Some(kind)
     }
 }
 
 /// Finding of a check.
 #[derive(Clone, Debug)]
 struct Found {
-    status: Status,
+    status: CheckStatus,
     detail: String,
     help: Option<String>,
 }
@@ -107,7 +107,7 @@ struct Found {
 impl Found {
     fn ok(detail: impl Into<String>) -> Self {
         Self {
-            status: Status::Ok,
+            status: CheckStatus::Ok,
             detail: detail.into(),
             help: None,
         }
@@ -115,7 +115,7 @@ impl Found {
 
     fn warning(detail: impl Into<String>, help: impl Into<String>) -> Self {
         Self {
-            status: Status::Warning,
+            status: CheckStatus::Warning,
             detail: detail.into(),
             help: Some(help.into()),
         }
@@ -123,7 +123,7 @@ impl Found {
 
     fn missing(detail: impl Into<String>, help: impl Into<String>) -> Self {
         Self {
-            status: Status::Missing,
+            status: CheckStatus::Missing,
             detail: detail.into(),
             help: Some(help.into()),
         }
@@ -137,7 +137,7 @@ struct DoctorReport {
     device: String,
     works: bool,
     gpus: Vec<gpus::Gpu>,
-    checks: Vec<Check>,
+    checks: Vec<Prerequisite>,
 }
 
 impl Doctor {
@@ -158,12 +158,16 @@ impl Doctor {
         }
         checks.extend(libraries(&gpus));
         let loaded = std::fs::read_to_string("/proc/self/maps").unwrap_or_default();
-        checks.push(Check::new(
+        checks.push(Prerequisite::new(
             "libraries",
             "NCCL's interface",
             interface(&loaded),
         ));
-        checks.push(Check::new("choices", "hardware model", model(wanted)));
+        checks.push(Prerequisite::new(
+            "choices",
+            "hardware model",
+            model(wanted),
+        ));
         drop(progress);
 
         let report = DoctorReport {
@@ -208,7 +212,7 @@ fn model(kind: DeviceKind) -> Found {
 }
 
 /// Vendor libraries. Transfers need only the driver, which the GPU checks cover.
-fn libraries(gpus: &[gpus::Gpu]) -> Vec<Check> {
+fn libraries(gpus: &[gpus::Gpu]) -> Vec<Prerequisite> {
     let mut checks = Vec::new();
     for library in cuda::libraries().into_iter().skip(1) {
         let found = match library.path {
@@ -225,10 +229,10 @@ fn libraries(gpus: &[gpus::Gpu]) -> Vec<Check> {
                 Found::missing(format!("not found; without it, {without}"), library.help)
             }
         };
-        let is_there = found.status == Status::Ok;
-        checks.push(Check::new("libraries", library.name, found));
+        let is_there = found.status == CheckStatus::Ok;
+        checks.push(Prerequisite::new("libraries", library.name, found));
         if library.name == "NVRTC" && is_there {
-            checks.push(Check::new(
+            checks.push(Prerequisite::new(
                 "libraries",
                 "kernels compile",
                 gpus::compile(gpus),
@@ -270,7 +274,7 @@ impl DoctorReport {
             text += &table.to_string();
             text.push('\n');
         }
-        let todo: Vec<&Check> = self.checks.iter().filter(|c| c.help.is_some()).collect();
+        let todo: Vec<&Prerequisite> = self.checks.iter().filter(|c| c.help.is_some()).collect();
         if !todo.is_empty() {
             text += "how to fix it\n";
         }
@@ -294,12 +298,12 @@ mod tests {
 
     #[test]
     fn only_what_a_device_needs_stops_it() {
-        let missing = Check::new("area", "name", Found::missing("gone", "install it"));
+        let missing = Prerequisite::new("area", "name", Found::missing("gone", "install it"));
         assert!(!missing.stops(DeviceKind::Host));
         let needed = missing.needed_by(DeviceKind::Host);
         assert!(needed.stops(DeviceKind::Host));
         assert!(!needed.stops(DeviceKind::Cuda));
-        let warning = Check::new("area", "name", Found::warning("slow", "tune it"));
+        let warning = Prerequisite::new("area", "name", Found::warning("slow", "tune it"));
         assert!(!warning.needed_by(DeviceKind::Host).stops(DeviceKind::Host));
     }
 
@@ -326,8 +330,8 @@ mod tests {
             works: true,
             gpus: Vec::new(),
             checks: vec![
-                Check::new("one", "a", Found::ok("fine")),
-                Check::new("two", "b", Found::missing("gone", "install it")),
+                Prerequisite::new("one", "a", Found::ok("fine")),
+                Prerequisite::new("two", "b", Found::missing("gone", "install it")),
             ],
         };
         let text = report.to_text();

@@ -38,7 +38,7 @@ pub(crate) struct TrialArgs {
 
 /// Result of one step on one rank.
 #[derive(Debug, PartialEq, Serialize, Deserialize)]
-pub(super) struct Step {
+pub(super) struct CheckStep {
     pub(super) name: String,
     /// Details, or the error.
     pub(super) outcome: Result<String, String>,
@@ -50,7 +50,7 @@ pub(super) struct Step {
 #[derive(Debug, PartialEq, Serialize, Deserialize)]
 pub(super) struct RankReport {
     pub(super) device: String,
-    pub(super) steps: Vec<Step>,
+    pub(super) steps: Vec<CheckStep>,
 }
 
 /// Runs as one rank of a trial.
@@ -72,13 +72,13 @@ pub(crate) fn run_trial(args: &TrialArgs) -> Result<ExitCode> {
     }
 }
 
-fn step(name: &str, body: impl FnOnce() -> Result<String>) -> Step {
+fn step(name: &str, body: impl FnOnce() -> Result<String>) -> CheckStep {
     let outcome = body();
     let library_missing = outcome.as_ref().is_err_and(|error| {
         let error = error.downcast_ref::<Error>();
         error.is_some_and(|error| error.kind() == ErrorKind::LibraryMissing)
     });
-    Step {
+    CheckStep {
         name: name.to_owned(),
         outcome: outcome.map_err(|error| format!("{error:#}")),
         library_missing,
@@ -88,7 +88,7 @@ fn step(name: &str, body: impl FnOnce() -> Result<String>) -> Step {
 const PLAIN: &str = "plain memory";
 pub(super) const VIRTUAL: &str = "virtual memory";
 
-fn try_device(comm: &Communicator) -> Vec<Step> {
+fn try_device(comm: &Communicator) -> Vec<CheckStep> {
     let mut steps = vec![step(WORDS, || try_words(comm))];
     for (memory, kind) in [
         (PLAIN, AllocationKind::Plain),

@@ -3,8 +3,8 @@
 //! The doctor starts this command again under `launch`, with a hidden subcommand, so that a crash or hang
 //! becomes a line of the report. Every rank prints one line of JSON.
 
-use super::steps::{GEMM, RankReport, Step, TrialKind, VIRTUAL};
-use super::{Check, Found};
+use super::steps::{CheckStep, GEMM, RankReport, TrialKind, VIRTUAL};
+use super::{Found, Prerequisite};
 use crate::report::counted;
 use anyhow::{Context, Result, ensure};
 use clap::ValueEnum;
@@ -24,12 +24,12 @@ const RANK_TIMEOUT: Duration = Duration::from_secs(15);
 const TRIAL_TIMEOUT: Duration = Duration::from_secs(150);
 
 /// Tries the host device with two ranks.
-pub(super) fn on_host() -> Vec<Check> {
+pub(super) fn on_host() -> Vec<Prerequisite> {
     tried("host device", DeviceKind::Host, 2, TrialKind::Device)
 }
 
 /// Tries `ranks` ranks on `count` GPUs.
-pub(super) fn on_gpus(ranks: usize, count: usize) -> Vec<Check> {
+pub(super) fn on_gpus(ranks: usize, count: usize) -> Vec<Prerequisite> {
     const AREA: &str = "GPUs, tried";
     let mut checks = tried(AREA, DeviceKind::Cuda, ranks, TrialKind::Device);
     // NCCL does not support two ranks on one GPU.
@@ -40,7 +40,7 @@ pub(super) fn on_gpus(ranks: usize, count: usize) -> Vec<Check> {
 }
 
 /// Runs a trial, and converts each of its steps to a check.
-fn tried(area: &'static str, kind: DeviceKind, ranks: usize, what: TrialKind) -> Vec<Check> {
+fn tried(area: &'static str, kind: DeviceKind, ranks: usize, what: TrialKind) -> Vec<Prerequisite> {
     let reports = match run_ranks(kind, ranks, what) {
         Ok(reports) => reports,
         Err(error) => {
@@ -55,7 +55,7 @@ fn tried(area: &'static str, kind: DeviceKind, ranks: usize, what: TrialKind) ->
                      (--ipc=host --pid=host); run with -v for details"
                 }
             };
-            let check = Check::new(area, name, Found::missing(format!("{error:#}"), help));
+            let check = Prerequisite::new(area, name, Found::missing(format!("{error:#}"), help));
             return vec![match what {
                 TrialKind::Device => check.needed_by(kind),
                 TrialKind::Collectives => check,
@@ -70,14 +70,14 @@ fn summarize(
     kind: DeviceKind,
     what: TrialKind,
     reports: &[RankReport],
-) -> Vec<Check> {
+) -> Vec<Prerequisite> {
     let Some(first) = reports.first() else {
         return Vec::new();
     };
     let names = first.steps.iter().map(|step| step.name.as_str());
     names
         .map(|name| {
-            let all: Vec<(usize, &RankReport, &Step)> = reports
+            let all: Vec<(usize, &RankReport, &CheckStep)> = reports
                 .iter()
                 .enumerate()
                 .filter_map(|(rank, report)| {
@@ -116,7 +116,7 @@ fn summarize(
                     Found::missing(format!("rank {rank} on {}: {error}", report.device), help)
                 }
             };
-            let check = Check::new(area, name, found);
+            let check = Prerequisite::new(area, name, found);
             // Transfers do not need GEMM.
             let optional = name == GEMM
                 || what == TrialKind::Collectives
@@ -208,7 +208,7 @@ fn first_complaint(err: &str) -> &str {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::commands::doctor::Status;
+    use crate::commands::doctor::CheckStatus;
     use crate::commands::doctor::steps::WORDS;
 
     fn report(outcomes: &[(&str, Result<&str, &str>, bool)]) -> RankReport {
@@ -216,7 +216,7 @@ mod tests {
             device: "cuda:0".into(),
             steps: outcomes
                 .iter()
-                .map(|(name, outcome, library_missing)| Step {
+                .map(|(name, outcome, library_missing)| CheckStep {
                     name: (*name).to_owned(),
                     outcome: outcome.map(str::to_owned).map_err(str::to_owned),
                     library_missing: *library_missing,
@@ -235,7 +235,7 @@ mod tests {
         assert_eq!(checks.len(), 2);
         assert!(checks[0].stops(DeviceKind::Cuda));
         assert_eq!(checks[0].detail, "rank 1 on cuda:0: torn");
-        assert_eq!(checks[1].status, Status::Missing);
+        assert_eq!(checks[1].status, CheckStatus::Missing);
         assert!(!checks[1].stops(DeviceKind::Cuda), "transfers need no GEMM");
     }
 

@@ -137,7 +137,7 @@ impl Drop for Running {
     }
 }
 
-enum Event {
+enum RankEvent {
     Said(usize, Said),
     /// Its standard output ended.
     Ended(usize),
@@ -239,7 +239,7 @@ fn watch(
 fn follow(
     cell: Cell,
     settings: &JobSettings,
-    events: &Receiver<Event>,
+    events: &Receiver<RankEvent>,
     victim: Option<Pid>,
     relays: &[Relay],
     outcome: &mut JobOutcome,
@@ -252,7 +252,7 @@ fn follow(
         let next = resume.map_or(until, |at| at.min(until));
         let left = next.saturating_duration_since(Instant::now());
         match events.recv_timeout(left.min(ENDING_INTERVAL)) {
-            Ok(Event::Said(_, Said::Fault(at))) => {
+            Ok(RankEvent::Said(_, Said::Fault(at))) => {
                 outcome.fault_at = Some(at);
                 match cell.fault {
                     Fault::Stop => resume = Some(Instant::now() + STOPPED),
@@ -260,12 +260,12 @@ fn follow(
                     _ => {}
                 }
             }
-            Ok(Event::Said(rank, Said::Report(report))) => {
+            Ok(RankEvent::Said(rank, Said::Report(report))) => {
                 if let Some(rank) = outcome.ranks.get_mut(rank) {
                     rank.report = Some(report);
                 }
             }
-            Ok(Event::Ended(rank)) => {
+            Ok(RankEvent::Ended(rank)) => {
                 running -= 1;
                 if let Some(ended) = ended.get_mut(rank) {
                     *ended = true;
@@ -319,7 +319,11 @@ fn command(cell: Cell, settings: &JobSettings, rank: usize, address: SocketAddr)
 
 type Output = thread::JoinHandle<String>;
 
-fn start(mut command: Command, rank: usize, events: &Sender<Event>) -> Result<(Running, Output)> {
+fn start(
+    mut command: Command,
+    rank: usize,
+    events: &Sender<RankEvent>,
+) -> Result<(Running, Output)> {
     let mut child = command
         .spawn()
         .with_context(|| format!("start rank {rank}"))?;
@@ -336,10 +340,10 @@ fn start(mut command: Command, rank: usize, events: &Sender<Event>) -> Result<(R
             {
                 if let Ok(said) = serde_json::from_str(&line) {
                     // The receiver is gone only at the limit.
-                    let _ = events.send(Event::Said(rank, said));
+                    let _ = events.send(RankEvent::Said(rank, said));
                 }
             }
-            let _ = events.send(Event::Ended(rank));
+            let _ = events.send(RankEvent::Ended(rank));
         })?;
     let errors = thread::Builder::new()
         .name("rank-errors".into())

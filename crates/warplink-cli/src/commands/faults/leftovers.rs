@@ -10,9 +10,9 @@ const PATIENCE: Duration = Duration::from_secs(3);
 
 /// How many there are of each thing, by its name.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) struct Held(BTreeMap<String, usize>);
+pub(super) struct HeldResources(BTreeMap<String, usize>);
 
-impl Held {
+impl HeldResources {
     pub(super) fn now() -> Self {
         let mut held = BTreeMap::new();
         let mut add = |what: String| *held.entry(what).or_default() += 1;
@@ -72,7 +72,7 @@ mod tests {
 
     #[test]
     fn a_descriptor_and_a_thread_that_stay_are_found() {
-        let before = Held::now();
+        let before = HeldResources::now();
         let file = fs::File::open("/dev/zero");
         let (end, ended) = std::sync::mpsc::channel::<()>();
         let thread = thread::Builder::new()
@@ -83,7 +83,7 @@ mod tests {
         // Other tests run in this process, and the thread takes its name only when it runs.
         while !(more.contains("descriptor of /dev/zero") && more.contains("thread stays")) {
             assert!(Instant::now() < until, "{more}");
-            more = before.less_than(&Held::now()).join(", ");
+            more = before.less_than(&HeldResources::now()).join(", ");
         }
         drop((file, end, thread));
     }

@@ -86,7 +86,9 @@ pub(crate) struct Faults {
 impl Faults {
     pub(crate) fn run(self, options: &Options) -> Result<ExitCode> {
         let inner = variables::read(INNER)?;
-        let inner = inner.map(|text| Inner::from_text(&text)).transpose()?;
+        let inner = inner
+            .map(|text| InnerOptions::from_text(&text))
+            .transpose()?;
         let ranks = match &inner {
             Some(inner) => inner.ranks,
             None => options.ranks()?,
@@ -107,8 +109,8 @@ impl Faults {
         }
     }
 
-    fn run_cells(&self, options: &Options, victim: usize, inner: Inner) -> Result<ExitCode> {
-        let Inner { ranks, gpus } = inner;
+    fn run_cells(&self, options: &Options, victim: usize, inner: InnerOptions) -> Result<ExitCode> {
+        let InnerOptions { ranks, gpus } = inner;
         let device = options.device();
         let jobs = self.jobs.unwrap_or(match device {
             DeviceKind::Host => JOBS,
@@ -187,12 +189,12 @@ impl Faults {
 
 /// Options passed to the process that starts the ranks.
 #[derive(Debug)]
-struct Inner {
+struct InnerOptions {
     ranks: usize,
     gpus: Gpus,
 }
 
-impl Inner {
+impl InnerOptions {
     fn as_text(&self) -> String {
         format!("{} {}", self.ranks, self.gpus.as_text())
     }
@@ -234,7 +236,7 @@ fn start(options: &Options, ranks: usize) -> Result<ExitCode> {
             ranks,
         )?,
     };
-    let inner = Inner { ranks, gpus };
+    let inner = InnerOptions { ranks, gpus };
     let inner = Variable::new(INNER, inner.as_text());
     launch_self(options, 1, options.ranks_per_gpu()?, inner)
 }

@@ -2,7 +2,7 @@
 
 use super::cell::{Cell, Fault, Phase, RankReport, ReportedError, Said, now};
 use super::inflict::{Inflicted, inflict, say};
-use super::leftovers::Held;
+use super::leftovers::HeldResources;
 use super::phases::{Player, go_on, is_loss};
 use anyhow::Result;
 use clap::Args;
@@ -31,7 +31,7 @@ pub(crate) struct FaultRank {
 impl FaultRank {
     pub(crate) fn run(&self) -> Result<ExitCode> {
         let config = Config::from_env()?;
-        let before = Held::now();
+        let before = HeldResources::now();
         let rank = Rank {
             cell: Cell {
                 fault: self.fault,

@@ -13,11 +13,11 @@ const RETRY: Duration = Duration::from_millis(10);
 #[derive(Debug)]
 pub(super) struct Relay {
     address: SocketAddr,
-    shared: Arc<Mutex<Shared>>,
+    shared: Arc<Mutex<RelayShared>>,
 }
 
 #[derive(Debug, Default)]
-struct Shared {
+struct RelayShared {
     cut: bool,
     /// To the rank, and to the store.
     ends: Vec<TcpStream>,
@@ -28,7 +28,7 @@ impl Relay {
     pub(super) fn start(store: SocketAddr) -> io::Result<Self> {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?;
         let address = listener.local_addr()?;
-        let shared = Arc::new(Mutex::new(Shared::default()));
+        let shared = Arc::new(Mutex::new(RelayShared::default()));
         let all = shared.clone();
         thread::Builder::new().name("relay".into()).spawn(move || {
             for rank in listener.incoming().flatten() {
@@ -64,7 +64,7 @@ impl Drop for Relay {
 }
 
 /// Starts to pass on what comes over `rank`; whether there may be more.
-fn pass_on(rank: TcpStream, store: SocketAddr, shared: &Arc<Mutex<Shared>>) -> bool {
+fn pass_on(rank: TcpStream, store: SocketAddr, shared: &Arc<Mutex<RelayShared>>) -> bool {
     let store = loop {
         if lock(shared).cut {
             return false;
@@ -99,6 +99,6 @@ fn pass_on(rank: TcpStream, store: SocketAddr, shared: &Arc<Mutex<Shared>>) -> b
     true
 }
 
-fn lock(shared: &Mutex<Shared>) -> std::sync::MutexGuard<'_, Shared> {
+fn lock(shared: &Mutex<RelayShared>) -> std::sync::MutexGuard<'_, RelayShared> {
     shared.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -11,7 +11,7 @@ use warplink::program::ir::Role;
 use warplink::program::{Plan, TensorId, TensorInstance};
 
 use super::inputs::Inputs;
-use super::{Source, Text};
+use super::{ProgramSource, Text};
 
 /// Runs that are compared in a row, each with inputs of its own: leftovers of an earlier run show, in as many
 /// slots as programs commonly have.
@@ -48,7 +48,7 @@ impl Check {
     /// Why the values cannot be checked, in words.
     pub(super) fn new(
         comm: &Communicator,
-        source: &Source,
+        source: &ProgramSource,
         text: &Text,
         inputs: Inputs,
         unreachable: &[String],

@@ -1,7 +1,7 @@
 //! `warplink program cost`: how long a program takes on a hardware model.
 
 use super::show::describe;
-use super::{Source, Text};
+use super::{ProgramSource, Text};
 use crate::options::{Options, Unused, without_ranks};
 use crate::report::table::{Align, Table};
 use crate::report::{counted, print_json, print_text};
@@ -33,7 +33,7 @@ use warplink::program::{OperationKind, RankProgram, unroll};
 )]
 pub(super) struct Cost {
     #[command(flatten)]
-    source: Source,
+    source: ProgramSource,
     /// Hardware model: a file, or the name of one that is included [default: this machine's]
     #[arg(long, value_name = "FILE|NAME")]
     model: Option<PathBuf>,

@@ -68,7 +68,7 @@ impl Program {
 
 /// A program and the values that it is looked at with.
 #[derive(Debug, Args)]
-pub(crate) struct Source {
+pub(crate) struct ProgramSource {
     /// File with the program
     #[arg(value_name = "FILE")]
     file: PathBuf,
@@ -139,7 +139,7 @@ impl Text {
     }
 }
 
-impl Source {
+impl ProgramSource {
     /// Reads the program.
     pub(crate) fn read(&self) -> Result<Text> {
         self.read_by(file::read_text)

@@ -2,7 +2,7 @@
 
 use super::check::{self, Check, Compared};
 use super::inputs::Inputs;
-use super::{Source, Text};
+use super::{ProgramSource, Text};
 use crate::commands::bench::clock::{Clock, Submission, Times};
 use crate::commands::ranks;
 use crate::gemm::common_seed;
@@ -30,7 +30,7 @@ use warplink::program::{Bindings, Executor, Plan, PrepareOptions, Trace};
     warplink program run examples/programs/ring_pass.wlp -n 2 --param n=1024 --trace trace.json")]
 pub(super) struct Run {
     #[command(flatten)]
-    source: Source,
+    source: ProgramSource,
     /// Write a trace of one run to this file
     #[arg(long, value_name = "FILE.json")]
     trace: Option<PathBuf>,
@@ -52,7 +52,7 @@ pub(super) struct Run {
 }
 
 #[derive(Serialize)]
-struct Outcome {
+struct RunOutcome {
     program: String,
     device: String,
     ranks: usize,
@@ -76,7 +76,7 @@ struct Outcome {
     not_checked: Option<String>,
 }
 
-impl Outcome {
+impl RunOutcome {
     fn text(&self) -> String {
         let captured = match &self.captured {
             Some(captured) => format!("{:.1} us captured", captured.median * 1e6),
@@ -135,7 +135,7 @@ impl Run {
         &self,
         comm: &Communicator,
         text: &Text,
-    ) -> Result<(Outcome, warplink::Result<Option<Trace>>)> {
+    ) -> Result<(RunOutcome, warplink::Result<Option<Trace>>)> {
         let seed = common_seed(comm, self.seed)?;
         let executor = comm.executor();
         let plan = self.plan(comm, &executor, text, Inputs::new(seed))?;
@@ -181,7 +181,7 @@ impl Run {
             Some(_) => plan.trace(&clock.stream),
             None => Ok(None),
         };
-        let outcome = Outcome {
+        let outcome = RunOutcome {
             program: text.program.name.clone(),
             device: comm.device().name(),
             ranks: comm.world(),

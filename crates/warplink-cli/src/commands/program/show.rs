@@ -1,7 +1,7 @@
 //! `warplink program show`: a program as it was read, or as one rank runs it.
 
 use super::diagnostics::{JsonCall, calls, indices};
-use super::{Source, Text};
+use super::{ProgramSource, Text};
 use crate::options::{Options, Unused, without_ranks};
 use crate::report::print_result;
 use anyhow::{Result, ensure};
@@ -25,7 +25,7 @@ use warplink::program::{Area, OperationKind, Range, RankProgram, TransferId, unr
 )]
 pub(super) struct Show {
     #[command(flatten)]
-    source: Source,
+    source: ProgramSource,
     /// The rank whose operations are printed, with --ranks [default: 0]
     #[arg(long, value_name = "RANK", requires = "ranks")]
     rank: Option<usize>,
@@ -45,7 +45,7 @@ struct Kernel {
 }
 
 #[derive(Serialize)]
-struct Line {
+struct SourceLine {
     stream: String,
     operation: String,
     line: u32,
@@ -94,10 +94,10 @@ impl Show {
         if self.kernel {
             return show_kernels(&program.name, &rank_program, options);
         }
-        let lines: Vec<Line> = rank_program
+        let lines: Vec<SourceLine> = rank_program
             .operations
             .iter()
-            .map(|operation| Line {
+            .map(|operation| SourceLine {
                 stream: rank_program
                     .streams
                     .get(operation.stream)

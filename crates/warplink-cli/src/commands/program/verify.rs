@@ -1,7 +1,7 @@
 //! `warplink program verify`: a program's violations, and whether it gives what it expects.
 
 use super::inputs::Inputs;
-use super::{Source, Text, check, diagnostics, show};
+use super::{ProgramSource, Text, check, diagnostics, show};
 use crate::options::{Options, without_ranks};
 use crate::report::{JsonError, counted, print_json, print_text};
 use anyhow::Result;
@@ -27,7 +27,7 @@ use warplink::program::{self, Diagnostic, Report};
 )]
 pub(super) struct Verify {
     #[command(flatten)]
-    source: Source,
+    source: ProgramSource,
 }
 
 #[derive(Serialize)]

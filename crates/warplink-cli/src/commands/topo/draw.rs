@@ -48,7 +48,7 @@ pub(super) fn draw(topology: &Topology) -> Result<String> {
         .sum::<i32>()
         + MARGIN;
     let entries = entries(topology);
-    let legend = entries.iter().map(Entry::width).sum::<i32>() + 2 * MARGIN;
+    let legend = entries.iter().map(LegendEntry::width).sum::<i32>() + 2 * MARGIN;
     let width = content.max(legend).max(MIN_WIDTH);
     let tallest = panels.iter().map(|panel| panel.size.1).max().unwrap_or(0);
     let height = HEADING + host + tallest + LEGEND + MARGIN;
@@ -151,7 +151,7 @@ impl Drawing<'_> {
     }
 
     /// Every line of a panel.
-    fn lines(&self, panel: &Panel) -> Vec<Line> {
+    fn lines(&self, panel: &Panel) -> Vec<DrawnLine> {
         let mesh = self.topology.mesh();
         let mut lines = Vec::new();
         let placed: Vec<_> = panel.ranks.iter().copied().zip(&panel.middles).collect();
@@ -165,7 +165,7 @@ impl Drawing<'_> {
                     Connection::Bus => (None, BUS),
                     Connection::Itself | Connection::Switches(_) | Connection::Nothing => continue,
                 };
-                lines.push(Line {
+                lines.push(DrawnLine {
                     from,
                     to,
                     links,
@@ -181,7 +181,7 @@ impl Drawing<'_> {
                 // To the edges, so that the count stands in the middle of what is seen.
                 let (from, to) = clipped(from, to, (opposite.1 - corner.1) / 2);
                 let is_card = self.topology.places()[rank].address.is_some();
-                lines.push(Line {
+                lines.push(DrawnLine {
                     from,
                     to,
                     links: is_card.then_some(switch),
@@ -226,16 +226,16 @@ impl Drawing<'_> {
     }
 
     /// The meaning of the colours, from `y` down.
-    fn legend(&self, entries: &[Entry], y: i32) -> Result<()> {
+    fn legend(&self, entries: &[LegendEntry], y: i32) -> Result<()> {
         let (mut x, middle) = (MARGIN, y + 12);
         for entry in entries {
             match entry {
-                Entry::Node(node) => {
+                LegendEntry::Node(node) => {
                     let corners = [(x, middle - 7), (x + SAMPLE, middle + 7)];
                     self.rectangle(corners, self.node_colour(Some(*node)).filled())?;
                     self.rectangle(corners, BORDER.stroke_width(1))?;
                 }
-                Entry::Line(_, colour, width) => {
+                LegendEntry::Line(_, colour, width) => {
                     let ends = [(x, middle), (x + SAMPLE, middle)];
                     self.line(ends, colour.stroke_width(*width))?;
                 }
@@ -282,7 +282,7 @@ impl Drawing<'_> {
 }
 
 /// A line between two boxes.
-struct Line {
+struct DrawnLine {
     from: (i32, i32),
     to: (i32, i32),
     /// The number of its links; none for the bus and the memory of a machine.
@@ -290,7 +290,7 @@ struct Line {
     colour: RGBColor,
 }
 
-impl Line {
+impl DrawnLine {
     /// In pixels, where the strongest line has `most` links.
     fn width(&self, most: u32) -> u32 {
         self.links.map_or(2, |links| 2 + 4 * links / most.max(1))
@@ -298,13 +298,13 @@ impl Line {
 }
 
 /// An entry of the legend.
-enum Entry {
+enum LegendEntry {
     Node(u32),
     /// Its name, colour and width.
     Line(&'static str, RGBColor, u32),
 }
 
-impl Entry {
+impl LegendEntry {
     fn name(&self) -> String {
         match self {
             Self::Node(node) => format!("NUMA node {node}"),
@@ -319,7 +319,7 @@ impl Entry {
 }
 
 /// The contents of the drawing, for its legend.
-fn entries(topology: &Topology) -> Vec<Entry> {
+fn entries(topology: &Topology) -> Vec<LegendEntry> {
     let (mesh, world) = (topology.mesh(), topology.places().len());
     let pairs = (0..world).flat_map(|a| (0..a).map(move |b| (a, b)));
     let (mut links, mut facing, mut bus) = (false, false, false);
@@ -333,12 +333,12 @@ fn entries(topology: &Topology) -> Vec<Entry> {
         }
     }
     let lines = [
-        (links, Entry::Line("links", LINK, 4)),
-        (facing, Entry::Line("links between groups", FACING, 4)),
-        (bus, Entry::Line("bus only", BUS, 2)),
+        (links, LegendEntry::Line("links", LINK, 4)),
+        (facing, LegendEntry::Line("links between groups", FACING, 4)),
+        (bus, LegendEntry::Line("bus only", BUS, 2)),
     ];
     let lines = lines.into_iter().filter(|line| line.0).map(|line| line.1);
-    let nodes = nodes(topology).into_iter().map(Entry::Node);
+    let nodes = nodes(topology).into_iter().map(LegendEntry::Node);
     nodes.chain(lines).collect()
 }
 
@@ -356,7 +356,7 @@ fn faces(topology: &Topology, rank: usize, peer: usize) -> bool {
     })
 }
 
-fn most(lines: &[Line]) -> u32 {
+fn most(lines: &[DrawnLine]) -> u32 {
     lines
         .iter()
         .filter_map(|line| line.links)

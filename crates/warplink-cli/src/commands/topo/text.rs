@@ -8,7 +8,7 @@ use warplink::topology::{Connection, Topology};
 
 /// Content of a matrix cell.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-enum Cell {
+enum TextCell {
     Itself,
     Links(u32),
     Switches(u32),
@@ -17,7 +17,7 @@ enum Cell {
     Nothing,
 }
 
-impl Cell {
+impl TextCell {
     fn text(self) -> String {
         match self {
             Self::Itself => "-".to_owned(),
@@ -84,7 +84,7 @@ pub(super) fn describe(topology: &Topology) -> String {
         table.row(row);
     }
     let mut text = format!("{table}\n");
-    for legend in used.into_iter().filter_map(Cell::legend) {
+    for legend in used.into_iter().filter_map(TextCell::legend) {
         text += &legend;
         text.push('\n');
     }
@@ -119,15 +119,15 @@ pub(super) fn describe(topology: &Topology) -> String {
     text
 }
 
-fn cell(topology: &Topology, rank: usize, peer: usize) -> Cell {
+fn cell(topology: &Topology, rank: usize, peer: usize) -> TextCell {
     let is_card = |rank: usize| topology.places()[rank].address.is_some();
     match topology.mesh().connection(rank, peer) {
-        Connection::Itself => Cell::Itself,
-        Connection::Links(links) => Cell::Links(links),
-        Connection::Switches(_) if !is_card(rank) && !is_card(peer) => Cell::Memory,
-        Connection::Switches(links) => Cell::Switches(links),
-        Connection::Bus => Cell::Bus,
-        Connection::Nothing => Cell::Nothing,
+        Connection::Itself => TextCell::Itself,
+        Connection::Links(links) => TextCell::Links(links),
+        Connection::Switches(_) if !is_card(rank) && !is_card(peer) => TextCell::Memory,
+        Connection::Switches(links) => TextCell::Switches(links),
+        Connection::Bus => TextCell::Bus,
+        Connection::Nothing => TextCell::Nothing,
     }
 }
 

@@ -1,6 +1,6 @@
 //! Fastest algorithms of the library's own collectives.
 
-use super::machine::Machine;
+use super::machine::TunedMachine;
 use crate::commands::bench::clock::Submission;
 use anyhow::Result;
 use std::time::{Duration, Instant};
@@ -22,7 +22,7 @@ const WARM_UP: usize = 4;
 const SOON: Duration = Duration::from_secs(2);
 
 /// Measures them if requested and the direct path is possible.
-pub(super) fn measure(machine: &Machine<'_>, model: &mut HardwareModel) -> Result<()> {
+pub(super) fn measure(machine: &TunedMachine<'_>, model: &mut HardwareModel) -> Result<()> {
     let comm = machine.comm;
     // Previous choices belong to previous figures.
     model.algorithms.clear();
@@ -62,7 +62,7 @@ pub(super) fn measure(machine: &Machine<'_>, model: &mut HardwareModel) -> Resul
 
 /// Fastest algorithm for each range of part sizes.
 fn limits(
-    machine: &Machine<'_>,
+    machine: &TunedMachine<'_>,
     (kind, dtype): (CollectiveKind, DType),
     by: &[(Algorithm, Collectives)],
 ) -> Result<Vec<(u64, String)>> {
@@ -106,7 +106,7 @@ fn limits(
 
 /// Seconds of a call, once memory is reachable.
 fn seconds(
-    machine: &Machine<'_>,
+    machine: &TunedMachine<'_>,
     collectives: &Collectives,
     call: &Call,
     (output, input): (&DeviceSlice, &DeviceSlice),

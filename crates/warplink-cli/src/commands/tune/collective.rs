@@ -1,7 +1,7 @@
 //! The vendor's collectives.
 
 use super::latency::single_run;
-use super::machine::Machine;
+use super::machine::TunedMachine;
 use crate::commands::bench::clock::Submission;
 use crate::commands::bench::peers::optional;
 use anyhow::Result;
@@ -12,7 +12,7 @@ use warplink::program::cost::collective::{CollectiveTimes, Collectives, EXCHANGE
 use warplink::program::cost::curve::Curve;
 
 /// Measures them, unless their library is missing.
-pub(super) fn measure(machine: &Machine<'_>, model: &mut HardwareModel) -> Result<()> {
+pub(super) fn measure(machine: &TunedMachine<'_>, model: &mut HardwareModel) -> Result<()> {
     let (comm, world) = (machine.comm, machine.comm.world());
     if world == 1 || !machine.selection.nccl {
         return Ok(());

@@ -1,6 +1,6 @@
 //! Matrix multiplications over a grid of shapes.
 
-use super::machine::Machine;
+use super::machine::TunedMachine;
 use crate::commands::bench::peers::gather;
 use anyhow::{Context, Result};
 use warplink::DType;
@@ -14,7 +14,7 @@ const PATTERN: usize = 4 << 20;
 /// Measures a grid for each element type: rows that are multiples of 16 bytes and, where that matters,
 /// others. Ranks divide the shapes among themselves; if they share cores, each measures all concurrently,
 /// given enough cores, and the slowest counts.
-pub(super) fn measure(machine: &Machine<'_>, model: &mut HardwareModel) -> Result<()> {
+pub(super) fn measure(machine: &TunedMachine<'_>, model: &mut HardwareModel) -> Result<()> {
     let (shared, largest) = (model.device.shared, machine.selection.largest_shape);
     model.gemm.grids.clear();
     for &dtype in &machine.selection.dtypes {
@@ -61,7 +61,7 @@ fn columns(largest: usize, aligned: bool) -> Vec<usize> {
 }
 
 fn grid(
-    machine: &Machine<'_>,
+    machine: &TunedMachine<'_>,
     dtype: DType,
     aligned: bool,
     largest: usize,
@@ -115,7 +115,7 @@ fn grid(
 
 /// Seconds of one shape, on the path that programs use.
 fn shape(
-    machine: &Machine<'_>,
+    machine: &TunedMachine<'_>,
     dtype: DType,
     (m, k, n): (usize, usize, usize),
     [a, b, c]: [&DeviceSlice; 3],
@@ -131,7 +131,11 @@ fn shape(
 }
 
 /// Random memory with distinct rows: zeros draw less power and run faster.
-pub(super) fn filled(machine: &Machine<'_>, bytes: usize, dtype: DType) -> Result<DeviceSlice> {
+pub(super) fn filled(
+    machine: &TunedMachine<'_>,
+    bytes: usize,
+    dtype: DType,
+) -> Result<DeviceSlice> {
     let slice = machine.allocate(bytes)?;
     let size = dtype.size();
     let values = (0..PATTERN.min(bytes) / size).map(|index| {

@@ -2,7 +2,7 @@
 
 use super::gemm::filled;
 use super::link::ends;
-use super::machine::Machine;
+use super::machine::TunedMachine;
 use crate::commands::bench::clock::median;
 use anyhow::{Context, Result};
 use std::sync::Arc;
@@ -14,7 +14,7 @@ use warplink::program::cost::HardwareModel;
 /// Duration of the background load relative to the timed work.
 const LONGER: f64 = 1.5;
 
-pub(super) fn measure(machine: &Machine<'_>, model: &mut HardwareModel) -> Result<()> {
+pub(super) fn measure(machine: &TunedMachine<'_>, model: &mut HardwareModel) -> Result<()> {
     // If ranks share cores, sharing explains all interference.
     if machine.comm.world() == 1 || model.device.shared {
         return Ok(());
@@ -41,7 +41,7 @@ pub(super) fn measure(machine: &Machine<'_>, model: &mut HardwareModel) -> Resul
 
 /// Speed of each of two works when concurrent, relative to alone.
 fn both(
-    machine: &Machine<'_>,
+    machine: &TunedMachine<'_>,
     other: &Stream,
     first: &dyn Fn(&Stream) -> Result<()>,
     second: &dyn Fn(&Stream) -> Result<()>,
@@ -84,7 +84,7 @@ struct Matmul {
 }
 
 impl Matmul {
-    fn new(machine: &Machine<'_>) -> Result<Self> {
+    fn new(machine: &TunedMachine<'_>) -> Result<Self> {
         let (m, k, n) = (4096, 4096, 4096);
         let operand = |elements: usize| filled(machine, 2 * elements, DType::BF16);
         let (a, b, c) = (operand(m * k)?, operand(k * n)?, operand(m * n)?);
@@ -97,7 +97,7 @@ impl Matmul {
 
 /// Matmuls whose results are stored at all peers: two depths separate the link's rate from the share that the
 /// matmul does not hide.
-fn stored(machine: &Machine<'_>, model: &mut HardwareModel) -> Result<()> {
+fn stored(machine: &TunedMachine<'_>, model: &mut HardwareModel) -> Result<()> {
     const ROWS: usize = 2048;
     const COLUMNS: usize = 4096;
     const SIZE: usize = 2;

@@ -2,7 +2,7 @@
 
 use super::latency::one_way;
 use super::link::ends;
-use super::machine::{self, Machine};
+use super::machine::{self, TunedMachine};
 use crate::commands::bench::clock::Submission;
 use anyhow::Result;
 use warplink::device::{KernelCopy, StreamOp};
@@ -22,7 +22,7 @@ const AS_GOOD: f64 = 1.03;
 
 /// The transfers timed here use the previous model's numbers of blocks; run it again to measure with the new
 /// ones. The division into packets is not changed.
-pub(super) fn measure(machine: &Machine<'_>, model: &mut HardwareModel) -> Result<()> {
+pub(super) fn measure(machine: &TunedMachine<'_>, model: &mut HardwareModel) -> Result<()> {
     let properties = machine.comm.device().properties();
     if !properties.kernel_copies || properties.shared || machine.comm.world() == 1 {
         return Ok(());
@@ -67,7 +67,7 @@ pub(super) fn measure(machine: &Machine<'_>, model: &mut HardwareModel) -> Resul
 }
 
 /// Fewest blocks that put `bytes` about as fast as any number.
-fn best_blocks(machine: &Machine<'_>, bytes: usize, most: u32) -> Result<u32> {
+fn best_blocks(machine: &TunedMachine<'_>, bytes: usize, most: u32) -> Result<u32> {
     let (target, source) = ends(machine, Protocol::Put, 1, bytes)?;
     let counter = machine.comm.device().allocate_signals(64)?.word(0)?;
     let repeat = ((64 << 20) / bytes).clamp(4, 32);

@@ -3,7 +3,7 @@
 //! Each figure is the difference between two launches of a small program (`lanes/`) that differ in the
 //! repetitions or bytes of a step.
 
-use super::machine::Machine;
+use super::machine::TunedMachine;
 use crate::commands::bench::clock::Submission;
 use crate::commands::bench::peers::optional;
 use anyhow::Result;
@@ -57,7 +57,7 @@ struct Shape {
 }
 
 /// Measures lanes; unchanged without a peer or a compiler.
-pub(super) fn measure(machine: &Machine<'_>, model: &mut HardwareModel) -> Result<()> {
+pub(super) fn measure(machine: &TunedMachine<'_>, model: &mut HardwareModel) -> Result<()> {
     if machine.comm.world() == 1 {
         return Ok(());
     }
@@ -67,7 +67,7 @@ pub(super) fn measure(machine: &Machine<'_>, model: &mut HardwareModel) -> Resul
     Ok(())
 }
 
-fn measured(machine: &Machine<'_>) -> Result<Lanes> {
+fn measured(machine: &TunedMachine<'_>) -> Result<Lanes> {
     let properties = machine.comm.device().properties();
     let mut block_threads = 1;
     let mut threads = THREADS[0];
@@ -144,7 +144,7 @@ fn measured(machine: &Machine<'_>) -> Result<Lanes> {
 }
 
 /// Seconds of a round in which each thread stores or reads a packet.
-fn packet_round(machine: &Machine<'_>, shared: bool) -> Result<f64> {
+fn packet_round(machine: &TunedMachine<'_>, shared: bool) -> Result<f64> {
     let at_once = if shared { 1 } else { PACKET_THREADS };
     let bytes = ROUNDS.map(|rounds| rounds * PACKET_THREADS * PACKET);
     let [few, many] = bytes.map(|bytes| Shape {
@@ -166,7 +166,7 @@ fn halves(bytes: usize) -> [usize; 2] {
     [half, 2 * half]
 }
 
-impl Machine<'_> {
+impl TunedMachine<'_> {
     /// Seconds of a program's launch on all ranks concurrently, one of many in a graph.
     fn launch(&self, text: &str, shape: Shape) -> Result<f64> {
         let program = Program::parse(text)?;

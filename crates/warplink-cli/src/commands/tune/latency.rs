@@ -1,6 +1,6 @@
 //! Latencies between operations, and host time for enqueuing.
 
-use super::machine::Machine;
+use super::machine::TunedMachine;
 use crate::commands::bench::clock::Submission;
 use anyhow::{Context, Result};
 use std::cell::Cell;
@@ -24,7 +24,7 @@ const MIN_SECONDS: f64 = 50e-9;
 /// Number of word operations from which on a device merges them into a kernel.
 const WORDS_IN_KERNEL: usize = 4;
 
-pub(super) fn measure(machine: &Machine<'_>, model: &mut HardwareModel) -> Result<()> {
+pub(super) fn measure(machine: &TunedMachine<'_>, model: &mut HardwareModel) -> Result<()> {
     let (one, eight) = (own_words(machine, 1)?, own_words(machine, 8)?);
     model.latency.more_words = ((eight - one) / 7.0).max(MIN_SECONDS);
     model.latency.words_in_kernel = match model.link.kernel_limit {
@@ -51,7 +51,7 @@ pub(super) fn measure(machine: &Machine<'_>, model: &mut HardwareModel) -> Resul
 
 /// Extra seconds of a copy-engine transfer in a graph compared to eager submission, beyond the extra of a
 /// kernel.
-fn captured_copy(machine: &Machine<'_>) -> Result<f64> {
+fn captured_copy(machine: &TunedMachine<'_>) -> Result<f64> {
     let bytes = ENGINE_COPY.min(machine.largest);
     let pair = pair(machine, bytes)?;
     let group: Vec<&Transfer> = pair.iter().collect();
@@ -69,7 +69,7 @@ fn captured_copy(machine: &Machine<'_>) -> Result<f64> {
 }
 
 /// Extra seconds of a single captured kernel compared to one of a sequence.
-pub(super) fn single_run(machine: &Machine<'_>, model: &HardwareModel) -> Result<f64> {
+pub(super) fn single_run(machine: &TunedMachine<'_>, model: &HardwareModel) -> Result<f64> {
     let kernel = small_sum(machine)?;
     let single = machine.each(1, Submission::Captured, &|stream| {
         Ok(kernel.enqueue(stream)?)
@@ -78,7 +78,7 @@ pub(super) fn single_run(machine: &Machine<'_>, model: &HardwareModel) -> Result
 }
 
 /// Seconds of one sequence of `count` writes to this rank's own words.
-fn own_words(machine: &Machine<'_>, count: usize) -> Result<f64> {
+fn own_words(machine: &TunedMachine<'_>, count: usize) -> Result<f64> {
     // No other rank waits for the second word.
     let write = MemoryOp::Write {
         word: &machine.words[1],
@@ -90,7 +90,7 @@ fn own_words(machine: &Machine<'_>, count: usize) -> Result<f64> {
 }
 
 /// Seconds of a signal round trip between rank 0 and rank 1.
-fn words_round_trip(machine: &Machine<'_>) -> Result<f64> {
+fn words_round_trip(machine: &TunedMachine<'_>) -> Result<f64> {
     // Ranks in between forward it around the ring.
     let world = machine.comm.world();
     let remote = machine.remote_words.as_ref().context("there is no peer")?;
@@ -120,7 +120,7 @@ fn words_round_trip(machine: &Machine<'_>) -> Result<f64> {
 
 /// Seconds of a captured transfer around the ring, for one path.
 pub(super) fn one_way(
-    machine: &Machine<'_>,
+    machine: &TunedMachine<'_>,
     bytes: usize,
     protocol: Protocol,
     path: Path,
@@ -141,12 +141,12 @@ pub(super) fn one_way(
 }
 
 /// A send to the right and a receive from the left, as they run concurrently with matmuls.
-fn pair(machine: &Machine<'_>, bytes: usize) -> Result<[Transfer; 2]> {
+fn pair(machine: &TunedMachine<'_>, bytes: usize) -> Result<[Transfer; 2]> {
     pair_by(machine, bytes, Protocol::Put, Path::OneBlock)
 }
 
 fn pair_by(
-    machine: &Machine<'_>,
+    machine: &TunedMachine<'_>,
     bytes: usize,
     protocol: Protocol,
     path: Path,
@@ -162,7 +162,7 @@ fn pair_by(
 }
 
 /// Seconds of an event to a second stream and back.
-fn events(machine: &Machine<'_>) -> Result<f64> {
+fn events(machine: &TunedMachine<'_>) -> Result<f64> {
     machine.each(16, Submission::Eager, &|stream| {
         machine.second.fork(stream)?;
         machine.second.join(stream)
@@ -170,7 +170,7 @@ fn events(machine: &Machine<'_>) -> Result<f64> {
 }
 
 /// Seconds of a small kernel after a write of a word.
-fn launches(machine: &Machine<'_>, word: f64) -> Result<f64> {
+fn launches(machine: &TunedMachine<'_>, word: f64) -> Result<f64> {
     let launch = small_sum(machine)?;
     let write = MemoryOp::Write {
         word: &machine.words[1],
@@ -185,7 +185,7 @@ fn launches(machine: &Machine<'_>, word: f64) -> Result<f64> {
 
 type Launch = std::sync::Arc<dyn warplink::device::PreparedLaunch>;
 
-fn small_sum(machine: &Machine<'_>) -> Result<Launch> {
+fn small_sum(machine: &TunedMachine<'_>) -> Result<Launch> {
     let own = machine.own.memory();
     let sources = [own.slice(0..SMALL)?, own.slice(SMALL..2 * SMALL)?];
     let target = machine.into.memory().slice(0..SMALL)?;
@@ -198,7 +198,7 @@ fn small_sum(machine: &Machine<'_>) -> Result<Launch> {
     ))?)
 }
 
-fn small_matmul(comm: &Communicator, machine: &Machine<'_>) -> Result<Launch> {
+fn small_matmul(comm: &Communicator, machine: &TunedMachine<'_>) -> Result<Launch> {
     let spec = MatmulSpec::new(16, 16, 16, DType::F32);
     let slice = || machine.allocate(SMALL);
     let (a, b, c) = (slice()?, slice()?, slice()?);
@@ -207,7 +207,7 @@ fn small_matmul(comm: &Communicator, machine: &Machine<'_>) -> Result<Launch> {
         .prepare_matmuls(&spec, &[(a, c)], &b, None)?)
 }
 
-fn host(machine: &Machine<'_>, model: &mut HardwareModel) -> Result<()> {
+fn host(machine: &TunedMachine<'_>, model: &mut HardwareModel) -> Result<()> {
     let stream: &Stream = &machine.clock.stream;
     let (sum, matmul) = (small_sum(machine)?, small_matmul(machine.comm, machine)?);
     let event = machine.comm.device().create_event(false)?;
@@ -250,7 +250,7 @@ fn host(machine: &Machine<'_>, model: &mut HardwareModel) -> Result<()> {
 }
 
 /// Host seconds to launch a graph of a few operations.
-fn graph(machine: &Machine<'_>, stream: &Stream) -> Result<f64> {
+fn graph(machine: &TunedMachine<'_>, stream: &Stream) -> Result<f64> {
     let launch = small_sum(machine)?;
     stream.begin_capture()?;
     let recorded = (0..4).try_for_each(|_| launch.enqueue(stream));

@@ -1,6 +1,6 @@
 //! Transfers between ranks: one pair, and all at once.
 
-use super::machine::{self, Machine};
+use super::machine::{self, TunedMachine};
 use crate::commands::bench::clock::Submission;
 use anyhow::{Context, Result};
 use warplink::device::{DeviceSlice, KernelCopy, Stream, StreamOp};
@@ -18,7 +18,7 @@ enum Copying {
     All,
 }
 
-pub(super) fn measure(machine: &Machine<'_>, model: &mut HardwareModel) -> Result<()> {
+pub(super) fn measure(machine: &TunedMachine<'_>, model: &mut HardwareModel) -> Result<()> {
     if machine.comm.world() == 1 {
         return Ok(());
     }
@@ -55,7 +55,7 @@ pub(super) fn measure(machine: &Machine<'_>, model: &mut HardwareModel) -> Resul
 
 /// Target and source of a copy of `bytes` between this rank and the one at a distance.
 pub(super) fn ends(
-    machine: &Machine<'_>,
+    machine: &TunedMachine<'_>,
     protocol: Protocol,
     distance: usize,
     bytes: usize,
@@ -83,7 +83,12 @@ pub(super) fn ends(
 }
 
 /// Seconds of one of many consecutive copies between two ranks.
-fn copies(machine: &Machine<'_>, protocol: Protocol, bytes: usize, in_kernel: bool) -> Result<f64> {
+fn copies(
+    machine: &TunedMachine<'_>,
+    protocol: Protocol,
+    bytes: usize,
+    in_kernel: bool,
+) -> Result<f64> {
     let (target, source) = ends(machine, protocol, 1, bytes)?;
     let repeat = ((256 << 20) / bytes).clamp(4, 32);
     let counter = machine.comm.device().allocate_signals(64)?.word(0)?;
@@ -104,7 +109,12 @@ fn copies(machine: &Machine<'_>, protocol: Protocol, bytes: usize, in_kernel: bo
 }
 
 /// Bandwidth of each rank when all copy at once: to one neighbour, or to all in turn.
-fn peers(machine: &Machine<'_>, protocol: Protocol, bytes: usize, rotated: bool) -> Result<f64> {
+fn peers(
+    machine: &TunedMachine<'_>,
+    protocol: Protocol,
+    bytes: usize,
+    rotated: bool,
+) -> Result<f64> {
     let distances = if rotated { machine.comm.world() - 1 } else { 1 };
     let turns: Vec<_> = (1..=distances)
         .map(|distance| ends(machine, protocol, distance, bytes))
@@ -118,7 +128,7 @@ fn peers(machine: &Machine<'_>, protocol: Protocol, bytes: usize, rotated: bool)
 }
 
 fn repeated(
-    machine: &Machine<'_>,
+    machine: &TunedMachine<'_>,
     copying: Copying,
     repeat: usize,
     work: &dyn Fn(&Stream) -> Result<()>,

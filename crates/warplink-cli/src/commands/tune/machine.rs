@@ -30,7 +30,7 @@ pub(super) struct Selection {
     pub(super) nccl: bool,
 }
 
-pub(super) struct Machine<'a> {
+pub(super) struct TunedMachine<'a> {
     pub(super) comm: &'a Communicator,
     pub(super) clock: Clock<'a>,
     pub(super) second: SecondStream,
@@ -53,7 +53,7 @@ pub(super) struct Machine<'a> {
     end: Event,
 }
 
-impl<'a> Machine<'a> {
+impl<'a> TunedMachine<'a> {
     /// Collective.
     pub(super) fn new(comm: &'a Communicator, selection: Selection) -> Result<Self> {
         let largest = selection.largest_transfer;

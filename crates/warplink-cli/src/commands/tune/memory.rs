@@ -1,6 +1,6 @@
 //! Copies within device memory, and sums.
 
-use super::machine::{Machine, curve};
+use super::machine::{TunedMachine, curve};
 use crate::commands::bench::clock::Submission;
 use anyhow::Result;
 use warplink::DType;
@@ -10,7 +10,7 @@ use warplink::program::cost::HardwareModel;
 /// Size of a sum whose time is only its kernel's.
 const MIN_BYTES: usize = 1024;
 
-pub(super) fn measure(machine: &Machine<'_>, model: &mut HardwareModel) -> Result<()> {
+pub(super) fn measure(machine: &TunedMachine<'_>, model: &mut HardwareModel) -> Result<()> {
     let compute = machine.comm.compute()?;
     let (own, into) = (machine.own.memory(), machine.into.memory());
     let sum = |bytes: usize| -> Result<f64> {

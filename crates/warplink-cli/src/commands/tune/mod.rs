@@ -20,7 +20,7 @@ use crate::report::progress::Progress;
 use crate::report::{check_output, counted, print_result, write_file};
 use anyhow::{Context, Result, anyhow, ensure};
 use clap::Args;
-use machine::{Machine, Selection};
+use machine::{Selection, TunedMachine};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -42,7 +42,7 @@ const MIN_TRANSFER_PER_RANK: u64 = 1 << 10;
 const UNCERTAINTY: f64 = 1.6;
 
 /// A measurement, which writes its figures into the model.
-type Measurement = fn(&Machine<'_>, &mut HardwareModel) -> Result<()>;
+type Measurement = fn(&TunedMachine<'_>, &mut HardwareModel) -> Result<()>;
 
 /// Order matters: later ones subtract times measured earlier.
 const MEASUREMENTS: [(&str, Measurement); 9] = [
@@ -158,7 +158,7 @@ impl Tune {
     fn measure(&self, comm: &Communicator, assumed: &HardwareModel) -> Result<HardwareModel> {
         let properties = comm.device().properties();
         let selection = self.selection(properties.shared)?;
-        let machine = Machine::new(comm, selection)?;
+        let machine = TunedMachine::new(comm, selection)?;
         let mut model = HardwareModel {
             format: FORMAT,
             name: format!("{} x {}", comm.world(), properties.model),

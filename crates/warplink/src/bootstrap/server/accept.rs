@@ -1,7 +1,7 @@
 //! Accepting connections, with limits on unauthenticated ones, so that strangers never exhaust threads or descriptors that
 //! members need.
 
-use super::{Shared, State};
+use super::{ServerShared, ServerState};
 use crate::error::Error;
 use crate::shortage::Throttle;
 use crate::sync::lock;
@@ -24,7 +24,7 @@ const MAX_SHORTAGE: Duration = Duration::from_secs(1);
 
 static CANNOT_SERVE: Throttle = Throttle::new();
 
-impl Shared {
+impl ServerShared {
     /// Accepts connections until the server closes, and waits for the threads that serve them.
     pub(super) fn accept_all(&self) {
         thread::scope(|scope| self.accept_in(scope));
@@ -70,7 +70,7 @@ impl Shared {
     }
 
     /// Drops up to `count` connections whose handshakes are at least as old as `age`.
-    fn drop_unauthenticated(&self, state: &mut State, count: usize, age: Duration) {
+    fn drop_unauthenticated(&self, state: &mut ServerState, count: usize, age: Duration) {
         for _ in 0..count {
             match state.unauthenticated.first_key_value() {
                 Some((&id, since)) if since.elapsed() >= age => {
@@ -87,7 +87,7 @@ impl Shared {
 
     /// A connection was not accepted or given a thread. Once that has gone on for long while ranks are missing, this
     /// rank is given up for it.
-    fn cannot_serve(&self, mut state: MutexGuard<'_, State>, error: &Error) {
+    fn cannot_serve(&self, mut state: MutexGuard<'_, ServerState>, error: &Error) {
         if let Some(omitted) = CANNOT_SERVE.due() {
             tracing::warn!(%error, omitted, "a connection to the store could not be served; it may try again");
         }

@@ -6,7 +6,7 @@
 //! connections still work go on without it, although they reach it. So no rank is declared lost before something has arrived
 //! on every remaining connection after that end.
 
-use super::{Shared, State, spawn};
+use super::{ServerShared, ServerState, spawn};
 use crate::bootstrap::socket;
 use crate::error::Rank;
 use crate::sync::lock;
@@ -27,7 +27,7 @@ const PROBES: usize = 32;
 const MIN_INTERVAL: Duration = Duration::from_millis(1);
 const MAX_INTERVAL: Duration = Duration::from_millis(20);
 
-impl Shared {
+impl ServerShared {
     /// The connection of `rank` has ended, for `reason`. Unless it has left, it is lost. Blocks until that is certain, at
     /// most for the heartbeat limit.
     pub(super) fn depart(&self, rank: u32, reason: &str) {
@@ -68,7 +68,7 @@ impl Shared {
     /// separate thread, since probes of a machine that vanished time out, and heartbeats must not wait for that.
     pub(super) fn probe_missing(
         self: &Arc<Self>,
-        state: &mut State,
+        state: &mut ServerState,
         missing: Vec<(u32, SocketAddr)>,
     ) {
         let is_probing = |thread: &JoinHandle<()>| !thread.is_finished();
@@ -98,7 +98,7 @@ impl Shared {
     }
 
     /// Whether something arrived from every other connected rank after a connection last ended.
-    fn all_heard(&self, state: &State) -> bool {
+    fn all_heard(&self, state: &ServerState) -> bool {
         let own = |rank: u32| rank as Rank == self.settings.identity.rank;
         state.departed.is_none_or(|since| {
             let mut others = state.members.iter().filter(|(rank, _)| !own(**rank));

@@ -2,7 +2,7 @@
 
 use super::{ConnectionExchange, End, EndOffer};
 use crate::channel::answers::Answers;
-use crate::channel::connection::{Connection, ConnectionEnd, Held, Reach};
+use crate::channel::connection::{Connection, ConnectionEnd, HeldEnd, PeerReach};
 use crate::channel::proxy::{Carried, Route};
 use crate::channel::request::Transport;
 use crate::device::ChannelMemory;
@@ -65,7 +65,7 @@ impl ConnectionExchange {
             }
         };
         let own = request.region;
-        let held = Arc::new(Held {
+        let held = Arc::new(HeldEnd {
             regions: Mutex::new(vec![(own.clone(), region)]),
             reach,
             table: self.tables.allocate()?,
@@ -79,33 +79,33 @@ impl ConnectionExchange {
         )?;
         let windows = Arc::new(windows);
         let carrier: Option<Box<dyn Carrier>> = match &held.reach {
-            Reach::Network(link) if link.is_staged() => Some(Box::new(StagedCarrier::new(
+            PeerReach::Network(link) if link.is_staged() => Some(Box::new(StagedCarrier::new(
                 &pairs.device,
                 (request.peer, link),
                 (own.memory(), &windows),
                 [&words.inbound, &words.completed],
                 &pairs.fault,
             )?)),
-            Reach::Network(link) => Some(Box::new(NetworkCarrier::new(
+            PeerReach::Network(link) => Some(Box::new(NetworkCarrier::new(
                 &pairs.device,
                 link,
                 &windows,
                 &words.completed,
                 &pairs.fault,
             )?)),
-            Reach::Mapped(slots) if transport == Transport::Proxied => {
+            PeerReach::Mapped(slots) if transport == Transport::Proxied => {
                 let (outbound, completed) = (slots.remote.word(false), &words.completed);
                 let engine = CopyEngine::new(&pairs.device, &windows, outbound, completed)?;
                 Some(Box::new(engine))
             }
-            Reach::Mapped(_) => None,
+            PeerReach::Mapped(_) => None,
         };
         let proxy = match carrier {
             None => None,
             Some(carrier) => {
                 let carried = match &held.reach {
-                    Reach::Mapped(_) => Carried::Copies,
-                    Reach::Network(_) => {
+                    PeerReach::Mapped(_) => Carried::Copies,
+                    PeerReach::Network(_) => {
                         let devices = request.network_devices.as_deref();
                         Carried::Network(self.networks.devices(devices).map(str::to_owned))
                     }
@@ -119,8 +119,8 @@ impl ConnectionExchange {
         let (proxy, proxy_end) = proxy.unzip();
         let peer = u32::try_from(request.peer).map_err(|_| Error::invalid("too many ranks"))?;
         let outbound = match &held.reach {
-            Reach::Mapped(slots) => Some(slots.remote.word(false).clone()),
-            Reach::Network(_) => None,
+            PeerReach::Mapped(slots) => Some(slots.remote.word(false).clone()),
+            PeerReach::Network(_) => None,
         };
         let memory = ChannelMemory::new(ChannelParts {
             peer,
@@ -152,11 +152,11 @@ impl ConnectionExchange {
         slot: Slot,
         (job_peer, peers): (Rank, u64),
         [inbound, region]: [PeerHandle; 2],
-    ) -> Result<(Reach, PeersRegion)> {
+    ) -> Result<(PeerReach, PeersRegion)> {
         let slots = self.pairs.pair_slots(slot, job_peer, peers, inbound)?;
         let region = region.open()?;
         let place = Place::Mapped(region.memory().clone());
-        Ok((Reach::Mapped(Box::new(slots)), (Some(region), place)))
+        Ok((PeerReach::Mapped(Box::new(slots)), (Some(region), place)))
     }
 
     /// Connects to the peer over the network. From then on dropping the link tells the peer; so does a failure.
@@ -166,7 +166,7 @@ impl ConnectionExchange {
         tag: u64,
         exposed: Exposed,
         terms: &EndOffer,
-    ) -> Result<(Reach, PeersRegion)> {
+    ) -> Result<(PeerReach, PeersRegion)> {
         let offered = Offered {
             address: &terms.address,
             words: &terms.inbound,
@@ -185,6 +185,6 @@ impl ConnectionExchange {
             None => link.region(0)?.bytes() as u64,
         };
         let region = (None, Place::Elsewhere(bytes));
-        Ok((Reach::Network(Arc::new(link)), region))
+        Ok((PeerReach::Network(Arc::new(link)), region))
     }
 }

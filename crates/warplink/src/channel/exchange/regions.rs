@@ -1,7 +1,7 @@
 //! Regions that are added to connections later.
 
 use super::ConnectionExchange;
-use crate::channel::connection::{Connection, Reach};
+use crate::channel::connection::{Connection, PeerReach};
 use crate::deadline::Deadline;
 use crate::device::channel::Place;
 use crate::device::channel::trigger::MAX_OFFSET;
@@ -98,7 +98,7 @@ impl ConnectionExchange {
         handle: &[u8],
     ) -> Result<(Option<RemoteRegion>, Place)> {
         let end = connection.end();
-        if let Reach::Network(link) = &end.held.reach {
+        if let PeerReach::Network(link) = &end.held.reach {
             return Ok((None, Place::Elsewhere(link.open(handle, number)?)));
         }
         let remote = self.pairs.memory.peer_handle(end.job_peer, handle).open()?;
@@ -125,11 +125,11 @@ impl Matching for Regions<'_> {
             number,
         } = &offer.end;
         match &connection.end().held.reach {
-            Reach::Mapped(_) => {
+            PeerReach::Mapped(_) => {
                 let region = region.clone();
                 self.0.pairs.export(offer, &region)
             }
-            Reach::Network(link) => link.expose(region, *number),
+            PeerReach::Network(link) => link.expose(region, *number),
         }
     }
 

@@ -78,7 +78,7 @@ pub(crate) type OnFailure = Box<dyn Fn(&Error) + Send + Sync>;
 
 /// A proxy of a rank: its FIFO, its routes, and the thread.
 pub(crate) struct Proxy {
-    shared: Arc<Shared>,
+    shared: Arc<ProxyShared>,
     fifo: Arc<Fifo>,
     config: ProxyConfig,
     /// The CPUs near the device, and the device's fault.
@@ -96,8 +96,8 @@ enum Run {
 }
 
 /// State that the thread shares with its users.
-struct Shared {
-    state: Mutex<State>,
+struct ProxyShared {
+    state: Mutex<ProxyState>,
     failure: OnceLock<Error>,
     on_failure: OnFailure,
     /// Whether it was woken since it last looked.
@@ -105,7 +105,7 @@ struct Shared {
 }
 
 #[derive(Default)]
-struct State {
+struct ProxyState {
     /// By the number of the connection.
     routes: Vec<Option<Arc<Route>>>,
     /// Connections that nobody uses any more, whose last triggers may still be in the ring, with what
@@ -147,7 +147,7 @@ impl Proxy {
         config: ProxyConfig,
         on_failure: OnFailure,
     ) -> Result<Arc<Self>> {
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(ProxyShared {
             state: Mutex::default(),
             failure: OnceLock::new(),
             on_failure,

@@ -21,12 +21,12 @@ pub(crate) struct Route {
     pub(crate) fault: Arc<Fault>,
     pub(crate) carrier: Box<dyn Carrier>,
     windows: Arc<Windows>,
-    words: Mutex<Words>,
+    words: Mutex<RouteWords>,
 }
 
 /// The values that its words have, or are to have.
 #[derive(Debug, Default)]
-struct Words {
+struct RouteWords {
     /// How often the peer was signalled, and how often of that it knows.
     signals: u64,
     signalled: u64,

@@ -1,6 +1,6 @@
 //! The proxy's thread.
 
-use super::{Drained, ProxyConfig, Requested, Route, Shared, State};
+use super::{Drained, ProxyConfig, ProxyShared, ProxyState, Requested, Route};
 use crate::deadline::Deadline;
 use crate::device::channel::fifo::stopped;
 use crate::device::channel::trigger::Trigger;
@@ -35,7 +35,7 @@ struct Parked {
 
 /// Reads the FIFO and serves what it finds.
 pub(super) struct Worker {
-    shared: Arc<Shared>,
+    shared: Arc<ProxyShared>,
     /// The device's.
     fault: Arc<Fault>,
     fifo: Arc<Fifo>,
@@ -55,7 +55,7 @@ pub(super) struct Worker {
 
 impl Worker {
     pub(super) fn new(
-        shared: Arc<Shared>,
+        shared: Arc<ProxyShared>,
         fault: Arc<Fault>,
         fifo: Arc<Fifo>,
         reader: FifoReader,
@@ -368,7 +368,7 @@ impl Worker {
         if state.retiring.is_empty() || !self.reader.is_empty() {
             return Ok(());
         }
-        let State {
+        let ProxyState {
             routes, retiring, ..
         } = &mut *state;
         for (connection, held) in std::mem::take(retiring) {

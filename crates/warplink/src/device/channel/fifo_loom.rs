@@ -211,13 +211,13 @@ const POISON: u64 = 1 << 62;
 /// The words of a channel as `warplink::Channel` uses them: the peer increments `inbound`, waits take tickets
 /// from `awaited`, and an abort overwrites all words.
 #[derive(Default)]
-struct Words {
+struct SlotWords {
     inbound: AtomicU64,
     awaited: AtomicU64,
     abort: AtomicU64,
 }
 
-impl Words {
+impl SlotWords {
     fn signal(&self) {
         self.inbound.fetch_add(1, Ordering::Release);
     }
@@ -270,7 +270,7 @@ impl Words {
 #[test]
 fn loom_each_wait_uses_up_one_signal() {
     bounded(3, || {
-        let words = sync::Arc::new(Words::default());
+        let words = sync::Arc::new(SlotWords::default());
         let data = sync::Arc::new([Data::default(), Data::default()]);
         let (sender, sent) = (words.clone(), data.clone());
         let peer = thread::spawn(move || {
@@ -293,7 +293,7 @@ fn loom_each_wait_uses_up_one_signal() {
 #[test]
 fn loom_ended_waits_pass_for_no_signal() {
     bounded(3, || {
-        let words = sync::Arc::new(Words::default());
+        let words = sync::Arc::new(SlotWords::default());
         let data = sync::Arc::new(Data::default());
         let (sender, sent, faulted) = (words.clone(), data.clone(), words.clone());
         let peer = thread::spawn(move || {
@@ -315,7 +315,7 @@ fn loom_ended_waits_pass_for_no_signal() {
 #[test]
 fn loom_two_waits_at_once_use_up_a_signal_each() {
     bounded(3, || {
-        let words = sync::Arc::new(Words::default());
+        let words = sync::Arc::new(SlotWords::default());
         let data = sync::Arc::new(Data::default());
         let (other, seen) = (words.clone(), data.clone());
         let waiter = thread::spawn(move || {
@@ -336,7 +336,7 @@ fn loom_two_waits_at_once_use_up_a_signal_each() {
 #[test]
 fn loom_a_poll_beside_a_wait_takes_no_count_twice() {
     bounded(2, || {
-        let words = sync::Arc::new(Words::default());
+        let words = sync::Arc::new(SlotWords::default());
         let data = sync::Arc::new(Data::default());
         let (poller, sender) = (words.clone(), words.clone());
         let (seen, sent) = (data.clone(), data.clone());

@@ -1,6 +1,6 @@
 //! Captures: recording operations instead of executing them.
 
-use super::operation::Operation;
+use super::operation::HostOperation;
 use crate::error::{Error, Result};
 use crate::sync::lock;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -17,14 +17,14 @@ pub(super) struct CapturedMark {
 #[derive(Debug)]
 pub(super) struct Session {
     number: u64,
-    recording: Mutex<Recording>,
+    recording: Mutex<HostRecording>,
     ended: AtomicBool,
 }
 
 /// Recorded operations of each branch.
 #[derive(Debug, Default)]
-pub(super) struct Recording {
-    pub(super) branches: Vec<Vec<Operation>>,
+pub(super) struct HostRecording {
+    pub(super) branches: Vec<Vec<HostOperation>>,
     /// For each event, its branch and the number of operations before it.
     pub(super) marks: Vec<(usize, usize)>,
 }
@@ -52,7 +52,7 @@ impl Session {
         recording.branches.len() - 1
     }
 
-    pub(super) fn push(&self, branch: usize, operation: Operation) {
+    pub(super) fn push(&self, branch: usize, operation: HostOperation) {
         lock(&self.recording).branches[branch].push(operation);
     }
 
@@ -62,7 +62,7 @@ impl Session {
         recording
             .marks
             .push((branch, recording.branches[branch].len()));
-        recording.branches[branch].push(Operation::RecordInGraph(mark));
+        recording.branches[branch].push(HostOperation::RecordInGraph(mark));
         mark
     }
 
@@ -74,7 +74,7 @@ impl Session {
 
     /// Ends the capture and returns the recording. Fails if a branch has work that was not joined into the
     /// first branch.
-    pub(super) fn finish(&self) -> Result<Recording> {
+    pub(super) fn finish(&self) -> Result<HostRecording> {
         // Before the recording is taken, so that no stream adds to an ended capture.
         self.ended.store(true, Ordering::Release);
         let recording = std::mem::take(&mut *lock(&self.recording));
@@ -83,7 +83,7 @@ impl Session {
         while let Some((branch, range)) = open.pop() {
             joined[branch] = joined[branch].max(range.end);
             for operation in &recording.branches[branch][range] {
-                if let Operation::WaitInGraph(mark) = operation {
+                if let HostOperation::WaitInGraph(mark) = operation {
                     let (from, position) = recording.marks[*mark];
                     if joined[from] < position {
                         open.push((from, joined[from]..position));
@@ -94,7 +94,7 @@ impl Session {
         for (branch, operations) in recording.branches.iter().enumerate() {
             if operations[joined[branch]..]
                 .iter()
-                .any(|operation| !matches!(operation, Operation::RecordInGraph(_)))
+                .any(|operation| !matches!(operation, HostOperation::RecordInGraph(_)))
             {
                 return Err(Error::invalid(
                     "a stream that took part in the capture was not joined back",

@@ -2,7 +2,7 @@
 //! an optional reduction.
 
 use super::exchange::{Exchange, HEADER, aborted, outbox_bytes};
-use super::operation::{Context, Operation};
+use super::operation::{Context, HostOperation};
 use super::outbox::{MARK, OwnOutbox, open_all};
 use super::{HostDevice, memory, stream};
 use crate::deadline::Deadline;
@@ -112,7 +112,7 @@ impl HostCollectives {
         let task = move |context: &Context| task(&inner, context);
         let stream = stream::from_dyn(stream)?;
         let _noted = stream.depend_on([&self.fault]);
-        stream.enqueue(Operation::Task(Arc::new(task)))
+        stream.enqueue(HostOperation::Task(Arc::new(task)))
     }
 
     /// Sends `parts[p]` to rank p, and receives from rank p into `targets[p]`.

@@ -2,7 +2,7 @@
 
 use super::elementwise;
 use super::memory;
-use super::operation::Operation;
+use super::operation::HostOperation;
 use super::stream;
 use crate::device::{Compute, DeviceSlice, Elementwise, MatmulSpec, PreparedLaunch, Stream};
 use crate::dtype::{DType, Element};
@@ -30,10 +30,12 @@ impl Compute for HostCompute {
         spec.check(a, b, c, bias)?;
         spec.check_dtype()?;
         let (spec, a, b, c, bias) = (*spec, a.clone(), b.clone(), c.clone(), bias.cloned());
-        stream::from_dyn(stream)?.enqueue(Operation::Task(Arc::new(move |_| match spec.dtype {
-            DType::F16 => matmul::<half::f16>(&spec, &a, &b, &c, bias.as_ref()),
-            DType::BF16 => matmul::<half::bf16>(&spec, &a, &b, &c, bias.as_ref()),
-            _ => matmul::<f32>(&spec, &a, &b, &c, bias.as_ref()),
+        stream::from_dyn(stream)?.enqueue(HostOperation::Task(Arc::new(move |_| {
+            match spec.dtype {
+                DType::F16 => matmul::<half::f16>(&spec, &a, &b, &c, bias.as_ref()),
+                DType::BF16 => matmul::<half::bf16>(&spec, &a, &b, &c, bias.as_ref()),
+                _ => matmul::<f32>(&spec, &a, &b, &c, bias.as_ref()),
+            }
         })))
     }
 
@@ -65,7 +67,7 @@ impl Compute for HostCompute {
     fn elementwise(&self, stream: &Stream, request: &Elementwise) -> Result<()> {
         request.check()?;
         let request = request.clone();
-        stream::from_dyn(stream)?.enqueue(Operation::Task(Arc::new(move |_| {
+        stream::from_dyn(stream)?.enqueue(HostOperation::Task(Arc::new(move |_| {
             elementwise::run(&request)
         })))
     }

@@ -3,9 +3,9 @@
 //! A graph has a branch for each stream that took part in the capture. Branches run concurrently, ordered
 //! only by recorded events.
 
-use super::capture::Recording;
+use super::capture::HostRecording;
 use super::mark::EventState;
-use super::operation::{Context, Operation};
+use super::operation::{Context, HostOperation};
 use super::worker::Worker;
 use crate::device::{Delays, Fault};
 use crate::error::Result;
@@ -14,7 +14,7 @@ use std::sync::{Arc, Mutex};
 
 #[derive(Debug)]
 struct Branch {
-    operations: Arc<[Operation]>,
+    operations: Arc<[HostOperation]>,
     worker: Option<Worker>,
 }
 
@@ -29,7 +29,7 @@ pub(super) struct RecordedGraph {
 impl RecordedGraph {
     /// Builds the graph of capture `number`, with a thread for each branch but the first.
     pub(super) fn new(
-        recording: Recording,
+        recording: HostRecording,
         number: u64,
         fault: &Arc<Fault>,
         delays: Option<Delays>,
@@ -74,7 +74,7 @@ impl RecordedGraph {
         for (branch, end) in self.branches.iter().skip(1).zip(&ends) {
             let (operations, marks) = (branch.operations.clone(), marks.clone());
             let faults = context.faults.clone();
-            let run = Operation::Task(Arc::new(move |own: &Context| {
+            let run = HostOperation::Task(Arc::new(move |own: &Context| {
                 run_branch(
                     &own.within_graph(marks.clone(), faults.clone()),
                     &operations,
@@ -82,7 +82,7 @@ impl RecordedGraph {
             }));
             if let Some(worker) = &branch.worker {
                 worker.enqueue(run)?;
-                worker.enqueue(Operation::Record {
+                worker.enqueue(HostOperation::Record {
                     event: end.clone(),
                     mark: 1,
                 })?;
@@ -106,10 +106,10 @@ impl RecordedGraph {
 }
 
 /// A failed branch still records its events, so that other branches end.
-fn run_branch(context: &Context, operations: &[Operation]) -> Result<()> {
+fn run_branch(context: &Context, operations: &[HostOperation]) -> Result<()> {
     let mut result = Ok(());
     for operation in operations {
-        if result.is_ok() || matches!(operation, Operation::RecordInGraph(_)) {
+        if result.is_ok() || matches!(operation, HostOperation::RecordInGraph(_)) {
             result = result.and(context.perform(operation));
         }
     }

@@ -2,7 +2,7 @@
 
 use super::channel::BlockChannel;
 use super::lanes::{self, Share};
-use super::operation::{Context, Operation};
+use super::operation::{Context, HostOperation};
 use super::{check_kind, memory, stream};
 use crate::device::module::{HostKernel, KernelBackend, ModuleBackend, unknown_kernel};
 use crate::device::{Argument, DeviceKind, DeviceSlice, Launch, ModuleSource, Stream};
@@ -277,7 +277,7 @@ impl KernelBackend for HostKernelBackend {
         let _noted = stream.depend_on(arguments.iter().flat_map(Argument::faults));
         let (body, launch, arguments) = (self.body.clone(), *launch, arguments.to_vec());
         let (name, processors) = (self.name.clone(), self.processors);
-        stream.enqueue(Operation::Task(Arc::new(move |context: &Context| {
+        stream.enqueue(HostOperation::Task(Arc::new(move |context: &Context| {
             let ended = match &body {
                 HostKernel::Blocks(body) => together(launch.blocks as usize, |index| {
                     let context = context.for_block();

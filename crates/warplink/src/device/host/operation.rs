@@ -15,7 +15,7 @@ pub(super) type Task = Arc<dyn Fn(&Context) -> Result<()> + Send + Sync>;
 
 /// An enqueued operation. Holds the memory that it uses.
 #[derive(Clone)]
-pub(super) enum Operation {
+pub(super) enum HostOperation {
     Copy {
         target: DeviceSlice,
         source: DeviceSlice,
@@ -46,7 +46,7 @@ pub(super) enum Operation {
     Task(Task),
 }
 
-impl fmt::Debug for Operation {
+impl fmt::Debug for HostOperation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Copy { target, source } => write!(f, "copy {source:?} to {target:?}"),
@@ -161,14 +161,14 @@ impl Context {
     }
 
     /// Executes `operation`. After a fault only events are recorded, so that waiting threads end.
-    pub(super) fn perform(&self, operation: &Operation) -> Result<()> {
+    pub(super) fn perform(&self, operation: &HostOperation) -> Result<()> {
         match operation {
-            Operation::Record { event, mark } => {
+            HostOperation::Record { event, mark } => {
                 self.delay();
                 event.reach(*mark);
                 return Ok(());
             }
-            Operation::RecordInGraph(mark) => {
+            HostOperation::RecordInGraph(mark) => {
                 self.delay();
                 self.mark(*mark)?.reach(1);
                 return Ok(());
@@ -177,14 +177,14 @@ impl Context {
         }
         self.delay();
         match operation {
-            Operation::Copy { target, source } => self.copy(target, source)?,
-            Operation::Fill { target, byte } => memory::fill(target, *byte),
-            Operation::Write { word, value } => words::store(word, *value),
-            Operation::Wait { word, at_least } => self.wait(word, *at_least)?,
-            Operation::WaitEvent { event, mark } => event.wait(*mark, &self.fault)?,
-            Operation::WaitInGraph(mark) => self.mark(*mark)?.wait(1, &self.fault)?,
-            Operation::Task(task) => task(self)?,
-            Operation::Record { .. } | Operation::RecordInGraph(_) => {}
+            HostOperation::Copy { target, source } => self.copy(target, source)?,
+            HostOperation::Fill { target, byte } => memory::fill(target, *byte),
+            HostOperation::Write { word, value } => words::store(word, *value),
+            HostOperation::Wait { word, at_least } => self.wait(word, *at_least)?,
+            HostOperation::WaitEvent { event, mark } => event.wait(*mark, &self.fault)?,
+            HostOperation::WaitInGraph(mark) => self.mark(*mark)?.wait(1, &self.fault)?,
+            HostOperation::Task(task) => task(self)?,
+            HostOperation::Record { .. } | HostOperation::RecordInGraph(_) => {}
         }
         Ok(())
     }

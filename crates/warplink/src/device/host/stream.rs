@@ -4,7 +4,7 @@ use super::capture::{CapturedMark, Session};
 use super::event::{self, HostEvent, Recorded};
 use super::graph::RecordedGraph;
 use super::mark::EventState;
-use super::operation::{Context, Operation};
+use super::operation::{Context, HostOperation};
 use super::words::AwaitedWord;
 use super::worker::Worker;
 use super::{check_kind, check_lengths};
@@ -49,7 +49,7 @@ impl HostStream {
     }
 
     /// Enqueues `operation`, or records it during a capture.
-    pub(super) fn enqueue(&self, operation: Operation) -> Result<()> {
+    pub(super) fn enqueue(&self, operation: HostOperation) -> Result<()> {
         self.check()?;
         if let Some(capture) = &*self.capture() {
             capture.session.push(capture.branch, operation);
@@ -89,7 +89,7 @@ impl StreamBackend for HostStream {
         check_kind(target)?;
         check_kind(source)?;
         check_lengths(target, source)?;
-        self.enqueue(Operation::Copy {
+        self.enqueue(HostOperation::Copy {
             target: target.clone(),
             source: source.clone(),
         })
@@ -97,7 +97,7 @@ impl StreamBackend for HostStream {
 
     fn fill(&self, target: &DeviceSlice, byte: u8) -> Result<()> {
         check_kind(target)?;
-        self.enqueue(Operation::Fill {
+        self.enqueue(HostOperation::Fill {
             target: target.clone(),
             byte,
         })
@@ -113,15 +113,15 @@ impl StreamBackend for HostStream {
             let waits = matches!(op, MemoryOp::Wait { .. });
             let _noted = self.depend_on(word.fault().filter(|_| waits));
             self.enqueue(match *op {
-                MemoryOp::Reset { word } => Operation::Write {
+                MemoryOp::Reset { word } => HostOperation::Write {
                     word: word.clone(),
                     value: 0,
                 },
-                MemoryOp::Write { word, value } => Operation::Write {
+                MemoryOp::Write { word, value } => HostOperation::Write {
                     word: word.clone(),
                     value,
                 },
-                MemoryOp::Wait { word, value } => Operation::Wait {
+                MemoryOp::Wait { word, value } => HostOperation::Wait {
                     word: AwaitedWord::new(word),
                     at_least: value,
                 },
@@ -159,7 +159,7 @@ impl StreamBackend for HostStream {
             return Ok(());
         }
         let mark = event.next_mark();
-        self.worker.enqueue_mark(Operation::Record {
+        self.worker.enqueue_mark(HostOperation::Record {
             event: event.state.clone(),
             mark,
         })
@@ -172,7 +172,7 @@ impl StreamBackend for HostStream {
         let event = HostEvent::new(false);
         let mark = event.next_mark();
         // Events are recorded even after a failure.
-        self.worker.push(Operation::Record {
+        self.worker.push(HostOperation::Record {
             event: event.state.clone(),
             mark,
         });
@@ -191,7 +191,7 @@ impl StreamBackend for HostStream {
                 // Release the lock, which `enqueue` takes.
                 drop(capture);
                 let state: Arc<EventState> = event.state.clone();
-                self.enqueue(Operation::WaitEvent { event: state, mark })
+                self.enqueue(HostOperation::WaitEvent { event: state, mark })
             }
             (Recorded::InStream(_), Some(_)) => Err(Error::invalid(
                 "the event was recorded outside of the capture",
@@ -203,7 +203,7 @@ impl StreamBackend for HostStream {
                 let branch = captured.session.join();
                 captured
                     .session
-                    .push(branch, Operation::WaitInGraph(captured.mark));
+                    .push(branch, HostOperation::WaitInGraph(captured.mark));
                 *capture = Some(Capture {
                     session: captured.session,
                     branch,
@@ -214,7 +214,7 @@ impl StreamBackend for HostStream {
                 if Arc::ptr_eq(&captured.session, &own.session) =>
             {
                 own.session
-                    .push(own.branch, Operation::WaitInGraph(captured.mark));
+                    .push(own.branch, HostOperation::WaitInGraph(captured.mark));
                 Ok(())
             }
             (Recorded::InGraph(_), Some(_)) => {
@@ -311,7 +311,7 @@ impl GraphBackend for HostGraph {
         }
         let _noted = stream.worker.faults().repeat(&self.faults);
         let graph = self.graph.clone();
-        stream.enqueue(Operation::Task(Arc::new(move |context: &Context| {
+        stream.enqueue(HostOperation::Task(Arc::new(move |context: &Context| {
             graph.run(context)
         })))
     }

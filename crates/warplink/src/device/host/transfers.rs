@@ -1,7 +1,7 @@
 //! Host-device versions of the transfer kernels: multi-block copies and packets.
 
 use super::memory;
-use super::operation::{Context, Operation};
+use super::operation::{Context, HostOperation};
 use super::stream::HostStream;
 use super::words;
 use super::{check_kind, check_lengths};
@@ -30,7 +30,7 @@ impl HostStream {
         check_lengths(target, source)?;
         let (target, source) = (target.clone(), source.clone());
         let arrivals: Vec<Word> = arrivals.into_iter().flatten().cloned().collect();
-        self.enqueue(Operation::Task(Arc::new(move |context: &Context| {
+        self.enqueue(HostOperation::Task(Arc::new(move |context: &Context| {
             let each = target.bytes().div_ceil(blocks.max(1) as usize);
             in_any_order(context, blocks, |block| {
                 let start = (block as usize * each).min(target.bytes());
@@ -51,7 +51,7 @@ impl HostStream {
         let (line, data) = (part.line.clone(), part.data.clone());
         let (receives, completed) = (part.receives, part.completed.cloned());
         let _noted = self.depend_on(line.abort().fault());
-        self.enqueue(Operation::Task(Arc::new(move |context: &Context| {
+        self.enqueue(HostOperation::Task(Arc::new(move |context: &Context| {
             in_any_order(context, line.shape().blocks, |block| {
                 let end = LineEnd {
                     line: &line,

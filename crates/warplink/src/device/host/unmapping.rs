@@ -6,14 +6,14 @@ use std::any::Any;
 use std::sync::mpsc::{Sender, channel};
 
 /// A mapping to drop or a callback, processed in order.
-enum Job {
+enum UnmappingTask {
     Unmap(Box<dyn Any + Send>),
     Then(Box<dyn FnOnce() + Send>),
 }
 
 /// The unmapping thread. It ends after its last job when all clones are dropped.
 #[derive(Clone, Debug)]
-pub(in crate::device) struct LateUnmapping(Sender<Job>);
+pub(in crate::device) struct LateUnmapping(Sender<UnmappingTask>);
 
 impl LateUnmapping {
     pub(super) fn start(delays: Delays) -> Result<Self> {
@@ -23,11 +23,11 @@ impl LateUnmapping {
             .spawn(move || {
                 for job in queue {
                     match job {
-                        Job::Unmap(mapping) => {
+                        UnmappingTask::Unmap(mapping) => {
                             std::thread::sleep(delays.max);
                             drop(mapping);
                         }
-                        Job::Then(then) => then(),
+                        UnmappingTask::Then(then) => then(),
                     }
                 }
             })
@@ -38,11 +38,11 @@ impl LateUnmapping {
     /// Drops `mapping` later.
     pub(super) fn unmap(&self, mapping: impl Any + Send) {
         // Cannot fail: the thread lives as long as the sender.
-        let _ = self.0.send(Job::Unmap(Box::new(mapping)));
+        let _ = self.0.send(UnmappingTask::Unmap(Box::new(mapping)));
     }
 
     /// Runs `then` after everything submitted so far is unmapped.
     pub(super) fn then(&self, then: Box<dyn FnOnce() + Send>) {
-        let _ = self.0.send(Job::Then(then));
+        let _ = self.0.send(UnmappingTask::Then(then));
     }
 }

@@ -1,6 +1,6 @@
 //! A queue of operations and the thread that executes it in order.
 
-use super::operation::{Context, Operation};
+use super::operation::{Context, HostOperation};
 use crate::deadline::Deadline;
 use crate::device::{Delays, Fault, FaultSet};
 use crate::error::{Error, ErrorKind, Result};
@@ -12,13 +12,13 @@ use std::time::Duration;
 /// Owner of the thread. Dropping it ends the thread once the queue is empty.
 #[derive(Debug)]
 pub(super) struct Worker {
-    shared: Arc<Shared>,
+    shared: Arc<WorkerShared>,
 }
 
 impl Worker {
     pub(super) fn start(number: u64, fault: Arc<Fault>, delays: Option<Delays>) -> Result<Self> {
         let faults = Arc::<FaultSet>::default();
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(WorkerShared {
             fault: fault.clone(),
             faults: faults.clone(),
             queue: Mutex::default(),
@@ -34,21 +34,21 @@ impl Worker {
         Ok(Self { shared })
     }
 
-    pub(super) fn enqueue(&self, operation: Operation) -> Result<()> {
+    pub(super) fn enqueue(&self, operation: HostOperation) -> Result<()> {
         self.check()?;
         self.push(operation);
         Ok(())
     }
 
     /// Enqueues an event record, which executes even after the stream has failed.
-    pub(super) fn enqueue_mark(&self, operation: Operation) -> Result<()> {
+    pub(super) fn enqueue_mark(&self, operation: HostOperation) -> Result<()> {
         self.shared.fault.check()?;
         self.push(operation);
         Ok(())
     }
 
     /// Pushes `operation`, even after a failure.
-    pub(super) fn push(&self, operation: Operation) {
+    pub(super) fn push(&self, operation: HostOperation) {
         // Only an idle thread needs a wakeup, which saves system calls.
         let mut queue = lock(&self.shared.queue);
         queue.waiting.push_back(operation);
@@ -135,10 +135,10 @@ impl Drop for Worker {
 }
 
 #[derive(Debug)]
-struct Shared {
+struct WorkerShared {
     fault: Arc<Fault>,
     faults: Arc<FaultSet>,
-    queue: Mutex<Queue>,
+    queue: Mutex<WorkerQueue>,
     work: Condvar,
     done: Condvar,
     // First error of an operation; later operations are skipped.
@@ -146,8 +146,8 @@ struct Shared {
 }
 
 #[derive(Debug, Default)]
-struct Queue {
-    waiting: VecDeque<Operation>,
+struct WorkerQueue {
+    waiting: VecDeque<HostOperation>,
     enqueued: u64,
     completed: u64,
     closed: bool,
@@ -158,7 +158,7 @@ struct Queue {
 }
 
 /// Executes operations until the stream is dropped and the queue is empty.
-fn work(shared: &Shared, context: &Context) {
+fn work(shared: &WorkerShared, context: &Context) {
     let mut queue = lock(&shared.queue);
     loop {
         let Some(operation) = queue.waiting.pop_front() else {
@@ -173,7 +173,7 @@ fn work(shared: &Shared, context: &Context) {
             continue;
         };
         drop(queue);
-        let mark = matches!(operation, Operation::Record { .. });
+        let mark = matches!(operation, HostOperation::Record { .. });
         // After a failure only event records run, so that streams that wait for them end.
         if (mark || shared.failure.get().is_none())
             && let Err(error) = context.perform(&operation)

@@ -7,7 +7,7 @@ use crate::p2p::end::TransferEnd;
 use crate::p2p::packets::Unpacking;
 use crate::p2p::path::Flow;
 use crate::p2p::protocol::Role;
-use crate::p2p::recording::{GraphMark, Recording};
+use crate::p2p::recording::{GraphMark, TransferRecording};
 use crate::p2p::transfer::Transfer;
 use std::sync::atomic::AtomicU64;
 
@@ -72,7 +72,7 @@ impl TransferExchange {
             buffer: request.buffer,
             remote,
             slots,
-            recording: Recording::default(),
+            recording: TransferRecording::default(),
             graph_mark: GraphMark::new(&pairs.device),
             line,
             _scratch: scratch,

@@ -2,7 +2,7 @@
 
 use super::end::{EndParts, StagedEnd};
 use super::service::Service;
-use super::state::Operation;
+use super::state::StagingOperation;
 use crate::deadline::Deadline;
 use crate::device::channel::trigger::Movement;
 use crate::device::channel::{Side, Windows};
@@ -71,7 +71,7 @@ impl StagedCarrier {
         })
     }
 
-    fn push(&self, operation: Operation) {
+    fn push(&self, operation: StagingOperation) {
         self.end.push(operation);
         self.service.wake();
     }
@@ -88,11 +88,11 @@ impl Carrier for StagedCarrier {
             return Ok(());
         }
         self.push(match movement {
-            Movement::Put => Operation::Put {
+            Movement::Put => StagingOperation::Put {
                 source: own.clone(),
                 at: peers,
             },
-            Movement::Get => Operation::Get {
+            Movement::Get => StagingOperation::Get {
                 target: own.clone(),
                 at: peers,
             },
@@ -102,14 +102,14 @@ impl Carrier for StagedCarrier {
 
     fn set(&self, inbound: Option<u64>, completed: Option<u64>) -> Result<()> {
         if let Some(value) = inbound {
-            self.push(Operation::Signal(value));
+            self.push(StagingOperation::Signal(value));
         }
         completed.map_or(Ok(()), |value| self.answer(&self.completed, value))
     }
 
     fn answer(&self, word: &Word, value: u64) -> Result<()> {
         let word = word.clone();
-        self.push(Operation::Answer { word, value });
+        self.push(StagingOperation::Answer { word, value });
         Ok(())
     }
 

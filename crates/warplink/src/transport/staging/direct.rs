@@ -9,7 +9,7 @@
 //! outside the connection's regions, and regions without a key, are staged.
 
 use super::end::StagedEnd;
-use super::state::{EndState, Operation};
+use super::state::{EndState, StagingOperation};
 use crate::device::channel::trigger::Movement;
 use crate::device::network::RemoteMemory;
 use crate::device::{At, DeviceSlice};
@@ -87,9 +87,11 @@ impl Direct {
 impl EndState {
     fn direct_front(&self) -> Option<Front> {
         let (movement, own, at) = match self.queue.front()? {
-            Operation::Put { source, at } => (Movement::Put, source, *at),
-            Operation::Get { target, at } => (Movement::Get, target, *at),
-            Operation::Signal(_) | Operation::Answer { .. } | Operation::End => return None,
+            StagingOperation::Put { source, at } => (Movement::Put, source, *at),
+            StagingOperation::Get { target, at } => (Movement::Get, target, *at),
+            StagingOperation::Signal(_)
+            | StagingOperation::Answer { .. }
+            | StagingOperation::End => return None,
         };
         let remote = self.direct.remote(own, at)?.clone();
         Some(Front {
@@ -153,10 +155,10 @@ impl StagedEnd {
         // The remainder stays at the front, which preserves the order.
         let rest = own.slice(bytes..own.bytes())?;
         if let Some(
-            Operation::Put {
+            StagingOperation::Put {
                 source: own, at, ..
             }
-            | Operation::Get {
+            | StagingOperation::Get {
                 target: own, at, ..
             },
         ) = state.queue.front_mut()

@@ -1,7 +1,7 @@
 //! One end of a staged connection: sending, receiving and completions. Never blocks.
 
-use super::message::{Message, WORDS, malformed};
-use super::state::{EndState, MAX_GETS, Operation, Portion};
+use super::message::{StagingMessage, WORDS, malformed};
+use super::state::{EndState, MAX_GETS, Portion, StagingOperation};
 use super::{ARRIVED, CONSUMED, GONE, HEADER_BYTES, Incoming, Shape};
 use crate::device::network::{NetworkConnection, RemoteMemory};
 use crate::device::{
@@ -91,7 +91,7 @@ impl StagedEnd {
         lock(&self.state).queue.len() < MAX_QUEUED
     }
 
-    pub(super) fn push(&self, operation: Operation) {
+    pub(super) fn push(&self, operation: StagingOperation) {
         lock(&self.state).queue.push_back(operation);
     }
 
@@ -99,7 +99,7 @@ impl StagedEnd {
     /// writing.
     pub(crate) fn close(&self, told: &Arc<AtomicBool>) {
         let mut state = lock(&self.state);
-        state.queue.push_back(Operation::End);
+        state.queue.push_back(StagingOperation::End);
         state.told = Some(told.clone());
     }
 
@@ -185,7 +185,7 @@ impl StagedEnd {
             let start = incoming.shape.header(number);
             let header: [u64; WORDS] =
                 std::array::from_fn(|word| incoming.control.load(start + 8 * word));
-            let message = Message::decode(header, number)?;
+            let message = StagingMessage::decode(header, number)?;
             self.apply(state, number, message)?;
             let (chunk, _) = incoming.shape.chunk(number);
             // The chunk may be returned to the peer once this event is reached.
@@ -196,10 +196,10 @@ impl StagedEnd {
     }
 
     /// Executes message `number` of the peer.
-    fn apply(&self, state: &mut EndState, number: u64, message: Message) -> Result<()> {
+    fn apply(&self, state: &mut EndState, number: u64, message: StagingMessage) -> Result<()> {
         let Incoming { shape, ring, .. } = &*self.parts.incoming;
         // After its end the peer only answers this end's gets.
-        if state.peer_ended && !matches!(message, Message::Got { .. }) {
+        if state.peer_ended && !matches!(message, StagingMessage::Got { .. }) {
             return Err(malformed(
                 "the peer asks for something after its end".to_owned(),
             ));
@@ -214,8 +214,8 @@ impl StagedEnd {
         }
         let chunk = ring.slice().slice(start..start + payload as usize)?;
         match message {
-            Message::Put { at, bytes } => self.inward.copy(state.region(at, bytes)?, &chunk),
-            Message::Signal { value } => {
+            StagingMessage::Put { at, bytes } => self.inward.copy(state.region(at, bytes)?, &chunk),
+            StagingMessage::Signal { value } => {
                 // Signals count up, and must stay below the poison value.
                 if value <= state.signalled || value >= MAX_SIGNALS {
                     return Err(malformed(format!(
@@ -232,7 +232,7 @@ impl StagedEnd {
                 // Ordered after the copies of earlier puts, which are in the same stream.
                 self.inward.memory_ops(&[MemoryOp::Write { word, value }])
             }
-            Message::Get { id, at, bytes } => {
+            StagingMessage::Get { id, at, bytes } => {
                 let left = state.region(at, bytes)?;
                 if bytes == 0 {
                     return Err(malformed(
@@ -248,7 +248,7 @@ impl StagedEnd {
                 state.requests.push_back((id, Portion { done: 0, left }));
                 Ok(())
             }
-            Message::Got { id, offset, bytes } => {
+            StagingMessage::Got { id, offset, bytes } => {
                 let get = state.gets.get_mut(&id);
                 let due = |get: &&mut Portion| {
                     // Parts of a get arrive in order, so exactly the next offset is valid.
@@ -265,7 +265,7 @@ impl StagedEnd {
                 }
                 self.inward.copy(&target, &chunk)
             }
-            Message::End => {
+            StagingMessage::End => {
                 state.peer_ended = true;
                 Ok(())
             }
@@ -309,11 +309,11 @@ impl StagedEnd {
         let shape = self.parts.peer_shape;
         loop {
             // An answer waits for the operations before it; record them before later ones start.
-            while let Some(Operation::Answer { .. }) = state.queue.front() {
+            while let Some(StagingOperation::Answer { .. }) = state.queue.front() {
                 state.note_answer();
             }
             let is_for_messages = self.begin_direct(state)?;
-            if let Some(Operation::Answer { .. }) = state.queue.front() {
+            if let Some(StagingOperation::Answer { .. }) = state.queue.front() {
                 continue;
             }
             // Flow control: at most one ring of unconsumed messages.

@@ -1,14 +1,14 @@
 //! Behaviour of an end for arbitrary data written by its peer.
 
 use super::end::{EndParts, StagedEnd};
-use super::message::{Message, WORDS};
-use super::state::Operation;
+use super::message::{StagingMessage, WORDS};
+use super::state::StagingOperation;
 use super::*;
 use crate::deadline::Deadline;
 use crate::device::network::RemoteMemory;
 use crate::device::{AllocationKind, At, DeviceConfig, DeviceKind, DeviceSlice, Fault, Word};
 use crate::error::ErrorKind;
-use crate::transport::no_peer::{Call, NoPeer};
+use crate::transport::no_peer::{CarrierCall, NoPeer};
 use proptest::prelude::*;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -126,8 +126,8 @@ impl Fixture {
 fn messages_do_what_they_say_in_their_order() {
     let mut fixture = Fixture::new();
     let at = At::from(192);
-    fixture.send(Message::Put { at, bytes: 64 }.encode(0));
-    fixture.send(Message::Signal { value: 3 }.encode(1));
+    fixture.send(StagingMessage::Put { at, bytes: 64 }.encode(0));
+    fixture.send(StagingMessage::Signal { value: 3 }.encode(1));
     fixture.take();
     fixture.until(|| fixture.word() == 3);
     let mut bytes = [0; REGION];
@@ -144,14 +144,14 @@ fn messages_do_what_they_say_in_their_order() {
         .slice()
         .clone();
     let at = At::default();
-    fixture.end.push(Operation::Get {
+    fixture.end.push(StagingOperation::Get {
         target: target.clone(),
         at,
     });
     fixture.until(|| fixture.end.gets() == 1);
     for (number, offset, bytes) in [(2, 0, 64), (3, 64, 36)] {
         let id = 0;
-        fixture.send(Message::Got { id, offset, bytes }.encode(number));
+        fixture.send(StagingMessage::Got { id, offset, bytes }.encode(number));
     }
     fixture.take();
     let mut bytes = [0; 100];
@@ -162,7 +162,7 @@ fn messages_do_what_they_say_in_their_order() {
 #[test]
 fn what_does_not_follow_the_protocol_is_an_error_that_names_the_peer() {
     let at = |region, offset| At { region, offset };
-    let put = |at, bytes| Message::Put { at, bytes };
+    let put = |at, bytes| StagingMessage::Put { at, bytes };
     let id = 5;
     for (message, says) in [
         (
@@ -173,10 +173,10 @@ fn what_does_not_follow_the_protocol_is_an_error_that_names_the_peer() {
         (put(at(1, 0), 8), "of region 1"),
         (put(at(u32::MAX, 0), 8), "which are not there"),
         (put(at(0, 0), 65), "65 bytes; expected at most 64"),
-        (Message::Signal { value: 0 }, "signals 0 after 0"),
-        (Message::Signal { value: 1 << 62 }, "signals"),
+        (StagingMessage::Signal { value: 0 }, "signals 0 after 0"),
+        (StagingMessage::Signal { value: 1 << 62 }, "signals"),
         (
-            Message::Get {
+            StagingMessage::Get {
                 id,
                 at: at(0, 0),
                 bytes: 257,
@@ -184,7 +184,7 @@ fn what_does_not_follow_the_protocol_is_an_error_that_names_the_peer() {
             "257 bytes from 0",
         ),
         (
-            Message::Get {
+            StagingMessage::Get {
                 id,
                 at: at(0, 0),
                 bytes: 0,
@@ -192,7 +192,7 @@ fn what_does_not_follow_the_protocol_is_an_error_that_names_the_peer() {
             "asks for 0 bytes",
         ),
         (
-            Message::Got {
+            StagingMessage::Got {
                 id,
                 offset: 0,
                 bytes: 8,
@@ -205,11 +205,11 @@ fn what_does_not_follow_the_protocol_is_an_error_that_names_the_peer() {
         fixture.assert_refused(says);
     }
     let mut fixture = Fixture::new();
-    fixture.send(Message::End.encode(0));
-    fixture.send(Message::Signal { value: 1 }.encode(1));
+    fixture.send(StagingMessage::End.encode(0));
+    fixture.send(StagingMessage::Signal { value: 1 }.encode(1));
     fixture.assert_refused("after its end");
     let mut fixture = Fixture::new();
-    fixture.send(Message::End.encode(9));
+    fixture.send(StagingMessage::End.encode(9));
     fixture.assert_refused("that of message 9; expected 0");
     let fixture = Fixture::new();
     fixture.incoming.control.store(ARRIVED, 5);
@@ -238,7 +238,7 @@ fn a_failure_is_told_before_waits_end() {
 fn an_end_that_failed_parts_from_its_peer() {
     for breaks_the_protocol in [true, false] {
         let mut fixture = Fixture::new();
-        fixture.send(Message::Signal { value: 1 }.encode(0));
+        fixture.send(StagingMessage::Signal { value: 1 }.encode(0));
         fixture.end.advance();
         if breaks_the_protocol {
             fixture.send([9; WORDS]);
@@ -269,17 +269,17 @@ fn signals_follow_what_went_past_the_rings() {
     let at = At::from(900);
     let source = fixture.region.slice(8..72).unwrap();
     let from = source.address();
-    fixture.end.push(Operation::Put { source, at });
-    fixture.end.push(Operation::Signal(1));
+    fixture.end.push(StagingOperation::Put { source, at });
+    fixture.end.push(StagingOperation::Signal(1));
     fixture.until(|| fixture.end.sent() == 1);
     let control = fixture.incoming.shape.control_bytes();
     let calls = fixture.peer.calls();
     let [put, header, announced] = calls[..] else {
         panic!("{calls:?}");
     };
-    assert_eq!(put, Call::Put(from, 64, (1000, 900)));
-    assert!(matches!(header, Call::Put(_, HEADER_BYTES, (bytes, _)) if bytes == control));
-    assert_eq!(announced, Call::Signal(control, 1));
+    assert_eq!(put, CarrierCall::Put(from, 64, (1000, 900)));
+    assert!(matches!(header, CarrierCall::Put(_, HEADER_BYTES, (bytes, _)) if bytes == control));
+    assert_eq!(announced, CarrierCall::Signal(control, 1));
 }
 
 #[test]
@@ -290,12 +290,14 @@ fn answers_wait_for_what_went_past_the_rings() {
         fixture.peer.hold();
         let (own, at) = (fixture.region.slice(0..64).unwrap(), At::default());
         fixture.end.push(match movement {
-            "put" => Operation::Put { source: own, at },
-            _ => Operation::Get { target: own, at },
+            "put" => StagingOperation::Put { source: own, at },
+            _ => StagingOperation::Get { target: own, at },
         });
         let answered = fixture.device.allocate_signals(8).unwrap().word(0).unwrap();
         let word = answered.clone();
-        fixture.end.push(Operation::Answer { word, value: 7 });
+        fixture
+            .end
+            .push(StagingOperation::Answer { word, value: 7 });
         for _ in 0..20 {
             fixture.end.advance();
             // A stream would write an answer.
@@ -322,15 +324,17 @@ fn what_the_network_does_not_reach_is_staged_beside_what_it_does() {
     for (sent, source, at) in [(1, &other, at(0)), (2, &own, at(1)), (2, &own, at(0))] {
         let source = source.clone();
         let address = source.address();
-        fixture.end.push(Operation::Put { source, at });
+        fixture.end.push(StagingOperation::Put { source, at });
         fixture.until(|| fixture.end.sent() == sent);
         fixture.incoming.control.store(CONSUMED, sent);
         fixture.until(|| fixture.end.is_idle().unwrap());
-        let is_direct = fixture.peer.calls() == [Call::Put(address, 64, (REGION, 0))];
+        let is_direct = fixture.peer.calls() == [CarrierCall::Put(address, 64, (REGION, 0))];
         assert_eq!(is_direct, address == own.address() && at.region == 0);
     }
     let target = other;
-    fixture.end.push(Operation::Get { target, at: at(0) });
+    fixture
+        .end
+        .push(StagingOperation::Get { target, at: at(0) });
     fixture.until(|| fixture.end.gets() == 1);
 }
 
@@ -345,11 +349,11 @@ fn large_puts_past_the_rings_go_in_parts() {
     let peers = RemoteMemory::of_nobody(50 * MIB);
     fixture.end.set_peers_region(0, Arc::new(peers));
     let (source, at) = (region.clone(), At::from(MIB as u64));
-    fixture.end.push(Operation::Put { source, at });
+    fixture.end.push(StagingOperation::Put { source, at });
     fixture.until(|| fixture.end.is_idle().unwrap());
     let parts = [(0, 16), (16, 16), (32, 8)].map(|(start, mib)| {
         let from = region.address() + (start * MIB) as u64;
-        Call::Put(from, mib * MIB, (50 * MIB, (start + 1) * MIB))
+        CarrierCall::Put(from, mib * MIB, (50 * MIB, (start + 1) * MIB))
     });
     assert_eq!(fixture.peer.calls(), parts);
 }
@@ -364,10 +368,12 @@ fn no_more_than_a_ring_is_under_way() {
         .slice()
         .clone();
     let at = At::default();
-    fixture.end.push(Operation::Put { source, at });
+    fixture.end.push(StagingOperation::Put { source, at });
     let answered = fixture.device.allocate_signals(8).unwrap().word(0).unwrap();
     let word = answered.clone();
-    fixture.end.push(Operation::Answer { word, value: 1 });
+    fixture
+        .end
+        .push(StagingOperation::Answer { word, value: 1 });
     let told = Arc::new(AtomicBool::new(false));
     for consumed in 0..9 {
         fixture.until(|| fixture.end.sent() == (consumed + 4).min(9));
@@ -393,7 +399,7 @@ fn no_more_than_a_ring_is_under_way() {
     }
     assert!(!told.load(Ordering::Acquire));
     let mut fixture = fixture;
-    fixture.send(Message::End.encode(0));
+    fixture.send(StagingMessage::End.encode(0));
     fixture.until(|| told.load(Ordering::Acquire));
     assert!(fixture.fault.error().is_none());
 }
@@ -413,7 +419,7 @@ proptest! {
         (arrived, consumed) in (0_u64..3, 0_u64..3),
     ) {
         let mut fixture = Fixture::new();
-        fixture.end.push(Operation::Get { target: fixture.region.slice(0..100).unwrap(), at: At::default() });
+        fixture.end.push(StagingOperation::Get { target: fixture.region.slice(0..100).unwrap(), at: At::default() });
         fixture.until(|| fixture.end.gets() == 1);
         for (kind, region, offset, bytes, value) in messages {
             let number = fixture.sent;

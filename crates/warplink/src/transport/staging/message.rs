@@ -15,7 +15,7 @@ const END: u64 = 5;
 
 /// A message between two ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Message {
+pub(super) enum StagingMessage {
     /// The chunk's data belongs at this location.
     Put { at: At, bytes: u64 },
     /// Set the inbound word, after all earlier chunks.
@@ -28,7 +28,7 @@ pub(super) enum Message {
     End,
 }
 
-impl Message {
+impl StagingMessage {
     /// Payload bytes in its chunk.
     pub(super) fn payload(&self) -> u64 {
         match self {
@@ -109,22 +109,22 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    fn messages() -> impl Strategy<Value = Message> {
+    fn messages() -> impl Strategy<Value = StagingMessage> {
         let place = || any::<(u32, u64)>().prop_map(At::from);
         prop_oneof![
-            (place(), any::<u64>()).prop_map(|(at, bytes)| Message::Put { at, bytes }),
-            any::<u64>().prop_map(|value| Message::Signal { value }),
-            (any::<u64>(), place(), any::<u64>()).prop_map(|(id, at, bytes)| Message::Get {
+            (place(), any::<u64>()).prop_map(|(at, bytes)| StagingMessage::Put { at, bytes }),
+            any::<u64>().prop_map(|value| StagingMessage::Signal { value }),
+            (any::<u64>(), place(), any::<u64>()).prop_map(|(id, at, bytes)| StagingMessage::Get {
                 id,
                 at,
                 bytes
             }),
-            any::<(u64, u64, u64)>().prop_map(|(id, offset, bytes)| Message::Got {
+            any::<(u64, u64, u64)>().prop_map(|(id, offset, bytes)| StagingMessage::Got {
                 id,
                 offset,
                 bytes
             }),
-            Just(Message::End),
+            Just(StagingMessage::End),
         ]
     }
 
@@ -132,8 +132,8 @@ mod tests {
         #[test]
         fn messages_survive_and_keep_their_numbers(message in messages(), number: u64) {
             let header = message.encode(number);
-            prop_assert_eq!(Message::decode(header, number).unwrap(), message);
-            let other = Message::decode(header, number.wrapping_add(1)).unwrap_err();
+            prop_assert_eq!(StagingMessage::decode(header, number).unwrap(), message);
+            let other = StagingMessage::decode(header, number.wrapping_add(1)).unwrap_err();
             prop_assert_eq!(other.kind(), ErrorKind::Protocol);
         }
 
@@ -142,7 +142,7 @@ mod tests {
             mut header: [u64; WORDS], kind in 0_u64..8, number: u64
         ) {
             (header[0], header[1], header[6]) = (number, kind, !number);
-            match Message::decode(header, number) {
+            match StagingMessage::decode(header, number) {
                 Ok(message) => prop_assert_eq!(message.encode(number), header),
                 Err(error) => prop_assert_eq!(error.kind(), ErrorKind::Protocol),
             }

@@ -1,7 +1,7 @@
 //! EndState of an end: queued operations and progress.
 
 use super::direct::Direct;
-use super::message::{Message, malformed};
+use super::message::{StagingMessage, malformed};
 use crate::device::{At, DeviceSlice, Word};
 use crate::error::Result;
 use std::collections::{BTreeMap, VecDeque};
@@ -12,7 +12,7 @@ use std::sync::atomic::AtomicBool;
 pub(super) const MAX_GETS: usize = 64;
 
 /// A queued operation.
-pub(super) enum Operation {
+pub(super) enum StagingOperation {
     Put {
         source: DeviceSlice,
         at: At,
@@ -34,13 +34,13 @@ pub(super) enum Operation {
 pub(super) struct EndState {
     /// This rank's regions, by number.
     pub(super) regions: Vec<Option<DeviceSlice>>,
-    pub(super) queue: VecDeque<Operation>,
+    pub(super) queue: VecDeque<StagingOperation>,
     /// Number of messages started, sent, and consumed by the peer.
     pub(super) begun: u64,
     pub(super) sent: u64,
     pub(super) consumed: u64,
     /// Messages started but not sent, from `sent` on.
-    pub(super) leaving: VecDeque<Message>,
+    pub(super) leaving: VecDeque<StagingMessage>,
     /// Number of messages received and consumed here.
     pub(super) taken: u64,
     pub(super) returned: u64,
@@ -51,7 +51,7 @@ pub(super) struct EndState {
     pub(super) next_get: u64,
     /// Outstanding gets of the peer, with their numbers.
     pub(super) requests: VecDeque<(u64, Portion)>,
-    pub(super) answers: VecDeque<Answer>,
+    pub(super) answers: VecDeque<StagingAnswer>,
     pub(super) direct: Direct,
     /// Whether the peer has ended its requests.
     pub(super) peer_ended: bool,
@@ -68,7 +68,7 @@ pub(super) struct Portion {
 
 /// A word to set once the peer has consumed the messages before `begun`, and gets before `get` and direct
 /// parts before `direct` are complete.
-pub(super) struct Answer {
+pub(super) struct StagingAnswer {
     pub(super) begun: u64,
     pub(super) get: u64,
     pub(super) direct: u64,
@@ -114,7 +114,7 @@ impl EndState {
     pub(super) fn next(
         &mut self,
         chunk_bytes: u64,
-    ) -> Result<Option<(Message, Option<DeviceSlice>)>> {
+    ) -> Result<Option<(StagingMessage, Option<DeviceSlice>)>> {
         // Answer the peer's gets before sending own operations, so that both directions progress.
         if let Some((id, request)) = self.requests.front_mut() {
             let bytes = chunk_bytes.min(request.left.bytes() as u64);
@@ -123,14 +123,17 @@ impl EndState {
             if request.left.bytes() == 0 {
                 self.requests.pop_front();
             }
-            return Ok(Some((Message::Got { id, offset, bytes }, Some(source))));
+            return Ok(Some((
+                StagingMessage::Got { id, offset, bytes },
+                Some(source),
+            )));
         }
         // A partial put keeps its place at the front of the queue.
         let (message, payload) = match self.queue.front_mut() {
-            Some(Operation::Put { source, at }) => {
+            Some(StagingOperation::Put { source, at }) => {
                 let bytes = chunk_bytes.min(source.bytes() as u64);
                 let part = source.slice(0..bytes as usize)?;
-                let message = Message::Put { at: *at, bytes };
+                let message = StagingMessage::Put { at: *at, bytes };
                 if bytes < source.bytes() as u64 {
                     *source = source.slice(bytes as usize..source.bytes())?;
                     at.offset += bytes;
@@ -139,16 +142,20 @@ impl EndState {
                 (message, Some(part))
             }
             // Beyond the limit a get waits in the queue, and with it everything after it.
-            Some(Operation::Get { target, at }) if self.gets.len() < MAX_GETS => {
+            Some(StagingOperation::Get { target, at }) if self.gets.len() < MAX_GETS => {
                 let (id, left) = (self.next_get, target.clone());
                 let bytes = left.bytes() as u64;
                 self.next_get += 1;
                 self.gets.insert(id, Portion { done: 0, left });
-                (Message::Get { id, at: *at, bytes }, None)
+                (StagingMessage::Get { id, at: *at, bytes }, None)
             }
-            Some(Operation::Signal(value)) => (Message::Signal { value: *value }, None),
-            Some(Operation::End) => (Message::End, None),
-            Some(Operation::Get { .. } | Operation::Answer { .. }) | None => return Ok(None),
+            Some(StagingOperation::Signal(value)) => {
+                (StagingMessage::Signal { value: *value }, None)
+            }
+            Some(StagingOperation::End) => (StagingMessage::End, None),
+            Some(StagingOperation::Get { .. } | StagingOperation::Answer { .. }) | None => {
+                return Ok(None);
+            }
         };
         self.queue.pop_front();
         Ok(Some((message, payload)))
@@ -156,8 +163,8 @@ impl EndState {
 
     /// Records what the answer at the front of the queue waits for.
     pub(super) fn note_answer(&mut self) {
-        if let Some(Operation::Answer { word, value }) = self.queue.pop_front() {
-            self.answers.push_back(Answer {
+        if let Some(StagingOperation::Answer { word, value }) = self.queue.pop_front() {
+            self.answers.push_back(StagingAnswer {
                 begun: self.begun,
                 get: self.next_get,
                 direct: self.direct.begun(),

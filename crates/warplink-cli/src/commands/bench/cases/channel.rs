@@ -76,7 +76,7 @@ const TRANSPORTS: [Transport; 2] = [Transport::Direct, Transport::Proxied];
 
 /// One figure.
 #[derive(Debug, Serialize)]
-struct Row {
+struct ChannelRow {
     what: &'static str,
     transport: Option<Transport>,
     bytes: u64,
@@ -91,17 +91,17 @@ struct Row {
 
 #[derive(Debug, Serialize)]
 pub(crate) struct Channels {
-    rows: Vec<Row>,
+    rows: Vec<ChannelRow>,
 }
 
 /// Two connections between ranks 0 and 1, and the kernels for them; further ranks only keep the barriers.
-struct Runner<'a> {
+struct ChannelRunner<'a> {
     clock: Clock<'a>,
     kernels: Kernels,
     connections: Vec<Connection>,
     samples: usize,
     limit: Duration,
-    rows: Live<Row>,
+    rows: Live<ChannelRow>,
 }
 
 impl Case for Channel {
@@ -120,7 +120,7 @@ impl Case for Channel {
 
     fn measure(&self, comm: &Communicator, setup: &Setup) -> Result<Channels> {
         let limit = Duration::from_secs(self.limit.into());
-        let mut runner = Runner::new(comm, setup, limit)?;
+        let mut runner = ChannelRunner::new(comm, setup, limit)?;
         self.latencies(&mut runner, by_device(setup.kind, [1000, 100]))?;
         let blocks: &[u32] = match setup.kind {
             DeviceKind::Cuda => &[1, 4, 8, 16, 24, 32, 64],
@@ -161,7 +161,7 @@ impl Channel {
     }
 
     /// Rows of messages back and forth.
-    fn latencies(&self, runner: &mut Runner<'_>, rounds: u32) -> Result<()> {
+    fn latencies(&self, runner: &mut ChannelRunner<'_>, rounds: u32) -> Result<()> {
         let [direct, proxied] = TRANSPORTS;
         if self.wants(&["words", "signals"]) {
             runner.signals(rounds)?;
@@ -187,7 +187,7 @@ fn region_bytes(largest: u64) -> u128 {
     u128::from(DATA) + u128::from(largest.max(4 * SMALLEST))
 }
 
-impl<'a> Runner<'a> {
+impl<'a> ChannelRunner<'a> {
     fn new(comm: &'a Communicator, setup: &Setup, limit: Duration) -> Result<Self> {
         let bytes = region_bytes(setup.largest() as u64);
         let kernels = Kernels::load(comm)?;
@@ -289,8 +289,8 @@ impl<'a> Runner<'a> {
             let time = all.divided(2.0 * f64::from(rounds));
             let ratio = plain.map(|plain| time.median / plain);
             plain = Some(time.median);
-            let row = Row::new(what, Some(direct), (0, 1), time);
-            self.rows.add(Row { ratio, ..row })?;
+            let row = ChannelRow::new(what, Some(direct), (0, 1), time);
+            self.rows.add(ChannelRow { ratio, ..row })?;
         }
         Ok(())
     }
@@ -308,7 +308,7 @@ impl<'a> Runner<'a> {
         let all = self.time(what, transport, launch, (rounds, bytes), false)?;
         let time = all.divided(2.0 * f64::from(rounds));
         self.rows
-            .add(Row::new(what, Some(transport), (bytes, 1), time))
+            .add(ChannelRow::new(what, Some(transport), (bytes, 1), time))
     }
 
     /// Adds the time of one put of rank 0 by several blocks, and its rate over the one given. Returns the rate.
@@ -321,7 +321,7 @@ impl<'a> Runner<'a> {
     ) -> Result<f64> {
         let direct = Transport::Direct;
         let time = self.time(what, direct, Launch::new(blocks, 1024), (1, bytes), true)?;
-        self.moved(Row::new(what, Some(direct), (bytes, blocks), time), plain)
+        self.moved(ChannelRow::new(what, Some(direct), (bytes, blocks), time), plain)
     }
 
     /// Adds the time of `puts` proxied puts in a row until all are done, and their rate over `plain`.
@@ -330,7 +330,7 @@ impl<'a> Runner<'a> {
         let proxied = Transport::Proxied;
         let time = self.time("put_and_flush", proxied, launch, (puts, bytes), true)?;
         let time = time.divided(f64::from(puts));
-        self.moved(Row::new(what, Some(proxied), (bytes, 1), time), Some(plain))
+        self.moved(ChannelRow::new(what, Some(proxied), (bytes, 1), time), Some(plain))
     }
 
     /// Adds the time of `copies` copies of the copy engine in a row. Returns their rate.
@@ -357,13 +357,13 @@ impl<'a> Runner<'a> {
             .with_context(|| format!("measure '{what}' of {bytes} bytes"))?;
         let time = time.first().context("nothing was timed")?;
         let time = time.divided(f64::from(copies));
-        self.moved(Row::new(what, None, (bytes, 0), time), None)
+        self.moved(ChannelRow::new(what, None, (bytes, 0), time), None)
     }
 
     /// Adds a row with its rate, and the ratio of that to `plain`. Returns the rate.
-    fn moved(&mut self, row: Row, plain: Option<f64>) -> Result<f64> {
+    fn moved(&mut self, row: ChannelRow, plain: Option<f64>) -> Result<f64> {
         let rate = row.bytes as f64 / row.time.median / 1e9;
-        self.rows.add(Row {
+        self.rows.add(ChannelRow {
             rate: Some(rate),
             ratio: plain.map(|plain| rate / plain),
             ..row
@@ -379,14 +379,14 @@ impl<'a> Runner<'a> {
             .time("triggers", proxied, launch, (each, 0), true)
             .with_context(|| format!("{blocks} blocks"))?;
         let time = time.divided(f64::from(each * blocks));
-        self.rows.add(Row {
+        self.rows.add(ChannelRow {
             rate: Some(1e-6 / time.median),
-            ..Row::new("triggers", Some(proxied), (0, blocks), time)
+            ..ChannelRow::new("triggers", Some(proxied), (0, blocks), time)
         })
     }
 }
 
-impl Row {
+impl ChannelRow {
     fn new(
         what: &'static str,
         transport: Option<Transport>,
@@ -407,9 +407,9 @@ impl Row {
 
 const WIDTHS: [usize; 7] = [16, 9, 8, 6, 10, 11, 6];
 
-fn columns() -> Columns<'static, Row> {
+fn columns() -> Columns<'static, ChannelRow> {
     let digits = |value: Option<f64>| or_empty(value, |value| format!("{value:.3}"));
-    Columns::<Row>::new()
+    Columns::<ChannelRow>::new()
         .words("what", |row| row.what.to_owned())
         .words("transport", |row| {
             or_empty(row.transport, |transport| transport.to_string())
@@ -431,7 +431,7 @@ impl Figures for Channels {
     }
 
     fn drawing(&self) -> Drawing {
-        let panel = |title: &str, unit, value: fn(&Row) -> Option<f64>| {
+        let panel = |title: &str, unit, value: fn(&ChannelRow) -> Option<f64>| {
             let bars = self.rows.iter().filter_map(|row| {
                 let transport = or_empty(row.transport, |by| format!("{by}, "));
                 let bytes = Bytes(row.bytes);
@@ -470,10 +470,10 @@ mod tests {
             most: 2e-3,
         };
         let proxied = Some(Transport::Proxied);
-        let row = Row {
+        let row = ChannelRow {
             rate: Some(44.5),
             ratio: Some(0.98),
-            ..Row::new("put_and_flush", proxied, (64 << 20, 132), time)
+            ..ChannelRow::new("put_and_flush", proxied, (64 << 20, 132), time)
         };
         let rows = Live::new(columns(), &WIDTHS, "host", 1, false).unwrap();
         assert_eq!(

@@ -12,12 +12,12 @@ use crate::options::Options;
 use crate::report::bytes::Bytes;
 use anyhow::{Context, Result, bail, ensure};
 use clap::{Args, ValueEnum};
-use figures::{External, Collectives, Row};
-use runner::Runner;
+use figures::{External, CollectiveFigures, CollectiveRow};
+use runner::CollectiveRunner;
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 use std::process::ExitCode;
-use template::{Kind, Template};
+use template::{Template, TemplateKind};
 use warplink::collective::{Algorithm, CollectiveOptions};
 use warplink::device::ReduceOp;
 use warplink::file::read_regular;
@@ -47,7 +47,7 @@ pub(crate) struct Collective {
         "Which collective: {}; with the last one, each rank sends to the next one and receives from the one before",
         template::names()
     ))]
-    collective: Kind,
+    collective: TemplateKind,
     /// Element type
     #[arg(long, value_name = "TYPE", default_value = "bf16", value_parser = OneOf(&DType::ALL))]
     dtype: DType,
@@ -77,7 +77,7 @@ pub(crate) struct Collective {
     bound: bool,
     /// Method to compare with [default: nccl on cuda, substitute on host]
     #[arg(long, value_enum, value_delimiter = ',')]
-    peers: Vec<Peer>,
+    peers: Vec<CollectivePeer>,
     /// Calls in a sample [default: 4 to 50, by size, and on the host device by the processors of a rank]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
     calls: Option<u16>,
@@ -100,7 +100,7 @@ enum Placement {
 
 /// A library that Warplink is compared with.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-enum Peer {
+enum CollectivePeer {
     /// The vendor's library
     Nccl,
     /// The vendor's library, with memory registered in advance
@@ -111,7 +111,7 @@ enum Peer {
     None,
 }
 
-impl Peer {
+impl CollectivePeer {
     /// Those of a device.
     const fn of(kind: DeviceKind) -> &'static [Self] {
         match kind {
@@ -125,7 +125,7 @@ impl Case for Collective {
     const NAME: &'static str = "collective";
     const SIZES: Option<Range> = Some(Range::of_bytes(1 << 10, [1 << 30, 1 << 20], 4));
     const SUBMISSIONS: bool = true;
-    type Figures = Collectives;
+    type Figures = CollectiveFigures;
 
     fn prepare(&mut self, _: &Options) -> Result<Option<ExitCode>> {
         if let Some(path) = &self.file {
@@ -158,7 +158,7 @@ impl Case for Collective {
             template::name(self.collective)
         );
         if let Some(algorithm) = self.algorithm {
-            let Kind::Collective(kind) = self.collective else {
+            let TemplateKind::Collective(kind) = self.collective else {
                 bail!("--algorithm is {algorithm}; expected none, since messages have but one");
             };
             let fitting = Algorithm::ALL.into_iter();
@@ -178,7 +178,7 @@ impl Case for Collective {
             );
         }
         ensure!(
-            !self.bound || matches!(self.collective, Kind::Collective(_)),
+            !self.bound || matches!(self.collective, TemplateKind::Collective(_)),
             "--bound is for collectives; expected none, since messages are not bound"
         );
         if let Some(factor) = self.op.factor() {
@@ -196,7 +196,7 @@ impl Case for Collective {
                 self.dtype
             );
         }
-        let peers = Peer::of(kind);
+        let peers = CollectivePeer::of(kind);
         if let Some(other) = self.peers.iter().find(|peer| !peers.contains(peer)) {
             bail!(
                 "--peers has {}; expected {} on {kind}",
@@ -211,7 +211,7 @@ impl Case for Collective {
         memory::check(kind, world, largest, 2 * largest)
     }
 
-    fn measure(&self, comm: &Communicator, setup: &Setup) -> Result<Collectives> {
+    fn measure(&self, comm: &Communicator, setup: &Setup) -> Result<CollectiveFigures> {
         let template = self.template();
         let options = CollectiveOptions {
             algorithm: self.algorithm,
@@ -221,10 +221,10 @@ impl Case for Collective {
             ..CollectiveOptions::default()
         };
         let peers = match &self.peers[..] {
-            [] => Peer::of(setup.kind).get(..1).unwrap_or_default(),
+            [] => CollectivePeer::of(setup.kind).get(..1).unwrap_or_default(),
             peers => peers,
         };
-        let runner = Runner::new(
+        let runner = CollectiveRunner::new(
             comm,
             template,
             setup.largest(),
@@ -234,7 +234,7 @@ impl Case for Collective {
         let places = &self.place.0;
         let steps = setup.sizes.len() * places.len() * setup.submissions.len();
         let progress = Setup::progress(comm, steps, "collective");
-        let mut rows: Vec<Row> = Vec::new();
+        let mut rows: Vec<CollectiveRow> = Vec::new();
         for &bytes in &setup.sizes {
             let calls = self.calls.map(usize::from);
             let calls = calls.unwrap_or_else(|| default_calls(comm, bytes));
@@ -246,7 +246,7 @@ impl Case for Collective {
             }
         }
         let beside = self.beside.as_ref();
-        Ok(Collectives::new(
+        Ok(CollectiveFigures::new(
             template, self.bound, runner.peers, rows, beside,
         ))
     }

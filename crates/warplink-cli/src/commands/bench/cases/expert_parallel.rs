@@ -11,7 +11,7 @@ use crate::memory;
 use crate::names::{OneOf, as_name, name_of};
 use anyhow::{Result, ensure};
 use clap::{Args, ValueEnum};
-use runner::Runner;
+use runner::ExpertRunner;
 use serde::Serialize;
 use warplink::collective::ExpertOptions;
 use warplink::{Communicator, DType};
@@ -50,7 +50,7 @@ pub(crate) struct ExpertParallel {
     routing: Routing,
     /// Method to compare with
     #[arg(long, value_enum, default_value = "nccl")]
-    peer: Peer,
+    peer: ExpertPeer,
     /// Calls in a sample
     #[arg(long, value_name = "N", default_value = "10", value_parser = clap::value_parser!(u16).range(1..))]
     calls: u16,
@@ -67,7 +67,7 @@ enum Routing {
 
 /// A library that Warplink is compared with.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-enum Peer {
+enum ExpertPeer {
     /// The vendor's library (a substitute on the host device)
     Nccl,
     /// Nothing
@@ -76,14 +76,14 @@ enum Peer {
 
 /// The times of one method.
 #[derive(Debug, Serialize)]
-struct Measured {
+struct ExpertTimes {
     method: &'static str,
     /// Of one call.
     dispatch: Times,
     combine: Times,
 }
 
-impl Measured {
+impl ExpertTimes {
     fn both(&self) -> f64 {
         self.dispatch.median + self.combine.median
     }
@@ -91,7 +91,7 @@ impl Measured {
 
 /// The figures of one number of tokens.
 #[derive(Debug, Serialize)]
-struct Row {
+struct ExpertRow {
     /// Of each rank.
     tokens: usize,
     /// That the reporting rank receives.
@@ -100,7 +100,7 @@ struct Row {
     /// Elements of Warplink's result that are wrong.
     wrong: u64,
     /// Warplink first.
-    methods: Vec<Measured>,
+    methods: Vec<ExpertTimes>,
 }
 
 #[derive(Debug, Serialize)]
@@ -113,7 +113,7 @@ pub(crate) struct Experts {
     routing: Routing,
     #[serde(skip_serializing_if = "Option::is_none")]
     peer: Option<String>,
-    rows: Vec<Row>,
+    rows: Vec<ExpertRow>,
 }
 
 impl Case for ExpertParallel {
@@ -156,7 +156,7 @@ impl Case for ExpertParallel {
 
     fn measure(&self, comm: &Communicator, setup: &Setup) -> Result<Experts> {
         let layer = self.layer(setup);
-        let runner = Runner::new(comm, layer, self.routing, self.peer)?;
+        let runner = ExpertRunner::new(comm, layer, self.routing, self.peer)?;
         let steps = setup.sizes.len() * setup.submissions.len();
         let progress = Setup::progress(comm, steps, "expert-parallel");
         let mut rows = Vec::new();
@@ -192,7 +192,7 @@ impl ExpertParallel {
     }
 }
 
-impl Row {
+impl ExpertRow {
     /// The peer's time divided by Warplink's.
     fn speedup(&self) -> Option<f64> {
         match &self.methods[..] {
@@ -219,10 +219,10 @@ impl Figures for Experts {
     }
 
     fn tables(&self) -> String {
-        let time = |method: usize, time: fn(&Measured) -> Times| {
-            move |row: &Row| or_empty(row.methods.get(method), |of| micros(time(of).median))
+        let time = |method: usize, time: fn(&ExpertTimes) -> Times| {
+            move |row: &ExpertRow| or_empty(row.methods.get(method), |of| micros(time(of).median))
         };
-        let mut columns = Columns::<Row>::new()
+        let mut columns = Columns::<ExpertRow>::new()
             .number("tokens", |row| row.tokens.to_string())
             .number("rows", |row| row.rows.to_string())
             .words("submission", |row| name_of(&row.submission))

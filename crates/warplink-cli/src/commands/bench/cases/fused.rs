@@ -10,7 +10,7 @@ use crate::memory;
 use crate::names::{OneOf, name_of};
 use anyhow::Result;
 use clap::{Args, ValueEnum};
-use runner::Runner;
+use runner::FusedRunner;
 use serde::Serialize;
 use warplink::collective::{Epilogue, Fused as Call, FusedKind, Norm, Quantization, Wire};
 use warplink::{Communicator, DType};
@@ -46,7 +46,7 @@ pub(crate) struct Fused {
     wire: Wire,
     /// Implementations to compare with
     #[arg(long, value_enum, value_delimiter = ',', default_values = ["pair", "nccl"])]
-    peers: Vec<Peer>,
+    peers: Vec<FusedPeer>,
     /// Calls in a sample
     #[arg(long, value_name = "N", default_value = "20", value_parser = clap::value_parser!(u16).range(1..))]
     calls: u16,
@@ -54,7 +54,7 @@ pub(crate) struct Fused {
 
 /// Two steps that it is compared with.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-enum Peer {
+enum FusedPeer {
     /// Warplink's all-reduce, then a kernel
     Pair,
     /// The vendor's library (a substitute on the host device), then a kernel
@@ -65,7 +65,7 @@ enum Peer {
 
 /// The time of one method.
 #[derive(Debug, Serialize)]
-struct Measured {
+struct FusedTimes {
     method: String,
     #[serde(flatten)]
     seconds: Times,
@@ -73,13 +73,13 @@ struct Measured {
 
 /// The figures of one number of tokens.
 #[derive(Debug, Serialize)]
-struct Row {
+struct FusedRow {
     tokens: usize,
     submission: Submission,
     /// Elements of Warplink's result that are wrong.
     wrong: u64,
     /// Warplink first.
-    methods: Vec<Measured>,
+    methods: Vec<FusedTimes>,
 }
 
 #[derive(Debug, Serialize)]
@@ -90,7 +90,7 @@ pub(crate) struct Rows {
     quantization: Option<&'static str>,
     wire: Wire,
     peers: Vec<String>,
-    rows: Vec<Row>,
+    rows: Vec<FusedRow>,
 }
 
 impl Case for Fused {
@@ -113,7 +113,7 @@ impl Case for Fused {
     }
 
     fn measure(&self, comm: &Communicator, setup: &Setup) -> Result<Rows> {
-        let runner = Runner::new(comm, self.call(setup.largest()), &self.peers)?;
+        let runner = FusedRunner::new(comm, self.call(setup.largest()), &self.peers)?;
         let steps = setup.sizes.len() * setup.submissions.len();
         let progress = Setup::progress(comm, steps, "fused");
         let mut rows = Vec::new();
@@ -152,7 +152,7 @@ impl Fused {
     }
 }
 
-impl Row {
+impl FusedRow {
     fn of(&self, method: &str) -> Option<f64> {
         let found = self.methods.iter().find(|it| it.method == method);
         found.map(|it| it.seconds.median)
@@ -182,8 +182,8 @@ impl Figures for Rows {
     }
 
     fn tables(&self) -> String {
-        let time = |method: &'static str| move |row: &Row| or_empty(row.of(method), micros);
-        let mut columns = Columns::<Row>::new()
+        let time = |method: &'static str| move |row: &FusedRow| or_empty(row.of(method), micros);
+        let mut columns = Columns::<FusedRow>::new()
             .number("tokens", |row| row.tokens.to_string())
             .words("submission", |row| name_of(&row.submission))
             .number("us", time("warplink"))

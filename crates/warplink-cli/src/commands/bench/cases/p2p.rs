@@ -12,7 +12,7 @@ use crate::names::{as_name, name_of};
 use crate::report::bytes::Bytes;
 use anyhow::{Result, ensure};
 use clap::{Args, ValueEnum};
-use runner::Runner;
+use runner::P2pRunner;
 use serde::Serialize;
 use warplink::Communicator;
 use warplink::p2p::{Path, Protocol};
@@ -101,7 +101,7 @@ impl Method {
 }
 
 #[derive(Debug, Serialize)]
-struct Row {
+struct P2pRow {
     bytes: usize,
     #[serde(serialize_with = "as_name")]
     method: Method,
@@ -120,7 +120,7 @@ struct Row {
 pub(crate) struct Transfers {
     pattern: &'static str,
     nccl: Option<String>,
-    rows: Vec<Row>,
+    rows: Vec<P2pRow>,
 }
 
 impl Case for P2p {
@@ -143,10 +143,10 @@ impl Case for P2p {
     fn measure(&self, comm: &Communicator, setup: &Setup) -> Result<Transfers> {
         let methods = self.measured();
         let nccl = methods.contains(&Method::Nccl);
-        let runner = Runner::new(comm, setup.largest(), self.ring, nccl)?;
+        let runner = P2pRunner::new(comm, setup.largest(), self.ring, nccl)?;
         let steps = setup.sizes.len() * methods.len() * setup.submissions.len();
         let progress = Setup::progress(comm, steps, "send and receive");
-        let mut rows: Vec<Row> = Vec::new();
+        let mut rows: Vec<P2pRow> = Vec::new();
         for &bytes in &setup.sizes {
             for &method in &methods {
                 for &submission in &setup.submissions {
@@ -192,7 +192,7 @@ impl Figures for Transfers {
     }
 
     fn tables(&self) -> String {
-        Columns::<Row>::new()
+        Columns::<P2pRow>::new()
             .number("bytes", |row| Bytes(row.bytes as u64).to_string())
             .words("method", |row| name_of(&row.method))
             .words("submission", |row| name_of(&row.submission))

@@ -7,7 +7,7 @@ use crate::commands::bench::clock::{Clock, Submission, Times, Work};
 use crate::commands::bench::peers::optional;
 use crate::commands::bench::plot::{Drawing, Point};
 use crate::commands::bench::report::{Columns, Figures, micros, or_empty};
-use crate::commands::program::{Source, Text};
+use crate::commands::program::{ProgramSource, Text};
 use crate::gemm::common_seed;
 use crate::names::{as_name, name_of};
 use crate::options::Options;
@@ -15,7 +15,7 @@ use crate::report::bytes::Bytes;
 use crate::report::print_message;
 use anyhow::{Context, Result, ensure};
 use clap::{Args, ValueEnum};
-use memory::{Memory, tensors};
+use memory::{SectionBuffers, tensors};
 use serde::Serialize;
 use std::collections::HashSet;
 use std::process::ExitCode;
@@ -41,7 +41,7 @@ use warplink::{Communicator, ErrorKind};
     warplink bench section examples/programs/all_reduce_read.wlp -n 2 --try lanes=32,64 --try threads=512,1024")]
 pub(crate) struct Section {
     #[command(flatten)]
-    source: Source,
+    source: ProgramSource,
     /// The parameter that is the number of elements
     #[arg(long, value_name = "NAME", default_value = "n")]
     length: String,
@@ -81,7 +81,7 @@ enum Against {
 }
 
 #[derive(Debug, Serialize)]
-struct Row {
+struct SectionRow {
     bytes: usize,
     values: Vec<(String, i64)>,
     seconds: Times,
@@ -90,11 +90,11 @@ struct Row {
     /// Elements of all ranks' outputs that differ.
     #[serde(skip_serializing_if = "Option::is_none")]
     different: Option<u64>,
-    kernels: Vec<Kernel>,
+    kernels: Vec<ComparedKernel>,
 }
 
 #[derive(Clone, Copy, Debug, Serialize)]
-struct Kernel {
+struct ComparedKernel {
     line: u32,
     lanes: usize,
     threads: usize,
@@ -113,7 +113,7 @@ pub(crate) struct Sections {
     program: String,
     #[serde(serialize_with = "as_name")]
     against: Against,
-    rows: Vec<Row>,
+    rows: Vec<SectionRow>,
 }
 
 impl Case for Section {
@@ -188,7 +188,7 @@ impl Case for Section {
         let clock = Clock::new(comm, Priority::Normal)?;
         let executor = comm.executor();
         let seed = common_seed(comm, None)?;
-        let mut rows: Vec<Row> = Vec::new();
+        let mut rows: Vec<SectionRow> = Vec::new();
         // Each reason to skip values is printed once, and not for each size.
         let mut printed = HashSet::new();
         for &bytes in &setup.sizes {
@@ -200,7 +200,7 @@ impl Case for Section {
                 }
                 let program = (&text.program, parameters);
                 match self.row(&clock, &executor, program, (bytes, seed), setup.samples) {
-                    Ok(row) => measured.push(Row { values, ..row }),
+                    Ok(row) => measured.push(SectionRow { values, ..row }),
                     // On all ranks alike: the program does not take these values.
                     Err(error) if is_refusal(&error) => {
                         skipped.push(format!("{} skipped: {error:#}", assignments(&values)));
@@ -245,7 +245,7 @@ impl Section {
         (program, mut parameters): (&Program, Parameters),
         (bytes, seed): (usize, u64),
         samples: usize,
-    ) -> Result<Row> {
+    ) -> Result<SectionRow> {
         let comm = clock.comm;
         let options = PrepareOptions {
             streams: self.source.streams.into(),
@@ -265,7 +265,7 @@ impl Section {
         let elements = bytes / dtype.size();
         parameters.insert(self.length.as_str(), i64::try_from(elements)?);
         let prepared = executor.prepare(program, &parameters, options)?;
-        let memory = Memory::new(comm, &prepared, seed)?;
+        let memory = SectionBuffers::new(comm, &prepared, seed)?;
         let mut bindings = Bindings::new();
         bindings.insert(memory.input.0.clone(), memory.input.1.clone());
         bindings.insert(memory.output.0.clone(), memory.output.1.clone());
@@ -292,13 +292,13 @@ impl Section {
             Some(collective) => Some(memory.compare(clock, [&plan, collective])?),
             None => None,
         };
-        Ok(Row {
+        Ok(SectionRow {
             bytes: elements * dtype.size(),
             values: Vec::new(),
             seconds: times.next().context("nothing was timed")?,
             collective: times.next(),
             different,
-            kernels: plan.kernels()?.into_iter().map(Kernel::from).collect(),
+            kernels: plan.kernels()?.into_iter().map(ComparedKernel::from).collect(),
         })
     }
 
@@ -306,7 +306,7 @@ impl Section {
     fn collective(
         &self,
         executor: &Executor,
-        memory: &Memory,
+        memory: &SectionBuffers,
         comm: &Communicator,
     ) -> Result<Option<Plan>> {
         let arguments = match self.against {
@@ -352,13 +352,13 @@ impl Figures for Sections {
     }
 
     fn tables(&self) -> String {
-        let each = |of: fn(&Kernel) -> String| {
-            move |row: &Row| {
+        let each = |of: fn(&ComparedKernel) -> String| {
+            move |row: &SectionRow| {
                 let all: Vec<String> = row.kernels.iter().map(of).collect();
                 all.join(", ")
             }
         };
-        Columns::<Row>::new()
+        Columns::<SectionRow>::new()
             .number("bytes", |row| row.bytes.to_string())
             .number("us", |row| micros(row.seconds.median))
             .number("GB/s", |row| {
@@ -413,7 +413,7 @@ impl Figures for Sections {
     }
 }
 
-impl From<KernelReport> for Kernel {
+impl From<KernelReport> for ComparedKernel {
     fn from(report: KernelReport) -> Self {
         let of = |value: fn(&KernelResources) -> u32| report.resources.as_ref().map(value);
         Self {

@@ -76,13 +76,13 @@ impl Blas {
 pub(super) struct BatchedGemms {
     library: &'static Blas,
     gpu: Arc<Gpu>,
-    handle: Mutex<Handle>,
+    handle: Mutex<CublasHandle>,
 }
 
-struct Handle(*mut c_void);
+struct CublasHandle(*mut c_void);
 
 // SAFETY: the library allows a handle on every thread, one at a time.
-unsafe impl Send for Handle {}
+unsafe impl Send for CublasHandle {}
 
 /// Whether the library can run all of `matmuls` in one batch.
 pub(super) fn takes(
@@ -134,7 +134,7 @@ impl BatchedGemms {
         Ok(Self {
             library,
             gpu: gpu.clone(),
-            handle: Mutex::new(Handle(raw)),
+            handle: Mutex::new(CublasHandle(raw)),
         })
     }
 

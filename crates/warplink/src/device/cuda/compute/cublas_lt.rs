@@ -96,17 +96,17 @@ impl BlasLt {
 }
 
 /// cuBLASLt handle for one GPU. Threads may share it.
-pub(crate) struct Handle {
+pub(crate) struct CublasLtHandle {
     pub(crate) library: &'static BlasLt,
     pub(crate) raw: cublasLtHandle_t,
 }
 
 // SAFETY: the library allows a handle on every thread.
-unsafe impl Send for Handle {}
+unsafe impl Send for CublasLtHandle {}
 // SAFETY: as above, also at the same time.
-unsafe impl Sync for Handle {}
+unsafe impl Sync for CublasLtHandle {}
 
-impl Handle {
+impl CublasLtHandle {
     /// Creates a handle for the GPU whose context is current.
     pub(crate) fn create() -> Result<Self> {
         let library = BlasLt::get()?;
@@ -124,7 +124,7 @@ impl Handle {
     }
 }
 
-impl Drop for Handle {
+impl Drop for CublasLtHandle {
     fn drop(&mut self) {
         // SAFETY: created once, destroyed once.
         let code = unsafe { (self.library.cublasLtDestroy)(self.raw) };
@@ -134,7 +134,7 @@ impl Drop for Handle {
     }
 }
 
-impl fmt::Debug for Handle {
+impl fmt::Debug for CublasLtHandle {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "cuBLASLt {}", self.version())
     }

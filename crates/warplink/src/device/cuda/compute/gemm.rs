@@ -1,6 +1,8 @@
 //! A matmul described for cuBLASLt, with its chosen algorithm.
 
-use super::cublas_lt::{BlasLt, Description, Handle, Layout, NOT_SUPPORTED, Preference, Proposal};
+use super::cublas_lt::{
+    BlasLt, CublasLtHandle, Description, Layout, NOT_SUPPORTED, Preference, Proposal,
+};
 use crate::device::MatmulSpec;
 use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Result};
@@ -22,14 +24,14 @@ pub(crate) const BEST_ALIGNMENT: u32 = 256;
 
 /// Addresses of one matmul's operands.
 #[derive(Clone, Copy)]
-pub(crate) struct Operands {
+pub(crate) struct GemmOperands {
     pub(crate) a: u64,
     pub(crate) b: u64,
     pub(crate) c: u64,
     pub(crate) bias: u64,
 }
 
-impl Operands {
+impl GemmOperands {
     /// Alignments of A, B and C, capped at [`BEST_ALIGNMENT`].
     pub(crate) fn alignments(&self) -> [u32; 3] {
         [self.a, self.b, self.c].map(|address| {
@@ -61,9 +63,9 @@ impl Gemm {
     /// Describes `spec` and requests algorithms with at most `workspace` bytes of scratch memory, for
     /// operands of the given alignment.
     pub(crate) fn propose(
-        handle: &Handle,
+        handle: &CublasLtHandle,
         spec: &MatmulSpec,
-        operands: &Operands,
+        operands: &GemmOperands,
         workspace: usize,
     ) -> Result<(Self, Vec<Proposal>)> {
         let library = handle.library;
@@ -175,8 +177,8 @@ impl Gemm {
     /// uses meanwhile; `stream` must be a stream of the current context, the handle's.
     pub(crate) unsafe fn enqueue(
         &self,
-        handle: &Handle,
-        operands: &Operands,
+        handle: &CublasLtHandle,
+        operands: &GemmOperands,
         scratch: u64,
         stream: *mut c_void,
     ) -> Result<()> {
@@ -246,7 +248,7 @@ mod tests {
 
     #[test]
     fn alignments_are_powers_of_two_up_to_the_best() {
-        let operands = Operands {
+        let operands = GemmOperands {
             a: 0x1000,
             b: 0x1002,
             c: 0x1010,

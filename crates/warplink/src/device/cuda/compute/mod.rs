@@ -8,8 +8,8 @@ pub(super) mod tuning;
 pub(super) mod workspace;
 
 use self::cublas::BatchedGemms;
-use self::cublas_lt::Handle;
-use self::gemm::{BEST_ALIGNMENT, Gemm, Operands};
+use self::cublas_lt::CublasLtHandle;
+use self::gemm::{BEST_ALIGNMENT, Gemm, GemmOperands};
 use self::recorded::Recorder;
 use self::tuning::Scratch;
 use crate::device::cuda::gpu::Gpu;
@@ -28,15 +28,15 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock};
 const MAX_SCRATCH: usize = 4 << 20;
 
 /// Cache key: spec and operand alignments.
-type Key = (MatmulSpec, [u32; 3]);
+type GemmKey = (MatmulSpec, [u32; 3]);
 
 /// Matmuls and element-wise operations of a GPU.
 #[derive(Debug)]
 pub(super) struct CudaCompute {
     gpu: Arc<Gpu>,
-    handle: Handle,
+    handle: CublasLtHandle,
     elementwise: ElementwiseKernels,
-    gemms: RwLock<HashMap<Key, Arc<Gemm>>>,
+    gemms: RwLock<HashMap<GemmKey, Arc<Gemm>>>,
     /// Serializes preparations, so that they do not disturb each other's timing.
     preparing: Mutex<()>,
     workspace: usize,
@@ -49,7 +49,7 @@ impl CudaCompute {
     pub(super) fn create(gpu: &Arc<Gpu>) -> Result<Self> {
         let _entered = gpu.context.enter()?;
         let _relaxed = gpu.context.relax_capture();
-        let handle = Handle::create()?;
+        let handle = CublasLtHandle::create()?;
         let elementwise = ElementwiseKernels::load(gpu)?;
         // Twice NVIDIA's recommended minimum, which allows more algorithms.
         let workspace = if gpu.capabilities.compute_capability.0 >= 9 {
@@ -83,7 +83,7 @@ impl CudaCompute {
         made.as_ref()
     }
 
-    fn prepared(&self, key: &Key) -> Option<Arc<Gemm>> {
+    fn prepared(&self, key: &GemmKey) -> Option<Arc<Gemm>> {
         self.gemms
             .read()
             .unwrap_or_else(PoisonError::into_inner)
@@ -91,7 +91,7 @@ impl CudaCompute {
             .cloned()
     }
 
-    fn keep(&self, key: Key, gemm: Gemm) -> Arc<Gemm> {
+    fn keep(&self, key: GemmKey, gemm: Gemm) -> Arc<Gemm> {
         let mut gemms = self.gemms.write().unwrap_or_else(PoisonError::into_inner);
         // Two threads may prepare the same key; the first one wins.
         gemms.entry(key).or_insert_with(|| Arc::new(gemm)).clone()
@@ -133,7 +133,7 @@ impl Compute for CudaCompute {
         let stream = CudaStream::of(stream, &self.gpu)?;
         let (_, _entered) = stream.enter()?;
         let _enqueuing = stream.enqueue([a, b, c].into_iter().chain(bias));
-        let operands = Operands {
+        let operands = GemmOperands {
             a: a.address(),
             b: b.address(),
             c: c.address(),

@@ -33,7 +33,7 @@ impl Recorder {
         let enqueued = work(&stream);
         let graph = stream.end_capture();
         enqueued?;
-        Ok(Arc::new(Recorded {
+        Ok(Arc::new(RecordedGemm {
             graph: Some(graph?),
             work,
         }))
@@ -43,18 +43,18 @@ impl Recorder {
     pub(crate) fn unrecorded(
         work: impl Fn(&Stream) -> Result<()> + Send + Sync + 'static,
     ) -> Arc<dyn PreparedLaunch> {
-        Arc::new(Recorded { graph: None, work })
+        Arc::new(RecordedGemm { graph: None, work })
     }
 }
 
 /// Work and its graph.
-struct Recorded<W> {
+struct RecordedGemm<W> {
     // Dropped before the work, whose memory it uses.
     graph: Option<Graph>,
     work: W,
 }
 
-impl<W: Fn(&Stream) -> Result<()> + Send + Sync> PreparedLaunch for Recorded<W> {
+impl<W: Fn(&Stream) -> Result<()> + Send + Sync> PreparedLaunch for RecordedGemm<W> {
     fn enqueue(&self, stream: &Stream) -> Result<()> {
         match &self.graph {
             // While capturing, enqueue the work itself: graph launches do not nest.
@@ -64,7 +64,7 @@ impl<W: Fn(&Stream) -> Result<()> + Send + Sync> PreparedLaunch for Recorded<W> 
     }
 }
 
-impl<W> fmt::Debug for Recorded<W> {
+impl<W> fmt::Debug for RecordedGemm<W> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Recorded({:?})", self.graph)
     }

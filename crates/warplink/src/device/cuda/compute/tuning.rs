@@ -2,7 +2,7 @@
 
 use super::CudaCompute;
 use super::cublas_lt::Proposal;
-use super::gemm::{Gemm, Operands};
+use super::gemm::{Gemm, GemmOperands};
 use crate::deadline::Deadline;
 use crate::device::MatmulSpec;
 use crate::device::cuda::driver::poll::poll;
@@ -130,7 +130,7 @@ impl CudaCompute {
 /// Memory, a stream and events for timing matmuls.
 pub(super) struct Scratch {
     memory: [PlainMemory; 5],
-    pub(super) operands: Operands,
+    pub(super) operands: GemmOperands,
     pub(super) workspace: u64,
     pub(super) workspace_bytes: usize,
     pub(super) stream: RawStream,
@@ -168,7 +168,7 @@ impl Scratch {
         ];
         let [a, b, c, bias, workspace] = [0, 1, 2, 3, 4].map(|which: usize| memory[which].address);
         let scratch = Self {
-            operands: Operands { a, b, c, bias },
+            operands: GemmOperands { a, b, c, bias },
             workspace,
             workspace_bytes,
             stream: RawStream::create(&gpu.context, false)?,

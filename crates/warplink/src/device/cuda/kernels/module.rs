@@ -1,6 +1,6 @@
 //! Modules of machine code, and kernel launches.
 
-use super::nvrtc::{self, Source};
+use super::nvrtc::{self, KernelSource};
 use crate::device::Launch;
 use crate::device::cuda::capabilities::Capabilities;
 use crate::device::cuda::driver::context::Context;
@@ -56,7 +56,7 @@ impl Module {
         context: &Arc<Context>,
         reaper: &Reaper,
         capabilities: &Capabilities,
-        source: &Source,
+        source: &KernelSource,
     ) -> Result<Arc<Self>> {
         let code = nvrtc::machine_code(source, &capabilities.architecture())?;
         // SAFETY: a whole image, made by NVRTC for this GPU and checked when it came from disk.

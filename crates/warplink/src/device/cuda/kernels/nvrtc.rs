@@ -10,49 +10,49 @@ use std::sync::OnceLock;
 
 /// CUDA C++ embedded in the library.
 #[derive(Debug)]
-pub(crate) struct Source {
+pub(crate) struct KernelSource {
     pub(crate) name: &'static str,
     text: &'static str,
 }
 
 /// Element-wise kernels.
-pub(crate) const ELEMENTWISE: Source = Source {
+pub(crate) const ELEMENTWISE: KernelSource = KernelSource {
     name: "elementwise.cu",
     text: include_str!("../../../../kernels/elementwise.cu"),
 };
 
 /// Transfer kernels.
-pub(crate) const TRANSFER: Source = Source {
+pub(crate) const TRANSFER: KernelSource = KernelSource {
     name: "transfer.cu",
     text: include_str!("../../../../kernels/transfer.cu"),
 };
 
 /// Instantiates every call of a channel.
-const CHANNEL: Source = Source {
+const CHANNEL: KernelSource = KernelSource {
     name: "channel.cu",
     text: include_str!("../../../../kernels/channel.cu"),
 };
 
 /// Instantiates every step of kernel sections.
-const STEPS: Source = Source {
+const STEPS: KernelSource = KernelSource {
     name: "steps.cu",
     text: include_str!("../../../../kernels/steps.cu"),
 };
 
 /// Kernels for messages between pairs of ranks.
-const MESSAGES: Source = Source {
+const MESSAGES: KernelSource = KernelSource {
     name: "messages.cu",
     text: include_str!("../../../../kernels/messages.cu"),
 };
 
 /// Kernels of a layer of experts.
-const EXPERTS: Source = Source {
+const EXPERTS: KernelSource = KernelSource {
     name: "experts.cu",
     text: include_str!("../../../../kernels/experts.cu"),
 };
 
 /// Every kernel file; each is a translation unit.
-const SOURCES: [&Source; 6] = [
+const SOURCES: [&KernelSource; 6] = [
     &ELEMENTWISE,
     &TRANSFER,
     &CHANNEL,
@@ -277,7 +277,7 @@ fn options(architecture: &str, further: &[String]) -> Vec<String> {
 }
 
 /// Machine code of `source` for `architecture`, from the disk cache if present.
-pub(crate) fn machine_code(source: &Source, architecture: &str) -> Result<Vec<u8>> {
+pub(crate) fn machine_code(source: &KernelSource, architecture: &str) -> Result<Vec<u8>> {
     machine_code_of(source.name, source.text, &[], architecture)
 }
 

@@ -46,7 +46,7 @@ struct Parameters {
 /// Layout must match the kernel.
 #[derive(Clone, Copy, Default)]
 #[repr(C)]
-struct Part {
+struct TransferPart {
     data: u64,
     bytes: u64,
     own: u64,
@@ -62,7 +62,7 @@ struct Part {
 /// Layout must match the kernel.
 #[repr(C)]
 struct Parts {
-    parts: [Part; MAX_PARTS],
+    parts: [TransferPart; MAX_PARTS],
     count: u32,
     unused: u32,
 }
@@ -194,14 +194,14 @@ impl TransferKernel {
     /// Enqueues `parts` concurrently, at most [`MAX_PARTS`], all compatible with one another.
     pub(crate) fn packets(&self, stream: CUstream, parts: &[PacketPart<'_>]) -> Result<()> {
         let mut parameters = Parts {
-            parts: [Part::default(); MAX_PARTS],
+            parts: [TransferPart::default(); MAX_PARTS],
             count: parts.len().min(MAX_PARTS) as u32,
             unused: 0,
         };
         let (mut blocks, mut threads) = (0, 32);
         for (entry, part) in parameters.parts.iter_mut().zip(parts) {
             let (shape, [own, peer]) = (part.line.shape(), part.line.scratch());
-            *entry = Part {
+            *entry = TransferPart {
                 data: part.data.address(),
                 bytes: part.data.bytes() as u64,
                 own: own.address(),
@@ -269,7 +269,10 @@ mod tests {
         assert_eq!(std::mem::offset_of!(Parameters, operations), 72);
         assert_eq!(std::mem::offset_of!(Parameters, arrivals), 48);
         assert_eq!(
-            (size_of::<Part>(), std::mem::offset_of!(Part, blocks)),
+            (
+                size_of::<TransferPart>(),
+                std::mem::offset_of!(TransferPart, blocks)
+            ),
             (64, 48)
         );
         assert_eq!(std::mem::offset_of!(Parts, count), 64 * MAX_PARTS);

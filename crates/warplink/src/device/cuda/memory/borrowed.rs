@@ -101,7 +101,13 @@ struct MappedPiece {
 }
 
 /// Contiguous mappings from the one at `address`, which is at `first`, to `end`; plain memory is always one.
-fn pieces(gpu: &Gpu, address: u64, end: u64, plain: bool, first: Place) -> Vec<MappedPiece> {
+fn pieces(
+    gpu: &Gpu,
+    address: u64,
+    end: u64,
+    plain: bool,
+    first: BorrowedPlace,
+) -> Vec<MappedPiece> {
     let mut pieces: Vec<MappedPiece> = Vec::new();
     let (mut next, mut at) = (address, first);
     while next < end && at.is_device() {
@@ -126,7 +132,7 @@ fn pieces(gpu: &Gpu, address: u64, end: u64, plain: bool, first: Place) -> Vec<M
 
 /// The driver's attributes of an address, all of them zero for one that it does not know.
 #[derive(Clone, Copy, Debug, Default)]
-struct Place {
+struct BorrowedPlace {
     memory_type: u64,
     ordinal: u64,
     /// 1 for plain memory.
@@ -139,7 +145,7 @@ struct Place {
     mapping_bytes: u64,
 }
 
-impl Place {
+impl BorrowedPlace {
     fn is_device(&self) -> bool {
         self.memory_type == DEVICE_MEMORY
     }
@@ -156,10 +162,10 @@ impl Place {
 
 /// Asks for all attributes at once: each call of the driver takes a lock, and callers pass addresses in every call of
 /// theirs.
-fn place(gpu: &Gpu, address: u64) -> Place {
+fn place(gpu: &Gpu, address: u64) -> BorrowedPlace {
     // Attributes have 1, 4 or 8 bytes. The zeroed upper bytes widen them on little-endian machines, which are
     // all that this driver supports.
-    let mut place = Place::default();
+    let mut place = BorrowedPlace::default();
     let values: [(CUpointer_attribute, *mut u64); 8] = [
         (
             Attribute::CU_POINTER_ATTRIBUTE_MEMORY_TYPE,
@@ -205,6 +211,6 @@ fn place(gpu: &Gpu, address: u64) -> Place {
     if code == status::SUCCESS {
         place
     } else {
-        Place::default()
+        BorrowedPlace::default()
     }
 }

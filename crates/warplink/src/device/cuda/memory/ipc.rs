@@ -23,7 +23,7 @@ const LAZY_PEER_ACCESS: u32 = 1;
 const CLOSING: Duration = Duration::from_secs(10);
 
 /// Context and handle.
-type Key = (usize, [u8; 64]);
+type IpcKey = (usize, [u8; 64]);
 
 enum MappingState {
     Open(Weak<IpcMapping>),
@@ -43,18 +43,18 @@ struct Extent {
 }
 
 #[derive(Default)]
-struct Table {
-    states: Mutex<HashMap<Key, MappingState>>,
+struct IpcTable {
+    states: Mutex<HashMap<IpcKey, MappingState>>,
     changed: Condvar,
 }
 
-fn table() -> &'static Table {
-    static TABLE: OnceLock<Table> = OnceLock::new();
-    TABLE.get_or_init(Table::default)
+fn table() -> &'static IpcTable {
+    static TABLE: OnceLock<IpcTable> = OnceLock::new();
+    TABLE.get_or_init(IpcTable::default)
 }
 
 /// Removes an entry and wakes threads that wait for that.
-fn clear(key: &Key) {
+fn clear(key: &IpcKey) {
     lock(&table().states).remove(key);
     table().changed.notify_all();
 }
@@ -62,7 +62,7 @@ fn clear(key: &Key) {
 /// Mapping of a peer's allocation, closed when the last reference is dropped.
 pub(crate) struct IpcMapping {
     gpu: Arc<Gpu>,
-    key: Key,
+    key: IpcKey,
     pub(crate) address: u64,
     /// Bytes from `address` to the end of the peer's allocation.
     pub(crate) bytes: usize,
@@ -126,7 +126,7 @@ impl IpcMapping {
     }
 
     /// Opens a handle whose table entry is marked busy by the caller.
-    fn open_alone(gpu: &Arc<Gpu>, key: Key) -> Result<Arc<Self>> {
+    fn open_alone(gpu: &Arc<Gpu>, key: IpcKey) -> Result<Arc<Self>> {
         let _entered = gpu.context.enter()?;
         let _relaxed = gpu.context.relax_capture();
         let driver = gpu.context.driver;
@@ -155,7 +155,7 @@ impl IpcMapping {
         Ok(Arc::new(Self::at(gpu, key, address, bytes)))
     }
 
-    fn at(gpu: &Arc<Gpu>, key: Key, address: u64, bytes: usize) -> Self {
+    fn at(gpu: &Arc<Gpu>, key: IpcKey, address: u64, bytes: usize) -> Self {
         Self {
             gpu: gpu.clone(),
             key,

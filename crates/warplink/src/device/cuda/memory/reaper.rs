@@ -33,9 +33,9 @@ const CLOSING: Duration = Duration::from_secs(2);
 
 /// Thread that frees the resources of one context. Clones share it.
 #[derive(Clone)]
-pub(crate) struct Reaper(Arc<Shared>);
+pub(crate) struct Reaper(Arc<ReaperShared>);
 
-struct Shared {
+struct ReaperShared {
     state: Mutex<Jobs>,
     changed: Condvar,
 }
@@ -43,7 +43,7 @@ struct Shared {
 #[derive(Default)]
 struct Jobs {
     /// In order of submission.
-    jobs: VecDeque<Job>,
+    jobs: VecDeque<ReaperTask>,
     /// Number of jobs submitted and completed.
     given: u64,
     done: u64,
@@ -53,7 +53,7 @@ struct Jobs {
     stopped: bool,
 }
 
-enum Job {
+enum ReaperTask {
     /// A call that may block until the GPU is idle.
     Driver(Box<dyn FnOnce(&Context) + Send>),
     /// A callback that runs after the preceding jobs.
@@ -67,7 +67,7 @@ struct Awaited {
 
 impl Reaper {
     pub(crate) fn start(context: &Arc<Context>) -> Result<Self> {
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(ReaperShared {
             state: Mutex::default(),
             changed: Condvar::new(),
         });
@@ -81,7 +81,7 @@ impl Reaper {
 
     /// Runs `free` with the context current while no stream has work. Asynchronous.
     pub(crate) fn run(&self, free: impl FnOnce(&Context) + Send + 'static) {
-        self.give(Job::Driver(Box::new(free)));
+        self.give(ReaperTask::Driver(Box::new(free)));
     }
 
     /// Returns an unused block to the driver while no stream has work. Asynchronous.
@@ -97,7 +97,7 @@ impl Reaper {
 
     /// Runs `then` after everything submitted to [`run`](Self::run) so far. Asynchronous.
     pub(crate) fn after(&self, then: impl FnOnce() + Send + 'static) {
-        self.give(Job::Then(Box::new(then)));
+        self.give(ReaperTask::Then(Box::new(then)));
     }
 
     /// Runs `then` once streams have completed `uses`. Asynchronous.
@@ -136,7 +136,7 @@ impl Reaper {
         self.0.changed.notify_all();
     }
 
-    fn give(&self, job: Job) {
+    fn give(&self, job: ReaperTask) {
         let mut state = lock(&self.0.state);
         state.jobs.push_back(job);
         state.given += 1;
@@ -145,7 +145,7 @@ impl Reaper {
     }
 }
 
-impl Shared {
+impl ReaperShared {
     fn run(self: &Arc<Self>, context: &Context) {
         let [first_interval, max_interval] = POLL_INTERVALS;
         let mut interval = first_interval;
@@ -196,7 +196,7 @@ impl Shared {
         let next = || {
             let mut state = lock(&self.state);
             match state.jobs.pop_front()? {
-                Job::Then(then) => Some(then),
+                ReaperTask::Then(then) => Some(then),
                 job => {
                     state.jobs.push_front(job);
                     None
@@ -233,8 +233,8 @@ impl Shared {
                 break;
             };
             match job {
-                Job::Driver(free) => free(context),
-                Job::Then(then) => then(),
+                ReaperTask::Driver(free) => free(context),
+                ReaperTask::Then(then) => then(),
             }
             self.note_done();
         }

@@ -26,11 +26,11 @@ const GRACE: Duration = Duration::from_secs(2);
 pub(crate) struct Staging {
     context: Arc<Context>,
     fault: Arc<Fault>,
-    inner: Mutex<Inner>,
+    inner: Mutex<StagingState>,
 }
 
 #[derive(Debug)]
-struct Inner {
+struct StagingState {
     stream: RawStream,
     done: [RawEvent; 2],
     /// `None` once closed.
@@ -42,7 +42,7 @@ struct Inner {
 impl Staging {
     pub(crate) fn create(context: &Arc<Context>, fault: &Arc<Fault>) -> Result<Self> {
         let event = || RawEvent::create(context, false);
-        let inner = Inner {
+        let inner = StagingState {
             stream: RawStream::create(context, true)?,
             done: [event()?, event()?],
             buffer: Some(Pinned::allocate(context, 2 * HALF)?),
@@ -159,7 +159,7 @@ impl Staging {
     /// Runs `work` exclusively, with the context current and the buffer idle.
     fn with(
         &self,
-        work: impl FnOnce(&Inner, &mut Pinned, &dyn Fn(&RawEvent) -> Result<()>) -> Result<()>,
+        work: impl FnOnce(&StagingState, &mut Pinned, &dyn Fn(&RawEvent) -> Result<()>) -> Result<()>,
     ) -> Result<()> {
         let mut inner = lock(&self.inner);
         let _entered = self.context.enter()?;

@@ -1,7 +1,7 @@
 //! Collective engine over NCCL.
 
 use super::operator::{BYTES, data_type, with_operator};
-use super::{Handle, Nccl, NcclComm, UNIQUE_ID, Window};
+use super::{Nccl, NcclComm, NcclHandle, UNIQUE_ID, Window};
 use crate::deadline::Deadline;
 use crate::device::cuda::gpu::Gpu;
 use crate::device::cuda::memory::CudaBacking;
@@ -282,7 +282,7 @@ impl CollectiveEngine for NcclEngine {
 /// be a communicator of `world` ranks, and `stream` a stream, of the current context.
 unsafe fn issue(
     nccl: &Nccl,
-    comm: Handle,
+    comm: NcclHandle,
     stream: *mut c_void,
     request: &CollectiveRequest,
     world: usize,

@@ -33,7 +33,7 @@ const INSIDE: Duration = Duration::from_secs(1);
 const LEAVING: Duration = Duration::from_secs(5);
 
 /// `ncclComm_t`.
-pub(super) type Handle = *mut c_void;
+pub(super) type NcclHandle = *mut c_void;
 
 /// `ncclWindow_t`.
 pub(super) type Window = *mut c_void;
@@ -41,7 +41,7 @@ pub(super) type Window = *mut c_void;
 /// `ncclUniqueId`, which NCCL takes by value.
 #[repr(C)]
 #[derive(Clone, Copy)]
-pub(super) struct UniqueId {
+pub(super) struct NcclUniqueId {
     internal: [c_char; UNIQUE_ID],
 }
 
@@ -50,30 +50,30 @@ function_table! {
     Nccl {
         ncclGetVersion(*mut c_int) -> c_int;
         ncclGetErrorString(c_int) -> *const c_char;
-        ncclGetUniqueId(*mut UniqueId) -> c_int;
-        ncclCommInitRank(*mut Handle, c_int, UniqueId, c_int) -> c_int;
-        ncclCommDestroy(Handle) -> c_int;
-        ncclCommAbort(Handle) -> c_int;
-        ncclCommGetAsyncError(Handle, *mut c_int) -> c_int;
-        ncclCommCount(Handle, *mut c_int) -> c_int;
-        ncclCommUserRank(Handle, *mut c_int) -> c_int;
-        ncclCommCuDevice(Handle, *mut c_int) -> c_int;
-        ncclAllGather(*const c_void, *mut c_void, usize, c_int, Handle, *mut c_void) -> c_int;
-        ncclAllReduce(*const c_void, *mut c_void, usize, c_int, c_int, Handle, *mut c_void) -> c_int;
-        ncclReduceScatter(*const c_void, *mut c_void, usize, c_int, c_int, Handle, *mut c_void) -> c_int;
-        ncclBroadcast(*const c_void, *mut c_void, usize, c_int, c_int, Handle, *mut c_void) -> c_int;
-        ncclReduce(*const c_void, *mut c_void, usize, c_int, c_int, c_int, Handle, *mut c_void) -> c_int;
-        ncclSend(*const c_void, usize, c_int, c_int, Handle, *mut c_void) -> c_int;
-        ncclRecv(*mut c_void, usize, c_int, c_int, Handle, *mut c_void) -> c_int;
-        ncclRedOpCreatePreMulSum(*mut c_int, *mut c_void, c_int, c_int, Handle) -> c_int;
-        ncclRedOpDestroy(c_int, Handle) -> c_int;
+        ncclGetUniqueId(*mut NcclUniqueId) -> c_int;
+        ncclCommInitRank(*mut NcclHandle, c_int, NcclUniqueId, c_int) -> c_int;
+        ncclCommDestroy(NcclHandle) -> c_int;
+        ncclCommAbort(NcclHandle) -> c_int;
+        ncclCommGetAsyncError(NcclHandle, *mut c_int) -> c_int;
+        ncclCommCount(NcclHandle, *mut c_int) -> c_int;
+        ncclCommUserRank(NcclHandle, *mut c_int) -> c_int;
+        ncclCommCuDevice(NcclHandle, *mut c_int) -> c_int;
+        ncclAllGather(*const c_void, *mut c_void, usize, c_int, NcclHandle, *mut c_void) -> c_int;
+        ncclAllReduce(*const c_void, *mut c_void, usize, c_int, c_int, NcclHandle, *mut c_void) -> c_int;
+        ncclReduceScatter(*const c_void, *mut c_void, usize, c_int, c_int, NcclHandle, *mut c_void) -> c_int;
+        ncclBroadcast(*const c_void, *mut c_void, usize, c_int, c_int, NcclHandle, *mut c_void) -> c_int;
+        ncclReduce(*const c_void, *mut c_void, usize, c_int, c_int, c_int, NcclHandle, *mut c_void) -> c_int;
+        ncclSend(*const c_void, usize, c_int, c_int, NcclHandle, *mut c_void) -> c_int;
+        ncclRecv(*mut c_void, usize, c_int, c_int, NcclHandle, *mut c_void) -> c_int;
+        ncclRedOpCreatePreMulSum(*mut c_int, *mut c_void, c_int, c_int, NcclHandle) -> c_int;
+        ncclRedOpDestroy(c_int, NcclHandle) -> c_int;
         ncclGroupStart() -> c_int;
         ncclGroupEnd() -> c_int;
     }
     optional {
-        ncclGetLastError(Handle) -> *const c_char;
-        ncclCommWindowRegister(Handle, *mut c_void, usize, *mut Window, c_int) -> c_int;
-        ncclCommWindowDeregister(Handle, Window) -> c_int;
+        ncclGetLastError(NcclHandle) -> *const c_char;
+        ncclCommWindowRegister(NcclHandle, *mut c_void, usize, *mut Window, c_int) -> c_int;
+        ncclCommWindowDeregister(NcclHandle, Window) -> c_int;
     }
 }
 
@@ -127,7 +127,7 @@ impl Nccl {
 
     /// A new unique id, by which ranks rendezvous.
     pub(super) fn unique_id(&self) -> Result<[u8; UNIQUE_ID]> {
-        let mut id = UniqueId {
+        let mut id = NcclUniqueId {
             internal: [0; UNIQUE_ID],
         };
         // SAFETY: `id` is an output parameter for one id.
@@ -227,7 +227,7 @@ impl NcclComm {
                     .with_help("pass one that ncclCommInitRank gave"),
             );
         }
-        type Question = unsafe extern "C" fn(Handle, *mut c_int) -> c_int;
+        type Question = unsafe extern "C" fn(NcclHandle, *mut c_int) -> c_int;
         let ask = |question: Question| {
             let mut answer: c_int = -1;
             // SAFETY: the caller that made `communicator` promised that it is a live NCCL communicator; `answer` is an output
@@ -258,7 +258,7 @@ impl NcclComm {
     }
 
     /// The NCCL handle; null once aborted.
-    pub(super) fn raw(&self) -> Handle {
+    pub(super) fn raw(&self) -> NcclHandle {
         // Pairs with the swap in `abort`.
         self.raw.load(Ordering::Acquire)
     }
@@ -267,7 +267,7 @@ impl NcclComm {
     pub(super) fn call(
         &self,
         operation: &'static str,
-        call: impl FnOnce(&Nccl, Handle) -> c_int,
+        call: impl FnOnce(&Nccl, NcclHandle) -> c_int,
     ) -> Result<()> {
         let _alone = lock(&self.calls);
         // Look only now: `abort` takes the pointer before it waits for this lock.
@@ -338,7 +338,7 @@ fn join_here(
 ) -> Result<NcclComm> {
     let _entered = context.enter()?;
     let _relaxed = context.relax_capture();
-    let id = UniqueId {
+    let id = NcclUniqueId {
         internal: id.map(|byte| byte as c_char),
     };
     let mut raw = std::ptr::null_mut();
@@ -405,9 +405,9 @@ mod tests {
     #[test]
     fn the_id_has_nccls_layout() {
         assert_eq!(
-            size_of::<UniqueId>(),
+            size_of::<NcclUniqueId>(),
             size_of::<cudarc::nccl::sys::ncclUniqueId>()
         );
-        assert_eq!(size_of::<UniqueId>(), UNIQUE_ID);
+        assert_eq!(size_of::<NcclUniqueId>(), UNIQUE_ID);
     }
 }

@@ -1,6 +1,6 @@
 //! NCCL's element types and operators.
 
-use super::{Handle, Nccl};
+use super::{Nccl, NcclHandle};
 use crate::device::{Factor, ReduceOp};
 use crate::dtype::DType;
 use std::ffi::c_int;
@@ -48,7 +48,7 @@ pub(super) fn data_type(dtype: DType) -> c_int {
 /// `comm` must be a communicator that may be called now.
 pub(super) unsafe fn with_operator(
     nccl: &Nccl,
-    comm: Handle,
+    comm: NcclHandle,
     (op, dtype): (ReduceOp, DType),
     with: impl FnOnce(c_int) -> c_int,
 ) -> c_int {

@@ -10,7 +10,7 @@ use std::sync::OnceLock;
 /// `nvmlDevice_t`: valid as long as the library is initialized, which it stays.
 #[derive(Clone, Copy)]
 #[repr(transparent)]
-pub(super) struct Handle(*mut c_void);
+pub(super) struct NvmlHandle(*mut c_void);
 
 /// The codes that callers distinguish.
 pub(super) mod code {
@@ -70,16 +70,16 @@ function_table! {
     Nvml {
         nvmlInit_v2() -> c_int;
         nvmlErrorString(c_int) -> *const c_char;
-        nvmlDeviceGetHandleByPciBusId_v2(*const c_char, *mut Handle) -> c_int;
-        nvmlDeviceGetNvLinkState(Handle, c_uint, *mut c_int) -> c_int;
-        nvmlDeviceGetNvLinkVersion(Handle, c_uint, *mut c_uint) -> c_int;
-        nvmlDeviceGetNvLinkRemoteDeviceType(Handle, c_uint, *mut c_int) -> c_int;
-        nvmlDeviceGetNvLinkRemotePciInfo_v2(Handle, c_uint, *mut PciInfo) -> c_int;
-        nvmlDeviceGetP2PStatus(Handle, Handle, c_int, *mut c_int) -> c_int;
+        nvmlDeviceGetHandleByPciBusId_v2(*const c_char, *mut NvmlHandle) -> c_int;
+        nvmlDeviceGetNvLinkState(NvmlHandle, c_uint, *mut c_int) -> c_int;
+        nvmlDeviceGetNvLinkVersion(NvmlHandle, c_uint, *mut c_uint) -> c_int;
+        nvmlDeviceGetNvLinkRemoteDeviceType(NvmlHandle, c_uint, *mut c_int) -> c_int;
+        nvmlDeviceGetNvLinkRemotePciInfo_v2(NvmlHandle, c_uint, *mut PciInfo) -> c_int;
+        nvmlDeviceGetP2PStatus(NvmlHandle, NvmlHandle, c_int, *mut c_int) -> c_int;
     }
     optional {
-        nvmlDeviceGetMaxPcieLinkGeneration(Handle, *mut c_uint) -> c_int;
-        nvmlDeviceGetMaxPcieLinkWidth(Handle, *mut c_uint) -> c_int;
+        nvmlDeviceGetMaxPcieLinkGeneration(NvmlHandle, *mut c_uint) -> c_int;
+        nvmlDeviceGetMaxPcieLinkWidth(NvmlHandle, *mut c_uint) -> c_int;
     }
 }
 
@@ -98,10 +98,10 @@ impl Nvml {
     }
 
     /// The GPU at `address`, or null and the status that says why not.
-    pub(super) fn find(&self, address: PciAddress) -> Result<(Handle, c_int)> {
+    pub(super) fn find(&self, address: PciAddress) -> Result<(NvmlHandle, c_int)> {
         let text = CString::new(address.to_string())
             .map_err(|error| Error::new(ErrorKind::Internal, error.to_string()))?;
-        let mut handle = Handle(std::ptr::null_mut());
+        let mut handle = NvmlHandle(std::ptr::null_mut());
         // SAFETY: `text` ends with a zero, and `handle` is an output parameter for one handle.
         let status = unsafe { (self.nvmlDeviceGetHandleByPciBusId_v2)(text.as_ptr(), &mut handle) };
         Ok((handle, status))

@@ -3,7 +3,7 @@
 
 mod ffi;
 
-use self::ffi::{Handle, Nvml, PciInfo, code, p2p, remote};
+use self::ffi::{Nvml, NvmlHandle, PciInfo, code, p2p, remote};
 use crate::device::{DeviceLink, DeviceLinks, LinkEnd, PciAddress};
 use crate::error::Result;
 use std::ffi::{c_int, c_uint};
@@ -14,7 +14,7 @@ const MAX_LINKS: c_uint = 64;
 /// A GPU as known to NVML.
 pub(super) struct NvmlGpu {
     nvml: &'static Nvml,
-    handle: Handle,
+    handle: NvmlHandle,
 }
 
 impl NvmlGpu {
@@ -57,7 +57,7 @@ impl NvmlGpu {
 
     /// PCIe bandwidth in bytes per second in one direction; `None` if NVML does not report it.
     pub(super) fn bus_rate(&self) -> Option<f64> {
-        let ask = |function: Option<unsafe extern "C" fn(Handle, *mut c_uint) -> c_int>| {
+        let ask = |function: Option<unsafe extern "C" fn(NvmlHandle, *mut c_uint) -> c_int>| {
             let mut answer = 0;
             // SAFETY: the handle is NVML's, and `answer` points to a writable integer.
             let status = unsafe { function?(self.handle, &mut answer) };

@@ -33,7 +33,7 @@ const CLOSE_TIMEOUT: Duration = Duration::from_secs(1);
 const KEEPALIVE: &str = "1s";
 
 /// A command for the thread.
-pub(super) type Command = Box<dyn FnOnce(&mut Engine) + Send>;
+pub(super) type EngineCommand = Box<dyn FnOnce(&mut Engine) + Send>;
 
 /// UCX state of this process. It never leaves its thread.
 pub(super) struct Engine {
@@ -43,7 +43,7 @@ pub(super) struct Engine {
     /// Readable when there is something to progress.
     events: c_int,
     peers: HashMap<u64, Peer>,
-    memories: HashMap<u64, Rc<Mapped>>,
+    memories: HashMap<u64, Rc<MappedRegion>>,
     /// Next number for a peer, region or key.
     next: u64,
     patience: Duration,
@@ -53,7 +53,7 @@ pub(super) struct Engine {
 }
 
 /// Registered memory, unregistered when the last use is gone.
-pub(super) struct Mapped {
+pub(super) struct MappedRegion {
     ucp: &'static Ucp,
     context: Context,
     pub(super) handle: Memory,
@@ -115,7 +115,7 @@ impl Engine {
     }
 
     /// Runs until closed, or until all senders of commands are gone.
-    pub(super) fn run(&mut self, commands: &Receiver<Command>, wake: &OwnedFd) {
+    pub(super) fn run(&mut self, commands: &Receiver<EngineCommand>, wake: &OwnedFd) {
         let mut idle = 0;
         loop {
             let mut worked = false;
@@ -204,7 +204,7 @@ impl Engine {
         let mapped = unsafe { (self.ucp.ucp_mem_map)(self.context, &params, &mut handle) };
         self.ucp.check(mapped, "register memory")?;
         let number = self.number();
-        let mapped = Mapped {
+        let mapped = MappedRegion {
             ucp: self.ucp,
             context: self.context,
             handle,
@@ -237,7 +237,7 @@ impl Engine {
     }
 
     /// The registration that covers an operation's device memory.
-    fn mapped(&self, operation: &Operation) -> Option<Rc<Mapped>> {
+    fn mapped(&self, operation: &Operation) -> Option<Rc<MappedRegion>> {
         let (Operation::Put { source: memory, .. } | Operation::Get { target: memory, .. }) =
             operation
         else {
@@ -333,7 +333,7 @@ impl Engine {
     }
 }
 
-impl Drop for Mapped {
+impl Drop for MappedRegion {
     fn drop(&mut self) {
         // SAFETY: it was mapped with this context, which lives, and is unmapped once; no operation uses it any more.
         let undone = unsafe { (self.ucp.ucp_mem_unmap)(self.context, self.handle) };

@@ -5,7 +5,7 @@ mod engine;
 mod ffi;
 mod peer;
 
-use self::engine::{Command, Engine};
+use self::engine::{Engine, EngineCommand};
 use self::ffi::Ucp;
 use self::peer::Operation;
 use super::{
@@ -54,7 +54,7 @@ pub(super) struct UcxNetwork {
 
 /// Command channel to the thread.
 struct Link {
-    commands: Sender<Command>,
+    commands: Sender<EngineCommand>,
     /// Eventfd, written after each command, since the thread may be asleep.
     wake: Arc<OwnedFd>,
 }
@@ -70,12 +70,12 @@ struct UcxConnection {
 /// Runs its command when dropped.
 struct Guard {
     link: Arc<Link>,
-    command: Mutex<Option<Command>>,
+    command: Mutex<Option<EngineCommand>>,
 }
 
 /// Wire format of a key.
 #[derive(Serialize, Deserialize)]
-struct Key {
+struct EndpointKey {
     address: u64,
     bytes: u64,
     packed: Vec<u8>,
@@ -143,7 +143,7 @@ impl UcxNetwork {
             let text = "no network card reaches the device's memory";
             return Err(Error::new(ErrorKind::Unsupported, text).with_operation("register memory"));
         }
-        let key = Key {
+        let key = EndpointKey {
             address: memory.address(),
             bytes: memory.bytes() as u64,
             packed,
@@ -278,7 +278,7 @@ impl NetworkConnection for UcxConnection {
                 .with_peer(self.peer)
         };
         let decoded = unseal(key).map_err(name)?;
-        let key: Key = postcard::from_bytes(decoded)
+        let key: EndpointKey = postcard::from_bytes(decoded)
             .map_err(|error| name(Error::new(ErrorKind::InvalidHandle, error.to_string())))?;
         let bytes = usize::try_from(key.bytes)
             .map_err(|error| name(Error::new(ErrorKind::InvalidHandle, error.to_string())))?;
@@ -398,7 +398,7 @@ impl Drop for UcxConnection {
 }
 
 impl Link {
-    fn send(&self, command: Command) -> Result<()> {
+    fn send(&self, command: EngineCommand) -> Result<()> {
         self.commands.send(command).map_err(|_| ended())?;
         // Fails only if the eventfd's counter is full, so the thread will wake anyway.
         let _ = rustix::io::write(&*self.wake, &1_u64.to_ne_bytes());

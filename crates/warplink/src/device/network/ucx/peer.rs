@@ -1,6 +1,6 @@
 //! Connection to one peer: its queue, and operations in flight.
 
-use super::engine::Mapped;
+use super::engine::MappedRegion;
 use super::ffi::{
     Endpoint, EndpointParams, ErrorHandler, MemoryType, RemoteKey, RequestParams, RequestPointer,
     Status, Ucp, Worker, flag, immediate, status,
@@ -43,8 +43,8 @@ pub(super) enum Operation {
 
 /// Resources that UCX uses until an operation completes.
 #[expect(dead_code, reason = "held, not read")]
-enum Source {
-    Memory(DeviceSlice, Option<Rc<Mapped>>),
+enum RemoteSource {
+    Memory(DeviceSlice, Option<Rc<MappedRegion>>),
     Word(Box<u64>),
 }
 
@@ -76,8 +76,8 @@ pub(super) struct Peer {
     /// Start of the period without progress.
     stuck: Option<Instant>,
     /// Queued operations, with the registration of their device memory.
-    queue: VecDeque<(Operation, Option<Rc<Mapped>>)>,
-    outstanding: VecDeque<(RequestPointer, Option<Source>)>,
+    queue: VecDeque<(Operation, Option<Rc<MappedRegion>>)>,
+    outstanding: VecDeque<(RequestPointer, Option<RemoteSource>)>,
     flushing: Option<(RequestPointer, Then)>,
     keys: HashMap<u64, OpenKey>,
     closing: Option<RequestPointer>,
@@ -153,7 +153,7 @@ impl Peer {
     }
 
     /// Queues an operation.
-    pub(super) fn enqueue(&mut self, operation: Operation, mapped: Option<Rc<Mapped>>) {
+    pub(super) fn enqueue(&mut self, operation: Operation, mapped: Option<Rc<MappedRegion>>) {
         self.queue.push_back((operation, mapped));
         self.start_queued();
     }
@@ -303,7 +303,7 @@ impl Peer {
     }
 
     /// Starts one operation. On a failed connection only flushes report the error.
-    fn start(&mut self, operation: Operation, mapped: Option<Rc<Mapped>>) {
+    fn start(&mut self, operation: Operation, mapped: Option<Rc<MappedRegion>>) {
         let live = self.live();
         match operation {
             Operation::Forget(number) => self.forget(number),
@@ -329,7 +329,7 @@ impl Peer {
                 if let Some(params) = self.params(&source, mapped.as_deref()) {
                     let (address, bytes) = (source.address() as usize, source.bytes());
                     let start = std::ptr::with_exposed_provenance(address);
-                    let source = Source::Memory(source, mapped);
+                    let source = RemoteSource::Memory(source, mapped);
                     self.write((start, bytes), key, offset, (&params, source));
                 }
             }
@@ -347,7 +347,11 @@ impl Peer {
 
     /// Parameters for accessing local memory. `None` for device memory that is not registered, which fails
     /// the connection.
-    fn params(&mut self, memory: &DeviceSlice, mapped: Option<&Mapped>) -> Option<RequestParams> {
+    fn params(
+        &mut self,
+        memory: &DeviceSlice,
+        mapped: Option<&MappedRegion>,
+    ) -> Option<RequestParams> {
         if mapped.is_none() && MemoryType::of(memory) != MemoryType::HOST {
             let text = format!(
                 "{memory:?} is not registered with the network, which reaches it by that alone"
@@ -368,7 +372,7 @@ impl Peer {
         (start, bytes): (*const c_void, usize),
         key: u64,
         offset: u64,
-        (params, source): (&RequestParams, Source),
+        (params, source): (&RequestParams, RemoteSource),
     ) {
         // A key is known from its opening until it is closed, which is queued after its uses.
         let (Some(endpoint), Some(open)) = (self.endpoint, self.keys.get(&key)) else {
@@ -388,7 +392,7 @@ impl Peer {
         target: DeviceSlice,
         key: u64,
         offset: u64,
-        (params, mapped): (&RequestParams, Option<Rc<Mapped>>),
+        (params, mapped): (&RequestParams, Option<Rc<MappedRegion>>),
     ) {
         let (Some(endpoint), Some(open)) = (self.endpoint, self.keys.get(&key)) else {
             return;
@@ -399,11 +403,11 @@ impl Peer {
         // done.
         let request =
             unsafe { (self.ucp.ucp_get_nbx)(endpoint, start, bytes, source, open.key, params) };
-        self.started(request, Source::Memory(target, mapped));
+        self.started(request, RemoteSource::Memory(target, mapped));
     }
 
     /// Records a started request, with the resources that UCX uses until it is done.
-    fn started(&mut self, request: RequestPointer, used: Source) {
+    fn started(&mut self, request: RequestPointer, used: RemoteSource) {
         match immediate(request) {
             None => self.outstanding.push_back((request, Some(used))),
             Some(status::OK) => {}
@@ -434,7 +438,7 @@ impl Peer {
             (Then::Signal { value, key, offset }, None) => {
                 let word = Box::new(value);
                 let start = std::ptr::from_ref(&*word).cast();
-                let (params, word) = (RequestParams::default(), Source::Word(word));
+                let (params, word) = (RequestParams::default(), RemoteSource::Word(word));
                 self.write((start, size_of::<u64>()), key, offset, (&params, word));
             }
             (Then::Signal { .. }, Some(_)) => {}

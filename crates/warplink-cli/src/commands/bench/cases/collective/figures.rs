@@ -13,7 +13,7 @@ use serde::{Deserialize, Serialize};
 
 /// The figures of one method.
 #[derive(Clone, Debug, Deserialize, Serialize)]
-pub(super) struct Measured {
+pub(super) struct CollectiveTimes {
     #[serde(alias = "way")]
     pub(super) method: String,
     /// For one call.
@@ -31,7 +31,7 @@ pub(super) struct Measured {
 
 /// One size.
 #[derive(Clone, Debug, Serialize)]
-pub(super) struct Row {
+pub(super) struct CollectiveRow {
     /// Of the larger of input and output.
     pub(super) bytes: usize,
     /// Elements of the smaller.
@@ -43,11 +43,11 @@ pub(super) struct Row {
     pub(super) lanes: usize,
     pub(super) threads: usize,
     /// Warplink first.
-    pub(super) methods: Vec<Measured>,
+    pub(super) methods: Vec<CollectiveTimes>,
 }
 
 #[derive(Debug, Serialize)]
-pub(crate) struct Collectives {
+pub(crate) struct CollectiveFigures {
     collective: String,
     dtype: String,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -55,7 +55,7 @@ pub(crate) struct Collectives {
     /// Whether Warplink's calls are bound to their memory.
     bound: bool,
     peers: Vec<String>,
-    rows: Vec<Row>,
+    rows: Vec<CollectiveRow>,
 }
 
 /// Figures of another program that are shown beside Warplink's. The aliases are names in older reports.
@@ -76,12 +76,12 @@ struct ExternalRow {
     place: Placement,
     submission: Submission,
     #[serde(alias = "ways")]
-    methods: Vec<Measured>,
+    methods: Vec<CollectiveTimes>,
 }
 
-impl Row {
+impl CollectiveRow {
     /// The figures of a method, if this size has them.
-    pub(super) fn figures(&self, method: &str) -> Option<&Measured> {
+    pub(super) fn figures(&self, method: &str) -> Option<&CollectiveTimes> {
         self.methods.iter().find(|figures| figures.method == method)
     }
 
@@ -110,12 +110,12 @@ impl External {
     }
 }
 
-impl Collectives {
+impl CollectiveFigures {
     pub(super) fn new(
         template: Template,
         bound: bool,
         peers: Vec<String>,
-        rows: Vec<Row>,
+        rows: Vec<CollectiveRow>,
         beside: Option<&External>,
     ) -> Self {
         let mut figures = Self {
@@ -157,7 +157,7 @@ impl Collectives {
     }
 }
 
-impl Figures for Collectives {
+impl Figures for CollectiveFigures {
     fn is_right(&self) -> bool {
         let mut methods = self.rows.iter().flat_map(|row| &row.methods);
         methods.all(|measured| measured.wrong == 0)
@@ -175,7 +175,7 @@ impl Figures for Collectives {
     }
 
     fn tables(&self) -> String {
-        let mut columns = Columns::<Row>::new()
+        let mut columns = Columns::<CollectiveRow>::new()
             .number("bytes", |row| Bytes(row.bytes as u64).to_string())
             .words("place", |row| name_of(&row.place))
             .words("submission", |row| name_of(&row.submission))
@@ -183,8 +183,8 @@ impl Figures for Collectives {
             .number("lanes", |row| row.lanes.to_string());
         let methods = self.methods();
         for &method in &methods {
-            let of = |cell: fn(&Measured) -> String| {
-                move |row: &Row| or_empty(row.figures(method), cell)
+            let of = |cell: fn(&CollectiveTimes) -> String| {
+                move |row: &CollectiveRow| or_empty(row.figures(method), cell)
             };
             columns = columns
                 .number(

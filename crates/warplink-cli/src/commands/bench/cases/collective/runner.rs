@@ -1,9 +1,9 @@
 //! Runs a collective of one size: once on fresh data for its result, and then for its time.
 
 use super::data::{Inputs, different};
-use super::figures::{Measured, Row};
-use super::template::{Kind, Template, in_place, lengths};
-use super::{Peer, Placement};
+use super::figures::{CollectiveTimes, CollectiveRow};
+use super::template::{TemplateKind, Template, in_place, lengths};
+use super::{CollectivePeer, Placement};
 use crate::commands::bench::clock::{Clock, Submission, Work};
 use crate::commands::bench::peers::{neighbours, optional, total, vendor};
 use crate::gemm::common_seed;
@@ -15,20 +15,20 @@ use warplink::collective::{BoundCall, Call, CollectiveOptions, CollectivePath, C
 use warplink::device::{AllocationKind, DeviceSlice, Priority, Stream};
 
 /// The same for every size.
-pub(super) struct Runner<'a> {
+pub(super) struct CollectiveRunner<'a> {
     clock: Clock<'a>,
     template: Template,
     /// Whether Warplink's calls are bound to their memory.
     bound: bool,
     /// Warplink first.
-    methods: Vec<Method>,
+    methods: Vec<CollectiveMethod>,
     /// The names of the libraries that Warplink is compared with.
     pub(super) peers: Vec<String>,
     seed: Cell<u64>,
 }
 
 /// A library that does the collective, and the memory of its calls.
-struct Method {
+struct CollectiveMethod {
     name: String,
     collectives: Collectives,
     memory: [DeviceSlice; 2],
@@ -37,14 +37,14 @@ struct Method {
 /// The bytes of an output before a run, which show elements that are not written.
 const UNTOUCHED: u8 = 0xA5;
 
-impl<'a> Runner<'a> {
+impl<'a> CollectiveRunner<'a> {
     /// Every rank makes one at the same time.
     pub(super) fn new(
         comm: &'a Communicator,
         template: Template,
         largest: usize,
         (options, bound): (&CollectiveOptions, bool),
-        peers: &[Peer],
+        peers: &[CollectivePeer],
     ) -> Result<Self> {
         let allocate = |kind| comm.device().allocate(largest, kind);
         let plain = || allocate(AllocationKind::Plain);
@@ -53,7 +53,7 @@ impl<'a> Runner<'a> {
             clock: Clock::new(comm, Priority::Normal)?,
             template,
             bound,
-            methods: vec![Method {
+            methods: vec![CollectiveMethod {
                 name: "warplink".to_owned(),
                 collectives: comm.collectives_with(options)?,
                 memory: memory.clone(),
@@ -63,15 +63,15 @@ impl<'a> Runner<'a> {
         };
         for peer in peers {
             let made = match peer {
-                Peer::Nccl | Peer::Substitute => {
+                CollectivePeer::Nccl | CollectivePeer::Substitute => {
                     vendor(comm).map(|(collectives, name)| (collectives, name, memory.clone()))
                 }
-                Peer::NcclSymmetric => registered(comm, largest),
-                Peer::None => continue,
+                CollectivePeer::NcclSymmetric => registered(comm, largest),
+                CollectivePeer::None => continue,
             };
             let peer = name_of(peer);
             if let Some((collectives, name, memory)) = optional(comm, &peer, made)? {
-                runner.methods.push(Method {
+                runner.methods.push(CollectiveMethod {
                     name: peer,
                     collectives,
                     memory,
@@ -90,7 +90,7 @@ impl<'a> Runner<'a> {
         submission: Submission,
         samples: usize,
         calls: usize,
-    ) -> Result<Row> {
+    ) -> Result<CollectiveRow> {
         let world = self.clock.comm.world();
         let call = &self.template.call(bytes, world);
         let slices: Vec<[DeviceSlice; 2]> = self
@@ -129,7 +129,7 @@ impl<'a> Runner<'a> {
         let figures = self.methods.iter().zip(times).zip(wrong);
         let figures = figures.map(|((method, times), wrong)| {
             let bandwidth = size as f64 / times.stream.median / 1e9;
-            Measured {
+            CollectiveTimes {
                 method: method.name.clone(),
                 seconds: times.stream,
                 host: (submission == Submission::Eager).then_some(times.host),
@@ -139,14 +139,14 @@ impl<'a> Runner<'a> {
             }
         });
         let path = match self.template.kind {
-            Kind::Collective(_) => warplink.collectives.path_of(call),
-            Kind::SendReceive => warplink
+            TemplateKind::Collective(_) => warplink.collectives.path_of(call),
+            TemplateKind::SendReceive => warplink
                 .collectives
                 .path_of_messages()
                 .context("nothing sends messages between these ranks")?,
         };
         let (algorithm, lanes, threads) = match path {
-            CollectivePath::Direct if self.template.kind == Kind::SendReceive => {
+            CollectivePath::Direct if self.template.kind == TemplateKind::SendReceive => {
                 ("messages".to_owned(), 0, 0)
             }
             CollectivePath::Direct => {
@@ -159,7 +159,7 @@ impl<'a> Runner<'a> {
             }
             CollectivePath::Engine => ("engine".to_owned(), 0, 0),
         };
-        Ok(Row {
+        Ok(CollectiveRow {
             bytes: size,
             count: call.count,
             place,
@@ -211,8 +211,8 @@ impl<'a> Runner<'a> {
         comm.device().upload(input, &inputs.of(comm.rank()))?;
         self.clock.run(submission, work)?;
         let expected = match self.template.kind {
-            Kind::Collective(_) => inputs.expected(comm.rank())?,
-            Kind::SendReceive => {
+            TemplateKind::Collective(_) => inputs.expected(comm.rank())?,
+            TemplateKind::SendReceive => {
                 let [before, _] = neighbours(comm.rank(), comm.world());
                 Some(inputs.of(before))
             }

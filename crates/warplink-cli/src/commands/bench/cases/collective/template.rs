@@ -9,7 +9,7 @@ use warplink::{Communicator, DType};
 
 /// A collective, or messages between all ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Kind {
+pub(super) enum TemplateKind {
     Collective(CollectiveKind),
     /// Each rank sends to the next one, and receives from the one before.
     SendReceive,
@@ -18,18 +18,18 @@ pub(super) enum Kind {
 /// The call that is measured, without its size.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Template {
-    pub(super) kind: Kind,
+    pub(super) kind: TemplateKind,
     pub(super) dtype: DType,
     pub(super) op: ReduceOp,
     pub(super) root: usize,
 }
 
 /// Those with data.
-fn moving() -> impl Iterator<Item = Kind> {
+fn moving() -> impl Iterator<Item = TemplateKind> {
     let all = CollectiveKind::ALL.into_iter();
     all.filter(|kind| *kind != CollectiveKind::Barrier)
-        .map(Kind::Collective)
-        .chain([Kind::SendReceive])
+        .map(TemplateKind::Collective)
+        .chain([TemplateKind::SendReceive])
 }
 
 /// Their names, as help and errors list them.
@@ -39,20 +39,20 @@ pub(super) fn names() -> String {
 }
 
 /// Reads a name on the command line.
-pub(super) fn kind(text: &str) -> Result<Kind, String> {
+pub(super) fn kind(text: &str) -> Result<TemplateKind, String> {
     let found = moving().find(|kind| name(*kind) == text);
     found.ok_or_else(|| format!("expected {}", names()))
 }
 
 /// Its name on the command line and in nccl-tests.
-pub(super) fn name(kind: Kind) -> String {
+pub(super) fn name(kind: TemplateKind) -> String {
     match kind {
-        Kind::Collective(kind) => kind.name().replace('_', "-"),
-        Kind::SendReceive => "send-receive".to_owned(),
+        TemplateKind::Collective(kind) => kind.name().replace('_', "-"),
+        TemplateKind::SendReceive => "send-receive".to_owned(),
     }
 }
 
-impl Kind {
+impl TemplateKind {
     pub(super) fn reduces(self) -> bool {
         matches!(self, Self::Collective(kind) if kind.reduces())
     }
@@ -103,7 +103,7 @@ impl Template {
         [input, output]: &[DeviceSlice; 2],
         stream: &Stream,
     ) -> warplink::Result<()> {
-        if let Kind::Collective(_) = self.kind {
+        if let TemplateKind::Collective(_) = self.kind {
             return collectives.enqueue(call, output, input, stream);
         }
         let [before, next] = neighbours(comm.rank(), comm.world());

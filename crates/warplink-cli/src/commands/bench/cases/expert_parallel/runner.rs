@@ -1,7 +1,7 @@
 //! Runs dispatch and combine: once for the result, and then for their times.
 
 use super::data::Tokens;
-use super::{Measured, Peer, Routing, Row};
+use super::{ExpertTimes, ExpertPeer, Routing, ExpertRow};
 use crate::commands::bench::clock::{Clock, Submission, Work};
 use crate::commands::bench::peers::{gather, optional, total, vendor};
 use anyhow::Result;
@@ -13,7 +13,7 @@ use warplink::{Collectives, Communicator, DType};
 const WORD: usize = 4;
 
 /// The same for every number of tokens.
-pub(super) struct Runner<'a> {
+pub(super) struct ExpertRunner<'a> {
     clock: Clock<'a>,
     layer: ExpertOptions,
     routing: Routing,
@@ -39,7 +39,7 @@ struct Vendor {
 }
 
 /// Tokens in the device's memory, the same number on every rank.
-pub(super) struct Loaded {
+pub(super) struct LoadedExperts {
     count: usize,
     /// Wrong elements of all ranks' results.
     wrong: u64,
@@ -48,21 +48,21 @@ pub(super) struct Loaded {
     receives: Vec<usize>,
 }
 
-impl<'a> Runner<'a> {
+impl<'a> ExpertRunner<'a> {
     /// Every rank makes one at the same time.
     pub(super) fn new(
         comm: &'a Communicator,
         layer: ExpertOptions,
         routing: Routing,
-        peer: Peer,
+        peer: ExpertPeer,
     ) -> Result<Self> {
         let world = comm.world();
         let allocate = |bytes| comm.device().allocate(bytes, AllocationKind::Plain);
         let rows = world * layer.rows_per_peer(world);
         let slots = layer.max_tokens * layer.top_k;
         let vendor = match peer {
-            Peer::None => None,
-            Peer::Nccl => {
+            ExpertPeer::None => None,
+            ExpertPeer::Nccl => {
                 let made = Vendor::new(comm, slots * layer.row_bytes());
                 optional(comm, "nccl", made)?
             }
@@ -89,7 +89,7 @@ impl<'a> Runner<'a> {
     }
 
     /// Loads `count` tokens on every rank, and checks the result of one dispatch and combine.
-    pub(super) fn load(&self, count: usize) -> Result<Loaded> {
+    pub(super) fn load(&self, count: usize) -> Result<LoadedExperts> {
         let (comm, layer) = (self.clock.comm, &self.layer);
         let place = (comm.rank(), comm.world());
         let tokens = Tokens::new(layer, self.routing, place, count);
@@ -119,7 +119,7 @@ impl<'a> Runner<'a> {
             let counts = sends.iter().flat_map(|count| (*count as u32).to_le_bytes());
             device.upload(&vendor.sent, &counts.collect::<Vec<_>>())?;
         }
-        Ok(Loaded {
+        Ok(LoadedExperts {
             count,
             wrong,
             sends,
@@ -130,11 +130,11 @@ impl<'a> Runner<'a> {
     /// Times dispatch and combine of every method. The vendor's cannot be captured, since its host waits.
     pub(super) fn row(
         &self,
-        data: &Loaded,
+        data: &LoadedExperts,
         submission: Submission,
         samples: usize,
         calls: usize,
-    ) -> Result<Row> {
+    ) -> Result<ExpertRow> {
         let count = data.count;
         let dispatch = |stream: &Stream| self.dispatch(count, stream);
         let combine = |stream: &Stream| self.combine(count, stream);
@@ -156,12 +156,12 @@ impl<'a> Runner<'a> {
         let methods = times
             .chunks_exact(2)
             .zip(names)
-            .map(|(times, method)| Measured {
+            .map(|(times, method)| ExpertTimes {
                 method,
                 dispatch: times[0].stream,
                 combine: times[1].stream,
             });
-        Ok(Row {
+        Ok(ExpertRow {
             tokens: count,
             rows: data.receives.iter().sum(),
             submission,
@@ -196,7 +196,7 @@ impl<'a> Runner<'a> {
     }
 
     /// The counts to the other ranks and to the host, and then the packed rows and their experts.
-    fn vendor_dispatch(&self, vendor: &Vendor, data: &Loaded, stream: &Stream) -> Result<()> {
+    fn vendor_dispatch(&self, vendor: &Vendor, data: &LoadedExperts, stream: &Stream) -> Result<()> {
         let comm = self.clock.comm;
         vendor
             .collectives
@@ -224,7 +224,7 @@ impl<'a> Runner<'a> {
         Ok(())
     }
 
-    fn vendor_combine(&self, vendor: &Vendor, data: &Loaded, stream: &Stream) -> Result<()> {
+    fn vendor_combine(&self, vendor: &Vendor, data: &LoadedExperts, stream: &Stream) -> Result<()> {
         let (to, from) = (
             (&vendor.packed, &data.sends[..]),
             (&self.rows, &data.receives[..]),

@@ -1,6 +1,6 @@
 //! Runs a fused call of one size: once for its result, and then for its time and that of two steps.
 
-use super::{Measured, Peer, Row};
+use super::{FusedTimes, FusedPeer, FusedRow};
 use crate::commands::bench::clock::{Clock, Submission, Work};
 use crate::commands::bench::peers::{optional, total, vendor};
 use crate::names::name_of;
@@ -14,7 +14,7 @@ use warplink::{Collectives, Communicator};
 const SCALE: f32 = 0.0625;
 
 /// The same for every number of tokens.
-pub(super) struct Runner<'a> {
+pub(super) struct FusedRunner<'a> {
     clock: Clock<'a>,
     /// Of the most tokens.
     call: Fused,
@@ -24,10 +24,10 @@ pub(super) struct Runner<'a> {
     others: Vec<(String, Collectives)>,
     /// Implementations that rows are compared with.
     pub(super) peers: Vec<String>,
-    memory: Memory,
+    memory: FusedBuffers,
 }
 
-struct Memory {
+struct FusedBuffers {
     input: DeviceSlice,
     residual: DeviceSlice,
     weight: DeviceSlice,
@@ -43,12 +43,12 @@ fn number(seed: usize, at: usize) -> f64 {
     (mixed % 17) as f64 - 8.0
 }
 
-impl<'a> Runner<'a> {
+impl<'a> FusedRunner<'a> {
     /// Every rank makes one at the same time.
-    pub(super) fn new(comm: &'a Communicator, call: Fused, peers: &[Peer]) -> Result<Self> {
+    pub(super) fn new(comm: &'a Communicator, call: Fused, peers: &[FusedPeer]) -> Result<Self> {
         let bytes = call.bytes(comm.world())?;
         let allocate = |bytes: usize| comm.device().allocate(bytes, AllocationKind::Plain);
-        let memory = Memory {
+        let memory = FusedBuffers {
             input: allocate(bytes.input)?,
             residual: allocate(bytes.residual)?,
             weight: allocate(bytes.weight)?,
@@ -62,12 +62,12 @@ impl<'a> Runner<'a> {
         for peer in peers {
             let method = name_of(peer);
             match peer {
-                Peer::None => {}
-                Peer::Pair => {
+                FusedPeer::None => {}
+                FusedPeer::Pair => {
                     names.push("its own two steps".to_owned());
                     others.push((method, own.clone()));
                 }
-                Peer::Nccl => {
+                FusedPeer::Nccl => {
                     if let Some((library, name)) = optional(comm, &method, vendor(comm))? {
                         names.push(format!("{name} and a kernel"));
                         others.push((method, library));
@@ -105,7 +105,7 @@ impl<'a> Runner<'a> {
         submission: Submission,
         samples: usize,
         calls: usize,
-    ) -> Result<Row> {
+    ) -> Result<FusedRow> {
         let call = Fused {
             tokens,
             ..self.call
@@ -157,11 +157,11 @@ impl<'a> Runner<'a> {
         let times = self.clock.measure_in_turn(samples, submission, calls, &works)?;
         let names = std::iter::once("warplink".to_owned());
         let names = names.chain(self.others.iter().map(|(name, _)| name.clone()));
-        let methods = names.zip(times).map(|(method, times)| Measured {
+        let methods = names.zip(times).map(|(method, times)| FusedTimes {
             method,
             seconds: times.stream,
         });
-        Ok(Row {
+        Ok(FusedRow {
             tokens,
             submission,
             wrong,

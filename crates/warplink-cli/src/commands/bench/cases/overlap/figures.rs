@@ -1,6 +1,6 @@
 //! The figures of all shapes, as tables and as bars.
 
-use super::measure::{Row, Shape, Submitted};
+use super::measure::{OverlapRow, Shape, Submitted};
 use crate::commands::bench::plot::{BASELINE, Bar, Bars, CHOSEN, Drawing, OWN, PEER};
 use crate::commands::bench::report::{Figures, or_empty};
 use crate::gemm::Problem;
@@ -179,7 +179,7 @@ impl Shape {
         });
         let collective = self.collective().map(|row| &row.lowering);
         let fastest = self.fastest().map(|row| &row.lowering);
-        let lowering = |row: &Row| {
+        let lowering = |row: &OverlapRow| {
             let is_fastest = Some(&row.lowering) == fastest;
             let mark = |is: bool, text| if is { text } else { "" };
             let label =

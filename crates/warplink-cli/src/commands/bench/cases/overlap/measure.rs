@@ -76,14 +76,14 @@ pub(crate) struct Shape {
     pub(super) compute_chunks: Submitted,
     /// Bytes that a rank receives over the link's rate, in seconds.
     pub(super) link_limit: f64,
-    pub(super) lowerings: Vec<Row>,
+    pub(super) lowerings: Vec<OverlapRow>,
     /// The lowering that a plan chooses, and why.
     pub(super) choice: String,
 }
 
 /// A lowering's times, and the error of its result.
 #[derive(Debug, Serialize)]
-pub(super) struct Row {
+pub(super) struct OverlapRow {
     pub(super) lowering: String,
     /// Its open parameters, as the cost model chose them.
     pub(super) parameters: String,
@@ -116,7 +116,7 @@ impl Shape {
     }
 
     /// The fastest lowering with overlap.
-    pub(super) fn fastest(&self) -> Option<&Row> {
+    pub(super) fn fastest(&self) -> Option<&OverlapRow> {
         self.lowerings
             .iter()
             .filter(|row| row.lowering != COLLECTIVE)
@@ -124,12 +124,12 @@ impl Shape {
     }
 
     /// The collective and one GEMM.
-    pub(super) fn collective(&self) -> Option<&Row> {
+    pub(super) fn collective(&self) -> Option<&OverlapRow> {
         self.lowerings.iter().find(|row| row.lowering == COLLECTIVE)
     }
 
     /// The lowering that a plan chooses.
-    pub(super) fn chosen(&self) -> Option<&Row> {
+    pub(super) fn chosen(&self) -> Option<&OverlapRow> {
         self.lowerings.iter().find(|row| row.chosen)
     }
 
@@ -144,7 +144,7 @@ impl Shape {
         modelled.and_then(|modelled| self.over_best(modelled))
     }
 
-    fn over_best(&self, row: &Row) -> Option<f64> {
+    fn over_best(&self, row: &OverlapRow) -> Option<f64> {
         let best = self.lowerings.iter().map(|row| row.times.best());
         best.min_by(f64::total_cmp)
             .map(|best| best / row.times.best())
@@ -225,7 +225,7 @@ pub(super) fn figures(
         let own = plan.choice();
         let estimate = own.estimates.first().context("no estimate of a lowering")?;
         let best = times.best();
-        rows.push(Row {
+        rows.push(OverlapRow {
             lowering: own.name().to_owned(),
             parameters: estimate.chosen.to_string(),
             chosen: own.name() == choice.name(),

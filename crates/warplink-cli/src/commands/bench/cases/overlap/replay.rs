@@ -24,11 +24,11 @@ struct Measured {
 struct Shape {
     #[serde(flatten)]
     problem: Problem,
-    lowerings: Vec<Row>,
+    lowerings: Vec<ReplayRow>,
 }
 
 #[derive(Deserialize)]
-struct Row {
+struct ReplayRow {
     lowering: String,
     parameters: String,
     times: Submitted,

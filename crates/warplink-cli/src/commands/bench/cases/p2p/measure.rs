@@ -1,7 +1,7 @@
 //! The times of one method at one size.
 
-use super::runner::Runner;
-use super::{Method, Row};
+use super::runner::P2pRunner;
+use super::{Method, P2pRow};
 use crate::commands::bench::case::by_device;
 use crate::commands::bench::clock::{Submission, Times};
 use anyhow::Result;
@@ -20,14 +20,14 @@ fn group_size(bytes: usize) -> usize {
     if bytes >= 16 << 20 { DEPTH / 4 } else { 1 }
 }
 
-impl Runner<'_> {
+impl P2pRunner<'_> {
     pub(super) fn row(
         &self,
         bytes: usize,
         method: Method,
         submission: Submission,
         samples: usize,
-    ) -> Result<Row> {
+    ) -> Result<P2pRow> {
         let transfers = match method.transfer() {
             Some((protocol, path)) => self.transfers(bytes, protocol, path)?,
             None => Vec::new(),
@@ -39,7 +39,7 @@ impl Runner<'_> {
         let transfer = self.many(bytes, method, &transfers, submission, samples)?;
         self.check(bytes, method)?;
         let bandwidth = bytes as f64 / transfer.median / 1e9;
-        Ok(Row {
+        Ok(P2pRow {
             bytes,
             method,
             submission,

@@ -12,7 +12,7 @@ use warplink::device::{CollectiveEngine, DeviceSlice, MemoryOp, Priority, Stream
 use warplink::memory::{Region, RemoteRegion};
 
 /// The same for every size.
-pub(super) struct Runner<'a> {
+pub(super) struct P2pRunner<'a> {
     pub(super) clock: Clock<'a>,
     pub(super) second: SecondStream,
     pub(super) ring: bool,
@@ -33,7 +33,7 @@ pub(super) struct Runner<'a> {
     received: Cell<u64>,
 }
 
-impl<'a> Runner<'a> {
+impl<'a> P2pRunner<'a> {
     pub(super) fn new(
         comm: &'a Communicator,
         largest: usize,

@@ -15,7 +15,7 @@ use warplink::{Communicator, DType};
 const COMPARED: u64 = 4;
 
 /// The memory of a rank for one size.
-pub(super) struct Memory {
+pub(super) struct SectionBuffers {
     pub(super) dtype: DType,
     seed: u64,
     pub(super) input: (String, DeviceSlice),
@@ -24,7 +24,7 @@ pub(super) struct Memory {
     pub(super) expected: DeviceSlice,
 }
 
-impl Memory {
+impl SectionBuffers {
     pub(super) fn new(comm: &Communicator, prepared: &Prepared, seed: u64) -> Result<Self> {
         let device = comm.device();
         let (input, dtype, bytes) = tensors(prepared, Role::Input)?;
