@@ -1,4 +1,4 @@
-//! What the Python function of a host kernel is given: its block, and the channels among its arguments.
+//! Arguments of the Python function of a host kernel: its block, and its channels.
 //!
 //! Which block runs is known by the thread, so that these objects are of no use after the function has
 //! returned, or on another thread.
@@ -18,7 +18,7 @@ use warplink::{Error, ErrorKind, Result};
 thread_local! {
     /// The block whose function runs on this thread, and its number.
     static RUNNING: Cell<Option<Running>> = const { Cell::new(None) };
-    /// What the function's last call failed with.
+    /// Error of the function's last call.
     static FAILED: Cell<Option<Error>> = const { Cell::new(None) };
 }
 
@@ -87,7 +87,7 @@ pub(crate) fn run(block: &device::Block<'_>, body: &Owner, place: &Place) -> Res
     called.ok_or_else(ended)?
 }
 
-/// What a kernel fails with whose function raised `error`: the library's own error if that is what it was.
+/// Error of a kernel whose function raised `error`: the library's error if it is one.
 fn failure(py: Python<'_>, error: &PyErr) -> Error {
     let own = error.value(py).getattr("kind").is_ok();
     if let Some(failed) = FAILED.take().filter(|_| own) {
@@ -98,7 +98,7 @@ fn failure(py: Python<'_>, error: &PyErr) -> Error {
         .with_help("see to it that the function returns")
 }
 
-/// What `call` gives for block `number`, if it runs on this thread.
+/// Calls `call` with block `number`, if it runs on this thread.
 fn running<R>(number: u64, call: impl FnOnce(&device::Block<'_>) -> Result<R>) -> Result<R> {
     let Some(running) = RUNNING.get().filter(|running| running.number == number) else {
         return Err(Error::invalid(

@@ -1,4 +1,4 @@
-//! What Python says of collectives in words: options, operators and calls.
+//! Options, operators and calls of collectives, from Python's words.
 
 use crate::array::Array;
 use crate::errors::{invalid, raise};

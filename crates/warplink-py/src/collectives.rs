@@ -91,7 +91,7 @@ impl Collectives {
 
 #[pymethods]
 impl Collectives {
-    /// What does the calls: "direct", kernels that access the peers' memory, or "engine", the vendor's library.
+    /// Path of the calls: "direct", kernels that access the peers' memory, or "engine", the vendor's library.
     #[getter]
     fn path(&self) -> PyResult<&'static str> {
         Ok(self.inner()?.path().name())
@@ -127,7 +127,7 @@ impl Collectives {
         Ok(BoundCall::new(bound.map_err(raise)?, &self.watched))
     }
 
-    /// What does the collective named `kind`, such as "all_reduce", as `path` says it; in a hybrid cube mesh, calls differ.
+    /// Path of the collective named `kind`, such as "all_reduce", as in `path`; in a hybrid cube mesh, calls differ.
     /// `count` is the elements of a part: what one rank passes to one other or to all. `op` is for collectives that reduce,
     /// `root` for those that have one. Raises ParseError for a kind, a type or an operator that there is not.
     #[pyo3(signature = (kind, count, dtype, op=None, root=None))]
@@ -164,7 +164,7 @@ impl Collectives {
         told(py, choice)
     }
 
-    /// What does send_receive and all_to_all_v, as `path` says it; None where they do not reach the other ranks.
+    /// Path of send_receive and all_to_all_v, as in `path`; None where they do not reach the other ranks.
     #[getter]
     fn path_of_messages(&self) -> PyResult<Option<&'static str>> {
         Ok(self.inner()?.path_of_messages().map(CollectivePath::name))
@@ -357,8 +357,8 @@ impl Collectives {
         self.all_to_all_at(py, stream, [target, source], parts)
     }
 
-    /// What follows in the stream waits until every rank's stream has come to it. Raises what ended the device's work, such
-    /// as PeerLostError, if something did.
+    /// Later work in the stream waits until every rank's stream has come to it. Raises the error that ended
+    /// the device's work, such as PeerLostError, if something did.
     fn barrier(&self, py: Python<'_>, stream: &Stream) -> PyResult<()> {
         let (inner, live) = (self.inner()?, stream.live()?);
         py.detach(|| inner.barrier(live)).map_err(raise)?;

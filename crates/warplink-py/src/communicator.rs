@@ -56,7 +56,7 @@ impl Communicator {
     }
 }
 
-/// What has calls that can be watched.
+/// Objects whose calls can be watched.
 #[derive(FromPyObject)]
 enum Watchable<'py> {
     Collectives(Bound<'py, Collectives>),

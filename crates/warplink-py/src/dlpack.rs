@@ -58,7 +58,7 @@ struct DLManagedTensorVersioned {
     tensor: DLTensor,
 }
 
-/// What a capsule says of its tensor.
+/// Description of a capsule's tensor.
 pub(crate) struct Described {
     pub(crate) address: u64,
     pub(crate) device: (i32, i32),
@@ -71,7 +71,7 @@ pub(crate) struct Described {
     pub(crate) read_only: Option<bool>,
 }
 
-/// What a capsule holds, of one version of DLPack.
+/// Contents of a capsule of one version of DLPack.
 trait Managed: Sized {
     /// The name of an unused capsule.
     const NAME: &'static CStr;
@@ -151,7 +151,7 @@ struct Handed<M, K> {
     _keep: K,
 }
 
-/// What the capsule that an object's `__dlpack__` returned says.
+/// Description of the capsule that an object's `__dlpack__` returned.
 pub(crate) fn describe(capsule: &Bound<'_, PyCapsule>) -> PyResult<Described> {
     let (tensor, read_only) = match capsule.pointer_checked(Some(VERSIONED)) {
         Ok(pointer) => {

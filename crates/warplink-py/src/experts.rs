@@ -36,7 +36,7 @@ pub(crate) struct Experts {
     nothing: DeviceSlice,
 }
 
-/// What was dispatched, read from a caller's arrays.
+/// Dispatched rows, read from a caller's arrays.
 struct Rows {
     rows: Array,
     experts: Array,

@@ -30,8 +30,8 @@ pub(crate) fn described(
 }
 
 impl Collectives {
-    /// What `fused` does: of the input, residual, weight and bias, the sum, `residual_out`, the output, what is quantised and
-    /// its scale.
+    /// Implementation of `fused`: of the input, residual, weight and bias, the sum, `residual_out`, the output,
+    /// the quantised output and its scale.
     pub(crate) fn enqueue_fused(
         &self,
         py: Python<'_>,

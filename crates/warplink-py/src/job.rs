@@ -12,7 +12,7 @@ use std::sync::{Mutex, PoisonError};
 use warplink::bootstrap::{HeldPort, JoinConfig, Rendezvous};
 use warplink::{Config, DeviceKind, Error, ErrorKind};
 
-/// What the ranks of a job meet by: the address of the store and the secret that admits to it.
+/// Rendezvous of the ranks of a job: the address of the store and the secret that admits to it.
 ///
 /// A process that holds it can join: treat it as a password. `str(id)` is its 256 hexadecimal digits, to be
 /// given to `Job.join` on every rank; `repr(id)` leaves the secret out.

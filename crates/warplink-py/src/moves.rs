@@ -32,7 +32,7 @@ impl Collectives {
         Ok(())
     }
 
-    /// What `call_at` does.
+    /// Implementation of `call_at`.
     pub(crate) fn enqueue_at(
         &self,
         py: Python<'_>,
@@ -62,7 +62,7 @@ impl Collectives {
         Ok(())
     }
 
-    /// What `all_to_all_v_at` does.
+    /// Implementation of `all_to_all_v_at`.
     pub(crate) fn all_to_all_at(
         &self,
         py: Python<'_>,
@@ -92,7 +92,7 @@ impl Collectives {
         Ok(())
     }
 
-    /// What `all_to_all_v_on_device` does.
+    /// Implementation of `all_to_all_v_on_device`.
     pub(crate) fn all_to_all_on_device(
         &self,
         py: Python<'_>,

@@ -136,7 +136,7 @@ impl OverlapPlan {
             .map_err(raise)
     }
 
-    /// What runs the plan on the tensors `names`, of these `nbytes`, of which `own` has the plan's memory where peers
+    /// Launcher of the plan on the tensors `names`, of these `nbytes`, of which `own` has the plan's memory where peers
     /// reach them. All others are `replaceable`. Every rank uses it, or none.
     fn launcher(
         &self,

@@ -97,7 +97,7 @@ impl<T: Send> Detached<T> {
         self.lock().take()
     }
 
-    /// What `read` says of the value, if it is still there.
+    /// Result of `read` on the value, if it still exists.
     pub(crate) fn with<R>(&self, read: impl FnOnce(&T) -> R) -> Option<R> {
         if is_of_another_process(self.process) {
             return None;

@@ -15,7 +15,7 @@ use warplink::program::{Parameters, Value, refused, verify};
 #[derive(Debug)]
 pub(crate) struct Program(pub(crate) Arc<warplink::program::Program>);
 
-/// What a program that passed the verifier does, for all ranks together.
+/// Summary of a verified program, for all ranks together.
 #[pyclass(frozen, get_all, module = "warplink")]
 #[derive(Debug)]
 pub(crate) struct Report {
@@ -53,7 +53,7 @@ impl Program {
         &self.0.name
     }
 
-    /// What a caller gives values to: `{name: what values it takes}`.
+    /// Parameters of the program: `{name: what values it takes}`.
     #[getter]
     fn parameters<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let parameters = PyDict::new(py);

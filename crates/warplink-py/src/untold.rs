@@ -1,6 +1,6 @@
 //! Ending a process that goes on after a failure which nobody told it of.
 //!
-//! What follows a failed call on a GPU's stream works with data that is not right. An application learns that by an
+//! Work after a failed call on a GPU's stream uses invalid data. An application learns that by an
 //! exception, of whatever call comes next. One that makes no call, or waits for something that does not come, would go on
 //! for as long as it likes.
 

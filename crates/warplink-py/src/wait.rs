@@ -12,7 +12,7 @@ use warplink::{Error, ErrorKind, Result};
 /// How often the main thread lets Python handle signals.
 pub(crate) const SIGNAL_INTERVAL: Duration = Duration::from_millis(50);
 
-/// What `wait` gives, without the interpreter's lock. Raises what a signal's handler raises meanwhile.
+/// Result of `wait`, called without the interpreter's lock. Raises exceptions of signal handlers meanwhile.
 pub(crate) fn interruptible<T: Send + 'static>(
     py: Python<'_>,
     wait: impl FnOnce() -> Result<T> + Send + 'static,

@@ -64,7 +64,7 @@ def _rank_main(body: Callable[..., Any], rank: int, world: int, meeting: str, ar
         results.put((rank, None, traceback.format_exc()))
         raise SystemExit(1) from None
     finally:
-        # What the end of the interpreter does, which a process of the fork server does not come to.
+        # Exit handlers, which a process of the fork server does not run.
         atexit._run_exitfuncs()
 
 

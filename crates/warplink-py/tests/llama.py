@@ -23,7 +23,7 @@ WAYS = ("ddp", "fsdp2", "tp", "pipeline")
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """What the model is made of, and what it is trained on."""
+    """Configuration of the model and of its training."""
 
     vocabulary: int = 64
     hidden: int = 32

@@ -33,7 +33,7 @@ from torch.testing._internal.common_distributed import DistTestCases  # noqa: E4
 
 import warplink.torch  # noqa: E402, F401
 
-# What the tests ask of a backend by its name.
+# Features that the tests ask of a backend by its name.
 has_gpus = torch.cuda.device_count() > 0
 for feature in ("ddp", "subgroup", *(("cuda", "gpu") if has_gpus else ())):
     DistTestCases.backend_feature[feature].add("warplink")
@@ -88,7 +88,7 @@ suite.SEND_RECV_PROFILING_SUPPORTED_BACKENDS.append("warplink")
 
 
 def own_gpu(device):
-    """What a test calls a rank's GPU, as the GPU that the rank has."""
+    """The GPU of a rank, for the number that a test has for it."""
     if isinstance(device, bool) or device is None:
         return device
     if isinstance(device, int):

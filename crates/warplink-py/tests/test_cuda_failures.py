@@ -22,7 +22,7 @@ TOLD_SECONDS, LOST_LIMIT = 15.0, 60.0
 
 
 def raised_by(operation):
-    """What ``operation`` raises, once its peer is lost."""
+    """Exception of ``operation``, once its peer is lost."""
     end = time.monotonic() + TOLD_SECONDS
     while time.monotonic() < end:
         try:

@@ -191,7 +191,7 @@ def direct_collectives(rank, world, _, place):
         dist.broadcast(part, 1)
         assert torch.equal(part, expected.view(world, -1)[1]), (turn, "broadcast")
         del own, whole, outputs
-    # What Warplink does not reduce goes to NCCL, several calls may be one work, and graphs replay.
+    # Reductions that Warplink lacks go to NCCL, several calls may be one work, and graphs replay.
     flags = torch.full((8,), rank == 1, device=device)
     dist.all_reduce(flags, kinds.MAX)
     assert flags.all()

@@ -13,7 +13,7 @@ TOP_K, MAX_TOKENS, EACH = 3, 40, 3
 
 
 class Input:
-    """What a rank dispatches, as all ranks know it: values and weights of which sums are exact."""
+    """Dispatch of a rank, as all ranks know it: values and weights whose sums are exact."""
 
     def __init__(self, random, world, elements, dtype, way):
         tokens = 0 if way == "none" else int(random.integers(1, MAX_TOKENS + 1))
@@ -34,7 +34,7 @@ class Input:
         return found
 
     def combined(self):
-        """What comes back where expert e multiplies by e + 1."""
+        """Result where expert e multiplies by e + 1."""
         total = numpy.zeros(self.tokens.shape, numpy.float32)
         for slot in range(TOP_K):
             expert = self.experts[:, slot]

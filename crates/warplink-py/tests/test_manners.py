@@ -1,4 +1,4 @@
-"""What a user of Python expects of any package: Ctrl-C, names of types, commands, entry points."""
+"""Expectations of any Python package: Ctrl-C, names of types, commands, entry points."""
 
 import importlib.metadata
 import os

@@ -82,7 +82,7 @@ def uneven(rank, world, meeting, path):
         seed = shared_seed(comm)
         for turn, dtype in enumerate(TYPES * 2):
             random = numpy.random.default_rng([seed, turn])
-            # What rank `of` sends to rank `to`, on all ranks.
+            # Lengths that rank `of` sends to rank `to`, on all ranks.
             lengths = random.choice([0, 0, 1, 5, 3000, 20_000], (world, world))
             values = [[random_values(random, n, dtype) for n in row] for row in lengths]
             sent, received = lengths[rank].tolist(), lengths[:, rank].tolist()
@@ -130,7 +130,7 @@ def uneven_on_device(rank, world, meeting):
             )
             graph = stream.end_capture()
             for _ in range(3):
-                # What rank `of` sends to rank `to`, on all ranks.
+                # Lengths that rank `of` sends to rank `to`, on all ranks.
                 lengths = random.choice([0, 0, 1, 700, most], (world, world))
                 values = [random_values(random, world * most, dtype) for _ in range(world)]
                 expected = random_values(random, world * most, dtype)

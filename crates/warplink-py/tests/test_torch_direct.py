@@ -323,7 +323,7 @@ def ended(rank, world, meeting, by_turns):
         else:
             collectives.send_receive(stream, [], [(1, region)])
         assert failure(watch, TimeoutError).kind == "timeout"
-        # What waits is let go.
+        # Waiting work is released.
         with pytest.raises(warplink.WarplinkError):
             stream.synchronize(30)
         watch.close()

@@ -1,4 +1,4 @@
-"""What becomes of a process whose calls fail without an exception telling it."""
+"""The end of a process whose calls fail without an exception."""
 
 import os
 import signal

@@ -34,7 +34,7 @@ def operands(rank, world, _, place):
     ):
         with pytest.raises(ValueError, match=says):
             wrong()
-    # What is not contiguous is right, here and in collectives.
+    # Tensors that are not contiguous are right, here and in collectives.
     _, (got,) = gather(torch.ones(8, 4).t(), [torch.ones(6, 8).t()], 0, name)
     assert (got == 8).all()
     columns = torch.zeros(2 * world, 6)[:, ::2]
@@ -247,5 +247,5 @@ STEPS = int(os.environ.get("WARPLINK_TEST_STEPS", "500"))
 def test_steps_of_random_sizes_take_constant_memory():
     for (early, registered), (late, registered_late) in on_ranks(steps, 2, STEPS, limit=120 + STEPS / 10):
         assert late < early + (24 << 20), (early, late)
-        # What 250 sizes left behind would be more than twice that.
+        # A leak of 250 sizes would be more than twice that.
         assert registered_late <= registered + 120, (registered, registered_late)

@@ -192,7 +192,7 @@ def messages(rank, world, _, place):
         assert sources == set(range(1, world))
     else:
         dist.send(torch.tensor([float(rank)]), 0)
-    # What follows is from one rank to another, and could be taken for one of those.
+    # Later messages are from one rank to another, and could be taken for one of those.
     dist.barrier()
     # Batched, both ways at once.
     right, left = (rank + 1) % world, (rank - 1) % world
@@ -555,7 +555,7 @@ def across_machines(rank, world, _, place):
         torch.ones(world, 4), torch.ones(4, 2), "sum", 0, group.group_name
     )
     assert (scattered == 4 * world).all()
-    # What Gloo cannot do says so.
+    # Operations that Gloo lacks fail with its name.
     with pytest.raises(RuntimeError, match="PREMUL_SUM with Gloo"):
         dist.all_reduce(total, dist._make_nccl_premul_sum(2.0))
     with pytest.raises(UnsupportedError, match="the group spans machines"):

@@ -184,6 +184,6 @@ def test_no_property_of_the_host_backend_asks_itself():
             except RecursionError:
                 raise
             except RuntimeError as error:
-                # What no backend has to have.
+                # Operations that backends need not have.
                 assert "does not support" in str(error), name
     assert backend.options.backend == "warplink"

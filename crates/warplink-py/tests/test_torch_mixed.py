@@ -77,7 +77,7 @@ def mixed(rank, world, _, place, steps, seed, device="cpu"):
                 group.intra_node_barrier(device)
             else:
                 if streams:
-                    # What a step of the other stream has in the buffer is read by now.
+                    # The buffer's data of the other stream's step has been read by now.
                     streams[place_of_stream].wait_stream(streams[1 - place_of_stream])
                 group.get_p2p_buffer(rank, (rows,), torch.float32, device=device).fill_(step + rank)
                 group.intra_node_barrier(device)

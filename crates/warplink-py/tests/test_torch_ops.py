@@ -146,7 +146,7 @@ def test_buffers_hold_all_element_types():
 
 
 def side_by_side(rank, world, _, place):
-    """What a group that comes from ``symm_mem`` does with several tensors of its buffer."""
+    """Operations of a group that comes from ``symm_mem`` on several tensors of its buffer."""
     dist = start(rank, world, place)
     group = dist.group.WORLD
     first = group.get_p2p_buffer(rank, (1024,), torch.float32)

@@ -1,4 +1,4 @@
-"""What PyTorch's profilers see of calls with CPU tensors; PyTorch's own tests look at the rest."""
+"""Calls with CPU tensors in PyTorch's profilers; PyTorch's own tests look at the rest."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What members make together is not made while a stream records a graph: the call says so before it exchanges anything.
+"""Members make nothing together while a stream records a graph: the call fails before it exchanges anything.
 There is no graph of CPU tensors, so the tests say that a stream records one."""
 
 import pytest

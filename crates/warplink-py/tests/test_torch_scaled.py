@@ -10,7 +10,7 @@ WORLD = 2
 
 
 def matrices(seed, rank, device):
-    """What draws fp8 tensors of given sizes, other ones on each rank."""
+    """Generator of fp8 tensors of given sizes, other ones on each rank."""
     generator = torch.Generator().manual_seed(seed)
 
     def random(*shape):

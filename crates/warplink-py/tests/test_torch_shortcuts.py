@@ -13,7 +13,7 @@ from test_torch_group import on_ranks, start  # noqa: E402
 
 
 class OnGpu:
-    """What is asked of a CUDA tensor."""
+    """The attributes of a CUDA tensor that are used."""
 
     is_cuda = True
     device = torch.device("cuda", 0)
@@ -180,7 +180,7 @@ def short_ways(rank, world, meeting):
         output = torch.zeros(sum(received), 3)
         assert group.alltoall_base(Passing(output), Passing(values), received, sent, now(c10d.AllToAllOptions())) is None
         assert torch.equal(output, torch.arange(float(world)).repeat_interleave(rank + 1)[:, None].expand(-1, 3))
-        # What takes more goes the long way, alike on all ranks.
+        # Other calls take the long path, alike on all ranks.
         alike = Passing(own)
         wide = Passing(torch.zeros(world, 10)[:, ::2])
         elsewhere = Passing(own)
@@ -206,7 +206,7 @@ def short_ways(rank, world, meeting):
         direct._waits_block = True
         assert reduced(now(c10d.AllreduceOptions())) == "long"
         assert torch.equal(found, own)
-        # What is wrong is told before other ranks wait.
+        # Errors are raised before other ranks wait.
         with pytest.raises(ValueError, match="rows"):
             group.alltoall_base(alike, alike, [world + 1] + [0] * (world - 1), sent, now(c10d.AllToAllOptions()))
         with pytest.raises(ValueError, match="elements"):

@@ -90,7 +90,7 @@ def test_inference_mode():
 
 
 def mistaken(rank, world, _, place):
-    """What one rank does wrong raises there, and ends nothing."""
+    """An error of one rank raises there, and ends nothing."""
     dist = start(rank, world, place, timeout=20)
     group = dist.group.WORLD
     overlapping = torch.zeros(1).expand(4)

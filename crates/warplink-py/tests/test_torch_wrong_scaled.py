@@ -131,7 +131,7 @@ def refused_in_the_middle(rank, world, _, place, number):
                 call()
                 call()
             assert caught.value.kind == "peer_lost" and caught.value.peer == 1
-    # What follows fails at once, on both, and the group can be destroyed.
+    # Later calls fail at once, on both, and the group can be destroyed.
     with pytest.raises(WarplinkError) as caught:
         call()
     assert watch.elapsed() < 20

@@ -290,7 +290,7 @@ def collected(rank, world, meeting):
             thread.join()
         gc.collect()
         assert region.download() == bytes([49]) * 1000
-        # What the collector let go of is let go of by another thread.
+        # Another thread drops objects that the collector released.
         end = time.monotonic() + 30
         while comm.registrations_and_mappings() != (1, 0) and time.monotonic() < end:
             time.sleep(0.01)

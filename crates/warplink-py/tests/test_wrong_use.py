@@ -1,4 +1,4 @@
-"""What is not allowed says so: forks, second interpreters, arrays that do not fit."""
+"""Misuse raises an exception that names it: forks, second interpreters, arrays that do not fit."""
 
 import gc
 import os
@@ -254,7 +254,7 @@ def freed(rank, world, meeting):
             comm.all_gather_bytes(handle)
             del array, region
             gc.collect()
-            # What is allocated next lies elsewhere as long as the peer maps it.
+            # New allocations have other addresses as long as the peer maps this one.
             others = [comm.alloc(1 << 20) for _ in range(4)]
             for other in others:
                 numpy.asarray(other.view([1 << 18], "f32"))[:] = 9

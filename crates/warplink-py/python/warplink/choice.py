@@ -1,4 +1,4 @@
-"""What is told of how a collective is done."""
+"""Description of how a collective is executed."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 
 class Diagnostic(NamedTuple):
-    """What the verifier found in a program."""
+    """A finding of the verifier in a program."""
 
     #: What kind, such as ``race`` or ``deadlock``.
     kind: str
@@ -43,7 +43,7 @@ class WarplinkError(RuntimeError):
     code: int | None = None
     #: What to do about it, or None.
     help: str | None = None
-    #: What the verifier found, where it refused a program.
+    #: A finding of the verifier in a program.
     diagnostics: tuple[Diagnostic, ...] = ()
 
 
@@ -84,7 +84,7 @@ class AuthenticationError(WarplinkError, PermissionError):
 
 
 class ProtocolError(WarplinkError):
-    """What came over a socket does not follow the protocol."""
+    """Data from a socket violates the protocol."""
 
 
 class AddressInUseError(WarplinkError, OSError):

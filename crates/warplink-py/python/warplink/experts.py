@@ -1,4 +1,4 @@
-"""What layers of experts take and give."""
+"""Arguments and results of layers of experts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the members of a group make together: all of them have it, or none."""
+"""Objects that the members of a group make together: all of them have it, or none."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def new_in_a_graph(rank: int, what: str) -> WarplinkError:
 
 
 def made_by_all(communicator: warplink.Communicator, what: str, make: Callable[[], T]) -> T | None:
-    """What ``make`` gives; None, on all members alike, where it fails on one of them. ``what`` is said to fail in the
+    """Result of ``make``; None, on all members alike, where it fails on one of them. ``what`` is said to fail in the
     log. Blocks until every member has called it.
 
     Raises what ends the communicator: the loss of a member, a timeout, and that it was closed."""
@@ -108,7 +108,7 @@ def made_without_communicator(
 def _tried(
     make: Callable[[], T], fatal: tuple[type[WarplinkError], ...]
 ) -> tuple[T | None, WarplinkError | None]:
-    """What ``make`` gives, or how it failed. Raises what is ``fatal``."""
+    """Result or failure of ``make``. Raises ``fatal`` exceptions."""
     try:
         return make(), None
     except fatal:

@@ -40,19 +40,19 @@ class GroupCalls:
         raise NotImplementedError
 
     def _backend_of(self, tensors: list[torch.Tensor], by_all: bool = True) -> Any:
-        """What serves ``tensors``: None for the host device, else NCCL or Gloo."""
+        """Backend of ``tensors``: None for the host device, else NCCL or Gloo."""
         raise NotImplementedError
 
     def direct_messages(self, device: torch.device, by_all: bool = True) -> Any:
-        """What does all-to-alls and batches directly on ``device``; None where a backend does."""
+        """Executor of direct all-to-alls and batches on ``device``; None where a backend executes them."""
         raise NotImplementedError
 
     def direct_collectives(self, device: torch.device) -> Any:
-        """What does collectives directly on ``device``; None where a backend does."""
+        """Executor of direct collectives on ``device``; None where a backend executes them."""
         raise NotImplementedError
 
     def _joined_collectives(self) -> Any:
-        """What does collectives of CUDA tensors directly, if members have joined for that."""
+        """Executor of direct collectives of CUDA tensors, if members have joined for that."""
         raise NotImplementedError
 
     def _join_in_barrier(self, device: torch.device | None) -> None:
@@ -60,15 +60,15 @@ class GroupCalls:
         raise NotImplementedError
 
     def _backend_for(self, kind: str) -> Any:
-        """What serves tensors on devices of ``kind``; see ``_backend_of``."""
+        """Backend of tensors on devices of ``kind``; see ``_backend_of``."""
         raise NotImplementedError
 
     def _past(self, backend: Any, tensor: torch.Tensor) -> Any:
-        """What does an all-to-all of ``tensor`` past ``backend``; None where that, or the host, does it."""
+        """Executor of an all-to-all of ``tensor`` past ``backend``; None where that, or the host, executes it."""
         return self.direct_messages(tensor.device) if backend is not None and tensor.is_cuda else None
 
     def _direct(self, tensors: list[torch.Tensor]) -> Any:
-        """What does a collective of ``tensors`` past the backend; None where that does it."""
+        """Executor of a collective of ``tensors`` past the backend; None where that executes it."""
         if not tensors or not tensors[0].is_cuda:
             return None
         direct = self.direct_collectives(tensors[0].device)

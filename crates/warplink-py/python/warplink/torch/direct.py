@@ -221,7 +221,7 @@ class GpuMessages:
             # PyTorch keeps their memory until the stream is past it.
             call(*before, borrowed, output.data_ptr(), input.data_ptr(), *behind)
         except WarplinkError:
-            # What went wrong first, if that is why.
+            # Raises the first failure, if that is why.
             self._check()
             raise
         self._end(stream, several)
@@ -254,7 +254,7 @@ class GpuMessages:
         with torch.cuda.stream(self._side):
             stream, borrowed = self._run(outputs, inputs, call)
             event = stream.record_event()
-        # What was allocated on the current stream is not used again before this one is past it.
+        # Memory of the current stream is not reused before this stream is past it.
         for tensor in every:
             tensor.record_stream(stream)
         return GpuWork(result, stream, event, check, borrowed.synchronize, limit)
@@ -272,7 +272,7 @@ class GpuMessages:
         try:
             call(borrowed, sources, targets)
         except WarplinkError:
-            # What went wrong first, if that is why.
+            # Raises the first failure, if that is why.
             self._check()
             raise
         self._end(stream, several)
@@ -285,7 +285,7 @@ class GpuMessages:
         """The current stream, as PyTorch knows it and as Warplink does, which waits for the calls of other groups so far,
         and whether there are others to wait for this one's."""
         stream, borrowed = self._space.current_streams()
-        # What is recorded is for the application to order.
+        # The application orders work that it records.
         several = len(self._groups) > 1 and not is_recording(self._device)
         if several:
             self._follow_other_groups(stream)

@@ -62,7 +62,7 @@ class GpuCollectives(GpuMessages):
 
     def barrier(self, asynchronous: bool) -> GpuWork:
         """A barrier of the members' streams, behind which the host waits, too, as in NCCL's."""
-        # What is summed does not matter.
+        # The summed value does not matter.
         token = torch.empty(1, device=self._device)
         work = self._enqueue(
             "barrier",

@@ -33,7 +33,7 @@ _LEAST_SCALE = 1e-10
 
 
 class AllReduceFusionPattern:
-    """What ``allreduce_fusion`` does, by FlashInfer's numbers."""
+    """Operations of ``allreduce_fusion``, by FlashInfer's numbers."""
 
     kAllReduce = 0
     kARResidualRMSNorm = 1
@@ -163,7 +163,7 @@ def fused_all_reduce(
     weight_bias: bool = False,
     quantization: str | None = None,
 ) -> list[torch.Tensor]:
-    """What ``outputs`` names, in that order, of the sum over the group's ranks of ``input``, ``[.., width]``.
+    """Results named by ``outputs``, in that order, of the sum over the group's ranks of ``input``, ``[.., width]``.
 
     "sum" is that alone; "residual_out" is h, the sum and ``residual``, rounded to the input's type; "output" is h normalised
     by ``norm``, "rms" or "layer", with ``weight``, to which 1 is added with ``weight_bias``, and ``bias``, or h without a
@@ -256,7 +256,7 @@ def _packed_scales(scales: torch.Tensor, scale_out: torch.Tensor) -> None:
     shifts = torch.arange(0, 32, 8, device=scales.device, dtype=torch.int32)
     packed = (padded.view(rows, -1, 4) << shifts).sum(-1, dtype=torch.int32)
     if scale_out.stride(0) == 1 and scale_out.dim() == 2:
-        # What lies between the columns is read by kernels that load whole tiles.
+        # Padding between the columns is read by kernels that load whole tiles.
         elements = rows + (scale_out.shape[1] - 1) * scale_out.stride(1)
         scale_out.as_strided([elements], [1]).zero_()
     scale_out.copy_(packed)
@@ -371,7 +371,7 @@ def _meta_fused_all_reduce(
 
 
 def _meta_nothing(*_: Any, **__: Any) -> None:
-    """What is written has its shape."""
+    """Shapes of the outputs."""
 
 
 _VLLM = "flashinfer_trtllm_fused_allreduce_norm"

@@ -166,7 +166,7 @@ class ProcessGroupWarplink(GroupCalls, GroupWorkspaces, dist.ProcessGroup):  # t
             options.split_from = split_from
             options.split_color = c10d._process_group_color(self._global_ranks)
         elif getattr(options, "split_from", None) is not None:
-            # What another group was split from: its ranks do not take part now.
+            # The group that another was split from: its ranks do not take part now.
             options.split_from = None
         store = dist.PrefixStore("nccl", self._store)
         self._nccl = c10d.ProcessGroupNCCL(store, self._rank, self._size, options)
@@ -178,7 +178,7 @@ class ProcessGroupWarplink(GroupCalls, GroupWorkspaces, dist.ProcessGroup):  # t
         if not self._may_go_direct:
             self._open_short_ways()
 
-    # What serves a tensor
+    # Selection of a backend
 
     def _check(self) -> None:
         if self._closed:
@@ -190,7 +190,7 @@ class ProcessGroupWarplink(GroupCalls, GroupWorkspaces, dist.ProcessGroup):  # t
             )
 
     def _backend_of(self, tensors: list[torch.Tensor], by_all: bool = True) -> Any:
-        """What serves ``tensors``: None for the host device, else NCCL or Gloo. ``by_all`` is whether all members make
+        """Backend of ``tensors``: None for the host device, else NCCL or Gloo. ``by_all`` is whether all members make
         this call, whose first one they join in for messages that go direct."""
         self._check()
         kind = tensors[0].device.type if len(tensors) == 1 else _common_kind(tensors)
@@ -217,7 +217,7 @@ class ProcessGroupWarplink(GroupCalls, GroupWorkspaces, dist.ProcessGroup):  # t
         )
 
     def direct_messages(self, device: torch.device, by_all: bool = True) -> HostBatches | GpuMessages | None:
-        """What does batches of tensors on ``device`` by Warplink's own collectives; None where something else does, on
+        """Warplink's executor of batches of tensors on ``device``; None where a backend executes them, on
         all members alike. On GPUs, every member makes the group's first call at the same time, as PyTorch asks for
         batches, and not in a graph. It is the call that decides, whatever comes of it. A call that is not surely
         ``by_all`` does not decide where a barrier was before it."""
@@ -228,7 +228,7 @@ class ProcessGroupWarplink(GroupCalls, GroupWorkspaces, dist.ProcessGroup):  # t
         return self._direct_on(device)
 
     def direct_collectives(self, device: torch.device) -> GpuCollectives | None:
-        """What does collectives of tensors on ``device``, likewise."""
+        """Executor of collectives of tensors on ``device``, likewise."""
         if device.type != "cuda" or not self._options.direct_collectives:
             return None
         return self._direct_on(device)
@@ -237,7 +237,7 @@ class ProcessGroupWarplink(GroupCalls, GroupWorkspaces, dist.ProcessGroup):  # t
         return self._on_gpu if self._options.direct_collectives else None
 
     def _direct_on(self, device: torch.device) -> GpuCollectives | None:
-        """What goes direct on a GPU; the first call decides."""
+        """Direct executor on a GPU; the first call decides."""
         if self._on_gpu is not None:
             return self._on_gpu
         if not self._may_go_direct or self._nccl is None or is_recording(device):
@@ -281,7 +281,7 @@ class ProcessGroupWarplink(GroupCalls, GroupWorkspaces, dist.ProcessGroup):  # t
             shortcuts.open_past(self, made, self._size, self._direct_works, messages, collectives)
 
     def _join_on_gpu(self, device: torch.device) -> GpuCollectives | None:
-        """What goes direct on ``device``; None, on all members alike, where one of them cannot."""
+        """Direct executor on ``device``; None, on all members alike, where one of them cannot."""
         limit = self._timeout.total_seconds()
 
         def make() -> Workspace:
@@ -301,14 +301,14 @@ class ProcessGroupWarplink(GroupCalls, GroupWorkspaces, dist.ProcessGroup):  # t
 
     @property
     def messages_path(self) -> str:
-        """What does all-to-alls and batches of sends and receives: "direct", or "backend" where the group does not let
+        """Path of all-to-alls and batches of sends and receives: "direct", or "backend" where the group does not let
         Warplink do them, or nothing has been called yet."""
         on_gpu = self._on_gpu is not None and self._options.direct_messages
         return "direct" if self._batches is not None or on_gpu else "backend"
 
     @property
     def collectives_path(self) -> str:
-        """What does the collectives of CUDA tensors, likewise."""
+        """Path of the collectives of CUDA tensors, likewise."""
         on_gpu = self._on_gpu is not None and self._options.direct_collectives
         return "direct" if on_gpu else "backend"
 
@@ -322,7 +322,7 @@ class ProcessGroupWarplink(GroupCalls, GroupWorkspaces, dist.ProcessGroup):  # t
         number = self._monitored
         monitored_barrier(self._store, number, self._rank, self._size, limit, wait_all_ranks)
 
-    # What Warplink adds
+    # Warplink's extensions
 
     @property
     def is_direct(self) -> bool:
@@ -548,7 +548,7 @@ class ProcessGroupWarplink(GroupCalls, GroupWorkspaces, dist.ProcessGroup):  # t
         return failure
 
     def leave_at_exit(self) -> None:
-        """What the end of the interpreter does with a group that was not destroyed."""
+        """At the interpreter's end: closes a group that was not destroyed."""
         if self._closed or os.getpid() != self._process:
             return
         if self._job is None:

@@ -274,7 +274,7 @@ class HostCollectives:
         total = torch.sparse_coo_tensor(
             torch.cat(all_indices, 1), torch.cat(all_values), tensor.shape
         )
-        # What `detach` gives has memory of its own once it is copied to.
+        # The tensor that `detach` returns has memory of its own once it is copied to.
         tensor.copy_(total.coalesce())
 
     def reduce(
@@ -438,7 +438,7 @@ def _place(data: torch.Tensor) -> tuple[int, int]:
 
 
 def _mismatch(rank: int, peer: int, told: tuple[Any, ...], wanted: tuple[Any, ...]) -> WarplinkError:
-    """What the peer does, and what this rank does."""
+    """Descriptions of the peer's call and of this rank's."""
 
     def say(header: tuple[Any, ...]) -> str:
         number, root, to, back, name, kind = header

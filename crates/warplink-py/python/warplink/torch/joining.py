@@ -21,7 +21,7 @@ _MAKE = "make a process group"
 
 
 def machine() -> str:
-    """What tells this machine from others, and containers that share no memory from one another."""
+    """Identity of this machine, and of containers that share no memory with one another."""
     try:
         boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         processes = os.readlink("/proc/self/ns/pid")
@@ -76,7 +76,7 @@ def all_gather(
     limit: float,
     operation: str | None = None,
 ) -> list[str]:
-    """What every member says under ``key``, in rank order, for ``operation``. Blocks until all have said it.
+    """Every member's value of ``key``, in rank order, for ``operation``. Blocks until all have set it.
 
     Raises TimeoutError, which names one that has not after ``limit`` seconds."""
     operation = operation or f"agree on {key}"
@@ -99,7 +99,7 @@ def _get(
     operation: str,
     limit: float | None = None,
 ) -> str:
-    """What ``peer`` says under ``key``. Raises TimeoutError, which names it, after the ``left`` seconds of ``limit``."""
+    """The value of ``key`` of ``peer``. Raises TimeoutError, which names it, after ``left`` seconds of ``limit``."""
     try:
         store.wait([key], timedelta(seconds=left))
     except RuntimeError as error:  # some stores raise no DistStoreError

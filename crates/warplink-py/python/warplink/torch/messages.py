@@ -41,7 +41,7 @@ class _Posted:
 
 
 class _Header(NamedTuple):
-    """What is said of a message."""
+    """Header of a message."""
 
     tag: int
     nbytes: int

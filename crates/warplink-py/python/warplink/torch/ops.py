@@ -61,8 +61,8 @@ def _check(a: torch.Tensor, bs: list[torch.Tensor], dim: int, name: str) -> None
 
 
 def direct_workspace(group_name: str, device: torch.device, *, fuses: bool) -> Workspace | None:
-    """What does calls of the group directly on ``device``; None, on all ranks alike, if Warplink does not, or the group
-    has one rank. Where a call that does not fuse is recorded, it is not needed."""
+    """Workspace for direct calls of the group on ``device``; None, on all ranks alike, without direct calls, or if the
+    group has one rank. Where a call that does not fuse is recorded, it is not needed."""
     group = c10d._resolve_process_group(group_name)  # type: ignore[arg-type]
     if not isinstance(group, ProcessGroupWarplink) or group.size() == 1:
         return None
@@ -82,13 +82,13 @@ def _fuses(a: torch.Tensor, bs: list[torch.Tensor]) -> bool:
 
 
 def _key_of(operation: str, option: Any, dim: int, a: torch.Tensor, bs: list[torch.Tensor]) -> tuple[Any, ...]:
-    """What the checks of a call depend on, and what they find."""
+    """Arguments of a call that its checks depend on."""
     parts = [(b.dtype, b.get_device(), b.shape, b.stride()) for b in bs]
     return operation, option, dim, a.dtype, a.get_device(), a.shape, *parts
 
 
 class _Product(NamedTuple):
-    """What is known of calls with one key: the plan's call, and sizes."""
+    """Cached facts of calls with one key: the plan's call, and sizes."""
 
     call: Call
     #: Of A as the plan has it, and of its results.
@@ -100,7 +100,7 @@ class _Product(NamedTuple):
 
 
 def _known(group_name: str, kind: str, key: tuple[Any, ...]) -> tuple[Workspace | None, _Product | None]:
-    """What is known of calls with ``key`` on devices of ``kind``, and what fuses them; nothing before the first."""
+    """Cached facts of calls with ``key`` on devices of ``kind``, and their fuser; nothing before the first."""
     group = c10d._resolve_process_group(group_name)  # type: ignore[arg-type]
     if not isinstance(group, ProcessGroupWarplink):
         return None, None

@@ -44,7 +44,7 @@ class Options:
 
     @property
     def told(self) -> str:
-        """What has to be the same on every rank."""
+        """Settings that must be equal on every rank."""
         return (
             f"direct_messages={self.direct_messages}, direct_collectives={self.direct_collectives}, "
             f"direct_host_messages={self.direct_host_messages}"

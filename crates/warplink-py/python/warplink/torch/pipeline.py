@@ -57,7 +57,7 @@ class _Pipeline:
         warplink.post_all(sends, self._sending)
 
     def _finish(self, stream: warplink.Stream) -> None:
-        """What is sent may be written over behind this."""
+        """Behind this, sent buffers may be overwritten."""
         warplink.wait_all(self._sends, stream)
         self._space.settle(stream)
 

@@ -36,7 +36,7 @@ class Source:
     ranks: list[int] = field(default_factory=list)
 
     def arguments(self, kind: str, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> dict[str, Any]:
-        """What is said of a call, by the names that ``record_param_comms`` has for it."""
+        """Metadata of a call, by the names that ``record_param_comms`` has for it."""
         some = next(iter((*inputs, *outputs)), None)
         return {
             "Collective name": kind,
@@ -58,7 +58,7 @@ class Event:
         record = _begin(f"{source.backend}:{kind}", *tensors)
         self._thread = threading.get_ident()
         self._ended: torch.futures.Future[None] = torch.futures.Future()
-        # What ends it does so for the profiler of the thread that made the call.
+        # The end is recorded by the profiler of the thread that made the call.
         torch.ops.profiler._call_end_callbacks_on_jit_fut._RecordFunction(record, self._ended)
 
     def end(self) -> None:

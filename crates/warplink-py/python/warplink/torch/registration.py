@@ -44,7 +44,7 @@ def register() -> None:
 
 
 def create(options: Any, backend_options: Any) -> ProcessGroupWarplink:
-    """What ``torch.distributed`` makes a group with."""
+    """Constructor of a group for ``torch.distributed``."""
     devices, gloo, bound, split_from = _configuration()
     ranks = list(options.global_ranks_in_group)
     parent = c10d._get_default_group() if ranks and dist.is_initialized() else None

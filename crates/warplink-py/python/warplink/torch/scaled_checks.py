@@ -1,4 +1,4 @@
-"""What scaled matmuls are given, checked before other ranks wait for them."""
+"""Checks of the arguments of scaled matmuls, before other ranks wait for them."""
 
 from __future__ import annotations
 

@@ -184,7 +184,7 @@ class GpuWork(dist.Work):
         self._limit = limit
 
     def _done(self) -> torch.cuda.Event:
-        """What is reached when it is done, or later."""
+        """An event that is reached when it is done, or later."""
         if self._event is None:
             self._event = self._stream.record_event()
         return self._event
@@ -225,7 +225,7 @@ class GpuWork(dist.Work):
     def get_future(self) -> torch.futures.Future[Any]:
         if self._future is None:
             self._future = torch.futures.Future(devices=[self._stream.device])
-            # What follows from it is ordered behind the stream's work so far.
+            # Callbacks of the future are ordered behind the stream's work so far.
             with torch.cuda.stream(self._stream):
                 self._future.set_result(self._result)
         return self._future
@@ -267,7 +267,7 @@ class WorkGroup(dist.Work):
 
 
 def given_to(space: Workspace) -> dist.Work:
-    """What the caller's current stream was given of ``space`` so far; on the host device, that is done."""
+    """Work that the caller's current stream has of ``space`` so far; on the host device, it is done."""
     if space.device.type != "cuda":
         return WorkGroup([])
     current, borrowed = space.current_streams()
@@ -385,7 +385,7 @@ class Noted(threading.local):
             self.works.extend(works)
 
     def take(self) -> list[Any]:
-        """What was noted, and notes no more."""
+        """Returns the noted works and stops noting."""
         works, self.works = self.works or [], None
         return works
 

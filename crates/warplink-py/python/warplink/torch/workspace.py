@@ -1,4 +1,4 @@
-"""What the members of a group on one machine do directly: buffers that peers reach, and overlap."""
+"""Direct operations of a group on one machine: buffers that peers reach, and overlap."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ class Workspace:
                 try:
                     yield stream
                 except BaseException:
-                    # What went wrong is told, and not that a communicator which has ended takes no turns.
+                    # Report the first failure, not that a communicator which has ended takes no turns.
                     with contextlib.suppress(WarplinkError):
                         self._turns.end(stream)
                     raise
@@ -215,7 +215,7 @@ class Workspace:
                 del self.plans[other]
             check_alike(self.communicator, key)
             with self.whole(WarplinkError), torch.inference_mode(False), torch.no_grad():
-                # What is made here is used in every mode.
+                # The plan is used in every mode.
                 found = make()
         self.plans[key] = found
         if recording:

@@ -18,7 +18,7 @@ from warplink.torch.workspace import Workspace, is_recording
 
 
 class GroupWorkspaces:
-    """What a group does directly, whose parts its subclass makes."""
+    """The direct operations of a group, whose parts its subclass makes."""
 
     _rank: int
     _size: int
@@ -44,7 +44,7 @@ class GroupWorkspaces:
         raise NotImplementedError
 
     def workspace(self, device: str | torch.device | None = None) -> Workspace:
-        """What Warplink does directly on ``device``. The first call is made by every member at the
+        """Warplink's direct operations on ``device``. The first call is made by every member at the
         same time."""
         device = torch.device(device or ("cuda" if self._nccl else "cpu"))
         space = self.direct_workspace(device)
@@ -78,12 +78,12 @@ class GroupWorkspaces:
         return space
 
     def made_workspace(self, kind: str) -> Workspace | None:
-        """What members have made on devices of ``kind``, if they have."""
+        """The members' workspace on devices of ``kind``, if they have one."""
         self._check()
         return self._workspaces.get(kind)
 
     def decision(self, device: torch.device, key: Any) -> Any:
-        """What members have decided of calls of ``key`` on ``device``, if they have; see ``trials``."""
+        """The members' decision on calls of ``key`` on ``device``, if they have one; see ``trials``."""
         space = self._workspaces.get(device.type)
         return None if space is None else space.decisions.get(key)
 

@@ -25,7 +25,7 @@ const UNIT: usize = 8;
 /// Why a row cannot be sent.
 const TOO_LONG: &str = "give the workspace more bytes (CollectiveOptions::workspace_bytes)";
 
-/// What tells launches apart that need kernels of their own.
+/// Cache key: launches with different keys need different kernels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Key {
     words: [u32; 4],

@@ -30,8 +30,8 @@ use memory::Form;
 pub const QUANTIZED_BLOCK: usize = 128;
 
 named! {
-    /// What ranks have of the rows of a fused call. Where rows are owned, they are a multiple of the ranks, and each rank
-    /// has as many, in rank order.
+    /// Distribution of the rows of a fused call over ranks. Where rows are owned, they are a multiple of the ranks, and
+    /// each rank has as many, in rank order.
     #[derive(Default)]
     pub enum FusedKind: "fused collective" {
         /// Every rank has all rows of everything.
@@ -106,12 +106,12 @@ named! {
     }
 }
 
-/// What stands behind the sum of a fused call. What of it is stored follows from [`FusedMemory`].
+/// Operations after the sum of a fused call. Which results are stored follows from [`FusedMemory`].
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Epilogue {
     /// How rows are normalised; what is stored of the norm is `h` itself where they are not.
     pub norm: Option<Norm>,
-    /// What is added to the mean of squares; not negative.
+    /// Added to the mean of squares; not negative.
     pub eps: f32,
     /// Whether 1 is added to the weight, as some models have it.
     pub weight_bias: bool,
@@ -122,7 +122,7 @@ pub struct Epilogue {
 /// A fused call; the same on every rank.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Fused {
-    /// What ranks have of the rows.
+    /// Distribution of the rows over ranks.
     pub kind: FusedKind,
     /// How many rows, those of all ranks.
     pub tokens: usize,
@@ -130,7 +130,7 @@ pub struct Fused {
     pub width: usize,
     /// The type of everything but what is quantised and its scales: f32, f16 or bf16.
     pub dtype: DType,
-    /// What follows the sum.
+    /// Operations after the sum.
     pub epilogue: Epilogue,
     /// How rows travel. With [`Wire::Fp8`], a value v of a block whose largest finite magnitude is a arrives as v', with
     /// |v' - v| ≤ |v| / 16 + a / 450,000 + 2⁻¹³⁵. Inputs travel once to the ranks that own rows, which add up what arrives

@@ -68,7 +68,7 @@ pub(super) struct Start {
     /// The rows that it starts from, as parameters, and how these become `x` or `h`.
     pub(super) parameters: Vec<String>,
     pub(super) lines: Vec<String>,
-    /// What these lines give.
+    /// Result of these lines.
     pub(super) gives: From,
     /// From what on the function is given the other tensors.
     pub(super) taken: From,
@@ -87,7 +87,7 @@ impl Start {
     }
 }
 
-/// What a function returns behind what is stored, for other ranks.
+/// Results of a function after those that are stored, for other ranks.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Sends {
     Nothing,
@@ -225,7 +225,7 @@ impl Described {
         [local, all]
     }
 
-    /// What lanes tell others of.
+    /// Tensors that lanes announce.
     pub(super) fn announced(&self) -> impl Iterator<Item = Tensor> + Clone {
         let kind = self.call.kind;
         let reads = kind != FusedKind::AllGather;
@@ -401,7 +401,7 @@ impl Described {
         all.join(", ")
     }
 
-    /// What a function is given behind the rows that it starts from; the residual's is `row`, of rank `on`.
+    /// Arguments of a function after the rows that it starts from; the residual's is `row`, of rank `on`.
     pub(super) fn arguments(&self, from: From, row: &str, on: &str) -> String {
         let eps = self.call.epilogue.eps;
         let one = |tensor: Tensor| match tensor {
@@ -526,7 +526,7 @@ impl Described {
         lines.join("\n")
     }
 
-    /// What outputs are where ranks own rows.
+    /// `expect` statements of the outputs where ranks own rows.
     fn expected(&self) -> String {
         let own = |function: &str, outputs: &[Tensor]| {
             format!(

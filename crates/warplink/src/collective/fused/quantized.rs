@@ -217,7 +217,7 @@ impl Described {
         text
     }
 
-    /// What outputs are, of the inputs.
+    /// `expect` statements of the outputs.
     pub(super) fn quantized_expected(&self, world: usize) -> String {
         let inputs = |row: &str| {
             let inputs: Vec<String> = (0..world).map(|k| format!("X[{row}] on {k}")).collect();

@@ -91,7 +91,7 @@ pub(super) fn calls(
 /// The programs of calls of `world` ranks with every epilogue, and what they are.
 ///
 /// # Errors
-/// What is wrong with one.
+/// The error of the first that is wrong.
 #[doc(hidden)]
 pub fn fused_programs(world: usize) -> Result<Vec<(String, Program)>> {
     let mut all = Vec::new();

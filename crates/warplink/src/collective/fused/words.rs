@@ -1,4 +1,4 @@
-//! What ranks announce of a fused call, and how it is told of one that differs.
+//! Announcements of a fused call, and the report of one that differs.
 
 use super::memory::Tensor;
 use super::program::Way;
@@ -62,7 +62,7 @@ impl Described {
     }
 }
 
-/// What a rank calls, from what it announces: a fused call or any other.
+/// Description of a rank's call from its announcement: a fused call or any other.
 pub(in crate::collective) fn describe(words: &[u32]) -> String {
     let [what, tokens, width, eps] = [0, 1, 2, 3].map(|at| words.get(at).copied().unwrap_or(0));
     if what & 0xf != FUSED {

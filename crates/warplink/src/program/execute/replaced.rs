@@ -65,7 +65,7 @@ impl<'a> Replaced<'a> {
         }
     }
 
-    /// What `transfer` copies in this run instead of its buffer, if that is replaced.
+    /// Memory that `transfer` copies in this run instead of its buffer, if that is replaced.
     pub(super) fn of_send(&self, transfer: &Transfer) -> Result<Option<DeviceSlice>> {
         let sends = transfer.direction() == Direction::Send && transfer.protocol() == Protocol::Put;
         let buffer = transfer.region().map(Region::memory);

@@ -29,7 +29,7 @@ pub struct Estimate {
     pub expected: Times,
     /// On the machine, where a trial was made of it.
     pub measured: Option<Times>,
-    /// What most of the expected time is spent on.
+    /// Resource that bounds the expected time.
     pub bound: Bound,
     /// Whether it needs the collective engine.
     pub needs_engine: bool,

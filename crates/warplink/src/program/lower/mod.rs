@@ -95,7 +95,7 @@ impl Lowering {
         Ok(all)
     }
 
-    /// What of `given` the program takes. One that was written before operands could be transposed
+    /// The parameters among `given` that the program has. One that was written before operands could be transposed
     /// takes operands that are not.
     fn taken(&self, given: &Parameters) -> Parameters {
         let knows = |name: &str| self.program.parameters.iter().any(|p| p.name == name);

@@ -36,7 +36,7 @@ pub(super) enum Wrong {
 }
 
 impl fmt::Display for Wrong {
-    /// What was expected.
+    /// The expected selection.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::NoAxis => f.write_str("fewer selections"),

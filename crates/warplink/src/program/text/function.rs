@@ -203,7 +203,7 @@ impl Parser<'_> {
         Err(self.expected("a value"))
     }
 
-    /// What follows the name of a function and its parenthesis; none if there is no such function.
+    /// Arguments of a function, after its name and parenthesis; none if there is no such function.
     fn called(&mut self, name: &str, body: &mut Body) -> Parsed<Option<RowExpr>> {
         let unary = RowUnary::NAMED.into_iter().find(|it| it.name() == name);
         if let Some(function) = unary {

@@ -200,7 +200,7 @@ pub struct ParseError {
     pub line: usize,
     /// The character within the line, from 1.
     pub column: usize,
-    /// What is wrong, or what was expected and what was found.
+    /// The error: the expected and the found token, for example.
     pub message: String,
     /// The line's text.
     pub excerpt: String,
@@ -260,7 +260,7 @@ pub(super) fn below(
     })
 }
 
-/// What an expression gives, for a message about `value`: `peer rank + 1`, or `the peer` where the expression is
+/// Subject of a message about `value`: `peer rank + 1`, or `the peer` where the expression is
 /// the value itself. In `B[1]: member`, the last word is what it gives.
 fn named(what: &str, expression: &Expr, value: i64) -> String {
     let text = expression.to_string();

@@ -55,7 +55,7 @@ impl<T> Indented<'_, T> {
     }
 }
 
-/// What a node does that is no name, loop or branch, as text.
+/// Text of an action: a node other than a name, a loop or a branch.
 pub(super) trait Action {
     /// Prints it where it is indented by `depth`, without the margin and end of its first line.
     fn print(&self, f: &mut Formatter<'_>, depth: usize) -> fmt::Result;

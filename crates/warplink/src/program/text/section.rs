@@ -400,7 +400,7 @@ impl Display for Scratch {
 }
 
 impl Display for Section {
-    /// What is before the body.
+    /// The line that opens the body.
     fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
         let Self {
             lane,

@@ -78,7 +78,7 @@ impl<'p> Unroller<'p> {
         }
     }
 
-    /// What a function of rows gives of inputs.
+    /// Expected results of a function of rows.
     pub(super) fn expected_row(&mut self, application: &'p Application) -> Result<(), Diagnostic> {
         if self.called.lent.is_some() {
             return Ok(());

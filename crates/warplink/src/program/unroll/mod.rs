@@ -1,6 +1,6 @@
 //! Unrolling: a program for one rank, with every loop, branch and expression resolved.
 //!
-//! What can be seen wrong on one rank alone is found here: names, bounds, shapes, writes to inputs,
+//! Errors that one rank alone shows are found here: names, bounds, shapes, writes to inputs,
 //! uses after a deallocation and waits before any post, both in the order of the host.
 
 mod call;
@@ -101,7 +101,7 @@ pub fn unroll(
 /// As [`unroll`], with what is wrong as a diagnostic.
 ///
 /// # Errors
-/// What is wrong with the arguments or the program.
+/// An error in the arguments or the program.
 pub fn unroll_or_diagnose(
     program: &Program,
     rank: Rank,

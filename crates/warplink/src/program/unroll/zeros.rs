@@ -1,6 +1,6 @@
 //! Tensors that start at 0, without a step that sets them.
 //!
-//! What is accumulated into bytes that are still 0 is stored; bytes are set only where something reads
+//! An accumulation into bytes that are still 0 is a store; bytes are set only where something reads
 //! them before anything is written there, and outputs at the end.
 
 use super::Unroller;
@@ -15,7 +15,7 @@ pub(super) struct Zeros {
     parts: HashMap<TensorId, BTreeMap<usize, usize>>,
     /// By tensor, where parts start and end that were declared to be 0, each where that was said last.
     declared: HashMap<TensorId, BTreeMap<usize, (usize, Declared)>>,
-    /// What is done before an operation.
+    /// Operations to insert before an operation.
     early: BTreeMap<usize, Vec<Operation>>,
 }
 
@@ -209,7 +209,7 @@ impl Unroller<'_> {
         }
     }
 
-    /// What is declared next to be 0 is so from here on.
+    /// Position from which the next declared tensor is 0.
     pub(super) fn declared_here(&self) -> Declared {
         Declared {
             operation: self.made.operations.len(),

@@ -64,7 +64,7 @@ def disable_fusion() -> None:
 
 
 def fusion_report(clear: bool = False) -> list[Fusion]:
-    """What the pass has found in this process, in order: what it replaced and what it did not, and why.
+    """Findings of the pass in this process, in order: what it replaced and what it did not, and why.
 
     Graphs that Inductor takes from its cache on disk do not pass through here. With ``clear``, the
     report starts anew.

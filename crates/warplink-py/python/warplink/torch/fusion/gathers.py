@@ -72,7 +72,7 @@ class Gather:
         return sizes
 
     def trimmed(self, graph: Graph, node: Node) -> Node:
-        """What the graph uses of ``node``, which has the rows of the gathered tensor."""
+        """The part of ``node`` that the graph uses, with the rows of the gathered tensor."""
         if self.trim is None:
             return node
         sizes = shape(node)
@@ -88,7 +88,7 @@ class Gather:
 
 @dataclass(frozen=True)
 class Plan:
-    """What becomes of a gathered tensor."""
+    """Plan for a gathered tensor."""
 
     gather: Gather
     #: Matrices that are the gathered tensor, users before what they use.

@@ -33,7 +33,7 @@ def passes_of(configured: Any) -> tuple[Any, ...] | None:
 
 
 def _left(node: torch.fx.Node) -> Fusion:
-    """What the report says of a collective that is not looked at."""
+    """The report on a collective that is not considered."""
     kind, reason = _LEFT[node.target]
     group = str(arguments(node)["group_name"])
     return Fusion(kind, node.name, group, False, reason=reason, source=source_of(node))
@@ -65,7 +65,7 @@ class FusionPass(CustomGraphPass):
             graph.lint()
 
     def uuid(self) -> Any | None:
-        """What the compile cache knows this pass by; None, if the pass before it cannot be cached."""
+        """The pass's key in the compile cache; None, if the pass before it cannot be cached."""
         files = sorted(str(file) for file in pathlib.Path(__file__).parent.glob("*.py"))
         own = get_hash_for_files(tuple(files))
         if self.before is None:

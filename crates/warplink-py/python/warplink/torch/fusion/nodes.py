@@ -45,7 +45,7 @@ def shape(node: Node) -> list[Any]:
 
 
 def value(argument: Any) -> Any:
-    """What an argument that may be computed in the graph is known to be: sizes are symbols there."""
+    """The known value of an argument that may be computed in the graph: sizes are symbols there."""
     return argument.meta["val"] if isinstance(argument, Node) else argument
 
 
@@ -195,7 +195,7 @@ class Matmul:
 
     @property
     def operands(self) -> list[Node]:
-        """What must be there before it is computed, but for the left matrix."""
+        """Inputs that must exist before it is computed, except the left matrix."""
         scales = (self.scaled or {}).values()
         return [self.b, *(value for value in scales if isinstance(value, Node))]
 

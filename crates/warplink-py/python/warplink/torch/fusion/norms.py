@@ -36,7 +36,7 @@ _LARGEST = 448.0
 
 @dataclass
 class Norm:
-    """What stands behind an all-reduce in a graph."""
+    """Operations after an all-reduce in a graph."""
 
     collective: Node
     group: str
@@ -79,7 +79,7 @@ def _is_convert(node: Node, dtype: torch.dtype) -> bool:
 
 
 def _plain(node: Any) -> Any:
-    """What ``node`` converts or reshapes, from the widest on."""
+    """The node that ``node`` converts or reshapes, from the widest on."""
     while isinstance(node, Node) and (node.target is _CONVERT or node.target in RESHAPES):
         node = node.args[0]
     return node
@@ -183,7 +183,7 @@ def _root(row: Node, wide: list[Node]) -> tuple[Node, float] | None:
 
 
 def _weighted(scaled: Node, dtype: torch.dtype, width: Any) -> tuple[Node, Node, bool] | None:
-    """What ``scaled`` times a weight is in the end, the weight, and whether 1 is added to it."""
+    """The final product of ``scaled`` and a weight, the weight, and whether 1 is added to it."""
     heads = [scaled]
     heads += _users(scaled, lambda user: _is_convert(user, dtype))
     for head in heads:

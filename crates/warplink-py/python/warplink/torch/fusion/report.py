@@ -1,4 +1,4 @@
-"""What the pass tells about one collective."""
+"""The pass's report on one collective."""
 
 from __future__ import annotations
 

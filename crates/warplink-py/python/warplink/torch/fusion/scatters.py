@@ -55,7 +55,7 @@ class Scatter:
 
 @dataclass(frozen=True)
 class Plan:
-    """What becomes of a reduce-scatter."""
+    """Plan for a reduce-scatter."""
 
     scatter: Scatter
     matmul: Matmul
@@ -144,7 +144,7 @@ def _replace(plan: Plan) -> int:
 
 
 def _reduced_bias(graph: Graph, plan: Plan) -> Node:
-    """What the biases of all ranks add to each row of the result: every rank has its own."""
+    """The sum of all ranks' biases, which each row of the result gets: every rank has its own."""
     scatter, bias = plan.scatter, plan.matmul.bias
     target, val = c10d_functional.all_reduce.default, value(bias)
     given = [bias, scatter.reduce_op, scatter.group]

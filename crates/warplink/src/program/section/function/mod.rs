@@ -372,7 +372,7 @@ pub(crate) fn computes(dtype: DType) -> bool {
 pub struct RowStep {
     /// The function.
     pub function: Arc<RowFunction>,
-    /// What it is given, in order.
+    /// Its arguments, in order.
     pub arguments: Vec<RowArgument>,
     /// For each result, the number of the step's targets that store it, in order.
     pub results: Vec<usize>,
