@@ -80,6 +80,7 @@ impl NetworkCarrier {
 
 impl Carrier for NetworkCarrier {
     fn has_room(&self) -> Result<bool> {
+        // Acquire: pairs with the release of completed parts.
         Ok(self.under_way.load(Ordering::Acquire) < MAX_UNDER_WAY)
     }
 

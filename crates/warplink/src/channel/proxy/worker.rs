@@ -125,6 +125,7 @@ impl Worker {
                     return Ok(deadline);
                 }
             }
+            // Acquire: pairs with the release store of the waker.
             if self.shared.woken.swap(false, Ordering::Acquire) {
                 // Triggers are about to come.
                 idle_since = None;

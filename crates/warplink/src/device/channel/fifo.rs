@@ -298,6 +298,7 @@ impl FifoMemory for HostFifoMemory {
 
     fn store(&self, word: usize, value: u64) {
         if let Some(word) = self.words.get(word) {
+            // Release: pairs with the acquire load above.
             word.store(value, Ordering::Release);
         }
     }

@@ -259,6 +259,7 @@ impl CollectiveEngine for HostCollectives {
     }
 
     fn call(&self, call: &RankCall, deadline: Deadline) -> Result<Option<(Rank, Vec<u8>)>> {
+        // Acquire: pairs with `abort`. A call that misses it is ended by the exchange.
         if self.ended.load(Ordering::Acquire) {
             return Err(aborted());
         }

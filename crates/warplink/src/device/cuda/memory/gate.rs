@@ -67,6 +67,7 @@ impl Gate {
             self.opened
                 .wait_timeout_while(lock(&self.lock), MAX_HOLD, closed),
         );
+        // No second look at `giving`: the caller proceeds in any case.
         self.enqueuing.fetch_add(1, Ordering::SeqCst);
     }
 
@@ -89,12 +90,14 @@ impl Gate {
 impl Drop for Passage<'_> {
     #[inline]
     fn drop(&mut self) {
+        // In one total order with `close`, which waits for 0.
         self.0.enqueuing.fetch_sub(1, Ordering::SeqCst);
     }
 }
 
 impl Drop for Closed<'_> {
     fn drop(&mut self) {
+        // Before the notification, so a waiter that wakes finds the gate open.
         self.0.giving.fetch_sub(1, Ordering::SeqCst);
         // Taking the lock ensures that no waiter is between its check and its wait, so none misses the
         // notification.

@@ -234,6 +234,7 @@ impl LiveStream {
                 Ok(event) => *mark = Some(event),
                 Err(error) => {
                     tracing::debug!(%error, "a stream cannot be marked yet");
+                    // Release: pairs with the swap above in the next attempt.
                     self.unmarked.store(true, Ordering::Release);
                     return Progress::Unknown;
                 }
