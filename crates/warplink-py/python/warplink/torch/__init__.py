@@ -14,6 +14,7 @@ tensors of groups that span machines to Gloo.
 
 import os as _os
 
+from warplink.torch.flight_recorder import dump_flight_recorder
 from warplink.torch.fusion import disable_fusion, enable_fusion, fusion_report
 from warplink.torch.group import ProcessGroupWarplink
 from warplink.torch.options import DEFAULT_BUFFER_SIZE, Options
@@ -31,6 +32,7 @@ __all__ = [
     "Options",
     "ProcessGroupWarplink",
     "disable_fusion",
+    "dump_flight_recorder",
     "enable_fusion",
     "fusion_report",
     "get_warplink_group",

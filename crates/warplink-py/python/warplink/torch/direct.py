@@ -92,7 +92,8 @@ class HostBatches:
         sent = [m.tensor for m in messages if m.sends]
         received = [m.tensor for m in messages if not m.sends]
         check_plain(sent, received)
-        work, limit = self._works.start("batch_isend_irecv", sent, received), self.timeout
+        limit = self.timeout
+        work = self._works.start("batch_isend_irecv", limit, sent, received)
 
         def body() -> list[torch.Tensor]:
             held = [readable(m.tensor) if m.sends else writable(m.tensor) for m in messages]

@@ -95,7 +95,7 @@ class HostCollectives:
         inputs, outputs = list(inputs), list(outputs)
         check_plain(inputs, outputs)
         limit = self.timeout if timeout is None else timeout
-        work = self._works.start(name, inputs, outputs)
+        work = self._works.start(name, limit, inputs, outputs)
 
         def failed(error: BaseException) -> BaseException:
             if isinstance(error, TimeoutError):

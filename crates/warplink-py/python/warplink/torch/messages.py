@@ -83,7 +83,8 @@ class Messages:
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> HostWork:
         """Sends ``tensor`` to ``peer``. It is done when the peer has read it."""
         check_plain([tensor], [])
-        work, limit = self._works.start("send", [tensor]), self.timeout
+        limit = self.timeout
+        work = self._works.start("send", limit, [tensor], peer=peer)
         with self._lock:
             if self._failure is not None:
                 work.finish(error=self._failure)
@@ -112,7 +113,8 @@ class Messages:
         """Receives into ``tensor`` from ``source``, or from any rank."""
         check_plain([], [tensor])
         name = "recvAnySource" if source is None else "recv"
-        work, limit = self._works.start(name, [], [tensor]), self.timeout
+        limit = self.timeout
+        work = self._works.start(name, limit, [], [tensor], source)
         posted = _Posted(work, tensor, source, tag, limit, time.monotonic() + limit)
         with self._lock:
             if self._failure is not None:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from warplink.errors import WarplinkError, from_kind
-from warplink.torch import profiling
+from warplink.torch import flight_recorder, profiling
 from warplink.torch.workspace import Workspace, current_handle, is_recording
 
 #: What an operation gives: the tensors that its future holds.
@@ -45,12 +45,18 @@ class HostWork(dist.Work):
     """An operation on CPU tensors under way; what works on it does so in the mode of the thread that made it."""
 
     def __init__(
-        self, name: str, rank: int, completer: Completer, event: profiling.Event | None = None
+        self,
+        name: str,
+        rank: int,
+        completer: Completer,
+        event: profiling.Event | None = None,
+        recorded: flight_recorder.Call | None = None,
     ) -> None:
         super().__init__()
         self._name, self._rank = name, rank
         self._completer = completer
         self._event = event
+        self._recorded = recorded
         self._is_inference = torch.is_inference_mode_enabled()
         self._lock = threading.Lock()
         self._has_ended = False
@@ -68,6 +74,8 @@ class HostWork(dist.Work):
         source: int = -1,
     ) -> None:
         """Ends it with what ``body`` gives, or with its error, or what ``failed`` makes of that."""
+        if self._recorded is not None:
+            self._recorded.start()
         try:
             with self._mode():
                 result = body()
@@ -88,6 +96,8 @@ class HostWork(dist.Work):
             future = self._future
         if self._event is not None:
             self._event.end()
+        if self._recorded is not None:
+            self._recorded.end(error)
         if future is None:
             self._done.set()
         else:
@@ -363,13 +373,23 @@ class Works:
         self.source = source
         self.noted = Noted()
         self._completer = Completer()
+        self._recorder = flight_recorder.recorder()
 
     def start(
-        self, name: str, inputs: Sequence[torch.Tensor] = (), outputs: Sequence[torch.Tensor] = ()
+        self,
+        name: str,
+        limit: float,
+        inputs: Sequence[torch.Tensor] = (),
+        outputs: Sequence[torch.Tensor] = (),
+        peer: int | None = None,
     ) -> HostWork:
-        """A work of an operation that begins, noted where calls are coalesced."""
+        """A work of an operation that begins, with ``peer`` if it is a message, and may take ``limit`` seconds; noted where
+        calls are coalesced."""
         event = profiling.begin(self.source, name, inputs, outputs)
-        work = HostWork(name, self.source.rank, self._completer, event)
+        recorded = None
+        if self._recorder is not None:
+            recorded = self._recorder.record(self.source, name, inputs, outputs, peer, limit)
+        work = HostWork(name, self.source.rank, self._completer, event, recorded)
         self.noted.extend([work])
         return work
 
