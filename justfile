@@ -73,6 +73,10 @@ tsan *args='--lib --test device_contract --test transfers':
 device:
     scripts/device-build.sh
 
+# A wheel for machines with glibc 2.28 or newer, in target/wheels; needs `pip install 'maturin[zig]'`
+wheel:
+    maturin build --release --zig --compatibility manylinux_2_28 --auditwheel check
+
 # The library that stands in for NCCL, to a prefix: `just install-nccl "$HOME/.local"`
 install-nccl prefix='/usr/local':
     cargo build --release -p warplink-nccl
