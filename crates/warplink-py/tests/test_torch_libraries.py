@@ -197,7 +197,7 @@ def marked(library):
     return pytest.param(library, marks=pytest.mark.skipif(not is_installed(library), reason=reason))
 
 
-@pytest.mark.parametrize("library", map(marked, LIBRARIES))
+@pytest.mark.parametrize("library", [marked(library) for library in LIBRARIES])
 def test_a_library_trains_as_on_gloo(runs, library):
     folder, output = runs
     found = {}
