@@ -147,19 +147,15 @@ def rank_main(library, backend, folder):
 
 
 def main(folder, libraries):
-    """Runs every library on two ranks with each backend. Ranks are forks, as a library takes seconds to be imported."""
+    """Runs every library on two ranks with each backend. Ranks are new processes: the launcher has threads, and a fork of it
+    may find locks held for ever."""
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    for library in libraries:
-        __import__({"lightning": "lightning.pytorch"}.get(library, library))
-    if "transformers" in libraries:
-        # Its names are imported when they are asked for.
-        from transformers import GPT2LMHeadModel, Trainer  # noqa: F401
     for library in libraries:
         for backend in ("gloo", "warplink"):
             place = f"{folder}/{library}.{backend}"
             config = LaunchConfig(
-                1, 1, 2, run_id=library, rdzv_backend="c10d", rdzv_endpoint="localhost:0", start_method="fork"
+                1, 1, 2, run_id=library, rdzv_backend="c10d", rdzv_endpoint="localhost:0", start_method="spawn"
             )
             found = elastic_launch(config, rank_main)(library, backend, place)
             with open(f"{place}.json", "w") as file:
