@@ -32,6 +32,8 @@ mod failures;
 mod fallback;
 #[path = "collectives/fused.rs"]
 mod fused;
+#[path = "collectives/fused_nvfp4.rs"]
+mod fused_nvfp4;
 #[path = "collectives/fused_rows.rs"]
 mod fused_rows;
 #[path = "collectives/fused_wire.rs"]

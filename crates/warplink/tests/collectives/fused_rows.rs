@@ -1,6 +1,7 @@
 //! The memory of fused calls, and what it is to hold, against `f64`.
 
 use crate::common::{encode, values};
+use crate::fused_nvfp4;
 use half::bf16;
 use std::ops::Range;
 use warplink::collective::{
@@ -28,6 +29,9 @@ pub(crate) const AWKWARD: [f64; 16] = [
     65504.0,
     448.0,
 ];
+
+/// The global scale of nvfp4.
+const GLOBAL_SCALE: f32 = 37.5;
 
 /// A description, and which outputs there are.
 #[derive(Clone, Copy)]
@@ -66,6 +70,7 @@ pub(crate) fn all_wanted() -> Vec<Wanted> {
         quantized(Quantization::PerToken),
         quantized(Quantization::PerBlock),
         quantized(Quantization::Mxfp8),
+        quantized(Quantization::Nvfp4),
         Wanted {
             sum: true,
             output: true,
@@ -132,7 +137,7 @@ pub(crate) struct Made {
     pub(crate) wanted: Wanted,
     pub(crate) world: usize,
     pub(crate) rank: usize,
-    /// Input, residual, weight, bias, sum, `residual_out`, output, what is quantised, scale.
+    /// Input, residual, weight, bias, sum, `residual_out`, output, what is quantised, scale, global scale.
     pub(crate) slices: Vec<DeviceSlice>,
     pub(crate) in_place: bool,
 }
@@ -163,6 +168,7 @@ impl Made {
             bytes.output,
             quantized,
             scale,
+            4,
         ];
         let allocate = |bytes: usize| {
             comm.device()
@@ -200,6 +206,7 @@ impl Made {
             output: at(output, wanted.output),
             quantized: at(7, wanted.quantization.is_some()),
             scale: at(8, wanted.quantization.is_some()),
+            global_scale: at(9, wanted.quantization == Some(Quantization::Nvfp4)),
             ..FusedMemory::of(&self.slices[0])
         }
     }
@@ -252,6 +259,7 @@ impl Made {
         let scale = 0.05_f32.to_le_bytes().into_iter().cycle();
         let scale: Vec<u8> = scale.take(self.slices[8].bytes()).collect();
         upload(&self.slices[8], &scale);
+        upload(&self.slices[9], &GLOBAL_SCALE.to_le_bytes());
     }
 
     /// What the call has left: the sum, `residual_out`, the output, what is quantised, and its scale.
@@ -375,6 +383,13 @@ impl Made {
         let (Some(quantized), Some(scale)) = (quantized, scale) else {
             return;
         };
+        if epilogue.quantization == Some(Quantization::Nvfp4) {
+            let (bytes, blocks) = (width.div_ceil(2), width.div_ceil(16));
+            let codes = &quantized[result * bytes..(result + 1) * bytes];
+            let scales = &scale[result * blocks..(result + 1) * blocks];
+            let off = size * 1e-5 + 1e-30;
+            return fused_nvfp4::check_row(&normal, off, GLOBAL_SCALE.into(), codes, scales);
+        }
         let block = match epilogue.quantization {
             Some(Quantization::PerBlock | Quantization::PerBlockPowerOfTwo) => QUANTIZED_BLOCK,
             Some(Quantization::Mxfp8) => 32,

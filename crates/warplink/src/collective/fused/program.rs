@@ -1,8 +1,8 @@
 //! The programs of fused calls: a shipped text for each way, with what the description says put in for names in braces.
 
 use super::memory::Tensor;
-use super::quantized::{LEAST_SCALE, quantize};
-use super::{Described, FusedKind, Norm, QUANTIZED_BLOCK, Quantization, Wire};
+use super::quantized::quantize;
+use super::{Described, FusedKind, Norm, Quantization, Wire};
 use crate::collective::algorithm::Algorithm;
 use crate::error::{Error, ErrorKind, Result};
 use crate::program::Program;
@@ -244,8 +244,9 @@ impl Described {
                 "input"
             };
             let dtype = match tensor {
-                Tensor::Quantized => "f8e4m3",
-                Tensor::Scale | Tensor::GivenScale => tensor.dtype(&self.call).name(),
+                Tensor::Quantized | Tensor::Scale | Tensor::GivenScale | Tensor::GlobalScale => {
+                    tensor.dtype(&self.call).name()
+                }
                 _ => "T",
             };
             let rows = if tensor.is_owned(self.call.kind) {
@@ -253,14 +254,14 @@ impl Described {
             } else {
                 "tokens"
             };
-            let block = self
-                .call
-                .epilogue
-                .quantization
-                .and_then(Quantization::block);
+            let quantization = self.call.epilogue.quantization;
+            let block = quantization.and_then(Quantization::block);
             let shape = match (tensor, block) {
                 (Tensor::Weight | Tensor::Bias, _) => "n".to_owned(),
-                (Tensor::GivenScale, _) => "1".to_owned(),
+                (Tensor::GivenScale | Tensor::GlobalScale, _) => "1".to_owned(),
+                (Tensor::Quantized, _) if quantization == Some(Quantization::Nvfp4) => {
+                    format!("{rows}, (n + 1) / 2")
+                }
                 (Tensor::Scale, None) => rows.to_owned(),
                 (Tensor::Scale, Some(block)) => format!("{rows}, (n + {}) / {block}", block - 1),
                 _ => format!("{rows}, n"),
@@ -320,42 +321,15 @@ impl Described {
         } else {
             "h"
         };
-        let magnitude = match epilogue.quantization.filter(|_| follows) {
-            None => None,
-            Some(Quantization::Static) => Some("s".to_owned()),
-            Some(Quantization::PerToken) => {
-                lines.push(format!(
-                    "let scale = max(row_max(abs({normal})) / 448, 1e-10)"
-                ));
-                Some("scale".to_owned())
-            }
-            Some(Quantization::PerBlock) => {
-                lines.push(format!(
-                    "let scale = max(block_max(abs({normal}), {QUANTIZED_BLOCK}) / 448, 1e-10)"
-                ));
-                Some("scale".to_owned())
-            }
-            Some(Quantization::Mxfp8) => {
-                lines.push(format!(
-                    "let scale = power_of_two(max(block_max(abs({normal}), 32) / 448, {LEAST_SCALE}))"
-                ));
-                Some("scale".to_owned())
-            }
-            Some(Quantization::PerBlockPowerOfTwo) => {
-                lines.push(format!(
-                    "let scale = power_of_two(max(block_max(abs({normal}), {QUANTIZED_BLOCK}) / 448, 1e-10))"
-                ));
-                Some("scale".to_owned())
-            }
-        };
+        let quantization = epilogue.quantization.filter(|_| follows);
+        let scaled = quantization.map(|it| it.scaled(normal)).unwrap_or_default();
+        lines.extend(scaled.lines);
+        let [quantized, scale] = scaled.stored;
         let result = |output: &Tensor| match output {
             Tensor::Sum => "x".to_owned(),
             Tensor::ResidualOut => "h".to_owned(),
-            Tensor::Quantized => format!("{normal} / {}", magnitude.as_deref().unwrap_or("1")),
-            Tensor::Scale if epilogue.quantization == Some(Quantization::Mxfp8) => {
-                "exponent(scale)".to_owned()
-            }
-            Tensor::Scale => "scale".to_owned(),
+            Tensor::Quantized => quantized.clone(),
+            Tensor::Scale => scale.clone(),
             _ => normal.to_owned(),
         };
         let mut results: Vec<String> = outputs.iter().map(result).collect();
@@ -383,7 +357,9 @@ impl Described {
         let tensors = self.form.tensors();
         tensors.filter(move |tensor| match tensor {
             Tensor::Residual => from == From::Sum,
-            Tensor::Weight | Tensor::Bias | Tensor::GivenScale => from != From::SumAlone,
+            Tensor::Weight | Tensor::Bias | Tensor::GivenScale | Tensor::GlobalScale => {
+                from != From::SumAlone
+            }
             _ => false,
         })
     }
@@ -408,7 +384,7 @@ impl Described {
             Tensor::Residual => format!(", R[{row}]{on}"),
             Tensor::Weight => format!(", W, {eps:e}"),
             Tensor::Bias => ", V".to_owned(),
-            _ => ", S[0]".to_owned(),
+            scale => format!(", {}[0]", scale.name()),
         };
         self.taken(from).map(one).collect()
     }

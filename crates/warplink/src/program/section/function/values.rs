@@ -316,7 +316,7 @@ mod tests {
         let order = RowOrder { threads: 32 };
         let row = [1.0, 2.0, 15.0, 0.0, -3.0, 99.0, f32::NAN, 4.7, 9.0];
         let results = function.apply(&[row.to_vec()], 9, order);
-        assert_eq!(results, [[0x21, 0x0f, 0xf0, 0x40, 0x09].map(f32::from)]);
+        assert_eq!(results, [[0x21_u8, 0x0f, 0xf0, 0x40, 0x09].map(f32::from)]);
         let pairs = RowExpr::Unary(RowUnary::Abs, Box::new(RowExpr::Pairs(x())));
         let error = resolve(vec![pairs]).unwrap_err();
         assert!(error.contains("among the results alone"), "{error}");
