@@ -253,6 +253,8 @@ typedef enum {
     /// Mxfp8: divided by a scale of each 32 elements, the next power of two from their largest magnitude /
     /// 448 on, which is stored as a byte, the power's exponent plus 127 (e8m0). At least 2⁻¹²⁶.
     WARPLINK_QUANTIZATION_MXFP8 = 5,
+    /// PLACEHOLDER
+    WARPLINK_QUANTIZATION_NVFP4 = 6,
 } warplink_quantization;
 
 /// How rows of a fused collective travel between ranks. All ranks get the same bits either way.
