@@ -26,6 +26,7 @@ fn e4m3(code: usize) -> f64 {
 
 /// The code of the value next to `magnitude`, the even one of two, and the last one of what is larger than all.
 fn nearest(magnitude: f64, values: &[f64]) -> usize {
+    let magnitude = magnitude.min(values[values.len() - 1]);
     let mut best = 0;
     for (code, value) in values.iter().enumerate() {
         let (off, least) = ((value - magnitude).abs(), (values[best] - magnitude).abs());
@@ -33,11 +34,7 @@ fn nearest(magnitude: f64, values: &[f64]) -> usize {
             best = code;
         }
     }
-    if magnitude.is_infinite() {
-        values.len() - 1
-    } else {
-        best
-    }
+    best
 }
 
 fn scales() -> Vec<f64> {

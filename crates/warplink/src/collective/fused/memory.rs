@@ -121,6 +121,11 @@ impl Tensor {
         self as u32 >= Self::Sum as u32 && self as u32 <= Self::Scale as u32
     }
 
+    /// Whether it does not follow from h, or is h.
+    pub(super) const fn is_carried(self) -> bool {
+        matches!(self, Self::Sum | Self::ResidualOut)
+    }
+
     /// Whether ranks have to agree on whether it is there, beyond the description of the call.
     pub(super) const fn is_agreed(self) -> bool {
         !matches!(

@@ -10,6 +10,7 @@ use std::fmt::Write as _;
 
 const ONE_SHOT: &str = include_str!("one_shot.wlp");
 const DIRECT: &str = include_str!("direct.wlp");
+const GATHERED: &str = include_str!("gathered.wlp");
 const BY_OWNER: &str = include_str!("by_owner.wlp");
 const QUANTIZED: &str = include_str!("quantized.wlp");
 
@@ -24,6 +25,9 @@ pub(super) enum Way {
     OneShot,
     /// A rank reads its rows of all, and stores the results at all.
     Direct,
+    /// A rank reads its rows of all, and stores h at all, which compute what follows of it: fewer bytes over links where h is
+    /// stored at all anyway.
+    Gathered,
     /// Rows travel as floats of 8 bits, to the ranks that own them and back.
     Quantized,
 }
@@ -34,7 +38,7 @@ impl Way {
         match self {
             Self::OneShot => Algorithm::OneShot,
             Self::Direct => Algorithm::Direct,
-            Self::Quantized => Algorithm::TwoShot,
+            Self::Gathered | Self::Quantized => Algorithm::TwoShot,
         }
     }
 }
@@ -106,6 +110,7 @@ impl Described {
             (true, _) => BY_OWNER,
             (_, Way::OneShot) => ONE_SHOT,
             (_, Way::Direct) => DIRECT,
+            (_, Way::Gathered) => GATHERED,
         };
         let everywhere = if by_owner { At::Owned } else { At::Everywhere };
         let outputs: Vec<Tensor> = self.outputs().collect();
@@ -116,20 +121,27 @@ impl Described {
                 self.quantized_expected(world),
             )
         } else {
-            (self.exact_functions(&outputs), self.expected())
+            (self.exact_functions(way, &outputs), self.expected())
         };
+        let everywhere = match way {
+            Way::Gathered => self.spread(&outputs),
+            _ => self.targets(&outputs, everywhere),
+        };
+        let [_, follows] = self.carried_and_following();
         let put_in = [
             ("tensors", self.declarations()),
             ("functions", functions.join("\n\n")),
             ("targets", self.targets(&outputs, At::Row)),
-            ("everywhere", self.targets(&outputs, everywhere)),
+            ("everywhere", everywhere),
+            ("follows", self.targets(&follows, At::Row)),
+            ("further", self.arguments(From::Added, "", "")),
             ("source", self.source("").to_owned()),
             (
                 "arguments",
                 self.arguments(From::Sum, if by_owner { "g" } else { "t" }, ""),
             ),
-            ("announcements", self.announcements()),
-            ("reachable", self.reachable()),
+            ("announcements", self.announcements(way)),
+            ("reachable", self.reachable(way)),
             ("staged", self.staged()),
             ("inout", self.in_place()),
             ("sent", self.sent()),
@@ -153,11 +165,15 @@ impl Described {
     }
 
     /// The functions of texts in which rows travel as they are.
-    fn exact_functions(&self, outputs: &[Tensor]) -> Vec<String> {
+    fn exact_functions(&self, way: Way, outputs: &[Tensor]) -> Vec<String> {
         let of = |name: &str, from: From, outputs: &[Tensor], sends: Sends| {
             self.function(name, &Start::of(from), outputs, sends)
         };
         let mut functions = vec![of("epilogue", From::Sum, outputs, Sends::Nothing)];
+        if way == Way::Gathered {
+            let [_, follows] = self.carried_and_following();
+            functions.push(of("finished", From::Added, &follows, Sends::Nothing));
+        }
         if self.gathers() {
             let [local, all] = self.local_and_gathered();
             functions.push(of("added", From::Sum, &local, Sends::Added));
@@ -179,17 +195,24 @@ impl Described {
 
     /// The ways that there are programs for.
     pub(super) fn ways(&self) -> &'static [Way] {
+        let [_, follows] = self.carried_and_following();
+        let gathers = self.form.has(Tensor::ResidualOut) && !follows.is_empty();
+        let announces = self.announced(Way::Direct).count() <= MAX_ANNOUNCED;
         match self.call.kind {
             _ if self.call.wire == Wire::Fp8 => &[Way::Quantized],
-            FusedKind::AllReduce if self.announced().count() > MAX_ANNOUNCED => &[Way::OneShot],
-            FusedKind::AllReduce => &[Way::OneShot, Way::Direct],
+            FusedKind::AllReduce => match (announces, gathers) {
+                (true, true) => &[Way::OneShot, Way::Direct, Way::Gathered],
+                (true, false) => &[Way::OneShot, Way::Direct],
+                (false, true) => &[Way::OneShot, Way::Gathered],
+                (false, false) => &[Way::OneShot],
+            },
             _ => &[Way::Direct],
         }
     }
 
     /// How many lanes have room for what they announce.
     pub(super) fn most_lanes(&self, way: Way) -> usize {
-        if way == Way::Direct && self.announced().count() > ANNOUNCED_AT_ONCE {
+        if self.announced(way).count() > ANNOUNCED_AT_ONCE {
             64
         } else {
             128
@@ -225,13 +248,34 @@ impl Described {
         [local, all]
     }
 
+    /// The outputs that [`Way::Gathered`] stores at all ranks, and those that each rank computes from h.
+    fn carried_and_following(&self) -> [Vec<Tensor>; 2] {
+        let (carried, follows) = self.outputs().partition(|output| output.is_carried());
+        [carried, follows]
+    }
+
+    /// Places of outputs of a row that this rank computes: of those that follow from h, its own alone.
+    fn spread(&self, outputs: &[Tensor]) -> String {
+        let one = |output: &Tensor| {
+            let at = if output.is_carried() {
+                At::Everywhere
+            } else {
+                At::Row
+            };
+            self.targets(&[*output], at)
+        };
+        let all: Vec<String> = outputs.iter().map(one).collect();
+        all.join("; ")
+    }
+
     /// What lanes tell others of.
-    pub(super) fn announced(&self) -> impl Iterator<Item = Tensor> + Clone {
+    pub(super) fn announced(&self, way: Way) -> impl Iterator<Item = Tensor> + Clone {
         let kind = self.call.kind;
         let reads = kind != FusedKind::AllGather;
         let tensors = self.form.tensors();
         tensors.filter(move |tensor| match tensor {
             Tensor::Input => reads,
+            output if way == Way::Gathered => output.is_carried(),
             output => output.is_output() && !output.is_owned(kind),
         })
     }
@@ -416,8 +460,8 @@ impl Described {
         all.join("; ")
     }
 
-    fn announcements(&self) -> String {
-        let names: Vec<&str> = self.announced().map(Tensor::name).collect();
+    fn announcements(&self, way: Way) -> String {
+        let names: Vec<&str> = self.announced(way).map(Tensor::name).collect();
         let rows: &[&str] = if names.len() > ANNOUNCED_AT_ONCE {
             &["2 * i", "2 * i + 1"]
         } else {
@@ -441,9 +485,9 @@ impl Described {
         lines.join("\n")
     }
 
-    fn reachable(&self) -> String {
+    fn reachable(&self, way: Way) -> String {
         let all: Vec<String> = self
-            .announced()
+            .announced(way)
             .map(|tensor| format!("reachable({})", tensor.name()))
             .collect();
         all.join(" and ")

@@ -7,8 +7,11 @@ use super::{Described, FusedKind, Wire};
 use crate::collective::Algorithm;
 use crate::collective::algorithm::tests::machine;
 use crate::collective::call::{Call, CollectiveKind};
+use crate::collective::choice::Machine;
+use crate::collective::estimate::Estimates;
 use crate::device::ReduceOp;
 use crate::dtype::{DType, Element};
+use crate::program::cost::find::shipped;
 use crate::program::evaluate::Evaluator;
 use crate::program::verify::{verify, verify_sharing};
 use crate::program::{Parameters, Program, TensorInstance, unroll};
@@ -89,10 +92,11 @@ fn fused_programs_are_what_they_expect() {
                 if let Err(error) = evaluator().run(inputs) {
                     panic!("{way:?} × {world}: {error}\n{program}");
                 }
-                if way != Way::Direct {
+                if !matches!(way, Way::Direct | Way::Gathered) {
                     continue;
                 }
-                let names: Vec<String> = call.announced().map(|it| it.name().to_owned()).collect();
+                let names: Vec<String> =
+                    call.announced(way).map(|it| it.name().to_owned()).collect();
                 let evaluator = evaluator().without_reaching(&names).unwrap();
                 if let Err(error) = evaluator.run(inputs) {
                     panic!("{way:?} × {world} without {names:?}: {error}\n{program}");
@@ -163,6 +167,13 @@ fn faulty_variants_are_refused() {
             "\n            } else",
             "race",
         ),
+        // What follows of h is computed before h has arrived.
+        (
+            Way::Gathered,
+            "barrier\n                for j",
+            "for j",
+            "race",
+        ),
         // Rows are read before they have arrived.
         (
             Way::Direct,
@@ -203,6 +214,32 @@ fn faulty_variants_are_refused() {
     }
 }
 
+/// Links bound many rows: what follows of h, which all ranks store, is not sent, too.
+#[test]
+fn many_rows_send_h_alone() {
+    let estimates = Estimates::new(&shipped("h200-2").unwrap()).unwrap();
+    let machine = Machine {
+        packet_bytes: 512 << 10,
+        plain_bytes: 4 << 20,
+        estimates,
+        ..machine(2)
+    };
+    let epilogues = calls(1, 8192, &[FusedKind::AllReduce], Wire::Exact);
+    let [norm, sum] = [0, 10].map(|number| epilogues[number]);
+    for (tokens, faster) in [(1, false), (1024, true), (8192, true)] {
+        let [gathered, others] = [true, false].map(|gathers| {
+            let call = norm.of(tokens);
+            let ways = call.ways().iter();
+            let ways = ways.filter(|way| (**way == Way::Gathered) == gathers);
+            let seconds = ways.map(|way| call.seconds(&machine, *way).unwrap());
+            seconds.fold(f64::INFINITY, f64::min)
+        });
+        println!("{tokens}: {gathered:e}, others {others:e}");
+        assert_eq!(gathered < others, faster, "{tokens}");
+    }
+    assert!(!sum.ways().contains(&Way::Gathered));
+}
+
 /// The description changes the text, and numbers of rows do not change the kernel.
 #[test]
 fn epilogues_are_put_into_the_text() {
@@ -213,7 +250,7 @@ fn epilogues_are_put_into_the_text() {
         section.kernel(true).unwrap()
     };
     let all = all_calls(6, 24);
-    for way in [Way::OneShot, Way::Direct, Way::Quantized] {
+    for way in [Way::OneShot, Way::Direct, Way::Gathered, Way::Quantized] {
         let these = all.iter().filter(|call| call.ways().contains(&way));
         let texts: Vec<String> = these.map(|call| kernel(call, way)).collect();
         for (number, text) in texts.iter().enumerate() {
