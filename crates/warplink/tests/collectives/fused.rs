@@ -9,7 +9,7 @@ use warplink::collective::{
 use warplink::device::Priority;
 use warplink::{Collectives, Communicator, DType, ErrorKind};
 
-fn by(comm: &Communicator, algorithm: Option<Algorithm>) -> Collectives {
+pub(crate) fn by(comm: &Communicator, algorithm: Option<Algorithm>) -> Collectives {
     let options = CollectiveOptions {
         workspace_bytes: 2 << 20,
         algorithm,
@@ -18,8 +18,9 @@ fn by(comm: &Communicator, algorithm: Option<Algorithm>) -> Collectives {
     comm.collectives_with(&options).unwrap()
 }
 
-/// Calls eagerly and in a graph whose inputs differ each time, and checks all; what all ranks have of it, they have alike.
-fn play(comm: &Communicator, collectives: &Collectives, made: &Made) {
+/// Calls eagerly, and in a graph that is replayed so often, with other inputs each time, and checks all; what all ranks have of
+/// it, they have alike.
+pub(crate) fn play(comm: &Communicator, collectives: &Collectives, made: &Made, replays: usize) {
     let stream = comm.create_stream(Priority::Normal).unwrap();
     let run = |round: usize, launch: &dyn Fn()| {
         made.fill(comm, round);
@@ -45,7 +46,7 @@ fn play(comm: &Communicator, collectives: &Collectives, made: &Made) {
     stream.begin_capture().unwrap();
     enqueue();
     let graph = stream.end_capture().unwrap();
-    (2..4).for_each(|round| run(round, &|| graph.launch(&stream).unwrap()));
+    (2..2 + replays).for_each(|round| run(round, &|| graph.launch(&stream).unwrap()));
 }
 
 /// With rows that fit at once and in pieces.
@@ -79,7 +80,7 @@ fn fused_calls_are_right_and_the_same_on_all_ranks() {
                         }
                         let in_place = (number + of + which).is_multiple_of(2);
                         let made = Made::new(comm, (call, wanted), in_place);
-                        play(comm, collectives, &made);
+                        play(comm, collectives, &made, 2);
                     }
                 }
             }
@@ -98,7 +99,7 @@ fn fused_calls_of_owned_rows_are_right() {
                     let rows = if of == 0 && ranks < 8 { 40 } else { 2 };
                     let call = fused(kind, rows * ranks, 137, wanted);
                     let made = Made::new(comm, (call, wanted), of % 2 == 0);
-                    play(comm, &collectives, &made);
+                    play(comm, &collectives, &made, 2);
                 }
             }
         });
