@@ -70,7 +70,8 @@ def quantize(
 
 def _largest(sizes: torch.Tensor, block: int) -> torch.Tensor:
     padded = torch.nn.functional.pad(sizes, (0, -sizes.shape[-1] % block))
-    return padded.unflatten(-1, (-1, block)).amax(-1)
+    largest: torch.Tensor = padded.unflatten(-1, (-1, block)).amax(-1)
+    return largest
 
 
 def _nvfp4(row: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
