@@ -8,7 +8,7 @@ use super::{QUANTIZED_BLOCK, Quantization};
 pub(super) struct Scaled {
     /// Lines that compute the scale.
     pub(super) lines: Vec<String>,
-    /// What is stored of the row, and of the scale.
+    /// Results: the quantised row, and its scale.
     pub(super) stored: [String; 2],
 }
 
