@@ -253,6 +253,12 @@ typedef enum {
     /// Mxfp8: divided by a scale of each 32 elements, the next power of two from their largest magnitude /
     /// 448 on, which is stored as a byte, the power's exponent plus 127 (e8m0). At least 2⁻¹²⁶.
     WARPLINK_QUANTIZATION_MXFP8 = 5,
+    /// Nvfp4: floats of 4 bits (e2m1), two in a byte, the first in its low bits. Each 16 elements have a
+    /// scale, as e4m3, row by row: their largest magnitude / 6, times a global scale that is given, one
+    /// `f32`, positive and from 1e-30 to 1e30, usually 448 · 6 / the largest magnitude of all. So an element
+    /// is about its float · its scale / the global one. Infinities and what is too large become 6; a block
+    /// with a NaN has NaN for its scale.
+    WARPLINK_QUANTIZATION_NVFP4 = 6,
 } warplink_quantization;
 
 /// How rows of a fused collective travel between ranks. All ranks get the same bits either way.
@@ -484,7 +490,7 @@ typedef struct {
 
 /// A collective of rows and what follows it, the same on every rank but for the memory. Get one from
 /// `warplink_fused_call_default`, and change what is to differ. With h the sum of all inputs and the residual, rounded to the
-/// element type, and n what the norm makes of h, or h itself, q is n divided by a scale, as F8E4M3. What is stored are those
+/// element type, and n what the norm makes of h, or h itself, q is n divided by a scale, as F8E4M3 or e2m1. What is stored are those
 /// outputs that are not null, at least one. Memory is of the device, row by row, and stays allocated until the stream is done.
 /// One of `sum`, `residual_out` and `output` may be exactly the input or the residual; other memory that is written overlaps
 /// nothing.
@@ -523,11 +529,15 @@ typedef struct {
     void *residual_out;
     /// n.
     void *output;
-    /// q, exactly with a quantisation.
+    /// q, exactly with a quantisation; with `WARPLINK_QUANTIZATION_NVFP4` bytes of two elements each, `[rows, width / 2, rounded
+    /// up]`.
     void *quantized;
     /// One float that is read, with `WARPLINK_QUANTIZATION_STATIC`; otherwise written: floats, `[rows]` or `[rows, width / 128,
-    /// rounded up]`, and with `WARPLINK_QUANTIZATION_MXFP8` bytes, `[rows, width / 32, rounded up]`.
+    /// rounded up]`, and with `WARPLINK_QUANTIZATION_MXFP8` bytes, `[rows, width / 32, rounded up]`, or with
+    /// `WARPLINK_QUANTIZATION_NVFP4` F8E4M3, `[rows, width / 16, rounded up]`.
     void *scale;
+    /// One float that is read, exactly with `WARPLINK_QUANTIZATION_NVFP4`: what scales are multiplied by.
+    const float *global_scale;
 } warplink_fused_call;
 
 /// A send or a receive of a group.

@@ -14,7 +14,7 @@ use warplink::device::DeviceSlice;
 
 /// A collective of rows and what follows it, the same on every rank but for the memory. Get one from
 /// `warplink_fused_call_default`, and change what is to differ. With h the sum of all inputs and the residual, rounded to the
-/// element type, and n what the norm makes of h, or h itself, q is n divided by a scale, as F8E4M3. What is stored are those
+/// element type, and n what the norm makes of h, or h itself, q is n divided by a scale, as F8E4M3 or e2m1. What is stored are those
 /// outputs that are not null, at least one. Memory is of the device, row by row, and stays allocated until the stream is done.
 /// One of `sum`, `residual_out` and `output` may be exactly the input or the residual; other memory that is written overlaps
 /// nothing.
@@ -55,11 +55,15 @@ pub struct FusedCall {
     pub residual_out: *mut c_void,
     /// n.
     pub output: *mut c_void,
-    /// q, exactly with a quantisation.
+    /// q, exactly with a quantisation; with `WARPLINK_QUANTIZATION_NVFP4` bytes of two elements each, `[rows, width / 2, rounded
+    /// up]`.
     pub quantized: *mut c_void,
     /// One float that is read, with `WARPLINK_QUANTIZATION_STATIC`; otherwise written: floats, `[rows]` or `[rows, width / 128,
-    /// rounded up]`, and with `WARPLINK_QUANTIZATION_MXFP8` bytes, `[rows, width / 32, rounded up]`.
+    /// rounded up]`, and with `WARPLINK_QUANTIZATION_MXFP8` bytes, `[rows, width / 32, rounded up]`, or with
+    /// `WARPLINK_QUANTIZATION_NVFP4` F8E4M3, `[rows, width / 16, rounded up]`.
     pub scale: *mut c_void,
+    /// One float that is read, exactly with `WARPLINK_QUANTIZATION_NVFP4`: what scales are multiplied by.
+    pub global_scale: *const f32,
 }
 
 impl FusedCall {
@@ -105,6 +109,7 @@ impl FusedCall {
         let output = memory(self.output as u64, bytes.output, "output")?;
         let quantized = memory(self.quantized as u64, bytes.quantized, "quantized")?;
         let scale = memory(self.scale as u64, bytes.scale, "scale")?;
+        let global_scale = memory(self.global_scale as u64, size_of::<f32>(), "global_scale")?;
         let memory = FusedMemory {
             residual: residual.as_ref(),
             weight: weight.as_ref(),
@@ -114,6 +119,7 @@ impl FusedCall {
             output: output.as_ref(),
             quantized: quantized.as_ref(),
             scale: scale.as_ref(),
+            global_scale: global_scale.as_ref(),
             ..FusedMemory::of(&input)
         };
         Ok(object.collectives.fused(&call, &memory, stream)?)
@@ -143,6 +149,7 @@ pub extern "C" fn warplink_fused_call_default() -> FusedCall {
         output: null_mut(),
         quantized: null_mut(),
         scale: null_mut(),
+        global_scale: null(),
     }
 }
 

@@ -36,6 +36,7 @@ fn fused_calls_are_right_and_measured_beside_two_steps() {
     for (ranks, more) in [
         ("2", &["--dtype", "bf16"][..]),
         ("2", &["--quantization", "per_block"]),
+        ("2", &["--quantization", "nvfp4"]),
         ("3", &["--dtype", "f32", "--quantization", "static"]),
     ] {
         let output = bench(ranks, &[more, &["--json"]].concat());

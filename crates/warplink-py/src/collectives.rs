@@ -481,7 +481,10 @@ impl Collectives {
     /// `weight_bias`, and `bias`; q is n divided by a scale, as f8e4m3. Stored are, where they are given, the sum alone in `sum`, h in
     /// `residual_out`, n in `output` and q in `quantized`. `quantization` is "static", where `scale` is f32[1] and read;
     /// "per_token", where it is f32[rows] and written; "per_block" or "per_block_power_of_two", where each 128 elements
-    /// have one; or "mxfp8", where each 32 have one, a u8 that is its exponent plus 127. One of `sum`, `residual_out` and `output` may be the memory of the input or of the residual.
+    /// have one; "mxfp8", where each 32 have one, a u8 that is its exponent plus 127; or "nvfp4", where `quantized` are bytes
+    /// of two e2m1 each, the first in the low bits, and each 16 elements have a scale as f8e4m3, their largest magnitude / 6
+    /// times `global_scale`, an f32[1] that is read. One of `sum`, `residual_out` and `output` may be the memory of the input
+    /// or of the residual.
     ///
     /// `kind` is "all_reduce", "all_reduce_sharded", where a rank has the residual, the sum and residual_out of its rows
     /// alone, "reduce_scatter" or "all_gather". Ranks then own as many rows each, in rank order. With `wire` "fp8" rows travel
@@ -507,6 +510,7 @@ impl Collectives {
         quantization=None,
         quantized=None,
         scale=None,
+        global_scale=None,
         wire="exact",
     ))]
     #[allow(clippy::too_many_arguments, reason = "they are Python's keywords")]
@@ -528,10 +532,11 @@ impl Collectives {
         quantization: Option<&str>,
         quantized: Option<&Bound<'_, PyAny>>,
         scale: Option<&Bound<'_, PyAny>>,
+        global_scale: Option<&Bound<'_, PyAny>>,
         wire: &str,
     ) -> PyResult<()> {
         let call = described(kind, norm, (eps, weight_bias), quantization, wire)?;
-        let sources = [Some(input), residual, weight, bias];
+        let sources = [Some(input), residual, weight, bias, global_scale];
         let targets = [sum, residual_out, output, quantized, scale];
         self.enqueue_fused(py, stream, call, (sources, targets))
     }

@@ -30,14 +30,14 @@ pub(crate) fn described(
 }
 
 impl Collectives {
-    /// Implementation of `fused`: of the input, residual, weight and bias, the sum, `residual_out`, the output,
-    /// the quantised output and its scale.
+    /// Implementation of `fused`: of the input, residual, weight, bias and global scale, the sum, `residual_out`, the
+    /// output, the quantised output and its scale.
     pub(crate) fn enqueue_fused(
         &self,
         py: Python<'_>,
         stream: &Stream,
         (kind, epilogue, wire): (FusedKind, Epilogue, Wire),
-        (sources, targets): ([Maybe<'_, '_>; 4], [Maybe<'_, '_>; 5]),
+        (sources, targets): ([Maybe<'_, '_>; 5], [Maybe<'_, '_>; 5]),
     ) -> PyResult<()> {
         let inner = self.inner()?;
         let live = stream.live()?;
@@ -49,11 +49,12 @@ impl Collectives {
         let written = |array: Maybe<'_, '_>, name: &str| -> PyResult<Option<Array>> {
             array.map(|array| writer.read(array, name)).transpose()
         };
-        let [input, residual, weight, bias] = sources;
+        let [input, residual, weight, bias, global_scale] = sources;
         let [sum, residual_out, output, quantized, scale] = targets;
         let input = read(input, "the input")?.ok_or_else(|| invalid("there is no input"))?;
         let (residual, weight) = (read(residual, "the residual")?, read(weight, "the weight")?);
         let bias = read(bias, "the bias")?;
+        let global_scale = read(global_scale, "the global scale")?;
         let (sum, output) = (written(sum, "sum")?, written(output, "output")?);
         let residual_out = written(residual_out, "residual_out")?;
         let quantized = written(quantized, "quantized")?;
@@ -91,6 +92,7 @@ impl Collectives {
             output: slice(&output),
             quantized: slice(&quantized),
             scale: slice(&scale),
+            global_scale: slice(&global_scale),
         };
         py.detach(|| inner.fused(&call, &memory, live))
             .map_err(raise)?;

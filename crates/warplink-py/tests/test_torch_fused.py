@@ -174,6 +174,120 @@ def test_quantized_collectives_of_arrays(world):
     run_ranks(quantized, world)
 
 
+E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+
+
+def check_fp4(codes, scales, near, factor):
+    """Bytes of two floats of 4 bits, and bytes of scales, row by row, against rows in f64."""
+    width = near.shape[-1]
+    codes = torch.stack([codes & 15, codes >> 4], -1).flatten(-2)[:, :width].long()
+    found = E2M1[codes & 7] * (1 - 2 * (codes >> 3))
+    scales = scales.view(FP8).double()
+    blocks = torch.nn.functional.pad(near.abs(), (0, -width % 16)).unflatten(-1, (-1, 16)).amax(-1)
+    meant = (factor * blocks / 6).clamp(max=448)
+    assert ((scales - meant).abs() <= meant / 15 + 2**-10).all()
+    each = (scales / factor).repeat_interleave(16, -1)[:, :width]
+    assert ((found * each - near).abs() <= near.abs() / 3.9 + each * 0.26).all()
+    assert ((found.abs() == 6) | (found.abs() == 4)).any()
+
+
+def as_fp4(rank, name, inputs, residual, weight, h, near):
+    import warplink.torch
+
+    patterns, layouts = warplink.torch.AllReduceFusionPattern, warplink.torch.QuantizationSFLayout
+    (tokens, width), blocks = near.shape, -(-near.shape[1] // 16)
+    factor = torch.tensor([448 * 6 / near.abs().max().item()])
+    for dtype in (inputs[rank].dtype, torch.float64):
+        # Another type goes by PyTorch's operations.
+        given = [tensor.to(dtype) for tensor in (inputs[rank], residual, weight)]
+        q, scale = torch.ops.warplink.fused_all_reduce(
+            *given, None, factor, ["quantized", "scale"], name, norm="rms", quantization="nvfp4"
+        )
+        assert q.shape == (tokens, width // 2) and q.dtype == torch.uint8
+        assert scale.shape == (tokens, blocks) and scale.dtype == FP8
+        check_fp4(q, scale, near, factor.item())
+    meta = torch.ops.warplink.fused_all_reduce(
+        *(tensor.to("meta") for tensor in (inputs[rank], residual, weight)),
+        None,
+        factor.to("meta"),
+        ["scale", "quantized"],
+        name,
+        norm="rms",
+        quantization="nvfp4",
+    )
+    assert [(one.shape, one.dtype) for one in meta] == [(scale.shape, FP8), (q.shape, torch.uint8)]
+    linear = None
+    for pattern, layout in (
+        (patterns.kARResidualRMSNormFP4Quant, layouts.LINEAR),
+        (patterns.kARResidualRMSNormOutFP4Quant, layouts.SWIZZLED_128x4),
+        (patterns.kARResidualRMSNormFP4Quant, None),
+    ):
+        codes, found_h = torch.empty(tokens, width // 2, dtype=torch.uint8), torch.empty_like(h)
+        tiles = torch.full((128, -(-blocks // 4)), -1, dtype=torch.int32)
+        bytes_out = torch.empty(tokens, blocks, dtype=torch.uint8) if layout == layouts.LINEAR else tiles
+        n = torch.empty_like(h) if pattern == patterns.kARResidualRMSNormOutFP4Quant else None
+        torch.ops.warplink.allreduce_fusion(
+            inputs[rank],
+            name,
+            pattern,
+            residual_in=residual,
+            residual_out=found_h,
+            norm_out=n,
+            quant_out=codes,
+            scale_out=bytes_out,
+            rms_gamma=weight,
+            scale_factor=factor,
+            layout_code=layout,
+        )
+        assert torch.equal(found_h, h)
+        if linear is None:
+            linear = bytes_out
+            check_fp4(codes, linear, near, factor.item())
+            continue
+        flat = tiles.view(-1).view(torch.uint8)
+        at = [
+            (row // 128 * -(-blocks // 4) + block // 4) * 512 + row % 32 * 16 + row % 128 // 32 * 4 + block % 4
+            for row in range(tokens)
+            for block in range(blocks)
+        ]
+        assert torch.equal(flat[at].view(tokens, blocks), linear)
+        rest = torch.ones_like(flat, dtype=torch.bool)
+        rest[at] = False
+        assert not flat[rest].any()
+    with pytest.raises(ValueError, match="layout_code is 1"):
+        torch.ops.warplink.allreduce_fusion(
+            inputs[rank], name, pattern, residual_in=residual, rms_gamma=weight, layout_code=1
+        )
+    with pytest.raises(ValueError, match="memory for scales is of 1 bytes"):
+        torch.ops.warplink.allreduce_fusion(
+            inputs[rank],
+            name,
+            pattern,
+            residual_in=residual,
+            rms_gamma=weight,
+            quant_out=codes,
+            scale_out=torch.empty(1, dtype=torch.uint8),
+            scale_factor=factor,
+        )
+
+
+def travels_as_fp8(rank, name, inputs, total):
+    (found,) = torch.ops.warplink.fused_all_reduce(
+        inputs[rank], None, None, None, None, ["sum"], name, wire="fp8"
+    )
+    sizes = torch.stack([one.double().abs() for one in inputs])
+    # As docs/fused.md has it, and the rounding of what is stored.
+    bound = 0.13 * sizes.sum(0) + 6e-6 * sizes.amax(-1, keepdim=True).sum(0)
+    bound += total.double().abs() * 2**-8 + 1e-6
+    exact = torch.stack([one.double() for one in inputs]).sum(0)
+    assert ((found.double() - exact).abs() <= bound).all()
+    if len(inputs) > 1:
+        assert not torch.equal(found, total)
+    everybody = [torch.empty_like(found) for _ in inputs]
+    torch.distributed.all_gather(everybody, found)
+    assert all(torch.equal(one, found) for one in everybody)
+
+
 def by_operations(rank, world, _, place):
     dist = start(rank, world, place)
     import warplink.torch
@@ -238,8 +352,12 @@ def by_operations(rank, world, _, place):
         meant = near / scales.repeat_interleave(128, -1)[:, :width]
         assert (meant.abs() <= 448.5).all() and (meant.abs().amax(-1) > 200).all()
         close(q.float(), meant.clamp(-448, 448), meant.abs() / 15 + 2e-3)
-    with pytest.raises(ValueError, match="the pattern is 3"):
-        torch.ops.warplink.allreduce_fusion(inputs[rank], name, patterns.kARResidualRMSNormFP4Quant)
+        as_fp4(rank, name, inputs, residual, weight, h, near)
+        travels_as_fp8(rank, name, inputs, total)
+    with pytest.raises(ValueError, match="the pattern is 6"):
+        torch.ops.warplink.allreduce_fusion(inputs[rank], name, 6)
+    with pytest.raises(ValueError, match="expected exact or fp8"):
+        torch.ops.warplink.fused_all_reduce(inputs[rank], None, None, None, None, ["sum"], name, wire="fp4")
     with pytest.raises(ValueError, match="each once"):
         torch.ops.warplink.fused_all_reduce(inputs[rank], None, None, None, None, ["other"], name)
     # Where the kernel does not do it.

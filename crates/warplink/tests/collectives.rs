@@ -32,8 +32,12 @@ mod failures;
 mod fallback;
 #[path = "collectives/fused.rs"]
 mod fused;
+#[path = "collectives/fused_nvfp4.rs"]
+mod fused_nvfp4;
 #[path = "collectives/fused_rows.rs"]
 mod fused_rows;
+#[path = "collectives/fused_table.rs"]
+mod fused_table;
 #[path = "collectives/fused_wire.rs"]
 mod fused_wire;
 #[path = "collectives/launches.rs"]

@@ -301,6 +301,7 @@ fn functions_of_rows_compile_for_every_architecture() {
         output M: f32[4]
         output D: P[4, n]
         output G: f32[4, n / 128]
+        output E: u8[4, (n + 1) / 2]
         scratch A: packets16 P[2, world, n]
         scratch B: packets8 P[2, world, n]
         function all(x, r, w, s, y, eps) {
@@ -312,7 +313,7 @@ fn functions_of_rows_compile_for_every_architecture() {
         }
         function blocks(x) {
             let scale = power_of_two(block_max(abs(x), 128) / 448)
-            return x / scale, scale, row_sum(scale) + row_max(block_max(x / scale, 8))
+            return x / scale, scale, row_sum(scale) + row_max(block_max(x / scale, 8)), pairs(e2m1(x / scale))
         }
         function plain(x) { return -x * 2 }
         kernel lane in 0..2 threads threads {
@@ -326,7 +327,7 @@ fn functions_of_rows_compile_for_every_architecture() {
                     reduce(R[lane] if r == rank else B[slot][r] for r in 0..world, max), 1e-5)
             A[slot][rank] on rank = plain(X[lane])
             H[lane + 2] = plain(A[slot][rank])
-            Q[lane]; G[lane]; M[lane] = blocks(A[slot][rank])
+            Q[lane]; G[lane]; M[lane]; E[lane], E[lane] on (rank + 1) % world = blocks(A[slot][rank])
             Q[lane + 2]; M[lane + 2] = plain_two(X[lane + 2], M[lane])
             barrier
         }

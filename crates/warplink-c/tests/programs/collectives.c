@@ -175,8 +175,10 @@ static void bound(warplink_collectives open, warplink_stream stream, warplink_re
 
 /* An all-reduce of rows with a residual, RMSNorm and fp8 by blocks. */
 static void fused(warplink_collectives collectives, warplink_stream stream, warplink_region region) {
-    enum { TOKENS = 3, WIDTH = 200, BLOCKS = 2 };
+    enum { TOKENS = 3, WIDTH = 200, BLOCKS = 2, FOURS = 13 };
     float words[TOKENS * WIDTH], scales[TOKENS * BLOCKS];
+    unsigned char bytes[TOKENS * WIDTH / 2];
+    const size_t scaled = 3 * sizeof words + sizeof(float) * WIDTH, last = scaled + 2 * sizeof words;
     const float squares = 0.25f * (float)((size * (size + 1) / 2 + 1) * (size * (size + 1) / 2 + 1));
     warplink_fused_call made = warplink_fused_call_default();
     void *address = NULL;
@@ -218,6 +220,19 @@ static void fused(warplink_collectives collectives, warplink_stream stream, warp
     OK(warplink_stream_synchronize(stream));
     OK(warplink_download(words, span(region, 2 * sizeof words + sizeof(float) * WIDTH, sizeof words)));
     for (int i = 0; i < TOKENS * WIDTH; i++) HOLDS(words[i] > 0 ? words[i] > 3.999f && words[i] < 4.001f : words[i] < -0.499f);
+    made.wire = WARPLINK_WIRE_EXACT;
+    made.quantization = WARPLINK_QUANTIZATION_NVFP4;
+    FAILS(warplink_fused_collective(collectives, &made, stream), WARPLINK_STATUS_INVALID_ARGUMENT, "a global scale");
+    /* Scales of 448 and 56 for 4 and 0.5, which become the largest float of 4 bits. */
+    scales[0] = 448.0f * 6.0f / 4.0f;
+    OK(warplink_upload(span(region, last, sizeof(float)), scales));
+    made.global_scale = input + last / sizeof(float);
+    OK(warplink_fused_collective(collectives, &made, stream));
+    OK(warplink_stream_synchronize(stream));
+    OK(warplink_download(bytes, span(region, scaled, sizeof bytes)));
+    for (int i = 0; i < TOKENS * FOURS; i++) HOLDS(bytes[i] == (i % FOURS < 8 ? 0x7e : 0x66));
+    OK(warplink_download(bytes, span(region, scaled + sizeof(float) * 2 * TOKENS * BLOCKS, sizeof bytes)));
+    for (int i = 0; i < TOKENS * WIDTH / 2; i++) HOLDS(bytes[i] == (i % (WIDTH / 2) < 64 ? 0x77 : 0xff));
     made.wire = 7;
     FAILS(warplink_fused_collective(collectives, &made, stream), WARPLINK_STATUS_INVALID_ARGUMENT, "warplink_wire");
     made.wire = WARPLINK_WIRE_EXACT;

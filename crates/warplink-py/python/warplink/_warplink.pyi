@@ -474,6 +474,7 @@ class Collectives:
         quantization: str | None = None,
         quantized: _Array | None = None,
         scale: _Array | None = None,
+        global_scale: _Array | None = None,
         wire: str = "exact",
     ) -> None: ...
     def experts(

@@ -145,6 +145,13 @@ __device__ __forceinline__ float row_power_of_two(float a) {
 }
 // The exponent as it is stored.
 __device__ __forceinline__ float row_exponent(float a) { return (float)(__float_as_uint(a) >> 23 & 0xff); }
+// The code of the nearest float of 4 bits, e2m1, ties to even; of NaN, the largest, as the conversion of GPUs that have one.
+__device__ __forceinline__ float row_e2m1(float a) {
+    const float size = fabsf(a);
+    // The middles of neighbours, which go to the one with an even code.
+    const u32 code = (size > 0.25f) + (size >= 0.75f) + (size > 1.25f) + (size >= 1.75f) + (size > 2.5f) + (size >= 3.5f) + (size > 5.0f);
+    return a == a ? (float)(code | __float_as_uint(a) >> 31 << 3) : 7.0f;
+}
 // As PTX has it: -0 is less than 0.
 __device__ __forceinline__ float row_min(float a, float b) {
     float least;
@@ -334,6 +341,24 @@ struct Row {
         constexpr u32 bytes = detail::RowUnit<Element>::bytes / row_unit;
 #pragma unroll
         for (u32 k = 0; k < P::count; k++) detail::store_elements<Element, 4>(to.at[P::in_turn(k)] + bytes * (unit / UNITS), stored, 1);
+    }
+
+    // Stores two whole numbers from 0 to 15 in each byte, the first in its low bits.
+    template <typename P> __device__ __forceinline__ void store_pairs(const P &to, u32 unit, u32 count, const float (&value)[row_unit]) const {
+        if (lane.ended) return;
+        Unit<4> stored;
+        stored.word[0] = 0;
+#pragma unroll
+        for (u32 i = 0; i < row_unit; i++)
+            if (i < count) stored.word[0] |= min(__float2uint_rz(value[i]), 15u) << 4 * i;
+#pragma unroll
+        for (u32 k = 0; k < P::count; k++) {
+            const u64 at = to.at[P::in_turn(k)] + row_unit / 2 * (u64)unit;
+            if (count == row_unit && at % 4 == 0)
+                detail::store_unit<4>(at, stored);
+            else
+                detail::store_elements<RowByte, 4>(at, stored, (count + 1) / 2);
+        }
     }
 };
 

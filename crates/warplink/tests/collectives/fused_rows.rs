@@ -1,7 +1,7 @@
 //! The memory of fused calls, and what it is to hold, against `f64`.
 
 use crate::common::{encode, values};
-use half::bf16;
+use crate::fused_nvfp4;
 use std::ops::Range;
 use warplink::collective::{
     Epilogue, Fused, FusedKind, FusedMemory, Norm, QUANTIZED_BLOCK, Quantization, Wire,
@@ -28,6 +28,9 @@ pub(crate) const AWKWARD: [f64; 16] = [
     65504.0,
     448.0,
 ];
+
+/// The global scale of nvfp4.
+const GLOBAL_SCALE: f32 = 37.5;
 
 /// A description, and which outputs there are.
 #[derive(Clone, Copy)]
@@ -66,6 +69,7 @@ pub(crate) fn all_wanted() -> Vec<Wanted> {
         quantized(Quantization::PerToken),
         quantized(Quantization::PerBlock),
         quantized(Quantization::Mxfp8),
+        quantized(Quantization::Nvfp4),
         Wanted {
             sum: true,
             output: true,
@@ -106,7 +110,7 @@ pub(crate) fn fused(kind: FusedKind, tokens: usize, width: usize, wanted: Wanted
 }
 
 /// Numbers of an input, some rows with awkward ones.
-fn numbers(rank: usize, salt: usize, count: usize, awkward: bool) -> Vec<f32> {
+fn numbers(rank: usize, salt: usize, count: usize, awkward: bool, dtype: DType) -> Vec<f32> {
     let bytes = values(rank, salt, 2 * count);
     let at = |element: usize| {
         let (a, b) = (bytes[2 * element], bytes[2 * element + 1]);
@@ -116,14 +120,24 @@ fn numbers(rank: usize, salt: usize, count: usize, awkward: bool) -> Vec<f32> {
         } else {
             usual
         };
-        bf16::from_f64(value).to_f32()
+        value as f32
     };
-    (0..count).map(at).collect()
+    let all: Vec<f32> = (0..count).map(at).collect();
+    decoded(dtype, &encoded(dtype, &all))
 }
 
-fn encoded(values: &[f32]) -> Vec<u8> {
+fn encoded(dtype: DType, values: &[f32]) -> Vec<u8> {
     let values: Vec<f64> = values.iter().map(|value| f64::from(*value)).collect();
-    encode(DType::BF16, &values)
+    encode(dtype, &values)
+}
+
+fn decoded(dtype: DType, bytes: &[u8]) -> Vec<f32> {
+    dtype.decode(bytes).map(|value| value as f32).collect()
+}
+
+/// The nearest value of a type.
+fn rounded(dtype: DType, value: f32) -> f32 {
+    decoded(dtype, &encoded(dtype, &[value]))[0]
 }
 
 /// The memory of a call on a rank, and what it holds.
@@ -132,7 +146,7 @@ pub(crate) struct Made {
     pub(crate) wanted: Wanted,
     pub(crate) world: usize,
     pub(crate) rank: usize,
-    /// Input, residual, weight, bias, sum, `residual_out`, output, what is quantised, scale.
+    /// Input, residual, weight, bias, sum, `residual_out`, output, what is quantised, scale, global scale.
     pub(crate) slices: Vec<DeviceSlice>,
     pub(crate) in_place: bool,
 }
@@ -163,6 +177,7 @@ impl Made {
             bytes.output,
             quantized,
             scale,
+            4,
         ];
         let allocate = |bytes: usize| {
             comm.device()
@@ -200,6 +215,7 @@ impl Made {
             output: at(output, wanted.output),
             quantized: at(7, wanted.quantization.is_some()),
             scale: at(8, wanted.quantization.is_some()),
+            global_scale: at(9, wanted.quantization == Some(Quantization::Nvfp4)),
             ..FusedMemory::of(&self.slices[0])
         }
     }
@@ -223,14 +239,16 @@ impl Made {
 
     fn given(&self, round: usize) -> Given {
         let Fused { tokens, width, .. } = self.call;
-        let awkward = round % 3 == 2;
+        // On their way as fp8, infinities become NaN: fused_wire.rs has those.
+        let awkward = round % 3 == 2 && self.call.wire == Wire::Exact;
         let all = tokens * width;
-        let inputs = (0..self.world).map(|rank| numbers(rank, round, all, awkward));
+        let of = |rank, salt, count, awkward| numbers(rank, salt, count, awkward, self.call.dtype);
+        let inputs = (0..self.world).map(|rank| of(rank, round, all, awkward));
         Given {
             inputs: inputs.collect(),
-            residual: numbers(0, round + 40, all, awkward),
-            weight: numbers(0, round + 80, width, false),
-            bias: numbers(0, round + 120, width, false),
+            residual: of(0, round + 40, all, awkward),
+            weight: of(0, round + 80, width, false),
+            bias: of(0, round + 120, width, false),
         }
     }
 
@@ -241,6 +259,7 @@ impl Made {
         let kind = self.call.kind;
         let input = self.rows(&given.inputs[self.rank], kind == FusedKind::AllGather);
         let residual = self.rows(&given.residual, kind != FusedKind::AllReduce);
+        let encoded = |values: &[f32]| encoded(self.call.dtype, values);
         upload(&self.slices[0], &encoded(input));
         upload(&self.slices[1], &encoded(residual));
         upload(&self.slices[2], &encoded(&given.weight));
@@ -252,6 +271,7 @@ impl Made {
         let scale = 0.05_f32.to_le_bytes().into_iter().cycle();
         let scale: Vec<u8> = scale.take(self.slices[8].bytes()).collect();
         upload(&self.slices[8], &scale);
+        upload(&self.slices[9], &GLOBAL_SCALE.to_le_bytes());
     }
 
     /// Results of the call: the sum, `residual_out`, the output, the quantised output, and its scale.
@@ -310,20 +330,29 @@ impl Made {
         [sum, residual_out, output, quantized, scale]: &[Option<Vec<u8>>; 5],
     ) {
         let Fused {
-            width, epilogue, ..
+            width,
+            epilogue,
+            dtype,
+            ..
         } = self.call;
+        let size = dtype.size();
+        let at = |bytes: &[u8], row: usize, column: usize| {
+            let from = size * (row * width + column);
+            decoded(dtype, &bytes[from..from + size])[0]
+        };
         let row = t * width..(t + 1) * width;
         let sums: Vec<f32> = row.clone().map(|at| self.sum(given, t, at)).collect();
         let added = sums.iter().zip(row.clone());
         let added = added.map(|(sum, at)| {
             let residual = self.wanted.residual.then(|| given.residual[at]);
-            bf16::from_f32(residual.map_or(*sum, |residual| sum + residual)).to_f32()
+            let h = residual.map_or(*sum, |residual| sum + residual);
+            rounded(dtype, h)
         });
         let mut h: Vec<f32> = added.collect();
         if let (Wire::Fp8, Some(local), Some(stored)) = (self.call.wire, local, residual_out) {
             // What follows is of the sum that arrived.
             for (column, h) in h.iter_mut().enumerate() {
-                let found = of_bf16(&stored[2 * (local * width + column)..]) as f32;
+                let found = at(stored, local, column);
                 let of = |input: &Vec<f32>| input[row.start + column].abs();
                 let bound =
                     0.14 * given.inputs.iter().map(of).sum::<f32>() + h.abs() / 256.0 + 1e-3;
@@ -334,8 +363,8 @@ impl Made {
             for (exact, stored) in [(&sums, sum), (&h, residual_out)] {
                 let Some(stored) = stored else { continue };
                 for (column, exact) in exact.iter().enumerate() {
-                    let found = of_bf16(&stored[2 * (local * width + column)..]) as f32;
-                    let exact = bf16::from_f32(*exact).to_f32();
+                    let found = at(stored, local, column);
+                    let exact = rounded(dtype, *exact);
                     let same = found.to_bits() == exact.to_bits();
                     assert!(
                         same || found.is_nan() && exact.is_nan(),
@@ -346,9 +375,25 @@ impl Made {
         }
         let Some(result) = result else { return };
         let normal = self.normal(given, &h);
+        // What follows is of h as it arrived, which nobody stores where it is the owner's.
+        let gathers = matches!(
+            self.call.kind,
+            FusedKind::AllReduceSharded | FusedKind::AllGather
+        );
+        let on_the_way = if gathers && self.call.wire == Wire::Fp8 {
+            0.15
+        } else {
+            0.0
+        };
+        // Rounding of what is stored, the least magnitude, and what does not overflow.
+        let (relative, least, most) = match dtype {
+            DType::BF16 => (1.0 / 200.0, 1e-30, 1e30),
+            DType::F16 => (1.0 / 1600.0, 1e-7, 6e4),
+            _ => (1e-5, 1e-30, 1e30),
+        };
         let overflows = normal
             .iter()
-            .any(|value| value.is_nan() || value.abs() > 1e30)
+            .any(|value| value.is_nan() || value.abs() > most)
             || (epilogue.norm.is_some() && h.iter().any(|h| h.abs() > 1e18));
         if overflows {
             return;
@@ -363,18 +408,25 @@ impl Made {
             .fold(0.0, |most: f64, value| most.max(value.abs()));
         if let Some(output) = output {
             for (column, meant) in normal.iter().enumerate() {
-                let found = of_bf16(&output[2 * (result * width + column)..]);
+                let found = at(output, result, column);
                 near(
-                    found,
+                    found.into(),
                     *meant,
-                    meant.abs() / 200.0 + size * 1e-5 + 1e-30,
+                    meant.abs() * (relative + on_the_way) + size * (1e-5 + on_the_way) + least,
                     column,
                 );
             }
         }
-        let (Some(quantized), Some(scale)) = (quantized, scale) else {
+        let (Some(quantized), Some(scale), false) = (quantized, scale, on_the_way > 0.0) else {
             return;
         };
+        if epilogue.quantization == Some(Quantization::Nvfp4) {
+            let (bytes, blocks) = (width.div_ceil(2), width.div_ceil(16));
+            let codes = &quantized[result * bytes..(result + 1) * bytes];
+            let scales = &scale[result * blocks..(result + 1) * blocks];
+            let off = size * 1e-5 + 1e-30;
+            return fused_nvfp4::check_row(&normal, off, GLOBAL_SCALE.into(), codes, scales);
+        }
         let block = match epilogue.quantization {
             Some(Quantization::PerBlock | Quantization::PerBlockPowerOfTwo) => QUANTIZED_BLOCK,
             Some(Quantization::Mxfp8) => 32,
@@ -448,8 +500,4 @@ impl Made {
         });
         scaled.collect()
     }
-}
-
-fn of_bf16(bytes: &[u8]) -> f64 {
-    f64::from(bf16::from_le_bytes([bytes[0], bytes[1]]).to_f32())
 }

@@ -19,7 +19,7 @@ from warplink.torch.fusion import disable_fusion, enable_fusion, fusion_report
 from warplink.torch.group import ProcessGroupWarplink
 from warplink.torch.options import DEFAULT_BUFFER_SIZE, Options
 from warplink.torch import ops as _ops, scaled as _scaled  # noqa: F401 - torch.ops.warplink
-from warplink.torch.fused import AllReduceFusionPattern, register_for_vllm
+from warplink.torch.fused import AllReduceFusionPattern, QuantizationSFLayout, register_for_vllm
 from warplink.torch.registration import get_warplink_group, is_direct_group, register
 
 register()
@@ -31,6 +31,7 @@ __all__ = [
     "DEFAULT_BUFFER_SIZE",
     "Options",
     "ProcessGroupWarplink",
+    "QuantizationSFLayout",
     "disable_fusion",
     "dump_flight_recorder",
     "enable_fusion",

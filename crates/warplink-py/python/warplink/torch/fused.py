@@ -15,21 +15,19 @@ from typing import Any, Sequence
 import torch
 import torch.distributed._functional_collectives as funcol
 
+from warplink.torch import quantizations
 from warplink.torch.ops import direct_workspace, library
+from warplink.torch.quantizations import GIVEN_SCALE, QUANTIZATIONS
 from warplink.torch.workspace import Workspace
 
 #: Element types of rows.
 ROW_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
-#: Elements that have a scale of their own in quantisations by block.
-BLOCK = 128
-
-#: Names of results, and of how they are quantised.
+#: Names of results.
 OUTPUTS = ("sum", "residual_out", "output", "quantized", "scale")
-QUANTIZATIONS = ("static", "per_token", "per_block", "per_block_power_of_two")
 
-_LARGEST = 448.0
-_LEAST_SCALE = 1e-10
+#: How rows travel between ranks.
+WIRES = ("exact", "fp8")
 
 
 class AllReduceFusionPattern:
@@ -45,12 +43,21 @@ class AllReduceFusionPattern:
     kARResidualRMSNormOutPerTokenGroupFP8PackedQuant = 9
 
 
+class QuantizationSFLayout:
+    """How scales of fp4 are stored, by FlashInfer's numbers."""
+
+    SWIZZLED_128x4 = 0
+    LINEAR = 2
+
+
 #: Of each pattern, the quantisation.
 _PATTERNS = {
     AllReduceFusionPattern.kAllReduce: None,
     AllReduceFusionPattern.kARResidualRMSNorm: None,
     AllReduceFusionPattern.kARResidualRMSNormFP8Quant: "static",
     AllReduceFusionPattern.kARResidualRMSNormOutFP8Quant: "static",
+    AllReduceFusionPattern.kARResidualRMSNormFP4Quant: "nvfp4",
+    AllReduceFusionPattern.kARResidualRMSNormOutFP4Quant: "nvfp4",
     AllReduceFusionPattern.kARResidualRMSNormPerTokenGroupFP8PackedQuant: "per_block_power_of_two",
     AllReduceFusionPattern.kARResidualRMSNormOutPerTokenGroupFP8PackedQuant: "per_block_power_of_two",
 }
@@ -58,7 +65,7 @@ _PATTERNS = {
 library.define(
     "fused_all_reduce(Tensor input, Tensor? residual, Tensor? weight, Tensor? bias, Tensor? scale, "
     "str[] outputs, str group_name, *, str? norm = None, float eps = 1e-6, bool weight_bias = False, "
-    "str? quantization = None) -> Tensor[]",
+    "str? quantization = None, str wire = 'exact') -> Tensor[]",
     tags=[torch._C.Tag.needs_fixed_stride_order],
 )
 library.define(
@@ -71,10 +78,6 @@ library.define(
 )
 
 
-def _scale_sizes(rows: Sequence[int], width: int, quantization: str) -> list[int]:
-    return list(rows) if quantization == "per_token" else [*rows, math.ceil(width / BLOCK)]
-
-
 def _check(
     input: torch.Tensor,
     residual: torch.Tensor | None,
@@ -83,6 +86,7 @@ def _check(
     outputs: Sequence[str],
     norm: str | None,
     quantization: str | None,
+    wire: str = "exact",
 ) -> None:
     if input.dim() < 1:
         raise ValueError("the input has no dimensions; expected rows")
@@ -90,6 +94,8 @@ def _check(
         raise ValueError(f"norm is '{norm}'; expected rms or layer")
     if quantization is not None and quantization not in QUANTIZATIONS:
         raise ValueError(f"quantization is '{quantization}'; expected {', '.join(QUANTIZATIONS)}")
+    if wire not in WIRES:
+        raise ValueError(f"wire is '{wire}'; expected {' or '.join(WIRES)}")
     unknown = [name for name in outputs if name not in OUTPUTS]
     if unknown or len(set(outputs)) != len(outputs) or not outputs:
         raise ValueError(f"outputs are {list(outputs)}; expected some of {', '.join(OUTPUTS)}, each once")
@@ -117,12 +123,12 @@ def _check(
 
 def _made(input: torch.Tensor, name: str, quantization: str | None) -> torch.Tensor:
     """Memory for a result."""
+    sizes, dtype = list(input.shape), input.dtype
     if name == "quantized":
-        return input.new_empty(input.shape, dtype=torch.float8_e4m3fn)
-    if name == "scale":
-        sizes = _scale_sizes(input.shape[:-1], input.shape[-1], quantization or "")
-        return input.new_empty(sizes, dtype=torch.float32)
-    return input.new_empty(input.shape)
+        sizes, dtype = quantizations.of_codes(sizes, quantization or "static")
+    elif name == "scale":
+        sizes, dtype = quantizations.of_scales(sizes, quantization or "per_token")
+    return input.new_empty(sizes, dtype=dtype)
 
 
 def _enqueue(
@@ -136,8 +142,8 @@ def _enqueue(
     for name, tensor in given.items():
         if tensor is not None:
             plain = tensor.detach()
-            # DLPack has had no name for floats of 8 bits for long.
-            arrays[name] = plain.view(torch.uint8) if plain.dtype == torch.float8_e4m3fn else plain
+            # DLPack has had no name for floats of 8 and 4 bits for long.
+            arrays[name] = plain.view(torch.uint8) if plain.itemsize == 1 else plain
     with space.turn() as stream:
         space.collectives().fused(stream, input.detach(), **arrays, **how)
     space.settle(stream)
@@ -162,16 +168,21 @@ def fused_all_reduce(
     eps: float = 1e-6,
     weight_bias: bool = False,
     quantization: str | None = None,
+    wire: str = "exact",
 ) -> list[torch.Tensor]:
     """Results named by ``outputs``, in that order, of the sum over the group's ranks of ``input``, ``[.., width]``.
 
     "sum" is that alone; "residual_out" is h, the sum and ``residual``, rounded to the input's type; "output" is h normalised
     by ``norm``, "rms" or "layer", with ``weight``, to which 1 is added with ``weight_bias``, and ``bias``, or h without a
-    norm; "quantized" is that divided by a scale, as float8_e4m3fn. By ``quantization`` the scale is ``scale``, one float32 ("static"),
-    or an output "scale": of each row ("per_token"), or of each 128 elements of it ("per_block", "per_block_power_of_two").
+    norm; "quantized" is that divided by a scale, as float8_e4m3fn. By ``quantization`` the scale is ``scale``, one float32
+    ("static"), or an output "scale": of each row ("per_token"), or of each 128 elements of it ("per_block",
+    "per_block_power_of_two"), or of each 32 as a byte of its exponent ("mxfp8"). With "nvfp4" it is two floats of 4 bits in a
+    byte, the first in the low bits, and "scale" is of each 16 elements, as float8_e4m3fn: their largest magnitude / 6, times
+    ``scale``. With ``wire`` "fp8" rows travel as floats of 8 bits with a scale for each 128 elements, where the kernel does
+    it, for an error that docs/fused.md states; all ranks get the same bits either way.
     Raises ValueError where sizes, types or names do not fit.
     """
-    _check(input, residual, weight, bias, outputs, norm, quantization)
+    _check(input, residual, weight, bias, outputs, norm, quantization, wire)
     _check_scale(scale, quantization)
     space = _space(input, group_name)
     if space is None:
@@ -183,16 +194,23 @@ def fused_all_reduce(
     given = {"residual": residual, "weight": weight, "bias": bias}
     given = {name: None if tensor is None else tensor.contiguous() for name, tensor in given.items()}
     given.update(made)
-    if quantization == "static":
-        given["scale"] = scale
-    how = {"norm": norm, "eps": eps, "weight_bias": weight_bias, "quantization": quantization}
+    if quantization is not None:
+        given.update(_given_scale(scale, quantization))
+    how = {"norm": norm, "eps": eps, "weight_bias": weight_bias, "quantization": quantization, "wire": wire}
     _enqueue(space, input.contiguous(), given, how)
     return [made[name] for name in outputs]
 
 
+def _given_scale(scale: torch.Tensor | None, quantization: str) -> dict[str, torch.Tensor | None]:
+    """A scale that is read, by its name in the kernel's call."""
+    if quantization not in GIVEN_SCALE:
+        return {}
+    return {"scale" if quantization == "static" else "global_scale": scale}
+
+
 def _check_scale(scale: torch.Tensor | None, quantization: str | None) -> None:
-    if (scale is not None) != (quantization == "static"):
-        raise ValueError("expected a scale exactly with the quantization 'static'")
+    if (scale is not None) != (quantization in GIVEN_SCALE):
+        raise ValueError(f"expected a scale exactly with the quantizations {' and '.join(GIVEN_SCALE)}")
     if scale is not None and (scale.numel() != 1 or scale.dtype != torch.float32):
         raise ValueError(f"the scale is {list(scale.shape)} of {scale.dtype}; expected one float32")
 
@@ -227,39 +245,10 @@ def unfused(
     results["output"] = row.to(input.dtype)
     if quantization is None:
         return results
-    divisor: torch.Tensor
-    if quantization == "static" and scale is not None:
-        divisor = scale
-    elif quantization == "per_token":
-        results["scale"] = (row.abs().amax(-1) / _LARGEST).clamp_min(_LEAST_SCALE)
-        divisor = results["scale"].unsqueeze(-1)
-    else:
-        width = row.shape[-1]
-        padded = torch.nn.functional.pad(row.abs(), (0, -width % BLOCK))
-        largest = padded.unflatten(-1, (-1, BLOCK)).amax(-1)
-        scales = (largest / _LARGEST).clamp_min(_LEAST_SCALE)
-        if quantization == "per_block_power_of_two":
-            scales = torch.exp2(torch.log2(scales).ceil())
+    results["quantized"], scales = quantizations.quantize(row, quantization, scale)
+    if scales is not None:
         results["scale"] = scales
-        divisor = scales.repeat_interleave(BLOCK, -1)[..., :width]
-    quantized = (row / divisor).clamp(-_LARGEST, _LARGEST)
-    results["quantized"] = quantized.to(torch.float8_e4m3fn)
     return results
-
-
-def _packed_scales(scales: torch.Tensor, scale_out: torch.Tensor) -> None:
-    """Stores powers of two as bytes of exponents, four in an integer, and 0 where there is none."""
-    exponents = scales.view(torch.int32) >> 23
-    rows, blocks = exponents.shape
-    padded = exponents.new_zeros(rows, math.ceil(blocks / 4) * 4)
-    padded[:, :blocks] = exponents
-    shifts = torch.arange(0, 32, 8, device=scales.device, dtype=torch.int32)
-    packed = (padded.view(rows, -1, 4) << shifts).sum(-1, dtype=torch.int32)
-    if scale_out.stride(0) == 1 and scale_out.dim() == 2:
-        # Padding between the columns is read by kernels that load whole tiles.
-        elements = rows + (scale_out.shape[1] - 1) * scale_out.stride(1)
-        scale_out.as_strided([elements], [1]).zero_()
-    scale_out.copy_(packed)
 
 
 @torch.no_grad()
@@ -288,18 +277,23 @@ def allreduce_fusion(
 
     ``input`` and ``residual_in`` are ``[tokens, width]``; results are written into those of ``output`` (the sum),
     ``residual_out``, ``norm_out``, ``quant_out`` and ``scale_out`` that are given. Of static fp8, ``scale_factor`` is what is
-    divided by. How the kernel is launched and done is not for the caller to say: ``launch_with_pdl``,
-    ``trigger_completion_at_end``, ``use_oneshot``, ``fp32_acc`` and ``layout_code`` change nothing. Raises ValueError for
-    arguments that do not fit, and for patterns of fp4, which there are not.
+    divided by; of fp4, what scales are multiplied by. ``layout_code`` is how scales of fp4 are stored, by the numbers of
+    :class:`QuantizationSFLayout`: in tiles of 128 rows of 4 (also for None), whose padding becomes 0, or row by row. How the
+    kernel is launched and done is not for the caller to say: ``launch_with_pdl``, ``trigger_completion_at_end``,
+    ``use_oneshot`` and ``fp32_acc`` change nothing. Raises ValueError for arguments that do not fit.
     """
     if pattern not in _PATTERNS:
         known = ", ".join(map(str, _PATTERNS))
         raise ValueError(f"the pattern is {pattern}; expected one of {known}")
     if weight_bias not in (0.0, 1.0):
         raise ValueError(f"weight_bias is {weight_bias}; expected 0 or 1")
-    if block_quant_group_size not in (None, BLOCK):
-        raise ValueError(f"blocks of {block_quant_group_size}; expected {BLOCK}")
     quantization = _PATTERNS[pattern]
+    block = 16 if quantization == "nvfp4" else 128
+    if block_quant_group_size not in (None, block):
+        raise ValueError(f"blocks of {block_quant_group_size}; expected {block}")
+    layouts = (None, QuantizationSFLayout.SWIZZLED_128x4, QuantizationSFLayout.LINEAR)
+    if quantization == "nvfp4" and layout_code not in layouts:
+        raise ValueError(f"layout_code is {layout_code}; expected one of {', '.join(map(str, layouts))}")
     plain = pattern == AllReduceFusionPattern.kAllReduce
     if plain and (output is None or residual_out is not None or norm_out is not None):
         raise ValueError("expected output, and no other result, of a plain all-reduce")
@@ -308,8 +302,8 @@ def allreduce_fusion(
         raise ValueError("expected residual_in and rms_gamma")
     targets = {"sum": output, "residual_out": residual_out, "output": norm_out, "quantized": quant_out}
     wanted = [name for name, tensor in targets.items() if tensor is not None]
-    packed = quantization == "per_block_power_of_two"
-    if packed:
+    scales_out = quantization not in (None, "static")
+    if scales_out:
         if scale_out is None:
             raise ValueError("expected scale_out")
         wanted.append("scale")
@@ -318,12 +312,20 @@ def allreduce_fusion(
     rows, width = math.prod(input.shape[:-1]), input.shape[-1]
     whole = {name: tensor for name, tensor in targets.items() if tensor is not None}
     for name, tensor in whole.items():
-        expected = torch.float8_e4m3fn if name == "quantized" else input.dtype
-        if tensor.numel() != rows * width or tensor.dtype != expected or not tensor.is_contiguous():
+        sizes, dtype = list(input.shape), input.dtype
+        if name == "quantized":
+            sizes, dtype = quantizations.of_codes(sizes, quantization or "static")
+        fits = tensor.dtype == dtype or (name == "quantized" and quantization == "nvfp4" and tensor.itemsize == 1)
+        if tensor.numel() != math.prod(sizes) or not fits or not tensor.is_contiguous():
             raise ValueError(
-                f"the memory for {name} is {list(tensor.shape)} of {tensor.dtype}; expected {list(input.shape)} of "
-                f"{expected}, contiguous"
+                f"the memory for {name} is {list(tensor.shape)} of {tensor.dtype}; expected {sizes} of {dtype}, contiguous"
             )
+    if quantization == "nvfp4" and scale_out is not None:
+        linear = layout_code == QuantizationSFLayout.LINEAR
+        blocks = math.ceil(width / block)
+        least = rows * blocks if linear else quantizations.swizzled_bytes(rows, blocks)
+        if scale_out.nbytes < least or not scale_out.is_contiguous():
+            raise ValueError(f"the memory for scales is of {scale_out.nbytes} bytes; expected {least}, contiguous")
     if norm is not None and "output" not in wanted and quantization is None:
         norm, rms_gamma = None, None
     space = _space(input, group_name)
@@ -333,21 +335,30 @@ def allreduce_fusion(
             input, residual_in, rms_gamma, None, scale_factor, group_name, norm, rms_eps, weight_bias == 1, quantization
         )
         for name, tensor in whole.items():
-            tensor.copy_(results[name].view(tensor.shape))
+            found = results[name]
+            target = tensor.view(torch.uint8) if found.dtype == torch.uint8 else tensor
+            target.copy_(found.view(tensor.shape))
         scales = results.get("scale")
     else:
         given: dict[str, torch.Tensor | None] = {
             "residual": None if residual_in is None else residual_in.contiguous(),
             "weight": rms_gamma,
-            "scale": scale_factor,
             **whole,
         }
-        if packed:
+        if scales_out:
             scales = given["scale"] = _made(input, "scale", quantization)
+        if quantization is not None:
+            given.update(_given_scale(scale_factor, quantization))
         how = {"norm": norm, "eps": rms_eps, "weight_bias": weight_bias == 1, "quantization": quantization}
         _enqueue(space, input.contiguous(), given, how)
-    if packed and scale_out is not None and scales is not None:
-        _packed_scales(scales.view(rows, -1), scale_out)
+    if scale_out is None or scales is None:
+        return
+    if quantization != "nvfp4":
+        quantizations.pack_exponents(scales.view(rows, -1), scale_out)
+    elif layout_code == QuantizationSFLayout.LINEAR:
+        scale_out.view(-1).view(torch.uint8)[: scales.numel()].copy_(scales.view(torch.uint8).view(-1))
+    else:
+        quantizations.swizzle(scales.view(torch.uint8).view(rows, -1), scale_out)
 
 
 def _meta_fused_all_reduce(
@@ -363,9 +374,10 @@ def _meta_fused_all_reduce(
     eps: float = 1e-6,
     weight_bias: bool = False,
     quantization: str | None = None,
+    wire: str = "exact",
 ) -> list[torch.Tensor]:
     """Shapes and types only."""
-    _check(input, residual, weight, bias, outputs, norm, quantization)
+    _check(input, residual, weight, bias, outputs, norm, quantization, wire)
     _check_scale(scale, quantization)
     return [_made(input, name, quantization) for name in outputs]
 

@@ -151,7 +151,7 @@ impl FusedLaunches {
                 .rank_program(machine, shape, self.rank)?;
             let mut section = section(&program)?;
             section.shared_tensors = form.in_place.iter().any(Option::is_some);
-            section.published = shape.way == Way::Direct;
+            section.published = matches!(shape.way, Way::Direct | Way::Gathered);
             Ok(section)
         };
         let mut wanted = CodeWanted {
@@ -207,7 +207,7 @@ impl Described {
                 let rows = room / ((world - 1).max(1) * row);
                 (rows.min(call.tokens), call.tokens, machine.most_lanes)
             }
-            Way::Direct => {
+            Way::Direct | Way::Gathered => {
                 let rows = self.staged_rows(world);
                 let room = machine.plain_bytes / call.dtype.size() / (rows * row);
                 let groups = call.tokens.div_ceil(world);
@@ -233,7 +233,7 @@ impl Described {
     }
 
     /// Seconds by the model, where memory is reached.
-    fn seconds(&self, machine: &Machine, way: Way) -> Result<f64> {
+    pub(super) fn seconds(&self, machine: &Machine, way: Way) -> Result<f64> {
         let shape = self.shape(machine, way)?;
         let piece = self.of(shape.rows);
         let programs = (0..machine.world).map(|rank| piece.rank_program(machine, &shape, rank));
@@ -256,7 +256,7 @@ impl Described {
     pub(super) fn parameters(&self, machine: &Machine, shape: &Shape) -> Parameters {
         let room = match shape.way {
             Way::OneShot => machine.packet_bytes / self.call.dtype.size(),
-            Way::Direct => machine.plain_bytes / self.call.dtype.size(),
+            Way::Direct | Way::Gathered => machine.plain_bytes / self.call.dtype.size(),
             Way::Quantized => machine.plain_bytes,
         };
         let words = self.words(shape.way).map(|word| i64::from(word as i32));

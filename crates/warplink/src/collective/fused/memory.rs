@@ -25,12 +25,14 @@ pub struct FusedMemory<'a> {
     pub residual_out: Option<&'a DeviceSlice>,
     /// `[rows, width]`: what is normalised.
     pub output: Option<&'a DeviceSlice>,
-    /// `[rows, width]` of f8e4m3, exactly with a quantisation.
+    /// `[rows, width]` of f8e4m3, exactly with a quantisation; with [`Quantization::Nvfp4`] `u8[rows, width / 2, rounded up]`.
     pub quantized: Option<&'a DeviceSlice>,
     /// `f32[1]`, read, with [`Quantization::Static`]; `f32[rows]`, written, with [`Quantization::PerToken`];
     /// `f32[rows, width / 128, rounded up]`, written, by block; `u8[rows, width / 32, rounded up]`, written, with
-    /// [`Quantization::Mxfp8`].
+    /// [`Quantization::Mxfp8`]; `f8e4m3[rows, width / 16, rounded up]`, written, with [`Quantization::Nvfp4`].
     pub scale: Option<&'a DeviceSlice>,
+    /// `f32[1]`, read, exactly with [`Quantization::Nvfp4`].
+    pub global_scale: Option<&'a DeviceSlice>,
 }
 
 impl<'a> FusedMemory<'a> {
@@ -46,6 +48,7 @@ impl<'a> FusedMemory<'a> {
             output: None,
             quantized: None,
             scale: None,
+            global_scale: None,
         }
     }
 }
@@ -63,10 +66,11 @@ pub(super) enum Tensor {
     Output,
     Quantized,
     Scale,
+    GlobalScale,
 }
 
 impl Tensor {
-    pub(super) const ALL: [Self; 10] = [
+    pub(super) const ALL: [Self; 11] = [
         Self::Input,
         Self::Residual,
         Self::Weight,
@@ -77,6 +81,7 @@ impl Tensor {
         Self::Output,
         Self::Quantized,
         Self::Scale,
+        Self::GlobalScale,
     ];
 
     /// Its name in the program.
@@ -91,6 +96,7 @@ impl Tensor {
             Self::ResidualOut => "H",
             Self::Output => "N",
             Self::Quantized => "Q",
+            Self::GlobalScale => "G",
         }
     }
 
@@ -106,12 +112,26 @@ impl Tensor {
             Self::ResidualOut => "residual_out",
             Self::Output => "output",
             Self::Quantized => "quantized",
+            Self::GlobalScale => "global_scale",
         }
     }
 
     /// Whether the call writes it.
     pub(super) const fn is_output(self) -> bool {
-        self as u32 >= Self::Sum as u32
+        self as u32 >= Self::Sum as u32 && self as u32 <= Self::Scale as u32
+    }
+
+    /// Whether it does not follow from h, or is h.
+    pub(super) const fn is_carried(self) -> bool {
+        matches!(self, Self::Sum | Self::ResidualOut)
+    }
+
+    /// Whether ranks have to agree on whether it is there, beyond the description of the call.
+    pub(super) const fn is_agreed(self) -> bool {
+        !matches!(
+            self,
+            Self::Input | Self::Weight | Self::Bias | Self::GlobalScale
+        )
     }
 
     /// Whether it is of the rows that a rank owns.
@@ -125,26 +145,29 @@ impl Tensor {
 
     /// Whether it has rows, and not the same for all.
     const fn has_rows(self) -> bool {
-        !matches!(self, Self::Weight | Self::Bias | Self::GivenScale)
+        !matches!(
+            self,
+            Self::Weight | Self::Bias | Self::GivenScale | Self::GlobalScale
+        )
     }
 
     pub(super) fn dtype(self, call: &Fused) -> DType {
+        let quantization = call.epilogue.quantization;
         match self {
-            Self::Quantized => DType::F8E4M3,
-            Self::GivenScale => DType::F32,
-            Self::Scale => {
-                let quantization = call.epilogue.quantization;
-                quantization.map_or(DType::F32, Quantization::scale_dtype)
-            }
+            Self::Quantized => quantization.map_or(DType::F8E4M3, Quantization::dtype),
+            Self::GivenScale | Self::GlobalScale => DType::F32,
+            Self::Scale => quantization.map_or(DType::F32, Quantization::scale_dtype),
             _ => call.dtype,
         }
     }
 
     /// Elements of a row.
     fn width(self, call: &Fused) -> usize {
-        let block = call.epilogue.quantization.and_then(Quantization::block);
+        let quantization = call.epilogue.quantization;
+        let block = quantization.and_then(Quantization::block);
         match self {
-            Self::GivenScale => 1,
+            Self::GivenScale | Self::GlobalScale => 1,
+            Self::Quantized if quantization == Some(Quantization::Nvfp4) => call.width.div_ceil(2),
             Self::Scale => block.map_or(1, |block| call.width.div_ceil(block)),
             _ => call.width,
         }
@@ -181,9 +204,8 @@ impl Form {
 
     /// The bits of what is written, and of the residual: what ranks have to agree on.
     pub(super) fn agreed(self) -> u32 {
-        let local = [Tensor::Input, Tensor::Weight, Tensor::Bias];
-        let local = Self::of(&local).tensors;
-        u32::from(self.tensors & !local)
+        let agreed: Vec<Tensor> = self.tensors().filter(|it| it.is_agreed()).collect();
+        Self::of(&agreed).tensors.into()
     }
 }
 
@@ -206,6 +228,7 @@ impl FusedMemory<'_> {
             Tensor::Output => self.output,
             Tensor::Quantized => self.quantized,
             Tensor::Scale => self.scale.filter(|_| !given),
+            Tensor::GlobalScale => self.global_scale,
         }
     }
 
@@ -219,6 +242,12 @@ impl FusedMemory<'_> {
                 text.to_owned(),
                 "see FusedMemory::quantized and FusedMemory::scale",
             );
+        }
+        let global = call.epilogue.quantization == Some(Quantization::Nvfp4);
+        if self.global_scale.is_some() != global {
+            let text =
+                "a global scale is given without nvfp4, or nvfp4 without it; expected both or none";
+            return refused(text.to_owned(), "see FusedMemory::global_scale");
         }
         let norms = call.epilogue.norm.is_some();
         if self.weight.is_some() != norms || (self.bias.is_some() && !norms) {

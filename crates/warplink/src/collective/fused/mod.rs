@@ -10,6 +10,7 @@ mod memory;
 mod program;
 mod quantized;
 mod samples;
+mod scales;
 mod words;
 
 pub(super) use launch::FusedLaunches;
@@ -58,7 +59,7 @@ named! {
 }
 
 named! {
-    /// How rows become floats of 8 bits (e4m3). Scales that are computed in f32 are at least 1e-10.
+    /// How rows become floats of 8 bits (e4m3), or of 4. Scales that are computed in f32 are at least 1e-10.
     pub enum Quantization: "quantization" {
         /// Divided by a scale that is given, one `f32`.
         Static = "static" (1),
@@ -71,6 +72,11 @@ named! {
         /// Mxfp8: divided by a scale of each 32 elements, the next power of two from their largest magnitude / 448 on,
         /// which is stored as a byte, the power's exponent plus 127 (e8m0). At least 2⁻¹²⁶.
         Mxfp8 = "mxfp8" (5),
+        /// Nvfp4: floats of 4 bits (e2m1), two in a byte, the first in its low bits. Each 16 elements have a scale, as e4m3,
+        /// row by row: their largest magnitude / 6, times a global scale that is given, one `f32`, positive and from 1e-30 to
+        /// 1e30, usually 448 · 6 / the largest magnitude of all. So an element is about its float · its scale / the global one.
+        /// Infinities and what is too large become 6; a block with a NaN has NaN for its scale.
+        Nvfp4 = "nvfp4" (6),
     }
 }
 
@@ -81,6 +87,15 @@ impl Quantization {
             Self::Static | Self::PerToken => None,
             Self::PerBlock | Self::PerBlockPowerOfTwo => Some(QUANTIZED_BLOCK),
             Self::Mxfp8 => Some(32),
+            Self::Nvfp4 => Some(16),
+        }
+    }
+
+    /// The type of what is quantised; a byte holds two floats of 4 bits.
+    pub const fn dtype(self) -> DType {
+        match self {
+            Self::Nvfp4 => DType::U8,
+            _ => DType::F8E4M3,
         }
     }
 
@@ -88,6 +103,7 @@ impl Quantization {
     pub const fn scale_dtype(self) -> DType {
         match self {
             Self::Mxfp8 => DType::U8,
+            Self::Nvfp4 => DType::F8E4M3,
             _ => DType::F32,
         }
     }

@@ -1,8 +1,8 @@
 //! The programs of fused calls: a shipped text for each way, with what the description says put in for names in braces.
 
 use super::memory::Tensor;
-use super::quantized::{LEAST_SCALE, quantize};
-use super::{Described, FusedKind, Norm, QUANTIZED_BLOCK, Quantization, Wire};
+use super::quantized::quantize;
+use super::{Described, FusedKind, Norm, Quantization, Wire};
 use crate::collective::algorithm::Algorithm;
 use crate::error::{Error, ErrorKind, Result};
 use crate::program::Program;
@@ -10,6 +10,7 @@ use std::fmt::Write as _;
 
 const ONE_SHOT: &str = include_str!("one_shot.wlp");
 const DIRECT: &str = include_str!("direct.wlp");
+const GATHERED: &str = include_str!("gathered.wlp");
 const BY_OWNER: &str = include_str!("by_owner.wlp");
 const QUANTIZED: &str = include_str!("quantized.wlp");
 
@@ -24,6 +25,9 @@ pub(super) enum Way {
     OneShot,
     /// A rank reads its rows of all, and stores the results at all.
     Direct,
+    /// A rank reads its rows of all, and stores h at all, which compute what follows of it: fewer bytes over links where h is
+    /// stored at all anyway.
+    Gathered,
     /// Rows travel as floats of 8 bits, to the ranks that own them and back.
     Quantized,
 }
@@ -34,7 +38,7 @@ impl Way {
         match self {
             Self::OneShot => Algorithm::OneShot,
             Self::Direct => Algorithm::Direct,
-            Self::Quantized => Algorithm::TwoShot,
+            Self::Gathered | Self::Quantized => Algorithm::TwoShot,
         }
     }
 }
@@ -106,6 +110,7 @@ impl Described {
             (true, _) => BY_OWNER,
             (_, Way::OneShot) => ONE_SHOT,
             (_, Way::Direct) => DIRECT,
+            (_, Way::Gathered) => GATHERED,
         };
         let everywhere = if by_owner { At::Owned } else { At::Everywhere };
         let outputs: Vec<Tensor> = self.outputs().collect();
@@ -116,20 +121,27 @@ impl Described {
                 self.quantized_expected(world),
             )
         } else {
-            (self.exact_functions(&outputs), self.expected())
+            (self.exact_functions(way, &outputs), self.expected())
         };
+        let everywhere = match way {
+            Way::Gathered => self.spread(&outputs),
+            _ => self.targets(&outputs, everywhere),
+        };
+        let [_, follows] = self.carried_and_following();
         let put_in = [
             ("tensors", self.declarations()),
             ("functions", functions.join("\n\n")),
             ("targets", self.targets(&outputs, At::Row)),
-            ("everywhere", self.targets(&outputs, everywhere)),
+            ("everywhere", everywhere),
+            ("follows", self.targets(&follows, At::Row)),
+            ("further", self.arguments(From::Added, "", "")),
             ("source", self.source("").to_owned()),
             (
                 "arguments",
                 self.arguments(From::Sum, if by_owner { "g" } else { "t" }, ""),
             ),
-            ("announcements", self.announcements()),
-            ("reachable", self.reachable()),
+            ("announcements", self.announcements(way)),
+            ("reachable", self.reachable(way)),
             ("staged", self.staged()),
             ("inout", self.in_place()),
             ("sent", self.sent()),
@@ -153,11 +165,15 @@ impl Described {
     }
 
     /// The functions of texts in which rows travel as they are.
-    fn exact_functions(&self, outputs: &[Tensor]) -> Vec<String> {
+    fn exact_functions(&self, way: Way, outputs: &[Tensor]) -> Vec<String> {
         let of = |name: &str, from: From, outputs: &[Tensor], sends: Sends| {
             self.function(name, &Start::of(from), outputs, sends)
         };
         let mut functions = vec![of("epilogue", From::Sum, outputs, Sends::Nothing)];
+        if way == Way::Gathered {
+            let [_, follows] = self.carried_and_following();
+            functions.push(of("finished", From::Added, &follows, Sends::Nothing));
+        }
         if self.gathers() {
             let [local, all] = self.local_and_gathered();
             functions.push(of("added", From::Sum, &local, Sends::Added));
@@ -179,17 +195,24 @@ impl Described {
 
     /// The ways that there are programs for.
     pub(super) fn ways(&self) -> &'static [Way] {
+        let [_, follows] = self.carried_and_following();
+        let gathers = self.form.has(Tensor::ResidualOut) && !follows.is_empty();
+        let announces = self.announced(Way::Direct).count() <= MAX_ANNOUNCED;
         match self.call.kind {
             _ if self.call.wire == Wire::Fp8 => &[Way::Quantized],
-            FusedKind::AllReduce if self.announced().count() > MAX_ANNOUNCED => &[Way::OneShot],
-            FusedKind::AllReduce => &[Way::OneShot, Way::Direct],
+            FusedKind::AllReduce => match (announces, gathers) {
+                (true, true) => &[Way::OneShot, Way::Direct, Way::Gathered],
+                (true, false) => &[Way::OneShot, Way::Direct],
+                (false, true) => &[Way::OneShot, Way::Gathered],
+                (false, false) => &[Way::OneShot],
+            },
             _ => &[Way::Direct],
         }
     }
 
     /// How many lanes have room for what they announce.
     pub(super) fn most_lanes(&self, way: Way) -> usize {
-        if way == Way::Direct && self.announced().count() > ANNOUNCED_AT_ONCE {
+        if self.announced(way).count() > ANNOUNCED_AT_ONCE {
             64
         } else {
             128
@@ -225,13 +248,34 @@ impl Described {
         [local, all]
     }
 
+    /// The outputs that [`Way::Gathered`] stores at all ranks, and those that each rank computes from h.
+    fn carried_and_following(&self) -> [Vec<Tensor>; 2] {
+        let (carried, follows) = self.outputs().partition(|output| output.is_carried());
+        [carried, follows]
+    }
+
+    /// Places of outputs of a row that this rank computes: of those that follow from h, its own alone.
+    fn spread(&self, outputs: &[Tensor]) -> String {
+        let one = |output: &Tensor| {
+            let at = if output.is_carried() {
+                At::Everywhere
+            } else {
+                At::Row
+            };
+            self.targets(&[*output], at)
+        };
+        let all: Vec<String> = outputs.iter().map(one).collect();
+        all.join("; ")
+    }
+
     /// Tensors that lanes announce.
-    pub(super) fn announced(&self) -> impl Iterator<Item = Tensor> + Clone {
+    pub(super) fn announced(&self, way: Way) -> impl Iterator<Item = Tensor> + Clone {
         let kind = self.call.kind;
         let reads = kind != FusedKind::AllGather;
         let tensors = self.form.tensors();
         tensors.filter(move |tensor| match tensor {
             Tensor::Input => reads,
+            output if way == Way::Gathered => output.is_carried(),
             output => output.is_output() && !output.is_owned(kind),
         })
     }
@@ -244,8 +288,9 @@ impl Described {
                 "input"
             };
             let dtype = match tensor {
-                Tensor::Quantized => "f8e4m3",
-                Tensor::Scale | Tensor::GivenScale => tensor.dtype(&self.call).name(),
+                Tensor::Quantized | Tensor::Scale | Tensor::GivenScale | Tensor::GlobalScale => {
+                    tensor.dtype(&self.call).name()
+                }
                 _ => "T",
             };
             let rows = if tensor.is_owned(self.call.kind) {
@@ -253,14 +298,14 @@ impl Described {
             } else {
                 "tokens"
             };
-            let block = self
-                .call
-                .epilogue
-                .quantization
-                .and_then(Quantization::block);
+            let quantization = self.call.epilogue.quantization;
+            let block = quantization.and_then(Quantization::block);
             let shape = match (tensor, block) {
                 (Tensor::Weight | Tensor::Bias, _) => "n".to_owned(),
-                (Tensor::GivenScale, _) => "1".to_owned(),
+                (Tensor::GivenScale | Tensor::GlobalScale, _) => "1".to_owned(),
+                (Tensor::Quantized, _) if quantization == Some(Quantization::Nvfp4) => {
+                    format!("{rows}, (n + 1) / 2")
+                }
                 (Tensor::Scale, None) => rows.to_owned(),
                 (Tensor::Scale, Some(block)) => format!("{rows}, (n + {}) / {block}", block - 1),
                 _ => format!("{rows}, n"),
@@ -320,42 +365,15 @@ impl Described {
         } else {
             "h"
         };
-        let magnitude = match epilogue.quantization.filter(|_| follows) {
-            None => None,
-            Some(Quantization::Static) => Some("s".to_owned()),
-            Some(Quantization::PerToken) => {
-                lines.push(format!(
-                    "let scale = max(row_max(abs({normal})) / 448, 1e-10)"
-                ));
-                Some("scale".to_owned())
-            }
-            Some(Quantization::PerBlock) => {
-                lines.push(format!(
-                    "let scale = max(block_max(abs({normal}), {QUANTIZED_BLOCK}) / 448, 1e-10)"
-                ));
-                Some("scale".to_owned())
-            }
-            Some(Quantization::Mxfp8) => {
-                lines.push(format!(
-                    "let scale = power_of_two(max(block_max(abs({normal}), 32) / 448, {LEAST_SCALE}))"
-                ));
-                Some("scale".to_owned())
-            }
-            Some(Quantization::PerBlockPowerOfTwo) => {
-                lines.push(format!(
-                    "let scale = power_of_two(max(block_max(abs({normal}), {QUANTIZED_BLOCK}) / 448, 1e-10))"
-                ));
-                Some("scale".to_owned())
-            }
-        };
+        let quantization = epilogue.quantization.filter(|_| follows);
+        let scaled = quantization.map(|it| it.scaled(normal)).unwrap_or_default();
+        lines.extend(scaled.lines);
+        let [quantized, scale] = scaled.stored;
         let result = |output: &Tensor| match output {
             Tensor::Sum => "x".to_owned(),
             Tensor::ResidualOut => "h".to_owned(),
-            Tensor::Quantized => format!("{normal} / {}", magnitude.as_deref().unwrap_or("1")),
-            Tensor::Scale if epilogue.quantization == Some(Quantization::Mxfp8) => {
-                "exponent(scale)".to_owned()
-            }
-            Tensor::Scale => "scale".to_owned(),
+            Tensor::Quantized => quantized.clone(),
+            Tensor::Scale => scale.clone(),
             _ => normal.to_owned(),
         };
         let mut results: Vec<String> = outputs.iter().map(result).collect();
@@ -383,7 +401,9 @@ impl Described {
         let tensors = self.form.tensors();
         tensors.filter(move |tensor| match tensor {
             Tensor::Residual => from == From::Sum,
-            Tensor::Weight | Tensor::Bias | Tensor::GivenScale => from != From::SumAlone,
+            Tensor::Weight | Tensor::Bias | Tensor::GivenScale | Tensor::GlobalScale => {
+                from != From::SumAlone
+            }
             _ => false,
         })
     }
@@ -408,7 +428,7 @@ impl Described {
             Tensor::Residual => format!(", R[{row}]{on}"),
             Tensor::Weight => format!(", W, {eps:e}"),
             Tensor::Bias => ", V".to_owned(),
-            _ => ", S[0]".to_owned(),
+            scale => format!(", {}[0]", scale.name()),
         };
         self.taken(from).map(one).collect()
     }
@@ -440,8 +460,8 @@ impl Described {
         all.join("; ")
     }
 
-    fn announcements(&self) -> String {
-        let names: Vec<&str> = self.announced().map(Tensor::name).collect();
+    fn announcements(&self, way: Way) -> String {
+        let names: Vec<&str> = self.announced(way).map(Tensor::name).collect();
         let rows: &[&str] = if names.len() > ANNOUNCED_AT_ONCE {
             &["2 * i", "2 * i + 1"]
         } else {
@@ -465,9 +485,9 @@ impl Described {
         lines.join("\n")
     }
 
-    fn reachable(&self) -> String {
+    fn reachable(&self, way: Way) -> String {
         let all: Vec<String> = self
-            .announced()
+            .announced(way)
             .map(|tensor| format!("reachable({})", tensor.name()))
             .collect();
         all.join(" and ")

@@ -11,7 +11,7 @@ const ROW_UNIT: usize = 64;
 const SCALE_BYTES: usize = 4;
 
 /// The largest finite `f32`.
-const LARGEST: &str = "3.4028235e38";
+pub(super) const LARGEST: &str = "3.4028235e38";
 
 /// The least scale: a normal number, by which elements may be divided.
 pub(super) const LEAST_SCALE: &str = "1.1754944e-38";

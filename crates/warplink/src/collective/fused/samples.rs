@@ -7,11 +7,12 @@ use crate::error::Result;
 use crate::program::Program;
 
 use Tensor::{
-    Bias, GivenScale, Input, Output, Quantized, Residual, ResidualOut, Scale, Sum, Weight,
+    Bias, GivenScale, GlobalScale, Input, Output, Quantized, Residual, ResidualOut, Scale, Sum,
+    Weight,
 };
 
 /// Norms, quantisations and memory.
-const EPILOGUES: [(Option<Norm>, Option<Quantization>, &[Tensor]); 10] = [
+const EPILOGUES: [(Option<Norm>, Option<Quantization>, &[Tensor]); 11] = [
     (
         Some(Norm::Rms),
         None,
@@ -49,6 +50,11 @@ const EPILOGUES: [(Option<Norm>, Option<Quantization>, &[Tensor]); 10] = [
         &[Weight, Quantized, Scale],
     ),
     (None, Some(Quantization::PerBlock), &[Quantized, Scale]),
+    (
+        Some(Norm::Rms),
+        Some(Quantization::Nvfp4),
+        &[Residual, Weight, ResidualOut, Quantized, Scale, GlobalScale],
+    ),
     (None, None, &[Residual, Sum, Output]),
 ];
 

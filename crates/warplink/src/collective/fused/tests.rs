@@ -7,8 +7,11 @@ use super::{Described, FusedKind, Wire};
 use crate::collective::Algorithm;
 use crate::collective::algorithm::tests::machine;
 use crate::collective::call::{Call, CollectiveKind};
+use crate::collective::choice::Machine;
+use crate::collective::estimate::Estimates;
 use crate::device::ReduceOp;
 use crate::dtype::{DType, Element};
+use crate::program::cost::find::shipped;
 use crate::program::evaluate::Evaluator;
 use crate::program::verify::{verify, verify_sharing};
 use crate::program::{Parameters, Program, TensorInstance, unroll};
@@ -89,10 +92,11 @@ fn fused_programs_are_what_they_expect() {
                 if let Err(error) = evaluator().run(inputs) {
                     panic!("{way:?} × {world}: {error}\n{program}");
                 }
-                if way != Way::Direct {
+                if !matches!(way, Way::Direct | Way::Gathered) {
                     continue;
                 }
-                let names: Vec<String> = call.announced().map(|it| it.name().to_owned()).collect();
+                let names: Vec<String> =
+                    call.announced(way).map(|it| it.name().to_owned()).collect();
                 let evaluator = evaluator().without_reaching(&names).unwrap();
                 if let Err(error) = evaluator.run(inputs) {
                     panic!("{way:?} × {world} without {names:?}: {error}\n{program}");
@@ -113,7 +117,7 @@ fn fused_programs_share_the_workspace_of_collectives() {
         let machine = machine(world);
         let mut programs: Vec<(Program, Parameters)> = Vec::new();
         let all = all_calls(6, 24);
-        for call in [3, 9, 27, 39].map(|number| &all[number]) {
+        for call in [3, 10, 29, 43].map(|number| &all[number]) {
             for way in call.ways() {
                 programs.push(made(call, *way, world, 2));
             }
@@ -141,6 +145,101 @@ fn fused_programs_share_the_workspace_of_collectives() {
     }
 }
 
+/// Shipped texts with one fault each are refused for it.
+#[test]
+fn faulty_variants_are_refused() {
+    let variants = [
+        // Scratch of the launch before is overwritten while a rank may still read it.
+        (Way::OneShot, "let slot = epoch % 2", "let slot = 0", "race"),
+        // Two lanes have the same rows.
+        (
+            Way::OneShot,
+            "let t = lane - 1 + j * each",
+            "let t = j",
+            "race",
+        ),
+        // A row is divided among lanes.
+        (Way::OneShot, "N[t]", "N[t][lane - 1 of 2]", "mismatch"),
+        // The residual is overwritten, or a launch ends, while peers still read and store.
+        (
+            Way::Direct,
+            "\n                barrier\n            } else",
+            "\n            } else",
+            "race",
+        ),
+        // What follows of h is computed before h has arrived.
+        (
+            Way::Gathered,
+            "barrier\n                for j",
+            "for j",
+            "race",
+        ),
+        // Rows are read before they have arrived.
+        (
+            Way::Direct,
+            "on (rank + r) % world }\n                            barrier",
+            "on (rank + r) % world }",
+            "race",
+        ),
+        // Scales of inputs, and of sums, are read before they are there.
+        (
+            Way::Quantized,
+            "barrier\n                for d",
+            "for d",
+            "race",
+        ),
+        (
+            Way::Quantized,
+            "barrier\n                for d in 0..deep {\n                    let g = i + (c * deep + d) * each\n                    for k",
+            "for d in 0..deep {\n                    let g = i + (c * deep + d) * each\n                    for k",
+            "race",
+        ),
+    ];
+    let call = &calls(12, 24, &[FusedKind::AllReduce], Wire::Exact)[0];
+    let quantized = &calls(12, 24, &[FusedKind::AllReduce], Wire::Fp8)[0];
+    for (way, right, wrong, kind) in variants {
+        let call = if way == Way::Quantized {
+            quantized
+        } else {
+            call
+        };
+        let (_, given) = made(call, way, 2, 2);
+        let text = call.text(way, 2);
+        assert!(text.contains(right), "{right}:\n{text}");
+        let program = Program::parse(&text.replacen(right, wrong, 1)).unwrap();
+        let Err(found) = verify(&program, 2, 1, &given) else {
+            panic!("{way:?}: '{wrong}' instead of '{right}' passes");
+        };
+        assert_eq!(found[0].kind.name(), kind, "{way:?}, {wrong}: {}", found[0]);
+    }
+}
+
+/// Links bound many rows: what follows of h, which all ranks store, is not sent, too.
+#[test]
+fn many_rows_send_h_alone() {
+    let estimates = Estimates::new(&shipped("h200-2").unwrap()).unwrap();
+    let machine = Machine {
+        packet_bytes: 512 << 10,
+        plain_bytes: 4 << 20,
+        estimates,
+        ..machine(2)
+    };
+    let epilogues = calls(1, 8192, &[FusedKind::AllReduce], Wire::Exact);
+    let [norm, sum] = [0, 10].map(|number| epilogues[number]);
+    for (tokens, faster) in [(1, false), (1024, true), (8192, true)] {
+        let [gathered, others] = [true, false].map(|gathers| {
+            let call = norm.of(tokens);
+            let ways = call.ways().iter();
+            let ways = ways.filter(|way| (**way == Way::Gathered) == gathers);
+            let seconds = ways.map(|way| call.seconds(&machine, *way).unwrap());
+            seconds.fold(f64::INFINITY, f64::min)
+        });
+        println!("{tokens}: {gathered:e}, others {others:e}");
+        assert_eq!(gathered < others, faster, "{tokens}");
+    }
+    assert!(!sum.ways().contains(&Way::Gathered));
+}
+
 /// The description changes the text, and numbers of rows do not change the kernel.
 #[test]
 fn epilogues_are_put_into_the_text() {
@@ -151,7 +250,7 @@ fn epilogues_are_put_into_the_text() {
         section.kernel(true).unwrap()
     };
     let all = all_calls(6, 24);
-    for way in [Way::OneShot, Way::Direct, Way::Quantized] {
+    for way in [Way::OneShot, Way::Direct, Way::Gathered, Way::Quantized] {
         let these = all.iter().filter(|call| call.ways().contains(&way));
         let texts: Vec<String> = these.map(|call| kernel(call, way)).collect();
         for (number, text) in texts.iter().enumerate() {

@@ -98,6 +98,7 @@ pub(in crate::collective) fn describe(words: &[u32]) -> String {
         text += &format!(", wire {wire}");
     }
     let tensors = Tensor::ALL.into_iter();
+    let tensors = tensors.filter(|tensor| tensor.is_agreed());
     let tensors = tensors.filter(|tensor| what >> MEMORY & 1 << *tensor as u32 != 0);
     let names: Vec<&str> = tensors.map(Tensor::field).collect();
     text + ", with " + &names.join(", ")

@@ -66,6 +66,14 @@ impl RowValue for Value {
                 let exponent = |value: f64| f64::from((value as f32).unary(RowUnary::Exponent));
                 self.mapped(exponent, f64::INFINITY)
             }
+            RowUnary::E2m1 => {
+                let code = |value: f64| f64::from((value as f32).unary(RowUnary::E2m1));
+                let near = self.mapped(code, f64::INFINITY);
+                // A code is that of a magnitude and a sign.
+                let straddles = self.value.abs() <= self.bound && self.bound > 0.0;
+                let bound = if straddles { 15.0 } else { near.bound };
+                Self { bound, ..near }
+            }
             // Allows for the error of library implementations: several roundings.
             RowUnary::Exp => {
                 let near = self.mapped(f64::exp, f64::INFINITY).stored(DType::F32);
@@ -106,6 +114,15 @@ impl RowValue for Value {
 
     fn round(self, dtype: DType) -> Self {
         self.stored(dtype)
+    }
+
+    fn pair(self, high: Self) -> Self {
+        let value = (self.value as f32).pair(high.value as f32);
+        Self {
+            value: value.into(),
+            bound: self.bound + 16.0 * high.bound,
+            ..self.plus(high)
+        }
     }
 
     fn row(
@@ -175,13 +192,14 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    const UNARY: [RowUnary; 6] = [
+    const UNARY: [RowUnary; 7] = [
         RowUnary::Negative,
         RowUnary::Abs,
         RowUnary::Sqrt,
         RowUnary::Rsqrt,
         RowUnary::Exp,
         RowUnary::PowerOfTwo,
+        RowUnary::E2m1,
     ];
     const BINARY: [RowBinary; 6] = [
         RowBinary::Add,
@@ -196,7 +214,7 @@ mod tests {
         #[test]
         fn what_a_device_computes_is_within_the_bound(
             a in -30.0_f64..30.0, b in -30.0_f64..30.0, off in prop::array::uniform2(-1.0_f64..1.0),
-            far in 0.0_f64..0.1, which in 0..12_usize,
+            far in 0.0_f64..0.1, which in 0..13_usize,
         ) {
             let near = |value: f64, off: f64| {
                 let device = (value + off * far) as f32;
@@ -205,8 +223,8 @@ mod tests {
             };
             let ((x, vx), (y, vy)) = (near(a, off[0]), near(b, off[1]));
             let (device, known) = match which {
-                0..6 => (x.unary(UNARY[which]), vx.unary(UNARY[which])),
-                _ => (x.binary(BINARY[which - 6], y), vx.binary(BINARY[which - 6], vy)),
+                0..7 => (x.unary(UNARY[which]), vx.unary(UNARY[which])),
+                _ => (x.binary(BINARY[which - 7], y), vx.binary(BINARY[which - 7], vy)),
             };
             let off = (f64::from(device) - known.value).abs();
             prop_assert!(known.bound.is_infinite() || off <= known.bound || off.is_nan(), "{device} {known:?}");

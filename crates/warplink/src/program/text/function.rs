@@ -183,7 +183,7 @@ impl Parser<'_> {
                 let message = format!(
                     "unknown function '{}'; expected {}",
                     token.text,
-                    listed(words.chain(["select", "round", "block_max"]))
+                    listed(words.chain(["select", "round", "block_max", "pairs"]))
                 );
                 return Err(self.wrong(token, message));
             }
@@ -232,6 +232,7 @@ impl Parser<'_> {
                 self.expect(",")?;
                 RowExpr::BlockMax(value, self.block_size()?)
             }
+            "pairs" => RowExpr::Pairs(Box::new(self.value(body)?)),
             "round" => {
                 let value = self.value(body)?;
                 self.expect(",")?;
@@ -334,6 +335,7 @@ impl Display for RowExpr {
             Self::Round(a, dtype) => write!(f, "round({a}, {dtype})"),
             Self::Row(reduction, a) => write!(f, "{}({a})", reduction.name()),
             Self::BlockMax(a, size) => write!(f, "block_max({a}, {size})"),
+            Self::Pairs(a) => write!(f, "pairs({a})"),
         }
     }
 }

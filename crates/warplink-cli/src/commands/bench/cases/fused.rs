@@ -38,7 +38,8 @@ pub(crate) struct Fused {
     /// Element type: bf16, f16 or f32
     #[arg(long, value_name = "TYPE", default_value = "bf16", value_parser = OneOf(&DType::MATMUL))]
     dtype: DType,
-    /// How what is normalised is quantised: static, per_token, per_block, per_block_power_of_two or mxfp8 [default: not]
+    /// How what is normalised is quantised: static, per_token, per_block, per_block_power_of_two, mxfp8
+    /// or nvfp4 [default: not]
     #[arg(long, value_name = "KIND")]
     quantization: Option<Quantization>,
     /// How Warplink's rows travel: exact, or fp8, whose bound of the error 'wrong' then goes by

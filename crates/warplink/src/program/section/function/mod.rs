@@ -69,6 +69,8 @@ pub enum RowExpr {
     Row(RowReduction, Box<RowExpr>),
     /// `block_max(x, 128)`: maximum of each block of elements, ignoring NaN.
     BlockMax(Box<RowExpr>, usize),
+    /// `pairs(x)`: each two elements, whole numbers from 0 to 15, as a byte with the first in its low bits.
+    Pairs(Box<RowExpr>),
 }
 
 /// A finite, non-negative `f32`, stored as its bits.
@@ -116,18 +118,21 @@ named! {
         PowerOfTwo = "power_of_two",
         /// The exponent as `f32` stores it, 0 to 255: of a power of two, its e8m0 code.
         Exponent = "exponent",
+        /// The code, 0 to 15, of the nearest float of 4 bits (e2m1), ties to even; of NaN, 7, as GPUs convert it.
+        E2m1 = "e2m1",
     }
 }
 
 impl RowUnary {
     /// Functions that are called by name.
-    pub const NAMED: [Self; 6] = [
+    pub const NAMED: [Self; 7] = [
         Self::Abs,
         Self::Sqrt,
         Self::Rsqrt,
         Self::Exp,
         Self::PowerOfTwo,
         Self::Exponent,
+        Self::E2m1,
     ];
 }
 
@@ -173,6 +178,7 @@ pub(crate) enum RowNode {
     Round(DType, usize),
     Row(RowReduction, usize),
     BlockMax(usize, usize),
+    Pairs(usize),
 }
 
 impl RowNode {
@@ -180,9 +186,11 @@ impl RowNode {
     pub(crate) fn operands(&self) -> Vec<usize> {
         match *self {
             Self::Number(_) | Self::Argument(_) | Self::OfBlock(..) | Self::Width => Vec::new(),
-            Self::Unary(_, a) | Self::Round(_, a) | Self::Row(_, a) | Self::BlockMax(_, a) => {
-                vec![a]
-            }
+            Self::Unary(_, a)
+            | Self::Round(_, a)
+            | Self::Row(_, a)
+            | Self::BlockMax(_, a)
+            | Self::Pairs(a) => vec![a],
             Self::Binary(_, a, b) => vec![a, b],
             Self::Select(_, all) => all.to_vec(),
         }
@@ -229,6 +237,11 @@ impl RowFunction {
         let results = function.results.iter();
         let results = results.map(|value| builder.node(value));
         let results = results.collect::<Result<Vec<usize>, E>>()?;
+        let mut operands = builder.nodes.iter().flat_map(RowNode::operands);
+        if operands.any(|operand| matches!(builder.nodes[operand], RowNode::Pairs(_))) {
+            let message = "pairs are an operand; expected them among the results alone";
+            return Err(message.to_owned().into());
+        }
         Ok(Self {
             name: function.name.clone(),
             arguments: function.parameters.iter().map(|it| it.block).collect(),
@@ -249,7 +262,7 @@ impl RowFunction {
             uniform.push(match node {
                 RowNode::Argument(number) => scalar(*number),
                 RowNode::Row(..) => true,
-                RowNode::BlockMax(..) | RowNode::OfBlock(..) => false,
+                RowNode::BlockMax(..) | RowNode::OfBlock(..) | RowNode::Pairs(_) => false,
                 other => other.operands().iter().all(|operand| uniform[*operand]),
             });
         }
@@ -266,6 +279,7 @@ impl RowFunction {
             let mut sizes = varying.map(|operand| blocks[*operand]);
             blocks.push(match node {
                 RowNode::BlockMax(size, _) | RowNode::OfBlock(_, size) => Some(*size),
+                RowNode::Pairs(_) => Some(2),
                 RowNode::Row(..) => None,
                 _ => {
                     let first = sizes.next().flatten();
@@ -347,6 +361,7 @@ impl<E: From<String>> Builder<'_, E> {
                 let size = checked_block(*size)?;
                 RowNode::BlockMax(size, self.node(a)?)
             }
+            RowExpr::Pairs(a) => RowNode::Pairs(self.node(a)?),
         };
         self.push(node)
     }

@@ -31,6 +31,8 @@ pub(crate) trait RowValue: Copy {
     /// `yes` if the comparison of `a` and `b` holds, otherwise `no`.
     fn select(comparison: Comparison, a: Self, b: Self, yes: Self, no: Self) -> Self;
     fn round(self, dtype: DType) -> Self;
+    /// Whole numbers from 0 to 15 in one byte, `self` in its low bits.
+    fn pair(self, high: Self) -> Self;
     fn row(
         reduction: RowReduction,
         values: &mut dyn Iterator<Item = Self>,
@@ -88,6 +90,12 @@ impl RowFunction {
                     });
                     blocks.collect()
                 }
+                RowNode::Pairs(a) => each(&|element| {
+                    let [low, high] = [element / 2 * 2, element / 2 * 2 + 1];
+                    let missing = V::number(0.0);
+                    let high = if high < width { at(a, high) } else { missing };
+                    at(a, low).pair(high)
+                }),
             };
             values.push(all);
         }
@@ -118,6 +126,7 @@ impl RowValue for f32 {
             RowUnary::Exp => self.exp(),
             RowUnary::PowerOfTwo => power_of_two(self),
             RowUnary::Exponent => (self.to_bits() >> 23 & 0xff) as Self,
+            RowUnary::E2m1 => e2m1(self),
         }
     }
 
@@ -151,6 +160,11 @@ impl RowValue for f32 {
         dtype.rounded(self)
     }
 
+    fn pair(self, high: Self) -> Self {
+        let [low, high] = [self, high].map(|value| (value as u8).min(15));
+        (low | high << 4).into()
+    }
+
     fn row(
         reduction: RowReduction,
         values: &mut dyn Iterator<Item = Self>,
@@ -181,6 +195,20 @@ fn power_of_two(value: f32) -> f32 {
         return value;
     }
     f32::from_bits((value.to_bits() + MANTISSA) & !MANTISSA)
+}
+
+/// The code of the nearest value of e2m1, as kernels compute it.
+fn e2m1(value: f32) -> f32 {
+    if value.is_nan() {
+        return 7.0;
+    }
+    let magnitude = value.abs();
+    // The middles of neighbours, which go to the one with an even code.
+    let beyond = [0.25, 1.25, 2.5, 5.0].map(|middle| magnitude > middle);
+    let reached = [0.75, 1.75, 3.5].map(|middle| magnitude >= middle);
+    let code = beyond.iter().chain(&reached).filter(|it| **it).count();
+    let sign = if value.is_sign_negative() { 8.0 } else { 0.0 };
+    sign + code as f32
 }
 
 /// Combines up to 32 values in a butterfly over the bits of their indices, highest first.
@@ -252,6 +280,46 @@ mod tests {
             assert_eq!(value.unary(RowUnary::PowerOfTwo), power, "{value}");
         }
         assert!(f32::NAN.unary(RowUnary::PowerOfTwo).is_nan());
+    }
+
+    #[test]
+    fn floats_of_four_bits_are_the_nearest_and_packed_in_pairs() {
+        let values = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0];
+        for (code, pair) in values.windows(2).enumerate() {
+            let middle = f32::midpoint(pair[0], pair[1]);
+            let even = code + code % 2;
+            let ends = [middle.next_down(), middle, middle.next_up()];
+            for (value, code) in ends.into_iter().zip([code, even, code + 1]) {
+                assert_eq!(value.unary(RowUnary::E2m1), code as f32, "{value}");
+                assert_eq!((-value).unary(RowUnary::E2m1), code as f32 + 8.0, "{value}");
+            }
+        }
+        for (value, code) in [
+            (-0.0, 8.0),
+            (f32::INFINITY, 7.0),
+            (f32::NEG_INFINITY, 15.0),
+            (f32::NAN, 7.0),
+            (-f32::NAN, 7.0),
+            (1e-45, 0.0),
+        ] {
+            assert_eq!(value.unary(RowUnary::E2m1), code, "{value}");
+        }
+        let x = || Box::new(RowExpr::Name("x".to_owned()));
+        let of = |results| Function {
+            name: "f".to_owned(),
+            parameters: vec![parameter("x", None)],
+            lets: Vec::new(),
+            results,
+        };
+        let resolve = |results| RowFunction::resolve::<String>(&of(results), &|_| Ok(DType::F32));
+        let function = resolve(vec![RowExpr::Pairs(x())]).unwrap();
+        let order = RowOrder { threads: 32 };
+        let row = [1.0, 2.0, 15.0, 0.0, -3.0, 99.0, f32::NAN, 4.7, 9.0];
+        let results = function.apply(&[row.to_vec()], 9, order);
+        assert_eq!(results, [[0x21_u8, 0x0f, 0xf0, 0x40, 0x09].map(f32::from)]);
+        let pairs = RowExpr::Unary(RowUnary::Abs, Box::new(RowExpr::Pairs(x())));
+        let error = resolve(vec![pairs]).unwrap_err();
+        assert!(error.contains("among the results alone"), "{error}");
     }
 
     #[test]

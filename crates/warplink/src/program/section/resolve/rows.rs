@@ -6,7 +6,7 @@ use crate::device::ReduceOp;
 use crate::dtype::DType;
 use crate::named::alternatives;
 use crate::program::diagnostic::DiagnosticKind;
-use crate::program::section::function::{RowArgument, RowStep};
+use crate::program::section::function::{RowArgument, RowNode, RowStep};
 use crate::program::section::ir::{Application, Argument};
 use crate::program::section::lane::LaneStepKind;
 use crate::program::section::{MAX_OPERANDS, Packing};
@@ -98,11 +98,17 @@ impl<'s> Resolver<'s> {
         self.check_packets(&sources)?;
         self.check_words(&targets)?;
         self.check_arguments(&arguments, &sources)?;
+        let row_nodes = &function.nodes;
         let mut next = targets.iter();
         for (count, result) in results.iter().zip(&function.results) {
             for target in next.by_ref().take(*count) {
                 if target.single && !uniform[*result] {
                     let message = format!("a single element gets a row of {width}; expected a row");
+                    return self.mismatch(message);
+                }
+                let pairs = matches!(row_nodes[*result], RowNode::Pairs(_));
+                if pairs && target.dtype != DType::U8 {
+                    let message = format!("pairs go to {}; expected {}", target.dtype, DType::U8);
                     return self.mismatch(message);
                 }
             }

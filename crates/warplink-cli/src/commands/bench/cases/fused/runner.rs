@@ -13,6 +13,12 @@ use warplink::{Collectives, Communicator};
 /// The scale where it is given.
 const SCALE: f32 = 0.0625;
 
+/// The global scale of nvfp4.
+const GLOBAL_SCALE: f32 = 128.0;
+
+/// The values of floats of 4 bits, by their codes without the sign.
+const E2M1: [f64; 8] = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0];
+
 /// The same for every number of tokens.
 pub(super) struct FusedRunner<'a> {
     clock: Clock<'a>,
@@ -35,12 +41,22 @@ struct FusedBuffers {
     residual_out: DeviceSlice,
     output: DeviceSlice,
     scale: DeviceSlice,
+    global_scale: DeviceSlice,
 }
 
 /// Element `at` of a row that all ranks have alike, or of a rank's: small integers, of which sums are exact.
 fn number(seed: usize, at: usize) -> f64 {
     let mixed = (at + 1).wrapping_mul(2_654_435_761).rotate_left(7) ^ seed.wrapping_mul(40_503);
     (mixed % 17) as f64 - 8.0
+}
+
+/// The floats of 4 bits in bytes.
+fn fours(bytes: &[u8]) -> impl Iterator<Item = f64> + '_ {
+    let codes = bytes.iter().flat_map(|byte| [byte & 15, byte >> 4]);
+    codes.map(|code| {
+        let size = E2M1[usize::from(code & 7)];
+        if code < 8 { size } else { -size }
+    })
 }
 
 impl<'a> FusedRunner<'a> {
@@ -56,6 +72,7 @@ impl<'a> FusedRunner<'a> {
             residual_out: allocate(bytes.residual)?,
             output: allocate(bytes.output.max(bytes.quantized))?,
             scale: allocate(bytes.scale.max(4))?,
+            global_scale: allocate(4)?,
         };
         let own = comm.collectives()?;
         let (mut others, mut names) = (Vec::new(), Vec::new());
@@ -85,7 +102,8 @@ impl<'a> FusedRunner<'a> {
         device.upload(&memory.residual, &values(0, count))?;
         device.upload(&memory.weight, &values(99, call.width))?;
         let scale = SCALE.to_le_bytes().repeat(memory.scale.bytes() / 4);
-        device.upload(&memory.scale, &scale)?;
+        device.upload(&memory.scale.slice(0..scale.len())?, &scale)?;
+        device.upload(&memory.global_scale, &GLOBAL_SCALE.to_le_bytes())?;
         let alone = comm.subgroup(&[comm.rank()])?.collectives()?;
         Ok(Self {
             clock: Clock::new(comm, Priority::Normal)?,
@@ -132,6 +150,8 @@ impl<'a> FusedRunner<'a> {
             output: (!quantizes).then_some(&output),
             quantized: quantizes.then_some(&output),
             scale: quantizes.then_some(&scale),
+            global_scale: (call.epilogue.quantization == Some(Quantization::Nvfp4))
+                .then_some(&memory.global_scale),
             ..FusedMemory::of(&input)
         };
         let behind = FusedMemory {
@@ -188,10 +208,18 @@ impl<'a> FusedRunner<'a> {
                 let powers = scale.iter().map(|code| 2f64.powi(i32::from(*code) - 127));
                 powers.collect()
             }
+            Some(Quantization::Nvfp4) => {
+                let scales = warplink::DType::F8E4M3.decode(&scale);
+                scales.map(|scale| scale / f64::from(GLOBAL_SCALE)).collect()
+            }
             _ => warplink::DType::F32.decode(&scale).collect(),
         };
         let output: Vec<f64> = match call.epilogue.quantization {
             None => call.dtype.decode(&output).collect(),
+            Some(Quantization::Nvfp4) => {
+                let rows = output.chunks(call.width.div_ceil(2));
+                rows.flat_map(|row| fours(row).take(call.width)).collect()
+            }
             Some(_) => {
                 let values = output.iter().map(|byte| F8E4M3(*byte).to_f32());
                 values.map(f64::from).collect()
@@ -234,7 +262,11 @@ impl<'a> FusedRunner<'a> {
                         };
                         let scale = scale.copied().unwrap_or(f64::NAN);
                         let found = output.get(at).map(|found| found * scale);
-                        (found, meant.abs() / 15.0 + scale / 256.0)
+                        let bound = match kind {
+                            Quantization::Nvfp4 => meant.abs() / 3.9 + scale * 0.26,
+                            _ => meant.abs() / 15.0 + scale / 256.0,
+                        };
+                        (found, bound)
                     }
                 };
                 let is_near = found.is_some_and(|found| (found - meant).abs() <= bound);

@@ -170,6 +170,7 @@ impl<'f> Passes<'f> {
             | RowNode::OfBlock(..)
             | RowNode::Row(..)
             | RowNode::BlockMax(..) => value(node),
+            RowNode::Pairs(a) => value(*a),
             RowNode::Unary(RowUnary::Negative, a) => format!("-{}", value(*a)),
             RowNode::Unary(function, a) => format!("row_{}({})", function.name(), value(*a)),
             RowNode::Binary(function, a, b) => {

@@ -25,6 +25,8 @@ enum Extent {
     Single,
     /// One value for each block of this many elements.
     Block(usize),
+    /// A byte for each two elements.
+    Pairs,
     Row,
 }
 
@@ -88,6 +90,7 @@ impl Emitter<'_> {
                 let dtype = self.instance.tensors[operand.part.tensor].dtype;
                 let extent = match (operand.part.axes, blocks[*result]) {
                     (0, _) => Extent::Single,
+                    _ if matches!(function.nodes[*result], RowNode::Pairs(_)) => Extent::Pairs,
                     (_, Some(size)) => Extent::Block(size),
                     (_, None) => Extent::Row,
                 };
@@ -379,6 +382,9 @@ impl Emitter<'_> {
                 Extent::Block(size) => {
                     let units = size / UNIT;
                     format!("row.store_block<{element}, {units}>(to{number}_{result}, unit, stored{number});")
+                }
+                Extent::Pairs => {
+                    format!("row.store_pairs(to{number}_{result}, unit, count, stored{number});")
                 }
                 _ => format!(
                     "row.store<{element}>(to{number}_{result}, unit, count, stored{number});"

@@ -1,0 +1,124 @@
+"""Quantised rows by PyTorch's operations, and the layouts in which matmuls take their scales."""
+
+from __future__ import annotations
+
+import math
+from typing import Sequence
+
+import torch
+
+#: How rows are quantised, and elements that have a scale of their own: 0 where a row or a call has one.
+QUANTIZATIONS = {
+    "static": 0,
+    "per_token": 0,
+    "per_block": 128,
+    "per_block_power_of_two": 128,
+    "mxfp8": 32,
+    "nvfp4": 16,
+}
+
+#: Quantisations that are given one float32: what is divided by, and the global scale of nvfp4.
+GIVEN_SCALE = ("static", "nvfp4")
+
+_SCALE_DTYPES = {"mxfp8": torch.uint8, "nvfp4": torch.float8_e4m3fn}
+
+_LARGEST = 448.0
+_LEAST_SCALE = 1e-10
+
+#: The middles between floats of 4 bits (e2m1), which go to the one with an even code.
+_MIDDLES = ((0.25, False), (0.75, True), (1.25, False), (1.75, True), (2.5, False), (3.5, True), (5.0, False))
+
+
+def of_codes(sizes: Sequence[int], quantization: str) -> tuple[list[int], torch.dtype]:
+    """Sizes and type of what rows of ``sizes`` become."""
+    if quantization == "nvfp4":
+        return [*sizes[:-1], math.ceil(sizes[-1] / 2)], torch.uint8
+    return list(sizes), torch.float8_e4m3fn
+
+
+def of_scales(sizes: Sequence[int], quantization: str) -> tuple[list[int], torch.dtype]:
+    """Sizes and type of the scales of rows of ``sizes``."""
+    dtype = _SCALE_DTYPES.get(quantization, torch.float32)
+    block = QUANTIZATIONS[quantization]
+    return [*sizes[:-1], math.ceil(sizes[-1] / block)] if block else list(sizes[:-1]), dtype
+
+
+def quantize(
+    row: torch.Tensor, quantization: str, scale: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What ``row`` becomes, and its scales where they are computed."""
+    if quantization == "nvfp4" and scale is not None:
+        return _nvfp4(row, scale)
+    block = QUANTIZATIONS[quantization]
+    scales: torch.Tensor | None = None
+    divisor: torch.Tensor
+    if quantization == "static" and scale is not None:
+        divisor = scale
+    elif not block:
+        scales = (row.abs().amax(-1) / _LARGEST).clamp_min(_LEAST_SCALE)
+        divisor = scales.unsqueeze(-1)
+    else:
+        least = 2.0**-126 if quantization == "mxfp8" else _LEAST_SCALE
+        scales = (_largest(row.abs(), block) / _LARGEST).clamp_min(least)
+        if quantization != "per_block":
+            scales = torch.exp2(torch.log2(scales).ceil())
+        divisor = scales.repeat_interleave(block, -1)[..., : row.shape[-1]]
+        if quantization == "mxfp8":
+            scales = (torch.log2(scales) + 127).to(torch.uint8)
+    return (row / divisor).clamp(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn), scales
+
+
+def _largest(sizes: torch.Tensor, block: int) -> torch.Tensor:
+    padded = torch.nn.functional.pad(sizes, (0, -sizes.shape[-1] % block))
+    largest: torch.Tensor = padded.unflatten(-1, (-1, block)).amax(-1)
+    return largest
+
+
+def _nvfp4(row: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    width = row.shape[-1]
+    # A block with a NaN has a scale that is none; infinities count as the largest number.
+    most = _largest(row.abs().clamp_max(torch.finfo(torch.float32).max), 16)
+    scales = (scale * (most / 6)).clamp_max(_LARGEST).to(torch.float8_e4m3fn)
+    wide = scales.to(row.dtype)
+    factor = torch.where(wide > 0, scale / wide, torch.zeros_like(wide))
+    scaled = row * factor.repeat_interleave(16, -1)[..., :width]
+    size = scaled.abs()
+    codes = torch.zeros_like(size, dtype=torch.uint8)
+    for middle, even in _MIDDLES:
+        codes += size >= middle if even else size > middle
+    codes = torch.where(scaled.isnan(), 7, codes + 8 * scaled.signbit().to(torch.uint8)).to(torch.uint8)
+    pairs = torch.nn.functional.pad(codes, (0, width % 2)).unflatten(-1, (-1, 2))
+    return pairs[..., 0] | pairs[..., 1] << 4, scales
+
+
+def pack_exponents(scales: torch.Tensor, scale_out: torch.Tensor) -> None:
+    """Stores powers of two as bytes of exponents, four in an integer, and 0 where there is none."""
+    exponents = scales.view(torch.int32) >> 23
+    rows, blocks = exponents.shape
+    padded = exponents.new_zeros(rows, math.ceil(blocks / 4) * 4)
+    padded[:, :blocks] = exponents
+    shifts = torch.arange(0, 32, 8, device=scales.device, dtype=torch.int32)
+    packed = (padded.view(rows, -1, 4) << shifts).sum(-1, dtype=torch.int32)
+    if scale_out.stride(0) == 1 and scale_out.dim() == 2:
+        # What lies between the columns is read by kernels that load whole tiles.
+        elements = rows + (scale_out.shape[1] - 1) * scale_out.stride(1)
+        scale_out.as_strided([elements], [1]).zero_()
+    scale_out.copy_(packed)
+
+
+def swizzled_bytes(rows: int, blocks: int) -> int:
+    """How long the scales of rows are in tiles of 128 rows of 4."""
+    return math.ceil(rows / 128) * 128 * math.ceil(blocks / 4) * 4
+
+
+def swizzle(scales: torch.Tensor, scale_out: torch.Tensor) -> None:
+    """Stores ``[rows, blocks]`` bytes in tiles of 128 rows of 4, one row of tiles behind another, and 0 where there is none.
+
+    A tile is 32 times 16 bytes: four of row r, then of rows r + 32, r + 64 and r + 96.
+    """
+    rows, blocks = scales.shape
+    down, across = math.ceil(rows / 128), math.ceil(blocks / 4)
+    padded = scales.new_zeros(down * 128, across * 4)
+    padded[:rows, :blocks] = scales
+    tiles = padded.view(down, 4, 32, across, 4).permute(0, 3, 2, 1, 4)
+    scale_out.view(-1).view(torch.uint8)[: padded.numel()].view(tiles.shape).copy_(tiles)

@@ -1,0 +1,63 @@
+//! The lines of functions that quantise what is normalised.
+
+use super::quantized::{LARGEST, LEAST_SCALE};
+use super::{QUANTIZED_BLOCK, Quantization};
+
+/// How a function quantises a row.
+#[derive(Default)]
+pub(super) struct Scaled {
+    /// Lines that compute the scale.
+    pub(super) lines: Vec<String>,
+    /// Results: the quantised row, and its scale.
+    pub(super) stored: [String; 2],
+}
+
+impl Quantization {
+    /// The lines and results for `row`; a scale that is given is named `s`.
+    pub(super) fn scaled(self, row: &str) -> Scaled {
+        let block = |size: usize| format!("block_max(abs({row}), {size})");
+        let scale = match self {
+            Self::Static => None,
+            Self::PerToken => Some(format!("max(row_max(abs({row})) / 448, 1e-10)")),
+            Self::PerBlock => Some(format!("max({} / 448, 1e-10)", block(QUANTIZED_BLOCK))),
+            Self::PerBlockPowerOfTwo => Some(format!(
+                "power_of_two(max({} / 448, 1e-10))",
+                block(QUANTIZED_BLOCK)
+            )),
+            Self::Mxfp8 => Some(format!(
+                "power_of_two(max({} / 448, {LEAST_SCALE}))",
+                block(32)
+            )),
+            Self::Nvfp4 => return nvfp4(row),
+        };
+        let divisor = if scale.is_some() { "scale" } else { "s" };
+        let stored = match self {
+            Self::Mxfp8 => "exponent(scale)",
+            _ => "scale",
+        };
+        Scaled {
+            lines: scale
+                .map(|scale| format!("let scale = {scale}"))
+                .into_iter()
+                .collect(),
+            stored: [format!("{row} / {divisor}"), stored.to_owned()],
+        }
+    }
+}
+
+/// The largest element of a block becomes about 6 times its scale, which is stored `s` times as large. A scale that rounds to
+/// 0 is that of zeros.
+fn nvfp4(row: &str) -> Scaled {
+    // Infinities count as the largest number; what is NaN gives the block a scale that is NaN, since e2m1 has none.
+    let size = format!("select({row} == {row}, min(abs({row}), {LARGEST}), 1 / 0)");
+    Scaled {
+        lines: vec![
+            format!("let most = block_max({size}, 16)"),
+            format!(
+                "let scale = select(most <= {LARGEST}, round(s * (most / 6), f8e4m3), most - most)"
+            ),
+            "let factor = select(scale > 0, s / scale, 0)".to_owned(),
+        ],
+        stored: [format!("pairs(e2m1({row} * factor))"), "scale".to_owned()],
+    }
+}
