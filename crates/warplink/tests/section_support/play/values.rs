@@ -29,12 +29,14 @@ impl Play<'_> {
         lane.read.push(value as i64);
         let place = (id.launch, id.rank, id.lane);
         match self.stage.steps_after(place, &lane.read) {
-            Some(acts) => lane.acts = Some(Rc::new(acts)),
-            None => {
+            Ok(acts) => lane.acts = Some(Rc::new(acts)),
+            Err(rule) => {
                 // The launch fails there.
-                self.memory
-                    .faults
-                    .insert(Fault::OutOfRange { rank: id.rank });
+                let fault = Fault::OutOfRange {
+                    rank: id.rank,
+                    rule: rule.name(),
+                };
+                self.memory.faults.insert(fault);
                 let known = self.acts(id.rank, id.lane)[..=id.step].to_vec();
                 self.lanes[id.rank][id.lane].acts = Some(Rc::new(known));
             }
