@@ -19,11 +19,11 @@ const CHOICES: [(fn(usize, usize) -> usize, fn(usize, usize) -> usize); 5] = [
     (|_, to| ROWS * (to / 2), |_, _| ROWS - 1),
     (
         |from, to| 1 + (from + to) % 2,
-        |rank, at| (rank + 5 * at) % ROWS,
+        |rank, at| (rank + 5 * at + at / ROWS) % ROWS,
     ),
     (
         |from, to| (5 * from + 2 * to + 1) % (ROWS + 1),
-        |rank, at| (2 * rank + at * at) % ROWS,
+        |rank, at| (2 * rank + at * at + at / ROWS) % ROWS,
     ),
 ];
 

@@ -7,9 +7,9 @@ use crate::error::Rank;
 use crate::program::area::Area;
 use crate::program::diagnostic::{Diagnostic, DiagnosticKind, Place};
 use crate::program::ir::Role;
+use crate::program::rank_program::{Expected, ExpectedTerm, Operand, RankProgram, TensorInstance};
 use crate::program::unroll::expected_of;
 use std::borrow::Cow;
-use crate::program::rank_program::{Expected, ExpectedTerm, Operand, RankProgram, TensorInstance};
 
 impl Evaluator {
     /// Number of multiplications, additions and elements needed to compute the expected values.

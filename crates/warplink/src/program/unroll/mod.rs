@@ -24,7 +24,7 @@ use super::expr::Expr;
 use super::grid::grids;
 use super::ir::{
     Branch, Collective, Direction, Each, Node, NodeKind, Position, Program, Selection, Statement,
-    StatementKind, StreamRef, TensorRef,
+    StatementKind, TensorRef,
 };
 use super::parameters::{Parameter, Parameters, Value};
 use super::rank_program::{Operation, OperationKind, RankProgram, Site, StreamKind, TensorId};
@@ -499,7 +499,9 @@ impl<'p> Unroller<'p> {
             StatementKind::InOut { tensor, part } => self.in_place(tensor, part)?,
             StatementKind::Value(it) => self.input_value(it)?,
             StatementKind::Expect(it) => self.expecting(|unroller| unroller.expectation(it))?,
-            StatementKind::ExpectRows(it) => self.expecting(|unroller| unroller.expected_row(it))?,
+            StatementKind::ExpectRows(it) => {
+                self.expecting(|unroller| unroller.expected_row(it))?
+            }
         }
         Ok(())
     }
@@ -546,38 +548,6 @@ impl<'p> Unroller<'p> {
                     with(unroller, &each.item)
                 })?;
             }
-        }
-        Ok(())
-    }
-
-    /// The streams start after the current one; after the body, the current one goes on after them.
-    fn fork(
-        &mut self,
-        streams: &'p [Each<StreamRef>],
-        body: &'p [Statement],
-    ) -> Result<(), Diagnostic> {
-        let origin = self.current;
-        let mut forked: Vec<usize> = Vec::new();
-        self.each(streams, |unroller, stream| {
-            let index = unroller.stream(stream)?;
-            if index == origin || forked.contains(&index) {
-                let message = format!("{stream} is forked twice, or is the current stream");
-                return Err(unroller.diagnostic(DiagnosticKind::Malformed, message));
-            }
-            forked.push(index);
-            Ok(())
-        })?;
-        for &stream in &forked {
-            self.current = stream;
-            self.enqueue(OperationKind::Synchronize(origin));
-        }
-        self.current = origin;
-        let position = self.site.position();
-        self.block(body)?;
-        self.at(position);
-        self.current = origin;
-        for &stream in &forked {
-            self.enqueue(OperationKind::Synchronize(stream));
         }
         Ok(())
     }

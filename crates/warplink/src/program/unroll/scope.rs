@@ -9,8 +9,8 @@ use crate::device::ReduceOp;
 use crate::dtype::DType;
 use crate::program::diagnostic::{Diagnostic, DiagnosticKind, Place};
 use crate::program::expr::{Condition, Expr};
-use crate::program::ir::{Over, Position, StreamRef, TransferRef};
-use crate::program::rank_program::{Site, StreamKind, TransferId};
+use crate::program::ir::{Each, Over, Position, Statement, StreamRef, TransferRef};
+use crate::program::rank_program::{OperationKind, Site, StreamKind, TransferId};
 use crate::program::section::{RowFunction, ScratchId};
 use crate::program::text::{below, shortened};
 use std::cell::RefCell;
@@ -351,6 +351,38 @@ impl<'p> Unroller<'p> {
             },
         };
         Ok(self.stream_index(kind))
+    }
+
+    /// The streams start after the current one; after the body, the current one goes on after them.
+    pub(super) fn fork(
+        &mut self,
+        streams: &'p [Each<StreamRef>],
+        body: &'p [Statement],
+    ) -> Result<(), Diagnostic> {
+        let origin = self.current;
+        let mut forked: Vec<usize> = Vec::new();
+        self.each(streams, |unroller, stream| {
+            let index = unroller.stream(stream)?;
+            if index == origin || forked.contains(&index) {
+                let message = format!("{stream} is forked twice, or is the current stream");
+                return Err(unroller.diagnostic(DiagnosticKind::Malformed, message));
+            }
+            forked.push(index);
+            Ok(())
+        })?;
+        for &stream in &forked {
+            self.current = stream;
+            self.enqueue(OperationKind::Synchronize(origin));
+        }
+        self.current = origin;
+        let position = self.site.position();
+        self.block(body)?;
+        self.at(position);
+        self.current = origin;
+        for &stream in &forked {
+            self.enqueue(OperationKind::Synchronize(stream));
+        }
+        Ok(())
     }
 
     /// Runs `body` for each value of an index; the loop is part of the site and of transfers'
