@@ -5,9 +5,7 @@ use super::play::{Hold, Schedule, StepId};
 use super::sample::Sample;
 use super::stage::Stage;
 use crate::program_support::evidence::explained;
-use crate::program_support::interpreter::{
-    BEYOND, Fault, MIXED, Random, SOME_VALUES, agreed, race,
-};
+use crate::program_support::interpreter::{Fault, Random, SOME_VALUES, agreed, race};
 use crate::program_support::meaning::Meaning;
 use warplink::program::evaluate::Evaluator;
 use warplink::program::{Diagnostic, DiagnosticKind, RankProgram, unroll, verify};
@@ -15,12 +13,11 @@ use warplink::program::{Diagnostic, DiagnosticKind, RankProgram, unroll, verify}
 /// How many orders of an accepted program are played.
 const ORDERS: u64 = 12;
 
-/// How many random orders are tried where those that the diagnostic suggests show nothing. With many choices of the
-/// integers that lanes read, the first tries are few: another choice shows more than another order.
-const TRIES: [u64; 2] = [12, 300];
+/// How many random orders are tried where those that the diagnostic suggests show nothing.
+const TRIES: u64 = 300;
 
 /// How many choices of the integers that lanes read are tried where one shows nothing.
-const OTHER_VALUES: u64 = MIXED + 24;
+const OTHER_VALUES: u64 = 20;
 
 /// How many runs of an accepted program are played.
 pub(crate) const RUNS: usize = 6;
@@ -80,7 +77,7 @@ pub(crate) fn check(sample: &Sample) -> Result<Shown, String> {
                 // What depends on values may leave the rest of an output as it is.
                 return Ok(refused("accepted, partly written".to_owned()));
             }
-            for values in others.filter(|values| *values <= MIXED && *values != BEYOND) {
+            for values in others.take(3) {
                 let stage = staged(values).map_err(|error| format!("accepted, but {error}"))?;
                 Case::of(&ranks, &stage).runs()?;
             }
@@ -95,22 +92,16 @@ pub(crate) fn check(sample: &Sample) -> Result<Shown, String> {
         }
         Err(diagnostics) => {
             let how = explained(&diagnostics, |diagnostic| {
-                let shown = |values: u64, tries: u64| match staged(values) {
-                    Ok(stage) => Case::of(&ranks, &stage).shows(diagnostic, tries),
+                let first = Case::of(&ranks, &stage).shows(diagnostic);
+                let shown = |values: u64| match staged(values) {
+                    Ok(stage) => Case::of(&ranks, &stage).shows(diagnostic).ok(),
                     // A rule that lanes break where they read these values.
-                    Err(rule) if rule.kind == diagnostic.kind => Ok(format!("rule: {}", rule.kind)),
-                    Err(rule) => Err(rule.to_string()),
+                    Err(rule) if rule.kind == diagnostic.kind => {
+                        Some(format!("rule: {}", rule.kind))
+                    }
+                    Err(_) => None,
                 };
-                let attempts = TRIES.iter().flat_map(|tries| {
-                    let choices = [SOME_VALUES].into_iter().chain(others.clone());
-                    choices.map(move |values| (values, *tries))
-                });
-                let attempts = attempts.map(|(values, tries)| shown(values, tries));
-                let mut failed = String::new();
-                attempts
-                    .into_iter()
-                    .find_map(|attempt| attempt.map_err(|how| failed = how).ok())
-                    .ok_or(failed)
+                first.or_else(|how| others.clone().find_map(shown).ok_or(how))
             })?;
             Ok(refused(format!("refused, {how}")))
         }
@@ -162,7 +153,7 @@ impl<'a> Case<'a> {
     }
 
     /// Shows that a diagnostic is right; how.
-    fn shows(&self, diagnostic: &Diagnostic, tries: u64) -> Result<String, String> {
+    fn shows(&self, diagnostic: &Diagnostic) -> Result<String, String> {
         use DiagnosticKind as Kind;
         match diagnostic.kind {
             Kind::Deadlock => {
@@ -172,7 +163,7 @@ impl<'a> Case<'a> {
                     Some(seed) => Err(format!("order {seed} ends")),
                 }
             }
-            Kind::Race => match self.race(diagnostic, tries) {
+            Kind::Race => match self.race(diagnostic) {
                 // No order may show it where nobody reads them, or where both say the same.
                 Err(_) if self.stage.stores_packets_twice() => {
                     Ok("rule: packets stored twice in a launch".to_owned())
@@ -182,46 +173,47 @@ impl<'a> Case<'a> {
                 }
                 shown => shown,
             },
-            Kind::LostSignal => self.fault(diagnostic, tries, |fault| {
+            Kind::LostSignal => self.fault(diagnostic, |fault| {
                 matches!(
                     fault,
                     Fault::OutlivingSignal { .. } | Fault::LostSignal { .. }
                 )
             }),
-            Kind::UnwrittenRead => self.fault(diagnostic, tries, |fault| {
+            Kind::UnwrittenRead => self.fault(diagnostic, |fault| {
                 matches!(fault, Fault::UnwrittenRead { .. })
             }),
-            Kind::UnwrittenOutput => self.fault(diagnostic, tries, |fault| {
+            Kind::UnwrittenOutput => self.fault(diagnostic, |fault| {
                 matches!(fault, Fault::UnwrittenOutput { .. })
             }),
-            Kind::InputWritten => self.fault(diagnostic, tries, |fault| {
+            Kind::InputWritten => self.fault(diagnostic, |fault| {
                 matches!(fault, Fault::InputWritten { .. })
+            }),
+            Kind::OutOfBounds => self.fault(diagnostic, |fault| {
+                matches!(fault, Fault::OutOfRange { .. })
+            }),
+            Kind::Mismatch => self.fault(diagnostic, |fault| {
+                matches!(fault, Fault::Disagreement { .. })
             }),
             Kind::Malformed if self.stage.is_unsteady() => {
                 Ok("rule: accesses that depend on the epoch".to_owned())
             }
-            kind => self.fault(diagnostic, tries, |fault| match fault {
-                Fault::OutOfRange { rule, .. } => *rule == kind.name(),
-                Fault::Disagreement { .. } => kind == Kind::Mismatch,
-                _ => false,
-            }),
+            kind => Err(format!("no rule of kernels is {kind}")),
         }
     }
 
     fn fault(
         &self,
         diagnostic: &Diagnostic,
-        tries: u64,
         is: impl Fn(&Fault) -> bool,
     ) -> Result<String, String> {
-        let mut orders = self.orders(diagnostic, tries);
+        let mut orders = self.orders(diagnostic);
         let shows = orders.any(|schedule| self.stage.play(&schedule).faults.iter().any(&is));
         let shown = shows.then(|| diagnostic.kind.to_string());
         shown.ok_or_else(|| "no order shows it".to_owned())
     }
 
     /// Orders that are likely to show a diagnostic, and then random ones.
-    fn orders(&self, diagnostic: &Diagnostic, tries: u64) -> impl Iterator<Item = Schedule> {
+    fn orders(&self, diagnostic: &Diagnostic) -> impl Iterator<Item = Schedule> {
         let mut held: Vec<Vec<Hold>> = Vec::new();
         for place in &diagnostic.places {
             let launch = place.site.indices.iter().rev();
@@ -246,13 +238,13 @@ impl<'a> Case<'a> {
         let directed = held.into_iter().flat_map(|holds| {
             (0..4).map(move |seed| Schedule::new(seed).holding(holds.iter().copied()))
         });
-        let random = (0..tries).map(|seed| Schedule::new(seed).holding(self.some_holds(seed)));
+        let random = (0..TRIES).map(|seed| Schedule::new(seed).holding(self.some_holds(seed)));
         directed.chain(random)
     }
 
     /// Two orders that differ in their accesses to the same memory, or in their end.
-    fn race(&self, diagnostic: &Diagnostic, tries: u64) -> Result<String, String> {
-        let orders = self.orders(diagnostic, tries);
+    fn race(&self, diagnostic: &Diagnostic) -> Result<String, String> {
+        let orders = self.orders(diagnostic);
         race(orders.map(|schedule| self.stage.play(&schedule)), false)
     }
 }

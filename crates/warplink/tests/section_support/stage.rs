@@ -7,7 +7,7 @@ use warplink::device::ReduceOp;
 use warplink::program::section::{
     LaneStep, LaneStepKind, Part, ReadWord, RowArgument, SectionInstance, SectionMemory,
 };
-use warplink::program::{Diagnostic, DiagnosticKind, OperationKind, RankProgram, Site};
+use warplink::program::{Diagnostic, OperationKind, RankProgram, Site};
 
 /// The steps of the lanes, for each launch and rank.
 pub(crate) struct Stage<'a> {
@@ -117,20 +117,19 @@ impl<'a> Stage<'a> {
         })
     }
 
-    /// The steps of a lane that has read these integers, as far as they are known; an error is the rule that they break.
+    /// The steps of a lane that has read these integers, as far as they are known; none where one is out of its range.
     pub(super) fn steps_after(
         &self,
         (launch, rank, lane): (usize, usize, usize),
         read: &[i64],
-    ) -> Result<Vec<Act>, DiagnosticKind> {
+    ) -> Option<Vec<Act>> {
         let all: Vec<Vec<&SectionInstance>> = self.ranks.iter().map(sections).collect();
         let of_launch: Vec<&SectionInstance> =
             all.iter().map(|own| own[launch % self.kernels]).collect();
         let known = |word: &ReadWord| read.get(word.number).copied();
         let steps = of_launch[rank].steps_with(lane, launch as u64, &known);
         let resolve = |step: &LaneStep| act(&step.kind, self.ranks, &of_launch);
-        let steps = steps.map_err(|diagnostic| diagnostic.kind)?;
-        Ok(steps.iter().map(resolve).collect())
+        Some(steps.ok()?.iter().map(resolve).collect())
     }
 
     /// The lane and number of the steps that stand at a place of a launch.

@@ -19,6 +19,12 @@ impl Text {
         let functions = ["shifted(", "joined(", "blocked("];
         lines.any(|line| functions.iter().any(|function| line.contains(function)))
     }
+
+    /// Whether lanes read integers from memory, or rows by index.
+    pub(super) fn reads_values(&self) -> bool {
+        let mut lines = self.kernels.iter().flatten();
+        lines.any(|line| line.contains(" at most ") || line.contains("[I"))
+    }
 }
 
 /// Writes a sample for ranks with `lanes` lanes.
@@ -38,12 +44,18 @@ pub(super) fn write(random: &mut Random, lanes: usize) -> Text {
         pieces: 0,
         sources: Vec::new(),
     };
-    for kernel in 0..count {
+    // By themselves: the evidence plays each with many values, and not beside other pieces.
+    let by_values = writer.random.chance(16);
+    for kernel in 0..if by_values { 1 } else { count } {
         writer.kernel = kernel;
         // What another lane may have written is no source.
         writer.sources = vec!["X[lane of lanes]".to_owned()];
         writer.line("let next = (rank + 1) % world");
         writer.line("let prev = (rank - 1) % world");
+        if by_values {
+            writer.piece_by_values();
+            break;
+        }
         let meets = writer.random.chance(3).then(|| writer.announces());
         for _ in 0..1 + writer.random.below(if count > 1 { 1 } else { 2 }) {
             writer.piece();
@@ -52,6 +64,7 @@ pub(super) fn write(random: &mut Random, lanes: usize) -> Text {
             agrees.into_iter().for_each(|line| writer.line(line));
         }
     }
+    writer.text.kernels.retain(|lines| !lines.is_empty());
     writer.text
 }
 
@@ -96,12 +109,19 @@ impl Writer<'_> {
         ["packets8", "packets16", "packets16", "packets128"][self.random.below(4)]
     }
 
+    /// A piece whose counts or rows are read from memory.
+    fn piece_by_values(&mut self) {
+        self.pieces += 1;
+        match self.random.below(3) {
+            0 => self.counted_rows(),
+            1 => self.counted_chunks(),
+            _ => self.rows_by_index(),
+        }
+    }
+
     fn piece(&mut self) {
         self.pieces += 1;
-        match self.random.below(16) {
-            15 => self.counted_rows(),
-            14 => self.counted_chunks(),
-            13 => self.rows_by_index(),
+        match self.random.below(13) {
             12 => self.rows(),
             0 | 1 => self.one_shot(),
             2 => self.two_shots(),

@@ -46,18 +46,10 @@ fn input(run: usize, rank: usize, tensor: TensorId, element: usize) -> f64 {
     ((7 * element + 5 * tensor + 3 * rank + 4 * run) % 11 + 1) as f64
 }
 
-/// How inputs that kernels read as integers are chosen where others do not matter: any edges, mixed.
+/// How inputs that kernels read as integers are chosen where others do not matter.
 pub(crate) const SOME_VALUES: u64 = 4;
 
-/// The number of a choice that goes beyond the bounds.
-pub(crate) const BEYOND: u64 = 15;
-
-/// Numbers of choices from here on mix the edges in other ways.
-pub(crate) const MIXED: u64 = 16;
-
-/// The input of a tensor, which may have a bound: then one of the edges of its range, by the choice `values`. The
-/// greatest values on some ranks, in some tensors or in one word alone let both ends of a message differ; equal ones on
-/// a rank send all its rows to one.
+/// The input of a tensor, which may have a bound: then one of the edges of its range, as `values` says.
 pub(crate) fn input_of(
     tensor: &TensorInstance,
     values: u64,
@@ -70,19 +62,12 @@ pub(crate) fn input_of(
     };
     let place = (values << 48) ^ ((run << 32) | (rank << 24) | (id << 16) | element) as u64;
     let edges = [0, most, 1.min(most), (most - 1).max(0), most / 2];
-    let edge = |which: u64| edges[(which % 5) as usize] as f64;
-    let most_if = |is: bool| edge(u64::from(is));
-    match values {
-        0..=3 => edge(values),
-        5 | 6 => most_if(rank as u64 % 2 == values % 2),
-        7 | 8 => most_if(id as u64 % 2 == values % 2),
-        9 | 10 => most_if(id as u64 / 2 % 2 == values % 2),
-        11 | 12 => most_if(element as u64 == values - 11),
-        13 => edge(mix(run as u64)),
-        14 => edge(mix((run << 32 | rank << 24 | id << 16) as u64)),
-        BEYOND => most as f64 + 1.0,
-        _ => edge(mix(place)),
-    }
+    let which = if values < SOME_VALUES {
+        values
+    } else {
+        mix(place)
+    };
+    edges[(which % 5) as usize] as f64
 }
 
 impl Memory {

@@ -14,7 +14,7 @@ mod outcome;
 mod schedule;
 mod step;
 
-pub(crate) use memory::{BEYOND, MIXED, SOME_VALUES, input_of};
+pub(crate) use memory::{SOME_VALUES, input_of};
 pub(crate) use outcome::{Fault, Outcome, agreed, race};
 pub(crate) use schedule::{Engine, Hold, Pick, Random, Schedule, Submission, mix};
 

@@ -23,7 +23,7 @@ pub(crate) enum Fault {
     /// The caller's stream went on before another stream of the rank was done.
     LeftOver { rank: usize },
     /// A rank reads an integer that is out of its range.
-    OutOfRange { rank: usize, rule: &'static str },
+    OutOfRange { rank: usize },
     /// A rank finds other words than it expects.
     Disagreement { rank: usize },
 }

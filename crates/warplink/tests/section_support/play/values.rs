@@ -29,14 +29,12 @@ impl Play<'_> {
         lane.read.push(value as i64);
         let place = (id.launch, id.rank, id.lane);
         match self.stage.steps_after(place, &lane.read) {
-            Ok(acts) => lane.acts = Some(Rc::new(acts)),
-            Err(rule) => {
+            Some(acts) => lane.acts = Some(Rc::new(acts)),
+            None => {
                 // The launch fails there.
-                let fault = Fault::OutOfRange {
-                    rank: id.rank,
-                    rule: rule.name(),
-                };
-                self.memory.faults.insert(fault);
+                self.memory
+                    .faults
+                    .insert(Fault::OutOfRange { rank: id.rank });
                 let known = self.acts(id.rank, id.lane)[..=id.step].to_vec();
                 self.lanes[id.rank][id.lane].acts = Some(Rc::new(known));
             }
