@@ -1,5 +1,5 @@
-//! The documents are right: the programs and outputs in docs/language.md, docs/nvfuser.md, docs/ring-all-reduce.md and
-//! docs/collectives.md, and the files and tests that ARCHITECTURE.md names.
+//! The documents are right: the programs and outputs in docs/language.md, docs/nvfuser.md, docs/ring-all-reduce.md,
+//! docs/expert-dispatch.md and docs/collectives.md, and the files and tests that ARCHITECTURE.md names.
 //!
 //! The line that opens a block says how it is checked: `world=2,4`, values of parameters,
 //! `given=` optional tensors, `refused=` the violation of a program that is faulty or runs eagerly only,
@@ -11,14 +11,16 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use warplink::DType;
 use warplink::program::cost::{find, simulate};
+use warplink::program::evaluate::Evaluator;
 use warplink::program::ir::Program;
 use warplink::program::parameters::ParameterKind;
 use warplink::program::{Parameters, unroll, verify};
 
-const PAGES: [&str; 4] = [
+const PAGES: [&str; 5] = [
     include_str!("../../../docs/language.md"),
     include_str!("../../../docs/nvfuser.md"),
     include_str!("../../../docs/ring-all-reduce.md"),
+    include_str!("../../../docs/expert-dispatch.md"),
     include_str!("../../../docs/collectives.md"),
 ];
 
@@ -132,6 +134,39 @@ fn every_program_is_what_the_page_says() {
         }
     }
     assert!(accepted > 10 && refused > 0, "{accepted} and {refused}");
+}
+
+/// With the words that the page states, the tutorial's program is right for any counts and indices within their ranges.
+#[test]
+fn the_dispatch_of_the_tutorial_is_what_it_states() {
+    let blocks = blocks();
+    let named = |block: &&Block<'_>| block.text.starts_with("program dispatch_rows(");
+    let block = blocks.iter().find(named).unwrap();
+    let stated =
+        |block: &&Block<'_>| block.text.contains("expect Y[r][t]") && block.language == "text";
+    let stated = &blocks.iter().find(stated).unwrap().text;
+    let kernel = block.text.trim_end().strip_suffix('}').unwrap();
+    assert!(block.text.lines().count() <= 25);
+    let computed = |text: String| {
+        let program = Program::parse(&text).unwrap_or_else(|error| panic!("{error}"));
+        let evaluator = Evaluator::new(&program, 3, 1, &block.parameters(&program)).unwrap();
+        let rounds = 0..20;
+        let run = |round: usize| {
+            evaluator.run(|rank, _, tensor| {
+                let elements = 0..tensor.bytes / tensor.dtype.size();
+                let range = tensor.value_bound.map_or(31, |most| most as usize + 1);
+                let value = |at: usize| {
+                    ((at * at + 7 * at * rank + 3 * rank + round * (at + 1)) % range) as f64
+                };
+                tensor.dtype.encode(elements.map(value))
+            })
+        };
+        rounds.map(run).find_map(Result::err)
+    };
+    let right = computed(format!("{kernel}{stated}}}"));
+    assert!(right.is_none(), "{right:?}");
+    let wrong = computed(format!("{}{stated}}}", kernel.replace("X[J[t]]", "X[t]")));
+    assert!(wrong.is_some_and(|error| error.to_string().contains("expectation:")));
 }
 
 /// Figures change when a machine is measured anew; what is said does not.

@@ -9,6 +9,8 @@ mod common;
 mod examples;
 #[path = "sections/expected.rs"]
 mod expected;
+#[path = "sections/expected_rows.rs"]
+mod expected_rows;
 #[path = "sections/faulty.rs"]
 mod faulty;
 #[path = "common/faulty.rs"]

@@ -11,7 +11,7 @@ pub use super::construct::{
 use super::expr::{Condition, Expr};
 use super::parameters::Parameter;
 use super::section::function::Function;
-use super::section::ir::{Application, Operator, Place, Scratch, Section};
+use super::section::ir::{Application, DeviceValue, Operator, Place, Scratch, Section};
 pub use super::site::Position;
 pub use crate::device::{Collective, ElementwiseOp};
 use crate::dtype::DType;
@@ -158,6 +158,8 @@ pub enum StatementKind {
         /// The part.
         part: TensorRef,
     },
+    /// `let m = C[rank] on r at most rows`: binds an integer in an input for expected values.
+    Value(DeviceValue),
     /// `expect Y = sum(X on r for r in 0..world)`: value of an output at the end of a run.
     Expect(Expectation),
     /// `expect N[t] = norm(reduce(X[t] on r for r in 0..world, sum), W)`: the same, through a row function.

@@ -45,6 +45,8 @@ pub struct RankProgram {
     pub in_place: Vec<(TensorId, Range)>,
     /// Expected values of outputs.
     pub expected: Vec<Expected>,
+    /// Whether they depend on integers in inputs; then `expected` has some of those for the greatest integers.
+    pub expects_words: bool,
     /// Grids of the tensors with accesses to non-contiguous parts.
     pub(super) grids: HashMap<TensorId, Arc<Grid>>,
 }

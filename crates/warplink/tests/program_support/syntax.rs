@@ -255,6 +255,10 @@ fn movement() -> impl Strategy<Value = Move> {
     ]
 }
 
+fn device_value() -> impl Strategy<Value = DeviceValue> {
+    (name(), place(), expr()).prop_map(|(name, place, most)| DeviceValue { name, place, most })
+}
+
 fn receiver() -> impl Strategy<Value = Receiver> {
     (expr(), prop::option::of(expr())).prop_map(|(rank, lane)| Receiver { rank, lane })
 }
@@ -265,9 +269,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
         (name(), number()).prop_map(|(name, value)| NodeKind::LetInteger { name, value }),
         (name(), selected).prop_map(|(name, value)| NodeKind::LetTensor { name, value }),
         movement().prop_map(|it| NodeKind::Do(StepKind::Move(it))),
-        (name(), place(), expr()).prop_map(|(name, place, most)| {
-            NodeKind::Do(StepKind::Value(DeviceValue { name, place, most }))
-        }),
+        device_value().prop_map(|it| NodeKind::Do(StepKind::Value(it))),
         each(receiver()).prop_map(|list| NodeKind::Do(StepKind::Signal(list))),
         each(expr()).prop_map(|list| NodeKind::Do(StepKind::Wait(list))),
         Just(NodeKind::Do(StepKind::Barrier)),
@@ -466,6 +468,7 @@ pub(crate) fn statements() -> impl Strategy<Value = Vec<Statement>> {
         ),
         call(),
         expectation().prop_map(StatementKind::Expect),
+        device_value().prop_map(StatementKind::Value),
         (name(), tensor()).prop_map(|(tensor, part)| StatementKind::InOut { tensor, part }),
         (name(), each(expr()))
             .prop_map(|(name, elements)| StatementKind::LetList { name, elements }),

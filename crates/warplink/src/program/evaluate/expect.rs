@@ -8,6 +8,8 @@ use crate::program::area::Area;
 use crate::program::diagnostic::{Diagnostic, DiagnosticKind, Place};
 use crate::program::ir::Role;
 use crate::program::rank_program::{Expected, ExpectedTerm, Operand, RankProgram, TensorInstance};
+use crate::program::unroll::expected_of;
+use std::borrow::Cow;
 
 impl Evaluator {
     /// Number of multiplications, additions and elements needed to compute the expected values.
@@ -29,7 +31,14 @@ impl Evaluator {
     pub(super) fn unmet(&self, values: &Values) -> Vec<Diagnostic> {
         let mut unmet: Vec<Diagnostic> = Vec::new();
         for program in &self.ranks {
-            for expected in &program.expected {
+            let all = match self.expected(values, program) {
+                Ok(all) => all,
+                Err(diagnostic) => {
+                    unmet.push(diagnostic);
+                    continue;
+                }
+            };
+            for expected in &*all {
                 let Err(how) = self.check(values, program.rank, expected) else {
                     continue;
                 };
@@ -53,6 +62,23 @@ impl Evaluator {
             }
         }
         unmet
+    }
+
+    /// Expected values of a rank's outputs, for the inputs of a run.
+    fn expected<'a>(
+        &'a self,
+        values: &Values,
+        program: &'a RankProgram,
+    ) -> Result<Cow<'a, [Expected]>, Diagnostic> {
+        let Some((text, streams, parameters)) = &self.text else {
+            return Ok(Cow::Borrowed(&program.expected));
+        };
+        let read = |operand: &Operand| {
+            let element = self.operand(values, operand)?;
+            Ok(element.first().map_or(0, |element| element.value as i64))
+        };
+        let ranks = (program.world, *streams);
+        expected_of(text, program.rank, ranks, parameters, &read).map(Cow::Owned)
     }
 
     /// Float outputs with elements that some rank sums in another order than rank 0, so that ranks may compute

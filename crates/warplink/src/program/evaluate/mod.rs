@@ -66,6 +66,8 @@ pub struct Evaluator {
     partners: Vec<Vec<TransferId>>,
     /// Collectives and kernels with their members.
     meetings: Meetings,
+    /// The program, its streams and parameters, where expected values depend on integers in inputs.
+    text: Option<(Program, usize, Parameters)>,
 }
 
 /// Values of all tensors after a run.
@@ -97,12 +99,14 @@ impl Evaluator {
             .collect::<Result<Vec<_>>>()?;
         let refuse = |diagnostics: Vec<Diagnostic>| refused(&program.name, &diagnostics);
         let order = order(program, &ranks).map_err(refuse)?;
+        let words = ranks.iter().any(|rank| rank.expects_words);
         Ok(Self {
             name: program.name.clone(),
             ranks,
             order: order.operations,
             partners: order.partners,
             meetings: order.meetings,
+            text: words.then(|| (program.clone(), streams, parameters.clone())),
         })
     }
 

@@ -47,6 +47,7 @@ pub use lane::{LaneStep, LaneStepKind, Part};
 pub use layout::{Area, ScratchId, ScratchInstance, WorkspaceLayout};
 pub(crate) use names::FreeNames;
 pub(crate) use period::period;
+pub(crate) use resolve::VALUE_TYPES;
 pub use resolve::{ReadValues, ReadWord};
 pub(crate) use visit::{ExprUse, Visitor};
 

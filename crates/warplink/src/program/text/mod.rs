@@ -30,6 +30,7 @@
 //!             "return" value {"," value} "}"           a function of rows
 //!           | "kernel" NAME "in" "0" ".." integer "threads" integer "{" {step separator} "}"
 //!           | "inout" NAME "=" tensor
+//!           | "let" NAME "=" input "at" "most" integer  an integer in an input, for "expect" behind it
 //!           | "expect" tensor "=" ("copy" "(" input ")" | term
 //!                        | operator "(" term [each] {"," term [each]} ")"
 //!                        | "reduce" "(" term [each] {"," term [each]} "," (operator | NAME) ")") ["+" input]

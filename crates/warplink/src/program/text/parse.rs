@@ -230,6 +230,7 @@ impl Parser<'_> {
         }
         self.at += 1;
         Ok(NodeKind::Do(match first.text {
+            "let" if self.reads_value() => StatementKind::Value(self.device_value()?),
             "let" => return self.binding(),
             "require" => StatementKind::Require(self.condition()?),
             "optional" if self.take("input") => self.declaration(Role::Input, true)?,

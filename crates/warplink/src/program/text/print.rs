@@ -203,6 +203,7 @@ impl Action for StatementKind {
                 block(f, depth, &section.body)?;
             }
             StatementKind::InOut { tensor, part } => write!(f, "inout {tensor} = {part}")?,
+            StatementKind::Value(it) => it.fmt(f)?,
             StatementKind::Expect(expectation) => expectation.fmt(f)?,
             StatementKind::ExpectRows(row) => write!(f, "expect {row}")?,
         }

@@ -151,7 +151,7 @@ impl Parser<'_> {
     }
 
     /// Whether `let n =` is followed by a value from memory: `at most` stands in its line.
-    fn reads_value(&self) -> bool {
+    pub(super) fn reads_value(&self) -> bool {
         let ends = |token: &Token<'_>| {
             matches!(token.kind, TokenKind::LineEnd | TokenKind::End) || token.text == ";"
         };
@@ -160,7 +160,7 @@ impl Parser<'_> {
     }
 
     /// `n = C[rank] at most rows`.
-    fn device_value(&mut self) -> Parsed<DeviceValue> {
+    pub(super) fn device_value(&mut self) -> Parsed<DeviceValue> {
         let name = self.name("the name to bind")?;
         self.expect("=")?;
         let place = self.place()?;

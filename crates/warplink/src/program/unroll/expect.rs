@@ -259,7 +259,7 @@ impl<'p> Unroller<'p> {
     }
 
     /// An input of a rank, which has the shape of this rank's.
-    fn input_at(&self, place: &Place) -> Result<(View, Operand), Diagnostic> {
+    pub(super) fn input_at(&self, place: &Place) -> Result<(View, Operand), Diagnostic> {
         let view = self.view(&place.tensor)?;
         let tensor = &self.made.tensors[view.tensor];
         if tensor.role != Role::Input {

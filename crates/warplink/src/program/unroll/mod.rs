@@ -13,16 +13,18 @@ mod select;
 mod shapes;
 mod transfers;
 mod view;
+mod words;
 mod zeros;
 
 pub(super) use collective::ranks_of;
+pub(super) use words::{ReadInput, expected_of};
 
 use super::diagnostic::{Diagnostic, DiagnosticKind, Place};
 use super::expr::Expr;
 use super::grid::grids;
 use super::ir::{
     Branch, Collective, Direction, Each, Node, NodeKind, Position, Program, Selection, Statement,
-    StatementKind, StreamRef, TensorRef,
+    StatementKind, TensorRef,
 };
 use super::parameters::{Parameter, Parameters, Value};
 use super::rank_program::{Operation, OperationKind, RankProgram, Site, StreamKind, TensorId};
@@ -34,6 +36,7 @@ use std::cell::Cell;
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::sync::Arc;
 use view::View;
+use words::Words;
 use zeros::Zeros;
 
 /// The most steps that a program may take on one rank: statements, iterations and items of lists.
@@ -142,6 +145,18 @@ pub(super) fn unroll_within(
     (world, streams): (usize, usize),
     parameters: &Parameters,
 ) -> Result<RankProgram, Diagnostic> {
+    unroll_knowing(budget, program, rank, (world, streams), parameters, None)
+}
+
+/// As [`unroll_within`], with the contents of inputs where they are known.
+fn unroll_knowing(
+    budget: &mut Budget,
+    program: &Program,
+    rank: Rank,
+    (world, streams): (usize, usize),
+    parameters: &Parameters,
+    inputs: Option<&ReadInput<'_>>,
+) -> Result<RankProgram, Diagnostic> {
     let mut unroller = Unroller {
         made: RankProgram {
             rank,
@@ -154,6 +169,7 @@ pub(super) fn unroll_within(
             operations: Vec::new(),
             in_place: Vec::new(),
             expected: Vec::new(),
+            expects_words: false,
             grids: HashMap::new(),
         },
         pool: streams,
@@ -176,6 +192,7 @@ pub(super) fn unroll_within(
         steps: 0,
         work: Cell::new(0),
         blocks: 0,
+        words: Words::of(inputs),
     };
     let outcome = unroller
         .start(program, parameters)
@@ -185,6 +202,7 @@ pub(super) fn unroll_within(
     budget.exhausted = unroller.budget.exhausted;
     budget.steps = budget.steps.saturating_sub(unroller.steps());
     let mut made = unroller.made;
+    made.expects_words = unroller.words.are_read.get();
     kernel::mark_inputs(&mut made);
     budget.operations = budget.operations.saturating_sub(made.operations.len());
     budget.transfers = budget.transfers.saturating_sub(made.transfers.len());
@@ -227,6 +245,7 @@ struct Unroller<'p> {
     work: Cell<usize>,
     /// Blocks that are open.
     blocks: usize,
+    words: Words<'p>,
 }
 
 impl<'p> Unroller<'p> {
@@ -379,12 +398,15 @@ impl<'p> Unroller<'p> {
             return Err(self.diagnostic(DiagnosticKind::Malformed, message));
         }
         self.blocks += 1;
+        let (words, indices) = (self.words.bound, Arc::clone(&self.site.indices));
         self.scoped(inner)?;
+        (self.words.bound, self.site.indices) = (words, indices);
         self.blocks -= 1;
         Ok(())
     }
 
     fn statement(&mut self, kind: &'p StatementKind) -> Result<(), Diagnostic> {
+        self.check_words(kind)?;
         match kind {
             StatementKind::Require(condition) => {
                 if !self.condition(condition)? {
@@ -475,8 +497,11 @@ impl<'p> Unroller<'p> {
             StatementKind::Function(function) => self.function(function)?,
             StatementKind::Kernel(section) => self.kernel(section)?,
             StatementKind::InOut { tensor, part } => self.in_place(tensor, part)?,
-            StatementKind::Expect(expectation) => self.expectation(expectation)?,
-            StatementKind::ExpectRows(row) => self.expected_row(row)?,
+            StatementKind::Value(it) => self.input_value(it)?,
+            StatementKind::Expect(it) => self.expecting(|unroller| unroller.expectation(it))?,
+            StatementKind::ExpectRows(it) => {
+                self.expecting(|unroller| unroller.expected_row(it))?
+            }
         }
         Ok(())
     }
@@ -523,38 +548,6 @@ impl<'p> Unroller<'p> {
                     with(unroller, &each.item)
                 })?;
             }
-        }
-        Ok(())
-    }
-
-    /// The streams start after the current one; after the body, the current one goes on after them.
-    fn fork(
-        &mut self,
-        streams: &'p [Each<StreamRef>],
-        body: &'p [Statement],
-    ) -> Result<(), Diagnostic> {
-        let origin = self.current;
-        let mut forked: Vec<usize> = Vec::new();
-        self.each(streams, |unroller, stream| {
-            let index = unroller.stream(stream)?;
-            if index == origin || forked.contains(&index) {
-                let message = format!("{stream} is forked twice, or is the current stream");
-                return Err(unroller.diagnostic(DiagnosticKind::Malformed, message));
-            }
-            forked.push(index);
-            Ok(())
-        })?;
-        for &stream in &forked {
-            self.current = stream;
-            self.enqueue(OperationKind::Synchronize(origin));
-        }
-        self.current = origin;
-        let position = self.site.position();
-        self.block(body)?;
-        self.at(position);
-        self.current = origin;
-        for &stream in &forked {
-            self.enqueue(OperationKind::Synchronize(stream));
         }
         Ok(())
     }

@@ -137,7 +137,10 @@ impl Unroller<'_> {
         index: &Expr,
     ) -> Result<(), Diagnostic> {
         let (extent, stride) = self.axis(reference, view, axis)?;
-        let index = self.number_below(index, extent, &format!("{reference}: index"))?;
+        let index = match self.named_row(index, extent) {
+            Some(row) => row?,
+            None => self.number_below(index, extent, &format!("{reference}: index"))?,
+        };
         view.offset += index * stride;
         view.shape.remove(axis);
         view.strides.remove(axis);

@@ -4,6 +4,7 @@ mod meeting;
 mod rows;
 mod value;
 
+pub(crate) use value::VALUE_TYPES;
 pub use value::{ReadValues, ReadWord};
 
 use super::instance::SectionInstance;
