@@ -12,8 +12,11 @@ const ROWS: usize = 6;
 const ALL_TO_ALL_V: &str = include_str!("../../../../examples/programs/all_to_all_v.wlp");
 const DISPATCH: &str = include_str!("../../../../examples/programs/dispatch.wlp");
 
-/// How many rows each rank has for each other, and how indices follow from a rank and a position.
-const CHOICES: [(fn(usize, usize) -> usize, fn(usize, usize) -> usize); 5] = [
+/// An integer of two others.
+type OfTwo = fn(usize, usize) -> usize;
+
+/// Numbers of rows by sender and receiver, and indices by rank and position.
+const CHOICES: [(OfTwo, OfTwo); 5] = [
     (|_, _| 0, |_, _| 0),
     (|_, _| ROWS, |_, at| at % ROWS),
     (|_, to| ROWS * (to / 2), |_, _| ROWS - 1),
@@ -54,7 +57,6 @@ fn failures(text: &str, parameters: &Parameters) -> Vec<String> {
 
 #[test]
 fn rows_that_are_not_those_that_memory_names_are_found() {
-    // What each text has instead of what, and whether it is still right.
     let row = "[lane + j * lanes]";
     let backwards = "[m - 1 - lane - j * lanes]";
     let put = format!("put X[q]{row} to");
@@ -65,7 +67,9 @@ fn rows_that_are_not_those_that_memory_names_are_found() {
     let fewer = |rows| format!("0..(m - (2 * {rows} - 1 - m) / {rows} - lane + lanes - 1) / lanes");
     let (fewer_rows, fewer_tokens) = (fewer("rows"), fewer("tokens"));
     let header = "put C[q] to H";
-    let cases: &[(&str, &str, &[(&str, &str)], bool)] = &[
+    // The replacements in each text, and whether it is still right.
+    type Case<'a> = (&'a str, &'a str, &'a [(&'a str, &'a str)], bool);
+    let cases: &[Case<'_>] = &[
         (
             "both ends count down",
             ALL_TO_ALL_V,
