@@ -291,11 +291,13 @@ impl Communicator {
     }
 
     /// Launches the proxies again after [`stop_proxy`](Self::stop_proxy), so that kernels can use the channels that
-    /// there are. Does nothing if they run, or if no connection needs one.
+    /// there are. No kernel may use them during the call: what it was refused might be sent. Blocks while a kernel stores a
+    /// trigger that it began, for a second at most for each proxy. Does nothing if they run, or if no
+    /// connection needs one.
     ///
     /// # Errors
-    /// [`ErrorKind::Closed`] if the stop left requests undone: peers would wait for their signals forever; a
-    /// proxy's error.
+    /// [`ErrorKind::Closed`] if the stop left requests undone: peers would wait for their signals forever;
+    /// [`ErrorKind::Timeout`] if a kernel does not store a trigger that it began; a proxy's error.
     pub fn launch_proxy(&self) -> Result<()> {
         self.job
             .proxies

@@ -51,17 +51,17 @@ impl Proxies {
         self.source.clone()
     }
 
-    /// Launches the proxies that were stopped.
+    /// Launches the proxies that were stopped, as many as can be, and gives the first error.
     pub(super) fn launch(&self) -> Result<()> {
         let started = lock(&self.started);
-        started.values().try_for_each(|proxy| proxy.launch())
+        let launched = started.values().map(|proxy| proxy.launch());
+        launched.fold(Ok(()), Result::and)
     }
 
-    /// Stops the proxies, all by the same deadline, and gives the first error.
+    /// Stops the proxies by the same deadline, and gives the first error. Connecting waits for the end.
     pub(super) fn stop(&self, deadline: Deadline) -> Result<()> {
-        let started: Vec<_> = lock(&self.started).values().cloned().collect();
-        started.iter().for_each(|proxy| proxy.begin_stop(deadline));
-        let stopped = started.iter().map(|proxy| proxy.stop(deadline));
+        let started = lock(&self.started);
+        let stopped = started.values().map(|proxy| proxy.stop(deadline));
         stopped.fold(Ok(()), Result::and)
     }
 

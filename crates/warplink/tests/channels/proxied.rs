@@ -176,7 +176,7 @@ fn a_proxy_that_was_stopped_can_be_launched_again() {
             assert_eq!(signalled(), before);
             comm.barrier().unwrap();
         }
-        // So does a later connection.
+        // A later connection launches it, too.
         comm.stop_proxy(comm.deadline()).unwrap();
         let later = fixture.connect(Transport::Proxied, 1, 2 * 64);
         for connections in [&later, &connections] {

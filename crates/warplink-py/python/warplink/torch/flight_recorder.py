@@ -154,7 +154,7 @@ class Recorder:
             os.makedirs(os.path.dirname(file) or ".", exist_ok=True)
             pathlib.Path(unfinished).write_bytes(self.dump())
             os.replace(unfinished, file)
-        except OSError as error:
+        except Exception as error:  # noqa: BLE001 - the call's own error must reach its caller
             _log.warning("the flight recorder cannot write %s: %s", file, error)
         else:
             _log.warning("the group %r failed: its last calls are in %s", source.name, file)

@@ -84,13 +84,15 @@ pub(crate) struct Proxy {
     /// The CPUs near the device, and the device's fault.
     cpus: Vec<usize>,
     fault: Arc<Fault>,
+    /// Held while it is stopped or launched.
     run: Mutex<Run>,
+    thread: Mutex<Option<Thread>>,
 }
 
 /// Whether the thread runs.
 enum Run {
     /// It sends what was left when it ends.
-    Running(Thread, Receiver<Drained>),
+    Running(Receiver<Drained>),
     /// The reader is there where nothing was left undone, so that the thread can be started again.
     Stopped(Option<FifoReader>),
 }
@@ -121,8 +123,10 @@ struct ProxyState {
 
 /// Work left over when the thread ended.
 struct Drained {
-    /// Triggers, and copies of streams.
+    /// Triggers, and how many of these were for lost peers.
     unsent: u64,
+    for_lost_peers: u64,
+    /// Copies of streams.
     uncopied: usize,
     /// That what was sent did not end in time.
     unfinished: Option<Error>,
@@ -160,6 +164,7 @@ impl Proxy {
             cpus: device.local_cpus(),
             fault: device.fault().clone(),
             run: Mutex::new(Run::Stopped(None)),
+            thread: Mutex::default(),
         };
         let running = proxy.spawn(reader)?;
         *lock(&proxy.run) = running;
@@ -179,15 +184,16 @@ impl Proxy {
                 let _ = sender.send(worker.run());
             })
             .map_err(|error| Error::io("start the proxy", &error))?;
-        Ok(Run::Running(thread.thread().clone(), ended))
+        *lock(&self.thread) = Some(thread.thread().clone());
+        Ok(Run::Running(ended))
     }
 
     /// Starts the thread again after a stop that left nothing undone, with the connections that there are. Their
-    /// kernels must not call it meanwhile. Does nothing if it runs.
+    /// kernels must not call it meanwhile. Blocks while it is being stopped. Does nothing if it runs.
     ///
     /// # Errors
     /// [`ErrorKind::Closed`] if requests were lost when it stopped, since peers then wait for signals that were never
-    /// sent, or if it is being stopped; its failure.
+    /// sent; [`ErrorKind::Timeout`] if a kernel does not store a trigger that it began; its failure.
     pub(crate) fn launch(&self) -> Result<()> {
         self.check()?;
         let mut run = lock(&self.run);
@@ -205,10 +211,16 @@ impl Proxy {
             *run = Run::Stopped(Some(reader));
             return Err(error.with_operation("launch the proxy"));
         }
-        let mut state = lock(&self.shared.state);
-        (state.stopping, state.ended) = (None, false);
-        drop(state);
-        *run = self.spawn(reader)?;
+        let set = |stopping, ended| {
+            let mut state = lock(&self.shared.state);
+            (state.stopping, state.ended) = (stopping, ended);
+        };
+        set(None, false);
+        *run = self.spawn(reader).inspect_err(|_| {
+            // Nobody reads the ring, so kernels must not wait for that. A failure leaves them to the device's fault.
+            let _ = self.fifo.stop();
+            set(Some(Deadline::after(Duration::ZERO)), true);
+        })?;
         Ok(())
     }
 
@@ -277,7 +289,7 @@ impl Proxy {
     pub(crate) fn wake(&self) {
         // Before the thread goes on, so that it finds this.
         self.shared.woken.store(true, Ordering::Release);
-        if let Run::Running(thread, _) = &*lock(&self.run) {
+        if let Some(thread) = &*lock(&self.thread) {
             thread.unpark();
         }
     }
@@ -291,22 +303,25 @@ impl Proxy {
     }
 
     /// Has it end when it has done what is in the ring, or at `deadline`. Does not block.
-    pub(crate) fn begin_stop(&self, deadline: Deadline) {
+    fn begin_stop(&self, deadline: Deadline) {
         lock(&self.shared.state).stopping.get_or_insert(deadline);
         self.wake();
     }
 
     /// Drops what connections of a stopped proxy hold. It cannot be launched again.
     pub(crate) fn release(&self) {
-        let reader = match &mut *lock(&self.run) {
-            Run::Running(..) => return,
-            Run::Stopped(reader) => reader.take(),
-        };
+        if let Run::Stopped(reader) = &mut *lock(&self.run) {
+            *reader = None;
+        }
         let mut state = lock(&self.shared.state);
+        if !state.ended {
+            // A thread that did not end in time drops them itself.
+            return;
+        }
         let routes = std::mem::take(&mut state.routes);
         // Not under the lock: what is let go of may lead back here.
         drop(state);
-        drop((reader, routes));
+        drop(routes);
     }
 
     /// Has it do what is in the ring, until `deadline`, and end. Blocks until then. Kernels that wait for
@@ -316,32 +331,19 @@ impl Proxy {
     /// [`ErrorKind::Timeout`], with the number of triggers that were not sent, or where what was sent did
     /// not end; what it failed with.
     pub(crate) fn stop(&self, deadline: Deadline) -> Result<()> {
-        self.begin_stop(deadline);
-        let run = std::mem::replace(&mut *lock(&self.run), Run::Stopped(None));
-        let ended = match run {
-            Run::Running(_, ended) => ended,
-            Run::Stopped(_) => {
-                *lock(&self.run) = run;
-                return self.check();
-            }
+        // The others wait, so that no launch comes between.
+        let mut run = lock(&self.run);
+        let Run::Running(ended) = &*run else {
+            return self.check();
         };
+        self.begin_stop(deadline);
         let drained = ended.recv_timeout(deadline.remaining() + GRACE);
+        *run = Run::Stopped(None);
         self.check()?;
         let failed = |error: Error| Err(error.with_operation("stop the proxy"));
-        match drained {
-            Ok(drained) if drained.is_complete() => {
-                *lock(&self.run) = Run::Stopped(Some(drained.reader));
-                Ok(())
-            }
-            Ok(Drained {
-                unfinished: Some(error),
-                unsent: 0,
-                uncopied: 0,
-                ..
-            }) => failed(error),
-            Ok(Drained {
-                unsent, uncopied, ..
-            }) => {
+        match drained.map(|drained| drained.keep_reader(&mut run)) {
+            Ok((0, 0, unfinished)) => unfinished.map_or(Ok(()), failed),
+            Ok((unsent, uncopied, _)) => {
                 let copies = match uncopied {
                     0 => String::new(),
                     _ => format!(", and {uncopied} copies of streams were not done"),
@@ -365,9 +367,19 @@ impl Proxy {
 }
 
 impl Drained {
-    /// Whether all requests were done.
+    /// Whether all requests were done but those for lost peers, whose connections have failed.
     fn is_complete(&self) -> bool {
-        (self.unsent, self.uncopied) == (0, 0) && self.unfinished.is_none()
+        self.unsent == self.for_lost_peers && self.uncopied == 0 && self.unfinished.is_none()
+    }
+
+    /// Keeps the reader for a launch if there can be one, and gives the rest.
+    fn keep_reader(self, run: &mut Run) -> (u64, usize, Option<Error>) {
+        let (is_complete, rest) = (
+            self.is_complete(),
+            (self.unsent, self.uncopied, self.unfinished),
+        );
+        *run = Run::Stopped(Some(self.reader).filter(|_| is_complete));
+        rest
     }
 }
 

@@ -43,6 +43,8 @@ pub(super) struct Worker {
     config: ProxyConfig,
     /// Triggers that were read and not served: the peer was lost, or the time was over.
     skipped: u64,
+    /// How many of them were for lost peers.
+    for_lost_peers: u64,
     /// Routes with words to be set.
     unset: Vec<Arc<Route>>,
     /// Connections that wait for room, none without a trigger.
@@ -68,6 +70,7 @@ impl Worker {
             reader,
             config,
             skipped: 0,
+            for_lost_peers: 0,
             unset: Vec::new(),
             parked: Vec::new(),
             copies: Vec::new(),
@@ -182,7 +185,7 @@ impl Worker {
             route.serve(position, trigger).map(Some)
         };
         if self.judge(route, served)?.flatten().is_none() {
-            self.skipped += 1;
+            self.skip_for_lost_peer(1);
         }
         if route.has_words() && !self.unset.iter().any(|unset| Arc::ptr_eq(unset, route)) {
             self.unset.push(route.clone());
@@ -335,7 +338,7 @@ impl Worker {
                 })
             };
             if !self.judge(&route, set)?.unwrap_or(false) {
-                self.skipped += route.forget_words();
+                self.skip_for_lost_peer(route.forget_words());
             }
         }
         Ok(())
@@ -351,6 +354,11 @@ impl Worker {
                 .with_operation("serve a trigger")
                 .with_peer(route.peer)),
         }
+    }
+
+    fn skip_for_lost_peer(&mut self, triggers: u64) {
+        self.skipped += triggers;
+        self.for_lost_peers += triggers;
     }
 
     /// Whether what is for a connection is in vain: its peer was lost, or this rank has failed.
@@ -418,6 +426,7 @@ impl Worker {
         let unread = self.reader.unread().unwrap_or(0);
         let drained = Drained {
             unsent: unread + self.skipped,
+            for_lost_peers: self.for_lost_peers,
             uncopied,
             unfinished,
             reader: self.reader,

@@ -225,8 +225,8 @@ impl FifoReader {
         self.peek().is_none()
     }
 
-    /// Sleeps for up to `limit` until a producer of this process pushes or the thread is unparked. Must
-    /// always be called by the same thread. Returns false at once if only kernels produce.
+    /// Sleeps for up to `limit` until a producer of this process pushes or the thread is unparked. Returns false at once
+    /// if only kernels produce.
     pub(crate) fn listen(&self, limit: Duration) -> bool {
         if !self.fifo.memory.has_host_producers() {
             return false;

@@ -5,25 +5,23 @@
 //! both sides means that at least one sees the other.
 
 use crate::sync::{
-    AtomicBool, OnceLock, Ordering::SeqCst, Thread, fence, park_timeout, this_thread,
+    AtomicBool, Mutex, Ordering::SeqCst, Thread, fence, guard, park_timeout, this_thread,
 };
 use std::time::Duration;
 
 /// The thread that waits for producers of this process. GPU kernels cannot wake it.
 #[derive(Debug, Default)]
 pub(super) struct Listener {
-    thread: OnceLock<Thread>,
+    /// Set whenever `listens` is, as another thread may read after this one has ended.
+    thread: Mutex<Option<Thread>>,
     listens: AtomicBool,
 }
 
 impl Listener {
-    /// Sleeps for up to `limit` until woken, unless `is_there` finds that a trigger has arrived. Must always
-    /// be called by the same thread. Spurious wakeups are possible.
+    /// Sleeps for up to `limit` until woken, unless `is_there` finds that a trigger has arrived. Only one thread may
+    /// listen at a time. Spurious wakeups are possible.
     pub(super) fn listen(&self, limit: Duration, is_there: impl FnOnce() -> bool) {
-        if self.thread.get().is_none() {
-            // Set once: the caller is always the same thread.
-            let _ = self.thread.set(this_thread());
-        }
+        *guard(&self.thread) = Some(this_thread());
         self.listens.store(true, SeqCst);
         fence(SeqCst);
         if !is_there() {
@@ -36,7 +34,7 @@ impl Listener {
     pub(super) fn wake(&self) {
         fence(SeqCst);
         if self.listens.load(SeqCst)
-            && let Some(thread) = self.thread.get()
+            && let Some(thread) = &*guard(&self.thread)
         {
             thread.unpark();
         }

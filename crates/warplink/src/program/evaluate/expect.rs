@@ -14,15 +14,24 @@ use std::borrow::Cow;
 impl Evaluator {
     /// Number of multiplications, additions and elements needed to compute the expected values.
     pub(super) fn expected_steps(&self) -> u128 {
-        let all = self.ranks.iter().flat_map(|program| &program.expected);
-        let steps = all.map(|expected| {
-            let elements = expected.target.axes.iter().map(|axis| axis.extent as u128);
-            let elements: u128 = elements.product();
+        let of_element = |expected: &Expected| {
             let terms = expected.terms.iter().map(|term| match term {
-                ExpectedTerm::Operand(_) => elements,
-                ExpectedTerm::Product { depth, .. } => elements * *depth as u128,
+                ExpectedTerm::Operand(_) => 1,
+                ExpectedTerm::Product { depth, .. } => *depth as u128,
             });
             terms.sum::<u128>()
+        };
+        let all = self.ranks.iter().flat_map(|program| &program.expected);
+        if self.text.is_some() {
+            // The statements are known with the integers of a run; as a rule they state each element once.
+            let outputs = self.ranks.iter().flat_map(|program| &program.tensors);
+            let outputs = outputs.filter(|tensor| tensor.role == Role::Output);
+            let elements = outputs.map(|tensor| (tensor.bytes / tensor.dtype.size()) as u128);
+            return elements.sum::<u128>() * all.map(of_element).max().unwrap_or(0);
+        }
+        let steps = all.map(|expected| {
+            let elements = expected.target.axes.iter().map(|axis| axis.extent as u128);
+            elements.product::<u128>() * of_element(expected)
         });
         steps.sum()
     }

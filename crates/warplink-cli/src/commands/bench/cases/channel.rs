@@ -321,7 +321,10 @@ impl<'a> ChannelRunner<'a> {
     ) -> Result<f64> {
         let direct = Transport::Direct;
         let time = self.time(what, direct, Launch::new(blocks, 1024), (1, bytes), true)?;
-        self.moved(ChannelRow::new(what, Some(direct), (bytes, blocks), time), plain)
+        self.moved(
+            ChannelRow::new(what, Some(direct), (bytes, blocks), time),
+            plain,
+        )
     }
 
     /// Adds the time of `puts` proxied puts in a row until all are done, and their rate over `plain`.
@@ -330,7 +333,10 @@ impl<'a> ChannelRunner<'a> {
         let proxied = Transport::Proxied;
         let time = self.time("put_and_flush", proxied, launch, (puts, bytes), true)?;
         let time = time.divided(f64::from(puts));
-        self.moved(ChannelRow::new(what, Some(proxied), (bytes, 1), time), Some(plain))
+        self.moved(
+            ChannelRow::new(what, Some(proxied), (bytes, 1), time),
+            Some(plain),
+        )
     }
 
     /// Adds the time of `copies` copies of the copy engine in a row. Returns their rate.

@@ -12,7 +12,7 @@ use crate::options::Options;
 use crate::report::bytes::Bytes;
 use anyhow::{Context, Result, bail, ensure};
 use clap::{Args, ValueEnum};
-use figures::{External, CollectiveFigures, CollectiveRow};
+use figures::{CollectiveFigures, CollectiveRow, External};
 use runner::CollectiveRunner;
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
@@ -247,7 +247,11 @@ impl Case for Collective {
         }
         let beside = self.beside.as_ref();
         Ok(CollectiveFigures::new(
-            template, self.bound, runner.peers, rows, beside,
+            template,
+            self.bound,
+            runner.peers,
+            rows,
+            beside,
         ))
     }
 }

@@ -1,5 +1,14 @@
 //! One file for each benchmark, and the list of them.
 
+mod channel;
+mod collective;
+mod expert_parallel;
+mod fused;
+mod overlap;
+mod p2p;
+mod program;
+mod section;
+
 use super::case::Bench;
 use crate::options::Options;
 use anyhow::Result;
@@ -8,8 +17,6 @@ use std::process::ExitCode;
 
 macro_rules! cases {
     ($($module:ident :: $case:ident),+ $(,)?) => {
-        $(mod $module;)+
-
         #[derive(Debug, Subcommand)]
         pub(super) enum Cases {
             $($case(Box<Bench<$module::$case>>),)+

@@ -146,10 +146,8 @@ impl Case for Section {
         );
         let given: Vec<&str> = text.parameters.iter().map(|(name, _)| name).collect();
         let tried: Vec<&str> = self.tried.iter().map(|(name, _)| name.as_str()).collect();
-        for (option, names, values) in [
-            ("--param", &given, "a value"),
-            ("--try", &tried, "values"),
-        ] {
+        for (option, names, values) in [("--param", &given, "a value"), ("--try", &tried, "values")]
+        {
             ensure!(
                 !names.contains(&length),
                 "{option} gives '{length}' {values}; expected none, since it is the number of elements, which the \
@@ -298,7 +296,11 @@ impl Section {
             seconds: times.next().context("nothing was timed")?,
             collective: times.next(),
             different,
-            kernels: plan.kernels()?.into_iter().map(ComparedKernel::from).collect(),
+            kernels: plan
+                .kernels()?
+                .into_iter()
+                .map(ComparedKernel::from)
+                .collect(),
         })
     }
 

@@ -1,8 +1,8 @@
 //! Runs a collective of one size: once on fresh data for its result, and then for its time.
 
 use super::data::{Inputs, different};
-use super::figures::{CollectiveTimes, CollectiveRow};
-use super::template::{TemplateKind, Template, in_place, lengths};
+use super::figures::{CollectiveRow, CollectiveTimes};
+use super::template::{Template, TemplateKind, in_place, lengths};
 use super::{CollectivePeer, Placement};
 use crate::commands::bench::clock::{Clock, Submission, Work};
 use crate::commands::bench::peers::{neighbours, optional, total, vendor};

@@ -1,7 +1,7 @@
 //! Runs dispatch and combine: once for the result, and then for their times.
 
 use super::data::Tokens;
-use super::{ExpertTimes, ExpertPeer, Routing, ExpertRow};
+use super::{ExpertPeer, ExpertRow, ExpertTimes, Routing};
 use crate::commands::bench::clock::{Clock, Submission, Work};
 use crate::commands::bench::peers::{gather, optional, total, vendor};
 use anyhow::Result;
@@ -196,7 +196,12 @@ impl<'a> ExpertRunner<'a> {
     }
 
     /// The counts to the other ranks and to the host, and then the packed rows and their experts.
-    fn vendor_dispatch(&self, vendor: &Vendor, data: &LoadedExperts, stream: &Stream) -> Result<()> {
+    fn vendor_dispatch(
+        &self,
+        vendor: &Vendor,
+        data: &LoadedExperts,
+        stream: &Stream,
+    ) -> Result<()> {
         let comm = self.clock.comm;
         vendor
             .collectives

@@ -1,6 +1,6 @@
 //! Runs a fused call of one size: once for its result, and then for its time and that of two steps.
 
-use super::{FusedTimes, FusedPeer, FusedRow};
+use super::{FusedPeer, FusedRow, FusedTimes};
 use crate::commands::bench::clock::{Clock, Submission, Work};
 use crate::commands::bench::peers::{optional, total, vendor};
 use crate::names::name_of;
@@ -137,7 +137,11 @@ impl<'a> FusedRunner<'a> {
         );
         let residual_out = of_rows(&memory.residual_out, bytes.residual)?;
         let quantizes = call.epilogue.quantization.is_some();
-        let length = if quantizes { bytes.quantized } else { bytes.output };
+        let length = if quantizes {
+            bytes.quantized
+        } else {
+            bytes.output
+        };
         let output = of_rows(&memory.output, length)?;
         let (sum, scale) = (
             of_rows(&memory.sum, bytes.input)?,
@@ -158,7 +162,8 @@ impl<'a> FusedRunner<'a> {
             input: &sum,
             ..fused
         };
-        let at_once = |stream: &Stream| -> Result<()> { Ok(self.own.fused(&call, &fused, stream)?) };
+        let at_once =
+            |stream: &Stream| -> Result<()> { Ok(self.own.fused(&call, &fused, stream)?) };
         let exact = Fused {
             wire: Wire::Exact,
             ..call
@@ -174,7 +179,9 @@ impl<'a> FusedRunner<'a> {
         works.extend(two_steps.iter().map(|work| work as Work<'_>));
         self.clock.run(submission, &at_once)?;
         let wrong = self.wrong(&call, [&residual_out, &output, &scale])?;
-        let times = self.clock.measure_in_turn(samples, submission, calls, &works)?;
+        let times = self
+            .clock
+            .measure_in_turn(samples, submission, calls, &works)?;
         let names = std::iter::once("warplink".to_owned());
         let names = names.chain(self.others.iter().map(|(name, _)| name.clone()));
         let methods = names.zip(times).map(|(method, times)| FusedTimes {
@@ -190,11 +197,7 @@ impl<'a> FusedRunner<'a> {
     }
 
     /// Counts the wrong elements of all ranks' outputs.
-    fn wrong(
-        &self,
-        call: &Fused,
-        [residual_out, output, scale]: [&DeviceSlice; 3],
-    ) -> Result<u64> {
+    fn wrong(&self, call: &Fused, [residual_out, output, scale]: [&DeviceSlice; 3]) -> Result<u64> {
         let comm = self.clock.comm;
         let read = |slice: &DeviceSlice| -> Result<Vec<u8>> {
             let mut bytes = vec![0; slice.bytes()];
@@ -210,7 +213,9 @@ impl<'a> FusedRunner<'a> {
             }
             Some(Quantization::Nvfp4) => {
                 let scales = warplink::DType::F8E4M3.decode(&scale);
-                scales.map(|scale| scale / f64::from(GLOBAL_SCALE)).collect()
+                scales
+                    .map(|scale| scale / f64::from(GLOBAL_SCALE))
+                    .collect()
             }
             _ => warplink::DType::F32.decode(&scale).collect(),
         };
