@@ -836,9 +836,10 @@ warplink_status warplink_read(warplink_comm comm,
 
 /// Launches the proxies again where `warplink_proxy_stop` stopped them, and has them look for triggers now.
 /// `warplink_setup` started them, so otherwise this is only needed before a graph with proxied channels is launched, and
-/// for programs ported from MSCCL++. Blocks while a kernel stores a trigger that it began, for a second at most. Before
-/// the first setup it is WARPLINK_STATUS_INVALID_USAGE; where the stop left requests undone, WARPLINK_STATUS_CLOSED;
-/// where a proxy has failed, it gives that error.
+/// for programs ported from MSCCL++. No kernel may use proxied channels during a launch. Blocks while a kernel stores a
+/// trigger that it began, for a second at most for each proxy; then it is WARPLINK_STATUS_TIMEOUT. Before the first setup
+/// it is WARPLINK_STATUS_INVALID_USAGE; where the stop left requests undone, WARPLINK_STATUS_CLOSED; where a proxy
+/// has failed, it gives that error.
 warplink_status warplink_proxy_launch(warplink_comm comm);
 
 /// Stops the proxy: it does what kernels have asked for, and ends. Blocks until then. Kernels that use proxied
