@@ -1,7 +1,7 @@
 //! The proxies of a rank, shared by its communicators.
 
 use crate::bootstrap::Bootstrap;
-use crate::channel::proxy::{Carried, Proxy};
+use crate::channel::proxy::{Proxy, ProxyKey};
 use crate::channel::{ProxyConfig, ProxySource};
 use crate::deadline::Deadline;
 use crate::device::Device;
@@ -17,7 +17,7 @@ pub(super) struct Proxies {
     source: ProxySource,
 }
 
-type Started = BTreeMap<Carried, Arc<Proxy>>;
+type Started = BTreeMap<ProxyKey, Arc<Proxy>>;
 
 impl Proxies {
     pub(super) fn new(
@@ -27,10 +27,10 @@ impl Proxies {
     ) -> Self {
         let started = Arc::<Mutex<Started>>::default();
         let (kept, device, joined) = (started.clone(), device.clone(), Arc::downgrade(bootstrap));
-        let source = ProxySource(Arc::new(move |carried| {
+        let source = ProxySource(Arc::new(move |key| {
             // Held while starting, so that each proxy is started once.
             let mut started = lock(&kept);
-            if let Some(proxy) = started.get(&carried) {
+            if let Some(proxy) = started.get(&key) {
                 match proxy.launch() {
                     Ok(()) => return Ok(proxy.clone()),
                     // It lost requests, so its connections cannot be used any more; new ones can, with another proxy.
@@ -40,7 +40,7 @@ impl Proxies {
             }
             let on_failure = end_the_job(&device, &joined);
             let proxy = Proxy::start(&device, config, Box::new(on_failure))?;
-            started.insert(carried, proxy.clone());
+            started.insert(key, proxy.clone());
             Ok(proxy)
         }));
         Self { started, source }

@@ -3,7 +3,7 @@
 use super::{ConnectionExchange, End, EndOffer};
 use crate::channel::answers::Answers;
 use crate::channel::connection::{Connection, ConnectionEnd, HeldEnd, PeerReach};
-use crate::channel::proxy::{Carried, Route};
+use crate::channel::proxy::{ProxyKey, Route};
 use crate::channel::request::Transport;
 use crate::device::ChannelMemory;
 use crate::device::channel::{ChannelParts, Place, Windows};
@@ -103,14 +103,14 @@ impl ConnectionExchange {
         let proxy = match carrier {
             None => None,
             Some(carrier) => {
-                let carried = match &held.reach {
-                    PeerReach::Mapped(_) => Carried::Copies,
+                let key = match &held.reach {
+                    PeerReach::Mapped(_) => ProxyKey::Copies,
                     PeerReach::Network(_) => {
                         let devices = request.network_devices.as_deref();
-                        Carried::Network(self.networks.devices(devices).map(str::to_owned))
+                        ProxyKey::Network(self.networks.devices(devices).map(str::to_owned))
                     }
                 };
-                let proxy = (self.proxies.0)(carried)?;
+                let proxy = (self.proxies.0)(key)?;
                 let route = Route::new(request.peer, &pairs.fault, &windows, carrier);
                 let registered = proxy.register(route)?;
                 Some((proxy, registered))

@@ -5,7 +5,7 @@ mod offer;
 mod regions;
 
 use super::connection::{Connection, Connections};
-use super::proxy::{Carried, Proxy};
+use super::proxy::{Proxy, ProxyKey};
 use super::request::{ConnectionRequest, Transport};
 use super::tables::TablePool;
 use crate::bootstrap::Group;
@@ -34,7 +34,7 @@ pub struct ConnectionExchange {
 #[derive(Clone)]
 pub(crate) struct ProxySource(pub(crate) Arc<StartProxy>);
 
-type StartProxy = dyn Fn(Carried) -> Result<Arc<Proxy>> + Send + Sync;
+type StartProxy = dyn Fn(ProxyKey) -> Result<Arc<Proxy>> + Send + Sync;
 
 impl std::fmt::Debug for ProxySource {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {

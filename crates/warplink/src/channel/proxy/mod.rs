@@ -67,7 +67,7 @@ impl Default for ProxyConfig {
 /// The connections that share a proxy: those by the device's copy engine, and those over each network, so that a slow
 /// network holds up neither copies nor another network.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) enum Carried {
+pub(crate) enum ProxyKey {
     Copies,
     /// Over the network by these devices, or by those that its library chooses.
     Network(Option<String>),
