@@ -10,9 +10,19 @@ use std::fmt::Write as _;
 
 const ONE_SHOT: &str = include_str!("one_shot.wlp");
 const DIRECT: &str = include_str!("direct.wlp");
-const GATHERED: &str = include_str!("gathered.wlp");
 const BY_OWNER: &str = include_str!("by_owner.wlp");
 const QUANTIZED: &str = include_str!("quantized.wlp");
+
+/// Statements of [`Way::Gathered`] after the barrier of [`DIRECT`]: each rank computes the rest of the others' rows from h.
+const FOLLOWERS: &str = "
+for j in 0..(groups - lane + each) / each {
+    for k in 1..world {
+        let t = (i + j * each) * world + (rank + k) % world
+        if t < tokens {
+            {follows} = finished(H[t]{further})
+        }
+    }
+}";
 
 /// The most tensors that a lane announces at once, and the most that it announces: then it has two rows for them.
 const ANNOUNCED_AT_ONCE: usize = 3;
@@ -109,8 +119,7 @@ impl Described {
             (_, Way::Quantized) => QUANTIZED,
             (true, _) => BY_OWNER,
             (_, Way::OneShot) => ONE_SHOT,
-            (_, Way::Direct) => DIRECT,
-            (_, Way::Gathered) => GATHERED,
+            (_, Way::Direct | Way::Gathered) => DIRECT,
         };
         let everywhere = if by_owner { At::Owned } else { At::Everywhere };
         let outputs: Vec<Tensor> = self.outputs().collect();
@@ -133,6 +142,10 @@ impl Described {
             ("functions", functions.join("\n\n")),
             ("targets", self.targets(&outputs, At::Row)),
             ("everywhere", everywhere),
+            (
+                "followers",
+                if way == Way::Gathered { FOLLOWERS } else { "" }.to_owned(),
+            ),
             ("follows", self.targets(&follows, At::Row)),
             ("further", self.arguments(From::Added, "", "")),
             ("source", self.source("").to_owned()),
