@@ -148,9 +148,7 @@ impl Client {
     pub(crate) fn wait_until_ready(&self, deadline: Deadline) -> Result<()> {
         let mut state = lock(&self.state);
         loop {
-            if let Some(&rank) = self.health.lost().first() {
-                return self.health.check(&[rank]);
-            }
+            self.health.check(&self.health.lost())?;
             match (&state.phase, &state.over) {
                 (Phase::Ready, _) => return Ok(()),
                 (Phase::Abandoned(missing), _) => {

@@ -69,21 +69,21 @@ impl Health {
     /// Whether all of `dependencies` can still be counted on.
     ///
     /// # Errors
-    /// [`ErrorKind::PeerLost`] or [`ErrorKind::PeerLeft`], naming the first of them that is gone.
+    /// [`ErrorKind::PeerLost`], naming the one of them that was lost first, since others often end because of it;
+    /// otherwise [`ErrorKind::PeerLeft`], naming the first of them that has left.
     pub fn check(&self, dependencies: &[Rank]) -> Result<()> {
         let inner = lock(&self.0);
-        for &rank in dependencies {
-            if let Some(loss) = inner.lost.get(&rank) {
-                return Err(loss.error.clone());
-            }
-            if inner.left.contains(&rank) {
-                return Err(
-                    Error::new(ErrorKind::PeerLeft, format!("rank {rank} has left"))
-                        .with_peer(rank),
-                );
-            }
+        let lost = dependencies.iter().filter_map(|rank| inner.lost.get(rank));
+        if let Some(first) = lost.min_by_key(|loss| loss.before) {
+            return Err(first.error.clone());
         }
-        Ok(())
+        match dependencies.iter().find(|&rank| inner.left.contains(rank)) {
+            Some(&rank) => {
+                let message = format!("rank {rank} has left");
+                Err(Error::new(ErrorKind::PeerLeft, message).with_peer(rank))
+            }
+            None => Ok(()),
+        }
     }
 
     /// Calls `callback` once for every rank that is lost, including those already lost.

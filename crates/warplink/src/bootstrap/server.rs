@@ -80,6 +80,8 @@ struct ServerState {
     probing: Option<JoinHandle<()>>,
     /// When the process began to lack what serving another connection takes, and when it did last.
     short: Option<(Instant, Instant)>,
+    /// Whether a thread sends the table's messages.
+    sending: bool,
     closing: bool,
 }
 
@@ -111,6 +113,7 @@ impl Server {
                 next: 0,
                 probing: None,
                 short: None,
+                sending: false,
                 closing: false,
             }),
             max_unauthenticated: accept::max_unauthenticated(),
@@ -409,24 +412,38 @@ impl ServerShared {
         Ok(())
     }
 
-    /// Sends the table's messages, after releasing the lock, since sending takes longer than handling a request.
-    fn deliver(&self, mut state: MutexGuard<'_, ServerState>) {
-        let outgoing = state.table.take_outgoing();
-        let mut addressed: Vec<(Arc<Outbox>, Outgoing)> = outgoing
-            .into_iter()
-            .filter_map(|frame| Some((state.members.get(&frame.to)?.outbox.clone(), frame)))
-            .collect();
-        drop(state);
-        // This rank last: the message may end its process, and with it this store. The others must have the message by
-        // then, or they would blame this rank for the effects of another loss.
-        addressed.sort_by_key(|(_, frame)| frame.to as Rank == self.settings.identity.rank);
-        for (outbox, frame) in addressed {
-            // The reader of a connection that fails here notices it too, and knows whether the rank has left.
-            if let Err(error) = outbox.push(frame.id, &frame.body)
-                && error.kind() != ErrorKind::Closed
-            {
-                tracing::debug!(rank = frame.to, %error, "could not send to a rank");
+    /// Sends the table's messages without holding the lock, since sending takes longer than handling a request.
+    ///
+    /// One thread sends at a time, also what other threads' requests cause meanwhile. Otherwise a rank could learn of a
+    /// loss before it learns of the one that caused it, and blame the wrong rank.
+    fn deliver<'a>(&'a self, mut state: MutexGuard<'a, ServerState>) {
+        if state.sending {
+            return;
+        }
+        state.sending = true;
+        loop {
+            let outgoing = state.table.take_outgoing();
+            if outgoing.is_empty() {
+                state.sending = false;
+                return;
             }
+            let mut addressed: Vec<(Arc<Outbox>, Outgoing)> = outgoing
+                .into_iter()
+                .filter_map(|frame| Some((state.members.get(&frame.to)?.outbox.clone(), frame)))
+                .collect();
+            drop(state);
+            // This rank last: the message may end its process, and with it this store. The others must have the message
+            // by then, or they would blame this rank for the effects of another loss.
+            addressed.sort_by_key(|(_, frame)| frame.to as Rank == self.settings.identity.rank);
+            for (outbox, frame) in addressed {
+                // The reader of a connection that fails here notices it too, and knows whether the rank has left.
+                if let Err(error) = outbox.push(frame.id, &frame.body)
+                    && error.kind() != ErrorKind::Closed
+                {
+                    tracing::debug!(rank = frame.to, %error, "could not send to a rank");
+                }
+            }
+            state = lock(&self.state);
         }
     }
 }

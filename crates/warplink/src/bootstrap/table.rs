@@ -11,6 +11,7 @@ use super::outgoing::{Outgoing, body};
 use super::restore::{Content, Restoring};
 use super::values::StoreValues;
 use super::waiters::{Waiter, Waiters};
+use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::sync::Arc;
 
@@ -186,15 +187,18 @@ impl StoreTable {
 
     /// Announces to all that the job is complete, if it is. To be called after the new member was sent its welcome.
     pub(crate) fn announce(&mut self) {
-        // A rank that joins late learns of earlier losses; repeating them to the others has no effect.
+        // A rank that joins late learns of earlier losses, in their order, since the first is the cause; repeating them
+        // to the others has no effect.
+        let mut lost = BTreeMap::new();
         for (rank, state) in (0..).zip(self.members.clone()) {
             match state {
-                MemberState::Lost { reason, .. } => {
-                    self.broadcast(&StoreEvent::Lost { rank, reason })
-                }
+                MemberState::Lost { reason, before } => drop(lost.insert(before, (rank, reason))),
                 MemberState::Left => self.broadcast(&StoreEvent::Left { rank }),
-                _ => {}
+                MemberState::Absent | MemberState::Present => {}
             }
+        }
+        for (rank, reason) in lost.into_values() {
+            self.broadcast(&StoreEvent::Lost { rank, reason });
         }
         if !self.members.contains(&MemberState::Absent) && self.restoring.is_none() {
             let standby = self.standby.clone();

@@ -254,6 +254,22 @@ fn the_rank_that_was_lost_first_is_named() {
 }
 
 #[test]
+fn losses_are_repeated_in_their_order() {
+    let mut table = full(4);
+    table.lose(2, "the cause");
+    table.lose(0, "its effect");
+    table.take_outgoing();
+    table.announce();
+    let sent = table.take_outgoing();
+    let to_one = sent.iter().filter(|frame| frame.to == 1);
+    let lost = to_one.filter_map(|frame| match decode(&frame.body).unwrap() {
+        StoreEvent::Lost { rank, .. } => Some(rank),
+        _ => None,
+    });
+    assert_eq!(lost.collect::<Vec<_>>(), [2, 0]);
+}
+
+#[test]
 fn a_gather_fails_when_a_member_goes() {
     let mut table = full(4);
     let call = |members: &[u32]| gather(members, 0, Purpose::Barrier, &[]);

@@ -38,12 +38,10 @@ impl Losses {
         if let Some(error) = health.group_failure(group.name()) {
             fault.raise(group.in_own_ranks(error));
         }
-        for lost in health.lost() {
-            if group.member(lost).is_some()
-                && let Err(error) = health.check(&[lost])
-            {
-                fault.raise(group.in_own_ranks(error));
-            }
+        let mut lost = health.lost();
+        lost.retain(|&rank| group.member(rank).is_some());
+        if let Err(error) = health.check(&lost) {
+            fault.raise(group.in_own_ranks(error));
         }
     }
 
