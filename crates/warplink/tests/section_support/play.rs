@@ -119,6 +119,8 @@ struct Lane {
     /// The units of the step at hand that are not moved; none before it begins.
     units: Option<Vec<usize>>,
     stores: Vec<Store>,
+    /// How many of `stores` are to each cell, so that most cells need no search.
+    cells: FxHashMap<(usize, usize, usize), usize>,
     /// Values loaded early, by step, source and element.
     early: FxHashMap<(usize, usize, usize), f64>,
 }
@@ -284,12 +286,15 @@ impl Play<'_> {
             Stored::Signal { .. } => place == 0,
             Stored::Cell {
                 place: of, cell, ..
-            } => !stores[..place].iter().any(|other| other.is_at(of, *cell)),
+            } => {
+                let count = self.lanes[rank][lane].stores_to(of, *cell);
+                count == 1 || !stores[..place].iter().any(|other| other.is_at(of, *cell))
+            }
         }
     }
 
     fn land(&mut self, rank: usize, lane: usize, place: usize) {
-        let store = self.lanes[rank][lane].stores.remove(place);
+        let store = self.lanes[rank][lane].take_store(place);
         match store.what {
             Stored::Signal { peer, to } => {
                 self.memory.settle(rank);
@@ -337,7 +342,7 @@ impl Play<'_> {
                     peer: *peer,
                     to: *to,
                 };
-                self.lanes[rank][lane].stores.push(Store { step: id, what });
+                self.lanes[rank][lane].push_store(Store { step: id, what });
             }
             Act::Wait(from) => {
                 let word = self.words.entry((rank, lane, *from)).or_default();
@@ -514,8 +519,7 @@ impl Play<'_> {
                     flag: if packet > 0 { flag } else { 0 },
                     values: some.to_vec(),
                 };
-                let stores = &mut self.lanes[id.rank][id.lane].stores;
-                stores.push(Store { step: id, what });
+                self.lanes[id.rank][id.lane].push_store(Store { step: id, what });
             }
         }
         true
@@ -541,8 +545,40 @@ impl Play<'_> {
 
     /// The first store of a lane to a cell that is on its way.
     fn own_store(&self, id: StepId, place: &Operand, cell: usize) -> Option<usize> {
-        let mut stores = self.lanes[id.rank][id.lane].stores.iter();
-        stores.position(|store| store.is_at(place, cell))
+        let lane = &self.lanes[id.rank][id.lane];
+        if lane.stores_to(place, cell) == 0 {
+            return None;
+        }
+        lane.stores
+            .iter()
+            .position(|store| store.is_at(place, cell))
+    }
+}
+
+impl Lane {
+    fn stores_to(&self, place: &Operand, cell: usize) -> usize {
+        let at = (place.rank, place.memory, cell);
+        self.cells.get(&at).copied().unwrap_or(0)
+    }
+
+    fn push_store(&mut self, store: Store) {
+        if let Stored::Cell { place, cell, .. } = &store.what {
+            *self
+                .cells
+                .entry((place.rank, place.memory, *cell))
+                .or_default() += 1;
+        }
+        self.stores.push(store);
+    }
+
+    fn take_store(&mut self, place: usize) -> Store {
+        let store = self.stores.remove(place);
+        if let Stored::Cell { place, cell, .. } = &store.what
+            && let Some(count) = self.cells.get_mut(&(place.rank, place.memory, *cell))
+        {
+            *count -= 1;
+        }
+        store
     }
 }
 
