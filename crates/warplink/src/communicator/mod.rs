@@ -25,7 +25,7 @@ use crate::p2p::{
 };
 use crate::program::Executor;
 use crate::program::cost::{DeviceDescription, HardwareModel};
-use crate::program::execute::{EngineSource, RankContext};
+use crate::program::execute::{EngineSource, RankContext, ValueNotes};
 use crate::signal::Signals;
 use crate::sync::lock;
 use crate::topology::Topology;
@@ -62,6 +62,8 @@ pub struct Communicator {
     topology: Arc<Mutex<Option<Arc<Topology>>>>,
     /// Those with default options, once joined.
     collectives: Arc<Mutex<Option<Collectives>>>,
+    /// Integers out of range that kernels of its plans have read.
+    value_notes: Arc<ValueNotes>,
     /// Registry of all joined collectives.
     joined_collectives: Arc<collective::JoinedCollectives>,
 }
@@ -140,6 +142,7 @@ impl Communicator {
             made: Arc::default(),
             topology: Arc::default(),
             collectives: Arc::default(),
+            value_notes: Arc::default(),
             joined_collectives: Arc::default(),
         }
     }
@@ -355,8 +358,9 @@ impl Communicator {
     /// [`ErrorKind::PeerLost`], naming the rank, if one is lost; [`ErrorKind::Timeout`], naming a peer and
     /// tag, or a rank that has not called a collective; [`ErrorKind::Mismatch`], with the peer and both
     /// calls, if ranks call different collectives. Calls on the engine path are compared here,
-    /// asynchronously, so an earlier call may be reported. After a timeout, querying the other ranks takes up
-    /// to a second.
+    /// asynchronously, so an earlier call may be reported. [`ErrorKind::InvalidArgument`], with its place, if a
+    /// kernel of a plan read an integer that is out of range, until that plan is dropped. After a timeout,
+    /// querying the other ranks takes up to a second.
     pub fn synchronize(&self, stream: &Stream) -> Result<()> {
         self.synchronize_until(stream, self.deadline())
     }
@@ -374,8 +378,9 @@ impl Communicator {
         // A fault aborts waits, so work that ended because of it must not count as done.
         self.job.device.fault().check()?;
         self.fault.check()?;
-        self.joined_collectives
-            .check_agreement()
+        self.value_notes
+            .check(&**self.device())
+            .and_then(|()| self.joined_collectives.check_agreement())
             .map_err(|error| error.with_rank(self.rank()))
     }
 
@@ -475,6 +480,7 @@ impl Communicator {
             fault: self.fault.clone(),
             timeout: self.job.timeout,
             path: self.job.path,
+            value_notes: self.value_notes.clone(),
         }
     }
 

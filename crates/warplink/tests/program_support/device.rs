@@ -157,7 +157,9 @@ impl Crew {
             orders.push(order);
             let (id, answer) = (id.clone(), answer.clone());
             threads.push(std::thread::spawn(move || {
-                let join = JoinConfig::new(Rendezvous::Id(id), rank, world);
+                let mut join = JoinConfig::new(Rendezvous::Id(id), rank, world);
+                // A rank that gets no processor for a while is not lost.
+                join.heartbeat_limit = limit;
                 let mut config = Config::new(join, DeviceKind::Host);
                 config.path = path;
                 config.device.delays = Some(Delays {

@@ -17,6 +17,7 @@ use crate::p2p::{Direction, Protocol, Transfer, TransferRequest};
 use crate::program::diagnostic::Diagnostic;
 use crate::program::ir::Backend;
 use crate::program::rank_program::{RankProgram, TensorId, TransferInstance};
+use crate::program::section::SectionInstance;
 use std::collections::HashMap;
 use std::sync::Arc;
 
@@ -127,7 +128,14 @@ impl Prepared {
             // Either all ranks have kernels or none has, because they bring the same program.
             let kernels =
                 kernels.map(|kernels| kernels.exchange(&self.context, memory.slices(), |_| true));
-            self.resolve(memory, transfers?, &engines, kernels.transpose()?)
+            let kernels = kernels.transpose()?;
+            let reads_values = |section: &SectionInstance| !section.read_as_values().is_empty();
+            if let Some(kernels) = &kernels
+                && self.program.sections().any(|section| reads_values(section))
+            {
+                self.context.value_notes.watch(&kernels.reach);
+            }
+            self.resolve(memory, transfers?, &engines, kernels)
         });
         self.context.agree_on(resolved)
     }

@@ -1,5 +1,6 @@
 //! Services that an executor uses on its rank.
 
+use super::value_notes::ValueNotes;
 use crate::bootstrap::Group;
 use crate::deadline::Deadline;
 use crate::device::{CollectiveEngine, Device, Fault, InFlight};
@@ -31,6 +32,8 @@ pub(crate) struct RankContext {
     pub(crate) engines: Arc<dyn EngineSource>,
     /// Aborts waits on the communicator's signals.
     pub(crate) fault: Arc<Fault>,
+    /// Integers out of range that its kernels have read.
+    pub(crate) value_notes: Arc<ValueNotes>,
     pub(crate) timeout: Duration,
     /// Transfer path that the communicator prescribes, if it does.
     pub(crate) path: Option<Path>,

@@ -9,7 +9,7 @@ use super::known_steps::KnownSteps;
 use super::lane::{SectionLanes, tell_difference};
 use super::lane_times::LaneTimes;
 use super::memory::{PlanMemory, TensorMemory};
-use super::reach::{Reach, VALUE_NOTE_BYTES};
+use super::reach::Reach;
 use super::section_kernel::SectionKernel;
 use crate::device::{
     AllocationKind, Argument, Device, DeviceSlice, Kernel, KernelResources, Launch, Priority,
@@ -19,7 +19,6 @@ use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::memory::{Region, RemoteRegion};
 use crate::program::rank_program::{RankProgram, TensorId};
 use crate::program::section::{SectionInstance, WorkspaceLayout, kernel_text, traced_kernel_text};
-use crate::program::site::Position;
 use crate::signal::Signals;
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -218,37 +217,6 @@ impl KernelMemory {
 }
 
 impl BoundKernels {
-    /// The value that a lane has read from memory and that is out of its range, if a kernel has noted one. Devices that
-    /// take closures fail the stream instead.
-    pub(super) fn refused_value(&self, device: &dyn Device, world: usize) -> Result<Option<Error>> {
-        let from = Reach::value_note_offset(self.reach.lanes, world);
-        let note = self.reach.state.slice(from..from + VALUE_NOTE_BYTES)?;
-        let mut bytes = [0; VALUE_NOTE_BYTES];
-        device.download(&note, &mut bytes)?;
-        let words = bytes.chunks_exact(8);
-        let words = words.map(|word| {
-            word.iter()
-                .rev()
-                .fold(0, |all, byte| all << 8 | u64::from(*byte))
-        });
-        let [place, value, most, lane, _] = words.collect::<Vec<u64>>()[..] else {
-            return Ok(None);
-        };
-        if place == 0 {
-            return Ok(None);
-        }
-        let position = Position {
-            line: (place >> 32) as u32,
-            column: place as u32,
-        };
-        let message = format!(
-            "{position} (lane = {lane}): a value in memory is {}; expected 0 to {most}",
-            value as i64
-        );
-        let error = Error::invalid(message).with_operation("run a kernel");
-        Ok(Some(error.with_help("check the values that kernels read")))
-    }
-
     /// Compiles and loads a section, and prepares its launch.
     pub(super) fn launch(
         &self,

@@ -34,6 +34,7 @@ mod section_kernel;
 mod timing;
 mod trace;
 mod trace_span;
+mod value_notes;
 mod workspace;
 
 pub(crate) use agreement::Digest;
@@ -46,6 +47,7 @@ pub use plan::{CapturedPlan, Plan};
 pub(crate) use publication::{Published, Tables};
 pub use trace::Trace;
 pub use trace_span::TraceSpan;
+pub(crate) use value_notes::ValueNotes;
 pub(crate) use workspace::{Announced, CodeWanted, SharedKernel, SharedWorkspace};
 
 use super::cost::HardwareModel;

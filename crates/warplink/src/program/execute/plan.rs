@@ -88,18 +88,16 @@ impl Plan {
     }
 
     /// The integer in memory that a kernel of an earlier run has read and that is out of its range, as an error that names
-    /// its place. The lane that read it has stored nothing more, and this rank's lanes no longer wait: the caller ends the
-    /// communicator for the peers that do. Blocks for the time of a small read from the device. On devices that take
-    /// closures, the stream fails with that error instead.
+    /// its place. The lane that read it has stored nothing more, and this rank's lanes no longer wait; peers that wait for
+    /// them run into their timeout. Blocks for the time of a small read from the device. On devices that take closures, the
+    /// stream fails with that error instead. [`Communicator::synchronize`](crate::Communicator::synchronize) calls this for
+    /// all plans; it is for callers who synchronize by other means.
     ///
     /// # Errors
     /// The device's, if the read fails.
     pub fn refused_value(&self) -> Result<Option<Error>> {
-        let PlanParts {
-            context, kernels, ..
-        } = &*self.parts;
-        match kernels {
-            Some(kernels) => kernels.refused_value(&*context.device, context.world()),
+        match &self.parts.kernels {
+            Some(kernels) => kernels.reach.refused_value(&*self.parts.context.device),
             None => Ok(None),
         }
     }
