@@ -63,9 +63,12 @@ impl Executor {
 #[pymethods]
 impl Executor {
     /// Verifies `program` for this world and unrolls it for this rank. `parameters`, `given` and
-    /// `streams` are those of `Program.verify`. Involves no other rank. Raises VerificationError, and
-    /// InvalidArgumentError where the parameters are not what the program requires.
-    #[pyo3(signature = (program, parameters=None, *, given=Vec::new(), streams=2, verify=true))]
+    /// `streams` are those of `Program.verify`. Kernels that wait for other ranks occupy at most
+    /// `multiprocessors` at a time, the same on all ranks; without a limit by default. Involves no other rank.
+    /// Raises VerificationError, and InvalidArgumentError where the parameters are not what the program
+    /// requires or its kernels have more lanes than multiprocessors.
+    #[pyo3(signature = (program, parameters=None, *, given=Vec::new(), streams=2, verify=true, multiprocessors=None))]
+    #[expect(clippy::too_many_arguments, reason = "they are keywords in Python")]
     fn prepare(
         &self,
         py: Python<'_>,
@@ -74,9 +77,14 @@ impl Executor {
         given: Vec<String>,
         streams: usize,
         verify: bool,
+        multiprocessors: Option<usize>,
     ) -> PyResult<Prepared> {
         let (executor, parameters) = (self.executor()?, read_parameters(parameters, given)?);
-        let options = PrepareOptions { streams, verify };
+        let options = PrepareOptions {
+            streams,
+            verify,
+            multiprocessors,
+        };
         let prepared = py
             .detach(|| executor.prepare(&program.0, &parameters, options))
             .map_err(raise)?;

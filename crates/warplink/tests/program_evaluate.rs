@@ -50,6 +50,7 @@ fn compare(comm: &Communicator, program: &Program, parameters: &Parameters, as_g
     let options = PrepareOptions {
         streams: STREAMS,
         verify: true,
+        ..PrepareOptions::default()
     };
     let prepared = comm
         .executor()

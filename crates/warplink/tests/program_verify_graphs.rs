@@ -28,6 +28,7 @@ fn run(comm: &Communicator, program: &Program, says: Option<&str>) -> Vec<f32> {
     let options = PrepareOptions {
         streams: STREAMS,
         verify: true,
+        ..PrepareOptions::default()
     };
     let prepared = comm
         .executor()

@@ -37,6 +37,7 @@ fn run(comm: &Communicator, program: &Program, inputs: usize, outputs: usize) ->
     let options = PrepareOptions {
         streams: 2,
         verify: true,
+        ..PrepareOptions::default()
     };
     let parameters = Parameters::new().with("n", 2);
     let prepared = comm

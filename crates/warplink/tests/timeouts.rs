@@ -182,6 +182,7 @@ fn a_timeout_says_that_the_communicator_can_be_used_and_it_can() {
             let options = PrepareOptions {
                 streams: 1,
                 verify: true,
+                ..PrepareOptions::default()
             };
             let executor = comm.executor();
             let prepared = executor.prepare(&program, &Parameters::new(), options);

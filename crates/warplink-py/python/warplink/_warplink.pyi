@@ -560,6 +560,7 @@ class Executor:
         given: Sequence[str] = ...,
         streams: int = 2,
         verify: bool = True,
+        multiprocessors: int | None = None,
     ) -> Prepared: ...
     def all_gather_matmul(
         self,

@@ -245,6 +245,7 @@ impl Collectives {
                 let options = PrepareOptions {
                     streams: 1,
                     verify: false,
+                    ..PrepareOptions::default()
                 };
                 self.executor().prepare(program, &parameters, options)
             });

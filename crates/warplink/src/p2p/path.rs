@@ -53,12 +53,22 @@ impl TransferKernels {
     /// The same for each of `ranks` ranks that share a device. Together they keep no more multiprocessors than one alone
     /// would: the ranks that they wait for need some as well.
     #[must_use]
-    pub(crate) fn shared_by(mut self, ranks: usize) -> Self {
+    pub(crate) fn shared_by(self, ranks: usize) -> Self {
         let ranks = u32::try_from(ranks).unwrap_or(u32::MAX).max(1);
-        let share = |blocks: u32| (blocks / ranks).max(1);
-        self.packet_blocks = share(self.packet_blocks);
-        for (_, blocks) in &mut self.store_blocks {
-            *blocks = share(*blocks);
+        self.with_blocks(|blocks| blocks / ranks)
+    }
+
+    /// The same with at most `most` blocks, at least one.
+    #[must_use]
+    pub(super) fn at_most(self, most: u32) -> Self {
+        self.with_blocks(|blocks| blocks.min(most))
+    }
+
+    /// The same with other counts of blocks, at least one.
+    fn with_blocks(mut self, blocks: impl Fn(u32) -> u32) -> Self {
+        self.packet_blocks = blocks(self.packet_blocks).max(1);
+        for (_, stored) in &mut self.store_blocks {
+            *stored = blocks(*stored).max(1);
         }
         self
     }
@@ -205,6 +215,23 @@ mod tests {
                     )),
                     _ => assert_eq!(without, flow),
                 }
+            }
+        }
+    }
+
+    #[test]
+    fn a_limit_of_blocks_holds_for_every_length() {
+        for most in [1, 3, 64, 1000] {
+            for bytes in [1, 4 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 64 << 20] {
+                let blocks = |kernels: TransferKernels| {
+                    Flow::new(Path::Multiprocessors, Protocol::Put, bytes, &kernels).arrivals()
+                };
+                let free = blocks(kernels());
+                let limited = blocks(kernels().at_most(most));
+                assert!(
+                    (1..=free.min(most.into())).contains(&limited),
+                    "{most}, {bytes}"
+                );
             }
         }
     }

@@ -77,6 +77,7 @@ pub struct TransferRequest {
     pub(super) tag: u64,
     pub(super) protocol: Option<Protocol>,
     pub(super) path: Option<Path>,
+    pub(super) most_blocks: Option<u32>,
 }
 
 impl TransferRequest {
@@ -98,6 +99,7 @@ impl TransferRequest {
             tag,
             protocol: None,
             path: None,
+            most_blocks: None,
         }
     }
 
@@ -110,6 +112,7 @@ impl TransferRequest {
             tag,
             protocol: None,
             path: None,
+            most_blocks: None,
         }
     }
 
@@ -124,6 +127,7 @@ impl TransferRequest {
             tag,
             protocol: Some(Protocol::Put),
             path: None,
+            most_blocks: None,
         }
     }
 
@@ -138,6 +142,13 @@ impl TransferRequest {
     /// ([`Config::path`](crate::Config::path)).
     pub fn with_path(mut self, path: Path) -> Self {
         self.path = Some(path);
+        self
+    }
+
+    /// Limits the multiprocessors that the kernels of this transfer occupy at each end, the same on both ranks. At
+    /// least one; without a limit, the hardware model decides.
+    pub fn with_multiprocessors(mut self, most: usize) -> Self {
+        self.most_blocks = Some(u32::try_from(most).unwrap_or(u32::MAX));
         self
     }
 }

@@ -246,6 +246,7 @@ impl Rank<'_> {
         let options = PrepareOptions {
             streams: order.streams,
             verify: false,
+            ..PrepareOptions::default()
         };
         let prepared = self
             .executor

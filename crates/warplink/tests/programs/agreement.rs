@@ -58,6 +58,7 @@ fn run(comm: &Communicator, sample: &Sample, how: How, limit: Duration) -> Outpu
     let options = PrepareOptions {
         streams: sample.streams,
         verify: false,
+        ..PrepareOptions::default()
     };
     let prepared = comm
         .executor()

@@ -330,3 +330,47 @@ fn a_rank_that_cannot_plan_an_overlap_tells_all() {
         }
     });
 }
+
+const TWO_KERNELS: &str = "program two(n) {
+    input X: f32[n]
+    output Y: f32[n]
+    output Z: f32[n]
+    kernel lane in 0..4 threads 32 { Y[lane of 4] = copy(X[lane of 4]) }
+    set_stream pool(0)
+    synchronize caller
+    kernel lane in 0..2 threads 32 { Z[lane of 2] = copy(X[lane of 2]) }
+    set_stream caller
+    synchronize pool(0)
+}";
+
+#[test]
+fn lanes_beyond_the_limit_of_multiprocessors_are_refused() {
+    threads(2, |comm| {
+        let program = Program::parse(TWO_KERNELS).unwrap();
+        let prepare = |most| {
+            let options = PrepareOptions {
+                multiprocessors: Some(most),
+                ..PrepareOptions::default()
+            };
+            comm.executor()
+                .prepare(&program, &[("n", 64)].into(), options)
+        };
+        for most in [1, 4, 5] {
+            let error = prepare(most).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::InvalidArgument);
+            let most = format!("expected at most {most} multiprocessors");
+            assert_says(
+                &error,
+                &["line 5 has 4 lanes", "other streams have 2", &most],
+            );
+        }
+        // Ranks that differ would wait for each other with different numbers of blocks.
+        let prepared = prepare(6 + comm.rank()).unwrap();
+        let bindings = ["X", "Y", "Z"].map(|name| (name.to_owned(), allocate(comm, 256)));
+        let bindings = bindings.into();
+        let error = prepared.bind(&bindings).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Mismatch);
+        assert_says(&error, &["multiprocessors = 7", "multiprocessors = 6"]);
+        prepare(6).unwrap().bind(&bindings).unwrap();
+    });
+}

@@ -212,6 +212,7 @@ fn replay(comm: &Communicator, program: &Program, n: usize, rounds: usize, most:
     let options = PrepareOptions {
         streams: 1,
         verify: true,
+        ..PrepareOptions::default()
     };
     let (rank, device) = (comm.rank(), comm.device());
     let prepared = comm

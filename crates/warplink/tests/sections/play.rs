@@ -108,6 +108,7 @@ pub(crate) fn play_with<'a>(
     let options = PrepareOptions {
         streams: 2,
         verify: launches.verify,
+        ..PrepareOptions::default()
     };
     let executor = comm.executor();
     let prepared = executor

@@ -15,6 +15,7 @@ fn traced(comm: &Communicator, name: &str) -> Option<Vec<TraceSpan>> {
     let options = PrepareOptions {
         streams: 1,
         verify: true,
+        ..PrepareOptions::default()
     };
     let executor = comm.executor();
     let prepared = executor.prepare(&program, &parameters, options).unwrap();

@@ -43,6 +43,9 @@ pub(super) struct Run {
     /// Announced tensor that kernels are to take for out of reach, on the host device; may be repeated
     #[arg(long, value_name = "TENSOR")]
     unreachable: Vec<String>,
+    /// Maximum multiprocessors of kernels that wait for other ranks; a program with more lanes is refused
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
+    multiprocessors: Option<u16>,
     /// Run even if the verifier finds violations; the program may hang until the timeout
     #[arg(long)]
     unverified: bool,
@@ -207,6 +210,7 @@ impl Run {
         let options = PrepareOptions {
             streams: self.source.streams.into(),
             verify: !self.unverified,
+            multiprocessors: self.multiprocessors.map(usize::from),
         };
         let prepared = executor
             .prepare(&text.program, &text.parameters, options)?

@@ -8,6 +8,7 @@ use crate::p2p::path::{Flow, Path, TransferKernels};
 use crate::p2p::protocol::Protocol;
 use crate::p2p::request::{Direction, TransferRequest};
 use crate::signal::Slot;
+use std::borrow::Cow;
 use std::fmt;
 use std::sync::OnceLock;
 
@@ -67,8 +68,11 @@ impl TransferExchange {
                 Path::CopyEngine | Path::Fastest | Path::OneBlock => Ok(Flow::Streams),
             };
         }
-        let kernels = self.paths.kernels()?;
-        let flow = Flow::new(path, protocol, request.buffer.bytes(), kernels);
+        let mut kernels = Cow::Borrowed(self.paths.kernels()?);
+        if let Some(most) = request.most_blocks {
+            kernels = Cow::Owned(kernels.into_owned().at_most(most));
+        }
+        let flow = Flow::new(path, protocol, request.buffer.bytes(), &kernels);
         let job_peer = self.pairs.group.job_rank(request.peer)?;
         if self.pairs.memory.access(job_peer)?.atomics {
             return Ok(flow);
@@ -155,8 +159,9 @@ pub(super) fn agreed(end: &End, offer: &EndOffer) -> Result<Flow> {
             "this rank moves the bytes by {}, the peer by {}",
             end.flow, offer.flow
         );
-        return Err(Error::new(ErrorKind::Mismatch, what)
-            .with_help("give every rank the same hardware model"));
+        return Err(Error::new(ErrorKind::Mismatch, what).with_help(
+            "give every rank the same hardware model and the same limit of multiprocessors",
+        ));
     }
     Ok(end.flow)
 }

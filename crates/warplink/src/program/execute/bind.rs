@@ -33,6 +33,8 @@ pub struct Prepared {
     pub(super) uses_engine_of_all: bool,
     // Whether kernels at both ends may perform the transfers of all ranks, so that all choose the same path.
     pub(super) suits_transfer_kernels: bool,
+    // Limit for the kernels of a transfer.
+    pub(super) multiprocessors_per_transfer: Option<usize>,
     pub(super) eager_only: Option<Arc<Diagnostic>>,
 }
 
@@ -245,7 +247,11 @@ impl Prepared {
                 Direction::Send => TransferRequest::send(&part, transfer.peer, tag),
                 Direction::Receive => TransferRequest::receive(&part, transfer.peer, tag),
             };
-            requests.push(request.with_protocol(protocol).with_path(path));
+            let request = request.with_protocol(protocol).with_path(path);
+            requests.push(match self.multiprocessors_per_transfer {
+                Some(most) => request.with_multiprocessors(most),
+                None => request,
+            });
         }
         Ok(requests)
     }

@@ -58,6 +58,7 @@ use super::{refused, unroll, verify};
 use crate::device::{CollectiveEngine, Device, Priority, Stream};
 use crate::error::{Error, Rank, Result};
 use pool::Pool;
+use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::{Arc, OnceLock};
 
@@ -68,14 +69,20 @@ pub struct PrepareOptions {
     pub streams: usize,
     /// Whether to verify the program first. Without verification, a faulty program can be run to observe its failure.
     pub verify: bool,
+    /// Most multiprocessors that kernels which wait for other ranks may occupy at a time, equal on all ranks; without a
+    /// limit by default. Lanes of kernel sections count by the streams that they run on, and a program with more is
+    /// refused; transfers, which any stream may have at a time, share the limit, one multiprocessor each at least. Matmuls,
+    /// copies and sums do not wait and have no limit; the collective engine has its own.
+    pub multiprocessors: Option<usize>,
 }
 
 impl Default for PrepareOptions {
-    /// Two streams, with verification.
+    /// Two streams, with verification and without a limit.
     fn default() -> Self {
         Self {
             streams: 2,
             verify: true,
+            multiprocessors: None,
         }
     }
 }
@@ -188,7 +195,7 @@ impl Executor {
     /// # Errors
     /// [`ErrorKind::Verification`](crate::ErrorKind::Verification) with every diagnostic, if the program fails;
     /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) if the parameters do not match its
-    /// declaration.
+    /// declaration, or if its kernel sections have more lanes than the options allow.
     pub fn prepare(
         &self,
         program: &Program,
@@ -220,15 +227,51 @@ impl Executor {
                 )
             }
         };
+        let mut digest = Digest::of(program, parameters, options.streams)?;
+        if let Some(most) = options.multiprocessors {
+            check_lanes(&rank_program, most).map_err(|error| {
+                error
+                    .with_operation(format!("prepare '{}'", program.name))
+                    .with_rank(rank)
+            })?;
+            digest = digest.with("multiprocessors", most);
+        }
+        // The caller's stream can have a transfer as well.
+        let per_transfer = |most: usize| most / (options.streams + 1);
         Ok(Prepared {
             context: self.context.clone(),
             pool: self.pool.clone(),
             name: program.name.clone(),
             program: Arc::new(rank_program),
-            digest: Arc::new(Digest::of(program, parameters, options.streams)?),
+            digest: Arc::new(digest),
             uses_engine_of_all,
             suits_transfer_kernels,
+            multiprocessors_per_transfer: options.multiprocessors.map(per_transfer),
             eager_only: report.and_then(|report| report.eager_only).map(Arc::new),
         })
     }
+}
+
+/// Fails if lanes of kernel sections that can run at a time are more than `most`.
+fn check_lanes(program: &RankProgram, most: usize) -> Result<()> {
+    let mut by_stream: BTreeMap<usize, (usize, u32)> = BTreeMap::new();
+    for operation in &program.operations {
+        if let Some(section) = operation.kind.section() {
+            let largest = by_stream.entry(operation.stream).or_default();
+            *largest = (*largest).max((section.lanes, operation.site.line));
+        }
+    }
+    let all: usize = by_stream.values().map(|(lanes, _)| lanes).sum();
+    let Some((lanes, line)) = by_stream.into_values().max().filter(|_| all > most) else {
+        return Ok(());
+    };
+    let others = match all - lanes {
+        0 => String::new(),
+        others => format!(", and kernels on other streams have {others}"),
+    };
+    let message = format!(
+        "the kernel in line {line} has {lanes} lanes{others}; expected at most {most} multiprocessors"
+    );
+    let help = "give the program fewer lanes, or allow more multiprocessors";
+    Err(Error::invalid(message).with_help(help))
 }

@@ -248,6 +248,7 @@ impl Section {
         let options = PrepareOptions {
             streams: self.source.streams.into(),
             verify: !self.unverified,
+            ..PrepareOptions::default()
         };
         // The element type is known when the program is unrolled for some length.
         parameters.insert(self.length.as_str(), 1);
