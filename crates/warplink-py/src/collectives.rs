@@ -399,6 +399,18 @@ impl Collectives {
         Ok(())
     }
 
+    /// `send_receive` of bytes between memory of the device: sends and receives are `(peer, (address, nbytes))` each. The
+    /// caller keeps the memory until the stream is past it. Raises what send_receive raises.
+    fn send_receive_at(
+        &self,
+        py: Python<'_>,
+        stream: &Stream,
+        sends: Vec<(Rank, (u64, usize))>,
+        receives: Vec<(Rank, (u64, usize))>,
+    ) -> PyResult<()> {
+        self.messages_at(py, stream, &sends, &receives)
+    }
+
     /// Part p of `target` becomes this rank's part of rank p's `source`, for each rank, of a length of its own.
     ///
     /// `target_counts` and `source_counts` say how many elements the part of each rank has, in rank order, and

@@ -6,7 +6,7 @@ use crate::errors::{invalid, raise};
 use crate::parts::{Cut, check_counts, unit};
 use crate::stream::Stream;
 use pyo3::prelude::*;
-use warplink::collective::{Call, CollectiveKind};
+use warplink::collective::{Call, CollectiveKind, Message};
 use warplink::{DType, Rank};
 
 impl Collectives {
@@ -88,6 +88,32 @@ impl Collectives {
             inner.all_to_all_v(output, (&source, sent.parts()), DType::U8, live)
         })
         .map_err(raise)?;
+        self.watched.made();
+        Ok(())
+    }
+
+    /// Implementation of `send_receive_at`.
+    pub(crate) fn messages_at(
+        &self,
+        py: Python<'_>,
+        stream: &Stream,
+        sends: &[(Rank, (u64, usize))],
+        receives: &[(Rank, (u64, usize))],
+    ) -> PyResult<()> {
+        let (inner, live) = (self.inner()?, stream.live()?);
+        let memory = |&(peer, (address, bytes)): &(Rank, (u64, usize))| match bytes {
+            0 => Ok((peer, self.nothing.clone())),
+            _ => Ok((peer, self.place.borrow_unowned(address, bytes)?)),
+        };
+        let sends: Vec<_> = sends.iter().map(memory).collect::<PyResult<_>>()?;
+        let receives: Vec<_> = receives.iter().map(memory).collect::<PyResult<_>>()?;
+        let sends = sends.iter().map(|(peer, data)| Message::send(*peer, data));
+        let receives = receives
+            .iter()
+            .map(|(peer, data)| Message::receive(*peer, data));
+        let messages: Vec<Message<'_>> = sends.chain(receives).collect();
+        py.detach(|| inner.send_receive(&messages, live))
+            .map_err(raise)?;
         self.watched.made();
         Ok(())
     }

@@ -437,6 +437,12 @@ class Collectives:
         sends: Sequence[tuple[int, _Array]] = ...,
         receives: Sequence[tuple[int, _Array]] = ...,
     ) -> None: ...
+    def send_receive_at(
+        self,
+        stream: Stream,
+        sends: Sequence[tuple[int, tuple[int, int]]],
+        receives: Sequence[tuple[int, tuple[int, int]]],
+    ) -> None: ...
     def all_to_all_v(
         self,
         stream: Stream,

@@ -17,7 +17,7 @@ import warplink
 from warplink.errors import ClosedError, InvalidArgumentError, UnsupportedError, WarplinkError
 from warplink.torch import error_handling, profiling
 from warplink.torch.agreement import made_by_all
-from warplink.torch.arithmetic import as_bytes, readable, settle, writable
+from warplink.torch.arithmetic import readable, settle, writable
 from warplink.torch.shapes import check_plain
 from warplink.torch.works import GpuWork, HostWork, Worker, Works
 from warplink.torch.workspace import Workspace, is_recording
@@ -97,10 +97,10 @@ class HostBatches:
 
         def body() -> list[torch.Tensor]:
             held = [readable(m.tensor) if m.sends else writable(m.tensor) for m in messages]
-            batch = [(m.peer, m.sends, as_bytes(data)) for m, data in zip(messages, held)]
+            batch = [(m.peer, m.sends, _place(data)) for m, data in zip(messages, held)]
             collectives = self._collectives
             for sends, receives in rounds(batch, collectives.size, collectives.max_messages):
-                collectives.send_receive(self._stream, sends, receives)
+                collectives.send_receive_at(self._stream, sends, receives)
             self._stream.synchronize(limit)
             for message, data in zip(messages, held):
                 if not message.sends:
@@ -152,11 +152,11 @@ class GpuMessages:
         """Does all ``messages`` at the same time."""
 
         def call(stream: warplink.Stream, sources: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
-            sent, received = iter(self._memory(sources)), iter(self._memory(targets))
-            batch = [(m.peer, m.sends, next(sent if m.sends else received)) for m in messages]
+            sent, received = iter(sources), iter(targets)
+            batch = [(m.peer, m.sends, _place(next(sent if m.sends else received))) for m in messages]
             collectives = self._collectives
             for sends, receives in rounds(batch, collectives.size, collectives.max_messages):
-                collectives.send_receive(stream, sends, receives)
+                collectives.send_receive_at(stream, sends, receives)
 
         sends = [m.tensor for m in messages if m.sends]
         receives = [m.tensor for m in messages if not m.sends]
@@ -168,8 +168,8 @@ class GpuMessages:
         """``outputs[p]`` becomes rank p's ``inputs[this rank]``."""
 
         def call(stream: warplink.Stream, sources: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
-            sent, received = self._memory(sources), self._memory(targets)
-            self._collectives.send_receive(stream, list(enumerate(sent)), list(enumerate(received)))
+            sends, receives = enumerate(map(_place, sources)), enumerate(map(_place, targets))
+            self._collectives.send_receive_at(stream, list(sends), list(receives))
 
         return self._enqueue("all_to_all", outputs, inputs, call, asynchronous)
 
@@ -336,12 +336,10 @@ class GpuMessages:
             self._told = True
             raise
 
-    def _memory(self, tensors: list[torch.Tensor]) -> list[Any]:
-        """The bytes of contiguous tensors as arrays, which PyTorch keeps until the stream is past them."""
-        view_at = self._space.communicator.view_at
-        return [
-            view_at(t.data_ptr(), [t.nbytes], "u8") if t.nbytes else as_bytes(t) for t in tensors
-        ]
+
+def _place(tensor: torch.Tensor) -> tuple[int, int]:
+    """Address and bytes of a contiguous tensor, which PyTorch keeps until the stream is past it."""
+    return tensor.data_ptr(), tensor.nbytes
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
