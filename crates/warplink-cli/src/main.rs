@@ -6,6 +6,7 @@ mod launch;
 mod memory;
 mod names;
 mod options;
+mod process;
 mod report;
 
 use anyhow::Result;

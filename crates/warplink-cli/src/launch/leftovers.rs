@@ -3,13 +3,14 @@
 //! They are found in two ways: the launcher, and after it the guard, is their *subreaper*, so orphans become
 //! its children; and they inherit an environment variable with the mark of their launch.
 
+use crate::process::entries;
 use anyhow::{Result, anyhow};
 use rustix::io::Errno;
 use rustix::process::{
     Pid, PidfdFlags, Signal, WaitOptions, getpid, kill_process, pidfd_open, pidfd_send_signal,
     set_child_subreaper, waitpid,
 };
-use std::os::unix::ffi::OsStrExt;
+use std::fs::DirEntry;
 use std::process::Command;
 use std::time::Duration;
 
@@ -108,17 +109,9 @@ fn kill(also: impl Fn(Pid) -> bool) {
 
 /// All processes of this machine.
 fn processes() -> Vec<Pid> {
-    let Ok(entries) = std::fs::read_dir("/proc") else {
-        return Vec::new();
-    };
-    entries
-        .flatten()
-        .filter_map(|entry| {
-            let name = entry.file_name();
-            let number = std::str::from_utf8(name.as_bytes()).ok()?.parse().ok()?;
-            Pid::from_raw(number)
-        })
-        .collect()
+    let number = |entry: DirEntry| entry.file_name().to_str()?.parse().ok();
+    let numbers = entries("/proc").filter_map(number);
+    numbers.filter_map(Pid::from_raw).collect()
 }
 
 /// Fields of `/proc/PID/stat` after the name: state and parent.
@@ -134,6 +127,11 @@ fn stat(pid: Pid) -> Option<(char, Option<Pid>)> {
 
 fn parent(pid: Pid) -> Option<Pid> {
     stat(pid)?.1
+}
+
+/// Whether a process has exited but was not reaped.
+pub(super) fn is_zombie(pid: Pid) -> bool {
+    stat(pid).is_some_and(|(state, _)| state == 'Z')
 }
 
 /// Whether a process is stopped, by a signal or debugger.

@@ -17,7 +17,7 @@ mod service_control;
 mod supervise;
 
 pub(crate) use environment::Variable;
-pub(crate) use gpu_service::queues_of_each;
+pub(crate) use gpu_service::GpuAssignment;
 pub(crate) use guard::{ending_signals, follow, guard, is_guarded};
 pub(crate) use outcome::Outcome;
 pub(crate) use rank::{RANK_COMMAND, RankArgs, become_rank};
@@ -26,7 +26,7 @@ pub(crate) use service_control::ServiceControl;
 use crate::report;
 use anyhow::Result;
 use environment::Environment;
-use gpu_service::{GpuService, GpuSharing};
+use gpu_service::GpuService;
 use leftovers::ProcessMark;
 use output::{Printer, Target};
 use rank::Ranks;
@@ -69,9 +69,6 @@ pub(crate) enum Output {
     Rank0Only,
     /// The same, but standard output of ranks is captured in the [`Outcome`].
     Kept,
-    /// Every rank writes directly to the launcher's streams.
-    #[expect(dead_code, reason = "for the subcommands that start themselves")]
-    Inherit,
 }
 
 /// Runs the plan until every rank has exited and none of its descendants is left.
@@ -92,23 +89,23 @@ pub(crate) fn run(plan: &LaunchPlan) -> Result<Outcome> {
             ));
         }
     };
-    let sharing = plan.ranks_per_gpu;
-    let sharing = sharing
-        .map(|each| GpuSharing::new(plan.ranks, each))
-        .transpose()?;
+    let gpus = match plan.ranks_per_gpu {
+        Some(_) => Some(GpuAssignment::new(plan.ranks, plan.ranks_per_gpu, None)?),
+        None => None,
+    };
     let supervisor = supervise::Supervisor::new(plan.consequence)?;
     let environment = Environment::new(plan.ranks)?;
     let printer = Arc::new(Printer::new());
     let mark = ProcessMark::new()?;
     let mut ranks = Ranks::new(plan.ranks, mark.clone());
-    if sharing.is_some() {
+    if gpus.is_some() {
         ranks.share(GpuService::start(&mark)?);
     }
     for rank in 0..plan.ranks {
         let mut command = rank::command(&program, &plan.args);
         environment.apply(rank, &mut command);
-        if let Some(sharing) = &sharing {
-            sharing.apply(rank, &mut command);
+        if let Some(gpus) = &gpus {
+            gpus.apply(rank, 1, &mut command);
         }
         ranks.apply_service(&mut command);
         environment.apply_extra(rank, &plan.env, &mut command);
@@ -157,7 +154,7 @@ fn targets(output: Output, rank: usize) -> [OutputStream; 2] {
     match (output, rank) {
         (Output::Prefixed, _) => [Prefixed(Target::Stdout), Prefixed(Target::Stderr)],
         (Output::PrefixedToStderr, _) => [Prefixed(Target::Stderr), Prefixed(Target::Stderr)],
-        (Output::Rank0Only, 0) | (Output::Inherit, _) => [Inherited, Inherited],
+        (Output::Rank0Only, 0) => [Inherited, Inherited],
         (Output::Kept, 0) => [Kept, Inherited],
         (Output::Kept, _) => [Kept, Prefixed(Target::Stderr)],
         (Output::Rank0Only, _) => [Dropped, Prefixed(Target::Stderr)],

@@ -4,7 +4,9 @@
 //! process while the server works for it may break the server; the daemon starts another when it is gone.
 
 use super::environment::find_program;
-use super::leftovers::ProcessMark;
+use super::gpu_service::VISIBLE;
+use super::leftovers::{ProcessMark, is_zombie};
+use crate::process::{exit_within, poll};
 use anyhow::{Context, Result, anyhow, ensure};
 use rustix::io::Errno;
 use rustix::process::{Pid, Signal, kill_process, test_kill_process};
@@ -14,8 +16,7 @@ use std::io::{Read, Write};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
-use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 /// Control command of the service.
 const CONTROL: &str = "nvidia-cuda-mps-control";
@@ -28,13 +29,10 @@ const FOLDERS: [&str; 6] = [
     "/opt/nvidia/bin",
     "/run/nvidia/driver/usr/bin",
 ];
-/// Selects the GPUs visible to a process.
-const VISIBLE: &str = "CUDA_VISIBLE_DEVICES";
 /// Time limit for an answer of the service.
 const MAX_ANSWER: Duration = Duration::from_secs(5);
 /// Time limit for a server to end, after a request or kill.
 const MAX_END: Duration = Duration::from_secs(5);
-const POLL_INTERVAL: Duration = Duration::from_millis(5);
 
 /// Control command of one service.
 #[derive(Clone, Debug)]
@@ -138,40 +136,19 @@ impl ServiceControl {
 
 /// Whether `child` succeeds in time; it is killed otherwise.
 fn ends_well(child: &mut Child) -> bool {
-    let until = Instant::now() + MAX_ANSWER;
-    loop {
-        match child.try_wait() {
-            Ok(Some(status)) => return status.success(),
-            Ok(None) if Instant::now() < until => thread::sleep(POLL_INTERVAL),
-            _ => {
-                let _ = child.kill();
-                let _ = child.wait();
-                return false;
-            }
-        }
+    let status = exit_within(child, MAX_ANSWER);
+    if status.is_none() {
+        let _ = child.kill();
+        let _ = child.wait();
     }
+    status.is_some_and(|status| status.success())
 }
 
 /// Waits for the exit of a process that is not a child; returns whether it exited.
 fn has_ended(process: Pid) -> bool {
-    let until = Instant::now() + MAX_END;
-    loop {
-        // A zombie holds no resources of the GPU any more, though nobody has reaped it.
-        let ended = is_zombie(process) || test_kill_process(process) == Err(Errno::SRCH);
-        if ended || Instant::now() > until {
-            return ended;
-        }
-        thread::sleep(POLL_INTERVAL);
-    }
-}
-
-/// Whether a process has exited but was not reaped.
-fn is_zombie(process: Pid) -> bool {
-    let stat = std::fs::read_to_string(format!("/proc/{}/stat", process.as_raw_nonzero()));
-    stat.is_ok_and(|text| {
-        text.rsplit_once(") ")
-            .is_some_and(|(_, rest)| rest.starts_with('Z'))
-    })
+    // A zombie holds no resources of the GPU any more, though nobody has reaped it.
+    let ended = || is_zombie(process) || test_kill_process(process) == Err(Errno::SRCH);
+    poll(MAX_END, || ended().then_some(())).is_some()
 }
 
 fn find_in(search: &OsStr, folders: &[&str]) -> Result<PathBuf> {

@@ -123,7 +123,7 @@ impl From<&anyhow::Error> for JsonError {
             .or_else(|| error.downcast_ref::<warplink::Error>());
         let system = error.downcast_ref::<io::Error>();
         let kind = match (library, system) {
-            (Some(error), _) => kebab_case(&format!("{:?}", error.kind())),
+            (Some(error), _) => error.kind().name().replace('_', "-"),
             (None, Some(_)) => "io".to_owned(),
             // Anything the command itself rejects is an argument.
             (None, None) => "invalid-argument".to_owned(),
@@ -149,18 +149,6 @@ pub(crate) fn is_consequence(error: &anyhow::Error) -> bool {
         kind,
         Some(ErrorKind::PeerLost | ErrorKind::PeerLeft | ErrorKind::PeerFailed)
     )
-}
-
-/// Converts `InvalidArgument` to `invalid-argument`.
-fn kebab_case(name: &str) -> String {
-    let mut text = String::new();
-    for letter in name.chars() {
-        if letter.is_uppercase() && !text.is_empty() {
-            text.push('-');
-        }
-        text.extend(letter.to_lowercase());
-    }
-    text
 }
 
 /// Prints an error on standard error, and with `json` also as an object in place of the result.

@@ -9,7 +9,7 @@ use rustix::io::Errno;
 use std::fs::{self, File};
 use std::io::{self, ErrorKind, Write};
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicUsize, Ordering};
+use tempfile::NamedTempFile;
 use warplink::program::Trace;
 
 /// Maximum chain of symbolic links, as in the kernel.
@@ -33,7 +33,7 @@ pub(crate) fn check_output(path: &Path) -> Result<()> {
             if file.exists() {
                 File::options().append(true).open(&file)?;
             }
-            match Partial::beside(&file) {
+            match partial(&file) {
                 Err(error) if in_place_instead(&error) && file.exists() => Ok(()),
                 made => made.map(drop),
             }
@@ -88,16 +88,17 @@ fn missing(path: &Path) -> io::Result<Target> {
 
 /// Replaces or creates a file.
 fn replace(path: &Path, bytes: &[u8]) -> io::Result<()> {
-    let mut partial = Partial::beside(path)?;
+    let mut partial = partial(path)?;
     if let Ok(metadata) = fs::metadata(path) {
         // A rename does not require write permission on the file, so check that first.
         File::options().append(true).open(path)?;
-        partial.file.set_permissions(metadata.permissions())?;
+        partial.as_file().set_permissions(metadata.permissions())?;
     }
-    partial.file.write_all(bytes)?;
+    partial.write_all(bytes)?;
     // Some file systems report a full disk only on sync.
-    partial.file.sync_all()?;
-    fs::rename(&partial.path, path)
+    partial.as_file().sync_all()?;
+    partial.persist(path)?;
+    Ok(())
 }
 
 /// Overwrites a file in place; truncates it on failure.
@@ -118,33 +119,21 @@ fn in_place_instead(error: &io::Error) -> bool {
     )
 }
 
-/// Temporary file to be renamed. Removed on drop if it was not.
-#[derive(Debug)]
-struct Partial {
-    file: File,
-    path: PathBuf,
-}
-
-impl Partial {
-    fn beside(path: &Path) -> io::Result<Self> {
-        static NEXT: AtomicUsize = AtomicUsize::new(0);
-        if path.file_name().is_none() {
-            return Err(ErrorKind::InvalidFilename.into());
-        }
-        // Relaxed: only uniqueness matters.
-        let number = NEXT.fetch_add(1, Ordering::Relaxed);
-        let name = format!(".warplink-{}-{number}.partial", std::process::id());
-        let path = path.with_file_name(name);
-        let file = File::create_new(&path)?;
-        Ok(Self { file, path })
+/// A temporary file in the directory of `path`, to be renamed to it.
+fn partial(path: &Path) -> io::Result<NamedTempFile> {
+    if path.file_name().is_none() {
+        return Err(ErrorKind::InvalidFilename.into());
     }
-}
-
-impl Drop for Partial {
-    fn drop(&mut self) {
-        // Already gone after a rename.
-        let _ = fs::remove_file(&self.path);
-    }
+    let directory = path
+        .parent()
+        .filter(|parent| !parent.as_os_str().is_empty());
+    tempfile::Builder::new()
+        .prefix(".warplink-")
+        .suffix(".partial")
+        // Not `tempfile_in`, whose files are private.
+        .make_in(directory.unwrap_or(Path::new(".")), |path| {
+            File::create_new(path)
+        })
 }
 
 #[cfg(test)]

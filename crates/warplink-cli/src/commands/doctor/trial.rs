@@ -5,13 +5,12 @@
 
 use super::steps::{CheckStep, GEMM, RankReport, TrialKind, VIRTUAL};
 use super::{Found, Prerequisite};
+use crate::process::{exit_within, read_all};
 use crate::report::counted;
 use anyhow::{Context, Result, ensure};
 use clap::ValueEnum;
-use std::io::Read;
 use std::process::{Command, Stdio};
-use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 use warplink::DeviceKind;
 
 /// Hidden subcommand of a trial's rank.
@@ -146,42 +145,22 @@ fn run_ranks(kind: DeviceKind, ranks: usize, what: TrialKind) -> Result<Vec<Rank
         .stderr(Stdio::piped())
         .spawn()
         .context("start ranks")?;
-    // Read concurrently, so that a full pipe does not block the ranks.
-    let out = child.stdout.take().map(read_all);
-    let err = child.stderr.take().map(read_all);
-    let end = Instant::now() + TRIAL_TIMEOUT;
-    let status = loop {
-        if let Some(status) = child.try_wait().context("wait for the ranks")? {
-            break Some(status);
-        }
-        if Instant::now() >= end {
-            // The launcher's guard then ends the ranks.
-            let _ = child.kill();
-            let _ = child.wait();
-            break None;
-        }
-        thread::sleep(Duration::from_millis(10));
-    };
-    let text = |reader: Option<thread::JoinHandle<String>>| {
-        reader
-            .and_then(|reader| reader.join().ok())
-            .unwrap_or_default()
-    };
-    let (out, err) = (text(out), text(err));
+    let (out, err) = (
+        read_all(child.stdout.take())?,
+        read_all(child.stderr.take())?,
+    );
+    let status = exit_within(&mut child, TRIAL_TIMEOUT);
+    if status.is_none() {
+        // The launcher's guard then ends the ranks.
+        let _ = child.kill();
+        let _ = child.wait();
+    }
+    let [out, err] = [out, err].map(|output| output.join().unwrap_or_default());
     tracing::info!(%err, "output of the ranks");
     let status =
         status.with_context(|| format!("the ranks did not end within {TRIAL_TIMEOUT:?}"))?;
     ensure!(status.success(), "{}", first_complaint(&err));
     parse(&out, ranks)
-}
-
-fn read_all(mut pipe: impl Read + Send + 'static) -> thread::JoinHandle<String> {
-    thread::spawn(move || {
-        let mut text = Vec::new();
-        // Output before the pipe broke is still useful.
-        let _ = pipe.read_to_end(&mut text);
-        String::from_utf8_lossy(&text).into_owned()
-    })
 }
 
 /// Parses the reports in the ranks' prefixed lines, in rank order.

@@ -1,44 +1,42 @@
 //! The ranks of one cell: started, watched and ended.
 
 use super::cell::{Cell, Fault, RankReport, Said};
-use super::gpus::Gpus;
-use super::port::Port;
 use super::rank::FAULT_RANK_COMMAND;
 use super::relay::Relay;
+use crate::launch::GpuAssignment;
 use crate::names::name_of;
+use crate::process::{entries, exit_within, poll, read_all};
 use anyhow::{Context, Result};
 use rustix::process::{Pid, Signal, kill_process};
-use std::io::{BufRead, BufReader, Read};
-use std::net::SocketAddr;
+use std::io::{BufRead, BufReader};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, ExitStatus, Stdio};
+use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
-use std::thread;
+use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 use warplink::DeviceKind;
+use warplink::bootstrap::UniqueId;
 
-/// The longest that a cell takes.
+/// Time limit of a cell.
 const LIMIT: Duration = Duration::from_secs(60);
 
-/// The longest that a process takes to end once it has said all, and again once it was killed: a GPU's
-/// driver may hold it.
+/// Time limit for a process to exit after its report, and again after it was killed: a GPU's driver may delay
+/// its exit.
 const MAX_END: Duration = Duration::from_secs(10);
 
-/// Between two looks at whether a process has ended.
-const POLL_INTERVAL: Duration = Duration::from_millis(5);
-
-/// Between two looks at whether the command is to end. Ranks that start while a signal comes do not get it.
+/// Interval for checking whether a signal ends the command. Ranks that start meanwhile do not receive it.
 const ENDING_INTERVAL: Duration = Duration::from_millis(100);
 
-/// How much later than the ranks this process may receive a signal that was sent to all.
+/// Maximum delay between the ranks and this process receiving the same signal.
 const SIGNAL_SKEW: Duration = Duration::from_millis(300);
 
-/// The timeout of its ranks, which no wait may come to.
+/// Timeout of the ranks, which no wait should reach.
 const RANK_TIMEOUT: &str = "40";
 
-/// How long a stopped rank stays so: longer than the others wait for it.
+/// Duration of a stop: longer than the others wait.
 const STOPPED: Duration = Duration::from_millis(6500);
 
 /// Settings that all cells share.
@@ -47,52 +45,53 @@ pub(super) struct JobSettings {
     pub(super) ranks: usize,
     pub(super) victim: usize,
     pub(super) device: DeviceKind,
-    pub(super) gpus: Gpus,
-    /// Jobs that run at the same time.
+    pub(super) gpus: GpuAssignment,
+    /// Number of concurrent jobs.
     pub(super) jobs: usize,
-    /// Where cells have folders of their own.
+    /// Parent of the cells' temporary directories.
     pub(super) folder: PathBuf,
-    /// Kernels that were compiled; the same for all cells, so that none waits for the compiler.
+    /// Compiled kernels, shared by all cells, so that none waits for the compiler.
     pub(super) cache: PathBuf,
-    /// The number of a signal that ends the command.
+    /// Number of the signal that ends the command; 0 for none.
     pub(super) ending: Arc<AtomicUsize>,
 }
 
 impl JobSettings {
-    /// Whether the command is to end.
+    /// Whether a signal ends the command.
     pub(super) fn is_ending(&self) -> bool {
         // Set by a signal handler; nothing else is published with it.
         self.ending.load(Ordering::Relaxed) != 0
     }
 
-    /// Whether the command was to end while a cell ran whose result is not as expected. A signal ends the ranks of the cell
-    /// too, and may reach them before this process.
+    /// Whether a signal interrupted a cell, whose result may be wrong for that reason. The signal also ends the
+    /// ranks of the cell, and may reach them before this process.
     pub(super) fn was_interrupted(&self, is_wrong: bool) -> bool {
-        let begun = Instant::now();
-        while is_wrong && !self.is_ending() && begun.elapsed() < SIGNAL_SKEW {
-            thread::sleep(POLL_INTERVAL);
-        }
-        self.is_ending()
+        let limit = if is_wrong {
+            SIGNAL_SKEW
+        } else {
+            Duration::ZERO
+        };
+        poll(limit, || self.is_ending().then_some(())).is_some()
     }
 }
 
-/// How a cell went.
+/// Observations of a cell.
 #[derive(Debug, Default)]
 pub(super) struct JobOutcome {
-    /// When the victim failed.
+    /// Time at which the victim failed.
     pub(super) fault_at: Option<f64>,
     /// By rank.
     pub(super) ranks: Vec<RankOutcome>,
-    /// Why it could not be run, or what is left of it.
+    /// Errors of running it, and leaked resources.
     pub(super) problems: Vec<String>,
 }
 
-/// How one of its ranks went.
+/// Observations of one of its ranks.
 #[derive(Debug, Default)]
 pub(super) struct RankOutcome {
     pub(super) report: Option<RankReport>,
     pub(super) code: Option<i32>,
-    /// Whether it was killed at the limit.
+    /// Whether it did not exit by itself.
     pub(super) hung: bool,
     /// Its standard error.
     pub(super) output: String,
@@ -112,28 +111,14 @@ pub(super) fn run(cell: Cell, settings: &JobSettings) -> JobOutcome {
     outcome
 }
 
-/// A process that is killed when this is dropped.
+/// A process that is killed on drop.
 struct Running(Child);
-
-impl Running {
-    /// How it ended, where it does so in time.
-    fn wait(&mut self) -> Option<ExitStatus> {
-        let until = Instant::now() + MAX_END;
-        loop {
-            match self.0.try_wait() {
-                Ok(Some(status)) => return Some(status),
-                Ok(None) if Instant::now() < until => thread::sleep(POLL_INTERVAL),
-                _ => return None,
-            }
-        }
-    }
-}
 
 impl Drop for Running {
     fn drop(&mut self) {
-        // It fails for one that has ended.
+        // Fails if it has exited.
         let _ = self.0.kill();
-        let _ = self.wait();
+        let _ = exit_within(&mut self.0, MAX_END);
     }
 }
 
@@ -147,12 +132,10 @@ fn try_run(cell: Cell, settings: &JobSettings, outcome: &mut JobOutcome) -> Resu
     let folder = settings.folder.join(cell.to_string().replace(' ', "-"));
     std::fs::create_dir(&folder).context("make a directory")?;
     let watched = watch(cell, settings, outcome, &folder);
-    let left = std::fs::read_dir(&folder).into_iter().flatten().flatten();
-    for entry in left {
+    for entry in entries(&folder) {
         let name = entry.file_name();
-        outcome
-            .problems
-            .push(format!("the file {} is left", name.display()));
+        let problem = format!("the file {} is left", name.display());
+        outcome.problems.push(problem);
     }
     std::fs::remove_dir_all(&folder).context("remove a directory")?;
     watched
@@ -164,13 +147,14 @@ fn watch(
     outcome: &mut JobOutcome,
     folder: &Path,
 ) -> Result<()> {
-    let port = Port::choose()?;
-    let store = port.address();
+    let id = UniqueId::create(IpAddr::V4(Ipv4Addr::LOCALHOST), 0)?;
+    // Reserves the port until rank 0, another process, listens there.
+    let (_port, store) = (id.release(), id.address());
     let mut relays = Vec::new();
     let (sender, events) = mpsc::channel();
     let mut ranks = Vec::new();
     for rank in 0..settings.ranks {
-        // Rank 0 serves the store itself: it is cut off by cutting off the others.
+        // Rank 0 serves the store itself: cutting off the others disconnects it.
         let cut = if settings.victim == 0 {
             rank != 0
         } else {
@@ -183,9 +167,7 @@ fn watch(
             relays.push(relay);
         }
         let mut command = command(cell, settings, rank, address);
-        command
-            .env("TMPDIR", folder)
-            .env("WARPLINK_CACHE_DIR", &settings.cache);
+        command.env("TMPDIR", folder);
         ranks.push(start(command, rank, &sender)?);
     }
     drop(sender);
@@ -200,11 +182,14 @@ fn watch(
     for (number, ((mut child, output), rank)) in
         ranks.into_iter().zip(&mut outcome.ranks).enumerate()
     {
-        let mut status = if rank.hung { None } else { child.wait() };
-        if status.is_none() {
+        if rank.hung {
+            let _ = child.0.kill();
+        }
+        let mut status = exit_within(&mut child.0, MAX_END);
+        if status.is_none() && !rank.hung {
             rank.hung = true;
             let _ = child.0.kill();
-            status = child.wait();
+            status = exit_within(&mut child.0, MAX_END);
         }
         match status {
             Some(status) => {
@@ -212,30 +197,22 @@ fn watch(
                 rank.output = output.join().unwrap_or_default();
             }
             None => outcome.problems.push(format!(
-                "rank {number} did not end within {MAX_END:?} of SIGKILL"
+                "rank {number} did not exit within {MAX_END:?} of SIGKILL"
             )),
         }
     }
-    for entry in std::fs::read_dir("/dev/shm")
-        .into_iter()
-        .flatten()
-        .flatten()
-    {
+    for entry in entries("/dev/shm") {
         let name = entry.file_name().to_string_lossy().into_owned();
-        let numbers = || name.split(|c: char| !c.is_ascii_digit());
-        if pids
-            .iter()
-            .any(|pid| numbers().any(|number| number == pid.to_string()))
-        {
-            outcome
-                .problems
-                .push(format!("the shared memory {name} is left"));
+        let mut numbers = name.split(|c: char| !c.is_ascii_digit());
+        if numbers.any(|number| pids.iter().any(|pid| number == pid.to_string())) {
+            let problem = format!("the shared memory {name} is left");
+            outcome.problems.push(problem);
         }
     }
     Ok(())
 }
 
-/// Takes in what ranks say until all have ended; continues a stopped victim, and cuts its connection.
+/// Receives the messages of the ranks until all have ended. Resumes a stopped victim, or cuts its connection.
 fn follow(
     cell: Cell,
     settings: &JobSettings,
@@ -247,7 +224,7 @@ fn follow(
     let until = Instant::now() + LIMIT;
     let mut running = settings.ranks;
     let mut resume: Option<Instant> = None;
-    let mut ended = vec![false; settings.ranks];
+    outcome.ranks.iter_mut().for_each(|rank| rank.hung = true);
     while running > 0 && !settings.is_ending() {
         let next = resume.map_or(until, |at| at.min(until));
         let left = next.saturating_duration_since(Instant::now());
@@ -267,8 +244,8 @@ fn follow(
             }
             Ok(RankEvent::Ended(rank)) => {
                 running -= 1;
-                if let Some(ended) = ended.get_mut(rank) {
-                    *ended = true;
+                if let Some(rank) = outcome.ranks.get_mut(rank) {
+                    rank.hung = false;
                 }
             }
             Err(_) if resume.is_some_and(|at| Instant::now() >= at) => {
@@ -281,12 +258,9 @@ fn follow(
             Err(_) => break,
         }
     }
-    for (rank, ended) in outcome.ranks.iter_mut().zip(ended) {
-        rank.hung = !ended;
-    }
 }
 
-/// The command of one rank, which reaches the store at `address`.
+/// The command of one rank, which connects to the store at `address`.
 fn command(cell: Cell, settings: &JobSettings, rank: usize, address: SocketAddr) -> Command {
     let mut command = Command::new("/proc/self/exe");
     command
@@ -310,6 +284,7 @@ fn command(cell: Cell, settings: &JobSettings, rank: usize, address: SocketAddr)
         .env("WARPLINK_DEVICE", settings.device.to_string())
         .env("WARPLINK_TIMEOUT", RANK_TIMEOUT)
         .env("WARPLINK_LOG", "error")
+        .env("WARPLINK_CACHE_DIR", &settings.cache)
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
         .stderr(Stdio::piped());
@@ -317,42 +292,29 @@ fn command(cell: Cell, settings: &JobSettings, rank: usize, address: SocketAddr)
     command
 }
 
-type Output = thread::JoinHandle<String>;
-
 fn start(
     mut command: Command,
     rank: usize,
     events: &Sender<RankEvent>,
-) -> Result<(Running, Output)> {
+) -> Result<(Running, JoinHandle<String>)> {
     let mut child = command
         .spawn()
         .with_context(|| format!("start rank {rank}"))?;
     let (out, err) = (child.stdout.take(), child.stderr.take());
     let child = Running(child);
     let events = events.clone();
+    let report = move || {
+        let lines = out.into_iter().flat_map(|out| BufReader::new(out).lines());
+        for line in lines.map_while(Result::ok) {
+            if let Ok(said) = serde_json::from_str(&line) {
+                // The receiver is gone after the time limit.
+                let _ = events.send(RankEvent::Said(rank, said));
+            }
+        }
+        let _ = events.send(RankEvent::Ended(rank));
+    };
     thread::Builder::new()
         .name("rank-output".into())
-        .spawn(move || {
-            for line in out
-                .into_iter()
-                .flat_map(|out| BufReader::new(out).lines())
-                .map_while(Result::ok)
-            {
-                if let Ok(said) = serde_json::from_str(&line) {
-                    // The receiver is gone only at the limit.
-                    let _ = events.send(RankEvent::Said(rank, said));
-                }
-            }
-            let _ = events.send(RankEvent::Ended(rank));
-        })?;
-    let errors = thread::Builder::new()
-        .name("rank-errors".into())
-        .spawn(move || {
-            let mut text = Vec::new();
-            if let Some(mut err) = err {
-                let _ = err.read_to_end(&mut text);
-            }
-            String::from_utf8_lossy(&text).into_owned()
-        })?;
-    Ok((child, errors))
+        .spawn(report)?;
+    Ok((child, read_all(err)?))
 }

@@ -225,8 +225,8 @@ fn summarize(survivors: &[Survivor]) -> String {
 #[cfg(test)]
 mod tests {
     use super::super::cell::Phase;
-    use super::super::gpus::Gpus;
     use super::*;
+    use crate::launch::GpuAssignment;
     use warplink::DeviceKind;
 
     fn problems(fault: Fault, phase: Phase, change: impl FnOnce(&mut JobOutcome)) -> String {
@@ -234,7 +234,7 @@ mod tests {
             ranks: 2,
             victim: 1,
             device: DeviceKind::Host,
-            gpus: Gpus::none(),
+            gpus: GpuAssignment::default(),
             jobs: 1,
             folder: "folder".into(),
             cache: "cache".into(),

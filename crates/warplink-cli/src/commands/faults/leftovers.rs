@@ -1,14 +1,14 @@
 //! Resources of a process: its threads, descriptors and mappings of shared memory.
 
+use crate::process::{entries, poll};
 use std::collections::BTreeMap;
 use std::fs;
-use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-/// How long what was let go of may take to be gone.
-const PATIENCE: Duration = Duration::from_secs(3);
+/// Time limit for released resources to disappear.
+const GRACE: Duration = Duration::from_secs(3);
 
-/// How many there are of each thing, by its name.
+/// Count of each kind of resource.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct HeldResources(BTreeMap<String, usize>);
 
@@ -16,20 +16,12 @@ impl HeldResources {
     pub(super) fn now() -> Self {
         let mut held = BTreeMap::new();
         let mut add = |what: String| *held.entry(what).or_default() += 1;
-        for task in fs::read_dir("/proc/self/task")
-            .into_iter()
-            .flatten()
-            .flatten()
-        {
+        for task in entries("/proc/self/task") {
             let name = fs::read_to_string(task.path().join("comm")).unwrap_or_default();
             add(format!("thread {}", name.trim()));
         }
-        for entry in fs::read_dir("/proc/self/fd")
-            .into_iter()
-            .flatten()
-            .flatten()
-        {
-            // One that is gone by now is the listing's own.
+        for entry in entries("/proc/self/fd") {
+            // The descriptor of the listing itself is closed by now.
             if let Ok(target) = fs::read_link(entry.path()) {
                 let target = target.to_string_lossy().into_owned();
                 // The numbers of sockets and pipes differ.
@@ -47,14 +39,12 @@ impl HeldResources {
 
     /// Resources beyond those in `self` that remain after a grace period.
     pub(super) fn wait_for_rest(&self) -> Vec<String> {
-        let until = Instant::now() + PATIENCE;
-        loop {
-            let more = self.less_than(&Self::now());
-            if more.is_empty() || Instant::now() > until {
-                return more;
-            }
-            thread::sleep(Duration::from_millis(20));
-        }
+        let mut more = Vec::new();
+        poll(GRACE, || {
+            more = self.less_than(&Self::now());
+            more.is_empty().then_some(())
+        });
+        more
     }
 
     fn less_than(&self, now: &Self) -> Vec<String> {
@@ -69,6 +59,8 @@ impl HeldResources {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::thread;
+    use std::time::Instant;
 
     #[test]
     fn a_descriptor_and_a_thread_that_stay_are_found() {
@@ -78,7 +70,7 @@ mod tests {
         let thread = thread::Builder::new()
             .name("stays".into())
             .spawn(move || ended.recv());
-        let until = Instant::now() + PATIENCE;
+        let until = Instant::now() + GRACE;
         let mut more = String::new();
         // Other tests run in this process, and the thread takes its name only when it runs.
         while !(more.contains("descriptor of /dev/zero") && more.contains("thread stays")) {

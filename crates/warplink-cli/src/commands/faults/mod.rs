@@ -1,17 +1,15 @@
-//! `warplink faults`: what survivors see when a rank fails, as a table.
+//! `warplink faults`: a table of the effects of a failing rank on the others.
 //!
-//! Every cell is a job of its own: its ranks are processes, one of them (the victim) fails in one way
-//! while all are in one phase, and the others tell what they got, after how long, whether their data was
-//! right, and what was left of it all.
+//! Every cell is a separate job: its ranks are processes, one of them (the victim) fails in one way while all
+//! are in one phase, and the others report their error, its delay, whether their data was right, and leaked
+//! resources.
 
 mod cell;
-mod gpus;
 mod inflict;
 mod job;
 mod judge;
 mod leftovers;
 mod phases;
-mod port;
 mod probe;
 mod rank;
 mod relay;
@@ -22,18 +20,16 @@ pub(crate) use probe::{PROBE_COMMAND, run as probe_gpu};
 pub(crate) use rank::{FAULT_RANK_COMMAND, FaultRank};
 
 use crate::commands::ranks::launch_self;
-use crate::launch::{self, Variable};
+use crate::launch::{self, GpuAssignment, Variable};
 use crate::options::Options;
 use crate::report;
 use anyhow::{Context, Result, ensure};
 use cell::{Cell, Fault, Phase};
 use clap::{Args, ValueEnum};
-use gpus::Gpus;
 use job::JobSettings;
 use judge::Judged;
 use runner::Runner;
-use serde::Serialize;
-use std::path::PathBuf;
+use serde::{Deserialize, Serialize};
 use std::process::ExitCode;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
@@ -42,7 +38,7 @@ use std::time::Instant;
 use warplink::variables;
 use warplink::{DeviceKind, device};
 
-/// Set in the process that starts the ranks, with the GPUs that they share.
+/// Variable with the [`InnerOptions`], set in the process that starts the ranks.
 const INNER: &str = "WARPLINK_FAULTS";
 
 /// Cells that run at the same time on the host device.
@@ -87,8 +83,9 @@ impl Faults {
     pub(crate) fn run(self, options: &Options) -> Result<ExitCode> {
         let inner = variables::read(INNER)?;
         let inner = inner
-            .map(|text| InnerOptions::from_text(&text))
-            .transpose()?;
+            .map(|text| serde_json::from_str::<InnerOptions>(&text))
+            .transpose()
+            .with_context(|| format!("{INNER} is set; expected it to be unset"))?;
         let ranks = match &inner {
             Some(inner) => inner.ranks,
             None => options.ranks()?,
@@ -125,18 +122,21 @@ impl Faults {
             .collect();
         cells.sort_by_key(|cell| cell.fault != Fault::Stop);
         let jobs = jobs.clamp(1, cells.len());
-        let folder = Folder::new()?;
+        let folder = tempfile::Builder::new()
+            .prefix("warplink-faults-")
+            .tempdir();
+        let folder = folder.context("make a directory")?;
         let settings = JobSettings {
             ranks,
             victim,
             device,
             gpus,
             jobs,
-            folder: folder.0.clone(),
-            cache: folder.0.join("cache"),
+            folder: folder.path().to_owned(),
+            cache: folder.path().join("cache"),
             ending: Arc::default(),
         };
-        // What is done by then is printed also where this command is to end early.
+        // A signal ends the command early, with the table of finished cells.
         let ending = &settings.ending;
         for signal in launch::ending_signals() {
             signal_hook::flag::register_usize(signal, ending.clone(), signal as usize)
@@ -157,7 +157,7 @@ impl Faults {
                             return;
                         }
                         if let Ok(mut results) = results.lock() {
-                            tell(results.len() + 1, cells.len(), &judged);
+                            print_progress(results.len() + 1, cells.len(), &judged);
                             results.push(judged);
                         }
                     }
@@ -188,29 +188,13 @@ impl Faults {
 }
 
 /// Options passed to the process that starts the ranks.
-#[derive(Debug)]
+#[derive(Debug, Serialize, Deserialize)]
 struct InnerOptions {
     ranks: usize,
-    gpus: Gpus,
+    gpus: GpuAssignment,
 }
 
-impl InnerOptions {
-    fn as_text(&self) -> String {
-        format!("{} {}", self.ranks, self.gpus.as_text())
-    }
-
-    fn from_text(text: &str) -> Result<Self> {
-        let parts = text.split_once(' ').and_then(|(ranks, gpus)| {
-            Some(Self {
-                ranks: ranks.parse().ok()?,
-                gpus: Gpus::from_text(gpus)?,
-            })
-        });
-        parts.with_context(|| format!("{INNER} is set by this command; expected it not to be set"))
-    }
-}
-
-/// Result of `--json`, from which the table is made, too.
+/// Output of `--json`, and the source of the table.
 #[derive(Debug, Serialize)]
 struct Report {
     device: DeviceKind,
@@ -218,26 +202,25 @@ struct Report {
     victim: usize,
     seconds: f64,
     wrong: usize,
-    /// Cells that were not run, or not to their end, because the command was to end.
+    /// Cells that a signal prevented or interrupted.
     not_run: usize,
-    /// How often the multi-process service of the GPUs had failed.
+    /// Number of failures of the GPUs' multi-process service.
     service_restarts: usize,
     cells: Vec<Judged>,
 }
 
-/// Starts this command again as the one rank of a launch, which ends all that it leaves and, where ranks
-/// share GPUs, has the service that they need.
+/// Starts this command again as the single rank of a launch, which kills leftover processes and runs the
+/// multi-process service if ranks share GPUs.
 fn start(options: &Options, ranks: usize) -> Result<ExitCode> {
     let gpus = match options.device() {
-        DeviceKind::Host => Gpus::none(),
-        DeviceKind::Cuda => Gpus::new(
-            device::count(DeviceKind::Cuda).context("count the GPUs")?,
-            options.ranks_per_gpu()?,
-            ranks,
-        )?,
+        DeviceKind::Host => GpuAssignment::default(),
+        DeviceKind::Cuda => {
+            let count = device::count(DeviceKind::Cuda).context("count the GPUs")?;
+            GpuAssignment::new(ranks, options.ranks_per_gpu()?, Some(count))?
+        }
     };
-    let inner = InnerOptions { ranks, gpus };
-    let inner = Variable::new(INNER, inner.as_text());
+    let inner = serde_json::to_string(&InnerOptions { ranks, gpus })?;
+    let inner = Variable::new(INNER, inner);
     launch_self(options, 1, options.ranks_per_gpu()?, inner)
 }
 
@@ -249,29 +232,8 @@ fn chosen<T: ValueEnum + Clone>(some: &[T]) -> Vec<T> {
     }
 }
 
-/// A folder of the command, which is removed with all that is in it.
-struct Folder(PathBuf);
-
-impl Folder {
-    fn new() -> Result<Self> {
-        let random =
-            getrandom::u64().map_err(|error| anyhow::anyhow!("name a directory: {error}"))?;
-        let path = std::env::temp_dir().join(format!("warplink-faults-{random:016x}"));
-        std::fs::create_dir(&path).context("make a directory")?;
-        Ok(Self(path))
-    }
-}
-
-impl Drop for Folder {
-    fn drop(&mut self) {
-        if let Err(error) = std::fs::remove_dir_all(&self.0) {
-            tracing::warn!(%error, path = %self.0.display(), "a directory was not removed");
-        }
-    }
-}
-
-/// One line on standard error, so that the cells that are done are known however the command ends.
-fn tell(done: usize, of: usize, judged: &Judged) {
+/// Reports a finished cell on standard error at once, so that it is known however the command ends.
+fn print_progress(done: usize, of: usize, judged: &Judged) {
     let outcome = match judged.seconds {
         Some(seconds) => format!("{} {seconds:.2} s", judged.summary),
         None => judged.summary.clone(),

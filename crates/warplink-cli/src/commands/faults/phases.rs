@@ -1,6 +1,8 @@
 //! Work of all ranks in a cell; every phase moves data that is checked.
 
 use super::cell::Phase;
+use crate::commands::bench::peers::neighbours;
+use crate::gemm::inputs::Random;
 use warplink::device::{Priority, Stream};
 use warplink::memory::Region;
 use warplink::p2p::{Transfer, TransferRequest, post_all, wait_all};
@@ -38,11 +40,12 @@ pub(super) struct Player<'a> {
     pub(super) wrong: &'a mut Vec<String>,
 }
 
-/// The memory of a ring, in which each rank sends to the next.
+/// Memory and transfers of a ring, in which each rank sends to the next.
 struct Ring {
     send: Region,
     receive: Region,
     stream: Stream,
+    transfers: Vec<Transfer>,
 }
 
 impl Ring {
@@ -51,41 +54,44 @@ impl Ring {
             send: comm.alloc(BYTES)?,
             receive: comm.alloc(BYTES)?,
             stream: comm.create_stream(Priority::Normal)?,
+            transfers: Vec::new(),
         })
     }
 
-    fn exchange(&self, comm: &Communicator) -> Result<Vec<Transfer>> {
-        let (rank, world) = (comm.rank(), comm.world());
-        comm.exchange(&[
-            TransferRequest::send(&self.send, (rank + 1) % world, 0),
-            TransferRequest::receive(&self.receive, (rank + world - 1) % world, 0),
-        ])
+    fn with_transfers(comm: &Communicator) -> Result<Self> {
+        let mut ring = Self::new(comm)?;
+        ring.exchange(comm)?;
+        Ok(ring)
     }
 
-    /// Moves data once.
+    fn exchange(&mut self, comm: &Communicator) -> Result<()> {
+        let [left, right] = neighbours(comm.rank(), comm.world());
+        self.transfers = comm.exchange(&[
+            TransferRequest::send(&self.send, right, 0),
+            TransferRequest::receive(&self.receive, left, 0),
+        ])?;
+        Ok(())
+    }
+
+    fn enqueue(&self) -> Result<()> {
+        let group: Vec<&Transfer> = self.transfers.iter().collect();
+        post_all(&group, &self.stream)?;
+        wait_all(&group, &self.stream)
+    }
+
+    /// Sends the data of `round` by what `work` enqueues, and compares the received data.
     fn round(
         &self,
         comm: &Communicator,
-        transfers: &[Transfer],
+        round: usize,
         wrong: &mut Vec<String>,
+        work: impl FnOnce() -> Result<()>,
     ) -> Result<()> {
-        let group: Vec<&Transfer> = transfers.iter().collect();
-        self.fill(comm, 0)?;
-        post_all(&group, &self.stream)?;
-        wait_all(&group, &self.stream)?;
+        let [left, _] = neighbours(comm.rank(), comm.world());
+        let [own, left] = [comm.rank(), left].map(|rank| job_rank(comm, rank));
+        self.send.upload(&values(own, round))?;
+        work()?;
         comm.synchronize(&self.stream)?;
-        self.check(comm, 0, wrong)
-    }
-
-    fn fill(&self, comm: &Communicator, round: usize) -> Result<()> {
-        self.send
-            .upload(&values(job_rank(comm, comm.rank()), round))
-    }
-
-    /// Compares what arrived with what was sent.
-    fn check(&self, comm: &Communicator, round: usize, wrong: &mut Vec<String>) -> Result<()> {
-        let left = (comm.rank() + comm.world() - 1) % comm.world();
-        let left = job_rank(comm, left);
         if self.receive.download()? != values(left, round) {
             wrong.push(format!("wrong data from rank {left} in round {round}"));
         }
@@ -118,54 +124,47 @@ impl Player<'_> {
     }
 
     fn exchange(&mut self) -> Result<()> {
-        let ring = Ring::new(&self.comm)?;
+        let mut ring = Ring::new(&self.comm)?;
         self.comm.barrier()?;
         self.fail()?;
-        let transfers = ring.exchange(&self.comm)?;
-        ring.round(&self.comm, &transfers, self.wrong)
+        ring.exchange(&self.comm)?;
+        ring.round(&self.comm, 0, self.wrong, || ring.enqueue())
     }
 
     fn transfer(&mut self) -> Result<()> {
-        let ring = Ring::new(&self.comm)?;
-        let transfers = ring.exchange(&self.comm)?;
-        let group: Vec<&Transfer> = transfers.iter().collect();
+        let ring = Ring::with_transfers(&self.comm)?;
         for round in 0..ROUNDS {
-            ring.fill(&self.comm, round)?;
-            if round == FAULTY {
-                // After this, every rank has posted that its buffer may be used.
-                self.fail()?;
-            }
-            post_all(&group, &ring.stream)?;
-            wait_all(&group, &ring.stream)?;
-            self.comm.synchronize(&ring.stream)?;
-            ring.check(&self.comm, round, self.wrong)?;
+            ring.round(&self.comm, round, self.wrong, || {
+                if round == FAULTY {
+                    // Every rank now posts that its buffer may be overwritten.
+                    (self.fail)(&self.comm)?;
+                }
+                ring.enqueue()
+            })?;
         }
         Ok(())
     }
 
     fn graph(&mut self) -> Result<()> {
-        let ring = Ring::new(&self.comm)?;
-        let transfers = ring.exchange(&self.comm)?;
-        let group: Vec<&Transfer> = transfers.iter().collect();
+        let ring = Ring::with_transfers(&self.comm)?;
         ring.stream.begin_capture()?;
-        post_all(&group, &ring.stream)?;
-        wait_all(&group, &ring.stream)?;
+        ring.enqueue()?;
         let graph = ring.stream.end_capture()?;
         for round in 0..ROUNDS {
-            ring.fill(&self.comm, round)?;
-            for launch in 0..LAUNCHES {
-                if (round, launch) == (FAULTY, LAUNCHES / 2) {
-                    self.fail()?;
+            ring.round(&self.comm, round, self.wrong, || {
+                for launch in 0..LAUNCHES {
+                    if (round, launch) == (FAULTY, LAUNCHES / 2) {
+                        (self.fail)(&self.comm)?;
+                    }
+                    graph.launch(&ring.stream)?;
                 }
-                graph.launch(&ring.stream)?;
-            }
-            self.comm.synchronize(&ring.stream)?;
-            ring.check(&self.comm, round, self.wrong)?;
+                Ok(())
+            })?;
         }
         Ok(())
     }
 
-    /// Gathers, of which each waits for all ranks.
+    /// All-gathers: each waits for every rank.
     fn collective(&mut self) -> Result<()> {
         let (rank, world) = (self.comm.rank(), self.comm.world());
         let collectives = self.comm.collectives()?;
@@ -201,20 +200,16 @@ impl Player<'_> {
         self.comm.barrier()?;
         self.fail()?;
         let plan = prepared.bind(&bindings.into())?;
-        ring.fill(&self.comm, 0)?;
-        plan.run(&ring.stream)?;
-        self.comm.synchronize(&ring.stream)?;
-        ring.check(&self.comm, 0, self.wrong)
+        ring.round(&self.comm, 0, self.wrong, || plan.run(&ring.stream))
     }
 
     fn split(&mut self) -> Result<()> {
-        let ring = Ring::new(&self.comm)?;
-        let transfers = ring.exchange(&self.comm)?;
+        let ring = Ring::with_transfers(&self.comm)?;
         self.comm.barrier()?;
         self.fail()?;
         let whole = self.comm.split(0, 0)?;
         whole.barrier()?;
-        ring.round(&self.comm, &transfers, self.wrong)
+        ring.round(&self.comm, 0, self.wrong, || ring.enqueue())
     }
 }
 
@@ -235,18 +230,11 @@ fn job_rank(comm: &Communicator, rank: usize) -> usize {
 
 /// Pseudo-random bytes that depend on both.
 fn values(rank: usize, round: usize) -> Vec<u8> {
-    let mut state = (rank as u64 + 1) << 32 | (round as u64 + 1);
-    let next = || {
-        // splitmix64
-        state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mixed = (state ^ (state >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        (mixed ^ (mixed >> 31)).to_le_bytes()
-    };
-    std::iter::repeat_with(next).flatten().take(BYTES).collect()
+    let mut random = Random((rank as u64 + 1) << 32 | (round as u64 + 1));
+    (0..BYTES).map(|_| random.below(256) as u8).collect()
 }
 
-/// Whether an error says that a rank is gone, so that its communicator can be left behind.
+/// Whether an error reports the loss of a rank, after which the survivors can continue.
 pub(super) fn is_loss(error: &warplink::Error) -> bool {
     error.kind() == ErrorKind::PeerLost
 }

@@ -1,13 +1,13 @@
-//! Runs cells beside one another, and keeps the multi-process service of their GPUs working.
+//! Runs cells concurrently, and keeps the multi-process service of their GPUs working.
 //!
-//! A process that is killed while the service works for it may leave the service unable to serve anybody.
-//! So when a cell is wrong, the GPUs are tried with no cell running; where they do not work, the servers
-//! are started again and the cell runs once more, alone. A cell that is right only then was spoiled by
-//! another, which has been told.
+//! Killing a process while the service works for it may break the service for every process. So after a wrong
+//! cell, the GPUs are tested with no cell running; if they do not work, the servers are restarted and the cell
+//! is repeated alone.
 
 use super::cell::Cell;
 use super::job::{self, JobSettings};
 use super::judge::{Judged, judge};
+use super::probe;
 use crate::launch::ServiceControl;
 use crate::report;
 use anyhow::{Context, Result};
@@ -16,23 +16,21 @@ use std::sync::{PoisonError, RwLock};
 /// Runs cells.
 pub(super) struct Runner<'a> {
     settings: &'a JobSettings,
-    /// None where no GPU is shared.
+    /// `None` if no GPU is shared.
     service: Option<ServiceControl>,
-    /// How often its servers were started again. Held by every cell that runs.
+    /// Number of restarts of its servers. Every running cell holds it for reading.
     restarts: RwLock<usize>,
 }
 
 impl<'a> Runner<'a> {
-    /// Tries the GPUs.
+    /// Tests the GPUs.
     ///
     /// # Errors
-    /// Where one cannot be used.
+    /// If one does not work.
     pub(super) fn new(settings: &'a JobSettings) -> Result<Self> {
-        let service = match settings.gpus.shared_by() {
-            Some(_) => Some(ServiceControl::find()?),
-            None => None,
-        };
-        settings.gpus.probe(&settings.cache)?;
+        let shared = settings.gpus.ranks_per_gpu;
+        let service = shared.map(|_| ServiceControl::find()).transpose()?;
+        probe::test_all(&settings.gpus, &settings.cache)?;
         Ok(Self {
             settings,
             service,
@@ -40,7 +38,7 @@ impl<'a> Runner<'a> {
         })
     }
 
-    /// Runs and judges one cell, and once more where the service had failed.
+    /// Runs and judges one cell; repeats it if the service had failed.
     pub(super) fn run(&self, cell: Cell) -> Judged {
         let running = self.restarts.read().unwrap_or_else(PoisonError::into_inner);
         let before = *running;
@@ -52,7 +50,7 @@ impl<'a> Runner<'a> {
         if judged.problems.is_empty() {
             return judged;
         }
-        // Alone from here on.
+        // No other cell runs while this lock is held.
         let mut restarts = self
             .restarts
             .write()
@@ -80,7 +78,7 @@ impl<'a> Runner<'a> {
         }
     }
 
-    /// How often the servers of the service were started again.
+    /// Number of restarts of the service's servers.
     pub(super) fn restarts(&self) -> usize {
         *self.restarts.read().unwrap_or_else(PoisonError::into_inner)
     }
@@ -89,18 +87,19 @@ impl<'a> Runner<'a> {
         judge(cell, self.settings, job::run(cell, self.settings))
     }
 
-    /// Starts the servers again where the GPUs cannot be used; whether that was so.
+    /// Restarts the servers if the GPUs do not work; returns whether it did.
     fn mend(&self, service: &ServiceControl, cell: Cell) -> Result<bool> {
-        let Err(error) = self.settings.gpus.probe(&self.settings.cache) else {
+        let test = || probe::test_all(&self.settings.gpus, &self.settings.cache);
+        let Err(error) = test() else {
             return Ok(false);
         };
         report::print_message(&format!(
-            "{cell}: CUDA's multi-process service has failed ({error:#}); its servers are started again"
+            "{cell}: CUDA's multi-process service has failed ({error:#}); restarting its servers"
         ));
         service
             .restart_servers()
-            .and_then(|()| self.settings.gpus.probe(&self.settings.cache))
-            .context("start the servers of CUDA's multi-process service again")?;
+            .and_then(|()| test())
+            .context("restart the servers of CUDA's multi-process service")?;
         Ok(true)
     }
 }
